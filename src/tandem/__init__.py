@@ -1,0 +1,1 @@
+"""Tandem: Mixture-of-Experts models on one GPU that is too small for them, CPU and GPU together."""

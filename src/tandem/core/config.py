@@ -1,0 +1,83 @@
+"""Options as frozen dataclasses: one definition gives the checks, the help text and the flags.
+
+A field made by `option` carries its help text; command-line flags, documentation and defaults are
+generated from it, so that a fact is written once.
+"""
+
+import argparse
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from tandem.core.errors import ConfigError
+from tandem.core.registry import nearest_names
+
+T = TypeVar("T")
+
+
+def option(
+    default: Any = dataclasses.MISSING,
+    *,
+    help: str,  # noqa: A002 - argparse's word for it
+    choices: Sequence[str] | None = None,
+    metavar: str | None = None,
+) -> Any:
+    """Declare a dataclass field with its help text; `choices` also limits the flag's values."""
+    metadata = {"help": help, "choices": choices, "metavar": metavar}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def field_type(annotation: Any) -> type:
+    """Return the type that a flag's text is converted to: X for `X | None`, the first of a union."""
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
+        return next(t for t in typing.get_args(annotation) if t is not type(None))
+    assert isinstance(annotation, type), f"{annotation!r} cannot be a flag"
+    return annotation
+
+
+def add_flags(parser: argparse.ArgumentParser, config: type[Any]) -> None:
+    """Add one flag per option of a config class to a parser; absent flags leave the default."""
+    hints = typing.get_type_hints(config)
+    for field in dataclasses.fields(config):
+        if "help" not in field.metadata:
+            continue
+        flag = "--" + field.name.replace("_", "-")
+        shown = "" if field.default in (None, False) else f" (default: {field.default})"
+        kwargs: dict[str, Any] = {"help": field.metadata["help"] + shown, "default": None}
+        kind = field_type(hints[field.name])
+        if kind is bool:
+            kwargs["action"] = argparse.BooleanOptionalAction if field.default else "store_true"
+        else:
+            kwargs.update(type=kind, choices=field.metadata["choices"])
+            kwargs["metavar"] = field.metadata["metavar"]
+        parser.add_argument(flag, **kwargs)
+
+
+def from_flags(config: type[T], flags: argparse.Namespace) -> T:
+    """Build a config from parsed flags; flags that were not given keep their defaults."""
+    values = {
+        field.name: value
+        for field in dataclasses.fields(config)  # type: ignore[arg-type]
+        if (value := getattr(flags, field.name, None)) is not None
+    }
+    return config(**values)
+
+
+def from_mapping(config: type[T], values: Mapping[str, Any], *, where: str) -> T:
+    """Build a config from a mapping (a JSON file); an unknown key is an error with near names."""
+    known = [field.name for field in dataclasses.fields(config)]  # type: ignore[arg-type]
+    for key in values:
+        if key not in known:
+            raise ConfigError(f"{where}: unknown key {key!r}; {nearest_names(key, known)}")
+    return config(**values)
+
+
+def require_range(
+    name: str, value: float, low: float, high: float = float("inf"), *, what: str = ""
+) -> None:
+    """Raise `ConfigError` naming field, value and range unless low <= value <= high."""
+    if isinstance(value, bool) or not low <= value <= high:
+        bound = f">= {low:g}" if high == float("inf") else f"in {low:g}..{high:g}"
+        raise ConfigError(f"{name} is {value!r}; expected {what or 'a number'} {bound}")

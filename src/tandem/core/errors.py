@@ -1,0 +1,29 @@
+"""Errors that a user can act on. Each message says what was found, what was expected, what to do."""
+
+
+class TandemError(Exception):
+    """Anything that a user, a file or the machine can get wrong; the command exits with code 2."""
+
+
+class ConfigError(TandemError, ValueError):
+    """An option, a key or a name that Tandem does not know or cannot use."""
+
+
+class ModelError(TandemError, ValueError):
+    """A model or checkpoint that cannot be loaded."""
+
+
+class UnsupportedModelError(ModelError):
+    """A model that is intact, but that Tandem cannot run; the reason is in the message."""
+
+
+class FileFormatError(TandemError, ValueError):
+    """A trace, profile or packed file whose content is not what its format promises."""
+
+
+class CapacityError(TandemError, MemoryError):
+    """A plan that does not fit into the memory of this machine."""
+
+
+class BuildError(TandemError, RuntimeError):
+    """Something that Tandem builds on this machine (a model, the native part) could not be built."""

@@ -1,0 +1,52 @@
+"""Named implementations of one seam: the names are the command line's choices."""
+
+from collections.abc import Callable, Iterator
+from difflib import get_close_matches
+from typing import Generic, TypeVar
+
+from tandem.core.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def nearest_names(name: str, known: list[str]) -> str:
+    """Return "; did you mean X?" for a mistyped name, else the list of known names."""
+    close = get_close_matches(name, known, n=2)
+    if close:
+        return f"did you mean {' or '.join(repr(c) for c in close)}?"
+    return f"known: {', '.join(known)}"
+
+
+class Registry(Generic[T]):
+    """Factories by name, in the order in which they were registered."""
+
+    def __init__(self, kind: str) -> None:
+        """Name the kind of thing that is registered; it appears in error messages."""
+        self.kind = kind
+        self._factories: dict[str, Callable[..., T]] = {}
+
+    def register(self, name: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
+        """Register a class or function under a name; a name is taken once."""
+
+        def add(factory: Callable[..., T]) -> Callable[..., T]:
+            assert name not in self._factories, f"{self.kind} {name!r} is registered twice"
+            self._factories[name] = factory
+            return factory
+
+        return add
+
+    def factory(self, name: str) -> Callable[..., T]:
+        """Return what was registered under a name; `ConfigError` with the nearest names else."""
+        try:
+            return self._factories[name]
+        except KeyError:
+            hint = nearest_names(name, self.names())
+            raise ConfigError(f"unknown {self.kind} {name!r}; {hint}") from None
+
+    def names(self) -> list[str]:
+        """Return all names in registration order."""
+        return list(self._factories)
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names."""
+        return iter(self._factories)

@@ -1,0 +1,1 @@
+"""One expert's arithmetic: the torch reference, native CPU kernels, weight formats."""

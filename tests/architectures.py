@@ -1,0 +1,342 @@
+"""Tiny random models of every architecture of the installed Transformers with fused experts.
+
+Nothing here lists architectures: they are found in the package, and one table of small sizes is
+laid over whatever keys a configuration has. It knows nothing of Tandem.
+"""
+
+import importlib
+import inspect
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import ModelOutput
+
+VOCABULARY = 128
+FIRST_PLAIN_TOKEN = 32  # ids below are for the special tokens of SIZES
+PROMPT_LENGTH = 7
+MAX_LAYERS = 4
+EXPERTS = 8
+TOP_K = 2
+
+# What each key of a configuration is made, wherever it occurs. Widths that reach expert weights
+# are multiples of 32, the group of the quantised formats.
+SIZES: dict[str, Any] = {
+    # text
+    "vocab_size": VOCABULARY,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "unpadded_vocab_size": VOCABULARY,
+    "max_position_embeddings": 256,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "swa_num_attention_heads": 4,
+    "num_attention_heads_per_layer": 4,
+    "head_dim": 16,
+    "swa_head_dim": 16,
+    "global_head_dim": 16,
+    "hidden_size_per_layer_input": 16,
+    "sliding_window": 4,  # shorter than the prompt, so that the window matters
+    "sliding_window_size": 4,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "logit_scale": 1.0,  # a head that shrinks its logits would hide differences
+    "logits_mup_width_multiplier": 1.0,
+    # feed-forward and experts
+    "intermediate_size": 64,
+    "dense_intermediate_size": 64,
+    "prefix_dense_intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "moe_hidden_size": 32,
+    "moe_latent_size": 32,
+    "shared_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "shared_experts_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 32,
+    "router_hidden_size": 16,
+    "num_experts": EXPERTS,
+    "num_local_experts": EXPERTS,
+    "n_routed_experts": EXPERTS,
+    "moe_num_experts": EXPERTS,
+    "num_experts_per_tok": TOP_K,
+    "num_experts_per_token": TOP_K,
+    "top_k_experts": TOP_K,
+    "moe_topk": TOP_K,
+    "moe_k": TOP_K,
+    "n_group": 2,
+    "num_expert_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "num_shared_experts": 1,
+    "moe_num_shared_experts": 1,
+    "enable_moe_block": True,
+    # which layers hold experts, where a rule says it and not a list
+    "first_k_dense_replace": 1,
+    "num_dense_layers": 1,
+    "moe_layer_start_index": 1,
+    "moe_layer_end_index": MAX_LAYERS - 1,
+    "expert_layer_period": 2,
+    "expert_layer_offset": 1,
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+    # latent and indexed attention
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "o_lora_rank": 16,
+    "o_groups": 2,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "qk_head_dim": 24,
+    "v_head_dim": 16,
+    "index_head_dim": 16,
+    "index_n_heads": 2,
+    "index_topk": 4,
+    "index_kpool": 2,
+    "index_block_size": 2,
+    "index_topk_blocks": 2,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 4,
+    "indexer_compress_ratio": 2,
+    "rotary_dim": 8,
+    # linear attention and state spaces
+    "linear_head_dim": 16,
+    "linear_num_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "mamba_chunk_size": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_dt_rank": 8,
+    "mamba_n_heads": 8,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "chunk_size": 4,
+    "block_size": 4,
+    # hyper-connections, gated norms, n-gram embeddings, diffusion
+    "hc_lowrank": 16,
+    "gated_norm_rank": 8,
+    "ngram_vocab_size_base": 64,
+    "ple_embed_dim": 32,
+    "split_ngram_parts": 4,
+    "canvas_length": 8,
+    # towers for images and sound: present, never run
+    "num_heads": 4,
+    "image_size": 64,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+    "position_embedding_size": 16,
+    "deepstack_visual_indexes": 0,
+    "projection_intermediate_size": 32,
+    "projector_hidden_size": 32,
+    "mlp_dim": 64,
+    "output_channels": 16,
+    "downsample_channels": 16,
+    "pos_emb_height": 4,
+    "pos_emb_width": 4,
+    "d_model": 64,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 64,
+    "downsample_hidden_size": 16,
+    "output_dim": 64,
+    "num_mel_bins": 16,
+    "feature_size": 16,
+    "hidden_sizes": 16,
+    "depths": 1,
+    "depth": 1,
+}
+
+# What one kind of configuration needs besides, by model_type.
+_MROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+EXCEPTIONS: dict[str, dict[str, Any]] = {
+    # The default layers are of one kind, or stated nowhere; released models have these.
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]},
+    # The sections of the rotary embedding must add up to half of the rotated width.
+    "ernie4_5_vl_moe_text": {"rope_parameters": {**_MROPE, "mrope_section": [3, 3, 2]}},
+    "glm4v_moe_text": {
+        "rope_parameters": {**_MROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
+    },
+    # The configuration class refuses anything else.
+    "glm5_next_text": {"qk_rope_head_dim": 0, "head_dim": 0},
+    "zaya": {"num_experts_per_tok": 1},
+}
+
+
+def architectures() -> list[str]:
+    """Name every model folder of the installed Transformers whose experts use the interface."""
+    models = Path(transformers.__file__).parent / "models"
+    sources = sorted(models.glob("*/modeling_*.py"))
+    return sorted(
+        {path.parent.name for path in sources if "@use_experts_implementation" in path.read_text()}
+    )
+
+
+def experts_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules whose forward goes through the experts interface."""
+    marks = ("has_gate", "has_bias", "is_transposed")
+    return [module for module in model.modules() if all(hasattr(module, mark) for mark in marks)]
+
+
+def build_tiny_model(name: str, seed: int = 0) -> PreTrainedModel:
+    """Build a random model of architecture `name`: fp32, eval mode, experts that are heard."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for model_class in _model_classes(name):
+            model = model_class(_tiny_config(model_class.config_class))
+            if experts_modules(model):
+                _draw_weights(model)
+                return model.eval()
+    raise LookupError(f"no model class of {name} holds experts that use the interface")
+
+
+def takes_cache(model: PreTrainedModel) -> bool:
+    """Tell whether the model decodes from a key/value cache; encoders do not."""
+    return "past_key_values" in _forward_arguments(model)
+
+
+def tiny_inputs(model: PreTrainedModel) -> dict[str, Any]:
+    """Return a prompt of plain text tokens: two sequences of seven."""
+    inputs: dict[str, Any] = {"input_ids": _plain_tokens(PROMPT_LENGTH)}
+    if "decoder_input_ids" in _forward_arguments(model):  # diffusion draws its canvas otherwise
+        inputs["decoder_input_ids"] = _plain_tokens(SIZES["canvas_length"])
+    if takes_cache(model):
+        inputs["use_cache"] = True
+    return inputs
+
+
+def next_inputs(model: PreTrainedModel, outputs: ModelOutput) -> dict[str, Any]:
+    """Return the step after the prompt's `outputs`: one token, or one canvas, and the cache."""
+    step: dict[str, Any] = {"past_key_values": outputs.past_key_values, "use_cache": True}
+    if "decoder_input_ids" in _forward_arguments(model):
+        return {"decoder_input_ids": _plain_tokens(SIZES["canvas_length"] + 1)[:, 1:], **step}
+    return {"input_ids": _plain_tokens(PROMPT_LENGTH + 1)[:, -1:], **step}
+
+
+def result_of(outputs: ModelOutput) -> Tensor:
+    """Return what two runs are compared by: logits, or hidden states of a model without a head."""
+    return outputs.logits if "logits" in outputs else outputs.last_hidden_state
+
+
+def _forward_arguments(model: PreTrainedModel) -> Iterable[str]:
+    return inspect.signature(model.forward).parameters
+
+
+def _plain_tokens(length: int) -> Tensor:
+    generator = torch.Generator().manual_seed(length)
+    return torch.randint(FIRST_PLAIN_TOKEN, VOCABULARY, (2, length), generator=generator)
+
+
+def _model_classes(name: str) -> list[type[PreTrainedModel]]:
+    """List the architecture's model classes, the most useful kind of head first."""
+    module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    heads = ("ForCausalLM", "ForConditionalGeneration", "For", "")
+    found = [value for value in vars(module).values() if _is_model_class(value, module.__name__)]
+    by_head = [cls for head in heads for cls in found if head in cls.__name__]
+    return list(dict.fromkeys(by_head))
+
+
+def _is_model_class(value: object, module_name: str) -> bool:
+    return (
+        isinstance(value, type)
+        and issubclass(value, PreTrainedModel)
+        and value.__module__ == module_name
+        and "PreTrainedModel" not in value.__name__
+    )
+
+
+def _tiny_config(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
+    return config_class(**_tiny_values(config_class()))
+
+
+def _tiny_values(default: PreTrainedConfig) -> dict[str, Any]:
+    """Lay SIZES over the keys of a default configuration and of those nested in it."""
+    values: dict[str, Any] = {}
+    stored = vars(default)  # getattr refuses keys that vary by layer
+    layers = _layers_to_keep(default)
+    for field in fields(default):
+        value = stored.get(_stored_name(default, field.name))
+        if isinstance(value, PreTrainedConfig):
+            values[field.name] = {**_tiny_values(value), "model_type": value.model_type}
+        elif field.name == _stored_name(default, "num_hidden_layers"):
+            values[field.name] = len(layers)
+        elif field.name in SIZES:
+            values[field.name] = _like(value, SIZES[field.name], layers)
+        elif _is_per_layer(default, value):
+            values[field.name] = [value[layer] for layer in layers]
+    for prefix in ("num", "swa_num"):
+        values |= _key_value_heads(stored, values, prefix)
+    return values | EXCEPTIONS.get(default.model_type, {})
+
+def _stored_name(config: PreTrainedConfig, key: str) -> str:
+    return config.attribute_map.get(key, key)
+
+
+def _like(default: object, size: Any, layers: list[int]) -> Any:
+    """Repeat a size where the default gives one number for each layer or each of several parts."""
+    if not isinstance(default, list | tuple):
+        return size
+    return [size] * min(len(default), max(len(layers), 1))
+
+
+def _key_value_heads(stored: dict[str, Any], values: dict[str, Any], prefix: str) -> dict[str, int]:
+    """Give keys and values as many heads as queries have, one, or half, as in the default."""
+    queries, keys = f"{prefix}_attention_heads", f"{prefix}_key_value_heads"
+    if stored.get(keys) is None:
+        return {}
+    if stored[keys] == stored[queries]:
+        return {keys: values[queries]}
+    return {keys: min(stored[keys], values[queries] // 2)}
+
+
+def _is_per_layer(config: PreTrainedConfig, value: object) -> bool:
+    layers = getattr(config, "num_hidden_layers", None)
+    return isinstance(value, list | tuple) and len(value) == layers
+
+
+def _layers_to_keep(config: PreTrainedConfig) -> list[int]:
+    """Choose up to MAX_LAYERS layers of a default configuration: one of each kind, then the last.
+
+    The last ones, because layers without experts come first.
+    """
+    n_layers = getattr(config, "num_hidden_layers", None) or 0
+    lists = [value for value in vars(config).values() if _is_per_layer(config, value)]
+    kinds = [repr([values[layer] for values in lists]) for layer in range(n_layers)]
+    first_of_kind = [layer for layer in range(n_layers) if kinds.index(kinds[layer]) == layer]
+    rest = [layer for layer in reversed(range(n_layers)) if layer not in first_of_kind]
+    return sorted((first_of_kind + rest)[:MAX_LAYERS])
+
+
+def _draw_weights(model: PreTrainedModel) -> None:
+    """Draw weights so that every matrix keeps the size of its input and every bias matters."""
+    with torch.no_grad():
+        for name, tensor in _stored_tensors(model):
+            if not tensor.is_floating_point():
+                continue
+            noise = torch.randn_like(tensor)
+            if tensor.dim() >= 2:
+                tensor.copy_(noise / math.sqrt(tensor.shape[-1]))
+            elif "bias" in name:
+                tensor.copy_(0.1 * noise)
+            else:  # norms and the like keep what they start with, which they need
+                tensor.add_(0.1 * noise)
+
+
+def _stored_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    stored = model.state_dict().keys()
+    yield from model.named_parameters()
+    yield from (named for named in model.named_buffers() if named[0] in stored)
