@@ -1,1 +1,43 @@
-"""Tandem: Mixture-of-Experts models on one GPU that is too small for them, CPU and GPU together."""
+"""Tandem: Mixture-of-Experts models on one GPU that is too small for them, CPU and GPU together.
+
+    import tandem
+    model = tandem.load("path/to/model")
+
+Importing it costs milliseconds and loads no torch; names below load what they need when used.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from tandem.hf.registration import register_with_transformers
+
+if TYPE_CHECKING:
+    from tandem.core.errors import TandemError
+    from tandem.hf.config import OffloadConfig
+    from tandem.hf.load import load
+    from tandem.hf.save import save
+
+__all__ = ["OffloadConfig", "TandemError", "__version__", "load", "save"]
+
+_HOMES = {
+    "OffloadConfig": "tandem.hf.config",
+    "TandemError": "tandem.core.errors",
+    "load": "tandem.hf.load",
+    "save": "tandem.hf.save",
+}
+
+register_with_transformers()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("tandem-moe")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tandem' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,1 @@
+"""The seam with Transformers: config, quantizer, experts function, loading and saving."""

@@ -1,0 +1,40 @@
+"""All that differs between the supported versions of Transformers (5.17 to today)."""
+
+from typing import Any
+
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+
+
+class QuantizerHooks:
+    """Quantizer methods whose name or signature changed; subclasses see one form of each."""
+
+    def prepare_config(self, config: Any) -> None:
+        """See the model's config before the checkpoint's files are looked up."""
+
+    def rewrite_conversions(self, conversions: list[Any]) -> list[Any]:
+        """Change the model's weight conversions."""
+        return conversions
+
+    def update_attn_implementation(self, config: Any) -> Any:
+        """Since 5.2x: the hook that sees the config."""
+        self.prepare_config(config)
+        return config
+
+    def update_tp_plan(self, config: Any) -> Any:
+        """5.17: the hook that sees the config."""
+        self.prepare_config(config)
+        return config
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
+        """5.17 passes no model."""
+        return self.rewrite_conversions(list(weight_conversions))
+
+
+def is_expert_merge(converter: Any) -> bool:
+    """Tell whether a converter only stacks separate experts (and joins gate and up, stacked)."""
+    if not isinstance(converter, WeightConverter):
+        return False
+    merge, *rest = converter.operations
+    if not (type(merge) is MergeModulelist and merge.dim == 0):
+        return False
+    return not rest or (len(rest) == 1 and type(rest[0]) is Concatenate and rest[0].dim == 1)

@@ -1,0 +1,80 @@
+"""`OffloadConfig`: what a user says about offloading, as Transformers' `quantization_config`."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from tandem.core.config import from_mapping, option
+from tandem.core.errors import ConfigError
+from tandem.core.registry import nearest_names
+
+QUANT_METHOD = "tandem"
+PACKED_FORMAT_VERSION = 1
+
+_DTYPES = {
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "fp32": torch.float32,
+    "float32": torch.float32,
+}
+
+
+def parse_dtype(name: str | torch.dtype, *, field: str) -> torch.dtype | None:
+    """Return the torch dtype of "bf16", "float16", ...; None for "auto"."""
+    name = str(name).removeprefix("torch.")
+    if name == "auto":
+        return None
+    if name not in _DTYPES:
+        hint = nearest_names(name, ["auto", *_DTYPES])
+        raise ConfigError(f"{field} is {name!r}, which is no dtype of Tandem; {hint}")
+    return _DTYPES[name]
+
+
+@dataclass(kw_only=True, repr=False)
+class OffloadConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """Options of a model whose experts Tandem keeps in host memory.
+
+    Pass it as `quantization_config` to `from_pretrained`, or its fields to `tandem.load`.
+    """
+
+    quant_method: str = dataclasses.field(default=QUANT_METHOD, init=False)
+    expert_dtype: str = option(
+        "auto",
+        help="dtype of the experts in host memory: auto (the model's own), bf16, fp16 or fp32",
+        metavar="DTYPE",
+    )
+    packed_format: int | None = None
+    """Version of the packed files; only set in checkpoints that `tandem.save` wrote."""
+
+    def __post_init__(self) -> None:
+        """Check every field; `ConfigError` names the field, the value and what is expected."""
+        self.expert_dtype = str(self.expert_dtype).removeprefix("torch.")
+        parse_dtype(self.expert_dtype, field="expert_dtype")
+        if self.packed_format not in (None, PACKED_FORMAT_VERSION):
+            raise ConfigError(
+                f"the checkpoint is packed in format {self.packed_format!r}, and this Tandem reads "
+                f"format {PACKED_FORMAT_VERSION}; pack it again with tandem.save"
+            )
+
+    @property
+    def torch_expert_dtype(self) -> torch.dtype | None:
+        """The experts' dtype in host memory; None keeps the dtype in which they are loaded."""
+        return parse_dtype(self.expert_dtype, field="expert_dtype")
+
+    @classmethod
+    def from_dict(
+        cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any
+    ) -> Any:
+        """Build from config.json's `quantization_config`; an unknown key is a `ConfigError`."""
+        values = {k: v for k, v in config_dict.items() if k != "quant_method"}
+        config = from_mapping(cls, values | kwargs, where="quantization_config")
+        return (config, {}) if return_unused_kwargs else config
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields for config.json; unset ones are left out."""
+        return {k: v for k, v in dataclasses.asdict(self).items() if v is not None}

@@ -1,0 +1,61 @@
+"""The experts function: what runs in place of the forward of every fused experts module.
+
+Transformers looks it up by the name "tandem" in its experts interface. It knows the module (the
+model's own activation and norm) and hands the tokens to the executor of the module's layer.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from tandem.core.errors import ConfigError
+from tandem.offload.executor import CpuExecutor, ExpertFunctions
+
+EXPERTS_IMPLEMENTATION = "tandem"
+BINDING_NAME = "tandem_experts"
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsBinding:
+    """Ties an experts module to its layer in the host store and to what executes it."""
+
+    executor: CpuExecutor
+    layer: int
+    functions: ExpertFunctions
+
+
+def is_experts_module(module: nn.Module) -> bool:
+    """Tell whether a module's forward goes through Transformers' experts interface."""
+    return hasattr(module, "has_gate") and hasattr(module, "is_transposed") and hasattr(
+        module, "down_proj"
+    )
+
+
+def bind(module: nn.Module, executor: CpuExecutor, layer: int) -> None:
+    """Make a module compute its experts through an executor from now on."""
+    module.tandem_experts = ExpertsBinding(executor, layer, expert_functions(module))  # type: ignore[assignment]
+
+
+def expert_functions(module: Any) -> ExpertFunctions:
+    """Return the model's own code around the projections: gating or activation, and the norm."""
+    has_post_norm = getattr(module, "has_post_expert_norm", False)  # absent in Transformers 5.17
+    return ExpertFunctions(
+        activate=module._apply_gate if module.has_gate else module.act_fn,
+        post_norm=module.post_expert_norm if has_post_norm else None,
+    )
+
+
+def experts_forward(
+    self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Compute the weighted sum of each token's experts: (n_tokens, hidden_size) in and out."""
+    binding: ExpertsBinding | None = getattr(self, BINDING_NAME, None)
+    if binding is None:
+        raise ConfigError(
+            "experts_implementation='tandem' was set on a model that Tandem did not load; load it "
+            "with tandem.load(...) or from_pretrained(..., quantization_config=OffloadConfig())"
+        )
+    return binding.executor.execute(
+        binding.layer, hidden_states, top_k_index, top_k_weights, binding.functions
+    )

@@ -1,0 +1,19 @@
+"""Packed checkpoints: names and files that only Tandem resolves.
+
+With the usual names Transformers alone would open such a directory and run random experts. With
+ours it finds no weights and says so.
+"""
+
+INDEX_FILE = "tandem.safetensors.index.json"
+DENSE_FILE = "tandem-dense.safetensors"
+_PREFIX = "tandem_"  # not a suffix: "up_proj_..." would be found inside "gate_up_proj_..."
+
+
+def experts_file(layer: int) -> str:
+    """Name the file that holds the experts of one MoE layer."""
+    return f"tandem-experts-{layer:05d}.safetensors"
+
+
+def packed_name(tensor_name: str) -> str:
+    """Return the last part of the name under which an expert tensor stands in the file."""
+    return _PREFIX + tensor_name

@@ -1,0 +1,141 @@
+"""The quantizer: how `from_pretrained` hands a model's experts to Tandem.
+
+Transformers calls it while it loads: before the weights (find the experts modules, announce their
+layers), for each expert tensor (move it into the host store) and after (bind modules to executor).
+"""
+
+from typing import Any
+
+from torch import nn
+from transformers.core_model_loading import WeightConverter
+from transformers.quantizers.base import HfQuantizer
+
+from tandem.core.errors import ConfigError, UnsupportedModelError
+from tandem.hf.compat import QuantizerHooks, is_expert_merge
+from tandem.hf.config import OffloadConfig
+from tandem.hf.conversion import StoreExpertwise, StoreFused, StorePacked, StoreWriter
+from tandem.hf.experts import EXPERTS_IMPLEMENTATION, bind, is_experts_module
+from tandem.hf.packed import INDEX_FILE, packed_name
+from tandem.offload.executor import CpuExecutor
+from tandem.offload.host_store import TENSOR_NAMES, HostLayer, HostStore
+
+
+class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
+    """Keeps a model's experts in host memory; everything else loads as Transformers does it."""
+
+    quantization_config: OffloadConfig
+
+    def __init__(self, quantization_config: OffloadConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        # `merge_quantization_configs` marks every model whose config.json names us as quantized.
+        self.pre_quantized = quantization_config.packed_format is not None
+        self.executor = CpuExecutor(HostStore())
+        self._writer = StoreWriter()
+        self._bound: list[tuple[nn.Module, HostLayer]] = []
+
+    def validate_environment(self, device_map: Any = None, **kwargs: Any) -> None:
+        """Refuse device maps that split the model: dense parts stay together on one device."""
+        devices = set(device_map.values()) if isinstance(device_map, dict) else set()
+        if len(devices) > 1:
+            names = ", ".join(sorted(map(str, devices)))
+            raise ConfigError(
+                f"device_map spreads the model over {names}; with Tandem the dense parts live on "
+                "one device and the experts in host memory, so pass a single device"
+            )
+
+    def prepare_config(self, config: Any) -> None:
+        """Name the packed files, which Transformers alone cannot find by their usual name."""
+        if self.pre_quantized:
+            config.transformers_weights = INDEX_FILE
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        modules = {n: m for n, m in model.named_modules() if is_experts_module(m)}
+        if not modules:
+            raise UnsupportedModelError(
+                f"{model.config.model_type} ({type(model).__name__}) has no experts that Tandem "
+                "could offload: it is a dense model, or its experts are not on Transformers' "
+                "experts interface; load it without Tandem, or see docs/models.md for what runs"
+            )
+        sources = {name: _tied_to(model, name) for name in modules}
+        for name, module in modules.items():
+            if sources[name] == name:
+                self._writer.layers[name] = self._add_layer(name, module)
+        for name, module in modules.items():
+            layer = self._writer.layers[sources[name]]
+            self._writer.layers[name] = layer
+            self._bound.append((module, layer))
+        return model
+
+    def _add_layer(self, name: str, module: nn.Module) -> HostLayer:
+        shapes = {p: tuple(t.shape) for p, t in module.named_parameters(recurse=False)}
+        return self.executor.store.add_layer(
+            name,
+            {p: shape for p, shape in shapes.items() if p in TENSOR_NAMES},
+            is_transposed=bool(module.is_transposed),
+            dtype=self.quantization_config.torch_expert_dtype,
+        )
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        """Tell whether a parameter belongs to the host store."""
+        return self._writer.find(param_name) is not None
+
+    def param_element_size(self, model: Any, param_name: str, param: Any) -> float:
+        """Count experts as nothing: the device's memory is for the dense parts."""
+        if self.param_needs_quantization(model, param_name):
+            return 0.0
+        return float(super().param_element_size(model, param_name, param))
+
+    def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
+        """Leave packed experts in the dtype of the file; the dense parts follow the model's."""
+        if any(isinstance(op, StoreFused) for op in getattr(converter, "operations", ())):
+            return None
+        return super().get_new_dtype(converter, param, dtype)
+
+    def get_quantize_ops(self) -> StoreFused:
+        """Return the operation that receives each fused expert tensor."""
+        return StoreFused(self._writer)
+
+    def rewrite_conversions(self, conversions: list[Any]) -> list[Any]:
+        """Store experts one by one where they arrive one by one; read packed names as ours."""
+        if self.pre_quantized:
+            return [self._packed_converter(name) for name in TENSOR_NAMES]
+        for converter in conversions:
+            if is_expert_merge(converter) and _targets_experts(converter):
+                converter.operations = [StoreExpertwise(self._writer)]
+                converter.force_cpu = True
+        return conversions
+
+    def _packed_converter(self, tensor_name: str) -> WeightConverter:
+        operations = [StorePacked(self._writer)]
+        source = packed_name(tensor_name)
+        return WeightConverter(source, tensor_name, operations=operations, force_cpu=True)
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        if self._writer.error is not None:
+            raise self._writer.error
+        for module, layer in self._bound:
+            layer.require_complete()
+            bind(module, self.executor, layer.layer)
+            module.config._experts_implementation = EXPERTS_IMPLEMENTATION
+        return model
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        """Refuse `save_pretrained`: it would write the empty placeholders."""
+        raise ConfigError(
+            "save_pretrained cannot write offloaded experts; use tandem.save(model, directory)"
+        )
+
+    @property
+    def is_trainable(self) -> bool:
+        """Say no: experts in the host store have no gradients."""
+        return False
+
+
+def _targets_experts(converter: Any) -> bool:
+    return all(target.rpartition(".")[2] in TENSOR_NAMES for target in converter.target_patterns)
+
+
+def _tied_to(model: Any, name: str) -> str:
+    """Return the module whose experts a module shares (itself, in nearly every model)."""
+    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
+    return tied.get(f"{name}.down_proj", f"{name}.down_proj").rpartition(".")[0]

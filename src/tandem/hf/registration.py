@@ -1,0 +1,67 @@
+"""Tells Transformers about Tandem: at once if it is loaded, else when it gets loaded.
+
+`import tandem` must not load torch, and must work before and after `import transformers`. So this
+file imports neither; a finder waits for the module that keeps Transformers' quantizers.
+"""
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+_AWAITED = "transformers.quantizers.auto"
+
+
+def register_with_transformers() -> None:
+    """Make `OffloadConfig`, its quantizer and the experts function known to Transformers."""
+    if _AWAITED in sys.modules:
+        _register()
+    elif not any(isinstance(finder, _AwaitQuantizers) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AwaitQuantizers())
+
+
+def _register() -> None:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    from transformers.quantizers.auto import (
+        AUTO_QUANTIZER_MAPPING,
+        register_quantization_config,
+        register_quantizer,
+    )
+
+    from tandem.hf.config import QUANT_METHOD, OffloadConfig
+    from tandem.hf.experts import EXPERTS_IMPLEMENTATION, experts_forward
+    from tandem.hf.quantizer import OffloadQuantizer
+
+    if QUANT_METHOD in AUTO_QUANTIZER_MAPPING:
+        return
+    register_quantization_config(QUANT_METHOD)(OffloadConfig)
+    register_quantizer(QUANT_METHOD)(OffloadQuantizer)
+    ALL_EXPERTS_FUNCTIONS.register(EXPERTS_IMPLEMENTATION, experts_forward)
+
+
+class _AwaitQuantizers(importlib.abc.MetaPathFinder):
+    """Lets the awaited module load as usual and registers right after it has run."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != _AWAITED:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _RegisterAfter(spec.loader)
+        return spec
+
+
+class _RegisterAfter(importlib.abc.Loader):
+    def __init__(self, loader: importlib.abc.Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        _register()

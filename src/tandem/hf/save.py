@@ -1,0 +1,93 @@
+"""`tandem.save`: write a loaded model as a packed checkpoint that loads without conversion."""
+
+import copy
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tandem.core.errors import ModelError
+from tandem.hf.config import PACKED_FORMAT_VERSION, OffloadConfig
+from tandem.hf.packed import DENSE_FILE, INDEX_FILE, experts_file, packed_name
+from tandem.hf.quantizer import OffloadQuantizer
+
+
+def save(model: Any, directory: str | Path, *, tokenizer: Any = None) -> Path:
+    """Write a model loaded by Tandem, and its tokenizer, to a new directory.
+
+    The directory appears at once when everything is written, or not at all.
+    """
+    target = Path(directory)
+    quantizer = getattr(model, "hf_quantizer", None)
+    if not isinstance(quantizer, OffloadQuantizer):
+        raise ModelError(
+            f"tandem.save got a {type(model).__name__} that Tandem did not load; "
+            "use its own save_pretrained"
+        )
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ModelError(f"{target} exists and is not an empty directory; name a new one")
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        _write(model, quantizer, partial)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(partial)
+        partial.replace(target)
+    except OSError as error:
+        raise ModelError(f"cannot write {target}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return target
+
+
+def _write(model: Any, quantizer: OffloadQuantizer, directory: Path) -> None:
+    weight_map: dict[str, str] = {}
+    total_bytes = 0
+    for file, tensors in _files(model, quantizer):
+        save_file(tensors, directory / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, file)
+        total_bytes += sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    (directory / INDEX_FILE).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+    _packed_config(model).save_pretrained(directory)
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(directory)
+
+
+def _files(model: Any, quantizer: OffloadQuantizer) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Yield (file name, tensors): the dense parts, then one file per MoE layer."""
+    yield DENSE_FILE, _dense_tensors(model, quantizer)
+    for layer in quantizer.executor.store:
+        tensors = {f"{layer.name}.{packed_name(n)}": t for n, t in layer.tensors().items()}
+        yield experts_file(layer.layer), tensors
+
+
+def _dense_tensors(model: Any, quantizer: OffloadQuantizer) -> dict[str, Tensor]:
+    """Return the state dict without experts; of tied tensors only the first, loading ties again."""
+    tensors: dict[str, Tensor] = {}
+    seen: set[tuple[int, torch.Size]] = set()
+    for name, tensor in model.state_dict().items():
+        place = (tensor.data_ptr(), tensor.shape)
+        if quantizer.param_needs_quantization(model, name) or (tensor.numel() and place in seen):
+            continue
+        seen.add(place)
+        tensors[name] = tensor.contiguous()
+    return tensors
+
+
+def _packed_config(model: Any) -> Any:
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.quantization_config = OffloadConfig(
+        expert_dtype=model.config.quantization_config.expert_dtype,
+        packed_format=PACKED_FORMAT_VERSION,
+    )
+    if hasattr(config, "transformers_weights"):
+        del config.transformers_weights  # set by the quantizer while it loads
+    return config

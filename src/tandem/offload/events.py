@@ -1,0 +1,35 @@
+"""What the executor reports. Statistics, traces and metrics are folds over these events."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class LayerExecuted(NamedTuple):
+    """One MoE layer has been computed for one step."""
+
+    layer: int
+    num_tokens: int
+    num_active_experts: int
+    num_expert_rows: int
+    """(token, expert) pairs that were computed."""
+    touched_bytes: int
+    """Expert weights that had to be read."""
+
+
+Listener = Callable[[LayerExecuted], None]
+
+
+@dataclass(slots=True)
+class ExpertStatistics:
+    """Sums over the events of a run; add it to an executor's listeners."""
+
+    layers_executed: int = 0
+    touched_bytes: int = 0
+    expert_rows: int = 0
+
+    def __call__(self, event: LayerExecuted) -> None:
+        """Fold one event into the sums."""
+        self.layers_executed += 1
+        self.touched_bytes += event.touched_bytes
+        self.expert_rows += event.num_expert_rows
