@@ -16,7 +16,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 VOCABULARY = 128
 FIRST_PLAIN_TOKEN = 32  # ids below are for the special tokens of SIZES
@@ -24,6 +24,8 @@ PROMPT_LENGTH = 7
 MAX_LAYERS = 4
 EXPERTS = 8
 TOP_K = 2
+LAYER_GAIN = 0.7
+ROUTER_GAIN = 1.5
 
 # What each key of a configuration is made, wherever it occurs. Widths that reach expert weights
 # are multiples of 32, the group of the quantised formats.
@@ -39,7 +41,6 @@ SIZES: dict[str, Any] = {
     "num_attention_heads_per_layer": 4,
     "head_dim": 16,
     "swa_head_dim": 16,
-    "global_head_dim": 16,
     "hidden_size_per_layer_input": 16,
     "sliding_window": 4,  # shorter than the prompt, so that the window matters
     "sliding_window_size": 4,
@@ -48,6 +49,8 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "logit_scale": 1.0,  # a head that shrinks its logits would hide differences
     "logits_mup_width_multiplier": 1.0,
+    "output_multiplier": 1.0,
+    "qk_scale_factor": 1.0,  # sharp attention would magnify rounding
     # feed-forward and experts
     "intermediate_size": 64,
     "dense_intermediate_size": 64,
@@ -76,6 +79,9 @@ SIZES: dict[str, Any] = {
     "num_shared_experts": 1,
     "moe_num_shared_experts": 1,
     "enable_moe_block": True,
+    "swiglu_limit": 0.5,  # low enough to be reached
+    "mlp_gate_softcap": 0.5,
+    "mlp_up_softcap": 0.5,
     # which layers hold experts, where a rule says it and not a list
     "first_k_dense_replace": 1,
     "num_dense_layers": 1,
@@ -158,8 +164,10 @@ SIZES: dict[str, Any] = {
     "depth": 1,
 }
 
-# What one kind of configuration needs besides, by model_type.
+_VISION = ("hidden_size", "intermediate_size", "num_attention_heads", "position_embedding_size")
 _MROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+
+# What one kind of configuration needs besides, by model_type.
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     # The default layers are of one kind, or stated nowhere; released models have these.
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
@@ -167,10 +175,26 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]},
     # The sections of the rotary embedding must add up to half of the rotated width.
-    "ernie4_5_vl_moe_text": {"rope_parameters": {**_MROPE, "mrope_section": [3, 3, 2]}},
+    "ernie4_5_vl_moe_text": {
+        "rope_parameters": {**_MROPE, "mrope_section": [3, 3, 2]},
+        "moe_intermediate_size": [64, 32],  # experts for text, experts for images
+    },
     "glm4v_moe_text": {
         "rope_parameters": {**_MROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
     },
+    # Transformers 5.17 has no default for a tower that the model does not go without.
+    "diffusion_gemma": {
+        "vision_config": {
+            **{key: SIZES[key] for key in _VISION},
+            "model_type": "gemma4_vision",
+            "num_hidden_layers": 1,
+            "num_key_value_heads": SIZES["num_attention_heads"],
+        }
+    },
+    # Sizes of some layers that are not keys of their own.
+    "diffusion_gemma_text": {"global_head_dim": 16},
+    "dots3_note_text": {"per_layer_config": {}, "head_dim": 24},
+    "gemma4_text": {"global_head_dim": 16},
     # The configuration class refuses anything else.
     "glm5_next_text": {"qk_rope_head_dim": 0, "head_dim": 0},
     "zaya": {"num_experts_per_tok": 1},
@@ -182,7 +206,11 @@ def architectures() -> list[str]:
     models = Path(transformers.__file__).parent / "models"
     sources = sorted(models.glob("*/modeling_*.py"))
     return sorted(
-        {path.parent.name for path in sources if "@use_experts_implementation" in path.read_text()}
+        {
+            path.parent.name
+            for path in sources
+            if "@use_experts_implementation" in path.read_text(encoding="utf-8")
+        }
     )
 
 
@@ -197,16 +225,17 @@ def build_tiny_model(name: str, seed: int = 0) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for model_class in _model_classes(name):
-            model = model_class(_tiny_config(model_class.config_class))
+            model = model_class(_tiny_config(model_class))
             if experts_modules(model):
                 _draw_weights(model)
-                return model.eval()
+                model.train(False)
+                return model
     raise LookupError(f"no model class of {name} holds experts that use the interface")
 
 
 def takes_cache(model: PreTrainedModel) -> bool:
     """Tell whether the model decodes from a key/value cache; encoders do not."""
-    return "past_key_values" in _forward_arguments(model)
+    return model.can_generate() or "decoder_input_ids" in _forward_arguments(model)
 
 
 def tiny_inputs(model: PreTrainedModel) -> dict[str, Any]:
@@ -221,7 +250,7 @@ def tiny_inputs(model: PreTrainedModel) -> dict[str, Any]:
 
 def next_inputs(model: PreTrainedModel, outputs: ModelOutput) -> dict[str, Any]:
     """Return the step after the prompt's `outputs`: one token, or one canvas, and the cache."""
-    step: dict[str, Any] = {"past_key_values": outputs.past_key_values, "use_cache": True}
+    step: dict[str, Any] = {"past_key_values": outputs["past_key_values"], "use_cache": True}
     if "decoder_input_ids" in _forward_arguments(model):
         return {"decoder_input_ids": _plain_tokens(SIZES["canvas_length"] + 1)[:, 1:], **step}
     return {"input_ids": _plain_tokens(PROMPT_LENGTH + 1)[:, -1:], **step}
@@ -229,7 +258,8 @@ def next_inputs(model: PreTrainedModel, outputs: ModelOutput) -> dict[str, Any]:
 
 def result_of(outputs: ModelOutput) -> Tensor:
     """Return what two runs are compared by: logits, or hidden states of a model without a head."""
-    return outputs.logits if "logits" in outputs else outputs.last_hidden_state
+    result: Tensor = outputs["logits" if "logits" in outputs else "last_hidden_state"]
+    return result
 
 
 def _forward_arguments(model: PreTrainedModel) -> Iterable[str]:
@@ -259,7 +289,9 @@ def _is_model_class(value: object, module_name: str) -> bool:
     )
 
 
-def _tiny_config(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
+def _tiny_config(model_class: type[PreTrainedModel]) -> PreTrainedConfig:
+    config_class = model_class.config_class
+    assert config_class is not None
     return config_class(**_tiny_values(config_class()))
 
 
@@ -269,7 +301,7 @@ def _tiny_values(default: PreTrainedConfig) -> dict[str, Any]:
     stored = vars(default)  # getattr refuses keys that vary by layer
     layers = _layers_to_keep(default)
     for field in fields(default):
-        value = stored.get(_stored_name(default, field.name))
+        value: Any = stored.get(_stored_name(default, field.name))
         if isinstance(value, PreTrainedConfig):
             values[field.name] = {**_tiny_values(value), "model_type": value.model_type}
         elif field.name == _stored_name(default, "num_hidden_layers"):
@@ -281,6 +313,7 @@ def _tiny_values(default: PreTrainedConfig) -> dict[str, Any]:
     for prefix in ("num", "swa_num"):
         values |= _key_value_heads(stored, values, prefix)
     return values | EXCEPTIONS.get(default.model_type, {})
+
 
 def _stored_name(config: PreTrainedConfig, key: str) -> str:
     return config.attribute_map.get(key, key)
@@ -322,21 +355,29 @@ def _layers_to_keep(config: PreTrainedConfig) -> list[int]:
 
 
 def _draw_weights(model: PreTrainedModel) -> None:
-    """Draw weights so that every matrix keeps the size of its input and every bias matters."""
+    """Draw weights with which experts are heard in the output and rounding does not grow.
+
+    The embedding outweighs what each layer adds to it, as in trained models.
+    """
+    head = model.get_output_embeddings()
     with torch.no_grad():
-        for name, tensor in _stored_tensors(model):
-            if not tensor.is_floating_point():
-                continue
+        for name, tensor in model.named_parameters():
             noise = torch.randn_like(tensor)
-            if tensor.dim() >= 2:
-                tensor.copy_(noise / math.sqrt(tensor.shape[-1]))
-            elif "bias" in name:
-                tensor.copy_(0.1 * noise)
-            else:  # norms and the like keep what they start with, which they need
+            if tensor.dim() < 2 or "bias" in name:  # norms and the like need what they start with
                 tensor.add_(0.1 * noise)
+            elif "embed" in name and (head is None or tensor is not head.weight):
+                tensor.copy_(noise)
+            else:
+                is_router = ".gate." in name or "router" in name
+                gain = ROUTER_GAIN if is_router else LAYER_GAIN
+                tensor.copy_(gain / math.sqrt(tensor.shape[-1]) * noise)
+        for name, buffer in _stored_buffers(model):
+            if "tid2eid" in name:  # DeepSeek-V4's table from token to experts
+                buffer.copy_(torch.rand(len(buffer), EXPERTS).argsort(-1)[:, : buffer.shape[-1]])
+            elif "bias" in name:  # of routers; ZAYA resets what does not start at zero on loading
+                buffer.add_(0.03 * torch.randn_like(buffer) * (buffer == 0))
 
 
-def _stored_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+def _stored_buffers(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     stored = model.state_dict().keys()
-    yield from model.named_parameters()
-    yield from (named for named in model.named_buffers() if named[0] in stored)
+    return (named for named in model.named_buffers() if named[0] in stored)

@@ -9,7 +9,7 @@ Importing it costs milliseconds and loads no torch; names below load what they n
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tandem.hf.registration import register_with_transformers
+from tandem.registration import register_with_transformers
 
 if TYPE_CHECKING:
     from tandem.core.errors import TandemError

@@ -1,1 +1,1 @@
-"""The words that every floor shares: ids, errors, units, registry, config. Standard library only."""
+"""The words that every floor shares: ids, errors, units, registry, config."""

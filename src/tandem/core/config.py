@@ -20,7 +20,7 @@ T = TypeVar("T")
 def option(
     default: Any = dataclasses.MISSING,
     *,
-    help: str,  # noqa: A002 - argparse's word for it
+    help: str,
     choices: Sequence[str] | None = None,
     metavar: str | None = None,
 ) -> Any:
@@ -30,9 +30,9 @@ def option(
 
 
 def field_type(annotation: Any) -> type:
-    """Return the type that a flag's text is converted to: X for `X | None`, the first of a union."""
+    """Return the type that a flag's text is converted to: X for `X | None`."""
     if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
-        return next(t for t in typing.get_args(annotation) if t is not type(None))
+        annotation = next(t for t in typing.get_args(annotation) if t is not type(None))
     assert isinstance(annotation, type), f"{annotation!r} cannot be a flag"
     return annotation
 

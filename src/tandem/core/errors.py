@@ -1,4 +1,4 @@
-"""Errors that a user can act on. Each message says what was found, what was expected, what to do."""
+"""Errors that a user can act on: messages say what was found, what was expected, what to do."""
 
 
 class TandemError(Exception):
@@ -26,4 +26,4 @@ class CapacityError(TandemError, MemoryError):
 
 
 class BuildError(TandemError, RuntimeError):
-    """Something that Tandem builds on this machine (a model, the native part) could not be built."""
+    """Something that Tandem builds on this machine, such as the demo model, could not be built."""

@@ -30,7 +30,7 @@ def parse_bytes(text: str | int, *, name: str = "size") -> int:
 
 def parse_bandwidth(text: str | float, *, name: str = "bandwidth") -> float:
     """Parse "4GB/s" (or a number of bytes per second) to bytes per second; must be positive."""
-    if isinstance(text, int | float) and not isinstance(text, bool):
+    if isinstance(text, int | float):
         rate = float(text)
     else:
         try:

@@ -105,7 +105,9 @@ def _check_shards(directory: Path, index_name: str) -> None:
     for tensor, shard in weight_map.items():
         if shard not in headers:
             if not (directory / shard).exists():
-                raise ModelError(f"{directory} lacks {shard}, which {index_name} names; download it")
+                raise ModelError(
+                    f"{directory} lacks {shard}, which {index_name} names; download it"
+                )
             headers[shard] = read_header(directory / shard)
         if tensor not in headers[shard]:
             raise ModelError(f"{directory / shard} lacks tensor {tensor}, which {index_name} names")

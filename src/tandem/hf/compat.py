@@ -25,7 +25,9 @@ class QuantizerHooks:
         self.prepare_config(config)
         return config
 
-    def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
+    def update_weight_conversions(
+        self, weight_conversions: list[Any], model: Any = None
+    ) -> list[Any]:
         """5.17 passes no model."""
         return self.rewrite_conversions(list(weight_conversions))
 

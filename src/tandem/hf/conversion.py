@@ -27,7 +27,7 @@ class StoreWriter:
         return self
 
     def find(self, parameter: str) -> tuple[HostLayer, str] | None:
-        """Return (layer, tensor name) of a parameter such as `model.layers.3.mlp.experts.down_proj`."""
+        """Return (layer, tensor name) of a parameter such as `layers.3.mlp.experts.down_proj`."""
         module, _, tensor_name = parameter.rpartition(".")
         layer = self.layers.get(module)
         return (layer, tensor_name) if layer and tensor_name in layer.shapes else None
@@ -68,7 +68,9 @@ class StoreFused(ConversionOps):  # type: ignore[misc]
     @property
     def reverse_op(self) -> ConversionOps:
         """Refuse: the placeholders hold nothing that could be saved."""
-        raise ModelError("a model with offloaded experts is saved with tandem.save(model, directory)")
+        raise ModelError(
+            "a model with offloaded experts is saved with tandem.save(model, directory)"
+        )
 
 
 class StoreExpertwise(StoreFused):

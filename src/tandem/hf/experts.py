@@ -27,8 +27,10 @@ class ExpertsBinding:
 
 def is_experts_module(module: nn.Module) -> bool:
     """Tell whether a module's forward goes through Transformers' experts interface."""
-    return hasattr(module, "has_gate") and hasattr(module, "is_transposed") and hasattr(
-        module, "down_proj"
+    return (
+        hasattr(module, "has_gate")
+        and hasattr(module, "is_transposed")
+        and hasattr(module, "down_proj")
     )
 
 

@@ -11,7 +11,6 @@ from tandem.core.config import from_mapping
 from tandem.core.errors import ModelError, TandemError
 from tandem.hf.checkpoint import check_checkpoint
 from tandem.hf.config import OffloadConfig, parse_dtype
-from tandem.hf.registration import register_with_transformers
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -26,7 +25,6 @@ def load(
     """
     offload = from_mapping(OffloadConfig, options, where="tandem.load")
     dense_dtype = parse_dtype(dtype, field="dtype") or "auto"
-    register_with_transformers()
     source = str(model)
     if Path(model).is_dir():
         config = check_checkpoint(Path(model))

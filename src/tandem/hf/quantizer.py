@@ -31,7 +31,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         self.pre_quantized = quantization_config.packed_format is not None
         self.executor = CpuExecutor(HostStore())
         self._writer = StoreWriter()
-        self._bound: list[tuple[nn.Module, HostLayer]] = []
+        self._bound: list[tuple[Any, HostLayer]] = []
 
     def validate_environment(self, device_map: Any = None, **kwargs: Any) -> None:
         """Refuse device maps that split the model: dense parts stay together on one device."""
@@ -51,11 +51,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         modules = {n: m for n, m in model.named_modules() if is_experts_module(m)}
         if not modules:
-            raise UnsupportedModelError(
-                f"{model.config.model_type} ({type(model).__name__}) has no experts that Tandem "
-                "could offload: it is a dense model, or its experts are not on Transformers' "
-                "experts interface; load it without Tandem, or see docs/models.md for what runs"
-            )
+            raise UnsupportedModelError(_why_refused(model))
         sources = {name: _tied_to(model, name) for name in modules}
         for name, module in modules.items():
             if sources[name] == name:
@@ -139,3 +135,19 @@ def _tied_to(model: Any, name: str) -> str:
     """Return the module whose experts a module shares (itself, in nearly every model)."""
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
     return tied.get(f"{name}.down_proj", f"{name}.down_proj").rpartition(".")[0]
+
+
+def _why_refused(model: Any) -> str:
+    config = model.config.get_text_config()
+    # Transformers' configs count experts under many names, all of which contain this.
+    counts = [v for k, v in vars(config).items() if "experts" in k and isinstance(v, int)]
+    name = f"{model.config.model_type} ({type(model).__name__})"
+    if max(counts, default=0) > 1:
+        return (
+            f"{name} keeps its experts outside Transformers' experts interface, so Tandem cannot "
+            "take them over; docs/models.md lists the models that run"
+        )
+    return (
+        f"{name} is a dense model: it has no experts that Tandem could offload; "
+        "load it with Transformers alone"
+    )

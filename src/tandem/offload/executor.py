@@ -43,9 +43,9 @@ class CpuExecutor:
         top_k_weights: Tensor,
         functions: ExpertFunctions,
     ) -> Tensor:
-        """Compute sum over k of weight * expert(hidden): (n_tokens, hidden_size), same dtype.
+        """Compute the sum over k of weight * expert(hidden), in the shape and dtype of `hidden`.
 
-        `hidden` is (n_tokens, hidden_size); `top_k_index` and `top_k_weights` are (n_tokens, top_k).
+        `hidden` is (n_tokens, hidden_size), `top_k_index` and `top_k_weights` (n_tokens, top_k).
         An id outside 0..num_experts-1 is a padding of the router and adds nothing.
         """
         device = hidden.device
@@ -97,9 +97,9 @@ class CpuExecutor:
 
 
 def add_in_top_k_order(expert_rows: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Sum weight * row over k, first to last: (n_tokens, top_k, hidden_size) -> (n_tokens, hidden_size).
+    """Sum weight * row over k: (n_tokens, top_k, hidden_size) -> (n_tokens, hidden_size).
 
-    A fixed order of fp32 additions: the same bits whoever computed the rows.
+    A fixed order of fp32 additions, first to last: the same bits whoever computed the rows.
     """
     weights = top_k_weights.float()
     total = expert_rows[:, 0] * weights[:, 0, None]

@@ -19,7 +19,7 @@ TENSOR_NAMES = (*WEIGHT_NAMES, *(f"{name}_bias" for name in WEIGHT_NAMES))
 
 
 class HostLayer:
-    """All routed experts of one MoE layer: one tensor (num_experts, ...) per projection and bias."""
+    """All routed experts of a MoE layer: a tensor (num_experts, ...) per projection and bias."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class HostLayer:
         is_transposed: bool,
         dtype: torch.dtype | None,
     ) -> None:
-        """Describe a layer; `shapes` are those of the fused tensors, `dtype` None keeps the source's."""
+        """Describe a layer by its fused tensors' shapes; `dtype` None keeps the source's."""
         self.layer = layer
         self.name = name
         self.shapes = shapes
@@ -112,8 +112,8 @@ class HostLayer:
         expected = self.shapes[tensor_name]
         if found != expected:
             raise ModelError(
-                f"{self.name}.{tensor_name} has shape {found}, but config.json asks for {expected}; "
-                "use the config.json that belongs to these weights"
+                f"{self.name}.{tensor_name} has shape {found}, but config.json asks for "
+                f"{expected}; use the config.json that belongs to these weights"
             )
 
 
@@ -132,9 +132,7 @@ class HostStore:
         dtype: torch.dtype | None,
     ) -> HostLayer:
         """Announce the next MoE layer; its memory is taken when its tensors arrive."""
-        layer = HostLayer(
-            len(self._layers), name, shapes, is_transposed=is_transposed, dtype=dtype
-        )
+        layer = HostLayer(len(self._layers), name, shapes, is_transposed=is_transposed, dtype=dtype)
         self._layers.append(layer)
         return layer
 

@@ -1,0 +1,74 @@
+# Two commands do all the set-up on a fresh machine: `make run` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# The release of torch of which a CPU build is provided on machines without a GPU. Where your
+# package index has none, name one: make run TORCH="torch --index-url URL-OF-PYTORCH-CPU-WHEELS"
+TORCH ?= torch==2.13.0
+MODEL ?= demo
+PROMPT ?= Why is the sky blue?
+OLDEST_TRANSFORMERS := 5.17.0
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
+
+.PHONY: run test setup check lint types floors unit seam-oldest docs-models fix size clean
+
+run: $(VENV)/runtime.stamp  ## Answer PROMPT with MODEL (default: the demo model, built on first use)
+	@$(BIN)/tandem run $(MODEL) -p "$(PROMPT)" --max-new-tokens 100
+
+test: setup lint types floors unit seam-oldest  ## Everything that CI runs
+
+setup: $(VENV)/dev.stamp
+
+check: lint types floors
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/codespell
+	$(BIN)/deptry .
+
+types: setup
+	$(BIN)/mypy
+
+floors: setup
+	$(BIN)/lint-imports
+
+unit: setup
+	$(BIN)/pytest
+
+seam-oldest: $(VENV)/transformers-$(OLDEST_TRANSFORMERS)/installed.stamp  ## The seam's tests on the oldest supported Transformers
+	PYTHONPATH=$(VENV)/transformers-$(OLDEST_TRANSFORMERS) $(BIN)/pytest -m seam
+
+docs-models: setup  ## Write docs/models.md anew
+	$(BIN)/pytest tests/hf/test_architectures.py --write-docs
+
+fix: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build
+
+$(BIN)/python:
+	@command -v $(PYTHON) >/dev/null || { echo "make: no $(PYTHON) found; install Python 3.11 to 3.13 or name one: make PYTHON=python3.12" >&2; exit 2; }
+	@command -v $${CXX:-c++} >/dev/null || { echo "make: no C++ compiler found; Tandem's native part needs g++ 11 or clang 14 or newer (Debian, Ubuntu: apt install g++)" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/torch.stamp: $(BIN)/python
+	@echo "Installing torch (first time: a minute or two)"
+	@$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install --disable-pip-version-check -q $(TORCH)
+	@touch $@
+
+$(VENV)/runtime.stamp: $(VENV)/torch.stamp $(SOURCES)
+	@echo "Installing Tandem and building its native part"
+	@$(BIN)/pip install --disable-pip-version-check -q -e ".[demo]"
+	@touch $@
+
+$(VENV)/dev.stamp: $(VENV)/torch.stamp $(SOURCES)
+	@echo "Installing Tandem with its development tools"
+	@$(BIN)/pip install --disable-pip-version-check -q -e ".[dev]"
+	@touch $@ $(VENV)/runtime.stamp
+
+$(VENV)/transformers-$(OLDEST_TRANSFORMERS)/installed.stamp: $(VENV)/dev.stamp
+	@$(BIN)/pip install --disable-pip-version-check -q --upgrade --target $(@D) transformers==$(OLDEST_TRANSFORMERS)
+	@touch $@

@@ -1,0 +1,116 @@
+"""`tandem run`: answer one prompt (-p, or a pipe) or chat on a terminal."""
+
+import argparse
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tandem.cli.models import load_model_and_tokenizer
+from tandem.core.config import add_flags, from_flags, option
+from tandem.core.errors import ConfigError
+from tandem.generate.sampling import SamplingOptions
+
+if TYPE_CHECKING:
+    from tandem.generate.prompt import Message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """What `tandem run` knows beside the sampling options."""
+
+    system: str | None = option(None, help="system message of the conversation", metavar="TEXT")
+    expert_dtype: str = option(
+        "auto",
+        help="dtype of the experts in host memory: auto (the model's own), bf16, fp16 or fp32",
+        metavar="DTYPE",
+    )
+    json: bool = option(False, help="last line of standard output: one JSON object")
+    quiet: bool = option(False, help="only the answer: no progress, no statistics")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `tandem run`."""
+    parser.add_argument(
+        "model", nargs="?", default="demo", metavar="MODEL",
+        help="model directory, hub id, demo or demo-equal (default: demo)",
+    )  # fmt: skip
+    parser.add_argument("-p", "--prompt", help="answer this and exit")
+    add_flags(parser, SamplingOptions)
+    add_flags(parser, RunOptions)
+
+
+def run(flags: argparse.Namespace) -> int:
+    """Answer or chat; returns the exit code."""
+    options = from_flags(RunOptions, flags)
+    sampling = from_flags(SamplingOptions, flags)
+    prompt = _one_prompt(flags.prompt)
+    session = _open_session(flags.model, options, sampling)
+    if prompt is None:
+        from tandem.cli.chat import chat
+
+        return chat(session)
+    session.ask(prompt)
+    return 0
+
+
+def _one_prompt(given: str | None) -> str | None:
+    """Return the prompt of -p or of a pipe; None on a terminal, which means chat."""
+    if given is None:
+        if sys.stdin.isatty():
+            return None
+        given = sys.stdin.read()
+    if not given.strip():
+        raise ConfigError("the prompt is empty; give some text with -p or on standard input")
+    return given
+
+
+def _open_session(model_name: str, options: RunOptions, sampling: SamplingOptions) -> "Session":
+    model, tokenizer = load_model_and_tokenizer(
+        model_name, quiet=options.quiet, expert_dtype=options.expert_dtype
+    )
+    return Session(model, tokenizer, options, sampling)
+
+
+class Session:
+    """A conversation with a loaded model: keeps its messages, prints answers and statistics."""
+
+    def __init__(
+        self, model: Any, tokenizer: Any, options: RunOptions, sampling: SamplingOptions
+    ) -> None:
+        """Start a conversation, with the system message if there is one."""
+        self._model = model
+        self._tokenizer = tokenizer
+        self._options = options
+        self._sampling = sampling
+        self._messages: list[Message] = []
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the conversation but for the system message."""
+        self._messages.clear()
+        if self._options.system is not None:
+            self._messages.append({"role": "system", "content": self._options.system})
+
+    def ask(self, text: str) -> None:
+        """Print the answer to a message as it comes, and keep both in the conversation."""
+        from tandem.cli.report import RunReport
+        from tandem.generate.prompt import encode_conversation
+        from tandem.generate.stream import generate_answer
+
+        self._messages.append({"role": "user", "content": text})
+        report = RunReport(self._model)
+        prompt_ids = encode_conversation(self._tokenizer, self._messages)
+        answer = generate_answer(
+            self._model, self._tokenizer, prompt_ids, self._sampling, _print_piece
+        )
+        print(flush=True)
+        self._messages.append({"role": "assistant", "content": answer.text})
+        if not self._options.quiet:
+            print(report.line(answer), file=sys.stderr)
+        if self._options.json:
+            print(report.json(answer), flush=True)
+        report.close()
+
+
+def _print_piece(piece: str) -> None:
+    print(piece, end="", flush=True)

@@ -1,0 +1,1 @@
+"""From a prompt to text: chat templates, sampling options, streamed decoding, timings."""

@@ -1,0 +1,31 @@
+"""From messages to token ids: the model's chat template where it has one."""
+
+from typing import Any, TypedDict
+
+from torch import Tensor
+
+from tandem.core.errors import ConfigError
+
+
+class Message(TypedDict):
+    """One turn of a conversation, as chat templates expect it."""
+
+    role: str
+    content: str
+
+
+def encode_conversation(tokenizer: Any, messages: list[Message]) -> Tensor:
+    """Return the token ids (1, n_tokens) that ask for the next assistant message.
+
+    Without a chat template the messages are joined as plain text, so base models continue it.
+    """
+    if getattr(tokenizer, "chat_template", None):
+        encoded = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    else:
+        encoded = tokenizer("\n".join(m["content"] for m in messages), return_tensors="pt")
+    ids: Tensor = encoded["input_ids"]
+    if ids.shape[1] == 0:
+        raise ConfigError("the prompt is empty; give some text with -p or on standard input")
+    return ids

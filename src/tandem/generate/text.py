@@ -1,0 +1,43 @@
+"""Text from tokens as they come: never half a multi-byte character, never text taken back."""
+
+from typing import Any
+
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+# Four bytes are the longest character: more broken tokens than this are broken for good.
+_MAX_HELD_TOKENS = 8
+
+
+class TextStream:
+    """Turns a growing list of token ids into pieces of text whose sum is the whole text."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        """Decode with a Transformers tokenizer; special tokens are left out."""
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._done = 0  # tokens whose text has been given out
+        self._context = 0  # start of the tokens that are decoded again, for their spacing
+
+    def add(self, token_id: int) -> str:
+        """Take the next token; return the text that is now certain (often one word, maybe none)."""
+        self._ids.append(token_id)
+        before = self._decode(self._ids[self._context : self._done])
+        text = self._decode(self._ids[self._context :])
+        is_held = text.endswith(_INCOMPLETE) and len(self._ids) - self._done < _MAX_HELD_TOKENS
+        if is_held or len(text) <= len(before):
+            return ""
+        self._context, self._done = self._done, len(self._ids)
+        return text[len(before) :]
+
+    def finish(self) -> str:
+        """Return what is still held back."""
+        before = self._decode(self._ids[self._context : self._done])
+        text = self._decode(self._ids[self._context :])
+        self._context = self._done = len(self._ids)
+        return text[len(before) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        # No clean-up: it would rewrite text that has already been given out.
+        text: str = self._tokenizer.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text

@@ -1,0 +1,22 @@
+"""What all tests share: one torch thread, quiet Transformers, `--write-docs`."""
+
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parent.parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-docs", action="store_true", help="write generated docs anew")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quiet_transformers() -> None:
+    import torch
+    from transformers.utils import logging
+
+    torch.set_num_threads(1)  # tiny tensors: threads would only wait for each other
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()

@@ -1,0 +1,163 @@
+"""Every architecture on the experts interface computes through Tandem what Transformers computes.
+
+Writes docs/models.md: `pytest tests/hf/test_architectures.py --write-docs`.
+"""
+
+import re
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import tandem
+from tandem.offload.events import LayerExecuted
+from tests.architectures import (
+    architectures,
+    build_tiny_model,
+    experts_modules,
+    next_inputs,
+    result_of,
+    takes_cache,
+    tiny_inputs,
+)
+from tests.conftest import REPOSITORY
+
+pytestmark = pytest.mark.seam
+
+MUST_RUN = {
+    *("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "gpt_oss", "deepseek_v2"),
+    *("deepseek_v3", "glm4_moe", "gemma4", "mixtral", "olmoe", "phimoe", "granitemoe"),
+    *("granitemoehybrid", "nemotron_h", "minimax_m2", "ernie4_5_moe", "hunyuan_v1_moe", "lfm2_moe"),
+}
+DOCUMENT = REPOSITORY / "docs" / "models.md"
+
+
+@dataclass
+class Report:
+    """Rows of docs/models.md by architecture; those that fail have none."""
+
+    rows: dict[str, str] = field(default_factory=dict)
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    return Report()
+
+
+def watch_experts(model: Any) -> list[int]:
+    """Return a list that grows by a module's number each time an experts module has run."""
+    calls: list[int] = []
+    for number, module in enumerate(experts_modules(model)):
+        module.register_forward_hook(lambda *_, number=number: calls.append(number))
+    return calls
+
+
+def run_steps(model: Any) -> list[torch.Tensor]:
+    """Return the results of a prompt and, where there is a cache, of one decode step after it."""
+    with torch.no_grad():
+        outputs = model(**tiny_inputs(model))
+        results = [result_of(outputs)]
+        if takes_cache(model):
+            results.append(result_of(model(**next_inputs(model, outputs))))
+    return results
+
+
+def describe(model: Any) -> str:
+    experts: Any = experts_modules(model)[0]
+    words = ["gated" if experts.has_gate else "un-gated"]
+    words += ["biased"] if experts.has_bias else []
+    words += ["transposed"] if experts.is_transposed else []
+    words += [] if experts.is_concatenated else ["interleaved"]
+    words += ["post-norm"] if getattr(experts, "has_post_expert_norm", False) else []
+    steps = "prompt, decode" if takes_cache(model) else "prompt (no cache)"
+    return f"{type(model).__name__} | {', '.join(words)} | {steps}"
+
+
+@pytest.mark.parametrize("name", architectures())
+def test_logits_equal_transformers_eager(name: str, report: Report) -> None:
+    tiny = build_tiny_model(name)
+    with tempfile.TemporaryDirectory() as folder:
+        tiny.save_pretrained(folder)
+        eager = type(tiny).from_pretrained(folder, dtype="float32", experts_implementation="eager")
+        offloaded = tandem.load(folder, dtype="float32")
+        events: list[LayerExecuted] = []
+        offloaded.hf_quantizer.executor.listeners.append(events.append)
+        eager_calls, calls = watch_experts(eager), watch_experts(offloaded)
+        expected, actual = run_steps(eager), run_steps(offloaded)
+        packed = Path(folder) / "packed"
+        tandem.save(offloaded, packed)
+        reloaded = run_steps(tandem.load(packed))
+    modules: list[Any] = experts_modules(offloaded)
+    assert calls == eager_calls != []
+    assert [event.layer for event in events] == [modules[n].tandem_experts.layer for n in calls]
+    assert all(module.down_proj.numel() == 0 for module in modules)
+    for e, a, r in zip(expected, actual, reloaded, strict=True):
+        torch.testing.assert_close(a, e, rtol=0, atol=1e-5)
+        torch.testing.assert_close(r, a, rtol=0, atol=0)
+    report.rows[name] = f"| {name} | {describe(tiny)} |"
+
+
+def test_all_required_architectures_are_on_the_interface() -> None:
+    assert set(architectures()) >= MUST_RUN
+
+
+def models_outside_the_interface() -> dict[str, str]:
+    """Return {model folder: its experts class} of MoE models that own their experts' forward."""
+    models = Path(transformers.__file__).parent / "models"
+    found = {}
+    for path in sorted(models.glob("*/modeling_*.py")):
+        source = path.read_text(encoding="utf-8")
+        experts = re.search(
+            r"class (\w*(?:Experts?|ExpertGLU|MoE|Moe|SparseMLP))\(nn\.Module", source
+        )
+        if experts and "use_experts_implementation" not in source:
+            found[path.parent.name] = experts[1]
+    return found
+
+
+def test_models_document_is_true(report: Report, request: pytest.FixtureRequest) -> None:
+    if set(report.rows) != set(architectures()):
+        assert request.config.getoption("keyword") or request.config.getoption("file_or_dir"), (
+            "architectures failed"
+        )
+        return  # a part of the tests was asked for
+    document = models_document(report)
+    if request.config.getoption("--write-docs"):
+        DOCUMENT.write_text(document, encoding="utf-8")
+    written = DOCUMENT.read_text(encoding="utf-8")
+    if f"Transformers {transformers.__version__}" in written:
+        assert written == document, "run `make docs-models`"
+
+
+def models_document(report: Report) -> str:
+    refused = models_outside_the_interface()
+    lines = [
+        "# Models",
+        "",
+        "Written by `make docs-models`, which runs all of it. A tiny random model of each",
+        "architecture is saved, loaded through Tandem, and its logits (fp32, a prompt and a",
+        "decode step with KV cache) equal those of Transformers' own eager forward to 1e-5;",
+        "packed and loaded again they are equal to the bit.",
+        "",
+        f"## {len(report.rows)} architectures run (Transformers {transformers.__version__})",
+        "",
+        "| architecture | class in the test | experts | tested |",
+        "|---|---|---|---|",
+        *(report.rows[name] for name in sorted(report.rows)),
+        "",
+        f"## {len(refused)} are refused",
+        "",
+        "Their experts do not go through Transformers' experts interface, so there is nothing that"
+        " Tandem could take over;",
+        "`tandem.load` says so. Dense models are refused too: Transformers alone runs them.",
+        "",
+        "| architecture | its own experts class |",
+        "|---|---|",
+        *(f"| {name} | {experts} |" for name, experts in sorted(refused.items())),
+        "",
+    ]
+    return "\n".join(lines)

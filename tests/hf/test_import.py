@@ -1,0 +1,49 @@
+"""Importing Tandem is light, and works before and after Transformers."""
+
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.seam
+
+REGISTERED = (
+    "from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as q\n"
+    "from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS as e\n"
+    "assert 'tandem' in q and 'tandem' in e.valid_keys(), (list(q), e.valid_keys())\n"
+)
+
+
+def run_python(code: str) -> None:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("heavy", ["torch", "numpy", "transformers"])
+@pytest.mark.parametrize("module", ["tandem", "tandem.core.errors", "tandem.cli.main"])
+def test_import_is_free_of(heavy: str, module: str) -> None:
+    run_python(f"import sys, {module}\nassert {heavy!r} not in sys.modules")
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import tandem, transformers",
+        "import transformers, tandem",
+        "import transformers.quantizers.auto, tandem",
+        "import tandem\nfrom transformers import AutoModelForCausalLM",
+        "import tandem, tandem.hf.config",
+        "from tandem import OffloadConfig, load",
+    ],
+)
+def test_registers_in_any_order(imports: str) -> None:
+    run_python(f"{imports}\n{REGISTERED}")
+
+
+def test_exported_names_exist() -> None:
+    run_python("import tandem\nfor name in tandem.__all__: getattr(tandem, name)")
+
+
+@pytest.mark.parametrize("module", ["config", "conversion", "experts", "quantizer", "load", "save"])
+def test_every_module_can_be_imported_first(module: str) -> None:
+    run_python(f"import tandem.hf.{module}\n{REGISTERED}")

@@ -1,0 +1,92 @@
+"""Packed checkpoints load as they were saved, and only with Tandem."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import tandem
+from tests.architectures import result_of, tiny_inputs
+from tests.hf.tiny import save_tiny_checkpoint
+
+pytestmark = pytest.mark.seam
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def packed(checkpoint: Path) -> Path:
+    directory = checkpoint.with_name("packed")
+    return tandem.save(tandem.load(checkpoint, expert_dtype="bf16"), directory)
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return result_of(model(**tiny_inputs(model)))
+
+
+def test_from_pretrained_with_a_config_equals_load(checkpoint: Path) -> None:
+    config = tandem.OffloadConfig(expert_dtype="bf16")
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, quantization_config=config)
+    torch.testing.assert_close(
+        logits(model), logits(tandem.load(checkpoint, expert_dtype="bf16")), rtol=0, atol=0
+    )
+
+
+def test_plain_from_pretrained_opens_a_packed_checkpoint(checkpoint: Path, packed: Path) -> None:
+    expected = logits(tandem.load(checkpoint, expert_dtype="bf16"))
+    model = AutoModelForCausalLM.from_pretrained(packed)
+    torch.testing.assert_close(logits(model), expected, rtol=0, atol=0)
+    assert {t.dtype for t in model.hf_quantizer.executor.store[0].tensors().values()} == {
+        torch.bfloat16
+    }
+
+
+def test_generate_of_transformers_works(packed: Path) -> None:
+    model = tandem.load(packed)
+    ids = tiny_inputs(model)["input_ids"]
+    generated = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)
+    assert generated.shape[1] > ids.shape[1]
+
+
+def test_a_packed_checkpoint_is_saved_again_unchanged(packed: Path, tmp_path: Path) -> None:
+    again = tandem.save(tandem.load(packed), tmp_path / "again")
+    for file in packed.glob("*.safetensors"):
+        assert (again / file.name).read_bytes() == file.read_bytes()
+
+
+def test_without_tandem_a_packed_checkpoint_is_an_error(packed: Path) -> None:
+    code = (
+        f"import transformers; transformers.AutoModelForCausalLM.from_pretrained({str(packed)!r})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "model.safetensors" in done.stderr
+
+
+def test_save_pretrained_names_tandem_save(packed: Path, tmp_path: Path) -> None:
+    with pytest.raises(tandem.TandemError, match=r"tandem\.save"):
+        tandem.load(packed).save_pretrained(tmp_path)
+
+
+def test_save_into_a_directory_in_use_is_refused(packed: Path) -> None:
+    with pytest.raises(tandem.TandemError, match="not an empty directory"):
+        tandem.save(tandem.load(packed), packed)
+
+
+def test_save_that_fails_leaves_nothing(
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full_disk(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tandem.hf.save.save_file", full_disk)
+    with pytest.raises(tandem.TandemError, match="No space left on device"):
+        tandem.save(tandem.load(packed), tmp_path / "new")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,36 @@
+"""A tiny checkpoint with a tokenizer, for tests that need files rather than an architecture."""
+
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from tests.architectures import VOCABULARY, build_tiny_model
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer with one token per byte below 128; other bytes are unknown."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[: VOCABULARY - 4]
+    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3}
+    vocabulary |= {symbol: i + 4 for i, symbol in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>",
+        unk_token="<unk>",
+    )  # fmt: skip
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def save_tiny_checkpoint(directory: Path, name: str = "mixtral") -> Path:
+    """Write a tiny model of an architecture, with its tokenizer, in several shards."""
+    build_tiny_model(name).save_pretrained(directory, max_shard_size="500KB")
+    byte_tokenizer().save_pretrained(directory)
+    return directory
