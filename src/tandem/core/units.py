@@ -44,9 +44,9 @@ def parse_bandwidth(text: str | float, *, name: str = "bandwidth") -> float:
 
 def format_bytes(count: float) -> str:
     """Format a byte count with three digits in binary units: "1.58 GiB"."""
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
+    value, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
         if abs(value) < 1024:
-            return f"{value:.0f} B" if unit == "B" else f"{value:.3g} {unit}"
-        value /= 1024
-    return f"{value:.3g} TiB"
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.3g} {unit}"

@@ -1,0 +1,186 @@
+"""`tandem run` as a user starts it: a process, with pipes or on a pseudo-terminal."""
+
+import contextlib
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.hf.tiny import save_tiny_checkpoint
+
+# Tiny tensors: a second thread would only spin, and on a busy machine spin for ever.
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "dumb"}
+TANDEM = [sys.executable, "-m", "tandem.cli.main"]
+JSON_KEYS = {
+    *("text", "prompt_tokens", "generated_tokens", "time_to_first_token_seconds"),
+    *("prefill_tokens_per_second", "decode_tokens_per_second", "device", "expert_cache"),
+    *("prefetch", "peak_memory_bytes"),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny"))
+
+
+def tandem(*words: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    command = [*TANDEM, *words]
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, env=ENVIRONMENT)
+
+
+def test_answers_a_prompt_and_prints_statistics(model: str) -> None:
+    done = tandem("run", model, "-p", "hello", "--max-new-tokens", "8", "--temperature", "0")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    assert re.search(r"first token .* s \| prefill .* tok/s \| decode", done.stderr) or re.search(
+        r"first token .*prefill .*decode .*experts read .*memory", done.stderr
+    )
+
+
+def test_last_line_is_one_json_object(model: str) -> None:
+    done = tandem("run", model, "-p", "hello", "--max-new-tokens", "8", "--json", "--seed", "1")
+    *text, last = done.stdout.splitlines()
+    report = json.loads(last)
+    assert set(report) >= JSON_KEYS
+    assert report["text"] == "\n".join(text)
+    assert report["generated_tokens"] == 8
+    assert report["experts_read_bytes"] > 0
+    assert report["expert_cache"]["misses"] > 0
+
+
+def test_quiet_prints_the_answer_only(model: str) -> None:
+    done = tandem("run", model, "-p", "hello", "--max-new-tokens", "8", "--quiet")
+    assert done.returncode == 0
+    assert done.stderr == ""
+
+
+def test_reads_a_pipe_as_the_prompt(model: str) -> None:
+    flags = ("--max-new-tokens", "8", "--seed", "1", "--quiet")
+    piped = tandem("run", model, *flags, stdin="hello")
+    assert piped.stdout == tandem("run", model, "-p", "hello", *flags).stdout != ""
+
+
+def test_same_seed_same_text(model: str) -> None:
+    def sample(seed: str) -> str:
+        flags = ("--max-new-tokens", "16", "--temperature", "1", "--seed", seed, "--quiet")
+        return tandem("run", model, "-p", "hello", *flags).stdout
+
+    assert sample("1") == sample("1") != sample("2")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["run", "/no/such/model", "-p", "x"], "/no/such/model is not a directory"),
+        (["run", "{model}", "-p", " "], "the prompt is empty"),
+        (["run", "{model}", "-p", "x", "--expert-dtype", "bf61"], "did you mean 'bf16'"),
+        (["run", "{model}", "-p", "x", "--max-new-tokens", "0"], "max_new_tokens is 0"),
+        (["run", "{model}", "-p", "x", "--max-new-tokens", "many"], "invalid int value"),
+        (["run", "{model}", "-p", "x", "--temperature", "-1"], "temperature is -1"),
+        (["run", "{model}", "-p", "x", "--tempreature", "1"], "did you mean '--temperature'"),
+        (["run", "{model}", "-p", "x" * 400], "the model's context is 256"),
+        (["rum"], "invalid choice: 'rum'"),
+        ([], "required: COMMAND"),
+    ],
+)
+def test_mistakes_get_one_sentence_and_exit_code_2(
+    model: str, words: list[str], sentence: str
+) -> None:
+    done = tandem(*(word.format(model=model) for word in words))
+    assert done.returncode == 2
+    assert sentence in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_a_reader_that_leaves_is_no_error(model: str) -> None:
+    command = f"{' '.join(TANDEM)} run {model} -p hello --max-new-tokens 64 --quiet | head -c 1"
+    bash = ["bash", "-o", "pipefail", "-c", command]
+    done = subprocess.run(bash, capture_output=True, env=ENVIRONMENT)
+    assert b"Traceback" not in done.stderr
+    assert done.returncode == 0, done.stderr
+
+
+class Terminal:
+    """A program on a pseudo-terminal: type, and wait for what must appear."""
+
+    def __init__(self, words: list[str], env: dict[str, str]) -> None:
+        self.pid, self._fd = pty.fork()
+        if self.pid == 0:
+            os.execvpe(words[0], words, env)
+        self.screen = ""
+
+    def wait_for(self, text: str, *, after: int = 0, seconds: float = 30) -> None:
+        self._read_until(lambda: text in self.screen[after:], f"{text!r}", seconds)
+
+    def type(self, text: str) -> int:
+        """Type and return where the screen stood, so that only what follows is looked at."""
+        position = len(self.screen)
+        os.write(self._fd, text.encode())
+        return position
+
+    def close(self) -> int:
+        with contextlib.suppress(OSError):  # the other end of a pty closes with an error
+            self._read_until(lambda: False, "the end", 60)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    def _read_until(self, is_there: Callable[[], bool], what: str, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not is_there():
+            left = deadline - time.monotonic()
+            is_readable = select.select([self._fd], [], [], max(left, 0))[0]
+            assert is_readable, f"no {what} on the screen: {self.screen!r}"
+            piece = os.read(self._fd, 4096)
+            if not piece:
+                return
+            self.screen += piece.decode(errors="replace")
+
+
+@pytest.fixture
+def terminal(model: str) -> Iterator[Terminal]:
+    words = [*TANDEM, "run", model, "--seed", "1", "--max-new-tokens", "200"]
+    opened = Terminal(words, ENVIRONMENT)
+    yield opened
+    with contextlib.suppress(ProcessLookupError, ChildProcessError):
+        os.kill(opened.pid, signal.SIGKILL)
+        os.waitpid(opened.pid, 0)
+
+
+def test_chat_answers_and_exits(terminal: Terminal) -> None:
+    terminal.wait_for("> ")
+    position = terminal.type("hello\r")
+    terminal.wait_for("decode", after=position)
+    terminal.wait_for("> ", after=position)
+    position = terminal.type("/nonsense\r")
+    terminal.wait_for("unknown command /nonsense", after=position)
+    terminal.type("/exit\r")
+    assert terminal.close() == 0
+
+
+def test_control_c_stops_the_answer_and_not_the_program(terminal: Terminal) -> None:
+    terminal.wait_for("> ")
+    position = terminal.type("hello\r")
+    terminal.wait_for("\n", after=position)
+    time.sleep(0.1)  # into the middle of the answer; where exactly does not matter
+    terminal.type("\x03")
+    terminal.wait_for("> ", after=position + 8)
+    terminal.type("\x04")
+    assert terminal.close() == 0
+
+
+def test_control_c_at_the_prompt_only_drops_the_line(terminal: Terminal) -> None:
+    terminal.wait_for("> ")
+    position = terminal.type("half a li")
+    terminal.wait_for("half a li", after=position)
+    terminal.type("\x03")
+    terminal.wait_for("/exit or Ctrl-D leaves", after=position)
+    terminal.type("/exit\r")
+    assert terminal.close() == 0
