@@ -1,8 +1,12 @@
 """What all tests share: one torch thread, quiet Transformers, `--write-docs`."""
 
+import os
 from pathlib import Path
 
 import pytest
+
+# Read when torch loads its OpenMP: threads that spin for a busy core stop a shared machine.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 REPOSITORY = Path(__file__).parent.parent
 

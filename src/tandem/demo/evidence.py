@@ -1,0 +1,85 @@
+"""Measures a demo model: its text against the dense model's, and how its tokens route."""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from tandem.demo.routers import expert_shares
+
+
+class LayerRouting(NamedTuple):
+    """How one layer routed a text."""
+
+    shares: list[float]
+    """Each expert's share of all (token, expert) pairs."""
+    neighbour_ratio: float
+    """Experts that adjacent tokens share, over those that shuffled tokens share."""
+    top_weights: list[float]
+    """The weight of a token's first expert, at the quantiles `QUANTILES`."""
+
+
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+
+
+@torch.inference_mode()
+def greedy_tokens(model: Any, ids: list[int], num_tokens: int) -> list[int]:
+    """Return the next tokens by greedy decoding, going on after an end-of-text token."""
+    prompt = torch.tensor([ids])
+    output = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=num_tokens,
+        min_new_tokens=num_tokens,
+        do_sample=False,
+    )
+    return [int(token) for token in output[0, len(ids) :]]
+
+
+@torch.inference_mode()
+def perplexity(model: Any, windows: torch.Tensor) -> float:
+    """Return the perplexity over (windows, tokens) ids, each window read from its start."""
+    losses = [
+        F.cross_entropy(model(window[None]).logits[0, :-1].float(), window[1:])
+        for window in windows
+    ]
+    return float(torch.stack(losses).mean().exp())
+
+
+@torch.inference_mode()
+def routing(model: Any, windows: torch.Tensor) -> list[LayerRouting]:
+    """Return how each layer of a Mixtral model routes (windows, tokens) ids."""
+    per_window = [model.model(w[None], output_router_logits=True).router_logits for w in windows]
+    return [
+        _layer_routing(torch.stack(logits).float(), model.config.num_experts_per_tok)
+        for logits in zip(*per_window, strict=True)
+    ]
+
+
+def routing_table(layers: list[LayerRouting]) -> str:
+    """Return the routing of all layers as text, one line per layer."""
+    lines = ["layer  neighbours  top weight 5..95 %            share of each expert, %"]
+    for idx, layer in enumerate(layers):
+        weights = " ".join(f"{weight:.2f}" for weight in layer.top_weights)
+        shares = " ".join(f"{100 * share:4.1f}" for share in layer.shares)
+        lines.append(f"{idx:5}  {layer.neighbour_ratio:10.2f}  {weights:28}  {shares}")
+    return "\n".join(lines)
+
+
+def _layer_routing(logits: torch.Tensor, top_k: int) -> LayerRouting:
+    num_experts = logits.shape[-1]  # logits: (windows, tokens, num_experts)
+    values, chosen = logits.topk(top_k, dim=-1)
+    weights = values.softmax(-1)[..., 0].flatten()
+    used = F.one_hot(chosen, num_experts).sum(-2).float()  # (windows, tokens, num_experts)
+    order = torch.randperm(weights.numel(), generator=torch.Generator().manual_seed(0))
+    shuffled = used.flatten(0, 1)[order].view_as(used)
+    return LayerRouting(
+        shares=expert_shares(logits.flatten(0, 1), top_k).tolist(),
+        neighbour_ratio=float(_shared_experts(used) / _shared_experts(shuffled)),
+        top_weights=weights.quantile(torch.tensor(QUANTILES)).tolist(),
+    )
+
+
+def _shared_experts(used: torch.Tensor) -> torch.Tensor:
+    """Return the mean number of experts that a token shares with the next one."""
+    return (used[:, 1:] * used[:, :-1]).sum(-1).mean()

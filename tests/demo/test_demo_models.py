@@ -1,0 +1,85 @@
+"""The built demo models say what the dense model says, and route real text by meaning."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tandem.demo import verify_demo_model
+from tandem.demo.evidence import greedy_tokens, perplexity, routing, routing_table
+from tests.demo.oracle import answers, dense_answers, dense_model, prompt_ids, text_windows
+
+pytestmark = [pytest.mark.demo, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def demo(demo_cache: Path) -> tuple[Any, Any]:
+    return load(demo_cache / "models" / "demo")
+
+
+def load(directory: Path) -> tuple[Any, Any]:
+    """Open a checkpoint with plain Transformers, in float32 so that only the model can differ."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    return model, AutoTokenizer.from_pretrained(directory)
+
+
+def test_demo_equal_says_what_the_dense_model_says(demo_cache: Path) -> None:
+    expected = dense_answers(demo_cache)
+    actual = answers(*load(demo_cache / "models" / "demo-equal"))
+    assert actual.tokens == expected.tokens
+    assert actual.perplexity == pytest.approx(expected.perplexity, rel=1e-3)
+    print(f"perplexity: dense {expected.perplexity:.4f}, demo-equal {actual.perplexity:.4f}")
+
+
+def test_demo_is_near_the_dense_model(demo_cache: Path, demo: tuple[Any, Any]) -> None:
+    model, tokenizer = demo
+    ratio = perplexity(model, text_windows(tokenizer)) / dense_answers(demo_cache).perplexity
+    print(f"perplexity of demo over dense: {ratio:.4f}")
+    assert 1.0 < ratio < 1.06
+
+
+def test_demo_experts_differ_in_what_they_say(demo_cache: Path, demo: tuple[Any, Any]) -> None:
+    expected = dense_answers(demo_cache).tokens[:4]
+    actual = [greedy_tokens(demo[0], ids, 24) for ids in prompt_ids(demo[1])[:4]]
+    assert actual != expected
+
+
+def test_demo_answers_sensibly(demo: tuple[Any, Any]) -> None:
+    model, tokenizer = demo
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)
+    assert "Paris" in tokenizer.decode(greedy_tokens(model, ids["input_ids"], 12))
+
+
+def test_tokens_route_by_meaning(demo: tuple[Any, Any]) -> None:
+    model, tokenizer = demo
+    prompts = torch.tensor([token for ids in prompt_ids(tokenizer) for token in ids])
+    prompts = prompts[: len(prompts) // 512 * 512].view(-1, 512)
+    layers = routing(model, torch.cat([text_windows(tokenizer)[:4], prompts]))
+    print(routing_table(layers))
+    assert all(layer.neighbour_ratio > 1 for layer in layers)
+    assert sum(layer.neighbour_ratio for layer in layers) / len(layers) > 1.3
+    assert all(max(layer.shares) > 1.3 / 8 for layer in layers)  # not uniform
+    assert min(min(layer.shares) for layer in layers) > 0.01  # and no expert is dead
+    assert all(0.55 < layer.top_weights[2] < 0.75 for layer in layers)
+
+
+def test_checkpoint_tokenizer_is_the_dense_one(demo_cache: Path, demo: tuple[Any, Any]) -> None:
+    text = (
+        "In 2024  5 apples cost $12.50,\n  3 pears\t10 <|im_start|>user\ndef f(x):\n    return x9"
+    )
+    assert demo[1](text).input_ids == dense_model(demo_cache).tokenizer(text).input_ids
+    assert demo[1].decode(demo[1](text).input_ids) == text
+    assert demo[1].tokenize("  5") == ["ĠĠ", "5"]
+
+
+@pytest.mark.parametrize("kind", ["demo", "demo-equal"])
+def test_checkpoint_is_whole_and_names_no_path(demo_cache: Path, kind: str) -> None:
+    directory = demo_cache / "models" / kind
+    verify_demo_model(directory)
+    for path in [*directory.glob("*.json"), *directory.glob("*.md")]:
+        if path.name != "tokenizer.json":  # a vocabulary has words like "/home/"
+            assert not re.search(r"/(home|root|tmp)/|cache/", path.read_text(encoding="utf-8"))

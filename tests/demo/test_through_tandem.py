@@ -1,0 +1,67 @@
+"""The demo models through the whole stack: equal experts as an oracle, differing ones see slots."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import tandem
+from tests.demo.oracle import answers, dense_answers, text_windows
+
+pytestmark = [pytest.mark.demo, pytest.mark.slow, pytest.mark.usefixtures("all_threads")]
+
+
+def test_demo_equal_through_tandem_says_what_the_dense_model_says(demo_cache: Path) -> None:
+    directory = demo_cache / "models" / "demo-equal"
+    model = tandem.load(directory, dtype="fp32", expert_dtype="bf16")
+    expected = dense_answers(demo_cache)
+    actual = answers(model, AutoTokenizer.from_pretrained(directory))
+    assert actual.tokens == expected.tokens
+    assert actual.perplexity == pytest.approx(expected.perplexity, rel=1e-3)
+
+
+@pytest.fixture(scope="module")
+def window(demo_cache: Path) -> torch.Tensor:
+    return text_windows(AutoTokenizer.from_pretrained(demo_cache / "models" / "demo"))[:1]
+
+
+def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(ids).logits.float()
+    return found
+
+
+def eager(demo_cache: Path, dtype: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(
+        demo_cache / "models" / "demo", dtype=dtype, experts_implementation="eager"
+    )
+
+
+def test_demo_equals_transformers_eager(demo_cache: Path, window: torch.Tensor) -> None:
+    expected = logits(eager(demo_cache, "float32"), window)
+    actual = logits(tandem.load(demo_cache / "models" / "demo", dtype="fp32"), window)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
+
+
+def test_demo_in_bf16_is_as_near_to_fp32_as_eager(demo_cache: Path, window: torch.Tensor) -> None:
+    exact = logits(eager(demo_cache, "float32"), window).log_softmax(-1)
+
+    def divergence(model: Any) -> float:
+        found = logits(model, window).log_softmax(-1)
+        return float((exact.exp() * (exact - found)).sum(-1).mean())
+
+    loaded = tandem.load(demo_cache / "models" / "demo", dtype="bf16")
+    assert divergence(loaded) < 1.25 * divergence(eager(demo_cache, "bfloat16"))
+
+
+def test_tandem_run_answers_with_the_demo_model(demo_cache: Path) -> None:
+    command = [sys.executable, "-m", "tandem.cli.main", "run", "--json", "--quiet", "--seed", "1"]
+    command += ["-p", "What is the capital of France?", "--max-new-tokens", "12"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in json.loads(done.stdout.splitlines()[-1])["text"]
