@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -99,6 +100,25 @@ def test_mistakes_get_one_sentence_and_exit_code_2(
     assert sentence in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (lambda files: files[1].unlink(), "lacks model-00002"),
+        (lambda files: files[1].write_bytes(files[1].read_bytes()[:-1]), "bytes, expected"),
+        (lambda files: files[1].write_bytes(b"\xff" * 99), "is damaged"),
+    ],
+)
+def test_a_damaged_checkpoint_gets_one_sentence(
+    tmp_path: Path, damage: Callable[[list[Path]], object], sentence: str
+) -> None:
+    checkpoint = save_tiny_checkpoint(tmp_path / "tiny")
+    damage(sorted(checkpoint.glob("model-*.safetensors")))
+    done = tandem("run", str(checkpoint), "-p", "x")
+    assert done.returncode == 2
+    assert sentence in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_a_reader_that_leaves_is_no_error(model: str) -> None:
