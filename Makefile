@@ -66,7 +66,7 @@ $(VENV)/runtime.stamp: $(VENV)/torch.stamp $(SOURCES)
 
 $(VENV)/dev.stamp: $(VENV)/torch.stamp $(SOURCES)
 	@echo "Installing Tandem with its development tools"
-	@$(BIN)/pip install --disable-pip-version-check -q -e ".[dev]"
+	@$(BIN)/pip install --disable-pip-version-check -q -e ".[dev]" -C cmake.define.TANDEM_WARNINGS_ARE_ERRORS=ON
 	@touch $@ $(VENV)/runtime.stamp
 
 $(VENV)/transformers-$(OLDEST_TRANSFORMERS)/installed.stamp: $(VENV)/dev.stamp

@@ -4,8 +4,32 @@
 #include <nanobind/stl/vector.h>
 
 #include "cpu_features.hpp"
+#include "experts.hpp"
 
 namespace nb = nanobind;
+using tandem::ExpertLayout;
+
+namespace {
+
+template <typename T>
+T* pointer(std::uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// Addresses come from torch tensors, whose shapes and dtypes tandem.kernels.native has checked.
+void run_experts(tandem::ExpertEngine& engine, const ExpertLayout& layout, int activation,
+                 float alpha, float limit, float offset, std::int64_t num_experts,
+                 std::int64_t num_tokens,
+                 std::uintptr_t experts, std::uintptr_t row_begin, std::uintptr_t row_token,
+                 std::uintptr_t hidden, std::uintptr_t out) {
+  const nb::gil_scoped_release release;
+  engine.run(layout, {static_cast<tandem::Activation>(activation), alpha, limit, offset},
+             {num_experts, num_tokens, pointer<const std::uint8_t* const>(experts),
+              pointer<const std::int32_t>(row_begin), pointer<const std::int32_t>(row_token),
+              pointer<const float>(hidden), pointer<float>(out)});
+}
+
+}  // namespace
 
 NB_MODULE(_native, m) {
   nb::class_<tandem::CpuFeatures>(m, "CpuFeatures")
@@ -15,4 +39,36 @@ NB_MODULE(_native, m) {
       .def_ro("l2_bytes", &tandem::CpuFeatures::l2_bytes)
       .def_ro("l3_bytes", &tandem::CpuFeatures::l3_bytes);
   m.def("detect_cpu_features", &tandem::detect_cpu_features);
+  m.def("available_isas", &tandem::available_isas);
+
+  nb::class_<ExpertLayout>(m, "ExpertLayout")
+      .def(nb::init<>())
+      .def_rw("format", &ExpertLayout::format)
+      .def_rw("group", &ExpertLayout::group)
+      .def_rw("hidden_size", &ExpertLayout::hidden_size)
+      .def_rw("hidden_cols", &ExpertLayout::hidden_cols)
+      .def_rw("inner_rows", &ExpertLayout::inner_rows)
+      .def_rw("inner_cols", &ExpertLayout::inner_cols)
+      .def_rw("is_gated", &ExpertLayout::is_gated)
+      .def_rw("up_data", &ExpertLayout::up_data)
+      .def_rw("up_scales", &ExpertLayout::up_scales)
+      .def_rw("down_data", &ExpertLayout::down_data)
+      .def_rw("down_scales", &ExpertLayout::down_scales)
+      .def_rw("up_bias", &ExpertLayout::up_bias)
+      .def_rw("down_bias", &ExpertLayout::down_bias);
+
+  nb::class_<tandem::ExpertEngine>(m, "ExpertEngine")
+      .def(nb::init<int, const std::string&>(), nb::arg("num_threads"), nb::arg("isa"))
+      .def_prop_ro("isa", [](const tandem::ExpertEngine& e) { return std::string(e.isa()); })
+      .def_prop_ro("num_threads", &tandem::ExpertEngine::num_threads)
+      .def("run", &run_experts)
+      .def("read_all",
+           [](tandem::ExpertEngine& e, std::uintptr_t data, std::int64_t bytes) {
+             const nb::gil_scoped_release release;
+             return e.read_all(pointer<const std::uint8_t>(data), bytes);
+           })
+      .def("multiply", [](tandem::ExpertEngine& e, bool is_int8, std::int64_t count) {
+        const nb::gil_scoped_release release;
+        return e.multiply(is_int8, count);
+      });
 }

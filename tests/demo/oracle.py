@@ -40,7 +40,7 @@ def dense_answers(cache: Path) -> Answers:
 def answers(model: Any, tokenizer: Any) -> Answers:
     """Ask a float32 model for greedy tokens on 20 prompts and perplexity on 4,096 tokens."""
     return Answers(
-        [greedy_tokens(model, ids, NUM_NEW_TOKENS) for ids in prompt_ids(tokenizer)],
+        greedy_tokens(model, prompt_ids(tokenizer), NUM_NEW_TOKENS),
         perplexity(model, text_windows(tokenizer)),
     )
 

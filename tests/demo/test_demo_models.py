@@ -10,9 +10,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem.demo import verify_demo_model
 from tandem.demo.evidence import greedy_tokens, perplexity, routing, routing_table
-from tests.demo.oracle import answers, dense_answers, dense_model, prompt_ids, text_windows
+from tests.demo.oracle import (
+    answers,
+    dense_answers,
+    dense_model,
+    prompt_ids,
+    text_windows,
+)
 
-pytestmark = [pytest.mark.demo, pytest.mark.slow]
+pytestmark = [pytest.mark.demo, pytest.mark.slow, pytest.mark.usefixtures("all_threads")]
 
 
 @pytest.fixture(scope="module")
@@ -34,24 +40,20 @@ def test_demo_equal_says_what_the_dense_model_says(demo_cache: Path) -> None:
     print(f"perplexity: dense {expected.perplexity:.4f}, demo-equal {actual.perplexity:.4f}")
 
 
-def test_demo_is_near_the_dense_model(demo_cache: Path, demo: tuple[Any, Any]) -> None:
+def test_demo_is_near_the_dense_model_and_not_equal(
+    demo_cache: Path, demo: tuple[Any, Any]
+) -> None:
     model, tokenizer = demo
     ratio = perplexity(model, text_windows(tokenizer)) / dense_answers(demo_cache).perplexity
     print(f"perplexity of demo over dense: {ratio:.4f}")
-    assert 1.0 < ratio < 1.06
-
-
-def test_demo_experts_differ_in_what_they_say(demo_cache: Path, demo: tuple[Any, Any]) -> None:
-    expected = dense_answers(demo_cache).tokens[:4]
-    actual = [greedy_tokens(demo[0], ids, 24) for ids in prompt_ids(demo[1])[:4]]
-    assert actual != expected
+    assert 1.01 < ratio < 1.06
 
 
 def test_demo_answers_sensibly(demo: tuple[Any, Any]) -> None:
     model, tokenizer = demo
     chat = [{"role": "user", "content": "What is the capital of France?"}]
     ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)
-    assert "Paris" in tokenizer.decode(greedy_tokens(model, ids["input_ids"], 12))
+    assert "Paris" in tokenizer.decode(greedy_tokens(model, [ids["input_ids"]], 12)[0])
 
 
 def test_tokens_route_by_meaning(demo: tuple[Any, Any]) -> None:
@@ -60,10 +62,11 @@ def test_tokens_route_by_meaning(demo: tuple[Any, Any]) -> None:
     prompts = prompts[: len(prompts) // 512 * 512].view(-1, 512)
     layers = routing(model, torch.cat([text_windows(tokenizer)[:4], prompts]))
     print(routing_table(layers))
-    assert all(layer.neighbour_ratio > 1 for layer in layers)
+    # The first two layers see little but the token itself, and neighbours are different words.
+    assert all(layer.neighbour_ratio > 1.1 for layer in layers[2:])
     assert sum(layer.neighbour_ratio for layer in layers) / len(layers) > 1.3
     assert all(max(layer.shares) > 1.3 / 8 for layer in layers)  # not uniform
-    assert min(min(layer.shares) for layer in layers) > 0.01  # and no expert is dead
+    assert min(min(layer.shares) for layer in layers) > 0.03  # and no expert is dead
     assert all(0.55 < layer.top_weights[2] < 0.75 for layer in layers)
 
 

@@ -43,7 +43,7 @@ def test_plain_from_pretrained_opens_a_packed_checkpoint(checkpoint: Path, packe
     expected = logits(tandem.load(checkpoint, expert_dtype="bf16"))
     model = AutoModelForCausalLM.from_pretrained(packed)
     torch.testing.assert_close(logits(model), expected, rtol=0, atol=0)
-    assert {t.dtype for t in model.hf_quantizer.executor.store[0].tensors().values()} == {
+    assert {t.dtype for t in model.hf_quantizer.executor.store[0].stored().values()} == {
         torch.bfloat16
     }
 

@@ -23,7 +23,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
 def executor() -> CpuExecutor:
     torch.manual_seed(0)
     store = HostStore()
-    layer = store.add_layer("mlp.experts", SHAPES, is_transposed=False, dtype=None)
+    layer = store.add_layer("mlp.experts", SHAPES, expert_dtype=None)
     for name, shape in SHAPES.items():
         layer.put(name, torch.randn(shape))
     return CpuExecutor(store)
@@ -95,24 +95,24 @@ def test_events_count_what_was_read(executor: CpuExecutor) -> None:
 
 
 def test_a_layer_with_experts_missing_is_refused() -> None:
-    layer = HostStore().add_layer("mlp.experts", SHAPES, is_transposed=False, dtype=None)
+    layer = HostStore().add_layer("mlp.experts", SHAPES, expert_dtype=None)
     layer.put("down_proj", torch.zeros(SHAPES["down_proj"]))
     for expert in range(EXPERTS - 1):
         layer.put_expert("up_proj", expert, [torch.zeros(INTERMEDIATE, HIDDEN)])
     with pytest.raises(ModelError, match=r"4 of 5 experts of mlp\.experts\.up_proj"):
-        layer.require_complete()
+        layer.arrivals.require_complete()
 
 
 def test_tensors_of_another_shape_are_refused() -> None:
-    layer = HostStore().add_layer("mlp.experts", SHAPES, is_transposed=False, dtype=None)
+    layer = HostStore().add_layer("mlp.experts", SHAPES, expert_dtype=None)
     with pytest.raises(ModelError, match=r"has shape \(5, 3\), but config\.json asks for"):
         layer.put("down_proj", torch.zeros(5, 3))
 
 
 def test_parts_of_an_expert_are_stacked_in_order() -> None:
-    layer = HostStore().add_layer("mlp.experts", SHAPES, is_transposed=False, dtype=torch.bfloat16)
+    layer = HostStore().add_layer("mlp.experts", SHAPES, expert_dtype=torch.bfloat16)
     gate, up = torch.ones(2, HIDDEN), 2 * torch.ones(INTERMEDIATE - 2, HIDDEN)
     layer.put_expert("up_proj", 3, [gate, up])
-    stored = layer.tensors()["up_proj"][3]
+    stored = layer.stored()["up_proj"][3]
     assert torch.equal(stored.float(), torch.cat([gate, up]))
     assert stored.dtype == torch.bfloat16

@@ -21,7 +21,7 @@ class RunOptions:
     system: str | None = option(None, help="system message of the conversation", metavar="TEXT")
     expert_dtype: str = option(
         "auto",
-        help="dtype of the experts in host memory: auto (the model's own), bf16, fp16 or fp32",
+        help="experts in host memory: auto (as loaded), bf16, fp16, fp32, int8, int4, mxfp4, ...",
         metavar="DTYPE",
     )
     json: bool = option(False, help="last line of standard output: one JSON object")

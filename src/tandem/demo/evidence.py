@@ -19,21 +19,32 @@ class LayerRouting(NamedTuple):
     """The weight of a token's first expert, at the quantiles `QUANTILES`."""
 
 
+_BATCH = 5
+
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
 @torch.inference_mode()
-def greedy_tokens(model: Any, ids: list[int], num_tokens: int) -> list[int]:
-    """Return the next tokens by greedy decoding, going on after an end-of-text token."""
-    prompt = torch.tensor([ids])
-    output = model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=num_tokens,
-        min_new_tokens=num_tokens,
-        do_sample=False,
-    )
-    return [int(token) for token in output[0, len(ids) :]]
+def greedy_tokens(model: Any, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+    """Return each prompt's next tokens by greedy decoding, going on after an end-of-text token."""
+    answers: list[list[int]] = [[] for _ in prompts]
+    # Prompts of like length go together: little padding, and a fifth of the decode steps.
+    by_length = sorted(range(len(prompts)), key=lambda idx: len(prompts[idx]))
+    for start in range(0, len(prompts), _BATCH):
+        batch = by_length[start : start + _BATCH]
+        width = max(len(prompts[idx]) for idx in batch)
+        padding = [width - len(prompts[idx]) for idx in batch]
+        rows = [[0] * pad + prompts[idx] for pad, idx in zip(padding, batch, strict=True)]
+        output = model.generate(
+            torch.tensor(rows),
+            attention_mask=torch.tensor([[0] * pad + [1] * (width - pad) for pad in padding]),
+            max_new_tokens=num_tokens,
+            min_new_tokens=num_tokens,
+            do_sample=False,
+        )
+        for idx, row in zip(batch, output[:, width:].tolist(), strict=True):
+            answers[idx] = row
+    return answers
 
 
 @torch.inference_mode()

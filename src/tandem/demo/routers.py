@@ -34,7 +34,7 @@ def gate_inputs(model: Any, windows: torch.Tensor, progress: Progress) -> list[t
         for idx, layer in enumerate(model.model.layers)
     ]
     try:
-        # One window at a time: twice the speed of batches of eight on two cores.
+        # One window at a time: batches need more memory and were not faster.
         for done, window in enumerate(windows):
             progress("calibrate", done, len(windows))
             model.model(window[None], use_cache=False)

@@ -10,6 +10,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from tandem.core.config import from_mapping, option
 from tandem.core.errors import ConfigError
 from tandem.core.registry import nearest_names
+from tandem.kernels.formats.weight_format import ALIASES, FORMATS, WeightFormat, find_format
 
 QUANT_METHOD = "tandem"
 PACKED_FORMAT_VERSION = 1
@@ -22,6 +23,21 @@ _DTYPES = {
     "fp32": torch.float32,
     "float32": torch.float32,
 }
+
+
+def parse_expert_dtype(name: str | torch.dtype) -> torch.dtype | WeightFormat | None:
+    """Return a torch dtype for "bf16" and the like, a packed format for "int4" and the like.
+
+    None for "auto": the dtype in which the experts are loaded.
+    """
+    name = str(name).removeprefix("torch.")
+    if name in ("auto", *_DTYPES):
+        return parse_dtype(name, field="expert_dtype")
+    packed = [f.name for f in FORMATS if f.kind not in ("bf16", "fp16")] + list(ALIASES)
+    if name not in packed:
+        hint = nearest_names(name, ["auto", *_DTYPES, *packed])
+        raise ConfigError(f"expert_dtype is {name!r}, which Tandem does not know; {hint}")
+    return find_format(name)
 
 
 def parse_dtype(name: str | torch.dtype, *, field: str) -> torch.dtype | None:
@@ -45,7 +61,7 @@ class OffloadConfig(QuantizationConfigMixin):  # type: ignore[misc]
     quant_method: str = dataclasses.field(default=QUANT_METHOD, init=False)
     expert_dtype: str = option(
         "auto",
-        help="dtype of the experts in host memory: auto (the model's own), bf16, fp16 or fp32",
+        help="experts in host memory: auto (as loaded), bf16, fp16, fp32, int8, int4, mxfp4, ...",
         metavar="DTYPE",
     )
     packed_format: int | None = None
@@ -54,7 +70,7 @@ class OffloadConfig(QuantizationConfigMixin):  # type: ignore[misc]
     def __post_init__(self) -> None:
         """Check every field; `ConfigError` names the field, the value and what is expected."""
         self.expert_dtype = str(self.expert_dtype).removeprefix("torch.")
-        parse_dtype(self.expert_dtype, field="expert_dtype")
+        parse_expert_dtype(self.expert_dtype)
         if self.packed_format not in (None, PACKED_FORMAT_VERSION):
             raise ConfigError(
                 f"the checkpoint is packed in format {self.packed_format!r}, and this Tandem reads "
@@ -62,9 +78,9 @@ class OffloadConfig(QuantizationConfigMixin):  # type: ignore[misc]
             )
 
     @property
-    def torch_expert_dtype(self) -> torch.dtype | None:
-        """The experts' dtype in host memory; None keeps the dtype in which they are loaded."""
-        return parse_dtype(self.expert_dtype, field="expert_dtype")
+    def parsed_expert_dtype(self) -> torch.dtype | WeightFormat | None:
+        """The experts' dtype or packed format in host memory; None keeps the source's dtype."""
+        return parse_expert_dtype(self.expert_dtype)
 
     @classmethod
     def from_dict(

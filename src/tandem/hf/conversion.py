@@ -30,7 +30,7 @@ class StoreWriter:
         """Return (layer, tensor name) of a parameter such as `layers.3.mlp.experts.down_proj`."""
         module, _, tensor_name = parameter.rpartition(".")
         layer = self.layers.get(module)
-        return (layer, tensor_name) if layer and tensor_name in layer.shapes else None
+        return (layer, tensor_name) if layer and tensor_name in layer.arrivals.shapes else None
 
     def keep_error(self, error: TandemError) -> None:
         """Remember the first error; the load fails with it at its end."""
@@ -104,6 +104,11 @@ class StoreExpertwise(StoreFused):
 class StorePacked(StoreFused):
     """Keep the tensors of a packed checkpoint as they are: views of the mapped file."""
 
+    def __init__(self, writer: StoreWriter, stored_name: str) -> None:
+        """Adopt tensors that stand in the files under `stored_name`."""
+        super().__init__(writer)
+        self.stored_name = stored_name
+
     def convert(
         self,
         input_dict: dict[str, Any],
@@ -111,28 +116,31 @@ class StorePacked(StoreFused):
         full_layer_name: str = "",
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Adopt {packed name: [fused tensor]} of one parameter."""
+        """Adopt {packed name: [tensor]}; returns placeholders for the parameters in it."""
         assert target_patterns is not None
         (tensors,) = input_dict.values()
         found = self.writer.find(full_layer_name)
         assert found is not None, f"{full_layer_name} is no parameter of an experts module"
-        layer, tensor_name = found
+        layer, _ = found
         try:
-            layer.adopt(tensor_name, tensors[0])
+            layer.adopt(self.stored_name, tensors[0])
         except TandemError as error:
             self.writer.keep_error(error)
-        return {target_patterns[0]: placeholder(tensors[0])}
+        is_whole_layer = self.stored_name not in layer.arrivals.shapes
+        names = layer.arrivals.shapes if is_whole_layer else target_patterns
+        return {name: torch.empty(0) for name in names}
 
 
 def _put_experts(layer: HostLayer, tensor_name: str, columns: list[list[Tensor]]) -> None:
     counts = {len(column) for column in columns}
-    if counts != {layer.num_experts}:
+    num_experts = layer.arrivals.num_experts
+    if counts != {num_experts}:
         raise ModelError(
             f"the checkpoint has {' and '.join(map(str, sorted(counts)))} tensors for the "
-            f"{layer.num_experts} experts of {layer.name}.{tensor_name}; download the missing "
+            f"{num_experts} experts of {layer.arrivals.name}.{tensor_name}; download the missing "
             "files again"
         )
-    for expert in range(layer.num_experts):
+    for expert in range(num_experts):
         layer.put_expert(tensor_name, expert, [column[expert] for column in columns])
         for column in columns:  # free the source as we go: a layer is never whole twice
             column[expert] = column[expert].new_empty(0)

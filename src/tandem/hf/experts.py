@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from tandem.core.errors import ConfigError
+from tandem.kernels.activations import find_native_activation, interleave
 from tandem.offload.executor import CpuExecutor, ExpertFunctions
 
 EXPERTS_IMPLEMENTATION = "tandem"
@@ -42,9 +43,16 @@ def bind(module: nn.Module, executor: CpuExecutor, layer: int) -> None:
 def expert_functions(module: Any) -> ExpertFunctions:
     """Return the model's own code around the projections: gating or activation, and the norm."""
     has_post_norm = getattr(module, "has_post_expert_norm", False)  # absent in Transformers 5.17
+    activate = module._apply_gate if module.has_gate else module.act_fn
+    is_interleaved = module.has_gate and not module.is_concatenated
+    native = find_native_activation(
+        activate, is_gated=module.has_gate, is_interleaved=is_interleaved, parameters=module
+    )
     return ExpertFunctions(
-        activate=module._apply_gate if module.has_gate else module.act_fn,
+        activate=activate,
         post_norm=module.post_expert_norm if has_post_norm else None,
+        native=native,
+        unpacked_activate=(lambda rows: activate(interleave(rows))) if is_interleaved else activate,
     )
 
 

@@ -17,7 +17,9 @@ from tandem.hf.conversion import StoreExpertwise, StoreFused, StorePacked, Store
 from tandem.hf.experts import EXPERTS_IMPLEMENTATION, bind, is_experts_module
 from tandem.hf.packed import INDEX_FILE, packed_name
 from tandem.offload.executor import CpuExecutor
-from tandem.offload.host_store import TENSOR_NAMES, HostLayer, HostStore
+from tandem.offload.arrivals import TENSOR_NAMES
+from tandem.offload.host_store import HostLayer, HostStore
+from tandem.offload.packed_layer import STORED_NAME
 
 
 class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
@@ -67,8 +69,9 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         return self.executor.store.add_layer(
             name,
             {p: shape for p, shape in shapes.items() if p in TENSOR_NAMES},
+            expert_dtype=self.quantization_config.parsed_expert_dtype,
             is_transposed=bool(module.is_transposed),
-            dtype=self.quantization_config.torch_expert_dtype,
+            is_interleaved=bool(module.has_gate and not module.is_concatenated),
         )
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
@@ -94,23 +97,24 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
     def rewrite_conversions(self, conversions: list[Any]) -> list[Any]:
         """Store experts one by one where they arrive one by one; read packed names as ours."""
         if self.pre_quantized:
-            return [self._packed_converter(name) for name in TENSOR_NAMES]
+            whole_layer = self._packed_converter(STORED_NAME, "down_proj")
+            return [whole_layer, *(self._packed_converter(name, name) for name in TENSOR_NAMES)]
         for converter in conversions:
             if is_expert_merge(converter) and _targets_experts(converter):
                 converter.operations = [StoreExpertwise(self._writer)]
                 converter.force_cpu = True
         return conversions
 
-    def _packed_converter(self, tensor_name: str) -> WeightConverter:
-        operations = [StorePacked(self._writer)]
-        source = packed_name(tensor_name)
-        return WeightConverter(source, tensor_name, operations=operations, force_cpu=True)
+    def _packed_converter(self, stored_name: str, target: str) -> WeightConverter:
+        operations = [StorePacked(self._writer, stored_name)]
+        source = packed_name(stored_name)
+        return WeightConverter(source, target, operations=operations, force_cpu=True)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if self._writer.error is not None:
             raise self._writer.error
         for module, layer in self._bound:
-            layer.require_complete()
+            layer.arrivals.require_complete()
             bind(module, self.executor, layer.layer)
             module.config._experts_implementation = EXPERTS_IMPLEMENTATION
         return model

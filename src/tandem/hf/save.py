@@ -64,7 +64,8 @@ def _files(model: Any, quantizer: OffloadQuantizer) -> Iterator[tuple[str, dict[
     """Yield (file name, tensors): the dense parts, then one file per MoE layer."""
     yield DENSE_FILE, _dense_tensors(model, quantizer)
     for layer in quantizer.executor.store:
-        tensors = {f"{layer.name}.{packed_name(n)}": t for n, t in layer.tensors().items()}
+        name = layer.arrivals.name
+        tensors = {f"{name}.{packed_name(n)}": t for n, t in layer.stored().items()}
         yield experts_file(layer.layer), tensors
 
 

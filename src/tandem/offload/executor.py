@@ -11,9 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tandem.kernels.cpu import detect_cpu
+from tandem.kernels.native import NativeActivation, NativeExperts, is_supported
 from tandem.kernels.reference import expert_ffn
 from tandem.offload.events import LayerExecuted, Listener
 from tandem.offload.host_store import HostLayer, HostStore
+from tandem.offload.packed_layer import PackedLayer
 
 # Bounds the fp32 rows of a long prompt: 2048 tokens x top-8 x 2048 values are 128 MiB.
 MAX_TOKENS_AT_ONCE = 2048
@@ -21,19 +24,57 @@ MAX_TOKENS_AT_ONCE = 2048
 
 @dataclass(frozen=True, slots=True)
 class ExpertFunctions:
-    """What surrounds the two matrix products of an expert; the model's own code."""
+    """What surrounds the two matrix products of an expert: the model's own code.
+
+    `native` is the same activation in the kernels' form, where they have it; `unpacked_activate`
+    takes [gate; up] whatever order the model's own experts have.
+    """
 
     activate: Callable[[Tensor], Tensor]
     post_norm: Callable[[Tensor], Tensor] | None = None
+    native: NativeActivation | None = None
+    unpacked_activate: Callable[[Tensor], Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The (token, expert) pairs of a call, expert by expert; on the CPU.
+
+    Expert `experts[i]` has rows `begin[i]`..`begin[i + 1]` - 1; row j is of token `token[j]` and
+    belongs at place `place[j]` of the flattened (n_tokens, top_k).
+    """
+
+    experts: Tensor
+    begin: Tensor
+    token: Tensor
+    place: Tensor
+
+
+def sort_rows(top_k_index: Tensor, num_experts: int) -> Rows:
+    """Group the pairs of a (n_tokens, top_k) choice by expert; ids out of range are left out."""
+    flat = top_k_index.flatten()
+    place = torch.argsort(flat, stable=True)
+    chosen = flat[place]
+    if flat.numel() and (chosen[0] < 0 or chosen[-1] >= num_experts):
+        is_valid = (chosen >= 0) & (chosen < num_experts)
+        place, chosen = place[is_valid], chosen[is_valid]
+    experts, counts = torch.unique_consecutive(chosen, return_counts=True)
+    begin = torch.zeros(len(experts) + 1, dtype=torch.int32)
+    begin[1:] = counts.cumsum(0)
+    token = torch.div(place, top_k_index.shape[1], rounding_mode="floor").int()
+    return Rows(experts, begin, token, place)
 
 
 class CpuExecutor:
-    """Runs every active expert on the CPU, one after the other, from the host store."""
+    """Runs every active expert on the CPU: packed ones natively, plain ones in torch."""
 
-    def __init__(self, store: HostStore) -> None:
-        """Serve the layers of a store."""
+    def __init__(self, store: HostStore, *, num_threads: int | None = None, isa: str = "") -> None:
+        """Serve the layers of a store; threads start with the first packed layer."""
         self.store = store
         self.listeners: list[Listener] = []
+        self._num_threads = num_threads or detect_cpu().physical_cores
+        self._isa = isa
+        self._native: NativeExperts | None = None
 
     def execute(
         self,
@@ -51,6 +92,9 @@ class CpuExecutor:
         device = hidden.device
         rows = hidden.detach().to("cpu")
         index, weights = top_k_index.to("cpu"), top_k_weights.detach().to("cpu")
+        if len(rows) <= MAX_TOKENS_AT_ONCE:
+            out = self._execute_chunk(self.store[layer], rows, index, weights, functions)
+            return out.to(device)
         chunks = [
             self._execute_chunk(self.store[layer], r, i, w, functions)
             for r, i, w in zip(
@@ -71,29 +115,61 @@ class CpuExecutor:
         functions: ExpertFunctions,
     ) -> Tensor:
         num_tokens, top_k = top_k_index.shape
-        expert_rows = hidden.new_zeros((num_tokens, top_k, hidden.shape[1]), dtype=torch.float32)
-        active = [e for e in top_k_index.unique().tolist() if 0 <= e < layer.num_experts]
-        num_rows = 0
-        for expert in active:
-            token_idx, k_idx = torch.where(top_k_index == expert)
-            out = expert_ffn(hidden[token_idx], layer.weights(expert), functions.activate)
-            if functions.post_norm is not None:
-                out = functions.post_norm(out)
-            expert_rows[token_idx, k_idx] = out.float()
-            num_rows += len(token_idx)
-        self._report(layer, num_tokens, len(active), num_rows)
+        rows = sort_rows(top_k_index, layer.arrivals.num_experts)
+        if isinstance(layer, PackedLayer):
+            computed = self._compute_packed(layer, hidden, rows, functions)
+        else:
+            computed = _compute_reference(layer, hidden, rows, functions.activate)
+        if functions.post_norm is not None:
+            computed = functions.post_norm(computed.to(hidden.dtype)).float()
+        width = hidden.shape[1]
+        expert_rows = hidden.new_zeros((num_tokens * top_k, width), dtype=torch.float32)
+        expert_rows[rows.place] = computed
+        self._report(layer, num_tokens, rows)
+        expert_rows = expert_rows.view(num_tokens, top_k, width)
         return add_in_top_k_order(expert_rows, top_k_weights).to(hidden.dtype)
 
-    def _report(self, layer: HostLayer, num_tokens: int, num_active: int, num_rows: int) -> None:
+    def _compute_packed(
+        self, layer: PackedLayer, hidden: Tensor, rows: Rows, functions: ExpertFunctions
+    ) -> Tensor:
+        if functions.native is None or not is_supported(layer.layout):
+            activate = functions.unpacked_activate or functions.activate
+            return _compute_reference(layer, hidden, rows, activate)
+        if self._native is None:
+            self._native = NativeExperts(num_threads=self._num_threads, isa=self._isa)
+        return self._native.compute(
+            layer.layout,
+            layer.buffers,
+            functions.native,
+            hidden.float(),
+            rows.experts,
+            rows.begin,
+            rows.token,
+        )
+
+    def _report(self, layer: HostLayer, num_tokens: int, rows: Rows) -> None:
+        num_active = len(rows.experts)
         event = LayerExecuted(
             layer=layer.layer,
             num_tokens=num_tokens,
             num_active_experts=num_active,
-            num_expert_rows=num_rows,
-            touched_bytes=num_active * layer.expert_bytes,
+            num_expert_rows=len(rows.token),
+            touched_bytes=num_active * (layer.num_bytes // layer.arrivals.num_experts),
         )
         for listener in self.listeners:
             listener(event)
+
+
+def _compute_reference(
+    layer: HostLayer, hidden: Tensor, rows: Rows, activate: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Compute row by row of experts in torch: (num_rows, hidden_size) fp32."""
+    computed = hidden.new_empty((len(rows.token), hidden.shape[1]), dtype=torch.float32)
+    begin = rows.begin.tolist()
+    for i, expert in enumerate(rows.experts.tolist()):
+        chosen = slice(begin[i], begin[i + 1])
+        computed[chosen] = expert_ffn(hidden[rows.token[chosen]], layer.weights(expert), activate)
+    return computed
 
 
 def add_in_top_k_order(expert_rows: Tensor, top_k_weights: Tensor) -> Tensor:

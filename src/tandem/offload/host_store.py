@@ -1,120 +1,46 @@
 """The experts of a model, once, in host memory. Knows bytes; neither files nor routing.
 
-One `HostLayer` per MoE layer. A layer is allocated when its first tensor arrives, filled expert by
-expert while the checkpoint streams in, and only read afterwards.
+One layer per MoE layer: plain tensors for the torch reference, or packed buffers for the native
+kernels. A layer is filled while the checkpoint streams in, and only read afterwards.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from tandem.core.errors import ModelError
+from tandem.kernels.formats.weight_format import WeightFormat
 from tandem.kernels.reference import ExpertWeights
-
-# The tensors of a fused experts module: with a gate or without, weights and biases.
-UP_NAMES = ("gate_up_proj", "up_proj")
-WEIGHT_NAMES = (*UP_NAMES, "down_proj")
-TENSOR_NAMES = (*WEIGHT_NAMES, *(f"{name}_bias" for name in WEIGHT_NAMES))
+from tandem.offload.arrivals import Arrivals
+from tandem.offload.packed_layer import PackedLayer
+from tandem.offload.plain_layer import PlainLayer
 
 
-class HostLayer:
-    """All routed experts of a MoE layer: a tensor (num_experts, ...) per projection and bias."""
+class HostLayer(Protocol):
+    """All routed experts of one MoE layer."""
 
-    def __init__(
-        self,
-        layer: int,
-        name: str,
-        shapes: dict[str, tuple[int, ...]],
-        *,
-        is_transposed: bool,
-        dtype: torch.dtype | None,
-    ) -> None:
-        """Describe a layer by its fused tensors' shapes; `dtype` None keeps the source's."""
-        self.layer = layer
-        self.name = name
-        self.shapes = shapes
-        self.num_experts = next(iter(shapes.values()))[0]
-        self.is_transposed = is_transposed
-        self._dtype = dtype
-        self._tensors: dict[str, Tensor] = {}
-        self._num_filled = dict.fromkeys(shapes, 0)
+    layer: int
+    arrivals: Arrivals
 
     def put(self, tensor_name: str, fused: Tensor) -> None:
-        """Take the fused tensor (num_experts, ...) of one projection."""
-        self._check_shape(tensor_name, tuple(fused.shape))
-        target = self._allocate(tensor_name, fused.dtype)
-        target.copy_(fused)
-        self._num_filled[tensor_name] = self.num_experts
+        """Take the fused tensor (num_experts, ...) of one projection or bias."""
 
     def put_expert(self, tensor_name: str, expert: int, parts: Sequence[Tensor]) -> None:
         """Take one expert's tensor, given in parts that are stacked along its first axis."""
-        rows = sum(part.shape[0] for part in parts)
-        self._check_shape(tensor_name, (self.num_experts, rows, *parts[0].shape[1:]))
-        target = self._allocate(tensor_name, parts[0].dtype)[expert]
-        start = 0
-        for part in parts:
-            target[start : start + part.shape[0]].copy_(part)
-            start += part.shape[0]
-        self._num_filled[tensor_name] += 1
 
-    def adopt(self, tensor_name: str, fused: Tensor) -> None:
-        """Keep a packed tensor as it is, without a copy (it may be a view of a mapped file)."""
-        self._check_shape(tensor_name, tuple(fused.shape))
-        self._tensors[tensor_name] = fused
-        self._num_filled[tensor_name] = self.num_experts
+    def adopt(self, stored_name: str, tensor: Tensor) -> None:
+        """Keep a tensor of a packed checkpoint as it is."""
 
     def weights(self, expert: int) -> ExpertWeights:
-        """Return views of one expert's tensors."""
-        up = next(name for name in UP_NAMES if name in self._tensors)
-        return ExpertWeights(
-            up=self._tensors[up][expert],
-            down=self._tensors["down_proj"][expert],
-            up_bias=self._bias(up, expert),
-            down_bias=self._bias("down_proj", expert),
-            is_transposed=self.is_transposed,
-        )
+        """Return one expert for the torch reference."""
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the fused tensors by name, for saving."""
-        return dict(self._tensors)
+    def stored(self) -> dict[str, Tensor]:
+        """Return what a packed checkpoint holds of this layer, by name."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the layer's tensors take in host memory."""
-        return sum(tensor.nbytes for tensor in self._tensors.values())
-
-    @property
-    def expert_bytes(self) -> int:
-        """Bytes of one expert."""
-        return self.num_bytes // self.num_experts
-
-    def require_complete(self) -> None:
-        """Raise `ModelError` naming the first tensor of which experts are missing."""
-        for tensor_name, filled in self._num_filled.items():
-            if filled != self.num_experts:
-                raise ModelError(
-                    f"the checkpoint has {filled} of {self.num_experts} experts of "
-                    f"{self.name}.{tensor_name}; download the missing files again"
-                )
-
-    def _bias(self, tensor_name: str, expert: int) -> Tensor | None:
-        bias = self._tensors.get(f"{tensor_name}_bias")
-        return None if bias is None else bias[expert]
-
-    def _allocate(self, tensor_name: str, source_dtype: torch.dtype) -> Tensor:
-        if tensor_name not in self._tensors:
-            dtype = self._dtype or source_dtype
-            self._tensors[tensor_name] = torch.empty(self.shapes[tensor_name], dtype=dtype)
-        return self._tensors[tensor_name]
-
-    def _check_shape(self, tensor_name: str, found: tuple[int, ...]) -> None:
-        expected = self.shapes[tensor_name]
-        if found != expected:
-            raise ModelError(
-                f"{self.name}.{tensor_name} has shape {found}, but config.json asks for "
-                f"{expected}; use the config.json that belongs to these weights"
-            )
+        """Bytes that the layer takes in host memory."""
 
 
 class HostStore:
@@ -128,11 +54,26 @@ class HostStore:
         name: str,
         shapes: dict[str, tuple[int, ...]],
         *,
-        is_transposed: bool,
-        dtype: torch.dtype | None,
+        expert_dtype: torch.dtype | WeightFormat | None,
+        is_transposed: bool = False,
+        is_interleaved: bool = False,
     ) -> HostLayer:
-        """Announce the next MoE layer; its memory is taken when its tensors arrive."""
-        layer = HostLayer(len(self._layers), name, shapes, is_transposed=is_transposed, dtype=dtype)
+        """Announce the next MoE layer; its memory is taken when its tensors arrive.
+
+        `shapes` are those of the fused tensors; `expert_dtype` None keeps the source's dtype.
+        """
+        arrivals, number = Arrivals(name, shapes), len(self._layers)
+        layer: HostLayer
+        if isinstance(expert_dtype, WeightFormat):
+            layer = PackedLayer(
+                number,
+                arrivals,
+                expert_dtype,
+                is_transposed=is_transposed,
+                is_interleaved=is_interleaved,
+            )
+        else:
+            layer = PlainLayer(number, arrivals, is_transposed=is_transposed, dtype=expert_dtype)
         self._layers.append(layer)
         return layer
 

@@ -1,0 +1,88 @@
+// All experts of a layer that the CPU computes, in one call: first projection, activation, second.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "kernels.hpp"
+#include "packed.hpp"
+#include "thread_pool.hpp"
+
+namespace tandem {
+
+// Where the parts of one packed expert lie, in bytes from its begin; -1 for an absent bias.
+struct ExpertLayout {
+  int format;
+  std::int64_t group;
+  std::int64_t hidden_size;
+  std::int64_t hidden_cols;  // columns of the first projection: hidden_size padded
+  std::int64_t inner_rows;   // intermediate size padded to blocks
+  std::int64_t inner_cols;   // columns of the second projection: intermediate size padded
+  bool is_gated;
+  std::int64_t up_data, up_scales, down_data, down_scales, up_bias, down_bias;
+};
+
+// The work of one call. Rows are (token, expert) pairs in the order of the experts: expert e has
+// rows row_begin[e] .. row_begin[e + 1] - 1, and row i belongs to token row_token[i].
+struct ExpertCall {
+  std::int64_t num_experts;
+  std::int64_t num_tokens;
+  const std::uint8_t* const* experts;
+  const std::int32_t* row_begin;
+  const std::int32_t* row_token;
+  const float* hidden;  // (num_tokens, hidden_size)
+  float* out;           // (num_rows, hidden_size)
+};
+
+// Keeps the threads and the scratch memory between calls. One call at a time.
+class ExpertEngine {
+ public:
+  // `isa`: "avx512", "portable", or "" for the best that this processor has.
+  // Throws std::invalid_argument for a set that it does not have.
+  ExpertEngine(int num_threads, const std::string& isa);
+
+  const char* isa() const { return kernels_->name; }
+  int num_threads() const { return pool_.num_threads(); }
+
+  void run(const ExpertLayout& layout, const ActivationSpec& activation, const ExpertCall& call);
+
+  // The machine's ceilings with these threads: bytes read of `data`, operations done. For timing.
+  std::int64_t read_all(const std::uint8_t* data, std::int64_t bytes);
+  std::int64_t multiply(bool is_int8, std::int64_t count_per_thread);
+
+ private:
+  // Quantised (or rounded to bf16) rows of activations, as the kernels read them.
+  struct Rows {
+    std::vector<std::int8_t> quantized;
+    std::vector<float> scales;
+    std::vector<std::int32_t> sums;
+    std::vector<std::uint16_t> bf16;
+    std::int64_t cols = 0, groups = 0;
+
+    void resize(Format format, std::int64_t rows, std::int64_t cols, std::int64_t group);
+    void copy(std::int64_t to, const Rows& source, std::int64_t from);
+    Activations view(std::int64_t row, bool is_repeated) const;
+  };
+  struct Task {
+    std::int64_t expert, begin, end;
+  };
+
+  void convert(const ExpertLayout& layout, const float* row, std::int64_t index, Rows& rows) const;
+  void prepare_tokens(const ExpertLayout& layout, const ExpertCall& call);
+  void project_up(const ExpertLayout& layout, const ExpertCall& call);
+  void activate_rows(const ExpertLayout& layout, const ActivationSpec& spec, std::int64_t num_rows);
+  void project_down(const ExpertLayout& layout, const ExpertCall& call);
+  void plan_tasks(const ExpertCall& call, std::int64_t blocks);
+
+  const Kernels* kernels_;
+  ThreadPool pool_;
+  Rows tokens_, gathered_, inner_;
+  std::vector<float> up_, inner_values_;
+  std::vector<Task> tasks_;
+};
+
+// The names of the instruction sets that this processor can run, best first.
+std::vector<std::string> available_isas();
+
+}  // namespace tandem

@@ -1,0 +1,161 @@
+// Plain C++: the fallback for any processor, and the readable statement of what the others compute.
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstring>
+
+#include "half.hpp"
+#include "kernels.hpp"
+
+namespace tandem {
+namespace {
+
+constexpr std::int8_t kE2m1Twice[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
+std::int32_t code_at(Format format, const std::uint8_t* block, std::int64_t row, std::int64_t col) {
+  if (format == Format::kInt8) return block[(col / 4) * 64 + 4 * row + col % 4] - 128;
+  const std::uint8_t byte = block[(col / 8) * 64 + 4 * row + col % 4];
+  const int code = (col % 8) < 4 ? byte & 15 : byte >> 4;
+  if (format == Format::kMxfp4) return kE2m1Twice[code];
+  return format == Format::kInt4 ? code - 8 : code;
+}
+
+struct Scale {
+  float scale;
+  float minimum;
+};
+
+Scale scale_at(const PackedMatrix& m, std::int64_t block, std::int64_t g, std::int64_t row) {
+  const std::int64_t index = block * (m.cols / m.group) + g;
+  const auto* halves = reinterpret_cast<const std::uint16_t*>(m.scales);
+  switch (m.format) {
+    case Format::kMxfp4:  // half of 2^(e - 127): the codes are doubled
+      return {std::ldexp(1.0f, m.scales[index * 16 + row] - 128), 0};
+    case Format::kInt4Zero:
+      return {half_to_float(halves[index * 32 + row]), half_to_float(halves[index * 32 + 16 + row])};
+    default:
+      return {half_to_float(halves[index * 16 + row]), 0};
+  }
+}
+
+float dot_integer(const PackedMatrix& m, std::int64_t b, std::int64_t r, const Activations& x,
+                  std::int64_t t) {
+  const std::int64_t bits = m.format == Format::kInt8 ? 8 : 4;
+  const std::uint8_t* block = m.data + b * m.cols * kBlockRows * bits / 8;
+  const std::int8_t* q = x.quantized + t * x.stride;
+  float total = 0;
+  for (std::int64_t g = 0; g < m.cols / m.group; ++g) {
+    std::int32_t sum = 0;
+    for (std::int64_t k = g * m.group; k < (g + 1) * m.group; ++k)
+      sum += code_at(m.format, block, r, k) * q[k];
+    const Scale s = scale_at(m, b, g, r);
+    const float x_scale = x.scales[t * x.group_stride + g];
+    total += static_cast<float>(sum) * (s.scale * x_scale);
+    total += s.minimum * (x_scale * static_cast<float>(x.sums[t * x.group_stride + g]));
+  }
+  return total;
+}
+
+float dot_bf16(const PackedMatrix& m, std::int64_t b, std::int64_t r, const Activations& x,
+               std::int64_t t) {
+  const auto* block = reinterpret_cast<const std::uint16_t*>(m.data) + b * m.cols * kBlockRows;
+  const std::uint16_t* row = x.bf16 + t * x.stride;
+  float total = 0;
+  for (std::int64_t k = 0; k < m.cols; ++k)
+    total += bf16_to_float(block[(k / 2) * 32 + 2 * r + k % 2]) * bf16_to_float(row[k]);
+  return total;
+}
+
+void quantize(const float* row, std::int64_t cols, std::int64_t group, std::int8_t* quantized,
+              float* scales, std::int32_t* sums) {
+  for (std::int64_t g = 0; g < cols / group; ++g) {
+    const float* x = row + g * group;
+    float largest = 0;
+    for (std::int64_t k = 0; k < group; ++k) largest = std::max(largest, std::fabs(x[k]));
+    const float inverse = largest > 0 ? 127.0f / largest : 0;
+    std::int32_t sum = 0;
+    for (std::int64_t k = 0; k < group; ++k) {
+      const auto q = static_cast<std::int8_t>(std::nearbyint(x[k] * inverse));
+      quantized[g * group + k] = q;
+      sum += q;
+    }
+    scales[g] = largest / 127.0f;
+    sums[g] = sum;
+  }
+}
+
+void to_bf16(const float* row, std::int64_t cols, std::uint16_t* out) {
+  for (std::int64_t k = 0; k < cols; ++k) out[k] = float_to_bf16(row[k]);
+}
+
+void matmul(const PackedMatrix& m, std::int64_t begin, std::int64_t end, const Activations& x,
+            std::int64_t num_tokens, std::int64_t num_rows, float* out, std::int64_t out_stride) {
+  for (std::int64_t b = begin; b < end; ++b)
+    for (std::int64_t r = 0; r < std::min(kBlockRows, num_rows - b * kBlockRows); ++r)
+      for (std::int64_t t = 0; t < num_tokens; ++t) {
+        const float dot = is_integer(m.format) ? dot_integer(m, b, r, x, t) : dot_bf16(m, b, r, x, t);
+        const std::int64_t row = b * kBlockRows + r;
+        out[t * out_stride + row] = dot + (m.bias ? m.bias[row] : 0);
+      }
+}
+
+float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
+
+float gelu_tanh(float x) {
+  constexpr float kRoot = 0.7978845608f;  // sqrt(2 / pi)
+  return x * sigmoid(2 * kRoot * (x + 0.044715f * x * x * x));
+}
+
+float activated(const ActivationSpec& spec, float gate, float up) {
+  switch (spec.kind) {
+    case Activation::kGeluTanhGate: return gelu_tanh(gate) * up;
+    case Activation::kRelu2: return gate > 0 ? gate * gate : 0;
+    case Activation::kSwiglu: {
+      const float g = std::min(gate, spec.limit);
+      const float u = std::clamp(up, -spec.limit, spec.limit);
+      return g * sigmoid(spec.alpha * g) * (u + spec.offset);
+    }
+  }
+  return 0;
+}
+
+void activate(const ActivationSpec& spec, const float* row, std::int64_t cols, float* inner) {
+  const bool is_gated = spec.kind != Activation::kRelu2;
+  for (std::int64_t k = 0; k < cols; ++k) {
+    const std::int64_t at = is_gated ? (k / 16) * 32 + k % 16 : k;
+    inner[k] = activated(spec, row[at], is_gated ? row[at + 16] : 0);
+  }
+}
+
+std::uint64_t read(const std::uint8_t* data, std::int64_t bytes) {
+  std::uint64_t sum = 0;
+  for (std::int64_t i = 0; i + 8 <= bytes; i += 8) {
+    std::uint64_t word;
+    std::memcpy(&word, data + i, sizeof word);
+    sum += word;
+  }
+  return sum;
+}
+
+// One multiplication and one addition each; `volatile` keeps the loop.
+template <typename T>
+std::int64_t multiply(std::int64_t count) {
+  volatile T factor = 1;
+  T sums[8] = {};
+  const T f = factor;
+  for (std::int64_t i = 0; i < count; ++i)
+    for (T& sum : sums) sum = static_cast<T>(sum * f + f);
+  volatile T sink = sums[0] + sums[7];
+  static_cast<void>(sink);
+  return count * 8 * 2;
+}
+
+}  // namespace
+
+const Kernels& portable_kernels() {
+  static const Kernels kernels{"portable", quantize, to_bf16,           matmul,
+                               activate,   read,     multiply<int>, multiply<float>};
+  return kernels;
+}
+
+}  // namespace tandem

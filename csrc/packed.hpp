@@ -1,0 +1,47 @@
+// Packed weights as the kernels see them; docs/formats.md has the layout, byte by byte.
+#pragma once
+
+#include <cstdint>
+
+namespace tandem {
+
+// The numbers are those that tandem.kernels.native passes.
+enum class Format : int { kBf16 = 0, kInt8 = 1, kInt4 = 2, kInt4Zero = 3, kMxfp4 = 4 };
+
+constexpr std::int64_t kBlockRows = 16;
+
+// `blocks` blocks of 16 rows with `cols` columns each (padded to whole groups).
+struct PackedMatrix {
+  Format format;
+  std::int64_t blocks;
+  std::int64_t cols;
+  std::int64_t group;  // columns that share a scale; 0 without scales
+  const std::uint8_t* data;
+  const std::uint8_t* scales;
+  const float* bias;  // one per padded row, or null
+};
+
+// Rows of activations in the form that a format multiplies with. Row t begins t * stride values
+// after the first; a stride of 0 repeats one row.
+struct Activations {
+  const std::int8_t* quantized;  // integer formats; scales and sums have one value per group
+  const float* scales;
+  const std::int32_t* sums;
+  const std::uint16_t* bf16;  // kBf16
+  std::int64_t stride;        // in values
+  std::int64_t group_stride;  // in groups
+};
+
+constexpr bool is_integer(Format format) { return format != Format::kBf16; }
+
+// What is subtracted from a stored code to get its value: codes are unsigned for the multiplier.
+constexpr std::int32_t code_offset(Format format) {
+  switch (format) {
+    case Format::kInt8: return 128;
+    case Format::kInt4: return 8;
+    case Format::kMxfp4: return 12;  // twice the e2m1 value, plus 12
+    default: return 0;
+  }
+}
+
+}  // namespace tandem

@@ -1,0 +1,112 @@
+#include "thread_pool.hpp"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace tandem {
+namespace {
+
+// Ticket: job number (24 bits) | number of tasks (20) | next task (20).
+constexpr int kTaskBits = 20;
+constexpr std::uint64_t kTaskMask = (1u << kTaskBits) - 1;
+
+constexpr std::uint64_t next_task(std::uint64_t ticket) { return ticket & kTaskMask; }
+constexpr std::uint64_t num_tasks(std::uint64_t ticket) { return (ticket >> kTaskBits) & kTaskMask; }
+constexpr std::uint64_t job_number(std::uint64_t ticket) { return ticket >> (2 * kTaskBits); }
+
+// About 10 microseconds: longer than the gap between the two halves of a feed-forward network,
+// shorter than what a busy machine would notice.
+constexpr int kSpins = 256;
+
+void pause() {
+#if defined(__x86_64__)
+  _mm_pause();
+#else
+  std::this_thread::yield();
+#endif
+}
+
+}  // namespace
+
+ThreadPool::ThreadPool(int num_threads) {
+  for (int i = 1; i < num_threads; ++i) workers_.emplace_back([this] { work(); });
+}
+
+ThreadPool::~ThreadPool() {
+  is_closing_.store(true);
+  wake_.fetch_add(1);
+  wake_.notify_all();
+  for (std::thread& worker : workers_) worker.join();
+}
+
+void ThreadPool::run_erased(std::int64_t count, Function function, const void* context) {
+  constexpr std::int64_t kMost = kTaskMask;
+  for (std::int64_t first = 0; first < count; first += kMost) {
+    const std::int64_t n = count - first < kMost ? count - first : kMost;
+    if (workers_.empty() || n == 1) {
+      for (std::int64_t i = 0; i < n; ++i) function(context, first + i);
+      continue;
+    }
+    struct Shifted {
+      Function function;
+      const void* context;
+      std::int64_t first;
+    } const shifted{function, context, first};
+    function_ = [](const void* s, std::int64_t i) {
+      const auto* job = static_cast<const Shifted*>(s);
+      job->function(job->context, job->first + i);
+    };
+    context_ = &shifted;
+    num_done_.store(0, std::memory_order_relaxed);
+    const std::uint64_t job = job_number(ticket_.load(std::memory_order_relaxed)) + 1;
+    ticket_.store((job << (2 * kTaskBits)) | (static_cast<std::uint64_t>(n) << kTaskBits),
+                  std::memory_order_release);
+    wake_.fetch_add(1);
+    wake_.notify_all();
+    while (claim_and_run()) {
+    }
+    for (int spin = 0;; ++spin) {
+      const std::uint32_t done = num_done_.load(std::memory_order_acquire);
+      if (done == static_cast<std::uint32_t>(n)) break;
+      if (spin < kSpins) {
+        pause();
+      } else {
+        num_done_.wait(done, std::memory_order_acquire);
+      }
+    }
+  }
+}
+
+bool ThreadPool::has_task() const {
+  const std::uint64_t ticket = ticket_.load(std::memory_order_acquire);
+  return next_task(ticket) < num_tasks(ticket);
+}
+
+bool ThreadPool::claim_and_run() {
+  std::uint64_t ticket = ticket_.load(std::memory_order_acquire);
+  do {
+    if (next_task(ticket) >= num_tasks(ticket)) return false;
+  } while (!ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel));
+  // Read after the claim: until this task is counted below, the job cannot be replaced.
+  const std::uint32_t total = static_cast<std::uint32_t>(num_tasks(ticket));
+  function_(context_, static_cast<std::int64_t>(next_task(ticket)));
+  if (num_done_.fetch_add(1, std::memory_order_acq_rel) + 1 == total) num_done_.notify_all();
+  return true;
+}
+
+void ThreadPool::work() {
+  while (!is_closing_.load(std::memory_order_relaxed)) {
+    const std::uint32_t seen = wake_.load();
+    while (claim_and_run()) {
+    }
+    int spin = 0;
+    while (spin < kSpins && !has_task()) {
+      pause();
+      ++spin;
+    }
+    if (spin == kSpins && !is_closing_.load()) wake_.wait(seen);
+  }
+}
+
+}  // namespace tandem

@@ -1,0 +1,52 @@
+// A pool for work of tens of microseconds: tasks are claimed one by one, and the caller works too.
+//
+// Order. `run` writes the job's function and context, then publishes a ticket (release): job number,
+// number of tasks, next task. A thread claims a task by advancing the ticket (compare-and-swap,
+// acquire); only then it reads function and context. They cannot change before the claimed task has
+// been counted as done (release), and `run` returns after it has seen all tasks done (acquire). So a
+// worker that wakes up late, or never, delays nobody: it finds no task to claim.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <thread>
+#include <vector>
+
+namespace tandem {
+
+class ThreadPool {
+ public:
+  // `num_threads` counts the caller; 1 means no worker.
+  explicit ThreadPool(int num_threads);
+  ~ThreadPool();
+  ThreadPool(const ThreadPool&) = delete;
+  ThreadPool& operator=(const ThreadPool&) = delete;
+
+  int num_threads() const { return static_cast<int>(workers_.size()) + 1; }
+
+  // Calls task(i) for every i in 0..count-1, each once, and returns when all have returned.
+  // One caller at a time. Tasks must not throw.
+  template <typename Task>
+  void run(std::int64_t count, const Task& task) {
+    run_erased(
+        count, [](const void* t, std::int64_t i) { (*static_cast<const Task*>(t))(i); }, &task);
+  }
+
+ private:
+  using Function = void (*)(const void*, std::int64_t);
+
+  void run_erased(std::int64_t count, Function function, const void* context);
+  void work();
+  bool claim_and_run();
+  bool has_task() const;
+
+  std::atomic<std::uint64_t> ticket_{0};
+  std::atomic<std::uint32_t> num_done_{0};
+  std::atomic<std::uint32_t> wake_{0};
+  std::atomic<bool> is_closing_{false};
+  Function function_ = nullptr;
+  const void* context_ = nullptr;
+  std::vector<std::thread> workers_;
+};
+
+}  // namespace tandem

@@ -1,0 +1,84 @@
+"""Which native activation a model's own activation is: found by trying it, not by its name.
+
+A model's activation is code that Tandem does not know. It is called on fixed random rows and its
+result compared with the native candidates; without a match the torch reference serves the model.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.kernels.native import ActivationKind, NativeActivation
+
+# Beyond every limit that is used to clamp (7 and 10 in today's models), so that clamping shows.
+_PROBE_SCALE = 12.0
+_PROBE_COLS = 64
+_TOLERANCE = 1e-4
+
+# Names under which today's models keep the parameters of a clamped SwiGLU.
+_ALPHAS = ("alpha", "swiglu_alpha")
+_LIMITS = ("limit", "swiglu_limit")
+
+
+def find_native_activation(
+    activate: Callable[[Tensor], Tensor], *, is_gated: bool, is_interleaved: bool, parameters: Any
+) -> NativeActivation | None:
+    """Return the native form of a model's activation, or None.
+
+    `activate` maps rows of the first projection to the second's input, for gated experts from
+    [gate; up] or, if `is_interleaved`, from gate and up in turn. `parameters` is the object (the
+    experts module) whose attributes may hold alpha and limit.
+    """
+    generator = torch.Generator().manual_seed(0)
+    width = _PROBE_COLS * (1 + is_gated)
+    rows = torch.randn(16, width, generator=generator) * _PROBE_SCALE
+    given = interleave(rows) if is_gated and is_interleaved else rows
+    try:
+        with torch.no_grad():
+            expected = activate(given)
+    except RuntimeError:  # it wants another device, dtype or shape: not ours
+        return None
+    for candidate in _candidates(is_gated, parameters):
+        found = apply_activation(candidate, rows)
+        if found.shape == expected.shape and torch.allclose(
+            found, expected.float(), rtol=_TOLERANCE, atol=_TOLERANCE
+        ):
+            return candidate
+    return None
+
+
+def apply_activation(activation: NativeActivation, rows: Tensor) -> Tensor:
+    """Compute a native activation in torch; gated rows are [gate; up]. The kernels' reference."""
+    if activation.kind is ActivationKind.RELU2:
+        return torch.relu(rows).square()
+    gate, up = rows.chunk(2, dim=-1)
+    if activation.kind is ActivationKind.GELU_TANH_GATE:
+        return torch.nn.functional.gelu(gate, approximate="tanh") * up
+    gate = gate.clamp(max=activation.limit)
+    up = up.clamp(-activation.limit, activation.limit)
+    return gate * torch.sigmoid(activation.alpha * gate) * (up + activation.offset)
+
+
+def _candidates(is_gated: bool, parameters: Any) -> Iterator[NativeActivation]:
+    if not is_gated:
+        yield NativeActivation(ActivationKind.RELU2)
+        return
+    yield NativeActivation(ActivationKind.SWIGLU)
+    yield NativeActivation(ActivationKind.GELU_TANH_GATE)
+    for limit in _numbers(parameters, _LIMITS):
+        yield NativeActivation(ActivationKind.SWIGLU, limit=limit)
+        for alpha in _numbers(parameters, _ALPHAS):
+            yield NativeActivation(ActivationKind.SWIGLU, alpha, limit, offset=1.0)
+
+
+def _numbers(parameters: Any, names: tuple[str, ...]) -> list[float]:
+    values = [getattr(parameters, name, None) for name in names]
+    return [float(value) for value in values if isinstance(value, int | float)]
+
+
+def interleave(rows: Tensor) -> Tensor:
+    """Turn rows of [gate; up] into rows of gate and up in turn."""
+    gate, up = rows.chunk(2, dim=-1)
+    return torch.stack([gate, up], dim=-1).flatten(-2)

@@ -1,0 +1,131 @@
+"""Where each byte lies: row-major words to blocks of 16 rows and back. Knows no numbers.
+
+Every format is one transposition: four bytes of one row (2, 4 or 8 columns) make a dword, and a
+block holds its 16 rows' first dwords, then their second ones, and so on. Scales go the same way.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tandem.kernels.formats.weight_format import ROWS_PER_BLOCK, WeightFormat
+
+SCALE_DTYPES = {
+    "int4": torch.float16,
+    "int4z": torch.float16,
+    "int8": torch.float16,
+    "mxfp4": torch.uint8,
+    "fp8": torch.float32,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CodedMatrix:
+    """Weights as codes, row by row: what quantising gives and what packing places.
+
+    `codes` is (rows, cols): uint8 as the layout stores them (int4 and int8 with their offsets 8 and
+    128 added, mxfp4's e2m1 bits, fp8's e4m3 bits), or bfloat16 / float16 for formats without
+    groups. `scales` and `minima` are (rows, groups); fp8's scales are repeated for every row.
+    """
+
+    codes: Tensor
+    scales: Tensor | None = None
+    minima: Tensor | None = None
+
+    def rows(self, start: int, stop: int, step: int = 1) -> "CodedMatrix":
+        """Return views of some rows."""
+        chosen = slice(start, stop, step)
+        return CodedMatrix(
+            self.codes[chosen],
+            None if self.scales is None else self.scales[chosen],
+            None if self.minima is None else self.minima[chosen],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixBlocks:
+    """Views of a packed matrix's memory, block by block.
+
+    `words` is (blocks, dwords per row, 16) int32. `scales` is (blocks, groups, 16), for int4z
+    (blocks, 2 * groups, 16) with scales at even and minima at odd places, for fp8
+    (blocks, groups, 1).
+    """
+
+    words: Tensor
+    scales: Tensor | None
+
+    @classmethod
+    def over(
+        cls, fmt: WeightFormat, rows: int, cols: int, data: Tensor, scales: Tensor | None
+    ) -> "MatrixBlocks":
+        """View flat `data` (uint8) and `scales` (uint8 or the scales' dtype) as blocks."""
+        blocks = fmt.padded_rows(rows) // ROWS_PER_BLOCK
+        dwords = fmt.padded_cols(cols) // fmt.weights_per_dword
+        words = data.view(torch.int32).view(blocks, dwords, ROWS_PER_BLOCK)
+        if scales is None or fmt.group_size is None:
+            return cls(words, None)
+        lanes = 1 if fmt.kind == "fp8" else ROWS_PER_BLOCK
+        lines = fmt.padded_cols(cols) // fmt.group_size * (2 if fmt.kind == "int4z" else 1)
+        return cls(words, scales.view(SCALE_DTYPES[fmt.kind]).view(blocks, lines, lanes))
+
+    def every_second(self, first: int) -> "MatrixBlocks":
+        """Return every second block: of a gated expert, 0 the gate's ones and 1 the up's."""
+        return MatrixBlocks(
+            self.words[first::2], None if self.scales is None else self.scales[first::2]
+        )
+
+    def write(self, fmt: WeightFormat, first_block: int, coded: CodedMatrix) -> None:
+        """Place rows that fill whole blocks and whole groups, from a block on."""
+        stop = first_block + coded.codes.shape[0] // ROWS_PER_BLOCK
+        self.words[first_block:stop] = _to_blocks(_to_words(fmt, coded.codes))
+        if self.scales is None or coded.scales is None:
+            return
+        target = self.scales[first_block:stop]
+        if fmt.kind == "fp8":
+            target[:, :, 0] = coded.scales[::ROWS_PER_BLOCK]
+        elif coded.minima is None:
+            target.copy_(_to_blocks(coded.scales))
+        else:
+            target[:, 0::2] = _to_blocks(coded.scales)
+            target[:, 1::2] = _to_blocks(coded.minima)
+
+    def read(self, fmt: WeightFormat) -> CodedMatrix:
+        """Return all rows in order, padding included."""
+        codes = _from_words(fmt, _from_blocks(self.words))
+        if self.scales is None:
+            return CodedMatrix(codes)
+        if fmt.kind == "fp8":
+            return CodedMatrix(codes, self.scales[:, :, 0].repeat_interleave(ROWS_PER_BLOCK, dim=0))
+        if fmt.kind == "int4z":
+            even, odd = self.scales[:, 0::2], self.scales[:, 1::2]
+            return CodedMatrix(codes, _from_blocks(even), _from_blocks(odd))
+        return CodedMatrix(codes, _from_blocks(self.scales))
+
+
+def _to_blocks(row_major: Tensor) -> Tensor:
+    """Turn (16 * blocks, n) into a view (blocks, n, 16)."""
+    return row_major.unflatten(0, (-1, ROWS_PER_BLOCK)).transpose(1, 2)
+
+
+def _from_blocks(blocks: Tensor) -> Tensor:
+    """Turn (blocks, n, 16) into a copy (16 * blocks, n)."""
+    return blocks.transpose(1, 2).flatten(0, 1)
+
+
+def _to_words(fmt: WeightFormat, codes: Tensor) -> Tensor:
+    """Join the codes of each row into dwords: (rows, cols) -> (rows, dwords) int32."""
+    words = codes.contiguous().view(torch.int32)
+    if fmt.bits != 4:
+        return words
+    first, second = words.unflatten(1, (-1, 2)).unbind(2)  # columns 0..3 and 4..7 of each chunk
+    return first | (second << 4)
+
+
+def _from_words(fmt: WeightFormat, words: Tensor) -> Tensor:
+    """Undo `_to_words`: (rows, dwords) int32 -> (rows, cols) of the codes' dtype."""
+    if fmt.bits == 16:
+        return words.contiguous().view(torch.bfloat16 if fmt.kind == "bf16" else torch.float16)
+    if fmt.bits == 4:
+        words = torch.stack((words & 0x0F0F0F0F, (words >> 4) & 0x0F0F0F0F), dim=2).flatten(1)
+    return words.contiguous().view(torch.uint8)

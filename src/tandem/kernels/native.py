@@ -1,0 +1,134 @@
+"""The native CPU kernels: all experts of a layer in one call. Checks what C++ takes on trust.
+
+The result for a (token, expert) row does not depend on the other rows of the call, nor on the
+number of threads.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from tandem.core.errors import ConfigError
+from tandem.core.registry import nearest_names
+from tandem.kernels import _native
+from tandem.kernels.formats.expert import ExpertLayout
+from tandem.kernels.formats.weight_format import Kind
+
+# The numbers of csrc/packed.hpp.
+_FORMAT_NUMBERS: dict[Kind, int] = {"bf16": 0, "int8": 1, "int4": 2, "int4z": 3, "mxfp4": 4}
+
+
+class ActivationKind(IntEnum):
+    """The activations that the kernels know; the numbers of csrc/kernels.hpp."""
+
+    SWIGLU = 0
+    GELU_TANH_GATE = 1
+    RELU2 = 2
+
+
+@dataclass(frozen=True, slots=True)
+class NativeActivation:
+    """An activation with its parameters.
+
+    SWIGLU is g * sigmoid(alpha * g) * (u + offset) with g = min(gate, limit) and u = up clamped to
+    -limit..limit; the defaults are plain SiLU gating.
+    """
+
+    kind: ActivationKind
+    alpha: float = 1.0
+    limit: float = float("inf")
+    offset: float = 0.0
+
+    @property
+    def is_gated(self) -> bool:
+        """Tell whether the first projection gives a gate and a value."""
+        return self.kind is not ActivationKind.RELU2
+
+
+def is_supported(layout: ExpertLayout) -> bool:
+    """Tell whether the kernels read a layout's format."""
+    return layout.format.kind in _FORMAT_NUMBERS
+
+
+class NativeExperts:
+    """The kernels with their threads. One call at a time; any number of layers."""
+
+    def __init__(self, *, num_threads: int, isa: str = "") -> None:
+        """Start `num_threads` - 1 threads; `isa` names an instruction set, "" takes the best."""
+        available = _native.available_isas()
+        if isa and isa not in available:
+            raise ConfigError(
+                f"instruction set {isa!r} is not on this processor; {nearest_names(isa, available)}"
+            )
+        self._engine = _native.ExpertEngine(num_threads, isa)
+
+    @property
+    def isa(self) -> str:
+        """The instruction set in use."""
+        return self._engine.isa
+
+    @property
+    def num_threads(self) -> int:
+        """The threads in use, the caller's included."""
+        return self._engine.num_threads
+
+    def compute(
+        self,
+        layout: ExpertLayout,
+        store: Tensor,
+        activation: NativeActivation,
+        hidden: Tensor,
+        experts: Tensor,
+        row_begin: Tensor,
+        row_token: Tensor,
+    ) -> Tensor:
+        """Return one fp32 row per (token, expert): (num_rows, hidden_size).
+
+        `store` is (num_experts, layout.num_bytes) uint8, `hidden` (n_tokens, hidden_size) fp32.
+        The chosen `experts` (n,) int64 have rows `row_begin[i]`..`row_begin[i + 1]` - 1, and row j
+        is of token `row_token[j]`; both int32.
+        """
+        assert store.dtype == torch.uint8
+        assert store.shape[1] == layout.num_bytes
+        assert store.is_contiguous()
+        assert hidden.dtype == torch.float32
+        assert hidden.shape[1] == layout.hidden_size
+        assert row_begin.dtype == row_token.dtype == torch.int32
+        assert row_begin.numel() == experts.numel() + 1
+        assert activation.is_gated == layout.is_gated
+        hidden = hidden.contiguous()
+        out = torch.empty(row_token.numel(), layout.hidden_size)
+        addresses = experts * layout.num_bytes + store.data_ptr()
+        self._engine.run(
+            _native_layout(layout), activation.kind, activation.alpha, activation.limit,
+            activation.offset, experts.numel(), hidden.shape[0], addresses.data_ptr(), row_begin.data_ptr(),
+            row_token.data_ptr(), hidden.data_ptr(), out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+    def read_all(self, data: Tensor) -> int:
+        """Read a tensor's memory with all threads, for timing; returns the bytes read."""
+        return self._engine.read_all(data.data_ptr(), data.nbytes)
+
+    def multiply(self, *, is_int8: bool, count_per_thread: int) -> int:
+        """Multiply registers (int8, else bf16), for timing; returns the operations done."""
+        return self._engine.multiply(is_int8, count_per_thread)
+
+
+def _native_layout(layout: ExpertLayout) -> _native.ExpertLayout:
+    fmt = layout.format
+    native = _native.ExpertLayout()
+    native.format = _FORMAT_NUMBERS[fmt.kind]
+    native.group = fmt.group_size or 0
+    native.hidden_size = layout.hidden_size
+    native.hidden_cols = fmt.padded_cols(layout.hidden_size)
+    native.inner_rows = fmt.padded_rows(layout.intermediate_size)
+    native.inner_cols = fmt.padded_cols(layout.intermediate_size)
+    native.is_gated = layout.is_gated
+    native.up_data, native.up_scales = layout.up.offset, layout.up_scales.offset
+    native.down_data, native.down_scales = layout.down.offset, layout.down_scales.offset
+    native.up_bias = layout.up_bias.offset if layout.has_bias else -1
+    native.down_bias = layout.down_bias.offset if layout.has_bias else -1
+    return native

@@ -1,0 +1,50 @@
+"""Watches a layer's tensors arrive from a checkpoint: right shapes, and all of them."""
+
+from tandem.core.errors import ModelError
+
+# The tensors of a fused experts module: with a gate or without, weights and biases.
+UP_NAMES = ("gate_up_proj", "up_proj")
+WEIGHT_NAMES = (*UP_NAMES, "down_proj")
+TENSOR_NAMES = (*WEIGHT_NAMES, *(f"{name}_bias" for name in WEIGHT_NAMES))
+
+
+class Arrivals:
+    """What has come of one MoE layer; `shapes` are those of its fused tensors."""
+
+    def __init__(self, name: str, shapes: dict[str, tuple[int, ...]]) -> None:
+        """Expect (num_experts, ...) tensors by name."""
+        self.name = name
+        self.shapes = shapes
+        self.num_experts = next(iter(shapes.values()))[0]
+        self._num_filled = dict.fromkeys(shapes, 0)
+
+    @property
+    def up_name(self) -> str:
+        """The first projection's name."""
+        return next(name for name in UP_NAMES if name in self.shapes)
+
+    def check_fused(self, tensor_name: str, shape: tuple[int, ...]) -> None:
+        """Raise `ModelError` unless a fused tensor has the shape that the config asks for."""
+        expected = self.shapes[tensor_name]
+        if shape != expected:
+            raise ModelError(
+                f"{self.name}.{tensor_name} has shape {shape}, but config.json asks for "
+                f"{expected}; use the config.json that belongs to these weights"
+            )
+
+    def check_expert(self, tensor_name: str, shape: tuple[int, ...]) -> None:
+        """The same for one expert's tensor."""
+        self.check_fused(tensor_name, (self.num_experts, *shape))
+
+    def count(self, tensor_name: str, num_experts: int) -> None:
+        """Note that a tensor of so many experts has been stored."""
+        self._num_filled[tensor_name] += num_experts
+
+    def require_complete(self) -> None:
+        """Raise `ModelError` naming the first tensor of which experts are missing."""
+        for tensor_name, filled in self._num_filled.items():
+            if filled < self.num_experts:
+                raise ModelError(
+                    f"the checkpoint has {filled} of {self.num_experts} experts of "
+                    f"{self.name}.{tensor_name}; download the missing files again"
+                )

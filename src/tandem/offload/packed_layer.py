@@ -1,0 +1,111 @@
+"""A layer's experts in a packed format: one buffer per expert, which the native kernels read."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tandem.core.errors import ModelError
+from tandem.kernels.formats.expert import (
+    ExpertLayout,
+    pack_bias,
+    pack_down,
+    pack_up,
+    unpack_expert,
+)
+from tandem.kernels.formats.weight_format import WeightFormat
+from tandem.kernels.reference import ExpertWeights
+from tandem.offload.arrivals import UP_NAMES, Arrivals
+
+STORED_NAME = "experts"
+
+
+class PackedLayer:
+    """All experts of a layer as one (num_experts, expert bytes) tensor; packed as they arrive."""
+
+    def __init__(
+        self,
+        layer: int,
+        arrivals: Arrivals,
+        fmt: WeightFormat,
+        *,
+        is_transposed: bool,
+        is_interleaved: bool,
+    ) -> None:
+        """Describe a layer by its source's orientation; memory is taken on arrival."""
+        self.layer = layer
+        self.arrivals = arrivals
+        self.layout = _layout(arrivals, fmt, is_transposed=is_transposed)
+        self._is_transposed = is_transposed
+        self._is_interleaved = is_interleaved
+        self._buffers: Tensor | None = None
+
+    @property
+    def buffers(self) -> Tensor:
+        """The packed experts: (num_experts, layout.num_bytes) uint8."""
+        if self._buffers is None:
+            shape = (self.arrivals.num_experts, self.layout.num_bytes)
+            self._buffers = torch.zeros(shape, dtype=torch.uint8)
+        return self._buffers
+
+    def put(self, tensor_name: str, fused: Tensor) -> None:
+        """Pack the fused tensor (num_experts, ...) of one projection or bias."""
+        self.arrivals.check_fused(tensor_name, tuple(fused.shape))
+        for expert, tensor in enumerate(fused):
+            self.put_expert(tensor_name, expert, [tensor])
+
+    def put_expert(self, tensor_name: str, expert: int, parts: Sequence[Tensor]) -> None:
+        """Pack one expert's tensor, given in parts that are stacked along its first axis."""
+        tensor = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
+        self.arrivals.check_expert(tensor_name, tuple(tensor.shape))
+        try:
+            self._pack(tensor_name, self.buffers[expert], tensor)
+        except ModelError as error:
+            raise ModelError(f"{self.arrivals.name}, expert {expert}: {error}") from error
+        self.arrivals.count(tensor_name, 1)
+
+    def adopt(self, stored_name: str, tensor: Tensor) -> None:
+        """Keep the buffers of a packed checkpoint as they are (they may be a mapped file)."""
+        expected = (self.arrivals.num_experts, self.layout.num_bytes)
+        if stored_name != STORED_NAME or tuple(tensor.shape) != expected:
+            raise ModelError(
+                f"{self.arrivals.name} holds {stored_name} of shape {tuple(tensor.shape)}, "
+                f"expected {STORED_NAME} of shape {expected} in {self.layout.format.name}"
+            )
+        self._buffers = tensor
+        for tensor_name in self.arrivals.shapes:
+            self.arrivals.count(tensor_name, self.arrivals.num_experts)
+
+    def weights(self, expert: int) -> ExpertWeights:
+        """Return one expert's values in fp32, [gate; up] and not transposed. Slow: unpacks."""
+        return unpack_expert(self.layout, self.buffers[expert])
+
+    def stored(self) -> dict[str, Tensor]:
+        """Return what a packed checkpoint holds of this layer, by name."""
+        return {STORED_NAME: self.buffers}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the layer takes in host memory."""
+        return self.arrivals.num_experts * self.layout.num_bytes
+
+    def _pack(self, tensor_name: str, buffer: Tensor, tensor: Tensor) -> None:
+        if tensor_name.endswith("_bias"):
+            is_up = tensor_name.removesuffix("_bias") in UP_NAMES
+            pack_bias(
+                self.layout, tensor, is_up=is_up, is_interleaved=self._is_interleaved, out=buffer
+            )
+            return
+        weight = tensor.T if self._is_transposed else tensor
+        if tensor_name in UP_NAMES:
+            pack_up(self.layout, weight, is_interleaved=self._is_interleaved, out=buffer)
+        else:
+            pack_down(self.layout, weight, out=buffer)
+
+
+def _layout(arrivals: Arrivals, fmt: WeightFormat, *, is_transposed: bool) -> ExpertLayout:
+    _, rows, cols = arrivals.shapes["down_proj"]
+    hidden, inner = (cols, rows) if is_transposed else (rows, cols)
+    is_gated = arrivals.up_name == "gate_up_proj"
+    has_bias = "down_proj_bias" in arrivals.shapes
+    return ExpertLayout(fmt, hidden, inner, is_gated=is_gated, has_bias=has_bias)
