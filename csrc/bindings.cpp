@@ -5,6 +5,7 @@
 
 #include "cpu_features.hpp"
 #include "experts.hpp"
+#include "memory.hpp"
 
 namespace nb = nanobind;
 using tandem::ExpertLayout;
@@ -40,6 +41,9 @@ NB_MODULE(_native, m) {
       .def_ro("l3_bytes", &tandem::CpuFeatures::l3_bytes);
   m.def("detect_cpu_features", &tandem::detect_cpu_features);
   m.def("available_isas", &tandem::available_isas);
+  m.def("advise_huge_pages", [](std::uintptr_t data, std::int64_t bytes) {
+    return tandem::advise_huge_pages(pointer<void>(data), bytes);
+  });
 
   nb::class_<ExpertLayout>(m, "ExpertLayout")
       .def(nb::init<>())

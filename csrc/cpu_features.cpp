@@ -52,7 +52,7 @@ constexpr Feature kFeatures[] = {
     {"avx512f", 7, 0, 1, 16, kZmm},
     {"avx512bw", 7, 0, 1, 30, kZmm},
     {"avx512vl", 7, 0, 1, 31, kZmm},
-    {"avx512_vbmi", 7, 0, 2, 1, kZmm},
+    {"avx512vbmi", 7, 0, 2, 1, kZmm},
     {"avx512_vnni", 7, 0, 2, 11, kZmm},
     {"avx512_bf16", 7, 1, 0, 5, kZmm},
     {"avx512_fp16", 7, 0, 3, 23, kZmm},

@@ -6,6 +6,7 @@
 #include <immintrin.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "kernels.hpp"
@@ -221,9 +222,13 @@ void quantize(const float* row, std::int64_t cols, std::int64_t group, std::int8
   for (std::int64_t g = 0; g < cols / group; ++g) {
     const float* x = row + g * group;
     __m512 largest = _mm512_setzero_ps();
-    for (std::int64_t k = 0; k < group; k += 16)
-      largest = _mm512_max_ps(largest, _mm512_abs_ps(_mm512_loadu_ps(x + k)));
-    const float top = _mm512_reduce_max_ps(largest);
+    __mmask16 nans = 0;  // the maximum would lose them; they must come out as NaN
+    for (std::int64_t k = 0; k < group; k += 16) {
+      const __m512 values = _mm512_loadu_ps(x + k);
+      nans |= _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
+      largest = _mm512_max_ps(largest, _mm512_abs_ps(values));
+    }
+    const float top = nans ? NAN : _mm512_reduce_max_ps(largest);
     const __m512 inverse = _mm512_set1_ps(top > 0 ? 127.0f / top : 0);
     __m512i sum = _mm512_setzero_si512();
     for (std::int64_t k = 0; k < group; k += 16) {

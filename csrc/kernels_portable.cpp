@@ -71,15 +71,19 @@ void quantize(const float* row, std::int64_t cols, std::int64_t group, std::int8
   for (std::int64_t g = 0; g < cols / group; ++g) {
     const float* x = row + g * group;
     float largest = 0;
-    for (std::int64_t k = 0; k < group; ++k) largest = std::max(largest, std::fabs(x[k]));
-    const float inverse = largest > 0 ? 127.0f / largest : 0;
+    bool is_finite = true;  // else the scale is NaN, and with it every result
+    for (std::int64_t k = 0; k < group; ++k) {
+      is_finite = is_finite && std::isfinite(x[k]);
+      largest = std::max(largest, std::fabs(x[k]));
+    }
+    const float inverse = largest > 0 && is_finite ? 127.0f / largest : 0;
     std::int32_t sum = 0;
     for (std::int64_t k = 0; k < group; ++k) {
-      const auto q = static_cast<std::int8_t>(std::nearbyint(x[k] * inverse));
+      const auto q = static_cast<std::int8_t>(is_finite ? std::nearbyint(x[k] * inverse) : 0.0f);
       quantized[g * group + k] = q;
       sum += q;
     }
-    scales[g] = largest / 127.0f;
+    scales[g] = is_finite ? largest / 127.0f : NAN;
     sums[g] = sum;
   }
 }

@@ -70,6 +70,21 @@ def test_without_tandem_a_packed_checkpoint_is_an_error(packed: Path) -> None:
     assert "model.safetensors" in done.stderr
 
 
+def test_a_packed_checkpoint_keeps_its_dtype(packed: Path) -> None:
+    with pytest.raises(tandem.TandemError, match=r"packed with expert_dtype 'bf16'"):
+        tandem.load(packed, expert_dtype="int4")
+
+
+def test_threads_and_instruction_set_are_heard_for_packed_checkpoints(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    int8 = tandem.save(tandem.load(checkpoint, expert_dtype="int8"), tmp_path / "int8")
+    with pytest.raises(tandem.TandemError, match="'avx513' is not on this processor"):
+        logits(tandem.load(int8, isa="avx513"))
+    best, portable = tandem.load(int8, threads=2), tandem.load(int8, threads=1, isa="portable")
+    torch.testing.assert_close(logits(portable), logits(best), rtol=1e-3, atol=1e-3)
+
+
 def test_save_pretrained_names_tandem_save(packed: Path, tmp_path: Path) -> None:
     with pytest.raises(tandem.TandemError, match=r"tandem\.save"):
         tandem.load(packed).save_pretrained(tmp_path)

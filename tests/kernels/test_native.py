@@ -182,6 +182,23 @@ def test_extreme_activations_stay_finite() -> None:
     assert torch.equal(rows[0], torch.zeros(64))
 
 
+@pytest.mark.parametrize("isa", _native.available_isas())
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("fmt", ["bf16", "int4-g32", "int8-g128"])
+def test_what_is_not_finite_comes_out_and_stays_in_its_row(
+    fmt: str, value: float, isa: str
+) -> None:
+    layout = ExpertLayout(find_format(fmt), 128, 128, True, False)
+    x = torch.randn(3, 128)
+    x[1, 40] = value
+    experts, begin, token = route([3, 3], 3)
+    rows = NativeExperts(num_threads=1, isa=isa).compute(
+        layout, make_store(layout), SILU, x, experts, begin, token
+    )
+    is_finite = torch.isfinite(rows).all(dim=1)
+    assert torch.equal(is_finite, token != 1)
+
+
 def test_unknown_instruction_set_names_those_that_are_there() -> None:
     with pytest.raises(ConfigError, match="'avx513' is not on this processor"):
         NativeExperts(num_threads=1, isa="avx513")

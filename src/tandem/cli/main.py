@@ -13,6 +13,7 @@ from tandem.core.registry import nearest_names
 # Subcommand -> one line of help; the code is in the module of that name beside this file.
 COMMANDS = {
     "run": "answer a prompt or chat (without MODEL: the demo model)",
+    "bench": "measure the expert kernels against this machine's ceilings",
     "simulate": "replay routing traces through the planner on a hardware profile",
 }
 EXIT_USER_ERROR = 2

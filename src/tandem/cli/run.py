@@ -1,6 +1,7 @@
 """`tandem run`: answer one prompt (-p, or a pipe) or chat on a terminal."""
 
 import argparse
+import os
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,9 @@ class RunOptions:
         "auto",
         help="experts in host memory: auto (as loaded), bf16, fp16, fp32, int8, int4, mxfp4, ...",
         metavar="DTYPE",
+    )
+    threads: int | None = option(
+        None, help="CPU threads that compute experts (default: all physical cores)", metavar="N"
     )
     json: bool = option(False, help="last line of standard output: one JSON object")
     quiet: bool = option(False, help="only the answer: no progress, no statistics")
@@ -66,7 +70,11 @@ def _one_prompt(given: str | None) -> str | None:
 
 def _open_session(model_name: str, options: RunOptions, sampling: SamplingOptions) -> "Session":
     model, tokenizer = load_model_and_tokenizer(
-        model_name, quiet=options.quiet, expert_dtype=options.expert_dtype
+        model_name,
+        quiet=options.quiet,
+        expert_dtype=options.expert_dtype,
+        threads=options.threads,
+        isa=os.environ.get("TANDEM_ISA"),
     )
     return Session(model, tokenizer, options, sampling)
 

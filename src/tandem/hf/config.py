@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from tandem.core.config import from_mapping, option
+from tandem.core.config import from_mapping, option, require_range
 from tandem.core.errors import ConfigError
 from tandem.core.registry import nearest_names
 from tandem.kernels.formats.weight_format import ALIASES, FORMATS, WeightFormat, find_format
@@ -64,6 +64,11 @@ class OffloadConfig(QuantizationConfigMixin):  # type: ignore[misc]
         help="experts in host memory: auto (as loaded), bf16, fp16, fp32, int8, int4, mxfp4, ...",
         metavar="DTYPE",
     )
+    threads: int | None = option(
+        None, help="CPU threads that compute experts (default: all physical cores)", metavar="N"
+    )
+    isa: str | None = None
+    """Instruction set of the CPU kernels; None takes the best that the processor has."""
     packed_format: int | None = None
     """Version of the packed files; only set in checkpoints that `tandem.save` wrote."""
 
@@ -71,6 +76,8 @@ class OffloadConfig(QuantizationConfigMixin):  # type: ignore[misc]
         """Check every field; `ConfigError` names the field, the value and what is expected."""
         self.expert_dtype = str(self.expert_dtype).removeprefix("torch.")
         parse_expert_dtype(self.expert_dtype)
+        if self.threads is not None:
+            require_range("threads", self.threads, 1, 1024, what="a number of threads")
         if self.packed_format not in (None, PACKED_FORMAT_VERSION):
             raise ConfigError(
                 f"the checkpoint is packed in format {self.packed_format!r}, and this Tandem reads "

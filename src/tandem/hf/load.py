@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from tandem.core.config import from_mapping
-from tandem.core.errors import ModelError, TandemError
+from tandem.core.errors import ConfigError, ModelError, TandemError
 from tandem.hf.checkpoint import check_checkpoint
 from tandem.hf.config import OffloadConfig, parse_dtype
 
@@ -30,6 +30,8 @@ def load(
         config = check_checkpoint(Path(model))
         # A packed checkpoint says itself how its experts are stored.
         is_packed = "quantization_config" in config
+        if is_packed:
+            _check_packed_dtype(source, config["quantization_config"], offload)
     elif _HUB_ID.fullmatch(source) and not Path(model).parent.is_dir():
         config, is_packed = {}, False
     else:
@@ -46,7 +48,18 @@ def load(
         first_line = str(error).strip().partition("\n")[0]
         raise ModelError(f"Transformers cannot load {source}: {first_line}") from error
     _require_all_weights(source, report)
+    if is_packed:
+        loaded.hf_quantizer.executor.set_threads(offload.threads, offload.isa or "")
     return loaded.eval()
+
+
+def _check_packed_dtype(source: str, packed: dict[str, Any], offload: OffloadConfig) -> None:
+    stored = packed.get("expert_dtype", "auto")
+    if offload.expert_dtype not in ("auto", stored):
+        raise ConfigError(
+            f"{source} is packed with expert_dtype {stored!r} and cannot be loaded as "
+            f"{offload.expert_dtype!r}; load the original checkpoint for that"
+        )
 
 
 def _model_class(config: dict[str, Any]) -> Any:

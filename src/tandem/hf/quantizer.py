@@ -16,8 +16,8 @@ from tandem.hf.config import OffloadConfig
 from tandem.hf.conversion import StoreExpertwise, StoreFused, StorePacked, StoreWriter
 from tandem.hf.experts import EXPERTS_IMPLEMENTATION, bind, is_experts_module
 from tandem.hf.packed import INDEX_FILE, packed_name
-from tandem.offload.executor import CpuExecutor
 from tandem.offload.arrivals import TENSOR_NAMES
+from tandem.offload.executor import CpuExecutor
 from tandem.offload.host_store import HostLayer, HostStore
 from tandem.offload.packed_layer import STORED_NAME
 
@@ -31,7 +31,9 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         super().__init__(quantization_config, **kwargs)
         # `merge_quantization_configs` marks every model whose config.json names us as quantized.
         self.pre_quantized = quantization_config.packed_format is not None
-        self.executor = CpuExecutor(HostStore())
+        self.executor = CpuExecutor(
+            HostStore(), num_threads=quantization_config.threads, isa=quantization_config.isa or ""
+        )
         self._writer = StoreWriter()
         self._bound: list[tuple[Any, HostLayer]] = []
 

@@ -47,6 +47,13 @@ class NativeActivation:
         return self.kind is not ActivationKind.RELU2
 
 
+def allocate_buffers(num_experts: int, num_bytes: int) -> Tensor:
+    """Return zeroed buffers (num_experts, num_bytes) uint8, on huge pages where there are any."""
+    buffers = torch.empty((num_experts, num_bytes), dtype=torch.uint8)
+    _native.advise_huge_pages(buffers.data_ptr(), buffers.nbytes)
+    return buffers.zero_()
+
+
 def is_supported(layout: ExpertLayout) -> bool:
     """Tell whether the kernels read a layout's format."""
     return layout.format.kind in _FORMAT_NUMBERS
@@ -103,8 +110,8 @@ class NativeExperts:
         addresses = experts * layout.num_bytes + store.data_ptr()
         self._engine.run(
             _native_layout(layout), activation.kind, activation.alpha, activation.limit,
-            activation.offset, experts.numel(), hidden.shape[0], addresses.data_ptr(), row_begin.data_ptr(),
-            row_token.data_ptr(), hidden.data_ptr(), out.data_ptr(),
+            activation.offset, experts.numel(), hidden.shape[0], addresses.data_ptr(),
+            row_begin.data_ptr(), row_token.data_ptr(), hidden.data_ptr(), out.data_ptr(),
         )  # fmt: skip
         return out
 

@@ -72,6 +72,10 @@ class CpuExecutor:
         """Serve the layers of a store; threads start with the first packed layer."""
         self.store = store
         self.listeners: list[Listener] = []
+        self.set_threads(num_threads, isa)
+
+    def set_threads(self, num_threads: int | None, isa: str = "") -> None:
+        """Choose how packed experts are computed; None takes all physical cores."""
         self._num_threads = num_threads or detect_cpu().physical_cores
         self._isa = isa
         self._native: NativeExperts | None = None

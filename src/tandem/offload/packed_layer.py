@@ -14,6 +14,7 @@ from tandem.kernels.formats.expert import (
     unpack_expert,
 )
 from tandem.kernels.formats.weight_format import WeightFormat
+from tandem.kernels.native import allocate_buffers
 from tandem.kernels.reference import ExpertWeights
 from tandem.offload.arrivals import UP_NAMES, Arrivals
 
@@ -44,8 +45,7 @@ class PackedLayer:
     def buffers(self) -> Tensor:
         """The packed experts: (num_experts, layout.num_bytes) uint8."""
         if self._buffers is None:
-            shape = (self.arrivals.num_experts, self.layout.num_bytes)
-            self._buffers = torch.zeros(shape, dtype=torch.uint8)
+            self._buffers = allocate_buffers(self.arrivals.num_experts, self.layout.num_bytes)
         return self._buffers
 
     def put(self, tensor_name: str, fused: Tensor) -> None:

@@ -2,7 +2,8 @@
 
 from tandem.kernels.formats.blocks import CodedMatrix
 from tandem.kernels.formats.expert import ExpertLayout, pack_expert, unpack_expert
-from tandem.kernels.formats.packed import PackedMatrix, pack, unpack
+from tandem.kernels.formats.packed import PackedMatrix, pack, pack_codes, unpack
+from tandem.kernels.formats.source_codes import coded_matrix
 from tandem.kernels.formats.weight_format import (
     FORMATS,
     LAYOUT_VERSION,
@@ -17,8 +18,10 @@ __all__ = [
     "ExpertLayout",
     "PackedMatrix",
     "WeightFormat",
+    "coded_matrix",
     "find_format",
     "pack",
+    "pack_codes",
     "pack_expert",
     "unpack",
     "unpack_expert",

@@ -33,9 +33,8 @@ class CodedMatrix:
     scales: Tensor | None = None
     minima: Tensor | None = None
 
-    def rows(self, start: int, stop: int, step: int = 1) -> "CodedMatrix":
+    def rows(self, chosen: slice) -> "CodedMatrix":
         """Return views of some rows."""
-        chosen = slice(start, stop, step)
         return CodedMatrix(
             self.codes[chosen],
             None if self.scales is None else self.scales[chosen],
@@ -69,10 +68,11 @@ class MatrixBlocks:
         lines = fmt.padded_cols(cols) // fmt.group_size * (2 if fmt.kind == "int4z" else 1)
         return cls(words, scales.view(SCALE_DTYPES[fmt.kind]).view(blocks, lines, lanes))
 
-    def every_second(self, first: int) -> "MatrixBlocks":
-        """Return every second block: of a gated expert, 0 the gate's ones and 1 the up's."""
+    def every_nth(self, step: int, first: int) -> "MatrixBlocks":
+        """Return views of every `step`-th block."""
+        chosen = slice(first, None, step)
         return MatrixBlocks(
-            self.words[first::2], None if self.scales is None else self.scales[first::2]
+            self.words[chosen], None if self.scales is None else self.scales[chosen]
         )
 
     def write(self, fmt: WeightFormat, first_block: int, coded: CodedMatrix) -> None:

@@ -5,8 +5,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tandem.kernels.formats.blocks import MatrixBlocks
-from tandem.kernels.formats.packed import decode, write_weight
+from tandem.core.errors import ModelError
+from tandem.kernels.formats.blocks import CodedMatrix, MatrixBlocks
+from tandem.kernels.formats.codes import decode
+from tandem.kernels.formats.packed import write_codes, write_weight
 from tandem.kernels.formats.weight_format import (
     ROWS_PER_BLOCK,
     SECTION_ALIGNMENT_BYTES,
@@ -29,7 +31,11 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayout:
-    """Where the parts of an expert lie in its buffer; the same for all experts of a layer."""
+    """Where the parts of an expert lie in its buffer; the same for all experts of a layer.
+
+    Every section starts at a multiple of 64 bytes, and `num_bytes` is one too: experts that follow
+    each other in a (num_experts, num_bytes) tensor stay aligned.
+    """
 
     format: WeightFormat
     hidden_size: int
@@ -45,14 +51,14 @@ class ExpertLayout:
     num_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        fmt, (rows, cols) = self.format, (self.hidden_size, self.intermediate_size)
+        fmt, hidden, inner = self.format, self.hidden_size, self.intermediate_size
         sizes = {
-            "up": fmt.data_bytes(self.up_rows, rows),
-            "up_scales": fmt.scale_bytes(self.up_rows, rows),
-            "down": fmt.data_bytes(rows, cols),
-            "down_scales": fmt.scale_bytes(rows, cols),
+            "up": fmt.data_bytes(self.up_rows, hidden),
+            "up_scales": fmt.scale_bytes(self.up_rows, hidden),
+            "down": fmt.data_bytes(hidden, inner),
+            "down_scales": fmt.scale_bytes(hidden, inner),
             "up_bias": 4 * self.up_rows * self.has_bias,
-            "down_bias": 4 * fmt.padded_rows(rows) * self.has_bias,
+            "down_bias": 4 * self.down_rows * self.has_bias,
         }
         offset = 0
         for name, size in sizes.items():
@@ -63,15 +69,31 @@ class ExpertLayout:
     @property
     def up_rows(self) -> int:
         """Rows of the up matrix: the padded intermediate size, twice that if gated."""
-        return (1 + self.is_gated) * self.format.padded_rows(self.intermediate_size)
+        return self.num_halves * self.format.padded_rows(self.intermediate_size)
 
-    def up_blocks(self, buffer: Tensor) -> MatrixBlocks:
-        """View the up matrix of an expert's buffer block by block."""
+    @property
+    def down_rows(self) -> int:
+        """Rows of the down matrix: the padded hidden size."""
+        return self.format.padded_rows(self.hidden_size)
+
+    @property
+    def num_halves(self) -> int:
+        """Matrices that share the up section by turns: gate and up, or up alone."""
+        return 2 if self.is_gated else 1
+
+    def up_half(self, buffer: Tensor, half: int) -> MatrixBlocks:
+        """View the blocks of one half of the up matrix: 0 the gate (or all of it), 1 the up."""
         data, scales = self.up.of(buffer), self.up_scales.of(buffer)
-        return MatrixBlocks.over(self.format, self.up_rows, self.hidden_size, data, scales)
+        blocks = MatrixBlocks.over(self.format, self.up_rows, self.hidden_size, data, scales)
+        return blocks.every_nth(self.num_halves, half)
+
+    def up_bias_half(self, buffer: Tensor, half: int) -> Tensor:
+        """View the biases of one half's blocks: (blocks, 16) fp32."""
+        lanes = self.up_bias.of(buffer).view(torch.float32).view(-1, ROWS_PER_BLOCK)
+        return lanes[half :: self.num_halves]
 
     def down_blocks(self, buffer: Tensor) -> MatrixBlocks:
-        """View the down matrix of an expert's buffer block by block."""
+        """View the blocks of the down matrix."""
         data, scales = self.down.of(buffer), self.down_scales.of(buffer)
         return MatrixBlocks.over(
             self.format, self.hidden_size, self.intermediate_size, data, scales
@@ -80,84 +102,92 @@ class ExpertLayout:
 
 def pack_expert(
     layout: ExpertLayout,
-    up: Tensor,
-    down: Tensor,
+    up: Tensor | CodedMatrix,
+    down: Tensor | CodedMatrix,
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     *,
+    out: Tensor,
     is_transposed: bool = False,
     is_interleaved: bool = False,
-    out: Tensor,
+    has_search: bool = True,
+    name: str = "expert",
 ) -> None:
-    """Write an expert into `out`, (layout.num_bytes,) uint8.
+    """Write an expert into `out`, (layout.num_bytes,) uint8, every byte of it.
 
     `up` is (up rows, hidden_size) and `down` (hidden_size, intermediate_size), both the other way
-    round if `is_transposed`. Of gated experts `up` holds [gate; up], or gate in the even and up in
-    the odd rows if `is_interleaved`; `up_bias` follows the rows of `up`.
+    round if `is_transposed`. Of a gated expert `up` holds [gate; up], or the gate in even and the
+    up in odd rows if `is_interleaved`; `up_bias` follows those rows. Codes (from `coded_matrix`)
+    are never transposed. A bias that is None is zero. Raises `ModelError` for what does not fit.
     """
     if is_transposed:
+        assert isinstance(up, Tensor), "codes are given row by row"
+        assert isinstance(down, Tensor), "codes are given row by row"
         up, down = up.T, down.T
-    out.zero_()
-    pack_up(layout, up, is_interleaved=is_interleaved, out=out)
-    pack_down(layout, down, out=out)
-    if up_bias is not None:
-        pack_bias(layout, up_bias, is_up=True, is_interleaved=is_interleaved, out=out)
-    if down_bias is not None:
-        pack_bias(layout, down_bias, is_up=False, out=out)
-
-
-def pack_up(layout: ExpertLayout, up: Tensor, *, is_interleaved: bool = False, out: Tensor) -> None:
-    """Write the first projection (up rows, hidden_size), not transposed, into an expert's buffer."""
-    for half, target in _halves(layout, layout.up_blocks(out)):
+    hidden, inner = layout.hidden_size, layout.intermediate_size
+    _require_shape(up, (layout.num_halves * inner, hidden), f"{name}'s up projection")
+    _require_shape(down, (hidden, inner), f"{name}'s down projection")
+    out.zero_()  # the gaps between sections, and the padding of the biases
+    for half in range(layout.num_halves):
         rows = _half_rows(layout, half, is_interleaved)
-        write_weight(target, layout.format, up[rows], name="up")
-
-
-def pack_down(layout: ExpertLayout, down: Tensor, *, out: Tensor) -> None:
-    """Write the second projection (hidden_size, intermediate_size) into an expert's buffer."""
-    write_weight(layout.down_blocks(out), layout.format, down, name="down")
-
-
-def pack_bias(
-    layout: ExpertLayout, bias: Tensor, *, is_up: bool, is_interleaved: bool = False, out: Tensor
-) -> None:
-    """Write a bias in fp32 into an expert's zeroed buffer; the first one follows the rows of `up`."""
-    if not is_up:
-        layout.down_bias.of(out).view(torch.float32)[: layout.hidden_size] = bias
-        return
-    step = 1 + layout.is_gated
-    lanes = layout.up_bias.of(out).view(torch.float32).view(-1, ROWS_PER_BLOCK)
-    for half in range(step):
-        padded = torch.zeros(lanes[half::step].shape)
-        padded.view(-1)[: layout.intermediate_size] = bias[_half_rows(layout, half, is_interleaved)]
-        lanes[half::step] = padded
-
-
-def _halves(layout: ExpertLayout, blocks: MatrixBlocks) -> list[tuple[int, MatrixBlocks]]:
-    if not layout.is_gated:
-        return [(0, blocks)]
-    return [(half, blocks.every_second(half)) for half in (0, 1)]
-
-
-def _half_rows(layout: ExpertLayout, half: int, is_interleaved: bool) -> slice:
-    size = layout.intermediate_size
-    if not layout.is_gated:
-        return slice(0, size)
-    return slice(half, None, 2) if is_interleaved else slice(half * size, (half + 1) * size)
+        part = up[rows] if isinstance(up, Tensor) else up.rows(rows)
+        _write(layout.up_half(out, half), layout.format, part, has_search, f"{name}'s up")
+        if up_bias is not None:
+            _write_bias(layout.up_bias_half(out, half), up_bias[rows])
+    _write(layout.down_blocks(out), layout.format, down, has_search, f"{name}'s down")
+    if down_bias is not None:
+        layout.down_bias.of(out).view(torch.float32)[:hidden] = down_bias
 
 
 def unpack_expert(layout: ExpertLayout, buffer: Tensor) -> ExpertWeights:
     """Return an expert's values in fp32: `up` as [gate; up], nothing transposed."""
-    fmt, size = layout.format, layout.intermediate_size
-    halves = [
-        decode(target.read(fmt), fmt)[:size, : layout.hidden_size]
-        for _, target in _halves(layout, layout.up_blocks(buffer))
-    ]
-    down = decode(layout.down_blocks(buffer).read(fmt), fmt)[: layout.hidden_size, :size]
+    fmt, hidden, inner = layout.format, layout.hidden_size, layout.intermediate_size
+    halves = range(layout.num_halves)
+    up = [decode(layout.up_half(buffer, half).read(fmt), fmt) for half in halves]
+    down = decode(layout.down_blocks(buffer).read(fmt), fmt)
     up_bias = down_bias = None
     if layout.has_bias:
-        lanes = layout.up_bias.of(buffer).view(torch.float32).view(-1, ROWS_PER_BLOCK)
-        step = 1 + layout.is_gated
-        up_bias = torch.cat([lanes[half::step].flatten()[:size] for half in range(step)])
-        down_bias = layout.down_bias.of(buffer).view(torch.float32)[: layout.hidden_size].clone()
-    return ExpertWeights(torch.cat(halves), down.contiguous(), up_bias, down_bias)
+        up_bias = torch.cat([layout.up_bias_half(buffer, h).flatten()[:inner] for h in halves])
+        down_bias = layout.down_bias.of(buffer).view(torch.float32)[:hidden].clone()
+    return ExpertWeights(
+        up=torch.cat([part[:inner, :hidden] for part in up]),
+        down=down[:hidden, :inner].contiguous(),
+        up_bias=up_bias,
+        down_bias=down_bias,
+    )
+
+
+def _half_rows(layout: ExpertLayout, half: int, is_interleaved: bool) -> slice:
+    """Return the source's rows of one half."""
+    inner = layout.intermediate_size
+    if is_interleaved:
+        return slice(half, None, layout.num_halves)
+    return slice(half * inner, (half + 1) * inner)
+
+
+def _write(
+    blocks: MatrixBlocks,
+    fmt: WeightFormat,
+    source: Tensor | CodedMatrix,
+    has_search: bool,
+    name: str,
+) -> None:
+    if isinstance(source, Tensor):
+        write_weight(blocks, fmt, source, has_search=has_search, name=name)
+    else:
+        write_codes(blocks, fmt, source)
+
+
+def _write_bias(lanes: Tensor, bias: Tensor) -> None:
+    padded = torch.zeros(lanes.shape)
+    padded.view(-1)[: bias.shape[0]] = bias
+    lanes.copy_(padded)
+
+
+def _require_shape(source: Tensor | CodedMatrix, expected: tuple[int, int], name: str) -> None:
+    found = tuple((source if isinstance(source, Tensor) else source.codes).shape)
+    if found != expected:
+        raise ModelError(
+            f"{name} has shape {found}, expected {expected}; check the sizes in config.json, and "
+            "whether the checkpoint has its weights transposed"
+        )

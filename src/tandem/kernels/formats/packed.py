@@ -1,4 +1,4 @@
-"""One packed matrix: pack, unpack, and codes of checkpoints that are quantised already."""
+"""One packed matrix: from weights, from codes, and back to values."""
 
 from dataclasses import dataclass
 
@@ -7,11 +7,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.kernels.formats.blocks import SCALE_DTYPES, CodedMatrix, MatrixBlocks
-from tandem.kernels.formats.quantize import E8M0_BIAS, INT4_OFFSET, INT8_OFFSET, quantize
+from tandem.kernels.formats.codes import ZERO_CODES, decode
+from tandem.kernels.formats.quantize import quantize
+from tandem.kernels.formats.source_codes import coded_matrix
 from tandem.kernels.formats.weight_format import ROWS_PER_BLOCK, WeightFormat
 
-# Weights quantised at once: few enough to stay in a core's cache, enough to feed its vector unit.
-CHUNK_WEIGHTS = 1 << 17
+# Weights that a thread quantises at once: few enough to stay in its core's cache, enough to hide
+# the cost of calling torch.
+CHUNK_WEIGHTS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,21 @@ def pack(
     return packed
 
 
+def pack_codes(
+    codes: Tensor,
+    scales: Tensor,
+    fmt: WeightFormat,
+    *,
+    zeros: Tensor | None = None,
+    name: str = "weight",
+) -> PackedMatrix:
+    """Place a matrix that is quantised already, code by code; arguments as of `coded_matrix`."""
+    coded = coded_matrix(codes, scales, fmt, zeros=zeros, name=name)
+    packed = PackedMatrix.empty(codes.shape[0], codes.shape[1], fmt)
+    write_codes(packed.blocks, fmt, coded)
+    return packed
+
+
 def unpack(packed: PackedMatrix) -> Tensor:
     """Return the values of a packed matrix: (rows, cols) fp32."""
     values = decode(packed.blocks.read(packed.format), packed.format)
@@ -81,41 +99,30 @@ def write_weight(
 ) -> None:
     """Round (rows, cols) weights, of any stride, into blocks that have room for just them."""
     rows, cols = weight.shape
-    missing = fmt.padded_cols(cols) - cols
+    width = fmt.padded_cols(cols)
     if importance is not None:
-        importance = F.pad(importance, (0, missing))
-    step = max(1, CHUNK_WEIGHTS // fmt.padded_cols(cols) // ROWS_PER_BLOCK) * ROWS_PER_BLOCK
+        importance = F.pad(importance.float(), (0, width - cols))
+    chunk = CHUNK_WEIGHTS * torch.get_num_threads()
+    step = max(1, chunk // width // ROWS_PER_BLOCK) * ROWS_PER_BLOCK
     for start in range(0, rows, step):
         part = weight[start : start + step].float()  # (up to step, cols)
-        part = F.pad(part, (0, missing, 0, -part.shape[0] % ROWS_PER_BLOCK))
+        part = _padded(part, fmt.padded_rows(part.shape[0]), width)
         coded = quantize(part, fmt, importance=importance, has_search=has_search, name=name)
         blocks.write(fmt, start // ROWS_PER_BLOCK, coded)
 
 
-def decode(coded: CodedMatrix, fmt: WeightFormat) -> Tensor:
-    """Return the values that codes stand for: (rows, cols) fp32."""
-    if coded.scales is None or fmt.group_size is None:
-        return coded.codes.float()
-    values = _code_values(coded.codes, fmt).unflatten(1, (-1, fmt.group_size))
-    if fmt.kind == "mxfp4":
-        scales = torch.ldexp(torch.ones(()), coded.scales.int() - E8M0_BIAS)
-    else:
-        scales = coded.scales.float()
-    values = values * scales[:, :, None]
-    if coded.minima is not None:
-        values += coded.minima.float()[:, :, None]
-    return values.flatten(1)
+def write_codes(blocks: MatrixBlocks, fmt: WeightFormat, coded: CodedMatrix) -> None:
+    """Place (rows, cols) codes into blocks that have room for just them."""
+    rows, cols = (fmt.padded_rows(coded.codes.shape[0]), fmt.padded_cols(coded.codes.shape[1]))
+    lines = [
+        None if part is None else _padded(part, rows, part.shape[1])
+        for part in (coded.scales, coded.minima)
+    ]
+    codes = _padded(coded.codes, rows, cols, ZERO_CODES[fmt.kind])
+    blocks.write(fmt, 0, CodedMatrix(codes, *lines))
 
 
-def _code_values(codes: Tensor, fmt: WeightFormat) -> Tensor:
-    if fmt.kind == "int4":
-        return codes.float() - INT4_OFFSET
-    if fmt.kind == "int8":
-        return codes.float() - INT8_OFFSET
-    if fmt.kind == "fp8":
-        return codes.view(torch.float8_e4m3fn).float()
-    if fmt.kind == "mxfp4":
-        magnitude = (codes & 7).float()
-        values = torch.maximum(torch.maximum(magnitude * 0.5, magnitude - 2), magnitude * 2 - 8)
-        return torch.where(codes < 8, values, -values)
-    return codes.float()
+def _padded(part: Tensor, rows: int, cols: int, value: int = 0) -> Tensor:
+    if part.shape == (rows, cols):
+        return part  # F.pad would copy
+    return F.pad(part, (0, cols - part.shape[1], 0, rows - part.shape[0]), value=value)

@@ -1,0 +1,251 @@
+"""`tandem simulate`: replay routing traces through the planner on a hardware profile."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+LISTS = "list"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags; every name may be `list`, which prints what there is."""
+    parser.add_argument("traces", nargs="*", metavar="TRACE", help="routing traces (.npz)")
+    parser.add_argument(
+        "--hardware",
+        default="desktop-12gb",
+        metavar="NAME|FILE",
+        help="machine: a built-in profile or a profile's path; `list` names them (%(default)s)",
+    )
+    parser.add_argument(
+        "--shape", help="model shape whose costs hold (default: by the trace's model)"
+    )
+    parser.add_argument(
+        "--gpu-experts",
+        type=float,
+        default=0.5,
+        metavar="FRACTION",
+        help="fraction of all experts that the GPU has room for (%(default)s)",
+    )
+    parser.add_argument("--assignment", default="balanced", help="who computes (%(default)s)")
+    parser.add_argument("--eviction", default="successor", help="what stays (%(default)s)")
+    parser.add_argument("--prediction", default="foresight", help="what comes next (%(default)s)")
+    parser.add_argument(
+        "--prefetch-choice", default="pays", help="what is copied ahead (%(default)s)"
+    )
+    parser.add_argument("--start", default="empty", help="the cache's first content (%(default)s)")
+    parser.add_argument(
+        "--pool", default="by-layer", help="slots by-layer or shared by all layers (%(default)s)"
+    )
+    parser.add_argument("--batch", type=int, default=1, help="sequences side by side (%(default)s)")
+    parser.add_argument(
+        "--prefetch", type=int, default=0, metavar="K", help="copies ahead per layer (%(default)s)"
+    )
+    parser.add_argument(
+        "--costs",
+        choices=("pipeline", "equations"),
+        default="pipeline",
+        help="what `balanced` minimises: overlapped lanes, or DALI's equations 3-9 (%(default)s)",
+    )
+    parser.add_argument(
+        "--prompt", type=int, default=16, help="tokens of each sequence run at once (%(default)s)"
+    )
+    parser.add_argument("--limit", type=int, metavar="TOKENS", help="stop after so many tokens")
+    parser.add_argument(
+        "--hold-out", type=int, default=0, metavar="N", help="leave the last N sequences out"
+    )
+    parser.add_argument("--dump", metavar="FILE", help="write every plan as JSON lines")
+    parser.add_argument(
+        "--compare", action="store_true", help="run the systems of the papers at equal GPU memory"
+    )
+    parser.add_argument(
+        "--picture", metavar="FILE", default="compare.svg", help="chart of --compare (%(default)s)"
+    )
+    parser.add_argument("--json", action="store_true", help="last line of output: one JSON object")
+
+
+def run(flags: argparse.Namespace) -> int:
+    """Simulate every trace and report; returns the exit code."""
+    from tandem.core.errors import ConfigError
+
+    if _print_lists(flags):
+        return 0
+    if not flags.traces:
+        raise ConfigError("no trace given; expected at least one routing trace (.npz)")
+    if flags.compare:
+        return _compare(flags)
+    results = _simulate_all(flags)
+    for path, result in results.items():
+        _print_summary(path, result)
+    if flags.json:
+        print(json.dumps(_merge(results)))
+    return 0
+
+
+def _print_lists(flags: argparse.Namespace) -> bool:
+    from tandem.policy.assignment import ASSIGNMENTS
+    from tandem.policy.eviction import EVICTIONS
+    from tandem.policy.prediction import PREDICTIONS
+    from tandem.policy.prefetch import PREFETCHES
+    from tandem.policy.settings import POOLS
+    from tandem.sim.profiles import profile_names
+    from tandem.sim.start import STARTS
+
+    known: dict[str, list[str]] = {
+        "hardware": profile_names(),
+        "assignment": ASSIGNMENTS.names(),
+        "eviction": EVICTIONS.names(),
+        "prediction": PREDICTIONS.names(),
+        "prefetch_choice": PREFETCHES.names(),
+        "start": STARTS.names(),
+        "pool": list(POOLS),
+    }
+    asked = {name: names for name, names in known.items() if getattr(flags, name) == LISTS}
+    for names in asked.values():
+        print("\n".join(names))
+    if asked and flags.json:
+        print(json.dumps(asked))
+    return bool(asked)
+
+
+def _settings(flags: argparse.Namespace) -> Any:
+    from tandem.policy.settings import PlannerSettings
+
+    by_equations = flags.assignment == "balanced" and flags.costs == "equations"
+    return PlannerSettings(
+        assignment=flags.assignment,
+        assignment_options=(("pipelined", False),) if by_equations else (),
+        eviction=flags.eviction,
+        prediction=flags.prediction if flags.prefetch else "none",
+        prefetch=flags.prefetch_choice,
+        prefetch_count=flags.prefetch,
+        pool=flags.pool,
+    )
+
+
+def _conditions(flags: argparse.Namespace) -> Any:
+    from tandem.sim.profiles import load_profile
+    from tandem.sim.simulation import Conditions
+
+    return Conditions(
+        profile=load_profile(flags.hardware),
+        gpu_experts=flags.gpu_experts,
+        batch=flags.batch,
+        prompt=flags.prompt,
+        limit=1 << 60 if flags.limit is None else flags.limit,
+        shape=flags.shape,
+        start=flags.start,
+        hold_out=flags.hold_out,
+    )
+
+
+def _simulate_all(flags: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    from contextlib import ExitStack
+
+    from tandem.policy.prediction import PREDICTIONS
+    from tandem.sim.simulation import simulate
+    from tandem.trace import read_trace
+
+    PREDICTIONS.factory(flags.prediction)
+    settings, conditions = _settings(flags), _conditions(flags)
+    traces = {path: read_trace(path) for path in flags.traces}
+    results = {}
+    with ExitStack() as stack:
+        dump_to = None
+        if flags.dump:
+            dump_to = stack.enter_context(Path(flags.dump).open("w", encoding="utf-8"))
+        for path, trace in traces.items():
+            total = min(conditions.limit, trace.num_tokens)
+            bar = stack.enter_context(_progress_bar(total, Path(path).stem))
+            results[path] = simulate(
+                trace, settings, conditions, dump_to=dump_to, progress=bar.update
+            )
+    return results
+
+
+def _progress_bar(total: int, name: str) -> Any:
+    from tqdm import tqdm
+
+    # disable=None: no bar where standard error is not a terminal.
+    return tqdm(total=total, desc=name, unit=" tokens", disable=None, leave=False)
+
+
+def _print_summary(path: str, result: dict[str, Any]) -> None:
+    over, closed = result["plan_over_optimal"]["mean"], result["gap_closed"]
+    print(f"{path}: {result['tokens']} tokens of {result['model']} on {result['hardware']}")
+    print(
+        f"  decode {result['decode_tokens_per_second']:.1f} tok/s, "
+        f"hit rate {result['hit_rate']:.3f} "
+        f"(LRU {result['lru_hit_rate']:.3f}, Belady {result['belady_hit_rate']:.3f}"
+        + (f", {closed:.0%} of the gap)" if closed is not None else ")")
+    )
+    busy = ", ".join(f"{lane} {share:.0%}" for lane, share in result["busy"].items())
+    plan = result["plan_microseconds"]
+    print(f"  busy: {busy}; a plan takes {plan['median']:.0f} us (p99 {plan['p99']:.0f})")
+    if over is not None:
+        print(f"  plans by equations 3-9 are {over:.2%} above the optimum")
+
+
+def _merge(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the only result, or means over the traces with the results beside them."""
+    if len(results) == 1:
+        return next(iter(results.values()))
+    merged = _mean(list(results.values()))
+    assert isinstance(merged, dict)
+    for name in ("tokens", "steps", "bytes_fetched"):
+        merged[name] = sum(result[name] for result in results.values())
+    return {**merged, "traces": results}
+
+
+def _mean(values: list[Any]) -> Any:
+    """Return the mean of numbers, key by key in objects; None where there is nothing to average."""
+    if all(isinstance(value, dict) for value in values):
+        return {key: _mean([value[key] for value in values]) for key in values[0]}
+    if all(isinstance(value, str) for value in values):
+        return values[0] if len(set(values)) == 1 else None
+    numbers = [value for value in values if value is not None]
+    return sum(numbers) / len(numbers) if numbers else None
+
+
+def _compare(flags: argparse.Namespace) -> int:
+    from tandem.core.errors import ConfigError
+    from tandem.sim.compare import compare, table
+    from tandem.sim.picture import Chart, svg
+    from tandem.trace import read_trace
+
+    if len(flags.traces) != 1:
+        raise ConfigError(f"--compare got {len(flags.traces)} traces; expected one")
+    trace, conditions = read_trace(flags.traces[0]), _conditions(flags)
+    batches, fractions = (1, 8, 32), (0.25, 0.5, 0.75)
+    with _progress_bar(0, "systems") as bar:
+        speeds = compare(
+            trace,
+            conditions,
+            batches=batches,
+            fractions=fractions,
+            progress=lambda _: bar.update(1),
+        )
+    print(table(speeds))
+    names = list(dict.fromkeys(speed.system for speed in speeds))
+    known = {(s.system, s.batch, s.gpu_experts): s.decode_tokens_per_second for s in speeds}
+    memory, batch = conditions.gpu_experts, conditions.batch
+    charts = [
+        Chart(
+            f"{trace.meta.model} on {conditions.profile.name}: decode tok/s at {memory:.0%}",
+            "batch",
+            [str(b) for b in batches],
+            {name: [known[name, b, memory] for b in batches] for name in names},
+        ),
+        Chart(
+            f"decode tok/s at batch {batch}",
+            "experts on the GPU",
+            [f"{fraction:.0%}" for fraction in fractions],
+            {name: [known[name, batch, f] for f in fractions] for name in names},
+        ),
+    ]
+    Path(flags.picture).write_text(svg(charts), encoding="utf-8")
+    print(f"picture: {flags.picture}", file=sys.stderr)
+    if flags.json:
+        print(json.dumps({"systems": [speed._asdict() for speed in speeds]}))
+    return 0

@@ -1,0 +1,80 @@
+"""Round groups to small floating-point numbers: MXFP4 (e2m1 with E8M0) and block FP8 (e4m3)."""
+
+import torch
+from torch import Tensor
+
+from tandem.kernels.formats.codes import E2M1_SIGN, E8M0_BIAS, e2m1_magnitude, power_of_two
+from tandem.kernels.formats.weight_format import ROWS_PER_BLOCK
+
+E4M3_MAX = 448.0
+# Where the peak of a block goes before rounding: the places of least error on Gaussian weights.
+E4M3_PEAKS = (448.0, 290.0, 345.0)
+# With the peak above this, 6 * 2^e no longer fits fp32; the specification allows up to 254.
+LARGEST_E8M0 = 252
+
+
+def fit_mxfp4(
+    x: Tensor, peak: Tensor, importance: Tensor | None, *, has_search: bool
+) -> tuple[Tensor, Tensor]:
+    """Return e2m1 codes 0..15 (like `x`, whole numbers) and uint8 E8M0 scales (rows, groups).
+
+    `x` is (rows, groups, 32) fp32, `peak` (rows, groups) its largest magnitudes. Without the search
+    the exponent is the OCP MX rule's, the peak's own less 2, which saturates peaks above 6 * 2^e;
+    the search tries the next one too.
+    """
+    exponent = torch.frexp(peak).exponent - 3  # frexp's mantissa is 0.5..1
+    exponent.clamp_(-E8M0_BIAS, LARGEST_E8M0 - E8M0_BIAS - 1)
+    magnitude = x.abs()
+    if has_search:
+        # Errors are in units of 4^exponent and 4^(exponent + 1).
+        near, far = (_e2m1_error(magnitude, exponent + up, importance) for up in (0, 1))
+        exponent += 4 * far < near
+    codes = _e2m1_codes(magnitude, exponent)
+    codes += torch.where(x < 0, E2M1_SIGN, 0)
+    return codes, (exponent + E8M0_BIAS).to(torch.uint8)
+
+
+def _e2m1_codes(magnitude: Tensor, exponent: Tensor) -> Tensor:
+    """Round to the nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6 (ties to even codes): codes 0..7, fp32.
+
+    The lines through the codes at steps of 0.5, 1 and 2: the lowest is the one that counts.
+    """
+    scaled = magnitude * power_of_two(-exponent)[..., None]
+    code = torch.minimum(scaled + 2, scaled * 2)
+    return torch.minimum(code, scaled.mul_(0.5).add_(4), out=code).clamp_(max=7).round_()
+
+
+def _e2m1_error(magnitude: Tensor, exponent: Tensor, importance: Tensor | None) -> Tensor:
+    values = e2m1_magnitude(_e2m1_codes(magnitude, exponent))
+    loss = values.sub_(magnitude * power_of_two(-exponent)[..., None]).square_()
+    return (loss if importance is None else loss.mul_(importance)).sum(-1)
+
+
+def fit_e4m3(
+    x: Tensor, peak: Tensor, importance: Tensor | None, *, has_search: bool
+) -> tuple[Tensor, Tensor]:
+    """Return e4m3 codes (like `x`, uint8) and fp32 scales (rows, groups), one per 16 rows.
+
+    `x` is (rows, groups, 128) fp32 with rows a multiple of 16, `peak` its largest magnitudes.
+    """
+    block_peak = peak.unflatten(0, (-1, ROWS_PER_BLOCK)).amax(1, keepdim=True)
+    peak = block_peak.expand(-1, ROWS_PER_BLOCK, -1).flatten(0, 1)
+    scales = peak / E4M3_MAX
+    if has_search:
+        candidates = torch.stack([peak / place for place in E4M3_PEAKS])
+        errors = torch.stack([_e4m3_error(x, scale, importance) for scale in candidates])
+        scales = candidates.gather(0, errors.argmin(0, keepdim=True))[0]
+    return _e4m3_codes(x, scales).view(torch.uint8), scales
+
+
+def _e4m3_codes(x: Tensor, scales: Tensor) -> Tensor:
+    scaled = x / torch.where(scales == 0, 1.0, scales)[..., None]
+    return scaled.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def _e4m3_error(x: Tensor, scales: Tensor, importance: Tensor | None) -> Tensor:
+    """Return the squared error (rows, groups) of each block, repeated for its 16 rows."""
+    loss = _e4m3_codes(x, scales).float().mul_(scales[..., None]).sub_(x).square_()
+    error = (loss if importance is None else loss.mul_(importance)).sum(-1)
+    error = error.unflatten(0, (-1, ROWS_PER_BLOCK)).sum(1, keepdim=True)
+    return error.expand(-1, ROWS_PER_BLOCK, -1).flatten(0, 1)

@@ -1,0 +1,111 @@
+"""Codes of checkpoints that are quantised already: checked, and taken over without rounding."""
+
+import torch
+from torch import Tensor
+
+from tandem.core.errors import ModelError
+from tandem.kernels.formats.blocks import CodedMatrix
+from tandem.kernels.formats.codes import INT4_OFFSET, INT8_OFFSET
+from tandem.kernels.formats.microfloat import LARGEST_E8M0
+from tandem.kernels.formats.weight_format import WeightFormat
+
+FP8_BLOCK_ROWS = 128
+E4M3_NAN = 0x7F  # without the sign bit
+
+# Codes as checkpoints give them, and what is added to store them.
+_RANGES = {"int4": (-8, 7), "int4z": (0, 15), "int8": (-127, 127), "mxfp4": (0, 15)}
+_OFFSETS = {"int4": INT4_OFFSET, "int4z": 0, "int8": INT8_OFFSET, "mxfp4": 0}
+
+
+def coded_matrix(
+    codes: Tensor,
+    scales: Tensor,
+    fmt: WeightFormat,
+    *,
+    zeros: Tensor | None = None,
+    name: str = "weight",
+) -> CodedMatrix:
+    """Check a source's codes and return them as the layout stores them, row by row.
+
+    `codes` is (rows, cols): whole numbers -8..7 for int4, -127..127 for int8, 0..15 for int4z and
+    for mxfp4 (e2m1 bits, sign highest); float8_e4m3fn or its bits as uint8 for fp8. `scales` is
+    (rows, groups): floating-point, uint8 E8M0 for mxfp4; for fp8 (rows / 128, cols / 128), rounded
+    up. `zeros` (rows, groups) belongs to int4z alone: value = (code - zero) * scale, of which
+    zero * scale is rounded to fp16. Raises `ModelError` with `name` for what does not fit exactly.
+    """
+    if fmt.group_size is None:
+        raise ModelError(f"{name}: {fmt.name} has no codes and scales; use pack for its weights")
+    rows, cols = codes.shape
+    groups = -(-cols // fmt.group_size)
+    if fmt.kind == "fp8":
+        _require_shape(scales, (-(-rows // FP8_BLOCK_ROWS), groups), f"{name}'s scales")
+        return _coded_fp8(codes, scales, rows, name)
+    _require_shape(scales, (rows, groups), f"{name}'s scales")
+    stored = _stored_codes(codes, fmt, name)
+    if fmt.kind == "mxfp4":
+        return CodedMatrix(stored, _require_e8m0(scales, name))
+    half = _exact_half(scales, f"{name}'s scales")
+    if fmt.kind != "int4z":
+        return CodedMatrix(stored, half)
+    if zeros is None:
+        raise ModelError(f"{name} has no zero points, but {fmt.name} needs them; use int4")
+    _require_shape(zeros, (rows, groups), f"{name}'s zero points")
+    minima = (-zeros.float() * half.float()).half()
+    _require_finite(minima, f"{name}'s zero points times scales")
+    return CodedMatrix(stored, half, minima)
+
+
+def _stored_codes(codes: Tensor, fmt: WeightFormat, name: str) -> Tensor:
+    low, high = _RANGES[fmt.kind]
+    if codes.numel() and not (low <= codes.min() and codes.max() <= high):
+        raise ModelError(
+            f"{name} has codes from {codes.min()} to {codes.max()}, expected {low} to {high} for "
+            f"{fmt.name}; unpack the checkpoint's codes to one per element, or choose its format"
+        )
+    return (codes.to(torch.int16) + _OFFSETS[fmt.kind]).to(torch.uint8)
+
+
+def _coded_fp8(codes: Tensor, scales: Tensor, rows: int, name: str) -> CodedMatrix:
+    bits = codes.view(torch.uint8)
+    if ((bits & E4M3_NAN) == E4M3_NAN).any():
+        raise ModelError(f"{name} has NaN among its e4m3 codes; download or convert it again")
+    _require_finite(scales, f"{name}'s scales")
+    return CodedMatrix(bits, scales.float().repeat_interleave(FP8_BLOCK_ROWS, dim=0)[:rows])
+
+
+def _require_e8m0(scales: Tensor, name: str) -> Tensor:
+    if scales.dtype != torch.uint8 or (scales > LARGEST_E8M0).any():
+        raise ModelError(
+            f"{name} has {scales.dtype} scales up to {scales.max()}, expected E8M0 bytes up to "
+            f"{LARGEST_E8M0} (255 is NaN, and beyond {LARGEST_E8M0} values leave fp32)"
+        )
+    return scales
+
+
+def _exact_half(values: Tensor, name: str) -> Tensor:
+    """Return the same numbers as fp16; a bfloat16 scale of at least 2^-17 always fits."""
+    _require_finite(values, name)
+    half = values.half()
+    changed = half.float() != values.float()
+    if changed.any():
+        raise ModelError(
+            f"{name} hold {values[changed][0].item():.9g}, which fp16 cannot hold exactly (and "
+            f"{int(changed.sum()) - 1} more such); dequantise the matrix and pack its values"
+        )
+    return half
+
+
+def _require_finite(values: Tensor, name: str) -> None:
+    if not values.isfinite().all():
+        raise ModelError(
+            f"{name} hold NaN or infinity, expected finite numbers; the checkpoint is damaged: "
+            "download or convert it again"
+        )
+
+
+def _require_shape(found: Tensor, expected: tuple[int, int], name: str) -> None:
+    if tuple(found.shape) != expected:
+        raise ModelError(
+            f"{name} have shape {tuple(found.shape)}, expected {expected}; give one line of "
+            "groups per output row, turned if the checkpoint has them the other way round"
+        )
