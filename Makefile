@@ -10,12 +10,12 @@ PROMPT ?= Why is the sky blue?
 OLDEST_TRANSFORMERS := 5.17.0
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 
-.PHONY: run test setup check lint types floors unit seam-oldest docs-models fix size clean
+.PHONY: run test setup check lint types floors unit seam-oldest docs-models sanitize fix size clean
 
 run: $(VENV)/runtime.stamp  ## Answer PROMPT with MODEL (default: the demo model, built on first use)
 	@$(BIN)/tandem run $(MODEL) -p "$(PROMPT)" --max-new-tokens 100
 
-test: setup lint types floors unit seam-oldest  ## Everything that CI runs
+test: setup lint types floors sanitize unit seam-oldest  ## Everything that CI runs
 
 setup: $(VENV)/dev.stamp
 
@@ -35,6 +35,11 @@ floors: setup
 
 unit: setup
 	$(BIN)/pytest
+
+sanitize:  ## The native kernels under AddressSanitizer and UndefinedBehaviorSanitizer
+	@cmake -S csrc -B build/sanitize -DTANDEM_SANITIZE=ON -DTANDEM_WARNINGS_ARE_ERRORS=ON >/dev/null
+	@cmake --build build/sanitize >/dev/null
+	build/sanitize/check_kernels
 
 seam-oldest: $(VENV)/transformers-$(OLDEST_TRANSFORMERS)/installed.stamp  ## The seam's tests on the oldest supported Transformers
 	PYTHONPATH=$(VENV)/transformers-$(OLDEST_TRANSFORMERS) $(BIN)/pytest -m seam

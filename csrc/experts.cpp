@@ -126,7 +126,9 @@ std::int64_t ExpertEngine::multiply(bool is_int8, std::int64_t count_per_thread)
 void ExpertEngine::convert(const ExpertLayout& layout, const float* row, std::int64_t index,
                            Rows& rows) const {
   if (is_integer(static_cast<Format>(layout.format))) {
-    kernels_->quantize(row, rows.cols, layout.group, rows.quantized.data() + index * rows.cols,
+    kernels_->quantize(row, rows.cols, layout.group,
+                       sum_factor(static_cast<Format>(layout.format)),
+                       rows.quantized.data() + index * rows.cols,
                        rows.scales.data() + index * rows.groups,
                        rows.sums.data() + index * rows.groups);
   } else {

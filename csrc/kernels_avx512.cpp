@@ -52,7 +52,11 @@ __m512 load_minima(const std::uint8_t* scales, std::int64_t index) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(at));
 }
 
-// Adds one group's products: low[t] and high[t] are independent, to hide the multiplier's latency.
+// Few tokens need two sums each to hide the multiplier's latency; eight hide it by themselves.
+template <int T>
+constexpr bool kIsShort = T < 8;
+
+// Adds one group's products to low[t], every second one to high[t] where there is one.
 template <Format F, int T>
 const std::uint8_t* multiply_group(const std::uint8_t* data, std::int64_t group,
                                    const std::int8_t* q, std::int64_t stride, __m512i* low,
@@ -64,7 +68,8 @@ const std::uint8_t* multiply_group(const std::uint8_t* data, std::int64_t group,
 #pragma GCC unroll 8
       for (int t = 0; t < T; ++t) {
         low[t] = _mm512_dpbusd_epi32(low[t], w0, broadcast4(q + t * stride + k));
-        high[t] = _mm512_dpbusd_epi32(high[t], w1, broadcast4(q + t * stride + k + 4));
+        __m512i& second = kIsShort<T> ? high[t] : low[t];
+        second = _mm512_dpbusd_epi32(second, w1, broadcast4(q + t * stride + k + 4));
       }
     }
   } else {
@@ -76,7 +81,8 @@ const std::uint8_t* multiply_group(const std::uint8_t* data, std::int64_t group,
 #pragma GCC unroll 8
       for (int t = 0; t < T; ++t) {
         low[t] = _mm512_dpbusd_epi32(low[t], w0, broadcast4(q + t * stride + k));
-        high[t] = _mm512_dpbusd_epi32(high[t], w1, broadcast4(q + t * stride + k + 4));
+        __m512i& second = kIsShort<T> ? high[t] : low[t];
+        second = _mm512_dpbusd_epi32(second, w1, broadcast4(q + t * stride + k + 4));
       }
     }
   }
@@ -112,8 +118,10 @@ void integer_tile(const PackedMatrix& m, std::int64_t block, const Activations& 
     __m512i low[T];
     __m512i high[T];
     for (int t = 0; t < T; ++t) {
-      low[t] = _mm512_set1_epi32(-code_offset(F) * x_sums[t * x.group_stride + g]);
-      high[t] = _mm512_setzero_si512();
+      const bool starts_at_offset = F != Format::kInt4Zero;
+      low[t] = starts_at_offset ? _mm512_set1_epi32(x_sums[t * x.group_stride + g])
+                                : _mm512_setzero_si512();
+      if constexpr (kIsShort<T>) high[t] = _mm512_setzero_si512();
     }
     data = multiply_group<F, T>(data, m.group, q + g * m.group, x.stride, low, high);
     const std::int64_t index = block * groups + g;
@@ -121,7 +129,8 @@ void integer_tile(const PackedMatrix& m, std::int64_t block, const Activations& 
 #pragma GCC unroll 8
     for (int t = 0; t < T; ++t) {
       const __m512 scale = _mm512_mul_ps(w_scale, _mm512_set1_ps(x_scales[t * x.group_stride + g]));
-      const __m512 sum = _mm512_cvtepi32_ps(_mm512_add_epi32(low[t], high[t]));
+      const __m512i products = kIsShort<T> ? _mm512_add_epi32(low[t], high[t]) : low[t];
+      const __m512 sum = _mm512_cvtepi32_ps(products);
       total[t] = _mm512_fmadd_ps(sum, scale, total[t]);
       if constexpr (F == Format::kInt4Zero) {
         const float weight = x_scales[t * x.group_stride + g] *
@@ -217,8 +226,8 @@ void matmul(const PackedMatrix& m, std::int64_t begin, std::int64_t end, const A
   }
 }
 
-void quantize(const float* row, std::int64_t cols, std::int64_t group, std::int8_t* quantized,
-              float* scales, std::int32_t* sums) {
+void quantize(const float* row, std::int64_t cols, std::int64_t group, std::int32_t sum_factor,
+              std::int8_t* quantized, float* scales, std::int32_t* sums) {
   for (std::int64_t g = 0; g < cols / group; ++g) {
     const float* x = row + g * group;
     __m512 largest = _mm512_setzero_ps();
@@ -237,7 +246,7 @@ void quantize(const float* row, std::int64_t cols, std::int64_t group, std::int8
       sum = _mm512_add_epi32(sum, q);
     }
     scales[g] = top / 127.0f;
-    sums[g] = _mm512_reduce_add_epi32(sum);
+    sums[g] = sum_factor * _mm512_reduce_add_epi32(sum);
   }
 }
 

@@ -51,7 +51,8 @@ float dot_integer(const PackedMatrix& m, std::int64_t b, std::int64_t r, const A
     const Scale s = scale_at(m, b, g, r);
     const float x_scale = x.scales[t * x.group_stride + g];
     total += static_cast<float>(sum) * (s.scale * x_scale);
-    total += s.minimum * (x_scale * static_cast<float>(x.sums[t * x.group_stride + g]));
+    if (m.format == Format::kInt4Zero)
+      total += s.minimum * (x_scale * static_cast<float>(x.sums[t * x.group_stride + g]));
   }
   return total;
 }
@@ -66,8 +67,8 @@ float dot_bf16(const PackedMatrix& m, std::int64_t b, std::int64_t r, const Acti
   return total;
 }
 
-void quantize(const float* row, std::int64_t cols, std::int64_t group, std::int8_t* quantized,
-              float* scales, std::int32_t* sums) {
+void quantize(const float* row, std::int64_t cols, std::int64_t group, std::int32_t sum_factor,
+              std::int8_t* quantized, float* scales, std::int32_t* sums) {
   for (std::int64_t g = 0; g < cols / group; ++g) {
     const float* x = row + g * group;
     float largest = 0;
@@ -84,7 +85,7 @@ void quantize(const float* row, std::int64_t cols, std::int64_t group, std::int8
       sum += q;
     }
     scales[g] = is_finite ? largest / 127.0f : NAN;
-    sums[g] = sum;
+    sums[g] = sum_factor * sum;
   }
 }
 

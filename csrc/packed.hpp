@@ -26,7 +26,7 @@ struct PackedMatrix {
 struct Activations {
   const std::int8_t* quantized;  // integer formats; scales and sums have one value per group
   const float* scales;
-  const std::int32_t* sums;
+  const std::int32_t* sums;   // of the group's values, times sum_factor(format)
   const std::uint16_t* bf16;  // kBf16
   std::int64_t stride;        // in values
   std::int64_t group_stride;  // in groups
@@ -42,6 +42,12 @@ constexpr std::int32_t code_offset(Format format) {
     case Format::kMxfp4: return 12;  // twice the e2m1 value, plus 12
     default: return 0;
   }
+}
+
+// What the sums of activations are stored times: what the codes' offset adds to a dot product is
+// taken off by starting the accumulator there. Zero points need the plain sum.
+constexpr std::int32_t sum_factor(Format format) {
+  return format == Format::kInt4Zero ? 1 : -code_offset(format);
 }
 
 }  // namespace tandem

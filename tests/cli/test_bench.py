@@ -24,7 +24,7 @@ def test_measures_kernels_and_ends_with_json() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--shape", "qwen3"], "unknown shape 'qwen3'; did you mean 'qwen3-30b-a3b'"),
+        (["--shape", "qwen3-30b"], "unknown shape 'qwen3-30b'; did you mean 'qwen3-30b-a3b'"),
         (["--formats", "int5"], "unknown weight format 'int5'; did you mean"),
         (["--formats", "fp8"], "no native kernels for 'fp8'"),
         (["--threads", "0"], "threads is 0; expected a number of threads in 1..1024"),
