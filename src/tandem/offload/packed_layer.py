@@ -6,17 +6,12 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import ModelError
-from tandem.kernels.formats.expert import (
-    ExpertLayout,
-    pack_bias,
-    pack_down,
-    pack_up,
-    unpack_expert,
-)
+from tandem.kernels.formats.expert import ExpertLayout, unpack_expert
+from tandem.kernels.formats.parts import pack_down, pack_down_bias, pack_up, pack_up_bias
 from tandem.kernels.formats.weight_format import WeightFormat
 from tandem.kernels.native import allocate_buffers
 from tandem.kernels.reference import ExpertWeights
-from tandem.offload.arrivals import UP_NAMES, Arrivals
+from tandem.offload.arrivals import Arrivals
 
 STORED_NAME = "experts"
 
@@ -90,17 +85,17 @@ class PackedLayer:
         return self.arrivals.num_experts * self.layout.num_bytes
 
     def _pack(self, tensor_name: str, buffer: Tensor, tensor: Tensor) -> None:
-        if tensor_name.endswith("_bias"):
-            is_up = tensor_name.removesuffix("_bias") in UP_NAMES
-            pack_bias(
-                self.layout, tensor, is_up=is_up, is_interleaved=self._is_interleaved, out=buffer
-            )
-            return
-        weight = tensor.T if self._is_transposed else tensor
-        if tensor_name in UP_NAMES:
-            pack_up(self.layout, weight, is_interleaved=self._is_interleaved, out=buffer)
+        interleaved = self._is_interleaved
+        if tensor_name == "down_proj_bias":
+            pack_down_bias(self.layout, tensor, out=buffer)
+        elif tensor_name.endswith("_bias"):
+            pack_up_bias(self.layout, tensor, is_interleaved=interleaved, out=buffer)
         else:
-            pack_down(self.layout, weight, out=buffer)
+            weight = tensor.T if self._is_transposed else tensor
+            if tensor_name == "down_proj":
+                pack_down(self.layout, weight, out=buffer)
+            else:
+                pack_up(self.layout, weight, is_interleaved=interleaved, out=buffer)
 
 
 def _layout(arrivals: Arrivals, fmt: WeightFormat, *, is_transposed: bool) -> ExpertLayout:

@@ -105,7 +105,8 @@ class MatrixBlocks:
 
 def _to_blocks(row_major: Tensor) -> Tensor:
     """Turn (16 * blocks, n) into a view (blocks, n, 16)."""
-    return row_major.unflatten(0, (-1, ROWS_PER_BLOCK)).transpose(1, 2)
+    by_block: Tensor = row_major.unflatten(0, (-1, ROWS_PER_BLOCK))  # (blocks, 16, n)
+    return by_block.transpose(1, 2)
 
 
 def _from_blocks(blocks: Tensor) -> Tensor:
@@ -118,8 +119,8 @@ def _to_words(fmt: WeightFormat, codes: Tensor) -> Tensor:
     words = codes.contiguous().view(torch.int32)
     if fmt.bits != 4:
         return words
-    first, second = words.unflatten(1, (-1, 2)).unbind(2)  # columns 0..3 and 4..7 of each chunk
-    return first | (second << 4)
+    first: Tensor = words[:, 0::2]  # columns 0..3 of each chunk
+    return first | (words[:, 1::2] << 4)
 
 
 def _from_words(fmt: WeightFormat, words: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ def decode(coded: CodedMatrix, fmt: WeightFormat) -> Tensor:
     """Return the values that codes stand for: (rows, cols) fp32, cols being whole groups."""
     if coded.scales is None or fmt.group_size is None:
         return coded.codes.float()
-    values = _code_values(coded.codes, fmt).unflatten(1, (-1, fmt.group_size))
+    values: Tensor = _code_values(coded.codes, fmt).unflatten(1, (-1, fmt.group_size))
     scales = power_of_two(coded.scales.int() - E8M0_BIAS) if fmt.kind == "mxfp4" else coded.scales
     values *= scales.float()[:, :, None]
     if coded.minima is not None:

@@ -127,6 +127,8 @@ def pack_expert(
     hidden, inner = layout.hidden_size, layout.intermediate_size
     _require_shape(up, (layout.num_halves * inner, hidden), f"{name}'s up projection")
     _require_shape(down, (hidden, inner), f"{name}'s down projection")
+    for bias in (up_bias, down_bias):
+        _require_bias(bias, layout, name)
     out.zero_()  # the gaps between sections, and the padding of the biases
     for half in range(layout.num_halves):
         rows = _half_rows(layout, half, is_interleaved)
@@ -175,7 +177,7 @@ def _write(
     if isinstance(source, Tensor):
         write_weight(blocks, fmt, source, has_search=has_search, name=name)
     else:
-        write_codes(blocks, fmt, source)
+        write_codes(blocks, fmt, source, name=name)
 
 
 def _write_bias(lanes: Tensor, bias: Tensor) -> None:
@@ -190,4 +192,16 @@ def _require_shape(source: Tensor | CodedMatrix, expected: tuple[int, int], name
         raise ModelError(
             f"{name} has shape {found}, expected {expected}; check the sizes in config.json, and "
             "whether the checkpoint has its weights transposed"
+        )
+
+
+def _require_bias(bias: Tensor | None, layout: ExpertLayout, name: str) -> None:
+    if bias is None:
+        return
+    if not layout.has_bias:
+        raise ModelError(f"{name} has a bias, expected none; make its layout with has_bias=True")
+    if not bias.isfinite().all():
+        raise ModelError(
+            f"{name} has a bias that is NaN or infinite, expected finite numbers; the checkpoint "
+            "is damaged: download or convert it again"
         )

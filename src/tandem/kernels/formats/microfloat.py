@@ -23,14 +23,15 @@ def fit_mxfp4(
     the search tries the next one too.
     """
     exponent = torch.frexp(peak).exponent - 3  # frexp's mantissa is 0.5..1
-    exponent.clamp_(-E8M0_BIAS, LARGEST_E8M0 - E8M0_BIAS - 1)
+    exponent.clamp_(min=-E8M0_BIAS)
     magnitude = x.abs()
     if has_search:
         # Errors are in units of 4^exponent and 4^(exponent + 1).
         near, far = (_e2m1_error(magnitude, exponent + up, importance) for up in (0, 1))
         exponent += 4 * far < near
+        exponent.clamp_(max=LARGEST_E8M0 - E8M0_BIAS)
     codes = _e2m1_codes(magnitude, exponent)
-    codes += torch.where(x < 0, E2M1_SIGN, 0)
+    codes.add_(x < 0, alpha=E2M1_SIGN)
     return codes, (exponent + E8M0_BIAS).to(torch.uint8)
 
 
@@ -76,5 +77,5 @@ def _e4m3_error(x: Tensor, scales: Tensor, importance: Tensor | None) -> Tensor:
     """Return the squared error (rows, groups) of each block, repeated for its 16 rows."""
     loss = _e4m3_codes(x, scales).float().mul_(scales[..., None]).sub_(x).square_()
     error = (loss if importance is None else loss.mul_(importance)).sum(-1)
-    error = error.unflatten(0, (-1, ROWS_PER_BLOCK)).sum(1, keepdim=True)
-    return error.expand(-1, ROWS_PER_BLOCK, -1).flatten(0, 1)
+    blocks: Tensor = error.unflatten(0, (-1, ROWS_PER_BLOCK)).sum(1, keepdim=True)
+    return blocks.expand(-1, ROWS_PER_BLOCK, -1).flatten(0, 1)

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem.core.errors import ModelError
 from tandem.kernels.formats.blocks import SCALE_DTYPES, CodedMatrix, MatrixBlocks
 from tandem.kernels.formats.codes import ZERO_CODES, decode
 from tandem.kernels.formats.quantize import quantize
@@ -78,7 +79,7 @@ def pack_codes(
     """Place a matrix that is quantised already, code by code; arguments as of `coded_matrix`."""
     coded = coded_matrix(codes, scales, fmt, zeros=zeros, name=name)
     packed = PackedMatrix.empty(codes.shape[0], codes.shape[1], fmt)
-    write_codes(packed.blocks, fmt, coded)
+    write_codes(packed.blocks, fmt, coded, name=name)
     return packed
 
 
@@ -100,6 +101,8 @@ def write_weight(
     """Round (rows, cols) weights, of any stride, into blocks that have room for just them."""
     rows, cols = weight.shape
     width = fmt.padded_cols(cols)
+    if importance is None and fmt.kind == "int4z" and width > cols:
+        importance = torch.ones(cols)  # zero points need not keep the padding at zero
     if importance is not None:
         importance = F.pad(importance.float(), (0, width - cols))
     chunk = CHUNK_WEIGHTS * torch.get_num_threads()
@@ -111,15 +114,28 @@ def write_weight(
         blocks.write(fmt, start // ROWS_PER_BLOCK, coded)
 
 
-def write_codes(blocks: MatrixBlocks, fmt: WeightFormat, coded: CodedMatrix) -> None:
+def write_codes(
+    blocks: MatrixBlocks, fmt: WeightFormat, coded: CodedMatrix, *, name: str = "weight"
+) -> None:
     """Place (rows, cols) codes into blocks that have room for just them."""
     rows, cols = (fmt.padded_rows(coded.codes.shape[0]), fmt.padded_cols(coded.codes.shape[1]))
+    if fmt.kind == "fp8" and coded.scales is not None:
+        _require_block_scales(coded.scales, name)
     lines = [
         None if part is None else _padded(part, rows, part.shape[1])
         for part in (coded.scales, coded.minima)
     ]
     codes = _padded(coded.codes, rows, cols, ZERO_CODES[fmt.kind])
     blocks.write(fmt, 0, CodedMatrix(codes, *lines))
+
+
+def _require_block_scales(scales: Tensor, name: str) -> None:
+    of_block = scales[::ROWS_PER_BLOCK].repeat_interleave(ROWS_PER_BLOCK, dim=0)
+    if not torch.equal(of_block[: scales.shape[0]], scales):
+        raise ModelError(
+            f"{name} has fp8 scales that change inside a block of {ROWS_PER_BLOCK} rows, expected "
+            "one for all of them; dequantise the matrix and pack its values"
+        )
 
 
 def _padded(part: Tensor, rows: int, cols: int, value: int = 0) -> Tensor:

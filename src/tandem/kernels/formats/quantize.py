@@ -40,10 +40,12 @@ def quantize(
     low, high = x.amin(-1), x.amax(-1)
     if importance is not None:
         importance = importance.unflatten(0, (-1, fmt.group_size))
+    for extreme in (low, high):
+        _require_finite(extreme, extreme, fmt, name)
     coded = _fit(x, low, high, fmt, importance, has_search)
-    for part in (low, high, coded.scales, coded.minima):
+    for part in (coded.scales, coded.minima):
         if part is not None and part.is_floating_point():
-            _require_finite(part, low, fmt, name)
+            _require_finite(part, torch.maximum(-low, high), fmt, name)
     return coded
 
 

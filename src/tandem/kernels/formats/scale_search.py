@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 # The signed peak goes to these codes; beyond the range it saturates, and the rest gets finer steps.
-INT4_RANGE, INT4_PEAKS = (-8, 7), (7.0, -8.0, -8.4, -8.9, -7.7)
-INT8_RANGE, INT8_PEAKS = (-127, 127), (127.0, 126.0, 125.0, 124.0)
+INT4_RANGE, INT8_RANGE, INT4Z_RANGE = (-8, 7), (-127, 127), (0, 15)
+INT4_PEAKS: tuple[float, ...] = (7.0, -8.0, -8.4, -8.9, -7.7)
+INT8_PEAKS: tuple[float, ...] = (127.0, 126.0, 125.0, 124.0)
 # A group's range takes this many steps, with this code's place held fixed.
-INT4Z_RANGE, INT4Z_STEPS = (0, 15), ((15.0, 0.0), (15.5, 0.0), (15.5, 15.0), (16.5, 7.5))
+INT4Z_STEPS = ((15.0, 0.0), (15.5, 0.0), (15.5, 15.0), (16.5, 7.5))
 
 
 def fit_symmetric(
@@ -112,6 +113,6 @@ def _round(x: Tensor, inverse: Tensor, limits: tuple[int, int], *, out: Tensor) 
 
 
 def _inverse(scales: Tensor) -> Tensor:
-    """Return 1 / scale in fp32, and 0 where the scale is 0: such groups are zero."""
-    scales = scales.float()
-    return torch.where(scales == 0, 0.0, scales.reciprocal())
+    """Return 1 / scale in fp32, and 0 where the scale is 0 or next to it: such groups are zero."""
+    inverse = scales.float().reciprocal()
+    return torch.where(inverse.isfinite(), inverse, 0.0)

@@ -1,0 +1,46 @@
+"""Inputs of the format tests: weights that are hard to round, and codes of checkpoints."""
+
+import torch
+from torch import Tensor
+
+from tandem.kernels.formats import WeightFormat, pack_codes
+from tandem.kernels.formats.packed import PackedMatrix
+
+# Whole blocks, one less, one more, one weight.
+SHAPES = [(16, 32), (16, 128), (15, 127), (37, 75), (1, 1), (48, 257), (130, 300)]
+
+
+def draw_weights(rows: int, cols: int, seed: int = 0) -> Tensor:
+    """Draw Gaussian weights with outliers and, where there is room, a zero row and a zero group."""
+    generator = torch.Generator().manual_seed(seed + rows * 1000 + cols)
+    weights = torch.randn(rows, cols, generator=generator) * 0.02
+    weights[torch.rand(rows, cols, generator=generator) < 0.01] *= 20
+    if rows > 1:
+        weights[rows // 2] = 0
+        weights[-1, :128] = 0
+    return weights
+
+
+def draw_codes(rows: int, cols: int, fmt: WeightFormat) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Draw codes, scales and zero points as `pack_codes` takes them."""
+    assert fmt.group_size is not None
+    generator = torch.Generator().manual_seed(rows * 1000 + cols)
+    groups = -(-cols // fmt.group_size)
+    low, high = {"int4": (-8, 8), "int8": (-127, 128)}.get(fmt.kind, (0, 16))
+    codes = torch.randint(low, high, (rows, cols), generator=generator, dtype=torch.int16)
+    scales = torch.randn(rows, groups, generator=generator).half()
+    if fmt.kind == "mxfp4":
+        exponents = torch.randint(100, 140, (rows, groups), generator=generator)
+        return codes.to(torch.uint8), exponents.to(torch.uint8), None
+    if fmt.kind == "fp8":
+        e4m3 = torch.randn(rows, cols, generator=generator).to(torch.float8_e4m3fn)
+        return e4m3, torch.rand(-(-rows // 128), groups, generator=generator), None
+    if fmt.kind == "int4z":
+        return codes, scales, torch.randint(0, 17, (rows, groups), generator=generator)
+    return codes, scales, None
+
+
+def drawn_matrix(rows: int, cols: int, fmt: WeightFormat) -> PackedMatrix:
+    """Pack drawn codes."""
+    codes, scales, zeros = draw_codes(rows, cols, fmt)
+    return pack_codes(codes, scales, fmt, zeros=zeros)

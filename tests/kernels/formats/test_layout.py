@@ -1,0 +1,120 @@
+"""Every byte lies where docs/formats.md says: loops that follow the text, against the views."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.core.errors import ConfigError
+from tandem.kernels.formats import FORMATS, LAYOUT_VERSION, WeightFormat, find_format, pack, unpack
+from tandem.kernels.formats.packed import PackedMatrix
+from tests.kernels.formats.sources import SHAPES, draw_weights, drawn_matrix
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+GROUPED = [fmt for fmt in FORMATS if fmt.group_size is not None]
+
+
+def by_name(fmt: WeightFormat) -> str:
+    return fmt.name
+
+
+def read_slowly(packed: PackedMatrix, row: int, col: int) -> float:
+    """Read one value by the addresses of docs/formats.md, all of them written out."""
+    fmt, data = packed.format, packed.data.numpy().tobytes()
+    K = packed.format.padded_cols(packed.cols)  # noqa: N806  the document's name
+    b, r = divmod(row, 16)
+    if fmt.bits == 16:
+        c, i = divmod(col, 2)
+        address = (b * K // 2 + c) * 64 + 4 * r + 2 * i
+        dtype = torch.bfloat16 if fmt.name == "bf16" else torch.float16
+        return packed.data[address : address + 2].view(dtype).item()
+    assert fmt.group_size is not None
+    assert packed.scales is not None
+    g = col // fmt.group_size
+    if fmt.bits == 4:
+        c, place = divmod(col, 8)
+        i, is_high = place % 4, place >= 4
+        byte = data[(b * K // 8 + c) * 64 + 4 * r + i]
+        code = byte >> 4 if is_high else byte & 15
+    else:
+        c, i = divmod(col, 4)
+        code = data[(b * K // 4 + c) * 64 + 4 * r + i]
+    line = b * K // fmt.group_size + g
+    return _value(fmt, code, packed.scales, line, r)
+
+
+def _value(fmt: WeightFormat, code: int, scales: Tensor, line: int, r: int) -> float:
+    if fmt.kind == "int4":
+        return (code - 8) * scales[line * 16 + r].item()
+    if fmt.kind == "int8":
+        return (code - 128) * scales[line * 16 + r].item()
+    if fmt.kind == "mxfp4":
+        sign = -1.0 if code & 8 else 1.0
+        return sign * E2M1[code & 7] * 2.0 ** (scales[line * 16 + r].item() - 127)
+    if fmt.kind == "fp8":
+        e4m3 = torch.tensor(code, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        return (e4m3.float() * scales[line]).item()
+    scale, minimum = scales[line * 32 + r].float(), scales[line * 32 + 16 + r].float()
+    return (code * scale + minimum).item()
+
+
+def read_all_slowly(packed: PackedMatrix) -> Tensor:
+    values = torch.zeros(packed.rows, packed.cols)
+    for row in range(packed.rows):
+        for col in range(packed.cols):
+            values[row, col] = read_slowly(packed, row, col)
+    return values
+
+
+@pytest.mark.parametrize("shape", [(16, 32), (37, 75), (20, 260)], ids=str)
+@pytest.mark.parametrize("fmt", FORMATS, ids=by_name)
+def test_unpack_reads_the_documented_addresses(fmt: WeightFormat, shape: tuple[int, int]) -> None:
+    packed = pack(draw_weights(*shape), fmt)
+    assert torch.equal(unpack(packed), read_all_slowly(packed))
+
+
+@pytest.mark.parametrize("fmt", GROUPED, ids=by_name)
+def test_codes_land_at_the_documented_addresses(fmt: WeightFormat) -> None:
+    packed = drawn_matrix(37, 75, fmt)
+    assert torch.equal(unpack(packed), read_all_slowly(packed))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("fmt", FORMATS, ids=by_name)
+def test_sizes_are_those_of_the_padded_matrix(fmt: WeightFormat, shape: tuple[int, int]) -> None:
+    packed = pack(draw_weights(*shape), fmt)
+    rows, cols = -(-shape[0] // 16) * 16, -(-shape[1] // fmt.col_multiple) * fmt.col_multiple
+    assert packed.data.nbytes == rows * cols * fmt.bits // 8 == fmt.data_bytes(*shape)
+    assert (0 if packed.scales is None else packed.scales.nbytes) == fmt.scale_bytes(*shape)
+    total = 8 * (fmt.data_bytes(*shape) + fmt.scale_bytes(*shape))
+    assert total == pytest.approx(rows * cols * fmt.bits_per_weight)
+    assert unpack(packed).shape == shape
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=by_name)
+def test_padding_decodes_to_zero(fmt: WeightFormat) -> None:
+    packed = pack(draw_weights(18, 70), fmt)
+    rows, cols = fmt.padded_rows(18), fmt.padded_cols(70)
+    whole = unpack(PackedMatrix(fmt, rows, cols, packed.data, packed.scales))
+    assert torch.equal(whole[18:], torch.zeros(rows - 18, cols))
+    if fmt.kind != "int4z":  # zero need not be among its values
+        assert torch.equal(whole[:, 70:], torch.zeros(rows, cols - 70))
+
+
+def test_every_format_is_found_by_its_name() -> None:
+    assert [find_format(fmt.name) for fmt in FORMATS] == list(FORMATS)
+
+
+@pytest.mark.parametrize(
+    ("alias", "name"), [("int4", "int4-g32"), ("int8", "int8-g128"), ("int4z", "int4z-g32")]
+)
+def test_aliases(alias: str, name: str) -> None:
+    assert find_format(alias).name == name
+
+
+def test_an_unknown_name_is_told_its_neighbours() -> None:
+    with pytest.raises(ConfigError, match=r"unknown weight format 'mxpf4'; did you mean 'mxfp4'"):
+        find_format("mxpf4")
+
+
+def test_layout_version_is_one() -> None:
+    assert LAYOUT_VERSION == 1  # a change of the layout must change this, and docs/formats.md

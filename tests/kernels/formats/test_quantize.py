@@ -1,0 +1,166 @@
+"""Rounding: exact where it can be, bounded where not, refused where it makes no sense."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tandem.core.errors import ModelError
+from tandem.kernels.formats import FORMATS, WeightFormat, find_format, pack, unpack
+from tests.kernels.formats.sources import draw_weights
+from tests.kernels.formats.test_layout import GROUPED, by_name
+
+# Largest distance of a weight to its value without the search, as a share of its group's largest
+# magnitude: half a step, and for the minima, fp16's rounding of a number as large as the range.
+BOUNDS = {"int4": 0.5 / 7, "int8": 0.5 / 127, "int4z": 1 / 15, "mxfp4": 0.25, "fp8": 2**-4}
+FP16_SLACK = 2**-9
+
+
+def group_errors(weights: Tensor, values: Tensor, fmt: WeightFormat) -> Tensor:
+    """Return squared errors per group, per 16 rows for fp8, in double precision."""
+    missing = fmt.padded_cols(weights.shape[1]) - weights.shape[1]
+    loss = torch.nn.functional.pad((weights.double() - values.double()).square(), (0, missing))
+    errors = loss.unflatten(1, (-1, fmt.col_multiple)).sum(-1)
+    if fmt.kind != "fp8":
+        return errors
+    rows = torch.nn.functional.pad(errors, (0, 0, 0, -errors.shape[0] % 16))
+    return rows.unflatten(0, (-1, 16)).sum(1)
+
+
+@pytest.mark.parametrize(
+    "fmt", [fmt for fmt in FORMATS if fmt.kind not in ("fp8", "int4z")], ids=by_name
+)
+def test_values_of_a_format_survive_it(fmt: WeightFormat) -> None:
+    values = unpack(pack(draw_weights(40, 200), fmt))
+    again = unpack(pack(values, fmt))
+    # Grouped scales are found anew, hence to fp16's precision only.
+    torch.testing.assert_close(again, values, rtol=0 if fmt.group_size is None else 2e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bit_formats_keep_every_weight(dtype: torch.dtype) -> None:
+    weights = draw_weights(33, 75).to(dtype)
+    fmt = find_format("bf16" if dtype == torch.bfloat16 else "fp16")
+    assert torch.equal(unpack(pack(weights, fmt)), weights.float())
+
+
+@pytest.mark.parametrize("has_search", [False, True])
+@pytest.mark.parametrize("fmt", FORMATS, ids=by_name)
+def test_zeros_stay_zero(fmt: WeightFormat, has_search: bool) -> None:
+    zeros = torch.zeros(20, 200)
+    assert torch.equal(unpack(pack(zeros, fmt, has_search=has_search)), zeros)
+
+
+weight_matrices = st.builds(
+    lambda rows, cols, seed, exponent: draw_weights(rows, cols, seed) * 2.0**exponent,
+    st.integers(1, 40),
+    st.integers(1, 200),
+    st.integers(0, 2**32),
+    st.integers(-10, 12),
+)
+
+
+@pytest.mark.parametrize("fmt", GROUPED, ids=by_name)
+@settings(max_examples=30, deadline=None)
+@given(weights=weight_matrices)
+def test_no_weight_is_further_than_half_a_step(fmt: WeightFormat, weights: Tensor) -> None:
+    values = unpack(pack(weights, fmt, has_search=False))
+    padded = torch.nn.functional.pad(weights, (0, -weights.shape[1] % fmt.col_multiple)).abs()
+    peak = padded.unflatten(1, (-1, fmt.col_multiple)).amax(-1)
+    if fmt.kind == "fp8":  # 16 rows share a scale
+        peak[:] = torch.cat([part.amax(0).expand_as(part) for part in peak.split(16)])
+    limit = peak.repeat_interleave(fmt.col_multiple, 1)[:, : weights.shape[1]]
+    bound = (BOUNDS[fmt.kind] + FP16_SLACK) * limit + 2.0**-24 * 128
+    assert ((weights - values).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("fmt", GROUPED, ids=by_name)
+@settings(max_examples=30, deadline=None)
+@given(weights=weight_matrices)
+def test_the_search_is_never_worse_than_absmax(fmt: WeightFormat, weights: Tensor) -> None:
+    plain = group_errors(weights, unpack(pack(weights, fmt, has_search=False)), fmt)
+    searched = group_errors(weights, unpack(pack(weights, fmt)), fmt)
+    energy = group_errors(weights, torch.zeros_like(weights), fmt)
+    # fp32 sums: a tie may fall to either side by their rounding.
+    assert (searched <= plain * (1 + 1e-4) + 1e-6 * energy).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "gain"), [("int4", 0.85), ("int4z", 0.93), ("int8", 0.98), ("mxfp4", 0.99)]
+)
+def test_the_search_gains_on_gaussian_weights(name: str, gain: float) -> None:
+    fmt = find_format(name)
+    weights = torch.randn(64, 1024, generator=torch.Generator().manual_seed(1))
+    plain = (weights - unpack(pack(weights, fmt, has_search=False))).norm()
+    assert (weights - unpack(pack(weights, fmt))).norm() < gain * plain
+
+
+@pytest.mark.parametrize("fmt", GROUPED, ids=by_name)
+def test_importance_moves_the_error_to_what_matters_less(fmt: WeightFormat) -> None:
+    weights = torch.randn(64, 256, generator=torch.Generator().manual_seed(2))
+    importance = torch.where(torch.arange(256) % 4 == 0, 100.0, 1.0)
+    even = (unpack(pack(weights, fmt)) - weights).square() * importance
+    weighed = (unpack(pack(weights, fmt, importance=importance)) - weights).square() * importance
+    assert weighed.sum() <= even.sum()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("fmt", FORMATS, ids=by_name)
+def test_nan_and_infinity_are_refused_by_name(fmt: WeightFormat, bad: float) -> None:
+    weights = draw_weights(20, 40)
+    weights[17, 3] = bad
+    with pytest.raises(ModelError, match=r"experts\.3\.up has weights that are NaN or infinite"):
+        pack(weights, fmt, name="experts.3.up")
+
+
+@pytest.mark.parametrize("name", ["fp16", "int4", "int4z", "int8-g32", "int8"])
+def test_weights_too_large_for_fp16_scales_are_refused(name: str) -> None:
+    weights = torch.full((16, 128), 1e30)
+    with pytest.raises(
+        ModelError, match=r"w has weights too large for .*, largest magnitude 1e\+30"
+    ):
+        pack(weights, find_format(name), name="w")
+
+
+@pytest.mark.parametrize("name", ["bf16", "mxfp4", "fp8"])
+def test_formats_with_wide_scales_hold_large_weights(name: str) -> None:
+    weights = draw_weights(16, 128) * 1e38
+    values = unpack(pack(weights, find_format(name)))
+    assert values.isfinite().all()
+    assert ((values - weights).double().norm() / weights.double().norm()) < 0.2
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e-7, 1e-8, 1e-30, 1e-41])
+@pytest.mark.parametrize("fmt", FORMATS, ids=by_name)
+def test_tiny_weights_lose_at_most_themselves_and_fp16s_step(
+    fmt: WeightFormat, scale: float
+) -> None:
+    weights = torch.randn(16, 128, generator=torch.Generator().manual_seed(3)) * scale
+    values = unpack(pack(weights, fmt))
+    step = 2.0**-24 * (128 if fmt.kind in ("int4", "int4z", "int8") else 1)
+    assert (
+        (values - weights).abs() <= torch.maximum(weights.abs().amax(), torch.tensor(step))
+    ).all()
+
+
+@pytest.mark.parametrize("name", ["int4", "int4z"])
+def test_all_codes_of_four_bits_are_used(name: str) -> None:
+    weights = torch.randn(64, 256, generator=torch.Generator().manual_seed(4))
+    nibbles = pack(weights, find_format(name)).data
+    assert torch.cat([nibbles & 15, nibbles >> 4]).unique().tolist() == list(range(16))
+
+
+def test_a_group_without_spread_keeps_its_value_with_zero_points() -> None:
+    weights = torch.full((16, 64), 0.375)
+    assert torch.equal(unpack(pack(weights, find_format("int4z"))), weights)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=by_name)
+def test_the_result_does_not_depend_on_the_chunks(
+    fmt: WeightFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = draw_weights(100, 130)
+    whole = unpack(pack(weights, fmt))
+    monkeypatch.setattr("tandem.kernels.formats.packed.CHUNK_WEIGHTS", 1)
+    assert torch.equal(unpack(pack(weights, fmt)), whole)
