@@ -1,0 +1,85 @@
+"""The words of docs/policies.md; the numbers come from `report.py`."""
+
+INTRODUCTION = """
+# Policies, measured on real routing
+
+Written by `python -m benchmarks.policy.report`; do not edit by hand. Times of plans on this
+machine: `python -m benchmarks.policy.plan_time`. One case: `tandem simulate TRACE --json`.
+
+Traces: DeepSeek-V2-Lite (26 MoE layers, top-6 of 64) and gpt-oss-20b (24 layers, top-4 of 32), see
+data/traces/README.md. All numbers here are of the odd sequences, from a cold start; tables are
+learned online. How clean that split is: the constants of `successor` and `foresight` were fitted on
+the even sequences, but their variants were compared on both halves. The rules of the planner (one
+copy on an idle link, the price of link time, token-weighted counts, no staging) were chosen while
+looking at runs over whole traces. So speeds and the prefetch row are not held out in the strict
+sense; traces of other models are the test.
+Machines are simulated on three lanes with the profiles in src/tandem/sim/profiles, whose sources
+stand in them. They are literature, not measurements: ratios mean more than absolutes.
+"""
+
+SECTIONS = {
+    "assignment": """
+## Assignment against the optimum
+
+Half the experts resident, `dali-testbed`. Time of the policy's answer under equations 3 to 9 over
+the exact optimum (a Pareto frontier with a linear-relaxation bound; above 64 active experts that
+bound itself). `balanced` here minimises the equations; by default it minimises the pipeline that an
+executor really runs, where copies overlap with computation, and such plans are by the equations'
+own, pessimistic sum above their optimum (second row of the first table), but were 2 to 13 %
+faster on the three lanes at batch 8 to 32 in runs during development (four profiles). `--costs
+equations` executes the former; a simulation reports both. 0.00 % rests on profiles whose GPU time
+hardly depends on the token count below 32 tokens; there the search equals brute force in a
+property test.
+""",
+    "eviction": """
+## Eviction: hit rate, and the share of the gap from LRU to Belady that is closed
+
+Every token is a decode step, sequences side by side, the link free, no prefetch, equal total slots
+(ours gives two of them to the ring). Belady may bypass: it bounds every policy with admission.
+DALI's window loses to LRU at batch 1, where counts of a window of four tokens say little. It wins at
+batch 8 on both traces, at batch 32 on DeepSeek-V2-Lite only.
+""",
+    "prediction": """
+## Prediction
+
+Batch 1, experts of the next layer foreseen when the layer above is known, after 1,000 tokens of
+learning. `foresight` is one regression over transitions, the step before and the token. A dash:
+the trace lacks what the predictor needs (router inputs, token ids, a recurring distance).
+""",
+    "speed": """
+## Speed against LRU with insertion on every miss, and what prefetch adds
+
+Decode tokens per second on the virtual clock, the link charged for every copy; assignment is
+`balanced` in all columns.
+""",
+    "systems": """
+## The systems at equal GPU memory, DALI's testbed
+
+One fifth of the sequences is held out and gives popularity to Fiddler; HybriMoE, DALI and Tandem
+start with random experts, as in DALI's paper.
+The traces carry no router inputs, so DALI's residual and HybriMoE's gate look-ahead have nothing
+to look at: both run without prefetch here. HybriMoE is the paper's schedule with this machine's
+true costs; the released code decides by constants.
+""",
+}
+
+NEGATIVE_RESULTS = """
+## What did not work
+
+- Slots set aside for prefetched experts cost more hits than prefetch brings: up to -2 % speed on
+  gpt-oss-20b at two copies ahead. A copy ahead now takes the slot of a resident that is less likely
+  to be used.
+- Prefetch is worth little where the CPU computes misses: -0.01 to +0.8 % here. With staging slots
+  it was at most +1.8 %, and up to 2 % slower elsewhere. On slow links it is hardly ever issued.
+- Allowing background copies only within the window before the next layer starves slow links
+  (laptop, batch 1: 55 instead of 71 tok/s); one copy is now always allowed on an idle link.
+- Insertion on every miss saturates the link at batch 8: LRU runs at .46 to .66 of our speed there.
+- Single decayed counts (.97) are below LRU at batch 1 and 25 % on DeepSeek-V2-Lite.
+- Against HybriMoE's schedule with true costs and no background copies, 1.5 x is not reached, and on
+  DeepSeek-V2-Lite at batch 32 ours is 3 % slower. Not explained yet; with empty caches over longer
+  runs (7,000 tokens, whole trace) ours was 2 % ahead in the same cell.
+- Starting from the popularity of other requests did not help: 844 tok/s in that cell, 870 after
+  changing to random experts and to token-weighted counts (two changes, not separated).
+- By the equations' own count, plans for the pipeline are above their optimum (see above): the two
+  objectives differ, so both are reported.
+"""

@@ -1,0 +1,67 @@
+"""Pair newcomers with victims: the loop that every eviction policy shares."""
+
+from collections.abc import Container, Iterator, Sequence
+
+from tandem.policy.eviction.policy import Eviction
+from tandem.policy.residency import NOWHERE, READY, Residency
+
+
+class Admission:
+    """Finds who leaves for whom in one layer's set; changes nothing itself."""
+
+    def __init__(self, residency: Residency, eviction: Eviction) -> None:
+        """Read slots from `residency` and worths from `eviction`."""
+        self._residency = residency
+        self._eviction = eviction
+
+    def pairs(
+        self, set_id: int, wanted: Sequence[int], in_use: Container[int]
+    ) -> Iterator[tuple[int, int]]:
+        """Yield (newcomer, victim) keys, best newcomer first; victim NOWHERE for a free slot.
+
+        Never names a victim that is in use or whose copy is under way. The caller carries each
+        pair out before it asks for the next.
+        """
+        residency, eviction = self._residency, self._eviction
+        free = residency.free[set_id]
+        place = 0
+        while place < len(wanted) and free:
+            yield wanted[place], NOWHERE
+            place += 1
+        if place == len(wanted):
+            return
+        state = residency.state
+        members = residency.members[set_id]
+        evictable = [key for key in members if state[key] == READY and key not in in_use]
+        if not evictable:
+            return
+        worths = eviction.worth(evictable)
+        newcomers = eviction.worth(wanted[place:])
+        if len(newcomers) == 1:
+            least = min(worths)
+            ranked = [(least, evictable[worths.index(least)])]
+        else:
+            ranked = sorted(zip(worths, evictable, strict=True))
+        for key, newcomer, (victim_worth, victim) in zip(
+            wanted[place:], newcomers, ranked, strict=False
+        ):
+            if not eviction.admits(newcomer, victim_worth):
+                return
+            yield key, victim
+
+    def least_pairs(
+        self, set_id: int, wanted: Sequence[int], in_use: Container[int]
+    ) -> Iterator[tuple[int, int]]:
+        """Yield newcomers, in order, with the residents of least worth; asks for no admission."""
+        residency = self._residency
+        free = len(residency.free[set_id])
+        for key in wanted[:free]:
+            yield key, NOWHERE
+        if len(wanted) <= free:
+            return
+        state, members = residency.state, residency.members[set_id]
+        evictable = [key for key in members if state[key] == READY and key not in in_use]
+        worths = self._eviction.worth(evictable)
+        ranked = sorted(zip(worths, evictable, strict=True))
+        for key, (_, victim) in zip(wanted[free:], ranked, strict=False):
+            yield key, victim

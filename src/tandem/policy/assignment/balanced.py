@@ -1,0 +1,161 @@
+"""Tandem's own assignment: the best of all (fetches, spills) counts, with copies in a pipeline.
+
+Absent experts are ranked by CPU seconds, resident ones by CPU seconds per GPU second. The GPU
+fetches the first x absent ones and gives the last y resident ones to the CPU. Where GPU time does
+not depend on the token count (weights are read once), no other choice of x + y experts is better,
+so the best pair is the optimum; a pointer in y only moves forward as x grows, so it costs
+O(n log n). All-CPU is among the pairs: the answer is never worse.
+"""
+
+from bisect import insort
+from collections.abc import Sequence
+
+from tandem.policy.assignment.problem import LayerProblem, Split
+
+
+class Balanced:
+    """Weighs every number of fetches against every number of spills."""
+
+    def __init__(self, *, pipelined: bool = True) -> None:
+        """Minimise the pipeline's time, or the paper's equations 3 to 9."""
+        self.pipelined = pipelined
+
+    def assign(self, problem: LayerProblem) -> Split:
+        """Return the best split; ties fetch the expert that the cache values more."""
+        wait, cpu, worth = problem.wait, problem.cpu, problem.worth
+        absent = [i for i in range(len(wait)) if wait[i] < 0]
+        absent.sort(key=lambda i: (-cpu[i], -worth[i]))
+        resident = [i for i in range(len(wait)) if wait[i] >= 0]
+        if max(problem.tokens) == 1 and max(wait) <= 0.0:
+            return self._assign_equals(problem, absent, resident)
+        gpu_fetched, arrival = self._fetch_lanes(problem, absent)
+        by_ratio, held_left, floor = self._resident_lanes(problem, resident)
+        spilled = [0.0]
+        for i in by_ratio:
+            spilled.append(spilled[-1] + cpu[i])
+        fetch, spill, gpu_seconds, cpu_seconds = self._best_pair(
+            problem, [cpu[i] for i in absent], gpu_fetched, arrival, held_left, floor, spilled
+        )
+        experts = problem.experts
+        return Split(
+            [experts[i] for i in absent[:fetch]],
+            [experts[i] for i in by_ratio[:spill]],
+            gpu_seconds,
+            cpu_seconds,
+        )
+
+    def _assign_equals(
+        self, problem: LayerProblem, absent: Sequence[int], resident: Sequence[int]
+    ) -> Split:
+        """Return the best split of a decode step at batch 1: only numbers matter, no lists."""
+        cpu, gpu, link = problem.cpu[0], problem.gpu[0], problem.link
+        surcharge = problem.cpu_first if self.pipelined else 0.0
+        fetched = gpu if self.pipelined or gpu > link else link
+        best, best_seconds = (0, 0, 0.0, 0.0), float("inf")
+        arrived, spill, last = 0.0, 0, len(resident)
+        for fetch in range(min(len(absent), problem.max_fetches) + 1):
+            if fetch and self.pipelined:
+                arrived = max(arrived, problem.link_busy + fetch * link) + gpu
+            while True:
+                on_gpu = max((last - spill) * gpu + fetch * fetched, arrived)
+                count = len(absent) - fetch + spill
+                on_cpu = count * cpu + surcharge if count else 0.0
+                if max(on_gpu, on_cpu) < best_seconds:
+                    best, best_seconds = (fetch, spill, on_gpu, on_cpu), max(on_gpu, on_cpu)
+                if on_cpu >= on_gpu or spill == last:
+                    break
+                spill += 1
+            spill -= spill > 0
+        fetch, spill, on_gpu, on_cpu = best
+        experts = problem.experts
+        return Split(
+            [experts[i] for i in absent[:fetch]],
+            [experts[i] for i in resident[:spill]],
+            on_gpu,
+            on_cpu,
+        )
+
+    def _resident_lanes(
+        self, problem: LayerProblem, resident: Sequence[int]
+    ) -> tuple[list[int], list[float], list[float]]:
+        """Return residents, first spilled first; by spills: GPU seconds left, end of arrivals."""
+        wait, cpu, gpu = problem.wait, problem.cpu, problem.gpu
+        held = {i: gpu[i] if gpu[i] > wait[i] else wait[i] for i in resident}
+        order = sorted(resident, key=lambda i: cpu[i] / held[i] if held[i] else 1e99)
+        left, floor = [0.0], [0.0]
+        under_way: list[tuple[float, float]] = []  # (arrival, GPU seconds) of copies, by arrival
+        for i in reversed(order):
+            if not self.pipelined:
+                left.append(left[-1] + held[i])
+                floor.append(0.0)
+                continue
+            left.append(left[-1] + gpu[i])
+            if wait[i]:
+                insort(under_way, (wait[i], gpu[i]))
+                floor.append(_one_after_another(under_way))
+            else:
+                floor.append(floor[-1])
+        return order, left[::-1], floor[::-1]
+
+    def _fetch_lanes(
+        self, problem: LayerProblem, absent: Sequence[int]
+    ) -> tuple[list[float], list[float]]:
+        """Return by number of fetches: GPU seconds of the fetched, and when the last is done."""
+        limit = min(len(absent), problem.max_fetches)
+        gpu, link = problem.gpu, problem.link
+        total, done = [0.0], [0.0]
+        for count, i in enumerate(absent[:limit], 1):
+            seconds = gpu[i]
+            if self.pipelined:
+                arrived = problem.link_busy + count * link
+                done.append((arrived if arrived > done[-1] else done[-1]) + seconds)
+            else:
+                seconds = seconds if seconds > link else link
+                done.append(0.0)
+            total.append(total[-1] + seconds)
+        return total, done
+
+    def _best_pair(
+        self,
+        problem: LayerProblem,
+        cpu_absent: Sequence[float],
+        gpu_fetched: Sequence[float],
+        arrival: Sequence[float],
+        held_left: Sequence[float],
+        floor: Sequence[float],
+        spilled: Sequence[float],
+    ) -> tuple[int, int, float, float]:
+        """Return (fetches, spills, gpu, cpu seconds) with the least maximum of both lanes."""
+        surcharge = problem.cpu_first if self.pipelined else 0.0
+        last = len(held_left) - 1
+        left = sum(cpu_absent)
+        best, best_seconds = (0, last, 0.0, left + spilled[last] + surcharge), float("inf")
+        spill = 0
+        for fetch, total in enumerate(gpu_fetched):
+            if fetch:
+                left -= cpu_absent[fetch - 1]
+            if fetch == len(cpu_absent):
+                left = 0.0
+            while True:
+                gpu = max(max(held_left[spill], floor[spill]) + total, arrival[fetch])
+                on_cpu = spill or fetch < len(cpu_absent)
+                cpu = left + spilled[spill] + surcharge if on_cpu else 0.0
+                seconds = gpu if gpu > cpu else cpu
+                if seconds < best_seconds:
+                    best, best_seconds = (fetch, spill, gpu, cpu), seconds
+                if cpu >= gpu or spill == last:
+                    break
+                spill += 1
+            if spill:
+                spill -= 1
+            if gpu_fetched[fetch] >= best_seconds or arrival[fetch] >= best_seconds:
+                break
+        return best
+
+
+def _one_after_another(arrivals: Sequence[tuple[float, float]]) -> float:
+    """Return when experts that arrive at these times are done, if the GPU has nothing else."""
+    done = 0.0
+    for arrival, seconds in arrivals:
+        done = (arrival if arrival > done else done) + seconds
+    return done

@@ -1,0 +1,125 @@
+"""One layer's assignment problem, its answers, and what an answer costs.
+
+Two cost models stand side by side. `equation_seconds` is DALI's program (equations 3 to 9): lanes
+are sums, a fetched expert takes max(transfer, computation). `pipeline_seconds` is what an executor
+does: copies run one after another beside the GPU's computation, and the first expert on the CPU
+costs a surcharge.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+
+class LayerProblem(NamedTuple):
+    """Active experts of one layer with their times; all sequences run parallel to `experts`."""
+
+    layer: int
+    experts: Sequence[int]
+    tokens: Sequence[int]
+    cpu: Sequence[float]  # CPU seconds
+    gpu: Sequence[float]  # GPU seconds, computation only
+    wait: Sequence[float]  # seconds until the weights are on the GPU: 0 ready; negative: absent
+    worth: Sequence[float]  # how much the cache wants the expert; breaks ties among fetches
+    cpu_first: float  # surcharge of the first CPU expert
+    link: float  # seconds to copy one expert
+    link_busy: float  # seconds until the link can start a new copy
+    max_fetches: int  # equation 9: how many absent experts may be brought in
+
+
+class Split(NamedTuple):
+    """An answer: absent experts to fetch, in copy order, and resident ones that the CPU computes.
+
+    All other resident experts run on the GPU, all other absent ones on the CPU. The seconds are by
+    the cost model of the policy that answers.
+    """
+
+    fetch: Sequence[int]
+    spill: Sequence[int]
+    gpu_seconds: float
+    cpu_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """Return when both lanes are done."""
+        return max(self.gpu_seconds, self.cpu_seconds)
+
+
+class Assignment(Protocol):
+    """Decides who computes each active expert of a layer; deterministic, keeps no state."""
+
+    pipelined: bool  # which cost model it minimises
+
+    def assign(self, problem: LayerProblem) -> Split:
+        """Return the split; fetches at most `max_fetches` absent experts, each once."""
+        ...
+
+
+def equation_gpu(problem: LayerProblem) -> list[float]:
+    """Return t_gpu of equations 5 and 6: a copy under way counts what remains of it."""
+    link = problem.link
+    return [
+        gpu if wait == 0 else max(link if wait < 0 else wait, gpu)
+        for gpu, wait in zip(problem.gpu, problem.wait, strict=True)
+    ]
+
+
+Lanes = tuple[list[int], list[int], list[int]]
+
+
+def lanes_of(problem: LayerProblem, fetch: Sequence[int], spill: Sequence[int]) -> Lanes:
+    """Return the positions of residents on the GPU, fetches in order, and experts on the CPU."""
+    place = {expert: i for i, expert in enumerate(problem.experts)}
+    fetched = [place[expert] for expert in fetch]
+    moved = {*fetched, *(place[expert] for expert in spill)}
+    on_gpu = [i for i, wait in enumerate(problem.wait) if wait >= 0 and i not in moved]
+    taken = {*on_gpu, *fetched}
+    return on_gpu, fetched, [i for i in range(len(problem.experts)) if i not in taken]
+
+
+def equation_seconds(
+    problem: LayerProblem, fetch: Sequence[int], spill: Sequence[int]
+) -> tuple[float, float]:
+    """Return (T_gpu, T_cpu) of equations 4 to 6."""
+    on_gpu, fetched, on_cpu = lanes_of(problem, fetch, spill)
+    gpu = equation_gpu(problem)
+    return sum(gpu[i] for i in on_gpu + fetched), sum(problem.cpu[i] for i in on_cpu)
+
+
+def pipeline_seconds(
+    problem: LayerProblem, fetch: Sequence[int], spill: Sequence[int]
+) -> tuple[float, float]:
+    """Return when the GPU and the CPU are done if copies overlap with computation."""
+    on_gpu, fetched, on_cpu = lanes_of(problem, fetch, spill)
+    wait, gpu = problem.wait, problem.gpu
+    done = sum(gpu[i] for i in on_gpu if wait[i] == 0)
+    for i in sorted((i for i in on_gpu if wait[i] > 0), key=wait.__getitem__):
+        done = max(done, wait[i]) + gpu[i]
+    arrival = problem.link_busy
+    for i in fetched:
+        arrival += problem.link
+        done = max(done, arrival) + gpu[i]
+    cpu = sum(problem.cpu[i] for i in on_cpu)
+    return done, (cpu + problem.cpu_first if on_cpu else 0.0)
+
+
+def priced(
+    problem: LayerProblem, fetch: Sequence[int], spill: Sequence[int], *, pipelined: bool
+) -> Split:
+    """Return the split with its times under one of the two cost models."""
+    seconds = pipeline_seconds if pipelined else equation_seconds
+    return Split(fetch, spill, *seconds(problem, fetch, spill))
+
+
+def all_on_cpu(problem: LayerProblem, *, pipelined: bool) -> Split:
+    """Return the split that leaves everything to the CPU."""
+    resident = [e for e, wait in zip(problem.experts, problem.wait, strict=True) if wait >= 0]
+    cpu = sum(problem.cpu) + (problem.cpu_first if pipelined else 0.0)
+    return Split((), resident, 0.0, cpu)
+
+
+def limit_fetches(problem: LayerProblem, on_gpu: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Turn positions wanted on the GPU into (fetch, spill); fetches over the limit are dropped."""
+    wanted = set(on_gpu)
+    fetch = [problem.experts[i] for i in on_gpu if problem.wait[i] < 0][: problem.max_fetches]
+    spill = [e for i, e in enumerate(problem.experts) if problem.wait[i] >= 0 and i not in wanted]
+    return fetch, spill

@@ -1,0 +1,199 @@
+"""What things cost on one machine: CPU, GPU and link seconds, measured elsewhere, read from JSON.
+
+Reading files is the caller's work: profiles arrive and leave as text. A `HardwareProfile` is one
+machine; its `ShapeCosts` hold the times of one model shape; `CostTable` is what planners index.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from tandem.core.errors import ConfigError, FileFormatError
+from tandem.core.registry import nearest_names
+
+PROFILE_FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ShapeCosts:
+    """Times of one model shape; the tables are read by linear interpolation between `tokens`."""
+
+    shape: str  # e.g. "qwen3-30b-a3b"
+    num_moe_layers: int
+    num_experts: int
+    top_k: int
+    expert_bytes: int  # packed, one expert
+    tokens: tuple[int, ...]  # the token counts for which the tables below have entries
+    cpu_seconds: tuple[float, ...]  # one expert, this many tokens
+    gpu_seconds: tuple[float, ...]
+    dense_seconds: tuple[float, ...]  # rest of one layer, on the GPU: attention, router, shared
+    cpu_first_expert_seconds: float  # on top, once per layer in which the CPU has any expert
+    link_seconds_per_expert: float
+
+    def __post_init__(self) -> None:
+        """Check every field; `ConfigError` names the field, what was found and what is expected."""
+        for name in ("num_moe_layers", "num_experts", "top_k", "expert_bytes"):
+            _require(name, getattr(self, name), "an integer of at least 1", _is_count)
+        if self.top_k > self.num_experts:
+            raise ConfigError(f"top_k is {self.top_k}; expected at most {self.num_experts}")
+        steps = list(self.tokens)
+        if not steps or steps[0] != 1 or any(a >= b for a, b in pairwise(steps)):
+            raise ConfigError(f"tokens is {steps}; expected growing counts that start at 1")
+        for name in ("cpu_seconds", "gpu_seconds", "dense_seconds"):
+            table = getattr(self, name)
+            if len(table) != len(steps):
+                raise ConfigError(f"{name} has {len(table)} entries; expected {len(steps)}")
+            for place, value in enumerate(table):
+                _require(f"{name}[{place}]", value, "a time of at least 0 seconds", _is_time)
+        _require("cpu_first_expert_seconds", self.cpu_first_expert_seconds, "at least 0", _is_time)
+        _require("link_seconds_per_expert", self.link_seconds_per_expert, "at least 0", _is_time)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HardwareProfile:
+    """One machine: its memories, how its lanes disturb each other, and times of model shapes."""
+
+    name: str
+    source: str  # where each number comes from
+    cpu: str
+    gpu: str
+    cpu_threads: int
+    gpu_memory_bytes: int
+    host_memory_bytes: int
+    link_bytes_per_second: float
+    cpu_slowdown_while_copying: float  # factor on CPU time while the link is busy, at least 1
+    link_slowdown_while_computing: float  # factor on copies while the CPU computes, at least 1
+    shapes: tuple[ShapeCosts, ...]
+    format: int = PROFILE_FORMAT
+
+    def __post_init__(self) -> None:
+        """Check every field; `ConfigError` names the field, what was found and what is expected."""
+        if self.format != PROFILE_FORMAT:
+            raise ConfigError(f"format is {self.format!r}; expected {PROFILE_FORMAT}")
+        for name in ("name", "source", "cpu", "gpu"):
+            _require(name, getattr(self, name), "a text", lambda value: isinstance(value, str))
+        for name in ("cpu_threads", "gpu_memory_bytes", "host_memory_bytes"):
+            _require(name, getattr(self, name), "an integer of at least 1", _is_count)
+        rate = self.link_bytes_per_second
+        if not _is_time(rate) or rate == 0:
+            raise ConfigError(f"link_bytes_per_second is {rate!r}; expected more than 0")
+        for name in ("cpu_slowdown_while_copying", "link_slowdown_while_computing"):
+            _require(name, getattr(self, name), "a factor of at least 1", _is_factor)
+        if not self.shapes:
+            raise ConfigError("shapes is empty; expected the costs of at least one model shape")
+
+    def shape(self, name: str) -> ShapeCosts:
+        """Return the costs of a model shape; `ConfigError` with the nearest names else."""
+        for costs in self.shapes:
+            if costs.shape == name:
+                return costs
+        known = [costs.shape for costs in self.shapes]
+        hint = nearest_names(name, known)
+        raise ConfigError(f"profile {self.name!r} has no costs for the shape {name!r}; {hint}")
+
+    def to_json(self) -> str:
+        """Write the profile as JSON text that `from_json` reads back to an equal profile."""
+        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, *, where: str) -> "HardwareProfile":
+        """Read a profile; `FileFormatError` names `where`, field, what was found and expected."""
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise FileFormatError(f"{where}: not JSON ({error}); expected a profile") from None
+        if not isinstance(values, dict):
+            found = type(values).__name__
+            raise FileFormatError(f"{where}: found a JSON {found}; expected an object")
+        shapes = values.get("shapes")
+        if not isinstance(shapes, list):
+            raise FileFormatError(f"{where}: shapes is {shapes!r}; expected a list of objects")
+        costs = tuple(
+            _build(ShapeCosts, shape, f"{where}: shapes[{i}]") for i, shape in enumerate(shapes)
+        )
+        profile = _build(cls, values | {"shapes": costs}, where)
+        assert isinstance(profile, cls)
+        return profile
+
+
+def _build(kind: Any, values: Any, where: str) -> Any:
+    if not isinstance(values, dict):
+        raise FileFormatError(f"{where}: found {values!r}; expected an object")
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    for key in values:
+        if key not in fields:
+            raise FileFormatError(f"{where}: unknown key {key!r}; {nearest_names(key, [*fields])}")
+    for name, field in fields.items():
+        if name not in values and field.default is dataclasses.MISSING:
+            raise FileFormatError(f"{where}: {name} is missing; expected it beside {[*values][:3]}")
+    plain = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    for name in ("tokens", "cpu_seconds", "gpu_seconds", "dense_seconds"):
+        if name in fields and not isinstance(plain[name], tuple):
+            raise FileFormatError(f"{where}: {name} is {plain[name]!r}; expected a list")
+    if "tokens" in fields and not all(map(_is_count, plain["tokens"])):
+        raise FileFormatError(f"{where}: tokens is {plain['tokens']!r}; expected integers >= 1")
+    try:
+        return kind(**plain)
+    except ConfigError as error:
+        raise FileFormatError(f"{where}: {error}") from None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_time(value: Any) -> bool:
+    return _is_number(value) and bool(value >= 0)
+
+
+def _is_factor(value: Any) -> bool:
+    return _is_number(value) and bool(value >= 1)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _require(name: str, value: object, expected: str, holds: Any) -> None:
+    if not holds(value):
+        raise ConfigError(f"{name} is {value!r}; expected {expected}")
+
+
+def interpolate(tokens: Sequence[int], seconds: Sequence[float], count: int) -> float:
+    """Read a table at a token count: linear between entries and beyond the last, 0 at 0 tokens."""
+    if count <= 0:
+        return 0.0
+    if len(tokens) == 1:
+        return seconds[0] * count
+    right = next((i for i, t in enumerate(tokens) if t >= count), len(tokens) - 1)
+    right = max(right, 1)
+    t0, t1 = tokens[right - 1], tokens[right]
+    s0, s1 = seconds[right - 1], seconds[right]
+    return max(0.0, s0 + (s1 - s0) * (count - t0) / (t1 - t0))
+
+
+class CostTable:
+    """A shape's times as lists indexed by token count, so that a planner only indexes."""
+
+    def __init__(self, costs: ShapeCosts, *, link_slowdown: float = 1.0) -> None:
+        """Expand the tables; copies are priced with `link_slowdown`, as they share the memory."""
+        self.costs = costs
+        self.cpu: list[float] = [0.0]
+        self.gpu: list[float] = [0.0]
+        self.cpu_first = costs.cpu_first_expert_seconds
+        self.link = costs.link_seconds_per_expert * link_slowdown
+        self.grow(64)
+
+    def grow(self, tokens: int) -> None:
+        """Make the lists reach to `tokens`."""
+        steps = self.costs.tokens
+        for count in range(len(self.cpu), tokens + 1):
+            self.cpu.append(interpolate(steps, self.costs.cpu_seconds, count))
+            self.gpu.append(interpolate(steps, self.costs.gpu_seconds, count))
+
+    def dense(self, tokens: int) -> float:
+        """Return the seconds of everything but the routed experts in one layer."""
+        return interpolate(self.costs.tokens, self.costs.dense_seconds, tokens)

@@ -1,0 +1,40 @@
+"""The question of the expert cache: what is an expert worth, and may a newcomer have a slot."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from tandem.policy.plan import LayerLoad
+
+
+class Eviction(Protocol):
+    """Ranks experts by what keeping them is worth. Experts are named by key (`Geometry.key`)."""
+
+    # Whether a miss that the CPU computes is copied for later: "always", "never", or "idle": if the
+    # link has time.
+    background: str
+
+    def begin_step(self, *, is_prefill: bool) -> None:
+        """Note that a new step starts."""
+        ...
+
+    def touch(self, load: LayerLoad) -> None:
+        """Learn what a layer uses now; called once per layer and step, before planning."""
+        ...
+
+    def candidates(
+        self, layer: int, misses: Sequence[int], slot_of: Sequence[int]
+    ) -> Sequence[int]:
+        """Return absent keys of the layer (slot_of < 0) that should enter, best first."""
+        ...
+
+    def worth(self, keys: Sequence[int]) -> list[float]:
+        """Return what keeping each expert is worth; the least is evicted first."""
+        ...
+
+    def admits(self, newcomer: float, victim: float) -> bool:
+        """Tell by their worths whether a newcomer may replace the victim."""
+        ...
+
+    def inserted(self, key: int) -> None:
+        """Learn that an expert has got a slot."""
+        ...

@@ -1,0 +1,37 @@
+"""Nothing ever moves: the cache keeps what it was started with."""
+
+from collections.abc import Sequence
+
+from tandem.policy.plan import Geometry, LayerLoad
+
+
+class Static:
+    """Admits nobody."""
+
+    background = "never"
+
+    def __init__(self, geometry: Geometry) -> None:
+        """Keep nothing."""
+
+    def begin_step(self, *, is_prefill: bool) -> None:
+        """Need nothing."""
+
+    def touch(self, load: LayerLoad) -> None:
+        """Need nothing."""
+
+    def candidates(
+        self, layer: int, misses: Sequence[int], slot_of: Sequence[int]
+    ) -> Sequence[int]:
+        """Return nobody."""
+        return ()
+
+    def worth(self, keys: Sequence[int]) -> list[float]:
+        """Return the same for all."""
+        return [0.0] * len(keys)
+
+    def admits(self, newcomer: float, victim: float) -> bool:
+        """Admit nobody."""
+        return False
+
+    def inserted(self, key: int) -> None:
+        """Need nothing."""

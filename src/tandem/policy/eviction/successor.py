@@ -1,0 +1,155 @@
+"""Tandem's own policy: keep the experts that soon follow those in use; learned online.
+
+What keeping expert e is worth: DISCOUNT**(d - 1) if e is used next in d steps, 0 beyond HORIZON
+steps; Belady's criterion made smooth. Each layer foresees it for all experts at once, as the sum
+of one row per expert that the layer used just now and one row per expert that the layer above
+used. HORIZON steps later the truth is known, and a part of the error is added to each row that
+had a share in it (the delta rule). Two decayed counts steady the sum. A miss is admitted only if
+it is worth more than the resident that would leave.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tandem.policy.lanes import ONE, Lanes
+from tandem.policy.plan import Geometry, LayerLoad
+from tandem.policy.regression import Regression, rate_shift, sum_rows
+
+# Fitted on every second sequence of the traces, reported on the others (docs/policies.md).
+HORIZON, DISCOUNT = 8, 0.8
+RATE = 0.06  # of the error, shared by the rows
+FAST_SHIFT, SLOW_SHIFT = 2, 4
+MAX_TOKENS = 64  # of one expert in one step that the counts look at
+FORESEEN_SHIFT = 3  # weight of the sum against each count: 8 to 1
+
+
+class _Foresight(NamedTuple):
+    """What a layer foresaw at one step, kept until the truth is known."""
+
+    experts: Sequence[int]
+    above: Sequence[int]
+    total: int
+    used: int
+
+
+class Successor:
+    """Ranks experts by their discounted next use."""
+
+    background = "idle"
+
+    def __init__(self, geometry: Geometry) -> None:
+        """Start with all experts equally likely."""
+        lanes = Lanes(geometry.num_experts)
+        self._lanes = lanes
+        self._num_experts = geometry.num_experts
+        self._tables = [_LayerTable(lanes, geometry, layer) for layer in range(geometry.num_layers)]
+        self._above: Sequence[int] = ()
+        self._is_prefill = False
+
+    def begin_step(self, *, is_prefill: bool) -> None:
+        """Note the phase; nothing is above the first layer."""
+        self._is_prefill = is_prefill
+        self._above = ()
+
+    def touch(self, load: LayerLoad) -> None:
+        """Learn from what the layer uses now; of a prompt, what its last token uses."""
+        experts: Sequence[int] = load.experts
+        if self._is_prefill and load.routes:
+            experts = load.routes[-1]
+        self._tables[load.layer].observe(experts, self._above, self._weighed(load))
+        self._above = experts
+
+    def _weighed(self, load: LayerLoad) -> int:
+        """Return the row of token counts: at larger batches a busy expert saves more CPU time."""
+        unit = self._lanes.unit
+        if max(load.tokens) == 1:
+            return self._lanes.used(load.experts)
+        pairs = zip(load.experts, load.tokens, strict=True)
+        return sum([unit[expert] * min(tokens, MAX_TOKENS) for expert, tokens in pairs])
+
+    def candidates(
+        self, layer: int, misses: Sequence[int], slot_of: Sequence[int]
+    ) -> Sequence[int]:
+        """Return the misses, the most promising first."""
+        if len(misses) < 2:
+            return misses
+        worth = dict(zip(misses, self.worth(misses), strict=True))
+        return sorted(misses, key=lambda key: (-worth[key], key))
+
+    def worth(self, keys: Sequence[int]) -> list[float]:
+        """Return the foreseen value; its scale is the same in all layers."""
+        if not keys:
+            return []
+        experts = self._num_experts
+        layer = keys[0] // experts
+        first = layer * experts
+        if first <= min(keys) <= max(keys) < first + experts:
+            values = self._tables[layer].values()
+            return [values[key - first] for key in keys]
+        return [self._tables[key // experts].values()[key % experts] for key in keys]
+
+    def admits(self, newcomer: float, victim: float) -> bool:
+        """Admit the better one."""
+        return newcomer > victim
+
+    def inserted(self, key: int) -> None:
+        """Need nothing."""
+
+
+class _LayerTable:
+    """The regression of one layer."""
+
+    def __init__(self, lanes: Lanes, geometry: Geometry, layer: int) -> None:
+        share = geometry.top_k / geometry.num_experts
+        prior = sum(share * ((1 - share) * DISCOUNT) ** step for step in range(HORIZON))
+        sources = 2 if layer else 1
+        self._lanes = lanes
+        self._regression = Regression(lanes)
+        row = self._regression.row(prior / (geometry.top_k * sources))
+        self._after = [row] * geometry.num_experts  # rows by expert used in this layer
+        self._below = [row] * geometry.num_experts  # rows by expert used in the layer above
+        self._target = [round(ONE * DISCOUNT**step) for step in range(HORIZON)]
+        self._past: deque[_Foresight] = deque()
+        self._fast = self._slow = lanes.filled(share)
+        self._values: memoryview | None = None
+
+    def observe(self, experts: Sequence[int], above: Sequence[int], weighed: int) -> None:
+        """Foresee from the experts in use; settle what was foreseen HORIZON steps ago."""
+        lanes = self._lanes
+        total = sum_rows(self._after, experts) + sum_rows(self._below, above)
+        used = lanes.used(experts)
+        past = self._past
+        past.append(_Foresight(experts, above, total, used))
+        if len(past) > HORIZON:
+            self._settle(past.popleft())
+        self._fast = lanes.moved(self._fast, weighed, FAST_SHIFT)
+        self._slow = lanes.moved(self._slow, weighed, SLOW_SHIFT)
+        self._values = None
+
+    def values(self) -> memoryview:
+        """Return by expert what was foreseen at the last observation, and the counts."""
+        if self._values is None:
+            total = num_rows = 0
+            if self._past:
+                last = self._past[-1]
+                total, num_rows = last.total, len(last.experts) + len(last.above)
+            foreseen = self._regression.shifted_sum(total, num_rows, FORESEEN_SHIFT)
+            self._values = self._lanes.read(foreseen + self._fast + self._slow)
+        return self._values
+
+    def _settle(self, foresight: _Foresight) -> None:
+        """Add a part of the error to each row that had a share in a foresight."""
+        num_rows = len(foresight.experts) + len(foresight.above)
+        shift = rate_shift(RATE, num_rows)
+        truth = seen = 0
+        for value, later in zip(self._target, self._past, strict=True):
+            seen_now = seen | later.used
+            truth += (seen_now ^ seen) * value
+            seen = seen_now
+        change = self._regression.change(truth, foresight.total, num_rows, shift)
+        after, below = self._after, self._below
+        for expert in foresight.experts:
+            after[expert] += change
+        for expert in foresight.above:
+            below[expert] += change

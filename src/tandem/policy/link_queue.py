@@ -1,0 +1,33 @@
+"""What the planner believes about the link: copies under way, served in order, one at a time."""
+
+
+class LinkQueue:
+    """Estimates when each copy ends; every completion that is reported corrects the estimate."""
+
+    def __init__(self, copy_seconds: float) -> None:
+        """Start idle; one copy takes `copy_seconds`."""
+        self.copy_seconds = copy_seconds
+        self.free_at = 0.0  # when all copies issued so far are expected to be done
+        self.pending: dict[int, int] = {}  # key -> number in the order of issue
+        self._issued = 0
+
+    def issue(self, key: int, now: float) -> None:
+        """Append a copy."""
+        start = self.free_at if self.free_at > now else now
+        self.free_at = start + self.copy_seconds
+        self.pending[key] = self._issued
+        self._issued += 1
+
+    def finish(self, key: int, now: float) -> None:
+        """Note that a copy has ended; the rest is expected to follow without a gap."""
+        del self.pending[key]
+        self.free_at = now + len(self.pending) * self.copy_seconds
+
+    def busy_seconds(self, now: float) -> float:
+        """Return how long the link still works on what it has."""
+        return self.free_at - now if self.free_at > now else 0.0
+
+    def remaining_seconds(self, key: int, now: float) -> float:
+        """Return how long until a pending copy ends; a little more than 0 if it should have."""
+        behind = self._issued - 1 - self.pending[key]
+        return max(self.free_at - behind * self.copy_seconds - now, 1e-9)

@@ -1,0 +1,75 @@
+"""The value objects between router, planner and executor: what a layer needs, and who does it.
+
+They are keyed by expert id, never by position. The whole interface of the planner is in this file.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tandem.core.ids import ExpertId
+
+
+class Geometry(NamedTuple):
+    """The numbers of a model that decisions depend on."""
+
+    num_layers: int  # MoE layers only
+    num_experts: int  # routed experts per layer
+    top_k: int
+
+    def key(self, layer: int, expert: int) -> int:
+        """Number all experts of the model through: the index of per-expert tables."""
+        return layer * self.num_experts + expert
+
+    def expert_id(self, key: int) -> ExpertId:
+        """Return the expert that a key numbers."""
+        return ExpertId(*divmod(key, self.num_experts))
+
+
+class LayerLoad(NamedTuple):
+    """The tokens that one step routed to the experts of one layer; active experts only."""
+
+    layer: int
+    experts: tuple[int, ...]  # ascending, each once
+    tokens: tuple[int, ...]  # of each expert, at least 1
+    weights: tuple[float, ...] = ()  # gate weights of each expert, summed over tokens; may be empty
+    routes: Sequence[Sequence[int]] = ()  # experts of each token of the step; may be empty
+
+
+class Hint(NamedTuple):
+    """Another layer's load as somebody foresees it before that layer's router has run."""
+
+    source: str  # "gate" (the next router on this hidden state) or "residual" (DALI's correction)
+    load: LayerLoad
+
+
+class Copy(NamedTuple):
+    """One expert's weights on their way into a slot; the slot's old content is gone at once."""
+
+    layer: int
+    expert: int
+    slot: int
+    evicts: ExpertId | None  # what was in the slot
+
+
+class LayerPlan(NamedTuple):
+    """Who computes each active expert of one layer, and what the link carries.
+
+    Active experts stand in exactly one of `gpu`, `arriving`, `fetch` and `cpu`. The link serves
+    copies in the order in which they are planned: `fetch`, then `insert`, then `prefetch`.
+    A slot that appears in two entries of `fetch` is overwritten once its first expert has run.
+    """
+
+    layer: int
+    gpu: tuple[int, ...]  # resident and ready: run at once
+    arriving: tuple[int, ...]  # resident, copy under way: run when it is there
+    fetch: tuple[Copy, ...]  # copy now, in this order, and run each when it is there
+    cpu: tuple[int, ...]  # run on the CPU
+    insert: tuple[Copy, ...]  # copy for later steps; not used by this layer's computation
+    prefetch: tuple[Copy, ...]  # copy for later layers
+    gpu_seconds: float  # expected, by the planner's own costs
+    cpu_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """Return the expected time of the layer's experts."""
+        return max(self.gpu_seconds, self.cpu_seconds)

@@ -1,0 +1,52 @@
+"""The question ahead: how much will a layer want each of its experts, before its router has run."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from tandem.policy.plan import Hint, LayerLoad
+
+CHANCE_BINS = 16
+
+
+class Forecast(NamedTuple):
+    """Expected tokens of each expert of a layer: (scores[expert] - base) * scale."""
+
+    scores: Sequence[float]
+    base: float
+    scale: float
+    frequencies: Sequence[float] | None = None  # how often such an expectation came true, by bin
+
+    def chance(self, score: float) -> float:
+        """Return the probability that an expert of this score is active."""
+        expected = (score - self.base) * self.scale
+        if self.frequencies is None:
+            return min(1.0, expected)
+        return self.frequencies[min(CHANCE_BINS - 1, max(0, int(expected * CHANCE_BINS)))]
+
+    def least_score(self, chance: float) -> float:
+        """Return a score below which no expert has more than this chance."""
+        expected = chance
+        if self.frequencies is not None:
+            likely = [place for place, true in enumerate(self.frequencies) if true > chance]
+            expected = likely[0] / CHANCE_BINS if likely else float("inf")
+        return self.base + expected / self.scale
+
+
+class Prediction(Protocol):
+    """Foresees loads; learns from every load it observes."""
+
+    def begin_step(self, token_ids: Sequence[int]) -> None:
+        """Note the tokens of a new step; empty if they are unknown."""
+        ...
+
+    def hint(self, hint: Hint) -> None:
+        """Take what the engine computed about a layer to come."""
+        ...
+
+    def observe(self, load: LayerLoad) -> None:
+        """Learn what a layer really wanted; layers come in order within a step."""
+        ...
+
+    def predict(self, layer: int) -> Forecast | None:
+        """Return the forecast of a layer that this step has not reached; None if there is none."""
+        ...

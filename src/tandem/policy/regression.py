@@ -1,0 +1,66 @@
+"""Online linear regression for all experts of a layer at once: foreseen = sum of active rows.
+
+What happened says which rows are active: each expert in use has a row, each token may have one.
+When the truth is known, each active row is moved by a part of the error (the delta rule). Rows are
+lanes (see `lanes`); offsets keep lanes above 0: values stay within +-16, errors within +-256.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from tandem.policy.lanes import ONE, Lanes
+
+ROW_OFFSET = 1 << 20  # in every lane of a row
+SUM_OFFSET = 1 << 23  # in every lane that `read` returns
+ERROR_OFFSET = 1 << 24
+
+
+class Regression:
+    """The arithmetic; the tables of rows belong to the caller."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        """Use the lanes of one number of experts."""
+        self._lanes = lanes
+        self._sum_bias: dict[int, int] = {}  # by number of rows: what turns their sum into values
+        self._error_bias: dict[tuple[int, int], tuple[int, int]] = {}  # by rows and shift
+
+    def row(self, value: float) -> int:
+        """Return a row that adds `value` to every expert."""
+        return self._lanes.ones * (ROW_OFFSET + round(ONE * value))
+
+    def shifted_sum(self, total: int, num_rows: int, shift: int) -> int:
+        """Return 2**shift times the sum of `num_rows` rows, each lane plus SUM_OFFSET << shift."""
+        bias = self._sum_bias.get(num_rows)
+        if bias is None:
+            bias = self._lanes.ones * (SUM_OFFSET - num_rows * ROW_OFFSET)
+            self._sum_bias[num_rows] = bias
+        return (total + bias) << shift
+
+    def read(self, total: int, num_rows: int) -> memoryview:
+        """Return by expert ONE times the foreseen value, plus SUM_OFFSET."""
+        return self._lanes.read(self.shifted_sum(total, num_rows, 0))
+
+    def change(self, truth: int, total: int, num_rows: int, shift: int) -> int:
+        """Return what to add to each of the rows: (truth - foreseen) / 2**shift, rounded."""
+        biases = self._error_bias.get((num_rows, shift))
+        if biases is None:
+            half = 1 << shift >> 1
+            before = self._lanes.ones * (num_rows * ROW_OFFSET + ERROR_OFFSET + half)
+            biases = before, self._lanes.ones * (ERROR_OFFSET >> shift)
+            self._error_bias[num_rows, shift] = biases
+        before, after = biases
+        return self._lanes.shifted(truth + before - total, shift) - after
+
+
+@lru_cache(maxsize=4096)
+def rate_shift(rate: float, num_rows: int) -> int:
+    """Return the power of two nearest to rate / num_rows, as a shift."""
+    shift = 0
+    while 1 << shift < num_rows / (1.4 * rate):
+        shift += 1
+    return min(shift, 16)
+
+
+def sum_rows(table: Sequence[int], places: Sequence[int]) -> int:
+    """Return the sum of the rows at these places."""
+    return sum([table[place] for place in places])

@@ -1,0 +1,104 @@
+"""Which expert sits in which GPU slot: tags, states and sets. Bookkeeping only, no decisions.
+
+Slots are equal and numbered through. A *set* is a number of slots that a group of layers shares:
+one set per layer is paper 2's set-associative cache (layer = index, slots = ways) and DALI's
+per-layer cache; one set for all layers is a single pool. One more set, `staging`, holds experts
+that are copied for one use or ahead of it. Slots change sets by `adopt`; a set's size is constant.
+"""
+
+from collections.abc import Sequence
+
+from tandem.core.errors import ConfigError
+from tandem.policy.plan import Geometry
+
+EMPTY, COPYING, READY = 0, 1, 2
+NOWHERE = -1
+
+
+def sets_by_layer(num_slots: int, num_layers: int) -> list[int]:
+    """Share slots over layers as evenly as possible; earlier layers take the remainder."""
+    ways, more = divmod(num_slots, num_layers)
+    return [ways + (layer < more) for layer in range(num_layers)]
+
+
+class Residency:
+    """Slots of the expert cache, addressed by expert key (see `Geometry.key`)."""
+
+    def __init__(self, geometry: Geometry, set_sizes: Sequence[int], staging_slots: int) -> None:
+        """Make one set per entry of `set_sizes` (one per layer, or a single one), all empty."""
+        if len(set_sizes) not in (1, geometry.num_layers):
+            raise ConfigError(
+                f"{len(set_sizes)} cache sets for {geometry.num_layers} layers; "
+                "expected one set per layer or a single one"
+            )
+        self.geometry = geometry
+        self.num_sets = len(set_sizes)
+        self.staging = self.num_sets
+        self.capacity = [*set_sizes, staging_slots]
+        self.num_slots = sum(self.capacity)
+        num_keys = geometry.num_layers * geometry.num_experts
+        self.slot_of = [NOWHERE] * num_keys
+        self.state = bytearray(num_keys)
+        self.set_of_key = bytearray(num_keys) if self.num_sets < 255 else [0] * num_keys
+        self.key_in = [NOWHERE] * self.num_slots
+        self.members: list[list[int]] = [[] for _ in self.capacity]
+        self.free: list[list[int]] = []
+        first = 0
+        for size in self.capacity:
+            self.free.append(list(range(first + size - 1, first - 1, -1)))
+            first += size
+
+    def set_of(self, layer: int) -> int:
+        """Return the set in which a layer's experts live."""
+        return layer if self.num_sets > 1 else 0
+
+    def insert(self, key: int, set_id: int) -> int:
+        """Give a free slot of the set to an absent expert, state copying; returns the slot."""
+        assert self.slot_of[key] == NOWHERE, f"expert {key} is resident"
+        slot = self.free[set_id].pop()
+        self.slot_of[key] = slot
+        self.state[key] = COPYING
+        self.key_in[slot] = key
+        self.set_of_key[key] = set_id
+        self.members[set_id].append(key)
+        return slot
+
+    def remove(self, key: int) -> int:
+        """Free the slot of an expert that is ready; returns the slot."""
+        assert self.state[key] == READY, f"expert {key} is not ready: state {self.state[key]}"
+        set_id = self.set_of_key[key]
+        slot = self.slot_of[key]
+        self.slot_of[key] = NOWHERE
+        self.state[key] = EMPTY
+        self.key_in[slot] = NOWHERE
+        self.members[set_id].remove(key)
+        self.free[set_id].append(slot)
+        return slot
+
+    def adopt(self, key: int, set_id: int) -> None:
+        """Move a staged expert into a set with a free slot, without a copy: slots trade places."""
+        assert self.set_of_key[key] == self.staging, f"expert {key} is not staged"
+        spare = self.free[set_id].pop()
+        self.free[self.staging].append(spare)
+        self.members[self.staging].remove(key)
+        self.members[set_id].append(key)
+        self.set_of_key[key] = set_id
+
+    def finish(self, key: int) -> None:
+        """Mark an expert's copy as complete."""
+        assert self.state[key] == COPYING, f"expert {key} is not being copied"
+        self.state[key] = READY
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless all tables agree with each other."""
+        for set_id, members in enumerate(self.members):
+            assert len(members) + len(self.free[set_id]) == self.capacity[set_id]
+            for key in members:
+                assert self.key_in[self.slot_of[key]] == key
+                assert self.set_of_key[key] == set_id
+                assert self.state[key] != EMPTY
+        resident = [key for key, slot in enumerate(self.slot_of) if slot != NOWHERE]
+        assert len(resident) == sum(map(len, self.members))
+        free = [slot for slots in self.free for slot in slots]
+        used = [self.slot_of[key] for key in resident]
+        assert sorted(free + used) == list(range(self.num_slots))

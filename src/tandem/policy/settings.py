@@ -1,0 +1,106 @@
+"""A planner by names: which policies, how many slots, how they are shared. Wires a `Planner`."""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from tandem.core.errors import ConfigError
+from tandem.policy.assignment import ASSIGNMENTS
+from tandem.policy.cost import CostTable
+from tandem.policy.eviction import EVICTIONS
+from tandem.policy.plan import Geometry
+from tandem.policy.planner import UNLIMITED, Planner
+from tandem.policy.prediction import PREDICTIONS
+from tandem.policy.prefetch import PREFETCHES
+from tandem.policy.residency import Residency, sets_by_layer
+
+RING_SLOTS = 2  # double buffer for experts that are fetched for one use
+POOLS = ("by-layer", "shared")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PlannerSettings:
+    """Everything that makes a planner, except the model and the machine."""
+
+    assignment: str = "balanced"
+    eviction: str = "successor"
+    prediction: str = "none"
+    prefetch: str = "pays"
+    prefetch_count: int = 0  # experts copied ahead per layer, at most
+    pool: str = "by-layer"
+    max_fetches: int = UNLIMITED
+    never_worse_than_cpu: bool = True
+    assignment_options: tuple[tuple[str, Any], ...] = ()
+    eviction_options: tuple[tuple[str, Any], ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check the names; `ConfigError` names the nearest ones."""
+        ASSIGNMENTS.factory(self.assignment)
+        EVICTIONS.factory(self.eviction)
+        PREDICTIONS.factory(self.prediction)
+        PREFETCHES.factory(self.prefetch)
+        if self.pool not in POOLS:
+            raise ConfigError(f"pool is {self.pool!r}; expected one of {', '.join(POOLS)}")
+        if self.prefetch_count < 0:
+            raise ConfigError(f"prefetch_count is {self.prefetch_count}; expected at least 0")
+
+    def set_sizes(self, geometry: Geometry, num_slots: int) -> list[int]:
+        """Return the sizes of the cache's sets; ring and staging slots are taken off first."""
+        cached = num_slots - self.extra_slots(num_slots)
+        return [cached] if self.pool == "shared" else sets_by_layer(cached, geometry.num_layers)
+
+    def whole_set_sizes(self, geometry: Geometry, num_slots: int) -> list[int]:
+        """Return the sizes of the cache's sets if every slot belonged to them."""
+        if self.pool == "shared":
+            return [num_slots]
+        return sets_by_layer(num_slots, geometry.num_layers)
+
+    def staging_slots(self, num_slots: int) -> int:
+        """Return the slots for copies ahead: for the layer that runs and for the one to come."""
+        if self.prefetch != "top-k":
+            return 0
+        return min(2 * self.prefetch_count, num_slots // 4)
+
+    def ring_slots(self, num_slots: int) -> int:
+        """Return the slots for experts that are fetched for one use."""
+        return min(RING_SLOTS, num_slots // 4)
+
+    def extra_slots(self, num_slots: int) -> int:
+        """Return the slots that are no part of the cache proper."""
+        return self.staging_slots(num_slots) + self.ring_slots(num_slots)
+
+
+def make_planner(
+    settings: PlannerSettings,
+    geometry: Geometry,
+    costs: CostTable,
+    num_slots: int,
+    *,
+    resident: Iterable[int] = (),
+    copy_price_seconds: float = 0.0,
+) -> Planner:
+    """Build a planner for `num_slots` equal slots; `resident` are the keys that are there at once.
+
+    Slots 0 .. num_slots - 1: the cache's sets, then staging, then the ring.
+    """
+    sizes = settings.set_sizes(geometry, num_slots)
+    staging = settings.staging_slots(num_slots)
+    residency = Residency(geometry, sizes, staging)
+    planner = Planner(
+        geometry,
+        costs,
+        residency,
+        assignment=ASSIGNMENTS.factory(settings.assignment)(**dict(settings.assignment_options)),
+        eviction=EVICTIONS.factory(settings.eviction)(geometry, **dict(settings.eviction_options)),
+        prediction=PREDICTIONS.factory(settings.prediction)(geometry),
+        prefetch=PREFETCHES.factory(settings.prefetch)(count=settings.prefetch_count),
+        ring_slots=range(residency.num_slots, num_slots),
+        max_fetches=settings.max_fetches,
+        never_worse_than_cpu=settings.never_worse_than_cpu,
+        can_prefetch=settings.prefetch_count > 0 and settings.prediction != "none",
+        copy_price_seconds=copy_price_seconds,
+    )
+    for key in resident:
+        residency.insert(key, residency.set_of(key // geometry.num_experts))
+        residency.finish(key)
+    return planner

@@ -1,0 +1,154 @@
+"""Cache policies by themselves: demand residency of every token, with a link that costs nothing.
+
+Every token is one decode step (prompts too), sequences run side by side, there is no prefetch, and
+every admitted miss is ready at the next step. A hit is an active expert that is resident when its
+layer is reached. So measured, policies compare with Belady's bound at equal sets and slots.
+"""
+
+import heapq
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tandem.policy.admission import Admission
+from tandem.policy.eviction import Eviction
+from tandem.policy.plan import Geometry, LayerLoad
+from tandem.policy.residency import NOWHERE, Residency
+from tandem.sim.steps import LoadReader, replay_steps
+from tandem.trace import RoutingTrace
+
+NEVER = 1 << 60
+
+
+class Demand(Protocol):
+    """Receives every decision of a replay, for dumps."""
+
+    def __call__(
+        self, load: LayerLoad, hits: Sequence[int], changes: list[tuple[int, int]]
+    ) -> None:
+        """Take one layer's load, its hits and its (newcomer, victim or -1) keys."""
+        ...
+
+
+def demand_loads(trace: RoutingTrace, batch: int, limit: int) -> Iterator[list[LayerLoad]]:
+    """Yield the loads of every step until `limit` tokens are through."""
+    reader = LoadReader(trace)
+    tokens = 0
+    for step in replay_steps(trace, batch, prompt=0):
+        yield reader.loads(step)
+        tokens += len(step.tokens)
+        if tokens >= limit:
+            return
+
+
+def hit_rate(
+    steps: Iterator[list[LayerLoad]],
+    geometry: Geometry,
+    set_sizes: Sequence[int],
+    eviction: Eviction,
+    watch: Demand | None = None,
+) -> float:
+    """Return the share of active experts that are resident under an eviction policy."""
+    residency = Residency(geometry, set_sizes, 0)
+    admission = Admission(residency, eviction)
+    hits = demands = 0
+    for loads in steps:
+        eviction.begin_step(is_prefill=False)
+        for load in loads:
+            eviction.touch(load)
+            first = load.layer * geometry.num_experts
+            keys = [first + expert for expert in load.experts]
+            slot_of = residency.slot_of
+            misses = [key for key in keys if slot_of[key] == NOWHERE]
+            hits += len(keys) - len(misses)
+            demands += len(keys)
+            changes = _admit(residency, admission, eviction, load.layer, keys, misses)
+            if watch is not None:
+                missed = {key - first for key in misses}
+                watch(load, [e for e in load.experts if e not in missed], changes)
+    return hits / demands if demands else 0.0
+
+
+def _admit(
+    residency: Residency,
+    admission: Admission,
+    eviction: Eviction,
+    layer: int,
+    keys: Sequence[int],
+    misses: Sequence[int],
+) -> list[tuple[int, int]]:
+    wanted = eviction.candidates(layer, misses, residency.slot_of)
+    if not wanted:
+        return []
+    changes = []
+    set_id = residency.set_of(layer)
+    for key, victim in admission.pairs(set_id, wanted, set(keys)):
+        if victim != NOWHERE:
+            residency.remove(victim)
+        residency.insert(key, set_id)
+        eviction.inserted(key)
+        changes.append((key, victim))
+    for key, _ in changes:
+        residency.finish(key)
+    return changes
+
+
+def belady_hit_rate(
+    steps: Iterator[list[LayerLoad]], geometry: Geometry, set_sizes: Sequence[int]
+) -> float:
+    """Return the hit rate of Belady's policy with bypass: no demand-filled cache has a higher one.
+
+    After each layer the set keeps, of residents and active experts, those whose next use is
+    nearest; a miss whose own next use is farthest never enters.
+    """
+    order = [_layer_keys(loads, geometry) for loads in steps]
+    next_uses = _next_uses(order, geometry)
+    layer_sets = len(set_sizes) > 1
+    coming: list[int] = [NEVER] * (geometry.num_layers * geometry.num_experts)
+    resident = bytearray(len(coming))
+    held = [0] * len(set_sizes)
+    farthest: list[list[tuple[int, int]]] = [[] for _ in set_sizes]
+    hits = demands = 0
+    for layers, uses in zip(order, next_uses, strict=True):
+        for layer, (keys, next_use) in enumerate(zip(layers, uses, strict=True)):
+            set_id = layer if layer_sets else 0
+            heap = farthest[set_id]
+            demands += len(keys)
+            for key, use in zip(keys, next_use, strict=True):
+                if resident[key]:
+                    hits += 1
+                else:
+                    resident[key] = 1
+                    held[set_id] += 1
+                coming[key] = use
+                heapq.heappush(heap, (-use, key))
+            while held[set_id] > set_sizes[set_id]:
+                use, key = heapq.heappop(heap)
+                if resident[key] and coming[key] == -use:
+                    resident[key] = 0
+                    held[set_id] -= 1
+    return hits / demands if demands else 0.0
+
+
+def _layer_keys(loads: Sequence[LayerLoad], geometry: Geometry) -> list[list[int]]:
+    return [[load.layer * geometry.num_experts + e for e in load.experts] for load in loads]
+
+
+def _next_uses(order: Sequence[list[list[int]]], geometry: Geometry) -> list[list[list[int]]]:
+    """Return, beside every key, when it is used next: step by step, in a step layer by layer."""
+    upcoming: npt.NDArray[np.int64] = np.full(geometry.num_layers * geometry.num_experts, NEVER)
+    result: list[list[list[int]]] = []
+    for number in range(len(order) - 1, -1, -1):
+        layers = order[number]
+        keys = np.fromiter((key for row in layers for key in row), dtype=np.int64)
+        uses = upcoming[keys].tolist()
+        upcoming[keys] = number * geometry.num_layers + keys // geometry.num_experts
+        cut, rows = 0, []
+        for row in layers:
+            rows.append(uses[cut : cut + len(row)])
+            cut += len(row)
+        result.append(rows)
+    result.reverse()
+    return result

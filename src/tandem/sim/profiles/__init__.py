@@ -1,0 +1,56 @@
+"""Hardware profiles that come with Tandem, and profiles in files."""
+
+from importlib import resources
+from pathlib import Path
+
+from tandem.core.errors import ConfigError
+from tandem.core.registry import nearest_names
+from tandem.policy.cost import HardwareProfile, ShapeCosts
+from tandem.policy.plan import Geometry
+
+
+def profile_names() -> list[str]:
+    """Return the names of the built-in profiles."""
+    files = resources.files(__name__).iterdir()
+    return sorted(file.name[: -len(".json")] for file in files if file.name.endswith(".json"))
+
+
+def load_profile(name_or_path: str) -> HardwareProfile:
+    """Load a built-in profile by name or any profile by path (a name with a slash or .json)."""
+    if "/" in name_or_path or name_or_path.endswith(".json"):
+        path = Path(name_or_path)
+        if not path.is_file():
+            raise ConfigError(f"{path}: found no such file; expected a hardware profile (JSON)")
+        text = path.read_text(encoding="utf-8", errors="replace")
+        return HardwareProfile.from_json(text, where=str(path))
+    names = profile_names()
+    if name_or_path not in names:
+        hint = nearest_names(name_or_path, names)
+        raise ConfigError(f"unknown hardware {name_or_path!r}; {hint}; or give a profile's path")
+    text = resources.files(__name__).joinpath(f"{name_or_path}.json").read_text(encoding="utf-8")
+    return HardwareProfile.from_json(text, where=name_or_path)
+
+
+def save_profile(profile: HardwareProfile, path: str | Path) -> None:
+    """Write a profile; the file appears whole or not at all."""
+    partial = Path(f"{path}.partial")
+    partial.write_text(profile.to_json(), encoding="utf-8")
+    partial.replace(path)
+
+
+def shape_for(profile: HardwareProfile, model: str, geometry: Geometry) -> ShapeCosts:
+    """Return the costs of a traced model: by its name, else those of the most similar shape."""
+    wanted = model.lower().rsplit("/", 1)[-1]
+    for costs in profile.shapes:
+        if costs.shape in wanted or wanted in costs.shape:
+            return costs
+    return min(profile.shapes, key=lambda costs: _distance(costs, geometry))
+
+
+def _distance(costs: ShapeCosts, geometry: Geometry) -> tuple[int, int, int]:
+    """Return how unlike a shape is: experts first, then top-k, then layers."""
+    return (
+        abs(costs.num_experts - geometry.num_experts),
+        abs(costs.top_k - geometry.top_k),
+        abs(costs.num_moe_layers - geometry.num_layers),
+    )

@@ -1,0 +1,219 @@
+"""Replay a routing trace through a planner on a virtual clock, and add up what happened."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable
+from statistics import median
+from typing import NamedTuple
+
+from tandem.policy.assignment import ASSIGNMENTS
+from tandem.policy.assignment.problem import LayerProblem, Split, equation_seconds
+from tandem.policy.cost import CostTable, HardwareProfile, ShapeCosts
+from tandem.policy.plan import LayerLoad, LayerPlan
+from tandem.policy.settings import PlannerSettings, make_planner
+from tandem.sim.exact import optimal_seconds
+from tandem.sim.steps import LoadReader, Step, replay_steps
+from tandem.sim.timeline import Timeline
+from tandem.trace import RoutingTrace
+
+
+class Compared(NamedTuple):
+    """One layer's problem, the policy's answer under equations 3 to 9, and what is optimal."""
+
+    problem: LayerProblem
+    split: Split
+    optimal_seconds: float | None  # None where it was not computed
+
+
+Watch = Callable[[int, LayerLoad, LayerPlan, Compared, float], None]
+# Every so many-th layer is compared with the exact optimum; prime, so that all layers take turns.
+COMPARE_EVERY = 31
+# A second of the link is worth so much of a second of computation: others may want it.
+LINK_SHARE = 0.15
+
+
+@dataclasses.dataclass(slots=True)
+class Tally:
+    """What a replay adds up."""
+
+    tokens: int = 0
+    steps: int = 0
+    decode_tokens: int = 0
+    decode_seconds: float = 0.0
+    prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
+    demands: int = 0  # active experts
+    hits: int = 0  # of them, resident and ready when planned
+    copies: int = 0
+    prefetch_issued: int = 0
+    prefetch_useful: int = 0
+    cpu_busy_seconds: float = 0.0
+    gpu_busy_seconds: float = 0.0
+    link_busy_seconds: float = 0.0
+    total_seconds: float = 0.0
+    plan_seconds: list[float] = dataclasses.field(default_factory=list)
+    over_optimal: list[float] = dataclasses.field(default_factory=list)
+    executed_over_optimal: list[float] = dataclasses.field(default_factory=list)
+
+    def decode_tokens_per_second(self) -> float:
+        """Return the decode speed, all sequences together."""
+        return self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+    def prefill_tokens_per_second(self) -> float | None:
+        """Return the prefill speed; None without any prefill."""
+        return self.prefill_tokens / self.prefill_seconds if self.prefill_seconds else None
+
+    def plan_microseconds(self) -> dict[str, float]:
+        """Return median and p99 of the time that one plan took on this machine."""
+        times = sorted(self.plan_seconds) or [0.0]
+        at = min(len(times) - 1, int(0.99 * len(times)))
+        return {"median": median(times) * 1e6, "p99": times[at] * 1e6}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One replay's conditions."""
+
+    settings: PlannerSettings
+    profile: HardwareProfile
+    shape: ShapeCosts
+    num_slots: int
+    batch: int = 1
+    prompt: int = 16
+    limit: int = 1 << 60
+    compare_every: int = COMPARE_EVERY  # 0: never
+
+
+def replay(
+    trace: RoutingTrace,
+    run: Run,
+    *,
+    resident: Iterable[int] = (),
+    watch: Watch | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Tally:
+    """Replay until the trace or the limit ends; `progress` gets the tokens of each step."""
+    return _Replay(trace, run, resident, watch).run(progress)
+
+
+class _Replay:
+    """The loop over steps and layers."""
+
+    def __init__(
+        self, trace: RoutingTrace, run: Run, resident: Iterable[int], watch: Watch | None
+    ) -> None:
+        profile = run.profile
+        slowdown = profile.link_slowdown_while_computing
+        costs = CostTable(run.shape, link_slowdown=slowdown)
+        self._settings = run
+        self._trace = trace
+        self._reader = LoadReader(trace)
+        self._timeline = Timeline(profile, run.shape)
+        price = (profile.cpu_slowdown_while_copying - 1.0 + LINK_SHARE) * costs.link
+        self._planner = make_planner(
+            run.settings,
+            trace.meta.geometry,
+            costs,
+            run.num_slots,
+            resident=resident,
+            copy_price_seconds=price,
+        )
+        options = dict(run.settings.assignment_options)
+        if run.settings.assignment == "balanced":
+            options["pipelined"] = False
+        self._by_equations = ASSIGNMENTS.factory(run.settings.assignment)(**options)
+        self._watch = watch
+        self._tally = Tally()
+        self._ahead: set[tuple[int, int]] = set()
+        self._countdown = run.compare_every
+
+    def run(self, progress: Callable[[int], None] | None) -> Tally:
+        tally, timeline = self._tally, self._timeline
+        for step in replay_steps(self._trace, self._settings.batch, self._settings.prompt):
+            before = timeline.now
+            self._step(step)
+            seconds, count = timeline.now - before, len(step.tokens)
+            tally.steps += 1
+            tally.tokens += count
+            if step.is_prefill:
+                tally.prefill_tokens += count
+                tally.prefill_seconds += seconds
+            else:
+                tally.decode_tokens += count
+                tally.decode_seconds += seconds
+            if progress is not None:
+                progress(count)
+            if tally.tokens >= self._settings.limit:
+                break
+        tally.total_seconds = timeline.now
+        tally.cpu_busy_seconds = timeline.cpu_busy
+        tally.gpu_busy_seconds = timeline.gpu_busy
+        tally.link_busy_seconds = timeline.link_busy
+        return tally
+
+    def _step(self, step: Step) -> None:
+        planner, timeline, reader, tally = self._planner, self._timeline, self._reader, self._tally
+        count = len(step.tokens)
+        hints = reader.hints(step) if self._trace.predicted is not None else None
+        ahead = planner.begin_step(
+            count, timeline.now, token_ids=reader.token_ids(step), is_prefill=step.is_prefill
+        )
+        timeline.issue(ahead)
+        for copy in ahead:
+            self._ahead.add((copy.layer, copy.expert))
+            tally.prefetch_issued += 1
+            tally.copies += 1
+        for load in reader.loads(step):
+            timeline.run_dense(count)
+            for arrival in timeline.arrivals():
+                planner.copy_finished(*arrival)
+            known = hints[load.layer + 1] if hints and load.layer + 1 < len(hints) else ()
+            compared = self._compare(load)
+            start = time.thread_time()
+            plan = planner.plan(load, timeline.now, known)
+            tally.plan_seconds.append(time.thread_time() - start)
+            if compared is not None:
+                self._judge(compared, load, plan)
+                if self._watch is not None:
+                    self._watch(tally.steps, load, plan, compared, timeline.now)
+            self._count(load, plan)
+            timeline.run(load, plan)
+
+    def _compare(self, load: LayerLoad) -> Compared | None:
+        """Pose the layer's problem where it is compared with the optimum or watched."""
+        self._countdown -= 1
+        is_due = self._settings.compare_every > 0 and self._countdown < 0
+        if self._watch is None and not is_due:
+            return None
+        problem = self._planner.problem(load, self._timeline.now)
+        split = self._by_equations.assign(problem)
+        if not is_due:
+            return Compared(problem, split, None)
+        self._countdown = self._settings.compare_every - 1
+        return Compared(problem, split, optimal_seconds(problem))
+
+    def _judge(self, compared: Compared, load: LayerLoad, plan: LayerPlan) -> None:
+        problem, split, best = compared
+        if not best:
+            return
+        seconds = max(equation_seconds(problem, split.fetch, split.spill))
+        self._tally.over_optimal.append(seconds / best - 1.0)
+        fetch = [copy.expert for copy in plan.fetch]
+        residents = {e for e, wait in zip(load.experts, problem.wait, strict=True) if wait >= 0}
+        spill = [expert for expert in plan.cpu if expert in residents]
+        seconds = max(equation_seconds(problem, fetch, spill))
+        self._tally.executed_over_optimal.append(seconds / best - 1.0)
+
+    def _count(self, load: LayerLoad, plan: LayerPlan) -> None:
+        tally, layer, ahead = self._tally, load.layer, self._ahead
+        on_gpu = len(plan.gpu)
+        tally.demands += len(load.experts)
+        tally.hits += on_gpu
+        tally.copies += len(plan.fetch) + len(plan.insert) + len(plan.prefetch)
+        if ahead:
+            for expert in (*plan.gpu, *plan.arriving):
+                tally.prefetch_useful += (layer, expert) in ahead
+            self._ahead = ahead = {pair for pair in ahead if pair[0] != layer}
+        for copy in plan.prefetch:
+            ahead.add((copy.layer, copy.expert))
+            tally.prefetch_issued += 1

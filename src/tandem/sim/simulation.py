@@ -1,0 +1,207 @@
+"""One simulation from options to the numbers that `tandem simulate` reports."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TextIO
+
+from tandem.core.config import require_range
+from tandem.core.errors import ConfigError
+from tandem.policy.cost import HardwareProfile, ShapeCosts
+from tandem.policy.eviction import EVICTIONS
+from tandem.policy.settings import PlannerSettings
+from tandem.sim.dump import Dump
+from tandem.sim.hit_rate import belady_hit_rate, demand_loads, hit_rate
+from tandem.sim.profiles import shape_for
+from tandem.sim.replay import COMPARE_EVERY, Run, Tally, replay
+from tandem.sim.start import STARTS
+from tandem.trace import RoutingTrace
+
+Progress = Callable[[int], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Conditions:
+    """What a simulation holds constant: machine, memory, batch, how much is replayed."""
+
+    profile: HardwareProfile
+    gpu_experts: float  # fraction of all experts that the GPU has slots for
+    batch: int = 1
+    prompt: int = 16
+    limit: int = 1 << 60
+    shape: str | None = None  # None: by the trace's model
+    start: str = "empty"
+    hold_out: int = 0  # sequences at the end of the trace that are kept out; they give "hottest"
+    compare_every: int = COMPARE_EVERY
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        require_range("gpu_experts", self.gpu_experts, 0.0, 1.0, what="a fraction")
+        require_range("batch", self.batch, 1)
+        require_range("prompt", self.prompt, 0)
+        require_range("limit", self.limit, 1)
+        require_range("hold_out", self.hold_out, 0)
+        STARTS.factory(self.start)
+
+    def costs(self, trace: RoutingTrace) -> ShapeCosts:
+        """Return the costs of the trace's model, or of the shape that was asked for."""
+        if self.shape is not None:
+            return self.profile.shape(self.shape)
+        return shape_for(self.profile, trace.meta.model, trace.meta.geometry)
+
+    def num_slots(self, trace: RoutingTrace) -> int:
+        """Return the expert slots on the GPU, ring and staging included."""
+        geometry = trace.meta.geometry
+        return round(self.gpu_experts * geometry.num_layers * geometry.num_experts)
+
+
+def split_trace(trace: RoutingTrace, hold_out: int) -> tuple[RoutingTrace, RoutingTrace | None]:
+    """Return the sequences that are replayed, and the last `hold_out` ones (None for 0)."""
+    if hold_out == 0:
+        return trace, None
+    if hold_out >= trace.num_sequences:
+        raise ConfigError(
+            f"hold_out is {hold_out}; expected less than {trace.num_sequences}, "
+            "the sequences of the trace"
+        )
+    cut = trace.num_sequences - hold_out
+    return trace.sequences(0, cut), trace.sequences(cut, trace.num_sequences)
+
+
+def run_timed(
+    trace: RoutingTrace,
+    settings: PlannerSettings,
+    conditions: Conditions,
+    *,
+    dump: Dump | None = None,
+    progress: Progress | None = None,
+) -> Tally:
+    """Replay on the virtual clock."""
+    replayed, heat = split_trace(trace, conditions.hold_out)
+    num_slots = conditions.num_slots(trace)
+    geometry = trace.meta.geometry
+    sizes = settings.set_sizes(geometry, num_slots)
+    run = Run(
+        settings=settings,
+        profile=conditions.profile,
+        shape=conditions.costs(trace),
+        num_slots=num_slots,
+        batch=conditions.batch,
+        prompt=conditions.prompt,
+        limit=conditions.limit,
+        compare_every=conditions.compare_every,
+    )
+    return replay(
+        replayed,
+        run,
+        resident=STARTS.factory(conditions.start)(geometry, sizes, heat),
+        watch=None if dump is None else dump.plan,
+        progress=progress,
+    )
+
+
+def hit_rates(
+    trace: RoutingTrace,
+    settings: PlannerSettings,
+    conditions: Conditions,
+    *,
+    dump: Dump | None = None,
+) -> dict[str, float]:
+    """Return demand residency of the settings' eviction, of LRU and of Belady, at equal slots.
+
+    Every slot counts as cache for LRU and Belady; ours keeps its ring slots out, prefetch is off.
+    """
+    replayed, _ = split_trace(trace, conditions.hold_out)
+    geometry, num_slots = trace.meta.geometry, conditions.num_slots(trace)
+    all_slots = settings.whole_set_sizes(geometry, num_slots)
+    own_slots = dataclasses.replace(settings, prefetch_count=0).set_sizes(geometry, num_slots)
+    eviction = EVICTIONS.factory(settings.eviction)(geometry, **dict(settings.eviction_options))
+    lru = EVICTIONS.factory("lru")(geometry)
+    batch, limit = conditions.batch, conditions.limit
+    watch = None if dump is None else dump.demand
+    return {
+        "hit_rate": hit_rate(
+            demand_loads(replayed, batch, limit), geometry, own_slots, eviction, watch
+        ),
+        "lru_hit_rate": hit_rate(demand_loads(replayed, batch, limit), geometry, all_slots, lru),
+        "belady_hit_rate": belady_hit_rate(
+            demand_loads(replayed, batch, limit), geometry, all_slots
+        ),
+    }
+
+
+def simulate(
+    trace: RoutingTrace,
+    settings: PlannerSettings,
+    conditions: Conditions,
+    *,
+    dump_to: TextIO | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Return everything that `tandem simulate` reports about one trace."""
+    conditions.costs(trace)  # an unknown shape is told before a long replay
+    dump = None
+    if dump_to is not None:
+        dump = Dump(dump_to, trace.meta.geometry)
+        dump.header(
+            model=trace.meta.model,
+            settings=dataclasses.asdict(settings),
+            slots=conditions.num_slots(trace),
+            batch=conditions.batch,
+            prompt=conditions.prompt,
+            costs=dataclasses.asdict(conditions.costs(trace)),
+            link_slowdown_while_computing=conditions.profile.link_slowdown_while_computing,
+            cpu_slowdown_while_copying=conditions.profile.cpu_slowdown_while_copying,
+        )
+    rates = hit_rates(trace, settings, conditions, dump=dump)
+    tally = run_timed(trace, settings, conditions, dump=dump, progress=progress)
+    return _summary(trace, settings, conditions, tally, rates)
+
+
+def _summary(
+    trace: RoutingTrace,
+    settings: PlannerSettings,
+    conditions: Conditions,
+    tally: Tally,
+    rates: dict[str, float],
+) -> dict[str, Any]:
+    costs = conditions.costs(trace)
+    issued, useful = tally.prefetch_issued, tally.prefetch_useful
+    total = tally.total_seconds or 1.0
+    over, executed = tally.over_optimal, tally.executed_over_optimal
+    gap = rates["belady_hit_rate"] - rates["lru_hit_rate"]
+    return {
+        "model": trace.meta.model,
+        "hardware": conditions.profile.name,
+        "shape": costs.shape,
+        "batch": conditions.batch,
+        "gpu_experts": conditions.gpu_experts,
+        "slots": conditions.num_slots(trace),
+        "assignment": settings.assignment,
+        "eviction": settings.eviction,
+        "prediction": settings.prediction,
+        "tokens": tally.tokens,
+        "steps": tally.steps,
+        **rates,
+        "gap_closed": (rates["hit_rate"] - rates["lru_hit_rate"]) / gap if gap else None,
+        "timed_hit_rate": tally.hits / tally.demands if tally.demands else 0.0,
+        "prefetch": {
+            "issued": issued,
+            "useful": useful,
+            "accuracy": useful / issued if issued else None,
+        },
+        "decode_tokens_per_second": tally.decode_tokens_per_second(),
+        "prefill_tokens_per_second": tally.prefill_tokens_per_second(),
+        "bytes_fetched": tally.copies * costs.expert_bytes,
+        "busy": {
+            "cpu": tally.cpu_busy_seconds / total,
+            "gpu": tally.gpu_busy_seconds / total,
+            "link": min(1.0, tally.link_busy_seconds / total),
+        },
+        "plan_microseconds": tally.plan_microseconds(),
+        "plan_over_optimal": {
+            "mean": sum(over) / len(over) if over else None,
+            "worst": max(over) if over else None,
+            "layers_compared": len(over),
+            "executed_mean": sum(executed) / len(executed) if executed else None,
+        },
+    }

@@ -1,0 +1,144 @@
+"""Cut a trace into steps: sequences side by side, prompts at once, then token after token."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tandem.core.errors import ConfigError
+from tandem.policy.plan import Hint, LayerLoad
+from tandem.trace import RoutingTrace
+
+Ints = npt.NDArray[np.int64]
+
+
+class Step(NamedTuple):
+    """The tokens of a trace that run together."""
+
+    tokens: Ints  # indices into the trace
+    is_prefill: bool
+
+
+def replay_steps(trace: RoutingTrace, batch: int, prompt: int) -> Iterator[Step]:
+    """Yield steps of `batch` sequences side by side; the first `prompt` tokens of each at once.
+
+    A sequence that ends gives its lane to the next one, whose prompt then runs as a step. When
+    no sequence is left for a free lane, the replay ends: every decode step is a full batch.
+    A trace of fewer sequences than lanes has its longest ones cut in halves until there are enough.
+    """
+    waiting = _spans(trace, batch)
+    lanes: list[tuple[int, int]] = []
+    while True:
+        lanes = [(at, end) for at, end in lanes if at < end]
+        joining = [waiting.pop(0) for _ in range(min(batch - len(lanes), len(waiting)))]
+        if len(lanes) + len(joining) < batch:
+            return
+        if joining and prompt:
+            cut = [(at, min(at + prompt, end), end) for at, end in joining]
+            yield Step(np.concatenate([np.arange(at, mid) for at, mid, _ in cut]), True)
+            joining = [(mid, end) for _, mid, end in cut]
+        lanes += joining
+        running = [(at, end) for at, end in lanes if at < end]
+        if len(running) < batch:
+            continue
+        yield Step(np.array([at for at, _ in lanes]), False)
+        lanes = [(at + 1, end) for at, end in lanes]
+
+
+def _spans(trace: RoutingTrace, batch: int) -> list[tuple[int, int]]:
+    offsets = trace.seq_offsets.tolist()
+    spans = list(pairwise(offsets))
+    if trace.num_tokens < batch:
+        raise ConfigError(
+            f"batch is {batch}; expected at most {trace.num_tokens}, the tokens of the trace"
+        )
+    while len(spans) < batch:
+        at = max(range(len(spans)), key=lambda i: spans[i][1] - spans[i][0])
+        start, end = spans[at]
+        middle = (start + end) // 2
+        spans[at : at + 1] = [(start, middle), (middle, end)]
+    return spans
+
+
+class LoadReader:
+    """Turns steps into the loads of all layers, as a router would report them."""
+
+    def __init__(self, trace: RoutingTrace) -> None:
+        """Read from `trace`."""
+        self._trace = trace
+        self._geometry = trace.meta.geometry
+        layers, experts = self._geometry.num_layers, self._geometry.num_experts
+        self._first = (np.arange(layers) * experts)[None, :, None]
+        self._ones = (1,) * self._geometry.top_k
+
+    def loads(self, step: Step) -> list[LayerLoad]:
+        """Return one load per layer."""
+        if len(step.tokens) == 1:
+            return self._single(int(step.tokens[0]))
+        chosen = self._trace.experts[step.tokens]  # (tokens, layers, top_k)
+        keys = (chosen + self._first).ravel()
+        size = self._geometry.num_layers * self._geometry.num_experts
+        counts = np.bincount(keys, minlength=size)
+        sums = None
+        if self._trace.weights is not None:
+            flat = self._trace.weights[step.tokens].astype(np.float64).ravel()
+            sums = np.bincount(keys, weights=flat, minlength=size)
+        routes = chosen.transpose(1, 0, 2).tolist()
+        shape = (self._geometry.num_layers, self._geometry.num_experts)
+        return [
+            self._load(layer, row, None if sums is None else sums.reshape(shape)[layer], routes)
+            for layer, row in enumerate(counts.reshape(shape))
+        ]
+
+    def hints(self, step: Step) -> list[list[Hint]]:
+        """Return by layer what the trace's predictors foresaw for it; empty lists without any."""
+        layers = self._geometry.num_layers
+        predicted, names = self._trace.predicted, self._trace.meta.predictors
+        hints: list[list[Hint]] = [[] for _ in range(layers)]
+        if predicted is None:
+            return hints
+        chosen = predicted[step.tokens]  # (tokens, layers, predictors, k)
+        for place, name in enumerate(names):
+            for layer in range(layers):
+                experts, tokens = np.unique(chosen[:, layer, place], return_counts=True)
+                load = LayerLoad(layer, tuple(experts.tolist()), tuple(tokens.tolist()))
+                hints[layer].append(Hint(name, load))
+        return hints
+
+    def token_ids(self, step: Step) -> tuple[int, ...]:
+        """Return the ids of the step's tokens; empty if the trace has none."""
+        ids = self._trace.token_ids
+        return () if ids is None else tuple(ids[step.tokens].tolist())
+
+    def _single(self, token: int) -> list[LayerLoad]:
+        rows = self._trace.experts[token].tolist()
+        ones = self._ones
+        if self._trace.weights is None:
+            return [
+                LayerLoad(layer, tuple(sorted(row)), ones, (), (row,))
+                for layer, row in enumerate(rows)
+            ]
+        order = np.argsort(self._trace.experts[token], axis=-1)
+        weights = np.take_along_axis(self._trace.weights[token], order, axis=-1).tolist()
+        return [
+            LayerLoad(layer, tuple(sorted(row)), ones, tuple(weights[layer]), (row,))
+            for layer, row in enumerate(rows)
+        ]
+
+    def _load(
+        self,
+        layer: int,
+        counts: Ints,
+        sums: npt.NDArray[np.float64] | None,
+        routes: list[list[list[int]]],
+    ) -> LayerLoad:
+        active = np.flatnonzero(counts)
+        return LayerLoad(
+            layer,
+            tuple(active.tolist()),
+            tuple(counts[active].tolist()),
+            () if sums is None else tuple(sums[active].tolist()),
+            routes[layer],
+        )

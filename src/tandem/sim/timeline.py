@@ -1,0 +1,101 @@
+"""Three lanes on a virtual clock: what a plan takes when CPU, GPU and link work side by side.
+
+A layer: its dense part on the GPU, then the plan; residents run on the GPU, fetched experts after
+their copies, the CPU works beside; the layer ends when both are done. The link serves copies one
+after another, also across layers. While CPU and link work at the same time, each slows the other
+down by the profile's factors.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from tandem.policy.cost import CostTable, HardwareProfile, ShapeCosts
+from tandem.policy.plan import Copy, LayerLoad, LayerPlan
+
+
+class Arrival(NamedTuple):
+    """A copy that has ended."""
+
+    layer: int
+    expert: int
+    seconds: float
+
+
+class Timeline:
+    """The clock and the lanes; `now` is when everything before the next layer is done."""
+
+    def __init__(self, profile: HardwareProfile, shape: ShapeCosts) -> None:
+        """Start at time 0 with idle lanes."""
+        self.now = 0.0
+        self.costs = CostTable(shape)
+        self.cpu_busy = self.gpu_busy = self.link_busy = 0.0
+        self._cpu_slowdown = profile.cpu_slowdown_while_copying
+        self._link_slowdown = profile.link_slowdown_while_computing
+        self._link_free = 0.0
+        self._under_way: deque[Arrival] = deque()
+
+    def run_dense(self, num_tokens: int) -> None:
+        """Run attention, router and shared experts of a layer."""
+        seconds = self.costs.dense(num_tokens)
+        self.now += seconds
+        self.gpu_busy += seconds
+
+    def arrivals(self) -> Iterator[Arrival]:
+        """Yield the copies that have ended by now, each once."""
+        under_way = self._under_way
+        while under_way and under_way[0].seconds <= self.now:
+            yield under_way.popleft()
+
+    def issue(self, copies: tuple[Copy, ...]) -> None:
+        """Queue copies that no layer waits for while the CPU is idle."""
+        for copy in copies:
+            self._copy(copy, 0.0, 0.0)
+
+    def run(self, load: LayerLoad, plan: LayerPlan) -> None:
+        """Run the experts of one layer; afterwards `now` is the end of the layer."""
+        costs = self.costs
+        if max(load.tokens) >= len(costs.cpu):
+            costs.grow(2 * max(load.tokens))
+        tokens = dict(zip(load.experts, load.tokens, strict=True))
+        start = self.now
+        cpu = sum([costs.cpu[tokens[expert]] for expert in plan.cpu])
+        cpu += costs.cpu_first if plan.cpu else 0.0
+        gpu_end = self._run_gpu(plan, tokens, start + cpu)
+        for copy in (*plan.insert, *plan.prefetch):
+            self._copy(copy, 0.0, start + cpu)
+        shared = min(cpu, max(0.0, self._link_free - start))
+        cpu += shared * (self._cpu_slowdown - 1.0)
+        self.cpu_busy += cpu
+        self.now = max(start + cpu, gpu_end)
+
+    def _run_gpu(self, plan: LayerPlan, tokens: dict[int, int], cpu_end: float) -> float:
+        gpu = self.costs.gpu
+        end = self.now
+        for expert in plan.gpu:
+            end += gpu[tokens[expert]]
+        busy = end - self.now
+        if plan.arriving:
+            for arrival in self._under_way:
+                if arrival.layer == plan.layer and arrival.expert in plan.arriving:
+                    end = max(end, arrival.seconds) + gpu[tokens[arrival.expert]]
+                    busy += gpu[tokens[arrival.expert]]
+        slot_free: dict[int, float] = {}
+        for copy in plan.fetch:
+            arrival_seconds = self._copy(copy, slot_free.get(copy.slot, 0.0), cpu_end)
+            end = max(end, arrival_seconds) + gpu[tokens[copy.expert]]
+            busy += gpu[tokens[copy.expert]]
+            slot_free[copy.slot] = end
+        self.gpu_busy += busy
+        return end
+
+    def _copy(self, copy: Copy, slot_free: float, cpu_end: float) -> float:
+        """Append a copy to the link; returns when it ends."""
+        start = max(self._link_free, self.now, slot_free)
+        seconds = self.costs.link
+        if start < cpu_end:
+            seconds *= self._link_slowdown
+        self._link_free = start + seconds
+        self.link_busy += seconds
+        self._under_way.append(Arrival(copy.layer, copy.expert, self._link_free))
+        return self._link_free

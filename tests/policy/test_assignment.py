@@ -1,0 +1,186 @@
+"""Every assignment policy: sound, deterministic, as good as promised; the papers' examples."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+import tandem.sim  # noqa: F401 - registers the exact solver
+from tandem.policy.assignment import ASSIGNMENTS, LayerProblem
+from tandem.policy.assignment.balanced import Balanced
+from tandem.policy.assignment.dali import Dali
+from tandem.policy.assignment.hybrimoe import HybriMoe
+from tandem.policy.assignment.problem import (
+    all_on_cpu,
+    equation_gpu,
+    equation_seconds,
+    pipeline_seconds,
+)
+from tandem.sim.exact import Exact, lower_bound
+from tests.policy.strategies import problems
+
+
+def problem(
+    cpu: list[float],
+    gpu: list[float],
+    wait: list[float],
+    link: float = 4.0,
+    max_fetches: int = 1 << 30,
+    tokens: list[int] | None = None,
+    **more: float,
+) -> LayerProblem:
+    count = len(cpu)
+    return LayerProblem(
+        layer=0,
+        experts=list(range(count)),
+        tokens=tokens or [2] * count,
+        cpu=cpu,
+        gpu=gpu,
+        wait=wait,
+        worth=[0.0] * count,
+        cpu_first=more.get("cpu_first", 0.0),
+        link=link,
+        link_busy=more.get("link_busy", 0.0),
+        max_fetches=max_fetches,
+    )
+
+
+def brute_force(given: LayerProblem) -> float:
+    t_gpu, best = equation_gpu(given), float("inf")
+    for on_gpu in itertools.product((False, True), repeat=len(given.cpu)):
+        fetches = sum(on and wait < 0 for on, wait in zip(on_gpu, given.wait, strict=True))
+        if fetches <= given.max_fetches:
+            gpu = sum(t for on, t in zip(on_gpu, t_gpu, strict=True) if on)
+            cpu = sum(t for on, t in zip(on_gpu, given.cpu, strict=True) if not on)
+            best = min(best, max(gpu, cpu))
+    return best
+
+
+@pytest.mark.parametrize("name", ASSIGNMENTS.names())
+@given(layer=problems())
+def test_split_is_sound_and_deterministic(name: str, layer: LayerProblem) -> None:
+    policy = ASSIGNMENTS.factory(name)()
+    split = policy.assign(layer)
+    absent = {e for e, wait in zip(layer.experts, layer.wait, strict=True) if wait < 0}
+    assert len(set(split.fetch)) == len(split.fetch) <= layer.max_fetches
+    assert set(split.fetch) <= absent
+    assert len(set(split.spill)) == len(split.spill)
+    assert set(split.spill) <= set(layer.experts) - absent
+    seconds = pipeline_seconds if policy.pipelined else equation_seconds
+    expected = seconds(layer, split.fetch, split.spill)
+    assert (split.gpu_seconds, split.cpu_seconds) == pytest.approx(expected)
+    assert policy.assign(layer) == split
+
+
+@given(layer=problems())
+def test_exact_equals_brute_force(layer: LayerProblem) -> None:
+    assert Exact().assign(layer).seconds == pytest.approx(brute_force(layer), rel=1e-9)
+    assert lower_bound(layer) <= brute_force(layer) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", ASSIGNMENTS.names())
+@given(layer=problems())
+def test_no_policy_beats_the_exact_optimum(name: str, layer: LayerProblem) -> None:
+    split = ASSIGNMENTS.factory(name)().assign(layer)
+    seconds = max(equation_seconds(layer, split.fetch, split.spill))
+    assert seconds >= Exact().assign(layer).seconds * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("name", ["balanced", "ratio-split", "dali", "exact"])
+@given(layer=problems())
+def test_never_worse_than_all_on_the_cpu(name: str, layer: LayerProblem) -> None:
+    policy = ASSIGNMENTS.factory(name)()
+    cpu_only = all_on_cpu(layer, pipelined=policy.pipelined)
+    unlimited = layer._replace(max_fetches=1 << 30)
+    assert policy.assign(unlimited).seconds <= cpu_only.seconds * (1 + 1e-9)
+
+
+@settings(max_examples=50)
+@given(layer=problems())
+def test_balanced_is_optimal_where_gpu_time_does_not_depend_on_tokens(layer: LayerProblem) -> None:
+    flat = layer._replace(
+        gpu=[layer.gpu[0]] * len(layer.gpu), wait=[min(wait, 0.0) for wait in layer.wait]
+    )
+    by_equations = Balanced(pipelined=False).assign(flat).seconds
+    assert by_equations == pytest.approx(brute_force(flat), rel=1e-9)
+
+
+@given(layer=problems())
+def test_balanced_takes_a_short_cut_to_the_same_answer(layer: LayerProblem) -> None:
+    count = len(layer.cpu)
+    equals = layer._replace(
+        tokens=[1] * count,
+        cpu=[layer.cpu[0]] * count,
+        gpu=[layer.gpu[0]] * count,
+        wait=[min(wait, 0.0) for wait in layer.wait],
+    )
+    for is_pipelined in (False, True):
+        policy = Balanced(pipelined=is_pipelined)
+        long_way = policy.assign(equals._replace(tokens=[2] * count)).seconds
+        assert policy.assign(equals).seconds == pytest.approx(long_way)
+
+
+def test_exact_handles_64_experts_of_irregular_times() -> None:
+    draw = np.random.default_rng(0)
+    cpu, gpu = draw.uniform(1, 2, 64), draw.uniform(0.1, 0.5, 64)
+    wait = np.where(draw.uniform(size=64) < 0.5, 0.0, -1.0)
+    layer = problem(cpu.tolist(), gpu.tolist(), wait.tolist(), link=1.0)
+    best = Exact().assign(layer).seconds
+    assert lower_bound(layer) <= best <= Balanced(pipelined=False).assign(layer).seconds
+
+
+def test_dali_algorithm_1_line_by_line() -> None:
+    # Expert 0 is cached, the others are not: t_gpu = max(4, .5), line 3; t_cpu = 3, 2, 9, 5.
+    layer = problem([3.0, 2.0, 9.0, 5.0], [0.5] * 4, [0.0, -1.0, -1.0, -1.0])
+    assert equation_gpu(layer) == [0.5, 4.0, 4.0, 4.0]
+    # Line 5: |t_gpu - t_cpu| = 2.5, 2, 5, 1 -> order 2, 0, 1, 3.
+    # 2: 0 + 4 <= 0 + 9 -> GPU (T_gpu 4).   0: 4 + .5 <= 0 + 3 is false -> CPU (T_cpu 3).
+    # 1: 4 + 4 <= 3 + 2 is false -> CPU (5). 3: 4 + 4 <= 5 + 5 -> GPU (8).
+    split = Dali().assign(layer)
+    assert split.fetch == [2, 3]
+    assert split.spill == [0]
+    assert (split.gpu_seconds, split.cpu_seconds) == (8.0, 5.0)
+
+
+def test_dali_gives_ties_to_the_gpu_and_to_the_lower_position() -> None:
+    layer = problem([4.0, 4.0], [1.0, 1.0], [-1.0, -1.0])
+    assert Dali().assign(layer).fetch == [0]
+
+
+def test_hybrimoe_pointers_meet() -> None:
+    # Order: cached 1 (load 3), cached 0 (load 1), absent 2 (load 5), absent 3 (load 2).
+    layer = problem(
+        [1.0, 3.0, 5.0, 2.0], [0.5] * 4, [0.0, 0.0, -1.0, -1.0], tokens=[1, 3, 5, 2], cpu_first=0.5
+    )
+    # 1: .5 <= 2.5 GPU .5.  0: 1 <= 2.5 GPU 1.  2: 1 + .5 + 3 (waits for its copy) <= 2.5 is false:
+    # the back, 3, goes to the CPU (2.5).  2: 4.5 <= 2.5 + 5 GPU.
+    split = HybriMoe().assign(layer)
+    assert split.fetch == [2]
+    assert split.spill == []
+    assert (split.gpu_seconds, split.cpu_seconds) == (4.5, 2.5)
+
+
+def test_balanced_starts_the_first_fetch_while_the_next_is_copied() -> None:
+    layer = problem([5.0, 5.0, 5.0], [1.0] * 3, [-1.0] * 3, link=2.0)
+    split = Balanced().assign(layer)
+    assert len(split.fetch) == 2
+    assert (split.gpu_seconds, split.cpu_seconds) == (5.0, 5.0)
+
+
+def test_balanced_waits_for_a_prefetch_in_flight_only_if_it_pays() -> None:
+    soon = problem([3.0, 1.0], [0.5, 0.5], [0.4, -1.0])
+    assert Balanced().assign(soon).spill == []
+    late = problem([3.0, 1.0], [0.5, 0.5], [30.0, -1.0])
+    assert Balanced().assign(late).spill == [0]
+
+
+def test_balanced_fetches_what_the_cache_wants_among_equals() -> None:
+    layer = problem([5.0] * 3, [0.1] * 3, [-1.0] * 3)._replace(worth=[0.0, 2.0, 1.0])
+    assert Balanced().assign(layer).fetch == [1, 2]
+
+
+def test_equation_9_limits_fetches() -> None:
+    layer = problem([9.0] * 4, [0.1] * 4, [-1.0] * 4, link=1.0, max_fetches=1)
+    for name in ASSIGNMENTS:
+        assert len(ASSIGNMENTS.factory(name)().assign(layer).fetch) <= 1

@@ -1,0 +1,101 @@
+"""Profiles: round trip, interpolation, and one sentence for everything that can be wrong."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tandem.core.errors import ConfigError, FileFormatError
+from tandem.policy.cost import CostTable, HardwareProfile, interpolate
+from tandem.sim.profiles import load_profile, profile_names, save_profile
+from tests.policy.strategies import shape_costs
+
+
+def text(**changes: Any) -> str:
+    values = json.loads(load_profile("laptop-8gb").to_json())
+    for key, value in changes.items():
+        if key in values:
+            values[key] = value
+        else:
+            values["shapes"][0][key] = value
+    return json.dumps(values)
+
+
+@pytest.mark.parametrize("name", profile_names())
+def test_profiles_round_trip(name: str, tmp_path: Any) -> None:
+    profile = load_profile(name)
+    save_profile(profile, tmp_path / "copy.json")
+    assert load_profile(str(tmp_path / "copy.json")) == profile
+    assert profile.source
+
+
+def test_every_machine_knows_every_shape() -> None:
+    shapes = {tuple(costs.shape for costs in load_profile(n).shapes) for n in profile_names()}
+    assert shapes == {("deepseek-v2-lite", "qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-20b")}
+
+
+def test_paper_2_table_1_is_in_its_profile() -> None:
+    mixtral = load_profile("collab-testbed").shape("mixtral-8x7b")
+    assert mixtral.cpu_seconds[0] == pytest.approx(7.3e-3, rel=0.01)
+    assert mixtral.link_seconds_per_expert == pytest.approx(28.0e-3, rel=0.01)
+    assert mixtral.gpu_seconds[0] == pytest.approx(0.3e-3, rel=0.25)
+
+
+def test_tables_are_read_between_and_beyond_their_entries() -> None:
+    assert [interpolate((1, 3), (1.0, 2.0), n) for n in (0, 1, 2, 3, 5)] == [0, 1, 1.5, 2, 3]
+    table = CostTable(shape_costs(cpu=(1.0, 3.0)))
+    table.grow(100)
+    assert table.cpu[:4] == [0.0, 1.0, 3.0, 5.0]
+    assert len(table.cpu) == 101
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"cpu_first_expert_seconds": -1},
+            r"shapes\[0\]: cpu_first_expert_seconds is -1; expected",
+        ),
+        ({"cpu_seconds": [-1.0]}, r"shapes\[0\]: cpu_seconds has 1 entries; expected 13"),
+        ({"gpu_seconds": [-1.0] * 13}, r"gpu_seconds\[0\] is -1.0; expected a time of at least 0"),
+        ({"gpu_seconds": ["fast"] * 13}, r"gpu_seconds\[0\] is 'fast'; expected a time"),
+        ({"tokens": [2, 1]}, r"tokens is \[2, 1\]; expected growing counts that start at 1"),
+        ({"tokens": 7}, "tokens is 7; expected a list"),
+        ({"top_k": 1000}, "top_k is 1000; expected at most 64"),
+        ({"link_bytes_per_second": 0}, "link_bytes_per_second is 0; expected more than 0"),
+        ({"cpu_slowdown_while_copying": 0.5}, "is 0.5; expected a factor of at least 1"),
+        ({"cpu_threads": "8"}, "cpu_threads is '8'; expected an integer of at least 1"),
+        ({"shapes": []}, "shapes is empty; expected the costs of at least one model shape"),
+        ({"shapes": 3}, "shapes is 3; expected a list of objects"),
+        ({"cpu_secondz": []}, r"unknown key 'cpu_secondz'; did you mean 'cpu_seconds'"),
+        ({"format": 2}, "format is 2; expected 1"),
+    ],
+)
+def test_a_wrong_profile_is_named_in_one_sentence(changes: Any, message: str) -> None:
+    with pytest.raises(FileFormatError, match=message) as error:
+        HardwareProfile.from_json(text(**changes), where="machine.json")
+    assert str(error.value).startswith("machine.json: ")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "machine.json: not JSON"),
+        ("[]", "machine.json: found a JSON list; expected an object"),
+        ('{"shapes": [3]}', r"shapes\[0\]: found 3; expected an object"),
+        ('{"shapes": [{}]}', r"shapes\[0\]: shape is missing"),
+        ('{"shapes": []}', "machine.json: name is missing"),
+    ],
+)
+def test_other_files_are_refused(content: str, message: str) -> None:
+    with pytest.raises(FileFormatError, match=message):
+        HardwareProfile.from_json(content, where="machine.json")
+
+
+def test_unknown_names_are_refused_with_near_ones() -> None:
+    with pytest.raises(ConfigError, match="unknown hardware 'laptop'; did you mean 'laptop-8gb'"):
+        load_profile("laptop")
+    with pytest.raises(ConfigError, match="found no such file; expected a hardware profile"):
+        load_profile("./nowhere.json")
+    with pytest.raises(ConfigError, match="no costs for the shape 'mixtral'; did you mean"):
+        load_profile("laptop-8gb").shape("mixtral")

@@ -1,0 +1,185 @@
+"""Planner properties over every policy: exactly once, capacity, nothing in use leaves."""
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tandem.sim  # noqa: F401 - registers the exact solver
+from tandem.core.errors import ConfigError
+from tandem.policy.assignment import ASSIGNMENTS
+from tandem.policy.assignment.problem import all_on_cpu
+from tandem.policy.cost import CostTable
+from tandem.policy.eviction import EVICTIONS
+from tandem.policy.plan import Copy, Hint, LayerLoad, LayerPlan
+from tandem.policy.planner import Planner, check_plan
+from tandem.policy.prediction import PREDICTIONS
+from tandem.policy.prefetch import PREFETCHES
+from tandem.policy.settings import POOLS, PlannerSettings, make_planner
+from tests.policy.strategies import GEOMETRY, shape_costs, steps
+
+NUM_SLOTS = 12
+
+
+def planner(num_slots: int = NUM_SLOTS, link: float = 0.5, **choices: Any) -> Planner:
+    chosen = PlannerSettings(**choices)
+    costs = CostTable(shape_costs(link=link))
+    return make_planner(chosen, GEOMETRY, costs, num_slots, copy_price_seconds=0.01)
+
+
+class Executor:
+    """Runs plans with a link that ends copies in order, some steps late; checks what it is told."""
+
+    def __init__(self, planner: Planner, lag: int) -> None:
+        self.planner = planner
+        self.lag = lag
+        self.pending: list[Copy] = []
+        self.now = 0.0
+        self.log: list[object] = []
+
+    def run(self, all_steps: list[list[LayerLoad]]) -> list[object]:
+        for number, loads in enumerate(all_steps):
+            ahead = self.planner.begin_step(3, self.now, token_ids=(number % 3, 7, 8))
+            self.issue(ahead)
+            for load in loads:
+                self.now += 0.5
+                self.finish(keep=self.lag)
+                following = Hint("gate", load._replace(layer=load.layer + 1))
+                hints = [following] if load.layer + 1 < GEOMETRY.num_layers else []
+                plan = self.planner.plan(load, self.now, hints)
+                self.check(load, plan)
+                self.log.append(plan)
+                self.now += plan.seconds
+        return self.log
+
+    def check(self, load: LayerLoad, plan: LayerPlan) -> None:
+        check_plan(load, plan)
+        in_flight = {(copy.layer, copy.expert) for copy in self.pending}
+        assert not {(load.layer, e) for e in plan.gpu} & in_flight
+        assert {(load.layer, e) for e in plan.arriving} <= in_flight
+        self.issue(plan.fetch)
+        waits_for = {(load.layer, e) for e in plan.arriving} | {c[:2] for c in plan.fetch}
+        while waits_for & {copy[:2] for copy in self.pending}:  # the layer ends after its copies
+            self.finish(keep=len(self.pending) - 1)
+        self.issue((*plan.insert, *plan.prefetch))
+        self.planner.residency.check_integrity()
+
+    def issue(self, copies: tuple[Copy, ...]) -> None:
+        for copy in copies:
+            assert 0 <= copy.slot < NUM_SLOTS
+            evicted_in_flight = [c for c in self.pending if (c.layer, c.expert) == copy.evicts]
+            assert not evicted_in_flight, "a copy in flight is overwritten"
+            self.pending.append(copy)
+
+    def finish(self, keep: int) -> None:
+        while len(self.pending) > keep:
+            copy = self.pending.pop(0)
+            self.planner.copy_finished(copy.layer, copy.expert, self.now)
+
+
+@pytest.mark.parametrize("assignment", ASSIGNMENTS.names())
+@settings(max_examples=12)
+@given(given_steps=steps(), lag=st.integers(0, 3))
+def test_plans_are_sound_for_every_assignment(
+    assignment: str, given_steps: list[list[LayerLoad]], lag: int
+) -> None:
+    Executor(planner(assignment=assignment), lag).run(given_steps)
+
+
+@pytest.mark.parametrize(("eviction", "pool"), list(itertools.product(EVICTIONS.names(), POOLS)))
+@settings(max_examples=12)
+@given(given_steps=steps(), lag=st.integers(0, 3))
+def test_plans_are_sound_for_every_eviction(
+    eviction: str, pool: str, given_steps: list[list[LayerLoad]], lag: int
+) -> None:
+    Executor(planner(eviction=eviction, pool=pool), lag).run(given_steps)
+
+
+@pytest.mark.parametrize(
+    ("prediction", "prefetch"), list(itertools.product(PREDICTIONS.names(), PREFETCHES.names()))
+)
+@settings(max_examples=8)
+@given(given_steps=steps(), lag=st.integers(0, 3))
+def test_plans_are_sound_for_every_prediction(
+    prediction: str, prefetch: str, given_steps: list[list[LayerLoad]], lag: int
+) -> None:
+    chosen = planner(prediction=prediction, prefetch=prefetch, prefetch_count=1)
+    Executor(chosen, lag).run(given_steps)
+
+
+@pytest.mark.parametrize("eviction", EVICTIONS.names())
+@settings(max_examples=10)
+@given(given_steps=steps())
+def test_equal_calls_give_equal_plans(eviction: str, given_steps: list[list[LayerLoad]]) -> None:
+    choices: dict[str, Any] = {"eviction": eviction, "prediction": "foresight", "prefetch_count": 1}
+    first = Executor(planner(**choices), 1).run(given_steps)
+    assert Executor(planner(**choices), 1).run(given_steps) == first
+
+
+@pytest.mark.parametrize("assignment", ASSIGNMENTS.names())
+@settings(max_examples=8)
+@given(given_steps=steps(), link=st.sampled_from([0.01, 0.5, 50.0]))
+def test_no_plan_is_worse_than_all_on_the_cpu(
+    assignment: str, given_steps: list[list[LayerLoad]], link: float
+) -> None:
+    chosen = planner(assignment=assignment, link=link)
+    is_pipelined = ASSIGNMENTS.factory(assignment)().pipelined
+    for loads in given_steps:
+        chosen.begin_step(1, 0.0)
+        for load in loads:
+            problem = chosen.problem(load, 0.0)
+            cpu_only = all_on_cpu(problem, pipelined=is_pipelined)
+            plan = chosen.plan(load, 0.0)
+            assert plan.seconds <= cpu_only.seconds * (1 + 1e-9)
+            for copy in (*plan.fetch, *plan.insert):
+                chosen.copy_finished(copy.layer, copy.expert, 0.0)
+
+
+def test_copies_may_finish_in_any_order() -> None:
+    chosen = planner(eviction="lru", assignment="hits-on-gpu")
+    chosen.begin_step(1, 0.0)
+    plan = chosen.plan(LayerLoad(0, (1, 2, 3), (1, 1, 1)), 0.0)
+    assert [copy.expert for copy in plan.insert] == [1, 2, 3]
+    for copy in reversed(plan.insert):
+        chosen.copy_finished(copy.layer, copy.expert, 1.0)
+    assert chosen.plan(LayerLoad(0, (1, 2, 3), (1, 1, 1)), 2.0).gpu == (1, 2, 3)
+
+
+def test_an_expert_whose_copy_is_under_way_is_a_hit_that_waits() -> None:
+    chosen = planner(eviction="lru", assignment="hits-on-gpu")
+    chosen.begin_step(1, 0.0)
+    chosen.plan(LayerLoad(0, (1,), (1,)), 0.0)
+    assert chosen.plan(LayerLoad(0, (1,), (1,)), 0.1).arriving == (1,)
+
+
+def test_resident_experts_spill_where_the_cpu_is_quicker() -> None:
+    costs = CostTable(shape_costs(cpu=(1.0, 2.0), gpu=(1.0, 1.0)))
+    keys = [GEOMETRY.key(0, expert) for expert in range(3)]
+    chosen = make_planner(PlannerSettings(), GEOMETRY, costs, NUM_SLOTS, resident=keys)
+    chosen.begin_step(1, 0.0)
+    plan = chosen.plan(LayerLoad(0, (0, 1), (1, 1)), 0.0)
+    assert (plan.gpu, plan.cpu, plan.seconds) == ((0,), (1,), 1.0)
+    assert chosen.plan(LayerLoad(0, (0, 2), (1, 1)), 0.0).cpu == (2,)
+
+
+def test_without_slots_everything_runs_on_the_cpu() -> None:
+    chosen = planner(num_slots=0)
+    chosen.begin_step(1, 0.0)
+    plan = chosen.plan(LayerLoad(1, (0, 5), (2, 1)), 0.0)
+    assert plan.cpu == (0, 5)
+    assert not plan.fetch
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ({"assignment": "dalli"}, "unknown assignment 'dalli'; did you mean 'dali'?"),
+        ({"pool": "layer"}, "pool is 'layer'; expected one of by-layer, shared"),
+        ({"prefetch_count": -1}, "prefetch_count is -1; expected at least 0"),
+    ],
+)
+def test_unknown_choices_are_refused(choice: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
+        PlannerSettings(**choice)

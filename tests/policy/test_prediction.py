@@ -1,0 +1,89 @@
+"""Predictors foresee what they are made for, and chances are frequencies."""
+
+import pytest
+
+from tandem.policy.plan import Geometry, Hint, LayerLoad
+from tandem.policy.prediction import PREDICTIONS, Prediction
+from tandem.policy.prediction.lag import Lag
+from tandem.policy.prediction.policy import Forecast
+
+GEOMETRY = Geometry(num_layers=4, num_experts=8, top_k=2)
+
+
+def expected(forecast: Forecast | None) -> list[float]:
+    assert forecast is not None
+    return [(score - forecast.base) * forecast.scale for score in forecast.scores]
+
+
+def best_two(forecast: Forecast | None) -> set[int]:
+    values = expected(forecast)
+    return set(sorted(range(len(values)), key=lambda e: -values[e])[:2])
+
+
+def route(token: int, layer: int) -> tuple[int, ...]:
+    first = (token * 3 + layer * 2) % 8
+    return tuple(sorted((first, (first + 1) % 8)))
+
+
+def train(policy: Prediction, steps: int) -> None:
+    for step in range(steps):
+        token = step * 5 % 4
+        policy.begin_step((token,))
+        for layer in range(4):
+            experts = route(token, layer)
+            policy.predict(layer)
+            policy.observe(LayerLoad(layer, experts, (1, 1), (), (experts,)))
+
+
+@pytest.mark.parametrize("name", ["foresight", "token-memory"])
+def test_a_known_token_foresees_every_layer_before_any_has_run(name: str) -> None:
+    policy = PREDICTIONS.factory(name)(GEOMETRY)
+    train(policy, 400)
+    policy.begin_step((3,))
+    for layer in range(4):
+        assert best_two(policy.predict(layer)) == set(route(3, layer))
+
+
+@pytest.mark.parametrize("name", ["foresight", "transitions"])
+def test_the_layer_above_foresees_the_next(name: str) -> None:
+    policy = PREDICTIONS.factory(name)(GEOMETRY)
+    train(policy, 400)
+    policy.begin_step(())
+    policy.observe(LayerLoad(0, route(2, 0), (1, 1)))
+    assert best_two(policy.predict(1)) == set(route(2, 1))
+
+
+@pytest.mark.parametrize("name", ["gate", "residual"])
+def test_hints_of_the_right_source_are_taken(name: str) -> None:
+    policy = PREDICTIONS.factory(name)(GEOMETRY)
+    policy.begin_step(())
+    policy.hint(Hint("other", LayerLoad(1, (5,), (1,))))
+    assert policy.predict(1) is None
+    policy.hint(Hint(name, LayerLoad(1, (2, 6), (3, 1))))
+    assert expected(policy.predict(1)) == [0, 0, 3, 0, 0, 0, 1, 0]
+
+
+def test_lag_finds_the_distance_from_the_data() -> None:
+    geometry = Geometry(num_layers=16, num_experts=64, top_k=2)
+    policy = Lag(geometry)
+    for step in range(200):
+        policy.begin_step(())
+        for layer in range(16):
+            first = (step * 7 + layer % 12 * 5) % 63
+            policy.observe(LayerLoad(layer, (first, first + 1), (1, 1)))
+    assert policy.distance() == 12
+    policy.begin_step(())
+    policy.observe(LayerLoad(1, (10, 20), (1, 1)))
+    assert best_two(policy.predict(13)) == {10, 20}
+
+
+@pytest.mark.parametrize("name", PREDICTIONS.names())
+def test_chances_are_probabilities(name: str) -> None:
+    policy = PREDICTIONS.factory(name)(GEOMETRY)
+    train(policy, 60)
+    policy.begin_step((1,))
+    for layer in range(4):
+        forecast = policy.predict(layer)
+        if forecast is not None:
+            assert all(0.0 <= forecast.chance(s) <= 1.0 for s in forecast.scores)
+        policy.observe(LayerLoad(layer, route(1, layer), (1, 1), (), (route(1, layer),)))

@@ -1,0 +1,104 @@
+"""`tandem simulate` from the outside: the last line, the lists, and one sentence per mistake."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tandem.cli.main import main
+
+TRACES = Path(__file__).parents[2] / "data" / "traces"
+TRACE = str(TRACES / "gpt-oss-20b.npz")
+KEYS = {
+    "tokens",
+    "steps",
+    "hit_rate",
+    "belady_hit_rate",
+    "lru_hit_rate",
+    "prefetch",
+    "decode_tokens_per_second",
+    "prefill_tokens_per_second",
+    "bytes_fetched",
+    "busy",
+    "plan_microseconds",
+    "plan_over_optimal",
+}
+
+
+def last_json(capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert isinstance(result, dict)
+    return result
+
+
+def test_the_last_line_is_one_json_object(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    dump = tmp_path / "plans.jsonl"
+    words = ["simulate", TRACE, "--limit", "40", "--prefetch", "1", "--dump", str(dump), "--json"]
+    assert main(words) == 0
+    assert last_json(capsys).keys() >= KEYS
+    assert len(dump.read_text().splitlines()) > 40 * 24
+
+
+def test_two_traces_are_reported_each_and_together(capsys: pytest.CaptureFixture[str]) -> None:
+    other = str(TRACES / "deepseek-v2-lite.npz")
+    assert main(["simulate", TRACE, other, "--limit", "30", "--json"]) == 0
+    result = last_json(capsys)
+    assert result.keys() >= KEYS
+    assert isinstance(result["traces"], dict)
+    assert list(result["traces"]) == [TRACE, other]
+
+
+def test_list_names_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--hardware", "list", "--assignment", "list", "--json"]) == 0
+    result = last_json(capsys)
+    assert result["hardware"] == ["collab-testbed", "dali-testbed", "desktop-12gb", "laptop-8gb"]
+    assert isinstance(result["assignment"], list)
+    assert {"balanced", "dali", "exact"} <= set(result["assignment"])
+
+
+def test_compare_prints_a_table_and_draws(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    picture = tmp_path / "c.svg"
+    words = ["simulate", TRACE, "--compare", "--limit", "20", "--picture", str(picture), "--json"]
+    assert main(words) == 0
+    assert "systems" in last_json(capsys)
+    assert picture.read_text().startswith("<svg ")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "no trace given; expected at least one routing trace"),
+        (["nowhere.npz"], "nowhere.npz: found no such file; expected a routing trace"),
+        ([TRACE, "--gpu-experts", "1.5"], "gpu_experts is 1.5; expected a fraction in 0..1"),
+        ([TRACE, "--batch", "0"], "batch is 0; expected a number >= 1"),
+        ([TRACE, "--assignment", "dally"], "unknown assignment 'dally'; did you mean 'dali'?"),
+        ([TRACE, "--eviction", "lruu"], "unknown eviction 'lruu'; did you mean 'lru'?"),
+        ([TRACE, "--prediction", "magic"], "unknown prediction 'magic'"),
+        ([TRACE, "--prefetch", "-1"], "prefetch_count is -1; expected at least 0"),
+        ([TRACE, "--hardware", "desktop"], "unknown hardware 'desktop'; did you mean"),
+        ([TRACE, "--shape", "mixtral"], "no costs for the shape 'mixtral'; did you mean"),
+        ([TRACE, TRACE, "--compare"], "--compare got 2 traces; expected one"),
+    ],
+)
+def test_mistakes_are_one_sentence_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert main(["simulate", *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_broken_trace_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with np.load(TRACE) as good:
+        arrays = {name: good[name] for name in good.files}
+    arrays["experts"] = arrays["experts"].copy()
+    arrays["experts"][5, 1, 2] = 200
+    np.savez_compressed(tmp_path / "bad.npz", **arrays)
+    assert main(["simulate", str(tmp_path / "bad.npz")]) == 2
+    assert "experts[5, 1, 2] is 200; expected ids of 0..31" in capsys.readouterr().err

@@ -1,0 +1,156 @@
+"""Whole simulations on pieces of the real traces: keys, dumps, bounds, and the table's promises."""
+
+import dataclasses
+import io
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.core.errors import ConfigError
+from tandem.policy.plan import Geometry
+from tandem.policy.settings import PlannerSettings
+from tandem.sim.compare import compare, table
+from tandem.sim.picture import Chart, svg
+from tandem.sim.profiles import load_profile, profile_names, shape_for
+from tandem.sim.simulation import Conditions, hit_rates, run_timed, simulate
+from tandem.sim.start import STARTS
+from tandem.sim.systems import TANDEM
+from tandem.trace import RoutingTrace, read_trace
+
+TRACES = Path(__file__).parents[2] / "data" / "traces"
+LRU = PlannerSettings(eviction="lru")
+
+
+@pytest.fixture(scope="module", params=["deepseek-v2-lite", "gpt-oss-20b"])
+def trace(request: pytest.FixtureRequest) -> RoutingTrace:
+    return read_trace(TRACES / f"{request.param}.npz")
+
+
+def conditions(hardware: str = "dali-testbed", **changes: Any) -> Conditions:
+    start = Conditions(profile=load_profile(hardware), gpu_experts=0.25, limit=400)
+    return dataclasses.replace(start, **changes)
+
+
+def test_the_report_has_every_key(trace: RoutingTrace) -> None:
+    result = simulate(trace, TANDEM, conditions())
+    assert result["tokens"] >= 400
+    assert 0 < result["lru_hit_rate"] < result["hit_rate"] < result["belady_hit_rate"] < 1
+    assert result["prefetch"]["useful"] <= result["prefetch"]["issued"]
+    assert result["decode_tokens_per_second"] > 0
+    assert result["prefill_tokens_per_second"] > 0
+    assert all(0 < share <= 1 for share in result["busy"].values())
+    assert result["plan_over_optimal"]["mean"] < 0.02
+    assert json.loads(json.dumps(result)) == result
+
+
+def test_a_dump_is_enough_to_recompute_the_numbers(trace: RoutingTrace) -> None:
+    stream = io.StringIO()
+    result = simulate(trace, PlannerSettings(), conditions(limit=60), dump_to=stream)
+    header, *lines = map(json.loads, stream.getvalue().splitlines())
+    demand = [line for line in lines if line["run"] == "demand"]
+    resident: set[tuple[int, int]] = set()
+    hits = demands = 0
+    for line in demand:
+        active = {(line["layer"], expert) for expert in line["experts"]}
+        assert {(line["layer"], e) for e in line["hits"]} == active & resident
+        hits += len(active & resident)
+        demands += len(active)
+        for newcomer, victim in line["changes"]:
+            assert tuple(newcomer) in active
+            resident.add(tuple(newcomer))
+            if victim is not None:
+                resident.remove(tuple(victim))
+        assert len(resident) <= header["slots"]
+    assert hits / demands == result["hit_rate"]
+    timed = [line for line in lines if line["run"] == "timed"]
+    for line in timed:
+        runs = [*line["gpu"], *line["arriving"], *line["cpu"], *(c[1] for c in line["fetch"])]
+        assert sorted(runs) == line["experts"]
+    copies = sum(len(line[k]) for line in timed for k in ("fetch", "insert", "prefetch"))
+    assert copies * header["costs"]["expert_bytes"] == result["bytes_fetched"]
+
+
+@pytest.mark.parametrize("hardware", profile_names())
+def test_never_slower_than_lru_that_inserts_every_miss(trace: RoutingTrace, hardware: str) -> None:
+    given = conditions(hardware, limit=1000, compare_every=0)
+    ours = run_timed(trace, PlannerSettings(), given).decode_tokens_per_second()
+    assert ours >= run_timed(trace, LRU, given).decode_tokens_per_second()
+
+
+@pytest.mark.parametrize("batch", [1, 8, 32])
+def test_plans_are_within_two_percent_of_the_optimum(trace: RoutingTrace, batch: int) -> None:
+    given = conditions(gpu_experts=0.5, batch=batch, limit=120 * batch, compare_every=5)
+    over = run_timed(trace, PlannerSettings(), given).over_optimal
+    assert sum(over) / len(over) <= 0.02
+
+
+def test_held_out_sequences_are_not_replayed(trace: RoutingTrace) -> None:
+    whole = hit_rates(trace, LRU, conditions())
+    start = trace.sequences(0, trace.num_sequences - 30)
+    cut = hit_rates(trace, LRU, conditions(hold_out=30, batch=64))
+    assert cut == hit_rates(start, LRU, conditions(batch=64))
+    assert whole != cut
+    with pytest.raises(ConfigError, match="hold_out is 500; expected less than"):
+        hit_rates(trace, LRU, conditions(hold_out=500))
+
+
+@pytest.mark.parametrize("name", STARTS.names())
+@pytest.mark.parametrize("pool", ["by-layer", "shared"])
+def test_starts_fill_no_set_above_its_size(trace: RoutingTrace, name: str, pool: str) -> None:
+    geometry = trace.meta.geometry
+    sizes = PlannerSettings(pool=pool).set_sizes(geometry, 100)
+    keys = STARTS.factory(name)(geometry, sizes, trace)
+    assert len(set(keys)) == len(keys) <= 100
+    if pool == "by-layer" and name != "first-layers":
+        per_layer = Counter(key // geometry.num_experts for key in keys)
+        assert all(per_layer[layer] <= size for layer, size in enumerate(sizes))
+
+
+def test_a_comparison_has_every_system_and_a_picture(trace: RoutingTrace) -> None:
+    speeds = compare(trace, conditions(limit=60), batches=(1, 2), fractions=(0.25,))
+    assert {speed.system for speed in speeds} >= {"llama.cpp", "fiddler", "dali", "tandem"}
+    assert all(speed.decode_tokens_per_second > 0 for speed in speeds)
+    text = table(speeds)
+    assert "| batch 1, 25% | batch 2, 25% |" in text
+    picture = svg([Chart("a < b", "batch", ["1", "2"], {"x": [1.0, 2.0], "y": [0.5, 0.5]})])
+    assert picture.startswith("<svg ")
+    assert "a &lt; b" in picture
+
+
+def test_an_unknown_model_gets_the_most_similar_shape() -> None:
+    profile = load_profile("laptop-8gb")
+    geometry = profile.shape("qwen3-30b-a3b")
+    similar = shape_for(profile, "somebody/new-moe", Geometry(40, geometry.num_experts, 8))
+    assert similar.shape == "qwen3-30b-a3b"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gpu_experts": 1.5}, "gpu_experts is 1.5; expected a fraction in 0..1"),
+        ({"gpu_experts": -0.1}, "gpu_experts is -0.1; expected a fraction in 0..1"),
+        ({"batch": 0}, "batch is 0; expected a number >= 1"),
+        ({"start": "warm"}, "unknown start content 'warm'"),
+    ],
+)
+def test_conditions_out_of_range_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        conditions(**changes)
+
+
+@pytest.mark.parametrize("module", ["tandem.policy.settings", "tandem.sim.simulation"])
+def test_neither_policy_nor_sim_loads_torch(module: str) -> None:
+    code = (
+        f"import sys, {module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_policy_loads_no_numpy() -> None:
+    code = "import sys, tandem.policy.settings; sys.exit('numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,76 @@
+"""Lanes on the virtual clock, checked by hand."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from tandem.core.ids import ExpertId
+from tandem.policy.cost import HardwareProfile
+from tandem.policy.plan import Copy, LayerLoad, LayerPlan
+from tandem.sim.profiles import load_profile
+from tandem.sim.timeline import Arrival, Timeline
+from tests.policy.strategies import shape_costs
+
+
+def timeline(slowdown: float = 1.0) -> Timeline:
+    costs = shape_costs(cpu=(1.0, 2.0), gpu=(0.25, 0.25), link=2.0, dense=(0.5, 0.5), first=0.125)
+    profile: HardwareProfile = dataclasses.replace(
+        load_profile("laptop-8gb"),
+        shapes=(costs,),
+        cpu_slowdown_while_copying=slowdown,
+        link_slowdown_while_computing=slowdown,
+    )
+    return Timeline(profile, costs)
+
+
+def plan(**lanes: Any) -> LayerPlan:
+    empty = LayerPlan(0, (), (), (), (), (), (), 0.0, 0.0)
+    return empty._replace(**lanes)
+
+
+def test_cpu_and_gpu_work_side_by_side() -> None:
+    clock = timeline()
+    clock.run_dense(1)
+    clock.run(LayerLoad(0, (1, 2, 3), (1, 2, 1)), plan(gpu=(1,), cpu=(2, 3)))
+    assert clock.now == 0.5 + 0.125 + 2.0 + 1.0
+    assert (clock.cpu_busy, clock.gpu_busy, clock.link_busy) == (3.125, 0.75, 0.0)
+
+
+def test_fetches_follow_each_other_and_experts_follow_their_copies() -> None:
+    clock = timeline()
+    copies = (Copy(0, 1, 0, None), Copy(0, 2, 1, ExpertId(0, 5)))
+    clock.run(LayerLoad(0, (1, 2), (1, 1)), plan(fetch=copies))
+    assert clock.now == 4.25
+    assert list(clock.arrivals()) == [Arrival(0, 1, 2.0), Arrival(0, 2, 4.0)]
+    assert list(clock.arrivals()) == []
+
+
+def test_a_ring_slot_is_overwritten_after_its_expert_has_run() -> None:
+    clock = timeline()
+    copies = (Copy(0, 1, 9, None), Copy(0, 2, 9, None))
+    clock.run(LayerLoad(0, (1, 2), (1, 1)), plan(fetch=copies))
+    assert clock.now == 2.0 + 0.25 + 2.0 + 0.25
+
+
+def test_background_copies_delay_nothing_but_later_copies() -> None:
+    clock = timeline()
+    load = LayerLoad(0, (1,), (1,))
+    clock.run(load, plan(gpu=(1,), insert=(Copy(0, 4, 0, None),)))
+    assert clock.now == 0.25
+    clock.run(load, plan(fetch=(Copy(0, 1, 1, None),)))
+    assert clock.now == 4.25
+
+
+def test_an_arriving_expert_waits_for_its_copy() -> None:
+    clock = timeline()
+    clock.issue((Copy(0, 3, 0, None),))
+    clock.run(LayerLoad(0, (1, 3), (1, 1)), plan(gpu=(1,), arriving=(3,)))
+    assert clock.now == 2.25
+
+
+def test_lanes_slow_each_other_down() -> None:
+    clock = timeline(slowdown=1.5)
+    clock.run(LayerLoad(0, (1,), (1,)), plan(cpu=(1,), insert=(Copy(0, 4, 0, None),)))
+    assert clock.link_busy == 3.0
+    assert clock.now == pytest.approx(1.125 * 1.5)
