@@ -152,7 +152,7 @@ def test_a_row_does_not_depend_on_its_company_or_on_threads(isa: str) -> None:
         layout, store, SILU, x, *route([11, 11, 11, 11], 11)
     )
     alone = NativeExperts(num_threads=1, isa=isa)
-    experts, begin, token = route([11, 11, 11, 11], 11)
+    experts, _, token = route([11, 11, 11, 11], 11)
     for row in range(0, 44, 5):
         expert = row // 11
         one = alone.compute(

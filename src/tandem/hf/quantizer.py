@@ -99,8 +99,10 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
     def rewrite_conversions(self, conversions: list[Any]) -> list[Any]:
         """Store experts one by one where they arrive one by one; read packed names as ours."""
         if self.pre_quantized:
+            # Longest first: Transformers 5.17 finds "down_proj" in "down_proj_bias" too.
+            names = sorted(TENSOR_NAMES, key=len, reverse=True)
             whole_layer = self._packed_converter(STORED_NAME, "down_proj")
-            return [whole_layer, *(self._packed_converter(name, name) for name in TENSOR_NAMES)]
+            return [whole_layer, *(self._packed_converter(name, name) for name in names)]
         for converter in conversions:
             if is_expert_merge(converter) and _targets_experts(converter):
                 converter.operations = [StoreExpertwise(self._writer)]
