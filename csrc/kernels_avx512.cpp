@@ -52,6 +52,16 @@ __m512 load_minima(const std::uint8_t* scales, std::int64_t index) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(at));
 }
 
+// The hardware follows a stream only to the end of a page. 1 to 6 KB ahead made int4 with one token a
+// third faster (Sapphire Rapids, 2 threads); with many tokens the weights come from the cache.
+constexpr std::int64_t kAheadBytes = 4096;
+
+template <int T>
+void prefetch(const std::uint8_t* data) {
+  if constexpr (T <= 4)
+    _mm_prefetch(reinterpret_cast<const char*>(data + kAheadBytes), _MM_HINT_T0);
+}
+
 // Few tokens need two sums each to hide the multiplier's latency; eight hide it by themselves.
 template <int T>
 constexpr bool kIsShort = T < 8;
@@ -63,6 +73,8 @@ const std::uint8_t* multiply_group(const std::uint8_t* data, std::int64_t group,
                                    __m512i* high) {
   if constexpr (F == Format::kInt8) {
     for (std::int64_t k = 0; k < group; k += 8, data += 128) {
+      prefetch<T>(data);
+      prefetch<T>(data + 64);
       const __m512i w0 = _mm512_loadu_si512(data);
       const __m512i w1 = _mm512_loadu_si512(data + 64);
 #pragma GCC unroll 8
@@ -75,6 +87,7 @@ const std::uint8_t* multiply_group(const std::uint8_t* data, std::int64_t group,
   } else {
     const __m512i mask = _mm512_set1_epi8(15);
     for (std::int64_t k = 0; k < group; k += 8, data += 64) {
+      prefetch<T>(data);
       const __m512i w = _mm512_loadu_si512(data);
       const __m512i w0 = decode<F>(_mm512_and_si512(w, mask));
       const __m512i w1 = decode<F>(_mm512_and_si512(_mm512_srli_epi16(w, 4), mask));
@@ -160,6 +173,7 @@ void bf16_tile(const PackedMatrix& m, std::int64_t block, const Activations& x, 
   for (std::int64_t k = 0; k < m.cols; k += 8, data += 256) {
 #pragma GCC unroll 4
     for (int c = 0; c < 4; ++c) {
+      prefetch<T>(data + 64 * c);
       const __m512bh w = reinterpret_cast<__m512bh>(_mm512_loadu_si512(data + 64 * c));
 #pragma GCC unroll 8
       for (int t = 0; t < T; ++t) {

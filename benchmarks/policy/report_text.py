@@ -36,8 +36,8 @@ property test.
 
 Every token is a decode step, sequences side by side, the link free, no prefetch, equal total slots
 (ours gives two of them to the ring). Belady may bypass: it bounds every policy with admission.
-DALI's window loses to LRU at batch 1, where counts of a window of four tokens say little. It wins at
-batch 8 on both traces, at batch 32 on DeepSeek-V2-Lite only.
+DALI's window loses to LRU at batch 1, where counts of a window of four tokens say little. It wins
+at batch 8 on both traces, at batch 32 on DeepSeek-V2-Lite only.
 """,
     "prediction": """
 ## Prediction

@@ -4,6 +4,7 @@ The result for a (token, expert) row does not depend on the other rows of the ca
 number of threads.
 """
 
+import functools
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -124,6 +125,7 @@ class NativeExperts:
         return self._engine.multiply(is_int8, count_per_thread)
 
 
+@functools.lru_cache(maxsize=64)
 def _native_layout(layout: ExpertLayout) -> _native.ExpertLayout:
     fmt = layout.format
     native = _native.ExpertLayout()

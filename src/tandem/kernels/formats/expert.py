@@ -128,14 +128,14 @@ def pack_expert(
     _require_shape(up, (layout.num_halves * inner, hidden), f"{name}'s up projection")
     _require_shape(down, (hidden, inner), f"{name}'s down projection")
     for bias in (up_bias, down_bias):
-        _require_bias(bias, layout, name)
+        require_bias(bias, layout, name)
     out.zero_()  # the gaps between sections, and the padding of the biases
     for half in range(layout.num_halves):
-        rows = _half_rows(layout, half, is_interleaved)
+        rows = half_rows(layout, half, is_interleaved)
         part = up[rows] if isinstance(up, Tensor) else up.rows(rows)
         _write(layout.up_half(out, half), layout.format, part, has_search, f"{name}'s up")
         if up_bias is not None:
-            _write_bias(layout.up_bias_half(out, half), up_bias[rows])
+            write_bias(layout.up_bias_half(out, half), up_bias[rows])
     _write(layout.down_blocks(out), layout.format, down, has_search, f"{name}'s down")
     if down_bias is not None:
         layout.down_bias.of(out).view(torch.float32)[:hidden] = down_bias
@@ -159,7 +159,7 @@ def unpack_expert(layout: ExpertLayout, buffer: Tensor) -> ExpertWeights:
     )
 
 
-def _half_rows(layout: ExpertLayout, half: int, is_interleaved: bool) -> slice:
+def half_rows(layout: ExpertLayout, half: int, is_interleaved: bool) -> slice:
     """Return the source's rows of one half."""
     inner = layout.intermediate_size
     if is_interleaved:
@@ -180,7 +180,8 @@ def _write(
         write_codes(blocks, fmt, source, name=name)
 
 
-def _write_bias(lanes: Tensor, bias: Tensor) -> None:
+def write_bias(lanes: Tensor, bias: Tensor) -> None:
+    """Write a bias into its blocks (blocks, 16), the last one padded with zeros."""
     padded = torch.zeros(lanes.shape)
     padded.view(-1)[: bias.shape[0]] = bias
     lanes.copy_(padded)
@@ -195,7 +196,8 @@ def _require_shape(source: Tensor | CodedMatrix, expected: tuple[int, int], name
         )
 
 
-def _require_bias(bias: Tensor | None, layout: ExpertLayout, name: str) -> None:
+def require_bias(bias: Tensor | None, layout: ExpertLayout, name: str) -> None:
+    """Raise `ModelError` for a bias that the layout has no room for, or that is not finite."""
     if bias is None:
         return
     if not layout.has_bias:

@@ -7,8 +7,6 @@ from tandem.kernels.formats.codes import E2M1_SIGN, E8M0_BIAS, e2m1_magnitude, p
 from tandem.kernels.formats.weight_format import ROWS_PER_BLOCK
 
 E4M3_MAX = 448.0
-# Where the peak of a block goes before rounding: the places of least error on Gaussian weights.
-E4M3_PEAKS = (448.0, 290.0, 345.0)
 # With the peak above this, 6 * 2^e no longer fits fp32; the specification allows up to 254.
 LARGEST_E8M0 = 252
 
@@ -51,31 +49,14 @@ def _e2m1_error(magnitude: Tensor, exponent: Tensor, importance: Tensor | None) 
     return (loss if importance is None else loss.mul_(importance)).sum(-1)
 
 
-def fit_e4m3(
-    x: Tensor, peak: Tensor, importance: Tensor | None, *, has_search: bool
-) -> tuple[Tensor, Tensor]:
+def round_e4m3(x: Tensor, peak: Tensor) -> tuple[Tensor, Tensor]:
     """Return e4m3 codes (like `x`, uint8) and fp32 scales (rows, groups), one per 16 rows.
 
-    `x` is (rows, groups, 128) fp32 with rows a multiple of 16, `peak` its largest magnitudes.
+    `x` is (rows, groups, 128) fp32 with rows a multiple of 16, `peak` its largest magnitudes. There
+    is no search: other scales than the peak's gained 2 % and took seven times as long.
     """
-    block_peak = peak.unflatten(0, (-1, ROWS_PER_BLOCK)).amax(1, keepdim=True)
-    peak = block_peak.expand(-1, ROWS_PER_BLOCK, -1).flatten(0, 1)
-    scales = peak / E4M3_MAX
-    if has_search:
-        candidates = torch.stack([peak / place for place in E4M3_PEAKS])
-        errors = torch.stack([_e4m3_error(x, scale, importance) for scale in candidates])
-        scales = candidates.gather(0, errors.argmin(0, keepdim=True))[0]
-    return _e4m3_codes(x, scales).view(torch.uint8), scales
-
-
-def _e4m3_codes(x: Tensor, scales: Tensor) -> Tensor:
+    blocks: Tensor = peak.unflatten(0, (-1, ROWS_PER_BLOCK))  # (blocks, 16, groups)
+    scales = (blocks.amax(1, keepdim=True) / E4M3_MAX).expand_as(blocks).flatten(0, 1)
     scaled = x / torch.where(scales == 0, 1.0, scales)[..., None]
-    return scaled.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-
-
-def _e4m3_error(x: Tensor, scales: Tensor, importance: Tensor | None) -> Tensor:
-    """Return the squared error (rows, groups) of each block, repeated for its 16 rows."""
-    loss = _e4m3_codes(x, scales).float().mul_(scales[..., None]).sub_(x).square_()
-    error = (loss if importance is None else loss.mul_(importance)).sum(-1)
-    blocks: Tensor = error.unflatten(0, (-1, ROWS_PER_BLOCK)).sum(1, keepdim=True)
-    return blocks.expand(-1, ROWS_PER_BLOCK, -1).flatten(0, 1)
+    codes = scaled.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return codes.view(torch.uint8), scales

@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-from tandem.kernels.formats.expert import ExpertLayout
+from tandem.kernels.formats.expert import ExpertLayout, half_rows, require_bias, write_bias
 from tandem.kernels.formats.packed import write_weight
 
 
 def pack_up(layout: ExpertLayout, up: Tensor, *, is_interleaved: bool, out: Tensor) -> None:
-    """Write the first projection (up rows, hidden_size), not transposed."""
+    """Write the first projection (up rows, hidden_size), not transposed, into a zeroed buffer."""
     for half in range(layout.num_halves):
-        rows = up[_half_rows(layout, half, is_interleaved)]
+        rows = up[half_rows(layout, half, is_interleaved)]
         write_weight(layout.up_half(out, half), layout.format, rows, name="the first projection")
 
 
@@ -21,20 +21,12 @@ def pack_down(layout: ExpertLayout, down: Tensor, *, out: Tensor) -> None:
 
 def pack_up_bias(layout: ExpertLayout, bias: Tensor, *, is_interleaved: bool, out: Tensor) -> None:
     """Write the bias of the first projection, which follows its rows."""
+    require_bias(bias, layout, "the first projection")
     for half in range(layout.num_halves):
-        lanes = layout.up_bias_half(out, half)  # (blocks, 16), the last block padded with zeros
-        padded = torch.zeros(lanes.numel())
-        padded[: layout.intermediate_size] = bias[_half_rows(layout, half, is_interleaved)]
-        lanes.copy_(padded.view(lanes.shape))
+        write_bias(layout.up_bias_half(out, half), bias[half_rows(layout, half, is_interleaved)])
 
 
 def pack_down_bias(layout: ExpertLayout, bias: Tensor, *, out: Tensor) -> None:
     """Write the bias of the second projection."""
+    require_bias(bias, layout, "the second projection")
     layout.down_bias.of(out).view(torch.float32)[: layout.hidden_size] = bias
-
-
-def _half_rows(layout: ExpertLayout, half: int, is_interleaved: bool) -> slice:
-    if is_interleaved:
-        return slice(half, None, layout.num_halves)
-    inner = layout.intermediate_size
-    return slice(half * inner, (half + 1) * inner)

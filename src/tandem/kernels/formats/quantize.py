@@ -6,7 +6,7 @@ from torch import Tensor
 from tandem.core.errors import ModelError
 from tandem.kernels.formats.blocks import CodedMatrix
 from tandem.kernels.formats.codes import INT4_OFFSET, INT8_OFFSET
-from tandem.kernels.formats.microfloat import fit_e4m3, fit_mxfp4
+from tandem.kernels.formats.microfloat import fit_mxfp4, round_e4m3
 from tandem.kernels.formats.scale_search import (
     INT4_PEAKS,
     INT4_RANGE,
@@ -29,7 +29,8 @@ def quantize(
     """Round (rows, cols) fp32 weights, whole blocks and whole groups, to codes and scales.
 
     The scale of each group minimises sum(importance * (weight - value)^2); `importance` is (cols,),
-    None weighs all alike. Without the search the scale is the one of the largest magnitude.
+    None weighs all alike. Without the search, and always for fp8, the scale is the one of the
+    largest magnitude.
     Raises `ModelError` with `name` for NaN, infinity and weights too large for the format.
     """
     if fmt.group_size is None:
@@ -74,7 +75,7 @@ def _fit(
             codes, scales = fit_mxfp4(x, peak.abs(), importance, has_search=has_search)
             return CodedMatrix(_stored(codes), scales)
         case "fp8":
-            codes, scales = fit_e4m3(x, peak.abs(), importance, has_search=has_search)
+            codes, scales = round_e4m3(x, peak.abs())
             return CodedMatrix(codes.flatten(1), scales)
     raise AssertionError(fmt.kind)
 
