@@ -5,6 +5,7 @@ depend on who computed what: each (token, expert) gives one fp32 row, and rows a
 order of the router's top-k.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -41,18 +42,25 @@ class Rows:
     """The (token, expert) pairs of a call, expert by expert; on the CPU.
 
     Expert `experts[i]` has rows `begin[i]`..`begin[i + 1]` - 1; row j is of token `token[j]` and
-    belongs at place `place[j]` of the flattened (n_tokens, top_k).
+    belongs at place `place[j]` of the flattened (n_tokens, top_k), or at j if `place` is None.
     """
 
     experts: Tensor
     begin: Tensor
     token: Tensor
-    place: Tensor
+    place: Tensor | None
+
+
+@functools.lru_cache(maxsize=64)
+def _rows_of_one_token(top_k: int) -> tuple[Tensor, Tensor]:
+    return torch.arange(top_k + 1, dtype=torch.int32), torch.zeros(top_k, dtype=torch.int32)
 
 
 def sort_rows(top_k_index: Tensor, num_experts: int) -> Rows:
     """Group the pairs of a (n_tokens, top_k) choice by expert; ids out of range are left out."""
     flat = top_k_index.flatten()
+    if len(top_k_index) == 1 and all(0 <= expert < num_experts for expert in flat.tolist()):
+        return Rows(flat, *_rows_of_one_token(len(flat)), place=None)  # saves 80 us a layer
     place = torch.argsort(flat, stable=True)
     chosen = flat[place]
     if flat.numel() and (chosen[0] < 0 or chosen[-1] >= num_experts):
@@ -127,8 +135,10 @@ class CpuExecutor:
         if functions.post_norm is not None:
             computed = functions.post_norm(computed.to(hidden.dtype)).float()
         width = hidden.shape[1]
-        expert_rows = hidden.new_zeros((num_tokens * top_k, width), dtype=torch.float32)
-        expert_rows[rows.place] = computed
+        expert_rows = computed
+        if rows.place is not None:
+            expert_rows = hidden.new_zeros((num_tokens * top_k, width), dtype=torch.float32)
+            expert_rows[rows.place] = computed
         self._report(layer, num_tokens, rows)
         expert_rows = expert_rows.view(num_tokens, top_k, width)
         return add_in_top_k_order(expert_rows, top_k_weights).to(hidden.dtype)
