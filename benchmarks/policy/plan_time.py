@@ -8,11 +8,13 @@ half the experts fit. Thread time, so that other programs do not count.
 import json
 import random
 import time
-from statistics import median
+from statistics import mean, median
+from typing import NamedTuple
 
 from tandem.policy.cost import CostTable
 from tandem.policy.plan import Geometry, LayerLoad
-from tandem.policy.settings import make_planner
+from tandem.policy.residency import READY
+from tandem.policy.settings import RING_SLOTS, make_planner
 from tandem.sim.profiles import load_profile
 from tandem.sim.systems import TANDEM
 
@@ -41,14 +43,25 @@ def load_of(layer: int, rows: list[list[int]]) -> LayerLoad:
     return LayerLoad(layer, experts, tuple(tokens[e] for e in experts), (), rows)
 
 
-def plan_times(batch: int) -> dict[str, float]:
-    """Return median and p99 in microseconds at top-8 of 128, and of layers without a miss."""
+class Timed(NamedTuple):
+    """One plan."""
+
+    microseconds: float
+    active_experts: int
+    has_misses: bool
+
+
+def timed_plans(batch: int, resident_share: float) -> list[Timed]:
+    """Return the plans after a warm-up; experts are resident from the start."""
     draw = random.Random(0)
     geometry = Geometry(LAYERS, EXPERTS, TOP_K)
     profile = load_profile("desktop-12gb")
     costs = CostTable(profile.shape("qwen3-30b-a3b"))
-    planner = make_planner(TANDEM, geometry, costs, LAYERS * EXPERTS // 2)
-    now, times, resident_times, active = 0.0, [], [], []
+    ways = round(EXPERTS * resident_share)
+    resident = [geometry.key(layer, expert) for layer in range(LAYERS) for expert in range(ways)]
+    num_slots = LAYERS * ways + RING_SLOTS
+    planner = make_planner(TANDEM, geometry, costs, num_slots, resident=resident)
+    now, plans = 0.0, []
     for step in range(WARM_UP_STEPS + STEPS):
         tokens = tuple(draw.randrange(1000) for _ in range(batch))
         pending = list(planner.begin_step(batch, now, token_ids=tokens))
@@ -57,38 +70,56 @@ def plan_times(batch: int) -> dict[str, float]:
             now += costs.dense(batch)
             for copy in pending:
                 planner.copy_finished(copy.layer, copy.expert, now)
+            held = bytes(map(planner.residency.state.__getitem__, keys_of(geometry, load)))
             start = time.thread_time()
             plan = planner.plan(load, now)
             seconds = time.thread_time() - start
             pending = [*plan.fetch, *plan.insert, *plan.prefetch]
             now += plan.seconds
             if step >= WARM_UP_STEPS:
-                times.append(seconds * 1e6)
-                active.append(len(load.experts))
-                if len(plan.gpu) == len(load.experts):
-                    resident_times.append(seconds * 1e6)
-    times.sort()
+                has_misses = held.count(READY) < len(held)
+                plans.append(Timed(seconds * 1e6, len(load.experts), has_misses))
+    return plans
+
+
+def keys_of(geometry: Geometry, load: LayerLoad) -> list[int]:
+    """Return the keys of a layer's active experts."""
+    return [geometry.key(load.layer, expert) for expert in load.experts]
+
+
+def summary(batch: int) -> dict[str, float]:
+    """Return median and p99 with half the experts resident, and what layers without a miss cost.
+
+    `whole_model`: nothing is absent anywhere. `all_hits`: the layer happens to have no miss, but
+    the cache must still learn from it (7 of 8 experts resident; -1 where no layer was like that).
+    """
+    half = timed_plans(batch, 0.5)
+    times = sorted(plan.microseconds for plan in half)
+    whole = [plan.microseconds for plan in timed_plans(batch, 1.0)]
+    hits = [plan.microseconds for plan in timed_plans(batch, 0.875) if not plan.has_misses]
     return {
         "batch": batch,
-        "active_experts": round(sum(active) / len(active), 1),
+        "active_experts": round(mean(plan.active_experts for plan in half), 1),
         "median_microseconds": round(median(times), 1),
         "p99_microseconds": round(times[int(0.99 * len(times))], 1),
-        "all_resident_median_microseconds": round(median(resident_times), 1)
-        if resident_times
-        else -1.0,
+        "whole_model_resident_median_microseconds": round(median(whole), 1),
+        "all_hits_median_microseconds": round(median(hits), 1) if hits else -1.0,
     }
 
 
 def main() -> None:
     """Print a row per batch as a share of its budget, then the JSON line."""
-    results = [plan_times(batch) for batch in (1, 8, 32)]
     print("plan at top-8 of 128, half resident; budget: 60 us at batch 1, 500 us at batch 32")
+    results = [summary(batch) for batch in (1, 8, 32)]
     for result in results:
         budget = BUDGET_MICROSECONDS.get(int(result["batch"]))
         share = f", {result['median_microseconds'] / budget:.0%} of budget" if budget else ""
+        hits = result["all_hits_median_microseconds"]
         print(
             f"batch {result['batch']:2.0f}: {result['active_experts']:5.1f} active, median "
             f"{result['median_microseconds']:6.1f} us, p99 {result['p99_microseconds']:6.1f}{share}"
+            f"; whole model resident: {result['whole_model_resident_median_microseconds']:.1f} us"
+            + (f"; layer without a miss: {hits:.1f} us" if hits >= 0 else "")
         )
     print(json.dumps({"plans": results}))
 

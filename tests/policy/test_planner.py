@@ -17,6 +17,7 @@ from tandem.policy.plan import Copy, Hint, LayerLoad, LayerPlan
 from tandem.policy.planner import Planner, check_plan
 from tandem.policy.prediction import PREDICTIONS
 from tandem.policy.prefetch import PREFETCHES
+from tandem.policy.prefetch.recurrence import LAYERS_PER_CHANCE, Recurrence
 from tandem.policy.settings import POOLS, PlannerSettings, make_planner
 from tests.policy.strategies import GEOMETRY, shape_costs, steps
 
@@ -26,7 +27,10 @@ NUM_SLOTS = 12
 def planner(num_slots: int = NUM_SLOTS, link: float = 0.5, **choices: Any) -> Planner:
     chosen = PlannerSettings(**choices)
     costs = CostTable(shape_costs(link=link))
-    return make_planner(chosen, GEOMETRY, costs, num_slots, copy_price_seconds=0.01)
+    made = make_planner(chosen, GEOMETRY, costs, num_slots, copy_price_seconds=0.01)
+    while not made.chances.note_chance():
+        pass  # as if many copies ahead had paid before
+    return made
 
 
 class Executor:
@@ -98,14 +102,15 @@ def test_plans_are_sound_for_every_eviction(
 
 
 @pytest.mark.parametrize(
-    ("prediction", "prefetch"), list(itertools.product(PREDICTIONS.names(), PREFETCHES.names()))
+    ("prediction", "prefetch", "pool"),
+    list(itertools.product(PREDICTIONS.names(), PREFETCHES.names(), POOLS)),
 )
 @settings(max_examples=8)
 @given(given_steps=steps(), lag=st.integers(0, 3))
 def test_plans_are_sound_for_every_prediction(
-    prediction: str, prefetch: str, given_steps: list[list[LayerLoad]], lag: int
+    prediction: str, prefetch: str, pool: str, given_steps: list[list[LayerLoad]], lag: int
 ) -> None:
-    chosen = planner(prediction=prediction, prefetch=prefetch, prefetch_count=1)
+    chosen = planner(prediction=prediction, prefetch=prefetch, pool=pool, prefetch_count=1)
     Executor(chosen, lag).run(given_steps)
 
 
@@ -162,6 +167,41 @@ def test_resident_experts_spill_where_the_cpu_is_quicker() -> None:
     plan = chosen.plan(LayerLoad(0, (0, 1), (1, 1)), 0.0)
     assert (plan.gpu, plan.cpu, plan.seconds) == ((0,), (1,), 1.0)
     assert chosen.plan(LayerLoad(0, (0, 2), (1, 1)), 0.0).cpu == (2,)
+
+
+@given(given_steps=steps())
+def test_a_cache_of_the_whole_model_plans_as_if_it_learned(
+    given_steps: list[list[LayerLoad]],
+) -> None:
+    costs = CostTable(shape_costs())
+    keys = range(GEOMETRY.num_layers * GEOMETRY.num_experts)
+    whole, learning = (
+        make_planner(PlannerSettings(), GEOMETRY, costs, len(keys) + 2, resident=keys)
+        for _ in range(2)
+    )
+    for loads in given_steps:
+        whole.begin_step(1, 0.0)  # here it finds that nothing is absent
+        for load in loads:
+            plan = whole.plan(load, 0.0)
+            assert plan == learning.plan(load, 0.0)
+            check_plan(load, plan)
+
+
+def test_problems_of_long_prompts_can_be_posed() -> None:
+    chosen = planner()
+    assert chosen.problem(LayerLoad(0, (1,), (999,)), 0.0).cpu == [999.0]
+
+
+def test_copies_ahead_wait_until_chances_recur() -> None:
+    rare, frequent = Recurrence(), Recurrence()
+    for layer in range(100 * LAYERS_PER_CHANCE):
+        rare.layer_passed()
+        frequent.layer_passed()
+        if layer % (2 * LAYERS_PER_CHANCE) == 0:
+            assert not rare.note_chance()
+        if layer % (LAYERS_PER_CHANCE // 4) == 0:
+            frequent.note_chance()
+    assert frequent.note_chance()
 
 
 def test_without_slots_everything_runs_on_the_cpu() -> None:

@@ -82,6 +82,16 @@ def test_never_slower_than_lru_that_inserts_every_miss(trace: RoutingTrace, hard
     assert ours >= run_timed(trace, LRU, given).decode_tokens_per_second()
 
 
+@pytest.mark.parametrize("gpu_experts", [0.25, 0.5])
+@pytest.mark.parametrize("hardware", profile_names())
+def test_prefetch_is_never_slower_than_none(
+    trace: RoutingTrace, hardware: str, gpu_experts: float
+) -> None:
+    given = conditions(hardware, gpu_experts=gpu_experts, limit=300, compare_every=0)
+    without = run_timed(trace, PlannerSettings(), given).decode_tokens_per_second()
+    assert run_timed(trace, TANDEM, given).decode_tokens_per_second() >= without * (1 - 1e-6)
+
+
 @pytest.mark.parametrize("batch", [1, 8, 32])
 def test_plans_are_within_two_percent_of_the_optimum(trace: RoutingTrace, batch: int) -> None:
     given = conditions(gpu_experts=0.5, batch=batch, limit=120 * batch, compare_every=5)

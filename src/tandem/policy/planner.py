@@ -20,9 +20,11 @@ from tandem.policy.link_queue import LinkQueue
 from tandem.policy.plan import Copy, Geometry, Hint, LayerLoad, LayerPlan
 from tandem.policy.prediction.policy import Prediction
 from tandem.policy.prefetch.policy import PrefetchChoice, PrefetchTerms
+from tandem.policy.prefetch.recurrence import Recurrence
 from tandem.policy.residency import COPYING, NOWHERE, READY, Residency
 
 UNLIMITED = 1 << 30
+_READY_STATE = bytes([READY])
 
 
 class Planner:
@@ -67,6 +69,8 @@ class Planner:
         self._step_tokens = 1
         self._dense_seconds = costs.dense(1)
         self._resident_splits: dict[int, Split] = {}
+        self._has_every_expert = False
+        self.chances = Recurrence()
 
     def begin_step(
         self,
@@ -81,7 +85,8 @@ class Planner:
         if num_tokens != self._step_tokens:
             self._step_tokens = num_tokens
             self._dense_seconds = self.costs.dense(num_tokens)
-        if not self._can_prefetch:
+        self._has_every_expert = self.residency.has_every_expert()
+        if not self._can_prefetch or self._has_every_expert:
             return ()
         self._prediction.begin_step(token_ids)
         return self._copies_ahead(0, frozenset(), now, now + self._dense_seconds)
@@ -95,33 +100,42 @@ class Planner:
 
     def plan(self, load: LayerLoad, now: float, hints: Sequence[Hint] = ()) -> LayerPlan:
         """Decide for one layer at time `now`; its copies count as issued in the plan's order."""
-        layer, residency = load.layer, self.residency
+        if self._has_every_expert:
+            return self._plan_without_misses(load, now)
+        layer = load.layer
         first = layer * self.geometry.num_experts
         keys = [first + expert for expert in load.experts]
-        if max(load.tokens) >= len(self.costs.cpu):
-            self.costs.grow(2 * max(load.tokens))
         self._eviction.touch(load)
         if self._can_prefetch:
             for hint in hints:
                 self._prediction.hint(hint)
             self._prediction.observe(load)
-        state = residency.state
+        state = self.residency.state
         states = bytes([state[key] for key in keys])
         if states.count(READY) == len(keys):
-            misses: list[int] = []
-            split = self._split_resident(load, states, now)
+            split = self._split_resident(load, keys, states, now)
         else:
-            misses = [key for key, held in zip(keys, states, strict=True) if not held]
             split = self._split(self._problem(load, keys, states, now))
-        fetch, insert = self._place(layer, keys, misses, split, now)
+        in_use = frozenset(keys)
         next_plan = now + split.seconds + self._dense_seconds
+        misses = [key for key, held in zip(keys, states, strict=True) if not held]
+        fetch, insert = self._place(layer, in_use, misses, split, now, next_plan)
         ahead: tuple[Copy, ...] = ()
         if self._can_prefetch and layer + 1 < self.geometry.num_layers:
-            ahead = self._copies_ahead(layer + 1, frozenset(keys), now, next_plan)
+            ahead = self._copies_ahead(layer + 1, in_use, now, next_plan)
         gpu, arriving, cpu = self._lanes(load, states, split)
         return LayerPlan(
             layer, gpu, arriving, fetch, cpu, insert, ahead, split.gpu_seconds, split.cpu_seconds
         )
+
+    def _plan_without_misses(self, load: LayerLoad, now: float) -> LayerPlan:
+        """Plan where the cache holds the whole model: nothing to learn, to copy or to evict."""
+        first = load.layer * self.geometry.num_experts
+        keys = [first + expert for expert in load.experts]
+        states = _READY_STATE * len(keys)
+        split = self._split_resident(load, keys, states, now)
+        gpu, _, cpu = self._lanes(load, states, split)
+        return LayerPlan(load.layer, gpu, (), (), cpu, (), (), split.gpu_seconds, split.cpu_seconds)
 
     def problem(self, load: LayerLoad, now: float) -> LayerProblem:
         """Return a layer's assignment problem as it stands now; changes nothing."""
@@ -134,6 +148,8 @@ class Planner:
         self, load: LayerLoad, keys: Sequence[int], states: bytes, now: float
     ) -> LayerProblem:
         costs, tokens, link = self.costs, load.tokens, self.link
+        if max(tokens) >= len(costs.cpu):
+            costs.grow(2 * max(tokens))
         cpu_table, gpu_table = costs.cpu, costs.gpu
         wait = [0.0 if held else -1.0 for held in states]
         if COPYING in states:
@@ -162,41 +178,40 @@ class Planner:
                 return all_on_cpu(problem, pipelined=self._assignment.pipelined)
         return split
 
-    def _split_resident(self, load: LayerLoad, states: bytes, now: float) -> Split:
+    def _split_resident(
+        self, load: LayerLoad, keys: Sequence[int], states: bytes, now: float
+    ) -> Split:
         """Split a layer without misses; with one token each, only their number matters."""
-        count = len(states)
-        if max(load.tokens) == 1 and count in self._resident_splits:
-            known = self._resident_splits[count]
-            return known._replace(spill=load.experts[count - len(known.spill) :])
-        first = load.layer * self.geometry.num_experts
-        keys = [first + expert for expert in load.experts]
-        split = self._split(self._problem(load, keys, states, now))
-        if max(load.tokens) == 1:
-            self._resident_splits[count] = split
-            split = split._replace(spill=load.experts[count - len(split.spill) :])
-        return split
+        if max(load.tokens) > 1:
+            return self._split(self._problem(load, keys, states, now))
+        count = len(keys)
+        known = self._resident_splits.get(count)
+        if known is None:
+            known = self._split(self._problem(load, keys, states, now))
+            self._resident_splits[count] = known
+        if not known.spill:
+            return known
+        return known._replace(spill=load.experts[count - len(known.spill) :])
 
     def _place(
         self,
         layer: int,
-        keys: Sequence[int],
+        in_use: frozenset[int],
         misses: Sequence[int],
         split: Split,
         now: float,
+        next_plan: float,
     ) -> tuple[tuple[Copy, ...], tuple[Copy, ...]]:
         """Give slots to fetched and to admitted experts; returns (fetch, insert) copies."""
         residency, link = self.residency, self.link
         first = layer * self.geometry.num_experts
         fetched = [first + expert for expert in split.fetch]
-        staged = self._staged(keys)
-        wanted = self._eviction.candidates(layer, [*misses, *staged], residency.slot_of)
+        wanted = self._newcomers(layer, in_use, misses, fetched, now, next_plan)
         if not fetched and not wanted:
             return (), ()
-        if wanted:
-            wanted = self._affordable(wanted, fetched, split, now)
         set_id = residency.set_of(layer)
         copies: dict[int, Copy] = {}
-        for key, victim in self._admission.pairs(set_id, wanted, set(keys)):
+        for key, victim in self._admission.pairs(set_id, wanted, in_use):
             evicts = None
             if victim != NOWHERE:
                 evicts = self.geometry.expert_id(victim)
@@ -217,23 +232,27 @@ class Planner:
             link.issue(key, now)
         return tuple(fetch), tuple(copies.values())
 
-    def _staged(self, keys: Sequence[int]) -> list[int]:
-        """Return the active experts that were copied ahead."""
-        residency = self.residency
-        staged = residency.members[residency.staging]
-        return [key for key in staged if key in keys] if staged else []
-
-    def _affordable(
-        self, wanted: Sequence[int], fetched: Sequence[int], split: Split, now: float
+    def _newcomers(
+        self,
+        layer: int,
+        in_use: frozenset[int],
+        misses: Sequence[int],
+        fetched: Sequence[int],
+        now: float,
+        next_plan: float,
     ) -> Sequence[int]:
-        """Drop newcomers that nobody fetches now and that the link has no time for."""
-        background = self._eviction.background
-        if background == "always":
-            return wanted
-        room = self._idle_copies(split, now) - len(fetched) if background == "idle" else 0
-        slot_of = self.residency.slot_of
+        """Return who asks for a slot, best first, without those the link has no time for."""
+        residency, eviction = self.residency, self._eviction
+        staged = [key for key in residency.members[residency.staging] if key in in_use]
+        room = UNLIMITED
+        if eviction.background != "always":
+            is_idle = eviction.background == "idle"
+            room = self._idle_copies(now, next_plan) - len(fetched) if is_idle else 0
+            if room <= 0 and not fetched and not staged:
+                return ()
         kept = []
-        for key in wanted:
+        slot_of = residency.slot_of
+        for key in eviction.candidates(layer, [*misses, *staged], slot_of):
             if slot_of[key] == NOWHERE and key not in fetched:
                 if room <= 0:
                     continue
@@ -241,32 +260,35 @@ class Planner:
             kept.append(key)
         return kept
 
-    def _idle_copies(self, split: Split, now: float) -> int:
+    def _idle_copies(self, now: float, next_plan: float) -> int:
         """Return how many copies end before the next layer; one if the link has nothing to do."""
         busy, copy_seconds = self.link.busy_seconds(now), self.link.copy_seconds
         if copy_seconds == 0.0:
             return UNLIMITED
-        idle = split.seconds + self._dense_seconds - busy
-        return max(int(idle / copy_seconds), busy == 0.0)
+        return max(int((next_plan - now - busy) / copy_seconds), busy == 0.0)
 
     def _copies_ahead(
         self, layer: int, in_use: frozenset[int], now: float, next_plan: float
     ) -> tuple[Copy, ...]:
         """Copy experts that a layer to come is expected to want."""
+        residency, link, experts = self.residency, self.link, self.geometry.num_experts
+        first, set_id = layer * experts, residency.set_of(layer)
+        self.chances.layer_passed()
+        idle = next_plan - max(link.free_at, now)
+        idle_copies = int(idle / link.copy_seconds) if link.copy_seconds else UNLIMITED
+        is_staged = self._prefetch.is_staged
+        if idle_copies <= 0 and not is_staged:
+            return ()
         forecast = self._prediction.predict(layer)
         if forecast is None:
             return ()
-        residency, link, experts = self.residency, self.link, self.geometry.num_experts
-        first, set_id = layer * experts, residency.set_of(layer)
-        if self._prefetch.is_staged:
+        if is_staged:
             self._release_stale(layer, in_use)
             set_id = residency.staging
-        free = residency.free[set_id]
-        idle = next_plan - max(link.free_at, now)
         terms = PrefetchTerms(
             residency.slot_of[first : first + experts],
-            len(free) if self._prefetch.is_staged else residency.capacity[set_id],
-            int(idle / link.copy_seconds) if link.copy_seconds else UNLIMITED,
+            len(residency.free[set_id]) if is_staged else residency.capacity[set_id],
+            idle_copies,
             link.copy_seconds,
             self._copy_price,
             self.costs.cpu[1],
@@ -276,8 +298,13 @@ class Planner:
         for key, victim in self._admission.least_pairs(set_id, wanted, in_use):
             evicts = None
             if victim != NOWHERE:
+                if victim // experts != layer:
+                    continue  # the forecast knows nothing about it
                 if not self._prefetch.replaces(forecast, terms, key - first, victim - first):
                     continue
+            if not is_staged and not self.chances.note_chance():
+                continue
+            if victim != NOWHERE:
                 evicts = self.geometry.expert_id(victim)
                 residency.remove(victim)
             slot = residency.insert(key, set_id)
@@ -300,15 +327,14 @@ class Planner:
         experts = load.experts
         if not split.spill and states.count(READY) == len(experts):
             return experts, (), ()
+        spill, fetch = split.spill, split.fetch
         gpu, arriving, cpu = [], [], []
         for expert, held in zip(experts, states, strict=True):
-            if expert in split.spill:
-                cpu.append(expert)
-            elif held == READY:
+            if held == READY and expert not in spill:
                 gpu.append(expert)
-            elif held == COPYING:
+            elif held == COPYING and expert not in spill:
                 arriving.append(expert)
-            elif expert not in split.fetch:
+            elif expert not in fetch:
                 cpu.append(expert)
         return tuple(gpu), tuple(arriving), tuple(cpu)
 

@@ -52,6 +52,10 @@ class Residency:
         """Return the set in which a layer's experts live."""
         return layer if self.num_sets > 1 else 0
 
+    def has_every_expert(self) -> bool:
+        """Tell whether every expert of the model is ready, none of them staged."""
+        return not self.members[self.staging] and self.state.count(READY) == len(self.state)
+
     def insert(self, key: int, set_id: int) -> int:
         """Give a free slot of the set to an absent expert, state copying; returns the slot."""
         assert self.slot_of[key] == NOWHERE, f"expert {key} is resident"

@@ -23,11 +23,11 @@ class Balanced:
     def assign(self, problem: LayerProblem) -> Split:
         """Return the best split; ties fetch the expert that the cache values more."""
         wait, cpu, worth = problem.wait, problem.cpu, problem.worth
-        absent = [i for i in range(len(wait)) if wait[i] < 0]
-        absent.sort(key=lambda i: (-cpu[i], -worth[i]))
-        resident = [i for i in range(len(wait)) if wait[i] >= 0]
+        absent = [i for i, seconds in enumerate(wait) if seconds < 0]
+        resident = [i for i, seconds in enumerate(wait) if seconds >= 0]
         if max(problem.tokens) == 1 and max(wait) <= 0.0:
             return self._assign_equals(problem, absent, resident)
+        absent.sort(key=lambda i: (-cpu[i], -worth[i]))
         gpu_fetched, arrival = self._fetch_lanes(problem, absent)
         by_ratio, held_left, floor = self._resident_lanes(problem, resident)
         spilled = [0.0]
@@ -56,18 +56,25 @@ class Balanced:
         for fetch in range(min(len(absent), problem.max_fetches) + 1):
             if fetch and self.pipelined:
                 arrived = max(arrived, problem.link_busy + fetch * link) + gpu
+                if arrived >= best_seconds:
+                    break
             while True:
-                on_gpu = max((last - spill) * gpu + fetch * fetched, arrived)
+                on_gpu = (last - spill) * gpu + fetch * fetched
+                if on_gpu < arrived:
+                    on_gpu = arrived
                 count = len(absent) - fetch + spill
                 on_cpu = count * cpu + surcharge if count else 0.0
-                if max(on_gpu, on_cpu) < best_seconds:
-                    best, best_seconds = (fetch, spill, on_gpu, on_cpu), max(on_gpu, on_cpu)
+                seconds = on_gpu if on_gpu > on_cpu else on_cpu
+                if seconds < best_seconds:
+                    best, best_seconds = (fetch, spill, on_gpu, on_cpu), seconds
                 if on_cpu >= on_gpu or spill == last:
                     break
                 spill += 1
             spill -= spill > 0
         fetch, spill, on_gpu, on_cpu = best
         experts = problem.experts
+        if fetch:
+            absent = sorted(absent, key=problem.worth.__getitem__, reverse=True)
         return Split(
             [experts[i] for i in absent[:fetch]],
             [experts[i] for i in resident[:spill]],

@@ -10,6 +10,7 @@ it is worth more than the resident that would leave.
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from tandem.policy.lanes import ONE, Lanes
@@ -57,14 +58,16 @@ class Successor:
         experts: Sequence[int] = load.experts
         if self._is_prefill and load.routes:
             experts = load.routes[-1]
-        self._tables[load.layer].observe(experts, self._above, self._weighed(load))
+        used = self._lanes.used(experts)
+        weighed = used
+        if max(load.tokens) > 1:
+            weighed = self._weighed(load)
+        self._tables[load.layer].observe(experts, self._above, used, weighed)
         self._above = experts
 
     def _weighed(self, load: LayerLoad) -> int:
         """Return the row of token counts: at larger batches a busy expert saves more CPU time."""
         unit = self._lanes.unit
-        if max(load.tokens) == 1:
-            return self._lanes.used(load.experts)
         pairs = zip(load.experts, load.tokens, strict=True)
         return sum([unit[expert] * min(tokens, MAX_TOKENS) for expert, tokens in pairs])
 
@@ -109,16 +112,18 @@ class _LayerTable:
         row = self._regression.row(prior / (geometry.top_k * sources))
         self._after = [row] * geometry.num_experts  # rows by expert used in this layer
         self._below = [row] * geometry.num_experts  # rows by expert used in the layer above
-        self._target = [round(ONE * DISCOUNT**step) for step in range(HORIZON)]
+        targets = [*(round(ONE * DISCOUNT**step) for step in range(HORIZON)), 0]
+        self._losses = [now - later for now, later in pairwise(targets)]  # by step of waiting
         self._past: deque[_Foresight] = deque()
         self._fast = self._slow = lanes.filled(share)
         self._values: memoryview | None = None
 
-    def observe(self, experts: Sequence[int], above: Sequence[int], weighed: int) -> None:
+    def observe(
+        self, experts: Sequence[int], above: Sequence[int], used: int, weighed: int
+    ) -> None:
         """Foresee from the experts in use; settle what was foreseen HORIZON steps ago."""
         lanes = self._lanes
         total = sum_rows(self._after, experts) + sum_rows(self._below, above)
-        used = lanes.used(experts)
         past = self._past
         past.append(_Foresight(experts, above, total, used))
         if len(past) > HORIZON:
@@ -143,10 +148,9 @@ class _LayerTable:
         num_rows = len(foresight.experts) + len(foresight.above)
         shift = rate_shift(RATE, num_rows)
         truth = seen = 0
-        for value, later in zip(self._target, self._past, strict=True):
-            seen_now = seen | later.used
-            truth += (seen_now ^ seen) * value
-            seen = seen_now
+        for loss, later in zip(self._losses, self._past, strict=True):
+            seen |= later.used
+            truth += seen * loss
         change = self._regression.change(truth, foresight.total, num_rows, shift)
         after, below = self._after, self._below
         for expert in foresight.experts:

@@ -19,12 +19,13 @@ class Calibration:
         self.frequencies = [true / seen for true, seen in zip(self._true, self._seen, strict=True)]
         self._countdown = COUNT_EVERY
 
+    def is_due(self) -> bool:
+        """Tell whether the layer that comes out now should be counted; most are not."""
+        self._countdown = self._countdown - 1 or COUNT_EVERY
+        return self._countdown == COUNT_EVERY
+
     def observe(self, forecast: Forecast, active: Sequence[int]) -> None:
-        """Count how a forecast came out; cheap, as most calls are skipped."""
-        self._countdown -= 1
-        if self._countdown:
-            return
-        self._countdown = COUNT_EVERY
+        """Count how a forecast came out."""
         wanted = set(active)
         base, scale = forecast.base, forecast.scale * CHANCE_BINS
         seen, true = self._seen, self._true

@@ -38,14 +38,13 @@ class Foresight:
         self._before: list[tuple[int, ...]] = [()] * layers
         self._buckets: list[int] = []
         self._above: tuple[int, ...] = ()
-        self._pending: tuple[int, int, int] | None = None  # layer, total, rows
-        self._forecast: Forecast | None = None
+        self._foreseen: tuple[int, int, int] | None = None  # layer, total, rows
         self._calibration = Calibration()
 
     def begin_step(self, token_ids: Sequence[int]) -> None:
         """Find the tokens' rows; a token that is new takes its bucket over."""
         self._above = ()
-        self._pending = None
+        self._foreseen = None
         self._buckets = []
         if len(token_ids) > MAX_TOKENS:
             return
@@ -62,33 +61,38 @@ class Foresight:
     def observe(self, load: LayerLoad) -> None:
         """Teach the rows that foresaw this layer."""
         layer, experts = load.layer, load.experts
-        if self._pending is not None and self._pending[0] == layer:
-            self._learn(load)
+        self._learn(load)
         self._before[layer] = experts
         self._above = experts
-        self._pending = None
+        self._foreseen = None
 
     def predict(self, layer: int) -> Forecast | None:
         """Return the sum of the active rows."""
-        total = sum_rows(self._below[layer], self._above)
-        total += sum_rows(self._after[layer], self._before[layer])
-        for bucket in self._buckets:
+        total, num_rows = self._sum(layer)
+        self._foreseen = (layer, total, num_rows)
+        return self._forecast(total, num_rows) if num_rows else None
+
+    def _sum(self, layer: int) -> tuple[int, int]:
+        """Return the sum of a layer's active rows, and how many they are."""
+        above, before, buckets = self._above, self._before[layer], self._buckets
+        total = sum_rows(self._below[layer], above) + sum_rows(self._after[layer], before)
+        for bucket in buckets:
             total += self._token_rows[bucket][layer]
-        num_rows = len(self._above) + len(self._before[layer]) + len(self._buckets)
-        if not num_rows:
-            return None
-        self._pending = (layer, total, num_rows)
+        return total, len(above) + len(before) + len(buckets)
+
+    def _forecast(self, total: int, num_rows: int) -> Forecast:
         scores = self._regression.read(total, num_rows)
-        frequencies = self._calibration.frequencies
-        self._forecast = Forecast(scores, SUM_OFFSET, 1.0 / ONE, frequencies)
-        return self._forecast
+        return Forecast(scores, SUM_OFFSET, 1.0 / ONE, self._calibration.frequencies)
 
     def _learn(self, load: LayerLoad) -> None:
-        assert self._pending is not None
-        assert self._forecast is not None
-        layer, total, num_rows = self._pending
-        most = max(load.tokens)
+        layer, most = load.layer, max(load.tokens)
         if most > MAX_TOKENS:
+            return
+        if self._foreseen is not None and self._foreseen[0] == layer:
+            _, total, num_rows = self._foreseen
+        else:  # nobody asked, but the rows learn all the same
+            total, num_rows = self._sum(layer)
+        if not num_rows:
             return
         if most == 1:
             truth = self._lanes.used(load.experts)
@@ -97,7 +101,8 @@ class Foresight:
             pairs = zip(load.experts, load.tokens, strict=True)
             truth = sum([unit[expert] * tokens for expert, tokens in pairs])
         truth *= ONE
-        self._calibration.observe(self._forecast, load.experts)
+        if self._calibration.is_due():
+            self._calibration.observe(self._forecast(total, num_rows), load.experts)
         before = self._before[layer]
         shift = rate_shift(RATE, len(self._above) + len(before))
         change = self._regression.change(truth, total, num_rows, shift)

@@ -38,7 +38,7 @@ class Hinted:
     def observe(self, load: LayerLoad) -> None:
         """Count how the hint came out."""
         forecast = self._forecasts.pop(load.layer, None)
-        if forecast is not None:
+        if forecast is not None and self._calibration.is_due():
             self._calibration.observe(forecast, load.experts)
 
     def predict(self, layer: int) -> Forecast | None:
