@@ -63,30 +63,49 @@ std::vector<std::string> available_isas() {
 
 void ExpertEngine::Rows::resize(Format format, std::int64_t rows, std::int64_t new_cols,
                                 std::int64_t group) {
+  form = activation_form(format);
   cols = new_cols;
-  groups = is_integer(format) ? cols / group : 0;
-  if (is_integer(format)) {
-    quantized.resize(std::max<std::size_t>(quantized.size(), rows * cols));
-    scales.resize(std::max<std::size_t>(scales.size(), rows * groups));
-    sums.resize(std::max<std::size_t>(sums.size(), rows * groups));
-  } else {
-    bf16.resize(std::max<std::size_t>(bf16.size(), rows * cols));
+  groups = form == ActivationForm::kInt8 ? cols / group : 0;
+  const auto grow = [](auto& values, std::int64_t size) {
+    values.resize(std::max<std::size_t>(values.size(), size));
+  };
+  switch (form) {
+    case ActivationForm::kBf16: return grow(bf16, rows * cols);
+    case ActivationForm::kFp32: return grow(fp32, rows * cols);
+    case ActivationForm::kInt8:
+      grow(quantized, rows * cols);
+      grow(scales, rows * groups);
+      grow(sums, rows * groups);
   }
 }
 
 void ExpertEngine::Rows::copy(std::int64_t to, const Rows& source, std::int64_t from) {
-  if (groups == 0) {
-    std::copy_n(source.bf16.data() + from * cols, cols, bf16.data() + to * cols);
-    return;
+  const auto copy_row = [&](const auto& values, auto& target, std::int64_t count) {
+    std::copy_n(values.data() + from * count, count, target.data() + to * count);
+  };
+  switch (form) {
+    case ActivationForm::kBf16: return copy_row(source.bf16, bf16, cols);
+    case ActivationForm::kFp32: return copy_row(source.fp32, fp32, cols);
+    case ActivationForm::kInt8:
+      copy_row(source.quantized, quantized, cols);
+      copy_row(source.scales, scales, groups);
+      copy_row(source.sums, sums, groups);
   }
-  std::copy_n(source.quantized.data() + from * cols, cols, quantized.data() + to * cols);
-  std::copy_n(source.scales.data() + from * groups, groups, scales.data() + to * groups);
-  std::copy_n(source.sums.data() + from * groups, groups, sums.data() + to * groups);
 }
 
 Activations ExpertEngine::Rows::view(std::int64_t row, bool is_repeated) const {
-  return {quantized.data() + row * cols, scales.data() + row * groups, sums.data() + row * groups,
-          bf16.data() + row * cols,      is_repeated ? 0 : cols,       is_repeated ? 0 : groups};
+  Activations view{};
+  view.stride = is_repeated ? 0 : cols;
+  switch (form) {
+    case ActivationForm::kBf16: view.bf16 = bf16.data() + row * cols; break;
+    case ActivationForm::kFp32: view.fp32 = fp32.data() + row * cols; break;
+    case ActivationForm::kInt8:
+      view.quantized = quantized.data() + row * cols;
+      view.scales = scales.data() + row * groups;
+      view.sums = sums.data() + row * groups;
+      view.group_stride = is_repeated ? 0 : groups;
+  }
+  return view;
 }
 
 ExpertEngine::ExpertEngine(int num_threads, const std::string& isa)
@@ -125,14 +144,18 @@ std::int64_t ExpertEngine::multiply(bool is_int8, std::int64_t count_per_thread)
 
 void ExpertEngine::convert(const ExpertLayout& layout, const float* row, std::int64_t index,
                            Rows& rows) const {
-  if (is_integer(static_cast<Format>(layout.format))) {
-    kernels_->quantize(row, rows.cols, layout.group,
-                       sum_factor(static_cast<Format>(layout.format)),
-                       rows.quantized.data() + index * rows.cols,
-                       rows.scales.data() + index * rows.groups,
-                       rows.sums.data() + index * rows.groups);
-  } else {
-    kernels_->to_bf16(row, rows.cols, rows.bf16.data() + index * rows.cols);
+  switch (rows.form) {
+    case ActivationForm::kBf16:
+      return kernels_->to_bf16(row, rows.cols, rows.bf16.data() + index * rows.cols);
+    case ActivationForm::kFp32:
+      std::copy_n(row, rows.cols, rows.fp32.data() + index * rows.cols);
+      return;
+    case ActivationForm::kInt8:
+      kernels_->quantize(row, rows.cols, layout.group,
+                         sum_factor(static_cast<Format>(layout.format)),
+                         rows.quantized.data() + index * rows.cols,
+                         rows.scales.data() + index * rows.groups,
+                         rows.sums.data() + index * rows.groups);
   }
 }
 

@@ -52,12 +52,14 @@ class ExpertEngine {
   std::int64_t multiply(bool is_int8, std::int64_t count_per_thread);
 
  private:
-  // Quantised (or rounded to bf16) rows of activations, as the kernels read them.
+  // Rows of activations as the kernels read them: int8 with scales and sums, bf16, or fp32.
   struct Rows {
     std::vector<std::int8_t> quantized;
     std::vector<float> scales;
     std::vector<std::int32_t> sums;
     std::vector<std::uint16_t> bf16;
+    std::vector<float> fp32;
+    ActivationForm form = ActivationForm::kInt8;
     std::int64_t cols = 0, groups = 0;
 
     void resize(Format format, std::int64_t rows, std::int64_t cols, std::int64_t group);

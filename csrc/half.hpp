@@ -1,4 +1,4 @@
-// bf16 and fp16 as bits.
+// bf16, fp16 and e4m3 as bits.
 #pragma once
 
 #include <bit>
@@ -25,6 +25,16 @@ inline float half_to_float(std::uint16_t bits) {
   if (exponent == 0) return sign * std::ldexp(mantissa, -24);
   if (exponent == 31) return mantissa != 0 ? NAN : sign * INFINITY;
   return sign * std::ldexp(1024 + mantissa, exponent - 25);
+}
+
+// Four bits of exponent, three of mantissa; no infinity, and one NaN for each sign.
+inline float e4m3_to_float(std::uint8_t bits) {
+  const float sign = bits & 0x80 ? -1.0f : 1.0f;
+  const int exponent = (bits >> 3) & 15;
+  const int mantissa = bits & 7;
+  if (exponent == 15 && mantissa == 7) return NAN;
+  if (exponent == 0) return sign * std::ldexp(static_cast<float>(mantissa), -9);
+  return sign * std::ldexp(static_cast<float>(8 + mantissa), exponent - 10);
 }
 
 }  // namespace tandem

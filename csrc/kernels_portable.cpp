@@ -40,8 +40,7 @@ Scale scale_at(const PackedMatrix& m, std::int64_t block, std::int64_t g, std::i
 
 float dot_integer(const PackedMatrix& m, std::int64_t b, std::int64_t r, const Activations& x,
                   std::int64_t t) {
-  const std::int64_t bits = m.format == Format::kInt8 ? 8 : 4;
-  const std::uint8_t* block = m.data + b * m.cols * kBlockRows * bits / 8;
+  const std::uint8_t* block = m.data + b * m.cols * kBlockRows * bits_per_code(m.format) / 8;
   const std::int8_t* q = x.quantized + t * x.stride;
   float total = 0;
   for (std::int64_t g = 0; g < m.cols / m.group; ++g) {
@@ -65,6 +64,42 @@ float dot_bf16(const PackedMatrix& m, std::int64_t b, std::int64_t r, const Acti
   for (std::int64_t k = 0; k < m.cols; ++k)
     total += bf16_to_float(block[(k / 2) * 32 + 2 * r + k % 2]) * bf16_to_float(row[k]);
   return total;
+}
+
+float dot_fp16(const PackedMatrix& m, std::int64_t b, std::int64_t r, const Activations& x,
+               std::int64_t t) {
+  const auto* block = reinterpret_cast<const std::uint16_t*>(m.data) + b * m.cols * kBlockRows;
+  const float* row = x.fp32 + t * x.stride;
+  float total = 0;
+  for (std::int64_t k = 0; k < m.cols; ++k)
+    total += half_to_float(block[(k / 2) * 32 + 2 * r + k % 2]) * row[k];
+  return total;
+}
+
+// The 16 rows of a block share their scales.
+float dot_fp8(const PackedMatrix& m, std::int64_t b, std::int64_t r, const Activations& x,
+              std::int64_t t) {
+  const std::uint8_t* block = m.data + b * m.cols * kBlockRows;
+  const float* scales = reinterpret_cast<const float*>(m.scales) + b * (m.cols / m.group);
+  const std::uint16_t* row = x.bf16 + t * x.stride;
+  float total = 0;
+  for (std::int64_t g = 0; g < m.cols / m.group; ++g) {
+    float sum = 0;
+    for (std::int64_t k = g * m.group; k < (g + 1) * m.group; ++k)
+      sum += e4m3_to_float(block[(k / 4) * 64 + 4 * r + k % 4]) * bf16_to_float(row[k]);
+    total += sum * scales[g];
+  }
+  return total;
+}
+
+float dot(const PackedMatrix& m, std::int64_t b, std::int64_t r, const Activations& x,
+          std::int64_t t) {
+  switch (m.format) {
+    case Format::kBf16: return dot_bf16(m, b, r, x, t);
+    case Format::kFp16: return dot_fp16(m, b, r, x, t);
+    case Format::kFp8: return dot_fp8(m, b, r, x, t);
+    default: return dot_integer(m, b, r, x, t);
+  }
 }
 
 void quantize(const float* row, std::int64_t cols, std::int64_t group, std::int32_t sum_factor,
@@ -98,9 +133,8 @@ void matmul(const PackedMatrix& m, std::int64_t begin, std::int64_t end, const A
   for (std::int64_t b = begin; b < end; ++b)
     for (std::int64_t r = 0; r < std::min(kBlockRows, num_rows - b * kBlockRows); ++r)
       for (std::int64_t t = 0; t < num_tokens; ++t) {
-        const float dot = is_integer(m.format) ? dot_integer(m, b, r, x, t) : dot_bf16(m, b, r, x, t);
         const std::int64_t row = b * kBlockRows + r;
-        out[t * out_stride + row] = dot + (m.bias ? m.bias[row] : 0);
+        out[t * out_stride + row] = dot(m, b, r, x, t) + (m.bias ? m.bias[row] : 0);
       }
 }
 

@@ -6,7 +6,15 @@
 namespace tandem {
 
 // The numbers are those that tandem.kernels.native passes.
-enum class Format : int { kBf16 = 0, kInt8 = 1, kInt4 = 2, kInt4Zero = 3, kMxfp4 = 4 };
+enum class Format : int {
+  kBf16 = 0,
+  kInt8 = 1,
+  kInt4 = 2,
+  kInt4Zero = 3,
+  kMxfp4 = 4,
+  kFp16 = 5,
+  kFp8 = 6
+};
 
 constexpr std::int64_t kBlockRows = 16;
 
@@ -27,12 +35,37 @@ struct Activations {
   const std::int8_t* quantized;  // integer formats; scales and sums have one value per group
   const float* scales;
   const std::int32_t* sums;   // of the group's values, times sum_factor(format)
-  const std::uint16_t* bf16;  // kBf16
+  const std::uint16_t* bf16;  // kBf16, kFp8: e4m3 is exact in bf16
+  const float* fp32;          // kFp16: bf16 would lose digits of its weights, fp16 the range
   std::int64_t stride;        // in values
   std::int64_t group_stride;  // in groups
 };
 
-constexpr bool is_integer(Format format) { return format != Format::kBf16; }
+// What a format's activations are: int8 with scales and sums, bf16, or fp32.
+enum class ActivationForm { kInt8, kBf16, kFp32 };
+
+constexpr ActivationForm activation_form(Format format) {
+  switch (format) {
+    case Format::kBf16:
+    case Format::kFp8: return ActivationForm::kBf16;
+    case Format::kFp16: return ActivationForm::kFp32;
+    default: return ActivationForm::kInt8;
+  }
+}
+
+constexpr bool is_integer(Format format) {
+  return activation_form(format) == ActivationForm::kInt8;
+}
+
+constexpr std::int64_t bits_per_code(Format format) {
+  switch (format) {
+    case Format::kBf16:
+    case Format::kFp16: return 16;
+    case Format::kInt8:
+    case Format::kFp8: return 8;
+    default: return 4;
+  }
+}
 
 // What is subtracted from a stored code to get its value: codes are unsigned for the multiplier.
 constexpr std::int32_t code_offset(Format format) {

@@ -35,12 +35,12 @@ struct Model {
 };
 
 std::int64_t data_bytes(Format format, std::int64_t rows, std::int64_t cols) {
-  const int bits = format == Format::kBf16 ? 16 : format == Format::kInt8 ? 8 : 4;
-  return rows * cols * bits / 8;
+  return rows * cols * tandem::bits_per_code(format) / 8;
 }
 
 std::int64_t scale_bytes(Format format, std::int64_t rows, std::int64_t cols, std::int64_t group) {
-  if (format == Format::kBf16) return 0;
+  if (format == Format::kBf16 || format == Format::kFp16) return 0;
+  if (format == Format::kFp8) return rows / 16 * (cols / group) * 4;
   const int per_group = format == Format::kInt4Zero ? 4 : format == Format::kMxfp4 ? 1 : 2;
   return rows * (cols / group) * per_group;
 }
@@ -54,7 +54,22 @@ void fill_matrix(Random& random, Format format, std::uint8_t* data, std::int64_t
     }
     return;
   }
+  if (format == Format::kFp16) {
+    for (std::int64_t i = 0; i < data_size; i += 2) {
+      const auto bits = static_cast<std::uint16_t>(0x2800 + random.between(0, 0xFFF));  // 1/32..1/2
+      data[i] = static_cast<std::uint8_t>(bits);
+      data[i + 1] = static_cast<std::uint8_t>((bits >> 8) | (random.between(0, 1) << 7));
+    }
+    return;
+  }
   for (std::int64_t i = 0; i < data_size; ++i) data[i] = random.between(0, 255);
+  if (format == Format::kFp8) {
+    for (std::int64_t i = 0; i < data_size; ++i)
+      if ((data[i] & 0x7F) == 0x7F) data[i] = 0;  // NaN
+    const float scale = 1.0f / 4096;
+    for (std::int64_t i = 0; i < scale_size; i += 4) std::memcpy(scales + i, &scale, 4);
+    return;
+  }
   if (format == Format::kMxfp4) {
     for (std::int64_t i = 0; i < scale_size; ++i) scales[i] = random.between(118, 124);
     return;
@@ -67,10 +82,13 @@ void fill_matrix(Random& random, Format format, std::uint8_t* data, std::int64_t
 
 Model make_model(Random& random) {
   constexpr Format kFormats[] = {Format::kBf16, Format::kInt8, Format::kInt4, Format::kInt4Zero,
-                                 Format::kMxfp4};
-  const Format format = kFormats[random.between(0, 4)];
-  const std::int64_t group = format == Format::kMxfp4 ? 32 : 32 << random.between(0, 2);
-  const std::int64_t multiple = format == Format::kBf16 ? 8 : group;
+                                 Format::kMxfp4, Format::kFp16, Format::kFp8};
+  const Format format = kFormats[random.between(0, 6)];
+  const bool has_groups = format != Format::kBf16 && format != Format::kFp16;
+  const std::int64_t group = format == Format::kMxfp4 ? 32
+                             : format == Format::kFp8 ? 128
+                                                      : 32 << random.between(0, 2);
+  const std::int64_t multiple = has_groups ? group : 8;
   const bool has_bias = random.between(0, 1);
   ExpertLayout l{};
   l.format = static_cast<int>(format);

@@ -15,10 +15,18 @@ from tandem.kernels.formats.weight_format import find_format
 from tandem.kernels.native import ActivationKind, NativeActivation, NativeExperts
 from tandem.kernels.reference import expert_ffn
 
-FORMATS = ["bf16", "int8-g128", "int8-g32", "int4-g32", "int4-g64", "int4-g128", "int4z-g32",
+FORMATS = ["bf16", "fp16", "fp8", "int8-g128", "int8-g32", "int4-g32", "int4-g64", "int4-g128", "int4z-g32",
            "int4z-g128", "mxfp4"]  # fmt: skip
 # Relative error of an output, from the rounding of activations alone (docs/formats.md).
-TOLERANCE = {"bf16": 0.01, "g32": 0.025, "g64": 0.03, "g128": 0.035, "mxfp4": 0.025}
+TOLERANCE = {
+    "bf16": 0.01,
+    "fp16": 1e-5,
+    "fp8": 0.01,
+    "g32": 0.025,
+    "g64": 0.03,
+    "g128": 0.035,
+    "mxfp4": 0.025,
+}
 NUM_EXPERTS = 4
 SILU = NativeActivation(ActivationKind.SWIGLU)
 

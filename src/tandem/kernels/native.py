@@ -18,7 +18,15 @@ from tandem.kernels.formats.expert import ExpertLayout
 from tandem.kernels.formats.weight_format import Kind
 
 # The numbers of csrc/packed.hpp.
-_FORMAT_NUMBERS: dict[Kind, int] = {"bf16": 0, "int8": 1, "int4": 2, "int4z": 3, "mxfp4": 4}
+_FORMAT_NUMBERS: dict[Kind, int] = {
+    "bf16": 0,
+    "int8": 1,
+    "int4": 2,
+    "int4z": 3,
+    "mxfp4": 4,
+    "fp16": 5,
+    "fp8": 6,
+}
 
 
 class ActivationKind(IntEnum):
