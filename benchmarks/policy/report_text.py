@@ -23,13 +23,13 @@ SECTIONS = {
 
 Half the experts resident, `dali-testbed`. Time of the policy's answer under equations 3 to 9 over
 the exact optimum (a Pareto frontier with a linear-relaxation bound; above 64 active experts that
-bound itself). `balanced` here minimises the equations; by default it minimises the pipeline that an
-executor really runs, where copies overlap with computation, and such plans are by the equations'
-own, pessimistic sum above their optimum (second row of the first table), but were 2 to 13 %
-faster on the three lanes at batch 8 to 32 in runs during development (four profiles). `--costs
-equations` executes the former; a simulation reports both. 0.00 % rests on profiles whose GPU time
-hardly depends on the token count below 32 tokens; there the search equals brute force in a
-property test.
+bound itself). `balanced` here minimises the equations. By default it minimises what an executor
+really runs, where copies overlap with computation: such plans are at the exact optimum of
+overlapped lanes (second row of the first table; `tandem.sim.exact_overlapped`) and above that of
+the equations (third row). The equations' plans were up to 11 % slower at batch 8 and 10 % at batch
+32 on the three lanes, 48 cells (docs/decisions/0002-overlapped-plans.md). `--costs equations`
+executes them; a simulation reports all three. 0.00 % rests on profiles whose GPU time hardly
+depends on the token count below 32 tokens; there the search equals brute force in property tests.
 """,
     "eviction": """
 ## Eviction: hit rate, and the share of the gap from LRU to Belady that is closed
@@ -86,6 +86,4 @@ NEGATIVE_RESULTS = """
   runs (7,000 tokens, whole trace) ours was 2 % ahead in the same cell.
 - Starting from the popularity of other requests did not help: 844 tok/s in that cell, 870 after
   changing to random experts and to token-weighted counts (two changes, not separated).
-- By the equations' own count, plans for the pipeline are above their optimum (see above): the two
-  objectives differ, so both are reported.
 """

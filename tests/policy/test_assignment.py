@@ -87,7 +87,7 @@ def test_no_policy_beats_the_exact_optimum(name: str, layer: LayerProblem) -> No
     assert seconds >= Exact().assign(layer).seconds * (1 - 1e-9)
 
 
-@pytest.mark.parametrize("name", ["balanced", "ratio-split", "dali", "exact"])
+@pytest.mark.parametrize("name", ["balanced", "ratio-split", "dali", "exact", "exact-overlapped"])
 @given(layer=problems())
 def test_never_worse_than_all_on_the_cpu(name: str, layer: LayerProblem) -> None:
     policy = ASSIGNMENTS.factory(name)()

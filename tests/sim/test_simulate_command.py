@@ -69,6 +69,28 @@ def test_compare_prints_a_table_and_draws(
     assert picture.read_text().startswith("<svg ")
 
 
+def test_a_limit_without_any_decode_step_is_said(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["simulate", TRACE, "--limit", "10", "--json"]
+    assert main(words) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert "no decode step within the limit" in "".join(out)
+    assert json.loads(out[-1])["decode_tokens_per_second"] is None
+    picture = tmp_path / "c.svg"
+    assert main([*words, "--compare", "--limit", "20", "--picture", str(picture)]) == 0
+    captured = capsys.readouterr()
+    assert "batch 8, 32: a limit of 20 tokens ends within the prompts" in captured.err
+    tandem = next(line for line in captured.out.splitlines() if line.startswith("| tandem |"))
+    cells = [cell.strip() for cell in tandem.strip("|").split("|")][1:]
+    assert [cell == "-" for cell in cells] == [False, True, True, False, False]
+    assert "0.0" not in cells
+    systems = json.loads(captured.out.splitlines()[-1])["systems"]
+    speeds = {entry["batch"]: entry["decode_tokens_per_second"] for entry in systems}
+    assert speeds[32] is None
+    assert speeds[1] > 0
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -44,7 +44,8 @@ def test_the_report_has_every_key(trace: RoutingTrace) -> None:
     assert result["decode_tokens_per_second"] > 0
     assert result["prefill_tokens_per_second"] > 0
     assert all(0 < share <= 1 for share in result["busy"].values())
-    assert result["plan_over_optimal"]["mean"] < 0.02
+    assert result["plan_over_optimal"]["mean"] < 0.005
+    assert 0 <= result["plan_over_optimal"]["executed_overlapped_mean"] < 0.005
     assert json.loads(json.dumps(result)) == result
 
 
@@ -94,9 +95,11 @@ def test_prefetch_is_never_slower_than_none(
 
 @pytest.mark.parametrize("batch", [1, 8, 32])
 def test_plans_are_within_two_percent_of_the_optimum(trace: RoutingTrace, batch: int) -> None:
-    given = conditions(gpu_experts=0.5, batch=batch, limit=120 * batch, compare_every=5)
-    over = run_timed(trace, PlannerSettings(), given).over_optimal
-    assert sum(over) / len(over) <= 0.02
+    given = conditions(gpu_experts=0.5, batch=batch, limit=100 * batch, compare_every=7)
+    tally = run_timed(trace, PlannerSettings(), given)
+    for over in (tally.over_optimal, tally.overlapped_over_optimal):  # answered, executed
+        assert min(over) >= -1e-9
+        assert sum(over) / len(over) <= 0.005
 
 
 def test_held_out_sequences_are_not_replayed(trace: RoutingTrace) -> None:
@@ -124,7 +127,7 @@ def test_starts_fill_no_set_above_its_size(trace: RoutingTrace, name: str, pool:
 def test_a_comparison_has_every_system_and_a_picture(trace: RoutingTrace) -> None:
     speeds = compare(trace, conditions(limit=60), batches=(1, 2), fractions=(0.25,))
     assert {speed.system for speed in speeds} >= {"llama.cpp", "fiddler", "dali", "tandem"}
-    assert all(speed.decode_tokens_per_second > 0 for speed in speeds)
+    assert all(speed.decode_tokens_per_second for speed in speeds)
     text = table(speeds)
     assert "| batch 1, 25% | batch 2, 25% |" in text
     picture = svg([Chart("a < b", "batch", ["1", "2"], {"x": [1.0, 2.0], "y": [0.5, 0.5]})])

@@ -174,17 +174,21 @@ def _progress_bar(total: int, name: str) -> Any:
 def _print_summary(path: str, result: dict[str, Any]) -> None:
     over, closed = result["plan_over_optimal"]["mean"], result["gap_closed"]
     print(f"{path}: {result['tokens']} tokens of {result['model']} on {result['hardware']}")
+    speed, gap = result["decode_tokens_per_second"], f", {closed:.0%} of the gap" if closed else ""
     print(
-        f"  decode {result['decode_tokens_per_second']:.1f} tok/s, "
-        f"hit rate {result['hit_rate']:.3f} "
-        f"(LRU {result['lru_hit_rate']:.3f}, Belady {result['belady_hit_rate']:.3f}"
-        + (f", {closed:.0%} of the gap)" if closed is not None else ")")
+        ("  no decode step within the limit" if speed is None else f"  decode {speed:.1f} tok/s")
+        + f", hit rate {result['hit_rate']:.3f} (LRU {result['lru_hit_rate']:.3f}, "
+        f"Belady {result['belady_hit_rate']:.3f}{gap})"
     )
     busy = ", ".join(f"{lane} {share:.0%}" for lane, share in result["busy"].items())
     plan = result["plan_microseconds"]
     print(f"  busy: {busy}; a plan takes {plan['median']:.0f} us (p99 {plan['p99']:.0f})")
     if over is not None:
-        print(f"  plans by equations 3-9 are {over:.2%} above the optimum")
+        overlapped = result["plan_over_optimal"]["executed_overlapped_mean"]
+        print(
+            f"  plans by equations 3-9 are {over:.2%} above the optimum, executed plans "
+            f"{overlapped:.2%} above that of overlapped lanes"
+        )
 
 
 def _merge(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -210,7 +214,7 @@ def _mean(values: list[Any]) -> Any:
 
 def _compare(flags: argparse.Namespace) -> int:
     from tandem.core.errors import ConfigError
-    from tandem.sim.compare import compare, table
+    from tandem.sim.compare import compare, table, without_decode
     from tandem.sim.picture import Chart, svg
     from tandem.trace import read_trace
 
@@ -227,6 +231,9 @@ def _compare(flags: argparse.Namespace) -> int:
             progress=lambda _: bar.update(1),
         )
     print(table(speeds))
+    missing = without_decode(speeds, conditions.limit)
+    if missing is not None:
+        print(missing, file=sys.stderr)
     names = list(dict.fromkeys(speed.system for speed in speeds))
     known = {(s.system, s.batch, s.gpu_experts): s.decode_tokens_per_second for s in speeds}
     memory, batch = conditions.gpu_experts, conditions.batch

@@ -2,8 +2,10 @@
 
 from tandem.policy.assignment import ASSIGNMENTS
 from tandem.sim.exact import Exact
+from tandem.sim.exact_overlapped import ExactOverlapped
 
-__all__ = ["Exact"]
+__all__ = ["Exact", "ExactOverlapped"]
 
-# The oracle needs numpy, so it is not part of `policy`; it joins the names when `sim` is imported.
+# Oracles need numpy, so they are not part of `policy`; they join the names when `sim` is imported.
 ASSIGNMENTS.register("exact")(Exact)
+ASSIGNMENTS.register("exact-overlapped")(ExactOverlapped)

@@ -15,7 +15,7 @@ class Speed(NamedTuple):
     system: str
     batch: int
     gpu_experts: float
-    decode_tokens_per_second: float
+    decode_tokens_per_second: float | None  # None: the limit left no decode step
     prefill_tokens_per_second: float | None
 
 
@@ -59,7 +59,7 @@ def _run(
         system.name,
         batch,
         fraction,
-        tally.decode_tokens_per_second(),
+        tally.decode_tokens_per_second() or None,
         tally.prefill_tokens_per_second(),
     )
 
@@ -72,6 +72,18 @@ def table(speeds: Sequence[Speed]) -> str:
     heads = [f"batch {batch}, {fraction:.0%}" for batch, fraction in cells]
     lines = ["| decode tok/s | " + " | ".join(heads) + " |", "|---" * (len(cells) + 1) + "|"]
     for name in names:
-        row = [f"{known[name, *cell]:.1f}" for cell in cells]
-        lines.append(f"| {name} | " + " | ".join(row) + " |")
+        row = [known[name, *cell] for cell in cells]
+        shown = ["-" if speed is None else f"{speed:.1f}" for speed in row]
+        lines.append(f"| {name} | " + " | ".join(shown) + " |")
     return "\n".join(lines)
+
+
+def without_decode(speeds: Sequence[Speed], limit: int) -> str | None:
+    """Return the sentence about the conditions in which no token was decoded; None without any."""
+    batches = sorted({speed.batch for speed in speeds if speed.decode_tokens_per_second is None})
+    if not batches:
+        return None
+    return (
+        f"batch {', '.join(map(str, batches))}: a limit of {limit} tokens ends within the prompts, "
+        "so there is no decode speed; expected more tokens than the prompts of a batch have"
+    )

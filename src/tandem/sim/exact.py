@@ -112,17 +112,17 @@ class _Frontier:
         keep = keep[np.lexsort((self.cpu[keep], self.gpu[keep]))]
         if self._limited:
             by_count = [
-                _undominated(self.cpu, keep[self.fetches[keep] == count])
+                undominated(self.cpu, keep[self.fetches[keep] == count])
                 for count in np.unique(self.fetches)
             ]
             keep = np.concatenate(by_count) if by_count else keep
         else:
-            keep = _undominated(self.cpu, keep)
+            keep = undominated(self.cpu, keep)
         self.cpu, self.gpu = self.cpu[keep], self.gpu[keep]
         self.mask, self.fetches = self.mask[keep], self.fetches[keep]
 
 
-def _undominated(cpu: Floats, keep: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def undominated(cpu: Floats, keep: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Keep those of rising gpu whose cpu is below all before, rounding aside."""
     if len(keep) == 0:
         return keep

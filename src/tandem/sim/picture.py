@@ -13,7 +13,7 @@ class Chart(NamedTuple):
     title: str
     x_label: str
     x_values: Sequence[str]
-    lines: Mapping[str, Sequence[float]]
+    lines: Mapping[str, Sequence[float | None]]  # None: no value there
 
 
 def svg(charts: Sequence[Chart]) -> str:
@@ -36,7 +36,8 @@ def svg(charts: Sequence[Chart]) -> str:
 
 
 def _chart(chart: Chart, left: int) -> list[str]:
-    top = max((max(values) for values in chart.lines.values()), default=1.0) or 1.0
+    values = [v for line in chart.lines.values() for v in line if v is not None]
+    top = max(values, default=1.0) or 1.0
     x0, y0 = left + MARGIN, HEIGHT - MARGIN
     across, up = WIDTH - 2 * MARGIN, HEIGHT - 2 * MARGIN
     steps = max(1, len(chart.x_values) - 1)
@@ -52,13 +53,14 @@ def _chart(chart: Chart, left: int) -> list[str]:
         y = y0 - up * tick / 4
         label = f"{top * tick / 4:.3g}"
         parts.append(f'<text x="{x0 - 4}" y="{y + 4:.0f}" text-anchor="end">{label}</text>')
-    for i, value in enumerate(chart.x_values):
+    for i, label in enumerate(chart.x_values):
         x = x0 + across * i / steps
-        parts.append(f'<text x="{x:.0f}" y="{y0 + 14}" text-anchor="middle">{value}</text>')
-    for row, values in enumerate(chart.lines.values()):
+        parts.append(f'<text x="{x:.0f}" y="{y0 + 14}" text-anchor="middle">{label}</text>')
+    for row, line in enumerate(chart.lines.values()):
         points = " ".join(
             f"{x0 + across * i / steps:.1f},{y0 - up * value / top:.1f}"
-            for i, value in enumerate(values)
+            for i, value in enumerate(line)
+            if value is not None
         )
         parts.append(
             f'<polyline points="{points}" fill="none" stroke="{_colour(row)}" stroke-width="2"/>'

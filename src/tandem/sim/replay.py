@@ -7,11 +7,17 @@ from statistics import median
 from typing import NamedTuple
 
 from tandem.policy.assignment import ASSIGNMENTS
-from tandem.policy.assignment.problem import LayerProblem, Split, equation_seconds
+from tandem.policy.assignment.problem import (
+    LayerProblem,
+    Split,
+    equation_seconds,
+    pipeline_seconds,
+)
 from tandem.policy.cost import CostTable, HardwareProfile, ShapeCosts
 from tandem.policy.plan import LayerLoad, LayerPlan
 from tandem.policy.settings import PlannerSettings, make_planner
 from tandem.sim.exact import optimal_seconds
+from tandem.sim.exact_overlapped import overlapped_optimal_seconds
 from tandem.sim.steps import LoadReader, Step, replay_steps
 from tandem.sim.timeline import Timeline
 from tandem.trace import RoutingTrace
@@ -34,7 +40,13 @@ LINK_SHARE = 0.15
 
 @dataclasses.dataclass(slots=True)
 class Tally:
-    """What a replay adds up."""
+    """What a replay adds up.
+
+    Of the layers compared: `over_optimal`, the policy's answer under equations 3 to 9 over their
+    optimum; `executed_over_optimal`, the plan that was executed over the same;
+    `overlapped_over_optimal`, the plan that was executed over the optimum of overlapped lanes, both
+    by `pipeline_seconds`.
+    """
 
     tokens: int = 0
     steps: int = 0
@@ -54,9 +66,10 @@ class Tally:
     plan_seconds: list[float] = dataclasses.field(default_factory=list)
     over_optimal: list[float] = dataclasses.field(default_factory=list)
     executed_over_optimal: list[float] = dataclasses.field(default_factory=list)
+    overlapped_over_optimal: list[float] = dataclasses.field(default_factory=list)
 
     def decode_tokens_per_second(self) -> float:
-        """Return the decode speed, all sequences together."""
+        """Return the decode speed, all sequences together; 0 without any decode step."""
         return self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
 
     def prefill_tokens_per_second(self) -> float | None:
@@ -203,6 +216,10 @@ class _Replay:
         spill = [expert for expert in plan.cpu if expert in residents]
         seconds = max(equation_seconds(problem, fetch, spill))
         self._tally.executed_over_optimal.append(seconds / best - 1.0)
+        best = overlapped_optimal_seconds(problem)
+        if best:
+            seconds = max(pipeline_seconds(problem, fetch, spill))
+            self._tally.overlapped_over_optimal.append(seconds / best - 1.0)
 
     def _count(self, load: LayerLoad, plan: LayerPlan) -> None:
         tally, layer, ahead = self._tally, load.layer, self._ahead

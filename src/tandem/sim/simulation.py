@@ -1,7 +1,7 @@
 """One simulation from options to the numbers that `tandem simulate` reports."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 from tandem.core.config import require_range
@@ -167,7 +167,7 @@ def _summary(
     costs = conditions.costs(trace)
     issued, useful = tally.prefetch_issued, tally.prefetch_useful
     total = tally.total_seconds or 1.0
-    over, executed = tally.over_optimal, tally.executed_over_optimal
+    over, overlapped = tally.over_optimal, tally.overlapped_over_optimal
     gap = rates["belady_hit_rate"] - rates["lru_hit_rate"]
     return {
         "model": trace.meta.model,
@@ -189,7 +189,7 @@ def _summary(
             "useful": useful,
             "accuracy": useful / issued if issued else None,
         },
-        "decode_tokens_per_second": tally.decode_tokens_per_second(),
+        "decode_tokens_per_second": tally.decode_tokens_per_second() or None,
         "prefill_tokens_per_second": tally.prefill_tokens_per_second(),
         "bytes_fetched": tally.copies * costs.expert_bytes,
         "busy": {
@@ -199,9 +199,15 @@ def _summary(
         },
         "plan_microseconds": tally.plan_microseconds(),
         "plan_over_optimal": {
-            "mean": sum(over) / len(over) if over else None,
-            "worst": max(over) if over else None,
+            "mean": _mean(over),
+            "worst": max(over, default=None),
             "layers_compared": len(over),
-            "executed_mean": sum(executed) / len(executed) if executed else None,
+            "executed_mean": _mean(tally.executed_over_optimal),
+            "executed_overlapped_mean": _mean(overlapped),
+            "executed_overlapped_worst": max(overlapped, default=None),
         },
     }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,172 @@
+"""The optimum where copies overlap with computation: what `pipeline_seconds` can be at least.
+
+Residents are decided first, in the order in which the GPU runs them, then absent experts by
+descending GPU time, which is the best order of their copies: what still has to run after a copy has
+arrived is then the least. Of the partial answers those are kept that no other answer with as many
+fetches beats in both lanes, and whose relaxation can still beat the best answer known.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tandem.policy.assignment.balanced import Balanced
+from tandem.policy.assignment.problem import LayerProblem, Split, priced
+from tandem.sim.exact import MAX_EXPERTS, Relaxation, undominated
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+class ExactOverlapped:
+    """The oracle of the overlapped lanes: the least `pipeline_seconds` of any split."""
+
+    pipelined = True
+
+    def assign(self, problem: LayerProblem) -> Split:
+        """Return an optimal split; `AssertionError` for more than 64 active experts."""
+        assert len(problem.experts) <= MAX_EXPERTS, f"{len(problem.experts)} active experts"
+        best = Balanced().assign(problem)
+        everything = priced(problem, *_all_on_gpu(problem), pipelined=True)
+        if len(everything.fetch) <= problem.max_fetches and everything.seconds < best.seconds:
+            best = everything
+        taken = _Search(problem, best.seconds).run()
+        if taken is None:
+            return priced(problem, best.fetch, best.spill, pipelined=True)
+        fetch = [problem.experts[i] for i in _copy_order(problem) if taken[i]]
+        placed = zip(problem.experts, problem.wait, taken, strict=True)
+        spill = [expert for expert, wait, on_gpu in placed if wait >= 0 and not on_gpu]
+        return priced(problem, fetch, spill, pipelined=True)
+
+
+def overlapped_optimal_seconds(problem: LayerProblem) -> float:
+    """Return the optimum up to 64 active experts, a lower bound above."""
+    if len(problem.experts) > MAX_EXPERTS:
+        return overlapped_lower_bound(problem)
+    return ExactOverlapped().assign(problem).seconds
+
+
+def overlapped_lower_bound(problem: LayerProblem) -> float:
+    """Return what no split is below: residents may be divided, and each number of fetches takes
+    the experts that are slowest on the CPU and, for the GPU, those that are quickest there.
+    """
+    everything = priced(problem, *_all_on_gpu(problem), pipelined=True)
+    search = _Search(problem, float("inf"))
+    bound = search.rest(0).bound(search.start(), problem)
+    return min(everything.seconds, float(bound[0]))
+
+
+def _copy_order(problem: LayerProblem) -> list[int]:
+    absent = [i for i, wait in enumerate(problem.wait) if wait < 0]
+    return sorted(absent, key=lambda i: -problem.gpu[i])
+
+
+def _all_on_gpu(problem: LayerProblem) -> tuple[list[int], list[int]]:
+    return [problem.experts[i] for i in _copy_order(problem)], []
+
+
+class _Partial(NamedTuple):
+    """Partial answers, one per entry."""
+
+    done: Floats  # when the GPU has run what it has
+    cpu: Floats
+    fetches: Ints
+    mask: npt.NDArray[np.uint64]  # of experts on the GPU
+
+    def keep(self, places: Ints) -> "_Partial":
+        """Return the answers at these places."""
+        return _Partial(
+            self.done[places], self.cpu[places], self.fetches[places], self.mask[places]
+        )
+
+
+class _Rest:
+    """What the experts that are not decided yet must add at least."""
+
+    def __init__(self, problem: LayerProblem, residents: Sequence[int], absent: Sequence[int]):
+        cpu, gpu = np.array(problem.cpu), np.array(problem.gpu)
+        self._residents = Relaxation(cpu[list(residents)], gpu[list(residents)])
+        slowest_first = np.sort(cpu[list(absent)])[::-1]
+        quickest_first = np.sort(gpu[list(absent)])
+        # by number of fetches among them
+        self._cpu = cpu[list(absent)].sum() - np.concatenate(([0.0], np.cumsum(slowest_first)))
+        self._cpu[-1] = 0.0
+        self._gpu = np.concatenate(([0.0], np.cumsum(quickest_first)))
+
+    def bound(self, partial: _Partial, problem: LayerProblem) -> Floats:
+        """Return a lower bound on the seconds of every completion of each partial answer."""
+        least = np.full(len(partial.done), np.inf)
+        for count, (cpu, gpu) in enumerate(zip(self._cpu, self._gpu, strict=True)):
+            fetches = partial.fetches + count
+            bound = self._residents.bound(partial.cpu + cpu, partial.done + gpu)
+            if count:
+                arrival = problem.link_busy + fetches * problem.link
+                bound = np.maximum(bound, arrival + self._gpu[1])
+            bound[fetches > problem.max_fetches] = np.inf
+            least = np.minimum(least, bound)
+        return least
+
+
+class _Search:
+    """Branches on one expert after another; every answer found has an expert on the CPU."""
+
+    def __init__(self, problem: LayerProblem, best: float) -> None:
+        self._problem = problem
+        self._best = best
+        wait = problem.wait
+        residents = [i for i, seconds in enumerate(wait) if seconds >= 0]
+        self._residents = sorted(residents, key=wait.__getitem__)
+        self._absent = _copy_order(problem)
+
+    def start(self) -> _Partial:
+        """Return the answer that has decided nothing; the CPU's surcharge is in it."""
+        zero = np.zeros(1)
+        first = np.array([self._problem.cpu_first])
+        return _Partial(zero, first, np.zeros(1, np.int64), np.zeros(1, np.uint64))
+
+    def rest(self, decided: int) -> _Rest:
+        """Return what is left after so many decisions."""
+        known = min(decided, len(self._residents))
+        return _Rest(
+            self._problem, self._residents[known:], self._absent[max(0, decided - known) :]
+        )
+
+    def run(self) -> list[bool] | None:
+        """Return who is on the GPU in an answer below `best`; None if there is none."""
+        partial = self.start()
+        order = self._residents + self._absent
+        for decided, i in enumerate(order, 1):
+            partial = self._prune(self._branch(partial, i), self.rest(decided))
+        if not len(partial.done):
+            return None
+        mask = int(partial.mask[int(np.argmin(np.maximum(partial.done, partial.cpu)))])
+        return [bool(mask >> i & 1) for i in range(len(order))]
+
+    def _branch(self, partial: _Partial, i: int) -> _Partial:
+        """Try expert i on the CPU and on the GPU."""
+        problem, ready, copies = self._problem, self._problem.wait[i], 0
+        on_gpu = partial
+        arrival = np.full(len(partial.done), ready)
+        if ready < 0:
+            on_gpu = partial.keep(np.flatnonzero(partial.fetches < problem.max_fetches))
+            arrival = problem.link_busy + (on_gpu.fetches + 1) * problem.link
+            copies = 1
+        bit = np.uint64(1 << i)
+        return _Partial(
+            np.concatenate((partial.done, np.maximum(on_gpu.done, arrival) + problem.gpu[i])),
+            np.concatenate((partial.cpu + problem.cpu[i], on_gpu.cpu)),
+            np.concatenate((partial.fetches, on_gpu.fetches + copies)),
+            np.concatenate((partial.mask, on_gpu.mask | bit)),
+        )
+
+    def _prune(self, partial: _Partial, rest: _Rest) -> _Partial:
+        slack = self._best * (1 - 1e-12)
+        partial = partial.keep(np.flatnonzero(rest.bound(partial, self._problem) < slack))
+        partial = partial.keep(np.lexsort((partial.cpu, partial.done)))
+        kept = [
+            undominated(partial.cpu, np.flatnonzero(partial.fetches == count))
+            for count in np.unique(partial.fetches)
+        ]
+        return partial.keep(np.concatenate(kept)) if kept else partial
