@@ -13,13 +13,15 @@ from tandem.registration import register_with_transformers
 
 if TYPE_CHECKING:
     from tandem.core.errors import TandemError
+    from tandem.generate.generator import Generator
     from tandem.hf.config import OffloadConfig
     from tandem.hf.load import load
     from tandem.hf.save import save
 
-__all__ = ["OffloadConfig", "TandemError", "__version__", "load", "save"]
+__all__ = ["Generator", "OffloadConfig", "TandemError", "__version__", "load", "save"]
 
 _HOMES = {
+    "Generator": "tandem.generate.generator",
     "OffloadConfig": "tandem.hf.config",
     "TandemError": "tandem.core.errors",
     "load": "tandem.hf.load",

@@ -12,6 +12,7 @@ from tandem.core.errors import ConfigError
 from tandem.generate.sampling import SamplingOptions
 
 if TYPE_CHECKING:
+    from tandem.generate.generator import Generator
     from tandem.generate.prompt import Message
 
 
@@ -40,12 +41,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("-p", "--prompt", help="answer this and exit")
     add_flags(parser, SamplingOptions)
+    parser.add_argument(
+        "--stop", action="append", metavar="TEXT",
+        help="end the answer before this text; may be given several times",
+    )  # fmt: skip
     add_flags(parser, RunOptions)
 
 
 def run(flags: argparse.Namespace) -> int:
     """Answer or chat; returns the exit code."""
     options = from_flags(RunOptions, flags)
+    flags.stop = tuple(flags.stop or ())
     sampling = from_flags(SamplingOptions, flags)
     prompt = _one_prompt(flags.prompt)
     session = _open_session(flags.model, options, sampling)
@@ -91,6 +97,7 @@ class Session:
         self._options = options
         self._sampling = sampling
         self._messages: list[Message] = []
+        self._generator: Generator | None = None
         self.clear()
 
     def clear(self) -> None:
@@ -102,14 +109,21 @@ class Session:
     def ask(self, text: str) -> None:
         """Print the answer to a message as it comes, and keep both in the conversation."""
         from tandem.cli.report import RunReport
+        from tandem.generate.generator import Generator
         from tandem.generate.prompt import encode_conversation
         from tandem.generate.stream import generate_answer
 
         self._messages.append({"role": "user", "content": text})
         report = RunReport(self._model)
         prompt_ids = encode_conversation(self._tokenizer, self._messages)
+        self._generator = self._generator or Generator(self._model, self._tokenizer)
         answer = generate_answer(
-            self._model, self._tokenizer, prompt_ids, self._sampling, _print_piece
+            self._model,
+            self._tokenizer,
+            prompt_ids,
+            self._sampling,
+            _print_piece,
+            generator=self._generator,
         )
         print(flush=True)
         self._messages.append({"role": "assistant", "content": answer.text})

@@ -1,5 +1,6 @@
 """From messages to token ids: the model's chat template where it has one."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from torch import Tensor
@@ -14,7 +15,7 @@ class Message(TypedDict):
     content: str
 
 
-def encode_conversation(tokenizer: Any, messages: list[Message]) -> Tensor:
+def encode_conversation(tokenizer: Any, messages: Sequence[Mapping[str, object]]) -> Tensor:
     """Return the token ids (1, n_tokens) that ask for the next assistant message.
 
     Without a chat template the messages are joined as plain text, so base models continue it.
@@ -24,8 +25,14 @@ def encode_conversation(tokenizer: Any, messages: list[Message]) -> Tensor:
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
     else:
-        encoded = tokenizer("\n".join(m["content"] for m in messages), return_tensors="pt")
+        encoded = tokenizer("\n".join(str(m["content"]) for m in messages), return_tensors="pt")
     ids: Tensor = encoded["input_ids"]
     if ids.shape[1] == 0:
         raise ConfigError("the prompt is empty; give some text with -p or on standard input")
+    return ids
+
+
+def encode_text(tokenizer: Any, text: str) -> list[int]:
+    """Return the token ids of a text that the model is to continue, as its tokenizer makes them."""
+    ids: list[int] = tokenizer(text)["input_ids"]
     return ids

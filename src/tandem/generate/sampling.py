@@ -1,9 +1,43 @@
-"""How the next token is chosen: greedy or sampled, and when to stop."""
+"""How the next token is chosen: the options of an answer, and the rule that follows from them."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from tandem.core.config import option, require_range
+from tandem.core.errors import ConfigError
+
+# What a generation config may ask for beyond the rule below; its values there that change nothing.
+_NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
+    "num_beams": (None, 1),
+    "no_repeat_ngram_size": (None, 0),
+    "encoder_repetition_penalty": (None, 1.0),
+    "bad_words_ids": (None,),
+    "suppress_tokens": (None,),
+    "begin_suppress_tokens": (None,),
+    "sequence_bias": (None,),
+    "forced_bos_token_id": (None,),
+    "forced_eos_token_id": (None,),
+    "min_new_tokens": (None, 0),
+    "typical_p": (None, 1.0),
+    "top_h": (None,),
+    "epsilon_cutoff": (None, 0.0),
+    "eta_cutoff": (None, 0.0),
+    "guidance_scale": (None, 1.0),
+    "penalty_alpha": (None, 0.0),
+    "exponential_decay_length_penalty": (None,),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRule:
+    """What is done to the scores of the next token, in this order; None leaves a step out."""
+
+    repetition_penalty: float | None = None
+    temperature: float = 0.0
+    """0 takes the best token; the steps below belong to sampling."""
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,35 +52,68 @@ class SamplingOptions:
         None, help="sample from the likeliest tokens that sum to P", metavar="P"
     )
     top_k: int | None = option(None, help="sample from the K likeliest tokens", metavar="K")
+    min_p: float | None = option(
+        None, help="sample from tokens at least P times as likely as the likeliest", metavar="P"
+    )
+    repetition_penalty: float | None = option(
+        None, help="above 1, tokens that are there already become less likely", metavar="R"
+    )
     seed: int | None = option(
         None, help="seed of the random numbers: same seed, same text", metavar="SEED"
     )
+    stop: tuple[str, ...] = ()
+    """Strings that end an answer; they are not part of its text."""
 
     def __post_init__(self) -> None:
         """Check every range; `ConfigError` names the field, the value and what is expected."""
         require_range("max_new_tokens", self.max_new_tokens, 1, what="a number of tokens")
         if self.temperature is not None:
             require_range("temperature", self.temperature, 0)
-        if self.top_p is not None:
-            require_range("top_p", self.top_p, 1e-6, 1)
+        for name in ("top_p", "min_p"):
+            if (value := getattr(self, name)) is not None:
+                require_range(name, value, 1e-6, 1)
         if self.top_k is not None:
             require_range("top_k", self.top_k, 1, what="a number of tokens")
+        if self.repetition_penalty is not None:
+            require_range("repetition_penalty", self.repetition_penalty, 1e-3, 1e3)
         if self.seed is not None:
-            require_range("seed", self.seed, 0, 2**63 - 1, what="a whole number")
+            # Rows of a batch take the seeds that follow.
+            require_range("seed", self.seed, 0, 2**62, what="a whole number")
+        if isinstance(self.stop, str) or not all(self.stop):
+            raise ConfigError(f"stop is {self.stop!r}; expected a tuple of strings, none empty")
 
     def is_sampled(self, model_samples: bool) -> bool:
         """Tell whether tokens are drawn at random; `model_samples` is the model's own default."""
         if self.temperature is not None:
             return self.temperature > 0
-        if self.top_p is not None or self.top_k is not None:
+        if (self.top_p, self.top_k, self.min_p) != (None, None, None):
             return True
         return model_samples and self.seed is None
 
-    def generation_arguments(self, model_samples: bool) -> dict[str, Any]:
-        """Return the arguments for `model.generate`."""
-        if not self.is_sampled(model_samples):
-            greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-            return {"max_new_tokens": self.max_new_tokens, **greedy}
-        chosen = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
-        given = {name: value for name, value in chosen.items() if value is not None}
-        return {"max_new_tokens": self.max_new_tokens, "do_sample": True, **given}
+    def rule(self, generation_config: Any) -> SamplingRule:
+        """Return the rule: what is given here, else what the model's generation config says."""
+        penalty = self._given_or("repetition_penalty", generation_config)
+        if not self.is_sampled(bool(generation_config.do_sample)):
+            return SamplingRule(penalty)
+        temperature = self._given_or("temperature", generation_config)
+        top_k = self._given_or("top_k", generation_config)
+        return SamplingRule(
+            repetition_penalty=penalty,
+            temperature=1.0 if temperature is None else temperature,
+            top_k=top_k or None,  # generation configs write 0 for "all"
+            top_p=self._given_or("top_p", generation_config),
+            min_p=self._given_or("min_p", generation_config),
+        )
+
+    def _given_or(self, name: str, generation_config: Any) -> Any:
+        given = getattr(self, name)
+        return getattr(generation_config, name, None) if given is None else given
+
+
+def not_followed(generation_config: Any) -> list[str]:
+    """Name what a model's generation config asks for and Tandem's loop does not do."""
+    return [
+        name
+        for name, neutral in _NOT_FOLLOWED.items()
+        if getattr(generation_config, name, None) not in neutral
+    ]

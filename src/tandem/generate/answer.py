@@ -1,0 +1,43 @@
+"""What comes of one prompt: text, tokens, why it ended and how long it took."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "interrupted"]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One generated answer and how long it took."""
+
+    text: str
+    """Without special tokens and without the stop string that ended it."""
+    token_ids: list[int]
+    """All new tokens, the end-of-sequence token included."""
+    prompt_tokens: int
+    time_to_first_token_seconds: float
+    decode_seconds: float
+    """From the first token to the last."""
+    finish_reason: FinishReason
+    """"stop": end-of-sequence token or stop string; "length": a limit; "interrupted": Ctrl-C."""
+    reused_tokens: int = 0
+    """Prompt tokens that an earlier answer had left in the KV cache."""
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Tell whether Ctrl-C ended it."""
+        return self.finish_reason == "interrupted"
+
+    @property
+    def prefill_tokens_per_second(self) -> float:
+        """Prompt tokens that were computed over the time to the first token."""
+        return _rate(self.prompt_tokens - self.reused_tokens, self.time_to_first_token_seconds)
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        """Tokens after the first over the time that they took; 0 for a single token."""
+        return _rate(len(self.token_ids) - 1, self.decode_seconds)
+
+
+def _rate(count: int, seconds: float) -> float:
+    return count / seconds if seconds > 0 and count > 0 else 0.0

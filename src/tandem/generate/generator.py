@@ -1,0 +1,165 @@
+"""`Generator`: answers prompts with a loaded model, token by token.
+
+    generator = tandem.Generator(model, tokenizer)
+    answer, = generator.generate("Once upon a time", max_new_tokens=64)
+
+Knows prompts, tokens and when to stop; how a model is stepped is `tandem.hf.stepping`'s.
+"""
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from tandem.core.config import from_mapping
+from tandem.core.errors import ConfigError
+from tandem.generate.answer import Answer
+from tandem.generate.prompt import encode_conversation, encode_text
+from tandem.generate.run import Run
+from tandem.generate.sampling import SamplingOptions, not_followed
+from tandem.hf.stepping import (
+    PaddedRows,
+    context_tokens,
+    end_of_sequence_ids,
+    require_next_token_model,
+    vocabulary_size,
+)
+
+# Text to continue, a conversation for the chat template, or token ids.
+Prompt = str | Sequence[Mapping[str, object]] | Sequence[int] | Tensor
+TextListener = Callable[[int, str], None]
+
+
+class Generator:
+    """Answers prompts with one model; keeps nothing of a prompt but what the next can reuse."""
+
+    def __init__(self, model: Any, tokenizer: Any = None) -> None:
+        """Take a Transformers model; without a tokenizer prompts and answers are token ids.
+
+        Raises `UnsupportedModelError` for models that do not write token by token.
+        """
+        require_next_token_model(model)
+        self.model = model
+        self.tokenizer = tokenizer
+        ignored = not_followed(model.generation_config)
+        if ignored:
+            warnings.warn(
+                f"the model's generation config sets {', '.join(ignored)}, which Tandem's loop "
+                "does not follow; call model.generate(...) where it matters",
+                stacklevel=2,
+            )
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        options: SamplingOptions | None = None,
+        *,
+        on_text: TextListener | None = None,
+        **fields: Any,
+    ) -> list[Answer]:
+        """Answer one prompt or several at once, in their order.
+
+        `fields` are those of `SamplingOptions` and replace what `options` says. `on_text` receives
+        (row, piece of text) as it comes. Raises `ConfigError` for a prompt that is empty, too long
+        or holds unknown token ids, before anything is computed.
+        """
+        run = self.start(prompts, options, on_text=on_text, **fields)
+        while not run.is_done:
+            run.advance()
+        return run.answers()
+
+    def stream(
+        self, prompt: Prompt, options: SamplingOptions | None = None, **fields: Any
+    ) -> Iterator[str]:
+        """Yield the answer to one prompt in pieces, as they come."""
+        pieces: list[str] = []
+        run = self.start([prompt], options, on_text=lambda _, piece: pieces.append(piece), **fields)
+        while not run.is_done:
+            run.advance()
+            yield from pieces
+            pieces.clear()
+
+    def start(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        options: SamplingOptions | None = None,
+        *,
+        on_text: TextListener | None = None,
+        **fields: Any,
+    ) -> Run:
+        """Check the prompts and return their run, of which nothing has been computed yet."""
+        options = _merged(options, fields)
+        if options.stop and self.tokenizer is None:
+            raise ConfigError("stop strings need a tokenizer; pass one to Generator")
+        ids = [self._encode(prompt) for prompt in _as_list(prompts)]
+        if not ids:
+            raise ConfigError("there is no prompt; give one or several")
+        room = min(self._room(row, prompt) for row, prompt in enumerate(ids))
+        return Run(
+            PaddedRows(self.model, ids, self._pad_id()),
+            ids,
+            dataclasses.replace(options, max_new_tokens=min(options.max_new_tokens, room)),
+            options.rule(self.model.generation_config),
+            end_of_sequence_ids(self.model),
+            self.tokenizer,
+            on_text or (lambda _row, _piece: None),
+        )
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, Tensor):
+            return [int(token) for token in prompt.flatten().tolist()]
+        if not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt):
+            return list(prompt)  # type: ignore[arg-type]
+        if self.tokenizer is None:
+            raise ConfigError("a prompt of text needs a tokenizer; pass one to Generator")
+        if isinstance(prompt, str):
+            return encode_text(self.tokenizer, prompt)
+        ids: list[int] = encode_conversation(self.tokenizer, prompt).flatten().tolist()  # type: ignore[arg-type]
+        return ids
+
+    def _room(self, row: int, prompt: list[int]) -> int:
+        """Check a prompt; return how many tokens the context has left for its answer."""
+        if not prompt:
+            raise ConfigError(f"prompt {row} is empty; give some text or at least one token")
+        size = vocabulary_size(self.model)
+        unknown = next((token for token in prompt if not 0 <= token < size), None)
+        if unknown is not None:
+            raise ConfigError(
+                f"prompt {row} holds token id {unknown}, but the model knows 0 to {size - 1}; "
+                "use the tokenizer that belongs to the model"
+            )
+        longest = context_tokens(self.model)
+        if longest is None:
+            return 1 << 62
+        if len(prompt) >= longest:
+            raise ConfigError(
+                f"the prompt has {len(prompt)} tokens and the model's context is {longest}; "
+                "shorten the prompt"
+            )
+        return longest - len(prompt)
+
+    def _pad_id(self) -> int:
+        pad = self.model.generation_config.pad_token_id
+        if pad is None and self.tokenizer is not None:
+            pad = self.tokenizer.pad_token_id
+        return pad if pad is not None else 0  # its positions are masked
+
+
+def _merged(options: SamplingOptions | None, fields: dict[str, Any]) -> SamplingOptions:
+    given = {} if options is None else dataclasses.asdict(options)
+    if "stop" in fields:
+        stop = fields["stop"]
+        fields["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    return from_mapping(SamplingOptions, {**given, **fields}, where="generate")
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Tell one prompt from several: a list of ids or of messages is one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, Tensor):
+        return list(prompts) if prompts.dim() == 2 else [prompts]
+    is_one = len(prompts) > 0 and all(isinstance(part, int | dict) for part in prompts)
+    return [prompts] if is_one else list(prompts)  # type: ignore[list-item, arg-type]

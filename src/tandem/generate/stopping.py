@@ -1,0 +1,38 @@
+"""Stop strings in streamed text: nothing of one is ever given out, whole or in part."""
+
+from collections.abc import Sequence
+
+
+class StopStrings:
+    """Passes text on until a stop string begins; holds back what may still become one."""
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        """Look for any of `strings`; without strings everything passes at once."""
+        self._strings = tuple(strings)
+        self._held = ""
+        self.is_met = False
+
+    def add(self, piece: str) -> str:
+        """Take the next piece of text; return what can be given out. After a stop: nothing."""
+        if self.is_met or not self._strings:
+            return "" if self.is_met else piece
+        text = self._held + piece
+        found = [at for string in self._strings if (at := text.find(string)) >= 0]
+        if found:
+            self.is_met = True
+            self._held = ""
+            return text[: min(found)]
+        held = max(_overlap(text, string) for string in self._strings)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def finish(self) -> str:
+        """Return what is held back: the text has ended, so it was no stop string."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, string: str) -> int:
+    """Return the length of the longest end of a text that is a beginning of a string."""
+    longest = min(len(text), len(string) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(string[:n])), 0)

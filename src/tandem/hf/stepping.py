@@ -1,0 +1,100 @@
+"""What Transformers' `generate` asks of a model around each forward, for a loop of our own.
+
+Knows tensors of one step; neither sampling nor text.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, GenerationMixin
+
+from tandem.core.errors import UnsupportedModelError
+
+
+def require_next_token_model(model: Any) -> None:
+    """Raise `UnsupportedModelError` unless a model writes one token after the other."""
+    name = type(model).__name__
+    if not model.can_generate():
+        raise UnsupportedModelError(f"{name} cannot generate text")
+    if not isinstance(model, GenerationMixin):
+        raise UnsupportedModelError(
+            f"{name} does not write token by token but in a way of its own; "
+            "call model.generate(...)"
+        )
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{name} is an encoder-decoder, which Tandem's loop does not drive; "
+            "call model.generate(...)"
+        )
+
+
+def context_tokens(model: Any) -> int | None:
+    """Return the longest sequence that a model was made for; None if it does not say."""
+    longest: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return longest
+
+
+def vocabulary_size(model: Any) -> int:
+    """Return the number of token ids that a model can read."""
+    return int(model.get_input_embeddings().weight.shape[0])
+
+
+def end_of_sequence_ids(model: Any) -> frozenset[int]:
+    """Return the token ids that end an answer."""
+    ids = model.generation_config.eos_token_id
+    return frozenset(() if ids is None else (ids if isinstance(ids, list | tuple) else (ids,)))
+
+
+class PaddedRows:
+    """Rows of one batch, padded on the left, on the model's own KV caches and states.
+
+    Serves every architecture: positions, masks and inputs come from the model's own preparation,
+    exactly as in `generate`. The whole prompt is one forward.
+    """
+
+    def __init__(self, model: Any, prompts: list[list[int]], pad_id: int) -> None:
+        """Take the prompts as token ids, none empty; nothing is computed yet."""
+        self._model = model
+        width = max(map(len, prompts))
+        padded = [[pad_id] * (width - len(prompt)) + prompt for prompt in prompts]
+        mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        self._ids = torch.tensor(padded, device=model.device)  # (rows, n_tokens)
+        self._kwargs: dict[str, Any] = {
+            "attention_mask": torch.tensor(mask, device=model.device), "use_cache": True,
+        }  # fmt: skip
+        if "position_ids" in inspect.signature(model.forward).parameters:
+            self._kwargs["position_ids"] = model._prepare_position_ids_for_generation(
+                self._ids, dict(self._kwargs)
+            )
+        if len(set(map(len, prompts))) == 1:  # a mask of ones only costs time
+            self._kwargs["attention_mask"] = None
+        if model._supports_logits_to_keep():
+            self._kwargs["logits_to_keep"] = 1
+        if model._supports_default_dynamic_cache():
+            config = model.config.get_text_config(decoder=True)
+            self._kwargs["past_key_values"] = DynamicCache(config=config)
+
+    def prefill(self) -> Tensor:
+        """Run the prompts; return the logits of each row's next token: (rows, vocabulary)."""
+        return self._forward(self._ids, is_first=True)
+
+    def decode(self, tokens: list[int]) -> Tensor:
+        """Append one token per row; return the logits of the next: (rows, vocabulary)."""
+        new = torch.tensor(tokens, device=self._ids.device)[:, None]
+        self._ids = torch.cat([self._ids, new], -1)
+        return self._forward(self._ids, is_first=False)
+
+    @torch.inference_mode()
+    def _forward(self, input_ids: Tensor, *, is_first: bool) -> Tensor:
+        inputs = self._model.prepare_inputs_for_generation(
+            input_ids,
+            next_sequence_length=None if is_first else 1,
+            is_first_iteration=is_first,
+            **self._kwargs,
+        )
+        outputs = self._model(**inputs, return_dict=True)
+        self._kwargs = self._model._update_model_kwargs_for_generation(outputs, self._kwargs)
+        logits: Tensor = outputs.logits[:, -1]
+        return logits

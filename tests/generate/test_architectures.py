@@ -1,0 +1,59 @@
+"""Tandem's loop writes the tokens that `generate` writes, for every architecture."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.core.errors import UnsupportedModelError
+from tandem.generate.generator import Generator
+from tests.architectures import FIRST_PLAIN_TOKEN, VOCABULARY, architectures, build_tiny_model
+
+pytestmark = pytest.mark.seam
+
+NEW_TOKENS = 6
+# They write in blocks, or not at all.
+NOT_TOKEN_BY_TOKEN = {"diffusion_gemma", "openai_privacy_filter"}
+# Transformers' own generate fails on text alone.
+NOT_GENERATING_UPSTREAM = {"qwen3_omni_moe"}
+
+
+def prompts_of(lengths: list[int]) -> list[list[int]]:
+    random = torch.Generator().manual_seed(7)
+    return [
+        torch.randint(FIRST_PLAIN_TOKEN, VOCABULARY, (n,), generator=random).tolist()
+        for n in lengths
+    ]
+
+
+def greedy_of_transformers(model: Any, prompts: list[list[int]]) -> list[list[int]]:
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+    written = model.generate(
+        ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
+    )
+    new: list[list[int]] = written[:, width:].tolist()
+    return new
+
+
+def greedy_of_tandem(model: Any, prompts: list[list[int]]) -> list[list[int]]:
+    answers = Generator(model).generate(prompts, max_new_tokens=NEW_TOKENS, temperature=0)
+    return [answer.token_ids for answer in answers]
+
+
+@pytest.mark.parametrize(
+    "name", sorted(set(architectures()) - NOT_TOKEN_BY_TOKEN - NOT_GENERATING_UPSTREAM)
+)
+def test_greedy_tokens_equal_those_of_generate(name: str) -> None:
+    model: Any = build_tiny_model(name)
+    model.generation_config.eos_token_id = None  # so that every row writes them all
+    for lengths in ([7], [7, 3]):
+        prompts = prompts_of(lengths)
+        assert greedy_of_tandem(model, prompts) == greedy_of_transformers(model, prompts)
+
+
+@pytest.mark.parametrize("name", sorted(NOT_TOKEN_BY_TOKEN & set(architectures())))
+def test_other_models_are_refused_with_a_reason(name: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"cannot generate|call model\.generate"):
+        Generator(build_tiny_model(name))

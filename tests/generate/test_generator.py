@@ -1,0 +1,191 @@
+"""`Generator` on a tiny model with a tokenizer: limits, stop strings, streams, bad input."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import tandem
+from tandem.core.errors import ConfigError
+from tandem.generate.sampling import SamplingOptions
+from tandem.generate.stream import generate_answer
+from tests.architectures import VOCABULARY, build_tiny_model
+from tests.hf.tiny import byte_tokenizer
+
+CONTEXT = 256
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    model: Any = build_tiny_model("qwen3_moe")
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@pytest.fixture(scope="module")
+def generator(model: Any) -> tandem.Generator:
+    return tandem.Generator(model, byte_tokenizer())
+
+
+def test_a_prompt_is_text_messages_or_token_ids(generator: tandem.Generator) -> None:
+    ids = byte_tokenizer()("hello")["input_ids"]
+    text, plain, tensor = (
+        generator.generate(prompt, max_new_tokens=5)
+        for prompt in ("hello", ids, torch.tensor([ids]))
+    )
+    assert text[0].token_ids == plain[0].token_ids == tensor[0].token_ids
+    chat = generator.generate([{"role": "user", "content": "hello"}], max_new_tokens=5)
+    assert chat[0].prompt_tokens > text[0].prompt_tokens
+
+
+def test_several_prompts_are_answered_in_their_order(generator: tandem.Generator) -> None:
+    prompts = ["a", "hello there", "xyz"]
+    together = generator.generate(prompts, max_new_tokens=8)
+    alone = [generator.generate(prompt, max_new_tokens=8)[0] for prompt in prompts]
+    assert [a.token_ids for a in together] == [a.token_ids for a in alone]
+    assert [a.text for a in together] == [a.text for a in alone]
+
+
+def test_a_row_that_ends_early_does_not_change_the_others(model: Any) -> None:
+    prompts = [[40, 41, 42], [50, 51]]
+    free = tandem.Generator(model).generate(prompts, max_new_tokens=8)
+    model.generation_config.eos_token_id = end = free[0].token_ids[2]
+    try:
+        ended = tandem.Generator(model).generate(prompts, max_new_tokens=8)
+    finally:
+        model.generation_config.eos_token_id = None
+    assert ended[0].token_ids == free[0].token_ids[:3]
+    assert ended[0].finish_reason == "stop"
+    expected = free[1].token_ids
+    stop = expected.index(end) + 1 if end in expected else len(expected)
+    assert ended[1].token_ids == expected[:stop]
+
+
+def test_stop_strings_end_a_row_and_are_not_shown(generator: tandem.Generator) -> None:
+    (free,) = generator.generate("hello", max_new_tokens=30)
+    stop = free.text[4:7]
+    (stopped,) = generator.generate("hello", max_new_tokens=30, stop=stop)
+    assert stopped.text == free.text.partition(stop)[0]
+    assert stopped.finish_reason == "stop"
+    assert len(stopped.token_ids) < 30
+
+
+def test_a_stop_string_that_never_comes_changes_nothing(generator: tandem.Generator) -> None:
+    (free,) = generator.generate("hello", max_new_tokens=10)
+    (kept,) = generator.generate("hello", max_new_tokens=10, stop=["never \N{SNOWMAN}"])
+    assert (kept.text, kept.finish_reason) == (free.text, "length")
+
+
+def test_streamed_pieces_are_the_text(generator: tandem.Generator) -> None:
+    (whole,) = generator.generate("hello", max_new_tokens=12)
+    pieces = list(generator.stream("hello", max_new_tokens=12))
+    assert len(pieces) > 1
+    assert "".join(pieces) == whole.text
+
+
+def test_on_text_names_the_row(generator: tandem.Generator) -> None:
+    texts = ["", ""]
+
+    def collect(row: int, piece: str) -> None:
+        texts[row] += piece
+
+    answers = generator.generate(["ab", "xyz"], max_new_tokens=6, on_text=collect)
+    assert texts == [answer.text for answer in answers]
+
+
+def test_sampling_repeats_with_its_seed_and_varies_without(generator: tandem.Generator) -> None:
+    def sample(**fields: Any) -> list[int]:
+        options = SamplingOptions(max_new_tokens=16, temperature=1.5)
+        return generator.generate("hello", options, **fields)[0].token_ids
+
+    assert sample(seed=3) == sample(seed=3) != sample(seed=4)
+    assert sample() != sample()
+
+
+def test_repetition_penalty_of_the_generation_config_is_followed(model: Any) -> None:
+    ids = torch.tensor([[40, 41, 42]])
+    model.generation_config.repetition_penalty = 1.7
+    try:
+        expected = model.generate(ids, max_new_tokens=12, do_sample=False)[0, 3:].tolist()
+        (answer,) = tandem.Generator(model).generate(ids, max_new_tokens=12)
+    finally:
+        model.generation_config.repetition_penalty = None
+    assert answer.token_ids == expected
+
+
+def test_a_generation_config_that_asks_for_more_is_named(model: Any) -> None:
+    model.generation_config.no_repeat_ngram_size = 2
+    try:
+        with pytest.warns(UserWarning, match="no_repeat_ngram_size"):
+            tandem.Generator(model)
+    finally:
+        model.generation_config.no_repeat_ngram_size = None
+
+
+def test_an_answer_ends_where_the_context_does(generator: tandem.Generator) -> None:
+    prompt = [40] * (CONTEXT - 3)
+    (answer,) = generator.generate(prompt, max_new_tokens=50)
+    assert (len(answer.token_ids), answer.finish_reason) == (3, "length")
+
+
+@pytest.mark.parametrize(
+    ("prompts", "sentence"),
+    [
+        ("", "is empty"),
+        ([[40], []], "prompt 1 is empty"),
+        ([], "there is no prompt"),
+        ([40, VOCABULARY], f"token id {VOCABULARY}, but the model knows 0 to {VOCABULARY - 1}"),
+        ([-1], "token id -1"),
+        ([40] * CONTEXT, f"the model's context is {CONTEXT}"),
+    ],
+)
+def test_bad_prompts_get_one_sentence(
+    generator: tandem.Generator, prompts: Any, sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        generator.generate(prompts, max_new_tokens=4)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_new_tokens": 0},
+        {"max_new_tokens": -1},
+        {"temperature": -1.0},
+        {"min_p": 2.0},
+        {"repetition_penalty": 0.0},
+        {"stop": [""]},
+        {"heat": 1.0},
+    ],
+)
+def test_bad_options_are_refused_by_name(
+    generator: tandem.Generator, fields: dict[str, Any]
+) -> None:
+    (name,) = fields
+    with pytest.raises(ConfigError, match=name):
+        generator.generate("hello", **fields)
+
+
+def test_text_without_a_tokenizer_is_refused(model: Any) -> None:
+    with pytest.raises(ConfigError, match="needs a tokenizer"):
+        tandem.Generator(model).generate("hello")
+    with pytest.raises(ConfigError, match="need a tokenizer"):
+        tandem.Generator(model).generate([40], stop="x")
+
+
+def test_control_c_ends_the_answer_and_keeps_what_is_there(generator: tandem.Generator) -> None:
+    pieces: list[str] = []
+
+    def interrupt_at_the_third(piece: str) -> None:
+        pieces.append(piece)
+        if len(pieces) == 3:
+            raise KeyboardInterrupt
+
+    ids = torch.tensor([[40, 41]])
+    options = SamplingOptions(max_new_tokens=20)
+    answer = generate_answer(
+        generator.model, generator.tokenizer, ids, options, interrupt_at_the_third
+    )
+    assert answer.is_interrupted
+    assert answer.text.startswith("".join(pieces))
+    assert 3 <= len(answer.token_ids) < 20
