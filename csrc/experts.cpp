@@ -26,6 +26,8 @@ const Kernels& choose(const std::string& isa) {
     throw std::invalid_argument(name);
 #if defined(__x86_64__)
   if (name == "avx512") return avx512_kernels();
+  if (name == "avxvnni") return avxvnni_kernels();
+  if (name == "avx2") return avx2_kernels();
 #endif
   return portable_kernels();
 }
@@ -56,6 +58,10 @@ std::vector<std::string> available_isas() {
   const CpuFeatures cpu = detect_cpu_features();
   if (has_all(cpu.instruction_sets, {"avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16"}))
     names.emplace_back("avx512");
+  if (has_all(cpu.instruction_sets, {"avx2", "fma", "f16c"})) {
+    if (has_all(cpu.instruction_sets, {"avx_vnni"})) names.emplace_back("avxvnni");
+    names.emplace_back("avx2");
+  }
 #endif
   names.emplace_back("portable");
   return names;

@@ -17,6 +17,9 @@ struct ActivationSpec {
   float alpha, limit, offset;
 };
 
+// A group of activations below this is rounded to zeros: 127 / peak would be infinite.
+constexpr float kSmallestPeak = 1e-36f;
+
 struct Kernels {
   const char* name;
 
@@ -46,7 +49,9 @@ struct Kernels {
 
 const Kernels& portable_kernels();
 #if defined(__x86_64__)
-const Kernels& avx512_kernels();  // AVX-512 with VNNI and BF16
+const Kernels& avx512_kernels();   // AVX-512 with VNNI and BF16
+const Kernels& avxvnni_kernels();  // AVX-VNNI, AVX2, FMA and F16C
+const Kernels& avx2_kernels();     // AVX2, FMA and F16C
 #endif
 
 }  // namespace tandem

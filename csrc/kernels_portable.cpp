@@ -112,7 +112,7 @@ void quantize(const float* row, std::int64_t cols, std::int64_t group, std::int3
       is_finite = is_finite && std::isfinite(x[k]);
       largest = std::max(largest, std::fabs(x[k]));
     }
-    const float inverse = largest > 0 && is_finite ? 127.0f / largest : 0;
+    const float inverse = largest >= kSmallestPeak && is_finite ? 127.0f / largest : 0;
     std::int32_t sum = 0;
     for (std::int64_t k = 0; k < group; ++k) {
       const auto q = static_cast<std::int8_t>(is_finite ? std::nearbyint(x[k] * inverse) : 0.0f);
@@ -148,7 +148,7 @@ float gelu_tanh(float x) {
 float activated(const ActivationSpec& spec, float gate, float up) {
   switch (spec.kind) {
     case Activation::kGeluTanhGate: return gelu_tanh(gate) * up;
-    case Activation::kRelu2: return gate > 0 ? gate * gate : 0;
+    case Activation::kRelu2: return gate <= 0 ? 0 : gate * gate;  // NaN stays
     case Activation::kSwiglu: {
       const float g = std::min(gate, spec.limit);
       const float u = std::clamp(up, -spec.limit, spec.limit);

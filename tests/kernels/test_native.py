@@ -15,8 +15,8 @@ from tandem.kernels.formats.weight_format import find_format
 from tandem.kernels.native import ActivationKind, NativeActivation, NativeExperts
 from tandem.kernels.reference import expert_ffn
 
-FORMATS = ["bf16", "fp16", "fp8", "int8-g128", "int8-g32", "int4-g32", "int4-g64", "int4-g128", "int4z-g32",
-           "int4z-g128", "mxfp4"]  # fmt: skip
+FORMATS = ["bf16", "fp16", "fp8", "int8-g128", "int8-g32", "int4-g32", "int4-g64", "int4-g128",
+           "int4z-g32", "int4z-g128", "mxfp4"]  # fmt: skip
 # Relative error of an output, from the rounding of activations alone (docs/formats.md).
 TOLERANCE = {
     "bf16": 0.01,

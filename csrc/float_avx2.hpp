@@ -1,0 +1,278 @@
+// Floating-point formats on 256-bit registers: every weight becomes fp32.
+#pragma once
+
+#include "output_avx2.hpp"
+
+namespace tandem {
+namespace {
+
+// How 64 bytes, `kCols` columns of the 16 rows, become fp32, and one row's activations with them.
+// `arrange` puts sums into the order of the rows and back; it is its own inverse.
+template <Format F>
+struct FloatCode;
+
+inline __m256i load_dwords(const std::uint8_t* data) {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data));
+}
+
+inline __m256 first_bf16(__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
+
+inline __m256 second_bf16(__m256i pairs) {
+  return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(-65536)));
+}
+
+struct Bf16Activations {
+  // Columns k and k + 1 of a token, in all lanes.
+  static void broadcast2(const Activations& x, std::int64_t token, std::int64_t k,
+                         __m256 (&values)[2]) {
+    std::int32_t two;
+    std::memcpy(&two, x.bf16 + token * x.stride + k, sizeof two);
+    values[0] = first_bf16(_mm256_set1_epi32(two));
+    values[1] = second_bf16(_mm256_set1_epi32(two));
+  }
+
+  static __m256 load8(const Activations& x, std::int64_t token, std::int64_t k) {
+    const auto* at = reinterpret_cast<const __m128i*>(x.bf16 + token * x.stride + k);
+    return first_bf16(_mm256_cvtepu16_epi32(_mm_loadu_si128(at)));
+  }
+};
+
+template <>
+struct FloatCode<Format::kBf16> : Bf16Activations {
+  static constexpr int kCols = 2;
+
+  static void decode(const std::uint8_t* data, int half, __m256 (&columns)[kCols]) {
+    const __m256i pairs = load_dwords(data + 32 * half);
+    columns[0] = first_bf16(pairs);
+    columns[1] = second_bf16(pairs);
+  }
+
+  static __m256 arrange(__m256 sums) { return sums; }
+};
+
+template <>
+struct FloatCode<Format::kFp16> {
+  static constexpr int kCols = 2;
+
+  // Taking every second number of two registers leaves the rows as 0 1 4 5 2 3 6 7.
+  static void decode(const std::uint8_t* data, int half, __m256 (&columns)[kCols]) {
+    const auto* at = reinterpret_cast<const __m128i*>(data + 32 * half);
+    const __m256 rows03 = _mm256_cvtph_ps(_mm_loadu_si128(at));
+    const __m256 rows47 = _mm256_cvtph_ps(_mm_loadu_si128(at + 1));
+    columns[0] = _mm256_shuffle_ps(rows03, rows47, 0x88);
+    columns[1] = _mm256_shuffle_ps(rows03, rows47, 0xDD);
+  }
+
+  static __m256 arrange(__m256 sums) {
+    return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(sums), 0xD8));
+  }
+
+  static void broadcast2(const Activations& x, std::int64_t token, std::int64_t k,
+                         __m256 (&values)[2]) {
+    const float* at = x.fp32 + token * x.stride + k;
+    for (int i = 0; i < 2; ++i) values[i] = _mm256_broadcast_ss(at + i);
+  }
+
+  static __m256 load8(const Activations& x, std::int64_t token, std::int64_t k) {
+    return _mm256_loadu_ps(x.fp32 + token * x.stride + k);
+  }
+};
+
+template <>
+struct FloatCode<Format::kFp8> : Bf16Activations {
+  static constexpr int kCols = 4;
+
+  // Shifted to where fp32 has them, sign, exponent and mantissa of e4m3 are the value times 2^-120,
+  // subnormal ones included. The NaN becomes 480; no packed matrix has one.
+  static void decode(const std::uint8_t* data, int half, __m256 (&columns)[kCols]) {
+    const __m256i codes = load_dwords(data + 32 * half);
+    const __m256i kept = _mm256_set1_epi32(static_cast<std::int32_t>(0x87F00000));
+    const __m256 unbias = _mm256_set1_ps(0x1p120f);
+#pragma GCC unroll 4
+    for (int c = 0; c < kCols; ++c) {
+      const __m256i top = c < 3 ? _mm256_slli_epi32(codes, 24 - 8 * c) : codes;
+      const __m256i bits = _mm256_and_si256(_mm256_srai_epi32(top, 4), kept);
+      columns[c] = _mm256_mul_ps(_mm256_castsi256_ps(bits), unbias);
+    }
+  }
+
+  static __m256 arrange(__m256 sums) { return sums; }
+};
+
+// Columns that share a scale. Formats without scales are summed in parts of as many.
+constexpr std::int64_t kPartCols = 128;
+
+template <Format F>
+__m256 scale_of(const PackedMatrix& m, std::int64_t block, std::int64_t k) {
+  if constexpr (F != Format::kFp8) return _mm256_set1_ps(1.0f);
+  const auto* scales = reinterpret_cast<const float*>(m.scales);
+  return _mm256_set1_ps(scales[block * (m.cols / m.group) + k / m.group]);
+}
+
+template <Format F>
+constexpr std::int64_t bytes_of_block(std::int64_t cols) {
+  return cols * kBlockRows * bits_per_code(F) / 8;
+}
+
+template <Format F, int T>
+void add_part(Totals<T>& total, const Totals<T>& part, __m256 scale) {
+#pragma GCC unroll 8
+  for (int t = 0; t < T; ++t)
+    for (int h = 0; h < kHalves; ++h)
+      total[t][h] = F == Format::kFp8 ? _mm256_fmadd_ps(part[t][h], scale, total[t][h])
+                                      : _mm256_add_ps(part[t][h], total[t][h]);
+}
+
+template <Format F, int T>
+void arrange(Totals<T>& total) {
+  for (auto& sums : total)
+    for (__m256& sum : sums) sum = FloatCode<F>::arrange(sum);
+}
+
+// The hardware follows a stream to the end of its page only.
+constexpr std::int64_t kFloatAheadBytes = 4096;
+
+// One block, straight from memory, times T tokens. A multiply-add takes four cycles, of which two
+// start in each: few tokens need several sums each.
+template <Format F, int T>
+void float_row_tile(const Product& p, std::int64_t b, std::int64_t token, const Output& out) {
+  using Code = FloatCode<F>;
+  constexpr int kChains = T == 1 ? 4 : T == 2 ? 2 : 1;
+  constexpr int kStep = 4;  // columns; `cols` is a multiple of 8
+  const std::uint8_t* data = p.m.data + b * bytes_of_block<F>(p.m.cols);
+  Totals<T> total;
+  out.load<T>(total);
+  for (std::int64_t k = 0; k < p.m.cols; k += kPartCols) {
+    Totals<T> sums[kChains];
+    for (auto& chain : sums)
+      for (auto& sum : chain) sum[0] = sum[1] = _mm256_setzero_ps();
+    const std::int64_t part_end = smaller(k + kPartCols, p.m.cols);
+    for (std::int64_t i = k; i < part_end; i += kStep, data += 16 * kStep * bits_per_code(F) / 8) {
+      __m256 w[kHalves][kStep / Code::kCols][Code::kCols];
+      for (int c = 0; c < kStep / Code::kCols; ++c) {
+        _mm_prefetch(reinterpret_cast<const char*>(data + 64 * c + kFloatAheadBytes), _MM_HINT_T0);
+        for (int h = 0; h < kHalves; ++h) Code::decode(data + 64 * c, h, w[h][c]);
+      }
+#pragma GCC unroll 4
+      for (int t = 0; t < T; ++t) {
+#pragma GCC unroll 4
+        for (int c = 0; c < kStep; ++c) {
+          __m256 x[2];
+          Code::broadcast2(p.x, token + t, i + c / 2 * 2, x);
+          for (int h = 0; h < kHalves; ++h) {
+            __m256& sum = sums[c % kChains][t][h];
+            sum = _mm256_fmadd_ps(w[h][c / Code::kCols][c % Code::kCols], x[c % 2], sum);
+          }
+        }
+      }
+    }
+    for (const auto& chain : sums) add_part<F, T>(total, chain, scale_of<F>(p.m, b, k));
+  }
+  arrange<F, T>(total);
+  out.store<T>(total);
+}
+
+// Activations of a batch of tokens, a part's columns, as fp32.
+template <Format F, std::int64_t Batch>
+struct ActivationPanel {
+  alignas(64) float values[Batch][kPartCols];
+
+  void fill(const Activations& x, std::int64_t token, std::int64_t num_tokens, std::int64_t k,
+            std::int64_t width) {
+    for (std::int64_t t = 0; t < num_tokens; ++t)
+      for (std::int64_t i = 0; i < width; i += 8)
+        _mm256_store_ps(values[t] + i, FloatCode<F>::load8(x, token + t, k + i));
+  }
+};
+
+// Weights of a part of a block as fp32: 16 rows of each column.
+template <Format F>
+struct WeightPanel {
+  alignas(64) float values[kPartCols][kBlockRows];
+
+  void fill(const std::uint8_t* data, std::int64_t width) {
+    using Code = FloatCode<F>;
+    for (std::int64_t k = 0; k < width; k += Code::kCols, data += 64)
+      for (int h = 0; h < kHalves; ++h) {
+        __m256 columns[Code::kCols];
+        Code::decode(data, h, columns);
+        for (int c = 0; c < Code::kCols; ++c)
+          _mm256_store_ps(values[k + c] + 8 * h, Code::arrange(columns[c]));
+      }
+  }
+};
+
+template <Format F, int T>
+void float_panel_tile(const WeightPanel<F>& weights, const float (*x)[kPartCols], std::int64_t width,
+                      __m256 scale, const Output& out) {
+  Totals<T> part;
+  for (auto& sum : part) sum[0] = sum[1] = _mm256_setzero_ps();
+  for (std::int64_t k = 0; k < width; ++k) {
+    const __m256 w0 = _mm256_load_ps(weights.values[k]);
+    const __m256 w1 = _mm256_load_ps(weights.values[k] + 8);
+#pragma GCC unroll 8
+    for (int t = 0; t < T; ++t) {
+      const __m256 value = _mm256_broadcast_ss(&x[t][k]);
+      part[t][0] = _mm256_fmadd_ps(w0, value, part[t][0]);
+      part[t][1] = _mm256_fmadd_ps(w1, value, part[t][1]);
+    }
+  }
+  Totals<T> total;
+  out.load<T>(total);
+  add_part<F, T>(total, part, scale);
+  out.store<T>(total);
+}
+
+template <Format F>
+void few_float_tokens(const Product& p, std::int64_t begin, std::int64_t end,
+                      std::int64_t num_tokens) {
+  with_exactly<kFewTokens>(num_tokens, [&]<int T>() {
+    for (std::int64_t b = begin; b < end; ++b)
+      float_row_tile<F, T>(p, b, 0, p.block(b, true, true));
+  });
+}
+
+template <Format F>
+void many_float_tokens(const Product& p, std::int64_t begin, std::int64_t end,
+                       std::int64_t num_tokens) {
+  constexpr int kTile = 6;  // with 12 sums, two weights and an activation in 16 registers
+  constexpr std::int64_t kBatch = 48;
+  ActivationPanel<F, kBatch> x;
+  WeightPanel<F> weights;
+  for (std::int64_t batch = 0; batch < num_tokens; batch += kBatch) {
+    const std::int64_t count = smaller(kBatch, num_tokens - batch);
+    for (std::int64_t k = 0; k < p.m.cols; k += kPartCols) {
+      const std::int64_t width = smaller(kPartCols, p.m.cols - k);
+      x.fill(p.x, batch, count, k, width);
+      for (std::int64_t b = begin; b < end; ++b) {
+        weights.fill(p.m.data + b * bytes_of_block<F>(p.m.cols) + bytes_of_block<F>(k), width);
+        const Output out = p.block(b, k == 0, k + width == p.m.cols).token(batch);
+        in_tiles<kTile>(0, count, [&]<int T>(std::int64_t t) {
+          float_panel_tile<F, T>(weights, x.values + t, width, scale_of<F>(p.m, b, k), out.token(t));
+        });
+      }
+    }
+  }
+}
+
+template <Format F>
+void multiply_float(const Product& p, std::int64_t begin, std::int64_t end,
+                    std::int64_t num_tokens) {
+  if (num_tokens <= kFewTokens) return few_float_tokens<F>(p, begin, end, num_tokens);
+  many_float_tokens<F>(p, begin, end, num_tokens);
+}
+
+// Multiplies a floating-point format.
+inline void multiply_floats(const Product& p, std::int64_t begin, std::int64_t end,
+                            std::int64_t num_tokens) {
+  end = last_block(end, p.num_rows);
+  switch (p.m.format) {
+    case Format::kBf16: return multiply_float<Format::kBf16>(p, begin, end, num_tokens);
+    case Format::kFp16: return multiply_float<Format::kFp16>(p, begin, end, num_tokens);
+    case Format::kFp8: return multiply_float<Format::kFp8>(p, begin, end, num_tokens);
+    default: return;
+  }
+}
+
+}  // namespace
+}  // namespace tandem
