@@ -39,6 +39,7 @@ unit: setup
 sanitize:  ## The native kernels under AddressSanitizer and UndefinedBehaviorSanitizer
 	@cmake -S csrc -B build/sanitize -DTANDEM_SANITIZE=ON -DTANDEM_WARNINGS_ARE_ERRORS=ON >/dev/null
 	@cmake --build build/sanitize >/dev/null
+	build/sanitize/check_matmul
 	build/sanitize/check_kernels
 
 seam-oldest: $(VENV)/transformers-$(OLDEST_TRANSFORMERS)/installed.stamp  ## The seam's tests on the oldest supported Transformers

@@ -6,8 +6,8 @@
 namespace tandem {
 namespace {
 
-// How 64 bytes, `kCols` columns of the 16 rows, become fp32, and one row's activations with them.
-// `arrange` puts sums into the order of the rows and back; it is its own inverse.
+// How 64 bytes, `kCols` columns of the 16 rows, become fp32, two columns at a time, and one row's
+// activations with them. `arrange` puts sums into the order of the rows.
 template <Format F>
 struct FloatCode;
 
@@ -41,7 +41,7 @@ template <>
 struct FloatCode<Format::kBf16> : Bf16Activations {
   static constexpr int kCols = 2;
 
-  static void decode(const std::uint8_t* data, int half, __m256 (&columns)[kCols]) {
+  static void decode2(const std::uint8_t* data, int half, int, __m256 (&columns)[2]) {
     const __m256i pairs = load_dwords(data + 32 * half);
     columns[0] = first_bf16(pairs);
     columns[1] = second_bf16(pairs);
@@ -55,7 +55,7 @@ struct FloatCode<Format::kFp16> {
   static constexpr int kCols = 2;
 
   // Taking every second number of two registers leaves the rows as 0 1 4 5 2 3 6 7.
-  static void decode(const std::uint8_t* data, int half, __m256 (&columns)[kCols]) {
+  static void decode2(const std::uint8_t* data, int half, int, __m256 (&columns)[2]) {
     const auto* at = reinterpret_cast<const __m128i*>(data + 32 * half);
     const __m256 rows03 = _mm256_cvtph_ps(_mm_loadu_si128(at));
     const __m256 rows47 = _mm256_cvtph_ps(_mm_loadu_si128(at + 1));
@@ -84,13 +84,12 @@ struct FloatCode<Format::kFp8> : Bf16Activations {
 
   // Shifted to where fp32 has them, sign, exponent and mantissa of e4m3 are the value times 2^-120,
   // subnormal ones included. The NaN becomes 480; no packed matrix has one.
-  static void decode(const std::uint8_t* data, int half, __m256 (&columns)[kCols]) {
+  static void decode2(const std::uint8_t* data, int half, int pair, __m256 (&columns)[2]) {
     const __m256i codes = load_dwords(data + 32 * half);
     const __m256i kept = _mm256_set1_epi32(static_cast<std::int32_t>(0x87F00000));
     const __m256 unbias = _mm256_set1_ps(0x1p120f);
-#pragma GCC unroll 4
-    for (int c = 0; c < kCols; ++c) {
-      const __m256i top = c < 3 ? _mm256_slli_epi32(codes, 24 - 8 * c) : codes;
+    for (int c = 0; c < 2; ++c) {
+      const __m256i top = _mm256_slli_epi32(codes, 24 - 8 * (2 * pair + c));
       const __m256i bits = _mm256_and_si256(_mm256_srai_epi32(top, 4), kept);
       columns[c] = _mm256_mul_ps(_mm256_castsi256_ps(bits), unbias);
     }
@@ -148,21 +147,22 @@ void float_row_tile(const Product& p, std::int64_t b, std::int64_t token, const 
       for (auto& sum : chain) sum[0] = sum[1] = _mm256_setzero_ps();
     const std::int64_t part_end = smaller(k + kPartCols, p.m.cols);
     for (std::int64_t i = k; i < part_end; i += kStep, data += 16 * kStep * bits_per_code(F) / 8) {
-      __m256 w[kHalves][kStep / Code::kCols][Code::kCols];
-      for (int c = 0; c < kStep / Code::kCols; ++c) {
-        _mm_prefetch(reinterpret_cast<const char*>(data + 64 * c + kFloatAheadBytes), _MM_HINT_T0);
-        for (int h = 0; h < kHalves; ++h) Code::decode(data + 64 * c, h, w[h][c]);
-      }
+#pragma GCC unroll 2
+      for (int c = 0; c < kStep; c += 2) {
+        const std::uint8_t* chunk = data + 64 * (c / Code::kCols);
+        if (c % Code::kCols == 0)
+          _mm_prefetch(reinterpret_cast<const char*>(chunk + kFloatAheadBytes), _MM_HINT_T0);
+        __m256 w[kHalves][2];
+        for (int h = 0; h < kHalves; ++h) Code::decode2(chunk, h, c % Code::kCols / 2, w[h]);
 #pragma GCC unroll 4
-      for (int t = 0; t < T; ++t) {
-#pragma GCC unroll 4
-        for (int c = 0; c < kStep; ++c) {
+        for (int t = 0; t < T; ++t) {
           __m256 x[2];
-          Code::broadcast2(p.x, token + t, i + c / 2 * 2, x);
-          for (int h = 0; h < kHalves; ++h) {
-            __m256& sum = sums[c % kChains][t][h];
-            sum = _mm256_fmadd_ps(w[h][c / Code::kCols][c % Code::kCols], x[c % 2], sum);
-          }
+          Code::broadcast2(p.x, token + t, i + c, x);
+          for (int j = 0; j < 2; ++j)
+            for (int h = 0; h < kHalves; ++h) {
+              __m256& sum = sums[(c + j) % kChains][t][h];
+              sum = _mm256_fmadd_ps(w[h][j], x[j], sum);
+            }
         }
       }
     }
@@ -193,12 +193,13 @@ struct WeightPanel {
   void fill(const std::uint8_t* data, std::int64_t width) {
     using Code = FloatCode<F>;
     for (std::int64_t k = 0; k < width; k += Code::kCols, data += 64)
-      for (int h = 0; h < kHalves; ++h) {
-        __m256 columns[Code::kCols];
-        Code::decode(data, h, columns);
-        for (int c = 0; c < Code::kCols; ++c)
-          _mm256_store_ps(values[k + c] + 8 * h, Code::arrange(columns[c]));
-      }
+      for (int c = 0; c < Code::kCols; c += 2)
+        for (int h = 0; h < kHalves; ++h) {
+          __m256 columns[2];
+          Code::decode2(data, h, c / 2, columns);
+          for (int j = 0; j < 2; ++j)
+            _mm256_store_ps(values[k + c + j] + 8 * h, Code::arrange(columns[j]));
+        }
   }
 };
 

@@ -18,7 +18,10 @@ struct Maddubs {
   static constexpr bool kIs16Bit = true;
 
   static __m256i add(__m256i part, __m256i codes, __m256i x) {
-    return _mm256_add_epi16(part, _mm256_maddubs_epi16(codes, x));
+    part = _mm256_add_epi16(part, _mm256_maddubs_epi16(codes, x));
+    // GCC would first compute all products and then add them in a tree, through memory: half speed.
+    __asm__("" : "+x"(part));
+    return part;
   }
   static __m256i flush(__m256i sum, __m256i part, __m256i factor) {
     return _mm256_add_epi32(sum, _mm256_madd_epi16(part, factor));

@@ -1,0 +1,175 @@
+// One matrix product of every instruction set against the portable one, with the same activations:
+// what differs is the order of additions, so the tolerance is tight. Also runs AVX-VNNI's kernels on
+// a processor that has the same instruction as a part of AVX-512 only.
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "cpu_features.hpp"
+#include "experts.hpp"
+#include "half.hpp"
+
+namespace {
+
+using tandem::ActivationForm;
+using tandem::Format;
+using tandem::Kernels;
+
+constexpr int kRounds = 600;
+
+struct Random {
+  std::mt19937 engine{4321};
+  std::int64_t between(std::int64_t low, std::int64_t high) {
+    return std::uniform_int_distribution<std::int64_t>(low, high)(engine);
+  }
+  float normal() { return std::normal_distribution<float>()(engine); }
+};
+
+// A matrix and activations in buffers that are exactly as large as they must be.
+struct Case {
+  Format format;
+  std::int64_t blocks, cols, group, num_rows, num_tokens;
+  std::vector<std::uint8_t> data, scales;
+  std::vector<float> bias, rows;
+};
+
+void fill_codes(Random& random, Case& c) {
+  for (std::uint8_t& byte : c.data) byte = static_cast<std::uint8_t>(random.between(0, 255));
+  if (c.format == Format::kFp8)
+    for (std::uint8_t& byte : c.data) byte = (byte & 0x7F) == 0x7F ? 0 : byte;  // no NaN
+  if (c.format != Format::kBf16 && c.format != Format::kFp16) return;
+  for (std::size_t i = 1; i < c.data.size(); i += 2)  // exponents in the middle of the range
+    c.data[i] = static_cast<std::uint8_t>((c.data[i] & 0x83) | 0x3C);
+}
+
+void fill_scales(Random& random, Case& c) {
+  for (std::size_t i = 0; i < c.scales.size(); ++i) {
+    const bool is_upper_byte = i % 2 == 1;
+    c.scales[i] = static_cast<std::uint8_t>(c.format == Format::kMxfp4 ? random.between(0, 130)
+                                            : is_upper_byte            ? random.between(0x1C, 0x24)
+                                                                       : random.between(0, 255));
+  }
+  if (c.format != Format::kFp8) return;
+  for (std::size_t i = 0; i < c.scales.size(); i += 4) {
+    const float scale = std::fabs(random.normal()) + 0.01f;
+    std::memcpy(c.scales.data() + i, &scale, sizeof scale);
+  }
+}
+
+Case make_case(Random& random, Format format) {
+  const bool has_group = format != Format::kBf16 && format != Format::kFp16;
+  const std::int64_t group = format == Format::kMxfp4  ? 32
+                             : format == Format::kFp8 ? 128
+                             : has_group              ? 32 << random.between(0, 2)
+                                                      : 0;
+  const std::int64_t multiple = has_group ? group : 8;
+  Case c{format, random.between(1, 5), multiple * random.between(1, 900 / multiple), group, 0, 0,
+         {}, {}, {}, {}};
+  c.num_rows = 16 * c.blocks - random.between(0, 15);
+  c.num_tokens = random.between(0, 3) ? random.between(1, 9) : random.between(10, 150);
+  c.data.resize(c.blocks * c.cols * 16 * tandem::bits_per_code(format) / 8);
+  const std::int64_t groups = has_group ? c.blocks * (c.cols / group) : 0;
+  c.scales.resize(groups * (format == Format::kFp8          ? 4
+                            : format == Format::kMxfp4      ? 16
+                            : format == Format::kInt4Zero ? 64
+                                                            : 32));
+  fill_codes(random, c);
+  fill_scales(random, c);
+  if (random.between(0, 1))
+    for (std::int64_t i = 0; i < 16 * c.blocks; ++i) c.bias.push_back(random.normal());
+  for (std::int64_t i = 0; i < c.num_tokens * c.cols; ++i) c.rows.push_back(random.normal());
+  return c;
+}
+
+// The rows as the format wants them, rounded by the portable kernels.
+struct Rounded {
+  std::vector<std::int8_t> quantized;
+  std::vector<float> scales;
+  std::vector<std::int32_t> sums;
+  std::vector<std::uint16_t> bf16;
+  tandem::Activations view{};
+
+  explicit Rounded(const Case& c) {
+    const Kernels& portable = tandem::portable_kernels();
+    const bool is_int8 = tandem::is_integer(c.format);
+    const std::int64_t groups = is_int8 ? c.cols / c.group : 0;
+    quantized.resize(is_int8 ? c.rows.size() : 0);
+    scales.resize(c.num_tokens * groups);
+    sums.resize(c.num_tokens * groups);
+    bf16.resize(is_int8 ? 0 : c.rows.size());
+    for (std::int64_t t = 0; t < c.num_tokens; ++t) {
+      const float* row = c.rows.data() + t * c.cols;
+      if (is_int8)
+        portable.quantize(row, c.cols, c.group, tandem::sum_factor(c.format),
+                          quantized.data() + t * c.cols, scales.data() + t * groups,
+                          sums.data() + t * groups);
+      else
+        portable.to_bf16(row, c.cols, bf16.data() + t * c.cols);
+    }
+    view = {quantized.data(), scales.data(), sums.data(), bf16.data(), c.rows.data(), c.cols, groups};
+  }
+};
+
+std::vector<float> multiply(const Kernels& kernels, const Case& c, const Rounded& x) {
+  std::vector<float> out(c.num_tokens * c.num_rows);
+  const tandem::PackedMatrix m{c.format,        c.blocks,        c.cols, c.group,
+                               c.data.data(),   c.scales.data(), c.bias.empty() ? nullptr : c.bias.data()};
+  kernels.matmul(m, 0, c.blocks, x.view, c.num_tokens, c.num_rows, out.data(), c.num_rows);
+  return out;
+}
+
+double relative_error(const std::vector<float>& actual, const std::vector<float>& expected) {
+  double error = 0;
+  double size = 1e-30;
+  for (std::size_t i = 0; i < actual.size(); ++i) {
+    error += std::pow(static_cast<double>(actual[i]) - expected[i], 2);
+    size += std::pow(static_cast<double>(expected[i]), 2);
+  }
+  return std::sqrt(error / size);
+}
+
+std::vector<const Kernels*> kernels_here() {
+  std::vector<const Kernels*> found;
+#if defined(__x86_64__)
+  const auto names = tandem::detect_cpu_features().instruction_sets;
+  const auto has = [&](const std::string& name) {
+    return std::find(names.begin(), names.end(), name) != names.end();
+  };
+  if (has("avx512vl") && has("avx512_vnni")) found.push_back(&tandem::avxvnni_kernels());
+  for (const std::string& isa : tandem::available_isas()) {
+    if (isa == "avx512") found.push_back(&tandem::avx512_kernels());
+    if (isa == "avx2") found.push_back(&tandem::avx2_kernels());
+  }
+#endif
+  return found;
+}
+
+}  // namespace
+
+int main() {
+  Random random;
+  const auto all = kernels_here();
+  for (int round = 0; round < kRounds; ++round) {
+    const auto format = static_cast<Format>(round % 7);
+    const Case c = make_case(random, format);
+    const Rounded x(c);
+    const auto expected = multiply(tandem::portable_kernels(), c, x);
+    for (const Kernels* kernels : all) {
+      const double error = relative_error(multiply(*kernels, c, x), expected);
+      // bf16's own instruction rounds products differently, and sums in pairs.
+      if (!(error < 2e-5)) {
+        std::printf("round %d: %s differs by %.2g, format %d, %d tokens\n", round, kernels->name,
+                    error, static_cast<int>(format), static_cast<int>(c.num_tokens));
+        return 1;
+      }
+    }
+  }
+  std::printf("%d random products agree on", kRounds);
+  for (const Kernels* kernels : all) std::printf(" %s", kernels->name);
+  std::printf("\n");
+  return 0;
+}
