@@ -1,6 +1,7 @@
 """Planner properties over every policy: exactly once, capacity, nothing in use leaves."""
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -185,6 +186,26 @@ def test_a_cache_of_the_whole_model_plans_as_if_it_learned(
             plan = whole.plan(load, 0.0)
             assert plan == learning.plan(load, 0.0)
             check_plan(load, plan)
+
+
+@settings(max_examples=40)
+@given(given_steps=steps(), calls=st.lists(st.booleans(), min_size=1, max_size=7))
+def test_when_the_planner_learns_changes_no_plan(
+    given_steps: list[list[LayerLoad]], calls: list[bool]
+) -> None:
+    choices: dict[str, Any] = {"prediction": "foresight", "prefetch_count": 1}
+    never, sometimes = planner(**choices), planner(**choices)
+    learns = itertools.cycle(calls)
+    plan = sometimes.plan
+
+    def plan_and_learn(load: LayerLoad, now: float, hints: Sequence[Hint] = ()) -> LayerPlan:
+        made = plan(load, now, hints)
+        if next(learns):
+            sometimes.learn()
+        return made
+
+    sometimes.plan = plan_and_learn  # type: ignore[method-assign]
+    assert Executor(sometimes, 1).run(given_steps) == Executor(never, 1).run(given_steps)
 
 
 def test_problems_of_long_prompts_can_be_posed() -> None:

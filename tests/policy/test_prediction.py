@@ -1,5 +1,7 @@
 """Predictors foresee what they are made for, and chances are frequencies."""
 
+import random
+
 import pytest
 
 from tandem.policy.plan import Geometry, Hint, LayerLoad
@@ -61,6 +63,59 @@ def test_hints_of_the_right_source_are_taken(name: str) -> None:
     assert policy.predict(1) is None
     policy.hint(Hint(name, LayerLoad(1, (2, 6), (3, 1))))
     assert expected(policy.predict(1)) == [0, 0, 3, 0, 0, 0, 1, 0]
+
+
+def brier_score(accuracy: float | None, sources: tuple[str, ...] = ("residual",)) -> float:
+    """Return the mean squared error of foresight's chances, with hints that are so often right.
+
+    A token's expert is right with probability `accuracy`, else any expert; None: no hints.
+    """
+    geometry = Geometry(num_layers=4, num_experts=16, top_k=2)
+    draw = random.Random(0)
+    policy = PREDICTIONS.factory("foresight")(geometry)
+    total, count = 0.0, 0
+    for step in range(1200):
+        policy.begin_step(())
+        # A third of the steps repeats: what can be foreseen without hints is real, but little.
+        walk = step if step % 3 else 0
+        for layer in range(4):
+            route = random.Random(walk * 7 + layer)
+            experts = tuple(sorted(route.sample(range(16), 2)))
+            for source in sources if accuracy is not None else ():
+                guess = {
+                    e if draw.random() < (accuracy or 0) else draw.randrange(16) for e in experts
+                }
+                named = tuple(sorted(guess))
+                policy.hint(Hint(source, LayerLoad(layer, named, (1,) * len(named))))
+            forecast = policy.predict(layer)
+            if step >= 600 and forecast is not None:
+                for expert, score in enumerate(forecast.scores):
+                    total += (forecast.chance(score) - (expert in experts)) ** 2
+                    count += 1
+            policy.observe(LayerLoad(layer, experts, (1, 1)))
+    return total / count
+
+
+def test_a_perfect_hint_is_believed_and_a_random_one_ignored() -> None:
+    alone = brier_score(None)
+    assert brier_score(1.0) < 0.02 * alone
+    assert brier_score(0.0) < 1.02 * alone
+
+
+def test_the_better_the_hint_the_better_the_forecast() -> None:
+    errors = [brier_score(accuracy) for accuracy in (0.3, 0.6, 0.8, 0.95)]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[0] < brier_score(None)
+    assert brier_score(0.6, ("gate", "residual")) < errors[1]  # two of them know more
+
+
+def test_a_hint_is_for_one_step_only() -> None:
+    policy = PREDICTIONS.factory("foresight")(GEOMETRY)
+    policy.begin_step((1,))
+    before = expected(policy.predict(2))
+    policy.hint(Hint("gate", LayerLoad(2, (5,), (1,))))
+    policy.begin_step((1,))
+    assert expected(policy.predict(2)) == before
 
 
 def test_lag_finds_the_distance_from_the_data() -> None:

@@ -16,6 +16,7 @@ from tandem.policy.admission import Admission
 from tandem.policy.assignment.problem import Assignment, LayerProblem, Split, all_on_cpu
 from tandem.policy.cost import CostTable
 from tandem.policy.eviction.policy import Eviction
+from tandem.policy.learner import Learner
 from tandem.policy.link_queue import LinkQueue
 from tandem.policy.plan import Copy, Geometry, Hint, LayerLoad, LayerPlan
 from tandem.policy.prediction.policy import Prediction
@@ -57,8 +58,9 @@ class Planner:
         self.residency = residency
         self.link = LinkQueue(costs.link)
         self._assignment = assignment
-        self._eviction = eviction
-        self._prediction = prediction
+        self.eviction = eviction
+        self.prediction = prediction
+        self._learners = [p for p in (eviction, prediction) if isinstance(p, Learner)]
         self._prefetch = prefetch
         self._admission = Admission(residency, eviction)
         self._ring = tuple(ring_slots)
@@ -81,14 +83,14 @@ class Planner:
         is_prefill: bool = False,
     ) -> tuple[Copy, ...]:
         """Start a step of `num_tokens` tokens; returns copies ahead for its first layer."""
-        self._eviction.begin_step(is_prefill=is_prefill)
+        self.eviction.begin_step(is_prefill=is_prefill)
         if num_tokens != self._step_tokens:
             self._step_tokens = num_tokens
             self._dense_seconds = self.costs.dense(num_tokens)
         self._has_every_expert = self.residency.has_every_expert()
         if not self._can_prefetch or self._has_every_expert:
             return ()
-        self._prediction.begin_step(token_ids)
+        self.prediction.begin_step(token_ids)
         return self._copies_ahead(0, frozenset(), now, now + self._dense_seconds)
 
     def copy_finished(self, layer: int, expert: int, now: float) -> None:
@@ -98,6 +100,15 @@ class Planner:
         if self.residency.state[key] == COPYING:
             self.residency.finish(key)
 
+    def learn(self) -> None:
+        """Learn from the layers planned so far, while the lanes work on them.
+
+        Nobody has to call this: what is not learned here is learned in a later `plan`, which then
+        takes longer. Plans are the same.
+        """
+        for policy in self._learners:
+            policy.learn()
+
     def plan(self, load: LayerLoad, now: float, hints: Sequence[Hint] = ()) -> LayerPlan:
         """Decide for one layer at time `now`; its copies count as issued in the plan's order."""
         if self._has_every_expert:
@@ -105,11 +116,11 @@ class Planner:
         layer = load.layer
         first = layer * self.geometry.num_experts
         keys = [first + expert for expert in load.experts]
-        self._eviction.touch(load)
+        self.eviction.touch(load)
         if self._can_prefetch:
             for hint in hints:
-                self._prediction.hint(hint)
-            self._prediction.observe(load)
+                self.prediction.hint(hint)
+            self.prediction.observe(load)
         state = self.residency.state
         states = bytes([state[key] for key in keys])
         if states.count(READY) == len(keys):
@@ -163,7 +174,7 @@ class Planner:
             [cpu_table[n] for n in tokens],
             [gpu_table[n] for n in tokens],
             wait,
-            self._eviction.worth(keys),
+            self.eviction.worth(keys),
             costs.cpu_first,
             costs.link,
             link.busy_seconds(now),
@@ -221,7 +232,7 @@ class Planner:
             else:
                 slot = residency.insert(key, set_id)
                 copies[key] = Copy(layer, key - first, slot, evicts)
-            self._eviction.inserted(key)
+            self.eviction.inserted(key)
         fetch = []
         ring = cycle(self._ring)
         for key in fetched:
@@ -242,10 +253,12 @@ class Planner:
         next_plan: float,
     ) -> Sequence[int]:
         """Return who asks for a slot, best first, without those the link has no time for."""
-        residency, eviction = self.residency, self._eviction
+        residency, eviction = self.residency, self.eviction
         staged = [key for key in residency.members[residency.staging] if key in in_use]
         room = UNLIMITED
         if eviction.background != "always":
+            if not misses and not staged:
+                return ()
             is_idle = eviction.background == "idle"
             room = self._idle_copies(now, next_plan) - len(fetched) if is_idle else 0
             if room <= 0 and not fetched and not staged:
@@ -279,7 +292,7 @@ class Planner:
         is_staged = self._prefetch.is_staged
         if idle_copies <= 0 and not is_staged:
             return ()
-        forecast = self._prediction.predict(layer)
+        forecast = self.prediction.predict(layer)
         if forecast is None:
             return ()
         if is_staged:

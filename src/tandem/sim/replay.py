@@ -64,6 +64,7 @@ class Tally:
     link_busy_seconds: float = 0.0
     total_seconds: float = 0.0
     plan_seconds: list[float] = dataclasses.field(default_factory=list)
+    learn_seconds: list[float] = dataclasses.field(default_factory=list)
     over_optimal: list[float] = dataclasses.field(default_factory=list)
     executed_over_optimal: list[float] = dataclasses.field(default_factory=list)
     overlapped_over_optimal: list[float] = dataclasses.field(default_factory=list)
@@ -77,10 +78,17 @@ class Tally:
         return self.prefill_tokens / self.prefill_seconds if self.prefill_seconds else None
 
     def plan_microseconds(self) -> dict[str, float]:
-        """Return median and p99 of the time that one plan took on this machine."""
+        """Return median and p99 of the time that one plan took on this machine.
+
+        `learning_median`: what is learned from a layer while the lanes work on it.
+        """
         times = sorted(self.plan_seconds) or [0.0]
         at = min(len(times) - 1, int(0.99 * len(times)))
-        return {"median": median(times) * 1e6, "p99": times[at] * 1e6}
+        return {
+            "median": median(times) * 1e6,
+            "p99": times[at] * 1e6,
+            "learning_median": median(self.learn_seconds or [0.0]) * 1e6,
+        }
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,9 +190,12 @@ class _Replay:
                 planner.copy_finished(*arrival)
             known = hints[load.layer + 1] if hints and load.layer + 1 < len(hints) else ()
             compared = self._compare(load)
-            start = time.thread_time()
+            start = time.perf_counter()
             plan = planner.plan(load, timeline.now, known)
-            tally.plan_seconds.append(time.thread_time() - start)
+            planned = time.perf_counter()
+            planner.learn()
+            tally.plan_seconds.append(planned - start)
+            tally.learn_seconds.append(time.perf_counter() - planned)
             if compared is not None:
                 self._judge(compared, load, plan)
                 if self._watch is not None:

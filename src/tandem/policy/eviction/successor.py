@@ -35,41 +35,44 @@ class _Foresight(NamedTuple):
 
 
 class Successor:
-    """Ranks experts by their discounted next use."""
+    """Ranks experts by their discounted next use.
+
+    Nothing is computed before somebody asks what an expert of the layer is worth, or calls `learn`,
+    or the layer is touched again: when that is changes no answer.
+    """
 
     background = "idle"
 
     def __init__(self, geometry: Geometry) -> None:
         """Start with all experts equally likely."""
         lanes = Lanes(geometry.num_experts)
-        self._lanes = lanes
         self._num_experts = geometry.num_experts
         self._tables = [_LayerTable(lanes, geometry, layer) for layer in range(geometry.num_layers)]
         self._above: Sequence[int] = ()
         self._is_prefill = False
+        self._unlearned: list[_LayerTable] = []
 
     def begin_step(self, *, is_prefill: bool) -> None:
         """Note the phase; nothing is above the first layer."""
         self._is_prefill = is_prefill
         self._above = ()
+        self._unlearned.clear()
 
     def touch(self, load: LayerLoad) -> None:
-        """Learn from what the layer uses now; of a prompt, what its last token uses."""
+        """Note what the layer uses now; of a prompt, what its last token uses."""
         experts: Sequence[int] = load.experts
         if self._is_prefill and load.routes:
             experts = load.routes[-1]
-        used = self._lanes.used(experts)
-        weighed = used
-        if max(load.tokens) > 1:
-            weighed = self._weighed(load)
-        self._tables[load.layer].observe(experts, self._above, used, weighed)
+        table = self._tables[load.layer]
+        table.note(load, experts, self._above)
+        self._unlearned.append(table)
         self._above = experts
 
-    def _weighed(self, load: LayerLoad) -> int:
-        """Return the row of token counts: at larger batches a busy expert saves more CPU time."""
-        unit = self._lanes.unit
-        pairs = zip(load.experts, load.tokens, strict=True)
-        return sum([unit[expert] * min(tokens, MAX_TOKENS) for expert, tokens in pairs])
+    def learn(self) -> None:
+        """Learn from the layers touched since the last call."""
+        for table in self._unlearned:
+            table.learn()
+        self._unlearned.clear()
 
     def candidates(
         self, layer: int, misses: Sequence[int], slot_of: Sequence[int]
@@ -116,24 +119,23 @@ class _LayerTable:
         self._losses = [now - later for now, later in pairwise(targets)]  # by step of waiting
         self._past: deque[_Foresight] = deque()
         self._fast = self._slow = lanes.filled(share)
+        self._noted: tuple[LayerLoad, Sequence[int], Sequence[int]] | None = None
         self._values: memoryview | None = None
 
-    def observe(
-        self, experts: Sequence[int], above: Sequence[int], used: int, weighed: int
-    ) -> None:
-        """Foresee from the experts in use; settle what was foreseen HORIZON steps ago."""
-        lanes = self._lanes
-        total = sum_rows(self._after, experts) + sum_rows(self._below, above)
-        past = self._past
-        past.append(_Foresight(experts, above, total, used))
-        if len(past) > HORIZON:
-            self._settle(past.popleft())
-        self._fast = lanes.moved(self._fast, weighed, FAST_SHIFT)
-        self._slow = lanes.moved(self._slow, weighed, SLOW_SHIFT)
-        self._values = None
+    def note(self, load: LayerLoad, experts: Sequence[int], above: Sequence[int]) -> None:
+        """Take what is in use now in this layer and in the one above; look at it later."""
+        self.learn()
+        self._noted = load, experts, above
+
+    def learn(self) -> None:
+        """Look at what was noted, and settle what was foreseen HORIZON steps before it."""
+        self._observe()
+        if len(self._past) > HORIZON:
+            self._settle(self._past.popleft())
 
     def values(self) -> memoryview:
-        """Return by expert what was foreseen at the last observation, and the counts."""
+        """Return by expert what is foreseen from the experts in use, and the counts."""
+        self._observe()
         if self._values is None:
             total = num_rows = 0
             if self._past:
@@ -142,6 +144,27 @@ class _LayerTable:
             foreseen = self._regression.shifted_sum(total, num_rows, FORESEEN_SHIFT)
             self._values = self._lanes.read(foreseen + self._fast + self._slow)
         return self._values
+
+    def _observe(self) -> None:
+        if self._noted is None:
+            return
+        load, experts, above = self._noted
+        self._noted = None
+        lanes = self._lanes
+        used = weighed = lanes.used(experts)
+        if max(load.tokens) > 1:
+            weighed = self._weighed(load)
+        total = sum_rows(self._after, experts) + sum_rows(self._below, above)
+        self._past.append(_Foresight(experts, above, total, used))
+        self._fast = lanes.moved(self._fast, weighed, FAST_SHIFT)
+        self._slow = lanes.moved(self._slow, weighed, SLOW_SHIFT)
+        self._values = None
+
+    def _weighed(self, load: LayerLoad) -> int:
+        """Return the row of token counts: at larger batches a busy expert saves more CPU time."""
+        unit = self._lanes.unit
+        pairs = zip(load.experts, load.tokens, strict=True)
+        return sum([unit[expert] * min(tokens, MAX_TOKENS) for expert, tokens in pairs])
 
     def _settle(self, foresight: _Foresight) -> None:
         """Add a part of the error to each row that had a share in a foresight."""

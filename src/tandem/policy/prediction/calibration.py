@@ -1,36 +1,47 @@
 """Count how often expectations come true, so that a forecast's chances are frequencies."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tandem.policy.prediction.policy import CHANCE_BINS, Forecast
 
-# Counting looks at every expert of a layer, so it is done for one layer in so many; a prime.
+# Counting looks at every expert of a layer, so it is done for one layer in so many; primes.
 COUNT_EVERY = 101
+COUNT_HINTED_EVERY = 13  # hints name few experts, so there is less to count in a layer
 _HALVE_AT = 1e6
 
 
 class Calibration:
-    """Frequencies by bin of expected tokens, starting from "an expectation is a probability"."""
+    """Frequencies by bin of expected tokens, starting from "an expectation is a probability".
 
-    def __init__(self) -> None:
-        """Start with a little trust in the expectations themselves."""
-        self._seen = [4.0] * CHANCE_BINS
-        self._true = [4.0 * (place + 0.5) / CHANCE_BINS for place in range(CHANCE_BINS)]
+    `levels` tables stand side by side for experts of which something else is known as well.
+    """
+
+    def __init__(
+        self, *, levels: int = 1, count_every: int = COUNT_EVERY, trust: float = 4.0
+    ) -> None:
+        """Start with trust in the expectations themselves, as of so many observations."""
+        size = levels * CHANCE_BINS
+        self._seen = [trust] * size
+        self._true = [trust * (place % CHANCE_BINS + 0.5) / CHANCE_BINS for place in range(size)]
         self.frequencies = [true / seen for true, seen in zip(self._true, self._seen, strict=True)]
-        self._countdown = COUNT_EVERY
+        self._count_every = self._countdown = count_every
 
     def is_due(self) -> bool:
         """Tell whether the layer that comes out now should be counted; most are not."""
-        self._countdown = self._countdown - 1 or COUNT_EVERY
-        return self._countdown == COUNT_EVERY
+        self._countdown = self._countdown - 1 or self._count_every
+        return self._countdown == self._count_every
 
-    def observe(self, forecast: Forecast, active: Sequence[int]) -> None:
-        """Count how a forecast came out."""
+    def observe(
+        self, forecast: Forecast, active: Sequence[int], levels: Mapping[int, int] | None = None
+    ) -> None:
+        """Count how a forecast came out; `levels` by expert, 0 where it says nothing."""
         wanted = set(active)
         base, scale = forecast.base, forecast.scale * CHANCE_BINS
         seen, true = self._seen, self._true
         for expert, score in enumerate(forecast.scores):
             place = min(CHANCE_BINS - 1, max(0, int((score - base) * scale)))
+            if levels and expert in levels:
+                place += levels[expert] * CHANCE_BINS
             seen[place] += 1.0
             true[place] += expert in wanted
         self.frequencies = [t / s for t, s in zip(true, seen, strict=True)]
