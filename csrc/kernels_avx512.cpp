@@ -288,6 +288,7 @@ __m512 sigmoid(__m512 x) {
   return _mm512_div_ps(one, _mm512_add_ps(one, exp_ps(_mm512_sub_ps(_mm512_setzero_ps(), x))));
 }
 
+// Minimum and maximum return their second operand if one is NaN: the value comes second.
 __m512 activated(const ActivationSpec& spec, __m512 gate, __m512 up) {
   switch (spec.kind) {
     case Activation::kGeluTanhGate: {
@@ -297,13 +298,13 @@ __m512 activated(const ActivationSpec& spec, __m512 gate, __m512 up) {
       return _mm512_mul_ps(_mm512_mul_ps(gate, s), up);
     }
     case Activation::kRelu2: {
-      const __m512 positive = _mm512_max_ps(gate, _mm512_setzero_ps());
+      const __m512 positive = _mm512_max_ps(_mm512_setzero_ps(), gate);
       return _mm512_mul_ps(positive, positive);
     }
     case Activation::kSwiglu: {
       const __m512 limit = _mm512_set1_ps(spec.limit);
-      const __m512 g = _mm512_min_ps(gate, limit);
-      const __m512 u = _mm512_max_ps(_mm512_min_ps(up, limit), _mm512_set1_ps(-spec.limit));
+      const __m512 g = _mm512_min_ps(limit, gate);
+      const __m512 u = _mm512_max_ps(_mm512_set1_ps(-spec.limit), _mm512_min_ps(limit, up));
       const __m512 s = sigmoid(_mm512_mul_ps(_mm512_set1_ps(spec.alpha), g));
       return _mm512_mul_ps(_mm512_mul_ps(g, s), _mm512_add_ps(u, _mm512_set1_ps(spec.offset)));
     }

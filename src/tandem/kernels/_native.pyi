@@ -34,6 +34,7 @@ class ExpertEngine:
         offset: float,
         num_experts: int,
         num_tokens: int,
+        num_rows: int,
         experts: int,
         row_begin: int,
         row_token: int,

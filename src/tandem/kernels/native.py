@@ -11,7 +11,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from tandem.core.errors import ConfigError
+from tandem.core.errors import ConfigError, ModelError
 from tandem.core.registry import nearest_names
 from tandem.kernels import _native
 from tandem.kernels.formats.expert import ExpertLayout
@@ -104,25 +104,49 @@ class NativeExperts:
 
         `store` is (num_experts, layout.num_bytes) uint8, `hidden` (n_tokens, hidden_size) fp32.
         The chosen `experts` (n,) int64 have rows `row_begin[i]`..`row_begin[i + 1]` - 1, and row j
-        is of token `row_token[j]`; both int32.
+        is of token `row_token[j]`; both int32. Raises `ModelError` for an expert, row or token that
+        does not exist.
         """
         assert store.dtype == torch.uint8
         assert store.shape[1] == layout.num_bytes
         assert store.is_contiguous()
-        assert hidden.dtype == torch.float32
-        assert hidden.shape[1] == layout.hidden_size
+        out = torch.empty(row_token.numel(), layout.hidden_size)
+        _require_experts(experts, len(store))
+        addresses = experts * layout.num_bytes + store.data_ptr()
+        self.compute_at(layout, addresses, activation, hidden, row_begin, row_token, out)
+        return out
+
+    def compute_at(
+        self,
+        layout: ExpertLayout,
+        addresses: Tensor,
+        activation: NativeActivation,
+        hidden: Tensor,
+        row_begin: Tensor,
+        row_token: Tensor,
+        out: Tensor,
+    ) -> None:
+        """Do the same for experts at `addresses` (n,) int64, anywhere in memory, into `out`."""
+        assert hidden.dtype == out.dtype == torch.float32
+        assert hidden.shape[1] == out.shape[1] == layout.hidden_size
         assert row_begin.dtype == row_token.dtype == torch.int32
-        assert row_begin.numel() == experts.numel() + 1
+        assert addresses.dtype == torch.int64
+        assert row_begin.numel() == addresses.numel() + 1
+        assert out.shape[0] == row_token.numel()
+        assert out.is_contiguous()
         assert activation.is_gated == layout.is_gated
         hidden = hidden.contiguous()
-        out = torch.empty(row_token.numel(), layout.hidden_size)
-        addresses = experts * layout.num_bytes + store.data_ptr()
-        self._engine.run(
-            _native_layout(layout), activation.kind, activation.alpha, activation.limit,
-            activation.offset, experts.numel(), hidden.shape[0], addresses.data_ptr(),
-            row_begin.data_ptr(), row_token.data_ptr(), hidden.data_ptr(), out.data_ptr(),
-        )  # fmt: skip
-        return out
+        row_begin, row_token = row_begin.contiguous(), row_token.contiguous()
+        addresses = addresses.contiguous()
+        try:
+            self._engine.run(
+                _native_layout(layout), activation.kind, activation.alpha, activation.limit,
+                activation.offset, addresses.numel(), hidden.shape[0], row_token.numel(),
+                addresses.data_ptr(), row_begin.data_ptr(), row_token.data_ptr(),
+                hidden.data_ptr(), out.data_ptr(),
+            )  # fmt: skip
+        except ValueError as error:  # rows or tokens that do not exist
+            raise ModelError(f"the routing of a layer is damaged: {error}") from error
 
     def read_all(self, data: Tensor) -> int:
         """Read a tensor's memory with all threads, for timing; returns the bytes read."""
@@ -131,6 +155,17 @@ class NativeExperts:
     def multiply(self, *, is_int8: bool, count_per_thread: int) -> int:
         """Multiply registers (int8, else bf16), for timing; returns the operations done."""
         return self._engine.multiply(is_int8, count_per_thread)
+
+
+def _require_experts(experts: Tensor, num_experts: int) -> None:
+    if experts.numel() == 0:
+        return
+    lowest, highest = torch.aminmax(experts)
+    if lowest < 0 or highest >= num_experts:
+        found = int(lowest if lowest < 0 else highest)
+        raise ModelError(
+            f"the routing of a layer chose expert {found}, expected 0 to {num_experts - 1}"
+        )
 
 
 @functools.lru_cache(maxsize=64)
