@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "bindings.hpp"
 #include "cpu_features.hpp"
 #include "experts.hpp"
 #include "memory.hpp"
@@ -102,4 +103,6 @@ NB_MODULE(_native, m) {
         const nb::gil_scoped_release release;
         return e.multiply(is_int8, count);
       });
+
+  tandem::bind_dense(m);
 }

@@ -45,6 +45,10 @@ class ExpertEngine {
   const char* isa() const { return kernels_->name; }
   int num_threads() const { return pool_.num_threads(); }
 
+  // For what shares the threads with the experts: never at the same time.
+  const Kernels& kernels() const { return *kernels_; }
+  ThreadPool& pool() { return pool_; }
+
   void run(const ExpertLayout& layout, const ActivationSpec& activation, const ExpertCall& call);
 
   // The machine's ceilings with these threads: bytes read of `data`, operations done. For timing.

@@ -48,3 +48,97 @@ class ExpertEngine:
 def detect_cpu_features() -> CpuFeatures: ...
 def available_isas() -> list[str]: ...
 def advise_huge_pages(data: int, num_bytes: int, /) -> bool: ...
+
+class DenseMatrix: ...
+
+def make_dense_matrix(
+    format: int, group: int, rows: int, cols: int, data: int, scales: int, bias: int, /
+) -> DenseMatrix: ...
+
+class DenseEngine:
+    def __init__(self, engine: ExpertEngine, /) -> None: ...
+    def run(
+        self,
+        matrices: tuple[DenseMatrix, ...],
+        num_tokens: int,
+        in_features: int,
+        is_bf16: bool,
+        input: int,
+        outputs: tuple[int, ...],
+        /,
+    ) -> None: ...
+
+class AttentionLayer:
+    def __init__(
+        self,
+        cache_is_bf16: bool,
+        num_heads: int,
+        num_kv_heads: int,
+        key_dim: int,
+        value_dim: int,
+        scale: float,
+        softcap: float,
+        window: int,
+        sinks: int,
+        /,
+    ) -> None: ...
+    def set_cache(self, keys: int, values: int, capacity: int, /) -> None: ...
+
+class AttentionEngine:
+    def __init__(self, engine: ExpertEngine, /) -> None: ...
+    def append(
+        self,
+        layer: AttentionLayer,
+        is_bf16: bool,
+        num_tokens: int,
+        rows: int,
+        positions: int,
+        key: int,
+        key_token_stride: int,
+        key_head_stride: int,
+        value: int,
+        value_token_stride: int,
+        value_head_stride: int,
+        /,
+    ) -> None: ...
+    def attend(
+        self,
+        layer: AttentionLayer,
+        is_bf16: bool,
+        num_tokens: int,
+        rows: int,
+        positions: int,
+        query: int,
+        token_stride: int,
+        head_stride: int,
+        out: int,
+        /,
+    ) -> None: ...
+
+def rms_norm(
+    num_rows: int,
+    cols: int,
+    eps: float,
+    offset: float,
+    rounds_first: bool,
+    is_bf16: bool,
+    input: int,
+    input_stride: int,
+    weight: int,
+    out: int,
+    /,
+) -> None: ...
+def rotate(
+    num_tokens: int,
+    num_heads: int,
+    dim: int,
+    rotated: int,
+    is_bf16: bool,
+    input: int,
+    token_stride: int,
+    head_stride: int,
+    cos: int,
+    sin: int,
+    out: int,
+    /,
+) -> None: ...

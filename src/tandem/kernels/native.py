@@ -18,7 +18,7 @@ from tandem.kernels.formats.expert import ExpertLayout
 from tandem.kernels.formats.weight_format import Kind
 
 # The numbers of csrc/packed.hpp.
-_FORMAT_NUMBERS: dict[Kind, int] = {
+FORMAT_NUMBERS: dict[Kind, int] = {
     "bf16": 0,
     "int8": 1,
     "int4": 2,
@@ -65,7 +65,7 @@ def allocate_buffers(num_experts: int, num_bytes: int) -> Tensor:
 
 def is_supported(layout: ExpertLayout) -> bool:
     """Tell whether the kernels read a layout's format."""
-    return layout.format.kind in _FORMAT_NUMBERS
+    return layout.format.kind in FORMAT_NUMBERS
 
 
 class NativeExperts:
@@ -172,7 +172,7 @@ def _require_experts(experts: Tensor, num_experts: int) -> None:
 def _native_layout(layout: ExpertLayout) -> _native.ExpertLayout:
     fmt = layout.format
     native = _native.ExpertLayout()
-    native.format = _FORMAT_NUMBERS[fmt.kind]
+    native.format = FORMAT_NUMBERS[fmt.kind]
     native.group = fmt.group_size or 0
     native.hidden_size = layout.hidden_size
     native.hidden_cols = fmt.padded_cols(layout.hidden_size)

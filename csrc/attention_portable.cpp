@@ -1,0 +1,21 @@
+// Attention with registers of 4 floats.
+#include <cmath>
+#include <cstring>
+
+#include "attention.hpp"
+
+#define TANDEM_LANES 4
+
+namespace tandem {
+namespace {
+
+#include "attention_kernel.inl"
+
+}  // namespace
+
+const AttentionKernel& portable_attention() {
+  static const AttentionKernel kernel{attend};
+  return kernel;
+}
+
+}  // namespace tandem

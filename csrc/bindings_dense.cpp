@@ -1,0 +1,143 @@
+// What Python sees of the dense kernels, attention and the small operations around them.
+#include <nanobind/nanobind.h>
+
+#include <array>
+#include <stdexcept>
+
+#include "attention.hpp"
+#include "bindings.hpp"
+#include "dense.hpp"
+#include "rowwise.hpp"
+
+namespace nb = nanobind;
+
+namespace tandem {
+namespace {
+
+constexpr std::size_t kMaxMatrices = 8;
+
+template <typename T>
+T* pointer(std::uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+ValueType value_type(bool is_bf16) { return is_bf16 ? ValueType::kBf16 : ValueType::kFp32; }
+
+// Addresses come from torch tensors, whose shapes and dtypes tandem.kernels.dense has checked.
+DenseMatrix make_matrix(int format, std::int64_t group, std::int64_t rows, std::int64_t cols,
+                        std::uintptr_t data, std::uintptr_t scales, std::uintptr_t bias) {
+  return {{static_cast<Format>(format), (rows + kBlockRows - 1) / kBlockRows, cols, group,
+           pointer<const std::uint8_t>(data), pointer<const std::uint8_t>(scales),
+           pointer<const float>(bias)},
+          rows};
+}
+
+void run_dense(DenseEngine& engine, const nb::tuple& matrices, std::int64_t num_tokens,
+               std::int64_t in_features, bool is_bf16, std::uintptr_t input,
+               const nb::tuple& outputs) {
+  std::array<const DenseMatrix*, kMaxMatrices> chosen{};
+  std::array<void*, kMaxMatrices> out{};
+  const std::size_t count = matrices.size();
+  if (count > kMaxMatrices || outputs.size() != count)
+    throw std::invalid_argument("expected up to 8 matrices and as many outputs");
+  for (std::size_t i = 0; i < count; ++i) {
+    chosen[i] = nb::cast<const DenseMatrix*>(matrices[i]);
+    out[i] = pointer<void>(nb::cast<std::uintptr_t>(outputs[i]));
+  }
+  const nb::gil_scoped_release release;
+  engine.run({static_cast<std::int64_t>(count), chosen.data(), num_tokens, in_features,
+              value_type(is_bf16), pointer<const void>(input), out.data()});
+}
+
+void bind_attention(nb::module_& m) {
+  // What stays the same from step to step, by layer.
+  nb::class_<AttentionCall>(m, "AttentionLayer")
+      .def("__init__",
+           [](AttentionCall* call, bool cache_is_bf16, std::int64_t num_heads,
+              std::int64_t num_kv_heads, std::int64_t key_dim, std::int64_t value_dim, float scale,
+              float softcap, std::int64_t window, std::uintptr_t sinks) {
+             new (call) AttentionCall{};
+             call->cache_type = value_type(cache_is_bf16);
+             call->num_heads = num_heads;
+             call->num_kv_heads = num_kv_heads;
+             call->keys.dim = key_dim;
+             call->values.dim = value_dim;
+             call->scale = scale;
+             call->softcap = softcap;
+             call->window = window;
+             call->sinks = pointer<const float>(sinks);
+           })
+      .def("set_cache", [](AttentionCall& call, std::uintptr_t keys, std::uintptr_t values,
+                           std::int64_t capacity) {
+        call.keys.data = pointer<void>(keys);
+        call.values.data = pointer<void>(values);
+        call.keys.head_stride = capacity * call.keys.dim;
+        call.values.head_stride = capacity * call.values.dim;
+        call.keys.row_stride = call.num_kv_heads * call.keys.head_stride;
+        call.values.row_stride = call.num_kv_heads * call.values.head_stride;
+      });
+  nb::class_<AttentionEngine>(m, "AttentionEngine")
+      .def("__init__",
+           [](AttentionEngine* self, ExpertEngine& engine) {
+             new (self) AttentionEngine(engine.pool(), engine.isa());
+           },
+           nb::keep_alive<1, 2>())
+      .def("append",
+           [](AttentionEngine& engine, AttentionCall& call, bool is_bf16, std::int64_t num_tokens,
+              std::uintptr_t rows, std::uintptr_t positions, std::uintptr_t key,
+              std::int64_t key_token_stride, std::int64_t key_head_stride, std::uintptr_t value,
+              std::int64_t value_token_stride, std::int64_t value_head_stride) {
+             call.type = value_type(is_bf16);
+             call.num_tokens = num_tokens;
+             call.rows = pointer<const std::int64_t>(rows);
+             call.positions = pointer<const std::int64_t>(positions);
+             call.new_key = {pointer<const void>(key), key_token_stride, key_head_stride};
+             call.new_value = {pointer<const void>(value), value_token_stride, value_head_stride};
+             engine.append(call);
+           })
+      .def("attend", [](AttentionEngine& engine, AttentionCall& call, bool is_bf16,
+                        std::int64_t num_tokens, std::uintptr_t rows, std::uintptr_t positions,
+                        std::uintptr_t query, std::int64_t token_stride, std::int64_t head_stride,
+                        std::uintptr_t out) {
+        call.type = value_type(is_bf16);
+        call.num_tokens = num_tokens;
+        call.rows = pointer<const std::int64_t>(rows);
+        call.positions = pointer<const std::int64_t>(positions);
+        call.query = {pointer<const void>(query), token_stride, head_stride};
+        call.out = pointer<void>(out);
+        const nb::gil_scoped_release release;
+        engine.run(call);
+      });
+}
+
+void bind_rowwise(nb::module_& m) {
+  m.def("rms_norm", [](std::int64_t num_rows, std::int64_t cols, float eps, float offset,
+                       bool rounds_first, bool is_bf16, std::uintptr_t input,
+                       std::int64_t input_stride, std::uintptr_t weight, std::uintptr_t out) {
+    rms_norm({num_rows, cols, eps, offset, rounds_first, value_type(is_bf16),
+              pointer<const void>(input), input_stride, pointer<const void>(weight),
+              pointer<void>(out)});
+  });
+  m.def("rotate", [](std::int64_t num_tokens, std::int64_t num_heads, std::int64_t dim,
+                     std::int64_t rotated, bool is_bf16, std::uintptr_t input,
+                     std::int64_t token_stride, std::int64_t head_stride, std::uintptr_t cos,
+                     std::uintptr_t sin, std::uintptr_t out) {
+    rotate({num_tokens, num_heads, dim, rotated, value_type(is_bf16), pointer<const void>(input),
+            token_stride, head_stride, pointer<const void>(cos), pointer<const void>(sin),
+            pointer<void>(out)});
+  });
+}
+
+}  // namespace
+
+void bind_dense(nb::module_& m) {
+  nb::class_<DenseMatrix>(m, "DenseMatrix");
+  m.def("make_dense_matrix", &make_matrix);
+  nb::class_<DenseEngine>(m, "DenseEngine")
+      .def(nb::init<ExpertEngine&>(), nb::keep_alive<1, 2>())
+      .def("run", &run_dense);
+  bind_attention(m);
+  bind_rowwise(m);
+}
+
+}  // namespace tandem

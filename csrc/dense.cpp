@@ -1,0 +1,112 @@
+#include "dense.hpp"
+
+#include <algorithm>
+
+namespace tandem {
+namespace {
+
+constexpr std::int64_t kTasksPerThread = 8;
+// Tokens of one task: their int8 activations and their fp32 results stay in a core's cache.
+constexpr std::int64_t kTaskTokens = 128;
+constexpr std::int64_t kMaxTaskBlocks = 8;
+
+template <typename T>
+void grow(std::vector<T>& values, std::int64_t size) {
+  if (static_cast<std::int64_t>(values.size()) < size) values.resize(size);
+}
+
+}  // namespace
+
+void DenseEngine::run(const DenseCall& call) {
+  if (call.num_tokens == 0 || call.num_matrices == 0) return;
+  convert_input(call);
+  plan_tasks(call);
+  pool_.run(static_cast<std::int64_t>(tasks_.size()),
+            [&](std::int64_t i) { multiply(call, tasks_[i]); });
+}
+
+void DenseEngine::convert_input(const DenseCall& call) {
+  const PackedMatrix& matrix = call.matrices[0]->packed;
+  const ActivationForm form = activation_form(matrix.format);
+  const std::int64_t cols = matrix.cols;
+  const std::int64_t groups = form == ActivationForm::kInt8 ? cols / matrix.group : 0;
+  grow(fp32_, call.num_tokens * cols);
+  if (form == ActivationForm::kBf16) grow(bf16_, call.num_tokens * cols);
+  if (form == ActivationForm::kInt8) {
+    grow(quantized_, call.num_tokens * cols);
+    grow(scales_, call.num_tokens * groups);
+    grow(sums_, call.num_tokens * groups);
+  }
+  pool_.run(call.num_tokens, [&](std::int64_t t) {
+    float* row = fp32_.data() + t * cols;
+    load_values(value_at(call.input, call.type, t * call.in_features), call.type,
+                call.in_features, row);
+    std::fill(row + call.in_features, row + cols, 0.0f);
+    if (form == ActivationForm::kBf16) kernels_.to_bf16(row, cols, bf16_.data() + t * cols);
+    if (form == ActivationForm::kInt8)
+      kernels_.quantize(row, cols, matrix.group, sum_factor(matrix.format),
+                        quantized_.data() + t * cols, scales_.data() + t * groups,
+                        sums_.data() + t * groups);
+  });
+}
+
+void DenseEngine::plan_tasks(const DenseCall& call) {
+  std::int64_t blocks = 0;
+  for (std::int64_t m = 0; m < call.num_matrices; ++m) blocks += call.matrices[m]->packed.blocks;
+  const std::int64_t slices = (call.num_tokens + kTaskTokens - 1) / kTaskTokens;
+  const std::int64_t wanted = kTasksPerThread * pool_.num_threads();
+  std::int64_t chunk = std::max<std::int64_t>(1, blocks * slices / wanted);
+  if (call.num_tokens > 1) chunk = std::min(chunk, kMaxTaskBlocks);
+  tasks_.clear();
+  for (std::int64_t m = 0; m < call.num_matrices; ++m) {
+    const std::int64_t all = call.matrices[m]->packed.blocks;
+    for (std::int64_t t = 0; t < call.num_tokens; t += kTaskTokens)
+      for (std::int64_t b = 0; b < all; b += chunk)
+        tasks_.push_back({m, b, std::min(b + chunk, all), t,
+                          std::min(kTaskTokens, call.num_tokens - t)});
+  }
+}
+
+Activations DenseEngine::activations(const PackedMatrix& matrix, std::int64_t token) const {
+  Activations x{};
+  x.stride = matrix.cols;
+  switch (activation_form(matrix.format)) {
+    case ActivationForm::kBf16: x.bf16 = bf16_.data() + token * matrix.cols; break;
+    case ActivationForm::kFp32: x.fp32 = fp32_.data() + token * matrix.cols; break;
+    case ActivationForm::kInt8: {
+      const std::int64_t groups = matrix.cols / matrix.group;
+      x.quantized = quantized_.data() + token * matrix.cols;
+      x.scales = scales_.data() + token * groups;
+      x.sums = sums_.data() + token * groups;
+      x.group_stride = groups;
+    }
+  }
+  return x;
+}
+
+void DenseEngine::multiply(const DenseCall& call, const Task& task) const {
+  const DenseMatrix& matrix = *call.matrices[task.matrix];
+  const Activations x = activations(matrix.packed, task.first_token);
+  const std::int64_t first = task.begin * kBlockRows;
+  const std::int64_t rows = std::min(task.end * kBlockRows, matrix.rows) - first;
+  void* out = value_at(call.outputs[task.matrix], call.type, task.first_token * matrix.rows);
+  if (call.type == ValueType::kFp32) {
+    kernels_.matmul(matrix.packed, task.begin, task.end, x, task.num_tokens, matrix.rows,
+                    static_cast<float*>(out), matrix.rows);
+    return;
+  }
+  thread_local std::vector<float> results;  // (tokens of the task, its rows)
+  grow(results, task.num_tokens * rows);
+  kernels_.matmul(matrix.packed, task.begin, task.end, x, task.num_tokens, matrix.rows,
+                  results.data() - first, rows);
+  auto* bits = static_cast<std::uint16_t*>(out) + first;
+  const std::int64_t whole = rows / 8 * 8;  // what to_bf16 can do
+  for (std::int64_t t = 0; t < task.num_tokens; ++t) {
+    const float* row = results.data() + t * rows;
+    std::uint16_t* to = bits + t * matrix.rows;
+    kernels_.to_bf16(row, whole, to);
+    for (std::int64_t r = whole; r < rows; ++r) to[r] = float_to_bf16(row[r]);
+  }
+}
+
+}  // namespace tandem

@@ -1,0 +1,56 @@
+// Packed dense matrices times a model's activations: one input, one or several matrices.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "experts.hpp"
+#include "values.hpp"
+
+namespace tandem {
+
+struct DenseMatrix {
+  PackedMatrix packed;
+  std::int64_t rows;  // without the padding to whole blocks
+};
+
+// `num_tokens` rows of `in_features` values each; output m is (num_tokens, matrices[m]->rows).
+// The matrices have the same format, group and columns, so that the input is converted once.
+struct DenseCall {
+  std::int64_t num_matrices;
+  const DenseMatrix* const* matrices;
+  std::int64_t num_tokens;
+  std::int64_t in_features;
+  ValueType type;  // of input and outputs
+  const void* input;
+  void* const* outputs;
+};
+
+// Works with the threads and kernels of an expert engine, which must outlive it and be idle.
+class DenseEngine {
+ public:
+  explicit DenseEngine(ExpertEngine& engine) : kernels_(engine.kernels()), pool_(engine.pool()) {}
+
+  void run(const DenseCall& call);
+
+ private:
+  struct Task {
+    std::int64_t matrix, begin, end, first_token, num_tokens;
+  };
+
+  void convert_input(const DenseCall& call);
+  void plan_tasks(const DenseCall& call);
+  void multiply(const DenseCall& call, const Task& task) const;
+  Activations activations(const PackedMatrix& matrix, std::int64_t token) const;
+
+  const Kernels& kernels_;
+  ThreadPool& pool_;
+  std::vector<std::int8_t> quantized_;
+  std::vector<float> scales_;
+  std::vector<std::int32_t> sums_;
+  std::vector<std::uint16_t> bf16_;
+  std::vector<float> fp32_;
+  std::vector<Task> tasks_;
+};
+
+}  // namespace tandem

@@ -1,0 +1,38 @@
+// Small operations on rows that would each cost several calls of a tensor library per token.
+#pragma once
+
+#include <cstdint>
+
+#include "values.hpp"
+
+namespace tandem {
+
+// out = x / sqrt(mean(x^2) + eps) * (weight + offset), row by row. In bf16 the normalised row is
+// rounded before it is multiplied if `rounds_first`, as most models do it, or only at the end.
+struct RmsNorm {
+  std::int64_t num_rows, cols;
+  float eps;
+  float offset;          // 1 for models that store their weights around zero
+  bool rounds_first;
+  ValueType type;        // of input, weight and output
+  const void* input;     // rows `input_stride` values apart
+  std::int64_t input_stride;
+  const void* weight;    // (cols,), or null for none
+  void* out;             // (num_rows, cols)
+};
+void rms_norm(const RmsNorm& call);
+
+// Rotary embedding: out = x * cos + rotated(x) * sin, where rotated swaps the halves of the first
+// `rotated` values of a head and negates the new first half. In bf16 each product is rounded.
+struct Rotary {
+  std::int64_t num_tokens, num_heads, dim, rotated;
+  ValueType type;
+  const void* input;     // token t, head h at t * token_stride + h * head_stride
+  std::int64_t token_stride, head_stride;
+  const void* cos;       // (num_tokens, rotated)
+  const void* sin;
+  void* out;             // (num_tokens, num_heads, dim)
+};
+void rotate(const Rotary& call);
+
+}  // namespace tandem

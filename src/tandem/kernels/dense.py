@@ -1,0 +1,116 @@
+"""Dense matrices in the packed formats: nn.Linear's product on the experts' kernels and threads.
+
+Checks what C++ takes on trust. A row's result does not depend on the other rows of the call.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tandem.core.errors import ConfigError
+from tandem.core.registry import nearest_names
+from tandem.kernels import _native
+from tandem.kernels.formats.packed import PackedMatrix, pack, unpack
+from tandem.kernels.formats.weight_format import ROWS_PER_BLOCK, WeightFormat
+from tandem.kernels.native import FORMAT_NUMBERS
+
+VALUE_DTYPES = (torch.float32, torch.bfloat16)
+
+
+class CpuThreads:
+    """The threads that dense matrices and attention share. One call at a time."""
+
+    def __init__(self, *, num_threads: int, isa: str = "") -> None:
+        """Start `num_threads` - 1 threads; `isa` names an instruction set, "" takes the best."""
+        available = _native.available_isas()
+        if isa and isa not in available:
+            raise ConfigError(
+                f"instruction set {isa!r} is not on this processor; {nearest_names(isa, available)}"
+            )
+        self.engine = _native.ExpertEngine(num_threads, isa)
+        self.dense = _native.DenseEngine(self.engine)
+        self.attention = _native.AttentionEngine(self.engine)
+
+
+@dataclass(frozen=True, slots=True)
+class DenseWeight:
+    """A packed (out_features, in_features) matrix with its bias, as the kernels take it."""
+
+    matrix: PackedMatrix
+    bias: Tensor | None
+    """fp32, padded to whole blocks."""
+    native: _native.DenseMatrix = field(init=False)
+
+    def __post_init__(self) -> None:
+        fmt, matrix = self.matrix.format, self.matrix
+        native = _native.make_dense_matrix(
+            FORMAT_NUMBERS[fmt.kind],
+            fmt.group_size or 0,
+            matrix.rows,
+            fmt.padded_cols(matrix.cols),
+            matrix.data.data_ptr(),
+            matrix.scales.data_ptr() if matrix.scales is not None else 0,
+            self.bias.data_ptr() if self.bias is not None else 0,
+        )
+        object.__setattr__(self, "native", native)
+
+    @property
+    def out_features(self) -> int:
+        """Values of one result."""
+        return self.matrix.rows
+
+    @property
+    def in_features(self) -> int:
+        """Values of one input."""
+        return self.matrix.cols
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that a product reads."""
+        scales = self.matrix.scales
+        return self.matrix.data.nbytes + (0 if scales is None else scales.nbytes)
+
+    def values(self) -> Tensor:
+        """Return the matrix in fp32: (out_features, in_features). Slow: unpacks."""
+        return unpack(self.matrix)
+
+
+def pack_dense(
+    weight: Tensor, bias: Tensor | None, fmt: WeightFormat, *, name: str = "weight"
+) -> DenseWeight:
+    """Pack the weight and bias of a linear layer; raises `ModelError` with `name` for NaN."""
+    return DenseWeight(pack(weight.detach(), fmt, name=name), _padded_bias(bias, weight.shape[0]))
+
+
+def multiply(threads: CpuThreads, weights: Sequence[DenseWeight], x: Tensor) -> list[Tensor]:
+    """Return x @ weight.T + bias for each weight: (..., in_features) -> (..., out_features).
+
+    `x` is fp32 or bf16, the results have its dtype. The weights have one format and one number of
+    input features, so that `x` is rounded for them once; at most eight.
+    """
+    first = weights[0].matrix
+    assert x.dtype in VALUE_DTYPES
+    assert x.shape[-1] == first.cols
+    assert all(w.matrix.format == first.format and w.matrix.cols == first.cols for w in weights)
+    x = x.contiguous()
+    shape = x.shape[:-1]
+    outputs = [torch.empty((*shape, weight.matrix.rows), dtype=x.dtype) for weight in weights]
+    threads.dense.run(
+        tuple([weight.native for weight in weights]),
+        x.numel() // first.cols,
+        first.cols,
+        x.dtype == torch.bfloat16,
+        x.data_ptr(),
+        tuple([output.data_ptr() for output in outputs]),
+    )
+    return outputs
+
+
+def _padded_bias(bias: Tensor | None, rows: int) -> Tensor | None:
+    if bias is None:
+        return None
+    padded = torch.zeros(-(-rows // ROWS_PER_BLOCK) * ROWS_PER_BLOCK)
+    padded[:rows] = bias.detach().float()
+    return padded

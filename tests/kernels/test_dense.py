@@ -1,0 +1,65 @@
+"""Packed dense matrices against torch, over formats, shapes and numbers of tokens."""
+
+import pytest
+import torch
+
+from tandem.kernels._native import available_isas
+from tandem.kernels.dense import CpuThreads, DenseWeight, multiply, pack_dense
+from tandem.kernels.formats.weight_format import find_format
+
+FORMATS = ["bf16", "fp16", "int8-g32", "int8-g128", "int4-g32", "int4z-g64", "mxfp4"]
+
+
+def weight_of(rows: int, cols: int, fmt: str, seed: int = 0, *, bias: bool = False) -> DenseWeight:
+    random = torch.Generator().manual_seed(seed)
+    weight = torch.randn(rows, cols, generator=random) / cols**0.5
+    offset = torch.randn(rows, generator=random) if bias else None
+    return pack_dense(weight, offset, find_format(fmt))
+
+
+def expected(weight: DenseWeight, x: torch.Tensor) -> torch.Tensor:
+    bias = None if weight.bias is None else weight.bias[: weight.out_features]
+    return torch.nn.functional.linear(x.float(), weight.values(), bias)
+
+
+def error(actual: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((actual.float() - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_equal_torch_on_the_unpacked_weights(
+    isa: str, fmt: str, dtype: torch.dtype
+) -> None:
+    threads = CpuThreads(num_threads=2, isa=isa)
+    for rows, cols, tokens in [(64, 128, 1), (100, 96, 3), (33, 200, 5), (48, 64, 130)]:
+        weight = weight_of(rows, cols, fmt, bias=rows == 100)
+        x = torch.randn(tokens, cols, generator=torch.Generator().manual_seed(1)).to(dtype)
+        (actual,) = multiply(threads, [weight], x)
+        assert actual.dtype == dtype
+        assert actual.shape == (tokens, rows)
+        # int8 activations; bf16 rounds input or output.
+        assert error(actual, expected(weight, x)) < (0.015 if "int" in fmt or "mx" in fmt else 5e-3)
+
+
+def test_several_matrices_share_an_input() -> None:
+    threads = CpuThreads(num_threads=2)
+    weights = [weight_of(rows, 128, "int8", seed=rows) for rows in (64, 16, 40)]
+    x = torch.randn(2, 3, 128)
+    together = multiply(threads, weights, x)
+    for weight, actual in zip(weights, together, strict=True):
+        assert actual.shape == (2, 3, weight.out_features)
+        assert torch.equal(actual, multiply(threads, [weight], x)[0])
+
+
+def test_a_row_does_not_depend_on_the_others_or_on_threads() -> None:
+    weight, x = weight_of(300, 256, "int4"), torch.randn(257, 256)
+    (many,) = multiply(CpuThreads(num_threads=2), [weight], x)
+    (alone,) = multiply(CpuThreads(num_threads=1), [weight], x[200:201])
+    assert torch.equal(many[200:201], alone)
+
+
+def test_no_tokens_give_no_rows() -> None:
+    (empty,) = multiply(CpuThreads(num_threads=2), [weight_of(32, 64, "int8")], torch.empty(0, 64))
+    assert empty.shape == (0, 32)
