@@ -7,8 +7,9 @@ from torch import Tensor
 from tandem.core.errors import ModelError
 from tandem.kernels.reference import expert_ffn
 from tandem.offload import executor as executor_module
+from tandem.offload.batch import ExpertFunctions
 from tandem.offload.events import ExpertStatistics
-from tandem.offload.executor import CpuExecutor, ExpertFunctions
+from tandem.offload.executor import CpuExecutor
 from tandem.offload.host_store import HostStore
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 5, 8, 6, 2

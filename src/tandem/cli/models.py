@@ -1,5 +1,6 @@
 """Finds the model that a command names: the demo (built on first use), a directory, a hub id."""
 
+import dataclasses
 import os
 import sys
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from typing import Any
 
 from tandem.cli.paths import cache_dir
 from tandem.core.errors import ModelError
+from tandem.offload.options import OffloadOptions
 
 DEMO_MODELS = ("demo", "demo-equal")
 
@@ -46,13 +48,18 @@ def progress_bar() -> Callable[[str, int, int], None]:
     return update
 
 
-def load_model_and_tokenizer(name: str, *, quiet: bool, **options: Any) -> tuple[Any, Any]:
+def load_model_and_tokenizer(name: str, offload: OffloadOptions, *, quiet: bool) -> tuple[Any, Any]:
     """Load a model through Tandem, and its tokenizer; progress goes to standard error."""
     import tandem
 
     source = find_model(name, quiet=quiet)
     _calm_transformers(quiet)
-    model = tandem.load(source, **options)
+    model = tandem.load(
+        source,
+        isa=os.environ.get("TANDEM_ISA"),
+        cache_dir=str(cache_dir()),
+        **dataclasses.asdict(offload),
+    )
     return model, _load_tokenizer(source)
 
 

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tandem.core.units import format_bytes
+from tandem.offload.cache_statistics import CacheStatistics
 from tandem.offload.events import ExpertStatistics
+from tandem.offload.hybrid_executor import HybridExecutor
 
 if TYPE_CHECKING:
     from tandem.generate.stream import Answer
@@ -24,11 +26,15 @@ class RunReport:
         self._executor = model.hf_quantizer.executor
         self._device = model.device
         self._experts = ExpertStatistics()
-        self._executor.listeners.append(self._experts)
+        self._cache = CacheStatistics()
+        self._executor.listeners += [self._experts, self._cache]
+        self._is_hybrid = isinstance(self._executor, HybridExecutor)
+        self._lanes_before = self._lanes()
 
     def close(self) -> None:
         """Stop counting."""
         self._executor.listeners.remove(self._experts)
+        self._executor.listeners.remove(self._cache)
 
     def line(self, answer: "Answer") -> str:
         """Return the statistics as one line."""
@@ -42,11 +48,50 @@ class RunReport:
         ]
         if answer.is_interrupted:
             parts.append("interrupted")
-        return "[" + " | ".join(parts) + "]"
+        lines = ["[" + " | ".join(parts) + "]"]
+        if self._is_hybrid:
+            lines.append("[" + " | ".join(self._cache_parts()) + "]")
+        return "\n".join(lines)
+
+    def _cache_parts(self) -> list[str]:
+        """Return what the expert cache did, for people."""
+        cache, busy = self._cache, self._busy()
+        useful = f", {cache.prefetch_useful} useful" if cache.prefetch_issued else ""
+        return [
+            f"{self._device_name} {self._executor.cache.num_slots} slots",
+            f"hits {cache.hit_rate:.0%} ({cache.hits} of {cache.active})",
+            f"copies {cache.copies} ({format_bytes(self._copied_bytes())})",
+            f"ahead {cache.prefetch_issued}{useful}",
+            f"device {cache.device_share:.0%} of the rows",
+            f"busy: cpu {busy['cpu']:.0%}, device {busy['gpu']:.0%}, link {busy['link']:.0%}",
+        ]
+
+    def _copied_bytes(self) -> int:
+        return self._cache.copies * self._executor.cache.slot_bytes if self._is_hybrid else 0
+
+    def _lanes(self) -> tuple[float, float, float, float]:
+        """Return the clock and the seconds that CPU, device and link have worked."""
+        if not self._is_hybrid:
+            return (0.0, 0.0, 0.0, 0.0)
+        clock = self._executor.cache.clock
+        return clock.now, clock.cpu_busy, clock.gpu_busy, clock.link_busy
+
+    def _busy(self) -> dict[str, float]:
+        """Return each lane's share of the time since the report began."""
+        passed, *lanes = (
+            now - before for now, before in zip(self._lanes(), self._lanes_before, strict=True)
+        )
+        shares = [min(1.0, lane / passed) if passed else 0.0 for lane in lanes]
+        return dict(zip(("cpu", "gpu", "link"), shares, strict=True))
+
+    @property
+    def _device_name(self) -> str:
+        return self._executor.device.name if self._is_hybrid else str(self._device)
 
     def json(self, answer: "Answer") -> str:
         """Return the statistics as one line of JSON; units are in the names."""
-        misses = self._experts.active_experts
+        cache = self._cache
+        misses = self._experts.active_experts - cache.hits  # without slots all are misses
         return json.dumps(
             {
                 "text": answer.text,
@@ -56,12 +101,20 @@ class RunReport:
                 "prefill_tokens_per_second": answer.prefill_tokens_per_second,
                 "decode_tokens_per_second": answer.decode_tokens_per_second,
                 "is_interrupted": answer.is_interrupted,
-                "device": str(self._device),
-                # All experts run on the CPU: there are no slots, each active expert is a miss.
+                "device": self._device_name,
                 "expert_cache": {
-                    "slots": 0, "hits": 0, "misses": misses, "hit_rate": 0.0, "fetched_bytes": 0,
+                    "slots": self._executor.cache.num_slots if self._is_hybrid else 0,
+                    "hits": cache.hits,
+                    "misses": misses,
+                    "hit_rate": cache.hit_rate,
+                    "copies": cache.copies,
+                    "fetched_bytes": self._copied_bytes(),
                 },
-                "prefetch": {"issued": 0, "useful": 0},
+                "prefetch": {"issued": cache.prefetch_issued, "useful": cache.prefetch_useful},
+                "device_share_of_rows": cache.device_share,
+                "busy": self._busy(),
+                "seconds_on_the_planners_clock": self._lanes()[0] - self._lanes_before[0],
+                "plan_microseconds": cache.plan_seconds / max(1, cache.calls) * 1e6,
                 "experts_read_bytes": self._experts.touched_bytes,
                 "experts_stored_bytes": self._executor.store.num_bytes,
                 "peak_memory_bytes": self._peak_memory_bytes(),

@@ -1,7 +1,6 @@
 """`tandem run`: answer one prompt (-p, or a pipe) or chat on a terminal."""
 
 import argparse
-import os
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from tandem.cli.models import load_model_and_tokenizer
 from tandem.core.config import add_flags, from_flags, option
 from tandem.core.errors import ConfigError
 from tandem.generate.sampling import SamplingOptions
+from tandem.offload.options import OffloadOptions
 
 if TYPE_CHECKING:
     from tandem.generate.generator import Generator
@@ -21,14 +21,6 @@ class RunOptions:
     """What `tandem run` knows beside the sampling options."""
 
     system: str | None = option(None, help="system message of the conversation", metavar="TEXT")
-    expert_dtype: str = option(
-        "auto",
-        help="experts in host memory: auto (as loaded), bf16, fp16, fp32, int8, int4, mxfp4, ...",
-        metavar="DTYPE",
-    )
-    threads: int | None = option(
-        None, help="CPU threads that compute experts (default: all physical cores)", metavar="N"
-    )
     json: bool = option(False, help="last line of standard output: one JSON object")
     quiet: bool = option(False, help="only the answer: no progress, no statistics")
 
@@ -45,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--stop", action="append", metavar="TEXT",
         help="end the answer before this text; may be given several times",
     )  # fmt: skip
+    add_flags(parser, OffloadOptions)
     add_flags(parser, RunOptions)
 
 
@@ -54,7 +47,8 @@ def run(flags: argparse.Namespace) -> int:
     flags.stop = tuple(flags.stop or ())
     sampling = from_flags(SamplingOptions, flags)
     prompt = _one_prompt(flags.prompt)
-    session = _open_session(flags.model, options, sampling)
+    offload = from_flags(OffloadOptions, flags)
+    session = _open_session(flags.model, options, offload, sampling)
     if prompt is None:
         from tandem.cli.chat import chat
 
@@ -74,14 +68,10 @@ def _one_prompt(given: str | None) -> str | None:
     return given
 
 
-def _open_session(model_name: str, options: RunOptions, sampling: SamplingOptions) -> "Session":
-    model, tokenizer = load_model_and_tokenizer(
-        model_name,
-        quiet=options.quiet,
-        expert_dtype=options.expert_dtype,
-        threads=options.threads,
-        isa=os.environ.get("TANDEM_ISA"),
-    )
+def _open_session(
+    model_name: str, options: RunOptions, offload: OffloadOptions, sampling: SamplingOptions
+) -> "Session":
+    model, tokenizer = load_model_and_tokenizer(model_name, offload, quiet=options.quiet)
     return Session(model, tokenizer, options, sampling)
 
 

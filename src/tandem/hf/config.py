@@ -2,15 +2,17 @@
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from tandem.core.config import from_mapping, option, require_range
+from tandem.core.config import from_mapping
 from tandem.core.errors import ConfigError
 from tandem.core.registry import nearest_names
 from tandem.kernels.formats.weight_format import ALIASES, FORMATS, WeightFormat, find_format
+from tandem.offload.options import OffloadOptions
 
 QUANT_METHOD = "tandem"
 PACKED_FORMAT_VERSION = 1
@@ -52,23 +54,17 @@ def parse_dtype(name: str | torch.dtype, *, field: str) -> torch.dtype | None:
 
 
 @dataclass(kw_only=True, repr=False)
-class OffloadConfig(QuantizationConfigMixin):  # type: ignore[misc]
+class OffloadConfig(OffloadOptions, QuantizationConfigMixin):  # type: ignore[misc]
     """Options of a model whose experts Tandem keeps in host memory.
 
     Pass it as `quantization_config` to `from_pretrained`, or its fields to `tandem.load`.
     """
 
     quant_method: str = dataclasses.field(default=QUANT_METHOD, init=False)
-    expert_dtype: str = option(
-        "auto",
-        help="experts in host memory: auto (as loaded), bf16, fp16, fp32, int8, int4, mxfp4, ...",
-        metavar="DTYPE",
-    )
-    threads: int | None = option(
-        None, help="CPU threads that compute experts (default: all physical cores)", metavar="N"
-    )
     isa: str | None = None
     """Instruction set of the CPU kernels; None takes the best that the processor has."""
+    cache_dir: str | None = None
+    """Where profiles, heat and residuals are kept; None is `~/.cache/tandem`."""
     packed_format: int | None = None
     """Version of the packed files; only set in checkpoints that `tandem.save` wrote."""
 
@@ -76,8 +72,7 @@ class OffloadConfig(QuantizationConfigMixin):  # type: ignore[misc]
         """Check every field; `ConfigError` names the field, the value and what is expected."""
         self.expert_dtype = str(self.expert_dtype).removeprefix("torch.")
         parse_expert_dtype(self.expert_dtype)
-        if self.threads is not None:
-            require_range("threads", self.threads, 1, 1024, what="a number of threads")
+        super().__post_init__()
         if self.packed_format not in (None, PACKED_FORMAT_VERSION):
             raise ConfigError(
                 f"the checkpoint is packed in format {self.packed_format!r}, and this Tandem reads "
@@ -89,6 +84,11 @@ class OffloadConfig(QuantizationConfigMixin):  # type: ignore[misc]
         """The experts' dtype or packed format in host memory; None keeps the source's dtype."""
         return parse_expert_dtype(self.expert_dtype)
 
+    @property
+    def cache_path(self) -> Path:
+        """Where what is learned about models and this machine is kept."""
+        return Path(self.cache_dir) if self.cache_dir else Path.home() / ".cache" / "tandem"
+
     @classmethod
     def from_dict(
         cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any
@@ -99,5 +99,9 @@ class OffloadConfig(QuantizationConfigMixin):  # type: ignore[misc]
         return (config, {}) if return_unused_kwargs else config
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields for config.json; unset ones are left out."""
-        return {k: v for k, v in dataclasses.asdict(self).items() if v is not None}
+        """Return the fields for config.json; those that say nothing new are left out."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        kept = ("quant_method", "expert_dtype")
+        values = dataclasses.asdict(self).items()
+        known = {k: v for k, v in values if k != "cache_dir"}  # of one machine, not of the model
+        return {k: v for k, v in known.items() if k in kept or v != defaults[k]}

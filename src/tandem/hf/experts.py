@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from tandem.core.errors import ConfigError
 from tandem.kernels.activations import find_native_activation, interleave
-from tandem.offload.executor import CpuExecutor, ExpertFunctions
+from tandem.offload.batch import ExpertFunctions
+from tandem.offload.executor import Executor
 
 EXPERTS_IMPLEMENTATION = "tandem"
 BINDING_NAME = "tandem_experts"
@@ -21,7 +22,7 @@ BINDING_NAME = "tandem_experts"
 class ExpertsBinding:
     """Ties an experts module to its layer in the host store and to what executes it."""
 
-    executor: CpuExecutor
+    executor: Executor
     layer: int
     functions: ExpertFunctions
 
@@ -35,7 +36,7 @@ def is_experts_module(module: nn.Module) -> bool:
     )
 
 
-def bind(module: nn.Module, executor: CpuExecutor, layer: int) -> None:
+def bind(module: nn.Module, executor: Executor, layer: int) -> None:
     """Make a module compute its experts through an executor from now on."""
     module.tandem_experts = ExpertsBinding(executor, layer, expert_functions(module))  # type: ignore[assignment]
 

@@ -49,7 +49,7 @@ def load(
         raise ModelError(f"Transformers cannot load {source}: {first_line}") from error
     _require_all_weights(source, report)
     if is_packed:
-        loaded.hf_quantizer.executor.set_threads(offload.threads, offload.isa or "")
+        loaded.hf_quantizer.assemble(loaded, offload)
     return loaded.eval()
 
 

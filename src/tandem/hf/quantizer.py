@@ -11,13 +11,15 @@ from transformers.core_model_loading import WeightConverter
 from transformers.quantizers.base import HfQuantizer
 
 from tandem.core.errors import ConfigError, UnsupportedModelError
+from tandem.hf.assembly import assemble
 from tandem.hf.compat import QuantizerHooks, is_expert_merge
 from tandem.hf.config import OffloadConfig
 from tandem.hf.conversion import StoreExpertwise, StoreFused, StorePacked, StoreWriter
-from tandem.hf.experts import EXPERTS_IMPLEMENTATION, bind, is_experts_module
+from tandem.hf.experts import EXPERTS_IMPLEMENTATION, is_experts_module
 from tandem.hf.packed import INDEX_FILE, packed_name
+from tandem.hf.steps import announce_steps
 from tandem.offload.arrivals import TENSOR_NAMES
-from tandem.offload.executor import CpuExecutor
+from tandem.offload.executor import CpuExecutor, Executor
 from tandem.offload.host_store import HostLayer, HostStore
 from tandem.offload.packed_layer import STORED_NAME
 
@@ -31,9 +33,8 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         super().__init__(quantization_config, **kwargs)
         # `merge_quantization_configs` marks every model whose config.json names us as quantized.
         self.pre_quantized = quantization_config.packed_format is not None
-        self.executor = CpuExecutor(
-            HostStore(), num_threads=quantization_config.threads, isa=quantization_config.isa or ""
-        )
+        self.store = HostStore()
+        self.executor: Executor = CpuExecutor(self.store)
         self._writer = StoreWriter()
         self._bound: list[tuple[Any, HostLayer]] = []
 
@@ -68,7 +69,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
 
     def _add_layer(self, name: str, module: nn.Module) -> HostLayer:
         shapes = {p: tuple(t.shape) for p, t in module.named_parameters(recurse=False)}
-        return self.executor.store.add_layer(
+        return self.store.add_layer(
             name,
             {p: shape for p, shape in shapes.items() if p in TENSOR_NAMES},
             expert_dtype=self.quantization_config.parsed_expert_dtype,
@@ -119,9 +120,16 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
             raise self._writer.error
         for module, layer in self._bound:
             layer.arrivals.require_complete()
-            bind(module, self.executor, layer.layer)
             module.config._experts_implementation = EXPERTS_IMPLEMENTATION
+        announce_steps(model, lambda: self.executor)
+        self.assemble(model, self.quantization_config)
         return model
+
+    def assemble(self, model: Any, options: OffloadConfig) -> None:
+        """Make the experts run as the options say, from now on; raises `TandemError`."""
+        self.executor.close()
+        bound = [(module, layer.layer) for module, layer in self._bound]
+        self.executor = assemble(model, self.store, bound, options)
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
         """Refuse `save_pretrained`: it would write the empty placeholders."""

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tandem.policy.plan import Copy, LayerLoad, LayerPlan
+
 
 class LayerExecuted(NamedTuple):
     """One MoE layer has been computed for one step."""
@@ -15,6 +17,17 @@ class LayerExecuted(NamedTuple):
     """(token, expert) pairs that were computed."""
     touched_bytes: int
     """Expert weights that had to be read."""
+    load: LayerLoad | None = None
+    """What was planned for; None where nothing plans."""
+    plan: LayerPlan | None = None
+    """What was carried out."""
+    step_copies: tuple[Copy, ...] = ()
+    """Copies ahead that were issued when the step began; only with its first layer."""
+    begin_seconds: float = 0.0
+    """When the layer was planned, by the planner's clock."""
+    end_seconds: float = 0.0
+    plan_seconds: float = 0.0
+    """Real time that planning took."""
 
 
 Listener = Callable[[LayerExecuted], None]

@@ -13,6 +13,7 @@ from torch import Tensor
 from tandem.kernels.formats.weight_format import WeightFormat
 from tandem.kernels.reference import ExpertWeights
 from tandem.offload.arrivals import Arrivals
+from tandem.offload.image import Piece
 from tandem.offload.packed_layer import PackedLayer
 from tandem.offload.plain_layer import PlainLayer
 
@@ -37,6 +38,16 @@ class HostLayer(Protocol):
 
     def stored(self) -> dict[str, Tensor]:
         """Return what a packed checkpoint holds of this layer, by name."""
+
+    def pieces(self, expert: int) -> Sequence[Piece]:
+        """Return what a slot must receive to hold an expert: bytes and where they go."""
+
+    def weights_in(self, image: Tensor) -> ExpertWeights:
+        """Return the expert whose pieces a slot (uint8) has received, for the torch reference."""
+
+    @property
+    def image_bytes(self) -> int:
+        """Bytes that one expert takes in a slot."""
 
     @property
     def num_bytes(self) -> int:

@@ -12,6 +12,7 @@ from tandem.kernels.formats.weight_format import WeightFormat
 from tandem.kernels.native import allocate_buffers
 from tandem.kernels.reference import ExpertWeights
 from tandem.offload.arrivals import Arrivals
+from tandem.offload.image import Piece
 
 STORED_NAME = "experts"
 
@@ -74,6 +75,19 @@ class PackedLayer:
     def weights(self, expert: int) -> ExpertWeights:
         """Return one expert's values in fp32, [gate; up] and not transposed. Slow: unpacks."""
         return unpack_expert(self.layout, self.buffers[expert])
+
+    def pieces(self, expert: int) -> list[Piece]:
+        """Return the whole buffer: a packed expert is its own image."""
+        return [Piece(0, self.buffers[expert])]
+
+    def weights_in(self, image: Tensor) -> ExpertWeights:
+        """Return the values of the expert that a slot holds. Slow: unpacks."""
+        return unpack_expert(self.layout, image[: self.layout.num_bytes])
+
+    @property
+    def image_bytes(self) -> int:
+        """Bytes that one expert takes in a slot."""
+        return self.layout.num_bytes
 
     def stored(self) -> dict[str, Tensor]:
         """Return what a packed checkpoint holds of this layer, by name."""

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tandem.kernels.reference import ExpertWeights
 from tandem.offload.arrivals import Arrivals
+from tandem.offload.image import ALIGNMENT_BYTES, Piece, aligned
 
 
 class PlainLayer:
@@ -40,21 +41,41 @@ class PlainLayer:
         self.arrivals.count(tensor_name, 1)
 
     def adopt(self, stored_name: str, tensor: Tensor) -> None:
-        """Keep a tensor of a packed checkpoint as it is (it may be a view of a mapped file)."""
+        """Keep a tensor of a packed checkpoint; it may be a view of a mapped file.
+
+        One that lies askew in its file is copied: torch's products differ in the last bit with the
+        alignment of their operands, and slots are aligned.
+        """
         self.arrivals.check_fused(stored_name, tuple(tensor.shape))
-        self._tensors[stored_name] = tensor
+        is_askew = tensor.data_ptr() % ALIGNMENT_BYTES != 0
+        self._tensors[stored_name] = tensor.clone() if is_askew else tensor
         self.arrivals.count(stored_name, self.arrivals.num_experts)
 
     def weights(self, expert: int) -> ExpertWeights:
         """Return views of one expert's tensors."""
-        up = self.arrivals.up_name
-        return ExpertWeights(
-            up=self._tensors[up][expert],
-            down=self._tensors["down_proj"][expert],
-            up_bias=self._bias(up, expert),
-            down_bias=self._bias("down_proj", expert),
-            is_transposed=self.is_transposed,
-        )
+        return self._as_weights({name: tensor[expert] for name, tensor in self._tensors.items()})
+
+    def pieces(self, expert: int) -> list[Piece]:
+        """Return the expert's tensors, one after another."""
+        offsets = self._offsets()
+        return [
+            Piece(offsets[name], tensor[expert].reshape(-1).view(torch.uint8))
+            for name, tensor in self._tensors.items()
+        ]
+
+    def weights_in(self, image: Tensor) -> ExpertWeights:
+        """Return views of the tensors that a slot holds."""
+        offsets = self._offsets()
+        found = {}
+        for name, tensor in self._tensors.items():
+            section = image[offsets[name] : offsets[name] + tensor[0].nbytes]
+            found[name] = section.view(tensor.dtype).view(tensor.shape[1:])
+        return self._as_weights(found)
+
+    @property
+    def image_bytes(self) -> int:
+        """Bytes that one expert takes in a slot."""
+        return sum(aligned(tensor[0].nbytes) for tensor in self._tensors.values())
 
     def stored(self) -> dict[str, Tensor]:
         """Return what a packed checkpoint holds of this layer, by name."""
@@ -65,9 +86,22 @@ class PlainLayer:
         """Bytes that the layer takes in host memory."""
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
-    def _bias(self, tensor_name: str, expert: int) -> Tensor | None:
-        bias = self._tensors.get(f"{tensor_name}_bias")
-        return None if bias is None else bias[expert]
+    def _as_weights(self, tensors: dict[str, Tensor]) -> ExpertWeights:
+        up = self.arrivals.up_name
+        return ExpertWeights(
+            up=tensors[up],
+            down=tensors["down_proj"],
+            up_bias=tensors.get(f"{up}_bias"),
+            down_bias=tensors.get("down_proj_bias"),
+            is_transposed=self.is_transposed,
+        )
+
+    def _offsets(self) -> dict[str, int]:
+        offsets, offset = {}, 0
+        for name, tensor in self._tensors.items():
+            offsets[name] = offset
+            offset += aligned(tensor[0].nbytes)
+        return offsets
 
     def _allocate(self, tensor_name: str, source_dtype: torch.dtype) -> Tensor:
         if tensor_name not in self._tensors:

@@ -6,7 +6,7 @@ from typing import Any
 
 from tandem.core.errors import ConfigError
 from tandem.policy.assignment import ASSIGNMENTS
-from tandem.policy.cost import CostTable
+from tandem.policy.cost import CostTable, HardwareProfile, ShapeCosts
 from tandem.policy.eviction import EVICTIONS
 from tandem.policy.plan import Geometry
 from tandem.policy.planner import UNLIMITED, Planner
@@ -14,6 +14,8 @@ from tandem.policy.prediction import PREDICTIONS
 from tandem.policy.prefetch import PREFETCHES
 from tandem.policy.residency import Residency, sets_by_layer
 
+# A second of the link is worth so much of a second of computation: others may want it.
+LINK_SHARE = 0.15
 RING_SLOTS = 2  # double buffer for experts that are fetched for one use
 POOLS = ("by-layer", "shared")
 
@@ -78,21 +80,26 @@ def make_planner(
     *,
     resident: Iterable[int] = (),
     copy_price_seconds: float = 0.0,
+    like: Planner | None = None,
 ) -> Planner:
     """Build a planner for `num_slots` equal slots; `resident` are the keys that are there at once.
 
-    Slots 0 .. num_slots - 1: the cache's sets, then staging, then the ring.
+    Slots 0 .. num_slots - 1: the cache's sets, then staging, then the ring. What the planner `like`
+    has learned, the new one knows.
     """
     sizes = settings.set_sizes(geometry, num_slots)
     staging = settings.staging_slots(num_slots)
     residency = Residency(geometry, sizes, staging)
+    eviction = like.eviction if like else None
+    prediction = like.prediction if like else None
     planner = Planner(
         geometry,
         costs,
         residency,
         assignment=ASSIGNMENTS.factory(settings.assignment)(**dict(settings.assignment_options)),
-        eviction=EVICTIONS.factory(settings.eviction)(geometry, **dict(settings.eviction_options)),
-        prediction=PREDICTIONS.factory(settings.prediction)(geometry),
+        eviction=eviction
+        or EVICTIONS.factory(settings.eviction)(geometry, **dict(settings.eviction_options)),
+        prediction=prediction or PREDICTIONS.factory(settings.prediction)(geometry),
         prefetch=PREFETCHES.factory(settings.prefetch)(count=settings.prefetch_count),
         ring_slots=range(residency.num_slots, num_slots),
         max_fetches=settings.max_fetches,
@@ -104,3 +111,27 @@ def make_planner(
         residency.insert(key, residency.set_of(key // geometry.num_experts))
         residency.finish(key)
     return planner
+
+
+def make_planner_on(
+    profile: HardwareProfile,
+    shape: ShapeCosts,
+    settings: PlannerSettings,
+    geometry: Geometry,
+    num_slots: int,
+    *,
+    resident: Iterable[int] = (),
+    like: Planner | None = None,
+) -> Planner:
+    """Build a planner that plans with a machine's costs; the engine and the simulator do."""
+    costs = CostTable(shape, link_slowdown=profile.link_slowdown_while_computing)
+    price = (profile.cpu_slowdown_while_copying - 1.0 + LINK_SHARE) * costs.link
+    return make_planner(
+        settings,
+        geometry,
+        costs,
+        num_slots,
+        resident=resident,
+        copy_price_seconds=price,
+        like=like,
+    )

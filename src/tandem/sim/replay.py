@@ -13,9 +13,9 @@ from tandem.policy.assignment.problem import (
     equation_seconds,
     pipeline_seconds,
 )
-from tandem.policy.cost import CostTable, HardwareProfile, ShapeCosts
+from tandem.policy.cost import HardwareProfile, ShapeCosts
 from tandem.policy.plan import LayerLoad, LayerPlan
-from tandem.policy.settings import PlannerSettings, make_planner
+from tandem.policy.settings import PlannerSettings, make_planner_on
 from tandem.sim.exact import optimal_seconds
 from tandem.sim.exact_overlapped import overlapped_optimal_seconds
 from tandem.sim.steps import LoadReader, Step, replay_steps
@@ -34,8 +34,6 @@ class Compared(NamedTuple):
 Watch = Callable[[int, LayerLoad, LayerPlan, Compared, float], None]
 # Every so many-th layer is compared with the exact optimum; prime, so that all layers take turns.
 COMPARE_EVERY = 31
-# A second of the link is worth so much of a second of computation: others may want it.
-LINK_SHARE = 0.15
 
 
 @dataclasses.dataclass(slots=True)
@@ -124,20 +122,17 @@ class _Replay:
         self, trace: RoutingTrace, run: Run, resident: Iterable[int], watch: Watch | None
     ) -> None:
         profile = run.profile
-        slowdown = profile.link_slowdown_while_computing
-        costs = CostTable(run.shape, link_slowdown=slowdown)
         self._settings = run
         self._trace = trace
         self._reader = LoadReader(trace)
         self._timeline = Timeline(profile, run.shape)
-        price = (profile.cpu_slowdown_while_copying - 1.0 + LINK_SHARE) * costs.link
-        self._planner = make_planner(
+        self._planner = make_planner_on(
+            profile,
+            run.shape,
             run.settings,
             trace.meta.geometry,
-            costs,
             run.num_slots,
             resident=resident,
-            copy_price_seconds=price,
         )
         options = dict(run.settings.assignment_options)
         if run.settings.assignment == "balanced":

@@ -1,0 +1,122 @@
+"""Wires a loaded model to what computes its experts: the one place where the parts meet.
+
+Store, device, clock, planner and kernels know nothing of each other's making; options choose them
+here.
+"""
+
+from typing import Any
+
+from tandem.core.errors import UnsupportedModelError
+from tandem.core.units import parse_bandwidth
+from tandem.hf.config import OffloadConfig
+from tandem.hf.machine import Bound, bind_all, measured_profile
+from tandem.hf.warm_up import WARM_UP_TOKENS, ExpertsCall, Observer, forward_tokens
+from tandem.offload.copy_engine import VirtualCopyEngine
+from tandem.offload.emulated import EmulatedDevice
+from tandem.offload.executor import CpuExecutor, Executor
+from tandem.offload.expert_cache import ExpertCache, Machine
+from tandem.offload.expert_kernels import ExpertKernels
+from tandem.offload.host_memory import available_bytes
+from tandem.offload.host_store import HostStore
+from tandem.offload.hybrid_executor import HybridExecutor
+from tandem.offload.options import parse_gpu_memory
+from tandem.offload.profiler import with_emulated_gpu, with_link
+from tandem.offload.sizing import count_slots
+from tandem.offload.start import STARTS
+from tandem.policy.plan import Geometry
+from tandem.sim.profiles import load_profile, shape_for
+from tandem.sim.timeline import Timeline
+
+
+def assemble(model: Any, store: HostStore, bound: Bound, config: OffloadConfig) -> Executor:
+    """Return the executor that the options ask for, with the model's modules bound to it."""
+    cpu = CpuExecutor(store, num_threads=config.threads, isa=config.isa or "")
+    if config.device == "cpu":
+        bind_all(bound, cpu)
+        return cpu
+    hybrid = _Assembly(model, store, bound, config, cpu).hybrid()
+    bind_all(bound, hybrid)
+    return hybrid
+
+
+class _Assembly:
+    """Everything that the parts of a hybrid executor are made from."""
+
+    def __init__(
+        self,
+        model: Any,
+        store: HostStore,
+        bound: Bound,
+        config: OffloadConfig,
+        cpu: CpuExecutor,
+    ) -> None:
+        self.model, self.store, self.bound, self.config = model, store, bound, config
+        self.call = self._observe(cpu)
+        most_experts = max(layer.arrivals.num_experts for layer in store)
+        self.geometry = Geometry(len(store), most_experts, self.call.top_k)
+        self.kernels = ExpertKernels(num_threads=config.threads, isa=config.isa or "")
+
+    def _observe(self, cpu: CpuExecutor) -> ExpertsCall:
+        observer = Observer(self.store, cpu)
+        bind_all(self.bound, observer)
+        try:
+            forward_tokens(self.model, WARM_UP_TOKENS)
+        except Exception as error:
+            name = type(self.model).__name__
+            raise UnsupportedModelError(
+                f"{name} cannot be run on text alone ({error}), so its experts cannot be observed; "
+                "load it with device='cpu'"
+            ) from error
+        if not observer.calls:
+            name = type(self.model).__name__
+            raise UnsupportedModelError(
+                f"{name} used none of its experts for a text; load it with device='cpu'"
+            )
+        return observer.calls[0]
+
+    def hybrid(self) -> HybridExecutor:
+        """Build the executor, its cache filled."""
+        config, geometry = self.config, self.geometry
+        machine = self._machine()
+        device = EmulatedDevice(available_bytes(), self.kernels)
+        clock = Timeline(machine.profile, machine.shape)
+        cache = ExpertCache(
+            self.store,
+            device,
+            clock,
+            geometry,
+            machine,
+            config.planner_settings(),
+            VirtualCopyEngine,
+        )
+        num_slots = count_slots(
+            parse_gpu_memory(config.gpu_memory),
+            device.memory(),
+            slot_bytes=cache.slot_bytes,
+            num_experts=geometry.num_layers * geometry.num_experts,
+        )
+        start = STARTS.factory(config.start_content)
+        heat = [0.0] * (geometry.num_layers * geometry.num_experts)
+        cache.resize(num_slots, start(geometry, cache.set_sizes(num_slots), heat))
+        return HybridExecutor(cache, self.kernels)
+
+    def _machine(self) -> Machine:
+        """Return what things cost: by the profile that the options name, or as measured here."""
+        config = self.config
+        name = str(self.model.config.model_type)
+        if config.profile is not None:
+            profile = load_profile(config.profile)
+        else:
+            measured = measured_profile(
+                self.model,
+                self.store,
+                self.bound,
+                self.geometry,
+                self.kernels,
+                self.call,
+                cache_dir=config.cache_path,
+            )
+            profile = with_emulated_gpu(measured, config.emulated_speed)
+        if config.link_bandwidth is not None:
+            profile = with_link(profile, parse_bandwidth(config.link_bandwidth))
+        return Machine(profile, shape_for(profile, name, self.geometry))

@@ -1,0 +1,24 @@
+"""Which model this is: a key for what is kept about it across runs (heat, residuals, profiles)."""
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+
+# Keys that say where a model lies or how it was loaded, not what it is.
+_CIRCUMSTANCES = ("_name_or_path", "quantization_config", "transformers_version", "dtype")
+_SAMPLED_VALUES = 4096
+
+
+def model_identity(model: Any) -> str:
+    """Return 16 hex digits from a model's config and a sample of its embedding."""
+    digest = hashlib.sha256()
+    config = model.config.to_dict()
+    kept = {key: value for key, value in config.items() if key not in _CIRCUMSTANCES}
+    digest.update(json.dumps(kept, sort_keys=True, default=str).encode())
+    embedding = model.get_input_embeddings()
+    if embedding is not None and hasattr(embedding, "weight"):
+        sample = embedding.weight.detach().flatten()[:_SAMPLED_VALUES]
+        digest.update(sample.to("cpu", torch.bfloat16).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,85 @@
+"""The hardware profile of this machine for a loaded model: measured on first load, then kept."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from tandem.hf.experts import bind, expert_functions
+from tandem.hf.warm_up import ExpertsCall, NoExperts, forward_tokens
+from tandem.kernels.cpu import detect_cpu
+from tandem.offload.executor import Executor
+from tandem.offload.expert_kernels import ExpertKernels
+from tandem.offload.host_store import HostStore
+from tandem.offload.profiler import measure_profile
+from tandem.policy.cost import HardwareProfile, interpolate
+from tandem.policy.plan import Geometry
+from tandem.sim.profiles import load_profile, save_profile
+
+Bound = Sequence[tuple[nn.Module, int]]  # experts modules and their layers in the store
+# Raise it when what is measured changes: older profiles are then measured anew.
+MEASUREMENT = 1
+DENSE_TOKEN_COUNTS = (1, 32, 256)
+DENSE_REPETITIONS = 3
+
+
+def bind_all(bound: Bound, executor: Executor) -> None:
+    """Make all experts modules compute through an executor from now on."""
+    for module, layer in bound:
+        bind(module, executor, layer)
+
+
+def measured_profile(
+    model: Any,
+    store: HostStore,
+    bound: Bound,
+    geometry: Geometry,
+    kernels: ExpertKernels,
+    call: ExpertsCall,
+    *,
+    cache_dir: Path,
+    refresh: bool = False,
+) -> HardwareProfile:
+    """Return the kept profile of this processor, format and shape; measure it where there is none.
+
+    The experts modules are bound to nothing useful afterwards: bind them anew.
+    """
+    name = str(model.config.model_type)
+    path = cache_dir / "profiles" / f"{name}-{_key(store, geometry, kernels, call)}.json"
+    if path.is_file() and not refresh:
+        return load_profile(str(path))
+    profile = measure_profile(
+        store,
+        geometry,
+        expert_functions(bound[0][0]),
+        kernels,
+        name=name,
+        dtype=call.dtype,
+        hidden_size=call.hidden_size,
+        dense_seconds=_dense_seconds(model, store, bound),
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_profile(profile, path)
+    return profile
+
+
+def _key(store: HostStore, geometry: Geometry, kernels: ExpertKernels, call: ExpertsCall) -> str:
+    """Hash what the times depend on."""
+    cpu = detect_cpu()
+    shapes = [(layer.arrivals.shapes, layer.image_bytes, type(layer).__name__) for layer in store]
+    parts = (MEASUREMENT, cpu.model_name, cpu.instruction_sets, kernels.num_threads, kernels.isa)
+    text = repr((*parts, geometry, shapes, str(call.dtype)))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _dense_seconds(model: Any, store: HostStore, bound: Bound) -> Callable[[int], float]:
+    """Time everything but the experts, per MoE layer, and return it by token count."""
+    bind_all(bound, NoExperts(store))
+    seconds = []
+    for count in DENSE_TOKEN_COUNTS:
+        forward_tokens(model, count)  # memory and threads warm up
+        times = [forward_tokens(model, count) for _ in range(DENSE_REPETITIONS)]
+        seconds.append(min(times) / len(store))
+    return lambda count: interpolate(DENSE_TOKEN_COUNTS, seconds, count)

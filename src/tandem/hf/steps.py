@@ -1,0 +1,27 @@
+"""Tells the executor about every forward pass of a model before it begins."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from tandem.offload.executor import CpuExecutor, Executor
+
+
+def announce_steps(model: Any, executor: Callable[[], Executor]) -> None:
+    """Announce each forward pass: its token ids, and whether it is a prompt.
+
+    `executor` is asked each time, as it may be replaced while the model lives.
+    """
+
+    def announce(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        current = executor()
+        if isinstance(current, CpuExecutor):
+            return  # nothing is planned; a compiled model stays whole
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        if isinstance(ids, Tensor) and ids.dim() == 2:
+            current.begin_step(ids.flatten().tolist(), is_prefill=ids.shape[1] > 1)
+        else:
+            current.begin_step((), is_prefill=False)
+
+    model.register_forward_pre_hook(announce, with_kwargs=True)

@@ -1,0 +1,107 @@
+"""One tiny forward pass that tells what a model's config names in many ways, or not at all.
+
+It is observed how the experts modules are called: in which dtype and width, with how many experts a
+token. Nothing here lists architectures.
+"""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.offload.batch import ExpertFunctions
+from tandem.offload.events import Listener
+from tandem.offload.executor import CpuExecutor
+from tandem.offload.host_store import HostStore
+
+WARM_UP_TOKENS = 4
+
+
+@dataclasses.dataclass(slots=True)
+class ExpertsCall:
+    """How one experts module was called."""
+
+    layer: int
+    top_k: int
+    hidden_size: int
+    dtype: torch.dtype
+    top_k_index: Tensor  # (n_tokens, top_k)
+    hidden: Tensor  # (n_tokens, hidden_size)
+
+
+class Observer:
+    """An executor that notes its calls and lets the CPU compute them."""
+
+    def __init__(self, store: HostStore, executor: CpuExecutor) -> None:
+        """Hand everything to `executor`."""
+        self.store = store
+        self.listeners: list[Listener] = []
+        self.calls: list[ExpertsCall] = []
+        self._executor = executor
+
+    def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:
+        """Need nothing."""
+
+    def close(self) -> None:
+        """Need nothing."""
+
+    def execute(
+        self,
+        layer: int,
+        hidden: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        functions: ExpertFunctions,
+    ) -> Tensor:
+        """Note the call and compute it."""
+        self.calls.append(
+            ExpertsCall(
+                layer,
+                top_k_index.shape[1],
+                hidden.shape[1],
+                hidden.dtype,
+                top_k_index.detach().clone(),
+                hidden.detach().clone(),
+            )
+        )
+        return self._executor.execute(layer, hidden, top_k_index, top_k_weights, functions)
+
+
+class NoExperts:
+    """An executor that computes nothing, to time everything else."""
+
+    def __init__(self, store: HostStore) -> None:
+        """Serve a store's layers with zeros."""
+        self.store = store
+        self.listeners: list[Listener] = []
+
+    def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:
+        """Need nothing."""
+
+    def close(self) -> None:
+        """Need nothing."""
+
+    def execute(
+        self,
+        layer: int,
+        hidden: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        functions: ExpertFunctions,
+    ) -> Tensor:
+        """Return zeros."""
+        return torch.zeros_like(hidden)
+
+
+def forward_tokens(model: Any, num_tokens: int) -> float:
+    """Run one prompt of so many tokens; returns the seconds that it took."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    # Ordinary ids: multimodal models keep those that stand for images at either end.
+    ids = (torch.arange(num_tokens) * 7 + 11) % max(1, vocabulary // 2)
+    begin = time.perf_counter()
+    with torch.no_grad():
+        model(input_ids=ids[None].to(model.device))
+    return time.perf_counter() - begin

@@ -1,0 +1,64 @@
+"""What time it is for the planner, and who says so.
+
+On a virtual clock (`sim.Timeline`) every duration is the profile's, so decisions repeat exactly.
+On the wall clock things take as long as they take.
+"""
+
+import time
+from collections.abc import Iterable
+from typing import Protocol
+
+from tandem.policy.plan import Copy, LayerLoad, LayerPlan
+
+
+class Clock(Protocol):
+    """The planner's time. `run_dense`, `issue` and `run` tell a virtual one what has been done.
+
+    `cpu_busy`, `gpu_busy` and `link_busy` are the seconds that each lane has worked.
+    """
+
+    cpu_busy: float
+    gpu_busy: float
+    link_busy: float
+
+    @property
+    def now(self) -> float:
+        """Seconds since some fixed moment."""
+
+    def run_dense(self, num_tokens: int) -> None:
+        """Pass the dense part of a layer."""
+
+    def arrivals(self) -> Iterable[tuple[int, int, float]]:
+        """Return (layer, expert, seconds) of copies that have ended by now, each once."""
+
+    def issue(self, copies: tuple[Copy, ...]) -> None:
+        """Queue copies ahead of a step's first layer."""
+
+    def run(self, load: LayerLoad, plan: LayerPlan) -> None:
+        """Pass the experts of a layer, with the copies of its plan."""
+
+
+class WallClock:
+    """Real time: it passes by itself, and each lane adds up its own work."""
+
+    def __init__(self) -> None:
+        """Start with lanes that have not worked."""
+        self.cpu_busy = self.gpu_busy = self.link_busy = 0.0
+
+    @property
+    def now(self) -> float:
+        """Seconds of the machine's monotonic clock."""
+        return time.perf_counter()
+
+    def run_dense(self, num_tokens: int) -> None:
+        """Do nothing."""
+
+    def arrivals(self) -> Iterable[tuple[int, int, float]]:
+        """Return nothing: the copy engine knows."""
+        return ()
+
+    def issue(self, copies: tuple[Copy, ...]) -> None:
+        """Do nothing."""
+
+    def run(self, load: LayerLoad, plan: LayerPlan) -> None:
+        """Do nothing."""

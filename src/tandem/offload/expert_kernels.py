@@ -1,0 +1,68 @@
+"""Computes a batch of experts on the CPU: packed ones natively, others in torch.
+
+The result of a row does not depend on the other rows' experts, nor on where the weights lie.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from tandem.kernels.cpu import detect_cpu
+from tandem.kernels.native import NativeExperts, is_supported
+from tandem.kernels.reference import expert_ffn
+from tandem.offload.batch import ExpertBatch
+from tandem.offload.packed_layer import PackedLayer
+
+
+class ExpertKernels:
+    """The kernels and their threads, which start with the first packed batch. One call a time."""
+
+    def __init__(self, *, num_threads: int | None = None, isa: str = "") -> None:
+        """Compute with `num_threads` threads; None takes all physical cores."""
+        self.num_threads = num_threads or detect_cpu().physical_cores
+        self.isa = isa
+        self._native: NativeExperts | None = None
+
+    def run(self, batch: ExpertBatch, images: Sequence[Tensor] | None = None) -> None:
+        """Fill the batch's `out`; weights come from `images`, an expert each, or the host store."""
+        layer, native = batch.layer, batch.functions.native
+        if not isinstance(layer, PackedLayer):
+            _run_reference(batch, images, batch.functions.activate)
+        elif native is None or not is_supported(layer.layout):
+            activate = batch.functions.unpacked_activate or batch.functions.activate
+            _run_reference(batch, images, activate)
+        else:
+            if self._native is None:
+                self._native = NativeExperts(num_threads=self.num_threads, isa=self.isa)
+            first = batch.begin[0]
+            begin = batch.begin if first == 0 else [at - first for at in batch.begin]
+            self._native.compute_at(
+                layer.layout,
+                torch.tensor(_addresses(layer, batch, images), dtype=torch.int64),
+                native,
+                batch.hidden_fp32,
+                torch.tensor(begin, dtype=torch.int32),
+                batch.token,
+                batch.out,
+            )
+
+
+def _addresses(
+    layer: PackedLayer, batch: ExpertBatch, images: Sequence[Tensor] | None
+) -> Sequence[int]:
+    if images is not None:
+        return [image.data_ptr() for image in images]
+    first, size = layer.buffers.data_ptr(), layer.layout.num_bytes
+    return [first + expert * size for expert in batch.experts]
+
+
+def _run_reference(
+    batch: ExpertBatch, images: Sequence[Tensor] | None, activate: Callable[[Tensor], Tensor]
+) -> None:
+    """Compute expert by expert in torch."""
+    layer, first = batch.layer, batch.begin[0]
+    for i, expert in enumerate(batch.experts):
+        chosen = slice(batch.begin[i] - first, batch.begin[i + 1] - first)
+        weights = layer.weights(expert) if images is None else layer.weights_in(images[i])
+        batch.out[chosen] = expert_ffn(batch.hidden[batch.token[chosen]], weights, activate)

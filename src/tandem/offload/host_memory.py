@@ -1,0 +1,45 @@
+"""What this machine's memory has room for. Reads the operating system, nothing else."""
+
+import os
+from pathlib import Path
+
+from tandem.core.errors import CapacityError
+from tandem.core.units import format_bytes
+
+
+def available_bytes() -> int:
+    """Return the memory that programs can still take without pushing others out."""
+    limits = [_cgroup_bytes()]
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                limits.append(int(line.split()[1]) * 1024)
+    except OSError:  # not Linux: all of it, which is at least an upper bound
+        limits.append(total_bytes())
+    return min(limit for limit in limits if limit is not None)
+
+
+def total_bytes() -> int:
+    """Return the machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _cgroup_bytes() -> int | None:
+    """Return what a container's limit leaves; None without a limit."""
+    root = Path("/sys/fs/cgroup")
+    try:
+        limit = (root / "memory.max").read_text().strip()
+        used = int((root / "memory.current").read_text())
+    except OSError:
+        return None
+    return None if limit == "max" else max(0, int(limit) - used)
+
+
+def require_host_memory(num_bytes: int, available: int, *, what: str, formats: str = "") -> None:
+    """Raise `CapacityError` unless so many bytes are there; says what would fit."""
+    if num_bytes <= available:
+        return
+    raise CapacityError(
+        f"{what} take {format_bytes(num_bytes)} of host memory and {format_bytes(available)} are "
+        f"free; {formats or 'close other programs or choose a smaller model'}"
+    )

@@ -1,0 +1,201 @@
+"""One MoE layer on two processors: the hybrid step.
+
+    routing -> load -> plan -> { hits on the device | copies on the link | the rest on the CPU }
+            -> rows added in the router's order
+
+`execute` reads from top to bottom as it happens. The device and the link work beside this thread,
+which computes the CPU's share itself; nobody waits for another before the rows are added.
+Whatever the plan, the result has the same bits as `CpuExecutor`'s.
+"""
+
+import contextlib
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tandem.offload import executor as cpu_executor
+from tandem.offload.batch import ExpertFunctions
+from tandem.offload.device import Device, OutOfDeviceMemoryError
+from tandem.offload.events import LayerExecuted, Listener
+from tandem.offload.expert_cache import SHRINK, ExpertCache
+from tandem.offload.expert_kernels import ExpertKernels
+from tandem.offload.host_store import HostStore
+from tandem.offload.layer_call import LayerCall
+from tandem.offload.routing import Routing
+from tandem.policy.plan import Copy, Hint, LayerLoad, LayerPlan
+
+
+class HybridExecutor:
+    """Computes layers by the planner's plans. One call at a time, layers in the model's order."""
+
+    def __init__(self, cache: ExpertCache, kernels: ExpertKernels) -> None:
+        """Serve the cache's store; `kernels` compute the CPU's share."""
+        self.store: HostStore = cache.store
+        self.cache = cache
+        self.listeners: list[Listener] = []
+        self.hints: Sequence[Hint] = ()
+        """What is foreseen for the layer after the one that is executed next."""
+        self._kernels = kernels
+        self._announced: tuple[Sequence[int], bool] | None = None
+        self._last_layer = len(self.store)
+        self._wanted_slots: int | None = None
+        self._step_copies: tuple[Copy, ...] = ()
+
+    @property
+    def device(self) -> Device:
+        """The device that the cache is on."""
+        return self.cache.device
+
+    def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:
+        """Announce the tokens of the forward pass that comes; ids are empty if unknown."""
+        self._announced = token_ids, is_prefill
+
+    def resize(self, num_slots: int) -> None:
+        """Change the number of slots; it happens before the next step."""
+        self._wanted_slots = num_slots
+
+    def close(self) -> None:
+        """End all threads and give the device's memory back."""
+        self.cache.discard()
+        self.device.close()
+
+    def execute(
+        self,
+        layer: int,
+        hidden: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        functions: ExpertFunctions,
+    ) -> Tensor:
+        """Compute a layer; see `Executor`."""
+        hidden = hidden.detach()
+        if layer <= self._last_layer or self._announced is not None:
+            self._begin_step(len(hidden))
+        self._last_layer = layer
+        most = cpu_executor.MAX_TOKENS_AT_ONCE
+        if len(hidden) <= most:
+            return self._execute_chunk(layer, hidden, top_k_index, top_k_weights, functions)
+        chunks = zip(
+            hidden.split(most), top_k_index.split(most), top_k_weights.split(most), strict=True
+        )
+        return torch.cat([self._execute_chunk(layer, *chunk, functions) for chunk in chunks])
+
+    def _begin_step(self, num_tokens: int) -> None:
+        if self._wanted_slots is not None:
+            self.cache.resize(self._wanted_slots)
+            self._wanted_slots = None
+        token_ids, is_prefill = self._announced or ((), False)
+        self._announced = None
+        cache = self.cache
+        ahead = cache.planner.begin_step(
+            num_tokens, cache.clock.now, token_ids=token_ids, is_prefill=is_prefill
+        )
+        self._step_copies = ahead
+        if ahead:
+            cache.clock.issue(ahead)
+            cache.submit(ahead, is_needed=False)
+
+    def _execute_chunk(
+        self,
+        layer: int,
+        hidden: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        functions: ExpertFunctions,
+    ) -> Tensor:
+        host, cache = self.store[layer], self.cache
+        routing = Routing(top_k_index, host.arrivals.num_experts)
+        clock = cache.clock
+        clock.run_dense(len(hidden))
+        cache.take_arrivals()
+        if not routing.experts:
+            return torch.zeros_like(hidden)
+        load = routing.load(layer, top_k_weights)
+        begin, asked = clock.now, time.perf_counter()
+        plan = cache.planner.plan(load, begin, self.hints)
+        plan_seconds = time.perf_counter() - asked
+        cache.cancel_unused(layer, load.experts)
+        call = LayerCall(host, functions, hidden, routing, _order(plan))
+        try:
+            self._carry_out(call, plan)
+        except OutOfDeviceMemoryError:
+            self._recover(shrink=True)
+            plan = _all_on_cpu(load, plan)
+            call = LayerCall(host, functions, hidden, routing, plan.cpu)
+            self._carry_out(call, plan)
+        except BaseException:
+            self._recover(shrink=False)
+            raise
+        clock.run(load, plan)
+        if self.listeners:
+            self._report(load, plan, begin, plan_seconds, call)
+        return call.result(top_k_weights)
+
+    def _carry_out(self, call: LayerCall, plan: LayerPlan) -> None:
+        """Start the device and the link, compute the CPU's share, wait for the device."""
+        cache, engine = self.cache, self.cache.engine
+        first = plan.layer * cache.geometry.num_experts
+        slot_of = cache.planner.residency.slot_of
+        num_gpu = len(plan.gpu)
+        if num_gpu:
+            keys = [first + expert for expert in plan.gpu]
+            use = engine.use([slot_of[key] for key in keys], keys)
+            self.device.launch(call.batch(0, num_gpu), use)
+        at = num_gpu
+        for expert in plan.arriving:  # each runs as it lands
+            key = first + expert
+            self.device.launch(call.batch(at, at + 1), engine.use((slot_of[key],), (key,)))
+            at += 1
+        for copy in plan.fetch:
+            cache.submit((copy,), is_needed=True)
+            use = engine.use((copy.slot,), (first + copy.expert,))
+            self.device.launch(call.batch(at, at + 1), use)
+            at += 1
+        cache.submit(plan.insert, is_needed=False)
+        cache.submit(plan.prefetch, is_needed=False)
+        if plan.cpu:
+            self._kernels.run(call.batch(at, at + len(plan.cpu)))
+        if at:
+            self.device.synchronize()
+
+    def _recover(self, *, shrink: bool) -> None:
+        """Make the engine usable after an error in the middle of a layer."""
+        with contextlib.suppress(Exception):  # of what was launched before the error; it is told
+            self.device.synchronize()
+        slots = self.cache.num_slots
+        self.cache.resize(int(slots * SHRINK) if shrink else slots)
+        self._last_layer = len(self.store)
+
+    def _report(
+        self, load: LayerLoad, plan: LayerPlan, begin: float, plan_seconds: float, call: LayerCall
+    ) -> None:
+        num_active = len(load.experts)
+        event = LayerExecuted(
+            layer=load.layer,
+            num_tokens=call.routing.num_tokens,
+            num_active_experts=num_active,
+            num_expert_rows=call.routing.num_rows,
+            touched_bytes=num_active * call.host.image_bytes,
+            load=load,
+            plan=plan,
+            step_copies=self._step_copies,
+            begin_seconds=begin,
+            end_seconds=self.cache.clock.now,
+            plan_seconds=plan_seconds,
+        )
+        self._step_copies = ()
+        for listener in self.listeners:
+            listener(event)
+
+
+def _order(plan: LayerPlan) -> Sequence[int]:
+    """Return the experts lane by lane, as `_carry_out` launches them."""
+    if not plan.arriving and not plan.fetch:
+        return (*plan.gpu, *plan.cpu)
+    return (*plan.gpu, *plan.arriving, *[copy.expert for copy in plan.fetch], *plan.cpu)
+
+
+def _all_on_cpu(load: LayerLoad, plan: LayerPlan) -> LayerPlan:
+    return plan._replace(gpu=(), arriving=(), fetch=(), cpu=load.experts, insert=(), prefetch=())

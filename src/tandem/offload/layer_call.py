@@ -1,0 +1,54 @@
+"""One call of a layer: its rows in the order of a plan, cut into batches, and added up."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tandem.offload.batch import ExpertBatch, ExpertFunctions
+from tandem.offload.host_store import HostLayer
+from tandem.offload.routing import Routing, add_rows
+
+
+class LayerCall:
+    """What all batches of a call share; each batch fills a contiguous piece of the rows."""
+
+    def __init__(
+        self,
+        host: HostLayer,
+        functions: ExpertFunctions,
+        hidden: Tensor,
+        routing: Routing,
+        order: Sequence[int],
+    ) -> None:
+        """Lay the rows out with the active experts in this order; `hidden` is on the CPU."""
+        self.host = host
+        self.routing = routing
+        self._functions = functions
+        self._hidden = hidden
+        self._hidden_fp32 = hidden.float()
+        self._order = order
+        self._rows = routing.rows(order)
+        self._computed = torch.empty(routing.num_rows, hidden.shape[1])
+
+    def batch(self, first: int, last: int) -> ExpertBatch:
+        """Return the batch of the order's experts first .. last - 1."""
+        begin, rows = self._rows.begin, self._rows
+        start, end = begin[first], begin[last]
+        return ExpertBatch(
+            self.host,
+            self._functions,
+            self._hidden,
+            self._hidden_fp32,
+            self._order[first:last],
+            begin[first : last + 1],
+            rows.token[start:end],
+            self._computed[start:end],
+        )
+
+    def result(self, top_k_weights: Tensor) -> Tensor:
+        """Return the weighted sums (n_tokens, hidden_size), once all batches are done."""
+        computed, post_norm = self._computed, self._functions.post_norm
+        if post_norm is not None:
+            computed = post_norm(computed.to(self._hidden.dtype)).float()
+        return add_rows(computed, self._rows, top_k_weights).to(self._hidden.dtype)

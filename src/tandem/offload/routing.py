@@ -1,0 +1,143 @@
+"""What a router chose, as counts and as rows of experts. Knows neither weights nor devices.
+
+A *row* is a (token, expert) pair. Rows lie expert by expert, in an order of experts that the
+caller chooses, so that every lane of a plan computes one contiguous piece of them.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tandem.policy.plan import LayerLoad
+
+Ints = npt.NDArray[np.int64]
+
+
+class Rows(NamedTuple):
+    """The rows of a call, in the chosen order of experts.
+
+    Expert i of that order has rows `begin[i]`..`begin[i + 1]` - 1; row j is of token `token[j]` and
+    belongs at place `place[j]` of the flattened (n_tokens, top_k), or at j if `place` is None.
+    """
+
+    begin: list[int]
+    token: Tensor  # (n_rows,) int32
+    place: Ints | None
+
+
+@functools.lru_cache(maxsize=64)
+def _zeros(count: int) -> Tensor:
+    return torch.zeros(count, dtype=torch.int32)
+
+
+class Routing:
+    """One call's choice of experts; ids outside 0..num_experts - 1 are padding and left out."""
+
+    def __init__(self, top_k_index: Tensor, num_experts: int) -> None:
+        """Count a (n_tokens, top_k) choice, which must be on the CPU."""
+        self.num_tokens, self.top_k = top_k_index.shape
+        self.num_experts = num_experts
+        self._single: list[int] | None = None  # the choice of a lone token: no arrays are needed
+        if self.num_tokens == 1:
+            row: list[int] = top_k_index[0].tolist()
+            ordered = sorted(row)
+            if len(set(row)) == len(row) and ordered[0] >= 0 and ordered[-1] < num_experts:
+                self._single = row
+                self.experts = tuple(ordered)
+                self.tokens = (1,) * len(row)
+                return
+        self._flat: Ints = top_k_index.numpy().reshape(-1).astype(np.int64, copy=False)
+        is_valid = (self._flat >= 0) & (self._flat < num_experts)
+        self._valid = self._flat if is_valid.all() else self._flat[is_valid]
+        self._counts = np.bincount(self._valid, minlength=num_experts)
+        active = np.flatnonzero(self._counts)
+        self.experts = tuple(active.tolist())
+        self.tokens = tuple(self._counts[active].tolist())
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all experts."""
+        return self.top_k if self._single is not None else len(self._valid)
+
+    def load(self, layer: int, top_k_weights: Tensor) -> LayerLoad:
+        """Return the choice as a planner wants it.
+
+        Gate weights are rounded to fp16, as a trace stores them: a replay decides the same.
+        """
+        if self._single is not None:
+            weights = dict(zip(self._single, top_k_weights[0].half().tolist(), strict=True))
+            by_expert = tuple([weights[expert] for expert in self.experts])
+            return LayerLoad(layer, self.experts, self.tokens, by_expert, (self._single,))
+        flat = top_k_weights.half().numpy().astype(np.float64).reshape(-1)
+        if len(self._valid) < len(self._flat):
+            return LayerLoad(layer, self.experts, self.tokens)
+        sums = np.bincount(self._flat, weights=flat, minlength=self.num_experts)
+        routes = self._flat.reshape(self.num_tokens, self.top_k).tolist()
+        return LayerLoad(
+            layer, self.experts, self.tokens, tuple(sums[list(self.experts)].tolist()), routes
+        )
+
+    def rows(self, order: Sequence[int]) -> Rows:
+        """Return the rows with experts in this order; it must hold all active ones."""
+        if self._single is not None:
+            token = _zeros(self.top_k)
+            begin = list(range(self.top_k + 1))
+            if self._single == list(order):
+                return Rows(begin, token, None)
+            place_of = {expert: at for at, expert in enumerate(self._single)}
+            return Rows(begin, token, np.array([place_of[expert] for expert in order]))
+        # Padding ranks behind all experts, and is cut off.
+        rank = np.full(self.num_experts + 1, len(order), dtype=np.int16)
+        rank[list(order)] = np.arange(len(order))
+        chosen = self._flat
+        if len(self._valid) < len(chosen):
+            is_padding = (chosen < 0) | (chosen >= self.num_experts)
+            chosen = np.where(is_padding, self.num_experts, chosen)
+        place = np.argsort(rank[chosen], kind="stable")[: len(self._valid)]
+        begin = [0, *np.cumsum(self._counts[list(order)]).tolist()]
+        token = torch.from_numpy((place // self.top_k).astype(np.int32))
+        return Rows(begin, token, place)
+
+    def lone_order(self) -> Sequence[int]:
+        """Return the order of experts that needs the least sorting."""
+        return self._single if self._single is not None else self.experts
+
+
+def add_rows(computed: Tensor, rows: Rows, top_k_weights: Tensor) -> Tensor:
+    """Sum weight * row over k: (n_rows, hidden_size) fp32 -> (n_tokens, hidden_size) fp32.
+
+    A fixed order of fp32 additions, the router's first to last: the same bits whoever computed the
+    rows. Padding adds nothing.
+    """
+    num_tokens, top_k = top_k_weights.shape
+    width = computed.shape[1]
+    if num_tokens == 1 and len(computed) == top_k and width > 1:
+        return _add_single(computed, rows, top_k_weights)
+    expert_rows = computed
+    if rows.place is not None:
+        expert_rows = computed.new_zeros((num_tokens * top_k, width))
+        expert_rows[torch.from_numpy(rows.place)] = computed
+    expert_rows = expert_rows.view(num_tokens, top_k, width)
+    weights = top_k_weights.float()
+    total = expert_rows[:, 0] * weights[:, 0, None]
+    for k in range(1, top_k):
+        total += expert_rows[:, k] * weights[:, k, None]
+    return total
+
+
+def _add_single(computed: Tensor, rows: Rows, top_k_weights: Tensor) -> Tensor:
+    """Add one token's rows in numpy, whose calls cost a third of torch's; it adds in order too."""
+    values = computed.numpy()
+    weights = top_k_weights.float().numpy()[0]
+    if rows.place is not None:
+        weights = weights[rows.place]
+        weighted = np.empty_like(values)
+        weighted[rows.place] = values * weights[:, None]
+    else:
+        weighted = values * weights[:, None]
+    return torch.from_numpy(np.add.reduce(weighted, axis=0, keepdims=True))

@@ -1,0 +1,98 @@
+"""The hybrid step: the same bits as the CPU alone, whatever is planned."""
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tandem.offload.cache_statistics import CacheStatistics
+from tandem.offload.executor import CpuExecutor, Executor
+from tandem.offload.host_store import HostStore
+from tandem.policy.assignment import ASSIGNMENTS
+from tandem.policy.eviction import EVICTIONS
+from tandem.policy.prediction import PREDICTIONS
+from tandem.policy.settings import PlannerSettings
+from tests.offload.machines import FUNCTIONS, GEOMETRY, make_executor, make_store, route
+
+NUM_EXPERTS = GEOMETRY.num_layers * GEOMETRY.num_experts
+SLOTS = (0, 1, GEOMETRY.top_k - 1, GEOMETRY.top_k, NUM_EXPERTS // 2, NUM_EXPERTS)
+BATCHES = (1, 4, 16)
+
+
+@pytest.fixture(scope="module")
+def packed_store() -> HostStore:
+    return make_store()
+
+
+@pytest.fixture(scope="module")
+def plain_store() -> HostStore:
+    return make_store(expert_dtype=None)
+
+
+def outputs(executor: Executor, batch: int, steps: int = 8) -> Iterator[torch.Tensor]:
+    """Run a prompt of three tokens a sequence and then steps of one."""
+    generator = torch.Generator().manual_seed(batch)
+    for step in range(steps):
+        num_tokens = batch * (3 if step == 0 else 1)
+        ids = torch.randint(50, (num_tokens,), generator=generator).tolist()
+        executor.begin_step(ids, is_prefill=step == 0)
+        for layer in range(GEOMETRY.num_layers):
+            yield executor.execute(layer, *route(num_tokens, generator), FUNCTIONS)
+
+
+def settings_of(assignment: str, eviction: str, prediction: str) -> PlannerSettings:
+    return PlannerSettings(
+        assignment=assignment,
+        eviction=eviction,
+        prediction=prediction,
+        prefetch="top-k" if prediction != "none" else "none",
+        prefetch_count=2 if prediction != "none" else 0,
+    )
+
+
+# The optimum's search is no policy to run with; it is tried below.
+POLICIES = [name for name in ASSIGNMENTS.names() if not name.startswith("exact")]
+
+
+def check_equal(store: HostStore, settings: PlannerSettings, num_slots: int, batch: int) -> None:
+    executor = make_executor(store, num_slots, settings)
+    wanted = outputs(CpuExecutor(store, num_threads=1), batch)
+    for actual, expected in zip(outputs(executor, batch), wanted, strict=True):
+        assert torch.equal(actual, expected), f"{settings}, {num_slots} slots, batch {batch}"
+    executor.cache.planner.residency.check_integrity()
+
+
+@pytest.mark.parametrize("prediction", PREDICTIONS.names())
+@pytest.mark.parametrize("assignment", POLICIES)
+def test_bits_equal_those_of_the_cpu_for_every_policy(
+    packed_store: HostStore, assignment: str, prediction: str
+) -> None:
+    """The product of all policies and cache sizes, each with one of the batches by turns.
+
+    `python -m tests.offload.matrix` runs every batch.
+    """
+    batches = itertools.cycle(BATCHES)
+    for eviction, num_slots in itertools.product(EVICTIONS.names(), SLOTS):
+        settings = settings_of(assignment, eviction, prediction)
+        check_equal(packed_store, settings, num_slots, next(batches))
+
+
+@pytest.mark.parametrize("assignment", ASSIGNMENTS.names())
+def test_bits_equal_those_of_the_cpu_for_plain_experts(
+    plain_store: HostStore, assignment: str
+) -> None:
+    for num_slots, batch in itertools.product(SLOTS, BATCHES):
+        settings = settings_of(assignment, "successor", "foresight")
+        check_equal(plain_store, settings, num_slots, batch)
+
+
+def test_every_lane_takes_part(packed_store: HostStore) -> None:
+    executor = make_executor(packed_store, 12)
+    statistics = CacheStatistics()
+    executor.listeners.append(statistics)
+    for _ in outputs(executor, 4, steps=60):
+        pass
+    assert 0 < statistics.hits < statistics.active
+    assert sum(counts.fetched for counts in statistics.layers.values()) > 0
+    assert 0 < statistics.device_share < 1
