@@ -89,6 +89,21 @@ def test_successor_learns_what_follows() -> None:
     assert ranking[:4] == [3, 6, 1, 4]
 
 
+def test_successor_counts_a_prompt_as_one_sequence_among_those_that_run() -> None:
+    def worth_after(batch: int) -> list[float]:
+        policy = Successor(ONE_LAYER)
+        for _ in range(3):
+            policy.begin_step(is_prefill=False)
+            policy.touch(LayerLoad(0, (0,), (batch,), (), ((0,),) * batch))
+        policy.begin_step(is_prefill=True)
+        policy.touch(LayerLoad(0, (6, 7), (8, 1), (), ((6,),) * 8 + ((7,),)))
+        return policy.worth([0, 6])
+
+    alone, busy = worth_after(1), worth_after(16)
+    assert alone[1] > alone[0]  # the prompt's busy expert, against what ran before
+    assert busy[1] < busy[0]
+
+
 def test_successor_survives_many_experts_and_long_runs() -> None:
     geometry = Geometry(num_layers=2, num_experts=512, top_k=10)
     policy = Successor(geometry)

@@ -22,7 +22,17 @@ HORIZON, DISCOUNT = 8, 0.8
 RATE = 0.06  # of the error, shared by the rows
 FAST_SHIFT, SLOW_SHIFT = 2, 4
 MAX_TOKENS = 64  # of one expert in one step that the counts look at
-FORESEEN_SHIFT = 3  # weight of the sum against each count: 8 to 1
+PROMPT_TOKENS = 16  # a prompt counts as at most so many steps of one token
+FORESEEN_SHIFT = 2  # weight of the sum against each count: 4 to 1
+
+
+class _Use(NamedTuple):
+    """What a layer uses at one step."""
+
+    load: LayerLoad
+    divisor: int  # of its token counts: a prompt is one sequence among those that run
+    experts: Sequence[int]
+    above: Sequence[int]  # experts of the layer above
 
 
 class _Foresight(NamedTuple):
@@ -50,6 +60,7 @@ class Successor:
         self._tables = [_LayerTable(lanes, geometry, layer) for layer in range(geometry.num_layers)]
         self._above: Sequence[int] = ()
         self._is_prefill = False
+        self._batch = 1  # tokens of the last decode step
         self._unlearned: list[_LayerTable] = []
 
     def begin_step(self, *, is_prefill: bool) -> None:
@@ -60,11 +71,15 @@ class Successor:
 
     def touch(self, load: LayerLoad) -> None:
         """Note what the layer uses now; of a prompt, what its last token uses."""
-        experts: Sequence[int] = load.experts
-        if self._is_prefill and load.routes:
-            experts = load.routes[-1]
+        experts, divisor = load.experts, 1
+        num_tokens = len(load.routes)
+        if not self._is_prefill:
+            self._batch = num_tokens
+        elif num_tokens:
+            experts = tuple(load.routes[-1])
+            divisor = max(self._batch, num_tokens // PROMPT_TOKENS)
         table = self._tables[load.layer]
-        table.note(load, experts, self._above)
+        table.note(_Use(load, divisor, experts, self._above))
         self._unlearned.append(table)
         self._above = experts
 
@@ -119,13 +134,13 @@ class _LayerTable:
         self._losses = [now - later for now, later in pairwise(targets)]  # by step of waiting
         self._past: deque[_Foresight] = deque()
         self._fast = self._slow = lanes.filled(share)
-        self._noted: tuple[LayerLoad, Sequence[int], Sequence[int]] | None = None
+        self._noted: _Use | None = None
         self._values: memoryview | None = None
 
-    def note(self, load: LayerLoad, experts: Sequence[int], above: Sequence[int]) -> None:
+    def note(self, use: _Use) -> None:
         """Take what is in use now in this layer and in the one above; look at it later."""
         self.learn()
-        self._noted = load, experts, above
+        self._noted = use
 
     def learn(self) -> None:
         """Look at what was noted, and settle what was foreseen HORIZON steps before it."""
@@ -148,23 +163,23 @@ class _LayerTable:
     def _observe(self) -> None:
         if self._noted is None:
             return
-        load, experts, above = self._noted
+        load, divisor, experts, above = self._noted
         self._noted = None
         lanes = self._lanes
         used = weighed = lanes.used(experts)
         if max(load.tokens) > 1:
-            weighed = self._weighed(load)
+            weighed = self._weighed(load, divisor)
         total = sum_rows(self._after, experts) + sum_rows(self._below, above)
         self._past.append(_Foresight(experts, above, total, used))
         self._fast = lanes.moved(self._fast, weighed, FAST_SHIFT)
         self._slow = lanes.moved(self._slow, weighed, SLOW_SHIFT)
         self._values = None
 
-    def _weighed(self, load: LayerLoad) -> int:
+    def _weighed(self, load: LayerLoad, divisor: int) -> int:
         """Return the row of token counts: at larger batches a busy expert saves more CPU time."""
-        unit = self._lanes.unit
+        unit, half = self._lanes.unit, divisor // 2
         pairs = zip(load.experts, load.tokens, strict=True)
-        return sum([unit[expert] * min(tokens, MAX_TOKENS) for expert, tokens in pairs])
+        return sum([unit[e] * min((tokens + half) // divisor, MAX_TOKENS) for e, tokens in pairs])
 
     def _settle(self, foresight: _Foresight) -> None:
         """Add a part of the error to each row that had a share in a foresight."""
