@@ -14,6 +14,7 @@ from tandem.core.registry import nearest_names
 COMMANDS = {
     "run": "answer a prompt or chat (without MODEL: the demo model)",
     "bench": "measure the expert kernels against this machine's ceilings",
+    "trace": "record what a model's routers choose",
     "simulate": "replay routing traces through the planner on a hardware profile",
 }
 EXIT_USER_ERROR = 2

@@ -16,6 +16,7 @@ from tandem.hf.compat import QuantizerHooks, is_expert_merge
 from tandem.hf.config import OffloadConfig
 from tandem.hf.conversion import StoreExpertwise, StoreFused, StorePacked, StoreWriter
 from tandem.hf.experts import EXPERTS_IMPLEMENTATION, is_experts_module
+from tandem.hf.machine import bind_all
 from tandem.hf.packed import INDEX_FILE, packed_name
 from tandem.hf.steps import announce_steps
 from tandem.offload.arrivals import TENSOR_NAMES
@@ -128,8 +129,15 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
     def assemble(self, model: Any, options: OffloadConfig) -> None:
         """Make the experts run as the options say, from now on; raises `TandemError`."""
         self.executor.close()
-        bound = [(module, layer.layer) for module, layer in self._bound]
-        self.executor = assemble(model, self.store, bound, options)
+        self.executor = assemble(model, self.store, self._modules(), options)
+
+    def use(self, executor: Executor) -> None:
+        """Make the experts run through another executor, such as one around the present one."""
+        self.executor = executor
+        bind_all(self._modules(), executor)
+
+    def _modules(self) -> list[tuple[nn.Module, int]]:
+        return [(module, layer.layer) for module, layer in self._bound]
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
         """Refuse `save_pretrained`: it would write the empty placeholders."""

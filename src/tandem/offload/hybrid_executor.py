@@ -70,7 +70,7 @@ class HybridExecutor:
         functions: ExpertFunctions,
     ) -> Tensor:
         """Compute a layer; see `Executor`."""
-        hidden = hidden.detach()
+        hidden, top_k_weights = hidden.detach(), top_k_weights.detach()
         if layer <= self._last_layer or self._announced is not None:
             self._begin_step(len(hidden))
         self._last_layer = layer

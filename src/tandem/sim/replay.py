@@ -98,7 +98,7 @@ class Run:
     shape: ShapeCosts
     num_slots: int
     batch: int = 1
-    prompt: int = 16
+    prompt: int | None = 16  # tokens of a sequence that run at once; None: as recorded
     limit: int = 1 << 60
     compare_every: int = COMPARE_EVERY  # 0: never
 

@@ -1,6 +1,7 @@
 """Cut a trace into steps: sequences side by side, prompts at once, then token after token."""
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -21,22 +22,24 @@ class Step(NamedTuple):
     is_prefill: bool
 
 
-def replay_steps(trace: RoutingTrace, batch: int, prompt: int) -> Iterator[Step]:
+def replay_steps(trace: RoutingTrace, batch: int, prompt: int | None) -> Iterator[Step]:
     """Yield steps of `batch` sequences side by side; the first `prompt` tokens of each at once.
 
+    With `prompt` None they are as long as when they were recorded (meta `prompt_tokens`).
     A sequence that ends gives its lane to the next one, whose prompt then runs as a step. When
     no sequence is left for a free lane, the replay ends: every decode step is a full batch.
     A trace of fewer sequences than lanes has its longest ones cut in halves until there are enough.
     """
     waiting = _spans(trace, batch)
+    prompts = _prompts(trace, prompt)
     lanes: list[tuple[int, int]] = []
     while True:
         lanes = [(at, end) for at, end in lanes if at < end]
         joining = [waiting.pop(0) for _ in range(min(batch - len(lanes), len(waiting)))]
         if len(lanes) + len(joining) < batch:
             return
-        if joining and prompt:
-            cut = [(at, min(at + prompt, end), end) for at, end in joining]
+        if joining and any(prompts[at] for at, _ in joining):
+            cut = [(at, min(at + prompts[at], end), end) for at, end in joining]
             yield Step(np.concatenate([np.arange(at, mid) for at, mid, _ in cut]), True)
             joining = [(mid, end) for _, mid, end in cut]
         lanes += joining
@@ -45,6 +48,16 @@ def replay_steps(trace: RoutingTrace, batch: int, prompt: int) -> Iterator[Step]
             continue
         yield Step(np.array([at for at, _ in lanes]), False)
         lanes = [(at + 1, end) for at, end in lanes]
+
+
+def _prompts(trace: RoutingTrace, prompt: int | None) -> Mapping[int, int]:
+    """Return by a sequence's first token how many tokens run at once."""
+    if prompt is not None:
+        return defaultdict(lambda: prompt)
+    recorded = trace.meta.more.get("prompt_tokens")
+    if not isinstance(recorded, list) or len(recorded) != trace.num_sequences:
+        raise ConfigError("the trace does not say how long its prompts were; give a number")
+    return dict(zip(trace.seq_offsets[:-1].tolist(), recorded, strict=True))
 
 
 def _spans(trace: RoutingTrace, batch: int) -> list[tuple[int, int]]:

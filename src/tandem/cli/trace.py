@@ -1,0 +1,83 @@
+"""`tandem trace record`: run prompts and write what the routers chose, as a routing trace."""
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
+
+from tandem.cli.models import load_model_and_tokenizer
+from tandem.cli.prompts import read_prompts
+from tandem.core.config import add_flags, from_flags, option, require_range
+from tandem.core.errors import ConfigError
+from tandem.offload.options import OffloadOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceOptions:
+    """What a recording knows beside how the model runs."""
+
+    limit: int = option(1 << 30, help="prompts of the file to run, at most", metavar="N")
+    max_new_tokens: int = option(64, help="tokens to generate for each prompt", metavar="N")
+    seed: int = option(0, help="seed of the sampling", metavar="N")
+    json: bool = option(False, help="last line of standard output: one JSON object")
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        require_range("limit", self.limit, 1)
+        require_range("max_new_tokens", self.max_new_tokens, 1)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `tandem trace`."""
+    parser.add_argument("action", choices=("record",), metavar="record", help="write a new trace")
+    parser.add_argument(
+        "model", nargs="?", default="demo", metavar="MODEL",
+        help="model directory, hub id, demo or demo-equal (default: demo)",
+    )  # fmt: skip
+    parser.add_argument("--prompts", required=True, metavar="FILE", help="prompts: text or JSON")
+    parser.add_argument("-o", "--output", required=True, metavar="FILE", help="trace (.npz)")
+    add_flags(parser, OffloadOptions)
+    add_flags(parser, TraceOptions)
+
+
+def run(flags: argparse.Namespace) -> int:
+    """Record; returns the exit code."""
+    options = from_flags(TraceOptions, flags)
+    offload = from_flags(OffloadOptions, flags)
+    if not flags.output.endswith(".npz"):
+        raise ConfigError(f"the trace is to be {flags.output!r}; give a name that ends in .npz")
+    prompts = read_prompts(flags.prompts)[: options.limit]
+    model, tokenizer = load_model_and_tokenizer(flags.model, offload, quiet=True)
+
+    from tandem.generate.generator import Generator
+    from tandem.hf.recording import record
+    from tandem.trace import write_trace
+
+    def generate(prompt: str) -> None:
+        Generator(model, tokenizer).generate(
+            [[{"role": "user", "content": prompt}]],
+            max_new_tokens=options.max_new_tokens,
+            seed=options.seed,
+        )
+        print(".", end="", file=sys.stderr, flush=True)
+
+    trace = record(model, flags.model, prompts, generate)
+    print(file=sys.stderr)
+    write_trace(flags.output, trace)
+    summary = {
+        "trace": flags.output,
+        "model": trace.meta.model,
+        "sequences": trace.num_sequences,
+        "tokens": trace.num_tokens,
+        "moe_layers": trace.meta.n_moe_layers,
+        "experts": trace.meta.n_experts,
+        "top_k": trace.meta.top_k,
+        "predictors": list(trace.meta.predictors),
+    }
+    print(
+        f"{flags.output}: {trace.num_sequences} sequences, {trace.num_tokens} tokens, "
+        f"{trace.meta.n_moe_layers} layers of {trace.meta.n_experts} experts"
+    )
+    if options.json:
+        print(json.dumps(summary))
+    return 0

@@ -1,0 +1,68 @@
+"""`tandem trace record` as a user starts it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tandem.cli.prompts import read_prompts
+from tandem.core.errors import FileFormatError
+from tandem.sim.profiles import save_profile
+from tandem.trace import read_trace
+from tests.cli.test_run import ENVIRONMENT
+from tests.hf.tiny import save_tiny_checkpoint
+from tests.offload.machines import make_machine
+
+
+def test_records_a_trace_on_the_emulated_device(tmp_path: Path) -> None:
+    model = save_tiny_checkpoint(tmp_path / "tiny")
+    save_profile(make_machine().profile, tmp_path / "machine.json")
+    (tmp_path / "prompts.txt").write_text("hello\n\nwhat is it?\nand more\n")
+    command = [sys.executable, "-m", "tandem.cli.main", "trace", "record", str(model), "--json"]
+    command += ["--prompts", str(tmp_path / "prompts.txt"), "-o", str(tmp_path / "t.npz")]
+    command += ["--device", "emulated", "--gpu-memory", "150kB", "--limit", "2"]
+    command += ["--profile", str(tmp_path / "machine.json"), "--max-new-tokens", "5"]
+    environment = {**ENVIRONMENT, "TANDEM_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    trace = read_trace(tmp_path / "t.npz")
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["sequences"] == trace.num_sequences == 2
+    assert report["tokens"] == trace.num_tokens
+    assert trace.weights is not None
+    assert trace.token_ids is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "prompts"),
+    [
+        ("p.txt", "a\n\nb\n", ["a", "b"]),
+        ("p.json", '["a", {"text": "b"}]', ["a", "b"]),
+        ("p.json", '{"prompts": [{"prompt": "a"}]}', ["a"]),
+        ("p.jsonl", '{"question": "a"}\n"b"\n', ["a", "b"]),
+    ],
+)
+def test_prompts_are_read(tmp_path: Path, name: str, content: str, prompts: list[str]) -> None:
+    (tmp_path / name).write_text(content)
+    assert read_prompts(tmp_path / name) == prompts
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("p.txt", "\n", "found no prompt"),
+        ("p.json", "{", "not JSON"),
+        ("p.json", "3", "found int; expected one prompt per line"),
+        ("p.json", "[3]", "found the prompt 3; expected a text"),
+        ("no.txt", None, "found no such file"),
+    ],
+)
+def test_files_without_prompts_are_refused(
+    tmp_path: Path, name: str, content: str | None, sentence: str
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(FileFormatError, match=sentence):
+        read_prompts(tmp_path / name)

@@ -1,0 +1,183 @@
+"""Whole models on the emulated device: the same bits as on the CPU, and traces that replay."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tandem
+from tandem.core.errors import CapacityError, ConfigError, TandemError
+from tandem.generate.generator import Generator
+from tandem.hf.recording import record
+from tandem.offload.cache_statistics import CacheStatistics
+from tandem.offload.forced_routing import ForcedRouting
+from tandem.offload.options import OffloadOptions, parse_gpu_memory
+from tandem.sim.profiles import save_profile
+from tandem.sim.replay import Run, replay
+from tandem.trace import read_trace, write_trace
+from tests.hf.tiny import save_tiny_checkpoint
+from tests.offload.machines import make_machine
+
+PROMPTS = ["hello there", "a", "one two three four five six seven"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("profiles") / "made-up.json"
+    save_profile(make_machine().profile, path)
+    return str(path)
+
+
+def load(checkpoint: Path, profile: str, **options: Any) -> Any:
+    given = {
+        "device": "emulated",
+        "profile": profile,
+        "gpu_memory": "150kB",
+        "start_content": "random",
+        "cache_dir": str(checkpoint.parent / "cache"),
+    }
+    return tandem.load(checkpoint, dtype="float32", **{**given, **options})
+
+
+def ids_of(prompt: str) -> list[int]:
+    return [ord(c) % 90 + 20 for c in prompt]
+
+
+@pytest.mark.seam
+@pytest.mark.parametrize("expert_dtype", ["auto", "int8"])
+def test_a_whole_model_says_the_same_to_the_bit(
+    checkpoint: Path, profile: str, expert_dtype: str
+) -> None:
+    alone = tandem.load(checkpoint, dtype="float32", expert_dtype=expert_dtype)
+    hybrid = load(checkpoint, profile, expert_dtype=expert_dtype)
+    statistics = CacheStatistics()
+    hybrid.hf_quantizer.executor.listeners.append(statistics)
+    for prompt in PROMPTS:
+        ids = torch.tensor([ids_of(prompt)])
+        with torch.no_grad():
+            torch.testing.assert_close(hybrid(ids).logits, alone(ids).logits, rtol=0, atol=0)
+        tokens = Generator(alone).generate(ids_of(prompt), max_new_tokens=12, temperature=0)
+        assert (
+            Generator(hybrid)
+            .generate(ids_of(prompt), max_new_tokens=12, temperature=0)[0]
+            .token_ids
+            == tokens[0].token_ids
+        )
+    assert 0 < statistics.hits < statistics.active
+
+
+def test_a_recorded_trace_replays_with_the_same_decisions(
+    checkpoint: Path, profile: str, tmp_path: Path
+) -> None:
+    model = load(checkpoint, profile)
+    executor = model.hf_quantizer.executor
+    resident = list(executor.cache.resident())
+    statistics = CacheStatistics()
+    executor.listeners.append(statistics)
+
+    def generate(prompt: str) -> None:
+        Generator(model).generate(ids_of(prompt), max_new_tokens=20, temperature=0)
+
+    trace = record(model, "tiny", PROMPTS, generate)
+    assert model.hf_quantizer.executor is executor
+    write_trace(tmp_path / "t.npz", trace)
+    trace = read_trace(tmp_path / "t.npz")
+    assert trace.token_ids is not None
+    assert trace.token_ids[: len(PROMPTS[0])].tolist() == ids_of(PROMPTS[0])
+    cache = executor.cache
+    run = Run(
+        settings=cache.settings,
+        profile=cache.machine.profile,
+        shape=cache.machine.shape,
+        num_slots=cache.num_slots,
+        prompt=None,
+        compare_every=0,
+    )
+    tally = replay(trace, run, resident=resident)
+    assert tally.tokens == trace.num_tokens
+    assert (tally.demands, tally.hits, tally.copies, tally.total_seconds) == (
+        statistics.active,
+        statistics.hits,
+        statistics.copies,
+        cache.clock.now,
+    )
+
+
+def test_a_trace_forces_its_routing(checkpoint: Path, profile: str) -> None:
+    model = load(checkpoint, profile)
+    quantizer = model.hf_quantizer
+    ids = torch.tensor([ids_of(PROMPTS[2])])
+
+    def run(_: str) -> None:
+        with torch.no_grad():
+            model(ids)
+
+    trace = record(model, "tiny", ["x"], run)
+    flipped = record(model, "tiny", ["x"], lambda _: model(ids.flip(1)))
+    assert (flipped.experts != trace.experts).any()
+    quantizer.use(ForcedRouting(quantizer.executor, flipped))
+    again = record(model, "tiny", ["x"], run)
+    # The recorder sits outside and sees the model's own choice, the same in the first layer.
+    assert (again.experts[:, 0] == trace.experts[:, 0]).all()
+    inner: list[Any] = []
+    quantizer.executor.inner.listeners.append(lambda event: inner.append(event.load.experts))
+    run("")
+    wanted = [
+        tuple(sorted(set(flipped.experts[:, layer].flatten()))) for layer in range(len(inner))
+    ]
+    assert inner == wanted
+
+
+def test_a_trace_of_another_shape_is_refused(checkpoint: Path, profile: str) -> None:
+    model = load(checkpoint, profile)
+    other = read_trace(Path(__file__).parents[2] / "data" / "traces" / "gpt-oss-20b.npz")
+    with pytest.raises(ConfigError, match=r"the trace is of a model with 24 MoE layers of 32"):
+        ForcedRouting(model.hf_quantizer.executor, other)
+
+
+@pytest.mark.parametrize(
+    ("memory", "error", "sentence"),
+    [
+        ("1000", CapacityError, r"gives 1000 B, and one expert takes .*; give at least"),
+        ("-1GB", ConfigError, r"gpu_memory is '-1GB'; expected a size such as 8GiB, a fraction"),
+        ("lots", ConfigError, r"gpu_memory is 'lots'; expected a size such as 8GiB"),
+        ("1.5", ConfigError, r"gpu_memory is '1.5'; expected a size such as 8GiB, a fraction"),
+        ("0%", ConfigError, r"gpu_memory is '0%'"),
+        ("900TiB", CapacityError, r"gpu_memory is 900 TiB and the device has .*; give at most"),
+    ],
+)
+def test_memory_that_cannot_be_is_refused(
+    checkpoint: Path, profile: str, memory: str, error: type[TandemError], sentence: str
+) -> None:
+    with pytest.raises(error, match=sentence):
+        load(checkpoint, profile, **{"gpu_memory": memory})
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"device": "gpu"}, "device is 'gpu', which Tandem does not know"),
+        ({"link_bandwidth": "fast"}, "link_bandwidth is 'fast'; expected a rate"),
+        ({"eviction": "lur"}, "unknown eviction 'lur'; did you mean 'lru'"),
+        ({"start_content": "hot"}, "unknown start content 'hot'"),
+        ({"emulated_speed": 0}, "emulated_speed is 0; expected a factor in"),
+    ],
+)
+def test_unknown_options_are_refused(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        OffloadOptions(**options)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes", "fraction"),
+    [("8GiB", 8 << 30, None), ("300MB", 300_000_000, None), (0.5, None, 0.5), ("25%", None, 0.25)],
+)
+def test_memory_is_parsed(text: Any, num_bytes: int | None, fraction: float | None) -> None:
+    share = parse_gpu_memory(text)
+    assert (share.num_bytes, share.fraction) == (num_bytes, fraction)
