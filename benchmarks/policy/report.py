@@ -220,7 +220,8 @@ def summary_rows(found: Found) -> Rows:
 
     def span(name: str, form: str) -> str:
         values = found[name]
-        return f"{min(values):{form}} .. {max(values):{form}}"
+        least, most = (round(value, 6) + 0.0 for value in (min(values), max(values)))  # no -0.00
+        return f"{least:{form}} .. {most:{form}}"
 
     pairs = zip(found["ours against HybriMoE"], found["DALI against HybriMoE"], strict=True)
     over_dali = [ours / dali for ours, dali in pairs]

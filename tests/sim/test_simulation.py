@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tandem.core.errors import ConfigError
@@ -91,6 +92,24 @@ def test_prefetch_is_never_slower_than_none(
     given = conditions(hardware, gpu_experts=gpu_experts, limit=300, compare_every=0)
     without = run_timed(trace, PlannerSettings(), given).decode_tokens_per_second()
     assert run_timed(trace, TANDEM, given).decode_tokens_per_second() >= without * (1 - 1e-6)
+
+
+def test_hints_of_a_gate_ahead_bring_speed_as_far_as_they_are_right(trace: RoutingTrace) -> None:
+    start = trace.sequences(0, 20)
+    draw = np.random.default_rng(0)
+    random_experts = draw.integers(0, trace.meta.n_experts, start.experts.shape)
+
+    def speed(accuracy: float) -> float:
+        is_right = draw.random(start.experts.shape) < accuracy
+        predicted = np.where(is_right, start.experts, random_experts.astype(np.uint8))
+        meta = dataclasses.replace(start.meta, predictors=("residual",))
+        hinted = dataclasses.replace(start, predicted=predicted[:, :, None, :], meta=meta)
+        return run_timed(hinted, TANDEM, given).decode_tokens_per_second()
+
+    given = conditions(compare_every=0)
+    without = run_timed(start, TANDEM, given).decode_tokens_per_second()
+    assert speed(0.0) > without * 0.999
+    assert without < speed(0.6) < speed(0.95)
 
 
 @pytest.mark.parametrize("batch", [1, 8, 32])

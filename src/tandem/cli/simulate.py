@@ -185,9 +185,10 @@ def _print_summary(path: str, result: dict[str, Any]) -> None:
     print(f"  busy: {busy}; a plan takes {plan['median']:.0f} us (p99 {plan['p99']:.0f})")
     if over is not None:
         overlapped = result["plan_over_optimal"]["executed_overlapped_mean"]
+        shares = [f"{round(share, 6) + 0.0:.2%}" for share in (over, overlapped)]  # no -0.00%
         print(
-            f"  plans by equations 3-9 are {over:.2%} above the optimum, executed plans "
-            f"{overlapped:.2%} above that of overlapped lanes"
+            f"  plans by equations 3-9 are {shares[0]} above the optimum, executed plans "
+            f"{shares[1]} above that of overlapped lanes"
         )
 
 
