@@ -38,6 +38,55 @@ def test_a_prompt_is_text_messages_or_token_ids(generator: tandem.Generator) -> 
     assert chat[0].prompt_tokens > text[0].prompt_tokens
 
 
+def test_a_conversation_goes_on_without_prefilling_again(model: Any) -> None:
+    random = torch.Generator().manual_seed(2)
+    first = torch.randint(32, VOCABULARY, (20,), generator=random).tolist()
+    talk = tandem.Generator(model)
+    (answer,) = talk.generate(first, max_new_tokens=5)
+    for reply in ([50, 51], [60]):
+        longer = [*first, *answer.token_ids, *reply]
+        (again,) = talk.generate(longer, max_new_tokens=5)
+        assert again.reused_tokens == len(first) + len(answer.token_ids) - 1
+        assert (
+            again.token_ids
+            == tandem.Generator(model).generate(longer, max_new_tokens=5)[0].token_ids
+        )
+        first, answer = longer, again
+
+
+def test_another_prompt_shares_only_its_beginning(model: Any) -> None:
+    talk = tandem.Generator(model)
+    talk.generate([40, 41, 42, 43], max_new_tokens=5)
+    for prompt, reused in (([40, 41, 99], 2), ([40, 41, 99], 2), ([77], 0)):
+        (answer,) = talk.generate(prompt, max_new_tokens=5)
+        assert answer.reused_tokens == reused
+        alone = tandem.Generator(model).generate(prompt, max_new_tokens=5)
+        assert answer.token_ids == alone[0].token_ids
+
+
+def test_prompts_longer_than_a_step_are_cut(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [[40 + i % 60 for i in range(n)] for n in (30, 3, 11)]
+    whole = tandem.Generator(model).generate(prompts, max_new_tokens=4)
+    monkeypatch.setattr("tandem.hf.rows.MAX_STEP_TOKENS", 8)
+    cut = tandem.Generator(model).generate(prompts, max_new_tokens=4)
+    assert [a.token_ids for a in cut] == [a.token_ids for a in whole]
+
+
+def test_an_interrupted_step_leaves_the_conversation_whole(model: Any) -> None:
+    prompt = [40, 41, 42, 43]
+    expected = tandem.Generator(model).generate(prompt, max_new_tokens=5)[0].token_ids
+    talk = tandem.Generator(model)
+    talk.generate(prompt, max_new_tokens=2)
+    layer = model.model.layers[-1]
+    hook = layer.register_forward_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            talk.generate(prompt, max_new_tokens=5)
+    finally:
+        hook.remove()
+    assert talk.generate(prompt, max_new_tokens=5)[0].token_ids == expected
+
+
 def test_several_prompts_are_answered_in_their_order(generator: tandem.Generator) -> None:
     prompts = ["a", "hello there", "xyz"]
     together = generator.generate(prompts, max_new_tokens=8)

@@ -17,8 +17,9 @@ from tandem.core.config import from_mapping
 from tandem.core.errors import ConfigError
 from tandem.generate.answer import Answer
 from tandem.generate.prompt import encode_conversation, encode_text
-from tandem.generate.run import Run
+from tandem.generate.run import Rows, Run
 from tandem.generate.sampling import SamplingOptions, not_followed
+from tandem.hf.rows import CachedRows, try_rows
 from tandem.hf.stepping import (
     PaddedRows,
     context_tokens,
@@ -26,6 +27,8 @@ from tandem.hf.stepping import (
     require_next_token_model,
     vocabulary_size,
 )
+from tandem.kernels.cpu import detect_cpu
+from tandem.kernels.dense import CpuThreads
 
 # Text to continue, a conversation for the chat template, or token ids.
 Prompt = str | Sequence[Mapping[str, object]] | Sequence[int] | Tensor
@@ -33,16 +36,24 @@ TextListener = Callable[[int, str], None]
 
 
 class Generator:
-    """Answers prompts with one model; keeps nothing of a prompt but what the next can reuse."""
+    """Answers prompts with one model; keeps the last conversation, so that it can go on."""
 
-    def __init__(self, model: Any, tokenizer: Any = None) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any = None, *, threads: CpuThreads | None = None
+    ) -> None:
         """Take a Transformers model; without a tokenizer prompts and answers are token ids.
 
-        Raises `UnsupportedModelError` for models that do not write token by token.
+        `threads` compute attention (default: as many as the processor has cores). Raises
+        `UnsupportedModelError` for models that do not write token by token.
         """
         require_next_token_model(model)
         self.model = model
         self.tokenizer = tokenizer
+        self._threads = threads
+        self._has_tried_rows = False
+        self.why_padded: str | None = None
+        """Why prompts run padded, on Transformers' caches; None: they do not, or not tried yet."""
+        self._last: CachedRows | None = None
         ignored = not_followed(model.generation_config)
         if ignored:
             warnings.warn(
@@ -98,7 +109,7 @@ class Generator:
             raise ConfigError("there is no prompt; give one or several")
         room = min(self._room(row, prompt) for row, prompt in enumerate(ids))
         return Run(
-            PaddedRows(self.model, ids, self._pad_id()),
+            self.rows(ids, min(options.max_new_tokens, room)),
             ids,
             dataclasses.replace(options, max_new_tokens=min(options.max_new_tokens, room)),
             options.rule(self.model.generation_config),
@@ -106,6 +117,27 @@ class Generator:
             self.tokenizer,
             on_text or (lambda _row, _piece: None),
         )
+
+    def rows(self, prompts: list[list[int]], max_new_tokens: int) -> Rows:
+        """Return the rows of checked prompts, on the faster of the two ways that serves the model.
+
+        One prompt continues the last one as far as they are equal. The first call of a generator
+        tries a few tokens both ways.
+        """
+        if self._threads is None:
+            self._threads = CpuThreads(num_threads=detect_cpu().physical_cores)
+        if not self._has_tried_rows:
+            self.why_padded = try_rows(self.model, self._threads, prompts[0])
+            self._has_tried_rows = True
+        if self.why_padded is not None:
+            return PaddedRows(self.model, prompts, self._pad_id())
+        if len(prompts) > 1:
+            return CachedRows(self.model, self._threads, prompts, max_new_tokens)
+        if self._last is None:
+            self._last = CachedRows(self.model, self._threads, prompts, max_new_tokens)
+        else:
+            self._last.continue_with(prompts[0])
+        return self._last
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, Tensor):

@@ -1,0 +1,223 @@
+"""A KV cache by rows: each row has a length of its own, and a step costs what is filled.
+
+Tokens of several rows go through the model as one sequence; only attention tells them apart. So a
+batch needs no padding, and rows may be at any position. A layer's keys and values are written when
+attention is called, not when the model "updates the cache": what a model does to them in between
+(expanding a latent, say) is done once per token.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+
+from tandem.core.errors import CapacityError
+from tandem.kernels.attention import AttentionForm, CachedAttention, Segment
+from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
+
+# Capacity grows in steps, so that it is copied rarely and never much too large.
+_GRANULE_TOKENS = 256
+# A row's tokens of one step that attend natively, one by one; more go through torch together.
+_FEW_TOKENS = 4
+
+
+class NotByRowsError(Exception):
+    """A model does something around its attention that rows of one sequence cannot have."""
+
+
+class KvCache:
+    """Keys and values of all layers for a fixed number of rows, grown as they get longer."""
+
+    def __init__(self, threads: CpuThreads, num_rows: int, capacity: int) -> None:
+        """Hold `num_rows` rows, with room for `capacity` tokens each before growing."""
+        self.lengths = [0] * num_rows
+        self.threads = threads
+        self._capacity = _rounded(capacity)
+        self._layers: dict[int, CachedAttention] = {}
+        self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
+        self._awaited: int | None = None
+        self._segments: list[Segment] = []
+        self.rows = torch.empty(0, dtype=torch.int64)
+        self.positions = torch.empty(0, dtype=torch.int64)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the cache takes now."""
+        return sum(k.nbytes + v.nbytes for k, v in self._tensors.values())
+
+    def begin(self, segments: Sequence[Segment]) -> None:
+        """Announce the tokens of the next forward, which follow what their rows hold."""
+        self._segments = list(segments)
+        self.rows = torch.tensor([s.row for s in segments for _ in range(s.num_tokens)])
+        self.positions = torch.cat(
+            [torch.arange(s.first_position, s.first_position + s.num_tokens) for s in segments]
+        )
+        self._awaited = None
+        self._reserve(max(s.first_position + s.num_tokens for s in segments))
+
+    def commit(self) -> None:
+        """Count the announced tokens as held: the forward is through."""
+        if self._awaited is not None:
+            raise NotByRowsError("keys were given, but attention was not asked for")
+        for segment in self._segments:
+            self.lengths[segment.row] = segment.first_position + segment.num_tokens
+
+    def truncate(self, row: int, length: int) -> None:
+        """Forget a row's tokens from `length` on."""
+        assert 0 <= length <= self.lengths[row]
+        self.lengths[row] = length
+
+    def expect(self, layer: int) -> None:
+        """Note that a layer has new keys and values: its attention comes next."""
+        if self._awaited is not None:
+            raise NotByRowsError("keys were given twice before attention was asked for")
+        self._awaited = layer
+
+    def attend(
+        self, form: AttentionForm, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+    ) -> Tensor:
+        """Append the new keys and values of the expected layer and attend.
+
+        All are (heads, n_tokens, dim) in the order of `begin`; returns (n_tokens, heads, dim).
+        """
+        layer, self._awaited = self._awaited, None
+        if layer is None:
+            raise NotByRowsError("attention was asked for without new keys")
+        if key.dtype not in VALUE_DTYPES or key.shape[1] != len(self.positions):
+            raise NotByRowsError(f"keys are {key.dtype} of shape {tuple(key.shape)}")
+        attention = self._layers.get(layer) or self._add_layer(layer, form, key.dtype, sinks)
+        return self.attend_layer(attention, query, key, value)
+
+    def attend_layer(
+        self, attention: CachedAttention, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        """The same for a layer that is known."""
+        rows, positions = self.rows, self.positions
+        attention.append(self.threads, rows, positions, key, value)
+        if all(segment.num_tokens <= _FEW_TOKENS for segment in self._segments):
+            return attention.attend(self.threads, rows, positions, query)
+        outs, first = [], 0
+        for segment in self._segments:
+            outs.append(
+                attention.attend_segment(segment, query[:, first : first + segment.num_tokens])
+            )
+            first += segment.num_tokens
+        return torch.cat(outs)
+
+    def layer(self, layer: int) -> CachedAttention:
+        """Return a layer's attention; there is one after the first forward."""
+        return self._layers[layer]
+
+    def _add_layer(
+        self, layer: int, form: AttentionForm, dtype: torch.dtype, sinks: Tensor | None
+    ) -> CachedAttention:
+        lead = (len(self.lengths), form.num_kv_heads, self._capacity)
+        try:
+            tensors = (
+                torch.empty((*lead, form.key_dim), dtype=dtype),
+                torch.empty((*lead, form.value_dim), dtype=dtype),
+            )
+        except RuntimeError as error:  # torch's own words for "no memory" name a C++ file
+            raise _no_memory(len(self.lengths), self._capacity) from error
+        self._tensors[layer] = tensors
+        self._layers[layer] = CachedAttention(form, *tensors, sinks)
+        return self._layers[layer]
+
+    def _reserve(self, needed: int) -> None:
+        if needed <= self._capacity:
+            return
+        self._capacity = _rounded(max(needed, self._capacity * 3 // 2))
+        used = max(self.lengths)
+        for layer, old in self._tensors.items():
+            new = tuple(self._grown(tensor, used) for tensor in old)
+            self._tensors[layer] = (new[0], new[1])
+            self._layers[layer].use_cache(*self._tensors[layer])
+
+    def _grown(self, tensor: Tensor, used: int) -> Tensor:
+        rows, heads, _, dim = tensor.shape
+        try:
+            grown = torch.empty((rows, heads, self._capacity, dim), dtype=tensor.dtype)
+        except RuntimeError as error:
+            raise _no_memory(rows, self._capacity) from error
+        grown[:, :, :used] = tensor[:, :, :used]
+        return grown
+
+
+class _Layer(CacheLayerMixin):  # type: ignore[misc]
+    """What Transformers' cache holds for a layer: it only passes the word on."""
+
+    is_sliding = False
+
+    def __init__(self, cache: KvCache, layer: int) -> None:
+        super().__init__()
+        self._cache = cache
+        self._layer = layer
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Need nothing: the cache has its own tensors."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return what is new alone; attention knows the rest."""
+        self._cache.expect(self._layer)
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return max(self._cache.lengths)
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+def transformers_cache(model: Any, cache: KvCache) -> DynamicCache:
+    """Return the cache object for a forward; raises `NotByRowsError` where layers keep states.
+
+    Layers of linear attention, of compressed or indexed caches and the like need their own kind.
+    """
+    shell = DynamicCache(config=model.config.get_text_config(decoder=True))
+    if not shell.layers or any(
+        type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in shell.layers
+    ):
+        raise NotByRowsError("the model keeps states beside keys and values")
+    shell.layers = [_Layer(cache, number) for number in range(len(shell.layers))]
+    return shell
+
+
+# Attention functions are registered by name and called by the model's code with the module alone:
+# the step that is under way reaches them here.
+_CURRENT: ContextVar[KvCache | None] = ContextVar("tandem_kv_cache", default=None)
+
+
+def current_cache() -> KvCache | None:
+    """Return the cache of the step that is under way in this thread."""
+    return _CURRENT.get()
+
+
+@contextmanager
+def stepping(cache: KvCache) -> Iterator[None]:
+    """Make a cache the current one."""
+    token = _CURRENT.set(cache)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+def _rounded(tokens: int) -> int:
+    return -(-tokens // _GRANULE_TOKENS) * _GRANULE_TOKENS
+
+
+def _no_memory(rows: int, capacity: int) -> CapacityError:
+    return CapacityError(
+        f"there is no memory for a KV cache of {rows} rows of {capacity} tokens; use fewer prompts "
+        "at once, shorter ones or a smaller max_new_tokens"
+    )
