@@ -237,7 +237,7 @@ void matmul(const PackedMatrix& m, std::int64_t begin, std::int64_t end, const A
     case Format::kInt4: return matmul_format<Format::kInt4>(m, begin, end, x, num_tokens, num_rows, out, stride);
     case Format::kInt4Zero: return matmul_format<Format::kInt4Zero>(m, begin, end, x, num_tokens, num_rows, out, stride);
     case Format::kMxfp4: return matmul_format<Format::kMxfp4>(m, begin, end, x, num_tokens, num_rows, out, stride);
-    default: return portable_kernels().matmul(m, begin, end, x, num_tokens, num_rows, out, stride);
+    default: return avx2_kernels().matmul(m, begin, end, x, num_tokens, num_rows, out, stride);
   }
 }
 

@@ -8,25 +8,31 @@ from tests.cli.test_run import tandem
 
 
 def test_measures_kernels_and_ends_with_json() -> None:
-    words = ["bench", "kernels", "--shape", "olmoe", "--formats", "int4-g32", "--threads", "1"]
-    done = tandem(*words, "--json")
+    words = ["bench", "kernels", "--shape", "olmoe", "--format", "int4,fp8", "--threads", "1"]
+    done = tandem(*words, "--tokens", "1,4", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert set(report["machine"]) == {
         *("read_gigabytes_per_second", "int8_gops", "bf16_gflops", "threads", "isa")
     }
-    assert [case["tokens"] for case in report["cases"]] == [1, 2, 4, 8, 64, 256]
+    found = [(case["format"], case["tokens"]) for case in report["cases"]]
+    assert found == [("int4-g32", 1), ("int4-g32", 4), ("fp8", 1), ("fp8", 4)]
     for case in report["cases"]:
-        assert case["format"] == "int4-g32"
+        assert set(case) >= {
+            *("shape", "format", "tokens", "microseconds", "gigabytes_per_second", "gops"),
+            *("share_of_ceiling", "peer"),
+        }
         assert case["microseconds"] > 0
+        assert case["peer"] is None
 
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
         (["--shape", "qwen3-30b"], "unknown shape 'qwen3-30b'; did you mean 'qwen3-30b-a3b'"),
-        (["--formats", "int5"], "unknown weight format 'int5'; did you mean"),
-        (["--formats", "fp8"], "no native kernels for 'fp8'"),
+        (["--format", "int5"], "unknown weight format 'int5'; did you mean"),
+        (["--tokens", "1,x"], "tokens has 'x'; expected numbers in 1..65536"),
+        (["--tokens", "0"], "tokens has '0'; expected numbers in 1..65536"),
         (["--threads", "0"], "threads is 0; expected a number of threads in 1..1024"),
     ],
 )

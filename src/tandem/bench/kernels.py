@@ -1,18 +1,21 @@
-"""Times the native expert kernels against what this machine can do, both in turn.
+"""Times the expert kernels against what this machine can do, and against other systems', in turn.
 
-The ceilings drift on shared machines, so each case is measured between two measurements of them:
-bytes read per second with the same threads, int8 and bf16 multiplications per second. Weights are
-random and cold: each call takes the next experts of a store that is larger than the caches.
+The ceilings drift on shared machines, so every round of a case measures them again: bytes read per
+second with the same threads, int8 and bf16 multiplications per second. Weights are random and cold:
+each call takes the next experts of a store that is larger than the caches.
 """
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from tandem.bench.peers import Work
+from tandem.bench.peers.process import PeerProcess
 from tandem.core.errors import ConfigError
 from tandem.core.registry import nearest_names
 from tandem.kernels.formats.expert import ExpertLayout
@@ -33,14 +36,16 @@ SHAPES = {
     "gpt-oss-20b": (2880, 2880),
     "olmoe": (2048, 1024),
 }
-FORMATS = ("bf16", "int8", "int4-g128", "int4-g32", "mxfp4")
-TOKENS = (1, 2, 4, 8, 64, 256)
+FORMATS = ("bf16", "int8", "int4", "mxfp4")
+TOKENS = (1, 4, 128, 512)
 
+_NUM_ACTIVE = 8  # experts of one call
 _CEILING_BYTES = 1 << 29
 _MULTIPLY_COUNT = 2_000_000
-_STORE_BYTES = 1_200_000_000
-_CASE_SECONDS = 0.6
-_MIN_CALLS, _MAX_CALLS = 5, 200
+_STORE_BYTES = 500_000_000  # several times the largest last-level caches of one socket's part
+_ROUNDS = 5
+_ROUND_SECONDS = 0.12
+_MIN_CALLS, _MAX_CALLS = 2, 40
 _SCALE = 0.01  # of the random weights; nothing overflows, nothing becomes subnormal
 
 
@@ -66,15 +71,33 @@ class Case:
     share_of_ceiling: float
     bound: str
     """"memory" or "arithmetic": which of the two ceilings the share is of."""
+    peer: str | None = None
+    """The other system that was timed; None for Tandem."""
+    peer_format: str | None = None
+    """What the peer calls the format that it ran."""
+    ratio: float | None = None
+    """Tandem's speed divided by the peer's."""
+
+
+class _Timed(Protocol):
+    """Tandem's kernels, or a peer's, with weights in place."""
+
+    bytes_per_call: int
+    format: str
+
+    def time_calls(self, tokens: int, num_calls: int) -> list[float]: ...
 
 
 class KernelBench:
     """Measures ceilings and cases with one set of threads."""
 
-    def __init__(self, *, num_threads: int, isa: str = "") -> None:
+    def __init__(self, *, num_threads: int, isa: str = "", store_bytes: int = _STORE_BYTES) -> None:
         """Start the threads; `isa` forces an instruction set."""
         self.experts = NativeExperts(num_threads=num_threads, isa=isa)
+        self.failures: dict[str, str] = {}
+        """Why a peer gave no figure, by its name."""
         self._memory = allocate_buffers(1, _CEILING_BYTES).fill_(1)
+        self._store_bytes = store_bytes
 
     def ceiling(self) -> Ceiling:
         """Measure the ceilings once; takes about 50 ms."""
@@ -85,36 +108,84 @@ class KernelBench:
             _rate(lambda: engine.multiply(is_int8=False, count_per_thread=_MULTIPLY_COUNT // 4)),
         )
 
-    def cases(self, shape: str, format_name: str, num_active: int = 8) -> Iterator[Case]:
-        """Measure one format of a shape for 1 to 256 tokens per expert."""
+    def cases(
+        self, shape: str, format_name: str, tokens: Sequence[int], peers: Sequence[str] = ()
+    ) -> Iterator[Case]:
+        """Measure one format of a shape; each of Tandem's cases is followed by the peers'."""
         layout = _layout(shape, format_name)
-        store = _random_store(layout)
-        for tokens in TOKENS:
-            yield self._case(shape, layout, store, tokens, min(num_active, len(store)))
+        work = Work(
+            layout.hidden_size, layout.intermediate_size, layout.format.name, _NUM_ACTIVE,
+            self.experts.num_threads, self._store_bytes, max(tokens),
+        )  # fmt: skip
+        timed: dict[str | None, _Timed] = {None: _Own(self.experts, layout, work)}
+        processes: list[PeerProcess] = []
+        try:
+            for name in peers:
+                try:
+                    processes.append(PeerProcess(name, work))
+                except OSError as error:
+                    self.failures[f"{name}, {layout.format.name}"] = str(error)
+                else:
+                    timed[name] = processes[-1]
+            for count in tokens:
+                yield from self._compare(shape, layout, count, timed)
+        finally:
+            for process in processes:
+                process.close()
 
-    def _case(
-        self, shape: str, layout: ExpertLayout, store: Tensor, tokens: int, num_active: int
-    ) -> Case:
-        hidden = torch.randn(tokens, layout.hidden_size)
-        begin = torch.arange(0, tokens * num_active + 1, tokens, dtype=torch.int32)
-        token = torch.arange(tokens, dtype=torch.int32).repeat(num_active)
-        activation = NativeActivation(ActivationKind.SWIGLU)
-        seconds: list[float] = []
+    def _compare(
+        self, shape: str, layout: ExpertLayout, tokens: int, timed: dict[str | None, _Timed]
+    ) -> Iterator[Case]:
+        """Time all in turn, several rounds with a measurement of the ceilings in each."""
+        seconds: dict[str | None, list[float]] = {name: [] for name in timed}
+        num_calls: dict[str | None, int] = {}
         ceilings = [self.ceiling()]
-        while not _is_enough(seconds):
-            first = len(seconds) * num_active
-            chosen = (torch.arange(num_active) + first) % len(store)
+        for _ in range(_ROUNDS):
+            for name in list(timed):
+                try:
+                    if name not in num_calls:
+                        probe = statistics.median(timed[name].time_calls(tokens, 2))
+                        wanted = int(_ROUND_SECONDS / probe)
+                        num_calls[name] = min(max(wanted, _MIN_CALLS), _MAX_CALLS)
+                    seconds[name] += timed[name].time_calls(tokens, num_calls[name])
+                except OSError as error:
+                    self.failures[f"{name}, {layout.format.name}"] = str(error)
+                    del timed[name], seconds[name]
+            ceilings.append(self.ceiling())
+        own = statistics.median(seconds[None])
+        for name, taken in seconds.items():
+            yield _judge(
+                shape, layout, tokens, statistics.median(taken), timed[name], ceilings, name, own
+            )
+
+
+class _Own:
+    """Tandem's kernels on a store of their own."""
+
+    def __init__(self, experts: NativeExperts, layout: ExpertLayout, work: Work) -> None:
+        self._experts, self._layout, self._work = experts, layout, work
+        self._store = _random_store(layout, work)
+        self._call = 0
+        self.bytes_per_call = work.num_active * layout.num_bytes
+        self.format = layout.format.name
+
+    def time_calls(self, tokens: int, num_calls: int) -> list[float]:
+        """Return the seconds of some calls, each on the next experts; one before is not counted."""
+        active = self._work.num_active
+        hidden = torch.randn(tokens, self._layout.hidden_size)
+        begin = torch.arange(0, tokens * active + 1, tokens, dtype=torch.int32)
+        token = torch.arange(tokens, dtype=torch.int32).repeat(active)
+        activation = NativeActivation(ActivationKind.SWIGLU)
+        seconds = []
+        for _ in range(num_calls + 1):
+            chosen = (torch.arange(active) + self._call * active) % len(self._store)
             start = time.perf_counter()
-            self.experts.compute(layout, store, activation, hidden, chosen, begin, token)
+            self._experts.compute(
+                self._layout, self._store, activation, hidden, chosen, begin, token
+            )
             seconds.append(time.perf_counter() - start)
-            if len(seconds) % 20 == 0:
-                ceilings.append(self.ceiling())
-        ceilings.append(self.ceiling())
-        median = statistics.median(seconds)
-        operations = 6 * layout.hidden_size * layout.intermediate_size * tokens * num_active
-        return _judge(
-            shape, layout, tokens, median, num_active * layout.num_bytes, operations, ceilings
-        )
+            self._call += 1
+        return seconds[1:]
 
 
 def _judge(
@@ -122,18 +193,30 @@ def _judge(
     layout: ExpertLayout,
     tokens: int,
     seconds: float,
-    num_bytes: int,
-    operations: int,
+    timed: _Timed,
     ceilings: list[Ceiling],
+    peer: str | None,
+    own_seconds: float,
 ) -> Case:
     read = statistics.median(c.read_gigabytes_per_second for c in ceilings)
-    is_bf16 = layout.format.kind == "bf16"
-    peak = statistics.median(c.bf16_gflops if is_bf16 else c.int8_gops for c in ceilings)
-    gigabytes, gops = num_bytes / seconds / 1e9, operations / seconds / 1e9
+    is_float = layout.format.kind in ("bf16", "fp16", "fp8")
+    peak = statistics.median(c.bf16_gflops if is_float else c.int8_gops for c in ceilings)
+    operations = 6 * layout.hidden_size * layout.intermediate_size * tokens * _NUM_ACTIVE
+    gigabytes, gops = timed.bytes_per_call / seconds / 1e9, operations / seconds / 1e9
     shares = {"memory": gigabytes / read, "arithmetic": gops / peak}
     bound = max(shares, key=lambda name: shares[name])
-    return Case(
+    case = Case(
         shape, layout.format.name, tokens, seconds * 1e6, gigabytes, gops, shares[bound], bound
+    )
+    if peer is None:
+        return case
+    return Case(
+        **{
+            **asdict(case),
+            "peer": peer,
+            "peer_format": timed.format,
+            "ratio": seconds / own_seconds,
+        }
     )
 
 
@@ -157,29 +240,25 @@ def _layout(shape: str, format_name: str) -> ExpertLayout:
     return layout
 
 
-def _random_store(layout: ExpertLayout) -> Tensor:
+def _random_store(layout: ExpertLayout, work: Work) -> Tensor:
     """Fill buffers with random codes and one fixed scale: the bits do not change the speed."""
-    num_experts = max(8, _STORE_BYTES // layout.num_bytes)
-    store = allocate_buffers(num_experts, layout.num_bytes)
+    store = allocate_buffers(work.num_experts(layout.format.bits_per_weight), layout.num_bytes)
     one = store[0]
-    if layout.format.kind == "bf16":
-        one.view(torch.bfloat16).normal_(std=_SCALE)
+    if layout.format.bits == 16:
+        dtype = torch.bfloat16 if layout.format.kind == "bf16" else torch.float16
+        one.view(dtype).normal_(std=_SCALE)
     else:
-        one.random_(0, 256)
+        one.random_(0, 0x78)  # below e4m3's NaN
         for section in (layout.up_scales, layout.down_scales):
             scales = section.of(one)
             if layout.format.kind == "mxfp4":
                 scales.fill_(120)  # 2^-7
             else:
-                scales.view(torch.float16).fill_(_SCALE)
+                scales.view(torch.float32 if layout.format.kind == "fp8" else torch.float16).fill_(
+                    _SCALE
+                )
     store[1:] = one
     return store
-
-
-def _is_enough(seconds: list[float]) -> bool:
-    if len(seconds) < _MIN_CALLS:
-        return False
-    return len(seconds) >= _MAX_CALLS or sum(seconds) > _CASE_SECONDS
 
 
 def _rate(work: Callable[[], int]) -> float:

@@ -1,0 +1,66 @@
+"""What a peer is given, and what it gives back."""
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Gated experts of one shape: each call sends every token to the next `num_active` of them."""
+
+    hidden_size: int
+    intermediate_size: int
+    format: str
+    """Tandem's name of the format; a peer takes its own nearest one."""
+    num_active: int
+    num_threads: int
+    store_bytes: int
+    """Weights to keep at least, so that each call finds its experts in memory, not in a cache."""
+    max_tokens: int
+
+    def num_experts(self, bits_per_weight: float) -> int:
+        """Return how many experts fill the store, whole calls of them."""
+        one = 3 * self.hidden_size * self.intermediate_size * bits_per_weight / 8
+        calls = max(2, round(self.store_bytes / one / self.num_active))
+        return calls * self.num_active
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Weights in place: `run(tokens, call)` computes call number `call` and waits for it."""
+
+    run: Callable[[int, int], None]
+    bytes_per_call: int
+    """Bytes of weights that one call must read."""
+    format: str
+    """The peer's own name of what it ran."""
+
+
+class Peer(Protocol):
+    """A system that computes experts."""
+
+    @property
+    def name(self) -> str:
+        """The name in reports."""
+        ...
+
+    def why_missing(self) -> str | None:
+        """Tell in a few words why it cannot run here, or None."""
+        ...
+
+    def supports(self, format_name: str) -> bool:
+        """Tell whether it has a format of about as many bits."""
+        ...
+
+    def prepare(self, work: Work) -> Prepared:
+        """Fill its own store; called in a process of its own."""
+        ...
+
+
+def why_not_installed(module: str, package: str) -> str | None:
+    """Return a reason if a Python module is not there."""
+    if importlib.util.find_spec(module) is None:
+        return f"not installed (pip install {package})"
+    return None

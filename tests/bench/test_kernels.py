@@ -1,0 +1,65 @@
+"""Tandem's kernels and other systems', timed in turn: that it works, not how fast."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tandem.bench.kernels import KernelBench
+from tandem.bench.peers import PEERS, Work
+from tandem.bench.peers.process import PeerProcess
+
+SMALL = Work(256, 256, "bf16", num_active=2, num_threads=1, store_bytes=4_000_000, max_tokens=5)
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_a_peer_runs_or_says_why_not(name: str) -> None:
+    reason = PEERS[name].why_missing()
+    if reason is not None:
+        assert "pip install" in reason or "package" in reason
+        return
+    assert PEERS[name].supports(SMALL.format)
+    peer = PeerProcess(name, SMALL)
+    try:
+        assert peer.bytes_per_call == 2 * 3 * 256 * 256 * 2
+        for tokens in (1, 5):
+            seconds = peer.time_calls(tokens, 3)
+            assert len(seconds) == 3
+            assert min(seconds) > 0
+    finally:
+        peer.close()
+
+
+def test_a_peer_stands_still_between_its_turns() -> None:
+    peer = PeerProcess("torch", SMALL)
+    try:
+        for _ in range(2):
+            assert _state(peer) == "T"  # stopped
+            peer.time_calls(1, 1)
+    finally:
+        peer.close()
+    assert not Path(f"/proc/{peer._pid}").exists()
+
+
+def _state(peer: PeerProcess) -> str:
+    for _ in range(1000):  # the signal takes effect when the process is next scheduled
+        status = Path(f"/proc/{peer._pid}/stat").read_text().rpartition(")")[2].split()[0]
+        if status == "T":
+            break
+        time.sleep(0.001)
+    return status
+
+
+def test_a_peer_that_fails_is_named_and_the_others_are_measured() -> None:
+    bench = KernelBench(num_threads=1, store_bytes=1_000_000)
+    cases = list(bench.cases("olmoe", "bf16", [1], ["torch", "nobody"]))
+    assert [case.peer for case in cases] == [None, "torch"]
+    assert cases[1].ratio == pytest.approx(cases[1].microseconds / cases[0].microseconds)
+    assert list(bench.failures) == ["nobody, bf16"]
+    assert "nobody" in bench.failures["nobody, bf16"]
+
+
+def test_every_case_reads_other_experts_than_the_one_before() -> None:
+    work = Work(64, 32, "int4-g32", num_active=8, num_threads=1, store_bytes=1, max_tokens=1)
+    assert work.num_experts(4.5) == 16  # two calls' worth at least, however small the store
+    assert work.num_experts(4.5) % work.num_active == 0
