@@ -123,13 +123,14 @@ class Planner:
             self.prediction.observe(load)
         state = self.residency.state
         states = bytes([state[key] for key in keys])
+        misses: list[int] = []
         if states.count(READY) == len(keys):
             split = self._split_resident(load, keys, states, now)
         else:
             split = self._split(self._problem(load, keys, states, now))
+            misses = [key for key, held in zip(keys, states, strict=True) if not held]
         in_use = frozenset(keys)
         next_plan = now + split.seconds + self._dense_seconds
-        misses = [key for key, held in zip(keys, states, strict=True) if not held]
         fetch, insert = self._place(layer, in_use, misses, split, now, next_plan)
         ahead: tuple[Copy, ...] = ()
         if self._can_prefetch and layer + 1 < self.geometry.num_layers:
@@ -254,7 +255,9 @@ class Planner:
     ) -> Sequence[int]:
         """Return who asks for a slot, best first, without those the link has no time for."""
         residency, eviction = self.residency, self.eviction
-        staged = [key for key in residency.members[residency.staging] if key in in_use]
+        staged: Sequence[int] = residency.members[residency.staging]
+        if staged:
+            staged = [key for key in staged if key in in_use]
         room = UNLIMITED
         if eviction.background != "always":
             if not misses and not staged:
