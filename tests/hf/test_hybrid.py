@@ -1,21 +1,25 @@
 """Whole models on the emulated device: the same bits as on the CPU, and traces that replay."""
 
+import gc
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import tandem
 from tandem.core.errors import CapacityError, ConfigError, TandemError
 from tandem.generate.generator import Generator
-from tandem.hf.recording import record
+from tandem.hf.identity import model_identity
+from tandem.hf.recording import recording
 from tandem.offload.cache_statistics import CacheStatistics
 from tandem.offload.forced_routing import ForcedRouting
+from tandem.offload.heat import Heat
 from tandem.offload.options import OffloadOptions, parse_gpu_memory
 from tandem.sim.profiles import save_profile
 from tandem.sim.replay import Run, replay
-from tandem.trace import read_trace, write_trace
+from tandem.trace import RoutingTrace, read_trace, write_trace
 from tests.hf.tiny import save_tiny_checkpoint
 from tests.offload.machines import make_machine
 
@@ -81,10 +85,12 @@ def test_a_recorded_trace_replays_with_the_same_decisions(
     statistics = CacheStatistics()
     executor.listeners.append(statistics)
 
-    def generate(prompt: str) -> None:
-        Generator(model).generate(ids_of(prompt), max_new_tokens=20, temperature=0)
-
-    trace = record(model, "tiny", PROMPTS, generate)
+    with recording(model) as recorder, torch.no_grad():
+        for prompt in PROMPTS:
+            recorder.begin_sequences()
+            ids = torch.tensor([ids_of(prompt)])
+            model.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=-1)
+        trace = recorder.trace("tiny")
     assert model.hf_quantizer.executor is executor
     write_trace(tmp_path / "t.npz", trace)
     trace = read_trace(tmp_path / "t.npz")
@@ -114,20 +120,21 @@ def test_a_trace_forces_its_routing(checkpoint: Path, profile: str) -> None:
     quantizer = model.hf_quantizer
     ids = torch.tensor([ids_of(PROMPTS[2])])
 
-    def run(_: str) -> None:
-        with torch.no_grad():
+    def run(ids: torch.Tensor) -> RoutingTrace:
+        with recording(model) as recorder, torch.no_grad():
+            recorder.begin_sequences()
             model(ids)
+            return recorder.trace("tiny")
 
-    trace = record(model, "tiny", ["x"], run)
-    flipped = record(model, "tiny", ["x"], lambda _: model(ids.flip(1)))
+    trace, flipped = run(ids), run(ids.flip(1))
     assert (flipped.experts != trace.experts).any()
     quantizer.use(ForcedRouting(quantizer.executor, flipped))
-    again = record(model, "tiny", ["x"], run)
+    again = run(ids)
     # The recorder sits outside and sees the model's own choice, the same in the first layer.
     assert (again.experts[:, 0] == trace.experts[:, 0]).all()
     inner: list[Any] = []
     quantizer.executor.inner.listeners.append(lambda event: inner.append(event.load.experts))
-    run("")
+    run(ids)
     wanted = [
         tuple(sorted(set(flipped.experts[:, layer].flatten()))) for layer in range(len(inner))
     ]
@@ -157,6 +164,75 @@ def test_memory_that_cannot_be_is_refused(
 ) -> None:
     with pytest.raises(error, match=sentence):
         load(checkpoint, profile, **{"gpu_memory": memory})
+
+
+def test_experts_that_do_not_fit_are_refused_before_loading(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.offload.host_memory.available_bytes", lambda: 300_000)
+    with pytest.raises(CapacityError, match=r"the experts take .* of host memory and 293 KiB are"):
+        tandem.load(checkpoint, dtype="float32")
+    with pytest.raises(CapacityError, match=r"free; expert_dtype='int4' takes 216 KiB"):
+        tandem.load(checkpoint, dtype="float32")
+
+
+def test_heat_is_kept_and_fills_the_next_run(
+    checkpoint: Path, profile: str, tmp_path: Path
+) -> None:
+    options = {"start_content": "heat", "cache_dir": str(tmp_path), "gpu_memory": "300kB"}
+    model = load(checkpoint, profile, **options)
+    with torch.no_grad():
+        model(torch.tensor([ids_of(PROMPTS[2])]))
+    executor = model.hf_quantizer.executor
+    heat = next(listener for listener in executor.listeners if isinstance(listener, Heat))
+    used = heat.values()
+    model.hf_quantizer.executor = None
+    for module in model.modules():
+        if hasattr(module, "tandem_experts"):
+            del module.tandem_experts
+    del executor, heat, model
+    gc.collect()
+    (kept,) = (tmp_path / "heat").iterdir()
+    assert np.load(kept).tolist() == used
+    again = load(checkpoint, profile, **options).hf_quantizer.executor.cache
+    resident = set(again.resident())
+    for layer in range(again.geometry.num_layers):
+        keys = range(layer * 8, layer * 8 + 8)
+        inside = [used[key] for key in keys if key in resident]
+        outside = [used[key] for key in keys if key not in resident]
+        assert inside
+        assert min(inside) >= max(outside)
+
+
+def test_damaged_heat_counts_as_none(checkpoint: Path, profile: str, tmp_path: Path) -> None:
+    options = {"start_content": "heat", "cache_dir": str(tmp_path)}
+    name = f"mixtral-{model_identity(load(checkpoint, profile, **options))}.npy"
+    (tmp_path / "heat").mkdir()
+    (tmp_path / "heat" / name).write_bytes(b"no array")
+    assert load(checkpoint, profile, **options).hf_quantizer.executor.cache.resident()
+
+
+@pytest.mark.parametrize("clock", ["virtual", "real"])
+def test_start_contents(checkpoint: Path, profile: str, clock: str) -> None:
+    def resident(content: str) -> list[int]:
+        model = load(checkpoint, profile, start_content=content, clock=clock)
+        keys: list[int] = model.hf_quantizer.executor.cache.resident()
+        model.hf_quantizer.executor.close()
+        return keys
+
+    assert resident("none") == []
+    assert resident("random") == resident("random") != []
+
+
+def test_the_real_clock_says_the_same_to_the_bit(checkpoint: Path, profile: str) -> None:
+    alone = tandem.load(checkpoint, dtype="float32", expert_dtype="int8")
+    options = {"clock": "real", "link_bandwidth": "200MB/s", "expert_dtype": "int8"}
+    hybrid = load(checkpoint, profile, **options)
+    for prompt in PROMPTS:
+        expected = Generator(alone).generate(ids_of(prompt), max_new_tokens=12, temperature=0)
+        actual = Generator(hybrid).generate(ids_of(prompt), max_new_tokens=12, temperature=0)
+        assert actual[0].token_ids == expected[0].token_ids
+    hybrid.hf_quantizer.executor.close()
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,15 @@ from torch import Tensor
 from tandem.kernels.formats.weight_format import find_format
 from tandem.kernels.native import ActivationKind, NativeActivation
 from tandem.offload.batch import ExpertFunctions
+from tandem.offload.clock import Clock, WallClock
 from tandem.offload.copy_engine import VirtualCopyEngine
+from tandem.offload.copy_thread import CopyThread, Disturbance
 from tandem.offload.emulated import EmulatedDevice
 from tandem.offload.expert_cache import ExpertCache, Machine
 from tandem.offload.expert_kernels import ExpertKernels
 from tandem.offload.host_store import HostStore
 from tandem.offload.hybrid_executor import HybridExecutor
+from tandem.offload.slots import Slots
 from tandem.policy.cost import HardwareProfile, ShapeCosts
 from tandem.policy.plan import Geometry
 from tandem.policy.settings import PlannerSettings
@@ -114,6 +117,44 @@ def make_executor(
     )
     cache.resize(num_slots, resident)
     return HybridExecutor(cache, kernels)
+
+
+def make_real_executor(
+    store: HostStore,
+    num_slots: int,
+    settings: PlannerSettings | None = None,
+    *,
+    geometry: Geometry = GEOMETRY,
+    disturbance: Disturbance | None = None,
+    bytes_per_second: float | None = None,
+) -> HybridExecutor:
+    """Return a hybrid executor with a copy thread and a device thread, on the wall clock."""
+    machine = make_machine(geometry, cpu=2e-5, gpu=1e-5, link=2e-5, dense=1e-4)
+    clock = WallClock()
+
+    def make_engine(store: HostStore, slots: Slots, geometry: Geometry, clock: Clock) -> CopyThread:
+        assert isinstance(clock, WallClock)
+        return CopyThread(
+            store,
+            slots,
+            geometry,
+            clock,
+            bytes_per_second=bytes_per_second,
+            disturbance=disturbance,
+        )
+
+    device_kernels = ExpertKernels(num_threads=1, on_busy=clock.add_gpu)
+    cache = ExpertCache(
+        store,
+        EmulatedDevice(1 << 30, device_kernels, has_thread=True),
+        clock,
+        geometry,
+        machine,
+        settings or PlannerSettings(),
+        make_engine,
+    )
+    cache.resize(num_slots)
+    return HybridExecutor(cache, ExpertKernels(num_threads=1, on_busy=clock.add_cpu))
 
 
 def route(

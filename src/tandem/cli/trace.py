@@ -50,19 +50,22 @@ def run(flags: argparse.Namespace) -> int:
     model, tokenizer = load_model_and_tokenizer(flags.model, offload, quiet=True)
 
     from tandem.generate.generator import Generator
-    from tandem.hf.recording import record
+    from tandem.hf.recording import recording
     from tandem.trace import write_trace
 
-    def generate(prompt: str) -> None:
-        Generator(model, tokenizer).generate(
-            [[{"role": "user", "content": prompt}]],
-            max_new_tokens=options.max_new_tokens,
-            seed=options.seed,
-        )
-        print(".", end="", file=sys.stderr, flush=True)
-
-    trace = record(model, flags.model, prompts, generate)
-    print(file=sys.stderr)
+    with recording(model) as recorder:
+        for prompt in prompts:
+            # A generator of its own for each, so that nothing of the one before is reused; its
+            # trial of the model's steps is no part of the sequence.
+            generator = Generator(model, tokenizer)
+            recorder.pause()
+            generator.rows([[0]], options.max_new_tokens)
+            recorder.begin_sequences()
+            messages = [{"role": "user", "content": prompt}]
+            generator.generate([messages], max_new_tokens=options.max_new_tokens, seed=options.seed)
+            print(".", end="", file=sys.stderr, flush=True)
+        print(file=sys.stderr)
+        trace = recorder.trace(flags.model)
     write_trace(flags.output, trace)
     summary = {
         "trace": flags.output,

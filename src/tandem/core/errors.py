@@ -25,5 +25,9 @@ class CapacityError(TandemError, MemoryError):
     """A plan that does not fit into the memory of this machine."""
 
 
+class ExecutionError(TandemError, RuntimeError):
+    """A step that failed in the middle; the request is lost, the model can be used again."""
+
+
 class BuildError(TandemError, RuntimeError):
     """Something that Tandem builds on this machine, such as the demo model, could not be built."""

@@ -4,24 +4,31 @@ Store, device, clock, planner and kernels know nothing of each other's making; o
 here.
 """
 
-from typing import Any
+import weakref
+from typing import Any, NamedTuple
 
 from tandem.core.errors import UnsupportedModelError
 from tandem.core.units import parse_bandwidth
 from tandem.hf.config import OffloadConfig
+from tandem.hf.identity import model_identity
 from tandem.hf.machine import Bound, bind_all, measured_profile
 from tandem.hf.warm_up import WARM_UP_TOKENS, ExpertsCall, Observer, forward_tokens
+from tandem.offload.clock import Clock, WallClock
 from tandem.offload.copy_engine import VirtualCopyEngine
+from tandem.offload.copy_thread import CopyThread
 from tandem.offload.emulated import EmulatedDevice
 from tandem.offload.executor import CpuExecutor, Executor
-from tandem.offload.expert_cache import ExpertCache, Machine
+from tandem.offload.expert_cache import EngineMaker, ExpertCache, Machine
 from tandem.offload.expert_kernels import ExpertKernels
+from tandem.offload.heat import Heat
 from tandem.offload.host_memory import available_bytes
 from tandem.offload.host_store import HostStore
 from tandem.offload.hybrid_executor import HybridExecutor
 from tandem.offload.options import parse_gpu_memory
+from tandem.offload.pinning import pin_store
 from tandem.offload.profiler import with_emulated_gpu, with_link
 from tandem.offload.sizing import count_slots
+from tandem.offload.slots import Slots
 from tandem.offload.start import STARTS
 from tandem.policy.plan import Geometry
 from tandem.sim.profiles import load_profile, shape_for
@@ -37,6 +44,21 @@ def assemble(model: Any, store: HostStore, bound: Bound, config: OffloadConfig) 
     hybrid = _Assembly(model, store, bound, config, cpu).hybrid()
     bind_all(bound, hybrid)
     return hybrid
+
+
+class _Lanes(NamedTuple):
+    """The device, the link and the CPU, and the clock that they run by."""
+
+    device: EmulatedDevice
+    clock: Clock
+    kernels: ExpertKernels
+    make_engine: EngineMaker
+
+
+def _end(cache: ExpertCache, heat: Heat) -> None:
+    """Keep what was learned and end the threads, when the executor is gone or the program ends."""
+    heat.save()
+    cache.close()
 
 
 class _Assembly:
@@ -78,17 +100,19 @@ class _Assembly:
         """Build the executor, its cache filled."""
         config, geometry = self.config, self.geometry
         machine = self._machine()
-        device = EmulatedDevice(available_bytes(), self.kernels)
-        clock = Timeline(machine.profile, machine.shape)
+        is_real = config.clock == "real"
+        lanes = self._real_lanes(machine) if is_real else self._virtual_lanes(machine)
+        device = lanes.device
         cache = ExpertCache(
             self.store,
             device,
-            clock,
+            lanes.clock,
             geometry,
             machine,
             config.planner_settings(),
-            VirtualCopyEngine,
+            lanes.make_engine,
         )
+        pin_store(self.store, device.pin)
         num_slots = count_slots(
             parse_gpu_memory(config.gpu_memory),
             device.memory(),
@@ -96,9 +120,36 @@ class _Assembly:
             num_experts=geometry.num_layers * geometry.num_experts,
         )
         start = STARTS.factory(config.start_content)
-        heat = [0.0] * (geometry.num_layers * geometry.num_experts)
-        cache.resize(num_slots, start(geometry, cache.set_sizes(num_slots), heat))
-        return HybridExecutor(cache, self.kernels)
+        heat = self._heat()
+        cache.resize(num_slots, start(geometry, cache.set_sizes(num_slots), heat.before))
+        executor = HybridExecutor(cache, lanes.kernels)
+        executor.listeners.append(heat)
+        weakref.finalize(executor, _end, cache, heat)
+        return executor
+
+    def _heat(self) -> Heat:
+        name = f"{self.model.config.model_type}-{model_identity(self.model)}.npy"
+        return Heat(self.geometry, self.config.cache_path / "heat" / name)
+
+    def _virtual_lanes(self, machine: Machine) -> "_Lanes":
+        """Return lanes that take turns in this thread, while a virtual clock counts."""
+        device = EmulatedDevice(available_bytes(), self.kernels)
+        clock = Timeline(machine.profile, machine.shape)
+        return _Lanes(device, clock, self.kernels, VirtualCopyEngine)
+
+    def _real_lanes(self, machine: Machine) -> "_Lanes":
+        """Return lanes with threads of their own, which share this machine's cores."""
+        config, clock = self.config, WallClock()
+        threads, isa = self.kernels.num_threads, self.kernels.isa
+        on_device = ExpertKernels(num_threads=threads, isa=isa, on_busy=clock.add_gpu)
+        device = EmulatedDevice(available_bytes(), on_device, has_thread=True)
+        rate = None if config.link_bandwidth is None else parse_bandwidth(config.link_bandwidth)
+
+        def make_engine(store: HostStore, slots: Slots, geometry: Geometry, _: Clock) -> CopyThread:
+            return CopyThread(store, slots, geometry, clock, bytes_per_second=rate)
+
+        kernels = ExpertKernels(num_threads=threads, isa=isa, on_busy=clock.add_cpu)
+        return _Lanes(device, clock, kernels, make_engine)
 
     def _machine(self) -> Machine:
         """Return what things cost: by the profile that the options name, or as measured here."""

@@ -6,23 +6,30 @@ layers), for each expert tensor (move it into the host store) and after (bind mo
 
 from typing import Any
 
+import torch
 from torch import nn
 from transformers.core_model_loading import WeightConverter
 from transformers.quantizers.base import HfQuantizer
 
 from tandem.core.errors import ConfigError, UnsupportedModelError
+from tandem.core.units import format_bytes
 from tandem.hf.assembly import assemble
 from tandem.hf.compat import QuantizerHooks, is_expert_merge
-from tandem.hf.config import OffloadConfig
+from tandem.hf.config import OffloadConfig, parse_expert_dtype
 from tandem.hf.conversion import StoreExpertwise, StoreFused, StorePacked, StoreWriter
 from tandem.hf.experts import EXPERTS_IMPLEMENTATION, is_experts_module
 from tandem.hf.machine import bind_all
 from tandem.hf.packed import INDEX_FILE, packed_name
 from tandem.hf.steps import announce_steps
+from tandem.kernels.formats.weight_format import WeightFormat
+from tandem.offload import host_memory
 from tandem.offload.arrivals import TENSOR_NAMES
 from tandem.offload.executor import CpuExecutor, Executor
 from tandem.offload.host_store import HostLayer, HostStore
 from tandem.offload.packed_layer import STORED_NAME
+
+# What a user is told to try when the experts do not fit, largest first.
+SMALLER_FORMATS = ("bf16", "int8", "int4")
 
 
 class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
@@ -61,22 +68,17 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         sources = {name: _tied_to(model, name) for name in modules}
         for name, module in modules.items():
             if sources[name] == name:
-                self._writer.layers[name] = self._add_layer(name, module)
+                options = self.quantization_config
+                layer = _announce(self.store, name, module, options.parsed_expert_dtype)
+                self._writer.layers[name] = layer
+        own = {name: module for name, module in modules.items() if sources[name] == name}
+        if not self.pre_quantized:  # a packed file is mapped, and need not be in memory as a whole
+            _require_memory(self.store, own)
         for name, module in modules.items():
             layer = self._writer.layers[sources[name]]
             self._writer.layers[name] = layer
             self._bound.append((module, layer))
         return model
-
-    def _add_layer(self, name: str, module: nn.Module) -> HostLayer:
-        shapes = {p: tuple(t.shape) for p, t in module.named_parameters(recurse=False)}
-        return self.store.add_layer(
-            name,
-            {p: shape for p, shape in shapes.items() if p in TENSOR_NAMES},
-            expert_dtype=self.quantization_config.parsed_expert_dtype,
-            is_transposed=bool(module.is_transposed),
-            is_interleaved=bool(module.has_gate and not module.is_concatenated),
-        )
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         """Tell whether a parameter belongs to the host store."""
@@ -149,6 +151,41 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
     def is_trainable(self) -> bool:
         """Say no: experts in the host store have no gradients."""
         return False
+
+
+def _announce(
+    store: HostStore,
+    name: str,
+    module: Any,
+    expert_dtype: torch.dtype | WeightFormat | None,
+) -> HostLayer:
+    shapes = {p: tuple(t.shape) for p, t in module.named_parameters(recurse=False)}
+    return store.add_layer(
+        name,
+        {p: shape for p, shape in shapes.items() if p in TENSOR_NAMES},
+        expert_dtype=expert_dtype,
+        is_transposed=bool(module.is_transposed),
+        is_interleaved=bool(module.has_gate and not module.is_concatenated),
+    )
+
+
+def _require_memory(store: HostStore, modules: dict[str, Any]) -> None:
+    """Raise `CapacityError`, which says what would fit, before any memory is taken."""
+    source_dtype = next(iter(modules.values())).down_proj.dtype
+    needed, available = store.expected_bytes(source_dtype), host_memory.available_bytes()
+    if needed <= available:
+        return
+    fitting = []
+    for name in SMALLER_FORMATS:
+        smaller = HostStore()
+        for module_name, module in modules.items():
+            _announce(smaller, module_name, module, parse_expert_dtype(name))
+        size = smaller.expected_bytes(source_dtype)
+        if size <= available:
+            fitting.append(f"expert_dtype={name!r} takes {format_bytes(size)}")
+    host_memory.require_host_memory(
+        needed, available, what="the experts", formats=" and ".join(fitting)
+    )
 
 
 def _targets_experts(converter: Any) -> bool:

@@ -1,23 +1,19 @@
-"""Records what a loaded model's routers choose while it runs prompts."""
+"""Records what a loaded model's routers choose while it runs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from tandem.offload.recorder import RoutingRecorder
-from tandem.trace import RoutingTrace
 
 
-def record(
-    model: Any, name: str, prompts: Sequence[str], generate: Callable[[str], object]
-) -> RoutingTrace:
-    """Call `generate` for each prompt, and return the routing of all, a sequence per prompt."""
+@contextmanager
+def recording(model: Any) -> Iterator[RoutingRecorder]:
+    """Record everything that runs inside; each sequence begins with `begin_sequences`."""
     quantizer = model.hf_quantizer
     recorder = RoutingRecorder(quantizer.executor)
     quantizer.use(recorder)
     try:
-        for prompt in prompts:
-            recorder.begin_sequences()
-            generate(prompt)
+        yield recorder
     finally:
         quantizer.use(recorder.inner)
-    return recorder.trace(name)

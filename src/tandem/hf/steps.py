@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from tandem.hf.kv_cache import current_cache
 from tandem.offload.executor import CpuExecutor, Executor
 
 
@@ -20,8 +21,19 @@ def announce_steps(model: Any, executor: Callable[[], Executor]) -> None:
             return  # nothing is planned; a compiled model stays whole
         ids = kwargs.get("input_ids", args[0] if args else None)
         if isinstance(ids, Tensor) and ids.dim() == 2:
-            current.begin_step(ids.flatten().tolist(), is_prefill=ids.shape[1] > 1)
+            current.begin_step(ids.flatten().tolist(), is_prefill=_is_prefill(ids))
         else:
             current.begin_step((), is_prefill=False)
 
     model.register_forward_pre_hook(announce, with_kwargs=True)
+
+
+def _is_prefill(ids: Tensor) -> bool:
+    """Tell whether any sequence adds more than one token."""
+    if ids.shape[1] == 1:
+        return False
+    cache = current_cache()  # of a step whose rows lie one after another in one row of ids
+    if cache is None:
+        return True
+    rows: list[int] = cache.rows.tolist()
+    return len(set(rows)) < len(rows)

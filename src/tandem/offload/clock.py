@@ -45,6 +45,18 @@ class WallClock:
         """Start with lanes that have not worked."""
         self.cpu_busy = self.gpu_busy = self.link_busy = 0.0
 
+    def add_cpu(self, seconds: float) -> None:
+        """Count work of the CPU's lane; each lane is counted by its own thread."""
+        self.cpu_busy += seconds
+
+    def add_gpu(self, seconds: float) -> None:
+        """Count work of the device's lane."""
+        self.gpu_busy += seconds
+
+    def add_link(self, seconds: float) -> None:
+        """Count work of the link."""
+        self.link_busy += seconds
+
     @property
     def now(self) -> float:
         """Seconds of the machine's monotonic clock."""

@@ -6,6 +6,8 @@ copies into its memory are the copy engine's.
 
 from typing import NamedTuple, Protocol
 
+from torch import Tensor
+
 from tandem.core.errors import CapacityError
 from tandem.offload.batch import ExpertBatch
 from tandem.offload.slots import MemoryPool, SlotUse
@@ -29,6 +31,9 @@ class Device(MemoryPool, Protocol):
 
     def memory(self) -> DeviceMemory:
         """Return what there is, and what is left of it."""
+
+    def pin(self, memory: Tensor) -> bool:
+        """Make host memory fast to copy from; False if the system does not let."""
 
     def launch(self, batch: ExpertBatch, use: SlotUse) -> None:
         """Compute a batch after those launched before it; may return before it is done.

@@ -26,10 +26,19 @@ class EmulatedDevice:
     name = "emulated"
 
     def __init__(
-        self, total_bytes: int, kernels: ExpertKernels, *, has_thread: bool = False
+        self,
+        total_bytes: int,
+        kernels: ExpertKernels,
+        *,
+        has_thread: bool = False,
+        pin_limit_bytes: int | None = None,
     ) -> None:
-        """Own `total_bytes` of (host) memory; compute with `kernels`."""
+        """Own `total_bytes` of (host) memory; compute with `kernels`.
+
+        `pin_limit_bytes` stands for a system's limit on pinned memory.
+        """
         self.total_bytes = total_bytes
+        self._may_pin_bytes = pin_limit_bytes
         self.used_bytes = 0
         self.fault: Fault | None = None
         """Called before every batch; what it raises happens to the batch. For tests."""
@@ -54,6 +63,15 @@ class EmulatedDevice:
     def release(self, memory: Tensor) -> None:
         """Give memory back."""
         self.used_bytes -= memory.nbytes
+
+    def pin(self, memory: Tensor) -> bool:
+        """Do nothing: a copy within one memory is not faster; only the limit is kept."""
+        if self._may_pin_bytes is None:
+            return True
+        if memory.nbytes > self._may_pin_bytes:
+            return False
+        self._may_pin_bytes -= memory.nbytes
+        return True
 
     def launch(self, batch: ExpertBatch, use: SlotUse) -> None:
         """Compute a batch from its slots."""

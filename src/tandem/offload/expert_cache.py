@@ -4,6 +4,7 @@ The three belong together because a slot's number means the same to all of them.
 set of the three; what the planner's policies have learned is kept.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 
@@ -55,6 +56,7 @@ class ExpertCache:
         self.slot_bytes = max(layer.image_bytes for layer in store)
         self._make_engine = make_engine
         self._under_way: set[tuple[int, int]] = set()
+        self._is_closed = False
         self._install(0, (), None)
 
     def _install(self, num_slots: int, resident: Sequence[int], like: Planner | None) -> None:
@@ -101,7 +103,8 @@ class ExpertCache:
         """Change the number of slots between steps; the most valuable experts stay.
 
         `resident` are the keys to start with instead. If the device lacks the memory, the cache
-        becomes as large as it can.
+        becomes as large as it can. If experts cannot be copied, it is left empty, and that is
+        raised.
         """
         keep = self.resident() if resident is None else list(reversed(resident))
         planner = self.planner
@@ -114,12 +117,25 @@ class ExpertCache:
                 if num_slots == 0:
                     raise
                 num_slots = int(num_slots * SHRINK)
+            except BaseException:
+                self.discard()
+                self._install(num_slots, (), planner)
+                raise
 
     def discard(self) -> None:
-        """Give all slots back; copies under way end first."""
-        self.engine.drain()
+        """Give all slots back; copies that have not ended are dropped."""
+        with contextlib.suppress(Exception):  # an error of what is thrown away has been told
+            self.device.synchronize()
+        self.engine.slots.forget_uses()
         self.engine.close()
         self.engine.slots.release()
+
+    def close(self) -> None:
+        """Give all slots back and end all threads; once is enough, twice is no error."""
+        if not self._is_closed:
+            self._is_closed = True
+            self.discard()
+            self.device.close()
 
     def _fitting(self, keys: Sequence[int], num_slots: int) -> list[int]:
         """Return as many keys as the new sets hold, the most valuable (last) ones."""

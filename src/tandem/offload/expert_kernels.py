@@ -3,6 +3,7 @@
 The result of a row does not depend on the other rows' experts, nor on where the weights lie.
 """
 
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -18,14 +19,30 @@ from tandem.offload.packed_layer import PackedLayer
 class ExpertKernels:
     """The kernels and their threads, which start with the first packed batch. One call a time."""
 
-    def __init__(self, *, num_threads: int | None = None, isa: str = "") -> None:
-        """Compute with `num_threads` threads; None takes all physical cores."""
+    def __init__(
+        self,
+        *,
+        num_threads: int | None = None,
+        isa: str = "",
+        on_busy: Callable[[float], None] | None = None,
+    ) -> None:
+        """Compute with `num_threads` threads; None takes all physical cores.
+
+        `on_busy` is told the seconds of every batch.
+        """
+        self._on_busy = on_busy
         self.num_threads = num_threads or detect_cpu().physical_cores
         self.isa = isa
         self._native: NativeExperts | None = None
 
     def run(self, batch: ExpertBatch, images: Sequence[Tensor] | None = None) -> None:
         """Fill the batch's `out`; weights come from `images`, an expert each, or the host store."""
+        begin = time.perf_counter() if self._on_busy else 0.0
+        self._run(batch, images)
+        if self._on_busy:
+            self._on_busy(time.perf_counter() - begin)
+
+    def _run(self, batch: ExpertBatch, images: Sequence[Tensor] | None) -> None:
         layer, native = batch.layer, batch.functions.native
         if not isinstance(layer, PackedLayer):
             _run_reference(batch, images, batch.functions.activate)

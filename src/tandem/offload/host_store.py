@@ -45,6 +45,9 @@ class HostLayer(Protocol):
     def weights_in(self, image: Tensor) -> ExpertWeights:
         """Return the expert whose pieces a slot (uint8) has received, for the torch reference."""
 
+    def expected_bytes(self, source_dtype: torch.dtype) -> int:
+        """Return the bytes that the layer will take, if the source is of this dtype."""
+
     @property
     def image_bytes(self) -> int:
         """Bytes that one expert takes in a slot."""
@@ -96,6 +99,10 @@ class HostStore:
 
     def __getitem__(self, layer: int) -> HostLayer:
         return self._layers[layer]
+
+    def expected_bytes(self, source_dtype: torch.dtype) -> int:
+        """Return the bytes that all announced experts will take, before they arrive."""
+        return sum(layer.expected_bytes(source_dtype) for layer in self._layers)
 
     @property
     def num_bytes(self) -> int:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tandem.core.errors import ExecutionError
 from tandem.offload import executor as cpu_executor
 from tandem.offload.batch import ExpertFunctions
 from tandem.offload.device import Device, OutOfDeviceMemoryError
@@ -58,8 +59,7 @@ class HybridExecutor:
 
     def close(self) -> None:
         """End all threads and give the device's memory back."""
-        self.cache.discard()
-        self.device.close()
+        self.cache.close()
 
     def execute(
         self,
@@ -71,9 +71,29 @@ class HybridExecutor:
     ) -> Tensor:
         """Compute a layer; see `Executor`."""
         hidden, top_k_weights = hidden.detach(), top_k_weights.detach()
-        if layer <= self._last_layer or self._announced is not None:
-            self._begin_step(len(hidden))
-        self._last_layer = layer
+        try:
+            if layer <= self._last_layer or self._announced is not None:
+                self._begin_step(len(hidden))
+            self._last_layer = layer
+            return self._execute(layer, hidden, top_k_index, top_k_weights, functions)
+        except Exception as error:
+            self._recover(shrink=False)
+            raise ExecutionError(
+                f"MoE layer {layer} could not be computed ({error}); the request is lost, the "
+                "model can be used again"
+            ) from error
+        except BaseException:  # Ctrl-C: no error, but the layer is half done all the same
+            self._recover(shrink=False)
+            raise
+
+    def _execute(
+        self,
+        layer: int,
+        hidden: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        functions: ExpertFunctions,
+    ) -> Tensor:
         most = cpu_executor.MAX_TOKENS_AT_ONCE
         if len(hidden) <= most:
             return self._execute_chunk(layer, hidden, top_k_index, top_k_weights, functions)
@@ -84,8 +104,8 @@ class HybridExecutor:
 
     def _begin_step(self, num_tokens: int) -> None:
         if self._wanted_slots is not None:
-            self.cache.resize(self._wanted_slots)
-            self._wanted_slots = None
+            wanted, self._wanted_slots = self._wanted_slots, None
+            self.cache.resize(wanted)
         token_ids, is_prefill = self._announced or ((), False)
         self._announced = None
         cache = self.cache
@@ -109,25 +129,22 @@ class HybridExecutor:
         routing = Routing(top_k_index, host.arrivals.num_experts)
         clock = cache.clock
         clock.run_dense(len(hidden))
-        cache.take_arrivals()
         if not routing.experts:
             return torch.zeros_like(hidden)
         load = routing.load(layer, top_k_weights)
-        begin, asked = clock.now, time.perf_counter()
-        plan = cache.planner.plan(load, begin, self.hints)
-        plan_seconds = time.perf_counter() - asked
-        cache.cancel_unused(layer, load.experts)
-        call = LayerCall(host, functions, hidden, routing, _order(plan))
         try:
+            cache.take_arrivals()
+            begin, asked = clock.now, time.perf_counter()
+            plan = cache.planner.plan(load, begin, self.hints)
+            plan_seconds = time.perf_counter() - asked
+            cache.cancel_unused(layer, load.experts)
+            call = LayerCall(host, functions, hidden, routing, _order(plan))
             self._carry_out(call, plan)
         except OutOfDeviceMemoryError:
             self._recover(shrink=True)
             plan = _all_on_cpu(load, plan)
             call = LayerCall(host, functions, hidden, routing, plan.cpu)
             self._carry_out(call, plan)
-        except BaseException:
-            self._recover(shrink=False)
-            raise
         clock.run(load, plan)
         if self.listeners:
             self._report(load, plan, begin, plan_seconds, call)
@@ -162,10 +179,9 @@ class HybridExecutor:
 
     def _recover(self, *, shrink: bool) -> None:
         """Make the engine usable after an error in the middle of a layer."""
-        with contextlib.suppress(Exception):  # of what was launched before the error; it is told
-            self.device.synchronize()
         slots = self.cache.num_slots
-        self.cache.resize(int(slots * SHRINK) if shrink else slots)
+        with contextlib.suppress(Exception):  # then the cache is left empty
+            self.cache.resize(int(slots * SHRINK) if shrink else slots)
         self._last_layer = len(self.store)
 
     def _report(

@@ -84,6 +84,10 @@ class PackedLayer:
         """Return the values of the expert that a slot holds. Slow: unpacks."""
         return unpack_expert(self.layout, image[: self.layout.num_bytes])
 
+    def expected_bytes(self, source_dtype: torch.dtype) -> int:
+        """Return the bytes of the packed layer, whatever it is packed from."""
+        return self.num_bytes
+
     @property
     def image_bytes(self) -> int:
         """Bytes that one expert takes in a slot."""

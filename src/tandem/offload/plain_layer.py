@@ -1,5 +1,6 @@
 """A layer's experts as plain torch tensors (bf16, fp16, fp32): what the torch reference reads."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -71,6 +72,11 @@ class PlainLayer:
             section = image[offsets[name] : offsets[name] + tensor[0].nbytes]
             found[name] = section.view(tensor.dtype).view(tensor.shape[1:])
         return self._as_weights(found)
+
+    def expected_bytes(self, source_dtype: torch.dtype) -> int:
+        """Return the bytes of all tensors in the layer's dtype, or else in the source's."""
+        size = (self._dtype or source_dtype).itemsize
+        return sum(math.prod(shape) * size for shape in self.arrivals.shapes.values())
 
     @property
     def image_bytes(self) -> int:

@@ -32,6 +32,7 @@ class RoutingRecorder:
         self.store = inner.store
         self.listeners: list[Listener] = inner.listeners
         self._batch = 1
+        self._is_recording = False
         self._steps: list[list[tuple[Array, Array]]] = []  # by step and layer: experts, weights
         self._ids: list[Array] = []
         self._sequences: list[tuple[Array, Array, Array, int]] = []
@@ -40,11 +41,18 @@ class RoutingRecorder:
         """Begin `batch` sequences side by side; those before have ended."""
         self._finish()
         self._batch = batch
+        self._is_recording = True
+
+    def pause(self) -> None:
+        """End the sequences; record nothing until the next ones begin."""
+        self._finish()
+        self._is_recording = False
 
     def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:
         """Note the tokens of a step."""
-        self._steps.append([])
-        self._ids.append(np.array(token_ids, dtype=np.int32))
+        if self._is_recording:
+            self._steps.append([])
+            self._ids.append(np.array(token_ids, dtype=np.int32))
         self.inner.begin_step(token_ids, is_prefill=is_prefill)
 
     def execute(
@@ -56,8 +64,9 @@ class RoutingRecorder:
         functions: ExpertFunctions,
     ) -> Tensor:
         """Note a layer's routing and compute the layer."""
-        weights = top_k_weights.detach().to("cpu", torch.float16).numpy().copy()
-        self._steps[-1].append((top_k_index.to("cpu").numpy().copy(), weights))
+        if self._is_recording:
+            weights = top_k_weights.detach().to("cpu", torch.float16).numpy().copy()
+            self._steps[-1].append((top_k_index.to("cpu").numpy().copy(), weights))
         return self.inner.execute(layer, hidden, top_k_index, top_k_weights, functions)
 
     def close(self) -> None:

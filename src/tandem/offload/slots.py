@@ -132,9 +132,10 @@ class Slots:
         """Drop claims."""
         with self.changed:
             for claim in claims:
-                self._uses[claim] -= 1
-                if self._uses[claim] == 0:
-                    del self._uses[claim]
+                if self._uses.get(claim, 0) <= 1:
+                    self._uses.pop(claim, None)
+                else:
+                    self._uses[claim] -= 1
             self.changed.notify_all()
 
     def can_write(self, slot: int, generation: int) -> bool:
@@ -171,6 +172,12 @@ class Slots:
                 if self._error is not None:
                     raise self._error
         return [self._memory[slot] for slot, _ in claims]
+
+    def forget_uses(self) -> None:
+        """Drop all claims, when nothing that is launched is left: some may never have been."""
+        with self.changed:
+            self._uses.clear()
+            self.changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
         """Wake all who wait for contents: they will not come."""
