@@ -248,7 +248,8 @@ def _random_store(layout: ExpertLayout, work: Work) -> Tensor:
         dtype = torch.bfloat16 if layout.format.kind == "bf16" else torch.float16
         one.view(dtype).normal_(std=_SCALE)
     else:
-        one.random_(0, 0x78)  # below e4m3's NaN
+        # e4m3 without the NaN, and without the subnormal numbers that few weights are.
+        one.random_(*((0x20, 0x78) if layout.format.kind == "fp8" else (0, 256)))
         for section in (layout.up_scales, layout.down_scales):
             scales = section.of(one)
             if layout.format.kind == "mxfp4":
