@@ -45,10 +45,27 @@ PackedMatrix matrix(const ExpertLayout& layout, const std::uint8_t* expert, bool
           bias < 0 ? nullptr : reinterpret_cast<const float*>(expert + bias)};
 }
 
+std::int64_t up_rows(const ExpertLayout& layout) {
+  return layout.inner_rows * (layout.is_gated ? 2 : 1);
+}
+
 // Whole blocks come out of the first projection, whole groups go into the second.
 std::int64_t inner_stride(const ExpertLayout& layout) {
   return std::max(layout.inner_rows, layout.inner_cols);
 }
+
+constexpr std::int64_t round_up(std::int64_t n, std::int64_t unit) {
+  return (n + unit - 1) / unit * unit;
+}
+
+// Inner columns that one task computes: whole quantisation groups, and few enough that their rows of
+// a long prompt stay in the cache between projection and activation.
+constexpr std::int64_t kMaxTaskColumns = 128;
+constexpr std::int64_t kMaxTaskTokens = 256;
+// Rows whose length is a power of two would share the same lines of the cache.
+constexpr std::int64_t kRowPadding = 64;
+// Row blocks that a kernel takes together with many tokens.
+constexpr std::int64_t kTaskBlocks = 4;
 
 }  // namespace
 
@@ -56,7 +73,8 @@ std::vector<std::string> available_isas() {
   std::vector<std::string> names;
 #if defined(__x86_64__)
   const CpuFeatures cpu = detect_cpu_features();
-  if (has_all(cpu.instruction_sets, {"avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16"}))
+  if (has_all(cpu.instruction_sets, {"avx512f", "avx512bw", "avx512vl", "avx512vbmi", "avx512_vnni",
+                                 "avx512_bf16"}))
     names.emplace_back("avx512");
   if (has_all(cpu.instruction_sets, {"avx2", "fma", "f16c"})) {
     if (has_all(cpu.instruction_sets, {"avx_vnni"})) names.emplace_back("avxvnni");
@@ -71,15 +89,16 @@ void ExpertEngine::Rows::resize(Format format, std::int64_t rows, std::int64_t n
                                 std::int64_t group) {
   form = activation_form(format);
   cols = new_cols;
+  stride = cols + kRowPadding;
   groups = form == ActivationForm::kInt8 ? cols / group : 0;
   const auto grow = [](auto& values, std::int64_t size) {
     values.resize(std::max<std::size_t>(values.size(), size));
   };
   switch (form) {
-    case ActivationForm::kBf16: return grow(bf16, rows * cols);
-    case ActivationForm::kFp32: return grow(fp32, rows * cols);
+    case ActivationForm::kBf16: return grow(bf16, rows * stride);
+    case ActivationForm::kFp32: return grow(fp32, rows * stride);
     case ActivationForm::kInt8:
-      grow(quantized, rows * cols);
+      grow(quantized, rows * stride);
       grow(scales, rows * groups);
       grow(sums, rows * groups);
   }
@@ -90,10 +109,10 @@ void ExpertEngine::Rows::copy(std::int64_t to, const Rows& source, std::int64_t 
     std::copy_n(values.data() + from * count, count, target.data() + to * count);
   };
   switch (form) {
-    case ActivationForm::kBf16: return copy_row(source.bf16, bf16, cols);
-    case ActivationForm::kFp32: return copy_row(source.fp32, fp32, cols);
+    case ActivationForm::kBf16: return copy_row(source.bf16, bf16, stride);
+    case ActivationForm::kFp32: return copy_row(source.fp32, fp32, stride);
     case ActivationForm::kInt8:
-      copy_row(source.quantized, quantized, cols);
+      copy_row(source.quantized, quantized, stride);
       copy_row(source.scales, scales, groups);
       copy_row(source.sums, sums, groups);
   }
@@ -101,12 +120,12 @@ void ExpertEngine::Rows::copy(std::int64_t to, const Rows& source, std::int64_t 
 
 Activations ExpertEngine::Rows::view(std::int64_t row, bool is_repeated) const {
   Activations view{};
-  view.stride = is_repeated ? 0 : cols;
+  view.stride = is_repeated ? 0 : stride;
   switch (form) {
-    case ActivationForm::kBf16: view.bf16 = bf16.data() + row * cols; break;
-    case ActivationForm::kFp32: view.fp32 = fp32.data() + row * cols; break;
+    case ActivationForm::kBf16: view.bf16 = bf16.data() + row * stride; break;
+    case ActivationForm::kFp32: view.fp32 = fp32.data() + row * stride; break;
     case ActivationForm::kInt8:
-      view.quantized = quantized.data() + row * cols;
+      view.quantized = quantized.data() + row * stride;
       view.scales = scales.data() + row * groups;
       view.sums = sums.data() + row * groups;
       view.group_stride = is_repeated ? 0 : groups;
@@ -121,14 +140,35 @@ void ExpertEngine::run(const ExpertLayout& layout, const ActivationSpec& activat
                        const ExpertCall& call) {
   const std::int64_t num_rows = call.row_begin[call.num_experts];
   if (num_rows == 0) return;
-  const std::int64_t up_rows = layout.inner_rows * (layout.is_gated ? 2 : 1);
-  up_.resize(std::max<std::size_t>(up_.size(), num_rows * up_rows));
-  inner_values_.resize(std::max<std::size_t>(inner_values_.size(), num_rows * inner_stride(layout)));
   inner_.resize(static_cast<Format>(layout.format), num_rows, layout.inner_cols, layout.group);
-  prepare_tokens(layout, call);
-  project_up(layout, call);
-  activate_rows(layout, activation, num_rows);
-  project_down(layout, call);
+  prepare_tokens(layout, call, layout.hidden_size, layout.hidden_cols);
+  plan_tasks(layout, call);
+  pool_.run(static_cast<std::int64_t>(tasks_.size()), [&](std::int64_t i) {
+    const Task& task = tasks_[i];
+    std::atomic<std::int64_t>& up_left = up_left_[task.expert];
+    if (i < num_up_tasks_) {
+      project_up(layout, activation, call, task);
+      up_left.fetch_sub(1, std::memory_order_release);
+    } else {
+      wait_until_zero(up_left);
+      project_down(layout, call, task);
+    }
+  });
+}
+
+void ExpertEngine::project(const ExpertLayout& layout, bool is_up, const ExpertCall& call) {
+  const std::int64_t rows = is_up ? up_rows(layout) : layout.hidden_size;
+  prepare_tokens(layout, call, is_up ? layout.hidden_size : layout.inner_rows,
+                 is_up ? layout.hidden_cols : layout.inner_cols);
+  tasks_.clear();
+  add_tasks(call, round_up(rows, kBlockRows) / kBlockRows, kTaskBlocks);
+  pool_.run(static_cast<std::int64_t>(tasks_.size()), [&](std::int64_t i) {
+    const Task& task = tasks_[i];
+    const std::int64_t first = call.row_begin[task.expert];
+    kernels_->matmul(matrix(layout, call.experts[task.expert], is_up), task.begin, task.end,
+                     token_rows(call, first), call.row_begin[task.expert + 1] - first, rows,
+                     call.out + first * rows, rows);
+  });
 }
 
 std::int64_t ExpertEngine::read_all(const std::uint8_t* data, std::int64_t bytes) {
@@ -148,87 +188,117 @@ std::int64_t ExpertEngine::multiply(bool is_int8, std::int64_t count_per_thread)
   return operations;
 }
 
-void ExpertEngine::convert(const ExpertLayout& layout, const float* row, std::int64_t index,
-                           Rows& rows) const {
+// Converts `count` values of a row, from column `begin` on: whole groups.
+void ExpertEngine::convert(const ExpertLayout& layout, const float* values, std::int64_t count,
+                           Rows& rows, std::int64_t row, std::int64_t begin) const {
+  const std::int64_t at = row * rows.stride + begin;
   switch (rows.form) {
-    case ActivationForm::kBf16:
-      return kernels_->to_bf16(row, rows.cols, rows.bf16.data() + index * rows.cols);
     case ActivationForm::kFp32:
-      std::copy_n(row, rows.cols, rows.fp32.data() + index * rows.cols);
+      std::copy_n(values, count, rows.fp32.data() + at);
       return;
-    case ActivationForm::kInt8:
-      kernels_->quantize(row, rows.cols, layout.group,
+    case ActivationForm::kBf16:
+      kernels_->to_bf16(values, count, rows.bf16.data() + at);
+      return;
+    case ActivationForm::kInt8: {
+      const std::int64_t group = row * rows.groups + begin / layout.group;
+      kernels_->quantize(values, count, layout.group,
                          sum_factor(static_cast<Format>(layout.format)),
-                         rows.quantized.data() + index * rows.cols,
-                         rows.scales.data() + index * rows.groups,
-                         rows.sums.data() + index * rows.groups);
+                         rows.quantized.data() + at, rows.scales.data() + group,
+                         rows.sums.data() + group);
+    }
   }
 }
 
 // A token's activations are converted once, however many experts want them, and then laid out row
 // by row. A single token is not copied: all its experts read the same row.
-void ExpertEngine::prepare_tokens(const ExpertLayout& layout, const ExpertCall& call) {
+void ExpertEngine::prepare_tokens(const ExpertLayout& layout, const ExpertCall& call,
+                                  std::int64_t size, std::int64_t cols) {
   const auto format = static_cast<Format>(layout.format);
   const std::int64_t num_rows = call.row_begin[call.num_experts];
-  tokens_.resize(format, call.num_tokens, layout.hidden_cols, layout.group);
+  tokens_.resize(format, call.num_tokens, cols, layout.group);
   pool_.run(call.num_tokens, [&](std::int64_t t) {
-    const float* row = call.hidden + t * layout.hidden_size;
-    if (layout.hidden_cols == layout.hidden_size) return convert(layout, row, t, tokens_);
-    std::vector<float> padded(layout.hidden_cols, 0.0f);
-    std::copy_n(row, layout.hidden_size, padded.data());
-    convert(layout, padded.data(), t, tokens_);
+    const float* row = call.hidden + t * size;
+    if (cols <= size) return convert(layout, row, cols, tokens_, t, 0);
+    std::vector<float> padded(cols, 0.0f);
+    std::copy_n(row, size, padded.data());
+    convert(layout, padded.data(), cols, tokens_, t, 0);
   });
   if (call.num_tokens == 1) return;
-  gathered_.resize(format, num_rows, layout.hidden_cols, layout.group);
+  gathered_.resize(format, num_rows, cols, layout.group);
   pool_.run(num_rows, [&](std::int64_t i) { gathered_.copy(i, tokens_, call.row_token[i]); });
 }
 
-void ExpertEngine::plan_tasks(const ExpertCall& call, std::int64_t blocks) {
+Activations ExpertEngine::token_rows(const ExpertCall& call, std::int64_t first) const {
+  return call.num_tokens == 1 ? tokens_.view(0, true) : gathered_.view(first, false);
+}
+
+// Cuts 0..size-1 of every active expert into tasks of whole units.
+void ExpertEngine::add_tasks(const ExpertCall& call, std::int64_t size, std::int64_t unit,
+                             std::int64_t most) {
   std::int64_t active = 0;
-  for (std::int64_t e = 0; e < call.num_experts; ++e) active += call.row_begin[e + 1] > call.row_begin[e];
+  for (std::int64_t e = 0; e < call.num_experts; ++e)
+    active += call.row_begin[e + 1] > call.row_begin[e];
   const std::int64_t wanted = kTasksPerThread * pool_.num_threads();
-  const std::int64_t chunk = std::max<std::int64_t>(1, active * blocks / wanted);
-  tasks_.clear();
+  const std::int64_t even = std::max<std::int64_t>(1, active * size / wanted);
+  const std::int64_t chunk = round_up(std::min(even, std::max(unit, most)), unit);
   for (std::int64_t e = 0; e < call.num_experts; ++e) {
     if (call.row_begin[e + 1] == call.row_begin[e]) continue;
-    for (std::int64_t b = 0; b < blocks; b += chunk)
-      tasks_.push_back({e, b, std::min(b + chunk, blocks)});
+    for (std::int64_t begin = 0; begin < size; begin += chunk)
+      tasks_.push_back({e, begin, std::min(begin + chunk, size)});
   }
 }
 
-void ExpertEngine::project_up(const ExpertLayout& layout, const ExpertCall& call) {
-  const std::int64_t rows = layout.inner_rows * (layout.is_gated ? 2 : 1);
-  const bool is_single = call.num_tokens == 1;
-  plan_tasks(call, rows / kBlockRows);
-  pool_.run(static_cast<std::int64_t>(tasks_.size()), [&](std::int64_t i) {
-    const Task& task = tasks_[i];
-    const std::int64_t first = call.row_begin[task.expert];
-    const Activations x = is_single ? tokens_.view(0, true) : gathered_.view(first, false);
-    kernels_->matmul(matrix(layout, call.experts[task.expert], true), task.begin, task.end, x,
-                     call.row_begin[task.expert + 1] - first, rows, up_.data() + first * rows, rows);
-  });
+// First the tasks of every first projection, then those of every second: in this order they are
+// claimed, so what a second projection waits for is done, or some thread is at it.
+void ExpertEngine::plan_tasks(const ExpertLayout& layout, const ExpertCall& call) {
+  tasks_.clear();
+  add_tasks(call, layout.inner_rows, std::max<std::int64_t>(layout.group, 32), kMaxTaskColumns);
+  num_up_tasks_ = static_cast<std::int64_t>(tasks_.size());
+  if (num_up_left_ < call.num_experts) {
+    num_up_left_ = call.num_experts;
+    up_left_ = std::make_unique<std::atomic<std::int64_t>[]>(num_up_left_);
+  }
+  for (std::int64_t e = 0; e < call.num_experts; ++e)
+    up_left_[e].store(0, std::memory_order_relaxed);
+  for (const Task& task : tasks_) up_left_[task.expert].fetch_add(1, std::memory_order_relaxed);
+  add_tasks(call, round_up(layout.hidden_size, kBlockRows) / kBlockRows, kTaskBlocks);
 }
 
-void ExpertEngine::activate_rows(const ExpertLayout& layout, const ActivationSpec& spec,
-                                 std::int64_t num_rows) {
-  const std::int64_t rows = layout.inner_rows * (layout.is_gated ? 2 : 1);
-  pool_.run(num_rows, [&](std::int64_t i) {
-    float* inner = inner_values_.data() + i * inner_stride(layout);
-    kernels_->activate(spec, up_.data() + i * rows, layout.inner_rows, inner);
-    std::fill(inner + layout.inner_rows, inner + inner_stride(layout), 0.0f);
-    convert(layout, inner, i, inner_);
-  });
+// Inner columns begin..end-1 of an expert's tokens: projected, activated, converted for the second
+// projection, while they are in the cache.
+void ExpertEngine::project_up(const ExpertLayout& layout, const ActivationSpec& spec,
+                              const ExpertCall& call, const Task& task) {
+  thread_local std::vector<float> up;
+  thread_local std::vector<float> inner;
+  const std::int64_t per_column = layout.is_gated ? 2 : 1;
+  const std::int64_t stride = (task.end - task.begin) * per_column;
+  const bool is_last = task.end == layout.inner_rows;
+  const std::int64_t cols = (is_last ? layout.inner_cols : task.end) - task.begin;
+  if (cols <= 0) return;
+  up.resize(std::max<std::size_t>(up.size(), kMaxTaskTokens * stride));
+  inner.resize(std::max<std::size_t>(inner.size(), inner_stride(layout)));
+  const std::int64_t begin_row = task.begin * per_column;
+  const std::int64_t last = call.row_begin[task.expert + 1];
+  for (std::int64_t row = call.row_begin[task.expert]; row < last; row += kMaxTaskTokens) {
+    const std::int64_t count = std::min(kMaxTaskTokens, last - row);
+    kernels_->matmul(matrix(layout, call.experts[task.expert], true), begin_row / kBlockRows,
+                     task.end * per_column / kBlockRows, token_rows(call, row), count,
+                     up_rows(layout), up.data() - begin_row, stride);
+    for (std::int64_t t = 0; t < count; ++t) {
+      kernels_->activate(spec, up.data() + t * stride, task.end - task.begin, inner.data());
+      if (cols > task.end - task.begin)
+        std::fill(inner.begin() + (task.end - task.begin), inner.begin() + cols, 0.0f);
+      convert(layout, inner.data(), cols, inner_, row + t, task.begin);
+    }
+  }
 }
 
-void ExpertEngine::project_down(const ExpertLayout& layout, const ExpertCall& call) {
-  plan_tasks(call, (layout.hidden_size + kBlockRows - 1) / kBlockRows);
-  pool_.run(static_cast<std::int64_t>(tasks_.size()), [&](std::int64_t i) {
-    const Task& task = tasks_[i];
-    const std::int64_t first = call.row_begin[task.expert];
-    kernels_->matmul(matrix(layout, call.experts[task.expert], false), task.begin, task.end,
-                     inner_.view(first, false), call.row_begin[task.expert + 1] - first,
-                     layout.hidden_size, call.out + first * layout.hidden_size, layout.hidden_size);
-  });
+void ExpertEngine::project_down(const ExpertLayout& layout, const ExpertCall& call,
+                                const Task& task) {
+  const std::int64_t first = call.row_begin[task.expert];
+  kernels_->matmul(matrix(layout, call.experts[task.expert], false), task.begin, task.end,
+                   inner_.view(first, false), call.row_begin[task.expert + 1] - first,
+                   layout.hidden_size, call.out + first * layout.hidden_size, layout.hidden_size);
 }
 
 }  // namespace tandem

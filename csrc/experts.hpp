@@ -1,7 +1,9 @@
 // All experts of a layer that the CPU computes, in one call: first projection, activation, second.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -51,6 +53,13 @@ class ExpertEngine {
 
   void run(const ExpertLayout& layout, const ActivationSpec& activation, const ExpertCall& call);
 
+  // One projection alone: the first (gate and up in turn, by blocks of 16) or the second, from rows
+  // of inner_rows values. `call.hidden` and `call.out` have its inputs and outputs, fp32.
+  void project(const ExpertLayout& layout, bool is_up, const ExpertCall& call);
+
+  // Wakes the threads a little before `run`: they look out for work for some microseconds.
+  void wake() { pool_.wake(); }
+
   // The machine's ceilings with these threads: bytes read of `data`, operations done. For timing.
   std::int64_t read_all(const std::uint8_t* data, std::int64_t bytes);
   std::int64_t multiply(bool is_int8, std::int64_t count_per_thread);
@@ -64,28 +73,37 @@ class ExpertEngine {
     std::vector<std::uint16_t> bf16;
     std::vector<float> fp32;
     ActivationForm form = ActivationForm::kInt8;
-    std::int64_t cols = 0, groups = 0;
+    std::int64_t cols = 0, stride = 0, groups = 0;
 
     void resize(Format format, std::int64_t rows, std::int64_t cols, std::int64_t group);
     void copy(std::int64_t to, const Rows& source, std::int64_t from);
     Activations view(std::int64_t row, bool is_repeated) const;
   };
+  // Of the first projection: inner columns begin..end-1; of the second: row blocks.
   struct Task {
     std::int64_t expert, begin, end;
   };
 
-  void convert(const ExpertLayout& layout, const float* row, std::int64_t index, Rows& rows) const;
-  void prepare_tokens(const ExpertLayout& layout, const ExpertCall& call);
-  void project_up(const ExpertLayout& layout, const ExpertCall& call);
-  void activate_rows(const ExpertLayout& layout, const ActivationSpec& spec, std::int64_t num_rows);
-  void project_down(const ExpertLayout& layout, const ExpertCall& call);
-  void plan_tasks(const ExpertCall& call, std::int64_t blocks);
+  void convert(const ExpertLayout& layout, const float* values, std::int64_t count, Rows& rows,
+               std::int64_t row, std::int64_t begin) const;
+  void prepare_tokens(const ExpertLayout& layout, const ExpertCall& call, std::int64_t size,
+                      std::int64_t cols);
+  Activations token_rows(const ExpertCall& call, std::int64_t first) const;
+  void plan_tasks(const ExpertLayout& layout, const ExpertCall& call);
+  void add_tasks(const ExpertCall& call, std::int64_t size, std::int64_t unit,
+                 std::int64_t most = INT64_MAX);
+  void project_up(const ExpertLayout& layout, const ActivationSpec& spec, const ExpertCall& call,
+                  const Task& task);
+  void project_down(const ExpertLayout& layout, const ExpertCall& call, const Task& task);
 
   const Kernels* kernels_;
   ThreadPool pool_;
   Rows tokens_, gathered_, inner_;
-  std::vector<float> up_, inner_values_;
-  std::vector<Task> tasks_;
+  std::vector<Task> tasks_;  // first projections, then second ones
+  std::int64_t num_up_tasks_ = 0;
+  // Per expert: tasks of its first projection that are not done yet.
+  std::unique_ptr<std::atomic<std::int64_t>[]> up_left_;
+  std::int64_t num_up_left_ = 0;
 };
 
 // The names of the instruction sets that this processor can run, best first.

@@ -1,244 +1,58 @@
-// AVX-512 with VNNI and BF16 (Zen 4, Ice Lake and Sapphire Rapids onwards).
+// AVX-512 with VNNI, BF16 and VBMI (Zen 4, Ice Lake with BF16, Sapphire Rapids onwards).
 //
 // A register holds one column (four int8, two bf16) of a block's 16 rows, so a weight is loaded
 // once and multiplied with a broadcast activation per token: no sum across lanes, one stream of
-// memory per thread.
+// memory per thread. The two regimes are in avx512/.
 #include <immintrin.h>
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 
+#include "avx512/few_tokens.hpp"
+#include "avx512/many_tokens.hpp"
 #include "kernels.hpp"
 
 namespace tandem {
 namespace {
 
-constexpr int kMaxTile = 8;  // tokens that share a loaded weight; 16 int32 + 8 fp32 accumulators
-
-__m512i broadcast4(const std::int8_t* x) {
-  std::int32_t four;
-  std::memcpy(&four, x, sizeof four);
-  return _mm512_set1_epi32(four);
-}
-
-// Four bits to the unsigned code that the multiplier takes.
-template <Format F>
-__m512i decode(__m512i nibbles) {
-  if constexpr (F != Format::kMxfp4) return nibbles;
-  const __m128i table = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
-  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), nibbles);
-}
+// Up to this many tokens the weights are decoded in registers as they stream by.
+constexpr std::int64_t kFewTokens = 8;
 
 template <Format F>
-__m512 load_scales(const std::uint8_t* scales, std::int64_t index) {
-  if constexpr (F == Format::kMxfp4) {
-    // 2^(e - 127) is the float with exponent e; one less, since the codes are doubled. e = 0 would
-    // need a subnormal: 2^-128 of nothing is as good as nothing.
-    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(scales + index * 16));
-    const __m512i e = _mm512_cvtepu8_epi32(bytes);
-    const __m512i halved = _mm512_max_epi32(_mm512_sub_epi32(e, _mm512_set1_epi32(1)),
-                                            _mm512_setzero_si512());
-    return _mm512_castsi512_ps(_mm512_slli_epi32(halved, 23));
-  } else {
-    constexpr std::int64_t kBytes = F == Format::kInt4Zero ? 64 : 32;
-    const auto* at = reinterpret_cast<const __m256i*>(scales + index * kBytes);
-    return _mm512_cvtph_ps(_mm256_loadu_si256(at));
-  }
-}
-
-__m512 load_minima(const std::uint8_t* scales, std::int64_t index) {
-  const auto* at = reinterpret_cast<const __m256i*>(scales + index * 64 + 32);
-  return _mm512_cvtph_ps(_mm256_loadu_si256(at));
-}
-
-// The hardware follows a stream only to the end of a page. 1 to 6 KB ahead made int4 with one token a
-// third faster (Sapphire Rapids, 2 threads); with many tokens the weights come from the cache.
-constexpr std::int64_t kAheadBytes = 4096;
-
-template <int T>
-void prefetch(const std::uint8_t* data) {
-  if constexpr (T <= 4)
-    _mm_prefetch(reinterpret_cast<const char*>(data + kAheadBytes), _MM_HINT_T0);
-}
-
-// Few tokens need two sums each to hide the multiplier's latency; eight hide it by themselves.
-template <int T>
-constexpr bool kIsShort = T < 8;
-
-// Adds one group's products to low[t], every second one to high[t] where there is one.
-template <Format F, int T>
-const std::uint8_t* multiply_group(const std::uint8_t* data, std::int64_t group,
-                                   const std::int8_t* q, std::int64_t stride, __m512i* low,
-                                   __m512i* high) {
-  if constexpr (F == Format::kInt8) {
-    for (std::int64_t k = 0; k < group; k += 8, data += 128) {
-      prefetch<T>(data);
-      prefetch<T>(data + 64);
-      const __m512i w0 = _mm512_loadu_si512(data);
-      const __m512i w1 = _mm512_loadu_si512(data + 64);
-#pragma GCC unroll 8
-      for (int t = 0; t < T; ++t) {
-        low[t] = _mm512_dpbusd_epi32(low[t], w0, broadcast4(q + t * stride + k));
-        __m512i& second = kIsShort<T> ? high[t] : low[t];
-        second = _mm512_dpbusd_epi32(second, w1, broadcast4(q + t * stride + k + 4));
-      }
-    }
-  } else {
-    const __m512i mask = _mm512_set1_epi8(15);
-    for (std::int64_t k = 0; k < group; k += 8, data += 64) {
-      prefetch<T>(data);
-      const __m512i w = _mm512_loadu_si512(data);
-      const __m512i w0 = decode<F>(_mm512_and_si512(w, mask));
-      const __m512i w1 = decode<F>(_mm512_and_si512(_mm512_srli_epi16(w, 4), mask));
-#pragma GCC unroll 8
-      for (int t = 0; t < T; ++t) {
-        low[t] = _mm512_dpbusd_epi32(low[t], w0, broadcast4(q + t * stride + k));
-        __m512i& second = kIsShort<T> ? high[t] : low[t];
-        second = _mm512_dpbusd_epi32(second, w1, broadcast4(q + t * stride + k + 4));
-      }
-    }
-  }
-  return data;
-}
-
-struct Output {
-  float* at;
-  std::int64_t stride;
-  __mmask16 rows;
-  __m512 bias;
-};
-
-template <int T>
-void store(const Output& out, const __m512* total) {
-  for (int t = 0; t < T; ++t)
-    _mm512_mask_storeu_ps(out.at + t * out.stride, out.rows, _mm512_add_ps(total[t], out.bias));
-}
-
-// One block of 16 rows times T tokens.
-template <Format F, int T>
-void integer_tile(const PackedMatrix& m, std::int64_t block, const Activations& x, std::int64_t token,
-                  const Output& out) {
-  constexpr std::int64_t kBits = F == Format::kInt8 ? 8 : 4;
-  const std::int64_t groups = m.cols / m.group;
-  const std::uint8_t* data = m.data + block * m.cols * kBlockRows * kBits / 8;
-  const std::int8_t* q = x.quantized + token * x.stride;
-  const float* x_scales = x.scales + token * x.group_stride;
-  const std::int32_t* x_sums = x.sums + token * x.group_stride;
-  __m512 total[T];
-  for (int t = 0; t < T; ++t) total[t] = _mm512_setzero_ps();
-  for (std::int64_t g = 0; g < groups; ++g) {
-    __m512i low[T];
-    __m512i high[T];
-    for (int t = 0; t < T; ++t) {
-      const bool starts_at_offset = F != Format::kInt4Zero;
-      low[t] = starts_at_offset ? _mm512_set1_epi32(x_sums[t * x.group_stride + g])
-                                : _mm512_setzero_si512();
-      if constexpr (kIsShort<T>) high[t] = _mm512_setzero_si512();
-    }
-    data = multiply_group<F, T>(data, m.group, q + g * m.group, x.stride, low, high);
-    const std::int64_t index = block * groups + g;
-    const __m512 w_scale = load_scales<F>(m.scales, index);
-#pragma GCC unroll 8
-    for (int t = 0; t < T; ++t) {
-      const __m512 scale = _mm512_mul_ps(w_scale, _mm512_set1_ps(x_scales[t * x.group_stride + g]));
-      const __m512i products = kIsShort<T> ? _mm512_add_epi32(low[t], high[t]) : low[t];
-      const __m512 sum = _mm512_cvtepi32_ps(products);
-      total[t] = _mm512_fmadd_ps(sum, scale, total[t]);
-      if constexpr (F == Format::kInt4Zero) {
-        const float weight = x_scales[t * x.group_stride + g] *
-                             static_cast<float>(x_sums[t * x.group_stride + g]);
-        total[t] = _mm512_fmadd_ps(load_minima(m.scales, index), _mm512_set1_ps(weight), total[t]);
-      }
-    }
-  }
-  store<T>(out, total);
-}
-
-__m512bh broadcast2(const std::uint16_t* x) {
-  std::int32_t two;
-  std::memcpy(&two, x, sizeof two);
-  return reinterpret_cast<__m512bh>(_mm512_set1_epi32(two));
-}
-
-template <int T>
-void bf16_tile(const PackedMatrix& m, std::int64_t block, const Activations& x, std::int64_t token,
-               const Output& out) {
-  const auto* data = m.data + block * m.cols * kBlockRows * 2;
-  const std::uint16_t* row = x.bf16 + token * x.stride;
-  constexpr int kChains = T >= 4 ? 2 : 4;  // independent sums per token, to hide latency
-  __m512 sum[T][kChains];
-  for (auto& chains : sum)
-    for (__m512& s : chains) s = _mm512_setzero_ps();
-  for (std::int64_t k = 0; k < m.cols; k += 8, data += 256) {
-#pragma GCC unroll 4
-    for (int c = 0; c < 4; ++c) {
-      prefetch<T>(data + 64 * c);
-      const __m512bh w = reinterpret_cast<__m512bh>(_mm512_loadu_si512(data + 64 * c));
-#pragma GCC unroll 8
-      for (int t = 0; t < T; ++t) {
-        __m512& s = sum[t][c % kChains];
-        s = _mm512_dpbf16_ps(s, w, broadcast2(row + t * x.stride + k + 2 * c));
-      }
-    }
-  }
-  __m512 total[T];
-  for (int t = 0; t < T; ++t) {
-    total[t] = _mm512_add_ps(sum[t][0], sum[t][1]);
-    for (int c = 2; c < kChains; ++c) total[t] = _mm512_add_ps(total[t], sum[t][c]);
-  }
-  store<T>(out, total);
-}
-
-template <Format F, int T>
-void tile(const PackedMatrix& m, std::int64_t block, const Activations& x, std::int64_t token,
-          const Output& out) {
-  if constexpr (F == Format::kBf16) {
-    bf16_tile<T>(m, block, x, token, out);
-  } else {
-    integer_tile<F, T>(m, block, x, token, out);
+void few_at_once(const PackedMatrix& m, std::int64_t block, const Activations& x,
+                 std::int64_t num_tokens, const Output& out) {
+  switch (num_tokens) {
+    case 1: return few_tokens<F, 1>(m, block, x, out);
+    case 2: return few_tokens<F, 2>(m, block, x, out);
+    case 3: return few_tokens<F, 3>(m, block, x, out);
+    case 4: return few_tokens<F, 4>(m, block, x, out);
+    case 5: return few_tokens<F, 5>(m, block, x, out);
+    case 6: return few_tokens<F, 6>(m, block, x, out);
+    case 7: return few_tokens<F, 7>(m, block, x, out);
+    case 8: return few_tokens<F, 8>(m, block, x, out);
   }
 }
 
 template <Format F>
 void matmul_format(const PackedMatrix& m, std::int64_t begin, std::int64_t end, const Activations& x,
                    std::int64_t num_tokens, std::int64_t num_rows, float* out, std::int64_t stride) {
-  for (std::int64_t b = begin; b < end; ++b) {
-    const std::int64_t valid = std::min(kBlockRows, num_rows - b * kBlockRows);
-    if (valid <= 0) return;
-    Output to{out + b * kBlockRows, stride, static_cast<__mmask16>((1u << valid) - 1),
-              m.bias ? _mm512_loadu_ps(m.bias + b * kBlockRows) : _mm512_setzero_ps()};
-    for (std::int64_t t = 0; t < num_tokens;) {
-      const std::int64_t left = num_tokens - t;
-      std::int64_t done = 1;
-      if (left >= kMaxTile) {
-        tile<F, kMaxTile>(m, b, x, t, to);
-        done = kMaxTile;
-      } else if (left >= 4) {
-        tile<F, 4>(m, b, x, t, to);
-        done = 4;
-      } else if (left >= 2) {
-        tile<F, 2>(m, b, x, t, to);
-        done = 2;
-      } else {
-        tile<F, 1>(m, b, x, t, to);
-      }
-      t += done;
-      to.at += done * stride;
-    }
-  }
+  end = std::min(end, (num_rows + kBlockRows - 1) / kBlockRows);
+  if (num_tokens > kFewTokens)
+    return many_tokens<F>(m, begin, end, x, num_tokens, num_rows, out, stride);
+  for (std::int64_t b = begin; b < end; ++b)
+    few_at_once<F>(m, b, x, num_tokens, Output::of(m, b, num_rows, out, stride));
 }
+
+using Matmul = decltype(Kernels::matmul);
+
+constexpr Matmul kMatmuls[] = {  // in the order of Format
+    matmul_format<Format::kBf16>,     matmul_format<Format::kInt8>,  matmul_format<Format::kInt4>,
+    matmul_format<Format::kInt4Zero>, matmul_format<Format::kMxfp4>, matmul_format<Format::kFp16>,
+    matmul_format<Format::kFp8>};
 
 void matmul(const PackedMatrix& m, std::int64_t begin, std::int64_t end, const Activations& x,
             std::int64_t num_tokens, std::int64_t num_rows, float* out, std::int64_t stride) {
-  switch (m.format) {
-    case Format::kBf16: return matmul_format<Format::kBf16>(m, begin, end, x, num_tokens, num_rows, out, stride);
-    case Format::kInt8: return matmul_format<Format::kInt8>(m, begin, end, x, num_tokens, num_rows, out, stride);
-    case Format::kInt4: return matmul_format<Format::kInt4>(m, begin, end, x, num_tokens, num_rows, out, stride);
-    case Format::kInt4Zero: return matmul_format<Format::kInt4Zero>(m, begin, end, x, num_tokens, num_rows, out, stride);
-    case Format::kMxfp4: return matmul_format<Format::kMxfp4>(m, begin, end, x, num_tokens, num_rows, out, stride);
-    default: return avx2_kernels().matmul(m, begin, end, x, num_tokens, num_rows, out, stride);
-  }
+  kMatmuls[static_cast<int>(m.format)](m, begin, end, x, num_tokens, num_rows, out, stride);
 }
 
 void quantize(const float* row, std::int64_t cols, std::int64_t group, std::int32_t sum_factor,
@@ -253,7 +67,7 @@ void quantize(const float* row, std::int64_t cols, std::int64_t group, std::int3
       largest = _mm512_max_ps(largest, _mm512_abs_ps(values));
     }
     const float top = nans ? NAN : _mm512_reduce_max_ps(largest);
-    const __m512 inverse = _mm512_set1_ps(top > 0 ? 127.0f / top : 0);
+    const __m512 inverse = _mm512_set1_ps(top >= kSmallestPeak ? 127.0f / top : 0);
     __m512i sum = _mm512_setzero_si512();
     for (std::int64_t k = 0; k < group; k += 16) {
       const __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + k), inverse));

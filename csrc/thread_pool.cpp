@@ -29,6 +29,16 @@ void pause() {
 
 }  // namespace
 
+void wait_until_zero(const std::atomic<std::int64_t>& count) {
+  for (int spin = 0; count.load(std::memory_order_acquire) != 0; ++spin) {
+    if (spin < kSpins) {
+      pause();
+    } else {
+      std::this_thread::yield();
+    }
+  }
+}
+
 ThreadPool::ThreadPool(int num_threads) {
   for (int i = 1; i < num_threads; ++i) workers_.emplace_back([this] { work(); });
 }
@@ -76,6 +86,12 @@ void ThreadPool::run_erased(std::int64_t count, Function function, const void* c
       }
     }
   }
+}
+
+void ThreadPool::wake() {
+  if (workers_.empty()) return;
+  wake_.fetch_add(1);
+  wake_.notify_all();
 }
 
 bool ThreadPool::has_task() const {

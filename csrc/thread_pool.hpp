@@ -32,6 +32,9 @@ class ThreadPool {
         count, [](const void* t, std::int64_t i) { (*static_cast<const Task*>(t))(i); }, &task);
   }
 
+  // Wakes the workers: a job is about to come. They look out for it for a while, then sleep again.
+  void wake();
+
  private:
   using Function = void (*)(const void*, std::int64_t);
 
@@ -48,5 +51,8 @@ class ThreadPool {
   const void* context_ = nullptr;
   std::vector<std::thread> workers_;
 };
+
+// Waits, at first without sleeping, until another thread has counted down to zero.
+void wait_until_zero(const std::atomic<std::int64_t>& count);
 
 }  // namespace tandem

@@ -1,0 +1,176 @@
+// Few tokens: the weights stream through the registers once, one row block after the other, and
+// are multiplied as they come. Bound by memory with one token, by arithmetic from about four.
+#pragma once
+
+#include "weights.hpp"
+
+namespace tandem {
+namespace {
+
+// The hardware follows a stream only to the end of a page. 1 to 6 KB ahead made int4 with one token a
+// third faster (Sapphire Rapids, 2 threads).
+constexpr std::int64_t kAheadBytes = 4096;
+
+TANDEM_INLINE void prefetch(const std::uint8_t* data) {
+  _mm_prefetch(reinterpret_cast<const char*>(data + kAheadBytes), _MM_HINT_T0);
+}
+
+// A group's scales are read once, in a stream too slow for the hardware to follow: without this they
+// cost a third of the time with eight tokens. `groups` ahead is the same place of the next block.
+template <Format F>
+TANDEM_INLINE void prefetch_scales(const PackedMatrix& m, std::int64_t index, std::int64_t groups) {
+  const std::uint8_t* at = m.scales + (index + groups) * kScaleBytes<F>;
+  _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T0);
+}
+
+// Few tokens need two sums each to hide the multiplier's latency; from five on they hide it.
+template <int T>
+constexpr int kIntegerChains = T < 5 ? 2 : 1;
+
+template <Format F, int T>
+TANDEM_INLINE const std::uint8_t* multiply_group(const std::uint8_t* data, std::int64_t group,
+                                                 const std::int8_t* q, std::int64_t stride,
+                                                 __m512i (&sums)[kIntegerChains<T>][T]) {
+  for (std::int64_t k = 0; k < group; k += 8) {
+    __m512i w[2];
+    prefetch(data);
+    load_codes<F>(data, w);
+    data += 64;
+    if constexpr (F == Format::kInt8) {
+      prefetch(data);
+      load_codes<F>(data, w + 1);
+      data += 64;
+    }
+    each<T>([&](auto t) TANDEM_INLINED {
+      const std::int8_t* at = q + t * stride + k;
+      sums[0][t] = multiply_add_int8(sums[0][t], w[0], broadcast4(at));
+      sums[kIntegerChains<T> - 1][t] = multiply_add_int8(sums[kIntegerChains<T> - 1][t], w[1], broadcast4(at + 4));
+    });
+  }
+  return data;
+}
+
+template <Format F, int T>
+void few_integer(const PackedMatrix& m, std::int64_t block, const Activations& x,
+                 const Output& out) {
+  const std::int64_t groups = m.cols / m.group;
+  const std::uint8_t* data = m.data + block * m.cols / kLineColumns<F> * 64;
+  __m512 total[T];
+  each<T>([&](auto t) TANDEM_INLINED { total[t] = _mm512_setzero_ps(); });
+  for (std::int64_t g = 0; g < groups; ++g) {
+    const std::int32_t* x_sums = x.sums + g;
+    __m512i sums[kIntegerChains<T>][T];
+    each<T>([&](auto t) TANDEM_INLINED {
+      sums[kIntegerChains<T> - 1][t] = _mm512_setzero_si512();
+      sums[0][t] = F == Format::kInt4Zero ? _mm512_setzero_si512()
+                                          : _mm512_set1_epi32(x_sums[t * x.group_stride]);
+    });
+    data = multiply_group<F, T>(data, m.group, x.quantized + g * m.group, x.stride, sums);
+    const std::int64_t index = block * groups + g;
+    prefetch_scales<F>(m, index, groups);
+    const __m512 w_scale = load_scales<F>(m.scales, index);
+    each<T>([&](auto t) TANDEM_INLINED {
+      const float x_scale = x.scales[t * x.group_stride + g];
+      __m512i sum = sums[0][t];
+      if constexpr (kIntegerChains<T> == 2) sum = _mm512_add_epi32(sum, sums[1][t]);
+      total[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum),
+                                 _mm512_mul_ps(w_scale, _mm512_set1_ps(x_scale)), total[t]);
+      if constexpr (F == Format::kInt4Zero) {
+        const float x_sum = x_scale * static_cast<float>(x_sums[t * x.group_stride]);
+        total[t] = _mm512_fmadd_ps(load_minima(m.scales, index), _mm512_set1_ps(x_sum), total[t]);
+      }
+    });
+  }
+  each<T>([&](auto t) TANDEM_INLINED { out.store(t, total[t]); });
+}
+
+template <int T>
+TANDEM_INLINE void clear(__m512 (&sums)[2][T]) {
+  each<T>([&](auto t) TANDEM_INLINED { sums[0][t] = sums[1][t] = _mm512_setzero_ps(); });
+}
+
+// Even and odd pairs of columns are summed apart, as many tokens do, so that a result does not
+// depend on how many tokens there are.
+template <int T>
+void few_bf16(const PackedMatrix& m, std::int64_t block, const Activations& x, const Output& out) {
+  const std::uint8_t* data = m.data + block * m.cols * kBlockRows * 2;
+  __m512 sums[2][T];
+  clear(sums);
+  for (std::int64_t k = 0; k < m.cols; k += 4, data += 128) {
+    each<2>([&](auto i) TANDEM_INLINED {
+      prefetch(data + 64 * i);
+      const __m512i w = _mm512_loadu_si512(data + 64 * i);
+      each<T>([&](auto t) TANDEM_INLINED {
+        sums[i][t] = multiply_add_bf16(sums[i][t], w, broadcast4(x.bf16 + t * x.stride + k + 2 * i));
+      });
+    });
+  }
+  each<T>([&](auto t) TANDEM_INLINED { out.store(t, _mm512_add_ps(sums[0][t], sums[1][t])); });
+}
+
+template <int T>
+void few_fp8(const PackedMatrix& m, std::int64_t block, const Activations& x, const Output& out) {
+  const E4m3Decoder decoder;
+  const std::int64_t groups = m.cols / m.group;
+  const std::uint8_t* data = m.data + block * m.cols * kBlockRows;
+  __m512 total[T];
+  each<T>([&](auto t) TANDEM_INLINED { total[t] = _mm512_setzero_ps(); });
+  for (std::int64_t g = 0; g < groups; ++g) {
+    __m512 sums[2][T];
+    clear(sums);
+    for (std::int64_t k = g * m.group; k < (g + 1) * m.group; k += 4, data += 64) {
+      __m512i w[2];
+      prefetch(data);
+      decoder.decode(data, w);
+      each<T>([&](auto t) TANDEM_INLINED {
+        const std::uint16_t* at = x.bf16 + t * x.stride + k;
+        sums[0][t] = multiply_add_bf16(sums[0][t], w[0], broadcast4(at));
+        sums[1][t] = multiply_add_bf16(sums[1][t], w[1], broadcast4(at + 2));
+      });
+    }
+    const __m512 scale = load_scales<Format::kFp8>(m.scales, block * groups + g);
+    each<T>([&](auto t) TANDEM_INLINED {
+      total[t] = _mm512_fmadd_ps(_mm512_add_ps(sums[0][t], sums[1][t]), scale, total[t]);
+    });
+  }
+  each<T>([&](auto t) TANDEM_INLINED { out.store(t, total[t]); });
+}
+
+// A register of 16 halves holds two columns of eight rows: lanes of even and of odd columns, which
+// are added at the end.
+template <int T>
+void few_fp16(const PackedMatrix& m, std::int64_t block, const Activations& x, const Output& out) {
+  const std::uint8_t* data = m.data + block * m.cols * kBlockRows * 2;
+  __m512 sums[2][T];
+  clear(sums);
+  for (std::int64_t k = 0; k < m.cols; k += 2, data += 64) {
+    prefetch(data);
+    const __m512i w = _mm512_loadu_si512(data);
+    const __m512 top = _mm512_cvtph_ps(_mm512_castsi512_si256(w));
+    const __m512 bottom = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(w, 1));
+    each<T>([&](auto t) TANDEM_INLINED {
+      double two;
+      std::memcpy(&two, x.fp32 + t * x.stride + k, sizeof two);
+      const __m512 pair = _mm512_castpd_ps(_mm512_set1_pd(two));
+      sums[0][t] = _mm512_fmadd_ps(top, pair, sums[0][t]);
+      sums[1][t] = _mm512_fmadd_ps(bottom, pair, sums[1][t]);
+    });
+  }
+  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+  each<T>([&](auto t) TANDEM_INLINED {
+    out.store(t, _mm512_add_ps(_mm512_permutex2var_ps(sums[0][t], even, sums[1][t]),
+                               _mm512_permutex2var_ps(sums[0][t], odd, sums[1][t])));
+  });
+}
+
+template <Format F, int T>
+void few_tokens(const PackedMatrix& m, std::int64_t block, const Activations& x, const Output& out) {
+  if constexpr (F == Format::kBf16) return few_bf16<T>(m, block, x, out);
+  if constexpr (F == Format::kFp8) return few_fp8<T>(m, block, x, out);
+  if constexpr (F == Format::kFp16) return few_fp16<T>(m, block, x, out);
+  if constexpr (is_integer(F)) return few_integer<F, T>(m, block, x, out);
+}
+
+}  // namespace
+}  // namespace tandem

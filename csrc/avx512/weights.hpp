@@ -1,0 +1,179 @@
+// How AVX-512 reads packed weights: one register is one column (four int8, two bf16) of a block's
+// 16 rows. Only kernels_avx512.cpp may include this: it needs that file's compiler flags.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstring>
+#include <utility>
+
+#include "../half.hpp"
+#include "../packed.hpp"
+
+// Whatever takes sums by reference must be inlined, or they live in memory.
+#define TANDEM_INLINE inline __attribute__((always_inline))
+#define TANDEM_INLINED __attribute__((always_inline))  // after a lambda's parameters
+
+namespace tandem {
+namespace {
+
+// Calls function(0) .. function(N - 1) with constants: arrays that are indexed by them become
+// registers, which those of a loop that the compiler unrolls later do not.
+template <int N, typename Function>
+TANDEM_INLINE void each(const Function& function) {
+  [&]<int... I>(std::integer_sequence<int, I...>) TANDEM_INLINED {
+    (function(std::integral_constant<int, I>{}), ...);
+  }(std::make_integer_sequence<int, N>{});
+}
+
+TANDEM_INLINE __m512i broadcast4(const void* x) {
+  std::int32_t four;
+  std::memcpy(&four, x, sizeof four);
+  return _mm512_set1_epi32(four);
+}
+
+// sum += four unsigned codes times four signed activations, per row. As assembly, because GCC 12
+// copies the sums of the intrinsic between registers: a third of the speed with many tokens.
+TANDEM_INLINE __m512i multiply_add_int8(__m512i sum, __m512i codes, __m512i four) {
+  __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(four));
+  return sum;
+}
+
+TANDEM_INLINE __m512 multiply_add_bf16(__m512 sum, __m512i weights, __m512i two) {
+  __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(two));
+  return sum;
+}
+
+// Four bits to the unsigned code that the multiplier takes.
+template <Format F>
+__m512i decode_nibbles(__m512i nibbles) {
+  if constexpr (F != Format::kMxfp4) return nibbles;
+  const __m128i table = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), nibbles);
+}
+
+// 64 bytes of an integer format to one (int8) or two registers of four columns each.
+template <Format F>
+TANDEM_INLINE void load_codes(const std::uint8_t* data, __m512i* columns) {
+  const __m512i w = _mm512_loadu_si512(data);
+  if constexpr (F == Format::kInt8) {
+    columns[0] = w;
+  } else {
+    const __m512i mask = _mm512_set1_epi8(15);
+    columns[0] = decode_nibbles<F>(_mm512_and_si512(w, mask));
+    columns[1] = decode_nibbles<F>(_mm512_and_si512(_mm512_srli_epi16(w, 4), mask));
+  }
+}
+
+// Columns in 64 bytes of an integer format.
+template <Format F>
+constexpr std::int64_t kLineColumns = F == Format::kInt8 ? 4 : 8;
+
+// e4m3 to bf16 by table: the low seven bits name the number without its sign.
+struct E4m3Table {
+  alignas(64) std::uint8_t low[128];
+  alignas(64) std::uint8_t high[128];
+
+  E4m3Table() {
+    for (int code = 0; code < 128; ++code) {
+      const std::uint16_t bits = float_to_bf16(e4m3_to_float(static_cast<std::uint8_t>(code)));
+      low[code] = static_cast<std::uint8_t>(bits & 255);
+      high[code] = static_cast<std::uint8_t>(bits >> 8);
+    }
+  }
+};
+
+class E4m3Decoder {
+ public:
+  E4m3Decoder() {
+    static const E4m3Table table;
+    for (int i = 0; i < 2; ++i) {
+      low_[i] = _mm512_load_si512(table.low + 64 * i);
+      high_[i] = _mm512_load_si512(table.high + 64 * i);
+    }
+  }
+
+  // 64 bytes, four columns of 16 rows, to two registers of two columns each.
+  TANDEM_INLINE void decode(const std::uint8_t* data, __m512i* columns) const {
+    const __m512i codes = _mm512_loadu_si512(data);
+    columns[0] = expand(_mm512_shuffle_epi8(codes, doubled(0)));
+    columns[1] = expand(_mm512_shuffle_epi8(codes, doubled(2)));
+  }
+
+ private:
+  // Each row's bytes `first` and `first` + 1, twice each.
+  static __m512i doubled(char first) {
+    const char second = first + 1;
+    return _mm512_broadcast_i32x4(_mm_add_epi8(
+        _mm_setr_epi8(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12),
+        _mm_setr_epi8(first, first, second, second, first, first, second, second, first, first,
+                      second, second, first, first, second, second)));
+  }
+
+  TANDEM_INLINE __m512i expand(__m512i codes) const {
+    constexpr __mmask64 kHighBytes = 0xAAAAAAAAAAAAAAAAull;
+    const __m512i low = _mm512_permutex2var_epi8(low_[0], codes, low_[1]);
+    const __m512i high = _mm512_permutex2var_epi8(high_[0], codes, high_[1]);
+    const __m512i magnitude = _mm512_mask_mov_epi8(low, kHighBytes, high);
+    constexpr int kOrAnd = 0xF8;  // a | (b & c)
+    return _mm512_ternarylogic_epi32(magnitude, codes, _mm512_set1_epi16(-0x8000), kOrAnd);
+  }
+
+  __m512i low_[2], high_[2];
+};
+
+// Bytes of a block's scales in one group.
+template <Format F>
+constexpr std::int64_t kScaleBytes = F == Format::kFp8        ? 4
+                                     : F == Format::kMxfp4    ? 16
+                                     : F == Format::kInt4Zero ? 64
+                                                              : 32;
+
+// The scales of a block's 16 rows in one group.
+template <Format F>
+__m512 load_scales(const std::uint8_t* scales, std::int64_t index) {
+  if constexpr (F == Format::kFp8) {
+    float scale;
+    std::memcpy(&scale, scales + index * sizeof scale, sizeof scale);
+    return _mm512_set1_ps(scale);
+  } else if constexpr (F == Format::kMxfp4) {
+    // 2^(e - 127) is the float with exponent e; one less, since the codes are doubled. e = 0 would
+    // need a subnormal: 2^-128 of nothing is as good as nothing.
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(scales + index * 16));
+    const __m512i e = _mm512_cvtepu8_epi32(bytes);
+    const __m512i halved = _mm512_max_epi32(_mm512_sub_epi32(e, _mm512_set1_epi32(1)),
+                                            _mm512_setzero_si512());
+    return _mm512_castsi512_ps(_mm512_slli_epi32(halved, 23));
+  } else {
+    const auto* at = reinterpret_cast<const __m256i*>(scales + index * kScaleBytes<F>);
+    return _mm512_cvtph_ps(_mm256_loadu_si256(at));
+  }
+}
+
+inline __m512 load_minima(const std::uint8_t* scales, std::int64_t index) {
+  const auto* at = reinterpret_cast<const __m256i*>(scales + index * 64 + 32);
+  return _mm512_cvtph_ps(_mm256_loadu_si256(at));
+}
+
+// Where a row block's results go.
+struct Output {
+  float* at;
+  std::int64_t stride;
+  __mmask16 rows;
+  __m512 bias;
+
+  static Output of(const PackedMatrix& m, std::int64_t block, std::int64_t num_rows, float* out,
+                   std::int64_t stride) {
+    const std::int64_t valid = num_rows - block * kBlockRows;
+    return {out + block * kBlockRows, stride,
+            static_cast<__mmask16>(valid >= kBlockRows ? 0xFFFF : (1u << valid) - 1),
+            m.bias ? _mm512_loadu_ps(m.bias + block * kBlockRows) : _mm512_setzero_ps()};
+  }
+
+  void store(std::int64_t token, __m512 total) const {
+    _mm512_mask_storeu_ps(at + token * stride, rows, _mm512_add_ps(total, bias));
+  }
+};
+
+}  // namespace
+}  // namespace tandem
