@@ -220,15 +220,19 @@ void integer_tile(const Product& p, std::int64_t block, std::int64_t token,
   out.store<T>(total);
 }
 
+// Up to here filling a panel costs more than it saves (Zen 4: with 8 tokens both take as long).
+constexpr std::int64_t kMostStreamed = 4;
+
 template <class Dot, Format F>
 void few_tokens(const Product& p, std::int64_t begin, std::int64_t end, std::int64_t num_tokens) {
   const std::int64_t strips = p.m.cols / kStripCols;
-  with_exactly<kFewTokens>(num_tokens, [&]<int T>() {
-    for (std::int64_t b = begin; b < end; ++b)
-      integer_tile<Dot, F, false, T>(p, b, 0, 0, p.m.cols / p.m.group,
-                                     p.m.data + b * strips * kStripBytes<F>,
-                                     p.block(b, true, true));
-  });
+  for (std::int64_t b = begin; b < end; ++b) {
+    const std::uint8_t* data = p.m.data + b * strips * kStripBytes<F>;
+    const Output out = p.block(b, true, true);
+    in_tiles<kStreamedTile>(num_tokens, [&]<int T>(std::int64_t t) {
+      integer_tile<Dot, F, false, T>(p, b, t, 0, p.m.cols / p.m.group, data, out.token(t));
+    });
+  }
 }
 
 // Decodes a part of a block once for a batch of tokens; part and activations stay in the first cache.
@@ -242,16 +246,16 @@ void many_tokens(const Product& p, std::int64_t begin, std::int64_t end, std::in
   const std::int64_t most = static_cast<std::int64_t>(sizeof panel) /
                             (strips * kPanelStripBytes<Dot, F>);
   for (std::int64_t batch = 0; batch < num_tokens; batch += kBatch) {
-    const std::int64_t batch_end = smaller(batch + kBatch, num_tokens);
+    const std::int64_t count = smaller(kBatch, num_tokens - batch);
     for (std::int64_t g = 0; g < groups; g += most) {
       const std::int64_t width = smaller(most, groups - g);
       for (std::int64_t b = begin; b < end; ++b) {
         const std::uint8_t* data = p.m.data + (b * groups + g) * strips * kStripBytes<F>;
         for (std::int64_t s = 0; s < width * strips; ++s)
           fill_panel<Dot, F>(data + s * kStripBytes<F>, panel + s * kPanelStripBytes<Dot, F>);
-        const Output out = p.block(b, g == 0, g + width == groups);
-        in_tiles<kTile>(batch, batch_end, [&]<int T>(std::int64_t t) {
-          integer_tile<Dot, F, true, T>(p, b, t, g, width, panel, out.token(t));
+        const Output out = p.block(b, g == 0, g + width == groups).token(batch);
+        in_tiles<kTile>(count, [&]<int T>(std::int64_t t) {
+          integer_tile<Dot, F, true, T>(p, b, batch + t, g, width, panel, out.token(t));
         });
       }
     }
@@ -261,7 +265,7 @@ void many_tokens(const Product& p, std::int64_t begin, std::int64_t end, std::in
 template <class Dot, Format F>
 void multiply_integer(const Product& p, std::int64_t begin, std::int64_t end,
                       std::int64_t num_tokens) {
-  if (num_tokens <= kFewTokens) return few_tokens<Dot, F>(p, begin, end, num_tokens);
+  if (num_tokens <= kMostStreamed) return few_tokens<Dot, F>(p, begin, end, num_tokens);
   many_tokens<Dot, F>(p, begin, end, num_tokens);
 }
 

@@ -14,8 +14,8 @@
 namespace tandem {
 namespace {
 
-constexpr std::int64_t kFewTokens = 4;  // up to here a block's weights go straight to the registers
-constexpr int kHalves = 2;              // registers that hold one number of each of the 16 rows
+constexpr int kStreamedTile = 4;  // tokens that a weight is multiplied with on its way through
+constexpr int kHalves = 2;        // registers that hold one number of each of the 16 rows
 
 // Sums of T tokens and a block's 16 rows.
 template <int T>
@@ -95,11 +95,13 @@ void with_exactly(std::int64_t count, const Run& run) {
   if constexpr (Most > 1) with_exactly<Most - 1>(count, run);
 }
 
-// Calls run<T>(t) for tiles of tokens first..last-1: whole ones, then the rest in smaller ones.
-template <int T, class Run>
-void in_tiles(std::int64_t first, std::int64_t last, const Run& run) {
-  for (; last - first >= T; first += T) run.template operator()<T>(first);
-  if constexpr (T > 1) in_tiles<T / 2>(first, last, run);
+// Calls run<T>(t) for tiles of tokens 0..num_tokens-1, the last one as large as what is left.
+template <int Most, class Run>
+void in_tiles(std::int64_t num_tokens, const Run& run) {
+  for (std::int64_t t = 0; t < num_tokens; t += Most) {
+    const std::int64_t left = num_tokens - t;
+    with_exactly<Most>(left < Most ? left : Most, [&]<int T>() { run.template operator()<T>(t); });
+  }
 }
 
 inline std::int64_t smaller(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
