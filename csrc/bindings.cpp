@@ -41,11 +41,10 @@ void require_in_range(const tandem::ExpertCall& call, std::int64_t num_rows) {
 }
 
 // Addresses come from torch tensors, whose shapes and dtypes tandem.kernels.native has checked.
-void run_experts(tandem::ExpertEngine& engine, const ExpertLayout& layout, int activation,
-                 float alpha, float limit, float offset, std::int64_t num_experts,
-                 std::int64_t num_tokens, std::int64_t num_rows, std::uintptr_t experts,
-                 std::uintptr_t row_begin, std::uintptr_t row_token,
-                 std::uintptr_t hidden, std::uintptr_t out) {
+tandem::ExpertCall expert_call(std::int64_t num_experts, std::int64_t num_tokens,
+                               std::int64_t num_rows, std::uintptr_t experts,
+                               std::uintptr_t row_begin, std::uintptr_t row_token,
+                               std::uintptr_t hidden, std::uintptr_t out) {
   const tandem::ExpertCall call{num_experts,
                                 num_tokens,
                                 pointer<const std::uint8_t* const>(experts),
@@ -54,8 +53,37 @@ void run_experts(tandem::ExpertEngine& engine, const ExpertLayout& layout, int a
                                 pointer<const float>(hidden),
                                 pointer<float>(out)};
   require_in_range(call, num_rows);
+  return call;
+}
+
+void run_experts(tandem::ExpertEngine& engine, const ExpertLayout& layout, int activation,
+                 float alpha, float limit, float offset, std::int64_t num_experts,
+                 std::int64_t num_tokens, std::int64_t num_rows, std::uintptr_t experts,
+                 std::uintptr_t row_begin, std::uintptr_t row_token,
+                 std::uintptr_t hidden, std::uintptr_t out) {
+  const tandem::ExpertCall call = expert_call(num_experts, num_tokens, num_rows, experts, row_begin,
+                                              row_token, hidden, out);
   const nb::gil_scoped_release release;
   engine.run(layout, {static_cast<tandem::Activation>(activation), alpha, limit, offset}, call);
+}
+
+void project(tandem::ExpertEngine& engine, const ExpertLayout& layout, bool is_up,
+             std::int64_t num_experts, std::int64_t num_tokens, std::int64_t num_rows,
+             std::uintptr_t experts, std::uintptr_t row_begin, std::uintptr_t row_token,
+             std::uintptr_t hidden, std::uintptr_t out) {
+  const tandem::ExpertCall call = expert_call(num_experts, num_tokens, num_rows, experts, row_begin,
+                                              row_token, hidden, out);
+  const nb::gil_scoped_release release;
+  engine.project(layout, is_up, call);
+}
+
+void add_rows(tandem::ExpertEngine& engine, std::int64_t num_tokens, std::int64_t top_k,
+              std::int64_t size, std::uintptr_t rows, std::uintptr_t row_of,
+              std::uintptr_t weights, std::uintptr_t out) {
+  const nb::gil_scoped_release release;
+  engine.add_rows({num_tokens, top_k, size, pointer<const float>(rows),
+                   pointer<const std::int32_t>(row_of), pointer<const float>(weights),
+                   pointer<float>(out)});
 }
 
 }  // namespace
@@ -94,6 +122,9 @@ NB_MODULE(_native, m) {
       .def_prop_ro("isa", [](const tandem::ExpertEngine& e) { return std::string(e.isa()); })
       .def_prop_ro("num_threads", &tandem::ExpertEngine::num_threads)
       .def("run", &run_experts)
+      .def("project", &project)
+      .def("add_rows", &add_rows)
+      .def("wake", &tandem::ExpertEngine::wake)
       .def("read_all",
            [](tandem::ExpertEngine& e, std::uintptr_t data, std::int64_t bytes) {
              const nb::gil_scoped_release release;

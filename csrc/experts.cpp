@@ -171,6 +171,19 @@ void ExpertEngine::project(const ExpertLayout& layout, bool is_up, const ExpertC
   });
 }
 
+void ExpertEngine::add_rows(const RowSum& sum) {
+  pool_.run(sum.num_tokens, [&](std::int64_t t) {
+    float* out = sum.out + t * sum.size;
+    std::fill_n(out, sum.size, 0.0f);
+    for (std::int64_t k = t * sum.top_k; k < (t + 1) * sum.top_k; ++k) {
+      if (sum.row_of[k] < 0) continue;
+      const float* row = sum.rows + sum.row_of[k] * sum.size;
+      const float weight = sum.weights[k];
+      for (std::int64_t i = 0; i < sum.size; ++i) out[i] += weight * row[i];
+    }
+  });
+}
+
 std::int64_t ExpertEngine::read_all(const std::uint8_t* data, std::int64_t bytes) {
   constexpr std::int64_t kChunk = 1 << 20;
   const std::int64_t chunks = bytes / kChunk;

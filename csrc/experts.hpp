@@ -37,6 +37,16 @@ struct ExpertCall {
   float* out;           // (num_rows, hidden_size)
 };
 
+// Rows that are added up to tokens: token t is the sum over k of weights[t][k] times row
+// row_of[t * top_k + k], in this order; -1 is padding and adds nothing.
+struct RowSum {
+  std::int64_t num_tokens, top_k, size;
+  const float* rows;
+  const std::int32_t* row_of;
+  const float* weights;
+  float* out;  // (num_tokens, size)
+};
+
 // Keeps the threads and the scratch memory between calls. One call at a time.
 class ExpertEngine {
  public:
@@ -56,6 +66,9 @@ class ExpertEngine {
   // One projection alone: the first (gate and up in turn, by blocks of 16) or the second, from rows
   // of inner_rows values. `call.hidden` and `call.out` have its inputs and outputs, fp32.
   void project(const ExpertLayout& layout, bool is_up, const ExpertCall& call);
+
+  // The same bits whoever computed the rows: a product and an addition each round by themselves.
+  void add_rows(const RowSum& sum);
 
   // Wakes the threads a little before `run`: they look out for work for some microseconds.
   void wake() { pool_.wake(); }

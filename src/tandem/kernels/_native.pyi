@@ -42,6 +42,32 @@ class ExpertEngine:
         out: int,
         /,
     ) -> None: ...
+    def project(
+        self,
+        layout: ExpertLayout,
+        is_up: bool,
+        num_experts: int,
+        num_tokens: int,
+        num_rows: int,
+        experts: int,
+        row_begin: int,
+        row_token: int,
+        hidden: int,
+        out: int,
+        /,
+    ) -> None: ...
+    def add_rows(
+        self,
+        num_tokens: int,
+        top_k: int,
+        size: int,
+        rows: int,
+        row_of: int,
+        weights: int,
+        out: int,
+        /,
+    ) -> None: ...
+    def wake(self) -> None: ...
     def read_all(self, data: int, num_bytes: int, /) -> int: ...
     def multiply(self, is_int8: bool, count_per_thread: int, /) -> int: ...
 
@@ -119,7 +145,6 @@ def rms_norm(
     num_rows: int,
     cols: int,
     eps: float,
-    offset: float,
     rounds_first: bool,
     is_bf16: bool,
     input: int,

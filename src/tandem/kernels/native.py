@@ -1,10 +1,11 @@
 """The native CPU kernels: all experts of a layer in one call. Checks what C++ takes on trust.
 
-The result for a (token, expert) row does not depend on the other rows of the call, nor on the
-number of threads.
+The result for a (token, expert) row does not depend on the number of threads, nor on the other rows
+of the call (to rounding: with AVX2, floating-point formats add many tokens in another order).
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -15,7 +16,7 @@ from tandem.core.errors import ConfigError, ModelError
 from tandem.core.registry import nearest_names
 from tandem.kernels import _native
 from tandem.kernels.formats.expert import ExpertLayout
-from tandem.kernels.formats.weight_format import Kind
+from tandem.kernels.formats.weight_format import ROWS_PER_BLOCK, Kind
 
 # The numbers of csrc/packed.hpp.
 FORMAT_NUMBERS: dict[Kind, int] = {
@@ -127,26 +128,72 @@ class NativeExperts:
         out: Tensor,
     ) -> None:
         """Do the same for experts at `addresses` (n,) int64, anywhere in memory, into `out`."""
-        assert hidden.dtype == out.dtype == torch.float32
-        assert hidden.shape[1] == out.shape[1] == layout.hidden_size
-        assert row_begin.dtype == row_token.dtype == torch.int32
-        assert addresses.dtype == torch.int64
-        assert row_begin.numel() == addresses.numel() + 1
-        assert out.shape[0] == row_token.numel()
-        assert out.is_contiguous()
         assert activation.is_gated == layout.is_gated
-        hidden = hidden.contiguous()
-        row_begin, row_token = row_begin.contiguous(), row_token.contiguous()
-        addresses = addresses.contiguous()
+        assert hidden.shape[1] == out.shape[1] == layout.hidden_size
+        rows = _Rows(addresses, row_begin, row_token, hidden, out)
         try:
             self._engine.run(
                 _native_layout(layout), activation.kind, activation.alpha, activation.limit,
-                activation.offset, addresses.numel(), hidden.shape[0], row_token.numel(),
-                addresses.data_ptr(), row_begin.data_ptr(), row_token.data_ptr(),
-                hidden.data_ptr(), out.data_ptr(),
+                activation.offset, *rows.arguments(),
             )  # fmt: skip
         except ValueError as error:  # rows or tokens that do not exist
             raise ModelError(f"the routing of a layer is damaged: {error}") from error
+
+    def compute_with(
+        self,
+        layout: ExpertLayout,
+        addresses: Tensor,
+        activate: Callable[[Tensor], Tensor],
+        hidden: Tensor,
+        row_begin: Tensor,
+        row_token: Tensor,
+        out: Tensor,
+    ) -> None:
+        """Do the same around an activation in torch, which the kernels need not know.
+
+        `activate` maps [gate; up] of shape (num_rows, 2 * intermediate size), or (num_rows,
+        intermediate size) if not gated, to (num_rows, intermediate size), fp32.
+        """
+        native, size = _native_layout(layout), layout.intermediate_size
+        per_column = 2 if layout.is_gated else 1
+        num_rows = row_token.numel()
+        up = torch.empty(num_rows, native.inner_rows * per_column)
+        every = torch.arange(num_rows, dtype=torch.int32)
+        try:
+            rows = _Rows(addresses, row_begin, row_token, hidden, up)
+            self._engine.project(native, True, *rows.arguments())
+            # Blocks of 16 gate and 16 up values take turns.
+            halves = up.view(num_rows, -1, per_column, ROWS_PER_BLOCK).transpose(1, 2)
+            inner = torch.zeros(num_rows, native.inner_rows)
+            flat = halves.reshape(num_rows, per_column, -1)[..., :size].reshape(num_rows, -1)
+            inner[:, :size] = activate(flat)
+            rows = _Rows(addresses, row_begin, every, inner, out)
+            self._engine.project(native, False, *rows.arguments())
+        except ValueError as error:
+            raise ModelError(f"the routing of a layer is damaged: {error}") from error
+
+    def add_rows(self, rows: Tensor, row_of: Tensor, weights: Tensor) -> Tensor:
+        """Sum weight * row over k, first to last: (n_tokens, hidden_size) fp32.
+
+        `rows` is (n_rows, hidden_size) fp32, `weights` (n_tokens, top_k) fp32, and `row_of` of the
+        same shape, int32, says which row; -1 is padding and adds nothing.
+        """
+        assert rows.dtype == weights.dtype == torch.float32
+        assert row_of.dtype == torch.int32
+        assert row_of.shape == weights.shape
+        assert row_of.numel() == 0 or int(row_of.max()) < len(rows)
+        rows, row_of, weights = rows.contiguous(), row_of.contiguous(), weights.contiguous()
+        num_tokens, top_k = weights.shape
+        out = torch.empty(num_tokens, rows.shape[1])
+        self._engine.add_rows(
+            num_tokens, top_k, rows.shape[1], rows.data_ptr(), row_of.data_ptr(),
+            weights.data_ptr(), out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+    def wake(self) -> None:
+        """Wake the threads a little before a call; they look out for work for microseconds."""
+        self._engine.wake()
 
     def read_all(self, data: Tensor) -> int:
         """Read a tensor's memory with all threads, for timing; returns the bytes read."""
@@ -155,6 +202,30 @@ class NativeExperts:
     def multiply(self, *, is_int8: bool, count_per_thread: int) -> int:
         """Multiply registers (int8, else bf16), for timing; returns the operations done."""
         return self._engine.multiply(is_int8, count_per_thread)
+
+
+class _Rows:
+    """The tensors of a call, checked and kept alive while it runs."""
+
+    def __init__(
+        self, addresses: Tensor, row_begin: Tensor, row_token: Tensor, rows: Tensor, out: Tensor
+    ) -> None:
+        assert rows.dtype == out.dtype == torch.float32
+        assert row_begin.dtype == row_token.dtype == torch.int32
+        assert addresses.dtype == torch.int64
+        assert row_begin.numel() == addresses.numel() + 1
+        assert out.shape[0] == row_token.numel()
+        assert out.is_contiguous()
+        self._addresses, self._rows, self._out = addresses.contiguous(), rows.contiguous(), out
+        self._begin, self._token = row_begin.contiguous(), row_token.contiguous()
+
+    def arguments(self) -> tuple[int, ...]:
+        """Return what every entry of the engine takes at its end."""
+        return (
+            self._addresses.numel(), self._rows.shape[0], self._token.numel(),
+            self._addresses.data_ptr(), self._begin.data_ptr(), self._token.data_ptr(),
+            self._rows.data_ptr(), self._out.data_ptr(),
+        )  # fmt: skip
 
 
 def _require_experts(experts: Tensor, num_experts: int) -> None:
