@@ -111,11 +111,11 @@ void bind_attention(nb::module_& m) {
 }
 
 void bind_rowwise(nb::module_& m) {
-  m.def("rms_norm", [](std::int64_t num_rows, std::int64_t cols, float eps, float offset,
+  m.def("rms_norm", [](std::int64_t num_rows, std::int64_t cols, float eps,
                        bool rounds_first, bool is_bf16, std::uintptr_t input,
                        std::int64_t input_stride, std::uintptr_t weight, std::uintptr_t out) {
-    rms_norm({num_rows, cols, eps, offset, rounds_first, value_type(is_bf16),
-              pointer<const void>(input), input_stride, pointer<const void>(weight),
+    rms_norm({num_rows, cols, eps, rounds_first, value_type(is_bf16),
+              pointer<const void>(input), input_stride, pointer<const float>(weight),
               pointer<void>(out)});
   });
   m.def("rotate", [](std::int64_t num_tokens, std::int64_t num_heads, std::int64_t dim,

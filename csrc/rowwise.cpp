@@ -39,11 +39,6 @@ float mean_square(const float* row, std::int64_t cols) {
 void rms_norm(const RmsNorm& call) {
   Scratch& scratch = scratch_of(call.cols);
   float* row = scratch.row.data();
-  float* weight = scratch.weight.data();
-  if (call.weight) {
-    load_values(call.weight, call.type, call.cols, weight);
-    for (std::int64_t k = 0; k < call.cols; ++k) weight[k] += call.offset;
-  }
   for (std::int64_t r = 0; r < call.num_rows; ++r) {
     load_values(value_at(call.input, call.type, r * call.input_stride), call.type, call.cols, row);
     const float scale = 1.0f / std::sqrt(mean_square(row, call.cols) + call.eps);
@@ -51,7 +46,7 @@ void rms_norm(const RmsNorm& call) {
     if (call.rounds_first && call.type == ValueType::kBf16)
       for (std::int64_t k = 0; k < call.cols; ++k) row[k] = rounded(row[k], call.type);
     if (call.weight)
-      for (std::int64_t k = 0; k < call.cols; ++k) row[k] *= weight[k];
+      for (std::int64_t k = 0; k < call.cols; ++k) row[k] *= call.weight[k];
     store_values(row, call.cols, call.type, value_at(call.out, call.type, r * call.cols));
   }
 }

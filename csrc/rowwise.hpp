@@ -7,17 +7,16 @@
 
 namespace tandem {
 
-// out = x / sqrt(mean(x^2) + eps) * (weight + offset), row by row. In bf16 the normalised row is
-// rounded before it is multiplied if `rounds_first`, as most models do it, or only at the end.
+// out = x / sqrt(mean(x^2) + eps) * weight, row by row. In bf16 the normalised row is rounded before
+// it is multiplied if `rounds_first`, as most models do it, or only at the end.
 struct RmsNorm {
   std::int64_t num_rows, cols;
   float eps;
-  float offset;          // 1 for models that store their weights around zero
   bool rounds_first;
-  ValueType type;        // of input, weight and output
+  ValueType type;        // of input and output
   const void* input;     // rows `input_stride` values apart
   std::int64_t input_stride;
-  const void* weight;    // (cols,), or null for none
+  const float* weight;   // (cols,), or null for none
   void* out;             // (num_rows, cols)
 };
 void rms_norm(const RmsNorm& call);

@@ -39,17 +39,25 @@ class Generator:
     """Answers prompts with one model; keeps the last conversation, so that it can go on."""
 
     def __init__(
-        self, model: Any, tokenizer: Any = None, *, threads: CpuThreads | None = None
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        threads: CpuThreads | None = None,
+        has_replay: bool = True,
     ) -> None:
         """Take a Transformers model; without a tokenizer prompts and answers are token ids.
 
-        `threads` compute attention (default: as many as the processor has cores). Raises
-        `UnsupportedModelError` for models that do not write token by token.
+        `threads` compute attention (default: as many as the processor has cores). Decode steps are
+        recorded and replayed without the model's Python code (its hooks included), unless
+        `has_replay` is false. Raises `UnsupportedModelError` for models that do not write token by
+        token.
         """
         require_next_token_model(model)
         self.model = model
         self.tokenizer = tokenizer
         self._threads = threads
+        self._has_replay = has_replay
         self._has_tried_rows = False
         self.why_padded: str | None = None
         """Why prompts run padded, on Transformers' caches; None: they do not, or not tried yet."""
@@ -121,8 +129,8 @@ class Generator:
     def rows(self, prompts: list[list[int]], max_new_tokens: int) -> Rows:
         """Return the rows of checked prompts, on the faster of the two ways that serves the model.
 
-        One prompt continues the last one as far as they are equal. The first call of a generator
-        tries a few tokens both ways.
+        As many prompts as last time continue the last ones, as far as they are equal. The first
+        call of a generator tries a few tokens both ways.
         """
         if self._threads is None:
             self._threads = CpuThreads(num_threads=detect_cpu().physical_cores)
@@ -131,12 +139,12 @@ class Generator:
             self._has_tried_rows = True
         if self.why_padded is not None:
             return PaddedRows(self.model, prompts, self._pad_id())
-        if len(prompts) > 1:
-            return CachedRows(self.model, self._threads, prompts, max_new_tokens)
-        if self._last is None:
-            self._last = CachedRows(self.model, self._threads, prompts, max_new_tokens)
+        if self._last is not None and self._last.num_rows == len(prompts):
+            self._last.continue_with(prompts)
         else:
-            self._last.continue_with(prompts[0])
+            self._last = CachedRows(
+                self.model, self._threads, prompts, max_new_tokens, has_replay=self._has_replay
+            )
         return self._last
 
     def _encode(self, prompt: Prompt) -> list[int]:

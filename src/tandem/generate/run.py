@@ -107,8 +107,10 @@ class Run:
 
     def answers(self) -> list[Answer]:
         """Return the answers in the order of the prompts, once all rows have ended."""
-        reused = getattr(self._steps, "reused_tokens", 0)
-        return [row.answer(self._started, reused) for row in self._rows]
+        reused: list[int] = getattr(self._steps, "reused_tokens", [0] * len(self._rows))
+        return [
+            row.answer(self._started, count) for row, count in zip(self._rows, reused, strict=True)
+        ]
 
     def _take(self, number: int, row: _Row, token: int, now: float) -> None:
         row.first = row.first or now

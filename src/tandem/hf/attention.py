@@ -34,9 +34,10 @@ def attention_forward(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend with the KV cache of the step: (1, heads, n_tokens, dim) -> (1, n_tokens, heads, dim).
+    """Attend with the KV cache of the step: (b, heads, n, dim) -> (b, n, heads, dim).
 
-    `key` and `value` are those of the step's tokens alone.
+    One sequence of n tokens, of all rows one after the other; or b rows with one token each. `key`
+    and `value` are those of the step's tokens alone.
     """
     cache = current_cache()
     if cache is None:
@@ -47,8 +48,6 @@ def attention_forward(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is not None or position_bias is not None or not causal:
         raise NotByRowsError("attention has a mask or a bias of the model's own")
-    if query.shape[0] != 1 or key.shape[0] != 1:
-        raise NotByRowsError("the model made several sequences of one")
     form = AttentionForm(
         num_heads=query.shape[1],
         num_kv_heads=key.shape[1],
@@ -58,7 +57,11 @@ def attention_forward(
         softcap=float(softcap or 0),
         window=sliding_window or 0,
     )
-    return cache.attend(form, query[0], key[0], value[0], s_aux)[None], None
+    batch, _, num_tokens, _ = query.shape
+    # (heads, all tokens, dim), a view in either case
+    query, key, value = (x.transpose(0, 1).flatten(1, 2) for x in (query, key, value))
+    out = cache.attend(form, query, key, value, s_aux)
+    return out.view(batch, num_tokens, *out.shape[1:]), None
 
 
 def register_attention() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from tandem.core.errors import ConfigError
+from tandem.hf.recorder import opaque
 from tandem.kernels.activations import find_native_activation, interleave
 from tandem.offload.batch import ExpertFunctions
 from tandem.offload.executor import Executor
@@ -67,6 +68,13 @@ def experts_forward(
             "experts_implementation='tandem' was set on a model that Tandem did not load; load it "
             "with tandem.load(...) or from_pretrained(..., quantization_config=OffloadConfig())"
         )
-    return binding.executor.execute(
-        binding.layer, hidden_states, top_k_index, top_k_weights, binding.functions
+    out: Tensor = opaque(
+        "experts",
+        binding.executor.execute,
+        binding.layer,
+        hidden_states,
+        top_k_index,
+        top_k_weights,
+        binding.functions,
     )
+    return out

@@ -17,6 +17,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from tandem.core.errors import CapacityError
+from tandem.hf.recorder import opaque
 from tandem.kernels.attention import AttentionForm, CachedAttention, Segment
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
 
@@ -42,8 +43,11 @@ class KvCache:
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
         self._awaited: int | None = None
         self._segments: list[Segment] = []
-        self.rows = torch.empty(0, dtype=torch.int64)
-        self.positions = torch.empty(0, dtype=torch.int64)
+        # One token per row is so common that its tensors stay: a recorded step refers to them.
+        with torch.inference_mode(False):
+            self._all_rows = torch.arange(num_rows)
+            self._next_positions = torch.zeros(num_rows, dtype=torch.int64)
+        self.rows, self.positions = self._all_rows, self._next_positions
 
     @property
     def num_bytes(self) -> int:
@@ -59,6 +63,14 @@ class KvCache:
         )
         self._awaited = None
         self._reserve(max(s.first_position + s.num_tokens for s in segments))
+
+    def begin_decode(self) -> None:
+        """Announce one token for every row."""
+        self._segments = [Segment(row, length, 1) for row, length in enumerate(self.lengths)]
+        self._reserve(max(self.lengths) + 1)
+        self.rows, self.positions = self._all_rows, self._next_positions
+        self.positions.copy_(torch.tensor(self.lengths))
+        self._awaited = None
 
     def commit(self) -> None:
         """Count the announced tokens as held: the forward is through."""
@@ -91,7 +103,8 @@ class KvCache:
         if key.dtype not in VALUE_DTYPES or key.shape[1] != len(self.positions):
             raise NotByRowsError(f"keys are {key.dtype} of shape {tuple(key.shape)}")
         attention = self._layers.get(layer) or self._add_layer(layer, form, key.dtype, sinks)
-        return self.attend_layer(attention, query, key, value)
+        result: Tensor = opaque("attention", _attend_layer, self, attention, query, key, value)
+        return result
 
     def attend_layer(
         self, attention: CachedAttention, query: Tensor, key: Tensor, value: Tensor
@@ -108,10 +121,6 @@ class KvCache:
             )
             first += segment.num_tokens
         return torch.cat(outs)
-
-    def layer(self, layer: int) -> CachedAttention:
-        """Return a layer's attention; there is one after the first forward."""
-        return self._layers[layer]
 
     def _add_layer(
         self, layer: int, form: AttentionForm, dtype: torch.dtype, sinks: Tensor | None
@@ -146,6 +155,12 @@ class KvCache:
             raise _no_memory(rows, self._capacity) from error
         grown[:, :, :used] = tensor[:, :, :used]
         return grown
+
+
+def _attend_layer(
+    cache: KvCache, attention: CachedAttention, query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    return cache.attend_layer(attention, query, key, value)
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]

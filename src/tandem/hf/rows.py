@@ -11,9 +11,11 @@ from torch import Tensor
 
 from tandem.hf.attention import AttentionSwitch
 from tandem.hf.kv_cache import KvCache, NotByRowsError, stepping, transformers_cache
+from tandem.hf.replay import ReplayedStep
 from tandem.hf.stepping import PaddedRows
 from tandem.kernels.attention import Segment
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
+from tandem.offload.executor import CpuExecutor
 
 # Bounds the activations of a long prompt; experts are read once per chunk.
 MAX_STEP_TOKENS = 2048
@@ -27,9 +29,18 @@ class CachedRows:
     """Rows of one batch on Tandem's KV cache."""
 
     def __init__(
-        self, model: Any, threads: CpuThreads, prompts: list[list[int]], max_new_tokens: int
+        self,
+        model: Any,
+        threads: CpuThreads,
+        prompts: list[list[int]],
+        max_new_tokens: int,
+        *,
+        has_replay: bool = True,
     ) -> None:
-        """Take the prompts as token ids, none empty; nothing is computed yet."""
+        """Take the prompts as token ids, none empty; nothing is computed yet.
+
+        Without `has_replay` the model's own code runs every step.
+        """
         self._model = model
         self._switch = AttentionSwitch(model)
         capacity = max(map(len, prompts)) + min(max_new_tokens, MAX_STEP_TOKENS)
@@ -38,19 +49,29 @@ class CachedRows:
         self._tokens: list[list[int]] = [[] for _ in prompts]  # what the cache holds
         self._prompts = list(prompts)
         self._keeps_logits = bool(model._supports_logits_to_keep())
-        self.reused_tokens = 0
+        self.reused_tokens = [0] * len(prompts)
+        """Per row, what the cache held of its prompt."""
+        with torch.inference_mode(False):
+            self._ids = torch.zeros((len(prompts), 1), dtype=torch.int64)
+        inputs = [self._ids, self.cache.positions]
+        self.step = ReplayedStep(self._decode_step, inputs, model.dtype)
+        if not has_replay:
+            self.step.why_not = "it was not wanted"
 
-    def continue_with(self, prompt: list[int]) -> None:
-        """Take another prompt for the only row; what it shares with the last one stays."""
-        held = self._tokens[0]
-        pairs = zip(held, prompt[:-1], strict=False)  # the last token's logits are wanted anew
-        shared = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-        if shared is None:
-            shared = min(len(held), len(prompt) - 1)
-        self.cache.truncate(0, shared)
-        del held[shared:]
-        self._prompts = [prompt]
-        self.reused_tokens = shared
+    @property
+    def num_rows(self) -> int:
+        """Rows of the batch."""
+        return len(self._prompts)
+
+    def continue_with(self, prompts: list[list[int]]) -> None:
+        """Take other prompts, as many; what a row shares with what it holds stays."""
+        assert len(prompts) == len(self._prompts)
+        self._prompts = list(prompts)
+        for row, (held, prompt) in enumerate(zip(self._tokens, prompts, strict=True)):
+            shared = _num_shared(held, prompt)
+            self.cache.truncate(row, shared)
+            del held[shared:]
+            self.reused_tokens[row] = shared
 
     def prefill(self) -> Tensor:
         """Run the prompts; return the logits of each row's next token: (rows, vocabulary)."""
@@ -66,8 +87,15 @@ class CachedRows:
 
     def decode(self, tokens: list[int]) -> Tensor:
         """Append one token per row; return the logits of the next: (rows, vocabulary)."""
-        segments = [Segment(row, length, 1) for row, length in enumerate(self.cache.lengths)]
-        return self._forward(segments, [[token] for token in tokens])
+        self.cache.begin_decode()
+        self._ids.copy_(torch.tensor(tokens)[:, None])
+        if self.step.is_replaying:
+            self._announce(tokens)
+        logits = self.step()
+        self.cache.commit()
+        for held, token in zip(self._tokens, tokens, strict=True):
+            held.append(token)
+        return logits
 
     def _chunks(self) -> list[list[Segment]]:
         """Cut what the prompts add to the cache into steps of bounded size."""
@@ -84,27 +112,48 @@ class CachedRows:
                 first, room = first + count, room - count
         return chunks
 
+    def _decode_step(self) -> Tensor:
+        """Run `_ids` (rows, 1) at the cache's positions: (rows, vocabulary)."""
+        logits: Tensor = self._run_model(self._ids, self.cache.positions[:, None], None)[:, -1]
+        return logits
+
+    def _announce(self, tokens: list[int]) -> None:
+        """Tell the executor what the model's forward would tell it."""
+        executor = getattr(getattr(self._model, "hf_quantizer", None), "executor", None)
+        if executor is not None and not isinstance(executor, CpuExecutor):
+            executor.begin_step(tokens, is_prefill=False)
+
+    def _run_model(self, ids: Tensor, positions: Tensor, keep: Tensor | None) -> Tensor:
+        with self._switch.on(), stepping(self.cache):
+            outputs = self._model(
+                input_ids=ids,
+                position_ids=positions,
+                past_key_values=self._shell,
+                use_cache=True,
+                return_dict=True,
+                **({} if keep is None else {"logits_to_keep": keep}),
+            )
+        logits: Tensor = outputs.logits
+        return logits
+
     @torch.inference_mode()
     def _forward(self, segments: list[Segment], tokens: list[list[int]]) -> Tensor:
         """Run the tokens of each segment; return the logits at its end: (segments, vocabulary)."""
         ids = [token for part in tokens for token in part]
         lasts = torch.tensor([s.num_tokens for s in segments]).cumsum(0) - 1
         self.cache.begin(segments)
-        keep = {"logits_to_keep": lasts} if self._keeps_logits else {}
-        with self._switch.on(), stepping(self.cache):
-            outputs = self._model(
-                input_ids=torch.tensor([ids]),
-                position_ids=self.cache.positions[None],
-                past_key_values=self._shell,
-                use_cache=True,
-                return_dict=True,
-                **keep,
-            )
+        keep = lasts if self._keeps_logits else None
+        logits = self._run_model(torch.tensor([ids]), self.cache.positions[None], keep)[0]
         self.cache.commit()
         for segment, part in zip(segments, tokens, strict=True):
             self._tokens[segment.row] += part
-        logits: Tensor = outputs.logits[0]
         return logits if self._keeps_logits else logits[lasts]
+
+
+def _num_shared(held: list[int], prompt: list[int]) -> int:
+    """Count the tokens that both begin with; the prompt's last one is wanted anew."""
+    most = min(len(held), len(prompt) - 1)
+    return next((i for i in range(most) if held[i] != prompt[i]), most)
 
 
 def try_rows(model: Any, threads: CpuThreads, prompt: list[int]) -> str | None:

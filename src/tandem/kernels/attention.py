@@ -47,7 +47,7 @@ class CachedAttention:
         """Take the cache's tensors (rows, kv heads, capacity, dim) and sinks (heads,), if any."""
         self.form = form
         self._sinks = None if sinks is None else sinks.detach().float().contiguous()
-        self._native = _native.AttentionLayer(
+        self.native = _native.AttentionLayer(
             keys.dtype == torch.bfloat16,
             form.num_heads,
             form.num_kv_heads,
@@ -69,7 +69,7 @@ class CachedAttention:
         assert keys.shape[1] == self.form.num_kv_heads
         assert (keys.shape[3], values.shape[3]) == (self.form.key_dim, self.form.value_dim)
         self._keys, self._values = keys, values
-        self._native.set_cache(keys.data_ptr(), values.data_ptr(), keys.shape[2])
+        self.native.set_cache(keys.data_ptr(), values.data_ptr(), keys.shape[2])
 
     def append(
         self, threads: CpuThreads, rows: Tensor, positions: Tensor, key: Tensor, value: Tensor
@@ -82,7 +82,7 @@ class CachedAttention:
         assert key.dtype in VALUE_DTYPES
         key, value = _dense_last(key), _dense_last(value)
         threads.attention.append(
-            self._native, key.dtype == torch.bfloat16, key.shape[1], rows.data_ptr(),
+            self.native, key.dtype == torch.bfloat16, key.shape[1], rows.data_ptr(),
             positions.data_ptr(), key.data_ptr(), key.stride(1), key.stride(0), value.data_ptr(),
             value.stride(1), value.stride(0),
         )  # fmt: skip
@@ -97,7 +97,7 @@ class CachedAttention:
         shape = (num_tokens, self.form.num_heads, self.form.value_dim)
         out = torch.empty(shape, dtype=query.dtype)
         threads.attention.attend(
-            self._native, query.dtype == torch.bfloat16, num_tokens, rows.data_ptr(),
+            self.native, query.dtype == torch.bfloat16, num_tokens, rows.data_ptr(),
             positions.data_ptr(), query.data_ptr(), query.stride(1), query.stride(0),
             out.data_ptr(),
         )  # fmt: skip

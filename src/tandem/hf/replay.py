@@ -1,0 +1,83 @@
+"""Decode steps from a tape: recorded once, compared with the model's own steps, then trusted.
+
+A step that cannot be recorded, or whose tape gives other logits, costs nothing but time: the model
+goes on by itself, and `why_not` says why.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.hf.recorder import NotRecordableError, Recorder
+from tandem.hf.tape import Tape
+
+# Short answers are not worth a recording, which costs about as much as four steps.
+_STEPS_BEFORE = 2
+_COMPARED_STEPS = 2
+# Fused operations may round the last digit of bf16 differently, and near ties of a router flip.
+_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+
+
+class ReplayedStep:
+    """One decode step for a fixed number of rows, from the model or from its tape."""
+
+    def __init__(self, step: Callable[[], Tensor], inputs: list[Tensor], dtype: Any) -> None:
+        """Take the model's own step, whose `inputs` are tensors that the caller writes anew.
+
+        A step may be done twice: what it writes to a KV cache is the same both times.
+        """
+        self._step = step
+        self._inputs = inputs
+        self._tolerance = _TOLERANCES.get(dtype)
+        self._tape: Tape | None = None
+        self._num_steps = 0
+        self._num_equal = 0
+        self.why_not: str | None = None if self._tolerance else f"the model is {dtype}"
+        """Why steps are not replayed; None: they are, or it is not known yet."""
+
+    @property
+    def is_replaying(self) -> bool:
+        """Tell whether steps come from the tape."""
+        return self._tape is not None and self._num_equal >= _COMPARED_STEPS
+
+    @torch.inference_mode()
+    def __call__(self) -> Tensor:
+        """Do the step; return what it returns."""
+        if self._tape is not None and self.is_replaying:
+            return self._tape.run()
+        self._num_steps += 1
+        if self.why_not is not None or self._num_steps <= _STEPS_BEFORE:
+            return self._step()
+        result = self._step() if self._tape is not None else self._record()
+        if self._tape is not None:
+            self._compare(result)
+        return result
+
+    def _record(self) -> Tensor:
+        recorder = Recorder()
+        try:
+            with recorder:
+                result = self._step()
+            self._tape = Tape(recorder.recording, result, self._inputs)
+        except (NotRecordableError, StopIteration, RuntimeError, TypeError, ValueError) as error:
+            self.why_not = str(error).partition("\n")[0] or type(error).__name__
+            return self._step()
+        return result
+
+    def _compare(self, expected: Tensor) -> None:
+        assert self._tape is not None
+        assert self._tolerance is not None
+        try:
+            difference = (self._tape.run().float() - expected.float()).norm()
+        except (RuntimeError, TypeError, ValueError) as error:
+            self._give_up(str(error).partition("\n")[0])
+            return
+        if difference <= self._tolerance * expected.float().norm():
+            self._num_equal += 1
+        else:
+            self._give_up("its tape gives other logits")
+
+    def _give_up(self, why: str) -> None:
+        self._tape, self.why_not = None, why

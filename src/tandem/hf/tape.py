@@ -1,0 +1,169 @@
+"""Runs a recorded step again as one flat Python function, without the model's own code around it.
+
+Of a step's 4,000 operations most are views and small arithmetic, which the model's Python code
+calls through modules, wrappers and checks. The tape calls them directly, leaves out what nobody
+reads, computes once what never changes, and frees each tensor after its last use.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tandem.hf.fusion import fuse
+from tandem.hf.recorder import Operation, Recording, Ref
+
+# Public functions that do what an ATen overload does with the same positional arguments, and cost
+# a third of calling the overload.
+_DIRECT: dict[str, Callable[..., Any]] = {
+    "add.Tensor": torch.add,
+    "sub.Tensor": torch.sub,
+    "mul.Tensor": torch.mul,
+    "div.Tensor": torch.div,
+    "neg.default": torch.neg,
+    "rsqrt.default": torch.rsqrt,
+    "pow.Tensor_Scalar": torch.pow,
+    "mean.dim": torch.mean,
+    "sum.dim_IntList": torch.sum,
+    "sigmoid.default": torch.sigmoid,
+    "silu.default": F.silu,
+    "cos.default": torch.cos,
+    "sin.default": torch.sin,
+    "cat.default": torch.cat,
+    "linear.default": F.linear,
+    "matmul.default": torch.matmul,
+    "mm.default": torch.mm,
+    "softmax.int": torch.softmax,
+    "topk.default": torch.topk,
+    "gather.default": torch.gather,
+    "embedding.default": torch.embedding,
+    "transpose.int": torch.transpose,
+    "unsqueeze.default": torch.unsqueeze,
+    "select.int": torch.select,
+    "reshape.default": torch.reshape,
+    "view.default": Tensor.view,
+    "expand.default": Tensor.expand,
+    "to.dtype": Tensor.to,
+    "to.device": Tensor.to,
+    "chunk.default": torch.chunk,
+    "clone.default": torch.clone,
+}
+
+
+class Tape:
+    """A recorded step as a function without arguments: it reads and writes fixed tensors."""
+
+    def __init__(self, recording: Recording, result: Tensor, inputs: Iterable[Tensor]) -> None:
+        """Compile a recording whose `inputs` change between runs; `result` is what it returns."""
+        self._operations = _live(recording.operations, recording.ref(result))
+        changing = {recording.ref(x).number for x in inputs if _is_among(x, recording.tensors)}
+        self._operations, constants = _fold(
+            self._operations, recording, changing | recording.produced
+        )
+        fixed = set(constants) - changing
+        self._operations = fuse(self._operations, recording.tensors, fixed)
+        self._function = _compile(self._operations, constants, recording.ref(result))
+
+    def __len__(self) -> int:
+        return len(self._operations)
+
+    @torch.inference_mode()
+    def run(self) -> Tensor:
+        """Do the step once more; return its result."""
+        return self._function()
+
+
+def _is_among(tensor: Tensor, tensors: list[Tensor]) -> bool:
+    return any(tensor is other for other in tensors)
+
+
+def _live(operations: list[Operation], result: Ref) -> list[Operation]:
+    """Leave out operations that change nothing and whose results nobody reads."""
+    needed = {result}
+    kept = []
+    for operation in reversed(operations):
+        if operation.has_effects or any(output in needed for output in operation.outputs):
+            kept.append(operation)
+            needed.update(operation.inputs)
+    return kept[::-1]
+
+
+def _fold(
+    operations: list[Operation], recording: Recording, varying: set[int]
+) -> tuple[list[Operation], dict[int, Tensor]]:
+    """Take what never changes as it was recorded; return the other operations and constants."""
+    written = {ref.number for op in operations if op.has_effects for ref in op.inputs}
+    fixed = {n for n in range(len(recording.tensors)) if n not in varying}
+    kept = []
+    for operation in operations:
+        numbers = [ref.number for ref in operation.inputs]
+        outputs = [o.number for o in operation.outputs if o is not None]
+        is_fixed = bool(numbers) and all(n in fixed for n in numbers)
+        if operation.has_effects or not is_fixed or any(n in written for n in numbers):
+            kept.append(operation)
+        else:
+            fixed.update(outputs)
+    read = {ref.number for op in kept for ref in op.inputs}
+    still_produced = {o.number for op in kept for o in op.outputs if o is not None}
+    constants = {n: recording.tensors[n] for n in read - still_produced}
+    return kept, constants
+
+
+def _compile(
+    operations: list[Operation], constants: dict[int, Tensor], result: Ref
+) -> Callable[[], Tensor]:
+    namespace: dict[str, Any] = {f"v{number}": tensor for number, tensor in constants.items()}
+    last_use = {ref.number: i for i, op in enumerate(operations) for ref in op.inputs}
+    lines = []
+    local: set[int] = set()
+    for i, operation in enumerate(operations):
+        namespace[f"f{i}"] = _direct(operation)
+        lines.append(_line(i, operation, namespace))
+        local.update(
+            o.number for o in operation.outputs if o is not None and o not in operation.inputs
+        )
+        dead = {r.number for r in [*operation.inputs, *filter(None, operation.outputs)]}
+        ended = [n for n in dead if n in local and last_use.get(n, i) <= i and n != result.number]
+        if ended:
+            lines.append("del " + ", ".join(f"v{n}" for n in sorted(ended)))
+            local.difference_update(ended)
+    body = "\n".join(f"    {line}" for line in lines)
+    exec(f"def step():\n{body}\n    return v{result.number}\n", namespace)
+    function: Callable[[], Tensor] = namespace["step"]
+    return function
+
+
+def _direct(operation: Operation) -> Callable[..., Any]:
+    overload = str(operation.function).removeprefix("aten.")
+    if operation.kwargs and overload not in ("softmax.int",):
+        return operation.function
+    return _DIRECT.get(overload, operation.function)
+
+
+def _line(index: int, operation: Operation, namespace: dict[str, Any]) -> str:
+    parts = [_expression(arg, namespace) for arg in operation.args]
+    parts += [f"{name}={_expression(v, namespace)}" for name, v in operation.kwargs.items()]
+    call = f"f{index}({', '.join(parts)})"
+    # What an operation writes to in place keeps its name.
+    new = [o if o not in operation.inputs else None for o in operation.outputs]
+    targets = [f"v{o.number}" if o is not None else "_" for o in new]
+    if operation.returns_sequence:
+        return f"{', '.join(targets)}, = {call}"
+    return f"{targets[0]} = {call}"
+
+
+def _expression(value: Any, namespace: dict[str, Any]) -> str:
+    if isinstance(value, Ref):
+        return f"v{value.number}"
+    if isinstance(value, list):
+        return "[" + ", ".join(_expression(v, namespace) for v in value) + "]"
+    if value is None or isinstance(value, bool | int):
+        return repr(value)
+    if isinstance(value, float) and math.isfinite(value):
+        return repr(value)
+    name = f"k{len(namespace)}"
+    namespace[name] = value
+    return name

@@ -1,0 +1,92 @@
+"""Decode steps from a tape equal the model's own, and steps that cannot be replayed are not."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.generate.generator import Generator
+from tandem.hf.replay import ReplayedStep
+from tandem.hf.rows import CachedRows
+from tandem.kernels.dense import CpuThreads
+from tests.architectures import build_tiny_model
+
+TOKENS = [50, 61, 72, 83, 94, 105, 116, 41]
+
+
+def step_logits(model: Any, prompts: list[list[int]], *, has_replay: bool) -> list[torch.Tensor]:
+    rows = CachedRows(model, CpuThreads(num_threads=2), prompts, 4, has_replay=has_replay)
+    logits = [rows.prefill()]
+    logits += [rows.decode([token] * len(prompts)).clone() for token in TOKENS]
+    assert rows.step.is_replaying is has_replay, rows.step.why_not
+    return logits
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v2", "gemma4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_replayed_logits_equal_the_models(name: str, dtype: torch.dtype) -> None:
+    model: Any = build_tiny_model(name).to(dtype)
+    prompts = [[40, 41, 42], [60] * 9]
+    replayed = step_logits(model, prompts, has_replay=True)
+    for a, b in zip(replayed, step_logits(model, prompts, has_replay=False), strict=True):
+        tolerance = 1e-5 if dtype == torch.float32 else 0.05
+        assert (a.float() - b.float()).norm() <= tolerance * b.float().norm()
+
+
+def test_a_replayed_step_survives_the_growth_of_the_kv_cache() -> None:
+    model: Any = build_tiny_model("mixtral")
+    model.generation_config.eos_token_id = None
+    prompt = [40 + i % 70 for i in range(240)]  # the cache is made for 256 tokens
+
+    def answer(*, has_replay: bool) -> list[int]:
+        generator = Generator(model, has_replay=has_replay)
+        generator.generate(prompt, max_new_tokens=1)
+        return generator.generate(prompt, max_new_tokens=16)[0].token_ids
+
+    model.config.max_position_embeddings = 4096
+    generator = Generator(model)
+    generator.generate([40, 41], max_new_tokens=10)  # recorded while the cache is small
+    longer = generator.generate([45] * 700, max_new_tokens=10)[0].token_ids
+    assert (
+        longer
+        == Generator(model, has_replay=False).generate([45] * 700, max_new_tokens=10)[0].token_ids
+    )
+    assert answer(has_replay=True) == answer(has_replay=False)
+
+
+def counting_step(*, looks: bool, differs: bool) -> tuple[ReplayedStep, torch.Tensor]:
+    x, calls = torch.zeros(4), [0]
+
+    def step() -> torch.Tensor:
+        calls[0] += 1
+        y = x * 2 + 1
+        if looks and float(y[0]) > 5:
+            y = y * 10
+        return y + (calls[0] if differs else 0)
+
+    return ReplayedStep(step, [x], torch.float32), x
+
+
+def test_a_step_that_looks_at_values_stays_the_models() -> None:
+    step, x = counting_step(looks=True, differs=False)
+    for i in range(8):
+        x.fill_(i)
+        assert step().tolist() == [i * 2 + 1 if i * 2 + 1 <= 5 else (i * 2 + 1) * 10] * 4
+    assert step.why_not is not None
+    assert "looks at values" in step.why_not
+
+
+def test_a_step_that_changes_from_call_to_call_is_given_up() -> None:
+    step, _ = counting_step(looks=False, differs=True)
+    for _ in range(6):
+        step()
+    assert not step.is_replaying
+    assert step.why_not == "its tape gives other logits"
+
+
+def test_a_steady_step_is_replayed_with_new_inputs() -> None:
+    step, x = counting_step(looks=False, differs=False)
+    for i in range(8):
+        x.fill_(i)
+        assert step().tolist() == [i * 2 + 1] * 4
+    assert step.is_replaying
