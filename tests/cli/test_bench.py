@@ -41,3 +41,19 @@ def test_mistakes_get_one_sentence(words: list[str], sentence: str) -> None:
     assert done.returncode == 2
     assert sentence in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_peers_are_timed_beside_each_case_or_named_as_missing() -> None:
+    words = ["--peers", "--shape", "olmoe", "--format", "bf16", "--tokens", "1", "--threads", "1"]
+    done = tandem("bench", "kernels", *words, "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    own, *others = report["cases"]
+    assert own["peer"] is None
+    timed = {case["peer"] for case in others}
+    assert "torch" in timed
+    assert timed | set(report["missing_peers"]) == {
+        *("torch", "llama.cpp", "kt-kernel", "kt-kernel, 1 thread fewer")
+    }
+    for case in others:
+        assert case["ratio"] == pytest.approx(case["microseconds"] / own["microseconds"])
