@@ -15,6 +15,7 @@ COMMANDS = {
     "run": "answer a prompt or chat (without MODEL: the demo model)",
     "bench": "measure the expert kernels against this machine's ceilings",
     "trace": "record what a model's routers choose",
+    "calibrate": "learn a model's residual vectors from a text, and what they are worth",
     "simulate": "replay routing traces through the planner on a hardware profile",
 }
 EXIT_USER_ERROR = 2

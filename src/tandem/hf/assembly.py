@@ -5,12 +5,14 @@ here.
 """
 
 import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tandem.core.errors import UnsupportedModelError
 from tandem.core.units import parse_bandwidth
 from tandem.hf.config import OffloadConfig
 from tandem.hf.identity import model_identity
+from tandem.hf.look_ahead import SOURCES, LookAhead, look_ahead
 from tandem.hf.machine import Bound, bind_all, measured_profile
 from tandem.hf.warm_up import WARM_UP_TOKENS, ExpertsCall, Observer, forward_tokens
 from tandem.offload.clock import Clock, WallClock
@@ -124,8 +126,29 @@ class _Assembly:
         cache.resize(num_slots, start(geometry, cache.set_sizes(num_slots), heat.before))
         executor = HybridExecutor(cache, lanes.kernels)
         executor.listeners.append(heat)
+        sources = (config.prediction,) if config.prediction in SOURCES else ("residual",)
+        if config.prediction in SOURCES or config.look_ahead:
+            executor.foresee = self._look_ahead(sources)
         weakref.finalize(executor, _end, cache, heat)
         return executor
+
+    def _look_ahead(self, sources: Sequence[str]) -> LookAhead:
+        """Return what asks the routers ahead; `UnsupportedModelError` where none can be asked."""
+        found = look_ahead(
+            self.model,
+            self.bound,
+            self.store,
+            sources,
+            residuals_path=self.config.residuals,
+            cache_path=self.config.cache_path,
+        )
+        if isinstance(found, str):
+            name = type(self.model).__name__
+            raise UnsupportedModelError(
+                f"looking ahead ({sources[0]}) needs {name}'s routers, and {found}; "
+                "choose another prediction, without look_ahead"
+            )
+        return found
 
     def _heat(self) -> Heat:
         name = f"{self.model.config.model_type}-{model_identity(self.model)}.npy"

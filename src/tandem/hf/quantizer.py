@@ -42,6 +42,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         # `merge_quantization_configs` marks every model whose config.json names us as quantized.
         self.pre_quantized = quantization_config.packed_format is not None
         self.store = HostStore()
+        self.options = quantization_config
         self.executor: Executor = CpuExecutor(self.store)
         self._writer = StoreWriter()
         self._bound: list[tuple[Any, HostLayer]] = []
@@ -131,14 +132,16 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
     def assemble(self, model: Any, options: OffloadConfig) -> None:
         """Make the experts run as the options say, from now on; raises `TandemError`."""
         self.executor.close()
-        self.executor = assemble(model, self.store, self._modules(), options)
+        self.options = options
+        self.executor = assemble(model, self.store, self.bound(), options)
 
     def use(self, executor: Executor) -> None:
         """Make the experts run through another executor, such as one around the present one."""
         self.executor = executor
-        bind_all(self._modules(), executor)
+        bind_all(self.bound(), executor)
 
-    def _modules(self) -> list[tuple[nn.Module, int]]:
+    def bound(self) -> list[tuple[nn.Module, int]]:
+        """Return the experts modules with their layers in the store."""
         return [(module, layer.layer) for module, layer in self._bound]
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:

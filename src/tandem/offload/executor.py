@@ -105,7 +105,7 @@ class CpuExecutor:
             self._kernels.run(call.batch(0, len(order)))
         if self.listeners:
             self._report(layer, routing)
-        return call.result(top_k_weights)
+        return call.result(top_k_weights, self._kernels.add_rows)
 
     def _report(self, layer: HostLayer, routing: Routing) -> None:
         num_active = len(routing.experts)

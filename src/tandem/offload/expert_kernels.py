@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.cpu import detect_cpu
-from tandem.kernels.native import NativeExperts, is_supported
+from tandem.kernels.native import NativeExperts
 from tandem.kernels.reference import expert_ffn
 from tandem.offload.batch import ExpertBatch
 from tandem.offload.packed_layer import PackedLayer
@@ -42,26 +42,34 @@ class ExpertKernels:
         if self._on_busy:
             self._on_busy(time.perf_counter() - begin)
 
+    def add_rows(self, rows: Tensor, row_of: Tensor, weights: Tensor) -> Tensor:
+        """Add rows up to tokens with all threads; see `NativeExperts.add_rows`."""
+        return self.native.add_rows(rows, row_of, weights)
+
+    @property
+    def native(self) -> NativeExperts:
+        """The native kernels; their threads start here."""
+        if self._native is None:
+            self._native = NativeExperts(num_threads=self.num_threads, isa=self.isa)
+        return self._native
+
     def _run(self, batch: ExpertBatch, images: Sequence[Tensor] | None) -> None:
-        layer, native = batch.layer, batch.functions.native
+        layer, functions = batch.layer, batch.functions
         if not isinstance(layer, PackedLayer):
-            _run_reference(batch, images, batch.functions.activate)
-        elif native is None or not is_supported(layer.layout):
-            activate = batch.functions.unpacked_activate or batch.functions.activate
-            _run_reference(batch, images, activate)
+            _run_reference(batch, images)
+            return
+        first = batch.begin[0]
+        begin = batch.begin if first == 0 else [at - first for at in batch.begin]
+        addresses = torch.tensor(_addresses(layer, batch, images), dtype=torch.int64)
+        row_begin = torch.tensor(begin, dtype=torch.int32)
+        rows = batch.hidden_fp32, row_begin, batch.token, batch.out
+        if functions.native is not None:
+            self.native.compute_at(layer.layout, addresses, functions.native, *rows)
         else:
-            if self._native is None:
-                self._native = NativeExperts(num_threads=self.num_threads, isa=self.isa)
-            first = batch.begin[0]
-            begin = batch.begin if first == 0 else [at - first for at in batch.begin]
-            self._native.compute_at(
-                layer.layout,
-                torch.tensor(_addresses(layer, batch, images), dtype=torch.int64),
-                native,
-                batch.hidden_fp32,
-                torch.tensor(begin, dtype=torch.int32),
-                batch.token,
-                batch.out,
+            activate = functions.unpacked_activate or functions.activate
+            dtype = batch.hidden.dtype  # the model's own code expects it
+            self.native.compute_with(
+                layer.layout, addresses, lambda up: activate(up.to(dtype)).float(), *rows
             )
 
 
@@ -74,12 +82,11 @@ def _addresses(
     return [first + expert * size for expert in batch.experts]
 
 
-def _run_reference(
-    batch: ExpertBatch, images: Sequence[Tensor] | None, activate: Callable[[Tensor], Tensor]
-) -> None:
+def _run_reference(batch: ExpertBatch, images: Sequence[Tensor] | None) -> None:
     """Compute expert by expert in torch."""
     layer, first = batch.layer, batch.begin[0]
     for i, expert in enumerate(batch.experts):
         chosen = slice(batch.begin[i] - first, batch.begin[i + 1] - first)
         weights = layer.weights(expert) if images is None else layer.weights_in(images[i])
-        batch.out[chosen] = expert_ffn(batch.hidden[batch.token[chosen]], weights, activate)
+        rows = batch.hidden[batch.token[chosen]]
+        batch.out[chosen] = expert_ffn(rows, weights, batch.functions.activate)

@@ -10,7 +10,7 @@ Whatever the plan, the result has the same bits as `CpuExecutor`'s.
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -36,8 +36,8 @@ class HybridExecutor:
         self.store: HostStore = cache.store
         self.cache = cache
         self.listeners: list[Listener] = []
-        self.hints: Sequence[Hint] = ()
-        """What is foreseen for the layer after the one that is executed next."""
+        self.foresee: Callable[[int], Sequence[Hint]] | None = None
+        """Asked, for each layer that is about to be planned, what the next one will want."""
         self._kernels = kernels
         self._announced: tuple[Sequence[int], bool] | None = None
         self._last_layer = len(self.store)
@@ -135,7 +135,8 @@ class HybridExecutor:
         try:
             cache.take_arrivals()
             begin, asked = clock.now, time.perf_counter()
-            plan = cache.planner.plan(load, begin, self.hints)
+            hints = self.foresee(layer) if self.foresee is not None else ()
+            plan = cache.planner.plan(load, begin, hints)
             plan_seconds = time.perf_counter() - asked
             cache.cancel_unused(layer, load.experts)
             call = LayerCall(host, functions, hidden, routing, _order(plan))
@@ -148,7 +149,7 @@ class HybridExecutor:
         clock.run(load, plan)
         if self.listeners:
             self._report(load, plan, begin, plan_seconds, call)
-        return call.result(top_k_weights)
+        return call.result(top_k_weights, self._kernels.add_rows)
 
     def _carry_out(self, call: LayerCall, plan: LayerPlan) -> None:
         """Start the device and the link, compute the CPU's share, wait for the device."""
@@ -174,6 +175,7 @@ class HybridExecutor:
         cache.submit(plan.prefetch, is_needed=False)
         if plan.cpu:
             self._kernels.run(call.batch(at, at + len(plan.cpu)))
+        cache.planner.learn()  # from what has been planned; the device may still be at work
         if at:
             self.device.synchronize()
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tandem.offload.batch import ExpertBatch, ExpertFunctions
 from tandem.offload.host_store import HostLayer
-from tandem.offload.routing import Routing, add_rows
+from tandem.offload.routing import AddRows, Routing, add_rows
 
 
 class LayerCall:
@@ -46,9 +46,9 @@ class LayerCall:
             self._computed[start:end],
         )
 
-    def result(self, top_k_weights: Tensor) -> Tensor:
+    def result(self, top_k_weights: Tensor, add: AddRows) -> Tensor:
         """Return the weighted sums (n_tokens, hidden_size), once all batches are done."""
         computed, post_norm = self._computed, self._functions.post_norm
         if post_norm is not None:
             computed = post_norm(computed.to(self._hidden.dtype)).float()
-        return add_rows(computed, self._rows, top_k_weights).to(self._hidden.dtype)
+        return add_rows(computed, self._rows, top_k_weights, add).to(self._hidden.dtype)

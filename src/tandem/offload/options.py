@@ -64,6 +64,12 @@ class OffloadOptions:
     prediction: str = option(
         "foresight", help="what the next layers will want", choices=PREDICTIONS.names()
     )
+    look_ahead: bool = option(
+        False, help="let prediction foresight ask the next layer's router too"
+    )
+    residuals: str | None = option(
+        None, help="residual vectors of tandem calibrate (default: this model's)", metavar="FILE"
+    )
     prefetch: str = option(
         "pays", help="which foreseen experts are copied ahead", choices=PREFETCHES.names()
     )

@@ -3,8 +3,8 @@
 Wraps an executor: the routing is read on its way to the experts.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,6 @@ from tandem.core.errors import ModelError
 from tandem.offload.batch import ExpertFunctions
 from tandem.offload.events import Listener
 from tandem.offload.executor import Executor
-from tandem.policy.plan import Geometry
 from tandem.trace import RoutingTrace, TraceMeta
 
 Array = npt.NDArray[Any]
@@ -23,19 +22,45 @@ Array = npt.NDArray[Any]
 PROMPT_TOKENS = "prompt_tokens"
 
 
+# What is foreseen for the layer after the one that was just computed: by predictor (n_tokens, k).
+Guesses = Callable[[int], Mapping[str, Tensor]]
+
+
+class _Step(NamedTuple):
+    """What the layers of one step chose; arrays are (n_tokens, ...)."""
+
+    ids: Array
+    experts: list[Array]
+    weights: list[Array]
+    guesses: list[dict[str, Array]]  # of each layer for the next
+
+
+class _Sequence(NamedTuple):
+    """One finished sequence."""
+
+    ids: Array  # (n_tokens,)
+    experts: Array  # (n_tokens, n_layers, top_k)
+    weights: Array
+    predicted: Array | None  # (n_tokens, n_layers, predictors, k)
+    prompt_tokens: int
+
+
 class RoutingRecorder:
     """An executor that records sequences, one after the other or several side by side."""
 
-    def __init__(self, inner: Executor) -> None:
-        """Hand everything to `inner`."""
+    def __init__(
+        self, inner: Executor, guesses: Guesses | None = None, predictors: Sequence[str] = ()
+    ) -> None:
+        """Hand everything to `inner`; `guesses` tells what `predictors` foresaw."""
         self.inner = inner
         self.store = inner.store
         self.listeners: list[Listener] = inner.listeners
+        self._guesses = guesses
+        self._predictors = tuple(predictors)
         self._batch = 1
         self._is_recording = False
-        self._steps: list[list[tuple[Array, Array]]] = []  # by step and layer: experts, weights
-        self._ids: list[Array] = []
-        self._sequences: list[tuple[Array, Array, Array, int]] = []
+        self._steps: list[_Step] = []
+        self._sequences: list[_Sequence] = []
 
     def begin_sequences(self, batch: int = 1) -> None:
         """Begin `batch` sequences side by side; those before have ended."""
@@ -51,8 +76,7 @@ class RoutingRecorder:
     def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:
         """Note the tokens of a step."""
         if self._is_recording:
-            self._steps.append([])
-            self._ids.append(np.array(token_ids, dtype=np.int32))
+            self._steps.append(_Step(np.array(token_ids, dtype=np.int32), [], [], []))
         self.inner.begin_step(token_ids, is_prefill=is_prefill)
 
     def execute(
@@ -63,11 +87,16 @@ class RoutingRecorder:
         top_k_weights: Tensor,
         functions: ExpertFunctions,
     ) -> Tensor:
-        """Note a layer's routing and compute the layer."""
+        """Compute a layer and note its routing."""
+        out = self.inner.execute(layer, hidden, top_k_index, top_k_weights, functions)
         if self._is_recording:
-            weights = top_k_weights.detach().to("cpu", torch.float16).numpy().copy()
-            self._steps[-1].append((top_k_index.to("cpu").numpy().copy(), weights))
-        return self.inner.execute(layer, hidden, top_k_index, top_k_weights, functions)
+            step = self._steps[-1]
+            step.experts.append(top_k_index.to("cpu").numpy().copy())
+            weights = top_k_weights.detach().to("cpu", torch.float16)
+            step.weights.append(weights.numpy().copy())
+            guesses = self._guesses(layer) if self._guesses is not None else {}
+            step.guesses.append({name: ids.numpy().copy() for name, ids in guesses.items()})
+        return out
 
     def close(self) -> None:
         """Close the executor within."""
@@ -76,46 +105,66 @@ class RoutingRecorder:
     def trace(self, model: str, **more: Any) -> RoutingTrace:
         """Return everything recorded so far as a trace; `more` goes into its meta."""
         self._finish()
-        if not self._sequences:
+        found = self._sequences
+        if not found:
             raise ModelError(
                 "nothing was recorded: the model has not run since the recording began"
             )
-        experts, weights, ids, prompts = zip(*self._sequences, strict=True)
         num_experts = max(layer.arrivals.num_experts for layer in self.store)
-        geometry = Geometry(experts[0].shape[1], num_experts, experts[0].shape[2])
+        small = np.uint8 if num_experts <= 256 else np.uint16
+        predicted = [s.predicted.astype(small) for s in found if s.predicted is not None]
+        has_guesses = len(predicted) == len(found)
         meta = TraceMeta(
             model=model,
-            n_moe_layers=geometry.num_layers,
-            n_experts=geometry.num_experts,
-            top_k=geometry.top_k,
-            more={PROMPT_TOKENS: list(prompts), **more},
+            n_moe_layers=found[0].experts.shape[1],
+            n_experts=num_experts,
+            top_k=found[0].experts.shape[2],
+            predictors=self._predictors if has_guesses else (),
+            more={PROMPT_TOKENS: [s.prompt_tokens for s in found], **more},
         )
-        small = np.uint8 if num_experts <= 256 else np.uint16
         trace = RoutingTrace(
             meta=meta,
-            experts=np.concatenate(experts).astype(small),
-            seq_offsets=np.cumsum([0, *map(len, experts)]).astype(np.int64),
-            weights=np.concatenate(weights),
-            token_ids=np.concatenate(ids),
+            experts=np.concatenate([s.experts for s in found]).astype(small),
+            seq_offsets=np.cumsum([0, *(len(s.ids) for s in found)]).astype(np.int64),
+            weights=np.concatenate([s.weights for s in found]),
+            token_ids=np.concatenate([s.ids for s in found]),
+            predicted=np.concatenate(predicted) if has_guesses else None,
         )
         trace.check("the recording")
         return trace
 
     def _finish(self) -> None:
-        """Turn the steps since `begin_sequences` into sequences."""
-        steps = [
-            (
-                np.stack([e for e, _ in layers], axis=1),
-                np.stack([w for _, w in layers], axis=1),
-                ids,
-            )
-            for layers, ids in zip(self._steps, self._ids, strict=True)
-            if layers
-        ]  # each (n_tokens, n_layers, top_k), with rows of the batch one after another
-        self._steps, self._ids = [], []
+        """Turn the steps since `begin_sequences` into sequences: rows of the batch by turns."""
+        steps = [step for step in self._steps if step.experts]
+        self._steps = []
         if not steps:
             return
+        predicted = [self._predicted(step) for step in steps]
+
+        def row_of(arrays: Sequence[Array], row: int) -> Array:
+            return np.concatenate([np.array_split(a, self._batch)[row] for a in arrays])
+
         for row in range(self._batch):
-            cut = [tuple(np.array_split(a, self._batch)[row] for a in step) for step in steps]
-            experts, weights, ids = (np.concatenate(part) for part in zip(*cut, strict=True))
-            self._sequences.append((experts, weights, ids, len(cut[0][0])))
+            known = [array for array in predicted if array is not None]
+            self._sequences.append(
+                _Sequence(
+                    row_of([step.ids for step in steps], row),
+                    row_of([np.stack(step.experts, axis=1) for step in steps], row),
+                    row_of([np.stack(step.weights, axis=1) for step in steps], row),
+                    row_of(known, row) if len(known) == len(steps) else None,
+                    len(steps[0].ids) // self._batch,
+                )
+            )
+
+    def _predicted(self, step: _Step) -> Array | None:
+        """Return (n_tokens, n_layers, predictors, k) of a step; None if a guess is missing.
+
+        Nothing is foreseen for the first layer: zeros stand there.
+        """
+        ahead = step.guesses[:-1]
+        if not self._predictors or any(set(g) != set(self._predictors) for g in ahead):
+            return None
+        by_layer = [np.stack([g[name] for name in self._predictors], axis=1) for g in ahead]
+        if not by_layer:
+            return None
+        return np.stack([np.zeros_like(by_layer[0]), *by_layer], axis=1)

@@ -5,7 +5,7 @@ caller chooses, so that every lane of a plan computes one contiguous piece of th
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -108,26 +108,24 @@ class Routing:
         return self._single if self._single is not None else self.experts
 
 
-def add_rows(computed: Tensor, rows: Rows, top_k_weights: Tensor) -> Tensor:
+AddRows = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Sums (rows, row of each place or -1, weights) to tokens, in the order of the places."""
+
+
+def add_rows(computed: Tensor, rows: Rows, top_k_weights: Tensor, add: AddRows) -> Tensor:
     """Sum weight * row over k: (n_rows, hidden_size) fp32 -> (n_tokens, hidden_size) fp32.
 
     A fixed order of fp32 additions, the router's first to last: the same bits whoever computed the
     rows. Padding adds nothing.
     """
     num_tokens, top_k = top_k_weights.shape
-    width = computed.shape[1]
-    if num_tokens == 1 and len(computed) == top_k and width > 1:
+    if num_tokens == 1 and len(computed) == top_k and computed.shape[1] > 1:
         return _add_single(computed, rows, top_k_weights)
-    expert_rows = computed
-    if rows.place is not None:
-        expert_rows = computed.new_zeros((num_tokens * top_k, width))
-        expert_rows[torch.from_numpy(rows.place)] = computed
-    expert_rows = expert_rows.view(num_tokens, top_k, width)
-    weights = top_k_weights.float()
-    total = expert_rows[:, 0] * weights[:, 0, None]
-    for k in range(1, top_k):
-        total += expert_rows[:, k] * weights[:, k, None]
-    return total
+    row_of = np.full(num_tokens * top_k, -1, dtype=np.int32)
+    place = np.arange(len(computed)) if rows.place is None else rows.place
+    row_of[place] = np.arange(len(computed), dtype=np.int32)
+    table = torch.from_numpy(row_of.reshape(num_tokens, top_k))
+    return add(computed, table, top_k_weights.float())
 
 
 def _add_single(computed: Tensor, rows: Rows, top_k_weights: Tensor) -> Tensor:

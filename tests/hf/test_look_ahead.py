@@ -1,0 +1,157 @@
+"""Routers found by watching, asked ahead with and without the residual; calibration."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tandem
+from tandem.core.errors import ConfigError, FileFormatError, UnsupportedModelError
+from tandem.hf.look_ahead import LookAhead, look_ahead
+from tandem.hf.recording import recording
+from tandem.hf.residuals import Residuals
+from tandem.hf.routers import find_routers
+from tandem.offload.cache_statistics import CacheStatistics
+from tandem.sim.replay import Run, replay
+from tests.architectures import architectures, build_tiny_model, tiny_inputs
+from tests.hf.test_hybrid import PROMPTS, checkpoint, ids_of, load, profile
+
+__all__ = ["checkpoint", "profile"]
+
+
+def tiny(name: str, folder: Path) -> Any:
+    build_tiny_model(name).save_pretrained(folder)
+    return tandem.load(folder, dtype="float32")
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe"])
+def test_a_router_asked_with_its_own_input_repeats_its_choice(name: str, tmp_path: Path) -> None:
+    model = tiny(name, tmp_path)
+    routers = find_routers(model, model.hf_quantizer.bound())
+    assert not isinstance(routers, str), routers
+    read: list[torch.Tensor] = []
+    for router in routers:
+        router.module.register_forward_pre_hook(lambda module, args: read.append(args[0].clone()))
+    with recording(model) as recorder, torch.no_grad():
+        recorder.begin_sequences()
+        model(**tiny_inputs(model))
+        trace = recorder.trace(name)
+    read = read[-len(routers) :]  # those before are of the search for the routers
+    for layer, router in enumerate(routers):
+        with torch.no_grad():
+            choice = router.choose(read[layer]).numpy()
+        assert (choice == trace.experts[:, layer]).all()
+
+
+def test_every_architecture_is_looked_into_without_an_error(tmp_path: Path) -> None:
+    found, refused = [], {}
+    for name in architectures()[::6]:
+        model = tiny(name, tmp_path / name)
+        routers = find_routers(model, model.hf_quantizer.bound())
+        if isinstance(routers, str):
+            refused[name] = routers
+        else:
+            found.append(name)
+    assert found
+    assert all(reason for reason in refused.values())
+
+
+def test_residuals_are_the_mean_difference_of_router_inputs() -> None:
+    residuals = Residuals(2, 3)
+    first, second = torch.randn(5, 3), torch.randn(5, 3)
+    residuals.learn(0, first, second)
+    more, following = torch.randn(2, 3), torch.randn(2, 3)
+    residuals.learn(0, more, following)
+    expected = torch.cat([second - first, following - more]).mean(0)
+    torch.testing.assert_close(residuals.means[0], expected)
+
+
+def test_fixed_residuals_do_not_learn(tmp_path: Path) -> None:
+    residuals = Residuals(2, 3)
+    residuals.learn(0, torch.zeros(1, 3), torch.ones(1, 3))
+    residuals.save(tmp_path / "r.npz", "me")
+    fixed = Residuals.load(tmp_path / "r.npz", "me", 2, 3)
+    fixed.learn(0, torch.zeros(1, 3), 9 * torch.ones(1, 3))
+    assert fixed.means.tolist() == [[1, 1, 1]]
+
+
+def test_residuals_of_another_model_or_no_residuals_are_refused(tmp_path: Path) -> None:
+    Residuals(2, 3).save(tmp_path / "r.npz", "me")
+    for identity, size in (("you", 3), ("me", 4)):
+        with pytest.raises(ConfigError, match=r"residual vectors .* of model 'me', and this is"):
+            Residuals.load(tmp_path / "r.npz", identity, 2, size)
+    (tmp_path / "r.npz").write_bytes(b"nothing")
+    with pytest.raises(FileFormatError, match="found no residual vectors"):
+        Residuals.load(tmp_path / "r.npz", "me", 2, 3)
+
+
+@pytest.mark.parametrize("prediction", ["gate", "residual", "foresight"])
+def test_hints_are_planned_with_and_replay_exactly(
+    checkpoint: Path, profile: str, prediction: str
+) -> None:
+    options = {"prediction": prediction, "prefetch": "top-k", "prefetch_count": 3}
+    options |= {"gpu_memory": "600kB", "look_ahead": prediction == "foresight"}
+    model = load(checkpoint, profile, **options)
+    executor = model.hf_quantizer.executor
+    assert isinstance(executor.foresee, LookAhead)
+    resident = list(executor.cache.resident())
+    statistics = CacheStatistics()
+    executor.listeners.append(statistics)
+    with recording(model) as recorder, torch.no_grad():
+        for prompt in PROMPTS:
+            recorder.begin_sequences()
+            ids = torch.tensor([ids_of(prompt)])
+            model.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=-1)
+        trace = recorder.trace("tiny")
+    assert trace.meta.predictors == ("gate", "residual")
+    assert statistics.prefetch_issued > statistics.prefetch_useful > 0
+    cache = executor.cache
+    run = Run(
+        settings=cache.settings,
+        profile=cache.machine.profile,
+        shape=cache.machine.shape,
+        num_slots=cache.num_slots,
+        prompt=None,
+        compare_every=0,
+    )
+    tally = replay(trace, run, resident=resident)
+    assert (tally.hits, tally.copies, tally.prefetch_useful, tally.total_seconds) == (
+        statistics.hits,
+        statistics.copies,
+        statistics.prefetch_useful,
+        cache.clock.now,
+    )
+
+
+def test_a_model_whose_routers_cannot_be_asked_says_so(
+    checkpoint: Path, profile: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.hf.look_ahead.find_routers", lambda model, bound: "it is closed")
+    with pytest.raises(UnsupportedModelError, match="needs MixtralForCausalLM's routers, and it"):
+        load(checkpoint, profile, prediction="residual")
+
+
+def test_given_residuals_are_used_and_those_of_another_model_refused(
+    checkpoint: Path, profile: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "r.npz"
+    Residuals(2, 64).save(path, "somebody else")
+    with pytest.raises(ConfigError, match="of model 'somebody else'"):
+        load(checkpoint, profile, prediction="residual", residuals=str(path))
+
+
+def test_learning_makes_the_guess_more_like_the_truth(checkpoint: Path) -> None:
+    model = tandem.load(checkpoint, dtype="float32")
+    quantizer = model.hf_quantizer
+    cache_path = checkpoint.parent / "nowhere"
+    ahead = look_ahead(model, quantizer.bound(), quantizer.store, (), cache_path=cache_path)
+    assert isinstance(ahead, LookAhead)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for _ in range(4):
+            model(torch.randint(20, 100, (1, 60), generator=generator))
+        ahead.cosines = []
+        model(torch.randint(20, 100, (1, 60), generator=generator))
+    ahead.close()
+    assert all(corrected > plain for plain, corrected in ahead.cosines)
