@@ -77,6 +77,14 @@ def describe(model: Any) -> str:
     return f"{type(model).__name__} | {', '.join(words)} | {steps}"
 
 
+def aligned(model: Any) -> Any:
+    """Copy the dense weights out of the mapped file: torch adds in another order where they lie
+    at an address that is no multiple of 64, and files differ in that."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return model
+
+
 @pytest.mark.parametrize("name", architectures())
 def test_logits_equal_transformers_eager(name: str, report: Report) -> None:
     tiny = build_tiny_model(name)
@@ -87,10 +95,10 @@ def test_logits_equal_transformers_eager(name: str, report: Report) -> None:
         events: list[LayerExecuted] = []
         offloaded.hf_quantizer.executor.listeners.append(events.append)
         eager_calls, calls = watch_experts(eager), watch_experts(offloaded)
-        expected, actual = run_steps(eager), run_steps(offloaded)
+        expected, actual = run_steps(eager), run_steps(aligned(offloaded))
         packed = Path(folder) / "packed"
         tandem.save(offloaded, packed)
-        reloaded = run_steps(tandem.load(packed))
+        reloaded = run_steps(aligned(tandem.load(packed)))
     modules: list[Any] = experts_modules(offloaded)
     assert calls == eager_calls != []
     assert [event.layer for event in events] == [modules[n].tandem_experts.layer for n in calls]
