@@ -7,6 +7,7 @@
 #include "attention.hpp"
 #include "bindings.hpp"
 #include "dense.hpp"
+#include "routed.hpp"
 #include "rowwise.hpp"
 
 namespace nb = nanobind;
@@ -110,6 +111,29 @@ void bind_attention(nb::module_& m) {
       });
 }
 
+void bind_routed(nb::module_& m) {
+  nb::class_<RoutedLayer>(m, "RoutedLayer")
+      .def("__init__", [](RoutedLayer* self, const ExpertLayout& layout, int activation,
+                          float alpha, float limit, float offset, std::int64_t num_experts,
+                          std::uintptr_t experts, std::int64_t expert_bytes) {
+        new (self) RoutedLayer{layout,
+                               {static_cast<Activation>(activation), alpha, limit, offset},
+                               num_experts,
+                               pointer<const std::uint8_t>(experts),
+                               expert_bytes};
+      });
+  nb::class_<RoutedExperts>(m, "RoutedExperts")
+      .def(nb::init<ExpertEngine&>(), nb::keep_alive<1, 2>())
+      .def("run", [](RoutedExperts& self, const RoutedLayer& layer, std::int64_t num_tokens,
+                     std::int64_t top_k, bool is_bf16, std::uintptr_t hidden, std::uintptr_t index,
+                     bool weights_are_bf16, std::uintptr_t weights, std::uintptr_t out) {
+        const nb::gil_scoped_release release;
+        return self.run(layer, {num_tokens, top_k, value_type(is_bf16), pointer<const void>(hidden),
+                                pointer<const std::int64_t>(index), value_type(weights_are_bf16),
+                                pointer<const void>(weights), pointer<void>(out)});
+      });
+}
+
 void bind_rowwise(nb::module_& m) {
   m.def("rms_norm", [](std::int64_t num_rows, std::int64_t cols, float eps,
                        bool rounds_first, bool is_bf16, std::uintptr_t input,
@@ -137,6 +161,7 @@ void bind_dense(nb::module_& m) {
       .def(nb::init<ExpertEngine&>(), nb::keep_alive<1, 2>())
       .def("run", &run_dense);
   bind_attention(m);
+  bind_routed(m);
   bind_rowwise(m);
 }
 

@@ -5,10 +5,13 @@ from typing import Any
 import pytest
 import torch
 
+import tandem
 from tandem.generate.generator import Generator
 from tandem.hf.replay import ReplayedStep
 from tandem.hf.rows import CachedRows
 from tandem.kernels.dense import CpuThreads
+from tandem.offload.events import ExpertStatistics
+from tandem.offload.executor import CpuExecutor
 from tests.architectures import build_tiny_model
 
 TOKENS = [50, 61, 72, 83, 94, 105, 116, 41]
@@ -90,3 +93,56 @@ def test_a_steady_step_is_replayed_with_new_inputs() -> None:
         x.fill_(i)
         assert step().tolist() == [i * 2 + 1] * 4
     assert step.is_replaying
+
+
+@pytest.fixture(scope="module", params=["qwen3_moe", "gpt_oss"])
+def packed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("packed")
+    build_tiny_model(request.param).save_pretrained(folder)
+    return tandem.load(folder, dtype="float32", expert_dtype="int8-g32")
+
+
+def test_replayed_experts_equal_the_executors_and_are_counted(packed: Any) -> None:
+    prompts = [[40, 41, 42], [60] * 9]
+    counts = []
+    logits = []
+    for has_replay in (True, False):
+        rows = CachedRows(packed, CpuThreads(num_threads=2), prompts, 4, has_replay=has_replay)
+        rows.prefill()
+        for token in TOKENS[:5]:
+            rows.decode([token, token + 1])
+        statistics = ExpertStatistics()
+        packed.hf_quantizer.executor.listeners.append(statistics)
+        logits.append(rows.decode([TOKENS[5]] * 2).clone())
+        packed.hf_quantizer.executor.listeners.remove(statistics)
+        assert rows.step.is_replaying is has_replay
+        counts.append(statistics)
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-5)
+    assert counts[0] == counts[1]
+    assert counts[0].layers_executed > 0
+
+
+def test_another_executor_is_recorded_anew(packed: Any) -> None:
+    class Counting(CpuExecutor):
+        calls = 0
+
+        def execute(self, *args: Any) -> torch.Tensor:
+            Counting.calls += 1
+            return super().execute(*args)
+
+    rows = CachedRows(packed, CpuThreads(num_threads=2), [[40, 41, 42]], 4)
+    rows.prefill()
+    for token in TOKENS:
+        rows.decode([token])
+    quantizer = packed.hf_quantizer
+    before = quantizer.executor
+    quantizer.use(Counting(before.store))
+    try:
+        for token in TOKENS:
+            rows.decode([token])
+        assert rows.step.is_replaying
+        so_far = Counting.calls
+        rows.decode([50])
+        assert Counting.calls > so_far  # a class of its own is not taken for CpuExecutor
+    finally:
+        quantizer.use(before)

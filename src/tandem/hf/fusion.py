@@ -4,6 +4,7 @@ Groups are known by what they compute, not by the model that they come from. Wha
 every detail stays as it is; the tape is compared with the model's own step before it is trusted.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,18 +13,28 @@ from torch import Tensor
 
 from tandem.hf.kv_cache import KvCache
 from tandem.hf.recorder import Operation, Ref
+from tandem.hf.routed import routed_call
 from tandem.kernels import _native
 from tandem.kernels.attention import CachedAttention
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads, DenseWeight
 
 DENSE = "dense"
 ATTENTION = "attention"
+EXPERTS = "experts"
 _MAX_MATRICES = 8
 
 
-def fuse(operations: list[Operation], tensors: list[Tensor], fixed: set[int]) -> list[Operation]:
-    """Return the operations with groups replaced; `fixed` numbers the tensors that never change."""
-    for finder in (_find_norms, _find_rotaries, _find_dense_groups, _find_attentions):
+def fuse(
+    operations: list[Operation], tensors: list[Tensor], fixed: set[int], threads: CpuThreads | None
+) -> list[Operation]:
+    """Return the operations with groups replaced; `fixed` numbers the tensors that never change.
+
+    `threads` compute experts; without them the executor does.
+    """
+    finders = [_find_norms, _find_rotaries, _find_dense_groups, _find_attentions]
+    if threads is not None:
+        finders.append(functools.partial(_find_experts, threads=threads))
+    for finder in finders:
         graph = _Graph(operations, tensors, fixed)
         for group, fused in finder(graph):
             graph.replace(group, fused)
@@ -338,3 +349,22 @@ def _attention_call(
         return out
 
     return run
+
+
+# ---- a layer's experts ---------------------------------------------------------------------------
+
+
+def _find_experts(
+    graph: _Graph, threads: CpuThreads
+) -> Iterator[tuple[list[Operation], Operation]]:
+    for operation in graph.operations:
+        if operation.name != EXPERTS:
+            continue
+        layer, *refs, functions = operation.args
+        function = routed_call(
+            threads, operation.function, layer, functions, *(graph.tensor(ref) for ref in refs)
+        )
+        if function is not None:
+            outputs = operation.outputs
+            fused = Operation(function, tuple(refs), {}, outputs, EXPERTS, refs, has_effects=True)
+            yield [operation], fused

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tandem.hf.recorder import NotRecordableError, Recorder
 from tandem.hf.tape import Tape
+from tandem.kernels.dense import CpuThreads
 
 # Short answers are not worth a recording, which costs about as much as four steps.
 _STEPS_BEFORE = 2
@@ -23,12 +24,19 @@ _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 class ReplayedStep:
     """One decode step for a fixed number of rows, from the model or from its tape."""
 
-    def __init__(self, step: Callable[[], Tensor], inputs: list[Tensor], dtype: Any) -> None:
+    def __init__(
+        self,
+        step: Callable[[], Tensor],
+        inputs: list[Tensor],
+        dtype: Any,
+        threads: CpuThreads | None = None,
+    ) -> None:
         """Take the model's own step, whose `inputs` are tensors that the caller writes anew.
 
         A step may be done twice: what it writes to a KV cache is the same both times.
         """
         self._step = step
+        self._threads = threads
         self._inputs = inputs
         self._tolerance = _TOLERANCES.get(dtype)
         self._tape: Tape | None = None
@@ -60,7 +68,7 @@ class ReplayedStep:
         try:
             with recorder:
                 result = self._step()
-            self._tape = Tape(recorder.recording, result, self._inputs)
+            self._tape = Tape(recorder.recording, result, self._inputs, self._threads)
         except (NotRecordableError, StopIteration, RuntimeError, TypeError, ValueError) as error:
             self.why_not = str(error).partition("\n")[0] or type(error).__name__
             return self._step()

@@ -53,10 +53,9 @@ class CachedRows:
         """Per row, what the cache held of its prompt."""
         with torch.inference_mode(False):
             self._ids = torch.zeros((len(prompts), 1), dtype=torch.int64)
-        inputs = [self._ids, self.cache.positions]
-        self.step = ReplayedStep(self._decode_step, inputs, model.dtype)
-        if not has_replay:
-            self.step.why_not = "it was not wanted"
+        self._has_replay = has_replay
+        self._executor = self._current_executor()
+        self.step = self._new_step()
 
     @property
     def num_rows(self) -> int:
@@ -89,8 +88,7 @@ class CachedRows:
         """Append one token per row; return the logits of the next: (rows, vocabulary)."""
         self.cache.begin_decode()
         self._ids.copy_(torch.tensor(tokens)[:, None])
-        if self.step.is_replaying:
-            self._announce(tokens)
+        self._announce(tokens)
         logits = self.step()
         self.cache.commit()
         for held, token in zip(self._tokens, tokens, strict=True):
@@ -117,10 +115,22 @@ class CachedRows:
         logits: Tensor = self._run_model(self._ids, self.cache.positions[:, None], None)[:, -1]
         return logits
 
+    def _new_step(self) -> ReplayedStep:
+        inputs = [self._ids, self.cache.positions]
+        step = ReplayedStep(self._decode_step, inputs, self._model.dtype, self.cache.threads)
+        if not self._has_replay:
+            step.why_not = "it was not wanted"
+        return step
+
+    def _current_executor(self) -> Any:
+        return getattr(getattr(self._model, "hf_quantizer", None), "executor", None)
+
     def _announce(self, tokens: list[int]) -> None:
-        """Tell the executor what the model's forward would tell it."""
-        executor = getattr(getattr(self._model, "hf_quantizer", None), "executor", None)
-        if executor is not None and not isinstance(executor, CpuExecutor):
+        """Tell the executor what the model's forward would tell it; a new one needs a new tape."""
+        executor = self._current_executor()
+        if executor is not self._executor:
+            self._executor, self.step = executor, self._new_step()
+        elif self.step.is_replaying and not isinstance(executor, CpuExecutor | None):
             executor.begin_step(tokens, is_prefill=False)
 
     def _run_model(self, ids: Tensor, positions: Tensor, keep: Tensor | None) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tandem.hf.fusion import fuse
 from tandem.hf.recorder import Operation, Recording, Ref
+from tandem.kernels.dense import CpuThreads
 
 # Public functions that do what an ATen overload does with the same positional arguments, and cost
 # a third of calling the overload.
@@ -56,15 +57,24 @@ _DIRECT: dict[str, Callable[..., Any]] = {
 class Tape:
     """A recorded step as a function without arguments: it reads and writes fixed tensors."""
 
-    def __init__(self, recording: Recording, result: Tensor, inputs: Iterable[Tensor]) -> None:
-        """Compile a recording whose `inputs` change between runs; `result` is what it returns."""
+    def __init__(
+        self,
+        recording: Recording,
+        result: Tensor,
+        inputs: Iterable[Tensor],
+        threads: CpuThreads | None = None,
+    ) -> None:
+        """Compile a recording whose `inputs` change between runs; `result` is what it returns.
+
+        `threads` compute a layer's experts where the executor need not.
+        """
         self._operations = _live(recording.operations, recording.ref(result))
         changing = {recording.ref(x).number for x in inputs if _is_among(x, recording.tensors)}
         self._operations, constants = _fold(
             self._operations, recording, changing | recording.produced
         )
         fixed = set(constants) - changing
-        self._operations = fuse(self._operations, recording.tensors, fixed)
+        self._operations = fuse(self._operations, recording.tensors, fixed, threads)
         self._function = _compile(self._operations, constants, recording.ref(result))
 
     def __len__(self) -> int:

@@ -94,6 +94,36 @@ class DenseEngine:
         /,
     ) -> None: ...
 
+class RoutedLayer:
+    def __init__(
+        self,
+        layout: ExpertLayout,
+        activation: int,
+        alpha: float,
+        limit: float,
+        offset: float,
+        num_experts: int,
+        experts: int,
+        expert_bytes: int,
+        /,
+    ) -> None: ...
+
+class RoutedExperts:
+    def __init__(self, engine: ExpertEngine, /) -> None: ...
+    def run(
+        self,
+        layer: RoutedLayer,
+        num_tokens: int,
+        top_k: int,
+        is_bf16: bool,
+        hidden: int,
+        index: int,
+        weights_are_bf16: bool,
+        weights: int,
+        out: int,
+        /,
+    ) -> int: ...
+
 class AttentionLayer:
     def __init__(
         self,

@@ -32,6 +32,7 @@ class CpuThreads:
         self.engine = _native.ExpertEngine(num_threads, isa)
         self.dense = _native.DenseEngine(self.engine)
         self.attention = _native.AttentionEngine(self.engine)
+        self.experts = _native.RoutedExperts(self.engine)
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,7 +133,7 @@ class NativeExperts:
         rows = _Rows(addresses, row_begin, row_token, hidden, out)
         try:
             self._engine.run(
-                _native_layout(layout), activation.kind, activation.alpha, activation.limit,
+                native_layout(layout), activation.kind, activation.alpha, activation.limit,
                 activation.offset, *rows.arguments(),
             )  # fmt: skip
         except ValueError as error:  # rows or tokens that do not exist
@@ -154,7 +154,7 @@ class NativeExperts:
         `activate` maps [gate; up] of shape (num_rows, 2 * intermediate size), or (num_rows,
         intermediate size) if not gated, to (num_rows, intermediate size), fp32.
         """
-        native, size = _native_layout(layout), layout.intermediate_size
+        native, size = native_layout(layout), layout.intermediate_size
         per_column = 2 if layout.is_gated else 1
         num_rows = row_token.numel()
         up = torch.empty(num_rows, native.inner_rows * per_column)
@@ -240,7 +240,8 @@ def _require_experts(experts: Tensor, num_experts: int) -> None:
 
 
 @functools.lru_cache(maxsize=64)
-def _native_layout(layout: ExpertLayout) -> _native.ExpertLayout:
+def native_layout(layout: ExpertLayout) -> _native.ExpertLayout:
+    """Return a layout as the kernels take it."""
     fmt = layout.format
     native = _native.ExpertLayout()
     native.format = FORMAT_NUMBERS[fmt.kind]

@@ -1,0 +1,48 @@
+// A layer's experts straight from the router's choice, for steps of few tokens: sorting, computing
+// and adding up in one call.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "experts.hpp"
+#include "values.hpp"
+
+namespace tandem {
+
+struct RoutedLayer {
+  ExpertLayout layout;
+  ActivationSpec activation;
+  std::int64_t num_experts;
+  const std::uint8_t* experts;  // `expert_bytes` apart
+  std::int64_t expert_bytes;
+};
+
+struct RoutedCall {
+  std::int64_t num_tokens, top_k;
+  ValueType type;              // of hidden, weights and out
+  const void* hidden;          // (num_tokens, hidden_size)
+  const std::int64_t* index;   // (num_tokens, top_k); outside 0..num_experts-1: adds nothing
+  ValueType weight_type;
+  const void* weights;         // (num_tokens, top_k)
+  void* out;                   // (num_tokens, hidden_size)
+};
+
+// Works with the threads of an expert engine, which must outlive it and be idle.
+class RoutedExperts {
+ public:
+  explicit RoutedExperts(ExpertEngine& engine) : engine_(engine) {}
+
+  // Returns the number of experts that were computed.
+  std::int64_t run(const RoutedLayer& layer, const RoutedCall& call);
+
+ private:
+  std::int64_t sort_rows(const RoutedLayer& layer, const RoutedCall& call);
+
+  ExpertEngine& engine_;
+  std::vector<std::int32_t> count_, begin_, token_, row_of_;
+  std::vector<const std::uint8_t*> addresses_;
+  std::vector<float> hidden_, weights_, rows_, sums_;
+};
+
+}  // namespace tandem

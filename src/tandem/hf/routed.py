@@ -1,0 +1,101 @@
+"""A layer's experts in one native call, straight from the router's choice, for recorded steps.
+
+Where nothing is planned (every expert on the CPU) and the kernels know the format and the
+activation; the executor does everything else.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.kernels import _native
+from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
+from tandem.kernels.native import native_layout
+from tandem.offload.batch import ExpertFunctions
+from tandem.offload.events import LayerExecuted
+from tandem.offload.executor import CpuExecutor
+from tandem.offload.packed_layer import PackedLayer
+
+_MAX_TOKENS = 64  # more are a prompt's, where sorting in Python costs nothing
+
+
+def routed_call(
+    threads: CpuThreads,
+    execute: Any,
+    layer_number: int,
+    functions: ExpertFunctions,
+    hidden: Tensor,
+    index: Tensor,
+    weights: Tensor,
+) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    """Return the call (hidden, index, weights) for tensors like these; None if there is none.
+
+    `execute` is the executor's method that did it when the step was recorded.
+    """
+    executor = getattr(execute, "__self__", None)
+    if type(executor) is not CpuExecutor:
+        return None
+    layer, activation = executor.store[layer_number], functions.native
+    if not isinstance(layer, PackedLayer) or activation is None or functions.post_norm is not None:
+        return None
+    tensors = (hidden, index, weights)
+    if not (
+        hidden.dtype in VALUE_DTYPES
+        and weights.dtype in VALUE_DTYPES
+        and index.dtype == torch.int64
+        and all(x.is_contiguous() for x in tensors)
+        and len(hidden) <= _MAX_TOKENS
+    ):
+        return None
+    native = _native.RoutedLayer(
+        native_layout(layer.layout),
+        activation.kind,
+        activation.alpha,
+        activation.limit,
+        activation.offset,
+        layer.arrivals.num_experts,
+        layer.buffers.data_ptr(),
+        layer.layout.num_bytes,
+    )
+    return _call(threads, executor, layer, native, tensors)
+
+
+def _call(
+    threads: CpuThreads,
+    executor: CpuExecutor,
+    layer: PackedLayer,
+    native: _native.RoutedLayer,
+    like: tuple[Tensor, Tensor, Tensor],
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    tokens, top_k = like[1].shape
+    is_bf16, weights_are_bf16 = (x.dtype == torch.bfloat16 for x in (like[0], like[2]))
+    shape, dtype = tuple(like[0].shape), like[0].dtype
+    run, empty, listeners = threads.experts.run, torch.empty, executor.listeners
+
+    def experts(hidden: Tensor, index: Tensor, weights: Tensor, keep: Any = threads) -> Tensor:
+        out = empty(shape, dtype=dtype)
+        active = run(
+            native, tokens, top_k, is_bf16, hidden.data_ptr(), index.data_ptr(),
+            weights_are_bf16, weights.data_ptr(), out.data_ptr(),
+        )  # fmt: skip
+        if listeners:
+            _report(executor, layer, tokens, tokens * top_k, active)
+        return out
+
+    return experts
+
+
+def _report(
+    executor: CpuExecutor, layer: PackedLayer, num_tokens: int, num_rows: int, num_active: int
+) -> None:
+    event = LayerExecuted(
+        layer=layer.layer,
+        num_tokens=num_tokens,
+        num_active_experts=num_active,
+        num_expert_rows=num_rows,
+        touched_bytes=num_active * layer.layout.num_bytes,
+    )
+    for listener in executor.listeners:
+        listener(event)
