@@ -16,6 +16,7 @@ COMMANDS = {
     "bench": "measure the expert kernels against this machine's ceilings",
     "trace": "record what a model's routers choose",
     "calibrate": "learn a model's residual vectors from a text, and what they are worth",
+    "profile": "measure what a model's experts cost on this machine",
     "simulate": "replay routing traces through the planner on a hardware profile",
 }
 EXIT_USER_ERROR = 2

@@ -32,6 +32,7 @@ from tandem.offload.profiler import with_emulated_gpu, with_link
 from tandem.offload.sizing import count_slots
 from tandem.offload.slots import Slots
 from tandem.offload.start import STARTS
+from tandem.policy.cost import HardwareProfile
 from tandem.policy.plan import Geometry
 from tandem.sim.profiles import load_profile, shape_for
 from tandem.sim.timeline import Timeline
@@ -46,6 +47,18 @@ def assemble(model: Any, store: HostStore, bound: Bound, config: OffloadConfig) 
     hybrid = _Assembly(model, store, bound, config, cpu).hybrid()
     bind_all(bound, hybrid)
     return hybrid
+
+
+def profile_of(model: Any, *, refresh: bool = False) -> HardwareProfile:
+    """Return this machine's profile for a loaded model; measure it if there is none, or anew."""
+    quantizer = model.hf_quantizer
+    options, before = quantizer.options, quantizer.executor
+    cpu = CpuExecutor(quantizer.store, num_threads=options.threads, isa=options.isa or "")
+    try:
+        parts = _Assembly(model, quantizer.store, quantizer.bound(), options, cpu)
+        return parts.measured(refresh=refresh)
+    finally:
+        quantizer.use(before)
 
 
 class _Lanes(NamedTuple):
@@ -181,16 +194,20 @@ class _Assembly:
         if config.profile is not None:
             profile = load_profile(config.profile)
         else:
-            measured = measured_profile(
-                self.model,
-                self.store,
-                self.bound,
-                self.geometry,
-                self.kernels,
-                self.call,
-                cache_dir=config.cache_path,
-            )
-            profile = with_emulated_gpu(measured, config.emulated_speed)
+            profile = with_emulated_gpu(self.measured(), config.emulated_speed)
         if config.link_bandwidth is not None:
             profile = with_link(profile, parse_bandwidth(config.link_bandwidth))
         return Machine(profile, shape_for(profile, name, self.geometry))
+
+    def measured(self, *, refresh: bool = False) -> HardwareProfile:
+        """Return this machine's profile, kept or measured; binds the modules to nothing useful."""
+        return measured_profile(
+            self.model,
+            self.store,
+            self.bound,
+            self.geometry,
+            self.kernels,
+            self.call,
+            cache_dir=self.config.cache_path,
+            refresh=refresh,
+        )

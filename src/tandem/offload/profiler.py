@@ -96,12 +96,21 @@ def with_emulated_gpu(profile: HardwareProfile, speed: float) -> HardwareProfile
 
 
 def with_link(profile: HardwareProfile, bytes_per_second: float) -> HardwareProfile:
-    """Return the profile of the same machine with another link."""
+    """Return the profile of the same machine with another link.
+
+    The memory that the CPU leaves to copies stays as it was: a link slower than that is not slowed.
+    """
+    left = profile.link_bytes_per_second / profile.link_slowdown_while_computing
     shapes = tuple(
         dataclasses.replace(shape, link_seconds_per_expert=shape.expert_bytes / bytes_per_second)
         for shape in profile.shapes
     )
-    return dataclasses.replace(profile, link_bytes_per_second=bytes_per_second, shapes=shapes)
+    return dataclasses.replace(
+        profile,
+        link_bytes_per_second=bytes_per_second,
+        link_slowdown_while_computing=max(1.0, bytes_per_second / left),
+        shapes=shapes,
+    )
 
 
 class _Bench:

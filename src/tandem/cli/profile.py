@@ -1,0 +1,89 @@
+"""`tandem profile`: what things cost on this machine for a model, measured once and kept."""
+
+import argparse
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tandem.cli.models import load_model_and_tokenizer
+from tandem.core.config import add_flags, from_flags, option
+from tandem.core.units import format_bytes
+from tandem.offload.options import OffloadOptions
+from tandem.sim.picture import Chart, svg
+
+if TYPE_CHECKING:
+    from tandem.policy.cost import HardwareProfile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileOptions:
+    """What a profile is measured with, and where it is shown."""
+
+    expert_dtype: str = option("auto", help="as in tandem run", metavar="DTYPE")
+    threads: int | None = option(None, help="as in tandem run", metavar="N")
+    refresh: bool = option(False, help="measure anew, also where a profile is kept")
+    picture: str | None = option(None, help="draw the curves into this file", metavar="FILE.svg")
+    json: bool = option(False, help="last line of standard output: one JSON object, the profile")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `tandem profile`."""
+    parser.add_argument(
+        "model", nargs="?", default="demo", metavar="MODEL",
+        help="model directory, hub id, demo or demo-equal (default: demo)",
+    )  # fmt: skip
+    add_flags(parser, ProfileOptions)
+
+
+def run(flags: argparse.Namespace) -> int:
+    """Measure and print; returns the exit code."""
+    options = from_flags(ProfileOptions, flags)
+    offload = OffloadOptions(expert_dtype=options.expert_dtype, threads=options.threads)
+    model, _ = load_model_and_tokenizer(flags.model, offload, quiet=True)
+
+    from tandem.hf.assembly import profile_of
+
+    begin = time.perf_counter()
+    profile = profile_of(model, refresh=options.refresh)
+    print(table(profile, time.perf_counter() - begin))
+    if options.picture is not None:
+        Path(options.picture).write_text(svg(charts(profile)), encoding="utf-8")
+    if options.json:
+        print(json.dumps(json.loads(profile.to_json())))
+    return 0
+
+
+def table(profile: "HardwareProfile", seconds: float) -> str:
+    """Return the profile for people."""
+    shape = profile.shapes[0]
+    link = shape.expert_bytes / shape.link_seconds_per_expert / 1e9
+    lines = [
+        f"{profile.cpu}, {profile.cpu_threads} threads; {shape.shape}: "
+        f"{shape.num_moe_layers} layers of {shape.num_experts} experts of "
+        f"{format_bytes(shape.expert_bytes)} ({seconds:.1f} s)",
+        f"copying one expert {shape.link_seconds_per_expert * 1e6:.0f} us ({link:.1f} GB/s); the "
+        f"first expert on the CPU {shape.cpu_first_expert_seconds * 1e6:.0f} us more",
+        f"while both work: CPU x {profile.cpu_slowdown_while_copying:.2f}, "
+        f"copies x {profile.link_slowdown_while_computing:.2f}",
+        f"{'tokens':>8} {'expert on the CPU':>18} {'weights read':>14} {'rest of a layer':>16}",
+    ]
+    rows = zip(shape.tokens, shape.cpu_seconds, shape.dense_seconds, strict=True)
+    for tokens, cpu, dense in rows:
+        rate = shape.expert_bytes / cpu / 1e9
+        lines.append(f"{tokens:>8} {cpu * 1e6:>15.0f} us {rate:>9.1f} GB/s {dense * 1e6:>13.0f} us")
+    return "\n".join(lines)
+
+
+def charts(profile: "HardwareProfile") -> list[Chart]:
+    """Return the curves: microseconds of one expert, and per token, by token count."""
+    shape = profile.shapes[0]
+    counts = [str(count) for count in shape.tokens]
+    copied = [shape.link_seconds_per_expert * 1e6] * len(counts)
+    cpu = [seconds * 1e6 for seconds in shape.cpu_seconds]
+    each = [seconds * 1e6 / n for seconds, n in zip(shape.cpu_seconds, shape.tokens, strict=True)]
+    return [
+        Chart("one expert, microseconds", "tokens", counts, {"on the CPU": cpu, "copy": copied}),
+        Chart("one expert, microseconds per token", "tokens", counts, {"on the CPU": each}),
+    ]

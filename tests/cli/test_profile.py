@@ -1,0 +1,58 @@
+"""`tandem profile`: measured on first use, kept, read again, drawn."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tandem
+from tandem.policy.cost import HardwareProfile
+from tests.cli.test_run import ENVIRONMENT
+from tests.hf.tiny import save_tiny_checkpoint
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def test_a_profile_is_measured_kept_and_drawn(model: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tandem.cli.main", "profile", str(model), "--json"]
+    command += ["--expert-dtype", "int8", "--picture", str(tmp_path / "curves.svg")]
+    environment = {**ENVIRONMENT, "TANDEM_CACHE": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    (kept,) = (tmp_path / "profiles").iterdir()
+    printed = done.stdout.splitlines()[-1]
+    assert json.loads(printed) == json.loads(kept.read_text())
+    profile = HardwareProfile.from_json(printed, where="printed")
+    (shape,) = profile.shapes
+    assert (shape.num_moe_layers, shape.num_experts, shape.top_k) == (4, 8, 2)
+    assert all(a <= b for a, b in zip(shape.cpu_seconds, shape.cpu_seconds[1:], strict=False))
+    assert (tmp_path / "curves.svg").read_text().startswith("<svg ")
+
+
+def test_a_kept_profile_is_read_and_another_format_is_measured(model: Path, tmp_path: Path) -> None:
+    def load(expert_dtype: str) -> float:
+        loaded = tandem.load(
+            model,
+            dtype="float32",
+            device="emulated",
+            expert_dtype=expert_dtype,
+            cache_dir=str(tmp_path),
+            link_bandwidth="1GB/s",
+            emulated_speed=4.0,
+        )
+        machine = loaded.hf_quantizer.executor.cache.machine
+        assert machine.shape.link_seconds_per_expert == machine.shape.expert_bytes / 1e9
+        ratio: float = machine.shape.cpu_seconds[0] / machine.shape.gpu_seconds[0]
+        assert ratio == pytest.approx(4.0)
+        return max(os.stat(file).st_mtime_ns for file in (tmp_path / "profiles").iterdir())
+
+    first = load("int8")
+    assert load("int8") == first
+    load("auto")
+    assert len(list((tmp_path / "profiles").iterdir())) == 2
