@@ -55,7 +55,7 @@ class RoutingRecorder:
         self.inner = inner
         self.store = inner.store
         self.listeners: list[Listener] = inner.listeners
-        self._guesses = guesses
+        self.foresee = guesses
         self._predictors = tuple(predictors)
         self._batch = 1
         self._is_recording = False
@@ -94,7 +94,7 @@ class RoutingRecorder:
             step.experts.append(top_k_index.to("cpu").numpy().copy())
             weights = top_k_weights.detach().to("cpu", torch.float16)
             step.weights.append(weights.numpy().copy())
-            guesses = self._guesses(layer) if self._guesses is not None else {}
+            guesses = self.foresee(layer) if self.foresee is not None else {}
             step.guesses.append({name: ids.numpy().copy() for name, ids in guesses.items()})
         return out
 
