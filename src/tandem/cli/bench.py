@@ -1,17 +1,28 @@
-"""`tandem bench`: what is measured is its first word."""
+"""`tandem bench`: what is measured is its first word; without `kernels` a whole model."""
 
 import argparse
+import dataclasses
 
 from tandem.cli.bench_kernels import KernelBenchOptions, run_kernels
+from tandem.cli.bench_model import ModelBenchOptions, run_model
 from tandem.core.config import add_flags, from_flags
+
+KERNELS = "kernels"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `tandem bench`."""
-    parser.add_argument("what", choices=("kernels",), help="what to measure")
+    parser.add_argument(
+        "what", nargs="?", metavar="kernels|MODEL",
+        help="kernels: experts alone; a model's directory or name; nothing: --shape",
+    )  # fmt: skip
     add_flags(parser, KernelBenchOptions)
+    known = [field.name for field in dataclasses.fields(KernelBenchOptions)]
+    add_flags(parser, ModelBenchOptions, known=known)
 
 
 def run(flags: argparse.Namespace) -> int:
     """Measure and print; returns the exit code."""
-    return run_kernels(from_flags(KernelBenchOptions, flags))
+    if flags.what == KERNELS:
+        return run_kernels(from_flags(KernelBenchOptions, flags))
+    return run_model(from_flags(ModelBenchOptions, flags), flags.what)

@@ -37,11 +37,16 @@ def field_type(annotation: Any) -> type:
     return annotation
 
 
-def add_flags(parser: argparse.ArgumentParser, config: type[Any]) -> None:
-    """Add one flag per option of a config class to a parser; absent flags leave the default."""
+def add_flags(
+    parser: argparse.ArgumentParser, config: type[Any], *, known: Sequence[str] = ()
+) -> None:
+    """Add one flag per option of a config class to a parser; absent flags leave the default.
+
+    Options in `known` have their flag already, from another class.
+    """
     hints = typing.get_type_hints(config)
     for field in dataclasses.fields(config):
-        if "help" not in field.metadata:
+        if "help" not in field.metadata or field.name in known:
             continue
         flag = "--" + field.name.replace("_", "-")
         shown = "" if field.default in (None, False) else f" (default: {field.default})"

@@ -54,6 +54,16 @@ class KvCache:
         """Bytes that the cache takes now."""
         return sum(k.nbytes + v.nbytes for k, v in self._tensors.values())
 
+    @property
+    def filled_bytes(self) -> int:
+        """Bytes of the tokens that are held, which a step reads (windows left aside)."""
+        tokens = sum(self.lengths)
+        return sum(
+            tokens * tensor.shape[1] * tensor.shape[3] * tensor.element_size()
+            for tensors in self._tensors.values()
+            for tensor in tensors
+        )
+
     def begin(self, segments: Sequence[Segment]) -> None:
         """Announce the tokens of the next forward, which follow what their rows hold."""
         self._segments = list(segments)
@@ -83,6 +93,18 @@ class KvCache:
         """Forget a row's tokens from `length` on."""
         assert 0 <= length <= self.lengths[row]
         self.lengths[row] = length
+
+    @torch.inference_mode()
+    def pretend(self, length: int) -> None:
+        """Let every row hold `length` tokens that nobody said: random keys and values, to time.
+
+        Needs a forward before it, which makes the layers.
+        """
+        self._reserve(length + 1)
+        for tensors in self._tensors.values():
+            for tensor in tensors:
+                tensor[:, :, :length].normal_(std=0.1)
+        self.lengths[:] = [length] * len(self.lengths)
 
     def expect(self, layer: int) -> None:
         """Note that a layer has new keys and values: its attention comes next."""

@@ -50,6 +50,11 @@ class ReplayedStep:
         """Tell whether steps come from the tape."""
         return self._tape is not None and self._num_equal >= _COMPARED_STEPS
 
+    @property
+    def tape(self) -> Tape | None:
+        """The tape, once steps come from it."""
+        return self._tape if self.is_replaying else None
+
     @torch.inference_mode()
     def __call__(self) -> Tensor:
         """Do the step; return what it returns."""

@@ -72,6 +72,15 @@ class CachedRows:
             del held[shared:]
             self.reused_tokens[row] = shared
 
+    def pretend(self, depth: int) -> None:
+        """Let every row hold `depth` random tokens before its prompt, to time what follows."""
+        prompts = self._prompts
+        self.continue_with([[0]] * self.num_rows)
+        self.prefill()  # makes the KV cache's layers
+        self.cache.pretend(depth)
+        self._tokens = [[-1] * depth for _ in prompts]
+        self._prompts = [[-1] * depth + prompt for prompt in prompts]
+
     def prefill(self) -> Tensor:
         """Run the prompts; return the logits of each row's next token: (rows, vocabulary)."""
         logits: list[Tensor] = [torch.empty(0)] * len(self._prompts)
@@ -120,6 +129,8 @@ class CachedRows:
         step = ReplayedStep(self._decode_step, inputs, self._model.dtype, self.cache.threads)
         if not self._has_replay:
             step.why_not = "it was not wanted"
+        elif getattr(self._executor, "foresee", None) is not None:
+            step.why_not = "routers are asked ahead, which a recorded step leaves out"
         return step
 
     def _current_executor(self) -> Any:

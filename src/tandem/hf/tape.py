@@ -6,6 +6,7 @@ reads, computes once what never changes, and frees each tensor after its last us
 """
 
 import math
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -75,7 +76,9 @@ class Tape:
         )
         fixed = set(constants) - changing
         self._operations = fuse(self._operations, recording.tensors, fixed, threads)
-        self._function = _compile(self._operations, constants, recording.ref(result))
+        self._constants, self._result = constants, recording.ref(result)
+        self._shapes = [tuple(tensor.shape) for tensor in recording.tensors]
+        self._function = _compile(self._operations, constants, self._result)
 
     def __len__(self) -> int:
         return len(self._operations)
@@ -84,6 +87,19 @@ class Tape:
     def run(self) -> Tensor:
         """Do the step once more; return its result."""
         return self._function()
+
+    @torch.inference_mode()
+    def profile(self, num_runs: int) -> list[tuple[Operation, float]]:
+        """Run several times; return each operation with its mean seconds. Slower than `run`."""
+        seconds = [0.0] * len(self._operations)
+        timed = _compile(self._operations, self._constants, self._result, seconds)
+        for _ in range(num_runs):
+            timed()
+        return [(op, total / num_runs) for op, total in zip(self._operations, seconds, strict=True)]
+
+    def shape_of(self, ref: Ref) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return self._shapes[ref.number]
 
 
 def _is_among(tensor: Tensor, tensors: list[Tensor]) -> bool:
@@ -123,15 +139,22 @@ def _fold(
 
 
 def _compile(
-    operations: list[Operation], constants: dict[int, Tensor], result: Ref
+    operations: list[Operation],
+    constants: dict[int, Tensor],
+    result: Ref,
+    seconds: list[float] | None = None,
 ) -> Callable[[], Tensor]:
+    """Write the operations as a function; with `seconds`, one that adds each one's time there."""
     namespace: dict[str, Any] = {f"v{number}": tensor for number, tensor in constants.items()}
+    namespace |= {"now": time.perf_counter, "seconds": seconds}
     last_use = {ref.number: i for i, op in enumerate(operations) for ref in op.inputs}
     lines = []
     local: set[int] = set()
     for i, operation in enumerate(operations):
         namespace[f"f{i}"] = _direct(operation)
         lines.append(_line(i, operation, namespace))
+        if seconds is not None:
+            lines.append(f"end = now(); seconds[{i}] += end - begin; begin = end")
         local.update(
             o.number for o in operation.outputs if o is not None and o not in operation.inputs
         )
@@ -141,7 +164,7 @@ def _compile(
             lines.append("del " + ", ".join(f"v{n}" for n in sorted(ended)))
             local.difference_update(ended)
     body = "\n".join(f"    {line}" for line in lines)
-    exec(f"def step():\n{body}\n    return v{result.number}\n", namespace)
+    exec(f"def step():\n    begin = now()\n{body}\n    return v{result.number}\n", namespace)
     function: Callable[[], Tensor] = namespace["step"]
     return function
 

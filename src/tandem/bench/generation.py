@@ -1,0 +1,191 @@
+"""Times a whole model: time to first token, prefill and decode, against this machine's ceilings.
+
+A decode step cannot be faster than reading the bytes that it touches; a prefill cannot be faster
+than its multiplications. Both ceilings come from what the same threads do here at best.
+"""
+
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tandem.bench.kernels import Ceiling, KernelBench
+from tandem.generate.generator import Generator
+from tandem.generate.sampler import Sampler
+from tandem.generate.sampling import SamplingRule
+from tandem.hf.dense import PackedLinear
+from tandem.hf.recorder import Operation
+from tandem.hf.rows import CachedRows
+from tandem.hf.tape import Tape
+from tandem.offload.events import ExpertStatistics, LayerExecuted
+from tandem.offload.packed_layer import PackedLayer
+
+_CEILING_SAMPLES = 5
+_WARM_UP_STEPS = 6  # recorded and compared in these
+_PROFILE_RUNS = 10
+_ROUTER_WORK = {"softmax", "_softmax", "topk", "sum", "div", "div_", "gather", "sigmoid", "sort"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What is generated."""
+
+    prompt_tokens: int
+    new_tokens: int
+    batch: int = 1
+    depth: int = 0
+    """Tokens that are in the KV cache before the prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Tokens per second of all rows together: of a ceiling, or measured."""
+
+    prefill_tokens_per_second: float
+    decode_tokens_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What one run took, and where a decode step's milliseconds went."""
+
+    time_to_first_token_seconds: float
+    speed: Speed
+    step_bytes: int
+    """What a decode step touched: dense weights, distinct experts, KV cache."""
+    milliseconds: dict[str, float]
+
+
+def measure_machine(bench: KernelBench) -> Ceiling:
+    """Return the medians of what the machine does at best."""
+    samples = [asdict(bench.ceiling()) for _ in range(_CEILING_SAMPLES)]
+    return Ceiling(**{n: statistics.median(s[n] for s in samples) for n in samples[0]})
+
+
+def ceiling_of(model: Any, work: Workload, machine: Ceiling, step_bytes: int) -> Speed:
+    """Return what `machine` allows at best for a step that touches `step_bytes`."""
+    seconds = step_bytes / (machine.read_gigabytes_per_second * 1e9)
+    prefill = 0.0
+    for num_weights, is_integer in _weights_per_token(model):
+        peak = machine.int8_gops if is_integer else machine.bf16_gflops
+        prefill += 2 * num_weights / (peak * 1e9)
+    return Speed(1 / prefill, work.batch / seconds)
+
+
+def measure(model: Any, generator: Generator, work: Workload) -> Measured:
+    """Prefill and decode random tokens once warm; greedy."""
+    prompts = _random_prompts(model, work)
+    rows = generator.rows(prompts, work.new_tokens)
+    if isinstance(rows, CachedRows):
+        rows.prefill()  # once for the memory of a prompt's activations
+        rows.continue_with(prompts)
+        rows.pretend(work.depth)
+    sampler = Sampler(SamplingRule(), work.batch, None)
+    start = time.perf_counter()
+    tokens = sampler.choose(rows.prefill(), prompts)
+    first = time.perf_counter() - start
+    for _ in range(_WARM_UP_STEPS):
+        tokens = sampler.choose(rows.decode(tokens), prompts)
+    experts, plans, steps, sampling = ExpertStatistics(), _PlanTime(), [], []
+    listeners = model.hf_quantizer.executor.listeners
+    listeners += [experts, plans]
+    for _ in range(max(1, work.new_tokens)):
+        start = time.perf_counter()
+        logits = rows.decode(tokens)
+        between = time.perf_counter()
+        tokens = sampler.choose(logits, prompts)
+        sampling.append(time.perf_counter() - between)
+        steps.append(time.perf_counter() - start)
+    for listener in (experts, plans):
+        listeners.remove(listener)
+    step = statistics.median(steps)
+    tape = rows.step.tape if isinstance(rows, CachedRows) else None
+    return Measured(
+        time_to_first_token_seconds=first,
+        speed=Speed(work.batch * work.prompt_tokens / first, work.batch / step),
+        step_bytes=experts.touched_bytes // len(steps) + _dense_bytes(model) + _kv_bytes(rows),
+        milliseconds=_milliseconds(
+            model, tape, step, statistics.median(sampling), plans.seconds / len(steps)
+        ),
+    )
+
+
+class _PlanTime:
+    """Adds up the time of planning."""
+
+    seconds = 0.0
+
+    def __call__(self, event: LayerExecuted) -> None:
+        self.seconds += event.plan_seconds
+
+
+def _milliseconds(
+    model: Any, tape: Tape | None, step: float, sampling: float, plan: float
+) -> dict[str, float]:
+    """Share a step's time among its parts, as a profiled run of its tape shares its own."""
+    parts = dict.fromkeys(("router", "plan", "experts", "dense", "attention", "sampling"), 0.0)
+    parts |= {"sampling": sampling * 1e3, "plan": plan * 1e3}
+    if tape is not None:
+        num_experts = {layer.arrivals.num_experts for layer in model.hf_quantizer.store}
+        for operation, seconds in tape.profile(_PROFILE_RUNS):
+            part = _part(operation, tape, num_experts)
+            if part is not None:
+                parts[part] += seconds * 1e3
+        parts["experts"] -= parts["plan"]
+    return {**parts, "other": max(0.0, step * 1e3 - sum(parts.values()))}
+
+
+def _part(operation: Operation, tape: Tape, num_experts: set[int]) -> str | None:
+    if operation.name in ("experts", "dense"):
+        return operation.name
+    if operation.name in ("attend", "attention"):
+        return "attention"
+    if operation.name in ("linear", "matmul", "mm"):
+        output = operation.outputs[0]
+        is_router = output is not None and tape.shape_of(output)[-1] in num_experts
+        return "router" if is_router else "dense"
+    return "router" if operation.name in _ROUTER_WORK else None
+
+
+def _linear_layers(model: nn.Module) -> Iterator[nn.Linear | PackedLinear]:
+    return (m for m in model.modules() if isinstance(m, nn.Linear | PackedLinear))
+
+
+def _dense_bytes(model: nn.Module) -> int:
+    return sum(
+        m.packed.num_bytes if isinstance(m, PackedLinear) else m.weight.nbytes
+        for m in _linear_layers(model)
+    )
+
+
+def _kv_bytes(rows: Any) -> int:
+    if not isinstance(rows, CachedRows):
+        return 0
+    return rows.cache.filled_bytes
+
+
+def _weights_per_token(model: Any) -> Iterator[tuple[int, bool]]:
+    """Yield (weights, whether they are multiplied as int8) that a prompt's token meets."""
+    head = model.get_output_embeddings()
+    for module in _linear_layers(model):
+        if module is not head:
+            num = module.in_features * module.out_features
+            yield num, isinstance(module, PackedLinear) and module.packed.matrix.format.bits <= 8
+    top_k = getattr(model.config.get_text_config(), "num_experts_per_tok", 1)
+    for layer in model.hf_quantizer.store:
+        if isinstance(layer, PackedLayer):
+            layout = layer.layout
+            num = (layout.num_halves + 1) * layout.hidden_size * layout.intermediate_size
+            yield top_k * num, layout.format.bits <= 8
+
+
+def _random_prompts(model: Any, work: Workload) -> list[list[int]]:
+    random = torch.Generator().manual_seed(0)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    size = (work.batch, work.prompt_tokens)
+    prompts: list[list[int]] = torch.randint(vocabulary, size, generator=random).tolist()
+    return prompts

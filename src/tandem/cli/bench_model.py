@@ -1,0 +1,153 @@
+"""`tandem bench [MODEL]` and `tandem bench --shape NAME`: a whole model against the ceilings."""
+
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from tandem.core.config import option, require_range
+
+if TYPE_CHECKING:
+    from tandem.bench.generation import Measured, Speed, Workload
+    from tandem.bench.kernels import Ceiling
+    from tandem.hf.config import OffloadConfig
+    from tandem.kernels.dense import CpuThreads
+
+_DEFAULT_SHAPE = "qwen3-30b-a3b"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelBenchOptions:
+    """What `tandem bench` knows when it measures a model."""
+
+    shape: str | None = option(
+        None, help="shape of a released model, with random weights", metavar="NAME"
+    )
+    layers: int | None = option(None, help="layers of the shape (default: all)", metavar="N")
+    vocabulary: int | None = option(None, help="token ids of the shape", metavar="N")
+    expert_dtype: str = option("int4", help="format of the experts", metavar="DTYPE")
+    dense_dtype: str = option("auto", help="format of linear layers: none, auto, bf16, int8, int4")
+    device: str = option("cpu", help="cpu or emulated", choices=("cpu", "emulated"))
+    prompt: int = option(512, help="tokens of the prompt", metavar="N")
+    gen: int = option(64, help="decode steps", metavar="N")
+    batch: int = option(1, help="rows that are generated together", metavar="N")
+    depth: int = option(0, help="tokens in the KV cache before the prompt", metavar="N")
+    replay: str | None = option(
+        None, help="force the routing of this trace upon the model", metavar="TRACE"
+    )
+    threads: int | None = option(None, help="threads; default: all physical cores", metavar="N")
+    compile: bool = option(True, help="record decode steps and replay them")
+    json: bool = option(False, help="last line of standard output: one JSON object")
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        for name in ("prompt", "gen", "batch"):
+            require_range(name, getattr(self, name), 1, what="a number")
+        require_range("depth", self.depth, 0, what="a number of tokens")
+        for name in ("layers", "vocabulary", "threads"):
+            if (value := getattr(self, name)) is not None:
+                require_range(name, value, 1, what="a number")
+
+
+def run_model(options: ModelBenchOptions, model_name: str | None) -> int:
+    """Measure and print; returns the exit code."""
+    from tandem.bench.generation import Workload, ceiling_of, measure, measure_machine
+    from tandem.bench.kernels import KernelBench
+    from tandem.generate.generator import Generator
+    from tandem.hf.config import OffloadConfig
+    from tandem.kernels.cpu import detect_cpu
+    from tandem.kernels.dense import CpuThreads
+
+    cpu = detect_cpu()
+    isa = os.environ.get("TANDEM_ISA", "")
+    num_threads = options.threads or cpu.physical_cores
+    threads = CpuThreads(num_threads=num_threads, isa=isa)
+    offload = OffloadConfig(
+        expert_dtype=options.expert_dtype, threads=num_threads, isa=isa or None,
+        device=options.device,
+    )  # fmt: skip
+    name, model = _model(options, model_name, offload, threads)
+    if options.replay is not None:
+        _force_routing(model, options.replay)
+    machine = measure_machine(KernelBench(num_threads=num_threads, isa=isa))
+    generator = Generator(model, threads=threads, has_replay=options.compile)
+    work = Workload(
+        prompt_tokens=options.prompt, new_tokens=options.gen, batch=options.batch,
+        depth=options.depth,
+    )  # fmt: skip
+    measured = measure(model, generator, work)
+    ceiling = ceiling_of(model, work, machine, measured.step_bytes)
+    print(f"{cpu.model_name}, {num_threads} threads, {threads.engine.isa}")
+    _print(machine, ceiling, measured)
+    if generator.why_padded is not None:
+        print(f"on Transformers' own caches: {generator.why_padded}")
+    if options.json:
+        print(json.dumps(_report(name, model, work, ceiling, measured)))
+    return 0
+
+
+def _model(
+    options: ModelBenchOptions,
+    model_name: str | None,
+    offload: "OffloadConfig",
+    threads: "CpuThreads",
+) -> tuple[str, Any]:
+    from tandem.bench.model_shapes import find_shape
+    from tandem.bench.random_model import build_random_model
+    from tandem.hf.dense import pack_dense_layers
+
+    if model_name is None:
+        name = options.shape or _DEFAULT_SHAPE
+        shape = find_shape(name)
+        print(f"building {name} with random weights", file=sys.stderr, flush=True)
+        return name, build_random_model(
+            shape, offload, threads, dense_dtype=options.dense_dtype, num_layers=options.layers,
+            vocabulary=options.vocabulary,
+        )  # fmt: skip
+    from tandem.cli.models import load_model_and_tokenizer
+
+    model, _ = load_model_and_tokenizer(model_name, offload, quiet=False)
+    pack_dense_layers(model, options.dense_dtype, threads)
+    return model_name, model
+
+
+def _force_routing(model: Any, path: str) -> None:
+    from tandem.offload.forced_routing import ForcedRouting
+    from tandem.trace import read_trace
+
+    quantizer = model.hf_quantizer
+    quantizer.use(ForcedRouting(quantizer.executor, read_trace(path)))
+
+
+def _print(machine: "Ceiling", ceiling: "Speed", measured: "Measured") -> None:
+    print(
+        f"ceiling: read {machine.read_gigabytes_per_second:.1f} GB/s, int8 {machine.int8_gops:.0f} "
+        f"Gop/s; a decode step touches {measured.step_bytes / 1e6:.0f} MB: prefill "
+        f"{ceiling.prefill_tokens_per_second:.0f} tok/s, decode "
+        f"{ceiling.decode_tokens_per_second:.1f} tok/s"
+    )
+    speed = measured.speed
+    prefill = speed.prefill_tokens_per_second / ceiling.prefill_tokens_per_second
+    decode = speed.decode_tokens_per_second / ceiling.decode_tokens_per_second
+    print(f"time to first token {measured.time_to_first_token_seconds * 1e3:.0f} ms")
+    print(f"prefill {speed.prefill_tokens_per_second:8.1f} tok/s  {prefill:4.0%} of the ceiling")
+    print(f"decode  {speed.decode_tokens_per_second:8.1f} tok/s  {decode:4.0%} of the ceiling")
+    parts = "  ".join(f"{part} {value:.2f}" for part, value in measured.milliseconds.items())
+    print(f"milliseconds of a decode step: {parts}")
+
+
+def _report(
+    name: str, model: Any, work: "Workload", ceiling: "Speed", measured: "Measured"
+) -> dict[str, object]:
+    return {
+        "shape": name,
+        "layers": model.config.get_text_config().num_hidden_layers,
+        "batch": work.batch,
+        "depth": work.depth,
+        "ceiling": asdict(ceiling),
+        "time_to_first_token_seconds": measured.time_to_first_token_seconds,
+        **asdict(measured.speed),
+        "step_bytes": measured.step_bytes,
+        "milliseconds": measured.milliseconds,
+    }

@@ -1,0 +1,55 @@
+"""`tandem bench` of a whole model: ceilings first, JSON last, parts that add up."""
+
+import json
+
+import pytest
+
+from tandem.cli.main import main
+
+SMALL = ["bench", "--shape", "olmoe", "--layers", "1", "--vocabulary", "1000", "--threads", "1"]
+JSON_KEYS = {
+    *("shape", "layers", "batch", "depth", "ceiling", "time_to_first_token_seconds"),
+    *("prefill_tokens_per_second", "decode_tokens_per_second", "milliseconds"),
+}
+
+
+@pytest.mark.parametrize("more", [["--batch", "2", "--depth", "20"], ["--no-compile"]])
+def test_prints_the_ceiling_first_and_json_last(
+    more: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*SMALL, "--prompt", "16", "--gen", "4", "--json", *more]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "ceiling" in lines[1]
+    report = json.loads(lines[-1])
+    assert set(report) >= JSON_KEYS
+    parts = report["milliseconds"]
+    assert set(parts) == {
+        "router", "plan", "experts", "dense", "attention", "sampling", "other"
+    }  # fmt: skip
+    assert all(value >= 0 for value in parts.values())
+    if "--batch" in more:
+        assert (report["batch"], report["depth"]) == (2, 20)
+        assert parts["experts"] > 0
+        assert parts["attention"] > 0
+        # Two rows that choose eight experts each touch eight to sixteen.
+        experts = report["step_bytes"] / (3 * 2048 * 1024 * 4.5 / 8)
+        assert 8 < experts < 16 + 12
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["bench", "--shape", "olmo"], "did you mean 'olmoe'"),
+        (["bench", "--batch", "0"], "batch is 0"),
+        (["bench", "--depth", "-1"], "depth is -1"),
+        ([*SMALL, "--dense-dtype", "int5"], "dense_dtype is 'int5'"),
+        ([*SMALL, "--expert-dtype", "fp32"], "random experts are packed"),
+    ],
+)
+def test_mistakes_get_one_sentence(
+    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert sentence in error
+    assert "Traceback" not in error
