@@ -22,6 +22,9 @@ class RunOptions:
 
     system: str | None = option(None, help="system message of the conversation", metavar="TEXT")
     json: bool = option(False, help="last line of standard output: one JSON object")
+    explain: bool = option(
+        False, help="say why it was as fast as it was, and what one change would bring"
+    )
     quiet: bool = option(False, help="only the answer: no progress, no statistics")
 
 
@@ -107,6 +110,11 @@ class Session:
         report = RunReport(self._model)
         prompt_ids = encode_conversation(self._tokenizer, self._messages)
         self._generator = self._generator or Generator(self._model, self._tokenizer)
+        explanation = None
+        if self._options.explain:
+            from tandem.cli.explain import Explanation
+
+            explanation = Explanation(self._model, self._generator)
         answer = generate_answer(
             self._model,
             self._tokenizer,
@@ -119,6 +127,8 @@ class Session:
         self._messages.append({"role": "assistant", "content": answer.text})
         if not self._options.quiet:
             print(report.line(answer), file=sys.stderr)
+        if explanation is not None:
+            print(explanation.text(), file=sys.stderr)
         if self._options.json:
             print(report.json(answer), flush=True)
         report.close()

@@ -89,7 +89,8 @@ class RoutingRecorder:
     ) -> Tensor:
         """Compute a layer and note its routing."""
         out = self.inner.execute(layer, hidden, top_k_index, top_k_weights, functions)
-        if self._is_recording:
+        # A layer that comes again before the next step begins is somebody's second look at it.
+        if self._is_recording and len(self._steps[-1].experts) == layer:
             step = self._steps[-1]
             step.experts.append(top_k_index.to("cpu").numpy().copy())
             weights = top_k_weights.detach().to("cpu", torch.float16)

@@ -1,0 +1,169 @@
+"""`tandem run --explain`: why a run was as fast as it was, and what one change would bring.
+
+The first part is what happened, layer by layer. The second replays the run's routing in the
+simulator, with one thing changed at a time; its word holds as far as the profile does.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tandem.core.errors import ConfigError
+from tandem.kernels.formats.weight_format import find_format
+from tandem.offload.cache_statistics import CacheStatistics, LayerCounts
+from tandem.offload.expert_cache import ExpertCache
+from tandem.offload.host_store import HostStore
+from tandem.policy.cost import HardwareProfile, ShapeCosts
+from tandem.sim.replay import Run, replay
+from tandem.sim.start import STARTS
+
+if TYPE_CHECKING:
+    from tandem.generate.generator import Generator
+    from tandem.trace import RoutingTrace
+
+SMALLER_FORMAT = "int4"
+
+
+def layer_table(statistics: CacheStatistics) -> str:
+    """Return what happened in every layer and in all together."""
+    head = (
+        f"{'layer':>5} {'active':>7} {'hits':>6} {'hit %':>6} {'fetched':>8} {'copied':>7} "
+        f"{'ahead':>6} {'device %':>9} {'device idle':>12} {'CPU idle':>9}"
+    )
+    lines = [head]
+    for layer, counts in sorted(statistics.layers.items()):
+        lines.append(_row(str(layer), counts))
+    total = LayerCounts()
+    for counts in statistics.layers.values():
+        for field in dataclasses.fields(LayerCounts):
+            value = getattr(total, field.name) + getattr(counts, field.name)
+            setattr(total, field.name, value)
+    lines.append(_row("all", total))
+    return "\n".join(lines)
+
+
+def _row(name: str, counts: LayerCounts) -> str:
+    active = max(1, counts.active)
+    return (
+        f"{name:>5} {counts.active:>7} {counts.hits:>6} {counts.hits / active:>6.0%} "
+        f"{counts.fetched:>8} {counts.inserted:>7} {counts.prefetched:>6} "
+        f"{counts.on_device / active:>9.0%} {counts.device_waited_seconds * 1e3:>9.1f} ms "
+        f"{counts.cpu_waited_seconds * 1e3:>6.1f} ms"
+    )
+
+
+class Change(NamedTuple):
+    """One change and the seconds that the run would take with it."""
+
+    what: str
+    seconds: float
+
+
+class _Conditions(NamedTuple):
+    """What a replay depends on."""
+
+    profile: HardwareProfile
+    shape: ShapeCosts
+    num_slots: int
+
+
+def what_if(trace: "RoutingTrace", cache: ExpertCache) -> list[Change]:
+    """Return the run as it is and with one change at a time, by the simulator, best first."""
+    now = _Conditions(cache.machine.profile, cache.machine.shape, cache.num_slots)
+    as_it_is = Change("as it is", _seconds(trace, cache, now))
+    changes = [Change(what, _seconds(trace, cache, c)) for what, c in _changes(cache, now)]
+    return [as_it_is, *sorted(changes, key=lambda change: change.seconds)]
+
+
+def _changes(cache: ExpertCache, now: _Conditions) -> Iterator[tuple[str, _Conditions]]:
+    profile, shape, num_slots = now
+    geometry = cache.geometry
+    every = geometry.num_layers * geometry.num_experts
+    if num_slots < every:
+        more = min(every, 2 * num_slots)
+        yield f"{more} slots instead of {num_slots}", now._replace(num_slots=more)
+    smaller = _image_bytes(cache.store, SMALLER_FORMAT)
+    if smaller < 0.9 * cache.slot_bytes:
+        ratio = smaller / cache.slot_bytes
+        packed = dataclasses.replace(
+            shape,
+            # At few tokens the weights' bytes are what an expert costs.
+            cpu_seconds=tuple(seconds * ratio for seconds in shape.cpu_seconds),
+            gpu_seconds=tuple(seconds * ratio for seconds in shape.gpu_seconds),
+            link_seconds_per_expert=shape.link_seconds_per_expert * ratio,
+        )
+        slots = min(every, int(num_slots / ratio))
+        yield f"experts in {SMALLER_FORMAT} ({slots} slots)", _Conditions(profile, packed, slots)
+    threads = profile.cpu_threads
+    faster = dataclasses.replace(shape, cpu_seconds=tuple(s / 2 for s in shape.cpu_seconds))
+    yield f"{2 * threads} threads, twice as fast, instead of {threads}", now._replace(shape=faster)
+    half = dataclasses.replace(shape, link_seconds_per_expert=shape.link_seconds_per_expert / 2)
+    yield "a link twice as fast", now._replace(shape=half)
+
+
+def _image_bytes(store: HostStore, name: str) -> int:
+    """Return what the largest expert would take in another format; takes no memory."""
+    other = HostStore()
+    for layer in store:
+        other.add_layer(layer.arrivals.name, layer.arrivals.shapes, expert_dtype=find_format(name))
+    return max(layer.image_bytes for layer in other)
+
+
+def _seconds(trace: "RoutingTrace", cache: ExpertCache, conditions: _Conditions) -> float:
+    profile, shape, num_slots = conditions
+    run = Run(
+        settings=cache.settings,
+        profile=profile,
+        shape=shape,
+        num_slots=num_slots,
+        prompt=None,
+        compare_every=0,
+    )
+    # The same start for all: what the cache really held is known for one size only.
+    sizes = cache.settings.set_sizes(cache.geometry, num_slots)
+    resident = STARTS.factory("hottest")(cache.geometry, sizes, trace)
+    return replay(trace, run, resident=resident).total_seconds
+
+
+def change_table(changes: list[Change], num_tokens: int) -> str:
+    """Return the changes with what each would bring."""
+    base = changes[0].seconds
+    lines = ["by the simulator, on the profile's times, this run would take:"]
+    for change in changes:
+        lines.append(
+            f"  {change.what:<44} {change.seconds * 1e3:>9.1f} ms  "
+            f"{num_tokens / change.seconds:>8.1f} tok/s  {base / change.seconds:>5.2f} x"
+        )
+    return "\n".join(lines)
+
+
+class Explanation:
+    """Watches a run from its creation to `text`."""
+
+    def __init__(self, model: Any, generator: "Generator") -> None:
+        """Start; `ConfigError` if the model runs without an expert cache."""
+        from tandem.offload.hybrid_executor import HybridExecutor
+        from tandem.offload.recorder import RoutingRecorder
+
+        self._quantizer = model.hf_quantizer
+        executor = self._quantizer.executor
+        if not isinstance(executor, HybridExecutor):
+            raise ConfigError(
+                "--explain is about the expert cache, and device cpu has none; give --device "
+                "emulated"
+            )
+        self._executor = executor
+        self._statistics = CacheStatistics()
+        self._recorder = RoutingRecorder(executor)
+        self._quantizer.use(self._recorder)
+        generator.rows([[0]], 1)  # its trial of the model's steps is no part of the run
+        executor.listeners.append(self._statistics)
+        self._recorder.begin_sequences()
+
+    def text(self) -> str:
+        """End the watch; return the tables."""
+        self._quantizer.use(self._executor)
+        self._executor.listeners.remove(self._statistics)
+        trace = self._recorder.trace("this run")
+        changes = what_if(trace, self._executor.cache)
+        return f"{layer_table(self._statistics)}\n\n{change_table(changes, trace.num_tokens)}"

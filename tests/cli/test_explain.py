@@ -1,0 +1,66 @@
+"""`tandem run --explain`: tables of what happened, and of what a change would bring."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tandem.cli.explain import layer_table, what_if
+from tandem.offload.cache_statistics import CacheStatistics, LayerCounts
+from tandem.sim.profiles import save_profile
+from tandem.trace import RoutingTrace, read_trace
+from tests.cli.test_run import ENVIRONMENT
+from tests.hf.tiny import save_tiny_checkpoint
+from tests.offload.machines import make_executor, make_machine, make_store
+
+TRACE = Path(__file__).parents[2] / "data" / "traces" / "gpt-oss-20b.npz"
+
+
+def test_a_run_is_explained(tmp_path: Path) -> None:
+    model = save_tiny_checkpoint(tmp_path / "tiny")
+    save_profile(make_machine().profile, tmp_path / "machine.json")
+    command = [sys.executable, "-m", "tandem.cli.main", "run", str(model), "--explain"]
+    command += ["-p", "hello", "--max-new-tokens", "6", "--device", "emulated"]
+    command += ["--gpu-memory", "300kB", "--profile", str(tmp_path / "machine.json")]
+    environment = {**ENVIRONMENT, "TANDEM_CACHE": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"layer +active +hits", done.stderr)
+    assert re.search(r"as it is .* 1\.00 x", done.stderr)
+    assert "experts in int4" in done.stderr
+
+
+def test_without_an_expert_cache_there_is_nothing_to_explain(tmp_path: Path) -> None:
+    model = save_tiny_checkpoint(tmp_path / "tiny")
+    command = [sys.executable, "-m", "tandem.cli.main", "run", str(model), "--explain", "-p", "x"]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == 2
+    assert "--explain is about the expert cache, and device cpu has none" in done.stderr
+
+
+def test_the_table_sums_over_layers() -> None:
+    statistics = CacheStatistics()
+    statistics.layers = {0: LayerCounts(active=4, hits=1), 1: LayerCounts(active=6, hits=5)}
+    *_, last = layer_table(statistics).splitlines()
+    assert last.split()[:4] == ["all", "10", "6", "60%"]
+
+
+@pytest.fixture(scope="module")
+def trace() -> RoutingTrace:
+    trace = read_trace(TRACE).sequences(0, 2)
+    trace.meta.more["prompt_tokens"] = [16, 16]
+    return trace
+
+
+def test_every_change_is_an_improvement_where_it_must_be(trace: RoutingTrace) -> None:
+    store, geometry = make_store(trace.meta.geometry), trace.meta.geometry
+    machine = make_machine(geometry, dense=0.0)
+    every = geometry.num_layers * geometry.num_experts
+    cache = make_executor(store, every // 4, machine=machine, geometry=geometry).cache
+    as_it_is, *changes = what_if(trace, cache)
+    assert as_it_is.what == "as it is"
+    assert len(changes) == 4
+    assert all(change.seconds < as_it_is.seconds for change in changes)
+    assert changes == sorted(changes, key=lambda change: change.seconds)
