@@ -1,5 +1,7 @@
 #include "thread_pool.hpp"
 
+#include <chrono>
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -15,9 +17,13 @@ constexpr std::uint64_t next_task(std::uint64_t ticket) { return ticket & kTaskM
 constexpr std::uint64_t num_tasks(std::uint64_t ticket) { return (ticket >> kTaskBits) & kTaskMask; }
 constexpr std::uint64_t job_number(std::uint64_t ticket) { return ticket >> (2 * kTaskBits); }
 
-// About 10 microseconds: longer than the gap between the two halves of a feed-forward network,
-// shorter than what a busy machine would notice.
-constexpr int kSpins = 256;
+// How long a thread looks out for work before it sleeps. After a job 10 microseconds, shorter than
+// what a busy machine would notice; when a job has been announced, longer than its preparation.
+constexpr std::chrono::microseconds kAfterJob{10};
+constexpr std::chrono::microseconds kAfterWake{100};
+
+// Between two looks at the clock.
+constexpr int kSpins = 16;
 
 void pause() {
 #if defined(__x86_64__)
@@ -31,7 +37,7 @@ void pause() {
 
 void wait_until_zero(const std::atomic<std::int64_t>& count) {
   for (int spin = 0; count.load(std::memory_order_acquire) != 0; ++spin) {
-    if (spin < kSpins) {
+    if (spin < kSpins * kSpins) {
       pause();
     } else {
       std::this_thread::yield();
@@ -79,7 +85,7 @@ void ThreadPool::run_erased(std::int64_t count, Function function, const void* c
     for (int spin = 0;; ++spin) {
       const std::uint32_t done = num_done_.load(std::memory_order_acquire);
       if (done == static_cast<std::uint32_t>(n)) break;
-      if (spin < kSpins) {
+      if (spin < kSpins * kSpins) {
         pause();
       } else {
         num_done_.wait(done, std::memory_order_acquire);
@@ -111,17 +117,25 @@ bool ThreadPool::claim_and_run() {
   return true;
 }
 
+bool ThreadPool::look_out(std::chrono::microseconds span) const {
+  const auto end = std::chrono::steady_clock::now() + span;
+  do {
+    for (int spin = 0; spin < kSpins; ++spin) {
+      if (has_task()) return true;
+      pause();
+    }
+  } while (std::chrono::steady_clock::now() < end);
+  return false;
+}
+
 void ThreadPool::work() {
+  std::chrono::microseconds span = kAfterJob;
   while (!is_closing_.load(std::memory_order_relaxed)) {
     const std::uint32_t seen = wake_.load();
-    while (claim_and_run()) {
-    }
-    int spin = 0;
-    while (spin < kSpins && !has_task()) {
-      pause();
-      ++spin;
-    }
-    if (spin == kSpins && !is_closing_.load()) wake_.wait(seen);
+    while (claim_and_run()) span = kAfterJob;
+    if (look_out(span) || is_closing_.load()) continue;
+    wake_.wait(seen);
+    span = kAfterWake;
   }
 }
 

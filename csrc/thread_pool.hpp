@@ -8,6 +8,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <thread>
 #include <vector>
@@ -42,6 +43,7 @@ class ThreadPool {
   void work();
   bool claim_and_run();
   bool has_task() const;
+  bool look_out(std::chrono::microseconds span) const;
 
   std::atomic<std::uint64_t> ticket_{0};
   std::atomic<std::uint32_t> num_done_{0};

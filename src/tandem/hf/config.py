@@ -15,7 +15,7 @@ from tandem.kernels.formats.weight_format import ALIASES, FORMATS, WeightFormat,
 from tandem.offload.options import OffloadOptions
 
 QUANT_METHOD = "tandem"
-PACKED_FORMAT_VERSION = 1
+PACKED_FORMAT_VERSION = 2
 
 _DTYPES = {
     "bf16": torch.bfloat16,
@@ -25,6 +25,8 @@ _DTYPES = {
     "fp32": torch.float32,
     "float32": torch.float32,
 }
+
+_PACKED_DTYPES = {torch.bfloat16: find_format("bf16"), torch.float16: find_format("fp16")}
 
 
 def parse_expert_dtype(name: str | torch.dtype) -> torch.dtype | WeightFormat | None:
@@ -40,6 +42,17 @@ def parse_expert_dtype(name: str | torch.dtype) -> torch.dtype | WeightFormat | 
         hint = nearest_names(name, ["auto", *_DTYPES, *packed])
         raise ConfigError(f"expert_dtype is {name!r}, which Tandem does not know; {hint}")
     return find_format(name)
+
+
+def stored_format(
+    expert_dtype: torch.dtype | WeightFormat | None, source_dtype: torch.dtype
+) -> torch.dtype | WeightFormat:
+    """Return what experts are kept in: packed wherever the kernels have a format for the dtype.
+
+    fp32 stays as it is, for the torch reference.
+    """
+    dtype = expert_dtype or source_dtype
+    return _PACKED_DTYPES.get(dtype, dtype) if isinstance(dtype, torch.dtype) else dtype
 
 
 def parse_dtype(name: str | torch.dtype, *, field: str) -> torch.dtype | None:

@@ -15,7 +15,7 @@ from tandem.core.errors import ConfigError, UnsupportedModelError
 from tandem.core.units import format_bytes
 from tandem.hf.assembly import assemble
 from tandem.hf.compat import QuantizerHooks, is_expert_merge
-from tandem.hf.config import OffloadConfig, parse_expert_dtype
+from tandem.hf.config import OffloadConfig, parse_expert_dtype, stored_format
 from tandem.hf.conversion import StoreExpertwise, StoreFused, StorePacked, StoreWriter
 from tandem.hf.experts import EXPERTS_IMPLEMENTATION, is_experts_module
 from tandem.hf.machine import bind_all
@@ -166,7 +166,7 @@ def _announce(
     return store.add_layer(
         name,
         {p: shape for p, shape in shapes.items() if p in TENSOR_NAMES},
-        expert_dtype=expert_dtype,
+        expert_dtype=stored_format(expert_dtype, module.down_proj.dtype),
         is_transposed=bool(module.is_transposed),
         is_interleaved=bool(module.has_gate and not module.is_concatenated),
     )

@@ -128,6 +128,7 @@ class NativeExperts:
         out: Tensor,
     ) -> None:
         """Do the same for experts at `addresses` (n,) int64, anywhere in memory, into `out`."""
+        self.wake()
         assert activation.is_gated == layout.is_gated
         assert hidden.shape[1] == out.shape[1] == layout.hidden_size
         rows = _Rows(addresses, row_begin, row_token, hidden, out)
