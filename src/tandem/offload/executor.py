@@ -98,22 +98,27 @@ class CpuExecutor:
         top_k_weights: Tensor,
         functions: ExpertFunctions,
     ) -> Tensor:
+        routed = self._kernels.run_routed(layer, functions, hidden, top_k_index, top_k_weights)
+        if routed is not None:
+            out, num_active = routed
+            if self.listeners:
+                self._report(layer, len(hidden), num_active, top_k_index.numel())
+            return out
         routing = Routing(top_k_index, layer.arrivals.num_experts)
         order = routing.lone_order()
         call = LayerCall(layer, functions, hidden, routing, order)
         if order:
             self._kernels.run(call.batch(0, len(order)))
         if self.listeners:
-            self._report(layer, routing)
+            self._report(layer, len(hidden), len(routing.experts), routing.num_rows)
         return call.result(top_k_weights, self._kernels.add_rows)
 
-    def _report(self, layer: HostLayer, routing: Routing) -> None:
-        num_active = len(routing.experts)
+    def _report(self, layer: HostLayer, num_tokens: int, num_active: int, num_rows: int) -> None:
         event = LayerExecuted(
             layer=layer.layer,
-            num_tokens=routing.num_tokens,
+            num_tokens=num_tokens,
             num_active_experts=num_active,
-            num_expert_rows=routing.num_rows,
+            num_expert_rows=num_rows,
             touched_bytes=num_active * (layer.num_bytes // layer.arrivals.num_experts),
         )
         for listener in self.listeners:

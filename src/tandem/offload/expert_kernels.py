@@ -12,8 +12,10 @@ from torch import Tensor
 from tandem.kernels.cpu import detect_cpu
 from tandem.kernels.native import NativeExperts
 from tandem.kernels.reference import expert_ffn
-from tandem.offload.batch import ExpertBatch
+from tandem.offload.batch import ExpertBatch, ExpertFunctions
+from tandem.offload.host_store import HostLayer
 from tandem.offload.packed_layer import PackedLayer
+from tandem.offload.routed_layers import RoutedLayers
 
 
 class ExpertKernels:
@@ -34,6 +36,7 @@ class ExpertKernels:
         self.num_threads = num_threads or detect_cpu().physical_cores
         self.isa = isa
         self._native: NativeExperts | None = None
+        self._routed: RoutedLayers | None = None
 
     def run(self, batch: ExpertBatch, images: Sequence[Tensor] | None = None) -> None:
         """Fill the batch's `out`; weights come from `images`, an expert each, or the host store."""
@@ -45,6 +48,25 @@ class ExpertKernels:
     def add_rows(self, rows: Tensor, row_of: Tensor, weights: Tensor) -> Tensor:
         """Add rows up to tokens with all threads; see `NativeExperts.add_rows`."""
         return self.native.add_rows(rows, row_of, weights)
+
+    def run_routed(
+        self,
+        layer: HostLayer,
+        functions: ExpertFunctions,
+        hidden: Tensor,
+        index: Tensor,
+        weights: Tensor,
+    ) -> tuple[Tensor, int] | None:
+        """Compute all experts of a layer on the CPU for few tokens; see `RoutedLayers.run`."""
+        if not isinstance(layer, PackedLayer) or functions.native is None:
+            return None
+        if self._routed is None:
+            self._routed = RoutedLayers(self.native)
+        begin = time.perf_counter() if self._on_busy else 0.0
+        found = self._routed.run(layer, functions, hidden, index, weights)
+        if self._on_busy:
+            self._on_busy(time.perf_counter() - begin)
+        return found
 
     @property
     def native(self) -> NativeExperts:

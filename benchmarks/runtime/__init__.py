@@ -1,0 +1,1 @@
+"""What the hybrid runtime costs by itself."""

@@ -1,0 +1,183 @@
+"""What the executors cost beside the arithmetic: python -m benchmarks.runtime.overhead [--threads N]
+
+Two questions. How long do planning and bookkeeping take for a layer at batch 1, live? Experts of a
+few bytes and real routing, so that nothing else counts. And what does an all-CPU layer of
+Qwen3-30B-A3B's shape take through `CpuExecutor`, against the kernels alone? By turns, medians.
+"""
+
+import argparse
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from tandem.kernels.formats.weight_format import find_format
+from tandem.kernels.native import ActivationKind, NativeActivation
+from tandem.offload.batch import ExpertFunctions
+from tandem.offload.cache_statistics import CacheStatistics
+from tandem.offload.copy_engine import VirtualCopyEngine
+from tandem.offload.emulated import EmulatedDevice
+from tandem.offload.executor import CpuExecutor, Executor
+from tandem.offload.expert_cache import ExpertCache, Machine
+from tandem.offload.expert_kernels import ExpertKernels
+from tandem.offload.host_store import HostStore
+from tandem.offload.hybrid_executor import HybridExecutor
+from tandem.policy.plan import Geometry
+from tandem.sim.profiles import load_profile, shape_for
+from tandem.sim.systems import TANDEM
+from tandem.sim.timeline import Timeline
+from tandem.trace import RoutingTrace, read_trace
+
+TRACES = Path(__file__).parents[2] / "data" / "traces"
+TINY = 32
+QWEN_HIDDEN, QWEN_INTERMEDIATE, QWEN_EXPERTS, QWEN_TOP_K = 2048, 768, 128, 8
+
+
+def silu_gate(rows: torch.Tensor) -> torch.Tensor:
+    """Return the gated activation in torch; the kernels have it themselves."""
+    gate, up = rows.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+FUNCTIONS = ExpertFunctions(silu_gate, native=NativeActivation(ActivationKind.SWIGLU))
+
+
+def make_store(geometry: Geometry, hidden: int, inner: int, name: str) -> HostStore:
+    """Return random packed experts."""
+    store = HostStore()
+    shapes: dict[str, tuple[int, ...]] = {
+        "gate_up_proj": (geometry.num_experts, 2 * inner, hidden),
+        "down_proj": (geometry.num_experts, hidden, inner),
+    }
+    for layer in range(geometry.num_layers):
+        host = store.add_layer(f"layer {layer}", shapes, expert_dtype=find_format(name))
+        host.buffers.random_(0, 60)  # type: ignore[attr-defined]
+    return store
+
+
+def replay_seconds(executor: Executor, trace: RoutingTrace, steps: int) -> list[float]:
+    """Return the seconds of every layer of the trace's first tokens at batch 1."""
+    hidden = torch.randn(1, TINY)
+    seconds = []
+    ids = trace.token_ids
+    for token in range(steps):
+        executor.begin_step([] if ids is None else [int(ids[token])], is_prefill=False)
+        index = torch.from_numpy(trace.experts[token].astype("int64"))[:, None]
+        weights = torch.full(index.shape, 0.125)
+        for layer in range(trace.meta.n_moe_layers):
+            begin = time.perf_counter()
+            executor.execute(layer, hidden, index[layer], weights[layer], FUNCTIONS)
+            seconds.append(time.perf_counter() - begin)
+    return seconds
+
+
+def bookkeeping(steps: int, share: float) -> dict[str, float]:
+    """Return microseconds per layer, live: the hybrid executor over the CPU's at no arithmetic."""
+    trace = read_trace(TRACES / "deepseek-v2-lite.npz")
+    geometry = trace.meta.geometry
+    store = make_store(geometry, TINY, TINY, "int8")
+    profile = load_profile("laptop-8gb")
+    machine = Machine(profile, shape_for(profile, trace.meta.model, geometry))
+    kernels = ExpertKernels(num_threads=1)
+    cache = ExpertCache(
+        store,
+        EmulatedDevice(1 << 30, kernels),
+        Timeline(machine.profile, machine.shape),
+        geometry,
+        machine,
+        TANDEM,
+        VirtualCopyEngine,
+    )
+    cache.resize(round(share * geometry.num_layers * geometry.num_experts))
+    hybrid = HybridExecutor(cache, kernels)
+    statistics = CacheStatistics()
+    alone = CpuExecutor(store, num_threads=1)
+    replay_seconds(alone, trace, 20)
+    replay_seconds(hybrid, trace, steps)  # the cache and the policies' tables fill
+    cpu = median(replay_seconds(alone, trace, steps))
+    both = median(replay_seconds(hybrid, trace, steps))
+    hybrid.listeners.append(statistics)
+    replay_seconds(hybrid, trace, steps)
+    return {
+        "cpu_executor": cpu * 1e6,
+        "hybrid_executor": both * 1e6,
+        "difference": (both - cpu) * 1e6,
+        "plan": statistics.plan_seconds / statistics.calls * 1e6,
+        "hit_rate": statistics.hit_rate,
+    }
+
+
+def through_executor(name: str, threads: int, repetitions: int) -> dict[str, float]:
+    """Return microseconds of a Qwen3-30B-A3B layer at batch 1: kernels alone, and the executor."""
+    geometry = Geometry(6, QWEN_EXPERTS, QWEN_TOP_K)
+    store = make_store(geometry, QWEN_HIDDEN, QWEN_INTERMEDIATE, name)
+    executor = CpuExecutor(store, num_threads=threads)
+    native = executor._kernels.native  # the very threads that the executor uses
+    hidden = torch.randn(1, QWEN_HIDDEN)
+    weights = torch.full((1, QWEN_TOP_K), 0.125)
+    begin = torch.arange(QWEN_TOP_K + 1, dtype=torch.int32)
+    token = torch.zeros(QWEN_TOP_K, dtype=torch.int32)
+    out = torch.empty(QWEN_TOP_K, QWEN_HIDDEN)
+    turns = itertools.cycle(range(geometry.num_layers * QWEN_EXPERTS // QWEN_TOP_K))
+
+    def place() -> tuple[int, torch.Tensor]:
+        layer, first = divmod(next(turns) * QWEN_TOP_K, QWEN_EXPERTS)
+        return layer, torch.arange(first, first + QWEN_TOP_K)
+
+    def kernels() -> Callable[[], object]:
+        layer, experts = place()
+        host = store[layer]
+        address = host.buffers.data_ptr()  # type: ignore[attr-defined]
+        addresses = experts * host.image_bytes + address
+        layout = host.layout  # type: ignore[attr-defined]
+        activation = FUNCTIONS.native
+        assert activation is not None
+        return lambda: native.compute_at(layout, addresses, activation, hidden, begin, token, out)
+
+    def whole() -> Callable[[], object]:
+        layer, experts = place()
+        return lambda: executor.execute(layer, hidden, experts[None], weights, FUNCTIONS)
+
+    times: dict[str, list[float]] = {"kernels": [], "executor": []}
+    for _ in range(repetitions):
+        for key, prepare in (("kernels", kernels), ("executor", whole)):
+            call = prepare()
+            start = time.perf_counter()
+            call()
+            times[key].append(time.perf_counter() - start)
+    kernel, through = median(times["kernels"]), median(times["executor"])
+    return {
+        "kernels": kernel * 1e6,
+        "executor": through * 1e6,
+        "overhead": through / kernel - 1.0,
+    }
+
+
+def main() -> int:
+    """Measure, print a table and one JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--repetitions", type=int, default=400)
+    flags = parser.parse_args()
+    torch.set_num_threads(1)
+    report: dict[str, dict[str, float]] = {}
+    for share in (0.25, 0.5, 1.0):
+        found = bookkeeping(flags.steps, share)
+        report[f"bookkeeping at {share:.0%} resident, microseconds per layer"] = found
+    for name in ("int4", "int8"):
+        found = through_executor(name, flags.threads, flags.repetitions)
+        report[f"all on the CPU, {name}, microseconds per layer"] = found
+    for title, values in report.items():
+        print(title, ", ".join(f"{key} {value:.3g}" for key, value in values.items()))
+    print(json.dumps(report))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
