@@ -89,6 +89,8 @@ void add_rows(tandem::ExpertEngine& engine, std::int64_t num_tokens, std::int64_
 }  // namespace
 
 NB_MODULE(_native, m) {
+  // Layouts in Python's caches outlive the module at exit: no leak, and nothing for users to read.
+  nb::set_leak_warnings(false);
   nb::class_<tandem::CpuFeatures>(m, "CpuFeatures")
       .def_ro("vendor", &tandem::CpuFeatures::vendor)
       .def_ro("instruction_sets", &tandem::CpuFeatures::instruction_sets)
