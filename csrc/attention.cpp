@@ -123,7 +123,6 @@ void AttentionEngine::attend(const AttentionCall& call, std::int64_t index) {
     load_values(value_at(call.query.data, call.type,
                          task.token * call.query.token_stride + head * call.query.head_stride),
                 call.type, call.keys.dim, to);
-    for (std::int64_t d = 0; d < call.keys.dim; ++d) to[d] *= call.scale;
     std::fill(to + call.keys.dim, to + key_width, 0.0f);
   }
   const PartialAttention result = partial(index, heads, value_width);
@@ -133,7 +132,7 @@ void AttentionEngine::attend(const AttentionCall& call, std::int64_t index) {
   const std::int64_t row = call.rows[task.token];
   kernel_.attend(head_of(call.keys, call.cache_type, row, task.kv_head), call.keys.dim,
                  head_of(call.values, call.cache_type, row, task.kv_head), call.values.dim,
-                 call.cache_type, task.begin, task.end, query, heads, call.softcap, result,
+                 call.cache_type, task.begin, task.end, query, heads, call.scale, call.softcap, result,
                  query + query_values);
 }
 

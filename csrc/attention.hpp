@@ -48,13 +48,13 @@ struct PartialAttention {
 };
 
 struct AttentionKernel {
-  // Adds positions begin..end-1 of one KV head to a partial result. `query` is fp32, scaled, as
+  // Adds positions begin..end-1 of one KV head to a partial result. `query` is fp32 as
   // (heads, padded key dim), where padded is a multiple of kAttentionPadding; `scratch` has
   // attention_scratch() values.
   void (*attend)(const void* keys, std::int64_t key_dim, const void* values,
                  std::int64_t value_dim, ValueType type, std::int64_t begin, std::int64_t end,
-                 const float* query, std::int64_t heads, float softcap, PartialAttention partial,
-                 float* scratch);
+                 const float* query, std::int64_t heads, float scale, float softcap,
+                 PartialAttention partial, float* scratch);
 };
 
 constexpr std::int64_t kAttentionPadding = 16;

@@ -35,6 +35,10 @@ inline Vector exponential(Vector x) {
   return p * power;
 }
 
+#if TANDEM_LANES == 16
+inline float sum_of(Vector v) { return _mm512_reduce_add_ps(reinterpret_cast<__m512>(v)); }
+inline float greatest_of(Vector v) { return _mm512_reduce_max_ps(reinterpret_cast<__m512>(v)); }
+#else
 inline float sum_of(Vector v) {
   float lanes[TANDEM_LANES];
   store(lanes, v);
@@ -42,6 +46,13 @@ inline float sum_of(Vector v) {
     for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
   return lanes[0];
 }
+
+inline float greatest_of(Vector v) {
+  float greatest = v[0];
+  for (int i = 1; i < TANDEM_LANES; ++i) greatest = v[i] > greatest ? v[i] : greatest;
+  return greatest;
+}
+#endif
 
 void unpack(const void* from, ValueType type, std::int64_t dim, std::int64_t begin,
             std::int64_t count, float* to) {
@@ -106,17 +117,26 @@ void add_values(const float* values, std::int64_t width, std::int64_t count, con
   }
 }
 
-// Turns scores into weights and scales what has been summed with a smaller greatest score.
-inline void soften(float* scores, std::int64_t count, float softcap, float& greatest, float& sum,
-                   float* weighted, std::int64_t width) {
+// Turns the scores of a chunk into weights, and scales what has been summed with a smaller greatest
+// score. Scores behind `count` become weights of 0.
+inline void soften(float* scores, std::int64_t count, float scale, float softcap, float& greatest,
+                   float& sum, float* weighted, std::int64_t width) {
+  for (std::int64_t p = count; p < kAttentionChunk; ++p) scores[p] = 0.0f;
+  Vector peaks = broadcast(greatest);
+  for (std::int64_t p = 0; p < kAttentionChunk; p += TANDEM_LANES)
+    store(scores + p, load(scores + p) * scale);
   if (softcap > 0)
     for (std::int64_t p = 0; p < count; ++p) scores[p] = softcap * std::tanh(scores[p] / softcap);
-  float peak = greatest;
-  for (std::int64_t p = 0; p < count; ++p) peak = scores[p] > peak ? scores[p] : peak;
   for (std::int64_t p = count; p < kAttentionChunk; ++p) scores[p] = -1e30f;
+  for (std::int64_t p = 0; p < kAttentionChunk; p += TANDEM_LANES) {
+    const Vector score = load(scores + p);
+    peaks = score > peaks ? score : peaks;
+  }
+  const float peak = greatest_of(peaks);
   if (peak > greatest) {
     const float shrink = std::exp(greatest - peak);
-    for (std::int64_t d = 0; d < width; ++d) weighted[d] *= shrink;
+    for (std::int64_t d = 0; d < width; d += TANDEM_LANES)
+      store(weighted + d, load(weighted + d) * shrink);
     sum *= shrink;
     greatest = peak;
   }
@@ -126,14 +146,14 @@ inline void soften(float* scores, std::int64_t count, float softcap, float& grea
     store(scores + p, weight);
     total += weight;
   }
-  // exponential() stops at e^-87; the places behind `count` have to count as nothing at all.
-  sum += sum_of(total);
+  sum += sum_of(total);  // with e^-87 for each place behind `count`: nothing
   for (std::int64_t p = count; p < kAttentionChunk; ++p) scores[p] = 0.0f;
 }
 
 void attend(const void* keys, std::int64_t key_dim, const void* values, std::int64_t value_dim,
             ValueType type, std::int64_t begin, std::int64_t end, const float* query,
-            std::int64_t heads, float softcap, PartialAttention partial, float* scratch) {
+            std::int64_t heads, float scale, float softcap, PartialAttention partial,
+            float* scratch) {
   const std::int64_t key_width = attention_padded(key_dim);
   const std::int64_t value_width = attention_padded(value_dim);
   float* key_rows = scratch;
@@ -148,7 +168,7 @@ void attend(const void* keys, std::int64_t key_dim, const void* values, std::int
     for (; h < heads; ++h)
       scores_of<1>(key_rows, key_width, count, query + h * key_width, scores + h * kAttentionChunk);
     for (h = 0; h < heads; ++h)
-      soften(scores + h * kAttentionChunk, count, softcap, partial.greatest[h], partial.sum[h],
+      soften(scores + h * kAttentionChunk, count, scale, softcap, partial.greatest[h], partial.sum[h],
              partial.weighted + h * value_width, value_width);
     unpack(values, type, value_dim, at, count, value_rows);
     for (h = 0; h + 4 <= heads; h += 4)

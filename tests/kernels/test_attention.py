@@ -23,6 +23,8 @@ FORMS = [
     form_of(8, 2, 64),
     form_of(4, 4, 24, 16),
     form_of(7, 1, 16),
+    form_of(6, 2, 64),
+    form_of(5, 1, 96, 128),
     form_of(6, 2, 80, 128),
     form_of(8, 1, 128, window=5),
     form_of(4, 2, 32, softcap=3.0),
