@@ -1,4 +1,4 @@
-"""What the executors cost beside the arithmetic: python -m benchmarks.runtime.overhead [--threads N]
+"""What the executors cost beside the arithmetic: python -m benchmarks.runtime.overhead
 
 Two questions. How long do planning and bookkeeping take for a layer at batch 1, live? Experts of a
 few bytes and real routing, so that nothing else counts. And what does an all-CPU layer of

@@ -3,9 +3,11 @@
 The result of a row does not depend on the other rows' experts, nor on where the weights lie.
 """
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -80,11 +82,9 @@ class ExpertKernels:
         if not isinstance(layer, PackedLayer):
             _run_reference(batch, images)
             return
-        first = batch.begin[0]
-        begin = batch.begin if first == 0 else [at - first for at in batch.begin]
-        addresses = torch.tensor(_addresses(layer, batch, images), dtype=torch.int64)
-        row_begin = torch.tensor(begin, dtype=torch.int32)
-        rows = batch.hidden_fp32, row_begin, batch.token, batch.out
+        # By way of numpy: torch.tensor takes five times as long to read a short list.
+        addresses = torch.from_numpy(np.array(_addresses(layer, batch, images), dtype=np.int64))
+        rows = batch.hidden_fp32, _row_begin(batch.begin), batch.token, batch.out
         if functions.native is not None:
             self.native.compute_at(layer.layout, addresses, functions.native, *rows)
         else:
@@ -93,6 +93,18 @@ class ExpertKernels:
             self.native.compute_with(
                 layer.layout, addresses, lambda up: activate(up.to(dtype)).float(), *rows
             )
+
+
+def _row_begin(begin: Sequence[int]) -> Tensor:
+    first, count = begin[0], len(begin) - 1
+    if begin[-1] - first == count:  # a row for each expert, as in a step of one token
+        return _counting(count)
+    return torch.from_numpy(np.array(begin, dtype=np.int32) - np.int32(first))
+
+
+@functools.lru_cache(maxsize=256)
+def _counting(count: int) -> Tensor:
+    return torch.arange(count + 1, dtype=torch.int32)
 
 
 def _addresses(

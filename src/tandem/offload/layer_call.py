@@ -33,8 +33,10 @@ class LayerCall:
 
     def batch(self, first: int, last: int) -> ExpertBatch:
         """Return the batch of the order's experts first .. last - 1."""
-        begin, rows = self._rows.begin, self._rows
+        begin, token = self._rows.begin, self._rows.token
         start, end = begin[first], begin[last]
+        is_whole = end - start == len(token)
+        computed = self._computed
         return ExpertBatch(
             self.host,
             self._functions,
@@ -42,8 +44,8 @@ class LayerCall:
             self._hidden_fp32,
             self._order[first:last],
             begin[first : last + 1],
-            rows.token[start:end],
-            self._computed[start:end],
+            token if is_whole else token[start:end],
+            computed if is_whole else computed[start:end],
         )
 
     def result(self, top_k_weights: Tensor, add: AddRows) -> Tensor:
