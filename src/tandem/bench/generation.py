@@ -140,11 +140,11 @@ def _milliseconds(
 
 
 def _part(operation: Operation, tape: Tape, num_experts: set[int]) -> str | None:
-    if operation.name in ("experts", "dense"):
-        return operation.name
+    if operation.name == "experts":
+        return "experts"
     if operation.name in ("attend", "attention"):
         return "attention"
-    if operation.name in ("linear", "matmul", "mm"):
+    if operation.name in ("dense", "linear", "matmul", "mm"):
         output = operation.outputs[0]
         is_router = output is not None and tape.shape_of(output)[-1] in num_experts
         return "router" if is_router else "dense"

@@ -16,12 +16,15 @@ from tandem.hf.recorder import Operation, Ref
 from tandem.hf.routed import routed_call
 from tandem.kernels import _native
 from tandem.kernels.attention import CachedAttention
-from tandem.kernels.dense import VALUE_DTYPES, CpuThreads, DenseWeight
+from tandem.kernels.dense import VALUE_DTYPES, CpuThreads, DenseWeight, pack_dense
+from tandem.kernels.formats.weight_format import find_format
 
 DENSE = "dense"
 ATTENTION = "attention"
 EXPERTS = "experts"
 _MAX_MATRICES = 8
+# Routers and the like: their copy in packed form costs no memory worth speaking of.
+_SMALL_WEIGHTS = 1 << 21
 
 
 def fuse(
@@ -31,9 +34,15 @@ def fuse(
 
     `threads` compute experts; without them the executor does.
     """
-    finders = [_find_norms, _find_rotaries, _find_dense_groups, _find_attentions]
+    finders: list[Callable[[_Graph], Iterator[tuple[list[Operation], Operation]]]] = [
+        _find_norms,
+        _find_rotaries,
+        _find_attentions,
+    ]
     if threads is not None:
         finders.append(functools.partial(_find_experts, threads=threads))
+        finders.append(functools.partial(_find_small_linears, threads=threads))
+    finders.append(_find_dense_groups)
     for finder in finders:
         graph = _Graph(operations, tensors, fixed)
         for group, fused in finder(graph):
@@ -263,6 +272,28 @@ def _rotary_call(
         return out
 
     return rotate
+
+
+# ---- small unpacked matrices: routers ------------------------------------------------------------
+
+
+def _find_small_linears(
+    graph: _Graph, threads: CpuThreads
+) -> Iterator[tuple[list[Operation], Operation]]:
+    """Take small bf16 matrices as they are: the same products, without torch's threads."""
+    for operation in graph.operations:
+        if operation.name != "linear" or operation.kwargs:
+            continue
+        source, *weights = operation.args
+        tensors = [graph.tensor(ref) for ref in weights if isinstance(ref, Ref)]
+        is_fixed = all(ref.number in graph.fixed for ref in weights if isinstance(ref, Ref))
+        is_bf16 = all(x.dtype == torch.bfloat16 for x in [graph.tensor(source), *tensors])
+        if is_fixed and is_bf16 and tensors and tensors[0].numel() <= _SMALL_WEIGHTS:
+            bias = tensors[1] if len(tensors) > 1 else None
+            packed = pack_dense(tensors[0], bias, find_format("bf16"))
+            args = (threads, packed, source)
+            outputs = operation.outputs
+            yield [operation], Operation(operation.function, args, {}, outputs, DENSE, [source])
 
 
 # ---- packed matrices that read the same input ----------------------------------------------------
