@@ -131,7 +131,9 @@ class HybridExecutor:
         clock.run_dense(len(hidden))
         if not routing.experts:
             return torch.zeros_like(hidden)
-        load = routing.load(layer, top_k_weights)
+        # Few evictions look at gate weights, and reading them takes a tenth of a plan.
+        reads_weights = getattr(cache.planner.eviction, "reads_weights", False)
+        load = routing.load(layer, top_k_weights if reads_weights else None)
         try:
             cache.take_arrivals()
             begin, asked = clock.now, time.perf_counter()

@@ -64,11 +64,13 @@ class Routing:
         """Rows of all experts."""
         return self.top_k if self._single is not None else len(self._valid)
 
-    def load(self, layer: int, top_k_weights: Tensor) -> LayerLoad:
-        """Return the choice as a planner wants it.
+    def load(self, layer: int, top_k_weights: Tensor | None) -> LayerLoad:
+        """Return the choice as a planner wants it; with None, without gate weights.
 
         Gate weights are rounded to fp16, as a trace stores them: a replay decides the same.
         """
+        if top_k_weights is None:
+            return LayerLoad(layer, self.experts, self.tokens, (), self._routes())
         if self._single is not None:
             weights = dict(zip(self._single, top_k_weights[0].half().tolist(), strict=True))
             by_expert = tuple([weights[expert] for expert in self.experts])
@@ -77,10 +79,17 @@ class Routing:
         if len(self._valid) < len(self._flat):
             return LayerLoad(layer, self.experts, self.tokens)
         sums = np.bincount(self._flat, weights=flat, minlength=self.num_experts)
-        routes = self._flat.reshape(self.num_tokens, self.top_k).tolist()
-        return LayerLoad(
-            layer, self.experts, self.tokens, tuple(sums[list(self.experts)].tolist()), routes
-        )
+        by_expert = tuple(sums[list(self.experts)].tolist())
+        return LayerLoad(layer, self.experts, self.tokens, by_expert, self._routes())
+
+    def _routes(self) -> Sequence[Sequence[int]]:
+        """Return the experts of each token; nothing if there is padding among them."""
+        if self._single is not None:
+            return (self._single,)
+        if len(self._valid) < len(self._flat):
+            return ()
+        routes: list[list[int]] = self._flat.reshape(self.num_tokens, self.top_k).tolist()
+        return routes
 
     def rows(self, order: Sequence[int]) -> Rows:
         """Return the rows with experts in this order; it must hold all active ones."""

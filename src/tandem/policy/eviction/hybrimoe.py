@@ -12,6 +12,7 @@ from tandem.policy.plan import Geometry, LayerLoad
 class HybriMoeScore:
     """Keeps the experts whose routers' scores were high of late; whatever is fetched enters."""
 
+    reads_weights = True  # of `LayerLoad`; the engine leaves them out for policies that do not
     background = "never"
 
     def __init__(self, geometry: Geometry, *, alpha: float = 0.5) -> None:
