@@ -1,0 +1,136 @@
+"""The demo model on the emulated device, every pair of policies and sizes: the CPU's own tokens.
+
+python -m tests.demo.hybrid_matrix    all rows, 20 prompts by turns, 64 tokens each
+"""
+
+import dataclasses
+import itertools
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoTokenizer
+
+import tandem
+from tandem.cli.paths import cache_dir
+from tandem.core.units import format_bytes
+from tandem.generate.generator import Generator
+from tandem.hf.config import OffloadConfig
+from tandem.offload.cache_statistics import CacheStatistics
+from tandem.policy.assignment import ASSIGNMENTS
+from tandem.policy.eviction import EVICTIONS
+from tandem.policy.prediction import PREDICTIONS
+from tandem.policy.prefetch import PREFETCHES
+
+NUM_EXPERTS, TOP_K = 240, 2
+SLOTS = (1, TOP_K, 30, NUM_EXPERTS // 2, NUM_EXPERTS)
+PROMPTS = Path(__file__).parents[1] / "data" / "prompts.json"
+
+
+class Row(NamedTuple):
+    """One combination."""
+
+    assignment: str
+    eviction: str
+    prediction: str
+    prefetch: str
+    slots: int
+
+
+def pairwise_rows() -> Iterator[Row]:
+    """Yield combinations until every pair of values has occurred; the busiest first."""
+    policies = [name for name in ASSIGNMENTS.names() if not name.startswith("exact")]
+    values = (policies, EVICTIONS.names(), PREDICTIONS.names(), PREFETCHES.names(), SLOTS)
+    missing = {
+        (i, a, j, b)
+        for i, j in itertools.combinations(range(len(values)), 2)
+        for a in values[i]
+        for b in values[j]
+    }
+
+    def pairs(row: Sequence[Any]) -> set[tuple[int, Any, int, Any]]:
+        return {(i, row[i], j, row[j]) for i, j in itertools.combinations(range(len(row)), 2)}
+
+    every = [Row(*row) for row in itertools.product(*values)]
+    while missing:
+        # A look at a part of all rows, a new one each time, is enough and takes a tenth.
+        some = every[len(missing) % 11 :: 11]
+        best = max(some, key=lambda row: len(pairs(row) & missing))
+        if not pairs(best) & missing:
+            best = max(every, key=lambda row: len(pairs(row) & missing))
+        missing -= pairs(best)
+        yield best
+
+
+def prompts(count: int) -> list[list[dict[str, str]]]:
+    """Return the first prompts of the shipped file, as conversations."""
+    texts = [prompt["text"] for prompt in json.loads(PROMPTS.read_text())["prompts"]]
+    return [[{"role": "user", "content": text[:300]}] for text in texts[:count]]
+
+
+class Matrix:
+    """The demo model, loaded once, and what it says on the CPU alone."""
+
+    def __init__(self, directory: Path, conversations: Sequence[Any], max_new_tokens: int) -> None:
+        self.model = tandem.load(
+            directory, dtype="fp32", expert_dtype="int8", cache_dir=str(cache_dir())
+        )
+        self._tokenizer = AutoTokenizer.from_pretrained(directory)
+        self._conversations = list(conversations)
+        self._max_new_tokens = max_new_tokens
+        self._expected: dict[tuple[int, ...], list[list[int]]] = {}
+
+    def _answers(self, conversations: Sequence[Any]) -> list[list[int]]:
+        # Recorded steps would leave look-ahead out, and round otherwise than the model's own code.
+        generator = Generator(self.model, self._tokenizer, has_replay=False)
+        answers = generator.generate(
+            conversations, max_new_tokens=self._max_new_tokens, temperature=0
+        )
+        return [answer.token_ids for answer in answers]
+
+    def check(self, row: Row, first: int, count: int) -> CacheStatistics:
+        """Run some of the prompts as a batch; AssertionError for another token than the CPU's."""
+        quantizer = self.model.hf_quantizer
+        slot_bytes = max(layer.image_bytes for layer in quantizer.store)
+        options: OffloadConfig = dataclasses.replace(
+            quantizer.quantization_config,
+            device="emulated",
+            gpu_memory=str(row.slots * slot_bytes),
+            link_bandwidth="4GB/s",
+            start_content="random",
+            assignment=row.assignment,
+            eviction=row.eviction,
+            prediction=row.prediction,
+            prefetch=row.prefetch,
+        )
+        chosen = tuple((first + i) % len(self._conversations) for i in range(count))
+        conversations = [self._conversations[i] for i in chosen]
+        if chosen not in self._expected:  # of the same batch: its size changes the dense parts
+            quantizer.assemble(self.model, quantizer.quantization_config)
+            self._expected[chosen] = self._answers(conversations)
+        quantizer.assemble(self.model, options)
+        statistics = CacheStatistics()
+        quantizer.executor.listeners.append(statistics)
+        assert self._answers(conversations) == self._expected[chosen], f"{row} differs"
+        return statistics
+
+
+def main() -> int:
+    begin = time.monotonic()
+    matrix = Matrix(cache_dir() / "models" / "demo", prompts(20), 64)
+    rows = list(pairwise_rows())
+    for number, row in enumerate(rows):
+        statistics = matrix.check(row, number, 1)
+        print(f"{number + 1}/{len(rows)} {' '.join(map(str, row))}: hits {statistics.hit_rate:.0%}")
+    stored = format_bytes(matrix.model.hf_quantizer.store.num_bytes)
+    print(f"all equal: {len(rows)} rows, {stored} of experts, {time.monotonic() - begin:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(2)
+    sys.exit(main())
