@@ -1,0 +1,1 @@
+"""Benchmarks of the native kernels beside what else a model runs."""
