@@ -124,6 +124,16 @@ def test_hints_are_planned_with_and_replay_exactly(
     )
 
 
+def test_a_closed_executor_listens_no_more(checkpoint: Path, profile: str) -> None:
+    model = load(checkpoint, profile, prediction="residual")
+    found = find_routers(model, model.hf_quantizer.bound())
+    assert not isinstance(found, str)
+    routers = [router.module for router in found]
+    assert all(len(router._forward_pre_hooks) == 1 for router in routers)
+    model.hf_quantizer.executor.close()
+    assert all(len(router._forward_pre_hooks) == 0 for router in routers)
+
+
 def test_a_model_whose_routers_cannot_be_asked_says_so(
     checkpoint: Path, profile: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,8 @@ Whatever the plan, the result has the same bits as `CpuExecutor`'s.
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +29,16 @@ from tandem.offload.routing import Routing
 from tandem.policy.plan import Copy, Hint, LayerLoad, LayerPlan
 
 
+class Foresee(Protocol):
+    """Says what the layer after the one that is about to be planned will want."""
+
+    def __call__(self, layer: int) -> Sequence[Hint]:
+        """Return hints about the layer after `layer`, whose router has just run."""
+
+    def close(self) -> None:
+        """Stop listening to the model."""
+
+
 class HybridExecutor:
     """Computes layers by the planner's plans. One call at a time, layers in the model's order."""
 
@@ -36,7 +47,7 @@ class HybridExecutor:
         self.store: HostStore = cache.store
         self.cache = cache
         self.listeners: list[Listener] = []
-        self.foresee: Callable[[int], Sequence[Hint]] | None = None
+        self.foresee: Foresee | None = None
         """Asked, for each layer that is about to be planned, what the next one will want."""
         self._kernels = kernels
         self._announced: tuple[Sequence[int], bool] | None = None
@@ -59,6 +70,8 @@ class HybridExecutor:
 
     def close(self) -> None:
         """End all threads and give the device's memory back."""
+        if self.foresee is not None:
+            self.foresee.close()
         self.cache.close()
 
     def execute(
