@@ -54,11 +54,12 @@ def load_model_and_tokenizer(name: str, offload: OffloadOptions, *, quiet: bool)
 
     source = find_model(name, quiet=quiet)
     _calm_transformers(quiet)
+    names = [field.name for field in dataclasses.fields(OffloadOptions)]
     model = tandem.load(
         source,
         isa=os.environ.get("TANDEM_ISA"),
         cache_dir=str(cache_dir()),
-        **dataclasses.asdict(offload),
+        **{name: getattr(offload, name) for name in names},
     )
     return model, _load_tokenizer(source)
 
