@@ -104,6 +104,7 @@ void AttentionEngine::run(const AttentionCall& call) {
       merge(call, i / call.num_kv_heads, i % call.num_kv_heads);
     });
   }
+  pool_.wake();  // the output projection comes next
 }
 
 void AttentionEngine::attend(const AttentionCall& call, std::int64_t index) {

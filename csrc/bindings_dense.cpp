@@ -142,6 +142,13 @@ void bind_rowwise(nb::module_& m) {
               pointer<const void>(input), input_stride, pointer<const float>(weight),
               pointer<void>(out)});
   });
+  m.def("choose", [](std::int64_t num_tokens, std::int64_t num_experts, std::int64_t top_k,
+                     bool is_normalised, bool is_bf16, std::uintptr_t logits,
+                     bool weights_are_bf16, std::uintptr_t weights, std::uintptr_t index) {
+    choose({num_tokens, num_experts, top_k, is_normalised, value_type(is_bf16),
+            pointer<const void>(logits), value_type(weights_are_bf16), pointer<void>(weights),
+            pointer<std::int64_t>(index)});
+  });
   m.def("rotate", [](std::int64_t num_tokens, std::int64_t num_heads, std::int64_t dim,
                      std::int64_t rotated, bool is_bf16, std::uintptr_t input,
                      std::int64_t token_stride, std::int64_t head_stride, std::uintptr_t cos,

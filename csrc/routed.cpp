@@ -45,6 +45,7 @@ std::int64_t RoutedExperts::run(const RoutedLayer& layer, const RoutedCall& call
   engine_.add_rows({call.num_tokens, call.top_k, size, rows_.data(), row_of_.data(),
                     weights_.data(), sums_.data()});
   store_values(sums_.data(), values, call.type, call.out);
+  engine_.wake();  // the next layer's projections come soon
   return active;
 }
 

@@ -1,6 +1,8 @@
 #include "rowwise.hpp"
 
+#include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <vector>
 
 namespace tandem {
@@ -70,6 +72,34 @@ void rotate(const Rotary& call) {
       store_values(x, call.dim, call.type,
                    value_at(call.out, call.type, (t * call.num_heads + h) * call.dim));
     }
+  }
+}
+
+void choose(const Choice& call) {
+  Scratch& scratch = scratch_of(call.num_experts);
+  float *logits = scratch.row.data(), *weights = scratch.other.data();
+  thread_local std::vector<std::int64_t> order;
+  order.resize(call.num_experts);
+  for (std::int64_t t = 0; t < call.num_tokens; ++t) {
+    load_values(value_at(call.logits, call.type, t * call.num_experts), call.type,
+                call.num_experts, logits);
+    std::iota(order.begin(), order.end(), 0);
+    const auto better = [&](std::int64_t a, std::int64_t b) {
+      return logits[a] != logits[b] ? logits[a] > logits[b] : a < b;
+    };
+    std::partial_sort(order.begin(), order.begin() + call.top_k, order.end(), better);
+    const float greatest = logits[order[0]];
+    float total = 0, chosen = 0;
+    for (std::int64_t e = 0; e < call.num_experts; ++e) total += std::exp(logits[e] - greatest);
+    for (std::int64_t k = 0; k < call.top_k; ++k) {
+      weights[k] = std::exp(logits[order[k]] - greatest) / total;
+      chosen += weights[k];
+      call.index[t * call.top_k + k] = order[k];
+    }
+    if (call.is_normalised)
+      for (std::int64_t k = 0; k < call.top_k; ++k) weights[k] /= chosen;
+    store_values(weights, call.top_k, call.weight_type,
+                 value_at(call.weights, call.weight_type, t * call.top_k));
   }
 }
 

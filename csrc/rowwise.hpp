@@ -34,4 +34,17 @@ struct Rotary {
 };
 void rotate(const Rotary& call);
 
+// A router's choice: softmax over the experts in fp32, the `top_k` largest, best first, divided by
+// their sum if `is_normalised`. Of equal scores the first expert wins.
+struct Choice {
+  std::int64_t num_tokens, num_experts, top_k;
+  bool is_normalised;
+  ValueType type;        // of logits
+  const void* logits;    // (num_tokens, num_experts)
+  ValueType weight_type;
+  void* weights;         // (num_tokens, top_k)
+  std::int64_t* index;   // (num_tokens, top_k)
+};
+void choose(const Choice& call);
+
 }  // namespace tandem

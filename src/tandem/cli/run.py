@@ -21,6 +21,15 @@ class RunOptions:
     """What `tandem run` knows beside the sampling options."""
 
     system: str | None = option(None, help="system message of the conversation", metavar="TEXT")
+    dense_dtype: str = option(
+        "auto",
+        help="attention, shared experts and head on the CPU: none (as loaded), int8, int4, bf16; "
+        "auto: int8 if the experts are quantised too",
+        metavar="DTYPE",
+    )
+    compile: bool = option(
+        True, help="record decode steps and replay them without the model's Python code"
+    )
     json: bool = option(False, help="last line of standard output: one JSON object")
     explain: bool = option(
         False, help="say why it was as fast as it was, and what one change would bring"
@@ -109,7 +118,12 @@ class Session:
         self._messages.append({"role": "user", "content": text})
         report = RunReport(self._model)
         prompt_ids = encode_conversation(self._tokenizer, self._messages)
-        self._generator = self._generator or Generator(self._model, self._tokenizer)
+        self._generator = self._generator or Generator(
+            self._model,
+            self._tokenizer,
+            dense_dtype=self._options.dense_dtype,
+            has_replay=self._options.compile,
+        )
         explanation = None
         if self._options.explain:
             from tandem.cli.explain import Explanation

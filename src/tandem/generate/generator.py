@@ -19,6 +19,7 @@ from tandem.generate.answer import Answer
 from tandem.generate.prompt import encode_conversation, encode_text
 from tandem.generate.run import Rows, Run
 from tandem.generate.sampling import SamplingOptions, not_followed
+from tandem.hf.dense import pack_dense_layers
 from tandem.hf.rows import CachedRows, try_rows
 from tandem.hf.stepping import (
     PaddedRows,
@@ -44,19 +45,22 @@ class Generator:
         tokenizer: Any = None,
         *,
         threads: CpuThreads | None = None,
+        dense_dtype: str = "none",
         has_replay: bool = True,
     ) -> None:
         """Take a Transformers model; without a tokenizer prompts and answers are token ids.
 
-        `threads` compute attention (default: as many as the processor has cores). Decode steps are
-        recorded and replayed without the model's Python code (its hooks included), unless
-        `has_replay` is false. Raises `UnsupportedModelError` for models that do not write token by
-        token.
+        `threads` compute attention and packed layers (default: as many as the model's experts
+        have). `dense_dtype` packs the model's linear layers for good: "int8", "int4", "bf16",
+        "auto" (int8 if the experts are quantised too) or "none". Decode steps are recorded and
+        replayed without the model's Python code (its hooks included), unless `has_replay` is false.
+        Raises `UnsupportedModelError` for models that do not write token by token.
         """
         require_next_token_model(model)
         self.model = model
         self.tokenizer = tokenizer
-        self._threads = threads
+        self._threads = threads or _threads_of(model)
+        pack_dense_layers(model, dense_dtype, self._threads)
         self._has_replay = has_replay
         self._has_tried_rows = False
         self.why_padded: str | None = None
@@ -132,8 +136,6 @@ class Generator:
         As many prompts as last time continue the last ones, as far as they are equal. The first
         call of a generator tries a few tokens both ways.
         """
-        if self._threads is None:
-            self._threads = CpuThreads(num_threads=detect_cpu().physical_cores)
         if not self._has_tried_rows:
             self.why_padded = try_rows(self.model, self._threads, prompts[0])
             self._has_tried_rows = True
@@ -185,6 +187,13 @@ class Generator:
         if pad is None and self.tokenizer is not None:
             pad = self.tokenizer.pad_token_id
         return pad if pad is not None else 0  # its positions are masked
+
+
+def _threads_of(model: Any) -> CpuThreads:
+    """Start as many threads, of the same kind, as the model was loaded with."""
+    options = getattr(getattr(model, "hf_quantizer", None), "options", None)
+    num_threads = getattr(options, "threads", None) or detect_cpu().physical_cores
+    return CpuThreads(num_threads=num_threads, isa=getattr(options, "isa", None) or "")
 
 
 def _merged(options: SamplingOptions | None, fields: dict[str, Any]) -> SamplingOptions:

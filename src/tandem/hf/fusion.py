@@ -37,6 +37,7 @@ def fuse(
     finders: list[Callable[[_Graph], Iterator[tuple[list[Operation], Operation]]]] = [
         _find_norms,
         _find_rotaries,
+        _find_choices,
         _find_attentions,
     ]
     if threads is not None:
@@ -294,6 +295,82 @@ def _find_small_linears(
             args = (threads, packed, source)
             outputs = operation.outputs
             yield [operation], Operation(operation.function, args, {}, outputs, DENSE, [source])
+
+
+# ---- a router's choice ---------------------------------------------------------------------------
+
+
+def _find_choices(graph: _Graph) -> Iterator[tuple[list[Operation], Operation]]:
+    """Softmax, the largest, perhaps divided by their sum, perhaps rounded."""
+    for softmax in graph.operations:
+        best = graph.only_user(softmax.outputs[0], "topk") if softmax.name == "softmax" else None
+        if best is None or best.kwargs or len(best.args) != 2:
+            continue
+        logits = graph.tensor(softmax.args[0])
+        is_plain = (
+            logits.dim() == 2
+            and logits.is_contiguous()
+            and logits.dtype in VALUE_DTYPES
+            and softmax.args[1] in (-1, 1)
+            and graph.tensor(best.args[0]).dtype == torch.float32
+        )
+        if is_plain:
+            yield _fuse_choice(graph, softmax, best)
+
+
+def _fuse_choice(
+    graph: _Graph, softmax: Operation, best: Operation
+) -> tuple[list[Operation], Operation]:
+    chain, (values, index) = [softmax, best], best.outputs
+    assert values is not None
+    quotient = _division_by_sum(graph, values)
+    if quotient is not None:
+        chain += quotient
+        values = quotient[-1].outputs[0] or values
+    users = [user for user in graph.users.get(values, []) if user not in chain]
+    if len(users) == 1 and users[0].name == "to":
+        rounded = users[0].outputs[0]
+        if rounded is not None and graph.tensor(rounded).dtype in VALUE_DTYPES:
+            chain.append(users[0])
+            values = rounded
+    source = softmax.args[0]
+    function = _choice_call(graph, source, values, best.args[1], quotient is not None)
+    fused = Operation(
+        function, (source,), {}, [values, index], "topk", [source], returns_sequence=True
+    )
+    return chain, fused
+
+
+def _division_by_sum(graph: _Graph, values: Ref) -> list[Operation] | None:
+    """Return the sum of the chosen weights and the division by it, if they come next."""
+    users = graph.users.get(values, [])
+    if len(users) < 2 or users[0].name != "sum" or users[1].name not in ("div", "div_"):
+        return None
+    total, quotient = users[:2]
+    is_row = total.args[1:] in (([-1], True), ([1], True))
+    is_it = graph.only_user(total.outputs[0], quotient.name) is quotient
+    is_last = quotient.name == "div_" or len(users) == 2
+    is_whole = quotient.args == (values, total.outputs[0])
+    return [total, quotient] if is_row and is_it and is_last and is_whole else None
+
+
+def _choice_call(
+    graph: _Graph, logits: Ref, values: Ref, top_k: int, is_normalised: bool
+) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    like = graph.tensor(logits)
+    tokens, num_experts = like.shape
+    dtype, is_bf16 = graph.tensor(values).dtype, like.dtype == torch.bfloat16
+    native, empty, int64 = _native.choose, torch.empty, torch.int64
+
+    def choose(x: Tensor) -> tuple[Tensor, Tensor]:
+        weights, index = empty((tokens, top_k), dtype=dtype), empty((tokens, top_k), dtype=int64)
+        native(
+            tokens, num_experts, top_k, is_normalised, is_bf16, x.data_ptr(),
+            dtype == torch.bfloat16, weights.data_ptr(), index.data_ptr(),
+        )  # fmt: skip
+        return weights, index
+
+    return choose
 
 
 # ---- packed matrices that read the same input ----------------------------------------------------

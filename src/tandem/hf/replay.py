@@ -84,7 +84,7 @@ class ReplayedStep:
         assert self._tolerance is not None
         try:
             difference = (self._tape.run().float() - expected.float()).norm()
-        except (RuntimeError, TypeError, ValueError) as error:
+        except (RuntimeError, TypeError, ValueError, NameError) as error:
             self._give_up(str(error).partition("\n")[0])
             return
         if difference <= self._tolerance * expected.float().norm():

@@ -183,6 +183,18 @@ def rms_norm(
     out: int,
     /,
 ) -> None: ...
+def choose(
+    num_tokens: int,
+    num_experts: int,
+    top_k: int,
+    is_normalised: bool,
+    is_bf16: bool,
+    logits: int,
+    weights_are_bf16: bool,
+    weights: int,
+    index: int,
+    /,
+) -> None: ...
 def rotate(
     num_tokens: int,
     num_heads: int,
