@@ -8,8 +8,8 @@
 #include <cmath>
 #include <initializer_list>
 
-#include "float_avx2.hpp"
-#include "integer_avx2.hpp"
+#include "avx2/float.hpp"
+#include "avx2/integer.hpp"
 
 namespace tandem {
 namespace {

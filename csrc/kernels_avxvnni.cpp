@@ -1,6 +1,6 @@
 // AVX-VNNI (Alder Lake onwards, without AVX-512): AVX2's kernels, with four bytes multiplied and
 // added to 32 bits in one instruction.
-#include "integer_avx2.hpp"
+#include "avx2/integer.hpp"
 
 namespace tandem {
 namespace {

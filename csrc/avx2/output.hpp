@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "kernels.hpp"
+#include "../kernels.hpp"
 
 namespace tandem {
 namespace {

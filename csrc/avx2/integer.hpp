@@ -9,7 +9,7 @@
 // 16 when it is flushed: a whole product of int8 would leave no room for a second one.
 #pragma once
 
-#include "output_avx2.hpp"
+#include "output.hpp"
 
 namespace tandem {
 namespace {

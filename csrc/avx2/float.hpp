@@ -1,7 +1,7 @@
 // Floating-point formats on 256-bit registers: every weight becomes fp32.
 #pragma once
 
-#include "output_avx2.hpp"
+#include "output.hpp"
 
 namespace tandem {
 namespace {
