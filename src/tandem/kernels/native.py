@@ -100,8 +100,9 @@ class NativeExperts:
         experts: Tensor,
         row_begin: Tensor,
         row_token: Tensor,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """Return one fp32 row per (token, expert): (num_rows, hidden_size).
+        """Return one fp32 row per (token, expert): (num_rows, hidden_size), in `out` if given.
 
         `store` is (num_experts, layout.num_bytes) uint8, `hidden` (n_tokens, hidden_size) fp32.
         The chosen `experts` (n,) int64 have rows `row_begin[i]`..`row_begin[i + 1]` - 1, and row j
@@ -111,7 +112,8 @@ class NativeExperts:
         assert store.dtype == torch.uint8
         assert store.shape[1] == layout.num_bytes
         assert store.is_contiguous()
-        out = torch.empty(row_token.numel(), layout.hidden_size)
+        if out is None:
+            out = torch.empty(row_token.numel(), layout.hidden_size)
         _require_experts(experts, len(store))
         addresses = experts * layout.num_bytes + store.data_ptr()
         self.compute_at(layout, addresses, activation, hidden, row_begin, row_token, out)

@@ -106,7 +106,8 @@ class CpuExecutor:
             return out
         routing = Routing(top_k_index, layer.arrivals.num_experts)
         order = routing.lone_order()
-        call = LayerCall(layer, functions, hidden, routing, order)
+        computed = self._kernels.rows(routing.num_rows, hidden.shape[1])
+        call = LayerCall(layer, functions, hidden, routing, order, computed)
         if order:
             self._kernels.run(call.batch(0, len(order)))
         if self.listeners:

@@ -154,12 +154,14 @@ class HybridExecutor:
             plan = cache.planner.plan(load, begin, hints)
             plan_seconds = time.perf_counter() - asked
             cache.cancel_unused(layer, load.experts)
-            call = LayerCall(host, functions, hidden, routing, _order(plan))
+            computed = self._kernels.rows(routing.num_rows, hidden.shape[1])
+            call = LayerCall(host, functions, hidden, routing, _order(plan), computed)
             self._carry_out(call, plan)
         except OutOfDeviceMemoryError:
             self._recover(shrink=True)
             plan = _all_on_cpu(load, plan)
-            call = LayerCall(host, functions, hidden, routing, plan.cpu)
+            computed = self._kernels.rows(routing.num_rows, hidden.shape[1])
+            call = LayerCall(host, functions, hidden, routing, plan.cpu, computed)
             self._carry_out(call, plan)
         clock.run(load, plan)
         if self.listeners:
@@ -196,6 +198,7 @@ class HybridExecutor:
 
     def _recover(self, *, shrink: bool) -> None:
         """Make the engine usable after an error in the middle of a layer."""
+        self._kernels.forget_rows()
         slots = self.cache.num_slots
         with contextlib.suppress(Exception):  # then the cache is left empty
             self.cache.resize(int(slots * SHRINK) if shrink else slots)

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from tandem.offload.batch import ExpertBatch, ExpertFunctions
@@ -20,8 +19,12 @@ class LayerCall:
         hidden: Tensor,
         routing: Routing,
         order: Sequence[int],
+        computed: Tensor,
     ) -> None:
-        """Lay the rows out with the active experts in this order; `hidden` is on the CPU."""
+        """Lay the rows out with the active experts in this order; `hidden` is on the CPU.
+
+        `computed` (routing.num_rows, hidden_size) fp32 takes the rows.
+        """
         self.host = host
         self.routing = routing
         self._functions = functions
@@ -29,7 +32,7 @@ class LayerCall:
         self._hidden_fp32 = hidden.float()
         self._order = order
         self._rows = routing.rows(order)
-        self._computed = torch.empty(routing.num_rows, hidden.shape[1])
+        self._computed = computed
 
     def batch(self, first: int, last: int) -> ExpertBatch:
         """Return the batch of the order's experts first .. last - 1."""

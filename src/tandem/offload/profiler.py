@@ -145,7 +145,8 @@ class _Bench:
         hidden = torch.randn(num_tokens, self._hidden_size).to(self._dtype)
         routing = Routing(index, total)
         order = routing.lone_order()
-        call = LayerCall(self._store[layer], self._functions, hidden, routing, order)
+        computed = self._kernels.rows(routing.num_rows, self._hidden_size)
+        call = LayerCall(self._store[layer], self._functions, hidden, routing, order, computed)
         begin = time.perf_counter()
         self._kernels.run(call.batch(0, len(order)))
         return time.perf_counter() - begin
