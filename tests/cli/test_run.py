@@ -136,6 +136,7 @@ class Terminal:
     def __init__(self, words: list[str], env: dict[str, str]) -> None:
         self.pid, self._fd = pty.fork()
         if self.pid == 0:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a background job's shell ignores it
             os.execvpe(words[0], words, env)
         self.screen = ""
 
