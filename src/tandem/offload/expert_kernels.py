@@ -54,7 +54,8 @@ class ExpertKernels:
         A new allocation of megabytes costs a page fault for every 4 KB: a tenth of a long prompt.
         """
         if self._memory.numel() < num_rows * width:
-            self._memory = torch.empty(num_rows * width)
+            with torch.inference_mode(False):  # else only inference mode could write to it
+                self._memory = torch.empty(num_rows * width)
         return self._memory[: num_rows * width].view(num_rows, width)
 
     def forget_rows(self) -> None:
