@@ -13,7 +13,7 @@ import tandem
 from tandem.core.errors import CapacityError, ConfigError, TandemError
 from tandem.generate.generator import Generator
 from tandem.hf.identity import model_identity
-from tandem.hf.recording import recording
+from tandem.hf.routing_recording import recording
 from tandem.offload.cache_statistics import CacheStatistics
 from tandem.offload.forced_routing import ForcedRouting
 from tandem.offload.heat import Heat

@@ -9,9 +9,9 @@ import torch
 import tandem
 from tandem.core.errors import ConfigError, FileFormatError, UnsupportedModelError
 from tandem.hf.look_ahead import LookAhead, look_ahead
-from tandem.hf.recording import recording
 from tandem.hf.residuals import Residuals
 from tandem.hf.routers import find_routers
+from tandem.hf.routing_recording import recording
 from tandem.offload.cache_statistics import CacheStatistics
 from tandem.sim.replay import Run, replay
 from tests.architectures import architectures, build_tiny_model, tiny_inputs

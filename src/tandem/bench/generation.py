@@ -18,8 +18,8 @@ from tandem.generate.generator import Generator
 from tandem.generate.sampler import Sampler
 from tandem.generate.sampling import SamplingRule
 from tandem.hf.dense import PackedLinear
-from tandem.hf.recorder import Operation
 from tandem.hf.rows import CachedRows
+from tandem.hf.step_recorder import Operation
 from tandem.hf.tape import Tape
 from tandem.offload.events import ExpertStatistics, LayerExecuted
 from tandem.offload.packed_layer import PackedLayer

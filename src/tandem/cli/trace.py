@@ -50,7 +50,7 @@ def run(flags: argparse.Namespace) -> int:
     model, tokenizer = load_model_and_tokenizer(flags.model, offload, quiet=True)
 
     from tandem.generate.generator import Generator
-    from tandem.hf.recording import recording
+    from tandem.hf.routing_recording import recording
     from tandem.trace import write_trace
 
     with recording(model) as recorder:

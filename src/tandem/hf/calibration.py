@@ -15,9 +15,9 @@ from torch import Tensor
 
 from tandem.core.errors import ConfigError, UnsupportedModelError
 from tandem.hf.look_ahead import SOURCES, LookAhead
-from tandem.hf.recording import recording
 from tandem.hf.residuals import Residuals
 from tandem.hf.routers import find_routers
+from tandem.hf.routing_recording import recording
 from tandem.offload.executor import CpuExecutor
 from tandem.trace import RoutingTrace
 

@@ -14,7 +14,7 @@ from tandem.core.errors import ConfigError
 from tandem.core.registry import nearest_names
 from tandem.hf.experts import is_experts_module
 from tandem.hf.fusion import DENSE
-from tandem.hf.recorder import opaque
+from tandem.hf.step_recorder import opaque
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads, DenseWeight, multiply, pack_dense
 from tandem.kernels.formats.weight_format import ALIASES, FORMATS, WeightFormat, find_format
 from tandem.offload.packed_layer import PackedLayer

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from tandem.core.errors import ConfigError
-from tandem.hf.recorder import opaque
+from tandem.hf.step_recorder import opaque
 from tandem.kernels.activations import find_native_activation, interleave
 from tandem.offload.batch import ExpertFunctions
 from tandem.offload.executor import Executor

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from tandem.hf.kv_cache import KvCache
-from tandem.hf.recorder import Operation, Ref
 from tandem.hf.routed import routed_call
+from tandem.hf.step_recorder import Operation, Ref
 from tandem.kernels import _native
 from tandem.kernels.attention import CachedAttention
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads, DenseWeight, pack_dense

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from tandem.core.errors import CapacityError
-from tandem.hf.recorder import opaque
+from tandem.hf.step_recorder import opaque
 from tandem.kernels.attention import AttentionForm, CachedAttention, Segment
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.hf.recorder import NotRecordableError, Recorder
+from tandem.hf.step_recorder import NotRecordableError, Recorder
 from tandem.hf.tape import Tape
 from tandem.kernels.dense import CpuThreads
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.hf.fusion import fuse
-from tandem.hf.recorder import Operation, Recording, Ref
+from tandem.hf.step_recorder import Operation, Recording, Ref
 from tandem.kernels.dense import CpuThreads
 
 # Public functions that do what an ATen overload does with the same positional arguments, and cost

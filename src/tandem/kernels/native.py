@@ -64,11 +64,6 @@ def allocate_buffers(num_experts: int, num_bytes: int) -> Tensor:
     return buffers.zero_()
 
 
-def is_supported(layout: ExpertLayout) -> bool:
-    """Tell whether the kernels read a layout's format."""
-    return layout.format.kind in FORMAT_NUMBERS
-
-
 class NativeExperts:
     """The kernels with their threads. One call at a time; any number of layers."""
 
