@@ -33,8 +33,9 @@ types: setup
 floors: setup
 	$(BIN)/lint-imports
 
+# Two processes: the demo model's tests hold some 2 GB each.
 unit: setup
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist worksteal
 
 sanitize:  ## The native kernels under AddressSanitizer and UndefinedBehaviorSanitizer
 	@cmake -S csrc -B build/sanitize -DTANDEM_SANITIZE=ON -DTANDEM_WARNINGS_ARE_ERRORS=ON >/dev/null
@@ -43,7 +44,7 @@ sanitize:  ## The native kernels under AddressSanitizer and UndefinedBehaviorSan
 	build/sanitize/check_kernels
 
 seam-oldest: $(VENV)/transformers-$(OLDEST_TRANSFORMERS)/installed.stamp  ## The seam's tests on the oldest supported Transformers
-	PYTHONPATH=$(VENV)/transformers-$(OLDEST_TRANSFORMERS) $(BIN)/pytest -m seam
+	PYTHONPATH=$(VENV)/transformers-$(OLDEST_TRANSFORMERS) $(BIN)/pytest -m seam -n 2 --dist worksteal
 
 docs-models: setup  ## Write docs/models.md anew
 	$(BIN)/pytest tests/hf/test_architectures.py --write-docs
