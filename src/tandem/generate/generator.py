@@ -20,6 +20,8 @@ from tandem.generate.prompt import encode_conversation, encode_text
 from tandem.generate.run import Rows, Run
 from tandem.generate.sampling import SamplingOptions, not_followed
 from tandem.hf.dense import pack_dense_layers
+from tandem.hf.quantizer import OffloadQuantizer
+from tandem.hf.row_pool import BorrowedRows, LoneRow, RowPool
 from tandem.hf.rows import CachedRows, try_rows
 from tandem.hf.stepping import (
     PaddedRows,
@@ -52,7 +54,8 @@ class Generator:
 
         `threads` compute attention and packed layers (default: as many as the model's experts
         have). `dense_dtype` packs the model's linear layers for good: "int8", "int4", "bf16",
-        "auto" (int8 if the experts are quantised too) or "none". Decode steps are recorded and
+        "auto" (int8 if the experts are quantised too) or "none"; a model may also be loaded so
+        (`tandem.load(..., dense_dtype=...)`). Decode steps are recorded and
         replayed without the model's Python code (its hooks included), unless `has_replay` is false.
         Raises `UnsupportedModelError` for models that do not write token by token.
         """
@@ -119,7 +122,7 @@ class Generator:
         ids = [self._encode(prompt) for prompt in _as_list(prompts)]
         if not ids:
             raise ConfigError("there is no prompt; give one or several")
-        room = min(self._room(row, prompt) for row, prompt in enumerate(ids))
+        room = min(self.room(prompt, row) for row, prompt in enumerate(ids))
         return Run(
             self.rows(ids, min(options.max_new_tokens, room)),
             ids,
@@ -161,8 +164,11 @@ class Generator:
         ids: list[int] = encode_conversation(self.tokenizer, prompt).flatten().tolist()  # type: ignore[arg-type]
         return ids
 
-    def _room(self, row: int, prompt: list[int]) -> int:
-        """Check a prompt; return how many tokens the context has left for its answer."""
+    def room(self, prompt: list[int], row: int = 0) -> int:
+        """Check a prompt; return how many tokens the context has left for its answer.
+
+        Raises `ConfigError`, which names the prompt by its row.
+        """
         if not prompt:
             raise ConfigError(f"prompt {row} is empty; give some text or at least one token")
         size = vocabulary_size(self.model)
@@ -182,6 +188,15 @@ class Generator:
             )
         return longest - len(prompt)
 
+    def row_pool(self, num_rows: int) -> BorrowedRows:
+        """Return rows that requests can borrow; a single one where the model must run padded."""
+        if not self._has_tried_rows:
+            self.why_padded = try_rows(self.model, self._threads, [self._pad_id()])
+            self._has_tried_rows = True
+        if self.why_padded is not None:
+            return LoneRow(self.model, self._pad_id())
+        return RowPool(self.model, self._threads, num_rows, has_replay=self._has_replay)
+
     def _pad_id(self) -> int:
         pad = self.model.generation_config.pad_token_id
         if pad is None and self.tokenizer is not None:
@@ -190,10 +205,11 @@ class Generator:
 
 
 def _threads_of(model: Any) -> CpuThreads:
-    """Start as many threads, of the same kind, as the model was loaded with."""
-    options = getattr(getattr(model, "hf_quantizer", None), "options", None)
-    num_threads = getattr(options, "threads", None) or detect_cpu().physical_cores
-    return CpuThreads(num_threads=num_threads, isa=getattr(options, "isa", None) or "")
+    """Return the threads of a model that Tandem loaded; start some for another."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    if isinstance(quantizer, OffloadQuantizer):
+        return quantizer.cpu_threads()
+    return CpuThreads(num_threads=detect_cpu().physical_cores)
 
 
 def _merged(options: SamplingOptions | None, fields: dict[str, Any]) -> SamplingOptions:

@@ -10,9 +10,10 @@ _MAX_HELD_TOKENS = 8
 class TextStream:
     """Turns a growing list of token ids into pieces of text whose sum is the whole text."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        """Decode with a Transformers tokenizer; special tokens are left out."""
+    def __init__(self, tokenizer: Any, *, keeps_special: bool = False) -> None:
+        """Decode with a Transformers tokenizer; special tokens are left out unless kept."""
         self._tokenizer = tokenizer
+        self._skips_special = not keeps_special
         self._ids: list[int] = []
         self._done = 0  # tokens whose text has been given out
         self._context = 0  # start of the tokens that are decoded again, for their spacing
@@ -38,6 +39,6 @@ class TextStream:
     def _decode(self, ids: list[int]) -> str:
         # No clean-up: it would rewrite text that has already been given out.
         text: str = self._tokenizer.decode(
-            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            ids, skip_special_tokens=self._skips_special, clean_up_tokenization_spaces=False
         )
         return text

@@ -82,6 +82,21 @@ class KvCache:
         self.positions.copy_(torch.tensor(self.lengths))
         self._awaited = None
 
+    def begin_rows(self, numbers: Sequence[int], rows: Tensor, positions: Tensor) -> None:
+        """Announce one token for some rows; their tensors (n,) int64 are filled here.
+
+        A recorded step refers to these tensors, so the caller keeps them, one pair per n.
+        """
+        lengths = [self.lengths[row] for row in numbers]
+        self._segments = [
+            Segment(row, length, 1) for row, length in zip(numbers, lengths, strict=True)
+        ]
+        self._reserve(max(lengths) + 1)
+        rows.copy_(torch.tensor(numbers))
+        positions.copy_(torch.tensor(lengths))
+        self.rows, self.positions = rows, positions
+        self._awaited = None
+
     def commit(self) -> None:
         """Count the announced tokens as held: the forward is through."""
         if self._awaited is not None:
@@ -93,6 +108,15 @@ class KvCache:
         """Forget a row's tokens from `length` on."""
         assert 0 <= length <= self.lengths[row]
         self.lengths[row] = length
+
+    @torch.inference_mode()
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        """Let a row hold the first tokens of another one, in place of what it held."""
+        assert length <= self.lengths[source]
+        for tensors in self._tensors.values():
+            for tensor in tensors:
+                tensor[target, :, :length] = tensor[source, :, :length]
+        self.lengths[target] = length
 
     @torch.inference_mode()
     def pretend(self, length: int) -> None:

@@ -1,0 +1,350 @@
+"""Continuous batching: requests join a running batch at any step, and leave it at any step.
+
+One step is at most one part of one prompt, and then one token for every request that is past its
+prompt. Prompts take turns part by part, so a long one neither stops the streams nor the short
+prompts behind it. A request finds the beginning of its prompt in the KV cache if a row holds it.
+
+What a request answers does not depend on its company: its prompt is cut at fixed places and runs by
+itself, its tokens are drawn from its own random numbers, and the packed kernels compute a row alike
+in any batch. Where a model's linear layers are not packed, torch multiplies batches of other sizes
+in another order, so that the last bits of logits may differ.
+"""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from tandem.generate.answer import FinishReason
+from tandem.generate.generator import Generator
+from tandem.generate.sampler import Sampler
+from tandem.generate.sampling import SamplingOptions
+from tandem.generate.stopping import StopStrings
+from tandem.generate.text import TextStream
+from tandem.hf.row_pool import BorrowedRows
+from tandem.hf.stepping import end_of_sequence_ids
+
+# A part of a prompt is what running streams wait for; shorter parts read the experts more often.
+PART_TOKENS = 256
+
+
+class Constraint(Protocol):
+    """Limits what may come next, a grammar for instance."""
+
+    def restrict(self, scores: Tensor) -> Tensor:
+        """Return scores (1, vocabulary) with -inf for what may not come."""
+
+    def accept(self, token: int) -> bool:
+        """Take the token that came; tell whether nothing may follow it."""
+
+
+class TokenLogprob(NamedTuple):
+    """How likely a token was, and the likeliest ones in its place, by the model's own logits."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One prompt and how it is to be answered."""
+
+    request_id: int
+    prompt: tuple[int, ...]
+    options: SamplingOptions
+    constraint: Constraint | None = None
+    num_top_logprobs: int | None = None
+    """None: no log-probabilities; else how many alternatives beside each token's own."""
+    keeps_special: bool = False
+    """Whether special tokens show in the text, for somebody who parses it."""
+
+
+class Progress(NamedTuple):
+    """What one step brought one request."""
+
+    request_id: int
+    text: str
+    token_id: int
+    logprob: TokenLogprob | None
+    finish_reason: FinishReason | None
+    """None: it goes on."""
+    prompt_tokens: int
+    generated_tokens: int
+    reused_tokens: int
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A request in a row."""
+
+    request: Request
+    row: int
+    max_new_tokens: int
+    sampler: Sampler
+    stop: StopStrings
+    text: TextStream | None
+    history: list[int]
+    reused_tokens: int
+    num_done: int
+    """Prompt tokens that the row holds."""
+    generated: int = 0
+    finish_reason: FinishReason | None = None
+
+    @property
+    def is_prefilling(self) -> bool:
+        return self.generated == 0
+
+    def take(self, token: int, end_ids: frozenset[int]) -> str:
+        """Append a token; return the text that is now certain."""
+        self.history.append(token)
+        self.generated += 1
+        is_end = token in end_ids
+        constraint = self.request.constraint
+        is_through = constraint is not None and not is_end and constraint.accept(token)
+        piece = ""
+        if self.text is not None and not is_end:
+            piece = self.stop.add(self.text.add(token))
+        if is_end or is_through or self.stop.is_met:
+            self.finish_reason = "stop"
+        elif self.generated >= self.max_new_tokens:
+            self.finish_reason = "length"
+        return piece + self._rest() if self.finish_reason is not None else piece
+
+    def _rest(self) -> str:
+        """Return what was held back, now that nothing follows."""
+        if self.text is None or self.stop.is_met:
+            return ""
+        rest = self.stop.add(self.text.finish())
+        rest += self.stop.finish()
+        if self.stop.is_met:
+            self.finish_reason = "stop"
+        return rest
+
+
+@dataclass(slots=True)
+class _Row:
+    """Who has a row, and when it was last used."""
+
+    running: _Running | None = None
+    last_used: float = 0.0
+
+
+@dataclass(slots=True)
+class BatchCounts:
+    """What a batcher has done since it was made."""
+
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    generated_tokens: int = 0
+    decode_steps: int = 0
+    decode_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class _Queues:
+    """Requests in the order in which they are served."""
+
+    waiting: deque[Request] = field(default_factory=deque)
+    prefilling: deque[_Running] = field(default_factory=deque)
+    decoding: list[_Running] = field(default_factory=list)
+
+
+class Batcher:
+    """Answers requests together. One thread calls it."""
+
+    def __init__(
+        self, generator: Generator, *, max_running: int, part_tokens: int = PART_TOKENS
+    ) -> None:
+        """Serve up to `max_running` requests at a time; more wait, in their order."""
+        self._generator = generator
+        self._rows: BorrowedRows = generator.row_pool(max_running)
+        self._part_tokens = part_tokens if self._rows.can_prefill_in_parts else 1 << 62
+        self._holders = [_Row() for _ in range(self._rows.num_rows)]
+        self._queues = _Queues()
+        self._end_ids = end_of_sequence_ids(generator.model)
+        self.counts = BatchCounts()
+
+    @property
+    def max_running(self) -> int:
+        """How many requests run at a time."""
+        return len(self._holders)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have a row."""
+        return len(self._queues.prefilling) + len(self._queues.decoding)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a row."""
+        return len(self._queues.waiting)
+
+    @property
+    def has_work(self) -> bool:
+        """Tell whether a step would do anything."""
+        return bool(self.num_running or self.num_waiting)
+
+    def add(self, request: Request) -> None:
+        """Take a request; it joins with the next step, if a row is free.
+
+        Raises `ConfigError` for a prompt that the model cannot take.
+        """
+        self._generator.room(list(request.prompt))
+        self._queues.waiting.append(request)
+
+    def cancel(self, request_id: int) -> bool:
+        """Drop a request, whose row is free at once; tell whether it was there."""
+        for request in self._queues.waiting:
+            if request.request_id == request_id:
+                self._queues.waiting.remove(request)
+                return True
+        for running in (*self._queues.prefilling, *self._queues.decoding):
+            if running.request.request_id == request_id:
+                self._release(running)
+                return True
+        return False
+
+    def cancel_all(self) -> list[int]:
+        """Drop every request; return which they were."""
+        waiting = [request.request_id for request in self._queues.waiting]
+        running = [*self._queues.prefilling, *self._queues.decoding]
+        for one in running:
+            self._release(one)
+        self._queues.waiting.clear()
+        return [one.request.request_id for one in running] + waiting
+
+    def step(self) -> list[Progress]:
+        """Prefill a part of a prompt and decode a token for each request that is past its own."""
+        self._admit()
+        progress = []
+        decoding = list(self._queues.decoding)
+        if self._queues.prefilling:
+            progress += self._prefill_part(self._queues.prefilling[0])
+        if decoding:
+            progress += self._decode(decoding)
+        return progress
+
+    def _admit(self) -> None:
+        waiting = self._queues.waiting
+        while waiting and self.num_running < self.max_running:
+            request = waiting.popleft()
+            row, shared = self._borrow(request.prompt)
+            options = request.options
+            room = self._generator.room(list(request.prompt))
+            tokenizer = self._generator.tokenizer
+            running = _Running(
+                request=request,
+                row=row,
+                max_new_tokens=min(options.max_new_tokens, room),
+                sampler=Sampler(
+                    options.rule(self._generator.model.generation_config), 1, options.seed
+                ),
+                stop=StopStrings(options.stop),
+                text=None
+                if tokenizer is None
+                else TextStream(tokenizer, keeps_special=request.keeps_special),
+                history=list(request.prompt),
+                reused_tokens=shared,
+                num_done=shared,
+            )
+            self._holders[row].running = running
+            self._queues.prefilling.append(running)
+            self.counts.reused_tokens += shared
+
+    def _borrow(self, prompt: Sequence[int]) -> tuple[int, int]:
+        """Choose a free row for a prompt; return it and how much of the prompt it then holds.
+
+        A row that would go on with what it holds is the best; else the one that was free longest,
+        with what any row, a busy one included, holds of the prompt's beginning.
+        """
+        rows = self._rows
+        shared = [_num_shared(rows.held(row), prompt) for row in range(rows.num_rows)]
+        free = [row for row, holder in enumerate(self._holders) if holder.running is None]
+        best = max(free, key=lambda row: shared[row])
+        if shared[best] and 2 * shared[best] >= len(rows.held(best)):
+            rows.keep(best, shared[best])
+            return best, shared[best]
+        target = min(free, key=lambda row: self._holders[row].last_used)
+        source = max(range(rows.num_rows), key=lambda row: shared[row])
+        if shared[source] > shared[target]:
+            rows.copy(source, target, shared[source])
+            return target, shared[source]
+        rows.keep(target, shared[target])
+        return target, shared[target]
+
+    def _prefill_part(self, running: _Running) -> list[Progress]:
+        """Run the next part of a prompt, up to a fixed place; after the last one, a token."""
+        start = time.perf_counter()
+        prompt, first = running.request.prompt, running.num_done
+        end = min(len(prompt), (first // self._part_tokens + 1) * self._part_tokens)
+        logits = self._rows.prefill(running.row, prompt[first:end])
+        running.num_done = end
+        self.counts.prompt_tokens += end - first
+        self._queues.prefilling.popleft()
+        if end < len(prompt):
+            self._queues.prefilling.append(running)
+            progress = []
+        else:
+            self._queues.decoding.append(running)
+            progress = [self._choose(running, logits[None])]
+        self.counts.prefill_seconds += time.perf_counter() - start
+        return progress
+
+    def _decode(self, batch: list[_Running]) -> list[Progress]:
+        start = time.perf_counter()
+        batch.sort(key=lambda running: running.row)
+        logits = self._rows.decode({one.row: one.history[-1] for one in batch})
+        progress = [self._choose(one, logits[i : i + 1]) for i, one in enumerate(batch)]
+        self.counts.decode_steps += 1
+        self.counts.decode_seconds += time.perf_counter() - start
+        return progress
+
+    def _choose(self, running: _Running, logits: Tensor) -> Progress:
+        """Choose the next token of a request from its logits (1, vocabulary)."""
+        request = running.request
+        scores = logits if request.constraint is None else request.constraint.restrict(logits)
+        (token,) = running.sampler.choose(scores, [running.history])
+        text = running.take(token, self._end_ids)
+        self.counts.generated_tokens += 1
+        logprob = None
+        if request.num_top_logprobs is not None:
+            logprob = _logprob(logits[0], token, request.num_top_logprobs)
+        if running.finish_reason is not None:
+            self._release(running)
+        return Progress(
+            request_id=request.request_id,
+            text=text,
+            token_id=token,
+            logprob=logprob,
+            finish_reason=running.finish_reason,
+            prompt_tokens=len(request.prompt),
+            generated_tokens=running.generated,
+            reused_tokens=running.reused_tokens,
+        )
+
+    def _release(self, running: _Running) -> None:
+        queues, holder = self._queues, self._holders[running.row]
+        if running in queues.decoding:
+            queues.decoding.remove(running)
+        else:
+            queues.prefilling.remove(running)
+        holder.running, holder.last_used = None, time.monotonic()
+
+
+def _num_shared(held: Sequence[int], prompt: Sequence[int]) -> int:
+    """Count the tokens that both begin with; the prompt's last one is wanted anew."""
+    most = min(len(held), len(prompt) - 1)
+    return next((i for i in range(most) if held[i] != prompt[i]), most)
+
+
+def _logprob(logits: Tensor, token: int, num_top: int) -> TokenLogprob:
+    logprobs = torch.log_softmax(logits.float(), -1)
+    values, ids = logprobs.topk(num_top) if num_top else (logprobs[:0], logprobs[:0].long())
+    top = tuple(zip((int(i) for i in ids.tolist()), values.tolist(), strict=True))
+    return TokenLogprob(token, float(logprobs[token]), top)

@@ -1,0 +1,198 @@
+"""Rows of a KV cache that requests borrow: any of them may be stepped, in any company.
+
+A step of n rows is recorded once for each n ([replay](replay.py)); which rows they are is an input
+of the record. What a row held stays until somebody else borrows it, so that the next turn of a
+conversation finds its beginning there.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from tandem.hf.attention import AttentionSwitch
+from tandem.hf.kv_cache import KvCache, stepping, transformers_cache
+from tandem.hf.replay import ReplayedStep
+from tandem.hf.stepping import PaddedRows
+from tandem.kernels.attention import Segment
+from tandem.kernels.dense import CpuThreads
+from tandem.offload.executor import CpuExecutor
+
+
+class BorrowedRows(Protocol):
+    """What a loop needs of a model whose requests come and go."""
+
+    num_rows: int
+    can_prefill_in_parts: bool
+
+    def held(self, row: int) -> Sequence[int]:
+        """Return the tokens whose keys and values a row holds."""
+
+    def keep(self, row: int, length: int) -> None:
+        """Let a row forget what it holds beyond `length` tokens."""
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Let `target` hold the first tokens that `source` holds, and nothing else."""
+
+    def prefill(self, row: int, tokens: Sequence[int]) -> Tensor:
+        """Append tokens to a row; return the logits of the one after them: (vocabulary,)."""
+
+    def decode(self, tokens: dict[int, int]) -> Tensor:
+        """Append one token to each of some rows; return (rows, vocabulary) in their order."""
+
+
+class _Step(NamedTuple):
+    """A decode step of so many rows, with its inputs (n,) and (n, 1)."""
+
+    rows: Tensor
+    positions: Tensor
+    ids: Tensor
+    replayed: ReplayedStep
+
+
+class RowPool:
+    """Rows on Tandem's KV cache. One call at a time."""
+
+    can_prefill_in_parts = True
+
+    def __init__(
+        self,
+        model: Any,
+        threads: CpuThreads,
+        num_rows: int,
+        *,
+        capacity: int = 0,
+        has_replay: bool = True,
+    ) -> None:
+        """Make `num_rows` rows with room for `capacity` tokens each; they grow."""
+        self.num_rows = num_rows
+        self.cache = KvCache(threads, num_rows, max(1, capacity))
+        self._model = model
+        self._switch = AttentionSwitch(model)
+        self._shell = transformers_cache(model, self.cache)
+        self._held: list[list[int]] = [[] for _ in range(num_rows)]
+        self._keeps_logits = bool(model._supports_logits_to_keep())
+        self._has_replay = has_replay
+        self._executor = self._current_executor()
+        self._steps: dict[int, _Step] = {}
+
+    def held(self, row: int) -> Sequence[int]:
+        """Return the tokens whose keys and values a row holds."""
+        return self._held[row]
+
+    def keep(self, row: int, length: int) -> None:
+        """Let a row forget what it holds beyond `length` tokens."""
+        self.cache.truncate(row, length)
+        del self._held[row][length:]
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Let `target` hold the first tokens that `source` holds, and nothing else."""
+        self.cache.copy_prefix(source, target, length)
+        self._held[target] = self._held[source][:length]
+
+    @torch.inference_mode()
+    def prefill(self, row: int, tokens: Sequence[int]) -> Tensor:
+        """Append tokens to a row; return the logits of the one after them: (vocabulary,).
+
+        What comes out depends on the row's tokens and on where calls cut them, on nothing else.
+        """
+        self._note_executor()
+        self.cache.begin([Segment(row, self.cache.lengths[row], len(tokens))])
+        keep = torch.tensor([len(tokens) - 1]) if self._keeps_logits else None
+        ids = torch.tensor([tokens])
+        logits = self._run_model(ids, self.cache.positions[None], keep)
+        self.cache.commit()
+        self._held[row] += tokens
+        return logits[0, -1]
+
+    @torch.inference_mode()
+    def decode(self, tokens: dict[int, int]) -> Tensor:
+        """Append one token to each of some rows; return (rows, vocabulary) in their order."""
+        self._note_executor()
+        step = self._steps.get(len(tokens)) or self._add_step(len(tokens))
+        ids = list(tokens.values())
+        self.cache.begin_rows(list(tokens), step.rows, step.positions)
+        step.ids.copy_(torch.tensor(ids)[:, None])
+        if step.replayed.is_replaying and not isinstance(self._executor, CpuExecutor | None):
+            self._executor.begin_step(ids, is_prefill=False)
+        logits = step.replayed()
+        self.cache.commit()
+        for row, token in tokens.items():
+            self._held[row].append(token)
+        return logits
+
+    def _add_step(self, num_rows: int) -> _Step:
+        with torch.inference_mode(False):
+            rows, positions = (torch.zeros(num_rows, dtype=torch.int64) for _ in range(2))
+            ids = torch.zeros((num_rows, 1), dtype=torch.int64)
+
+        def run() -> Tensor:
+            return self._run_model(ids, positions[:, None], None)[:, -1]
+
+        replayed = ReplayedStep(run, [ids, positions], self._model.dtype, self.cache.threads)
+        if not self._has_replay:
+            replayed.why_not = "it was not wanted"
+        elif getattr(self._executor, "foresee", None) is not None:
+            replayed.why_not = "routers are asked ahead, which a recorded step leaves out"
+        self._steps[num_rows] = _Step(rows, positions, ids, replayed)
+        return self._steps[num_rows]
+
+    def _note_executor(self) -> None:
+        """Forget the records of an executor that has been replaced."""
+        executor = self._current_executor()
+        if executor is not self._executor:
+            self._executor = executor
+            self._steps.clear()
+
+    def _current_executor(self) -> Any:
+        return getattr(getattr(self._model, "hf_quantizer", None), "executor", None)
+
+    def _run_model(self, ids: Tensor, positions: Tensor, keep: Tensor | None) -> Tensor:
+        with self._switch.on(), stepping(self.cache):
+            outputs = self._model(
+                input_ids=ids,
+                position_ids=positions,
+                past_key_values=self._shell,
+                use_cache=True,
+                return_dict=True,
+                **({} if keep is None else {"logits_to_keep": keep}),
+            )
+        logits: Tensor = outputs.logits
+        return logits
+
+
+class LoneRow:
+    """One row on Transformers' own caches, for models that `RowPool` cannot step."""
+
+    num_rows = 1
+    can_prefill_in_parts = False
+
+    def __init__(self, model: Any, pad_id: int) -> None:
+        """Hold nothing yet."""
+        self._model = model
+        self._pad_id = pad_id
+        self._rows: PaddedRows | None = None
+
+    def held(self, row: int) -> Sequence[int]:
+        """Return nothing: what the model's caches hold cannot be cut."""
+        return ()
+
+    def keep(self, row: int, length: int) -> None:
+        """Forget everything."""
+        assert length == 0
+        self._rows = None
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Do nothing: there is no other row."""
+
+    def prefill(self, row: int, tokens: Sequence[int]) -> Tensor:
+        """Run a whole prompt; return (vocabulary,)."""
+        assert self._rows is None
+        self._rows = PaddedRows(self._model, [list(tokens)], self._pad_id)
+        return self._rows.prefill()[0]
+
+    def decode(self, tokens: dict[int, int]) -> Tensor:
+        """Append the row's token; return (1, vocabulary)."""
+        assert self._rows is not None, "decode before prefill"
+        return self._rows.decode(list(tokens.values()))

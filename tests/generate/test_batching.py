@@ -1,0 +1,226 @@
+"""Continuous batching: whoever comes and goes, each request gets what it gets alone."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tandem
+from tandem.core.errors import ConfigError
+from tandem.generate.batching import Batcher, Progress, Request
+from tandem.generate.sampling import SamplingOptions
+from tests.architectures import VOCABULARY, build_tiny_model
+from tests.hf.tiny import byte_tokenizer
+
+PART = 16
+
+
+def request_of(number: int, prompt: list[int], **fields: Any) -> Request:
+    own = {k: fields.pop(k) for k in ("constraint", "num_top_logprobs") if k in fields}
+    return Request(
+        request_id=number, prompt=tuple(prompt), options=SamplingOptions(**fields), **own
+    )
+
+
+def finish(batcher: Batcher) -> dict[int, list[Progress]]:
+    found: dict[int, list[Progress]] = {}
+    while batcher.has_work:
+        for progress in batcher.step():
+            found.setdefault(progress.request_id, []).append(progress)
+    return found
+
+
+def tokens(progress: list[Progress]) -> list[int]:
+    return [one.token_id for one in progress]
+
+
+def random_requests(count: int) -> list[Request]:
+    chance = random.Random(5)
+    return [
+        request_of(
+            number,
+            [
+                chance.randrange(32, VOCABULARY)
+                for _ in range(chance.choice((1, 3, 15, 16, 17, 40)))
+            ],
+            max_new_tokens=chance.randrange(1, 14),
+            **({"temperature": 1.2, "seed": number} if number % 3 == 2 else {}),
+        )
+        for number in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    model: Any = build_tiny_model("qwen3_moe")
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@pytest.fixture(scope="module")
+def generator(model: Any) -> tandem.Generator:
+    return tandem.Generator(model, byte_tokenizer())
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v2", "qwen3_next"])
+@pytest.mark.parametrize("max_running", [1, 3])
+def test_a_request_gets_the_same_in_any_company(name: str, max_running: int) -> None:
+    """The last architecture keeps states beside keys, so that its requests take turns."""
+    model: Any = build_tiny_model(name)
+    generator = tandem.Generator(model)
+    requests = random_requests(8)
+    alone: dict[int, list[Progress]] = {}
+    for request in requests:
+        batcher = Batcher(generator, max_running=1, part_tokens=PART)
+        batcher.add(request)
+        alone |= finish(batcher)
+    batcher = Batcher(generator, max_running=max_running, part_tokens=PART)
+    together: dict[int, list[Progress]] = {}
+    chance = random.Random(1)
+    arriving = list(requests)
+    while arriving or batcher.has_work:
+        while arriving and chance.random() < 0.4:
+            batcher.add(arriving.pop(0))
+        for progress in batcher.step() if batcher.has_work else ():
+            together.setdefault(progress.request_id, []).append(progress)
+    for request in requests:
+        number = request.request_id
+        assert tokens(together[number]) == tokens(alone[number])
+        (answer,) = generator.generate(list(request.prompt), request.options)
+        assert tokens(alone[number]) == answer.token_ids
+        assert together[number][-1].finish_reason == answer.finish_reason
+
+
+def test_what_leaves_does_not_disturb_what_stays(generator: tandem.Generator) -> None:
+    prompt = [40, 41, 42]
+    (alone,) = generator.generate(prompt, max_new_tokens=20)
+    batcher = Batcher(generator, max_running=4, part_tokens=PART)
+    batcher.add(request_of(0, prompt, max_new_tokens=20))
+    found = []
+    for number in range(1, 12):
+        batcher.add(request_of(number, [50 + number] * number, max_new_tokens=50))
+        found += [p for p in batcher.step() if p.request_id == 0]
+        if number > 3:
+            assert batcher.cancel(number - 3)
+    while batcher.num_running and len(found) < 20:
+        found += [p for p in batcher.step() if p.request_id == 0]
+    assert tokens(found) == alone.token_ids
+
+
+def test_cancelling_frees_the_row_before_the_next_step(generator: tandem.Generator) -> None:
+    batcher = Batcher(generator, max_running=1, part_tokens=PART)
+    batcher.add(request_of(1, [40] * 50, max_new_tokens=9))
+    batcher.add(request_of(2, [41], max_new_tokens=2))
+    batcher.step()
+    assert (batcher.num_running, batcher.num_waiting) == (1, 1)
+    assert batcher.cancel(1)
+    assert not batcher.cancel(1)
+    assert batcher.num_running == 0
+    assert [p.request_id for p in batcher.step()] == [2]
+    batcher.add(request_of(3, [42], max_new_tokens=2))
+    assert sorted(batcher.cancel_all()) == [2, 3]
+    assert not batcher.has_work
+
+
+def test_a_long_prompt_stops_neither_streams_nor_short_prompts(generator: tandem.Generator) -> None:
+    batcher = Batcher(generator, max_running=3, part_tokens=PART)
+    batcher.add(request_of(1, [40, 41], max_new_tokens=30))
+    batcher.step()
+    batcher.add(request_of(2, [50 + i % 9 for i in range(10 * PART)], max_new_tokens=1))
+    batcher.add(request_of(3, [60, 61], max_new_tokens=1))
+    steps = [{p.request_id for p in batcher.step()} for _ in range(11)]
+    assert all(1 in step for step in steps), "the stream stood still"
+    assert 3 in steps[1]
+    assert 2 in steps[10]
+
+
+def test_a_conversation_is_not_prefilled_again(generator: tandem.Generator) -> None:
+    first = [40 + i for i in range(20)]
+    batcher = Batcher(generator, max_running=3, part_tokens=PART)
+    batcher.add(request_of(0, first, max_new_tokens=5))
+    answer = tokens(finish(batcher)[0])
+    for other in range(2):  # strangers take the other rows
+        batcher.add(request_of(1 + other, [100 - other] * 6, max_new_tokens=2))
+        finish(batcher)
+    longer = [*first, *answer, 77, 78]
+    batcher.add(request_of(9, longer, max_new_tokens=5))
+    progress = finish(batcher)[9]
+    assert progress[0].reused_tokens == len(first) + len(answer) - 1
+    assert tokens(progress) == generator.generate(longer, max_new_tokens=5)[0].token_ids
+
+
+def test_a_beginning_in_a_busy_row_is_copied(generator: tandem.Generator) -> None:
+    system = [40 + i for i in range(30)]
+    batcher = Batcher(generator, max_running=2, part_tokens=PART)
+    batcher.add(request_of(0, [*system, 90, 91], max_new_tokens=20))
+    early = [progress for _ in range(4) for progress in batcher.step()]
+    batcher.add(request_of(1, [*system, 95], max_new_tokens=6))
+    found = finish(batcher)
+    found[0] = early + found[0]
+    assert found[1][0].reused_tokens == len(system)
+    for number, prompt in ((0, [*system, 90, 91]), (1, [*system, 95])):
+        (alone,) = generator.generate(prompt, max_new_tokens=len(found[number]))
+        assert tokens(found[number]) == alone.token_ids
+
+
+def test_text_stop_strings_and_the_rest_are_the_generators(generator: tandem.Generator) -> None:
+    (free,) = generator.generate("hello", max_new_tokens=30)
+    prompt = byte_tokenizer()("hello")["input_ids"]
+    batcher = Batcher(generator, max_running=2, part_tokens=PART)
+    batcher.add(request_of(0, prompt, max_new_tokens=30))
+    batcher.add(request_of(1, prompt, max_new_tokens=30, stop=(free.text[4:7],)))
+    found = finish(batcher)
+    assert "".join(p.text for p in found[0]) == free.text
+    assert "".join(p.text for p in found[1]) == free.text.partition(free.text[4:7])[0]
+    assert [found[n][-1].finish_reason for n in (0, 1)] == ["length", "stop"]
+
+
+def test_logprobs_are_the_models(generator: tandem.Generator, model: Any) -> None:
+    prompt = [40, 41, 42]
+    batcher = Batcher(generator, max_running=1, part_tokens=PART)
+    batcher.add(request_of(0, prompt, max_new_tokens=3, num_top_logprobs=4))
+    progress = finish(batcher)[0]
+    ids = torch.tensor([[*prompt, *tokens(progress)]])
+    with torch.no_grad():
+        expected = torch.log_softmax(model(ids).logits[0, len(prompt) - 1 : -1], -1)
+    for one, row in zip(progress, expected, strict=True):
+        assert one.logprob is not None
+        assert one.logprob.logprob == pytest.approx(float(row[one.token_id]), abs=1e-4)
+        assert [i for i, _ in one.logprob.top] == row.topk(4).indices.tolist()
+        assert one.logprob.top[0][0] == one.token_id
+
+
+class Spell:
+    """Lets only given tokens come, one after the other."""
+
+    def __init__(self, ids: list[int]) -> None:
+        self.ids = ids
+
+    def restrict(self, scores: Tensor) -> Tensor:
+        limited = torch.full_like(scores, float("-inf"))
+        limited[:, self.ids[0]] = scores[:, self.ids[0]]
+        return limited
+
+    def accept(self, token: int) -> bool:
+        assert token == self.ids.pop(0)
+        return not self.ids
+
+
+def test_a_constraint_rules_what_comes_and_ends_it(generator: tandem.Generator) -> None:
+    batcher = Batcher(generator, max_running=2, part_tokens=PART)
+    batcher.add(request_of(0, [40], max_new_tokens=9, constraint=Spell([77, 66, 55])))
+    batcher.add(request_of(1, [41], max_new_tokens=4))
+    found = finish(batcher)
+    assert tokens(found[0]) == [77, 66, 55]
+    assert found[0][-1].finish_reason == "stop"
+    (alone,) = generator.generate([41], max_new_tokens=4)
+    assert tokens(found[1]) == alone.token_ids
+
+
+def test_a_prompt_that_cannot_run_is_refused_at_once(generator: tandem.Generator) -> None:
+    batcher = Batcher(generator, max_running=1)
+    with pytest.raises(ConfigError, match="is empty"):
+        batcher.add(request_of(0, []))
+    assert not batcher.has_work
