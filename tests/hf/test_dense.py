@@ -1,16 +1,22 @@
 """Packed dense layers inside models: near the original, the router untouched, saved as weights."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from tandem.core.errors import ConfigError
+import tandem
+from tandem.core.errors import ConfigError, ModelError
 from tandem.generate.generator import Generator
-from tandem.hf.dense import PackedLinear, find_dense_format, pack_dense_layers
+from tandem.hf.config import parse_dense_dtype
+from tandem.hf.dense import PackedLinear, pack_dense_layers, packed_layers
 from tandem.hf.rows import CachedRows
-from tandem.kernels.dense import CpuThreads
+from tandem.kernels.dense import CpuThreads, pack_dense
+from tandem.kernels.formats.weight_format import find_format
 from tests.architectures import build_tiny_model, result_of, tiny_inputs
+from tests.hf.tiny import save_tiny_checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -85,4 +91,60 @@ def test_packed_models_generate(threads: CpuThreads) -> None:
 
 def test_an_unknown_dense_dtype_gets_one_sentence() -> None:
     with pytest.raises(ConfigError, match=r"dense_dtype is 'int5'.*did you mean"):
-        find_dense_format("int5")
+        parse_dense_dtype("int5")
+
+
+@pytest.fixture(scope="module", params=["mixtral", "gpt_oss"])  # gpt_oss: layers with biases
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny", request.param)
+
+
+def test_a_model_is_loaded_with_packed_layers(checkpoint: Path) -> None:
+    loaded = tandem.load(checkpoint, expert_dtype="int8", dense_dtype="int8-g32", threads=1)
+    later = tandem.load(checkpoint, expert_dtype="int8", threads=1)
+    Generator(later, dense_dtype="int8-g32")
+    assert len(list(packed_layers(loaded))) > 4
+    torch.testing.assert_close(logits_of(loaded), logits_of(later), rtol=0, atol=0)
+
+
+def test_from_pretrained_takes_a_dense_dtype(checkpoint: Path) -> None:
+    config = tandem.OffloadConfig(expert_dtype="int4", dense_dtype="auto", threads=1)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, quantization_config=config)
+    assert {x.packed.matrix.format.name for _, x in packed_layers(model)} == {"int8-g32"}
+
+
+@pytest.mark.parametrize("dense_dtype", ["int4", "bf16"])
+def test_a_saved_model_keeps_its_packed_layers(
+    checkpoint: Path, tmp_path: Path, dense_dtype: str
+) -> None:
+    model = tandem.load(checkpoint, expert_dtype="int8", dense_dtype=dense_dtype, threads=1)
+    directory = tandem.save(model, tmp_path / "packed")
+    for again in (
+        tandem.load(directory, threads=1),
+        tandem.load(directory, dense_dtype=dense_dtype),
+        AutoModelForCausalLM.from_pretrained(directory),
+    ):
+        assert len(list(packed_layers(again))) == len(list(packed_layers(model)))
+        torch.testing.assert_close(logits_of(again), logits_of(model), rtol=0, atol=0)
+    with pytest.raises(ConfigError, match=r"is packed with dense_dtype .* original"):
+        tandem.load(directory, dense_dtype="int8-g64")
+
+
+def test_a_head_that_is_tied_to_the_embeddings_is_packed_alone(tmp_path: Path) -> None:
+    model: Any = build_tiny_model("qwen3_moe")
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    model.save_pretrained(tmp_path / "tied")
+    packed = tandem.load(tmp_path / "tied", expert_dtype="int8", dense_dtype="int8", threads=1)
+    again = tandem.load(tandem.save(packed, tmp_path / "packed"), threads=1)
+    assert isinstance(again.lm_head, PackedLinear)
+    torch.testing.assert_close(logits_of(again), logits_of(packed), rtol=0, atol=0)
+
+
+def test_layers_of_several_formats_are_not_saved(checkpoint: Path, tmp_path: Path) -> None:
+    model = tandem.load(checkpoint, expert_dtype="int8", dense_dtype="int8", threads=1)
+    layers = [layer for _, layer in packed_layers(model)]
+    layers[0].packed = pack_dense(layers[0].weight, None, find_format("int4"))
+    with pytest.raises(ModelError, match="packed in int4-g32 and int8-g128"):
+        tandem.save(model, tmp_path / "packed")
+    assert not list(tmp_path.iterdir())

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tandem.bench.model_shapes import ModelShape
 from tandem.core.errors import ConfigError
-from tandem.hf.config import OffloadConfig
-from tandem.hf.dense import PackedLinear, find_dense_format, packable_layers
+from tandem.hf.config import OffloadConfig, parse_dense_dtype
+from tandem.hf.dense import PackedLinear, packable_layers
 from tandem.hf.experts import is_experts_module
 from tandem.hf.quantizer import OffloadQuantizer
 from tandem.kernels.dense import CpuThreads, DenseWeight
@@ -56,7 +56,7 @@ def build_random_model(
             )
         layer.adopt(STORED_NAME, _random_experts(layer.layout, layer.arrivals.num_experts))
     _drop_experts(model)
-    _pack_linear_layers(model, find_dense_format(dense_dtype), threads)
+    _pack_linear_layers(model, parse_dense_dtype(dense_dtype), threads)
     model.to_empty(device="cpu")
     model.init_weights()  # also the tables of rotary embeddings, which no checkpoint holds
     quantizer._process_model_after_weight_loading(model)

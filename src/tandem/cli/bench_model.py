@@ -71,7 +71,7 @@ def run_model(options: ModelBenchOptions, model_name: str | None) -> int:
     if options.replay is not None:
         _force_routing(model, options.replay)
     machine = measure_machine(KernelBench(num_threads=num_threads, isa=isa))
-    generator = Generator(model, threads=threads, has_replay=options.compile)
+    generator = Generator(model, has_replay=options.compile)
     work = Workload(
         prompt_tokens=options.prompt, new_tokens=options.gen, batch=options.batch,
         depth=options.depth,
@@ -95,7 +95,6 @@ def _model(
 ) -> tuple[str, Any]:
     from tandem.bench.model_shapes import find_shape
     from tandem.bench.random_model import build_random_model
-    from tandem.hf.dense import pack_dense_layers
 
     if model_name is None:
         name = options.shape or _DEFAULT_SHAPE
@@ -107,8 +106,9 @@ def _model(
         )  # fmt: skip
     from tandem.cli.models import load_model_and_tokenizer
 
-    model, _ = load_model_and_tokenizer(model_name, offload, quiet=False)
-    pack_dense_layers(model, options.dense_dtype, threads)
+    model, _ = load_model_and_tokenizer(
+        model_name, offload, quiet=False, dense_dtype=options.dense_dtype
+    )
     return model_name, model
 
 

@@ -48,7 +48,9 @@ def progress_bar() -> Callable[[str, int, int], None]:
     return update
 
 
-def load_model_and_tokenizer(name: str, offload: OffloadOptions, *, quiet: bool) -> tuple[Any, Any]:
+def load_model_and_tokenizer(
+    name: str, offload: OffloadOptions, *, quiet: bool, dense_dtype: str = "none"
+) -> tuple[Any, Any]:
     """Load a model through Tandem, and its tokenizer; progress goes to standard error."""
     import tandem
 
@@ -59,6 +61,7 @@ def load_model_and_tokenizer(name: str, offload: OffloadOptions, *, quiet: bool)
         source,
         isa=os.environ.get("TANDEM_ISA"),
         cache_dir=str(cache_dir()),
+        dense_dtype=dense_dtype,
         **{name: getattr(offload, name) for name in names},
     )
     return model, _load_tokenizer(source)

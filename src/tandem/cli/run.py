@@ -83,7 +83,9 @@ def _one_prompt(given: str | None) -> str | None:
 def _open_session(
     model_name: str, options: RunOptions, offload: OffloadOptions, sampling: SamplingOptions
 ) -> "Session":
-    model, tokenizer = load_model_and_tokenizer(model_name, offload, quiet=options.quiet)
+    model, tokenizer = load_model_and_tokenizer(
+        model_name, offload, quiet=options.quiet, dense_dtype=options.dense_dtype
+    )
     return Session(model, tokenizer, options, sampling)
 
 
@@ -121,7 +123,6 @@ class Session:
         self._generator = self._generator or Generator(
             self._model,
             self._tokenizer,
-            dense_dtype=self._options.dense_dtype,
             has_replay=self._options.compile,
         )
         explanation = None

@@ -28,6 +28,10 @@ _DTYPES = {
 
 _PACKED_DTYPES = {torch.bfloat16: find_format("bf16"), torch.float16: find_format("fp16")}
 
+# "auto" on the CPU, where experts are quantised too. Perplexity of the demo model with int4
+# experts: 22.00 with dense layers as loaded, 21.99 with these, 22.10 in groups of 128.
+DEFAULT_DENSE_FORMAT = "int8-g32"
+
 
 def parse_expert_dtype(name: str | torch.dtype) -> torch.dtype | WeightFormat | None:
     """Return a torch dtype for "bf16" and the like, a packed format for "int4" and the like.
@@ -41,6 +45,19 @@ def parse_expert_dtype(name: str | torch.dtype) -> torch.dtype | WeightFormat | 
     if name not in packed:
         hint = nearest_names(name, ["auto", *_DTYPES, *packed])
         raise ConfigError(f"expert_dtype is {name!r}, which Tandem does not know; {hint}")
+    return find_format(name)
+
+
+def parse_dense_dtype(name: str) -> WeightFormat | None:
+    """Return the format of a `dense_dtype`; None for "none": linear layers stay as loaded."""
+    if name == "none":
+        return None
+    names = [fmt.name for fmt in FORMATS] + list(ALIASES)
+    if name == "auto":
+        return find_format(DEFAULT_DENSE_FORMAT)
+    if name not in names:
+        hint = nearest_names(name, ["auto", "none", *names])
+        raise ConfigError(f"dense_dtype is {name!r}, which Tandem does not know; {hint}")
     return find_format(name)
 
 
@@ -74,6 +91,9 @@ class OffloadConfig(OffloadOptions, QuantizationConfigMixin):  # type: ignore[mi
     """
 
     quant_method: str = dataclasses.field(default=QUANT_METHOD, init=False)
+    dense_dtype: str = "none"
+    """Linear layers on the CPU: "none" (as loaded), "int8", "int4", "bf16" or another packed
+    format; "auto": int8 if the experts are quantised too."""
     isa: str | None = None
     """Instruction set of the CPU kernels; None takes the best that the processor has."""
     cache_dir: str | None = None
@@ -85,6 +105,7 @@ class OffloadConfig(OffloadOptions, QuantizationConfigMixin):  # type: ignore[mi
         """Check every field; `ConfigError` names the field, the value and what is expected."""
         self.expert_dtype = str(self.expert_dtype).removeprefix("torch.")
         parse_expert_dtype(self.expert_dtype)
+        parse_dense_dtype(self.dense_dtype)
         super().__post_init__()
         if self.packed_format not in (None, PACKED_FORMAT_VERSION):
             raise ConfigError(

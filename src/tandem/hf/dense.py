@@ -1,4 +1,4 @@
-"""Dense layers in packed formats: replaces a model's linear layers after they have been loaded.
+"""Dense layers in packed formats: replaces a model's linear layers once they have been loaded.
 
 Attention projections, shared experts, dense feed-forward layers and the output head; not routers,
 whose few bytes decide everything, nor embeddings.
@@ -10,35 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tandem.core.errors import ConfigError
-from tandem.core.registry import nearest_names
+from tandem.hf.config import parse_dense_dtype
 from tandem.hf.experts import is_experts_module
 from tandem.hf.fusion import DENSE
 from tandem.hf.step_recorder import opaque
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads, DenseWeight, multiply, pack_dense
-from tandem.kernels.formats.weight_format import ALIASES, FORMATS, WeightFormat, find_format
 from tandem.offload.packed_layer import PackedLayer
-
-# "auto" on the CPU, where experts are quantised too. Perplexity of the demo model with int4
-# experts: 22.00 with dense layers as loaded, 21.99 with these, 22.10 in groups of 128.
-DEFAULT_CPU_FORMAT = "int8-g32"
 
 _ROUTER_NAMES = ("gate", "router", "router_proj", "shared_expert_gate")
 # Smaller ones save nothing.
 _LEAST_WEIGHTS = 1 << 14
-
-
-def find_dense_format(name: str) -> WeightFormat | None:
-    """Return the format of a `dense_dtype`; None leaves the weights as they are loaded."""
-    if name == "none":
-        return None
-    names = [fmt.name for fmt in FORMATS] + list(ALIASES)
-    if name == "auto":
-        return find_format(DEFAULT_CPU_FORMAT)
-    if name not in names:
-        hint = nearest_names(name, ["auto", "none", *names])
-        raise ConfigError(f"dense_dtype is {name!r}, which Tandem does not know; {hint}")
-    return find_format(name)
 
 
 class PackedLinear(nn.Module):
@@ -49,26 +30,26 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.packed = weight
         self.in_features, self.out_features = weight.in_features, weight.out_features
-        self._threads = threads
-        self._dtype = dtype
+        self.threads = threads
+        self.dtype = dtype
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x @ weight.T + bias: (..., in_features) -> (..., out_features)."""
         if x.dtype not in VALUE_DTYPES:
             return self.forward(x.float()).to(x.dtype)
-        out: Tensor = opaque(DENSE, _multiply_one, self._threads, self.packed, x)
+        out: Tensor = opaque(DENSE, _multiply_one, self.threads, self.packed, x)
         return out
 
     @property
     def weight(self) -> Tensor:
         """The unpacked weight, for code that looks at it. Slow."""
-        return self.packed.values().to(self._dtype)
+        return self.packed.values().to(self.dtype)
 
     @property
     def bias(self) -> Tensor | None:
         """The bias, for code that looks at it."""
         bias = self.packed.bias
-        return None if bias is None else bias[: self.out_features].to(self._dtype)
+        return None if bias is None else bias[: self.out_features].to(self.dtype)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Save the rounded weights under the names of the layer that was replaced."""
@@ -89,9 +70,9 @@ def pack_dense_layers(model: Any, dense_dtype: str, threads: CpuThreads) -> int:
     """Replace a model's linear layers by packed ones, one by one; return the bytes of these.
 
     Only the layers of a model on the CPU; towers for images and sound stay. "auto" leaves a model
-    whose experts are not quantised as it was loaded.
+    whose experts are not quantised as it was loaded. Layers that are packed stay as they are.
     """
-    fmt = find_dense_format(dense_dtype)
+    fmt = parse_dense_dtype(dense_dtype)
     if fmt is None or model.device.type != "cpu":
         return 0
     if dense_dtype == "auto" and not _has_quantised_experts(model):
@@ -102,7 +83,30 @@ def pack_dense_layers(model: Any, dense_dtype: str, threads: CpuThreads) -> int:
         packed = pack_dense(linear.weight, linear.bias, fmt, name=label)
         setattr(parent, name, PackedLinear(packed, threads, linear.weight.dtype))
         num_bytes += packed.num_bytes
+    untie(model, PackedLinear)
     return num_bytes
+
+
+def untie(model: Any, kind: type[nn.Module]) -> None:
+    """Let Transformers no longer tie the weights of layers that hold them in another form.
+
+    A head that is tied to the embeddings becomes a packed copy of them.
+    """
+    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
+    for key in list(tied):
+        if isinstance(model.get_submodule(key.rpartition(".")[0]), kind):
+            del tied[key]
+
+
+def packed_layers(model: nn.Module) -> Iterator[tuple[str, PackedLinear]]:
+    """Yield (path, layer) of the linear layers that are packed."""
+    return ((path, m) for path, m in model.named_modules() if isinstance(m, PackedLinear))
+
+
+def share_threads(model: nn.Module, threads: CpuThreads) -> None:
+    """Let all packed layers compute with these threads from now on."""
+    for _, layer in packed_layers(model):
+        layer.threads = threads
 
 
 def _has_quantised_experts(model: Any) -> bool:

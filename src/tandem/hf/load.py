@@ -10,7 +10,7 @@ import transformers
 from tandem.core.config import from_mapping
 from tandem.core.errors import ConfigError, ModelError, TandemError
 from tandem.hf.checkpoint import check_checkpoint
-from tandem.hf.config import OffloadConfig, parse_dtype
+from tandem.hf.config import OffloadConfig, parse_dense_dtype, parse_dtype
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -20,11 +20,12 @@ def load(
 ) -> Any:
     """Load a checkpoint directory (or hub id) with its experts in host memory.
 
-    `dtype` is that of the dense parts ("auto": the checkpoint's). `options` are the fields of
-    `OffloadConfig`. Returns the Transformers model; raises `TandemError` for what a user can mend.
+    `dtype` is that of the dense parts ("auto": the checkpoint's); `dense_dtype` among the options
+    packs their linear layers. `options` are the fields of `OffloadConfig`. Returns the Transformers
+    model; raises `TandemError` for what a user can mend.
     """
     offload = from_mapping(OffloadConfig, options, where="tandem.load")
-    dense_dtype = parse_dtype(dtype, field="dtype") or "auto"
+    model_dtype = parse_dtype(dtype, field="dtype") or "auto"
     source = str(model)
     if Path(model).is_dir():
         config = check_checkpoint(Path(model))
@@ -40,7 +41,7 @@ def load(
     kwargs = {} if is_packed else {"quantization_config": offload}
     try:
         loaded, report = loader.from_pretrained(
-            source, dtype=dense_dtype, device_map=device_map, output_loading_info=True, **kwargs
+            source, dtype=model_dtype, device_map=device_map, output_loading_info=True, **kwargs
         )
     except TandemError:
         raise
@@ -59,6 +60,13 @@ def _check_packed_dtype(source: str, packed: dict[str, Any], offload: OffloadCon
         raise ConfigError(
             f"{source} is packed with expert_dtype {stored!r} and cannot be loaded as "
             f"{offload.expert_dtype!r}; load the original checkpoint for that"
+        )
+    dense = parse_dense_dtype(packed.get("dense_dtype", "none"))
+    wanted = parse_dense_dtype(offload.dense_dtype)
+    if dense is not None and wanted not in (None, dense) and offload.dense_dtype != "auto":
+        raise ConfigError(
+            f"{source} is packed with dense_dtype {dense.name!r} and cannot be loaded as "
+            f"{offload.dense_dtype!r}; load the original checkpoint for that"
         )
 
 

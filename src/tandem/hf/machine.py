@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from tandem.hf.dense import packed_layers
 from tandem.hf.experts import bind, expert_functions
 from tandem.hf.warm_up import ExpertsCall, NoExperts, forward_tokens
 from tandem.kernels.cpu import detect_cpu
@@ -47,7 +48,7 @@ def measured_profile(
     The experts modules are bound to nothing useful afterwards: bind them anew.
     """
     name = str(model.config.model_type)
-    path = cache_dir / "profiles" / f"{name}-{_key(store, geometry, kernels, call)}.json"
+    path = cache_dir / "profiles" / f"{name}-{_key(model, store, geometry, kernels, call)}.json"
     if path.is_file() and not refresh:
         return load_profile(str(path))
     profile = measure_profile(
@@ -65,12 +66,19 @@ def measured_profile(
     return profile
 
 
-def _key(store: HostStore, geometry: Geometry, kernels: ExpertKernels, call: ExpertsCall) -> str:
+def _key(
+    model: nn.Module,
+    store: HostStore,
+    geometry: Geometry,
+    kernels: ExpertKernels,
+    call: ExpertsCall,
+) -> str:
     """Hash what the times depend on."""
     cpu = detect_cpu()
     shapes = [(layer.arrivals.shapes, layer.image_bytes, type(layer).__name__) for layer in store]
     parts = (MEASUREMENT, cpu.model_name, cpu.instruction_sets, kernels.num_threads, kernels.isa)
-    text = repr((*parts, geometry, shapes, str(call.dtype)))
+    dense = sorted({linear.packed.matrix.format.name for _, linear in packed_layers(model)})
+    text = repr((*parts, geometry, shapes, str(call.dtype), *dense))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

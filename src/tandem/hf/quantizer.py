@@ -15,12 +15,21 @@ from tandem.core.errors import ConfigError, UnsupportedModelError
 from tandem.core.units import format_bytes
 from tandem.hf.assembly import assemble
 from tandem.hf.compat import QuantizerHooks, is_expert_merge
-from tandem.hf.config import OffloadConfig, parse_expert_dtype, stored_format
+from tandem.hf.config import (
+    OffloadConfig,
+    parse_dense_dtype,
+    parse_expert_dtype,
+    stored_format,
+)
 from tandem.hf.conversion import StoreExpertwise, StoreFused, StorePacked, StoreWriter
+from tandem.hf.dense import pack_dense_layers, share_threads
+from tandem.hf.dense_files import expect_stored_layers, take_stored_layers
 from tandem.hf.experts import EXPERTS_IMPLEMENTATION, is_experts_module
 from tandem.hf.machine import bind_all
 from tandem.hf.packed import INDEX_FILE, packed_name
 from tandem.hf.steps import announce_steps
+from tandem.kernels.cpu import detect_cpu
+from tandem.kernels.dense import CpuThreads
 from tandem.kernels.formats.weight_format import WeightFormat
 from tandem.offload import host_memory
 from tandem.offload.arrivals import TENSOR_NAMES
@@ -46,6 +55,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         self.executor: Executor = CpuExecutor(self.store)
         self._writer = StoreWriter()
         self._bound: list[tuple[Any, HostLayer]] = []
+        self._threads: CpuThreads | None = None
 
     def validate_environment(self, device_map: Any = None, **kwargs: Any) -> None:
         """Refuse device maps that split the model: dense parts stay together on one device."""
@@ -79,6 +89,9 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
             layer = self._writer.layers[sources[name]]
             self._writer.layers[name] = layer
             self._bound.append((module, layer))
+        dense_format = parse_dense_dtype(self.quantization_config.dense_dtype)
+        if self.pre_quantized and dense_format is not None:
+            expect_stored_layers(model, dense_format)
         return model
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
@@ -132,8 +145,20 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
     def assemble(self, model: Any, options: OffloadConfig) -> None:
         """Make the experts run as the options say, from now on; raises `TandemError`."""
         self.executor.close()
+        if (options.threads, options.isa) != (self.options.threads, self.options.isa):
+            self._threads = None
         self.options = options
+        take_stored_layers(model, self.cpu_threads())
+        pack_dense_layers(model, options.dense_dtype, self.cpu_threads())
+        share_threads(model, self.cpu_threads())
         self.executor = assemble(model, self.store, self.bound(), options)
+
+    def cpu_threads(self) -> CpuThreads:
+        """Return the threads that packed linear layers and attention share."""
+        if self._threads is None:
+            num_threads = self.options.threads or detect_cpu().physical_cores
+            self._threads = CpuThreads(num_threads=num_threads, isa=self.options.isa or "")
+        return self._threads
 
     def use(self, executor: Executor) -> None:
         """Make the experts run through another executor, such as one around the present one."""

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from tandem.core.errors import ModelError
 from tandem.hf.config import PACKED_FORMAT_VERSION, OffloadConfig
+from tandem.hf.dense import packed_layers
+from tandem.hf.dense_files import dense_dtype_of, stored_tensors
 from tandem.hf.packed import DENSE_FILE, INDEX_FILE, experts_file, packed_name
 from tandem.hf.quantizer import OffloadQuantizer
 
@@ -29,6 +31,7 @@ def save(model: Any, directory: str | Path, *, tokenizer: Any = None) -> Path:
             f"tandem.save got a {type(model).__name__} that Tandem did not load; "
             "use its own save_pretrained"
         )
+    dense_dtype_of(model)  # refuses what a checkpoint cannot say
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ModelError(f"{target} exists and is not an empty directory; name a new one")
     partial = target.with_name(f".{target.name}.partial")
@@ -73,13 +76,16 @@ def _dense_tensors(model: Any, quantizer: OffloadQuantizer) -> dict[str, Tensor]
     """Return the state dict without experts; of tied tensors only the first, loading ties again."""
     tensors: dict[str, Tensor] = {}
     seen: set[tuple[int, torch.Size]] = set()
+    packed = [path for path, _ in packed_layers(model)]
     for name, tensor in model.state_dict().items():
+        if name.rpartition(".")[0] in packed:
+            continue
         place = (tensor.data_ptr(), tensor.shape)
         if quantizer.param_needs_quantization(model, name) or (tensor.numel() and place in seen):
             continue
         seen.add(place)
         tensors[name] = tensor.contiguous()
-    return tensors
+    return tensors | stored_tensors(model)
 
 
 def _packed_config(model: Any) -> Any:
@@ -87,6 +93,7 @@ def _packed_config(model: Any) -> Any:
     config.architectures = [type(model).__name__]
     config.quantization_config = OffloadConfig(
         expert_dtype=model.config.quantization_config.expert_dtype,
+        dense_dtype=dense_dtype_of(model),
         packed_format=PACKED_FORMAT_VERSION,
     )
     if hasattr(config, "transformers_weights"):

@@ -1,0 +1,95 @@
+"""Packed linear layers in packed checkpoints: one tensor of bytes for each, as the kernels read it.
+
+Its name is none of Transformers' own, so that nothing but Tandem takes it for a weight.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tandem.core.errors import ModelError
+from tandem.hf.dense import PackedLinear, packable_layers, packed_layers, untie
+from tandem.kernels.dense import CpuThreads, DenseWeight
+from tandem.kernels.formats.packed import PackedMatrix
+from tandem.kernels.formats.weight_format import WeightFormat
+
+TENSOR_NAME = "tandem_dense"
+
+
+class StoredLinear(nn.Module):
+    """Stands in a model for a packed linear layer while the checkpoint is read."""
+
+    def __init__(self, linear: nn.Linear, fmt: WeightFormat) -> None:
+        """Expect the layer's bytes; `linear` is the one that the model was built with."""
+        super().__init__()
+        self.shape = (linear.out_features, linear.in_features)
+        self.format = fmt
+        self.has_bias = linear.bias is not None
+        self.dtype = linear.weight.dtype
+        with torch.device("meta"):
+            parts = _parts(_empty(self.shape, fmt, has_bias=self.has_bias))
+        size = sum(part.nbytes for part in parts)
+        place = torch.empty(size, dtype=torch.uint8, device=linear.weight.device)
+        setattr(self, TENSOR_NAME, nn.Parameter(place, requires_grad=False))
+
+    def packed(self, threads: CpuThreads) -> PackedLinear:
+        """Return the layer, with memory of its own, once the bytes are there."""
+        stored: Tensor = getattr(self, TENSOR_NAME)
+        matrix, bias = _empty(self.shape, self.format, has_bias=self.has_bias)
+        parts = [part.view(torch.uint8) for part in _parts((matrix, bias))]
+        for part, piece in zip(parts, stored.split([len(part) for part in parts]), strict=True):
+            part.copy_(piece)
+        return PackedLinear(DenseWeight(matrix, bias), threads, self.dtype)
+
+
+def expect_stored_layers(model: nn.Module, fmt: WeightFormat) -> None:
+    """Put a `StoredLinear` where each layer that `pack_dense_layers` would pack is."""
+    for parent, name, linear in list(packable_layers(model)):
+        setattr(parent, name, StoredLinear(linear, fmt))
+    untie(model, StoredLinear)
+
+
+def take_stored_layers(model: nn.Module, threads: CpuThreads) -> None:
+    """Replace every `StoredLinear`, whose bytes have been read, by its packed layer."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, StoredLinear):
+                setattr(parent, name, child.packed(threads))
+
+
+def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of all packed layers for a file."""
+    return {
+        f"{path}.{TENSOR_NAME}": torch.cat(
+            [part.view(torch.uint8) for part in _parts((layer.packed.matrix, layer.packed.bias))]
+        )
+        for path, layer in packed_layers(model)
+    }
+
+
+def dense_dtype_of(model: Any) -> str:
+    """Name the format of a model's packed layers, "none" if there are none.
+
+    Raises `ModelError` where it has several: a checkpoint names one.
+    """
+    names = sorted({layer.packed.matrix.format.name for _, layer in packed_layers(model)})
+    if len(names) > 1:
+        raise ModelError(
+            f"the model's linear layers are packed in {' and '.join(names)}, and a checkpoint "
+            "names one format; load the original with one dense_dtype and save that"
+        )
+    return names[0] if names else "none"
+
+
+def _empty(
+    shape: tuple[int, int], fmt: WeightFormat, *, has_bias: bool
+) -> tuple[PackedMatrix, Tensor | None]:
+    matrix = PackedMatrix.empty(*shape, fmt)
+    return matrix, torch.empty(fmt.padded_rows(shape[0])) if has_bias else None
+
+
+def _parts(layer: tuple[PackedMatrix, Tensor | None]) -> list[Tensor]:
+    """Return a layer's tensors in the order of the file."""
+    matrix, bias = layer
+    return [part for part in (matrix.data, matrix.scales, bias) if part is not None]
