@@ -2,9 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from tandem.policy.plan import Copy, LayerLoad, LayerPlan
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class LayerExecuted(NamedTuple):
@@ -28,6 +31,8 @@ class LayerExecuted(NamedTuple):
     end_seconds: float = 0.0
     plan_seconds: float = 0.0
     """Real time that planning took."""
+    chosen: "Tensor | None" = None
+    """Where there is no load: the router's choice (n_tokens, top_k), to be read during the call."""
 
 
 Listener = Callable[[LayerExecuted], None]

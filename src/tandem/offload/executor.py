@@ -102,7 +102,7 @@ class CpuExecutor:
         if routed is not None:
             out, num_active = routed
             if self.listeners:
-                self._report(layer, len(hidden), num_active, top_k_index.numel())
+                self._report(layer, top_k_index, num_active, top_k_index.numel())
             return out
         routing = Routing(top_k_index, layer.arrivals.num_experts)
         order = routing.lone_order()
@@ -111,16 +111,17 @@ class CpuExecutor:
         if order:
             self._kernels.run(call.batch(0, len(order)))
         if self.listeners:
-            self._report(layer, len(hidden), len(routing.experts), routing.num_rows)
+            self._report(layer, top_k_index, len(routing.experts), routing.num_rows)
         return call.result(top_k_weights, self._kernels.add_rows)
 
-    def _report(self, layer: HostLayer, num_tokens: int, num_active: int, num_rows: int) -> None:
+    def _report(self, layer: HostLayer, chosen: Tensor, num_active: int, num_rows: int) -> None:
         event = LayerExecuted(
             layer=layer.layer,
-            num_tokens=num_tokens,
+            num_tokens=len(chosen),
             num_active_experts=num_active,
             num_expert_rows=num_rows,
             touched_bytes=num_active * (layer.num_bytes // layer.arrivals.num_experts),
+            chosen=chosen,
         )
         for listener in self.listeners:
             listener(event)
