@@ -14,15 +14,9 @@
 namespace nb = nanobind;
 using tandem::ExpertLayout;
 
-namespace {
+namespace tandem {
 
-template <typename T>
-T* pointer(std::uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
-// What routing gives is checked here, where a row costs a nanosecond: nothing is read outside.
-void require_in_range(const tandem::ExpertCall& call, std::int64_t num_rows) {
+void require_in_range(const ExpertCall& call, std::int64_t num_rows) {
   const std::int32_t* begin = call.row_begin;
   for (std::int64_t e = 0; e < call.num_experts; ++e)
     if (begin[e + 1] < begin[e])
@@ -40,6 +34,15 @@ void require_in_range(const tandem::ExpertCall& call, std::int64_t num_rows) {
                                   std::to_string(call.num_tokens - 1));
 }
 
+}  // namespace tandem
+
+namespace {
+
+template <typename T>
+T* pointer(std::uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
 // Addresses come from torch tensors, whose shapes and dtypes tandem.kernels.native has checked.
 tandem::ExpertCall expert_call(std::int64_t num_experts, std::int64_t num_tokens,
                                std::int64_t num_rows, std::uintptr_t experts,
@@ -52,7 +55,7 @@ tandem::ExpertCall expert_call(std::int64_t num_experts, std::int64_t num_tokens
                                 pointer<const std::int32_t>(row_token),
                                 pointer<const float>(hidden),
                                 pointer<float>(out)};
-  require_in_range(call, num_rows);
+  tandem::require_in_range(call, num_rows);
   return call;
 }
 
@@ -138,4 +141,5 @@ NB_MODULE(_native, m) {
       });
 
   tandem::bind_dense(m);
+  tandem::bind_runtime(m);
 }

@@ -3,9 +3,20 @@
 
 #include <nanobind/nanobind.h>
 
+#include <cstdint>
+
+#include "experts.hpp"
+
 namespace tandem {
+
+// What routing gives is checked here, where a row costs a nanosecond: nothing is read outside.
+// Throws std::invalid_argument.
+void require_in_range(const ExpertCall& call, std::int64_t num_rows);
 
 // Dense matrices, attention and small row-wise operations. After ExpertEngine, whose threads they use.
 void bind_dense(nanobind::module_& m);
+
+// The hybrid runtime's calls. After bind_dense, whose layers they take.
+void bind_runtime(nanobind::module_& m);
 
 }  // namespace tandem

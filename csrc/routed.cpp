@@ -30,6 +30,7 @@ std::int64_t RoutedExperts::sort_rows(const RoutedLayer& layer, const RoutedCall
 }
 
 std::int64_t RoutedExperts::run(const RoutedLayer& layer, const RoutedCall& call) {
+  engine_.wake();  // while the rows are sorted
   const std::int64_t size = layer.layout.hidden_size, values = call.num_tokens * size;
   const std::int64_t active = sort_rows(layer, call);
   hidden_.resize(std::max<std::size_t>(hidden_.size(), values));

@@ -1,3 +1,5 @@
+from collections.abc import Sequence
+
 class CpuFeatures:
     vendor: str
     instruction_sets: list[str]
@@ -127,7 +129,7 @@ class RoutedExperts:
 class AttentionLayer:
     def __init__(
         self,
-        cache_is_bf16: bool,
+        kv_type: int,
         num_heads: int,
         num_kv_heads: int,
         key_dim: int,
@@ -138,7 +140,11 @@ class AttentionLayer:
         sinks: int,
         /,
     ) -> None: ...
-    def set_cache(self, keys: int, values: int, capacity: int, /) -> None: ...
+    @property
+    def key_block_bytes(self) -> int: ...
+    @property
+    def value_block_bytes(self) -> int: ...
+    def set_cache(self, keys: int, values: int, capacity_blocks: int, /) -> None: ...
 
 class AttentionEngine:
     def __init__(self, engine: ExpertEngine, /) -> None: ...
@@ -206,6 +212,20 @@ def rotate(
     head_stride: int,
     cos: int,
     sin: int,
+    out: int,
+    /,
+) -> None: ...
+
+def run_batch(
+    engine: ExpertEngine,
+    layer: RoutedLayer,
+    experts: Sequence[int],
+    are_addresses: bool,
+    begin: Sequence[int],
+    num_tokens: int,
+    row_token: int,
+    num_rows: int,
+    hidden: int,
     out: int,
     /,
 ) -> None: ...

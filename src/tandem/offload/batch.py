@@ -23,9 +23,28 @@ class ExpertFunctions:
     unpacked_activate: Callable[[Tensor], Tensor] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+class CallSide:
+    """What one processor reads and writes in a call, in its own memory: the tokens and the rows."""
+
+    __slots__ = ("_hidden_fp32", "hidden", "rows")
+
+    def __init__(self, hidden: Tensor, rows: Tensor) -> None:
+        """Read `hidden` (n_tokens, hidden_size), write `rows` (num_rows, hidden_size) fp32."""
+        self.hidden = hidden
+        self.rows = rows
+        self._hidden_fp32: Tensor | None = None
+
+    @property
+    def hidden_fp32(self) -> Tensor:
+        """The tokens in fp32, converted when a lane first asks."""
+        if self._hidden_fp32 is None:
+            self._hidden_fp32 = self.hidden.float().contiguous()
+        return self._hidden_fp32
+
+
+@dataclass(slots=True)
 class ExpertBatch:
-    """Some experts of a layer with their rows.
+    """Some experts of a layer with their rows; not changed once it is made.
 
     Expert `experts[i]` has rows `begin[i] - begin[0]`..`begin[i + 1] - begin[0] - 1` of `token` and
     `out`.
@@ -33,9 +52,18 @@ class ExpertBatch:
 
     layer: HostLayer
     functions: ExpertFunctions
-    hidden: Tensor  # (n_tokens, hidden_size), the model's dtype
-    hidden_fp32: Tensor
+    side: CallSide  # of the lane that computes it
     experts: Sequence[int]
     begin: Sequence[int]
-    token: Tensor  # (n_rows,) int32
-    out: Tensor  # (n_rows, hidden_size) fp32
+    token: Tensor  # (n_rows,) int32, on the host
+    out: Tensor  # (n_rows, hidden_size) fp32, a piece of the side's rows
+
+    @property
+    def hidden(self) -> Tensor:
+        """The tokens (n_tokens, hidden_size) in the model's dtype."""
+        return self.side.hidden
+
+    @property
+    def hidden_fp32(self) -> Tensor:
+        """The tokens in fp32."""
+        return self.side.hidden_fp32

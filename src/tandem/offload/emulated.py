@@ -5,7 +5,7 @@ run on a thread of their own beside the CPU's share, for the wall clock.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
 import torch
@@ -15,6 +15,7 @@ from tandem.core.units import format_bytes
 from tandem.offload.batch import ExpertBatch
 from tandem.offload.device import DeviceMemory, OutOfDeviceMemoryError
 from tandem.offload.expert_kernels import ExpertKernels
+from tandem.offload.row_memory import RowMemory
 from tandem.offload.slots import SlotUse
 
 Fault = Callable[[], None]
@@ -43,6 +44,7 @@ class EmulatedDevice:
         self.fault: Fault | None = None
         """Called before every batch; what it raises happens to the batch. For tests."""
         self._kernels = kernels
+        self._rows, self._host_rows = RowMemory(), RowMemory()
         self._lane = _Lane(self._run) if has_thread else None
 
     def memory(self) -> DeviceMemory:
@@ -73,6 +75,32 @@ class EmulatedDevice:
         self._may_pin_bytes -= memory.nbytes
         return True
 
+    def download(self, *tensors: Tensor) -> Sequence[Tensor]:
+        """Return the tensors: the model's state lies where the host can read it."""
+        return tensors
+
+    def rows(self, num_rows: int, width: int) -> Tensor:
+        """Return memory for rows of the device."""
+        return self._rows.rows(num_rows, width)
+
+    def host_rows(self, num_rows: int, width: int) -> Tensor:
+        """Return memory for rows of the host, apart from the device's."""
+        return self._host_rows.rows(num_rows, width)
+
+    def forget_rows(self) -> None:
+        """Take new memory next time."""
+        self._rows.forget()
+        self._host_rows.forget()
+
+    def upload(self, source: Tensor, target: Tensor) -> None:
+        """Copy at once: no batch reads or writes the target."""
+        target.copy_(source)
+
+    def add_rows(self, rows: Tensor, row_of: Tensor, weights: Tensor) -> Tensor:
+        """Wait for the batches and add up."""
+        self.synchronize()
+        return self._kernels.add_rows(rows, row_of, weights)
+
     def launch(self, batch: ExpertBatch, use: SlotUse) -> None:
         """Compute a batch from its slots."""
         if self._lane is not None:
@@ -94,7 +122,7 @@ class EmulatedDevice:
         try:
             if self.fault is not None:
                 self.fault()
-            self._kernels.run(batch, use.images())
+            self._kernels.run(batch, use)
         finally:
             use.end()
 

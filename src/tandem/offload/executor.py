@@ -11,12 +11,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tandem.offload.batch import ExpertFunctions
+from tandem.offload.batch import CallSide, ExpertFunctions
 from tandem.offload.events import LayerExecuted, Listener
 from tandem.offload.expert_kernels import ExpertKernels
 from tandem.offload.host_store import HostLayer, HostStore
 from tandem.offload.layer_call import LayerCall
 from tandem.offload.routing import Routing
+from tandem.offload.row_memory import RowMemory
 
 # Bounds the fp32 rows of a long prompt: 2048 tokens x top-8 x 2048 values are 128 MiB.
 MAX_TOKENS_AT_ONCE = 2048
@@ -57,6 +58,7 @@ class CpuExecutor:
         self.store = store
         self.listeners: list[Listener] = []
         self._kernels = ExpertKernels(num_threads=num_threads, isa=isa)
+        self._rows = RowMemory()
 
     def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:
         """Need nothing."""
@@ -73,6 +75,7 @@ class CpuExecutor:
         functions: ExpertFunctions,
     ) -> Tensor:
         """Compute a layer; see `Executor`."""
+        self._kernels.wake()
         device = hidden.device
         rows = hidden.detach().to("cpu")
         index, weights = top_k_index.to("cpu"), top_k_weights.detach().to("cpu")
@@ -106,13 +109,13 @@ class CpuExecutor:
             return out
         routing = Routing(top_k_index, layer.arrivals.num_experts)
         order = routing.lone_order()
-        computed = self._kernels.rows(routing.num_rows, hidden.shape[1])
-        call = LayerCall(layer, functions, hidden, routing, order, computed)
+        side = CallSide(hidden, self._rows.rows(routing.num_rows, hidden.shape[1]))
+        call = LayerCall(layer, functions, routing, order)
         if order:
-            self._kernels.run(call.batch(0, len(order)))
+            self._kernels.run(call.batch(0, len(order), side))
         if self.listeners:
             self._report(layer, top_k_index, len(routing.experts), routing.num_rows)
-        return call.result(top_k_weights, self._kernels.add_rows)
+        return call.result(side, top_k_weights, self._kernels.add_rows)
 
     def _report(self, layer: HostLayer, chosen: Tensor, num_active: int, num_rows: int) -> None:
         event = LayerExecuted(

@@ -3,11 +3,10 @@
 The result of a row does not depend on the other rows' experts, nor on where the weights lie.
 """
 
-import functools
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +17,16 @@ from tandem.offload.batch import ExpertBatch, ExpertFunctions
 from tandem.offload.host_store import HostLayer
 from tandem.offload.packed_layer import PackedLayer
 from tandem.offload.routed_layers import RoutedLayers
+
+
+class WeightSource(Protocol):
+    """Where a batch's weights lie, if not in the host store."""
+
+    def images(self) -> Sequence[Tensor]:
+        """Return the memory of each expert, once it is filled."""
+
+    def addresses(self) -> Sequence[int]:
+        """Return where that memory is."""
 
 
 class ExpertKernels:
@@ -38,33 +47,34 @@ class ExpertKernels:
         self.num_threads = num_threads or detect_cpu().physical_cores
         self.isa = isa
         self._native: NativeExperts | None = None
-        self._memory = torch.empty(0)
         self._routed: RoutedLayers | None = None
 
-    def run(self, batch: ExpertBatch, images: Sequence[Tensor] | None = None) -> None:
-        """Fill the batch's `out`; weights come from `images`, an expert each, or the host store."""
+    def wake(self) -> None:
+        """Wake the threads while a call is prepared, if they have been started."""
+        if self._native is not None:
+            self._native.wake()
+
+    def run(self, batch: ExpertBatch, source: WeightSource | None = None) -> None:
+        """Fill the batch's `out`; weights come from `source`, or from the host store."""
         begin = time.perf_counter() if self._on_busy else 0.0
-        self._run(batch, images)
+        self._run(batch, source)
         if self._on_busy:
             self._on_busy(time.perf_counter() - begin)
 
-    def rows(self, num_rows: int, width: int) -> Tensor:
-        """Return memory for (num_rows, width) fp32, which the next such call reuses.
-
-        A new allocation of megabytes costs a page fault for every 4 KB: a tenth of a long prompt.
-        """
-        if self._memory.numel() < num_rows * width:
-            with torch.inference_mode(False):  # else only inference mode could write to it
-                self._memory = torch.empty(num_rows * width)
-        return self._memory[: num_rows * width].view(num_rows, width)
-
-    def forget_rows(self) -> None:
-        """Never hand out the present memory again: a broken call may still write to it."""
-        self._memory = torch.empty(0)
-
     def add_rows(self, rows: Tensor, row_of: Tensor, weights: Tensor) -> Tensor:
-        """Add rows up to tokens with all threads; see `NativeExperts.add_rows`."""
-        return self.native.add_rows(rows, row_of, weights)
+        """Sum weight * row over k, first to last: (n_tokens, width) fp32.
+
+        `rows` (n_rows, width) and `weights` (n_tokens, top_k) are fp32; `row_of` of the latter's
+        shape, int32 and contiguous, says which row, -1 none.
+        """
+        num_tokens, top_k = row_of.shape
+        out = torch.empty(num_tokens, rows.shape[1])
+        rows, weights = rows.contiguous(), weights.contiguous()
+        self.native._engine.add_rows(
+            num_tokens, top_k, rows.shape[1], rows.data_ptr(), row_of.data_ptr(),
+            weights.data_ptr(), out.data_ptr(),
+        )  # fmt: skip
+        return out
 
     def run_routed(
         self,
@@ -75,12 +85,10 @@ class ExpertKernels:
         weights: Tensor,
     ) -> tuple[Tensor, int] | None:
         """Compute all experts of a layer on the CPU for few tokens; see `RoutedLayers.run`."""
-        if not isinstance(layer, PackedLayer) or functions.native is None:
+        if functions.native is None or not isinstance(layer, PackedLayer):
             return None
-        if self._routed is None:
-            self._routed = RoutedLayers(self.native)
         begin = time.perf_counter() if self._on_busy else 0.0
-        found = self._routed.run(layer, functions, hidden, index, weights)
+        found = self.routed.run(layer, functions, hidden, index, weights)
         if self._on_busy:
             self._on_busy(time.perf_counter() - begin)
         return found
@@ -92,43 +100,37 @@ class ExpertKernels:
             self._native = NativeExperts(num_threads=self.num_threads, isa=self.isa)
         return self._native
 
-    def _run(self, batch: ExpertBatch, images: Sequence[Tensor] | None) -> None:
+    @property
+    def routed(self) -> RoutedLayers:
+        """The native calls by layer."""
+        if self._routed is None:
+            self._routed = RoutedLayers(self.native)
+        return self._routed
+
+    def _run(self, batch: ExpertBatch, source: WeightSource | None) -> None:
         layer, functions = batch.layer, batch.functions
         if not isinstance(layer, PackedLayer):
-            _run_reference(batch, images)
+            _run_reference(batch, source.images() if source is not None else None)
             return
-        # By way of numpy: torch.tensor takes five times as long to read a short list.
-        addresses = torch.from_numpy(np.array(_addresses(layer, batch, images), dtype=np.int64))
-        rows = batch.hidden_fp32, _row_begin(batch.begin), batch.token, batch.out
+        addresses = source.addresses() if source is not None else None
         if functions.native is not None:
-            self.native.compute_at(layer.layout, addresses, functions.native, *rows)
-        else:
-            activate = functions.unpacked_activate or functions.activate
-            dtype = batch.hidden.dtype  # the model's own code expects it
-            self.native.compute_with(
-                layer.layout, addresses, lambda up: activate(up.to(dtype)).float(), *rows
-            )
-
-
-def _row_begin(begin: Sequence[int]) -> Tensor:
-    first, count = begin[0], len(begin) - 1
-    if begin[-1] - first == count:  # a row for each expert, as in a step of one token
-        return _counting(count)
-    return torch.from_numpy(np.array(begin, dtype=np.int32) - np.int32(first))
-
-
-@functools.lru_cache(maxsize=256)
-def _counting(count: int) -> Tensor:
-    return torch.arange(count + 1, dtype=torch.int32)
-
-
-def _addresses(
-    layer: PackedLayer, batch: ExpertBatch, images: Sequence[Tensor] | None
-) -> Sequence[int]:
-    if images is not None:
-        return [image.data_ptr() for image in images]
-    first, size = layer.buffers.data_ptr(), layer.layout.num_bytes
-    return [first + expert * size for expert in batch.experts]
+            self.routed.run_batch(layer, batch, addresses)
+            return
+        activate = functions.unpacked_activate or functions.activate
+        dtype = batch.hidden.dtype  # the model's own code expects it
+        if addresses is None:
+            first, size = layer.buffers.data_ptr(), layer.layout.num_bytes
+            addresses = [first + expert * size for expert in batch.experts]
+        begin = torch.tensor([row - batch.begin[0] for row in batch.begin], dtype=torch.int32)
+        self.native.compute_with(
+            layer.layout,
+            torch.tensor(addresses, dtype=torch.int64),
+            lambda up: activate(up.to(dtype)).float(),
+            batch.hidden_fp32,
+            begin,
+            batch.token,
+            batch.out,
+        )
 
 
 def _run_reference(batch: ExpertBatch, images: Sequence[Tensor] | None) -> None:

@@ -11,19 +11,19 @@ Whatever the plan, the result has the same bits as `CpuExecutor`'s.
 import contextlib
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from tandem.core.errors import ExecutionError
 from tandem.offload import executor as cpu_executor
-from tandem.offload.batch import ExpertFunctions
+from tandem.offload.batch import CallSide, ExpertFunctions
 from tandem.offload.device import Device, OutOfDeviceMemoryError
 from tandem.offload.events import LayerExecuted, Listener
 from tandem.offload.expert_cache import SHRINK, ExpertCache
 from tandem.offload.expert_kernels import ExpertKernels
-from tandem.offload.host_store import HostStore
+from tandem.offload.host_store import HostLayer, HostStore
 from tandem.offload.layer_call import LayerCall
 from tandem.offload.routing import Routing
 from tandem.policy.plan import Copy, Hint, LayerLoad, LayerPlan
@@ -37,6 +37,17 @@ class Foresee(Protocol):
 
     def close(self) -> None:
         """Stop listening to the model."""
+
+
+class _LayerStep(NamedTuple):
+    """One call of a layer as the model made it."""
+
+    host: HostLayer
+    functions: ExpertFunctions
+    routing: Routing
+    hidden: Tensor  # (n_tokens, hidden_size), where the model's state lies
+    tokens: Tensor  # the same on the host
+    weights: Tensor  # (n_tokens, top_k), where the model's state lies
 
 
 class HybridExecutor:
@@ -139,81 +150,113 @@ class HybridExecutor:
         functions: ExpertFunctions,
     ) -> Tensor:
         host, cache = self.store[layer], self.cache
-        routing = Routing(top_k_index, host.arrivals.num_experts)
+        index, tokens = self.device.download(top_k_index, hidden)
+        routing = Routing(index, host.arrivals.num_experts)
         clock = cache.clock
         clock.run_dense(len(hidden))
         if not routing.experts:
             return torch.zeros_like(hidden)
-        # Few evictions look at gate weights, and reading them takes a tenth of a plan.
-        reads_weights = getattr(cache.planner.eviction, "reads_weights", False)
-        load = routing.load(layer, top_k_weights if reads_weights else None)
+        load = routing.load(layer, self._weights_to_read(top_k_weights))
+        cache.take_arrivals()
+        begin, asked = clock.now, time.perf_counter()
+        hints = self.foresee(layer) if self.foresee is not None else ()
+        plan = cache.planner.plan(load, begin, hints)
+        plan_seconds = time.perf_counter() - asked
+        cache.cancel_unused(layer, load.experts)
+        step = _LayerStep(host, functions, routing, hidden, tokens, top_k_weights)
         try:
-            cache.take_arrivals()
-            begin, asked = clock.now, time.perf_counter()
-            hints = self.foresee(layer) if self.foresee is not None else ()
-            plan = cache.planner.plan(load, begin, hints)
-            plan_seconds = time.perf_counter() - asked
-            cache.cancel_unused(layer, load.experts)
-            computed = self._kernels.rows(routing.num_rows, hidden.shape[1])
-            call = LayerCall(host, functions, hidden, routing, _order(plan), computed)
-            self._carry_out(call, plan)
+            out = self._carry_out(step, plan)
         except OutOfDeviceMemoryError:
             self._recover(shrink=True)
             plan = _all_on_cpu(load, plan)
-            computed = self._kernels.rows(routing.num_rows, hidden.shape[1])
-            call = LayerCall(host, functions, hidden, routing, plan.cpu, computed)
-            self._carry_out(call, plan)
+            out = self._carry_out(step, plan)
         clock.run(load, plan)
         if self.listeners:
-            self._report(load, plan, begin, plan_seconds, call)
-        return call.result(top_k_weights, self._kernels.add_rows)
+            self._report(load, plan, begin, plan_seconds, step)
+        return out
 
-    def _carry_out(self, call: LayerCall, plan: LayerPlan) -> None:
-        """Start the device and the link, compute the CPU's share, wait for the device."""
-        cache, engine = self.cache, self.cache.engine
+    def _weights_to_read(self, top_k_weights: Tensor) -> Tensor | None:
+        """Return gate weights on the host, if the eviction looks at them: few do."""
+        if not getattr(self.cache.planner.eviction, "reads_weights", False):
+            return None
+        return self.device.download(top_k_weights)[0]
+
+    def _carry_out(self, step: "_LayerStep", plan: LayerPlan) -> Tensor:
+        """Start the device and the link, compute the CPU's share, add up."""
+        cache = self.cache
+        if plan.cpu:
+            self._kernels.wake()  # while the device and the link are started
+        call = LayerCall(step.host, step.functions, step.routing, _order(plan))
+        num_rows, width = step.routing.num_rows, step.hidden.shape[1]
+        num_on_device = len(plan.gpu) + len(plan.arriving) + len(plan.fetch)
+        if num_on_device:
+            on_device = CallSide(step.hidden, self.device.rows(num_rows, width))
+            self._launch(call, plan, on_device)
+        cache.submit(plan.insert, is_needed=False)
+        cache.submit(plan.prefetch, is_needed=False)
+        if not plan.cpu:
+            cache.planner.learn()  # from what has been planned; the device may still be at work
+            return call.result(on_device, step.weights, self.device.add_rows)
+        on_host = CallSide(step.tokens, self.device.host_rows(num_rows, width))
+        self._kernels.run(call.batch(num_on_device, num_on_device + len(plan.cpu), on_host))
+        cache.planner.learn()
+        if not num_on_device:
+            (weights,) = self.device.download(step.weights)
+            return self._uploaded(call.result(on_host, weights, self._kernels.add_rows), step)
+        first = call.first_row(num_on_device)
+        self.device.upload(on_host.rows[first:], on_device.rows[first:])
+        return call.result(on_device, step.weights, self.device.add_rows)
+
+    def _launch(self, call: LayerCall, plan: LayerPlan, side: CallSide) -> None:
+        """Give the device its batches, in the order in which their experts are there."""
+        cache, launch, use = self.cache, self.device.launch, self.cache.engine.use
         first = plan.layer * cache.geometry.num_experts
         slot_of = cache.planner.residency.slot_of
-        num_gpu = len(plan.gpu)
-        if num_gpu:
+        at = len(plan.gpu)
+        if at:
             keys = [first + expert for expert in plan.gpu]
-            use = engine.use([slot_of[key] for key in keys], keys)
-            self.device.launch(call.batch(0, num_gpu), use)
-        at = num_gpu
+            launch(call.batch(0, at, side), use([slot_of[key] for key in keys], keys))
         for expert in plan.arriving:  # each runs as it lands
             key = first + expert
-            self.device.launch(call.batch(at, at + 1), engine.use((slot_of[key],), (key,)))
+            launch(call.batch(at, at + 1, side), use((slot_of[key],), (key,)))
             at += 1
         for copy in plan.fetch:
             cache.submit((copy,), is_needed=True)
-            use = engine.use((copy.slot,), (first + copy.expert,))
-            self.device.launch(call.batch(at, at + 1), use)
+            claim = use((copy.slot,), (first + copy.expert,))
+            launch(call.batch(at, at + 1, side), claim)
             at += 1
-        cache.submit(plan.insert, is_needed=False)
-        cache.submit(plan.prefetch, is_needed=False)
-        if plan.cpu:
-            self._kernels.run(call.batch(at, at + len(plan.cpu)))
-        cache.planner.learn()  # from what has been planned; the device may still be at work
-        if at:
-            self.device.synchronize()
+
+    def _uploaded(self, result: Tensor, step: "_LayerStep") -> Tensor:
+        """Return a result of the host where the model's state lies."""
+        if step.hidden.device == result.device:
+            return result
+        out = torch.empty_like(step.hidden)
+        self.device.upload(result, out)
+        return out
 
     def _recover(self, *, shrink: bool) -> None:
         """Make the engine usable after an error in the middle of a layer."""
-        self._kernels.forget_rows()
+        self.device.forget_rows()
         slots = self.cache.num_slots
         with contextlib.suppress(Exception):  # then the cache is left empty
             self.cache.resize(int(slots * SHRINK) if shrink else slots)
         self._last_layer = len(self.store)
 
     def _report(
-        self, load: LayerLoad, plan: LayerPlan, begin: float, plan_seconds: float, call: LayerCall
+        self,
+        load: LayerLoad,
+        plan: LayerPlan,
+        begin: float,
+        plan_seconds: float,
+        step: "_LayerStep",
     ) -> None:
         num_active = len(load.experts)
         event = LayerExecuted(
             layer=load.layer,
-            num_tokens=call.routing.num_tokens,
+            num_tokens=step.routing.num_tokens,
             num_active_experts=num_active,
-            num_expert_rows=call.routing.num_rows,
-            touched_bytes=num_active * call.host.image_bytes,
+            num_expert_rows=step.routing.num_rows,
+            touched_bytes=num_active * step.host.image_bytes,
             load=load,
             plan=plan,
             step_copies=self._step_copies,

@@ -1,59 +1,61 @@
-"""One call of a layer: its rows in the order of a plan, cut into batches, and added up."""
+"""One call of a layer: its rows in the order of a plan, cut into batches, and added up.
+
+Rows lie lane by lane. A processor with memory of its own has a side of its own (`CallSide`), whose
+rows have the same places as the other's: the host's rows are brought to the device in one piece,
+and the sum is built where the model's state lies.
+"""
 
 from collections.abc import Sequence
 
 from torch import Tensor
 
-from tandem.offload.batch import ExpertBatch, ExpertFunctions
+from tandem.offload.batch import CallSide, ExpertBatch, ExpertFunctions
 from tandem.offload.host_store import HostLayer
-from tandem.offload.routing import AddRows, Routing, add_rows
+from tandem.offload.input_order import ordered_inputs
+from tandem.offload.routing import AddRows, Routing
 
 
 class LayerCall:
-    """What all batches of a call share; each batch fills a contiguous piece of the rows."""
+    """What all batches of a call share; each batch fills a contiguous piece of its side's rows."""
+
+    __slots__ = ("_functions", "_order", "_rows", "host", "routing")
 
     def __init__(
-        self,
-        host: HostLayer,
-        functions: ExpertFunctions,
-        hidden: Tensor,
-        routing: Routing,
-        order: Sequence[int],
-        computed: Tensor,
+        self, host: HostLayer, functions: ExpertFunctions, routing: Routing, order: Sequence[int]
     ) -> None:
-        """Lay the rows out with the active experts in this order; `hidden` is on the CPU.
-
-        `computed` (routing.num_rows, hidden_size) fp32 takes the rows.
-        """
+        """Lay the rows out with the active experts in this order."""
         self.host = host
         self.routing = routing
         self._functions = functions
-        self._hidden = hidden
-        self._hidden_fp32 = hidden.float()
         self._order = order
         self._rows = routing.rows(order)
-        self._computed = computed
 
-    def batch(self, first: int, last: int) -> ExpertBatch:
-        """Return the batch of the order's experts first .. last - 1."""
+    def batch(self, first: int, last: int, side: CallSide) -> ExpertBatch:
+        """Return the batch of the order's experts first .. last - 1, computed on a side."""
         begin, token = self._rows.begin, self._rows.token
         start, end = begin[first], begin[last]
-        is_whole = end - start == len(token)
-        computed = self._computed
-        return ExpertBatch(
-            self.host,
-            self._functions,
-            self._hidden,
-            self._hidden_fp32,
-            self._order[first:last],
-            begin[first : last + 1],
-            token if is_whole else token[start:end],
-            computed if is_whole else computed[start:end],
-        )
+        is_whole = end - start == begin[-1]
+        experts, begin = self._order[first:last], begin[first : last + 1]
+        token = token if is_whole else token[start:end]
+        rows = side.rows if is_whole else side.rows[start:end]
+        if self.host.input_order is not None:
+            hidden, token = ordered_inputs(
+                side.hidden, self.host.input_order, experts, begin, token
+            )
+            side = CallSide(hidden, side.rows)
+        return ExpertBatch(self.host, self._functions, side, experts, begin, token, rows)
 
-    def result(self, top_k_weights: Tensor, add: AddRows) -> Tensor:
-        """Return the weighted sums (n_tokens, hidden_size), once all batches are done."""
-        computed, post_norm = self._computed, self._functions.post_norm
+    def first_row(self, place: int) -> int:
+        """Return the first row of the expert at a place of the order."""
+        return self._rows.begin[place]
+
+    def result(self, side: CallSide, top_k_weights: Tensor, add: AddRows) -> Tensor:
+        """Return the weighted sums (n_tokens, hidden_size) of the rows, which are all on a side.
+
+        A fixed order of fp32 additions, the router's first to last: the same bits whoever computed
+        the rows.
+        """
+        rows, post_norm, dtype = side.rows, self._functions.post_norm, side.hidden.dtype
         if post_norm is not None:
-            computed = post_norm(computed.to(self._hidden.dtype)).float()
-        return add_rows(computed, self._rows, top_k_weights, add).to(self._hidden.dtype)
+            rows = post_norm(rows.to(dtype)).float()
+        return add(rows, self._rows.row_of, top_k_weights.float()).to(dtype)

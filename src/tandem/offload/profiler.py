@@ -14,13 +14,14 @@ from statistics import median
 import torch
 
 from tandem.kernels.cpu import detect_cpu
-from tandem.offload.batch import ExpertFunctions
+from tandem.offload.batch import CallSide, ExpertFunctions
 from tandem.offload.copy_engine import copy_image
 from tandem.offload.expert_kernels import ExpertKernels
 from tandem.offload.host_memory import total_bytes
 from tandem.offload.host_store import HostStore
 from tandem.offload.layer_call import LayerCall
 from tandem.offload.routing import Routing
+from tandem.offload.row_memory import RowMemory
 from tandem.policy.cost import HardwareProfile, ShapeCosts
 from tandem.policy.plan import Geometry
 
@@ -129,6 +130,7 @@ class _Bench:
         self._functions, self._kernels = functions, kernels
         self._dtype, self._hidden_size = dtype, hidden_size
         self._turns = self._next_experts()
+        self._rows = RowMemory()
 
     def _next_experts(self) -> Iterator[tuple[int, int]]:
         pairs = itertools.product(range(len(self._store)), range(self._geometry.num_experts))
@@ -145,10 +147,12 @@ class _Bench:
         hidden = torch.randn(num_tokens, self._hidden_size).to(self._dtype)
         routing = Routing(index, total)
         order = routing.lone_order()
-        computed = self._kernels.rows(routing.num_rows, self._hidden_size)
-        call = LayerCall(self._store[layer], self._functions, hidden, routing, order, computed)
+        side = CallSide(hidden, self._rows.rows(routing.num_rows, self._hidden_size))
+        batch = LayerCall(self._store[layer], self._functions, routing, order).batch(
+            0, len(order), side
+        )
         begin = time.perf_counter()
-        self._kernels.run(call.batch(0, len(order)))
+        self._kernels.run(batch)
         return time.perf_counter() - begin
 
     def _median_batch(self, num_experts: int, num_tokens: int) -> float:

@@ -1,17 +1,19 @@
-"""Steps of few tokens whose experts all run on the CPU: sorted, computed and added in one call.
+"""Packed layers as the native calls take them: one call for a batch, or for a whole small step.
 
 Where the kernels know the layer's format and the model's activation; the rest goes the long way.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tandem.core.errors import ModelError
 from tandem.kernels import _native
 from tandem.kernels.dense import VALUE_DTYPES
-from tandem.kernels.native import NativeExperts, native_layout
-from tandem.offload.batch import ExpertFunctions
+from tandem.kernels.native import NativeActivation, NativeExperts, native_layout
+from tandem.offload.batch import ExpertBatch, ExpertFunctions
 from tandem.offload.host_store import HostLayer
 from tandem.offload.packed_layer import PackedLayer
 
@@ -19,12 +21,30 @@ MAX_TOKENS = 64  # more are a prompt's, where sorting in Python costs nothing
 
 
 class RoutedLayers:
-    """The layers of a store as the native call takes them."""
+    """The layers of a store as the native calls take them."""
 
     def __init__(self, native: NativeExperts) -> None:
         """Compute with the threads of `native`, which must be idle."""
+        self._engine = native._engine
         self._experts = _native.RoutedExperts(native._engine)
-        self._layers: dict[int, tuple[ExpertFunctions, Any]] = {}
+        self._layers: dict[int, tuple[PackedLayer, NativeActivation, Any]] = {}
+
+    def run_batch(
+        self, layer: PackedLayer, batch: ExpertBatch, addresses: Sequence[int] | None
+    ) -> None:
+        """Fill the rows of a batch; weights are at `addresses`, or in the host store if None."""
+        activation = batch.functions.native
+        assert activation is not None
+        hidden, token, out = batch.hidden_fp32, batch.token, batch.out
+        try:
+            _native.run_batch(
+                self._engine, self._native(layer, activation),
+                batch.experts if addresses is None else addresses,
+                addresses is not None, batch.begin, hidden.shape[0], token.data_ptr(),
+                token.shape[0], hidden.data_ptr(), out.data_ptr(),
+            )  # fmt: skip
+        except ValueError as error:  # rows, experts or tokens that do not exist
+            raise ModelError(f"the routing of a layer is damaged: {error}") from error
 
     def run(
         self,
@@ -34,13 +54,17 @@ class RoutedLayers:
         index: Tensor,
         weights: Tensor,
     ) -> tuple[Tensor, int] | None:
-        """Return the layer's result and how many experts were active; None if it cannot."""
-        num_tokens = len(hidden)
+        """Return a layer's result and how many experts were active; None if it cannot.
+
+        Sorts, computes and adds up natively, with every expert on the CPU.
+        """
+        num_tokens, activation = hidden.shape[0], functions.native
         if (
             num_tokens > MAX_TOKENS
-            or functions.native is None
+            or activation is None
             or functions.post_norm is not None
             or not isinstance(layer, PackedLayer)
+            or layer.input_order is not None
             or hidden.dtype not in VALUE_DTYPES
             or weights.dtype not in VALUE_DTYPES
             or index.dtype is not torch.int64
@@ -49,22 +73,20 @@ class RoutedLayers:
         hidden, index, weights = hidden.contiguous(), index.contiguous(), weights.contiguous()
         out = torch.empty_like(hidden)
         active = self._experts.run(
-            self._native(layer, functions), num_tokens, index.shape[1],
+            self._native(layer, activation), num_tokens, index.shape[1],
             hidden.dtype is torch.bfloat16, hidden.data_ptr(), index.data_ptr(),
             weights.dtype is torch.bfloat16, weights.data_ptr(), out.data_ptr(),
         )  # fmt: skip
         return out, active
 
-    def _native(self, layer: PackedLayer, functions: ExpertFunctions) -> Any:
+    def _native(self, layer: PackedLayer, activation: NativeActivation) -> Any:
         known = self._layers.get(layer.layer)
-        if known is not None and known[0] is functions:
-            return known[1]
-        activation = functions.native
-        assert activation is not None
+        if known is not None and known[0] is layer and known[1] is activation:
+            return known[2]
         native = _native.RoutedLayer(
             native_layout(layer.layout), activation.kind, activation.alpha, activation.limit,
             activation.offset, layer.arrivals.num_experts, layer.buffers.data_ptr(),
             layer.layout.num_bytes,
         )  # fmt: skip
-        self._layers[layer.layer] = functions, native
+        self._layers[layer.layer] = layer, activation, native
         return native

@@ -21,18 +21,22 @@ Ints = npt.NDArray[np.int64]
 class Rows(NamedTuple):
     """The rows of a call, in the chosen order of experts.
 
-    Expert i of that order has rows `begin[i]`..`begin[i + 1]` - 1; row j is of token `token[j]` and
-    belongs at place `place[j]` of the flattened (n_tokens, top_k), or at j if `place` is None.
+    Expert i of that order has rows `begin[i]`..`begin[i + 1]` - 1; row j is of token `token[j]`.
     """
 
     begin: list[int]
     token: Tensor  # (n_rows,) int32
-    place: Ints | None
+    row_of: Tensor  # (n_tokens, top_k) int32: the row of each choice; -1 for padding
 
 
 @functools.lru_cache(maxsize=64)
 def _zeros(count: int) -> Tensor:
     return torch.zeros(count, dtype=torch.int32)
+
+
+@functools.lru_cache(maxsize=64)
+def _counting(count: int) -> list[int]:
+    return list(range(count))
 
 
 class Routing:
@@ -94,12 +98,10 @@ class Routing:
     def rows(self, order: Sequence[int]) -> Rows:
         """Return the rows with experts in this order; it must hold all active ones."""
         if self._single is not None:
-            token = _zeros(self.top_k)
-            begin = list(range(self.top_k + 1))
-            if self._single == list(order):
-                return Rows(begin, token, None)
-            place_of = {expert: at for at, expert in enumerate(self._single)}
-            return Rows(begin, token, np.array([place_of[expert] for expert in order]))
+            row_at = {expert: row for row, expert in enumerate(order)}
+            table = np.array([[row_at[expert] for expert in self._single]], dtype=np.int32)
+            begin = _counting(self.top_k + 1)
+            return Rows(begin, _zeros(self.top_k), torch.from_numpy(table))
         # Padding ranks behind all experts, and is cut off.
         rank = np.full(self.num_experts + 1, len(order), dtype=np.int16)
         rank[list(order)] = np.arange(len(order))
@@ -110,7 +112,10 @@ class Routing:
         place = np.argsort(rank[chosen], kind="stable")[: len(self._valid)]
         begin = [0, *np.cumsum(self._counts[list(order)]).tolist()]
         token = torch.from_numpy((place // self.top_k).astype(np.int32))
-        return Rows(begin, token, place)
+        table = np.full(self.num_tokens * self.top_k, -1, dtype=np.int32)
+        table[place] = np.arange(len(place), dtype=np.int32)
+        row_of = torch.from_numpy(table.reshape(self.num_tokens, self.top_k))
+        return Rows(begin, token, row_of)
 
     def lone_order(self) -> Sequence[int]:
         """Return the order of experts that needs the least sorting."""
@@ -118,33 +123,4 @@ class Routing:
 
 
 AddRows = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Sums (rows, row of each place or -1, weights) to tokens, in the order of the places."""
-
-
-def add_rows(computed: Tensor, rows: Rows, top_k_weights: Tensor, add: AddRows) -> Tensor:
-    """Sum weight * row over k: (n_rows, hidden_size) fp32 -> (n_tokens, hidden_size) fp32.
-
-    A fixed order of fp32 additions, the router's first to last: the same bits whoever computed the
-    rows. Padding adds nothing.
-    """
-    num_tokens, top_k = top_k_weights.shape
-    if num_tokens == 1 and len(computed) == top_k and computed.shape[1] > 1:
-        return _add_single(computed, rows, top_k_weights)
-    row_of = np.full(num_tokens * top_k, -1, dtype=np.int32)
-    place = np.arange(len(computed)) if rows.place is None else rows.place
-    row_of[place] = np.arange(len(computed), dtype=np.int32)
-    table = torch.from_numpy(row_of.reshape(num_tokens, top_k))
-    return add(computed, table, top_k_weights.float())
-
-
-def _add_single(computed: Tensor, rows: Rows, top_k_weights: Tensor) -> Tensor:
-    """Add one token's rows in numpy, whose calls cost a third of torch's; it adds in order too."""
-    values = computed.numpy()
-    weights = top_k_weights.float().numpy()[0]
-    if rows.place is not None:
-        weights = weights[rows.place]
-        weighted = np.empty_like(values)
-        weighted[rows.place] = values * weights[:, None]
-    else:
-        weighted = values * weights[:, None]
-    return torch.from_numpy(np.add.reduce(weighted, axis=0, keepdims=True))
+"""Sums (rows, row of each choice or -1, weights) to tokens, in the order of the choice."""

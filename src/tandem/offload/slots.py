@@ -53,6 +53,12 @@ class SlotUse:
             self._bring(self.claims)
         return self._slots.wait_landed(self.claims)
 
+    def addresses(self) -> list[int]:
+        """Return where that memory is."""
+        if self._bring is not None:
+            self._bring(self.claims)
+        return self._slots.wait_addresses(self.claims)
+
     def end(self) -> None:
         """Let go: nothing reads the slots for this batch any more."""
         self._slots.end_use(self.claims)
@@ -69,6 +75,7 @@ class Slots:
         self._pool = pool
         self._blocks: list[Tensor] = []
         self._memory: list[Tensor] = []
+        self._addresses: list[int] = []
         self._key = [NOTHING] * num_slots  # of the planned generation
         self._planned = [0] * num_slots
         self._landed = [0] * num_slots
@@ -87,6 +94,7 @@ class Slots:
             block = self._pool.allocate(count * self.slot_bytes)
             self._blocks.append(block)
             self._memory += block.view(count, self.slot_bytes).unbind()
+        self._addresses = [memory.data_ptr() for memory in self._memory]
 
     def release(self) -> None:
         """Give the memory back; no slot is used afterwards."""
@@ -165,13 +173,25 @@ class Slots:
 
     def wait_landed(self, claims: Sequence[Claim]) -> list[Tensor]:
         """Wait until claimed generations are complete; returns their slots' memory."""
-        landed = self._landed
-        if any(landed[slot] != generation for slot, generation in claims):
-            with self.changed:
-                self.changed.wait_for(lambda: self._error or all(landed[s] == g for s, g in claims))
-                if self._error is not None:
-                    raise self._error
+        self._wait(claims)
         return [self._memory[slot] for slot, _ in claims]
+
+    def wait_addresses(self, claims: Sequence[Claim]) -> list[int]:
+        """Do the same; returns where that memory is."""
+        self._wait(claims)
+        return [self._addresses[slot] for slot, _ in claims]
+
+    def _wait(self, claims: Sequence[Claim]) -> None:
+        landed = self._landed
+        for slot, generation in claims:
+            if landed[slot] != generation:
+                break
+        else:
+            return
+        with self.changed:
+            self.changed.wait_for(lambda: self._error or all(landed[s] == g for s, g in claims))
+            if self._error is not None:
+                raise self._error
 
     def forget_uses(self) -> None:
         """Drop all claims, when nothing that is launched is left: some may never have been."""
