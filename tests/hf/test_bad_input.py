@@ -144,15 +144,46 @@ def test_unknown_model_type(checkpoint: Path) -> None:
 
 
 def test_source_quantized_by_others(checkpoint: Path) -> None:
+    edit_json(checkpoint / "config.json", quantization_config={"quant_method": "hqq"})
+    with pytest.raises(UnsupportedModelError, match=r"'hqq', which Tandem does not read.*gptq"):
+        tandem.load(checkpoint)
+
+
+def test_config_of_a_quantized_model_beside_plain_weights(checkpoint: Path) -> None:
     edit_json(checkpoint / "config.json", quantization_config={"quant_method": "gptq"})
-    with pytest.raises(UnsupportedModelError, match="quantized with 'gptq'"):
+    with pytest.raises(ModelError, match="but no tensor is; use the config"):
+        tandem.load(checkpoint)
+
+
+def test_a_tensor_in_two_files(checkpoint: Path) -> None:
+    first, second = shards(checkpoint)[:2]
+    tensors = load_file(second)
+    name, tensor = next(iter(load_file(first).items()))
+    save_file(tensors | {name: tensor}, second, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=f"has tensor {name} twice, in .*download it again"):
+        tandem.load(checkpoint)
+
+
+def test_an_index_that_names_a_tensor_twice(checkpoint: Path) -> None:
+    index_file = checkpoint / "model.safetensors.index.json"
+    name, shard = next(iter(json.loads(index_file.read_text())["weight_map"].items()))
+    text = index_file.read_text().replace('"weight_map": {', f'"weight_map": {{"{name}": "other",')
+    index_file.write_text(text)
+    with pytest.raises(ModelError, match=f"names {name} twice, as 'other' and as '{shard}'"):
+        tandem.load(checkpoint)
+
+
+def test_code_that_comes_with_a_model(checkpoint: Path) -> None:
+    edit_json(checkpoint / "config.json", model_type="mine", auto_map={"AutoConfig": "mine.Config"})
+    with pytest.raises(UnsupportedModelError, match=r"needs the code that.*trust_remote_code=True"):
         tandem.load(checkpoint)
 
 
 @pytest.mark.parametrize("field", ["expert_dtype", "dtype"])
 def test_wrong_dtype_name(checkpoint: Path, field: str) -> None:
+    options: dict[str, Any] = {field: "bf61"}
     with pytest.raises(ConfigError, match=rf"{field} is 'bf61'.*did you mean .*'bf16'"):
-        tandem.load(checkpoint, **{field: "bf61"})
+        tandem.load(checkpoint, **options)
 
 
 def test_unknown_option(checkpoint: Path) -> None:

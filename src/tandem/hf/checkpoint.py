@@ -3,7 +3,7 @@
 Reads config.json and the headers of the safetensors files, never the weights.
 """
 
-import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,103 +11,66 @@ from tandem.core.errors import ModelError, UnsupportedModelError
 from tandem.core.registry import nearest_names
 from tandem.hf.config import QUANT_METHOD
 from tandem.hf.packed import INDEX_FILE
-
-_INDEX_FILES = (INDEX_FILE, "model.safetensors.index.json")
-_SINGLE_FILE = "model.safetensors"
-_HEADER_LENGTH_BYTES = 8
+from tandem.hf.sources.files import TensorFiles, open_tensors, read_json
 
 
-def check_checkpoint(directory: Path) -> dict[str, Any]:
-    """Return config.json of a directory whose files are all there and whole.
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A directory whose files are all there and whole."""
+
+    directory: Path
+    config: dict[str, Any]
+    files: TensorFiles
+
+    @property
+    def quantization(self) -> dict[str, Any] | None:
+        """Return the `quantization_config`, wherever config.json keeps it."""
+        return quantization_of(self.config)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether Tandem wrote it."""
+        return (self.quantization or {}).get("quant_method") == QUANT_METHOD
+
+
+def open_checkpoint(directory: Path, *, may_run_code: bool = False) -> Checkpoint:
+    """Check a directory and return what is in it.
 
     Raises `ModelError` naming the first file that is missing, truncated or damaged, and
-    `UnsupportedModelError` for sources that Tandem does not read.
+    `UnsupportedModelError` for a model type that Transformers does not know; `may_run_code` lets
+    one pass that brings its own code.
     """
-    config = _read_json(directory, "config.json")
-    _check_model_type(directory, config)
-    _check_quantization(directory, config)
-    for index_name in _INDEX_FILES:
-        if (directory / index_name).exists():
-            _check_shards(directory, index_name)
-            return config
-    if (directory / _SINGLE_FILE).exists():
-        read_header(directory / _SINGLE_FILE)
-        return config
-    raise ModelError(
-        f"{directory} has no weights: expected {_SINGLE_FILE} or {_INDEX_FILES[1]}; "
-        "is the download complete?"
-    )
+    config = read_json(directory, "config.json")
+    _check_model_type(directory, config, may_run_code=may_run_code)
+    index_name = INDEX_FILE if (directory / INDEX_FILE).exists() else None
+    return Checkpoint(directory, config, open_tensors(directory, index_name))
 
 
-def read_header(file: Path) -> dict[str, Any]:
-    """Return the tensors that a safetensors file announces; its size must agree with them."""
-    size = file.stat().st_size
-    damaged = f"{file} is damaged (its safetensors header cannot be read); download it again"
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(_HEADER_LENGTH_BYTES), "little")
-        if size < _HEADER_LENGTH_BYTES or length > size - _HEADER_LENGTH_BYTES:
-            raise ModelError(damaged)
-        try:
-            header = json.loads(stream.read(length))
-            tensors = {k: v for k, v in header.items() if k != "__metadata__"}
-            data_bytes = max((t["data_offsets"][1] for t in tensors.values()), default=0)
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise ModelError(damaged) from None
-    expected = _HEADER_LENGTH_BYTES + length + data_bytes
-    if size != expected:
-        raise ModelError(f"{file} has {size} bytes, expected {expected}; download it again")
-    return tensors
+def quantization_of(config: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the `quantization_config` of a config.json, or of its text part; None without one."""
+    for part in (config, config.get("text_config")):
+        if isinstance(part, dict) and isinstance(part.get("quantization_config"), dict):
+            found: dict[str, Any] = part["quantization_config"]
+            return found
+    return None
 
 
-def _read_json(directory: Path, name: str) -> dict[str, Any]:
-    file = directory / name
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{directory} has no {name}; expected a Transformers checkpoint") from None
-    except ValueError as error:
-        raise ModelError(f"{file} is not valid JSON ({error}); download it again") from None
-    if not isinstance(content, dict):
-        raise ModelError(f"{file} holds a {type(content).__name__}, expected a JSON object")
-    return content
-
-
-def _check_model_type(directory: Path, config: dict[str, Any]) -> None:
+def _check_model_type(directory: Path, config: dict[str, Any], *, may_run_code: bool) -> None:
     from transformers import CONFIG_MAPPING
 
     model_type = config.get("model_type")
     if model_type is None:
         raise ModelError(f"{directory}/config.json has no model_type; is this a model directory?")
-    if model_type not in CONFIG_MAPPING:
-        hint = nearest_names(str(model_type), list(CONFIG_MAPPING.keys()))
-        hint = hint if hint.startswith("did") else "a newer Transformers may have it"
+    if model_type in CONFIG_MAPPING or ("auto_map" in config and may_run_code):
+        return
+    if "auto_map" in config:
         raise UnsupportedModelError(
-            f"{directory}/config.json names model_type {model_type!r}, which the installed "
-            f"Transformers does not know; {hint}"
+            f"{directory}/config.json names model_type {model_type!r}, which needs the code that "
+            "comes with the model; read that code, then load with trust_remote_code=True"
         )
-
-
-def _check_quantization(directory: Path, config: dict[str, Any]) -> None:
-    quantization = config.get("quantization_config")
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    if method not in (None, QUANT_METHOD):
-        raise UnsupportedModelError(
-            f"{directory} is quantized with {method!r}; this version of Tandem reads bf16, fp16 "
-            "and fp32 checkpoints and its own packed ones, so use the unquantized original"
-        )
-
-
-def _check_shards(directory: Path, index_name: str) -> None:
-    weight_map = _read_json(directory, index_name).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelError(f"{directory / index_name} has no weight_map; download it again")
-    headers: dict[str, dict[str, Any]] = {}
-    for tensor, shard in weight_map.items():
-        if shard not in headers:
-            if not (directory / shard).exists():
-                raise ModelError(
-                    f"{directory} lacks {shard}, which {index_name} names; download it"
-                )
-            headers[shard] = read_header(directory / shard)
-        if tensor not in headers[shard]:
-            raise ModelError(f"{directory / shard} lacks tensor {tensor}, which {index_name} names")
+    hint = nearest_names(str(model_type), list(CONFIG_MAPPING.keys()))
+    hint = hint if hint.startswith("did") else "a newer Transformers may have it"
+    raise UnsupportedModelError(
+        f"{directory}/config.json names model_type {model_type!r}, which the installed "
+        f"Transformers does not know; {hint}"
+    )

@@ -1,8 +1,16 @@
 """All that differs between the supported versions of Transformers (5.17 to today)."""
 
+from collections.abc import Iterable
 from typing import Any
 
-from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
 
 
 class QuantizerHooks:
@@ -40,3 +48,22 @@ def is_expert_merge(converter: Any) -> bool:
     if not (type(merge) is MergeModulelist and merge.dim == 0):
         return False
     return not rest or (len(rest) == 1 and type(rest[0]) is Concatenate and rest[0].dim == 1)
+
+
+def target_names(model: Any, names: Iterable[str]) -> dict[str, str]:
+    """Return in which parameter each name of a checkpoint ends, by the model's conversions.
+
+    Where several tensors become one parameter (the experts of a layer) all have its name.
+    """
+    conversions = get_model_conversion_mapping(model)
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+    parameters = model.state_dict()
+    prefix = model.base_model_prefix
+    found = {}
+    for name in sorted(names):
+        target, _ = rename_source_key(name, renamings, converters, prefix, parameters)
+        if target not in parameters and name in parameters:
+            target, _ = rename_source_key(name, [], [], prefix, parameters)
+        found[name] = target
+    return found

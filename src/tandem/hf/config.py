@@ -11,6 +11,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from tandem.core.config import from_mapping
 from tandem.core.errors import ConfigError
 from tandem.core.registry import nearest_names
+from tandem.hf.sources.source import Source
 from tandem.kernels.formats.weight_format import ALIASES, FORMATS, WeightFormat, find_format
 from tandem.offload.options import OffloadOptions
 
@@ -100,6 +101,10 @@ class OffloadConfig(OffloadOptions, QuantizationConfigMixin):  # type: ignore[mi
     """Where profiles, heat and residuals are kept; None is `~/.cache/tandem`."""
     packed_format: int | None = None
     """Version of the packed files; only set in checkpoints that `tandem.save` wrote."""
+    expert_formats: list[str] | None = None
+    """The format of each MoE layer; only in packed checkpoints whose layers differ."""
+    source: Source | None = dataclasses.field(default=None, init=False, repr=False, compare=False)
+    """The quantised checkpoint that `tandem.load` reads; never written."""
 
     def __post_init__(self) -> None:
         """Check every field; `ConfigError` names the field, the value and what is expected."""
@@ -137,5 +142,6 @@ class OffloadConfig(OffloadOptions, QuantizationConfigMixin):  # type: ignore[mi
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         kept = ("quant_method", "expert_dtype")
         values = dataclasses.asdict(self).items()
-        known = {k: v for k, v in values if k != "cache_dir"}  # of one machine, not of the model
+        # Of one machine or one load, not of the model.
+        known = {k: v for k, v in values if k not in ("cache_dir", "source")}
         return {k: v for k, v in known.items() if k in kept or v != defaults[k]}

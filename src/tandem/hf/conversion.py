@@ -11,7 +11,11 @@ import torch
 from torch import Tensor
 from transformers.core_model_loading import ConversionOps
 
-from tandem.core.errors import ModelError, TandemError
+from tandem.core.errors import ModelError, TandemError, UnsupportedModelError
+from tandem.hf.packed import packed_name
+from tandem.hf.sources.source import SourceTensor
+from tandem.hf.stored_experts import put_expert, put_fused
+from tandem.offload.arrivals import WEIGHT_NAMES
 from tandem.offload.host_store import HostLayer
 
 
@@ -20,6 +24,8 @@ class StoreWriter:
 
     def __init__(self) -> None:
         self.layers: dict[str, HostLayer] = {}
+        self.exact: set[str] = set()
+        """Names of the layers whose weights are to come as the codes of a source."""
         self.error: TandemError | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StoreWriter":
@@ -37,7 +43,7 @@ class StoreWriter:
         self.error = self.error or error
 
 
-def placeholder(like: Tensor) -> Tensor:
+def placeholder(like: Tensor | SourceTensor) -> Tensor:
     """Return the empty tensor that stands in the module for a parameter in the host store."""
     return torch.empty(0, dtype=like.dtype)
 
@@ -56,11 +62,15 @@ class StoreFused(ConversionOps):  # type: ignore[misc]
     def _store(self, name: str, value: Any) -> Any:
         tensor = value[0] if isinstance(value, list) else value
         found = self.writer.find(name)
-        if found is None or tensor.numel() == 0:  # numel 0: `StoreExpertwise` was here before
-            return value
-        layer, tensor_name = found
+        is_source = isinstance(tensor, SourceTensor)
         try:
-            layer.put(tensor_name, tensor)
+            if found is None:
+                return tensor.values() if is_source else value
+            if not is_source and tensor.numel() == 0:  # `StoreExpertwise` was here before
+                return value
+            if not is_source and found[0].arrivals.name in self.writer.exact:
+                _require_codes(*found)
+            put_fused(*found, tensor)
         except TandemError as error:
             self.writer.keep_error(error)
         return placeholder(tensor)
@@ -104,11 +114,6 @@ class StoreExpertwise(StoreFused):
 class StorePacked(StoreFused):
     """Keep the tensors of a packed checkpoint as they are: views of the mapped file."""
 
-    def __init__(self, writer: StoreWriter, stored_name: str) -> None:
-        """Adopt tensors that stand in the files under `stored_name`."""
-        super().__init__(writer)
-        self.stored_name = stored_name
-
     def convert(
         self,
         input_dict: dict[str, Any],
@@ -118,20 +123,46 @@ class StorePacked(StoreFused):
     ) -> dict[str, Any]:
         """Adopt {packed name: [tensor]}; returns placeholders for the parameters in it."""
         assert target_patterns is not None
-        (tensors,) = input_dict.values()
         found = self.writer.find(full_layer_name)
         assert found is not None, f"{full_layer_name} is no parameter of an experts module"
         layer, _ = found
-        try:
-            layer.adopt(self.stored_name, tensors[0])
-        except TandemError as error:
-            self.writer.keep_error(error)
-        is_whole_layer = self.stored_name not in layer.arrivals.shapes
-        names = layer.arrivals.shapes if is_whole_layer else target_patterns
+        names = set(target_patterns)
+        for source, (tensor, *_) in input_dict.items():
+            stored_name = source.removeprefix(packed_name(""))
+            try:
+                layer.adopt(stored_name, tensor)
+            except TandemError as error:
+                self.writer.keep_error(error)
+            if stored_name not in layer.arrivals.shapes:  # all tensors of the layer in one
+                names |= set(layer.arrivals.shapes)
         return {name: torch.empty(0) for name in names}
 
 
-def _put_experts(layer: HostLayer, tensor_name: str, columns: list[list[Tensor]]) -> None:
+class ReadSource(ConversionOps):  # type: ignore[misc]
+    """Read weights of a quantised source, for the model's own operations that come after."""
+
+    def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        """Turn {pattern: [tensor or unread weight]} into {pattern: [tensor]}."""
+        return {
+            pattern: [t.values() if isinstance(t, SourceTensor) else t for t in tensors]
+            for pattern, tensors in input_dict.items()
+        }
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        """Refuse: what was read is not quantised again."""
+        raise ModelError("a model from a quantised checkpoint is saved with tandem.save")
+
+
+def _require_codes(layer: HostLayer, tensor_name: str) -> None:
+    if tensor_name in WEIGHT_NAMES:
+        raise UnsupportedModelError(
+            f"the codes of {layer.arrivals.name}.{tensor_name} are rearranged while "
+            "they load, and would be rounded anew; give an expert_dtype such as int8 to accept that"
+        )
+
+
+def _put_experts(layer: HostLayer, tensor_name: str, columns: list[list[Any]]) -> None:
     counts = {len(column) for column in columns}
     num_experts = layer.arrivals.num_experts
     if counts != {num_experts}:
@@ -141,6 +172,6 @@ def _put_experts(layer: HostLayer, tensor_name: str, columns: list[list[Tensor]]
             "files again"
         )
     for expert in range(num_experts):
-        layer.put_expert(tensor_name, expert, [column[expert] for column in columns])
+        put_expert(layer, tensor_name, expert, [column[expert] for column in columns])
         for column in columns:  # free the source as we go: a layer is never whole twice
-            column[expert] = column[expert].new_empty(0)
+            column[expert] = torch.empty(0)

@@ -1,6 +1,5 @@
 """`tandem.load`: open a checkpoint with its experts in host memory."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -9,64 +8,118 @@ import transformers
 
 from tandem.core.config import from_mapping
 from tandem.core.errors import ConfigError, ModelError, TandemError
-from tandem.hf.checkpoint import check_checkpoint
-from tandem.hf.config import OffloadConfig, parse_dense_dtype, parse_dtype
-
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+from tandem.hf.checkpoint import Checkpoint, open_checkpoint
+from tandem.hf.config import OffloadConfig, parse_dense_dtype, parse_dtype, parse_expert_dtype
+from tandem.hf.hub import HubOptions, find_directory
+from tandem.hf.sources.source import Source, open_source
 
 
 def load(
-    model: str | Path, *, dtype: str | torch.dtype = "auto", device_map: Any = None, **options: Any
+    model: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device_map: Any = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    hub_cache: str | Path | None = None,
+    trust_remote_code: bool = False,
+    **options: Any,
 ) -> Any:
     """Load a checkpoint directory (or hub id) with its experts in host memory.
 
     `dtype` is that of the dense parts ("auto": the checkpoint's); `dense_dtype` among the options
-    packs their linear layers. `options` are the fields of `OffloadConfig`. Returns the Transformers
-    model; raises `TandemError` for what a user can mend.
+    packs their linear layers. Experts that are quantised in the checkpoint keep their codes, unless
+    the options name an `expert_dtype`. `revision`, `token` and `hub_cache` (a directory) are for a
+    hub id; code that comes with a model runs only with `trust_remote_code`. `options` are the
+    fields of `OffloadConfig`. Returns the Transformers model; raises `TandemError` for what a user
+    can mend.
     """
     offload = from_mapping(OffloadConfig, options, where="tandem.load")
     model_dtype = parse_dtype(dtype, field="dtype") or "auto"
-    source = str(model)
-    if Path(model).is_dir():
-        config = check_checkpoint(Path(model))
-        # A packed checkpoint says itself how its experts are stored.
-        is_packed = "quantization_config" in config
-        if is_packed:
-            _check_packed_dtype(source, config["quantization_config"], offload)
-    elif _HUB_ID.fullmatch(source) and not Path(model).parent.is_dir():
-        config, is_packed = {}, False
-    else:
-        raise ModelError(f"{source} is not a directory; expected a model directory or a hub id")
-    loader = _model_class(config)
-    kwargs = {} if is_packed else {"quantization_config": offload}
+    hub = HubOptions(revision, token, None if hub_cache is None else str(hub_cache))
+    directory = find_directory(model, hub)
+    checkpoint = open_checkpoint(directory, may_run_code=trust_remote_code)
+    if checkpoint.is_packed:
+        _check_packed_dtype(checkpoint, offload)
+    source = None
+    if checkpoint.quantization is not None and not checkpoint.is_packed:
+        source = open_source(checkpoint.files, checkpoint.quantization)
     try:
-        loaded, report = loader.from_pretrained(
-            source, dtype=model_dtype, device_map=device_map, output_loading_info=True, **kwargs
+        loaded, report = _from_pretrained(
+            checkpoint,
+            source,
+            offload,
+            dtype=model_dtype,
+            device_map=device_map,
+            may_run_code=trust_remote_code,
         )
     except TandemError:
         raise
     except (OSError, ValueError, RuntimeError, KeyError, AttributeError) as error:
         first_line = str(error).strip().partition("\n")[0]
-        raise ModelError(f"Transformers cannot load {source}: {first_line}") from error
-    _require_all_weights(source, report)
-    if is_packed:
+        raise ModelError(f"Transformers cannot load {directory}: {first_line}") from error
+    _require_all_weights(directory, report)
+    if checkpoint.is_packed:
         loaded.hf_quantizer.assemble(loaded, offload)
     return loaded.eval()
 
 
-def _check_packed_dtype(source: str, packed: dict[str, Any], offload: OffloadConfig) -> None:
+def _from_pretrained(
+    checkpoint: Checkpoint,
+    source: Source | None,
+    offload: OffloadConfig,
+    *,
+    dtype: Any,
+    device_map: Any,
+    may_run_code: bool,
+) -> tuple[Any, dict[str, Any]]:
+    """Let Transformers load; returns the model and what it reports."""
+    directory = str(checkpoint.directory)
+    common = {"dtype": dtype, "device_map": device_map, "output_loading_info": True}
+    if source is None:
+        # A packed checkpoint says itself how its experts are stored.
+        mine: dict[str, Any] = {} if checkpoint.is_packed else {"quantization_config": offload}
+        if may_run_code and "auto_map" in checkpoint.config:
+            mine["trust_remote_code"] = True
+        loader = _model_class(checkpoint.config)
+        result: tuple[Any, dict[str, Any]] = loader.from_pretrained(directory, **mine, **common)
+        return result
+    config = transformers.AutoConfig.from_pretrained(directory)
+    for part in (config, config.get_text_config()):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config  # Transformers refuses two
+    offload.source = source
+    loader = _model_class(checkpoint.config)
+    if loader is transformers.AutoModelForCausalLM:
+        loader = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    loaded, report = loader.from_pretrained(
+        None,
+        config=config,
+        state_dict=source.state_dict(),
+        quantization_config=offload,
+        **common,
+    )
+    loaded.name_or_path = loaded.config._name_or_path = directory
+    if (checkpoint.directory / "generation_config.json").exists():
+        loaded.generation_config = transformers.GenerationConfig.from_pretrained(directory)
+    return loaded, report
+
+
+def _check_packed_dtype(checkpoint: Checkpoint, offload: OffloadConfig) -> None:
+    packed = checkpoint.quantization or {}
     stored = packed.get("expert_dtype", "auto")
-    if offload.expert_dtype not in ("auto", stored):
+    wanted_experts = offload.parsed_expert_dtype
+    if wanted_experts not in (None, parse_expert_dtype(stored)):
         raise ConfigError(
-            f"{source} is packed with expert_dtype {stored!r} and cannot be loaded as "
-            f"{offload.expert_dtype!r}; load the original checkpoint for that"
+            f"{checkpoint.directory} is packed with expert_dtype {stored!r} and cannot be loaded "
+            f"as {offload.expert_dtype!r}; load the original checkpoint for that"
         )
     dense = parse_dense_dtype(packed.get("dense_dtype", "none"))
     wanted = parse_dense_dtype(offload.dense_dtype)
     if dense is not None and wanted not in (None, dense) and offload.dense_dtype != "auto":
         raise ConfigError(
-            f"{source} is packed with dense_dtype {dense.name!r} and cannot be loaded as "
-            f"{offload.dense_dtype!r}; load the original checkpoint for that"
+            f"{checkpoint.directory} is packed with dense_dtype {dense.name!r} and cannot be "
+            f"loaded as {offload.dense_dtype!r}; load the original checkpoint for that"
         )
 
 
@@ -78,10 +131,10 @@ def _model_class(config: dict[str, Any]) -> Any:
     return transformers.AutoModelForCausalLM
 
 
-def _require_all_weights(source: str, report: dict[str, Any]) -> None:
+def _require_all_weights(directory: Path, report: dict[str, Any]) -> None:
     missing = sorted(report["missing_keys"])
     if missing:
         raise ModelError(
-            f"{source} lacks {len(missing)} of the model's weights, the first is {missing[0]}; "
+            f"{directory} lacks {len(missing)} of the model's weights, the first is {missing[0]}; "
             "download the missing files again"
         )

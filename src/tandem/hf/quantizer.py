@@ -14,14 +14,14 @@ from transformers.quantizers.base import HfQuantizer
 from tandem.core.errors import ConfigError, UnsupportedModelError
 from tandem.core.units import format_bytes
 from tandem.hf.assembly import assemble
-from tandem.hf.compat import QuantizerHooks, is_expert_merge
+from tandem.hf.compat import QuantizerHooks, is_expert_merge, target_names
 from tandem.hf.config import (
     OffloadConfig,
     parse_dense_dtype,
     parse_expert_dtype,
     stored_format,
 )
-from tandem.hf.conversion import StoreExpertwise, StoreFused, StorePacked, StoreWriter
+from tandem.hf.conversion import ReadSource, StoreExpertwise, StoreFused, StorePacked, StoreWriter
 from tandem.hf.dense import pack_dense_layers, share_threads
 from tandem.hf.dense_files import expect_stored_layers, take_stored_layers
 from tandem.hf.experts import EXPERTS_IMPLEMENTATION, is_experts_module
@@ -35,7 +35,7 @@ from tandem.offload import host_memory
 from tandem.offload.arrivals import TENSOR_NAMES
 from tandem.offload.executor import CpuExecutor, Executor
 from tandem.offload.host_store import HostLayer, HostStore
-from tandem.offload.packed_layer import STORED_NAME
+from tandem.offload.packed_layer import STORED_NAME, STORED_ORDER_NAME
 
 # What a user is told to try when the experts do not fit, largest first.
 SMALLER_FORMATS = ("bf16", "int8", "int4")
@@ -55,6 +55,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         self.executor: Executor = CpuExecutor(self.store)
         self._writer = StoreWriter()
         self._bound: list[tuple[Any, HostLayer]] = []
+        self._source_targets: set[str] = set()
         self._threads: CpuThreads | None = None
 
     def validate_environment(self, device_map: Any = None, **kwargs: Any) -> None:
@@ -77,12 +78,10 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         if not modules:
             raise UnsupportedModelError(_why_refused(model))
         sources = {name: _tied_to(model, name) for name in modules}
-        for name, module in modules.items():
-            if sources[name] == name:
-                options = self.quantization_config
-                layer = _announce(self.store, name, module, options.parsed_expert_dtype)
-                self._writer.layers[name] = layer
         own = {name: module for name, module in modules.items() if sources[name] == name}
+        formats = self._expert_formats(model, list(own))
+        for name, module in own.items():
+            self._writer.layers[name] = _announce(self.store, name, module, formats[name])
         if not self.pre_quantized:  # a packed file is mapped, and need not be in memory as a whole
             _require_memory(self.store, own)
         for name, module in modules.items():
@@ -94,13 +93,36 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
             expect_stored_layers(model, dense_format)
         return model
 
+    def _expert_formats(
+        self, model: Any, names: list[str]
+    ) -> dict[str, torch.dtype | WeightFormat | None]:
+        """Return what each experts module is to be kept in; None: the dtype of the source."""
+        config = self.quantization_config
+        if config.expert_formats is not None:
+            if len(config.expert_formats) != len(names):
+                raise ConfigError(
+                    f"config.json names {len(config.expert_formats)} expert_formats for "
+                    f"{len(names)} MoE layers; use the config.json that belongs to these weights"
+                )
+            stored = map(parse_expert_dtype, config.expert_formats)
+            return dict(zip(names, stored, strict=True))
+        source = config.source
+        if source is not None:
+            targets = target_names(model, source.weights)
+            self._source_targets = set(targets.values())
+            if config.parsed_expert_dtype is None:
+                exact = {name: source.expert_format(targets, name) for name in names}
+                self._writer.exact = {name for name, fmt in exact.items() if fmt is not None}
+                return dict(exact)
+        return dict.fromkeys(names, config.parsed_expert_dtype)
+
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
-        """Tell whether a parameter belongs to the host store."""
-        return self._writer.find(param_name) is not None
+        """Tell whether a parameter belongs to the host store, or is quantised in the source."""
+        return param_name in self._source_targets or self._writer.find(param_name) is not None
 
     def param_element_size(self, model: Any, param_name: str, param: Any) -> float:
         """Count experts as nothing: the device's memory is for the dense parts."""
-        if self.param_needs_quantization(model, param_name):
+        if self._writer.find(param_name) is not None:
             return 0.0
         return float(super().param_element_size(model, param_name, param))
 
@@ -119,18 +141,20 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         if self.pre_quantized:
             # Longest first: Transformers 5.17 finds "down_proj" in "down_proj_bias" too.
             names = sorted(TENSOR_NAMES, key=len, reverse=True)
-            whole_layer = self._packed_converter(STORED_NAME, "down_proj")
-            return [whole_layer, *(self._packed_converter(name, name) for name in names)]
+            whole_layer = self._packed_converter([STORED_NAME, STORED_ORDER_NAME], "down_proj")
+            return [whole_layer, *(self._packed_converter([name], name) for name in names)]
         for converter in conversions:
             if is_expert_merge(converter) and _targets_experts(converter):
                 converter.operations = [StoreExpertwise(self._writer)]
                 converter.force_cpu = True
+            elif self.quantization_config.source and isinstance(converter, WeightConverter):
+                converter.operations = [ReadSource(), *converter.operations]
         return conversions
 
-    def _packed_converter(self, stored_name: str, target: str) -> WeightConverter:
-        operations = [StorePacked(self._writer, stored_name)]
-        source = packed_name(stored_name)
-        return WeightConverter(source, target, operations=operations, force_cpu=True)
+    def _packed_converter(self, stored_names: list[str], target: str) -> WeightConverter:
+        sources = [packed_name(name) for name in stored_names]
+        operations = [StorePacked(self._writer)]
+        return WeightConverter(sources, target, operations=operations, force_cpu=True)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if self._writer.error is not None:
@@ -139,6 +163,8 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
             layer.arrivals.require_complete()
             module.config._experts_implementation = EXPERTS_IMPLEMENTATION
         announce_steps(model, lambda: self.executor)
+        self.quantization_config.source = None  # its files need not stay open
+        self._source_targets = set()
         self.assemble(model, self.quantization_config)
         return model
 

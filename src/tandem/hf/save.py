@@ -17,6 +17,8 @@ from tandem.hf.dense import packed_layers
 from tandem.hf.dense_files import dense_dtype_of, stored_tensors
 from tandem.hf.packed import DENSE_FILE, INDEX_FILE, experts_file, packed_name
 from tandem.hf.quantizer import OffloadQuantizer
+from tandem.offload.host_store import HostLayer
+from tandem.offload.packed_layer import PackedLayer
 
 
 def save(model: Any, directory: str | Path, *, tokenizer: Any = None) -> Path:
@@ -91,11 +93,21 @@ def _dense_tensors(model: Any, quantizer: OffloadQuantizer) -> dict[str, Tensor]
 def _packed_config(model: Any) -> Any:
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
+    formats = [stored_name(layer) for layer in model.hf_quantizer.store]
     config.quantization_config = OffloadConfig(
-        expert_dtype=model.config.quantization_config.expert_dtype,
+        expert_dtype=formats[0] if len(set(formats)) == 1 else "auto",
         dense_dtype=dense_dtype_of(model),
         packed_format=PACKED_FORMAT_VERSION,
+        expert_formats=formats if len(set(formats)) > 1 else None,
     )
     if hasattr(config, "transformers_weights"):
         del config.transformers_weights  # set by the quantizer while it loads
     return config
+
+
+def stored_name(layer: HostLayer) -> str:
+    """Name what a layer is kept in, as `expert_dtype` does."""
+    if isinstance(layer, PackedLayer):
+        return layer.layout.format.name
+    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in layer.stored().values()}
+    return dtypes.pop()

@@ -23,6 +23,10 @@ class HostLayer(Protocol):
 
     layer: int
     arrivals: Arrivals
+    is_transposed: bool
+    """Whether plain weights are (inputs, outputs)."""
+    input_order: Tensor | None
+    """Which input each of an expert's columns takes: (num_experts, hidden_size); None: in order."""
 
     def put(self, tensor_name: str, fused: Tensor) -> None:
         """Take the fused tensor (num_experts, ...) of one projection or bias."""

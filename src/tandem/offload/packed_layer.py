@@ -1,4 +1,9 @@
-"""A layer's experts in a packed format: one buffer per expert, which the native kernels read."""
+"""A layer's experts in a packed format: one buffer per expert, which the native kernels read.
+
+Checkpoints with activation order (GPTQ's desc_act) sort the inputs of each matrix into groups of
+their own. Between the two projections that is an order of rows, and done while packing; the order
+of an expert's inputs is kept in `input_order`.
+"""
 
 from collections.abc import Sequence
 
@@ -6,6 +11,8 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import ModelError
+from tandem.kernels.formats.blocks import CodedMatrix
+from tandem.kernels.formats.coded_expert import order_inner_rows, pack_coded_down, pack_coded_up
 from tandem.kernels.formats.expert import ExpertLayout, unpack_expert
 from tandem.kernels.formats.parts import pack_down, pack_down_bias, pack_up, pack_up_bias
 from tandem.kernels.formats.weight_format import WeightFormat
@@ -15,6 +22,7 @@ from tandem.offload.arrivals import Arrivals
 from tandem.offload.image import Piece
 
 STORED_NAME = "experts"
+STORED_ORDER_NAME = "input_order"
 
 
 class PackedLayer:
@@ -33,9 +41,12 @@ class PackedLayer:
         self.layer = layer
         self.arrivals = arrivals
         self.layout = _layout(arrivals, fmt, is_transposed=is_transposed)
-        self._is_transposed = is_transposed
+        self.is_transposed = is_transposed
+        self.input_order: Tensor | None = None
         self._is_interleaved = is_interleaved
         self._buffers: Tensor | None = None
+        self._has_up: set[int] = set()
+        self._inner_order: dict[int, Tensor] = {}
 
     @property
     def buffers(self) -> Tensor:
@@ -60,8 +71,51 @@ class PackedLayer:
             raise ModelError(f"{self.arrivals.name}, expert {expert}: {error}") from error
         self.arrivals.count(tensor_name, 1)
 
+    def put_codes(
+        self, tensor_name: str, expert: int, coded: CodedMatrix, input_order: Tensor | None = None
+    ) -> None:
+        """Place one expert's projection that is quantised already, row by row of its outputs.
+
+        Column j of the codes belongs to input `input_order[j]`. For the second projection, the
+        first one's rows are put into that order; for the first, `LayerCall` orders the inputs.
+        """
+        rows, cols = coded.codes.shape
+        self.arrivals.check_expert(
+            tensor_name, (cols, rows) if self.is_transposed else (rows, cols)
+        )
+        if input_order is not None and len(self.arrivals.shapes) > 2:
+            raise ModelError(
+                f"{self.arrivals.name} has biases and activation order, which Tandem does not read "
+                "together; give an expert_dtype such as int8, to which it is rounded anew"
+            )
+        buffer = self.buffers[expert]
+        if tensor_name == "down_proj":
+            pack_coded_down(self.layout, coded, out=buffer)
+            if input_order is not None:
+                self._inner_order[expert] = input_order
+                if expert in self._has_up:
+                    order_inner_rows(self.layout, buffer, input_order)
+        else:
+            pack_coded_up(self.layout, coded, is_interleaved=self._is_interleaved, out=buffer)
+            self._has_up.add(expert)
+            if expert in self._inner_order:
+                order_inner_rows(self.layout, buffer, self._inner_order[expert])
+            if input_order is not None:
+                self._orders()[expert] = input_order
+        self.arrivals.count(tensor_name, 1)
+
+    def _orders(self) -> Tensor:
+        """Return the orders of all experts' inputs (num_experts, hidden_size), to be written."""
+        if self.input_order is None:
+            in_order = torch.arange(self.layout.hidden_size, dtype=torch.int32)
+            self.input_order = in_order.repeat(self.arrivals.num_experts, 1)
+        return self.input_order
+
     def adopt(self, stored_name: str, tensor: Tensor) -> None:
         """Keep the buffers of a packed checkpoint as they are (they may be a mapped file)."""
+        if stored_name == STORED_ORDER_NAME:
+            self._orders().copy_(tensor)
+            return
         expected = (self.arrivals.num_experts, self.layout.num_bytes)
         if stored_name != STORED_NAME or tuple(tensor.shape) != expected:
             raise ModelError(
@@ -95,7 +149,8 @@ class PackedLayer:
 
     def stored(self) -> dict[str, Tensor]:
         """Return what a packed checkpoint holds of this layer, by name."""
-        return {STORED_NAME: self.buffers}
+        order = {} if self.input_order is None else {STORED_ORDER_NAME: self.input_order}
+        return {STORED_NAME: self.buffers, **order}
 
     @property
     def num_bytes(self) -> int:
@@ -109,7 +164,7 @@ class PackedLayer:
         elif tensor_name.endswith("_bias"):
             pack_up_bias(self.layout, tensor, is_interleaved=interleaved, out=buffer)
         else:
-            weight = tensor.T if self._is_transposed else tensor
+            weight = tensor.T if self.is_transposed else tensor
             if tensor_name == "down_proj":
                 pack_down(self.layout, weight, out=buffer)
             else:

@@ -21,6 +21,7 @@ class PlainLayer:
         self.layer = layer
         self.arrivals = arrivals
         self.is_transposed = is_transposed
+        self.input_order: Tensor | None = None
         self._dtype = dtype
         self._tensors: dict[str, Tensor] = {}
 

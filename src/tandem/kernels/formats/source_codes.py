@@ -13,7 +13,7 @@ FP8_BLOCK_ROWS = 128
 E4M3_NAN = 0x7F  # without the sign bit
 
 # Codes as checkpoints give them, and what is added to store them.
-_RANGES = {"int4": (-8, 7), "int4z": (0, 15), "int8": (-127, 127), "mxfp4": (0, 15)}
+_RANGES = {"int4": (-8, 7), "int4z": (0, 15), "int8": (-128, 127), "mxfp4": (0, 15)}
 _OFFSETS = {"int4": INT4_OFFSET, "int4z": 0, "int8": INT8_OFFSET, "mxfp4": 0}
 
 
@@ -27,7 +27,7 @@ def coded_matrix(
 ) -> CodedMatrix:
     """Check a source's codes and return them as the layout stores them, row by row.
 
-    `codes` is (rows, cols): whole numbers -8..7 for int4, -127..127 for int8, 0..15 for int4z and
+    `codes` is (rows, cols): whole numbers -8..7 for int4, -128..127 for int8, 0..15 for int4z and
     for mxfp4 (e2m1 bits, sign highest); float8_e4m3fn or its bits as uint8 for fp8. `scales` is
     (rows, groups): floating-point, uint8 E8M0 for mxfp4; for fp8 (rows / 128, cols / 128), rounded
     up. `zeros` (rows, groups) belongs to int4z alone: value = (code - zero) * scale, of which

@@ -1,0 +1,159 @@
+"""One weight matrix as a quantised checkpoint stores it: codes, scales, and what they stand for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from tandem.core.errors import ModelError
+from tandem.kernels.formats import CodedMatrix, WeightFormat, coded_matrix, find_format
+from tandem.kernels.formats.codes import decode
+
+GROUP_SIZES = (128, 64, 32)  # of the packed formats, the fewest scales first
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """A (rows, cols) matrix row by row; rows are the outputs.
+
+    `codes` is, by `kind`: "int" whole numbers, of which value = (code - zero) * scale, "mxfp4"
+    uint8 e2m1 bits, "fp8" float8_e4m3fn. `scales` is (rows, groups), and for fp8
+    (rows / 128, cols / 128), rounded up; `zeros` is like it, None where codes are signed.
+    `input_order` (cols,) says which input of the layer each column belongs to; None: in order.
+    """
+
+    kind: Literal["int", "mxfp4", "fp8"]
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+    input_order: Tensor | None = None
+
+    def coded(self, fmt: WeightFormat, name: str) -> CodedMatrix:
+        """Return the codes as a packed format stores them; `ModelError` where they do not fit."""
+        if self.kind != "int":
+            return coded_matrix(self.codes, self.scales, fmt, name=name)
+        assert fmt.group_size is not None
+        scales, zeros = self._in_groups_of(fmt.group_size, name)
+        codes = self.codes
+        if zeros is not None and fmt.kind != "int4z":
+            each = zeros.repeat_interleave(fmt.group_size, dim=1)[:, : codes.shape[1]]
+            codes, zeros = codes.to(torch.int16) - each.to(torch.int16), None
+        return coded_matrix(codes, scales, fmt, zeros=zeros, name=name)
+
+    def values(self, name: str) -> Tensor:
+        """Return what the codes stand for: (rows, cols) fp32, columns in the layer's order."""
+        values = self._values(name)
+        if self.input_order is None:
+            return values
+        ordered = torch.empty_like(values)
+        ordered[:, self.input_order] = values
+        return ordered
+
+    def _values(self, name: str) -> Tensor:
+        if self.kind != "int":
+            fmt = find_format(self.kind)
+            coded = self.coded(fmt, name)
+            padding = fmt.padded_cols(coded.codes.shape[1]) - coded.codes.shape[1]
+            codes = torch.nn.functional.pad(coded.codes, (0, padding))
+            values = decode(CodedMatrix(codes, coded.scales), fmt)
+            return values[:, : self.codes.shape[1]]
+        if not self.scales.isfinite().all():
+            raise ModelError(
+                f"{name}'s scales hold NaN or infinity, expected finite numbers; the checkpoint "
+                "is damaged: download or convert it again"
+            )
+        cols, groups = self.codes.shape[1], self.scales.shape[1]
+        size = _group_size(cols, groups, name)
+        values = self.codes.float()
+        if self.zeros is not None:
+            values -= self.zeros.float().repeat_interleave(size, dim=1)[:, :cols]
+        return values * self.scales.float().repeat_interleave(size, dim=1)[:, :cols]
+
+    def _in_groups_of(self, size: int, name: str) -> tuple[Tensor, Tensor | None]:
+        """Repeat scales and zeros for smaller groups: the same numbers, more often."""
+        source = _group_size(self.codes.shape[1], self.scales.shape[1], name)
+        if source % size:
+            raise ModelError(
+                f"{name} has groups of {source} columns, which do not divide by {size}"
+            )
+        groups = -(-self.codes.shape[1] // size)
+        scales = self.scales.repeat_interleave(source // size, dim=1)[:, :groups]
+        if self.zeros is None:
+            return scales, None
+        return scales, self.zeros.repeat_interleave(source // size, dim=1)[:, :groups]
+
+
+class StoredWeight(Protocol):
+    """A weight of a quantised checkpoint, not read yet."""
+
+    name: str
+    shape: tuple[int, ...]
+    """(rows, cols), or (num_experts, rows, cols) for the experts of a layer in one tensor."""
+    formats: Sequence[WeightFormat]
+    """Packed formats that hold it exactly, the smallest first; none: only its values are known."""
+    why_not: str
+    """Why there is no such format, for an error; empty if there is one."""
+    num_bytes: int
+    """Bytes in the checkpoint's files."""
+
+    def read(self, expert: int | None = None) -> Codes:
+        """Read the matrix, or one expert's; raises `ModelError` for what is damaged."""
+
+
+def values_of(weight: StoredWeight) -> Tensor:
+    """Read a weight and return its values in fp32, in its own shape."""
+    if len(weight.shape) == 2:
+        return weight.read().values(weight.name)
+    experts = range(weight.shape[0])
+    return torch.stack([weight.read(expert).values(weight.name) for expert in experts])
+
+
+def integer_formats(
+    bits: int, cols: int, group_size: int, *, has_zeros: bool
+) -> list[WeightFormat]:
+    """Return the formats that hold integer codes of a group size exactly, the smallest first.
+
+    A scale may stand several times, so groups may be cut; one scale for all `cols` fits any size.
+    """
+    sizes = [size for size in GROUP_SIZES if group_size % size == 0 or group_size >= cols]
+    if bits not in (4, 8) or (bits == 8 and has_zeros):
+        return []
+    kinds = ("int8",) if bits == 8 else ("int4z", "int8") if has_zeros else ("int4", "int8")
+    return [find_format(f"{kind}-g{size}") for kind in kinds for size in sizes]
+
+
+def _group_size(cols: int, groups: int, name: str) -> int:
+    if groups < 1 or (groups > 1 and cols % groups):
+        raise ModelError(
+            f"{name} has {groups} groups of scales for {cols} columns, which do not divide; the "
+            "checkpoint was not written for this config"
+        )
+    size = cols // groups
+    # One scale for all columns: any group size of ours will do.
+    return -(-cols // GROUP_SIZES[0]) * GROUP_SIZES[0] if groups == 1 else size
+
+
+def input_order(group_of_input: Tensor, group_size: int, name: str) -> Tensor | None:
+    """Return which input each column is to hold so that groups lie together; None: as they are.
+
+    `group_of_input` (cols,) is what checkpoints with activation order call g_idx. Raises
+    `ModelError` with `name` unless every group has `group_size` inputs.
+    """
+    group_of_input = group_of_input.long()
+    inputs = torch.arange(len(group_of_input))
+    order = torch.argsort(group_of_input, stable=True)
+    if not torch.equal(group_of_input[order], inputs // group_size):
+        raise ModelError(
+            f"{name} does not put {group_size} inputs into each group; the checkpoint is damaged: "
+            "download or convert it again"
+        )
+    return None if torch.equal(order, inputs) else order
+
+
+def unpack_bits(words: Tensor, bits: int) -> Tensor:
+    """Return the numbers in int32 words, lowest bits first: (..., n) to (..., n * 32 / bits)."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    numbers = (words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
+    return numbers.flatten(-2).to(torch.uint8)

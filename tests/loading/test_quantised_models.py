@@ -1,0 +1,142 @@
+"""Whole tiny models in every quantised format: codes taken over, answers those of the values."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import tandem
+from tandem.core.errors import ModelError, UnsupportedModelError
+from tandem.offload.packed_layer import PackedLayer
+from tests.architectures import result_of, tiny_inputs
+from tests.loading.checkpoints import (
+    FORMATS,
+    Format,
+    row_fp8,
+    write_decoded,
+    write_plain,
+    write_quantised,
+)
+
+pytestmark = pytest.mark.seam
+EXPERT_FORMATS = {
+    "gptq": "int4-g32", "gptq-zeros": "int4z-g32", "gptq-order": "int4-g32", "awq": "int4z-g32",
+    "packed-int4": "int4-g32", "packed-int8": "int8-g32", "fp8": "fp8",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    base = tmp_path_factory.mktemp("plain")
+    names = {fmt.architecture for fmt in FORMATS.values()}
+    return {name: write_plain(base / name, name) for name in sorted(names)}
+
+
+def logits(model: torch.nn.Module) -> Tensor:
+    with torch.no_grad():
+        return result_of(model(**tiny_inputs(model))).float()
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_answers_are_those_of_the_decoded_weights(
+    name: str, plain: dict[str, Path], tmp_path: Path
+) -> None:
+    fmt = FORMATS[name]
+    quantised = write_quantised(tmp_path / "quantised", plain[fmt.architecture], fmt)
+    decoded = write_decoded(tmp_path / "decoded", quantised)
+    model = tandem.load(quantised, dtype="fp32")
+    layers = list(model.hf_quantizer.store)
+    assert all(isinstance(x, PackedLayer) for x in layers)
+    assert {x.layout.format.name for x in layers} == {EXPERT_FORMATS[name]}
+    expected = logits(AutoModelForCausalLM.from_pretrained(decoded, dtype=torch.float32))
+    # The kernels round activations to int8; another order of inputs or experts gives about 1.
+    assert relative_error(logits(model), expected) < 0.03
+    dense = AutoModelForCausalLM.from_pretrained(decoded, dtype=torch.float32).state_dict()
+    for parameter, value in model.state_dict().items():
+        if "experts." not in parameter or "shared_experts" in parameter:
+            assert torch.equal(value, dense[parameter]), parameter
+
+
+@pytest.mark.parametrize("name", ["gptq", "gptq-order", "fp8"])
+def test_saved_and_loaded_again_it_is_the_same(
+    name: str, plain: dict[str, Path], tmp_path: Path
+) -> None:
+    fmt = FORMATS[name]
+    quantised = write_quantised(tmp_path / "quantised", plain[fmt.architecture], fmt)
+    model = tandem.load(quantised)
+    packed = tandem.save(model, tmp_path / "packed")
+    again = AutoModelForCausalLM.from_pretrained(packed)
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_experts_are_the_checkpoints_codes(plain: dict[str, Path], tmp_path: Path) -> None:
+    quantised = write_quantised(tmp_path / "q", plain["qwen3_moe"], FORMATS["packed-int4"])
+    values = load_file(write_decoded(tmp_path / "d", quantised) / "model.safetensors")
+    store = tandem.load(quantised).hf_quantizer.store
+    for layer in store:
+        for expert in range(layer.arrivals.num_experts):
+            prefix = f"{layer.arrivals.name}.{expert}"
+            weights = layer.weights(expert)
+            parts = [values[f"{prefix}.{part}_proj.weight"] for part in ("gate", "up")]
+            assert torch.equal(weights.up, torch.cat(parts))
+            assert torch.equal(weights.down, values[f"{prefix}.down_proj.weight"])
+
+
+def test_a_named_dtype_rounds_the_values(plain: dict[str, Path], tmp_path: Path) -> None:
+    quantised = write_quantised(tmp_path / "q", plain["qwen3_moe"], FORMATS["awq"])
+    decoded = write_decoded(tmp_path / "decoded", quantised)
+    model = tandem.load(quantised, expert_dtype="bf16", dtype="fp32")
+    expected = tandem.load(decoded, expert_dtype="bf16", dtype="fp32")
+    assert torch.equal(logits(model), logits(expected))
+
+
+def test_codes_without_a_format_name_an_expert_dtype(
+    plain: dict[str, Path], tmp_path: Path
+) -> None:
+    fmt = Format(row_fp8, {"quant_method": "fp8"})
+    quantised = write_quantised(tmp_path / "q", plain["qwen3_moe"], fmt)
+    with pytest.raises(UnsupportedModelError, match=r"a scale for each row.*give an expert_dtype"):
+        tandem.load(quantised)
+    decoded = write_decoded(tmp_path / "decoded", quantised)
+    expected = logits(AutoModelForCausalLM.from_pretrained(decoded, dtype=torch.float32))
+    found = logits(tandem.load(quantised, expert_dtype="int8-g32", dtype="fp32"))
+    assert relative_error(found, expected) < 0.03
+
+
+def test_nan_among_the_scales(plain: dict[str, Path], tmp_path: Path) -> None:
+    def damaged(weight: Tensor) -> dict[str, Tensor]:
+        tensors = FORMATS["gptq"].write(weight)
+        tensors["scales"][0, 0] = float("nan")
+        return tensors
+
+    fmt = Format(damaged, FORMATS["gptq"].config)
+    quantised = write_quantised(tmp_path / "q", plain["qwen3_moe"], fmt)
+    with pytest.raises(ModelError, match=r"scales hold NaN or infinity.*download"):
+        tandem.load(quantised)
+
+
+def test_a_group_size_that_does_not_divide(plain: dict[str, Path], tmp_path: Path) -> None:
+    fmt = Format(FORMATS["gptq"].write, FORMATS["gptq"].config | {"group_size": 48})
+    quantised = write_quantised(tmp_path / "q", plain["qwen3_moe"], fmt)
+    with pytest.raises(ModelError, match=r"groups of 48 of 32 inputs; use the config"):
+        tandem.load(quantised)
+
+
+def test_different_orders_for_gate_and_up(plain: dict[str, Path], tmp_path: Path) -> None:
+    from tests.loading.checkpoints import gptq
+
+    def at_random(weight: Tensor) -> dict[str, Tensor]:
+        return gptq(weight, order=torch.randperm(weight.shape[1]))
+
+    fmt = Format(at_random, FORMATS["gptq-order"].config)
+    quantised = write_quantised(tmp_path / "q", plain["qwen3_moe"], fmt)
+    with pytest.raises(ModelError, match=r"gate_proj.*up_proj.* order their inputs differently"):
+        tandem.load(quantised)
+    tandem.load(quantised, expert_dtype="int8")
