@@ -1,0 +1,53 @@
+"""What comes between an expert's two projections, in registers: bias and activation."""
+
+import triton
+import triton.language as tl
+from triton.language import constexpr, tensor
+
+# The numbers of kernels.native.ActivationKind; PLAIN leaves rows as they are, for an activation
+# that only the model's own code knows.
+SWIGLU = constexpr(0)
+GELU_TANH_GATE = constexpr(1)
+RELU2 = constexpr(2)
+PLAIN = constexpr(-1)
+
+
+@triton.jit
+def gated(
+    gate: tensor,
+    up: tensor,
+    kind: constexpr,
+    alpha: constexpr,
+    limit: constexpr,
+    has_limit: constexpr,
+    offset: constexpr,
+) -> tensor:
+    """Return activation(gate, up); see `NativeActivation`."""
+    if kind == GELU_TANH_GATE:
+        # 0.5 * (1 + tanh(z)) is sigmoid(2 z); the numbers are those of GELU's tanh form.
+        z = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        inner = gate * _sigmoid(2 * z) * up
+    else:
+        if has_limit:
+            gate = tl.minimum(gate, limit)
+            up = tl.minimum(tl.maximum(up, -limit), limit)
+        inner = gate * _sigmoid(alpha * gate) * (up + offset)
+    return inner
+
+
+@triton.jit
+def _sigmoid(x: tensor) -> tensor:
+    return 1 / (1 + tl.exp(-x))
+
+
+@triton.jit
+def relu2(x: tensor) -> tensor:
+    """Return max(x, 0) squared."""
+    positive = tl.maximum(x, 0.0)
+    return positive * positive
+
+
+@triton.jit
+def load_bias(bias: tensor, block: tensor, lane: tensor, num_blocks: constexpr) -> tensor:
+    """Return the bias of each lane, fp32."""
+    return tl.load(bias + block * 16 + lane, mask=block < num_blocks, other=0.0)

@@ -1,0 +1,196 @@
+"""All experts of a batch in two launches: up with its activation, then down. Launches, no waiting.
+
+Checks nothing that costs time: addresses, rows and tokens are the executor's promise.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tandem.kernels.formats.expert import ExpertLayout
+from tandem.kernels.formats.weight_format import Kind
+from tandem.kernels.native import NativeActivation
+from tandem.kernels.triton import combine, matrix, vector
+from tandem.kernels.triton.rows import GroupedRows
+
+# What `tiles.biased_values` returns is worth factor * biased + offset.
+_NUMBERS: dict[Kind, tuple[float, float]] = {
+    "bf16": (1.0, 0.0),
+    "fp16": (1.0, 0.0),
+    "int8": (256.0, -256.0 - 128.0),
+    "fp8": (256.0, 0.0),
+    "int4": (16.0, -16.0 - 8.0),
+    "int4z": (16.0, -16.0),
+    "mxfp4": (16384.0, 0.0),
+}
+_VECTOR_LANES = 32
+_PLAIN = -1  # of epilogue.py
+_COMBINE_COLS = 1024
+
+
+class Tiling(NamedTuple):
+    """How large a program's piece is. Results do not depend on it, speed does."""
+
+    block_lanes: int
+    block_cols: int  # columns of weights in registers at once
+    num_warps: int
+    num_stages: int = 3
+
+
+class Tilings(NamedTuple):
+    """The tilings of both regimes."""
+
+    vector: Tiling = Tiling(_VECTOR_LANES, 512, 4)
+    vector_many: Tiling = Tiling(_VECTOR_LANES, 256, 4)  # from 3 tokens an expert on
+    matrix: Tiling = Tiling(64, 64, 4)
+    matrix_large: Tiling = Tiling(128, 64, 8)  # tiles of 128 rows
+
+
+DEFAULT_TILINGS = Tilings()
+
+
+class _Matrix(NamedTuple):
+    """What a kernel must know of one packed matrix."""
+
+    num_rows: int
+    constants: dict[str, Any]
+
+
+class TritonExperts:
+    """Computes batches of experts on the current CUDA stream."""
+
+    name = "triton"
+
+    def __init__(self, tilings: Tilings = DEFAULT_TILINGS) -> None:
+        """Kernels are compiled when they are first launched, and kept on disk by Triton."""
+        self._tilings = tilings
+
+    def compute(
+        self,
+        layout: ExpertLayout,
+        activation: NativeActivation | None,
+        hidden: Tensor,
+        rows: GroupedRows,
+        out: Tensor,
+        activate: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        """Write one fp32 row per (token, expert) to `out` (n_rows, hidden_size).
+
+        `hidden` is (n_tokens, hidden_size) bf16, fp16 or fp32 and contiguous. With `activation`
+        None, `activate` maps [gate; up] rows in the dtype of `hidden` to the inner ones.
+        """
+        has_few_tokens = rows.block_rows == 0
+        dtype = torch.float32 if has_few_tokens and activation is not None else hidden.dtype
+        width = layout.intermediate_size * (layout.num_halves if activation is None else 1)
+        inner = torch.empty((len(rows.row_token), width), dtype=dtype, device=hidden.device)
+        launch = self._launch_vector if has_few_tokens else self._launch_matrix
+        launch(_up(layout), rows, (rows.row_token, hidden, inner), _epilogue(layout, activation))
+        if activation is None:
+            assert activate is not None
+            inner = activate(inner).contiguous()
+        launch(_down(layout), rows, (inner, out), {})
+
+    def add_rows(self, rows: Tensor, row_of: Tensor, weights: Tensor, out: Tensor) -> None:
+        """Write sum over k of weight * row to `out` (n_tokens, hidden_size), first to last.
+
+        `row_of` (n_tokens, top_k) int32; -1 adds nothing. All on one device, contiguous.
+        """
+        num_tokens, top_k = row_of.shape
+        num_cols = rows.shape[1]
+        grid = (-(-num_cols // _COMBINE_COLS), num_tokens)
+        combine.add_rows[grid](
+            rows, row_of, weights, out, num_cols=num_cols, top_k=top_k, block_cols=_COMBINE_COLS
+        )
+
+    def _launch_vector(
+        self, packed: _Matrix, rows: GroupedRows, tensors: tuple[Tensor, ...], more: dict[str, Any]
+    ) -> None:
+        num_tokens = 1 << (rows.most_tokens - 1).bit_length()
+        tiling = self._tilings.vector if num_tokens <= 2 else self._tilings.vector_many
+        kernel = vector.vector_up if more else vector.vector_down
+        num_lanes = 16 * packed.constants["num_blocks"]
+        kernel[-(-num_lanes // _VECTOR_LANES), len(rows.addresses)](
+            rows.addresses,
+            rows.begin,
+            *tensors,
+            **packed.constants,
+            **more,
+            num_tokens=num_tokens,
+            block_chunks=tiling.block_cols // packed.constants["per_dword"],
+            num_warps=tiling.num_warps,
+            num_stages=tiling.num_stages,
+        )
+
+    def _launch_matrix(
+        self, packed: _Matrix, rows: GroupedRows, tensors: tuple[Tensor, ...], more: dict[str, Any]
+    ) -> None:
+        tiling = self._tilings.matrix_large if rows.block_rows == 128 else self._tilings.matrix
+        kernel = matrix.matrix_up if more else matrix.matrix_down
+        num_lanes = 16 * packed.constants["num_blocks"]
+        operand = tensors[-2]
+        kernel[-(-num_lanes // tiling.block_lanes), len(rows.tile_expert)](
+            rows.addresses,
+            rows.begin,
+            rows.tile_expert,
+            rows.tile_first,
+            *tensors,
+            **packed.constants,
+            **more,
+            block_rows=rows.block_rows,
+            block_lanes=tiling.block_lanes,
+            block_chunks=tiling.block_cols // packed.constants["per_dword"],
+            precision="ieee" if operand.dtype == torch.float32 else "tf32",
+            num_warps=tiling.num_warps,
+            num_stages=tiling.num_stages,
+        )
+
+
+@functools.lru_cache(maxsize=64)
+def _up(layout: ExpertLayout) -> _Matrix:
+    sections = (layout.up.offset, layout.up_scales.offset, layout.up_bias.offset)
+    cols, blocks = layout.hidden_size, layout.up_rows // 16
+    return _matrix(layout, sections, cols, layout.intermediate_size, blocks)
+
+
+@functools.lru_cache(maxsize=64)
+def _down(layout: ExpertLayout) -> _Matrix:
+    sections = (layout.down.offset, layout.down_scales.offset, layout.down_bias.offset)
+    cols, blocks = layout.intermediate_size, layout.down_rows // 16
+    return _matrix(layout, sections, cols, layout.hidden_size, blocks)
+
+
+def _matrix(
+    layout: ExpertLayout, sections: tuple[int, int, int], cols: int, rows: int, blocks: int
+) -> _Matrix:
+    fmt = layout.format
+    factor, offset = _NUMBERS[fmt.kind]
+    per_dword = fmt.weights_per_dword
+    constants: dict[str, Any] = {
+        "data_offset": sections[0],
+        "scales_offset": sections[1],
+        "bias_offset": sections[2] if layout.has_bias else -1,
+        "num_cols": cols,
+        "num_rows": rows,
+        "num_blocks": blocks,
+        "num_chunks": fmt.padded_cols(cols) // per_dword,
+        "kind": fmt.kind,
+        "per_dword": per_dword,
+        "chunks_per_group": (fmt.group_size or 0) // per_dword,
+        "factor": factor,
+        "value_offset": offset,
+    }
+    return _Matrix(rows, constants)
+
+
+@functools.lru_cache(maxsize=64)
+def _epilogue(layout: ExpertLayout, activation: NativeActivation | None) -> dict[str, Any]:
+    numbers = {"alpha": 1.0, "limit": 0.0, "has_limit": False, "up_offset": 0.0}
+    if activation is not None:
+        numbers |= {"alpha": activation.alpha, "up_offset": activation.offset}
+        if activation.limit != float("inf"):
+            numbers |= {"limit": activation.limit, "has_limit": True}
+    kind = _PLAIN if activation is None else int(activation.kind)
+    return {"activation": kind, "is_gated": layout.is_gated, **numbers}

@@ -1,0 +1,91 @@
+"""Which rows belong to which expert, as one piece of memory that goes to the device in one copy."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# Up to so many tokens per expert the vector kernels serve; more go to the matrix units.
+MAX_VECTOR_TOKENS = 8
+
+
+class GroupedRows(NamedTuple):
+    """Rows grouped by expert; tensors are on the device.
+
+    Expert i, at address `addresses[i]`, has rows `begin[i]`..`begin[i + 1]` - 1, and row j is of
+    token `row_token[j]`. Tiles are for the matrix kernels; there are none for few tokens.
+    """
+
+    addresses: Tensor  # (n_experts,) int64
+    begin: Tensor  # (n_experts + 1,) int32
+    row_token: Tensor  # (n_rows,) int32
+    tile_expert: Tensor  # (n_tiles,) int32
+    tile_first: Tensor  # (n_tiles,) int32
+    most_tokens: int
+    """Rows of the expert that has most."""
+    block_rows: int
+    """Rows of a tile; 0 for the vector kernels."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowTable:
+    """`GroupedRows` as they lie in one int64 tensor on the host."""
+
+    memory: Tensor  # (n,) int64
+    num_experts: int
+    num_rows: int
+    num_tiles: int
+    most_tokens: int
+    block_rows: int
+
+    def on(self, memory: Tensor) -> GroupedRows:
+        """Return views of a copy of `memory`, wherever that is."""
+        addresses = memory[: self.num_experts]
+        rest = memory[self.num_experts :].view(torch.int32)
+        sizes = (self.num_experts + 1, self.num_rows, self.num_tiles, self.num_tiles)
+        begin, row_token, tile_expert, tile_first = rest[: sum(sizes)].split(sizes)
+        return GroupedRows(
+            addresses, begin, row_token, tile_expert, tile_first, self.most_tokens, self.block_rows
+        )
+
+
+def row_table(addresses: Sequence[int], begin: Sequence[int], row_token: Tensor) -> RowTable:
+    """Lay rows out; `begin` need not start at 0. `row_token` is (n_rows,) int32 on the host."""
+    starts = np.asarray(begin, dtype=np.int32)
+    starts = starts - starts[0]
+    counts = np.diff(starts)
+    most = int(counts.max())
+    block_rows = _block_rows(most, float(counts.mean()))
+    tile_expert, tile_first = _tiles(starts, counts, block_rows)
+    parts = [starts, row_token.numpy(), tile_expert, tile_first]
+    num_ints = sum(len(part) for part in parts)
+    memory = np.zeros(len(addresses) + (num_ints + 1) // 2, dtype=np.int64)
+    memory[: len(addresses)] = addresses
+    np.concatenate(parts, out=memory[len(addresses) :].view(np.int32)[:num_ints])
+    return RowTable(
+        torch.from_numpy(memory), len(addresses), len(row_token), len(tile_expert), most, block_rows
+    )
+
+
+def _block_rows(most: int, mean: float) -> int:
+    if most <= MAX_VECTOR_TOKENS:
+        return 0
+    return next((size for size in (16, 32, 64) if mean <= size), 128)
+
+
+def _tiles(
+    starts: np.ndarray[tuple[int], np.dtype[np.int32]],
+    counts: np.ndarray[tuple[int], np.dtype[np.int32]],
+    block_rows: int,
+) -> tuple[np.ndarray[tuple[int], np.dtype[np.int32]], ...]:
+    """Cut every expert's rows into tiles; returns (expert, first row) of each."""
+    if block_rows == 0:
+        return np.zeros(0, np.int32), np.zeros(0, np.int32)
+    num_tiles = -(-counts // block_rows)
+    expert = np.repeat(np.arange(len(counts), dtype=np.int32), num_tiles)
+    before = np.cumsum(num_tiles) - num_tiles
+    within = np.arange(len(expert), dtype=np.int32) - before[expert].astype(np.int32)
+    return expert, (starts[expert] + within * block_rows).astype(np.int32)

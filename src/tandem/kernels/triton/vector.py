@@ -1,0 +1,227 @@
+"""Few tokens per expert: weights are read once, as fast as memory gives them, for all its tokens.
+
+A program computes some rows of one expert's matrix for up to `num_tokens` tokens, a power of two.
+Products are fp32 on ordinary cores; a scale is applied once per dword, to the sum of its columns.
+"""
+
+import triton
+import triton.language as tl
+from triton.language import constexpr, tensor
+
+from tandem.kernels.triton.epilogue import PLAIN, RELU2, gated, load_bias, relu2
+from tandem.kernels.triton.tiles import (
+    biased_values,
+    load_minima,
+    load_scales,
+    load_words,
+    scale_section,
+    section,
+)
+
+
+@triton.jit
+def _expert_rows(begin: tensor, expert: tensor) -> tensor:
+    first = tl.load(begin + expert)
+    return first, tl.load(begin + expert + 1) - first
+
+
+@triton.jit
+def _column(x: tensor, row: tensor, num_cols: constexpr, col: tensor) -> tensor:
+    return tl.load(x + row * num_cols + col, mask=col < num_cols, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _dword_sums(
+    words: tensor,
+    x: tensor,
+    rows: tensor,
+    chunk: tensor,
+    num_cols: constexpr,
+    kind: constexpr,
+    per_dword: constexpr,
+    num_tokens: constexpr,
+    block_chunks: constexpr,
+    block_lanes: constexpr,
+) -> tensor:
+    """Return for each token the sums, over a dword's columns, of biased values * x and of x."""
+    parts = (tl.full((block_chunks, block_lanes), 0.0, dtype=tl.float32),) * num_tokens
+    totals = (tl.full((block_chunks,), 0.0, dtype=tl.float32),) * num_tokens
+    for place in tl.static_range(per_dword):
+        values = biased_values(words, place, kind)
+        new_parts, new_totals = (), ()
+        for token in tl.static_range(num_tokens):
+            column = _column(x, rows[token], num_cols, chunk * per_dword + place)
+            new_parts = new_parts + (parts[token] + values * column[:, None],)
+            new_totals = new_totals + (totals[token] + column,)
+        parts, totals = new_parts, new_totals
+    return parts, totals
+
+
+@triton.jit
+def _products(
+    data: tensor,
+    scales: tensor,
+    x: tensor,
+    rows: tensor,
+    block: tensor,
+    lane: tensor,
+    num_cols: constexpr,
+    num_blocks: constexpr,
+    num_chunks: constexpr,
+    kind: constexpr,
+    per_dword: constexpr,
+    chunks_per_group: constexpr,
+    factor: constexpr,
+    offset: constexpr,
+    num_tokens: constexpr,
+    block_chunks: constexpr,
+    block_lanes: constexpr,
+) -> tensor:
+    """Return a tuple of (block_lanes,) fp32: the lanes' products with each token's row of x."""
+    sums = (tl.full((block_chunks, block_lanes), 0.0, dtype=tl.float32),) * num_tokens
+    for start in range(0, num_chunks, block_chunks):
+        chunk = start + tl.arange(0, block_chunks)
+        words = load_words(data, block, lane, chunk, num_blocks, num_chunks)
+        parts, totals = _dword_sums(
+            words, x, rows, chunk, num_cols, kind, per_dword, num_tokens, block_chunks, block_lanes
+        )
+        if chunks_per_group > 0:
+            scale = load_scales(
+                scales, block, lane, chunk, num_blocks, num_chunks, kind, chunks_per_group
+            )
+        if kind == "int4z":
+            minimum = load_minima(
+                scales, block, lane, chunk, num_blocks, num_chunks, chunks_per_group
+            )
+        new_sums = ()
+        for token in tl.static_range(num_tokens):
+            part = parts[token] * factor + offset * totals[token][:, None]
+            if chunks_per_group > 0:
+                part = part * scale
+            if kind == "int4z":
+                part = part + minimum * totals[token][:, None]
+            new_sums = new_sums + (sums[token] + part,)
+        sums = new_sums
+    results = ()
+    # As tl.sum, which the interpreter knows only if Triton was imported for it.
+    for token in tl.static_range(num_tokens):
+        results = results + (tl.reduce(sums[token], 0, tl.standard._sum_combine),)
+    return results
+
+
+@triton.jit
+def vector_up(
+    addresses: tensor,
+    begin: tensor,
+    row_token: tensor,
+    hidden: tensor,
+    inner: tensor,
+    data_offset: constexpr,
+    scales_offset: constexpr,
+    bias_offset: constexpr,
+    num_cols: constexpr,
+    num_rows: constexpr,
+    num_blocks: constexpr,
+    num_chunks: constexpr,
+    kind: constexpr,
+    per_dword: constexpr,
+    chunks_per_group: constexpr,
+    factor: constexpr,
+    value_offset: constexpr,
+    activation: constexpr,
+    is_gated: constexpr,
+    alpha: constexpr,
+    limit: constexpr,
+    has_limit: constexpr,
+    up_offset: constexpr,
+    num_tokens: constexpr,
+    block_chunks: constexpr,
+) -> None:
+    """Write activation(up projection) of 32 lanes: inner (n_rows, num_rows).
+
+    A program is (32 lanes, expert). `num_rows` is the intermediate size; with PLAIN gated experts
+    inner is (n_rows, 2 * num_rows), the gate first.
+    """
+    lanes = tl.program_id(0) * 32 + tl.arange(0, 32)
+    block, lane = lanes // 16, lanes % 16
+    expert = tl.program_id(1)
+    first, count = _expert_rows(begin, expert)
+    address = tl.load(addresses + expert)
+    rows = ()
+    for token in tl.static_range(num_tokens):
+        # A token beyond the last repeats it; its result is not stored.
+        row = first + tl.minimum(count - 1, token)
+        rows = rows + (tl.load(row_token + row).to(tl.int64),)
+    products = _products(
+        section(address, data_offset, tl.int32),
+        scale_section(address, scales_offset, kind),
+        hidden, rows, block, lane, num_cols, num_blocks, num_chunks, kind, per_dword,
+        chunks_per_group, factor, value_offset, num_tokens, block_chunks, 32,
+    )  # fmt: skip
+    for token in tl.static_range(num_tokens):
+        values = products[token]
+        if bias_offset >= 0:
+            values += load_bias(section(address, bias_offset, tl.float32), block, lane, num_blocks)
+        row = (first + token).to(tl.int64)
+        is_real = count > token
+        if is_gated:
+            gate, up = tl.split(tl.permute(tl.reshape(values, (2, 16)), (1, 0)))
+            out_row = tl.program_id(0) * 16 + tl.arange(0, 16)
+            mask = is_real & (out_row < num_rows)
+            if activation == PLAIN:
+                at = inner + row * (2 * num_rows) + out_row
+                tl.store(at, gate.to(inner.dtype.element_ty), mask=mask)
+                tl.store(at + num_rows, up.to(inner.dtype.element_ty), mask=mask)
+            else:
+                done = gated(gate, up, activation, alpha, limit, has_limit, up_offset)
+                at = inner + row * num_rows + out_row
+                tl.store(at, done.to(inner.dtype.element_ty), mask=mask)
+        else:
+            if activation == RELU2:
+                values = relu2(values)
+            at = inner + row * num_rows + lanes
+            tl.store(at, values.to(inner.dtype.element_ty), mask=is_real & (lanes < num_rows))
+
+
+@triton.jit
+def vector_down(
+    addresses: tensor,
+    begin: tensor,
+    inner: tensor,
+    out: tensor,
+    data_offset: constexpr,
+    scales_offset: constexpr,
+    bias_offset: constexpr,
+    num_cols: constexpr,
+    num_rows: constexpr,
+    num_blocks: constexpr,
+    num_chunks: constexpr,
+    kind: constexpr,
+    per_dword: constexpr,
+    chunks_per_group: constexpr,
+    factor: constexpr,
+    value_offset: constexpr,
+    num_tokens: constexpr,
+    block_chunks: constexpr,
+) -> None:
+    """Write the down projection of 32 lanes: out (n_rows, num_rows) fp32, num_rows hidden_size."""
+    lanes = tl.program_id(0) * 32 + tl.arange(0, 32)
+    block, lane = lanes // 16, lanes % 16
+    expert = tl.program_id(1)
+    first, count = _expert_rows(begin, expert)
+    address = tl.load(addresses + expert)
+    rows = ()
+    for token in tl.static_range(num_tokens):
+        rows = rows + ((first + tl.minimum(count - 1, token)).to(tl.int64),)
+    products = _products(
+        section(address, data_offset, tl.int32),
+        scale_section(address, scales_offset, kind),
+        inner, rows, block, lane, num_cols, num_blocks, num_chunks, kind, per_dword,
+        chunks_per_group, factor, value_offset, num_tokens, block_chunks, 32,
+    )  # fmt: skip
+    for token in tl.static_range(num_tokens):
+        values = products[token]
+        if bias_offset >= 0:
+            values += load_bias(section(address, bias_offset, tl.float32), block, lane, num_blocks)
+        at = out + (first + token).to(tl.int64) * num_rows + lanes
+        tl.store(at, values, mask=(count > token) & (lanes < num_rows))

@@ -1,0 +1,130 @@
+"""Compiles the Triton kernels for GPUs that are not here; prints what the compiler says, as JSON.
+
+    python -m tests.kernels.compile_triton 80 90 17    # capabilities, then how many cases
+
+A program of its own: in a test's process the kernels are interpreted.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tandem.kernels.formats import ExpertLayout, find_format
+from tandem.kernels.native import ActivationKind, NativeActivation
+from tandem.kernels.triton import combine, experts, matrix, vector
+from tandem.kernels.triton.rows import row_table
+
+_POINTERS = {
+    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32",
+    torch.int32: "*i32", torch.int64: "*i64",
+}  # fmt: skip
+_OPTIONS = ("num_warps", "num_stages")
+SWIGLU = NativeActivation(ActivationKind.SWIGLU)
+RELU2 = NativeActivation(ActivationKind.RELU2)
+CLAMPED = NativeActivation(ActivationKind.SWIGLU, 1.702, 7.0, 1.0)
+
+
+class Launch(NamedTuple):
+    """What a kernel was launched with."""
+
+    kernel: Any
+    args: tuple[Tensor, ...]
+    constants: dict[str, Any]
+
+
+class _Noted:
+    """Stands in a kernel's place and notes its launches."""
+
+    def __init__(self, kernel: Any, launches: list[Launch]) -> None:
+        self._kernel, self._launches = kernel, launches
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *args, **kwargs: self._launches.append(Launch(self._kernel, args, kwargs))
+
+
+def launches_of(
+    format_name: str, num_tokens: int, activation: NativeActivation | None, dtype: torch.dtype
+) -> list[Launch]:
+    """Return what `TritonExperts` launches for two experts of so many tokens each."""
+    launches: list[Launch] = []
+    for module, names in ((vector, ("vector_up", "vector_down")),
+                          (matrix, ("matrix_up", "matrix_down")),
+                          (combine, ("add_rows",))):  # fmt: skip
+        for name in names:
+            kernel = getattr(module, name)
+            setattr(module, name, _Noted(getattr(kernel, "_kernel", kernel), launches))
+    gated = activation is not RELU2
+    layout = ExpertLayout(find_format(format_name), 2048, 768, gated, activation is CLAMPED)
+    token = torch.zeros(2 * num_tokens, dtype=torch.int32)
+    table = row_table([0, 0], [0, num_tokens, 2 * num_tokens], token)
+    hidden, out = torch.zeros(2, 2048, dtype=dtype), torch.zeros(len(token), 2048)
+    kernels = experts.TritonExperts()
+    kernels.compute(
+        layout, activation, hidden, table.on(table.memory), out, lambda rows: rows[:, :768]
+    )
+    if num_tokens == 1:
+        kernels.add_rows(out, torch.zeros(2, 8, dtype=torch.int32), torch.zeros(2, 8), hidden)
+    return launches
+
+
+def compiled(launch: Launch, capability: int) -> Any:
+    """Compile a launch; raises what the compiler raises."""
+    names = launch.kernel.arg_names
+    constants = {k: v for k, v in launch.constants.items() if k not in _OPTIONS}
+    signature = {name: _POINTERS[a.dtype] for name, a in zip(names, launch.args, strict=False)}
+    signature |= dict.fromkeys(constants, "constexpr")
+    # What the launcher finds by itself: tensors start at multiples of 16 bytes.
+    aligned = {(place,): [["tt.divisibility", 16]] for place in range(len(launch.args))}
+    source = ASTSource(launch.kernel, signature, constants, aligned)
+    options = {k: v for k, v in launch.constants.items() if k in _OPTIONS}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+# format, tokens an expert, activation, dtype: every format in both regimes, every activation.
+CASES: tuple[tuple[str, int, NativeActivation | None, torch.dtype], ...] = (
+    ("int4", 1, SWIGLU, torch.bfloat16),
+    ("mxfp4", 64, CLAMPED, torch.bfloat16),
+    ("fp8", 2, SWIGLU, torch.float32),
+    ("int4z", 129, SWIGLU, torch.bfloat16),
+    ("int8", 16, None, torch.bfloat16),
+    ("bf16", 32, SWIGLU, torch.bfloat16),
+    ("fp16", 4, RELU2, torch.float16),
+    # From here on for a release or a new version of Triton, not for every change.
+    ("int4", 129, SWIGLU, torch.bfloat16),
+    ("int4-g128", 4, RELU2, torch.float16),
+    ("int4z-g64", 2, SWIGLU, torch.bfloat16),
+    ("int8", 1, None, torch.bfloat16),
+    ("int8-g32", 32, RELU2, torch.float16),
+    ("mxfp4", 8, CLAMPED, torch.bfloat16),
+    ("fp8", 16, SWIGLU, torch.bfloat16),
+    ("bf16", 1, NativeActivation(ActivationKind.GELU_TANH_GATE), torch.bfloat16),
+    ("bf16", 200, None, torch.bfloat16),
+    ("fp16", 20, SWIGLU, torch.float32),
+)
+
+
+def results(capabilities: list[int], num_cases: int) -> Iterator[dict[str, Any]]:
+    """Compile the cases, each for one of the processors by turns; yield what came of it."""
+    for number, case in enumerate(CASES[:num_cases]):
+        capability = capabilities[number % len(capabilities)]
+        for launch in launches_of(*case):
+            binary = compiled(launch, capability)
+            ptx = binary.asm["ptx"]
+            yield {
+                "case": str(case[:2]), "kernel": launch.kernel.__name__, "sm": capability,
+                "shared_bytes": binary.metadata.shared, "cubin_bytes": len(binary.asm["cubin"]),
+                "wide_loads": ptx.count("ld.global.v4") + ptx.count("cp.async.cg"),
+                "matrix_units": ptx.count("mma"),
+            }  # fmt: skip
+
+
+if __name__ == "__main__":
+    *capabilities, num_cases = [int(argument) for argument in sys.argv[1:]]
+    print(json.dumps(list(results(capabilities, num_cases))))
