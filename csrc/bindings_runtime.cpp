@@ -20,13 +20,16 @@ T* pointer(std::uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-// Some experts of a layer, by number or by address; expert i has rows begin[i] - begin[0] and so on.
+// Some experts of a layer, by number or by address. Expert i has rows begin[i]..begin[i + 1] - 1 of
+// a call of `num_rows` rows, whose results are at out; row_token has the tokens of this batch.
 void run_batch(ExpertEngine& engine, const RoutedLayer& layer,
                const std::vector<std::uintptr_t>& experts, bool are_addresses,
                std::vector<std::int32_t> begin, std::int64_t num_tokens, std::uintptr_t row_token,
                std::int64_t num_rows, std::uintptr_t hidden, std::uintptr_t out) {
-  if (begin.size() != experts.size() + 1)
-    throw std::invalid_argument("expected one more begin than experts");
+  if (begin.size() != experts.size() + 1 || begin.front() < 0 || begin.back() > num_rows)
+    throw std::invalid_argument("begin has " + std::to_string(begin.size()) + " rows for " +
+                                std::to_string(experts.size()) + " experts, expected one more, " +
+                                "and all of them from 0 to " + std::to_string(num_rows));
   std::vector<const std::uint8_t*> addresses;
   addresses.reserve(experts.size());
   for (const std::uintptr_t expert : experts) {
@@ -38,10 +41,14 @@ void run_batch(ExpertEngine& engine, const RoutedLayer& layer,
   }
   const std::int32_t first = begin.front();
   for (std::int32_t& row : begin) row -= first;
-  const ExpertCall call{static_cast<std::int64_t>(experts.size()), num_tokens, addresses.data(),
-                        begin.data(), pointer<const std::int32_t>(row_token),
-                        pointer<const float>(hidden), pointer<float>(out)};
-  require_in_range(call, num_rows);
+  const ExpertCall call{static_cast<std::int64_t>(experts.size()),
+                        num_tokens,
+                        addresses.data(),
+                        begin.data(),
+                        pointer<const std::int32_t>(row_token),
+                        pointer<const float>(hidden),
+                        pointer<float>(out) + first * layer.layout.hidden_size};
+  require_in_range(call, begin.back());
   const nb::gil_scoped_release release;
   engine.run(layer.layout, layer.activation, call);
 }

@@ -1,8 +1,9 @@
 """What the executors cost beside the arithmetic: python -m benchmarks.runtime.overhead
 
-Two questions. How long do planning and bookkeeping take for a layer at batch 1, live? Experts of a
-few bytes and real routing, so that nothing else counts. And what does an all-CPU layer of
-Qwen3-30B-A3B's shape take through `CpuExecutor`, against the kernels alone? By turns, medians.
+Three questions. How long do planning and bookkeeping take for a layer at batch 1, live? Real routing
+through the hybrid executor, on a device, kernels and a link that do nothing; the virtual clock is
+taken off. What does a layer of tiny experts cost on the emulated device? And what does an all-CPU
+layer of Qwen3-30B-A3B's shape take through `CpuExecutor`, against the kernels alone? Medians.
 """
 
 import argparse
@@ -13,20 +14,22 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
 from tandem.kernels.formats.weight_format import find_format
 from tandem.kernels.native import ActivationKind, NativeActivation
-from tandem.offload.batch import ExpertFunctions
+from tandem.offload.batch import ExpertBatch, ExpertFunctions
 from tandem.offload.cache_statistics import CacheStatistics
 from tandem.offload.copy_engine import VirtualCopyEngine
 from tandem.offload.emulated import EmulatedDevice
 from tandem.offload.executor import CpuExecutor, Executor
 from tandem.offload.expert_cache import ExpertCache, Machine
-from tandem.offload.expert_kernels import ExpertKernels
+from tandem.offload.expert_kernels import ExpertKernels, WeightSource
 from tandem.offload.host_store import HostStore
 from tandem.offload.hybrid_executor import HybridExecutor
+from tandem.offload.slots import Claim, SlotUse
 from tandem.policy.plan import Geometry
 from tandem.sim.profiles import load_profile, shape_for
 from tandem.sim.systems import TANDEM
@@ -76,8 +79,103 @@ def replay_seconds(executor: Executor, trace: RoutingTrace, steps: int) -> list[
     return seconds
 
 
+class SilentKernels(ExpertKernels):
+    """Compute nothing: what is left is bookkeeping."""
+
+    def wake(self) -> None:
+        """Leave the threads alone."""
+
+    def run(self, batch: ExpertBatch, source: WeightSource | None = None) -> None:
+        """Leave the rows as they are."""
+
+
+class SilentDevice(EmulatedDevice):
+    """Launches, uploads and adds up nothing."""
+
+    def launch(self, batch: ExpertBatch, use: SlotUse) -> None:
+        """Let go of the slots."""
+        use.addresses()
+        use.end()
+
+    def upload(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Bring nothing."""
+
+    def add_rows(
+        self, rows: torch.Tensor, row_of: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return some rows."""
+        return rows[: len(row_of)]
+
+
+class SilentCopies(VirtualCopyEngine):
+    """Keeps the order of the copies and moves no bytes."""
+
+    def _write(self, claim: Claim) -> None:
+        self._pending.pop(claim)
+        self.slots.land(*claim)
+
+
+class Parts:
+    """Medians of what parts of a layer take, by name."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, list[float]] = {}
+
+    def time(self, owner: Any, method: str, name: str) -> None:
+        """Time every call of a method from now on."""
+        inner, seconds = getattr(owner, method), self._seconds.setdefault(name, [])
+
+        def timed(*args: Any) -> Any:
+            begin = time.perf_counter()
+            found = inner(*args)
+            seconds.append(time.perf_counter() - begin)
+            return found
+
+        setattr(owner, method, timed)
+
+    def microseconds(self) -> dict[str, float]:
+        """Return the medians."""
+        return {name: median(seconds) * 1e6 for name, seconds in self._seconds.items()}
+
+
 def bookkeeping(steps: int, share: float) -> dict[str, float]:
-    """Return microseconds per layer, live: the hybrid executor over the CPU's at no arithmetic."""
+    """Return microseconds per layer of all that is no arithmetic, no copy and no clock."""
+    trace = read_trace(TRACES / "deepseek-v2-lite.npz")
+    geometry = trace.meta.geometry
+    profile = load_profile("laptop-8gb")
+    machine = Machine(profile, shape_for(profile, trace.meta.model, geometry))
+    kernels = SilentKernels(num_threads=1)
+    cache = ExpertCache(
+        make_store(geometry, TINY, TINY, "int8"),
+        SilentDevice(1 << 30, kernels),
+        Timeline(machine.profile, machine.shape),
+        geometry,
+        machine,
+        TANDEM,
+        SilentCopies,
+    )
+    cache.resize(round(share * geometry.num_layers * geometry.num_experts))
+    hybrid = HybridExecutor(cache, kernels)
+    replay_seconds(hybrid, trace, steps)  # the cache and the policies' tables fill
+    whole = median(replay_seconds(hybrid, trace, steps)) * 1e6
+    statistics, parts = CacheStatistics(), Parts()
+    hybrid.listeners.append(statistics)
+    parts.time(cache.planner, "plan", "plan")
+    parts.time(cache.planner, "learn", "learn")
+    parts.time(cache.clock, "run", "clock")
+    replay_seconds(hybrid, trace, steps)
+    found = parts.microseconds()
+    bookkeeping = whole - found.pop("clock")
+    return {
+        "planning_and_bookkeeping": bookkeeping,
+        "before_the_lanes_start": bookkeeping - found["learn"],
+        **found,
+        "hit_rate": statistics.hit_rate,
+    }
+
+
+def on_the_emulated_device(steps: int, share: float) -> dict[str, float]:
+    """Return microseconds of a layer of tiny experts: all on the CPU, and on both."""
     trace = read_trace(TRACES / "deepseek-v2-lite.npz")
     geometry = trace.meta.geometry
     store = make_store(geometry, TINY, TINY, "int8")
@@ -94,22 +192,12 @@ def bookkeeping(steps: int, share: float) -> dict[str, float]:
         VirtualCopyEngine,
     )
     cache.resize(round(share * geometry.num_layers * geometry.num_experts))
-    hybrid = HybridExecutor(cache, kernels)
-    statistics = CacheStatistics()
-    alone = CpuExecutor(store, num_threads=1)
+    hybrid, alone = HybridExecutor(cache, kernels), CpuExecutor(store, num_threads=1)
     replay_seconds(alone, trace, 20)
-    replay_seconds(hybrid, trace, steps)  # the cache and the policies' tables fill
-    cpu = median(replay_seconds(alone, trace, steps))
-    both = median(replay_seconds(hybrid, trace, steps))
-    hybrid.listeners.append(statistics)
     replay_seconds(hybrid, trace, steps)
-    return {
-        "cpu_executor": cpu * 1e6,
-        "hybrid_executor": both * 1e6,
-        "difference": (both - cpu) * 1e6,
-        "plan": statistics.plan_seconds / statistics.calls * 1e6,
-        "hit_rate": statistics.hit_rate,
-    }
+    cpu = median(replay_seconds(alone, trace, steps)) * 1e6
+    both = median(replay_seconds(hybrid, trace, steps)) * 1e6
+    return {"one_native_call": cpu, "hybrid": both, "difference": both - cpu}
 
 
 def through_executor(name: str, threads: int, repetitions: int) -> dict[str, float]:
@@ -164,13 +252,16 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--repetitions", type=int, default=400)
+    parser.add_argument("--bookkeeping-only", action="store_true")
     flags = parser.parse_args()
     torch.set_num_threads(1)
     report: dict[str, dict[str, float]] = {}
     for share in (0.25, 0.5, 1.0):
         found = bookkeeping(flags.steps, share)
         report[f"bookkeeping at {share:.0%} resident, microseconds per layer"] = found
-    for name in ("int4", "int8"):
+        found = on_the_emulated_device(flags.steps, share)
+        report[f"emulated at {share:.0%} resident, microseconds per layer"] = found
+    for name in () if flags.bookkeeping_only else ("int4", "int8"):
         found = through_executor(name, flags.threads, flags.repetitions)
         report[f"all on the CPU, {name}, microseconds per layer"] = found
     for title, values in report.items():

@@ -46,8 +46,8 @@ class CallSide:
 class ExpertBatch:
     """Some experts of a layer with their rows; not changed once it is made.
 
-    Expert `experts[i]` has rows `begin[i] - begin[0]`..`begin[i + 1] - begin[0] - 1` of `token` and
-    `out`.
+    Expert `experts[i]` has rows `begin[i]`..`begin[i + 1]` - 1 of the call, and the rows
+    `begin[i] - begin[0]`.. of `token` and `out`, which are slices of the call's.
     """
 
     layer: HostLayer
@@ -55,8 +55,23 @@ class ExpertBatch:
     side: CallSide  # of the lane that computes it
     experts: Sequence[int]
     begin: Sequence[int]
-    token: Tensor  # (n_rows,) int32, on the host
-    out: Tensor  # (n_rows, hidden_size) fp32, a piece of the side's rows
+    tokens: Tensor  # of the rows, int32, contiguous, on the host; other batches' may be among them
+    first_token: int  # where this batch's begin in it
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of this batch."""
+        return self.begin[-1] - self.begin[0]
+
+    @property
+    def token(self) -> Tensor:
+        """The token of each row: (num_rows,) int32, on the host."""
+        return self.tokens[self.first_token : self.first_token + self.num_rows]
+
+    @property
+    def out(self) -> Tensor:
+        """Where the rows go: (num_rows, hidden_size) fp32, a piece of the side's rows."""
+        return self.side.rows[self.begin[0] : self.begin[-1]]
 
     @property
     def hidden(self) -> Tensor:

@@ -94,10 +94,11 @@ class HybridExecutor:
         functions: ExpertFunctions,
     ) -> Tensor:
         """Compute a layer; see `Executor`."""
-        hidden, top_k_weights = hidden.detach(), top_k_weights.detach()
+        if hidden.requires_grad or top_k_weights.requires_grad:  # to ask costs less than to detach
+            hidden, top_k_weights = hidden.detach(), top_k_weights.detach()
         try:
             if layer <= self._last_layer or self._announced is not None:
-                self._begin_step(len(hidden))
+                self._begin_step(hidden.shape[0])
             self._last_layer = layer
             return self._execute(layer, hidden, top_k_index, top_k_weights, functions)
         except Exception as error:
@@ -119,7 +120,7 @@ class HybridExecutor:
         functions: ExpertFunctions,
     ) -> Tensor:
         most = cpu_executor.MAX_TOKENS_AT_ONCE
-        if len(hidden) <= most:
+        if hidden.shape[0] <= most:
             return self._execute_chunk(layer, hidden, top_k_index, top_k_weights, functions)
         chunks = zip(
             hidden.split(most), top_k_index.split(most), top_k_weights.split(most), strict=True
@@ -153,7 +154,7 @@ class HybridExecutor:
         index, tokens = self.device.download(top_k_index, hidden)
         routing = Routing(index, host.arrivals.num_experts)
         clock = cache.clock
-        clock.run_dense(len(hidden))
+        clock.run_dense(hidden.shape[0])
         if not routing.experts:
             return torch.zeros_like(hidden)
         load = routing.load(layer, self._weights_to_read(top_k_weights))

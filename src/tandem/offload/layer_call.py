@@ -32,18 +32,13 @@ class LayerCall:
 
     def batch(self, first: int, last: int, side: CallSide) -> ExpertBatch:
         """Return the batch of the order's experts first .. last - 1, computed on a side."""
-        begin, token = self._rows.begin, self._rows.token
-        start, end = begin[first], begin[last]
-        is_whole = end - start == begin[-1]
-        experts, begin = self._order[first:last], begin[first : last + 1]
-        token = token if is_whole else token[start:end]
-        rows = side.rows if is_whole else side.rows[start:end]
+        token, first_token = self._rows.token, self._rows.begin[first]
+        experts, begin = self._order[first:last], self._rows.begin[first : last + 1]
         if self.host.input_order is not None:
-            hidden, token = ordered_inputs(
-                side.hidden, self.host.input_order, experts, begin, token
-            )
+            own, first_token = token[first_token : begin[-1]], 0
+            hidden, token = ordered_inputs(side.hidden, self.host.input_order, experts, begin, own)
             side = CallSide(hidden, side.rows)
-        return ExpertBatch(self.host, self._functions, side, experts, begin, token, rows)
+        return ExpertBatch(self.host, self._functions, side, experts, begin, token, first_token)
 
     def first_row(self, place: int) -> int:
         """Return the first row of the expert at a place of the order."""

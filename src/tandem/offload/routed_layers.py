@@ -17,6 +17,7 @@ from tandem.offload.batch import ExpertBatch, ExpertFunctions
 from tandem.offload.host_store import HostLayer
 from tandem.offload.packed_layer import PackedLayer
 
+_TOKEN_BYTES = torch.int32.itemsize
 MAX_TOKENS = 64  # more are a prompt's, where sorting in Python costs nothing
 
 
@@ -35,13 +36,14 @@ class RoutedLayers:
         """Fill the rows of a batch; weights are at `addresses`, or in the host store if None."""
         activation = batch.functions.native
         assert activation is not None
-        hidden, token, out = batch.hidden_fp32, batch.token, batch.out
+        hidden, rows, tokens = batch.hidden_fp32, batch.side.rows, batch.tokens
         try:
             _native.run_batch(
                 self._engine, self._native(layer, activation),
-                batch.experts if addresses is None else addresses,
-                addresses is not None, batch.begin, hidden.shape[0], token.data_ptr(),
-                token.shape[0], hidden.data_ptr(), out.data_ptr(),
+                batch.experts if addresses is None else addresses, addresses is not None,
+                batch.begin, hidden.shape[0],
+                tokens.data_ptr() + _TOKEN_BYTES * batch.first_token,
+                rows.shape[0], hidden.data_ptr(), rows.data_ptr(),
             )  # fmt: skip
         except ValueError as error:  # rows, experts or tokens that do not exist
             raise ModelError(f"the routing of a layer is damaged: {error}") from error

@@ -48,7 +48,7 @@ class Routing:
         self.num_experts = num_experts
         self._single: list[int] | None = None  # the choice of a lone token: no arrays are needed
         if self.num_tokens == 1:
-            row: list[int] = top_k_index[0].tolist()
+            row: list[int] = top_k_index.tolist()[0]
             ordered = sorted(row)
             if len(set(row)) == len(row) and ordered[0] >= 0 and ordered[-1] < num_experts:
                 self._single = row

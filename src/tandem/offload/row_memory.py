@@ -16,15 +16,20 @@ class RowMemory:
         """Take memory from `allocate` (number of fp32 values)."""
         self._allocate = allocate
         self._memory: Tensor | None = None
+        self._view: Tensor | None = None  # what was asked for last: the same in every decode step
 
     def rows(self, num_rows: int, width: int) -> Tensor:
         """Return memory for (num_rows, width) fp32, which the next such call reuses."""
+        view = self._view
+        if view is not None and view.shape == (num_rows, width):
+            return view
         count = num_rows * width
         if self._memory is None or self._memory.numel() < count:
             with torch.inference_mode(False):  # else only inference mode could write to it
                 self._memory = self._allocate(count)
-        return self._memory[:count].view(num_rows, width)
+        self._view = self._memory[:count].view(num_rows, width)
+        return self._view
 
     def forget(self) -> None:
         """Never hand out the present memory again: a broken call may still write to it."""
-        self._memory = None
+        self._memory = self._view = None

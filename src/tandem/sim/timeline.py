@@ -33,11 +33,14 @@ class Timeline:
         self._cpu_slowdown = profile.cpu_slowdown_while_copying
         self._link_slowdown = profile.link_slowdown_while_computing
         self._link_free = 0.0
+        self._dense = (1, self.costs.dense(1))  # of the tokens that were asked for last
         self._under_way: deque[Arrival] = deque()
 
     def run_dense(self, num_tokens: int) -> None:
         """Run attention, router and shared experts of a layer."""
-        seconds = self.costs.dense(num_tokens)
+        if num_tokens != self._dense[0]:
+            self._dense = num_tokens, self.costs.dense(num_tokens)
+        seconds = self._dense[1]
         self.now += seconds
         self.gpu_busy += seconds
 
