@@ -43,8 +43,9 @@ TANDEM_INLINE const std::uint8_t* multiply_group(const std::uint8_t* data, std::
     }
     each<T>([&](auto t) TANDEM_INLINED {
       const std::int8_t* at = q + t * stride + k;
+      constexpr int kLast = kIntegerChains<T> - 1;
       sums[0][t] = multiply_add_int8(sums[0][t], w[0], broadcast4(at));
-      sums[kIntegerChains<T> - 1][t] = multiply_add_int8(sums[kIntegerChains<T> - 1][t], w[1], broadcast4(at + 4));
+      sums[kLast][t] = multiply_add_int8(sums[kLast][t], w[1], broadcast4(at + 4));
     });
   }
   return data;

@@ -67,10 +67,14 @@ Case make_case(Random& random, Format format) {
                              : has_group              ? 32 << random.between(0, 2)
                                                       : 0;
   const std::int64_t multiple = has_group ? group : 8;
-  Case c{format, random.between(1, 5), multiple * random.between(1, 900 / multiple), group, 0, 0,
-         {}, {}, {}, {}};
+  // Wide ones take more columns than many tokens are multiplied with at once.
+  const bool is_wide = random.between(0, 9) == 0;
+  const std::int64_t cols = multiple * random.between(1, (is_wide ? 5000 : 900) / multiple);
+  Case c{format, random.between(1, 5), cols, group, 0, 0, {}, {}, {}, {}};
   c.num_rows = 16 * c.blocks - random.between(0, 15);
-  c.num_tokens = random.between(0, 3) ? random.between(1, 9) : random.between(10, 150);
+  c.num_tokens = is_wide                ? random.between(9, 15)
+                 : random.between(0, 3) ? random.between(1, 9)
+                                        : random.between(10, 150);
   c.data.resize(c.blocks * c.cols * 16 * tandem::bits_per_code(format) / 8);
   const std::int64_t groups = has_group ? c.blocks * (c.cols / group) : 0;
   c.scales.resize(groups * (format == Format::kFp8          ? 4

@@ -1,0 +1,238 @@
+// Tiles of a few tokens and row blocks: the sums stay in registers over all columns of a panel.
+#pragma once
+
+#include "panel.hpp"
+
+namespace tandem {
+namespace {
+
+constexpr int kTileTokens = 4;
+
+// Sums that a result is made of until its columns have ended; see `few_tokens`.
+template <Format F>
+constexpr int kParts = F == Format::kBf16 || F == Format::kFp16 ? 2 : 1;
+
+// Row blocks in one tile: sums, totals and weights have 32 registers. With groups of 128 the totals
+// are so seldom needed that they may live in memory.
+template <Format F>
+constexpr int tile_blocks(std::int64_t group) {
+  return !is_integer(F) || group < 128 ? 2 : 4;
+}
+
+// Columns between two pieces of what is fetched ahead.
+constexpr std::int64_t kFetchColumns = 128;
+
+constexpr std::int64_t pieces(std::int64_t columns, std::int64_t group) {
+  const std::int64_t each = group == 0 ? kFetchColumns : group;
+  return (columns + each - 1) / each;
+}
+
+// Results of four row blocks: kept in memory from one panel to the next, written after the last.
+struct Results {
+  float* kept;  // [token][block][part], one register each
+  int parts;
+  bool is_first, is_last;
+  int num_blocks;
+  Output to[kPanelBlocks];
+
+  float* at(std::int64_t token, int block, int part) const {
+    return kept + ((token * kPanelBlocks + block) * parts + part) * kBlockRows;
+  }
+
+  TANDEM_INLINE __m512 load(std::int64_t token, int block, int part = 0) const {
+    return is_first ? _mm512_setzero_ps() : _mm512_load_ps(at(token, block, part));
+  }
+
+  TANDEM_INLINE void store(std::int64_t token, int block, __m512 sum) const {
+    if (!is_last)
+      _mm512_store_ps(at(token, block, 0), sum);
+    else if (block < num_blocks)
+      to[block].store(token, sum);
+  }
+
+  TANDEM_INLINE void store(std::int64_t token, int block, __m512 even, __m512 odd) const {
+    if (!is_last) {
+      _mm512_store_ps(at(token, block, 0), even);
+      _mm512_store_ps(at(token, block, 1), odd);
+    } else if (block < num_blocks) {
+      to[block].store(token, _mm512_add_ps(even, odd));
+    }
+  }
+};
+
+// Calls function(token, block) for every pair of a tile.
+template <int T, int B, typename Function>
+TANDEM_INLINE void each_pair(const Function& function) {
+  each<T>([&](auto t) TANDEM_INLINED {
+    each<B>([&](auto b) TANDEM_INLINED { function(t, b); });
+  });
+}
+
+template <int B>
+struct Codes {
+  const std::uint8_t* block[B];
+
+  Codes(const Panel& panel, int first_block, std::int64_t step) {
+    each<B>([&](auto b) TANDEM_INLINED { block[b] = panel.codes[first_block + b] + step * 64; });
+  }
+
+  TANDEM_INLINE __m512i load(int b, std::int64_t step) const {
+    return _mm512_loadu_si512(block[b] + step * 64);
+  }
+};
+
+template <int T, int B>
+TANDEM_INLINE void multiply_group(const Codes<B>& codes, std::int64_t steps, const std::int8_t* q,
+                                  std::int64_t stride, __m512i (&sums)[T][B]) {
+  for (std::int64_t k = 0; k < steps; ++k) {
+    __m512i w[B];
+    each<B>([&](auto b) TANDEM_INLINED { w[b] = codes.load(b, k); });
+    each<T>([&](auto t) TANDEM_INLINED {
+      const __m512i four = broadcast4(q + t * stride + 4 * k);
+      each<B>([&](auto b) TANDEM_INLINED {
+        sums[t][b] = multiply_add_int8(sums[t][b], w[b], four);
+      });
+    });
+  }
+}
+
+template <Format F, int B, int T>
+TANDEM_INLINE void integer_tile(const Panel& panel, int first_block, std::int64_t group,
+                                Columns columns, const Activations& x, std::int64_t token,
+                                const Results& results, Ahead& ahead) {
+  const std::int8_t* q = x.quantized + token * x.stride + columns.begin;
+  const std::int64_t first = token * x.group_stride + columns.begin / group;
+  __m512 total[T][B];
+  each_pair<T, B>([&](auto t, auto b) TANDEM_INLINED {
+    total[t][b] = results.load(token + t, first_block + b);
+  });
+  for (std::int64_t g = 0; g < columns.count() / group; ++g, q += group) {
+    ahead.fetch_piece();
+    const std::int32_t* x_sums = x.sums + first + g;
+    const float* x_scales = x.scales + first + g;
+    __m512i sums[T][B];
+    each_pair<T, B>([&](auto t, auto b) TANDEM_INLINED {
+      sums[t][b] = F == Format::kInt4Zero ? _mm512_setzero_si512()
+                                          : _mm512_set1_epi32(x_sums[t * x.group_stride]);
+    });
+    const Codes<B> codes(panel, first_block, g * group / 4);
+    if (B == 2 && group == 32)  // a known number of steps is unrolled
+      multiply_group<T, B>(codes, 32 / 4, q, x.stride, sums);
+    else
+      multiply_group<T, B>(codes, group / 4, q, x.stride, sums);
+    each_pair<T, B>([&](auto t, auto b) TANDEM_INLINED {
+      const float x_scale = x_scales[t * x.group_stride];
+      const __m512 w_scale = _mm512_load_ps(panel.scales(g, first_block + b));
+      const __m512 scale = _mm512_mul_ps(w_scale, _mm512_set1_ps(x_scale));
+      total[t][b] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[t][b]), scale, total[t][b]);
+      if constexpr (F == Format::kInt4Zero) {
+        const float x_sum = x_scale * static_cast<float>(x_sums[t * x.group_stride]);
+        total[t][b] = _mm512_fmadd_ps(_mm512_load_ps(panel.minima(g, first_block + b)),
+                                      _mm512_set1_ps(x_sum), total[t][b]);
+      }
+    });
+  }
+  each_pair<T, B>([&](auto t, auto b) TANDEM_INLINED {
+    results.store(token + t, first_block + b, total[t][b]);
+  });
+}
+
+// A step's columns of a token, in all lanes.
+template <Format F>
+TANDEM_INLINE __m512i broadcast_step(const Activations& x, std::int64_t at) {
+  if constexpr (F == Format::kFp16) return broadcast4(x.fp32 + at);
+  return broadcast4(x.bf16 + at);
+}
+
+template <Format F>
+TANDEM_INLINE __m512 multiply_add(__m512 sum, __m512i weights, __m512i values) {
+  if constexpr (F == Format::kFp16)
+    return _mm512_fmadd_ps(_mm512_castsi512_ps(weights), _mm512_castsi512_ps(values), sum);
+  return multiply_add_bf16(sum, weights, values);
+}
+
+template <int T, int B>
+using Sums = __m512[2][T][B];
+
+// Adds the products of even steps of columns to sums[0], of odd ones to sums[1]: as few tokens do.
+template <Format F, int B, int T>
+TANDEM_INLINE void multiply_steps(const Codes<B>& codes, std::int64_t steps, const Activations& x,
+                                  std::int64_t at, Sums<T, B>& sums) {
+  for (std::int64_t k = 0; k < steps; k += 2) {
+    each<2>([&](auto part) TANDEM_INLINED {
+      __m512i w[B];
+      each<B>([&](auto b) TANDEM_INLINED { w[b] = codes.load(b, k + part); });
+      each<T>([&](auto t) TANDEM_INLINED {
+        const __m512i value =
+            broadcast_step<F>(x, at + t * x.stride + (k + part) * kStepColumns<F>);
+        each<B>([&](auto b) TANDEM_INLINED {
+          sums[part][t][b] = multiply_add<F>(sums[part][t][b], w[b], value);
+        });
+      });
+    });
+  }
+}
+
+template <Format F, int B, int T>
+TANDEM_INLINE void float_tile(const Panel& panel, int first_block, Columns columns,
+                              const Activations& x, std::int64_t token, const Results& results,
+                              Ahead& ahead) {
+  Sums<T, B> sums;
+  each<2>([&](auto part) TANDEM_INLINED {
+    each_pair<T, B>([&](auto t, auto b) TANDEM_INLINED {
+      sums[part][t][b] = results.load(token + t, first_block + b, part);
+    });
+  });
+  for (std::int64_t k = 0; k < columns.count(); k += kFetchColumns) {
+    ahead.fetch_piece();
+    const std::int64_t count = std::min(kFetchColumns, columns.count() - k);
+    multiply_steps<F, B, T>(Codes<B>(panel, first_block, k / kStepColumns<F>),
+                            count / kStepColumns<F>, x, token * x.stride + columns.begin + k, sums);
+  }
+  each_pair<T, B>([&](auto t, auto b) TANDEM_INLINED {
+    results.store(token + t, first_block + b, sums[0][t][b], sums[1][t][b]);
+  });
+}
+
+template <int B, int T>
+TANDEM_INLINE void fp8_tile(const Panel& panel, int first_block, std::int64_t group,
+                            Columns columns, const Activations& x, std::int64_t token,
+                            const Results& results, Ahead& ahead) {
+  __m512 total[T][B];
+  each_pair<T, B>([&](auto t, auto b) TANDEM_INLINED {
+    total[t][b] = results.load(token + t, first_block + b);
+  });
+  for (std::int64_t g = 0; g < columns.count() / group; ++g) {
+    ahead.fetch_piece();
+    Sums<T, B> sums;
+    each<2>([&](auto part) TANDEM_INLINED {
+      each_pair<T, B>([&](auto t, auto b) TANDEM_INLINED {
+        sums[part][t][b] = _mm512_setzero_ps();
+      });
+    });
+    multiply_steps<Format::kFp8, B, T>(Codes<B>(panel, first_block, g * group / 2), group / 2, x,
+                                       token * x.stride + columns.begin + g * group, sums);
+    each_pair<T, B>([&](auto t, auto b) TANDEM_INLINED {
+      const __m512 sum = _mm512_add_ps(sums[0][t][b], sums[1][t][b]);
+      const __m512 scale = _mm512_load_ps(panel.scales(g, first_block + b));
+      total[t][b] = _mm512_fmadd_ps(sum, scale, total[t][b]);
+    });
+  }
+  each_pair<T, B>([&](auto t, auto b) TANDEM_INLINED {
+    results.store(token + t, first_block + b, total[t][b]);
+  });
+}
+
+template <Format F, int B, int T>
+void tile(const Panel& panel, int first_block, std::int64_t group, Columns columns,
+          const Activations& x, std::int64_t token, const Results& results, Ahead& ahead) {
+  if constexpr (is_integer(F))
+    integer_tile<F, B, T>(panel, first_block, group, columns, x, token, results, ahead);
+  else if constexpr (F == Format::kFp8)
+    fp8_tile<B, T>(panel, first_block, group, columns, x, token, results, ahead);
+  else
+    float_tile<F, B, T>(panel, first_block, columns, x, token, results, ahead);
+}
+
+}  // namespace
+}  // namespace tandem
