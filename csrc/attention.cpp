@@ -7,8 +7,12 @@ namespace tandem {
 namespace {
 
 // Positions that one task reads at least: below it, merging costs more than a second thread saves.
-constexpr std::int64_t kLeastSegment = 256;
+constexpr std::int64_t kLeastSegment = 512;
 constexpr std::int64_t kTasksPerThread = 4;
+// Query rows of a prompt's tile: they read a chunk of keys and values while it is in the cache.
+constexpr std::int64_t kTileRows = 64;
+// More tokens than this are appended by all threads.
+constexpr std::int64_t kManyTokens = 32;
 
 const AttentionKernel& choose(const std::string& isa) {
 #if defined(__x86_64__)
@@ -24,28 +28,91 @@ std::int64_t first_position(const AttentionCall& call, std::int64_t token) {
   return call.window > 0 ? std::max<std::int64_t>(0, end - call.window) : 0;
 }
 
-const void* head_of(const CacheView& cache, ValueType type, std::int64_t row, std::int64_t head) {
-  return value_at(static_cast<const void*>(cache.data), type,
-                  row * cache.row_stride + head * cache.head_stride);
+std::int64_t heads_of(const AttentionCall& call) { return call.num_heads / call.num_kv_heads; }
+
+std::int64_t part_values(const AttentionCall& call, std::int64_t rows) {
+  return rows * (2 + call.layout.value_width());
 }
 
-// Copies one head of a token into the cache, converting where the types differ.
-void append_head(const AttentionCall& call, const TokenView& from, const CacheView& to,
-                 std::int64_t token, std::int64_t head) {
-  const void* source =
-      value_at(from.data, call.type, token * from.token_stride + head * from.head_stride);
-  void* target = value_at(to.data, call.cache_type,
-                          call.rows[token] * to.row_stride + head * to.head_stride +
-                              call.positions[token] * to.dim);
-  if (call.type == call.cache_type) {
-    std::memcpy(target, source, to.dim * value_bytes(call.type));
-    return;
-  }
-  thread_local std::vector<float> values;
-  values.resize(to.dim);
-  load_values(source, call.type, to.dim, values.data());
-  store_values(values.data(), to.dim, call.cache_type, target);
+PartialAttention partial_at(float* values, std::int64_t rows) {
+  return {values, values + rows, values + 2 * rows};
 }
+
+void begin_partial(const PartialAttention& partial, std::int64_t rows, std::int64_t width) {
+  std::fill_n(partial.greatest, rows, -1e30f);
+  std::fill_n(partial.sum, rows, 0.0f);
+  std::fill_n(partial.weighted, rows * width, 0.0f);
+}
+
+// Head `head` of row `row`, in blocks of `block_bytes`.
+std::int64_t head_offset(const AttentionCall& call, std::int64_t row, std::int64_t head,
+                         std::int64_t block_bytes) {
+  return (row * call.num_kv_heads + head) * call.capacity_blocks * block_bytes;
+}
+
+void append_heads(const AttentionCall& call, std::int64_t head, bool is_key) {
+  const TokenView& from = is_key ? call.new_key : call.new_value;
+  const std::int64_t dim = is_key ? call.layout.key_dim : call.layout.value_dim;
+  const std::int64_t block =
+      is_key ? call.layout.key_block_bytes() : call.layout.value_block_bytes();
+  thread_local std::vector<float> values;
+  values.resize(dim);
+  for (std::int64_t t = 0; t < call.num_tokens; ++t) {
+    load_values(value_at(from.data, call.type, t * from.token_stride + head * from.head_stride),
+                call.type, dim, values.data());
+    std::uint8_t* to =
+        (is_key ? call.keys : call.values) + head_offset(call, call.rows[t], head, block);
+    (is_key ? append_key : append_value)(call.layout, to, call.positions[t], values.data());
+  }
+}
+
+// Writes the results of one query row: its parts' weighted sums over their common sum.
+void finish_row(const AttentionCall& call, const PartialAttention* parts, std::int64_t num_parts,
+                std::int64_t row, std::int64_t token, std::int64_t head) {
+  const std::int64_t width = call.layout.value_width();
+  thread_local std::vector<float> total;
+  total.assign(width, 0.0f);
+  float greatest = call.sinks ? call.sinks[head] : -1e30f;
+  for (std::int64_t i = 0; i < num_parts; ++i)
+    greatest = std::max(greatest, parts[i].greatest[row]);
+  float sum = call.sinks ? std::exp(call.sinks[head] - greatest) : 0.0f;
+  for (std::int64_t i = 0; i < num_parts; ++i) {
+    const float weight = std::exp(parts[i].greatest[row] - greatest);
+    const float* from = parts[i].weighted + row * width;
+    sum += weight * parts[i].sum[row];
+    for (std::int64_t d = 0; d < width; ++d) total[d] += weight * from[d];
+  }
+  for (std::int64_t d = 0; d < width; ++d) total[d] /= sum;
+  store_values(total.data(), call.layout.value_dim, call.type,
+               value_at(call.out, call.type,
+                        (token * call.num_heads + head) * call.layout.value_dim));
+}
+
+// The queries of a tile as the kernels take them: row t * heads + h for token t and head h.
+struct TileRows {
+  std::vector<float> query;
+  std::vector<std::int64_t> begin, end;
+
+  void fill(const AttentionCall& call, std::int64_t first_token, std::int64_t num_tokens,
+            std::int64_t kv_head) {
+    const std::int64_t heads = heads_of(call), width = call.layout.key_width();
+    query.resize(num_tokens * heads * width);
+    begin.resize(num_tokens * heads);
+    end.resize(num_tokens * heads);
+    for (std::int64_t t = 0; t < num_tokens; ++t)
+      for (std::int64_t h = 0; h < heads; ++h) {
+        const std::int64_t token = first_token + t, row = t * heads + h;
+        float* to = query.data() + row * width;
+        load_values(value_at(call.query.data, call.type,
+                             token * call.query.token_stride +
+                                 (kv_head * heads + h) * call.query.head_stride),
+                    call.type, call.layout.key_dim, to);
+        std::fill(to + call.layout.key_dim, to + width, 0.0f);
+        begin[row] = first_position(call, token);
+        end[row] = call.positions[token] + 1;
+      }
+  }
+};
 
 }  // namespace
 
@@ -53,115 +120,106 @@ AttentionEngine::AttentionEngine(ThreadPool& pool, const std::string& isa)
     : kernel_(choose(isa)), pool_(pool) {}
 
 void AttentionEngine::append(const AttentionCall& call) {
-  for (std::int64_t t = 0; t < call.num_tokens; ++t)
-    for (std::int64_t h = 0; h < call.num_kv_heads; ++h) {
-      append_head(call, call.new_key, call.keys, t, h);
-      append_head(call, call.new_value, call.values, t, h);
+  const std::int64_t tasks = 2 * call.num_kv_heads;
+  if (call.num_tokens > kManyTokens) {
+    pool_.run(tasks, [&](std::int64_t i) { append_heads(call, i / 2, i % 2 == 0); });
+  } else {
+    for (std::int64_t i = 0; i < tasks; ++i) append_heads(call, i / 2, i % 2 == 0);
+  }
+}
+
+void AttentionEngine::plan_tiles(const AttentionCall& call) {
+  const std::int64_t most = std::max<std::int64_t>(1, kTileRows / heads_of(call));
+  tiles_.clear();
+  for (std::int64_t head = 0; head < call.num_kv_heads; ++head)
+    for (std::int64_t t = 0; t < call.num_tokens;) {
+      std::int64_t n = 1;
+      while (n < most && t + n < call.num_tokens && call.rows[t + n] == call.rows[t]) ++n;
+      tiles_.push_back({t, n, head, 0, 0});
+      t += n;
     }
 }
 
 void AttentionEngine::plan_tasks(const AttentionCall& call) {
+  const auto first = [&](const Tile& tile) {
+    return first_position(call, tile.first_token) / kKvChunk * kKvChunk;
+  };
+  const auto last = [&](const Tile& tile) {
+    return call.positions[tile.first_token + tile.num_tokens - 1] + 1;
+  };
   std::int64_t positions = 0;
-  for (std::int64_t t = 0; t < call.num_tokens; ++t)
-    positions += call.positions[t] + 1 - first_position(call, t);
-  const std::int64_t wanted = kTasksPerThread * pool_.num_threads();
+  for (const Tile& tile : tiles_) positions += last(tile) - first(tile);
+  const std::int64_t share = positions / (kTasksPerThread * pool_.num_threads());
   const std::int64_t segment =
-      std::max(kLeastSegment, positions * call.num_kv_heads / wanted / kAttentionChunk *
-                                  kAttentionChunk);
+      std::max(kLeastSegment, (share + kKvChunk - 1) / kKvChunk * kKvChunk);
   tasks_.clear();
-  first_task_.clear();
-  for (std::int64_t t = 0; t < call.num_tokens; ++t)
-    for (std::int64_t h = 0; h < call.num_kv_heads; ++h) {
-      first_task_.push_back(static_cast<std::int64_t>(tasks_.size()));
-      const std::int64_t end = call.positions[t] + 1;
-      for (std::int64_t begin = first_position(call, t); begin < end; begin += segment)
-        tasks_.push_back({t, h, begin, std::min(begin + segment, end)});
-    }
-  first_task_.push_back(static_cast<std::int64_t>(tasks_.size()));
+  num_parts_ = 0;
+  for (std::size_t i = 0; i < tiles_.size(); ++i) {
+    Tile& tile = tiles_[i];
+    const std::int64_t begin = first(tile), end = last(tile);
+    const bool is_one = end - begin <= segment;
+    tile.first_part = num_parts_;
+    for (std::int64_t at = begin; at < end; at += segment)
+      tasks_.push_back({static_cast<std::int64_t>(i), at, std::min(at + segment, end),
+                        is_one ? -1 : num_parts_++});
+    tile.num_parts = num_parts_ - tile.first_part;
+  }
 }
 
-PartialAttention AttentionEngine::partial(std::int64_t task, std::int64_t heads,
-                                          std::int64_t width) {
-  float* at = partials_.data() + task * heads * (2 + width);
-  return {at, at + heads, at + 2 * heads};
+PartialAttention AttentionEngine::part(const AttentionCall& call, std::int64_t number) {
+  const std::int64_t rows = std::max(kTileRows, heads_of(call));
+  return partial_at(parts_.data() + number * part_values(call, rows), rows);
 }
 
 void AttentionEngine::run(const AttentionCall& call) {
   if (call.num_tokens == 0) return;
+  plan_tiles(call);
   plan_tasks(call);
-  const std::int64_t heads = call.num_heads / call.num_kv_heads;
-  const std::int64_t width = attention_padded(call.values.dim);
-  const auto needed = tasks_.size() * heads * (2 + width);
-  if (partials_.size() < needed) partials_.resize(needed);
-  pool_.run(static_cast<std::int64_t>(tasks_.size()), [&](std::int64_t i) { attend(call, i); });
-  const std::int64_t merges = call.num_tokens * call.num_kv_heads;
+  const std::int64_t heads = heads_of(call);
+  const auto needed = num_parts_ * part_values(call, std::max(kTileRows, heads));
+  if (static_cast<std::int64_t>(parts_.size()) < needed) parts_.resize(needed);
+  pool_.run(static_cast<std::int64_t>(tasks_.size()),
+            [&](std::int64_t i) { attend(call, tasks_[i]); });
   // A merge takes a microsecond or two: waking threads for a few of them would cost more.
-  if (merges <= 64) {
-    for (std::int64_t i = 0; i < merges; ++i)
-      merge(call, i / call.num_kv_heads, i % call.num_kv_heads);
-  } else {
-    pool_.run(merges, [&](std::int64_t i) {
-      merge(call, i / call.num_kv_heads, i % call.num_kv_heads);
-    });
+  thread_local std::vector<PartialAttention> parts;
+  for (const Tile& tile : tiles_) {
+    if (tile.num_parts == 0) continue;
+    parts.clear();
+    for (std::int64_t i = 0; i < tile.num_parts; ++i)
+      parts.push_back(part(call, tile.first_part + i));
+    for (std::int64_t row = 0; row < tile.num_tokens * heads; ++row)
+      finish_row(call, parts.data(), tile.num_parts, row, tile.first_token + row / heads,
+                 tile.kv_head * heads + row % heads);
   }
   pool_.wake();  // the output projection comes next
 }
 
-void AttentionEngine::attend(const AttentionCall& call, std::int64_t index) {
-  const Task& task = tasks_[index];
-  const std::int64_t heads = call.num_heads / call.num_kv_heads;
-  const std::int64_t key_width = attention_padded(call.keys.dim);
-  const std::int64_t value_width = attention_padded(call.values.dim);
-  thread_local std::vector<float> scratch;
-  const std::int64_t query_values = heads * key_width;
-  scratch.resize(std::max<std::size_t>(
-      scratch.size(),
-      query_values + attention_scratch(call.keys.dim, call.values.dim, heads)));
-  float* query = scratch.data();
-  for (std::int64_t h = 0; h < heads; ++h) {
-    const std::int64_t head = task.kv_head * heads + h;
-    float* to = query + h * key_width;
-    load_values(value_at(call.query.data, call.type,
-                         task.token * call.query.token_stride + head * call.query.head_stride),
-                call.type, call.keys.dim, to);
-    std::fill(to + call.keys.dim, to + key_width, 0.0f);
+void AttentionEngine::attend(const AttentionCall& call, const Task& task) {
+  const Tile& tile = tiles_[task.tile];
+  const std::int64_t heads = heads_of(call), rows = tile.num_tokens * heads;
+  thread_local TileRows queries;
+  queries.fill(call, tile.first_token, tile.num_tokens, tile.kv_head);
+  thread_local std::vector<float> own;
+  PartialAttention partial;
+  if (task.part >= 0) {
+    partial = part(call, task.part);
+  } else {
+    own.resize(part_values(call, rows));
+    partial = partial_at(own.data(), rows);
   }
-  const PartialAttention result = partial(index, heads, value_width);
-  std::fill(result.greatest, result.greatest + heads, -1e30f);
-  std::fill(result.sum, result.sum + heads, 0.0f);
-  std::fill(result.weighted, result.weighted + heads * value_width, 0.0f);
-  const std::int64_t row = call.rows[task.token];
-  kernel_.attend(head_of(call.keys, call.cache_type, row, task.kv_head), call.keys.dim,
-                 head_of(call.values, call.cache_type, row, task.kv_head), call.values.dim,
-                 call.cache_type, task.begin, task.end, query, heads, call.scale, call.softcap, result,
-                 query + query_values);
-}
-
-void AttentionEngine::merge(const AttentionCall& call, std::int64_t token, std::int64_t kv_head) {
-  const std::int64_t heads = call.num_heads / call.num_kv_heads;
-  const std::int64_t width = attention_padded(call.values.dim);
-  const std::int64_t group = token * call.num_kv_heads + kv_head;
-  const std::int64_t first = first_task_[group], last = first_task_[group + 1];
-  thread_local std::vector<float> total;
-  total.resize(width);
-  for (std::int64_t h = 0; h < heads; ++h) {
-    const std::int64_t head = kv_head * heads + h;
-    float greatest = call.sinks ? call.sinks[head] : -1e30f;
-    for (std::int64_t i = first; i < last; ++i)
-      greatest = std::max(greatest, partial(i, heads, width).greatest[h]);
-    float sum = call.sinks ? std::exp(call.sinks[head] - greatest) : 0.0f;
-    std::fill(total.begin(), total.end(), 0.0f);
-    for (std::int64_t i = first; i < last; ++i) {
-      const PartialAttention part = partial(i, heads, width);
-      const float weight = std::exp(part.greatest[h] - greatest);
-      sum += weight * part.sum[h];
-      for (std::int64_t d = 0; d < width; ++d) total[d] += weight * part.weighted[h * width + d];
-    }
-    for (std::int64_t d = 0; d < width; ++d) total[d] /= sum;
-    store_values(total.data(), call.values.dim, call.type,
-                 value_at(call.out, call.type,
-                          (token * call.num_heads + head) * call.values.dim));
-  }
+  begin_partial(partial, rows, call.layout.value_width());
+  const std::int64_t row = call.rows[tile.first_token];
+  kernel_.attend(
+      call.layout,
+      call.keys + head_offset(call, row, tile.kv_head, call.layout.key_block_bytes()),
+      call.values + head_offset(call, row, tile.kv_head, call.layout.value_block_bytes()),
+      {rows, queries.query.data(), queries.begin.data(), queries.end.data(), call.scale,
+       call.softcap},
+      task.begin, task.end, partial);
+  if (task.part >= 0) return;
+  for (std::int64_t r = 0; r < rows; ++r)
+    finish_row(call, &partial, 1, r, tile.first_token + r / heads,
+               tile.kv_head * heads + r % heads);
 }
 
 }  // namespace tandem

@@ -1,8 +1,11 @@
-// Attention with AVX-512: registers of 16 floats, and for bf16 caches its dot products of bf16 pairs.
+// Attention with AVX-512: registers of 16 floats; bf16 and int8 caches are multiplied as they are,
+// by the instructions that add up products of two bf16 or four int8 values per lane.
 #include <immintrin.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <vector>
 
 #include "attention.hpp"
 
@@ -13,180 +16,293 @@ namespace {
 
 #include "attention_kernel.inl"
 
-// ---- bf16 caches whose heads fill whole registers ----
-//
-// Scores: 32 products and their sums per instruction, four positions times four heads in
-// registers; sixteen registers become one register of sixteen sums by adding halves. Weighted sums:
-// the values of two positions take turns in a register, so that one instruction adds both, with
-// their two weights, rounded to bf16, side by side. No value is unpacked.
+using Bytes = const std::uint8_t*;
 
-using Bits = std::uint16_t;
-
-constexpr std::int64_t kMaxBf16Dim = 512;
-
-__m512bh as_bf16(__m512i bits) { return reinterpret_cast<__m512bh>(bits); }
-
-// out[i] = the sum of v[i], for sixteen registers.
-__m512 sums_of(const __m512* v) {
-  __m512 pairs[8];
-  for (int i = 0; i < 8; ++i) {
-    const __m512 low = _mm512_shuffle_f32x4(v[i], v[i + 8], 0x44);   // halves of both, lower
-    const __m512 high = _mm512_shuffle_f32x4(v[i], v[i + 8], 0xEE);  // and upper
-    pairs[i] = _mm512_add_ps(low, high);  // 8 lanes of i, 8 lanes of i + 8
-  }
-  __m512 quads[4];
-  for (int i = 0; i < 4; ++i) {
-    const __m512 even = _mm512_shuffle_f32x4(pairs[i], pairs[i + 4], 0x88);
-    const __m512 odd = _mm512_shuffle_f32x4(pairs[i], pairs[i + 4], 0xDD);
-    quads[i] = _mm512_add_ps(even, odd);  // 4 lanes each of i, i + 8, i + 4, i + 12
-  }
-  const __m512 a = _mm512_add_ps(_mm512_unpacklo_ps(quads[0], quads[2]),
-                                 _mm512_unpackhi_ps(quads[0], quads[2]));
-  const __m512 b = _mm512_add_ps(_mm512_unpacklo_ps(quads[1], quads[3]),
-                                 _mm512_unpackhi_ps(quads[1], quads[3]));
-  // Lanes of a: quads 0, 2, 0, 2; of b: 1, 3, 1, 3; per 128 bits.
-  const __m512 sum = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
-  // Now per 128 bits: 0, 1, 2, 3 of i, i + 8, i + 4, i + 12.
-  return _mm512_shuffle_f32x4(sum, sum, 0xD8);
+// Memory for the packed queries of a tile; one tile at a time in a thread.
+std::uint8_t* query_memory(std::int64_t bytes) {
+  thread_local std::vector<std::uint8_t> memory;
+  if (static_cast<std::int64_t>(memory.size()) < bytes) memory.resize(bytes);
+  return memory.data();
 }
 
-// scores[h * kAttentionChunk + p] for four heads and `count` positions, a multiple of four.
-void bf16_scores(const Bits* keys, std::int64_t dim, std::int64_t count, const Bits* query,
-                 float* scores) {
-  for (std::int64_t p = 0; p < count; p += 4) {
-    __m512 sums[16];
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i) sums[i] = _mm512_setzero_ps();
-    for (std::int64_t d = 0; d < dim; d += 32) {
-      __m512bh k[4];
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) k[i] = as_bf16(_mm512_loadu_si512(keys + (p + i) * dim + d));
-#pragma GCC unroll 4
-      for (int h = 0; h < 4; ++h) {
-        const __m512bh q = as_bf16(_mm512_loadu_si512(query + h * dim + d));
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) sums[h * 4 + i] = _mm512_dpbf16_ps(sums[h * 4 + i], k[i], q);
-      }
-    }
-    const __m512 all = sums_of(sums);
-    for (int h = 0; h < 4; ++h) {
-      const __m512 mine = _mm512_maskz_compress_ps(static_cast<__mmask16>(15 << (4 * h)), all);
-      _mm512_mask_storeu_ps(scores + h * kAttentionChunk + p, 15, mine);
-    }
-  }
+inline __m512i dword_of(const void* left) {
+  std::int32_t bits;
+  std::memcpy(&bits, left, sizeof bits);
+  return _mm512_set1_epi32(bits);
 }
 
-// Adds `count` positions, an even number, to the weighted sums of four heads, 64 values at a time.
-void bf16_values(const Bits* values, std::int64_t dim, std::int64_t count, const float* weights,
-                 float* weighted, std::int64_t width) {
-  std::int32_t pairs[4][kAttentionChunk / 2];  // (w[p], w[p + 1])
-  for (int h = 0; h < 4; ++h) {
-    const __m256i low = reinterpret_cast<__m256i>(
-        _mm512_cvtneps_pbh(_mm512_loadu_ps(weights + h * kAttentionChunk)));
-    const __m256i high = reinterpret_cast<__m256i>(
-        _mm512_cvtneps_pbh(_mm512_loadu_ps(weights + h * kAttentionChunk + 16)));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(pairs[h]), low);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(pairs[h] + 8), high);
-  }
-  for (std::int64_t d = 0; d < dim; d += 64) {
-    __m512 sums[4][4] = {};
-    for (std::int64_t p = 0; p < count; p += 2) {
-      const Bits* first = values + p * dim + d;
-      const __m512i a0 = _mm512_loadu_si512(first), a1 = _mm512_loadu_si512(first + 32);
-      const __m512i b0 = _mm512_loadu_si512(first + dim), b1 = _mm512_loadu_si512(first + dim + 32);
-      const __m512bh v[4] = {
-          as_bf16(_mm512_unpacklo_epi16(a0, b0)), as_bf16(_mm512_unpackhi_epi16(a0, b0)),
-          as_bf16(_mm512_unpacklo_epi16(a1, b1)), as_bf16(_mm512_unpackhi_epi16(a1, b1))};
-#pragma GCC unroll 4
-      for (int h = 0; h < 4; ++h) {
-        const __m512bh w = as_bf16(_mm512_set1_epi32(pairs[h][p / 2]));
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) sums[h][i] = _mm512_dpbf16_ps(sums[h][i], v[i], w);
-      }
-    }
-    // The lower halves of each 128 bits went to sums 0 and 2, the upper ones to 1 and 3.
-    const __m512i first_half = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22,
-                                                 23);
-    const __m512i second_half = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28,
-                                                  29, 30, 31);
-    for (int h = 0; h < 4; ++h)
-      for (int i = 0; i < 2; ++i) {
-        float* to = weighted + h * width + d + 32 * i;
-        const __m512 low = sums[h][2 * i], high = sums[h][2 * i + 1];
-        store(to, load(to) + _mm512_permutex2var_ps(low, first_half, high));
-        store(to + 16, load(to + 16) + _mm512_permutex2var_ps(low, second_half, high));
-      }
-  }
+// The blocks of keys that R rows meet at once: enough sums to hide the multiplier's latency.
+template <int R>
+constexpr int kBlocksAtOnce = R >= 8 ? 2 : 4;
+// The registers of values likewise.
+template <int R>
+constexpr int kColumnsAtOnce = R >= 8 ? 2 : 4;
+
+// Values d..d+15 of a query, as far as it has them.
+inline __m512 load_query(const float* query, std::int64_t d, std::int64_t width) {
+  const auto left = static_cast<unsigned>(std::min<std::int64_t>(16, width - d));
+  return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << left) - 1), query + d);
 }
 
-// Four heads at a time; the places of heads that are not there repeat the last one.
-void attend_bf16(const Bits* keys, std::int64_t key_dim, const Bits* values,
-                 std::int64_t value_dim, std::int64_t begin, std::int64_t end, const float* query,
-                 std::int64_t heads, float scale, float softcap, PartialAttention partial) {
-  constexpr int kHeads = 4;
-  const std::int64_t key_width = attention_padded(key_dim);
-  const std::int64_t value_width = attention_padded(value_dim);
-  alignas(64) static thread_local Bits q[kHeads * kMaxBf16Dim];
-  alignas(64) float scores[kHeads * kAttentionChunk];
-  alignas(64) static thread_local float sums[kHeads * kMaxBf16Dim];
-  for (std::int64_t first = 0; first < heads; first += kHeads) {
-    const std::int64_t count_heads = heads - first < kHeads ? heads - first : kHeads;
-    for (std::int64_t h = 0; h < kHeads; ++h) {
-      const std::int64_t head = first + (h < count_heads ? h : count_heads - 1);
-      for (std::int64_t d = 0; d < key_dim; d += 16)
-        _mm256_storeu_si256(
-            reinterpret_cast<__m256i*>(q + h * key_dim + d),
-            reinterpret_cast<__m256i>(
-                _mm512_cvtneps_pbh(_mm512_loadu_ps(query + head * key_width + d))));
-      std::memcpy(sums + h * value_width, partial.weighted + head * value_width,
-                  value_width * sizeof(float));
+// Asks for what lies a chunk ahead: the hardware follows a stream only to the end of a page, and
+// arithmetic and memory are to work at the same time.
+inline void prefetch(Bytes data) {
+  _mm_prefetch(reinterpret_cast<const char*>(data), _MM_HINT_T1);
+}
+
+// ---- bf16 ----
+
+class Bf16Math {
+ public:
+  static constexpr int kMostRows = 8;
+
+  Bf16Math(const KvLayout& layout, const QueryTile& tile)
+      : layout_(layout), row_bytes_((layout.key_width() + 15) / 16 * 32) {
+    std::uint8_t* to = query_memory(tile.num_rows * row_bytes_ + 64);
+    query_ = to;
+    for (std::int64_t r = 0; r < tile.num_rows; ++r)
+      for (std::int64_t d = 0; d < layout.key_width(); d += 16) {
+        const __m512 x = load_query(tile.query + r * layout.key_width(), d, layout.key_width());
+        store_bf16(to + r * row_bytes_ + d * 2, x);
+      }
+  }
+
+  template <int R>
+  void score(Bytes keys, std::int64_t blocks, std::int64_t row, float* scores) const {
+    constexpr int B = kBlocksAtOnce<R>;
+    std::int64_t b = 0;
+    for (; b + B <= blocks; b += B) score_blocks<R, B>(keys, b, row, scores);
+    for (; b < blocks; ++b) score_blocks<R, 1>(keys, b, row, scores);
+  }
+
+  void weigh(std::int64_t row, const float* weights, Bytes, std::int64_t) {
+    for (std::int64_t p = 0; p < kKvChunk; p += 16)
+      store_bf16(weights_ + (row * kKvChunk + p) * 2, _mm512_loadu_ps(weights + p));
+  }
+
+  template <int R>
+  void add(Bytes values, std::int64_t blocks, std::int64_t row, const float*,
+           float* weighted) const {
+    constexpr int V = kColumnsAtOnce<R>;
+    const std::int64_t width = layout_.value_width();
+    std::int64_t d = 0;
+    for (; d + V * 16 <= width; d += V * 16) add_columns<R, V>(values, blocks, row, d, weighted);
+    for (; d < width; d += 16) add_columns<R, 1>(values, blocks, row, d, weighted);
+  }
+
+ private:
+  static void store_bf16(std::uint8_t* to, __m512 x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to),
+                        reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)));
+  }
+
+  template <int R, int V>
+  static void multiply(Bytes data, std::int64_t column_bytes, std::int64_t step_bytes,
+                       std::int64_t steps, Bytes left, std::int64_t stride, std::int64_t ahead,
+                       __m512 (&sums)[R][V]) {
+    for (std::int64_t s = 0; s < steps; ++s, data += step_bytes, left += 4) {
+      __m512bh x[V];
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) {
+        prefetch(data + v * column_bytes + ahead);
+        x[v] = reinterpret_cast<__m512bh>(_mm512_loadu_si512(data + v * column_bytes));
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const auto y = reinterpret_cast<__m512bh>(dword_of(left + r * stride));
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) sums[r][v] = _mm512_dpbf16_ps(sums[r][v], x[v], y);
+      }
     }
-    std::int64_t at = begin;
-    for (; at < end; at += kAttentionChunk) {
-      const std::int64_t count = end - at < kAttentionChunk ? end - at : kAttentionChunk;
-      const std::int64_t whole = count / 4 * 4;
-      bf16_scores(keys + at * key_dim, key_dim, whole, q, scores);
-      for (std::int64_t p = whole; p < count; ++p)  // behind them may be the end of the memory
-        for (std::int64_t h = 0; h < kHeads; ++h) {
-          __m512 sum = _mm512_setzero_ps();
-          for (std::int64_t d = 0; d < key_dim; d += 32)
-            sum = _mm512_dpbf16_ps(
-                sum, as_bf16(_mm512_loadu_si512(keys + (at + p) * key_dim + d)),
-                as_bf16(_mm512_loadu_si512(q + h * key_dim + d)));
-          scores[h * kAttentionChunk + p] = _mm512_reduce_add_ps(sum);
+  }
+
+  template <int R, int B>
+  void score_blocks(Bytes keys, std::int64_t block, std::int64_t row, float* scores) const {
+    __m512 sums[R][B] = {};
+    multiply<R, B>(keys + block * layout_.key_block_bytes(), layout_.key_block_bytes(), 64,
+                   layout_.key_width() / 2, query_ + row * row_bytes_, row_bytes_,
+                   kChunkBlocks * layout_.key_block_bytes(), sums);
+    for (int r = 0; r < R; ++r)
+      for (int b = 0; b < B; ++b)
+        _mm512_storeu_ps(scores + r * kKvChunk + (block + b) * kKvBlock, sums[r][b]);
+  }
+
+  template <int R, int V>
+  void add_columns(Bytes values, std::int64_t blocks, std::int64_t row, std::int64_t first,
+                   float* weighted) const {
+    const std::int64_t width = layout_.value_width();
+    __m512 sums[R][V];
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < V; ++v) sums[r][v] = _mm512_loadu_ps(weighted + r * width + first + v * 16);
+    // Blocks follow each other without a gap.
+    multiply<R, V>(values + first * 4, 64, width * 4, blocks * (kKvBlock / 2),
+                   weights_ + row * kKvChunk * 2, kKvChunk * 2,
+                   kChunkBlocks * layout_.value_block_bytes(), sums);
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < V; ++v)
+        _mm512_storeu_ps(weighted + r * width + first + v * 16, sums[r][v]);
+  }
+
+  const KvLayout& layout_;
+  std::int64_t row_bytes_;
+  Bytes query_;
+  alignas(64) std::uint8_t weights_[kGroupRows * kKvChunk * 2];
+};
+
+// ---- int8 ----
+
+// Queries are rounded to int8 by row, weights (times the values' scales) to 0..255 by row and chunk.
+class Int8Math {
+ public:
+  static constexpr int kMostRows = 8;
+
+  Int8Math(const KvLayout& layout, const QueryTile& tile)
+      : layout_(layout), row_bytes_((layout.key_width() + 15) / 16 * 16) {
+    std::uint8_t* to = query_memory(tile.num_rows * (row_bytes_ + 8) + 64);
+    query_ = to;
+    auto* scales = reinterpret_cast<float*>(to + tile.num_rows * row_bytes_);
+    auto* offsets = reinterpret_cast<std::int32_t*>(scales + tile.num_rows);
+    query_scales_ = scales, query_offsets_ = offsets;
+    for (std::int64_t r = 0; r < tile.num_rows; ++r)
+      pack_query(tile.query + r * layout.key_width(), to + r * row_bytes_, scales + r, offsets + r);
+  }
+
+  template <int R>
+  void score(Bytes keys, std::int64_t blocks, std::int64_t row, float* scores) const {
+    constexpr int B = kBlocksAtOnce<R>;
+    std::int64_t b = 0;
+    for (; b + B <= blocks; b += B) score_blocks<R, B>(keys, b, row, scores);
+    for (; b < blocks; ++b) score_blocks<R, 1>(keys, b, row, scores);
+  }
+
+  void weigh(std::int64_t row, float* weights, Bytes values, std::int64_t blocks) {
+    Fp32Math<KvType::kInt8>::scale_weights(layout_, weights, values, blocks);
+    __m512 peaks = _mm512_setzero_ps();
+    for (std::int64_t p = 0; p < kKvChunk; p += 16)
+      peaks = _mm512_max_ps(peaks, _mm512_loadu_ps(weights + p));
+    const float peak = _mm512_reduce_max_ps(peaks);
+    weight_scales_[row] = peak / 255.0f;
+    const __m512 factor = _mm512_set1_ps(peak > 1e-36f ? 255.0f / peak : 0.0f);
+    for (std::int64_t p = 0; p < kKvChunk; p += 16) {
+      const __m512i codes =
+          _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(weights + p), factor));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(weights_ + row * kKvChunk + p),
+                       _mm512_cvtusepi32_epi8(codes));
+    }
+  }
+
+  template <int R>
+  void add(Bytes values, std::int64_t blocks, std::int64_t row, const float*,
+           float* weighted) const {
+    constexpr int V = kColumnsAtOnce<R>;
+    const std::int64_t width = layout_.value_width();
+    std::int64_t d = 0;
+    for (; d + V * 16 <= width; d += V * 16) add_columns<R, V>(values, blocks, row, d, weighted);
+    for (; d < width; d += 16) add_columns<R, 1>(values, blocks, row, d, weighted);
+  }
+
+ private:
+  void pack_query(const float* query, std::uint8_t* to, float* scale, std::int32_t* offset) const {
+    const std::int64_t width = layout_.key_width();
+    __m512 peaks = _mm512_setzero_ps();
+    for (std::int64_t d = 0; d < width; d += 16)
+      peaks = _mm512_max_ps(peaks, _mm512_abs_ps(load_query(query, d, width)));
+    const float peak = _mm512_reduce_max_ps(peaks);
+    const __m512 factor = _mm512_set1_ps(peak > 1e-30f ? 127.0f / peak : 0.0f);
+    *scale = peak / 127.0f;
+    __m512i sums = _mm512_setzero_si512();
+    for (std::int64_t d = 0; d < width; d += 16) {
+      const __m512i codes =
+          _mm512_cvtps_epi32(_mm512_mul_ps(load_query(query, d, width), factor));
+      sums = _mm512_add_epi32(sums, codes);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(to + d), _mm512_cvtsepi32_epi8(codes));
+    }
+    *offset = -kKeyOffset * _mm512_reduce_add_epi32(sums);
+  }
+
+  template <int R, int B>
+  void score_blocks(Bytes keys, std::int64_t block, std::int64_t row, float* scores) const {
+    const std::int64_t bytes = layout_.key_block_bytes();
+    keys += block * bytes;
+    __m512i sums[R][B];
+    for (int r = 0; r < R; ++r)
+      for (int b = 0; b < B; ++b) sums[r][b] = _mm512_set1_epi32(query_offsets_[row + r]);
+    Bytes at = keys, left = query_ + row * row_bytes_;
+    for (std::int64_t s = 0; s < layout_.key_width() / 4; ++s, at += 64, left += 4) {
+      __m512i x[B];
+#pragma GCC unroll 4
+      for (int b = 0; b < B; ++b) {
+        prefetch(at + (b + kChunkBlocks) * bytes);
+        x[b] = _mm512_loadu_si512(at + b * bytes);
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const __m512i y = dword_of(left + r * row_bytes_);
+#pragma GCC unroll 4
+        for (int b = 0; b < B; ++b) sums[r][b] = _mm512_dpbusd_epi32(sums[r][b], x[b], y);
+      }
+    }
+    for (int b = 0; b < B; ++b) {
+      const __m512 scales = _mm512_loadu_ps(keys + b * bytes + layout_.key_bytes());
+      for (int r = 0; r < R; ++r)
+        _mm512_storeu_ps(scores + r * kKvChunk + (block + b) * kKvBlock,
+                         _mm512_mul_ps(_mm512_cvtepi32_ps(sums[r][b]),
+                                       _mm512_mul_ps(scales, _mm512_set1_ps(query_scales_[row + r]))));
+    }
+  }
+
+  template <int R, int V>
+  void add_columns(Bytes values, std::int64_t blocks, std::int64_t row, std::int64_t first,
+                   float* weighted) const {
+    const std::int64_t width = layout_.value_width();
+    __m512i sums[R][V] = {};
+    for (std::int64_t b = 0; b < blocks; ++b) {
+      Bytes at = values + b * layout_.value_block_bytes() + first * 4;
+      Bytes left = weights_ + row * kKvChunk + b * kKvBlock;
+      for (std::int64_t s = 0; s < kKvBlock / 4; ++s, at += width * 4, left += 4) {
+        __m512i x[V];
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) {
+          prefetch(at + v * 64 + kChunkBlocks * layout_.value_block_bytes());
+          x[v] = _mm512_loadu_si512(at + v * 64);
         }
-      for (std::int64_t h = 0; h < count_heads; ++h)
-        soften(scores + h * kAttentionChunk, count, scale, softcap, partial.greatest[first + h],
-               partial.sum[first + h], sums + h * value_width, value_width);
-      for (std::int64_t h = count_heads; h < kHeads; ++h)
-        std::memset(scores + h * kAttentionChunk, 0, kAttentionChunk * sizeof(float));
-      const std::int64_t even = count / 2 * 2;
-      const Bits* rows = values + at * value_dim;
-      bf16_values(rows, value_dim, even, scores, sums, value_width);
-      if (even < count)
-        for (std::int64_t h = 0; h < count_heads; ++h) {
-          const float weight = scores[h * kAttentionChunk + even];
-          for (std::int64_t d = 0; d < value_dim; ++d)
-            sums[h * value_width + d] += weight * bf16_to_float(rows[even * value_dim + d]);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+          const __m512i y = dword_of(left + r * kKvChunk);
+#pragma GCC unroll 4
+          for (int v = 0; v < V; ++v) sums[r][v] = _mm512_dpbusd_epi32(sums[r][v], y, x[v]);
         }
+      }
     }
-    for (std::int64_t h = 0; h < count_heads; ++h)
-      std::memcpy(partial.weighted + (first + h) * value_width, sums + h * value_width,
-                  value_width * sizeof(float));
+    for (int r = 0; r < R; ++r) {
+      const __m512 scale = _mm512_set1_ps(weight_scales_[row + r]);
+      for (int v = 0; v < V; ++v) {
+        float* to = weighted + r * width + first + v * 16;
+        _mm512_storeu_ps(to, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[r][v]), scale,
+                                             _mm512_loadu_ps(to)));
+      }
+    }
   }
-}
 
-void attend_any(const void* keys, std::int64_t key_dim, const void* values, std::int64_t value_dim,
-                ValueType type, std::int64_t begin, std::int64_t end, const float* query,
-                std::int64_t heads, float scale, float softcap, PartialAttention partial,
-                float* scratch) {
-  const bool is_whole = key_dim % 32 == 0 && value_dim % 64 == 0;
-  if (type == ValueType::kBf16 && is_whole && key_dim <= kMaxBf16Dim && value_dim <= kMaxBf16Dim)
-    attend_bf16(static_cast<const Bits*>(keys), key_dim, static_cast<const Bits*>(values),
-                value_dim, begin, end, query, heads, scale, softcap, partial);
-  else
-    attend(keys, key_dim, values, value_dim, type, begin, end, query, heads, scale, softcap,
-           partial, scratch);
+  const KvLayout& layout_;
+  std::int64_t row_bytes_;
+  Bytes query_;
+  const float* query_scales_;
+  const std::int32_t* query_offsets_;
+  float weight_scales_[kGroupRows];
+  alignas(64) std::uint8_t weights_[kGroupRows * kKvChunk];
+};
+
+void attend_any(const KvLayout& layout, Bytes keys, Bytes values, const QueryTile& tile,
+                std::int64_t begin, std::int64_t end, const PartialAttention& partial) {
+  switch (layout.type) {
+    case KvType::kFp32:
+      return attend_fp32(layout, keys, values, tile, begin, end, partial);
+    case KvType::kBf16:
+      return attend_with<Bf16Math>(layout, keys, values, tile, begin, end, partial);
+    case KvType::kInt8:
+      return attend_with<Int8Math>(layout, keys, values, tile, begin, end, partial);
+  }
 }
 
 }  // namespace

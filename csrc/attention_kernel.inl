@@ -1,12 +1,16 @@
 // The attention kernel for one width of registers; each instruction set's file includes it with
 // TANDEM_LANES (floats of a register) set, inside a namespace of its own.
 //
-// Positions are unpacked to fp32 in chunks that stay in the first cache, whatever their type and
-// width; then sixteen sums are kept in registers: four positions times four heads for the scores,
-// four registers of a value row times four heads for the weighted sums.
+// Chunks of 64 positions meet up to eight query rows at a time: their scores, the softmax, the
+// weighted sums of values. Both products are the same one: rows times packed dwords, whose lanes are
+// positions (of keys) or dimensions (of values); so no sum runs across a register.
 
 using Vector = float __attribute__((vector_size(TANDEM_LANES * 4)));
 using Integers = std::int32_t __attribute__((vector_size(TANDEM_LANES * 4)));
+
+constexpr std::int64_t kGroupRows = 8;                  // query rows that meet a chunk together
+constexpr int kBlockVectors = kKvBlock / TANDEM_LANES;  // registers for a block's positions
+constexpr std::int64_t kChunkBlocks = kKvChunk / kKvBlock;
 
 inline Vector load(const float* from) {
   Vector v;
@@ -15,6 +19,12 @@ inline Vector load(const float* from) {
 }
 
 inline void store(float* to, Vector v) { std::memcpy(to, &v, sizeof v); }
+
+inline Integers load_dwords(const std::uint8_t* from) {
+  Integers v;
+  std::memcpy(&v, from, sizeof v);
+  return v;
+}
 
 inline Vector broadcast(float x) { return Vector{} + x; }
 
@@ -33,6 +43,13 @@ inline Vector exponential(Vector x) {
   Vector power;
   std::memcpy(&power, &bits, sizeof power);
   return p * power;
+}
+
+inline Vector tangent(Vector x) {  // hyperbolic, to about 1e-7 absolute
+  const Vector size = x < 0 ? -x : x;
+  const Vector e = exponential(size * -2.0f);
+  const Vector t = (1.0f - e) / (1.0f + e);
+  return x < 0 ? -t : t;
 }
 
 #if TANDEM_LANES == 16
@@ -54,128 +71,253 @@ inline float greatest_of(Vector v) {
 }
 #endif
 
-void unpack(const void* from, ValueType type, std::int64_t dim, std::int64_t begin,
-            std::int64_t count, float* to) {
-  const std::int64_t width = attention_padded(dim);
-  for (std::int64_t p = 0; p < count; ++p, to += width) {
-    load_values(value_at(from, type, (begin + p) * dim), type, dim, to);
-    for (std::int64_t d = dim; d < width; ++d) to[d] = 0.0f;
-  }
+// Calls f<n>(first) for rows 0..count-1 in groups of eight (or `Most`), four, two and one.
+template <int Most, typename F>
+inline void in_groups(std::int64_t count, const F& f) {
+  std::int64_t row = 0;
+  if constexpr (Most >= 8)
+    for (; row + 8 <= count; row += 8) f.template operator()<8>(row);
+  for (; row + 4 <= count; row += 4) f.template operator()<4>(row);
+  for (; row + 2 <= count; row += 2) f.template operator()<2>(row);
+  if (row < count) f.template operator()<1>(row);
 }
 
-template <int Heads>
-void scores_of(const float* keys, std::int64_t width, std::int64_t count, const float* query,
-               float* scores) {
-  for (std::int64_t p = 0; p < count; p += 4) {
-    Vector sums[4][Heads] = {};
-    const float* at = keys + p * width;  // chunks are whole: rows beyond `count` are stale, unused
-    for (std::int64_t d = 0; d < width; d += TANDEM_LANES) {
-      Vector k[4];
+// ---- arithmetic in fp32, whatever the cache holds ----
+
+// Value j of each dword.
+template <KvType Type, bool IsKey>
+inline Vector part(Integers dwords, int j) {
+  if constexpr (Type == KvType::kInt8) {
+    if constexpr (IsKey)
+      return __builtin_convertvector(((dwords >> (8 * j)) & 255) - kKeyOffset, Vector);
+    return __builtin_convertvector((dwords << (24 - 8 * j)) >> 24, Vector);
+  }
+  if constexpr (Type == KvType::kBf16) {
+    constexpr std::int32_t kHigh = -65536;  // 0xFFFF0000
+    dwords = j == 0 ? dwords << 16 : dwords & kHigh;
+  }
+  Vector v;
+  std::memcpy(&v, &dwords, sizeof v);
+  return v;
+}
+
+// sums[r][v] += left[r][k] * values k of the dwords, over `steps` dwords that are `step_bytes` apart.
+template <KvType Type, bool IsKey, int R, int V>
+inline void multiply_fp32(const std::uint8_t* data, std::int64_t step_bytes, std::int64_t steps,
+                          const float* left, std::int64_t stride, Vector (&sums)[R][V]) {
+  constexpr int kPack = Type == KvType::kFp32 ? 1 : Type == KvType::kBf16 ? 2 : 4;
+  for (std::int64_t s = 0; s < steps; ++s, data += step_bytes) {
+    Integers dwords[V];
+    for (int v = 0; v < V; ++v) dwords[v] = load_dwords(data + v * TANDEM_LANES * 4);
 #pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) k[i] = load(at + i * width + d);
+    for (int j = 0; j < kPack; ++j) {
+      Vector x[V];
 #pragma GCC unroll 4
-      for (int h = 0; h < Heads; ++h) {
-        const Vector q = load(query + h * width + d);
+      for (int v = 0; v < V; ++v) x[v] = part<Type, IsKey>(dwords[v], j);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const float y = left[r * stride + s * kPack + j];
 #pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) sums[i][h] += k[i] * q;
+        for (int v = 0; v < V; ++v) sums[r][v] += x[v] * y;
       }
     }
-    for (int h = 0; h < Heads; ++h)
-      for (int i = 0; i < 4; ++i) scores[h * kAttentionChunk + p + i] = sum_of(sums[i][h]);
   }
 }
 
-template <int Heads>
-void add_values(const float* values, std::int64_t width, std::int64_t count, const float* weights,
-                float* weighted) {
-  constexpr int kRegisters = 4;
-  for (std::int64_t d = 0; d < width; d += kRegisters * TANDEM_LANES) {
-    const std::int64_t left = (width - d) / TANDEM_LANES;
-    const int n = left < kRegisters ? static_cast<int>(left) : kRegisters;
-    Vector sums[kRegisters][Heads];
-    for (int h = 0; h < Heads; ++h)
-      for (int i = 0; i < n; ++i) sums[i][h] = load(weighted + h * width + d + i * TANDEM_LANES);
-    if (n == kRegisters) {
-      for (std::int64_t p = 0; p < count; ++p) {
-        const float* row = values + p * width + d;
-#pragma GCC unroll 4
-        for (int i = 0; i < kRegisters; ++i) {
-          const Vector v = load(row + i * TANDEM_LANES);
-#pragma GCC unroll 4
-          for (int h = 0; h < Heads; ++h) sums[i][h] += v * weights[h * kAttentionChunk + p];
+// How a chunk's products are done for a tile: here in fp32.
+template <KvType Type>
+class Fp32Math {
+ public:
+  static constexpr int kMostRows = TANDEM_LANES == 16 ? 8 : 4;
+
+  Fp32Math(const KvLayout& layout, const QueryTile& tile)
+      : layout_(layout), query_(tile.query), width_(layout.key_width()) {}
+
+  // scores[r * kKvChunk + p] of R rows from `row` on and the positions of `blocks` blocks.
+  template <int R>
+  void score(const std::uint8_t* keys, std::int64_t blocks, std::int64_t row,
+             float* scores) const {
+    for (std::int64_t b = 0; b < blocks; ++b, keys += layout_.key_block_bytes()) {
+      Vector sums[R][kBlockVectors] = {};
+      multiply_fp32<Type, true>(keys, kKvBlock * 4, width_ / layout_.pack(),
+                                query_ + row * width_, width_, sums);
+      const auto* scales = reinterpret_cast<const float*>(keys + layout_.key_bytes());
+      for (int r = 0; r < R; ++r)
+        for (int v = 0; v < kBlockVectors; ++v) {
+          if constexpr (Type == KvType::kInt8) sums[r][v] *= load(scales + v * TANDEM_LANES);
+          store(scores + r * kKvChunk + b * kKvBlock + v * TANDEM_LANES, sums[r][v]);
         }
-      }
-    } else {
-      for (std::int64_t p = 0; p < count; ++p)
-        for (int i = 0; i < n; ++i)
-          for (int h = 0; h < Heads; ++h)
-            sums[i][h] += load(values + p * width + d + i * TANDEM_LANES) *
-                          weights[h * kAttentionChunk + p];
     }
-    for (int h = 0; h < Heads; ++h)
-      for (int i = 0; i < n; ++i) store(weighted + h * width + d + i * TANDEM_LANES, sums[i][h]);
   }
-}
 
-// Turns the scores of a chunk into weights, and scales what has been summed with a smaller greatest
-// score. Scores behind `count` become weights of 0.
-inline void soften(float* scores, std::int64_t count, float scale, float softcap, float& greatest,
-                   float& sum, float* weighted, std::int64_t width) {
-  for (std::int64_t p = count; p < kAttentionChunk; ++p) scores[p] = 0.0f;
-  Vector peaks = broadcast(greatest);
-  for (std::int64_t p = 0; p < kAttentionChunk; p += TANDEM_LANES)
-    store(scores + p, load(scores + p) * scale);
-  if (softcap > 0)
-    for (std::int64_t p = 0; p < count; ++p) scores[p] = softcap * std::tanh(scores[p] / softcap);
-  for (std::int64_t p = count; p < kAttentionChunk; ++p) scores[p] = -1e30f;
-  for (std::int64_t p = 0; p < kAttentionChunk; p += TANDEM_LANES) {
+  // Makes ready the weights (kKvChunk) of one of a group's rows, in place.
+  void weigh(std::int64_t, float* weights, const std::uint8_t* values, std::int64_t blocks) {
+    if constexpr (Type == KvType::kInt8) scale_weights(layout_, weights, values, blocks);
+    (void)weights, (void)values, (void)blocks;
+  }
+
+  // weighted[r * width + d] += weights times values, for R rows of a group from `row` on.
+  template <int R>
+  void add(const std::uint8_t* values, std::int64_t blocks, std::int64_t row, const float* weights,
+           float* weighted) const {
+    constexpr int kVectors = 2;
+    const std::int64_t width = layout_.value_width();
+    std::int64_t d = 0;
+    for (; d + kVectors * TANDEM_LANES <= width; d += kVectors * TANDEM_LANES)
+      add_columns<R, kVectors>(values, blocks, weights + row * kKvChunk, weighted + d, d);
+    for (; d < width; d += TANDEM_LANES)
+      add_columns<R, 1>(values, blocks, weights + row * kKvChunk, weighted + d, d);
+  }
+
+  static void scale_weights(const KvLayout& layout, float* weights, const std::uint8_t* values,
+                            std::int64_t blocks) {
+    for (std::int64_t b = 0; b < blocks; ++b) {
+      const std::uint8_t* block = values + b * layout.value_block_bytes();
+      const auto* scales = reinterpret_cast<const float*>(block + layout.value_bytes());
+      for (std::int64_t p = 0; p < kKvBlock; p += TANDEM_LANES) {
+        float* at = weights + b * kKvBlock + p;
+        store(at, load(at) * load(scales + p));
+      }
+    }
+  }
+
+ private:
+  template <int R, int V>
+  void add_columns(const std::uint8_t* values, std::int64_t blocks, const float* weights,
+                   float* weighted, std::int64_t first) const {
+    const std::int64_t width = layout_.value_width();
+    Vector sums[R][V];
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < V; ++v) sums[r][v] = load(weighted + r * width + v * TANDEM_LANES);
+    for (std::int64_t b = 0; b < blocks; ++b)
+      multiply_fp32<Type, false>(values + b * layout_.value_block_bytes() + first * 4, width * 4,
+                                 kKvBlock / layout_.pack(), weights + b * kKvBlock, kKvChunk,
+                                 sums);
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < V; ++v) store(weighted + r * width + v * TANDEM_LANES, sums[r][v]);
+  }
+
+  const KvLayout& layout_;
+  const float* query_;
+  std::int64_t width_;
+};
+
+// ---- the softmax of a chunk ----
+
+struct Running {  // one row's
+  float* greatest;
+  float* sum;
+  float* weighted;
+};
+
+// Turns the scores of a row, of which it sees first..last-1, into weights, and scales what has been
+// summed with a smaller greatest score.
+inline void soften(float* scores, std::int64_t first, std::int64_t last, const QueryTile& tile,
+                   const Running& row, std::int64_t width) {
+  if (first >= last) {
+    std::fill_n(scores, kKvChunk, 0.0f);
+    return;
+  }
+  for (std::int64_t p = 0; p < kKvChunk; p += TANDEM_LANES) {
+    Vector score = load(scores + p) * tile.scale;
+    if (tile.softcap > 0) score = tangent(score * (1.0f / tile.softcap)) * tile.softcap;
+    store(scores + p, score);
+  }
+  std::fill_n(scores, first, -1e30f);
+  std::fill_n(scores + last, kKvChunk - last, -1e30f);
+  Vector peaks = broadcast(*row.greatest);
+  for (std::int64_t p = 0; p < kKvChunk; p += TANDEM_LANES) {
     const Vector score = load(scores + p);
     peaks = score > peaks ? score : peaks;
   }
   const float peak = greatest_of(peaks);
-  if (peak > greatest) {
-    const float shrink = std::exp(greatest - peak);
+  if (peak > *row.greatest) {
+    const float shrink = std::exp(*row.greatest - peak);
     for (std::int64_t d = 0; d < width; d += TANDEM_LANES)
-      store(weighted + d, load(weighted + d) * shrink);
-    sum *= shrink;
-    greatest = peak;
+      store(row.weighted + d, load(row.weighted + d) * shrink);
+    *row.sum *= shrink;
+    *row.greatest = peak;
   }
   Vector total = {};
-  for (std::int64_t p = 0; p < kAttentionChunk; p += TANDEM_LANES) {
+  for (std::int64_t p = 0; p < kKvChunk; p += TANDEM_LANES) {
     const Vector weight = exponential(load(scores + p) - peak);
     store(scores + p, weight);
     total += weight;
   }
-  sum += sum_of(total);  // with e^-87 for each place behind `count`: nothing
-  for (std::int64_t p = count; p < kAttentionChunk; ++p) scores[p] = 0.0f;
+  *row.sum += sum_of(total);  // with e^-87 for each place that is not seen: nothing
+  std::fill_n(scores, first, 0.0f);
+  std::fill_n(scores + last, kKvChunk - last, 0.0f);
 }
 
-void attend(const void* keys, std::int64_t key_dim, const void* values, std::int64_t value_dim,
-            ValueType type, std::int64_t begin, std::int64_t end, const float* query,
-            std::int64_t heads, float scale, float softcap, PartialAttention partial,
-            float* scratch) {
-  const std::int64_t key_width = attention_padded(key_dim);
-  const std::int64_t value_width = attention_padded(value_dim);
-  float* key_rows = scratch;
-  float* value_rows = key_rows + kAttentionChunk * key_width;
-  float* scores = value_rows + kAttentionChunk * value_width;  // (heads padded by 3, chunk)
-  for (std::int64_t at = begin; at < end; at += kAttentionChunk) {
-    const std::int64_t count = end - at < kAttentionChunk ? end - at : kAttentionChunk;
-    unpack(keys, type, key_dim, at, count, key_rows);
-    std::int64_t h = 0;
-    for (; h + 4 <= heads; h += 4)
-      scores_of<4>(key_rows, key_width, count, query + h * key_width, scores + h * kAttentionChunk);
-    for (; h < heads; ++h)
-      scores_of<1>(key_rows, key_width, count, query + h * key_width, scores + h * kAttentionChunk);
-    for (h = 0; h < heads; ++h)
-      soften(scores + h * kAttentionChunk, count, scale, softcap, partial.greatest[h], partial.sum[h],
-             partial.weighted + h * value_width, value_width);
-    unpack(values, type, value_dim, at, count, value_rows);
-    for (h = 0; h + 4 <= heads; h += 4)
-      add_values<4>(value_rows, value_width, count, scores + h * kAttentionChunk,
-                    partial.weighted + h * value_width);
-    for (; h < heads; ++h)
-      add_values<1>(value_rows, value_width, count, scores + h * kAttentionChunk,
-                    partial.weighted + h * value_width);
+// ---- a tile with a head ----
+
+struct Group {
+  std::int64_t first_row, num_rows;
+  std::int64_t at;  // the chunk's first position
+};
+
+// Positions of a chunk that a row sees, as first..last-1 within the chunk.
+inline std::int64_t first_seen(const QueryTile& tile, std::int64_t row, std::int64_t at) {
+  return std::clamp<std::int64_t>(tile.begin[row] - at, 0, kKvChunk);
+}
+
+inline std::int64_t last_seen(const QueryTile& tile, std::int64_t row, std::int64_t at,
+                              std::int64_t end) {
+  return std::clamp<std::int64_t>(std::min(tile.end[row], end) - at, 0, kKvChunk);
+}
+
+template <class Math>
+void attend_group(Math& math, const KvLayout& layout, const std::uint8_t* keys,
+                  const std::uint8_t* values, const QueryTile& tile, const Group& group,
+                  std::int64_t end, const PartialAttention& partial) {
+  const std::int64_t width = layout.value_width();
+  std::int64_t seen = 0;
+  for (std::int64_t r = 0; r < group.num_rows; ++r) {
+    const std::int64_t row = group.first_row + r, last = last_seen(tile, row, group.at, end);
+    if (first_seen(tile, row, group.at) < last) seen = std::max(seen, last);
+  }
+  if (seen == 0) return;
+  const std::int64_t blocks = (seen + kKvBlock - 1) / kKvBlock;
+  alignas(64) float scores[kGroupRows * kKvChunk];
+  in_groups<Math::kMostRows>(group.num_rows, [&]<int R>(std::int64_t r) {
+    math.template score<R>(keys, blocks, group.first_row + r, scores + r * kKvChunk);
+  });
+  for (std::int64_t r = 0; r < group.num_rows; ++r) {
+    const std::int64_t row = group.first_row + r;
+    soften(scores + r * kKvChunk, first_seen(tile, row, group.at),
+           last_seen(tile, row, group.at, end), tile,
+           {partial.greatest + row, partial.sum + row, partial.weighted + row * width}, width);
+    math.weigh(r, scores + r * kKvChunk, values, blocks);
+  }
+  in_groups<Math::kMostRows>(group.num_rows, [&]<int R>(std::int64_t r) {
+    math.template add<R>(values, blocks, r, scores,
+                         partial.weighted + (group.first_row + r) * width);
+  });
+}
+
+template <class Math>
+void attend_with(const KvLayout& layout, const std::uint8_t* keys, const std::uint8_t* values,
+                 const QueryTile& tile, std::int64_t begin, std::int64_t end,
+                 const PartialAttention& partial) {
+  Math math(layout, tile);
+  for (std::int64_t at = begin / kKvChunk * kKvChunk; at < end; at += kKvChunk) {
+    const std::int64_t block = at / kKvBlock;
+    for (std::int64_t row = 0; row < tile.num_rows; row += kGroupRows)
+      attend_group(math, layout, keys + block * layout.key_block_bytes(),
+                   values + block * layout.value_block_bytes(), tile,
+                   {row, std::min(kGroupRows, tile.num_rows - row), at}, end, partial);
+  }
+}
+
+void attend_fp32(const KvLayout& layout, const std::uint8_t* keys, const std::uint8_t* values,
+                 const QueryTile& tile, std::int64_t begin, std::int64_t end,
+                 const PartialAttention& partial) {
+  switch (layout.type) {
+    case KvType::kFp32:
+      return attend_with<Fp32Math<KvType::kFp32>>(layout, keys, values, tile, begin, end, partial);
+    case KvType::kBf16:
+      return attend_with<Fp32Math<KvType::kBf16>>(layout, keys, values, tile, begin, end, partial);
+    case KvType::kInt8:
+      return attend_with<Fp32Math<KvType::kInt8>>(layout, keys, values, tile, begin, end, partial);
   }
 }

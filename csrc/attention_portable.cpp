@@ -1,4 +1,5 @@
 // Attention with registers of 4 floats.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -14,7 +15,7 @@ namespace {
 }  // namespace
 
 const AttentionKernel& portable_attention() {
-  static const AttentionKernel kernel{attend};
+  static const AttentionKernel kernel{attend_fp32};
   return kernel;
 }
 

@@ -54,28 +54,27 @@ void bind_attention(nb::module_& m) {
   // What stays the same from step to step, by layer.
   nb::class_<AttentionCall>(m, "AttentionLayer")
       .def("__init__",
-           [](AttentionCall* call, bool cache_is_bf16, std::int64_t num_heads,
+           [](AttentionCall* call, int cache_type, std::int64_t num_heads,
               std::int64_t num_kv_heads, std::int64_t key_dim, std::int64_t value_dim, float scale,
               float softcap, std::int64_t window, std::uintptr_t sinks) {
              new (call) AttentionCall{};
-             call->cache_type = value_type(cache_is_bf16);
+             call->layout = {static_cast<KvType>(cache_type), key_dim, value_dim};
              call->num_heads = num_heads;
              call->num_kv_heads = num_kv_heads;
-             call->keys.dim = key_dim;
-             call->values.dim = value_dim;
              call->scale = scale;
              call->softcap = softcap;
              call->window = window;
              call->sinks = pointer<const float>(sinks);
            })
+      .def_prop_ro("key_block_bytes",
+                   [](const AttentionCall& call) { return call.layout.key_block_bytes(); })
+      .def_prop_ro("value_block_bytes",
+                   [](const AttentionCall& call) { return call.layout.value_block_bytes(); })
       .def("set_cache", [](AttentionCall& call, std::uintptr_t keys, std::uintptr_t values,
-                           std::int64_t capacity) {
-        call.keys.data = pointer<void>(keys);
-        call.values.data = pointer<void>(values);
-        call.keys.head_stride = capacity * call.keys.dim;
-        call.values.head_stride = capacity * call.values.dim;
-        call.keys.row_stride = call.num_kv_heads * call.keys.head_stride;
-        call.values.row_stride = call.num_kv_heads * call.values.head_stride;
+                           std::int64_t capacity_blocks) {
+        call.keys = pointer<std::uint8_t>(keys);
+        call.values = pointer<std::uint8_t>(values);
+        call.capacity_blocks = capacity_blocks;
       });
   nb::class_<AttentionEngine>(m, "AttentionEngine")
       .def("__init__",

@@ -28,6 +28,7 @@ class ModelBenchOptions:
     vocabulary: int | None = option(None, help="token ids of the shape", metavar="N")
     expert_dtype: str = option("int4", help="format of the experts", metavar="DTYPE")
     dense_dtype: str = option("auto", help="format of linear layers: none, auto, bf16, int8, int4")
+    kv_dtype: str = option("auto", help="keys and values of earlier tokens: auto, bf16, int8")
     device: str = option("cpu", help="cpu or emulated", choices=("cpu", "emulated"))
     prompt: int = option(512, help="tokens of the prompt", metavar="N")
     gen: int = option(64, help="decode steps", metavar="N")
@@ -71,7 +72,7 @@ def run_model(options: ModelBenchOptions, model_name: str | None) -> int:
     if options.replay is not None:
         _force_routing(model, options.replay)
     machine = measure_machine(KernelBench(num_threads=num_threads, isa=isa))
-    generator = Generator(model, has_replay=options.compile)
+    generator = Generator(model, kv_dtype=options.kv_dtype, has_replay=options.compile)
     work = Workload(
         prompt_tokens=options.prompt, new_tokens=options.gen, batch=options.batch,
         depth=options.depth,

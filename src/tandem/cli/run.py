@@ -27,6 +27,11 @@ class RunOptions:
         "auto: int8 if the experts are quantised too",
         metavar="DTYPE",
     )
+    kv_dtype: str = option(
+        "auto",
+        help="keys and values of earlier tokens: auto (what the model computes in), bf16, int8",
+        metavar="DTYPE",
+    )
     compile: bool = option(
         True, help="record decode steps and replay them without the model's Python code"
     )
@@ -123,6 +128,7 @@ class Session:
         self._generator = self._generator or Generator(
             self._model,
             self._tokenizer,
+            kv_dtype=self._options.kv_dtype,
             has_replay=self._options.compile,
         )
         explanation = None

@@ -30,6 +30,7 @@ from tandem.hf.stepping import (
     require_next_token_model,
     vocabulary_size,
 )
+from tandem.kernels.attention import require_kv_dtype
 from tandem.kernels.cpu import detect_cpu
 from tandem.kernels.dense import CpuThreads
 
@@ -48,6 +49,7 @@ class Generator:
         *,
         threads: CpuThreads | None = None,
         dense_dtype: str = "none",
+        kv_dtype: str = "auto",
         has_replay: bool = True,
     ) -> None:
         """Take a Transformers model; without a tokenizer prompts and answers are token ids.
@@ -55,7 +57,8 @@ class Generator:
         `threads` compute attention and packed layers (default: as many as the model's experts
         have). `dense_dtype` packs the model's linear layers for good: "int8", "int4", "bf16",
         "auto" (int8 if the experts are quantised too) or "none"; a model may also be loaded so
-        (`tandem.load(..., dense_dtype=...)`). Decode steps are recorded and
+        (`tandem.load(..., dense_dtype=...)`). `kv_dtype` is what keys and values are kept in:
+        "auto" (what the model computes in), "bf16" or "int8". Decode steps are recorded and
         replayed without the model's Python code (its hooks included), unless `has_replay` is false.
         Raises `UnsupportedModelError` for models that do not write token by token.
         """
@@ -64,6 +67,8 @@ class Generator:
         self.tokenizer = tokenizer
         self._threads = threads or _threads_of(model)
         pack_dense_layers(model, dense_dtype, self._threads)
+        require_kv_dtype(kv_dtype)
+        self._kv_dtype = kv_dtype
         self._has_replay = has_replay
         self._has_tried_rows = False
         self.why_padded: str | None = None
@@ -148,8 +153,9 @@ class Generator:
             self._last.continue_with(prompts)
         else:
             self._last = CachedRows(
-                self.model, self._threads, prompts, max_new_tokens, has_replay=self._has_replay
-            )
+                self.model, self._threads, prompts, max_new_tokens, has_replay=self._has_replay,
+                kv_dtype=self._kv_dtype,
+            )  # fmt: skip
         return self._last
 
     def _encode(self, prompt: Prompt) -> list[int]:
@@ -195,7 +201,10 @@ class Generator:
             self._has_tried_rows = True
         if self.why_padded is not None:
             return LoneRow(self.model, self._pad_id())
-        return RowPool(self.model, self._threads, num_rows, has_replay=self._has_replay)
+        return RowPool(
+            self.model, self._threads, num_rows, has_replay=self._has_replay,
+            kv_dtype=self._kv_dtype,
+        )  # fmt: skip
 
     def _pad_id(self) -> int:
         pad = self.model.generation_config.pad_token_id

@@ -6,7 +6,7 @@ attention is called, not when the model "updates the cache": what a model does t
 (expanding a latent, say) is done once per token.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -17,14 +17,20 @@ from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from tandem.core.errors import CapacityError
+from tandem.core.units import format_bytes
 from tandem.hf.step_recorder import opaque
-from tandem.kernels.attention import AttentionForm, CachedAttention, Segment
+from tandem.kernels.attention import (
+    AttentionForm,
+    CachedAttention,
+    Segment,
+    require_kv_dtype,
+)
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
+from tandem.offload import host_memory
 
 # Capacity grows in steps, so that it is copied rarely and never much too large.
 _GRANULE_TOKENS = 256
-# A row's tokens of one step that attend natively, one by one; more go through torch together.
-_FEW_TOKENS = 4
+_PRETENDED_TOKENS = 1024  # that are made up at once
 
 
 class NotByRowsError(Exception):
@@ -34,13 +40,21 @@ class NotByRowsError(Exception):
 class KvCache:
     """Keys and values of all layers for a fixed number of rows, grown as they get longer."""
 
-    def __init__(self, threads: CpuThreads, num_rows: int, capacity: int) -> None:
-        """Hold `num_rows` rows, with room for `capacity` tokens each before growing."""
+    def __init__(
+        self, threads: CpuThreads, num_rows: int, capacity: int, *, kv_dtype: str = "auto"
+    ) -> None:
+        """Hold `num_rows` rows, with room for `capacity` tokens each before growing.
+
+        `kv_dtype` is "fp32", "bf16" or "int8"; "auto" keeps what the model computes in.
+        """
+        require_kv_dtype(kv_dtype)
         self.lengths = [0] * num_rows
         self.threads = threads
+        self.num_layers = 1
+        """Layers that are expected: their memory is asked for together."""
+        self._kv_dtype = kv_dtype
         self._capacity = _rounded(capacity)
         self._layers: dict[int, CachedAttention] = {}
-        self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
         self._awaited: int | None = None
         self._segments: list[Segment] = []
         # One token per row is so common that its tensors stay: a recorded step refers to them.
@@ -52,16 +66,15 @@ class KvCache:
     @property
     def num_bytes(self) -> int:
         """Bytes that the cache takes now."""
-        return sum(k.nbytes + v.nbytes for k, v in self._tensors.values())
+        return sum(layer.num_bytes for layer in self._layers.values())
 
     @property
     def filled_bytes(self) -> int:
-        """Bytes of the tokens that are held, which a step reads (windows left aside)."""
-        tokens = sum(self.lengths)
+        """Bytes of the tokens that a step reads: of all that are held, within a layer's window."""
         return sum(
-            tokens * tensor.shape[1] * tensor.shape[3] * tensor.element_size()
-            for tensors in self._tensors.values()
-            for tensor in tensors
+            layer.bytes_of(min(length, layer.form.window or length))
+            for layer in self._layers.values()
+            for length in self.lengths
         )
 
     def begin(self, segments: Sequence[Segment]) -> None:
@@ -113,9 +126,8 @@ class KvCache:
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Let a row hold the first tokens of another one, in place of what it held."""
         assert length <= self.lengths[source]
-        for tensors in self._tensors.values():
-            for tensor in tensors:
-                tensor[target, :, :length] = tensor[source, :, :length]
+        for layer in self._layers.values():
+            layer.copy_prefix(source, target, length)
         self.lengths[target] = length
 
     @torch.inference_mode()
@@ -125,9 +137,9 @@ class KvCache:
         Needs a forward before it, which makes the layers.
         """
         self._reserve(length + 1)
-        for tensors in self._tensors.values():
-            for tensor in tensors:
-                tensor[:, :, :length].normal_(std=0.1)
+        for layer in self._layers.values():
+            for row in range(len(self.lengths)):
+                _pretend(layer, self.threads, row, length)
         self.lengths[:] = [length] * len(self.lengths)
 
     def expect(self, layer: int) -> None:
@@ -158,49 +170,52 @@ class KvCache:
         """The same for a layer that is known."""
         rows, positions = self.rows, self.positions
         attention.append(self.threads, rows, positions, key, value)
-        if all(segment.num_tokens <= _FEW_TOKENS for segment in self._segments):
-            return attention.attend(self.threads, rows, positions, query)
-        outs, first = [], 0
-        for segment in self._segments:
-            outs.append(
-                attention.attend_segment(segment, query[:, first : first + segment.num_tokens])
-            )
-            first += segment.num_tokens
-        return torch.cat(outs)
+        return attention.attend(self.threads, rows, positions, query)
 
     def _add_layer(
         self, layer: int, form: AttentionForm, dtype: torch.dtype, sinks: Tensor | None
     ) -> CachedAttention:
-        lead = (len(self.lengths), form.num_kv_heads, self._capacity)
-        try:
-            tensors = (
-                torch.empty((*lead, form.key_dim), dtype=dtype),
-                torch.empty((*lead, form.value_dim), dtype=dtype),
-            )
-        except RuntimeError as error:  # torch's own words for "no memory" name a C++ file
-            raise _no_memory(len(self.lengths), self._capacity) from error
-        self._tensors[layer] = tensors
-        self._layers[layer] = CachedAttention(form, *tensors, sinks)
-        return self._layers[layer]
+        attention = CachedAttention(
+            form, dtype if self._kv_dtype == "auto" else self._kv_dtype, sinks
+        )
+        if not self._layers:  # the others are as large, or smaller
+            self._require_memory([attention] * self.num_layers)
+        self._grow(attention, used=0)
+        self._layers[layer] = attention
+        return attention
 
     def _reserve(self, needed: int) -> None:
         if needed <= self._capacity:
             return
+        before = self._capacity
         self._capacity = _rounded(max(needed, self._capacity * 3 // 2))
-        used = max(self.lengths)
-        for layer, old in self._tensors.items():
-            new = tuple(self._grown(tensor, used) for tensor in old)
-            self._tensors[layer] = (new[0], new[1])
-            self._layers[layer].use_cache(*self._tensors[layer])
-
-    def _grown(self, tensor: Tensor, used: int) -> Tensor:
-        rows, heads, _, dim = tensor.shape
         try:
-            grown = torch.empty((rows, heads, self._capacity, dim), dtype=tensor.dtype)
-        except RuntimeError as error:
-            raise _no_memory(rows, self._capacity) from error
-        grown[:, :, :used] = tensor[:, :, :used]
-        return grown
+            self._require_memory(self._layers.values())
+        except CapacityError:
+            self._capacity = before
+            raise
+        for layer in self._layers.values():
+            self._grow(layer, used=max(self.lengths))
+
+    def _require_memory(self, layers: Iterable[CachedAttention]) -> None:
+        """Raise `CapacityError` unless there is room for layers of the present capacity.
+
+        Layers grow one after the other, so that one of them is there twice for a moment.
+        """
+        layers, num_rows = list(layers), len(self.lengths)
+        sizes = [layer.bytes_of(self._capacity) * num_rows for layer in layers]
+        held = sum(layer.num_bytes for layer in set(layers))
+        available = host_memory.available_bytes()
+        if sum(sizes) - held > available:
+            raise _no_memory(num_rows, self._capacity, sum(sizes), available + held)
+
+    def _grow(self, layer: CachedAttention, used: int) -> None:
+        try:
+            layer.reserve(len(self.lengths), self._capacity, used)
+        except RuntimeError as error:  # torch's own words for "no memory" name a C++ file
+            size = layer.bytes_of(self._capacity) * len(self.lengths) * self.num_layers
+            available = host_memory.available_bytes()
+            raise _no_memory(len(self.lengths), self._capacity, size, available) from error
 
 
 def _attend_layer(
@@ -250,6 +265,7 @@ def transformers_cache(model: Any, cache: KvCache) -> DynamicCache:
     ):
         raise NotByRowsError("the model keeps states beside keys and values")
     shell.layers = [_Layer(cache, number) for number in range(len(shell.layers))]
+    cache.num_layers = len(shell.layers)
     return shell
 
 
@@ -277,8 +293,22 @@ def _rounded(tokens: int) -> int:
     return -(-tokens // _GRANULE_TOKENS) * _GRANULE_TOKENS
 
 
-def _no_memory(rows: int, capacity: int) -> CapacityError:
+def _no_memory(rows: int, capacity: int, num_bytes: int, available: int) -> CapacityError:
     return CapacityError(
-        f"there is no memory for a KV cache of {rows} rows of {capacity} tokens; use fewer prompts "
-        "at once, shorter ones or a smaller max_new_tokens"
+        f"a KV cache of {rows} rows of {capacity} tokens takes {format_bytes(num_bytes)} and "
+        f"{format_bytes(available)} of host memory are free; use fewer prompts at once, shorter "
+        "ones, a smaller max_new_tokens or kv_dtype='int8'"
     )
+
+
+def _pretend(layer: CachedAttention, threads: CpuThreads, row: int, length: int) -> None:
+    form = layer.form
+    count = min(length, _PRETENDED_TOKENS)
+    key, value = (
+        torch.randn(form.num_kv_heads, count, dim) * 0.1 for dim in (form.key_dim, form.value_dim)
+    )
+    for first in range(0, length, _PRETENDED_TOKENS):
+        positions = torch.arange(first, min(first + count, length))
+        part = slice(0, len(positions))
+        rows = torch.full_like(positions, row)
+        layer.append(threads, rows, positions, key[:, part], value[:, part])

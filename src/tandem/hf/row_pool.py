@@ -64,10 +64,14 @@ class RowPool:
         *,
         capacity: int = 0,
         has_replay: bool = True,
+        kv_dtype: str = "auto",
     ) -> None:
-        """Make `num_rows` rows with room for `capacity` tokens each; they grow."""
+        """Make `num_rows` rows with room for `capacity` tokens each; they grow.
+
+        `kv_dtype` is as of `KvCache`.
+        """
         self.num_rows = num_rows
-        self.cache = KvCache(threads, num_rows, max(1, capacity))
+        self.cache = KvCache(threads, num_rows, max(1, capacity), kv_dtype=kv_dtype)
         self._model = model
         self._switch = AttentionSwitch(model)
         self._shell = transformers_cache(model, self.cache)

@@ -36,15 +36,16 @@ class CachedRows:
         max_new_tokens: int,
         *,
         has_replay: bool = True,
+        kv_dtype: str = "auto",
     ) -> None:
         """Take the prompts as token ids, none empty; nothing is computed yet.
 
-        Without `has_replay` the model's own code runs every step.
+        Without `has_replay` the model's own code runs every step. `kv_dtype` is as of `KvCache`.
         """
         self._model = model
         self._switch = AttentionSwitch(model)
         capacity = max(map(len, prompts)) + min(max_new_tokens, MAX_STEP_TOKENS)
-        self.cache = KvCache(threads, len(prompts), capacity)
+        self.cache = KvCache(threads, len(prompts), capacity, kv_dtype=kv_dtype)
         self._shell = transformers_cache(model, self.cache)
         self._tokens: list[list[int]] = [[] for _ in prompts]  # what the cache holds
         self._prompts = list(prompts)

@@ -1,18 +1,34 @@
-"""Attention over a KV cache on the CPU: natively for few queries, with torch for a prompt.
+"""Attention over a KV cache on the CPU, for the tokens of a step or of a prompt.
 
-A cache holds the keys and values of one layer as (rows, heads, capacity, dim); each row has a
-length of its own. Checks what C++ takes on trust.
+A layer's keys and values lie as (rows, KV heads, blocks of 16 positions), each block as the kernels
+read it (`csrc/kv_layout.hpp`); each row has a length of its own. Checks what C++ takes on trust.
 """
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from tandem.core.errors import ConfigError
+from tandem.core.registry import nearest_names
 from tandem.kernels import _native
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
+
+# What keys and values are kept in; the numbers are those of KvType in C++. int8 has a scale per
+# position and head.
+KV_DTYPES = {"fp32": 0, "bf16": 1, "int8": 2}
+_OF_VALUES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+
+BLOCK_TOKENS = 16
+_CHUNK_TOKENS = 64  # capacities are whole ones: kernels read chunk by chunk
+
+
+def require_kv_dtype(name: str) -> None:
+    """Raise `ConfigError` for what is no `kv_dtype`: "auto" or one of `KV_DTYPES`."""
+    if name not in ("auto", *KV_DTYPES):
+        hint = nearest_names(name, ["auto", *KV_DTYPES])
+        raise ConfigError(f"kv_dtype is {name!r}, which Tandem does not know; {hint}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,16 +55,20 @@ class Segment(NamedTuple):
 
 
 class CachedAttention:
-    """The attention of one layer, on its part of the KV cache."""
+    """The attention of one layer, with its part of the KV cache."""
 
     def __init__(
-        self, form: AttentionForm, keys: Tensor, values: Tensor, sinks: Tensor | None = None
+        self, form: AttentionForm, kv_dtype: str | torch.dtype, sinks: Tensor | None = None
     ) -> None:
-        """Take the cache's tensors (rows, kv heads, capacity, dim) and sinks (heads,), if any."""
+        """Keep keys and values as `kv_dtype`, of `KV_DTYPES`; no memory is taken yet.
+
+        `sinks` (heads,) are scores of nothing, which take their share of the softmax.
+        """
         self.form = form
+        self.kv_dtype = kv_dtype if isinstance(kv_dtype, str) else _OF_VALUES[kv_dtype]
         self._sinks = None if sinks is None else sinks.detach().float().contiguous()
         self.native = _native.AttentionLayer(
-            keys.dtype == torch.bfloat16,
+            KV_DTYPES[self.kv_dtype],
             form.num_heads,
             form.num_kv_heads,
             form.key_dim,
@@ -58,25 +78,49 @@ class CachedAttention:
             form.window,
             0 if self._sinks is None else self._sinks.data_ptr(),
         )
-        self.use_cache(keys, values)
+        self.keys, self.values = (torch.empty((0, 0, 0, 0), dtype=torch.uint8) for _ in range(2))
+        """(rows, KV heads, blocks, bytes of a block)"""
 
-    def use_cache(self, keys: Tensor, values: Tensor) -> None:
-        """Work on other tensors from now on, of the same shape but for rows and capacity."""
-        assert keys.dtype == values.dtype
-        assert keys.dtype in VALUE_DTYPES
-        assert keys.is_contiguous()
-        assert values.is_contiguous()
-        assert keys.shape[1] == self.form.num_kv_heads
-        assert (keys.shape[3], values.shape[3]) == (self.form.key_dim, self.form.value_dim)
-        self._keys, self._values = keys, values
-        self.native.set_cache(keys.data_ptr(), values.data_ptr(), keys.shape[2])
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that keys and values take."""
+        return self.keys.nbytes + self.values.nbytes
+
+    def bytes_of(self, num_tokens: int) -> int:
+        """Return the bytes of so many tokens of one row, in whole blocks."""
+        block_bytes = self.native.key_block_bytes + self.native.value_block_bytes
+        return -(-num_tokens // BLOCK_TOKENS) * block_bytes * self.form.num_kv_heads
+
+    def reserve(self, num_rows: int, capacity: int, used: int = 0) -> None:
+        """Make room for `num_rows` rows of `capacity` tokens, of which the first `used` are kept.
+
+        Raises `RuntimeError` where there is no memory.
+        """
+        num_blocks = -(-capacity // _CHUNK_TOKENS) * (_CHUNK_TOKENS // BLOCK_TOKENS)
+        used_blocks = -(-used // BLOCK_TOKENS)
+        lead = (num_rows, self.form.num_kv_heads, num_blocks)
+        sizes = (self.native.key_block_bytes, self.native.value_block_bytes)
+        old = (self.keys, self.values)
+        new = [torch.empty((*lead, size), dtype=torch.uint8) for size in sizes]
+        for target, source in zip(new, old, strict=True):
+            if used:
+                target[:, :, :used_blocks] = source[:, :, :used_blocks]
+        self.keys, self.values = new
+        self.native.set_cache(self.keys.data_ptr(), self.values.data_ptr(), num_blocks)
+
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        """Let a row begin with the first `length` tokens of another one."""
+        blocks = -(-length // BLOCK_TOKENS)
+        for tensor in (self.keys, self.values):
+            tensor[target, :, :blocks] = tensor[source, :, :blocks]
 
     def append(
         self, threads: CpuThreads, rows: Tensor, positions: Tensor, key: Tensor, value: Tensor
     ) -> None:
         """Write (kv heads, n_tokens, dim) of tokens whose row and position are (n_tokens,) int64.
 
-        Rows and positions lie inside the cache: the caller has made room.
+        They lie inside the cache: the caller has made room. A row's positions are filled in their
+        order, without a gap.
         """
         assert key.dtype == value.dtype
         assert key.dtype in VALUE_DTYPES
@@ -88,9 +132,9 @@ class CachedAttention:
         )  # fmt: skip
 
     def attend(self, threads: CpuThreads, rows: Tensor, positions: Tensor, query: Tensor) -> Tensor:
-        """Attend natively: query (heads, n_tokens, key dim) -> (n_tokens, heads, value dim).
+        """Attend: query (heads, n_tokens, key dim) -> (n_tokens, heads, value dim).
 
-        Costs what the filled length costs, for each token anew: for a step, not for a prompt.
+        Tokens of one row that follow each other read what they see together.
         """
         query = _dense_last(query)
         num_tokens = query.shape[1]
@@ -102,60 +146,6 @@ class CachedAttention:
             out.data_ptr(),
         )  # fmt: skip
         return out
-
-    def attend_segment(self, segment: Segment, query: Tensor) -> Tensor:
-        """Attend with torch for a prompt's tokens: (heads, n, key dim) -> (n, heads, value dim)."""
-        end = segment.first_position + segment.num_tokens
-        first = max(0, segment.first_position + 1 - self.form.window) if self.form.window else 0
-        keys = self._keys[segment.row, :, first:end].to(query.dtype)
-        values = self._values[segment.row, :, first:end].to(query.dtype)
-        mask = None
-        if first < segment.first_position or 0 < self.form.window < segment.num_tokens:
-            mask = _mask(segment.first_position - first, segment.num_tokens, self.form.window)
-        if self.form.softcap or self._sinks is not None:
-            if mask is None:
-                mask = _mask(0, segment.num_tokens, 0)
-            return _attend_plainly(self.form, query, keys, values, mask, self._sinks)
-        out = F.scaled_dot_product_attention(
-            query[None], keys[None], values[None], attn_mask=mask, is_causal=mask is None,
-            scale=self.form.scale, enable_gqa=self.form.num_heads != self.form.num_kv_heads,
-        )  # fmt: skip
-        return out[0].transpose(0, 1)
-
-
-def _mask(num_before: int, num_tokens: int, window: int) -> Tensor:
-    """Mark what each of the last `num_tokens` positions sees: (num_tokens, all) bool."""
-    distance = torch.arange(num_before, num_before + num_tokens)[:, None] - torch.arange(
-        num_before + num_tokens
-    )
-    seen = distance >= 0
-    return seen & (distance < window) if window else seen
-
-
-def _attend_plainly(
-    form: AttentionForm,
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Do what torch's fused attention has no option for, one KV head after the other."""
-    heads = form.num_heads // form.num_kv_heads
-    outs = []
-    for kv_head in range(form.num_kv_heads):
-        mine = slice(kv_head * heads, (kv_head + 1) * heads)
-        scores = (query[mine].float() * form.scale) @ keys[kv_head].float().T  # (heads, n, all)
-        if form.softcap:
-            scores = form.softcap * torch.tanh(scores / form.softcap)
-        scores = scores.masked_fill(~mask, float("-inf"))
-        if sinks is not None:
-            sink = sinks[mine, None, None].expand(*scores.shape[:-1], 1)
-            weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
-        else:
-            weights = scores.softmax(-1)
-        outs.append((weights @ values[kv_head].float()).to(query.dtype))
-    return torch.cat(outs).transpose(0, 1)
 
 
 def _dense_last(x: Tensor) -> Tensor:

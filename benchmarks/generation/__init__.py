@@ -1,0 +1,1 @@
+"""Speed and accuracy of generation, beside others and beside the machine's ceilings."""
