@@ -38,7 +38,7 @@ def test_a_kv_cache_larger_than_memory_is_refused_with_its_size(
     rows.prefill()
     per_token = rows.cache.num_bytes / 2 / 256
     monkeypatch.setattr("tandem.offload.host_memory.available_bytes", lambda: 1 << 20)
-    with pytest.raises(CapacityError, match=r"2 rows of \d+ tokens takes .* 1 MiB .* int8"):
+    with pytest.raises(CapacityError, match=r"2 rows of \d+ tokens takes .* 1 MiB .*='int8'"):
         CachedRows(model, threads, [[40] * int((1 << 20) / per_token)] * 2, 8).prefill()
     before = rows.decode([50, 51]).clone()
     with pytest.raises(CapacityError):
