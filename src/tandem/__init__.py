@@ -16,15 +16,17 @@ if TYPE_CHECKING:
     from tandem.generate.generator import Generator
     from tandem.hf.config import OffloadConfig
     from tandem.hf.load import load
+    from tandem.hf.pack import pack
     from tandem.hf.save import save
 
-__all__ = ["Generator", "OffloadConfig", "TandemError", "__version__", "load", "save"]
+__all__ = ["Generator", "OffloadConfig", "TandemError", "__version__", "load", "pack", "save"]
 
 _HOMES = {
     "Generator": "tandem.generate.generator",
     "OffloadConfig": "tandem.hf.config",
     "TandemError": "tandem.core.errors",
     "load": "tandem.hf.load",
+    "pack": "tandem.hf.pack",
     "save": "tandem.hf.save",
 }
 

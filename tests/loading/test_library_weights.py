@@ -68,7 +68,7 @@ def test_packed_codes_hold_the_same_values(case: str, tmp_path: Path) -> None:
     codes = weight.read()
     expected = codes.values(weight.name)
     for fmt in weight.formats:
-        packed = PackedMatrix.empty(*weight.shape, fmt)
+        packed = PackedMatrix.empty(weight.shape[0], weight.shape[1], fmt)
         coded: CodedMatrix = codes.coded(fmt, weight.name)
         write_codes(packed.blocks, fmt, coded)
         found = torch.empty(weight.shape)

@@ -13,6 +13,8 @@ from tandem.core.registry import nearest_names
 # Subcommand -> one line of help; the code is in the module of that name beside this file.
 COMMANDS = {
     "run": "answer a prompt or chat (without MODEL: the demo model)",
+    "serve": "an OpenAI-compatible server, and a page that shows where experts run",
+    "pack": "write a model as a packed checkpoint, which loads at the disk's speed",
     "bench": "measure the expert kernels against this machine's ceilings",
     "trace": "record what a model's routers choose",
     "calibrate": "learn a model's residual vectors from a text, and what they are worth",

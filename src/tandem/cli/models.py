@@ -55,7 +55,7 @@ def load_model_and_tokenizer(
     import tandem
 
     source = find_model(name, quiet=quiet)
-    _calm_transformers(quiet)
+    calm_transformers(quiet)
     names = [field.name for field in dataclasses.fields(OffloadOptions)]
     model = tandem.load(
         source,
@@ -64,10 +64,11 @@ def load_model_and_tokenizer(
         dense_dtype=dense_dtype,
         **{name: getattr(offload, name) for name in names},
     )
-    return model, _load_tokenizer(source)
+    return model, load_tokenizer(source)
 
 
-def _load_tokenizer(source: str) -> Any:
+def load_tokenizer(source: str) -> Any:
+    """Load the tokenizer of a model directory or hub id."""
     from transformers import AutoTokenizer
 
     try:
@@ -77,7 +78,7 @@ def _load_tokenizer(source: str) -> Any:
         raise ModelError(f"{source} has no tokenizer that loads: {first_line}") from error
 
 
-def _calm_transformers(quiet: bool) -> None:
+def calm_transformers(quiet: bool) -> None:
     """Leave to Transformers its errors and its loading bar; the rest is not for this user."""
     from transformers.utils import logging
 

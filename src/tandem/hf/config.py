@@ -105,6 +105,8 @@ class OffloadConfig(OffloadOptions, QuantizationConfigMixin):  # type: ignore[mi
     """The format of each MoE layer; only in packed checkpoints whose layers differ."""
     source: Source | None = dataclasses.field(default=None, init=False, repr=False, compare=False)
     """The quantised checkpoint that `tandem.load` reads; never written."""
+    sink: Any = dataclasses.field(default=None, init=False, repr=False, compare=False)
+    """Where `tandem.pack` wants the experts (a `LayerSink`); never written."""
 
     def __post_init__(self) -> None:
         """Check every field; `ConfigError` names the field, the value and what is expected."""
@@ -141,7 +143,7 @@ class OffloadConfig(OffloadOptions, QuantizationConfigMixin):  # type: ignore[mi
         """Return the fields for config.json; those that say nothing new are left out."""
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         kept = ("quant_method", "expert_dtype")
-        values = dataclasses.asdict(self).items()
+        values = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
         # Of one machine or one load, not of the model.
-        known = {k: v for k, v in values if k not in ("cache_dir", "source")}
+        known = {k: v for k, v in values if k not in ("cache_dir", "source", "sink")}
         return {k: v for k, v in known.items() if k in kept or v != defaults[k]}

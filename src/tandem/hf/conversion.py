@@ -5,7 +5,7 @@ An operation's own errors are kept and raised after loading: Transformers would 
 printed traceback.
 """
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,19 @@ from tandem.offload.arrivals import WEIGHT_NAMES
 from tandem.offload.host_store import HostLayer
 
 
+class LayerSink(Protocol):
+    """Takes each layer of experts when it is complete, such as into a file."""
+
+    def begin(self, expected_bytes: int) -> None:
+        """Hear how many bytes all layers will take; raises `CapacityError`."""
+
+    def resume(self, layer: HostLayer) -> None:
+        """Fill a layer that an earlier run has taken; it is complete then."""
+
+    def take(self, layer: HostLayer) -> None:
+        """Take a complete layer; raises `TandemError`. Its memory may be given back."""
+
+
 class StoreWriter:
     """Finds the host layer of a parameter name and keeps the first error of a load."""
 
@@ -26,6 +39,7 @@ class StoreWriter:
         self.layers: dict[str, HostLayer] = {}
         self.exact: set[str] = set()
         """Names of the layers whose weights are to come as the codes of a source."""
+        self.sink: LayerSink | None = None
         self.error: TandemError | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StoreWriter":
@@ -37,6 +51,17 @@ class StoreWriter:
         module, _, tensor_name = parameter.rpartition(".")
         layer = self.layers.get(module)
         return (layer, tensor_name) if layer and tensor_name in layer.arrivals.shapes else None
+
+    def needs_nothing(self, layer: HostLayer) -> bool:
+        """Whether to leave a layer's tensors unread: an earlier run packed it, or all is lost."""
+        if self.sink is None:
+            return False
+        return self.error is not None or layer.arrivals.is_complete
+
+    def note_stored(self, layer: HostLayer) -> None:
+        """Hand a layer that has become complete to the sink."""
+        if self.sink is not None and layer.arrivals.is_complete:
+            self.sink.take(layer)
 
     def keep_error(self, error: TandemError) -> None:
         """Remember the first error; the load fails with it at its end."""
@@ -68,9 +93,12 @@ class StoreFused(ConversionOps):  # type: ignore[misc]
                 return tensor.values() if is_source else value
             if not is_source and tensor.numel() == 0:  # `StoreExpertwise` was here before
                 return value
+            if self.writer.needs_nothing(found[0]):
+                return placeholder(tensor)
             if not is_source and found[0].arrivals.name in self.writer.exact:
                 _require_codes(*found)
             put_fused(*found, tensor)
+            self.writer.note_stored(found[0])
         except TandemError as error:
             self.writer.keep_error(error)
         return placeholder(tensor)
@@ -105,7 +133,9 @@ class StoreExpertwise(StoreFused):
         assert found is not None, f"{full_layer_name} is no parameter of an experts module"
         stub = placeholder(columns[0][0])
         try:
-            _put_experts(*found, columns)
+            if not self.writer.needs_nothing(found[0]):
+                _put_experts(*found, columns)
+                self.writer.note_stored(found[0])
         except TandemError as error:
             self.writer.keep_error(error)
         return {target_patterns[0]: stub}

@@ -39,6 +39,25 @@ def load(
     hub = HubOptions(revision, token, None if hub_cache is None else str(hub_cache))
     directory = find_directory(model, hub)
     checkpoint = open_checkpoint(directory, may_run_code=trust_remote_code)
+    return load_checkpoint(
+        checkpoint,
+        offload,
+        dtype=model_dtype,
+        device_map=device_map,
+        may_run_code=trust_remote_code,
+    )
+
+
+def load_checkpoint(
+    checkpoint: Checkpoint,
+    offload: OffloadConfig,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device_map: Any = None,
+    may_run_code: bool = False,
+) -> Any:
+    """Load a checkpoint whose files have been checked; arguments as of `load`."""
+    directory = checkpoint.directory
     if checkpoint.is_packed:
         _check_packed_dtype(checkpoint, offload)
     source = None
@@ -49,9 +68,9 @@ def load(
             checkpoint,
             source,
             offload,
-            dtype=model_dtype,
+            dtype=dtype,
             device_map=device_map,
-            may_run_code=trust_remote_code,
+            may_run_code=may_run_code,
         )
     except TandemError:
         raise

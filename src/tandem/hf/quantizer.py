@@ -82,7 +82,13 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         formats = self._expert_formats(model, list(own))
         for name, module in own.items():
             self._writer.layers[name] = _announce(self.store, name, module, formats[name])
-        if not self.pre_quantized:  # a packed file is mapped, and need not be in memory as a whole
+        self._writer.sink = self.quantization_config.sink
+        if self._writer.sink is not None:
+            source_dtype = next(iter(own.values())).down_proj.dtype
+            self._writer.sink.begin(self.store.expected_bytes(source_dtype))
+            for layer in self.store:
+                self._writer.sink.resume(layer)
+        elif not self.pre_quantized:  # a packed file is mapped, and need not be in memory whole
             _require_memory(self.store, own)
         for name, module in modules.items():
             layer = self._writer.layers[sources[name]]
@@ -163,7 +169,8 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
             layer.arrivals.require_complete()
             module.config._experts_implementation = EXPERTS_IMPLEMENTATION
         announce_steps(model, lambda: self.executor)
-        self.quantization_config.source = None  # its files need not stay open
+        # Files need not stay open.
+        self.quantization_config.source = self.quantization_config.sink = None
         self._source_targets = set()
         self.assemble(model, self.quantization_config)
         return model

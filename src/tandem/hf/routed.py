@@ -38,7 +38,9 @@ def routed_call(
     if type(executor) is not CpuExecutor:
         return None
     layer, activation = executor.store[layer_number], functions.native
-    if not isinstance(layer, PackedLayer) or activation is None or functions.post_norm is not None:
+    if not isinstance(layer, PackedLayer) or layer.input_order is not None:
+        return None
+    if activation is None or functions.post_norm is not None:
         return None
     tensors = (hidden, index, weights)
     if not (
@@ -81,21 +83,20 @@ def _call(
             weights_are_bf16, weights.data_ptr(), out.data_ptr(),
         )  # fmt: skip
         if listeners:
-            _report(executor, layer, tokens, tokens * top_k, active)
+            _report(executor, layer, index, active)
         return out
 
     return experts
 
 
-def _report(
-    executor: CpuExecutor, layer: PackedLayer, num_tokens: int, num_rows: int, num_active: int
-) -> None:
+def _report(executor: CpuExecutor, layer: PackedLayer, chosen: Tensor, num_active: int) -> None:
     event = LayerExecuted(
         layer=layer.layer,
-        num_tokens=num_tokens,
+        num_tokens=len(chosen),
         num_active_experts=num_active,
-        num_expert_rows=num_rows,
+        num_expert_rows=chosen.numel(),
         touched_bytes=num_active * layer.layout.num_bytes,
+        chosen=chosen,
     )
     for listener in executor.listeners:
         listener(event)

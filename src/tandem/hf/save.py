@@ -1,21 +1,20 @@
 """`tandem.save`: write a loaded model as a packed checkpoint that loads without conversion."""
 
 import copy
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from tandem.core.errors import ModelError
 from tandem.hf.config import PACKED_FORMAT_VERSION, OffloadConfig
 from tandem.hf.dense import packed_layers
 from tandem.hf.dense_files import dense_dtype_of, stored_tensors
-from tandem.hf.packed import DENSE_FILE, INDEX_FILE, experts_file, packed_name
+from tandem.hf.packed import DENSE_FILE, experts_file, packed_name
+from tandem.hf.packed_files import write_index, write_tensors
 from tandem.hf.quantizer import OffloadQuantizer
 from tandem.offload.host_store import HostLayer
 from tandem.offload.packed_layer import PackedLayer
@@ -52,14 +51,16 @@ def save(model: Any, directory: str | Path, *, tokenizer: Any = None) -> Path:
 
 
 def _write(model: Any, quantizer: OffloadQuantizer, directory: Path) -> None:
-    weight_map: dict[str, str] = {}
-    total_bytes = 0
+    files, checksums = {}, {}
     for file, tensors in _files(model, quantizer):
-        save_file(tensors, directory / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(tensors, file)
-        total_bytes += sum(tensor.nbytes for tensor in tensors.values())
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    (directory / INDEX_FILE).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+        checksums[file] = write_tensors(directory, file, tensors)
+        files[file] = {name: tensor.nbytes for name, tensor in tensors.items()}
+    write_index(directory, files, checksums)
+    write_configs(model, directory)
+
+
+def write_configs(model: Any, directory: Path) -> None:
+    """Write config.json of a packed checkpoint, and the model's generation config."""
     _packed_config(model).save_pretrained(directory)
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(directory)
@@ -67,14 +68,18 @@ def _write(model: Any, quantizer: OffloadQuantizer, directory: Path) -> None:
 
 def _files(model: Any, quantizer: OffloadQuantizer) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Yield (file name, tensors): the dense parts, then one file per MoE layer."""
-    yield DENSE_FILE, _dense_tensors(model, quantizer)
+    yield DENSE_FILE, dense_tensors(model, quantizer)
     for layer in quantizer.executor.store:
-        name = layer.arrivals.name
-        tensors = {f"{name}.{packed_name(n)}": t for n, t in layer.stored().items()}
-        yield experts_file(layer.layer), tensors
+        yield experts_file(layer.layer), layer_tensors(layer)
 
 
-def _dense_tensors(model: Any, quantizer: OffloadQuantizer) -> dict[str, Tensor]:
+def layer_tensors(layer: HostLayer) -> dict[str, Tensor]:
+    """Return what a packed checkpoint holds of a layer, by the names in its file."""
+    name = layer.arrivals.name
+    return {f"{name}.{packed_name(part)}": tensor for part, tensor in layer.stored().items()}
+
+
+def dense_tensors(model: Any, quantizer: OffloadQuantizer) -> dict[str, Tensor]:
     """Return the state dict without experts; of tied tensors only the first, loading ties again."""
     tensors: dict[str, Tensor] = {}
     seen: set[tuple[int, torch.Size]] = set()

@@ -40,6 +40,11 @@ class Arrivals:
         """Note that a tensor of so many experts has been stored."""
         self._num_filled[tensor_name] += num_experts
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all experts of all tensors have been stored."""
+        return all(filled >= self.num_experts for filled in self._num_filled.values())
+
     def require_complete(self) -> None:
         """Raise `ModelError` naming the first tensor of which experts are missing."""
         for tensor_name, filled in self._num_filled.items():

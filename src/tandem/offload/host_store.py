@@ -37,6 +37,9 @@ class HostLayer(Protocol):
     def adopt(self, stored_name: str, tensor: Tensor) -> None:
         """Keep a tensor of a packed checkpoint as it is."""
 
+    def move_to(self, stored: dict[str, Tensor]) -> None:
+        """Read from these tensors from now on, which hold what `stored` returned."""
+
     def weights(self, expert: int) -> ExpertWeights:
         """Return one expert for the torch reference."""
 

@@ -126,6 +126,11 @@ class PackedLayer:
         for tensor_name in self.arrivals.shapes:
             self.arrivals.count(tensor_name, self.arrivals.num_experts)
 
+    def move_to(self, stored: dict[str, Tensor]) -> None:
+        """Read from these tensors from now on, which hold what `stored` returned."""
+        self._buffers = stored[STORED_NAME]
+        self.input_order = stored.get(STORED_ORDER_NAME)
+
     def weights(self, expert: int) -> ExpertWeights:
         """Return one expert's values in fp32, [gate; up] and not transposed. Slow: unpacks."""
         return unpack_expert(self.layout, self.buffers[expert])

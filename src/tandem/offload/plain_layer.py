@@ -53,6 +53,10 @@ class PlainLayer:
         self._tensors[stored_name] = tensor.clone() if is_askew else tensor
         self.arrivals.count(stored_name, self.arrivals.num_experts)
 
+    def move_to(self, stored: dict[str, Tensor]) -> None:
+        """Read from these tensors from now on, which hold what `stored` returned."""
+        self._tensors = dict(stored)
+
     def weights(self, expert: int) -> ExpertWeights:
         """Return views of one expert's tensors."""
         return self._as_weights({name: tensor[expert] for name, tensor in self._tensors.items()})

@@ -88,15 +88,25 @@ class Codes:
 class StoredWeight(Protocol):
     """A weight of a quantised checkpoint, not read yet."""
 
-    name: str
-    shape: tuple[int, ...]
-    """(rows, cols), or (num_experts, rows, cols) for the experts of a layer in one tensor."""
-    formats: Sequence[WeightFormat]
-    """Packed formats that hold it exactly, the smallest first; none: only its values are known."""
-    why_not: str
-    """Why there is no such format, for an error; empty if there is one."""
-    num_bytes: int
-    """Bytes in the checkpoint's files."""
+    @property
+    def name(self) -> str:
+        """Its name in an unquantised checkpoint."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(rows, cols), or (num_experts, rows, cols) for the experts of a layer in one tensor."""
+
+    @property
+    def formats(self) -> Sequence[WeightFormat]:
+        """Packed formats that hold it exactly, the smallest first; maybe none."""
+
+    @property
+    def why_not(self) -> str:
+        """Why there is no such format, for an error; empty if there is one."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the checkpoint's files."""
 
     def read(self, expert: int | None = None) -> Codes:
         """Read the matrix, or one expert's; raises `ModelError` for what is damaged."""

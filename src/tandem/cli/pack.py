@@ -1,0 +1,95 @@
+"""`tandem pack`: write a model as a packed checkpoint, which loads at the disk's speed."""
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem.cli.models import calm_transformers, find_model
+from tandem.core.config import add_flags, from_flags, option
+from tandem.core.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackOptions:
+    """What `tandem pack` is told."""
+
+    output: str | None = option(
+        None, help="new directory (default: beside the model)", metavar="DIR"
+    )
+    expert_dtype: str = option(
+        "auto", help="format of the experts: auto (as they are), int4, int8, bf16, ...",
+        metavar="DTYPE",
+    )  # fmt: skip
+    dense_dtype: str = option(
+        "none", help="format of linear layers: none (as they are), int8, int4, ...", metavar="DTYPE"
+    )
+    quiet: bool = option(False, help="no progress")
+    json: bool = option(False, help="last line of standard output: one JSON object")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `tandem pack`."""
+    parser.add_argument("model", metavar="MODEL", help="model directory, hub id, demo")
+    parser.add_argument("-o", dest="output", metavar="DIR", help="short for --output")
+    add_flags(parser, PackOptions)
+
+
+def run(flags: argparse.Namespace) -> int:
+    """Pack; returns the exit code."""
+    options = from_flags(PackOptions, flags)
+    source = find_model(flags.model, quiet=options.quiet)
+    target = Path(options.output or f"{Path(source).name}-{options.expert_dtype}-tandem")
+    calm_transformers(quiet=True)
+
+    from tandem.hf.pack import pack
+
+    progress = None if options.quiet else _Bar()
+    begin = time.perf_counter()
+    try:
+        packed = pack(
+            source,
+            target,
+            on_progress=progress,
+            expert_dtype=options.expert_dtype,
+            dense_dtype=options.dense_dtype,
+        )
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command goes on where it stopped", file=sys.stderr)
+        raise
+    finally:
+        if progress is not None:
+            progress.close()
+    seconds = time.perf_counter() - begin
+    resumed = f", {packed.resumed_layers} layers were there" if packed.resumed_layers else ""
+    print(
+        f"packed {format_bytes(packed.num_bytes)} into {target} in {seconds:.1f} s{resumed}; "
+        f"now: tandem run {target}"
+    )
+    if options.json:
+        report = {
+            "directory": str(target),
+            "bytes": packed.num_bytes,
+            "seconds": seconds,
+            "resumed_layers": packed.resumed_layers,
+        }
+        print(json.dumps(report))
+    return 0
+
+
+class _Bar:
+    """Draws bytes, rate and time left on standard error."""
+
+    def __init__(self) -> None:
+        from tqdm import tqdm
+
+        self._bar = tqdm(desc="packing experts", unit="B", unit_scale=True, file=sys.stderr)
+
+    def __call__(self, done: int, total: int) -> None:
+        self._bar.total = total
+        self._bar.update(done - self._bar.n)
+
+    def close(self) -> None:
+        self._bar.close()
