@@ -1,0 +1,96 @@
+"""`tandem serve`: an OpenAI-compatible server, and a page at its address."""
+
+import argparse
+import functools
+import json
+import logging
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem.cli.models import find_model, load_model_and_tokenizer, load_tokenizer
+from tandem.core.config import add_flags, from_flags, option
+from tandem.core.errors import ConfigError
+from tandem.offload.options import OffloadOptions
+from tandem.server.options import ServerOptions, require_key
+
+_EXTRA = {"fastapi", "uvicorn", "prometheus_client", "llguidance", "pydantic"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """What `tandem serve` knows beside the server's and the model's options."""
+
+    dense_dtype: str = option(
+        "auto",
+        help="attention, shared experts and head on the CPU: none (as loaded), int8, int4, bf16; "
+        "auto: int8 if the experts are quantised too",
+        metavar="DTYPE",
+    )
+    compile: bool = option(
+        True, help="record decode steps and replay them without the model's Python code"
+    )
+    json: bool = option(False, help="when ready: one JSON object with the address")
+    quiet: bool = option(False, help="only warnings and errors")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `tandem serve`."""
+    parser.add_argument(
+        "model", nargs="?", default="demo", metavar="MODEL",
+        help="model directory, hub id, demo or demo-equal (default: demo)",
+    )  # fmt: skip
+    add_flags(parser, ServerOptions)
+    add_flags(parser, OffloadOptions)
+    add_flags(parser, ServeOptions)
+
+
+def run(flags: argparse.Namespace) -> int:
+    """Serve until a signal; returns the exit code."""
+    options = from_flags(ServerOptions, flags)
+    offload = from_flags(OffloadOptions, flags)
+    own = from_flags(ServeOptions, flags)
+    api_key = os.environ.get("TANDEM_API_KEY")
+    require_key(options.host, api_key)
+    try:
+        from tandem.server.messages import EngineSettings
+        from tandem.server.serving import Source, serve
+    except ModuleNotFoundError as error:
+        if error.name not in _EXTRA:
+            raise
+        raise ConfigError(
+            f"the server needs {error.name}, which is not installed; "
+            'pip install "tandem-moe[server]"'
+        ) from error
+    level = logging.WARNING if own.quiet else logging.INFO
+    logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(message)s")
+    directory = find_model(flags.model, quiet=own.quiet)
+    source = Source(
+        name=options.name or Path(flags.model).name,
+        load_model=functools.partial(
+            load_model_and_tokenizer,
+            directory,
+            offload,
+            quiet=True,
+            dense_dtype=own.dense_dtype,
+        ),
+        load_tokenizer=functools.partial(load_tokenizer, directory),
+    )
+    settings = EngineSettings(
+        max_running=options.max_running,
+        part_tokens=options.part_tokens,
+        has_replay=own.compile,
+    )
+    serve(
+        source, options, settings, api_key=api_key,
+        on_ready=functools.partial(_announce, source.name, own),
+    )  # fmt: skip
+    return 0
+
+
+def _announce(name: str, own: ServeOptions, address: str) -> None:
+    if own.json:
+        print(json.dumps({"address": address, "model": name}), flush=True)
+    elif not own.quiet:
+        print(f"{name} answers at {address} (API: {address}/v1)", flush=True)

@@ -1,0 +1,440 @@
+"""The HTTP side: routes, checks and errors. Knows neither tensors nor how tokens are made."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from importlib import resources
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+
+from tandem.core.errors import TandemError
+from tandem.server.answering import Question, Questions
+from tandem.server.engine_client import EngineClient, Laps
+from tandem.server.errors import ApiError, from_validation, server_error
+from tandem.server.event_stream import EventStream
+from tandem.server.gate import Gate
+from tandem.server.messages import Lap, ModelInfo
+from tandem.server.metrics import Metrics
+from tandem.server.openapi import describe, described_body
+from tandem.server.options import ServerOptions
+from tandem.server.replies import DONE, ChatReply, CompletionReply, event
+from tandem.server.schemas import ChatRequest, CompletionRequest, Sampling
+
+_log = logging.getLogger("tandem.server")
+_PAGE = {"/": ("index.html", "text/html"), "/page.css": ("page.css", "text/css"),
+         "/page.js": ("page.js", "text/javascript")}  # fmt: skip
+# The page needs nothing but itself; nobody may put it into a frame.
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+_KEEP_ALIVE_SECONDS = 15.0
+
+T = TypeVar("T")
+B = TypeVar("B", bound=Sampling)
+
+
+class Server:
+    """What the routes share: the engine, the questions and the counts."""
+
+    def __init__(
+        self, engine: EngineClient, tokenizer: Any, options: ServerOptions, model: str
+    ) -> None:
+        """Serve `model`, by that name."""
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.options = options
+        self.model = model
+        self.metrics = Metrics(engine)
+        self.questions = Questions(tokenizer, context=options.context)
+        self.began = int(time.time())
+
+    # ---- answers ---------------------------------------------------------------------------------
+
+    async def chat(self, request: Request) -> Response:
+        """Answer /v1/chat/completions."""
+        with self._counted("chat"):
+            body, info = await self._read(request, ChatRequest)
+            question = await self._in_thread(self.questions.chat, body, info)
+            answer = _Answer(self, "chat", [question])
+        reply = ChatReply(question, self.model, self.tokenizer)
+        if body.stream:
+            return EventStream(self._chat_events(body, reply, answer), answer.cancel)
+
+        async def collect() -> None:
+            async for _, lap in answer:
+                for _ in reply.take(lap):
+                    pass
+
+        await answer.unless_gone(request, collect())
+        return JSONResponse(reply.whole())
+
+    async def _chat_events(
+        self, body: ChatRequest, reply: ChatReply, answer: "_Answer"
+    ) -> AsyncIterator[bytes]:
+        yield event(reply.first_chunk())
+        async for _, lap in answer:
+            chunks = b"".join([event(chunk) for chunk in reply.take(lap)])
+            if chunks:
+                yield chunks
+        yield event(reply.last_chunk())
+        if _wants_usage(body):
+            yield event(reply.usage_chunk())
+        yield DONE
+
+    async def completions(self, request: Request) -> Response:
+        """Answer /v1/completions."""
+        with self._counted("completions"):
+            body, info = await self._read(request, CompletionRequest)
+            questions = await self._in_thread(self.questions.completions, body, info)
+            answer = _Answer(self, "completions", questions)
+        reply = CompletionReply(questions, self.model, self.tokenizer)
+        if body.stream:
+            return EventStream(self._completion_events(body, reply, answer), answer.cancel)
+
+        async def collect() -> None:
+            async for index, lap in answer:
+                reply.take(index, lap)
+
+        await answer.unless_gone(request, collect())
+        return JSONResponse(reply.whole())
+
+    async def _completion_events(
+        self, body: CompletionRequest, reply: CompletionReply, answer: "_Answer"
+    ) -> AsyncIterator[bytes]:
+        async for index, lap in answer:
+            chunk = reply.take(index, lap)
+            if chunk is not None:
+                yield event(chunk)
+        if _wants_usage(body):
+            yield event(reply.usage_chunk())
+        yield DONE
+
+    @contextlib.contextmanager
+    def _counted(self, endpoint: str) -> Iterator[None]:
+        """Count what fails before an answer begins; what begins counts itself."""
+        try:
+            yield
+        except ApiError as error:
+            self.metrics.requests.labels(endpoint, str(error.status)).inc()
+            raise
+        except TandemError as error:
+            self.metrics.requests.labels(endpoint, "400").inc()
+            raise ApiError(400, str(error)) from error
+
+    async def _read(self, request: Request, kind: type[B]) -> tuple[B, ModelInfo]:
+        """Return the checked body, and the model that it may ask for."""
+        raw = await request.body()
+        try:
+            body = kind.model_validate_json(raw)
+        except ValidationError as error:
+            raise from_validation(error, list(kind.model_fields)) from None
+        info = self.engine.info
+        if info is None:
+            raise server_error("the model is being loaded; ask again soon", status=503)
+        if body.model not in (None, "", self.model):
+            raise ApiError(
+                404,
+                f"there is no model {body.model!r} here; this server has {self.model!r}",
+                param="model",
+                code="model_not_found",
+            )
+        return body, info
+
+    async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
+        """Run what may take long, such as writing a long prompt, beside the event loop."""
+        try:
+            return await asyncio.to_thread(function, *args)
+        except TandemError:
+            raise
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+            RecursionError,
+            UnicodeError,
+            OverflowError,
+        ) as error:
+            _log.warning("a request could not be read (%s)", type(error).__name__)
+            raise ApiError(400, "the request cannot be turned into a prompt") from error
+
+    # ---- the rest --------------------------------------------------------------------------------
+
+    def models(self) -> dict[str, Any]:
+        """Return the list of models: one."""
+        return {"object": "list", "data": [self.one_model(self.model)]}
+
+    def one_model(self, name: str) -> dict[str, Any]:
+        """Return the model object; 404 for another name."""
+        if name != self.model:
+            raise ApiError(
+                404, f"there is no model {name[:200]!r} here; this server has {self.model!r}",
+                param="model", code="model_not_found",
+            )  # fmt: skip
+        info = self.engine.info
+        return {
+            "id": self.model,
+            "object": "model",
+            "created": self.began,
+            "owned_by": "tandem",
+            "max_model_len": None if info is None else info.context,
+        }
+
+    def live(self) -> Response:
+        """Stream pictures for the page."""
+        return EventStream(self._pictures())
+
+    async def _pictures(self) -> AsyncIterator[bytes]:
+        async with self.engine.watching() as pictures:
+            while True:
+                try:
+                    picture = await asyncio.wait_for(pictures.get(), _KEEP_ALIVE_SECONDS)
+                    yield b"data: " + picture.encode() + b"\n\n"
+                except TimeoutError:
+                    yield b": nothing new\n\n"
+
+
+class _Answer:
+    """One or several questions being answered: timed, counted, logged, and cancelled at the end."""
+
+    def __init__(self, server: Server, endpoint: str, questions: list[Question]) -> None:
+        """Submit them; raises `ApiError` if the queue is full."""
+        self._server, self._endpoint, self._questions = server, endpoint, questions
+        self._began = time.monotonic()
+        self._first: float | None = None
+        self._tokens = 0
+        self._status: str | None = None
+        self._laps: list[Laps] = []
+        try:
+            for question in questions:
+                self._laps.append(server.engine.submit(**question.fields))
+        except ApiError:
+            self._cancel_all()
+            raise
+        if server.options.log_prompts:
+            for question in questions:
+                _log.info("prompt: %r", question.prompt_text)
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Lap]]:
+        """Yield (which question, lap) until all have ended; raises `ApiError` if one fails."""
+        seconds = self._server.options.request_timeout
+        timer = asyncio.get_running_loop().call_later(seconds, self._give_up)
+        try:
+            source = _single(self._laps[0]) if len(self._laps) == 1 else _merged(self._laps)
+            async for index, lap in source:
+                self._first = self._first or time.monotonic()
+                self._tokens += 1
+                yield index, lap
+            self._end("200")
+        except ApiError as error:
+            self._end(str(error.status))
+            raise
+        finally:
+            timer.cancel()
+            self.cancel()
+
+    def _give_up(self) -> None:
+        seconds = self._server.options.request_timeout
+        for laps in self._laps:
+            laps.fail(f"the request took longer than {seconds:g} seconds and was given up", 504)
+
+    def cancel(self) -> None:
+        """Drop what has not ended: the client has left, or all is said."""
+        self._cancel_all()
+        self._end("499")
+
+    async def unless_gone(self, request: Request, work: Coroutine[Any, Any, None]) -> None:
+        """Do the work, but stop when the client leaves."""
+        task = asyncio.ensure_future(work)
+        leaving = asyncio.ensure_future(_disconnect(request))
+        try:
+            await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise ApiError(499, "the client has left")
+            await task
+        finally:
+            for one in (task, leaving):
+                one.cancel()
+            self.cancel()
+
+    def _cancel_all(self) -> None:
+        for laps in self._laps:
+            laps.cancel()
+
+    def _end(self, status: str) -> None:
+        """Count and log, once."""
+        if self._status is not None:
+            return
+        self._status = status
+        metrics, now = self._server.metrics, time.monotonic()
+        metrics.requests.labels(self._endpoint, status).inc()
+        metrics.duration.observe(now - self._began)
+        if self._first is not None:
+            metrics.first_token.observe(self._first - self._began)
+            if self._tokens > 1:
+                metrics.per_token.observe((now - self._first) / (self._tokens - 1))
+        _log.info(
+            "%s %s: %d prompt tokens, %d generated, %.2f s",
+            self._endpoint, status, sum(q.prompt_tokens for q in self._questions),
+            self._tokens, now - self._began,
+        )  # fmt: skip
+
+
+async def _single(laps: Laps) -> AsyncIterator[tuple[int, Lap]]:
+    async for lap in laps:
+        yield 0, lap
+
+
+async def _merged(several: list[Laps]) -> AsyncIterator[tuple[int, Lap]]:
+    """Yield the laps of several requests as they come."""
+    found: asyncio.Queue[tuple[int, Lap] | Exception | None] = asyncio.Queue()
+
+    async def pump(index: int, laps: Laps) -> None:
+        try:
+            async for lap in laps:
+                found.put_nowait((index, lap))
+            found.put_nowait(None)
+        except ApiError as error:
+            found.put_nowait(error)
+
+    tasks = [asyncio.ensure_future(pump(i, laps)) for i, laps in enumerate(several)]
+    try:
+        num_open = len(tasks)
+        while num_open:
+            item = await found.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                num_open -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _disconnect(request: Request) -> None:
+    """Return when the client has left."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _wants_usage(body: Sampling) -> bool:
+    return body.stream_options is not None and body.stream_options.include_usage
+
+
+def create_app(
+    server: Server,
+    *,
+    api_key: str | None,
+    allowed_hosts: list[str] | None,
+    lifespan: Any = None,
+) -> FastAPI:
+    """Return the application. `allowed_hosts`: names by which it may be called; None: any."""
+    app = FastAPI(title="Tandem", docs_url=None, redoc_url=None, lifespan=lifespan)
+    options = server.options
+    app.add_middleware(
+        Gate,
+        api_key=api_key,
+        allowed_hosts=allowed_hosts,
+        max_body_bytes=options.max_body_bytes,
+        allow_origin=options.allow_origin,
+    )
+    app.add_exception_handler(TandemError, _tell)
+    app.add_exception_handler(HTTPException, _tell_http)
+    app.add_exception_handler(Exception, _tell_unexpected)
+    _add_api(app, server)
+    _add_rest(app, server)
+    for path, (file, kind) in _PAGE.items():
+        app.add_api_route(path, _page(file, kind), include_in_schema=False)
+    describe(app, [ChatRequest, CompletionRequest])
+    return app
+
+
+def _add_api(app: FastAPI, server: Server) -> None:
+    @app.post("/v1/chat/completions", **described_body(ChatRequest))
+    async def chat(request: Request) -> Response:
+        """Answer a conversation."""
+        return await server.chat(request)
+
+    @app.post("/v1/completions", **described_body(CompletionRequest))
+    async def completions(request: Request) -> Response:
+        """Go on with a text."""
+        return await server.completions(request)
+
+    @app.post("/v1/embeddings")
+    async def embeddings() -> Response:
+        """Refuse: a model that writes has no embeddings to give."""
+        raise ApiError(
+            404,
+            "this server's model writes text and has no embeddings; use an embedding server",
+            code="unsupported_endpoint",
+        )
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        """List the model."""
+        return JSONResponse(server.models())
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        """Describe the model."""
+        return JSONResponse(server.one_model(name))
+
+
+def _add_rest(app: FastAPI, server: Server) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        """Say that the server runs."""
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        """Say whether a request would be answered now."""
+        if server.engine.is_ready:
+            return JSONResponse({"status": "ready"})
+        return JSONResponse({"status": "not ready"}, 503, {"Retry-After": "2"})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Show what Prometheus reads."""
+        return Response(server.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    @app.get("/live", include_in_schema=False)
+    async def live() -> Response:
+        return server.live()
+
+
+def _page(file: str, kind: str) -> Callable[[], Awaitable[Response]]:
+    text = (resources.files("tandem.server") / "page" / file).read_bytes()
+
+    async def page() -> Response:
+        return Response(text, media_type=kind, headers=_PAGE_HEADERS)
+
+    return page
+
+
+async def _tell(request: Request, error: Exception) -> Response:
+    told = error if isinstance(error, ApiError) else ApiError(400, str(error))
+    return JSONResponse(told.body, told.status, told.headers)
+
+
+async def _tell_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path[:200]}: {error.detail}"
+    told = ApiError(
+        error.status_code, message, code="not_found" if error.status_code == 404 else None
+    )
+    return JSONResponse(told.body, told.status, error.headers)
+
+
+async def _tell_unexpected(request: Request, error: Exception) -> Response:
+    return JSONResponse(server_error("the server failed; its log says why").body, 500)

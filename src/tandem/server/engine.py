@@ -1,0 +1,241 @@
+"""The decode process: loads the model, steps the batch, says what came of it.
+
+Runs in a process of its own, so that HTTP and the decode loop do not share an interpreter lock, and
+so that neither takes the other with it. Between two steps it reads what the HTTP side asks; a
+cancelled request's row is free before the next step.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import os
+import resource
+import signal
+import sys
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from tandem.core.errors import TandemError
+from tandem.generate.batching import BatchCounts, Batcher, Progress, Request
+from tandem.generate.generator import Generator
+from tandem.generate.sampling import SamplingOptions
+from tandem.hf.stepping import context_tokens, end_of_sequence_ids, vocabulary_size
+from tandem.offload.cache_statistics import CacheStatistics
+from tandem.offload.events import ExpertStatistics
+from tandem.offload.hybrid_executor import HybridExecutor
+from tandem.server.grammar import Grammars
+from tandem.server.live import LivePicture
+from tandem.server.messages import (
+    EXIT_CANNOT_LOAD,
+    Cancel,
+    EngineSettings,
+    EngineStatistics,
+    Failed,
+    Lap,
+    Live,
+    ModelInfo,
+    ModelLoader,
+    Progressed,
+    Ready,
+    Report,
+    Stop,
+    Submit,
+    Watch,
+)
+
+_log = logging.getLogger("tandem.server.engine")
+_REPORT_SECONDS = 0.5
+# So many steps record and compare a decode step of one row.
+_WARM_UP_TOKENS = 8
+
+
+def run_engine(load: ModelLoader, settings: EngineSettings, connection: Connection) -> None:
+    """Be the decode process, until the other side says so or is gone."""
+    # Signals reach the whole group; the HTTP side decides when this process ends.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        engine = Engine(load, settings, connection)
+    except TandemError as error:
+        connection.send(Failed([], str(error)))
+        sys.exit(EXIT_CANNOT_LOAD)
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        engine.run()
+
+
+class Engine:
+    """The model with its batch, and the pipe to the HTTP side."""
+
+    def __init__(self, load: ModelLoader, settings: EngineSettings, connection: Connection) -> None:
+        """Load the model and say that it is there."""
+        model, tokenizer = load()
+        self._model = model
+        self._connection = connection
+        generator = Generator(model, tokenizer, has_replay=settings.has_replay)
+        self._batcher = Batcher(
+            generator, max_running=settings.max_running, part_tokens=settings.part_tokens
+        )
+        vocabulary = vocabulary_size(model)
+        self._grammars = Grammars(tokenizer, vocabulary, sorted(end_of_sequence_ids(model)))
+        executor = model.hf_quantizer.executor
+        self._executor = executor
+        self._experts, self._cache = ExpertStatistics(), CacheStatistics()
+        self._live = LivePicture(executor)
+        self._is_stopped = False
+        self._last_report = 0.0
+        self._warm_up()
+        executor.listeners += [self._experts, self._cache]
+        connection.send(Ready(self._info(generator, vocabulary)))
+
+    def _warm_up(self) -> None:
+        """Answer something once, so that the first request finds all that is made on first use."""
+        options = SamplingOptions(max_new_tokens=_WARM_UP_TOKENS, temperature=0.0)
+        self._batcher.add(Request(request_id=0, prompt=(0,), options=options))
+        while self._batcher.has_work:
+            self._batcher.step()
+        self._batcher.counts = BatchCounts()
+
+    def _info(self, generator: Generator, vocabulary: int) -> ModelInfo:
+        executor = self._executor
+        is_hybrid = isinstance(executor, HybridExecutor)
+        return ModelInfo(
+            model_type=str(self._model.config.model_type),
+            vocabulary=vocabulary,
+            context=context_tokens(self._model),
+            max_running=self._batcher.max_running,
+            num_layers=len(executor.store),
+            num_experts=max(layer.arrivals.num_experts for layer in executor.store),
+            device=executor.device.name if is_hybrid else str(self._model.device),
+            why_padded=generator.why_padded,
+        )
+
+    def run(self) -> None:
+        """Step as long as there is work, else wait for messages; returns after `Stop`."""
+        while not self._is_stopped:
+            if not self._batcher.has_work:
+                self._send_report()
+                self._send_picture()
+                self._wait()
+            while not self._is_stopped and self._connection.poll():
+                self._take(self._connection.recv())
+            if self._batcher.has_work and not self._is_stopped:
+                self._step()
+
+    def _wait(self) -> None:
+        """Wait for a message, for a moment at most while somebody watches."""
+        self._connection.poll(_REPORT_SECONDS if self._live.is_watched else None)
+
+    def _take(self, message: Any) -> None:
+        if isinstance(message, Submit):
+            self._submit(message)
+        elif isinstance(message, Cancel):
+            self._batcher.cancel(message.request_id)
+        elif isinstance(message, Watch):
+            self._live.watch(message.is_on)
+        elif isinstance(message, Stop):
+            self._is_stopped = True
+
+    def _submit(self, message: Submit) -> None:
+        try:
+            grammar = message.grammar
+            self._batcher.add(
+                Request(
+                    request_id=message.request_id,
+                    prompt=message.prompt,
+                    options=self._resolved(message.options),
+                    constraint=None if grammar is None else self._grammars.constraint(grammar),
+                    num_top_logprobs=message.num_top_logprobs,
+                    keeps_special=message.keeps_special,
+                )
+            )
+        except TandemError as error:
+            self._connection.send(Failed([message.request_id], str(error)))
+
+    def _resolved(self, options: SamplingOptions) -> SamplingOptions:
+        """Let a seed alone mean sampling, as in OpenAI's API, where the model samples."""
+        config = self._model.generation_config
+        if options.temperature is not None or options.seed is None or not config.do_sample:
+            return options
+        return dataclasses.replace(options, temperature=config.temperature or 1.0)
+
+    def _step(self) -> None:
+        start = time.perf_counter()
+        try:
+            progress = self._batcher.step()
+        except Exception as error:
+            # The batch is lost, the model is not: what failed is said, and the next request runs.
+            _log.exception("a step failed")
+            known = isinstance(error, TandemError)
+            message = str(error) if known else "the step failed inside the server; see its log"
+            self._connection.send(Failed(self._batcher.cancel_all(), message))
+            return
+        if progress:
+            self._connection.send(Progressed([_lap(one) for one in progress]))
+        self._live.step_done(time.perf_counter() - start, len(progress))
+        self._send_picture()
+        if time.perf_counter() - self._last_report > _REPORT_SECONDS:
+            self._send_report()
+
+    def _send_picture(self) -> None:
+        picture = self._live.due()
+        if picture is not None:
+            self._connection.send(Live(picture))
+
+    def _send_report(self) -> None:
+        self._last_report = time.perf_counter()
+        self._connection.send(Report(self._statistics()))
+
+    def _statistics(self) -> EngineStatistics:
+        counts, cache, experts = self._batcher.counts, self._cache, self._experts
+        executor = self._executor
+        is_hybrid = isinstance(executor, HybridExecutor)
+        return EngineStatistics(
+            prompt_tokens=counts.prompt_tokens,
+            reused_tokens=counts.reused_tokens,
+            generated_tokens=counts.generated_tokens,
+            decode_steps=counts.decode_steps,
+            decode_seconds=counts.decode_seconds,
+            prefill_seconds=counts.prefill_seconds,
+            active_experts=experts.active_experts,
+            hits=cache.hits,
+            fetched_bytes=cache.copies * executor.cache.slot_bytes if is_hybrid else 0,
+            prefetch_issued=cache.prefetch_issued,
+            prefetch_useful=cache.prefetch_useful,
+            rows_on_device=cache.device_rows,
+            rows_on_cpu=experts.expert_rows - cache.device_rows,
+            expert_bytes_read=experts.touched_bytes,
+            slots=executor.cache.num_slots if is_hybrid else 0,
+            memory_bytes=self._memory(),
+        )
+
+    def _memory(self) -> dict[str, int]:
+        device = self._model.device
+        return {
+            "host": _resident_bytes(),
+            "experts": self._executor.store.num_bytes,
+            "gpu": torch.cuda.memory_allocated(device) if device.type == "cuda" else 0,
+        }
+
+
+def _lap(progress: Progress) -> Lap:
+    return Lap(
+        progress.request_id,
+        progress.text,
+        progress.token_id,
+        progress.logprob,
+        progress.finish_reason,
+        progress.generated_tokens,
+        progress.reused_tokens,
+    )
+
+
+def _resident_bytes() -> int:
+    """Return the memory of this process now; its peak where the system does not say."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

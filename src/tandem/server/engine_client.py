@@ -1,0 +1,306 @@
+"""The decode process as the HTTP side sees it: a bounded queue, answers as streams, restarts.
+
+Requests wait here, in their order, and go to the decode process when it has a place for them. So a
+process that dies takes with it only what was running.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from tandem.core.errors import ExecutionError
+from tandem.server.engine_process import EngineProcess
+from tandem.server.errors import ApiError, busy, server_error
+from tandem.server.messages import (
+    EXIT_CANNOT_LOAD,
+    Cancel,
+    EngineSettings,
+    EngineStatistics,
+    Failed,
+    Lap,
+    Live,
+    ModelInfo,
+    ModelLoader,
+    Progressed,
+    Ready,
+    Report,
+    Submit,
+    Watch,
+)
+
+_log = logging.getLogger("tandem.server")
+# A process that dies at once again is left alone for longer and longer.
+_RESTART_SECONDS = (0.0, 1.0, 5.0, 15.0, 60.0)
+# Until a request has ended, this is taken for how long one takes.
+_FIRST_GUESS_SECONDS = 5.0
+# How much the latest request counts in the mean duration.
+_NEWEST = 0.2
+# A watcher that does not read gets the newest pictures only.
+_PICTURES = 4
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """A request that has not ended."""
+
+    submit: Submit
+    laps: "asyncio.Queue[Lap | ApiError]" = field(default_factory=asyncio.Queue)
+    is_running: bool = False
+    began: float = field(default_factory=time.monotonic)
+
+
+class Laps:
+    """The laps of one request, as they come; the last one has a finish reason."""
+
+    def __init__(
+        self, client: "EngineClient", number: int, laps: "asyncio.Queue[Lap | ApiError]"
+    ) -> None:
+        """Read what `client` puts into the queue."""
+        self._client, self._number, self._laps = client, number, laps
+        self._is_through = False
+
+    def __aiter__(self) -> "Laps":
+        return self
+
+    async def __anext__(self) -> Lap:
+        if self._is_through:
+            raise StopAsyncIteration
+        lap = await self._laps.get()
+        if isinstance(lap, ApiError):
+            self._is_through = True
+            raise lap
+        self._is_through = lap.finish_reason is not None
+        return lap
+
+    def cancel(self) -> None:
+        """Drop the request, if it has not ended; its place is free at once."""
+        self._client.cancel(self._number)
+
+    def fail(self, message: str, status: int) -> None:
+        """Drop the request, if it has not ended; who reads the laps gets an `ApiError`."""
+        self._client.fail([self._number], message, status=status)
+
+
+class EngineClient:
+    """Submits requests to the decode process, and keeps that process alive."""
+
+    def __init__(self, load: ModelLoader, settings: EngineSettings, *, max_waiting: int) -> None:
+        """Take what the process needs; `start` starts it."""
+        self._load, self._settings = load, settings
+        self._max_waiting = max_waiting
+        self._numbers = itertools.count(1)
+        self._pending: dict[int, _Pending] = {}
+        self._queue: deque[int] = deque()
+        self._process: EngineProcess | None = None
+        self._watchers: set[asyncio.Queue[str]] = set()
+        self._ready = asyncio.Event()
+        self._first_problem: str | None = None
+        self._mean_seconds = _FIRST_GUESS_SECONDS
+        self._is_draining = self._is_closed = False
+        self._restarts_in_a_row = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.info: ModelInfo | None = None
+        self.statistics = EngineStatistics()
+        self.num_restarts = 0
+
+    @property
+    def is_ready(self) -> bool:
+        """Tell whether a request would run now."""
+        return self._ready.is_set() and not self._is_draining
+
+    @property
+    def num_running(self) -> int:
+        """Requests that the decode process has."""
+        return sum(pending.is_running for pending in self._pending.values())
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a place."""
+        return len(self._queue)
+
+    @property
+    def pid(self) -> int | None:
+        """The number of the decode process."""
+        return None if self._process is None else self._process.pid
+
+    async def start(self) -> ModelInfo:
+        """Start the decode process and wait for the model; `ExecutionError` if it cannot load."""
+        self._begin_process()
+        await self._ready.wait()
+        if self.info is None:
+            raise ExecutionError(self._first_problem or "the decode process ended while loading")
+        return self.info
+
+    def submit(self, **fields: Any) -> "Laps":
+        """Submit a request (fields of `Submit`) and return its laps, whose `cancel` ends it early.
+
+        Raises `ApiError` if the queue is full or the server ends.
+        """
+        if self._is_draining:
+            raise server_error("the server is shutting down; ask again later", status=503)
+        if len(self._pending) >= self._num_places + self._max_waiting:
+            raise busy(
+                f"{len(self._pending)} requests are running or waiting, which is all this server "
+                "takes on; ask again later",
+                self._retry_after(),
+            )
+        number = next(self._numbers)
+        pending = _Pending(Submit(request_id=number, **fields))
+        self._pending[number] = pending
+        self._queue.append(number)
+        self._send_waiting()
+        return Laps(self, number, pending.laps)
+
+    def cancel(self, number: int) -> None:
+        """Drop a request that has not ended; its place is free for the next."""
+        pending = self._pending.pop(number, None)
+        if pending is None:
+            return
+        if pending.is_running and self._process is not None:
+            self._process.send(Cancel(number))
+        with contextlib.suppress(ValueError):
+            self._queue.remove(number)
+        self._send_waiting()
+
+    @contextlib.asynccontextmanager
+    async def watching(self) -> AsyncIterator["asyncio.Queue[str]"]:
+        """Yield a queue that receives pictures, newest last, while the context is open."""
+        pictures: asyncio.Queue[str] = asyncio.Queue(_PICTURES)
+        self._watchers.add(pictures)
+        self._tell_watching()
+        try:
+            yield pictures
+        finally:
+            self._watchers.discard(pictures)
+            self._tell_watching()
+
+    async def drain(self, seconds: float) -> None:
+        """Take on nothing more; let what runs end within some seconds, then fail the rest."""
+        self._is_draining = True
+        end = time.monotonic() + seconds
+        while self._pending and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+        self.fail(list(self._pending), "the server is shutting down", status=503)
+
+    async def close(self) -> None:
+        """End the decode process; requests that are left fail."""
+        self._is_draining = self._is_closed = True
+        self.fail(list(self._pending), "the server is shutting down", status=503)
+        for task in self._tasks:
+            task.cancel()
+        if self._process is not None:
+            await self._process.stop()
+
+    # ---- what comes from the decode process ------------------------------------------------------
+
+    def _begin_process(self) -> None:
+        self._process = EngineProcess(self._load, self._settings, self._take, self._ended)
+
+    def _take(self, message: Any) -> None:
+        if isinstance(message, Progressed):
+            for lap in message.laps:
+                self._hand_on(lap)
+            self._send_waiting()
+        elif isinstance(message, Report):
+            self.statistics = message.statistics
+        elif isinstance(message, Live):
+            self._show(message.picture)
+        elif isinstance(message, Failed):
+            self._first_problem = self._first_problem or message.message
+            self.fail(message.request_ids, message.message)
+        elif isinstance(message, Ready):
+            self.info = message.info
+            self._ready.set()
+            self._tell_watching()
+            self._send_waiting()
+
+    def _hand_on(self, lap: Lap) -> None:
+        pending = self._pending.get(lap.request_id)
+        if pending is None:
+            return  # cancelled while it was under way
+        pending.laps.put_nowait(lap)
+        if lap.finish_reason is not None:
+            del self._pending[lap.request_id]
+            self._restarts_in_a_row = 0
+            seconds = time.monotonic() - pending.began
+            self._mean_seconds += _NEWEST * (seconds - self._mean_seconds)
+
+    def _ended(self, process: EngineProcess) -> None:
+        """Fail what was running; start anew, unless the model cannot be loaded."""
+        if self._is_closed:
+            return
+        running = [n for n, pending in self._pending.items() if pending.is_running]
+        was_ready = self.info is not None
+        if not was_ready or process.exit_code == EXIT_CANNOT_LOAD:
+            self.fail(list(self._pending), self._first_problem or "the model cannot be loaded")
+            self._ready.set()  # wakes `start`, which finds no model
+            return
+        self._ready.clear()
+        _log.error("the decode process ended (exit code %s); starting it anew", process.exit_code)
+        self.fail(
+            running,
+            "the decode process ended while this request was running; ask again",
+            status=503,
+        )
+        self.num_restarts += 1
+        task = asyncio.get_running_loop().create_task(self._restart())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _restart(self) -> None:
+        pause = _RESTART_SECONDS[min(self._restarts_in_a_row, len(_RESTART_SECONDS) - 1)]
+        self._restarts_in_a_row += 1
+        await asyncio.sleep(pause)
+        if not self._is_closed:
+            self._begin_process()
+
+    # ---- places ----------------------------------------------------------------------------------
+
+    @property
+    def _num_places(self) -> int:
+        return self._settings.max_running if self.info is None else self.info.max_running
+
+    def _send_waiting(self) -> None:
+        if not self._ready.is_set() or self._process is None or self.info is None:
+            return
+        free = self._num_places - self.num_running
+        while free > 0 and self._queue:
+            pending = self._pending[self._queue.popleft()]
+            pending.is_running = True
+            self._process.send(pending.submit)
+            free -= 1
+
+    def fail(self, numbers: list[int], message: str, *, status: int = 500) -> None:
+        """Drop requests that have not ended, with a sentence for whoever asked."""
+        for number in numbers:
+            pending = self._pending.pop(number, None)
+            if pending is not None:
+                pending.laps.put_nowait(server_error(message, status=status))
+                with contextlib.suppress(ValueError):
+                    self._queue.remove(number)
+                if pending.is_running and self._process is not None:
+                    self._process.send(Cancel(number))
+
+    def _retry_after(self) -> int:
+        """Return the seconds in which half of those who wait should have begun."""
+        rounds = max(1.0, len(self._queue) / 2 / self._num_places)
+        return max(1, min(120, math.ceil(rounds * self._mean_seconds)))
+
+    # ---- watchers --------------------------------------------------------------------------------
+
+    def _tell_watching(self) -> None:
+        if self._process is not None:
+            self._process.send(Watch(bool(self._watchers)))
+
+    def _show(self, picture: str) -> None:
+        for pictures in self._watchers:
+            if pictures.full():
+                pictures.get_nowait()
+            pictures.put_nowait(picture)

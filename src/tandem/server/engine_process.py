@@ -1,0 +1,96 @@
+"""A decode process and the two threads that talk to it, as seen from an event loop.
+
+The reader thread hands what comes to the loop; the writer thread sends, so that a full pipe never
+holds up HTTP. Order: what the loop sends is sent in its order, and nothing is handed on after
+`on_end`.
+"""
+
+import asyncio
+import contextlib
+import multiprocessing
+import queue
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from tandem.server.messages import EngineSettings, ModelLoader, Stop
+
+_KILL_AFTER_SECONDS = 10.0
+
+
+class EngineProcess:
+    """One life of the decode process."""
+
+    def __init__(
+        self,
+        load: ModelLoader,
+        settings: EngineSettings,
+        on_message: Callable[[Any], None],
+        on_end: Callable[["EngineProcess"], None],
+    ) -> None:
+        """Start it; both callbacks run on the current event loop."""
+        context = multiprocessing.get_context("spawn")
+        self._ours, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_run, args=(load, settings, theirs), name="tandem-engine", daemon=True
+        )
+        self._process.start()
+        theirs.close()  # so that its end is seen here
+        self._loop = asyncio.get_running_loop()
+        self._on_message, self._on_end = on_message, on_end
+        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._has_ended = asyncio.Event()
+        threading.Thread(target=self._read, args=(self._ours,), daemon=True).start()
+        threading.Thread(target=self._write, args=(self._ours,), daemon=True).start()
+
+    @property
+    def pid(self) -> int | None:
+        """The number of the process."""
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """How it ended: minus the signal's number, if one ended it."""
+        return self._process.exitcode
+
+    def send(self, message: Any) -> None:
+        """Send a message, or nothing if the process is gone."""
+        self._outbox.put(message)
+
+    async def stop(self) -> None:
+        """Ask it to end; after some seconds make it."""
+        self.send(Stop())
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._has_ended.wait(), _KILL_AFTER_SECONDS)
+        if self._process.is_alive():
+            self._process.kill()
+            await self._has_ended.wait()
+
+    def _read(self, connection: Connection) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                self._call(self._on_message, connection.recv())
+        self._process.join()
+        self._outbox.put(None)
+        self._call(self._end)
+
+    def _write(self, connection: Connection) -> None:
+        with contextlib.suppress(OSError):
+            while (message := self._outbox.get()) is not None:
+                connection.send(message)
+
+    def _end(self) -> None:
+        self._has_ended.set()
+        self._on_end(self)
+
+    def _call(self, function: Callable[..., None], *args: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            self._loop.call_soon_threadsafe(function, *args)
+
+
+def _run(load: ModelLoader, settings: EngineSettings, connection: Connection) -> None:
+    """Be the decode process; torch is loaded there alone."""
+    from tandem.server.engine import run_engine
+
+    run_engine(load, settings, connection)

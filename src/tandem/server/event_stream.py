@@ -1,0 +1,61 @@
+"""A response of server-sent events, which ends with its client."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable
+
+from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from tandem.server.errors import ApiError, server_error
+from tandem.server.replies import event
+
+_log = logging.getLogger("tandem.server")
+
+
+class EventStream(Response):
+    """Sends what an iterator yields; an error on the way becomes the stream's last event."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, events: AsyncIterator[bytes], on_end: Callable[[], None] = lambda: None
+    ) -> None:
+        """`on_end` is called whatever happens, also if nothing was ever sent."""
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send until the events or the client's patience end."""
+        sending = asyncio.ensure_future(self._send_all(send))
+        leaving = asyncio.ensure_future(_left(receive))
+        try:
+            await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._on_end()  # first, so that the place is free at once
+            leaving.cancel()
+            sending.cancel()
+            with contextlib.suppress(asyncio.CancelledError, OSError):
+                await sending
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            async for data in self._events:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        except ApiError as error:
+            await send({"type": "http.response.body", "body": event(error.body), "more_body": True})
+        except Exception:
+            _log.exception("a stream failed")
+            body = server_error("the server failed; its log says why").body
+            await send({"type": "http.response.body", "body": event(body), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _left(receive: Receive) -> None:
+    """Return when the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,154 @@
+"""What every request passes first: host, origin, key, kind and size of its body.
+
+A page of another site must not reach a server on the same machine: its script cannot send JSON
+without being asked by CORS, which is off, and a name that it made point here is not ours.
+"""
+
+import hmac
+from collections.abc import Iterable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tandem.server.errors import ApiError
+
+_OPEN_PATHS = {"/", "/page.css", "/page.js", "/health", "/ready", "/favicon.ico"}
+_LONGEST_PATH = 2048
+
+
+class _TooLargeError(Exception):
+    """The body went over the limit while it came."""
+
+
+class Gate:
+    """Lets through what may pass, with an error in OpenAI's form for the rest."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        api_key: str | None,
+        allowed_hosts: list[str] | None,
+        max_body_bytes: int,
+        allow_origin: str | None,
+    ) -> None:
+        """Guard `app`; None switches a check off."""
+        self._app = app
+        self._key = None if api_key is None else api_key.encode()
+        self._hosts = None if allowed_hosts is None else set(allowed_hosts)
+        self._max_body_bytes = max_body_bytes
+        self._origin = None if allow_origin is None else allow_origin.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Check a request and pass it on."""
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self._app(scope, receive, send)
+            return
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        if self._origin is not None:
+            send = _with_headers(send, self._cors())
+            if scope["method"] == "OPTIONS":
+                await _reply(send, 204, b"", ())
+                return
+        problem = self._problem(scope, headers)
+        if problem is not None:
+            await _refuse(send, problem)
+            return
+        began = [False]
+        try:
+            await self._app(scope, self._bounded(receive), _noting(send, began))
+        except _TooLargeError:
+            if not began[0]:
+                await _refuse(send, self._too_large())
+
+    def _problem(self, scope: Scope, headers: dict[bytes, bytes]) -> ApiError | None:
+        host = headers.get(b"host", b"").decode("latin-1").lower()
+        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+        if self._hosts is not None and name not in self._hosts:
+            return ApiError(403, "this server is called by its own address only", code="bad_host")
+        if len(scope["path"]) > _LONGEST_PATH:
+            return ApiError(414, "the path is too long")
+        if scope["path"] not in _OPEN_PATHS and not self._has_key(headers):
+            return ApiError(
+                401,
+                "the API key is missing or wrong; send it as Authorization: Bearer KEY",
+                code="invalid_api_key",
+            )
+        if scope["method"] == "POST":
+            return self._body_problem(headers)
+        return None
+
+    def _body_problem(self, headers: dict[bytes, bytes]) -> ApiError | None:
+        kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        if kind != b"application/json":
+            return ApiError(415, "the body must be JSON, sent with Content-Type: application/json")
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit() or int(length) > self._max_body_bytes:
+            return self._too_large()
+        return None
+
+    def _has_key(self, headers: dict[bytes, bytes]) -> bool:
+        if self._key is None:
+            return True
+        given = headers.get(b"authorization", b"")
+        scheme, _, key = given.partition(b" ")
+        return hmac.compare_digest(key.strip(), self._key) and scheme.lower() == b"bearer"
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the body is larger than {self._max_body_bytes} bytes")
+
+    def _bounded(self, receive: Receive) -> Receive:
+        num_bytes = 0
+
+        async def bounded() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._max_body_bytes:
+                raise _TooLargeError
+            return message
+
+        return bounded
+
+    def _cors(self) -> tuple[tuple[bytes, bytes], ...]:
+        assert self._origin is not None
+        return (
+            (b"access-control-allow-origin", self._origin),
+            (b"access-control-allow-headers", b"authorization, content-type"),
+            (b"access-control-allow-methods", b"GET, POST, OPTIONS"),
+            (b"vary", b"origin"),
+        )
+
+
+def _noting(send: Send, began: list[bool]) -> Send:
+    async def noting(message: Message) -> None:
+        began[0] = True
+        await send(message)
+
+    return noting
+
+
+def _with_headers(send: Send, headers: Iterable[tuple[bytes, bytes]]) -> Send:
+    async def with_headers(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", ()), *headers]
+        await send(message)
+
+    return with_headers
+
+
+async def _refuse(send: Send, error: ApiError) -> None:
+    import json
+
+    headers = [(b"content-type", b"application/json")]
+    if error.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    await _reply(send, error.status, json.dumps(error.body).encode(), headers)
+
+
+async def _reply(
+    send: Send, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]]
+) -> None:
+    length = (b"content-length", str(len(body)).encode())
+    await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,148 @@
+"""The picture that the page draws: where experts live, which are used, what the lanes do.
+
+A fold over the executor's events and the batcher's steps. It listens only while somebody watches.
+"""
+
+import base64
+import json
+import time
+from collections import deque
+from typing import Any
+
+from tandem.offload.cache_statistics import CacheStatistics
+from tandem.offload.events import LayerExecuted
+from tandem.offload.hybrid_executor import HybridExecutor
+from tandem.policy.residency import COPYING, READY
+
+_PERIOD_SECONDS = 0.2
+_STEPS = 48
+# Uses are counted in a byte.
+_MOST_USES = 255
+ON_HOST, ARRIVING, ON_DEVICE = 0, 1, 2
+
+
+class LivePicture:
+    """What has happened since the last picture, and the state now."""
+
+    def __init__(self, executor: Any) -> None:
+        """Draw an executor's model; see `watch`."""
+        self._executor = executor
+        self._num_layers = len(executor.store)
+        self._num_experts = max(layer.arrivals.num_experts for layer in executor.store)
+        self._is_watched = False
+        self._last_sent = 0.0
+        self._clear()
+
+    def _clear(self) -> None:
+        cells = self._num_layers * self._num_experts
+        self._by_host, self._by_device = bytearray(cells), bytearray(cells)
+        self._steps: deque[dict[str, float]] = deque(maxlen=_STEPS)
+        self._cache = CacheStatistics()
+        self._tokens = 0
+        self._since = time.perf_counter()
+
+    def watch(self, is_on: bool) -> None:
+        """Begin or end to listen."""
+        if is_on == self._is_watched:
+            return
+        self._is_watched = is_on
+        listeners = self._executor.listeners
+        if is_on:
+            self._clear()
+            listeners.append(self)
+            self._lanes_before = self._lanes()
+        else:
+            listeners.remove(self)
+
+    def __call__(self, event: LayerExecuted) -> None:
+        """Count the uses of one layer's experts."""
+        self._cache(event)
+        first = event.layer * self._num_experts
+        if event.load is not None and event.plan is not None:
+            on_cpu = set(event.plan.cpu)
+            for expert, tokens in zip(event.load.experts, event.load.tokens, strict=True):
+                uses = self._by_host if expert in on_cpu else self._by_device
+                _count(uses, first + expert, tokens)
+        elif event.chosen is not None:
+            for expert in event.chosen.flatten().tolist():
+                if 0 <= expert < self._num_experts:
+                    _count(self._by_host, first + expert, 1)
+
+    def step_done(self, seconds: float, num_tokens: int) -> None:
+        """Note one step of the batch: how long it took and how many tokens it brought."""
+        if not self._is_watched:
+            return
+        self._tokens += num_tokens
+        before, self._lanes_before = self._lanes_before, self._lanes()
+        cpu, device, link, clock = (
+            now - then for now, then in zip(self._lanes_before, before, strict=True)
+        )
+        if not self._is_hybrid:
+            cpu = clock = seconds
+        self._steps.append(
+            {
+                "cpu": round(cpu * 1e3, 3),
+                "device": round(device * 1e3, 3),
+                "link": round(link * 1e3, 3),
+                "all": round(max(clock, cpu, device, link) * 1e3, 3),
+            }
+        )
+
+    @property
+    def is_watched(self) -> bool:
+        """Tell whether anybody watches."""
+        return self._is_watched
+
+    def due(self) -> str | None:
+        """Return the picture as JSON if it is time for the next one."""
+        now = time.perf_counter()
+        if not self._is_watched or now - self._last_sent < _PERIOD_SECONDS:
+            return None
+        self._last_sent = now
+        return self._draw(now)
+
+    @property
+    def _is_hybrid(self) -> bool:
+        return isinstance(self._executor, HybridExecutor)
+
+    def _lanes(self) -> tuple[float, float, float, float]:
+        """Return the seconds that CPU, device and link have worked, and the planner's clock."""
+        if not self._is_hybrid:
+            return (0.0, 0.0, 0.0, 0.0)
+        clock = self._executor.cache.clock
+        return clock.cpu_busy, clock.gpu_busy, clock.link_busy, clock.now
+
+    def _draw(self, now: float) -> str:
+        seconds = now - self._since
+        is_hybrid = self._is_hybrid
+        picture = {
+            "layers": self._num_layers,
+            "experts": self._num_experts,
+            "device": self._executor.device.name if is_hybrid else None,
+            "slots": self._executor.cache.num_slots if is_hybrid else 0,
+            "where": _text(self._where()),
+            "by_host": _text(self._by_host),
+            "by_device": _text(self._by_device),
+            "steps": list(self._steps),
+            "tokens_per_second": round(self._tokens / seconds, 2) if seconds > 0 else 0.0,
+            "hits": self._cache.hits,
+            "active": self._cache.active,
+            "copies": self._cache.copies,
+        }
+        self._clear()
+        return json.dumps(picture, separators=(",", ":"))
+
+    def _where(self) -> bytes:
+        """Return a byte per expert: where it lives."""
+        if not self._is_hybrid:
+            return bytes(self._num_layers * self._num_experts)
+        places = {READY: ON_DEVICE, COPYING: ARRIVING}
+        return bytes(places.get(s, ON_HOST) for s in self._executor.cache.planner.residency.state)
+
+
+def _count(uses: bytearray, cell: int, tokens: int) -> None:
+    uses[cell] = min(_MOST_USES, uses[cell] + tokens)
+
+
+def _text(data: bytes | bytearray) -> str:
+    return base64.b64encode(data).decode("ascii")

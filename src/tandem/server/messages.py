@@ -1,0 +1,137 @@
+"""What the HTTP process and the decode process say to each other, pickled, over one pipe.
+
+Order: `Ready` comes first. After `Submit` come any number of `Progressed` that name the request, or
+one `Failed`. Nothing comes for it after its finish reason, its failure or its `Cancel`, except what
+was under way already: the receiver drops that.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from tandem.generate.sampling import SamplingOptions
+
+# Loads (model, tokenizer); pickled by name, so that the decode process can call it.
+ModelLoader = Callable[[], tuple[Any, Any]]
+# The decode process ends so when the model cannot be loaded: trying again would not help.
+EXIT_CANNOT_LOAD = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """How the decode process runs."""
+
+    max_running: int
+    part_tokens: int
+    has_replay: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submit:
+    """Answer this."""
+
+    request_id: int
+    prompt: tuple[int, ...]
+    options: SamplingOptions
+    grammar: str | None = None
+    """As the grammar library writes it; None: any text."""
+    num_top_logprobs: int | None = None
+    keeps_special: bool = False
+
+
+class Cancel(NamedTuple):
+    """Drop a request."""
+
+    request_id: int
+
+
+class Watch(NamedTuple):
+    """Send `Live` pictures from now on, or no more."""
+
+    is_on: bool
+
+
+class Stop(NamedTuple):
+    """End the process."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What the HTTP side must know of the model."""
+
+    model_type: str
+    vocabulary: int
+    context: int | None
+    max_running: int
+    """As many requests as the model lets run at a time."""
+    num_layers: int
+    """MoE layers."""
+    num_experts: int
+    device: str
+    why_padded: str | None
+    """Why requests take turns; None: they run together."""
+
+
+class Ready(NamedTuple):
+    """The model is loaded."""
+
+    info: ModelInfo
+
+
+class Lap(NamedTuple):
+    """One token of one request, with the text that is now certain."""
+
+    request_id: int
+    text: str
+    token_id: int
+    logprob: Any
+    finish_reason: str | None
+    generated_tokens: int
+    reused_tokens: int
+
+
+class Progressed(NamedTuple):
+    """What one step brought."""
+
+    laps: list[Lap]
+
+
+class Failed(NamedTuple):
+    """These requests are lost; the sentence may be shown to whoever asked."""
+
+    request_ids: list[int]
+    message: str
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineStatistics:
+    """Sums since the decode process began."""
+
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    generated_tokens: int = 0
+    decode_steps: int = 0
+    decode_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    active_experts: int = 0
+    hits: int = 0
+    fetched_bytes: int = 0
+    prefetch_issued: int = 0
+    prefetch_useful: int = 0
+    rows_on_device: int = 0
+    rows_on_cpu: int = 0
+    expert_bytes_read: int = 0
+    slots: int = 0
+    memory_bytes: dict[str, int] = field(default_factory=dict)
+
+
+class Report(NamedTuple):
+    """The statistics now."""
+
+    statistics: EngineStatistics
+
+
+class Live(NamedTuple):
+    """What the page draws, as JSON text."""
+
+    picture: str

@@ -1,0 +1,101 @@
+"""What Prometheus reads at /metrics."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from tandem.server.engine_client import EngineClient
+
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 180.0, 600.0)
+_SECONDS_PER_TOKEN = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+_SUMS = {
+    "prompt_tokens": "prompt tokens that were computed",
+    "reused_tokens": "prompt tokens that the KV cache held already",
+    "generated_tokens": "tokens that were generated",
+    "decode_steps": "decode steps",
+    "decode_seconds": "seconds of decode steps",
+    "prefill_seconds": "seconds of prefill",
+    "active_experts": "experts that a layer and step needed",
+    "hits": "of them, resident and ready",
+    "fetched_bytes": "bytes of experts copied to the device",
+    "prefetch_issued": "experts copied ahead",
+    "prefetch_useful": "of them, used by their layer's next step",
+    "rows_on_device": "(token, expert) rows that the device computed",
+    "rows_on_cpu": "(token, expert) rows that the CPU computed",
+    "expert_bytes_read": "bytes of expert weights that were read",
+}
+
+
+class Metrics:
+    """Counts of the HTTP side, and a view of the decode process."""
+
+    def __init__(self, engine: EngineClient) -> None:
+        """Read the engine's state when asked."""
+        self._registry = CollectorRegistry()
+        self.requests = Counter(
+            "tandem_requests", "requests that have ended", ["endpoint", "status"],
+            registry=self._registry,
+        )  # fmt: skip
+        self.first_token = Histogram(
+            "tandem_time_to_first_token_seconds", "from a request to its first token",
+            buckets=_SECONDS, registry=self._registry,
+        )  # fmt: skip
+        self.per_token = Histogram(
+            "tandem_time_per_output_token_seconds", "mean time of a request's tokens but the first",
+            buckets=_SECONDS_PER_TOKEN, registry=self._registry,
+        )  # fmt: skip
+        self.duration = Histogram(
+            "tandem_request_seconds", "from a request to its end",
+            buckets=_SECONDS, registry=self._registry,
+        )  # fmt: skip
+        self._registry.register(_EngineCollector(engine))
+
+    def text(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+class _EngineCollector:
+    """The decode process' sums, as they are when Prometheus asks."""
+
+    def __init__(self, engine: EngineClient) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        engine, statistics = self._engine, self._engine.statistics
+        sums = asdict(statistics)
+        for name, help_line in _SUMS.items():
+            yield CounterMetricFamily(f"tandem_{name}", help_line, value=sums[name])
+        yield CounterMetricFamily(
+            "tandem_engine_restarts", "restarts of the decode process", value=engine.num_restarts
+        )
+        gauges = {
+            "requests_running": ("requests that are being answered", engine.num_running),
+            "requests_waiting": ("requests that wait for a place", engine.num_waiting),
+            "ready": ("whether the model answers", int(engine.is_ready)),
+            "expert_slots": ("slots of the expert cache", statistics.slots),
+            "expert_hit_rate": ("hits over active experts, since the start",
+                                _ratio(statistics.hits, statistics.active_experts)),
+            "prefetch_accuracy": ("useful copies ahead over all, since the start",
+                                  _ratio(statistics.prefetch_useful, statistics.prefetch_issued)),
+            "decode_tokens_per_second": ("generated tokens over the time of decode steps",
+                                         _ratio(statistics.generated_tokens,
+                                                statistics.decode_seconds)),
+            "device_share_of_rows": ("share of (token, expert) rows that the device computed",
+                                     _ratio(statistics.rows_on_device, statistics.rows_on_device
+                                            + statistics.rows_on_cpu)),
+        }  # fmt: skip
+        for name, (help_line, value) in gauges.items():
+            yield GaugeMetricFamily(f"tandem_{name}", help_line, value=value)
+        memory = GaugeMetricFamily(
+            "tandem_memory_bytes", "memory of the decode process", labels=["kind"]
+        )
+        for kind, num_bytes in statistics.memory_bytes.items():
+            memory.add_metric([kind], num_bytes)
+        yield memory
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

@@ -1,0 +1,253 @@
+"""Answers in OpenAI's form: whole objects, and the chunks of a stream."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from tandem.server.answering import Question, new_id, now_seconds
+from tandem.server.chat import Call, Piece
+from tandem.server.messages import Lap
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event(data: Any) -> bytes:
+    """Return one server-sent event."""
+    return (
+        b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    )
+
+
+@dataclass(slots=True)
+class Tally:
+    """What is counted of one answer while it comes."""
+
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    reused_tokens: int = 0
+    finish_reason: str | None = None
+
+    def add(self, lap: Lap) -> None:
+        """Count one token."""
+        self.generated_tokens = lap.generated_tokens
+        self.reused_tokens = lap.reused_tokens
+        self.finish_reason = lap.finish_reason
+
+
+def usage(tallies: list[Tally]) -> dict[str, Any]:
+    """Return the usage object of one or several answers."""
+    prompt = sum(tally.prompt_tokens for tally in tallies)
+    generated = sum(tally.generated_tokens for tally in tallies)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": sum(t.reused_tokens for t in tallies)},
+    }
+
+
+@dataclass(slots=True)
+class ChatReply:
+    """One chat answer as it comes."""
+
+    question: Question
+    model: str
+    tokenizer: Any
+    tally: Tally = field(default_factory=Tally)
+    reply_id: str = field(default_factory=lambda: new_id("chatcmpl"))
+    created: int = field(default_factory=now_seconds)
+    _text: dict[str, str] = field(default_factory=lambda: {"content": "", "reasoning_content": ""})
+    _calls: list[dict[str, Any]] = field(default_factory=list)
+    _logprobs: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.tally.prompt_tokens = self.question.prompt_tokens
+
+    def take(self, lap: Lap) -> Iterator[dict[str, Any]]:
+        """Take one token; yield the deltas that follow from it, their log-probabilities first."""
+        self.tally.add(lap)
+        logprob = self._logprob(lap)
+        deltas = [d for piece in self._pieces(lap) if (d := self._delta(piece)) is not None]
+        for delta in deltas or ([{}] if logprob is not None else []):
+            yield self._chunk(delta, logprobs=logprob)
+            logprob = None
+
+    def first_chunk(self) -> dict[str, Any]:
+        """Return the chunk that begins the stream."""
+        return self._chunk({"role": "assistant", "content": ""})
+
+    def last_chunk(self) -> dict[str, Any]:
+        """Return the chunk that says why it ended."""
+        return self._chunk({}, finish_reason=self._finish_reason)
+
+    def usage_chunk(self) -> dict[str, Any]:
+        """Return the chunk that carries the usage."""
+        return {**self._head("chat.completion.chunk"), "choices": [], "usage": usage([self.tally])}
+
+    def whole(self) -> dict[str, Any]:
+        """Return the answer as one object."""
+        content, reasoning = self._text["content"], self._text["reasoning_content"]
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": None if self._calls and not content else content,
+            "refusal": None,
+        }
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if self._calls:
+            message["tool_calls"] = self._calls
+        choice = {
+            "index": 0,
+            "message": message,
+            "logprobs": {"content": self._logprobs, "refusal": None} if self._logprobs else None,
+            "finish_reason": self._finish_reason,
+        }
+        return {**self._head("chat.completion"), "choices": [choice], "usage": usage([self.tally])}
+
+    def _pieces(self, lap: Lap) -> list[Piece]:
+        reader = self.question.reader
+        if reader is None:
+            return [Piece(content=lap.text)] if lap.text else []
+        pieces = reader.feed(lap.text) if lap.text else []
+        return pieces + reader.finish() if lap.finish_reason is not None else pieces
+
+    def _delta(self, piece: Piece) -> dict[str, Any] | None:
+        if piece.call is not None:
+            return self._call_delta(piece.call)
+        name, text = (
+            ("reasoning_content", piece.reasoning)
+            if piece.reasoning
+            else ("content", piece.content)
+        )
+        if not text:
+            return None
+        self._text[name] += text
+        return {name: text}
+
+    def _call_delta(self, call: Call) -> dict[str, Any] | None:
+        if self._calls and self.question.has_one_call:
+            return None
+        written = {
+            "id": new_id("call"),
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        self._calls.append(written)
+        return {"tool_calls": [{"index": len(self._calls) - 1, **written}]}
+
+    @property
+    def _finish_reason(self) -> str | None:
+        reason = self.tally.finish_reason
+        return "tool_calls" if self._calls and reason == "stop" else reason
+
+    def _chunk(
+        self, delta: dict[str, Any], *, finish_reason: str | None = None, logprobs: Any = None
+    ) -> dict[str, Any]:
+        choice = {
+            "index": 0,
+            "delta": delta,
+            "logprobs": None if logprobs is None else {"content": [logprobs], "refusal": None},
+            "finish_reason": finish_reason,
+        }
+        return {**self._head("chat.completion.chunk"), "choices": [choice]}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self.reply_id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": None,
+        }
+
+    def _logprob(self, lap: Lap) -> dict[str, Any] | None:
+        if lap.logprob is None:
+            return None
+        one = self._token(lap.token_id, lap.logprob.logprob)
+        one["top_logprobs"] = [self._token(token, value) for token, value in lap.logprob.top]
+        self._logprobs.append(one)
+        return one
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self.tokenizer.decode([token])
+        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode())}
+
+
+@dataclass(slots=True)
+class CompletionReply:
+    """The answers to one completion request's prompts as they come."""
+
+    questions: list[Question]
+    model: str
+    tokenizer: Any
+    tallies: list[Tally] = field(default_factory=list)
+    reply_id: str = field(default_factory=lambda: new_id("cmpl"))
+    created: int = field(default_factory=now_seconds)
+    _texts: list[str] = field(default_factory=list)
+    _logprobs: list[dict[str, list[Any]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for question in self.questions:
+            self.tallies.append(Tally(prompt_tokens=question.prompt_tokens))
+            self._texts.append("")
+            names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+            self._logprobs.append({name: [] for name in names})
+
+    def take(self, index: int, lap: Lap) -> dict[str, Any] | None:
+        """Take one token of one prompt's answer; return its chunk, if there is something to say."""
+        self.tallies[index].add(lap)
+        logprobs = self._note_logprob(index, lap)
+        self._texts[index] += lap.text
+        if not lap.text and logprobs is None and lap.finish_reason is None:
+            return None
+        return self._object(
+            [
+                {
+                    "index": index,
+                    "text": lap.text,
+                    "logprobs": logprobs,
+                    "finish_reason": lap.finish_reason,
+                }
+            ]
+        )
+
+    def whole(self) -> dict[str, Any]:
+        """Return all answers as one object."""
+        choices = [
+            {
+                "index": index,
+                "text": text,
+                "logprobs": self._logprobs[index] if self._logprobs[index]["tokens"] else None,
+                "finish_reason": self.tallies[index].finish_reason,
+            }
+            for index, text in enumerate(self._texts)
+        ]
+        return {**self._object(choices), "usage": usage(self.tallies)}
+
+    def usage_chunk(self) -> dict[str, Any]:
+        """Return the chunk that carries the usage."""
+        return {**self._object([]), "usage": usage(self.tallies)}
+
+    def _object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.reply_id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+
+    def _note_logprob(self, index: int, lap: Lap) -> dict[str, list[Any]] | None:
+        if lap.logprob is None:
+            return None
+        decode = self.tokenizer.decode
+        new: dict[str, list[Any]] = {
+            "tokens": [decode([lap.token_id])],
+            "token_logprobs": [lap.logprob.logprob],
+            "top_logprobs": [{decode([token]): value for token, value in lap.logprob.top}],
+            "text_offset": [len(self._texts[index])],
+        }
+        for name, values in new.items():
+            self._logprobs[index][name] += values
+        return new

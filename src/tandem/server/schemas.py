@@ -1,0 +1,166 @@
+"""The bodies of requests: OpenAI's fields, those of Tandem beside them, and nothing else.
+
+A field that would change the answer and that Tandem does not follow is accepted only with the value
+that changes nothing; an unknown one is an error, never ignored.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+_Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+_Stop = Annotated[str, Field(min_length=1, max_length=256)]
+_Json = dict[str, Any]
+_Zero = Annotated[float, Field(ge=0, le=0)]
+
+
+class Body(BaseModel):
+    """What all bodies share."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
+
+
+class StreamOptions(Body):
+    """What a stream tells beside its text."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class Sampling(Body):
+    """How tokens are chosen, and how the answer is sent."""
+
+    model: str | None = Field(None, max_length=512)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=1, le=2**31)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=2**31)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    seed: _Seed | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] | None = None
+    n: Literal[1] | None = None
+    user: str | None = Field(None, max_length=512)
+    presence_penalty: _Zero | None = None
+    frequency_penalty: _Zero | None = None
+    logit_bias: Annotated[_Json, Field(max_length=0)] | None = None
+
+
+class TextPart(Body):
+    """A piece of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(Body):
+    """A call that the model asked for."""
+
+    name: str = Field(max_length=128)
+    arguments: str
+
+
+class ToolCall(Body):
+    """A call in an earlier answer."""
+
+    id: str = Field(max_length=128)
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(Body):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = Field(None, max_length=128)
+    tool_calls: list[ToolCall] | None = Field(None, max_length=128)
+    tool_call_id: str | None = Field(None, max_length=128)
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+
+
+class FunctionDefinition(Body):
+    """What a tool is called, does and takes."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: _Json | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class ToolName(Body):
+    """The name of a tool."""
+
+    name: str = Field(max_length=128)
+
+
+class ToolChoice(Body):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: ToolName
+
+
+class JsonSchema(Body):
+    """A schema that the answer follows."""
+
+    name: str = Field("answer", max_length=128)
+    description: str | None = None
+    json_schema: _Json | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """What form the answer has."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class ChatRequest(Sampling):
+    """The body of /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1, max_length=4096)
+    max_completion_tokens: int | None = Field(None, ge=1, le=2**31)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] | None = Field(None, max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: _Json | None = Field(None, max_length=16)
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    metadata: dict[str, str] | None = Field(None, max_length=16)
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    modalities: list[Literal["text"]] | None = None
+
+
+class CompletionRequest(Sampling):
+    """The body of /v1/completions."""
+
+    prompt: (
+        str
+        | Annotated[list[int], Field(min_length=1)]
+        | Annotated[list[str], Field(min_length=1, max_length=64)]
+        | Annotated[
+            list[Annotated[list[int], Field(min_length=1)]], Field(min_length=1, max_length=64)
+        ]
+    )
+    logprobs: int | None = Field(None, ge=0, le=5)
+    echo: Literal[False] | None = None
+    best_of: Literal[1] | None = None
+    suffix: None = None

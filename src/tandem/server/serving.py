@@ -1,0 +1,126 @@
+"""Runs the server: uvicorn around the application, the decode process beside it."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+
+from tandem.core.errors import ConfigError, TandemError
+from tandem.server.app import Server, create_app
+from tandem.server.engine_client import EngineClient
+from tandem.server.messages import EngineSettings, ModelLoader
+from tandem.server.options import ServerOptions, is_loopback, require_key
+
+_log = logging.getLogger("tandem.server")
+_LOCAL_NAMES = ["localhost", "127.0.0.1", "[::1]"]
+# What uvicorn gives streams to end after they were told why.
+_LAST_SECONDS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """The model that is served."""
+
+    name: str
+    load_model: ModelLoader
+    load_tokenizer: Callable[[], Any]
+
+
+class _Uvicorn(uvicorn.Server):
+    """Lets running requests end, or tells them why they do not, before connections close."""
+
+    def __init__(self, config: uvicorn.Config, engine: EngineClient, seconds: float) -> None:
+        super().__init__(config)
+        self._engine, self._seconds = engine, seconds
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await self._engine.drain(0 if self.force_exit else self._seconds)
+        await super().shutdown(sockets)
+
+
+def serve(
+    source: Source,
+    options: ServerOptions,
+    settings: EngineSettings,
+    *,
+    api_key: str | None,
+    on_ready: Callable[[str], None],
+) -> None:
+    """Serve until a signal; `on_ready` receives the address once the model answers.
+
+    Raises `TandemError` for what a user can mend: a port that is taken, a model that cannot load.
+    """
+    require_key(options.host, api_key)
+    listener = _listen(options.host, options.port)
+    try:
+        asyncio.run(_serve(source, options, settings, api_key, listener, on_ready))
+    finally:
+        listener.close()
+
+
+async def _serve(
+    source: Source,
+    options: ServerOptions,
+    settings: EngineSettings,
+    api_key: str | None,
+    listener: socket.socket,
+    on_ready: Callable[[str], None],
+) -> None:
+    engine = EngineClient(source.load_model, settings, max_waiting=options.max_waiting)
+    tokenizer = source.load_tokenizer()
+    app = create_app(
+        Server(engine, tokenizer, options, source.name),
+        api_key=api_key,
+        allowed_hosts=_LOCAL_NAMES if is_loopback(options.host) else None,
+    )
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=_LAST_SECONDS,
+        server_header=False,
+        h11_max_incomplete_event_size=64 * 1024,
+    )
+    server = _Uvicorn(config, engine, options.shutdown_timeout)
+    problem: list[TandemError] = []
+
+    async def start_engine() -> None:
+        try:
+            await engine.start()
+            on_ready(_address(listener))
+        except TandemError as error:
+            problem.append(error)
+            server.should_exit = True
+
+    starting = asyncio.ensure_future(start_engine())
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        starting.cancel()
+        await engine.close()
+    if problem:
+        raise problem[0]
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Take the port now, so that a mistake is told before a model is loaded."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {host} port {port} ({error.strerror}); choose another --port"
+        ) from error
+    return listener
+
+
+def _address(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,158 @@
+"""A server in a process of its own, as users start it, and plain HTTP to it."""
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# A loaded machine may take long to import torch twice.
+_PATIENCE_SECONDS = 120
+
+
+@dataclass
+class Reply:
+    """What came back."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        error: dict[str, Any] = self.json["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        return error
+
+    @property
+    def events(self) -> list[Any]:
+        """The data of a stream, which must end as it should."""
+        parts = self.body.decode().split("\n\n")
+        data = [part.removeprefix("data: ") for part in parts if part]
+        assert data[-1] == "[DONE]"
+        return [json.loads(text) for text in data[:-1]]
+
+
+class RunningServer:
+    """A server that has said that it is ready."""
+
+    def __init__(self, process: "subprocess.Popen[str]", address: str, log: list[str]) -> None:
+        self.process, self.address, self._log = process, address, log
+        host, _, port = address.removeprefix("http://").rpartition(":")
+        self.host, self.port = host, int(port)
+        self.headers: dict[str, str] = {}
+
+    @property
+    def log(self) -> str:
+        """What it has written so far."""
+        return "".join(self._log)
+
+    def connect(self) -> http.client.HTTPConnection:
+        host = "127.0.0.1" if self.host == "0.0.0.0" else self.host
+        return http.client.HTTPConnection(host, self.port, timeout=_PATIENCE_SECONDS)
+
+    def ask(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+    ) -> Reply:
+        """Send one request; a body that is not bytes is sent as JSON."""
+        sent = dict(self.headers)
+        if body is not None:
+            sent["Content-Type"] = "application/json"
+            body = body if isinstance(body, bytes) else json.dumps(body).encode()
+        connection = self.connect()
+        with contextlib.closing(connection):
+            connection.request(method, path, body, {**sent, **(headers or {})})
+            response = connection.getresponse()
+            found = {name.lower(): value for name, value in response.getheaders()}
+            return Reply(response.status, found, response.read())
+
+    def chat(self, text: str = "hello", **fields: Any) -> Reply:
+        messages = [{"role": "user", "content": text}]
+        return self.ask("POST", "/v1/chat/completions", {"messages": messages, **fields})
+
+    @contextlib.contextmanager
+    def streaming(self, text: str = "hello", **fields: Any) -> Iterator[http.client.HTTPResponse]:
+        """Begin a stream and leave it open; leaving the context hangs up."""
+        connection = self.connect()
+        body = {"messages": [{"role": "user", "content": text}], "stream": True, **fields}
+        headers = {"Content-Type": "application/json", **self.headers}
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+        response = connection.getresponse()
+        try:
+            yield response
+        finally:
+            response.close()
+            connection.close()
+
+    def metric(self, name: str) -> float:
+        """Return one of the server's own numbers."""
+        text = self.ask("GET", "/metrics").body.decode()
+        return next(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
+
+    def wait_for(self, name: str, value: float) -> None:
+        """Return when a number has a value."""
+        end = time.monotonic() + _PATIENCE_SECONDS
+        while (found := self.metric(name)) != value:
+            assert time.monotonic() < end, f"{name} is {found}, expected {value}"
+            time.sleep(0.01)
+
+    def wait_until_ready(self) -> None:
+        end = time.monotonic() + _PATIENCE_SECONDS
+        while self.ask("GET", "/ready").status != 200:
+            assert time.monotonic() < end, self.log
+            time.sleep(0.05)
+
+    def end(self, number: int = signal.SIGTERM) -> None:
+        """Send a signal and wait for the end."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        self.process.wait(_PATIENCE_SECONDS)
+
+
+@contextlib.contextmanager
+def running_server(
+    model: str | Path, *flags: str, cache: Path | None = None, **environment: str
+) -> Iterator[RunningServer]:
+    """Start `tandem serve`, wait until it answers, and end it."""
+    command = [sys.executable, "-m", "tandem.cli.main", "serve", str(model), "--port", "0"]
+    if cache is not None:
+        environment["TANDEM_CACHE"] = str(cache)
+    process = subprocess.Popen(
+        [*command, "--json", "--threads", "2", *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    log: list[str] = []
+    reader = threading.Thread(target=log.extend, args=(process.stderr,), daemon=True)
+    reader.start()
+    try:
+        line = process.stdout.readline()
+        assert line, "".join(log) or process.wait()
+        server = RunningServer(process, json.loads(line)["address"], log)
+        if "TANDEM_API_KEY" in environment:
+            server.headers["Authorization"] = f"Bearer {environment['TANDEM_API_KEY']}"
+        yield server
+        server.end()
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        reader.join()
+        process.stdout.close()
+        process.stderr.close()

@@ -1,0 +1,242 @@
+"""The API over plain HTTP: what is answered, and what is refused with which words."""
+
+import json
+import threading
+from typing import Any
+
+import pytest
+
+from tests.server.running import Reply, RunningServer
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"count": {"enum": [1, 22]}, "name": {"type": "string", "maxLength": 5}},
+    "required": ["count", "name"],
+    "additionalProperties": False,
+}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {
+    "type": "object", "properties": {"n": {"enum": [1, 22]}}, "required": ["n"],
+    "additionalProperties": False,
+}}}  # fmt: skip
+
+
+def text_of(reply: Reply) -> str:
+    assert reply.status == 200, reply.body
+    text: str = reply.json["choices"][0]["message"]["content"]
+    return text
+
+
+def streamed_text(reply: Reply) -> str:
+    chunks = [event["choices"][0]["delta"] for event in reply.events if event["choices"]]
+    return "".join(chunk.get("content") or "" for chunk in chunks)
+
+
+def test_an_answer_is_as_openai_writes_it(server: RunningServer) -> None:
+    reply = server.chat(max_tokens=8, temperature=0)
+    answer = reply.json
+    assert answer["object"] == "chat.completion"
+    assert answer["model"] == "tiny"
+    (choice,) = answer["choices"]
+    assert choice["message"]["role"] == "assistant"
+    assert choice["finish_reason"] == "length"
+    usage = answer["usage"]
+    assert usage["completion_tokens"] == 8
+    assert usage["total_tokens"] == usage["prompt_tokens"] + 8
+
+
+def test_a_stream_is_the_same_answer(server: RunningServer) -> None:
+    fields: dict[str, Any] = {"max_tokens": 12, "temperature": 0}
+    whole = text_of(server.chat(**fields))
+    reply = server.chat(**fields, stream=True, stream_options={"include_usage": True})
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    assert streamed_text(reply) == whole
+    assert reply.events[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert reply.events[-2]["choices"][0]["finish_reason"] == "length"
+    assert reply.events[-1]["usage"]["completion_tokens"] == 12
+
+
+def test_requests_at_once_get_what_they_get_alone(server: RunningServer) -> None:
+    fields = [{"text": "a" * n, "max_tokens": 20, "temperature": 1.0, "seed": n} for n in range(9)]
+    alone = [text_of(server.chat(**f)) for f in fields]  # type: ignore[arg-type]
+    together = [""] * len(fields)
+
+    def ask(number: int) -> None:
+        together[number] = text_of(server.chat(**fields[number]))  # type: ignore[arg-type]
+
+    threads = [threading.Thread(target=ask, args=(n,)) for n in range(len(fields))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert together == alone
+
+
+def test_a_seed_repeats_and_another_does_not(server: RunningServer) -> None:
+    first, again, other = (
+        text_of(server.chat(max_tokens=16, temperature=1.0, seed=seed)) for seed in (5, 5, -6)
+    )
+    assert first == again != other
+
+
+def test_stop_strings_end_the_answer_before_them(server: RunningServer) -> None:
+    free = text_of(server.chat(max_tokens=30, temperature=0))
+    stop = free[6:8]
+    reply = server.chat(max_tokens=30, temperature=0, stop=[stop, "never comes"])
+    assert text_of(reply) == free.partition(stop)[0]
+    assert reply.json["choices"][0]["finish_reason"] == "stop"
+
+
+def test_a_conversation_goes_on_without_computing_its_beginning_again(
+    server: RunningServer,
+) -> None:
+    first = server.chat("tell me more", max_tokens=8, temperature=0)
+    messages = [
+        {"role": "user", "content": "tell me more"},
+        {"role": "assistant", "content": text_of(first)},
+        {"role": "user", "content": "go on"},
+    ]
+    body = {"messages": messages, "max_tokens": 4, "temperature": 0}
+    usage = server.ask("POST", "/v1/chat/completions", body).json["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] >= first.json["usage"]["prompt_tokens"]
+
+
+def test_logprobs_are_of_the_tokens(server: RunningServer) -> None:
+    reply = server.chat(max_tokens=5, temperature=0, logprobs=True, top_logprobs=2)
+    tokens = reply.json["choices"][0]["logprobs"]["content"]
+    assert len(tokens) == 5
+    for token in tokens:
+        best, second = token["top_logprobs"]
+        assert token["token"] == best["token"]
+        assert token["logprob"] == best["logprob"] >= second["logprob"]
+    old = server.ask("POST", "/v1/completions", {"prompt": "a", "max_tokens": 3, "logprobs": 1})
+    assert len(old.json["choices"][0]["logprobs"]["token_logprobs"]) == 3
+
+
+def test_completions_answer_text_ids_and_several_of_them(server: RunningServer) -> None:
+    def ask(prompt: Any, **fields: Any) -> Reply:
+        body = {"prompt": prompt, "max_tokens": 6, "temperature": 0, **fields}
+        return server.ask("POST", "/v1/completions", body)
+
+    one = ask("abc").json["choices"][0]["text"]
+    two = ask(["xyz", "abc"]).json
+    assert [choice["index"] for choice in two["choices"]] == [0, 1]
+    assert two["choices"][1]["text"] == one
+    assert two["usage"]["completion_tokens"] == 12
+    streamed = ask(["xyz", "abc"], stream=True).events
+    texts = ["", ""]
+    for event in streamed:
+        for choice in event["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert texts == [choice["text"] for choice in two["choices"]]
+    ids = ask([69, 70, 71]).json
+    assert ids["usage"]["prompt_tokens"] == 3
+
+
+def test_a_schema_is_followed(server: RunningServer) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+    for seed in range(3):
+        reply = server.chat(max_tokens=90, temperature=1.0, seed=seed, response_format=form)
+        found = json.loads(text_of(reply))
+        assert set(found) == {"count", "name"}
+        assert found["count"] in (1, 22)
+        assert reply.json["choices"][0]["finish_reason"] == "stop"
+
+
+def test_json_object_is_json_from_its_first_token(server: RunningServer) -> None:
+    reply = server.chat(max_tokens=12, temperature=1.0, response_format={"type": "json_object"})
+    assert text_of(reply).startswith("{")
+
+
+def test_a_tool_that_must_be_called_is_called(server: RunningServer) -> None:
+    fields: dict[str, Any] = {"tools": [TOOL], "tool_choice": "required", "max_tokens": 80}
+    for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+        fields["tool_choice"] = choice
+        reply = server.chat("x", **fields)
+        assert reply.status == 200, reply.body
+        (answer,) = reply.json["choices"]
+        (call,) = answer["message"]["tool_calls"]
+        assert call["function"]["name"] == "f"
+        assert json.loads(call["function"]["arguments"])["n"] in (1, 22)
+        assert answer["finish_reason"] == "tool_calls"
+        assert answer["message"]["content"] is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"msgs": []}, "unknown field 'msgs'"),
+        ({"temperature": 3}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"n": 2}, "n"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"presence_penalty": 1.0}, "presence_penalty"),
+        ({"top_logprobs": 3}, "needs logprobs"),
+        ({"stop": [""]}, "stop"),
+        ({"tool_choice": "required"}, "there are no tools"),
+        ({"response_format": {"type": "json_schema"}}, "needs json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}},
+            "cannot be followed",
+        ),
+        ({"chat_template_kwargs": {"tokenize": True}}, "must not set"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content"),
+    ],
+)
+def test_a_bad_field_is_named(server: RunningServer, fields: dict[str, Any], words: str) -> None:
+    reply = server.chat(**fields)
+    assert reply.status == 400
+    assert reply.error["type"] == "invalid_request_error"
+    assert words in reply.error["message"]
+
+
+def test_errors_have_their_status(server: RunningServer) -> None:
+    assert server.chat("x" * 5000).error["code"] == "context_length_exceeded"
+    unknown = server.chat(model="gpt-9")
+    assert (unknown.status, unknown.error["code"]) == (404, "model_not_found")
+    assert server.ask("GET", "/v1/models/none").status == 404
+    assert server.ask("GET", "/nothing").status == 404
+    assert server.ask("GET", "/v1/chat/completions").status == 405
+    refused = server.ask("POST", "/v1/embeddings", {"input": "x"})
+    assert (refused.status, refused.error["code"]) == (404, "unsupported_endpoint")
+    assert server.ask("POST", "/v1/completions", {"prompt": [9999]}).status == 400
+    assert server.ask("POST", "/v1/completions", {"prompt": ""}).status == 400
+
+
+def test_bodies_that_are_no_requests_are_refused(server: RunningServer) -> None:
+    path = "/v1/chat/completions"
+    for body in (b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"messages": ' + b"[" * 100_000):
+        assert server.ask("POST", path, body).status == 400, body[:20]
+    surrogate = b'{"messages": [{"role": "user", "content": "\\ud800"}], "max_tokens": 2}'
+    assert server.ask("POST", path, surrogate).status == 400
+    plain = server.ask("POST", path, b"{}", {"Content-Type": "text/plain"})
+    assert plain.status == 415
+    assert server.ask("POST", path, b"x" * (5 << 20)).status == 413
+
+
+def test_a_page_elsewhere_cannot_reach_the_server(server: RunningServer) -> None:
+    assert server.ask("GET", "/v1/models", headers={"Host": "evil.example:80"}).status == 403
+    reply = server.ask("GET", "/v1/models", headers={"Origin": "https://evil.example"})
+    assert "access-control-allow-origin" not in reply.headers
+
+
+def test_models_health_ready_and_metrics(server: RunningServer) -> None:
+    (model,) = server.ask("GET", "/v1/models").json["data"]
+    assert model["id"] == "tiny"
+    assert server.ask("GET", "/v1/models/tiny").json == model
+    assert server.ask("GET", "/health").status == 200
+    assert server.ask("GET", "/ready").status == 200
+    before = server.metric("tandem_generated_tokens_total")
+    server.chat(max_tokens=7, temperature=0)
+    server.wait_for("tandem_generated_tokens_total", before + 7)
+    assert server.metric("tandem_rows_on_cpu_total") > 0
+    assert server.metric('tandem_memory_bytes{kind="experts"}') > 0
+
+
+def test_nothing_of_a_prompt_is_in_the_log(server: RunningServer) -> None:
+    assert server.chat("my secret pony", max_tokens=2).status == 200
+    assert server.chat("my secret pony", wrong="my secret pony").status == 400
+    assert "chat 200" in server.log
+    assert "pony" not in server.log

@@ -1,0 +1,102 @@
+"""Real clients, unchanged, against the running server."""
+
+import json
+import shutil
+import subprocess
+from typing import Any
+
+import openai
+import pytest
+from huggingface_hub import InferenceClient
+
+from tests.server.running import RunningServer
+from tests.server.test_api import SCHEMA, TOOL
+
+ASKED: Any = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def client(server: RunningServer) -> Any:
+    with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_openai_chats_and_streams(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(
+        model="tiny", messages=ASKED, max_tokens=9, temperature=0
+    )
+    stream = client.chat.completions.create(
+        model="tiny", messages=ASKED, max_tokens=9, temperature=0, stream=True,
+        stream_options={"include_usage": True},
+    )  # fmt: skip
+    chunks = list(stream)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage == whole.usage or chunks[-1].usage.completion_tokens == 9  # type: ignore[union-attr]
+
+
+def test_openai_completes_and_lists(client: openai.OpenAI) -> None:
+    done = client.completions.create(model="tiny", prompt=["a", "b"], max_tokens=3)
+    assert len(done.choices) == 2
+    assert [model.id for model in client.models.list()] == ["tiny"]
+
+
+def test_openai_parses_a_schema_and_a_call(client: openai.OpenAI) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    answer = client.chat.completions.create(
+        model="tiny", messages=ASKED, max_tokens=90, response_format=form
+    )
+    assert json.loads(answer.choices[0].message.content or "")["count"] in (1, 22)
+    tools: Any = [TOOL]
+    stream = client.chat.completions.create(
+        model="tiny", messages=ASKED, max_tokens=90, tools=tools, tool_choice="required",
+        stream=True,
+    )  # fmt: skip
+    calls = [c for chunk in stream for c in chunk.choices[0].delta.tool_calls or ()]
+    (function,) = [call.function for call in calls]
+    assert function is not None
+    assert function.name == "f"
+    assert json.loads(function.arguments or "")["n"] in (1, 22)
+
+
+def test_openai_raises_its_own_errors(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="there is no model"):
+        client.chat.completions.create(model="other", messages=ASKED)
+    with pytest.raises(openai.BadRequestError, match="shorten the prompt"):
+        client.completions.create(model="tiny", prompt="x" * 5000)
+    with pytest.raises(openai.NotFoundError, match="no embeddings"):
+        client.embeddings.create(model="tiny", input="x")
+
+
+def test_openai_cancels(client: openai.OpenAI, server: RunningServer) -> None:
+    stream = client.chat.completions.create(
+        model="tiny", messages=ASKED, max_tokens=4000, temperature=0, stream=True
+    )
+    next(stream)
+    server.wait_for("tandem_requests_running", 1)
+    stream.close()
+    server.wait_for("tandem_requests_running", 0)
+
+
+def test_hugging_face_chats_and_streams(server: RunningServer) -> None:
+    with InferenceClient(base_url=f"{server.address}/v1", api_key="none") as client:
+        fields: dict[str, Any] = {
+            "model": "tiny", "messages": ASKED, "max_tokens": 9, "temperature": 0.0,
+        }  # fmt: skip
+        whole = client.chat_completion(**fields)
+        chunks = list(client.chat_completion(**fields, stream=True))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_curl_streams(server: RunningServer) -> None:
+    body = {"messages": ASKED, "max_tokens": 3, "stream": True}
+    done = subprocess.run(
+        ["curl", "-sN", f"{server.address}/v1/chat/completions",
+         "-H", "Content-Type: application/json", "-d", json.dumps(body)],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    lines = [line for line in done.stdout.splitlines() if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines[-1] == "data: [DONE]"

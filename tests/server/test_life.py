@@ -1,0 +1,165 @@
+"""Clients leave, queues fill, processes die, servers end: what each of them costs the others."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.running import Reply, RunningServer, running_server
+
+LONG: dict[str, Any] = {"max_tokens": 4000, "temperature": 0}
+GUARDED = (
+    ("GET", "/v1/models"),
+    ("GET", "/metrics"),
+    ("GET", "/live"),
+    ("GET", "/openapi.json"),
+    ("POST", "/v1/chat/completions"),
+)
+KEY = "a-long-random-string"
+
+
+@pytest.fixture(scope="module")
+def small(
+    tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningServer]:
+    """A server with one place and one that waits, open to other machines, thus with a key."""
+    flags = ("--host", "0.0.0.0", "--max-running", "1", "--max-waiting", "1")
+    cache = tmp_path_factory.mktemp("cache")
+    with running_server(
+        tiny_checkpoint, *flags, "--shutdown-timeout", "0.5", cache=cache, TANDEM_API_KEY=KEY
+    ) as running:
+        yield running
+
+
+def decode_process(server: RunningServer) -> int:
+    """Return the number of the process that a server started for the decode loop."""
+    pid = server.process.pid
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
+    lines = {int(c): Path(f"/proc/{c}/cmdline").read_bytes() for c in children}
+    return next(child for child, line in lines.items() if b"spawn_main" in line)
+
+
+def wait_for_end(process_id: int) -> None:
+    end = time.monotonic() + 60
+    while Path(f"/proc/{process_id}").exists():
+        assert time.monotonic() < end, "the decode process outlives its server"
+        time.sleep(0.02)
+
+
+def in_background(function: Any, *args: Any, **kwargs: Any) -> tuple[threading.Thread, list[Reply]]:
+    found: list[Reply] = []
+    thread = threading.Thread(target=lambda: found.append(function(*args, **kwargs)))
+    thread.start()
+    return thread, found
+
+
+def test_a_client_that_leaves_frees_its_place(server: RunningServer) -> None:
+    with server.streaming(**LONG) as response:
+        assert response.readline().startswith(b"data: ")
+        server.wait_for("tandem_requests_running", 1)
+    server.wait_for("tandem_requests_running", 0)
+    # The row is free too: the decode process does nothing more.
+    steps = server.metric("tandem_decode_steps_total")
+    server.chat(max_tokens=1)
+    assert server.metric("tandem_decode_steps_total") <= steps + 60
+
+
+def test_a_client_that_leaves_without_streaming_frees_its_place(server: RunningServer) -> None:
+    connection = server.connect()
+    body = b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 4000}'
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", "/v1/chat/completions", body, headers)
+    server.wait_for("tandem_requests_running", 1)
+    connection.close()
+    server.wait_for("tandem_requests_running", 0)
+
+
+def test_without_the_key_nothing_is_told(small: RunningServer) -> None:
+    for value in ("", "Bearer wrong", "Bearer ", f"Basic {KEY}", f"Bearer {KEY}x"):
+        for method, path in GUARDED:
+            reply = small.ask(method, path, headers={"Authorization": value})
+            assert (reply.status, reply.error["code"]) == (401, "invalid_api_key"), path
+    assert small.ask("GET", "/health", headers={"Authorization": ""}).status == 200
+    assert small.ask("GET", "/v1/models").status == 200
+
+
+def test_a_full_queue_says_when_to_come_again(small: RunningServer) -> None:
+    with small.streaming(**LONG) as first:
+        first.readline()
+        waiting, found = in_background(small.chat, max_tokens=2)
+        small.wait_for("tandem_requests_waiting", 1)
+        refused = small.chat(max_tokens=2)
+        assert (refused.status, refused.error["code"]) == (429, "queue_full")
+        assert int(refused.headers["retry-after"]) >= 1
+    waiting.join()
+    assert found[0].status == 200, "who waited comes next"
+
+
+def test_a_killed_decode_process_takes_with_it_only_what_ran(small: RunningServer) -> None:
+    with small.streaming(**LONG) as running:
+        running.readline()
+        waiting, found = in_background(small.chat, max_tokens=3, temperature=0)
+        small.wait_for("tandem_requests_waiting", 1)
+        os.kill(decode_process(small), signal.SIGKILL)
+        rest = running.read().decode()
+        assert "ended while this request was running" in rest
+        assert "[DONE]" not in rest
+    waiting.join()
+    assert found[0].status == 200
+    small.wait_until_ready()
+    assert small.metric("tandem_engine_restarts_total") == 1
+
+
+def test_a_request_that_takes_too_long_is_given_up(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """And a server that ends tells those whose answers run, after the time that they had."""
+    with running_server(
+        tiny_checkpoint, "--request-timeout", "1", "--shutdown-timeout", "0.2", cache=tmp_path
+    ) as server:
+        reply = server.chat(**LONG)
+        assert reply.status in (200, 504)
+        if reply.status == 504:
+            assert "longer than 1 seconds" in reply.error["message"]
+        child = decode_process(server)
+        with server.streaming(**LONG) as response:
+            response.readline()
+            os.kill(server.process.pid, signal.SIGTERM)
+            rest = response.read().decode()
+        assert "shutting down" in rest or "[DONE]" in rest or "longer than" in rest
+        server.end()
+        wait_for_end(child)
+        assert "Traceback" not in server.log
+
+
+def serve(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "tandem.cli.main", "serve", *arguments],
+        capture_output=True, text=True, env={**os.environ, **environment}, timeout=120, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("demo", "--host", "0.0.0.0"), "set TANDEM_API_KEY"),
+        (("demo", "--max-running", "0"), "max_running"),
+        (("no/such/folder",), "no/such/folder"),
+    ],
+)
+def test_a_server_that_cannot_be_says_why(arguments: tuple[str, ...], words: str) -> None:
+    done = serve(*arguments, "--port", "0")
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_taken_port_is_told_at_once(server: RunningServer) -> None:
+    done = serve("demo", "--port", str(server.port))
+    assert done.returncode == 2
+    assert "choose another --port" in done.stderr
