@@ -1,0 +1,194 @@
+"""The systems that are compared, with the same shape and random weights: Tandem, llama.cpp."""
+
+import ctypes
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from benchmarks.generation.gguf_file import SHAPE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What is compared."""
+
+    layers: int
+    vocabulary: int
+    threads: int
+    prompt: int
+    steps: int
+    expert_dtype: str
+    dense_dtype: str
+    kv_dtype: str
+    gguf: Path
+    has_flash_attention: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """Tokens per second at one depth; shares are of a ceiling measured beside it."""
+
+    prefill: float
+    decode: float
+    decode_ceiling: float
+    prefill_ceiling: float
+
+
+class System(Protocol):
+    """One system with its model in memory."""
+
+    def measure(self, depth: int) -> Speeds:
+        """Prefill a prompt behind `depth` tokens and decode some steps; ceilings 0 if not known."""
+
+
+class Tandem:
+    """Tandem, as `tandem bench` runs it."""
+
+    def __init__(self, setting: Setting) -> None:
+        """Build the model straight in packed form."""
+        from tandem.bench.kernels import KernelBench
+        from tandem.bench.model_shapes import find_shape
+        from tandem.bench.random_model import build_random_model
+        from tandem.generate.generator import Generator
+        from tandem.hf.config import OffloadConfig
+        from tandem.kernels.dense import CpuThreads
+
+        self._setting = setting
+        offload = OffloadConfig(expert_dtype=setting.expert_dtype, threads=setting.threads)
+        threads = CpuThreads(num_threads=setting.threads)
+        self._model: Any = build_random_model(
+            find_shape(SHAPE), offload, threads, dense_dtype=setting.dense_dtype,
+            num_layers=setting.layers, vocabulary=setting.vocabulary,
+        )  # fmt: skip
+        self._generator = Generator(self._model, threads=threads, kv_dtype=setting.kv_dtype)
+        self._bench = KernelBench(num_threads=setting.threads)
+
+    def measure(self, depth: int) -> Speeds:
+        """Measure, between two measurements of the ceilings."""
+        from tandem.bench.generation import Workload, ceiling_of, measure, measure_machine
+
+        work = Workload(
+            prompt_tokens=self._setting.prompt, new_tokens=self._setting.steps, depth=depth
+        )
+        before = measure_machine(self._bench)
+        found = measure(self._model, self._generator, work)
+        after = measure_machine(self._bench)
+        ceilings = [ceiling_of(self._model, work, c, found.step_bytes) for c in (before, after)]
+        return Speeds(
+            found.speed.prefill_tokens_per_second,
+            found.speed.decode_tokens_per_second,
+            statistics.mean(c.decode_tokens_per_second for c in ceilings),
+            statistics.mean(c.prefill_tokens_per_second for c in ceilings),
+        )
+
+
+class LlamaCpp:
+    """llama.cpp through the library that llama-cpp-python brings."""
+
+    _BATCH = 512
+    _PART = 512  # tokens of history that are computed once and repeated
+
+    def __init__(self, setting: Setting) -> None:
+        """Map the file; a context is made for each depth."""
+        import llama_cpp
+
+        self._lib: Any = llama_cpp.llama_cpp
+        self._setting = setting
+        self._lib.llama_log_set(_SILENT, None)
+        self._lib.llama_backend_init()
+        params = self._lib.llama_model_default_params()
+        path = str(setting.gguf).encode()
+        self._model = self._lib.llama_model_load_from_file(path, params)
+        if not self._model:
+            raise OSError(f"llama.cpp cannot load {setting.gguf}")
+        self._next_token = 0
+
+    def measure(self, depth: int) -> Speeds:
+        """Measure in a fresh context."""
+        setting, parts = self._setting, -(-depth // self._PART)
+        room = depth + setting.prompt + setting.steps + 64
+        params = self._lib.llama_context_default_params()
+        params.n_ctx = -(-room // 256) * 256 + self._PART
+        params.n_batch = params.n_ubatch = self._BATCH
+        params.n_seq_max = parts + 1
+        params.kv_unified = True
+        params.n_threads = params.n_threads_batch = setting.threads
+        params.flash_attn_type = int(setting.has_flash_attention)
+        context = self._lib.llama_init_from_model(self._model, params)
+        if not context:
+            raise OSError("llama.cpp has no memory for a context")
+        try:
+            return self._run(context, depth, parts)
+        finally:
+            self._lib.llama_free(context)
+
+    def _run(self, context: Any, depth: int, parts: int) -> Speeds:
+        setting = self._setting
+        self._decode(context, min(32, setting.prompt), 0)  # warm up
+        memory = self._lib.llama_get_memory(context)
+        self._lib.llama_memory_seq_rm(memory, 0, -1, -1)
+        self._fill(context, memory, parts)
+        at = parts * self._PART
+        start = time.perf_counter()
+        self._decode(context, setting.prompt, at)
+        prefill = time.perf_counter() - start
+        at += setting.prompt
+        seconds = []
+        for step in range(setting.steps):
+            start = time.perf_counter()
+            self._decode(context, 1, at + step)
+            seconds.append(time.perf_counter() - start)
+        return Speeds(setting.prompt / prefill, 1 / statistics.median(seconds[2:]), 0.0, 0.0)
+
+    def _fill(self, context: Any, memory: Any, parts: int) -> None:
+        """Let sequence 0 hold so many parts: one is computed, moved and given to it again."""
+        if parts == 0:
+            return
+        lib, size = self._lib, self._PART
+        self._decode(context, size, 0)
+        num_bytes = lib.llama_state_seq_get_size(context, 0)
+        state = (ctypes.c_uint8 * num_bytes)()
+        lib.llama_state_seq_get_data(context, state, num_bytes, 0)
+        for part in range(1, parts):
+            if lib.llama_state_seq_set_data(context, state, num_bytes, part) == 0:
+                raise OSError("llama.cpp cannot restore a sequence")
+            lib.llama_memory_seq_add(memory, part, 0, -1, part * size)
+            lib.llama_memory_seq_cp(memory, part, 0, -1, -1)
+        if parts * size != lib.llama_memory_seq_pos_max(memory, 0) + 1:
+            raise OSError("llama.cpp's sequence has not the length that was asked for")
+        self._decode(context, 1, parts * size)  # turns the moved keys to their positions
+        lib.llama_memory_seq_rm(memory, 0, parts * size, -1)
+
+    def _decode(self, context: Any, count: int, position: int) -> None:
+        """Append random tokens; the next one is chosen from the logits, as a greedy loop does."""
+        random = np.random.default_rng(position)
+        for first in range(0, count, self._BATCH):
+            n = min(self._BATCH, count - first)
+            batch = self._lib.llama_batch_init(n, 0, 1)
+            batch.n_tokens = n
+            tokens = random.integers(300, self._setting.vocabulary, n)
+            for i in range(n):
+                batch.token[i] = self._next_token if n == 1 else int(tokens[i])
+                batch.pos[i] = position + first + i
+                batch.n_seq_id[i] = 1
+                batch.seq_id[i][0] = 0
+                batch.logits[i] = i == n - 1
+            status = self._lib.llama_decode(context, batch)
+            if status != 0:
+                raise OSError(f"llama_decode returned {status}")
+            logits = self._lib.llama_get_logits_ith(context, n - 1)
+            found = np.ctypeslib.as_array(logits, shape=(self._setting.vocabulary,))
+            self._next_token = int(found.argmax())
+            self._lib.llama_batch_free(batch)
+
+
+def _silent(level: int, text: bytes, data: object) -> None:
+    """Say nothing: llama.cpp's messages would end in the report."""
+
+
+_SILENT = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(_silent)
+
+SYSTEMS: dict[str, type[Tandem] | type[LlamaCpp]] = {"tandem": Tandem, "llama.cpp": LlamaCpp}
