@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "bindings.hpp"
+#include "policy_tables.hpp"
 #include "routed.hpp"
 
 namespace nb = nanobind;
@@ -53,8 +54,66 @@ void run_batch(ExpertEngine& engine, const RoutedLayer& layer,
   engine.run(layer.layout, layer.activation, call);
 }
 
+// Numbers from Python index tables: nothing is read outside.
+void require_experts(const Ids& experts, std::int32_t num_experts) {
+  for (const std::int32_t expert : experts)
+    if (expert < 0 || expert >= num_experts)
+      throw std::invalid_argument("expert " + std::to_string(expert) + ", expected 0 to " +
+                                  std::to_string(num_experts - 1));
+}
+
+void bind_tables(nb::module_& m) {
+  nb::class_<SuccessorTable>(m, "SuccessorTable")
+      .def("__init__",
+           [](SuccessorTable* self, std::int32_t num_experts, std::int32_t first_row,
+              std::uint32_t first_average, const Ids& losses, double rate, std::int32_t fast_shift,
+              std::int32_t slow_shift, std::int32_t foreseen_shift, std::int32_t max_tokens) {
+             new (self) SuccessorTable({num_experts, first_row, first_average, losses, rate,
+                                        fast_shift, slow_shift, foreseen_shift, max_tokens});
+           })
+      .def("note", [](SuccessorTable& self, const Ids& loaded, const Ids& tokens,
+                      std::int32_t divisor, const Ids& experts, const Ids& above) {
+        require_experts(loaded, self.num_experts());
+        require_experts(experts, self.num_experts());
+        require_experts(above, self.num_experts());
+        if (loaded.empty() || loaded.size() != tokens.size() || divisor < 1)
+          throw std::invalid_argument("expected a token count for each of some experts");
+        self.note(loaded, tokens, divisor, experts, above);
+      })
+      .def("learn", &SuccessorTable::learn)
+      .def("worth", &SuccessorTable::worth);
+  nb::class_<ForesightTables>(m, "ForesightTables")
+      .def("__init__",
+           [](ForesightTables* self, std::int32_t num_layers, std::int32_t num_experts,
+              std::int32_t first_row, std::int32_t num_buckets, double rate, double token_rate) {
+             new (self) ForesightTables(
+                 {num_layers, num_experts, first_row, num_buckets, rate, token_rate});
+           })
+      .def("begin_step", &ForesightTables::begin_step)
+      .def("scores", [](const ForesightTables& self, std::int32_t layer, const Ids& above,
+                        const Ids& before) {
+        self.require(layer);
+        require_experts(above, self.num_experts());
+        require_experts(before, self.num_experts());
+        return self.scores(layer, above, before);
+      })
+      .def("teach", [](ForesightTables& self, std::int32_t layer, const Ids& experts,
+                       const Ids& tokens, const Ids& above, const Ids& before) {
+        self.require(layer);
+        require_experts(experts, self.num_experts());
+        require_experts(above, self.num_experts());
+        require_experts(before, self.num_experts());
+        if (experts.size() != tokens.size())
+          throw std::invalid_argument("expected a token count for each expert");
+        self.teach(layer, experts, tokens, above, before);
+      });
+}
+
 }  // namespace
 
-void bind_runtime(nb::module_& m) { m.def("run_batch", &run_batch); }
+void bind_runtime(nb::module_& m) {
+  m.def("run_batch", &run_batch);
+  bind_tables(m);
+}
 
 }  // namespace tandem

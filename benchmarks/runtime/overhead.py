@@ -1,9 +1,9 @@
 """What the executors cost beside the arithmetic: python -m benchmarks.runtime.overhead
 
-Three questions. How long do planning and bookkeeping take for a layer at batch 1, live? Real routing
-through the hybrid executor, on a device, kernels and a link that do nothing; the virtual clock is
-taken off. What does a layer of tiny experts cost on the emulated device? And what does an all-CPU
-layer of Qwen3-30B-A3B's shape take through `CpuExecutor`, against the kernels alone? Medians.
+Three questions. How long do planning and bookkeeping take for a layer at batch 1, live? Real
+routing through the hybrid executor, on a device, kernels and a link that do nothing; the virtual
+clock is taken off. What does a layer of tiny experts cost on the emulated device? And what does an
+all-CPU layer of Qwen3-30B-A3B's shape take through `CpuExecutor`, against the kernels? Medians.
 """
 
 import argparse

@@ -215,7 +215,6 @@ def rotate(
     out: int,
     /,
 ) -> None: ...
-
 def run_batch(
     engine: ExpertEngine,
     layer: RoutedLayer,
@@ -229,3 +228,52 @@ def run_batch(
     out: int,
     /,
 ) -> None: ...
+
+class SuccessorTable:
+    def __init__(
+        self,
+        num_experts: int,
+        first_row: int,
+        first_average: int,
+        losses: Sequence[int],
+        rate: float,
+        fast_shift: int,
+        slow_shift: int,
+        foreseen_shift: int,
+        max_tokens: int,
+        /,
+    ) -> None: ...
+    def note(
+        self,
+        loaded: Sequence[int],
+        tokens: Sequence[int],
+        divisor: int,
+        experts: Sequence[int],
+        above: Sequence[int],
+        /,
+    ) -> None: ...
+    def learn(self) -> None: ...
+    def worth(self, experts: Sequence[int], /) -> list[int]: ...
+
+class ForesightTables:
+    def __init__(
+        self,
+        num_layers: int,
+        num_experts: int,
+        first_row: int,
+        num_buckets: int,
+        rate: float,
+        token_rate: float,
+        /,
+    ) -> None: ...
+    def begin_step(self, tokens: Sequence[int], /) -> None: ...
+    def scores(self, layer: int, above: Sequence[int], before: Sequence[int], /) -> list[int]: ...
+    def teach(
+        self,
+        layer: int,
+        experts: Sequence[int],
+        tokens: Sequence[int],
+        above: Sequence[int],
+        before: Sequence[int],
+        /,
+    ) -> None: ...

@@ -12,6 +12,7 @@ from tandem.offload.clock import Clock
 from tandem.offload.copy_engine import CopyEngine
 from tandem.offload.device import Device, OutOfDeviceMemoryError
 from tandem.offload.host_store import HostStore
+from tandem.offload.policy_tables import NATIVE_TABLES
 from tandem.offload.slots import Slots
 from tandem.policy.cost import HardwareProfile, ShapeCosts
 from tandem.policy.plan import Copy, Geometry
@@ -70,6 +71,7 @@ class ExpertCache:
             num_slots,
             resident=resident,
             like=like,
+            tables=NATIVE_TABLES,
         )
         self._under_way.clear()
         slot_of = self.planner.residency.slot_of

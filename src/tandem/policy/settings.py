@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from tandem.core.errors import ConfigError
@@ -13,6 +14,7 @@ from tandem.policy.planner import UNLIMITED, Planner
 from tandem.policy.prediction import PREDICTIONS
 from tandem.policy.prefetch import PREFETCHES
 from tandem.policy.residency import Residency, sets_by_layer
+from tandem.policy.tables import Tables
 
 # A second of the link is worth so much of a second of computation: others may want it.
 LINK_SHARE = 0.15
@@ -81,11 +83,12 @@ def make_planner(
     resident: Iterable[int] = (),
     copy_price_seconds: float = 0.0,
     like: Planner | None = None,
+    tables: Tables | None = None,
 ) -> Planner:
     """Build a planner for `num_slots` equal slots; `resident` are the keys that are there at once.
 
     Slots 0 .. num_slots - 1: the cache's sets, then staging, then the ring. What the planner `like`
-    has learned, the new one knows.
+    has learned, the new one knows. Policies learn in `tables`, if they have any.
     """
     sizes = settings.set_sizes(geometry, num_slots)
     staging = settings.staging_slots(num_slots)
@@ -98,8 +101,11 @@ def make_planner(
         residency,
         assignment=ASSIGNMENTS.factory(settings.assignment)(**dict(settings.assignment_options)),
         eviction=eviction
-        or EVICTIONS.factory(settings.eviction)(geometry, **dict(settings.eviction_options)),
-        prediction=prediction or PREDICTIONS.factory(settings.prediction)(geometry),
+        or _with_tables(EVICTIONS.factory(settings.eviction), tables)(
+            geometry, **dict(settings.eviction_options)
+        ),
+        prediction=prediction
+        or _with_tables(PREDICTIONS.factory(settings.prediction), tables)(geometry),
         prefetch=PREFETCHES.factory(settings.prefetch)(count=settings.prefetch_count),
         ring_slots=range(residency.num_slots, num_slots),
         max_fetches=settings.max_fetches,
@@ -122,6 +128,7 @@ def make_planner_on(
     *,
     resident: Iterable[int] = (),
     like: Planner | None = None,
+    tables: Tables | None = None,
 ) -> Planner:
     """Build a planner that plans with a machine's costs; the engine and the simulator do."""
     costs = CostTable(shape, link_slowdown=profile.link_slowdown_while_computing)
@@ -134,4 +141,12 @@ def make_planner_on(
         resident=resident,
         copy_price_seconds=price,
         like=like,
+        tables=tables,
     )
+
+
+def _with_tables(make: Any, tables: Tables | None) -> Any:
+    """Return a policy's maker that gives it these tables, if it learns in any."""
+    if tables is None or not getattr(make, "has_tables", False):
+        return make
+    return partial(make, tables=tables)

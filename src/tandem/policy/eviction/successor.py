@@ -10,12 +10,14 @@ it is worth more than the resident that would leave.
 
 from collections import deque
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
 from tandem.policy.lanes import ONE, Lanes
 from tandem.policy.plan import Geometry, LayerLoad
 from tandem.policy.regression import Regression, rate_shift, sum_rows
+from tandem.policy.tables import SuccessorTable, Tables
 
 # Fitted on every second sequence of the traces, reported on the others (docs/policies.md).
 HORIZON, DISCOUNT = 8, 0.8
@@ -35,6 +37,18 @@ class _Use(NamedTuple):
     above: Sequence[int]  # experts of the layer above
 
 
+def prior_of(geometry: Geometry) -> float:
+    """Return what keeping an expert is worth if all are equally likely."""
+    share = geometry.top_k / geometry.num_experts
+    return sum(share * ((1 - share) * DISCOUNT) ** step for step in range(HORIZON))
+
+
+def losses() -> list[int]:
+    """Return what each step of waiting for the next use takes off, as lanes hold it."""
+    targets = [*(round(ONE * DISCOUNT**step) for step in range(HORIZON)), 0]
+    return [now - later for now, later in pairwise(targets)]
+
+
 class _Foresight(NamedTuple):
     """What a layer foresaw at one step, kept until the truth is known."""
 
@@ -52,16 +66,19 @@ class Successor:
     """
 
     background = "idle"
+    has_tables = True
 
-    def __init__(self, geometry: Geometry) -> None:
-        """Start with all experts equally likely."""
-        lanes = Lanes(geometry.num_experts)
+    def __init__(self, geometry: Geometry, *, tables: Tables | None = None) -> None:
+        """Start with all experts equally likely; None learns in tables of plain Python."""
+        make = PureTable if tables is None else tables.successor
         self._num_experts = geometry.num_experts
-        self._tables = [_LayerTable(lanes, geometry, layer) for layer in range(geometry.num_layers)]
+        self._tables: list[SuccessorTable] = [
+            make(geometry, layer) for layer in range(geometry.num_layers)
+        ]
         self._above: Sequence[int] = ()
         self._is_prefill = False
         self._batch = 1  # tokens of the last decode step
-        self._unlearned: list[_LayerTable] = []
+        self._unlearned: list[SuccessorTable] = []
 
     def begin_step(self, *, is_prefill: bool) -> None:
         """Note the phase; nothing is above the first layer."""
@@ -79,7 +96,7 @@ class Successor:
             experts = tuple(load.routes[-1])
             divisor = max(self._batch, num_tokens // PROMPT_TOKENS)
         table = self._tables[load.layer]
-        table.note(_Use(load, divisor, experts, self._above))
+        table.note(load, divisor, experts, self._above)
         self._unlearned.append(table)
         self._above = experts
 
@@ -106,9 +123,8 @@ class Successor:
         layer = keys[0] // experts
         first = layer * experts
         if first <= min(keys) <= max(keys) < first + experts:
-            values = self._tables[layer].values()
-            return [values[key - first] for key in keys]
-        return [self._tables[key // experts].values()[key % experts] for key in keys]
+            return self._tables[layer].worth([key - first for key in keys])
+        return [self._tables[key // experts].worth((key % experts,))[0] for key in keys]
 
     def admits(self, newcomer: float, victim: float) -> bool:
         """Admit the better one."""
@@ -118,35 +134,48 @@ class Successor:
         """Need nothing."""
 
 
-class _LayerTable:
-    """The regression of one layer."""
+@lru_cache(maxsize=8)
+def _lanes(num_experts: int) -> Lanes:
+    return Lanes(num_experts)
 
-    def __init__(self, lanes: Lanes, geometry: Geometry, layer: int) -> None:
+
+class PureTable:
+    """The regression of one layer; see `SuccessorTable`."""
+
+    def __init__(self, geometry: Geometry, layer: int) -> None:
+        """Start with all experts equally likely."""
+        lanes = _lanes(geometry.num_experts)
         share = geometry.top_k / geometry.num_experts
-        prior = sum(share * ((1 - share) * DISCOUNT) ** step for step in range(HORIZON))
+        prior = prior_of(geometry)
         sources = 2 if layer else 1
         self._lanes = lanes
         self._regression = Regression(lanes)
         row = self._regression.row(prior / (geometry.top_k * sources))
         self._after = [row] * geometry.num_experts  # rows by expert used in this layer
         self._below = [row] * geometry.num_experts  # rows by expert used in the layer above
-        targets = [*(round(ONE * DISCOUNT**step) for step in range(HORIZON)), 0]
-        self._losses = [now - later for now, later in pairwise(targets)]  # by step of waiting
+        self._losses = losses()
         self._past: deque[_Foresight] = deque()
         self._fast = self._slow = lanes.filled(share)
         self._noted: _Use | None = None
         self._values: memoryview | None = None
 
-    def note(self, use: _Use) -> None:
+    def note(
+        self, load: LayerLoad, divisor: int, experts: Sequence[int], above: Sequence[int]
+    ) -> None:
         """Take what is in use now in this layer and in the one above; look at it later."""
         self.learn()
-        self._noted = use
+        self._noted = _Use(load, divisor, experts, above)
 
     def learn(self) -> None:
         """Look at what was noted, and settle what was foreseen HORIZON steps before it."""
         self._observe()
         if len(self._past) > HORIZON:
             self._settle(self._past.popleft())
+
+    def worth(self, experts: Sequence[int]) -> list[float]:
+        """Return what is foreseen for experts."""
+        values = self.values()
+        return [values[expert] for expert in experts]
 
     def values(self) -> memoryview:
         """Return by expert what is foreseen from the experts in use, and the counts."""

@@ -15,21 +15,25 @@ from tandem.policy.prediction.calibration import Calibration
 from tandem.policy.prediction.look_ahead import LookAhead
 from tandem.policy.prediction.policy import Forecast
 from tandem.policy.regression import SUM_OFFSET, Regression, rate_shift, sum_rows
+from tandem.policy.tables import ForesightTables, Tables
 
 RATE = 0.08  # of the error, shared by the rows of experts
-TOKEN_SHIFT = 3  # a token's row takes an eighth of its token's share of the error
+TOKEN_RATE = 1 / 8  # of a token's share of the error, to its row
 BUCKETS = 1024
 MAX_TOKENS = 64  # above, a step is a prompt and teaches nothing about the next
 
 
+def prior_of(geometry: Geometry) -> float:
+    """Return what a row of an expert says at first: both sources together, all equally likely."""
+    return geometry.top_k / geometry.num_experts / (2 * geometry.top_k)
+
+
 class _Lesson(NamedTuple):
-    """A load that came out, with the rows that had a share in foreseeing it."""
+    """A load that came out, with the experts whose rows had a share in foreseeing it."""
 
     load: LayerLoad
     above: Sequence[int]
     before: Sequence[int]
-    token_rows: list[list[int]]
-    foreseen: tuple[int, int] | None  # total, number of rows; None: nobody asked
 
 
 class Foresight:
@@ -39,41 +43,29 @@ class Foresight:
     changes no forecast.
     """
 
-    def __init__(self, geometry: Geometry) -> None:
-        """Start with all experts equally likely."""
-        layers, experts = geometry.num_layers, geometry.num_experts
-        self._lanes = Lanes(experts)
-        self._regression = Regression(self._lanes)
-        share = geometry.top_k / experts
-        row = self._regression.row(share / (2 * geometry.top_k))
-        self._below = [[row] * experts for _ in range(layers)]  # by expert of the layer above
-        self._after = [[row] * experts for _ in range(layers)]  # by expert of the step before
-        self._blank = self._regression.row(0.0)
-        self._num_layers = layers
-        self._tags = [-1] * BUCKETS
-        self._rows_of_bucket: list[list[int]] = [[] for _ in range(BUCKETS)]
-        self._before: list[tuple[int, ...]] = [()] * layers
-        self._token_rows: list[list[int]] = []  # of the step's tokens, each by layer
+    has_tables = True
+
+    def __init__(self, geometry: Geometry, *, tables: Tables | None = None) -> None:
+        """Start with all experts equally likely; None learns in tables of plain Python."""
+        self._tables: ForesightTables = (PureTables if tables is None else tables.foresight)(
+            geometry
+        )
+        self._before: list[tuple[int, ...]] = [()] * geometry.num_layers
         self._above: tuple[int, ...] = ()
-        self._foreseen: tuple[int, int, int] | None = None  # layer, total, rows
+        self._has_tokens = False
         self._lessons: dict[int, _Lesson] = {}
         self._calibration = Calibration()
         self._look_ahead = LookAhead()
 
     def begin_step(self, token_ids: Sequence[int]) -> None:
         """Find the tokens' rows; a token that is new takes its bucket over."""
+        self.learn()  # with the rows of the tokens that were
         self._above = ()
-        self._foreseen = None
-        self._token_rows = []
         self._look_ahead.begin_step()
         if len(token_ids) > MAX_TOKENS:
-            return
-        for token in token_ids:
-            bucket = token % BUCKETS
-            if self._tags[bucket] != token:
-                self._tags[bucket] = token
-                self._rows_of_bucket[bucket] = [self._blank] * self._num_layers
-            self._token_rows.append(self._rows_of_bucket[bucket])
+            token_ids = ()
+        self._has_tokens = len(token_ids) > 0
+        self._tables.begin_step(token_ids)
 
     def hint(self, hint: Hint) -> None:
         """Keep what a gate ahead says; what it is worth is counted."""
@@ -86,15 +78,12 @@ class Foresight:
             self._note(load)
         self._before[layer] = experts
         self._above = experts
-        self._foreseen = None
 
     def predict(self, layer: int) -> Forecast | None:
         """Return the sum of the active rows, blended with hints where there are any."""
-        total, num_rows = self._sum(layer)
-        self._foreseen = (layer, total, num_rows)
-        if not num_rows:
+        if not self._has_rows(layer):
             return None
-        forecast = self._forecast(total, num_rows)
+        forecast = self._forecast(layer)
         if self._look_ahead.knows(layer):
             return self._look_ahead.blend(forecast, layer)
         return forecast
@@ -102,56 +91,74 @@ class Foresight:
     def learn(self) -> None:
         """Learn the lessons noted since the last call."""
         for lesson in self._lessons.values():
-            self._learn(lesson)
+            self._tables.teach(*lesson)
         self._lessons.clear()
 
-    def _sum(self, layer: int) -> tuple[int, int]:
-        """Return the sum of a layer's active rows, and how many they are."""
+    def _has_rows(self, layer: int) -> bool:
+        return bool(self._above or self._before[layer] or self._has_tokens)
+
+    def _forecast(self, layer: int) -> Forecast:
         if layer in self._lessons:
-            self._learn(self._lessons.pop(layer))
-        above, before = self._above, self._before[layer]
-        return self._sum_of(layer, above, before, self._token_rows)
-
-    def _sum_of(
-        self,
-        layer: int,
-        above: Sequence[int],
-        before: Sequence[int],
-        token_rows: Sequence[list[int]],
-    ) -> tuple[int, int]:
-        total = sum_rows(self._below[layer], above) + sum_rows(self._after[layer], before)
-        for rows in token_rows:
-            total += rows[layer]
-        return total, len(above) + len(before) + len(token_rows)
-
-    def _forecast(self, total: int, num_rows: int) -> Forecast:
-        scores = self._regression.read(total, num_rows)
+            self._tables.teach(*self._lessons.pop(layer))
+        scores = self._tables.scores(layer, self._above, self._before[layer])
         return Forecast(scores, SUM_OFFSET, 1.0 / ONE, self._calibration.frequencies)
 
     def _note(self, load: LayerLoad) -> None:
         """Keep a lesson for later; what is counted, is counted now."""
-        layer, foreseen, before = load.layer, None, self._before[load.layer]
-        if not (self._above or before or self._token_rows):
+        layer = load.layer
+        if not self._has_rows(layer):
             return
-        if self._foreseen is not None and self._foreseen[0] == layer:
-            foreseen = self._foreseen[1:]
         is_counted, levels = self._calibration.is_due(), self._look_ahead.take(layer)
         if is_counted or levels:
-            foreseen = foreseen or self._sum(layer)
-            forecast = self._forecast(*foreseen)
+            forecast = self._forecast(layer)
             if is_counted:
                 self._calibration.observe(forecast, load.experts)
             if levels:
                 self._look_ahead.observe(forecast, load.experts, levels)
         if layer in self._lessons:
-            self._learn(self._lessons[layer])
-        self._lessons[layer] = _Lesson(load, self._above, before, self._token_rows, foreseen)
+            self._tables.teach(*self._lessons[layer])
+        self._lessons[layer] = _Lesson(load, self._above, self._before[layer])
 
-    def _learn(self, lesson: _Lesson) -> None:
-        """Move the rows that had a share in a foresight by a part of its error."""
-        load, above, before, token_rows, foreseen = lesson
+
+class PureTables:
+    """The rows of all layers; see `ForesightTables`."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        """Start with all experts equally likely."""
+        layers, experts = geometry.num_layers, geometry.num_experts
+        self._lanes = Lanes(experts)
+        self._regression = Regression(self._lanes)
+        row = self._regression.row(prior_of(geometry))
+        self._below = [[row] * experts for _ in range(layers)]  # by expert of the layer above
+        self._after = [[row] * experts for _ in range(layers)]  # by expert of the step before
+        self._blank = self._regression.row(0.0)
+        self._num_layers = layers
+        self._tags = [-1] * BUCKETS
+        self._rows_of_bucket: list[list[int]] = [[] for _ in range(BUCKETS)]
+        self._token_rows: list[list[int]] = []  # of the step's tokens, each by layer
+        self._foreseen: dict[int, tuple[int, int]] = {}  # by layer: total, rows; until it is taught
+
+    def begin_step(self, token_ids: Sequence[int]) -> None:
+        """Find the tokens' rows; a token that is new takes its bucket over."""
+        self._token_rows = []
+        self._foreseen.clear()
+        for token in token_ids:
+            bucket = token % BUCKETS
+            if self._tags[bucket] != token:
+                self._tags[bucket] = token
+                self._rows_of_bucket[bucket] = [self._blank] * self._num_layers
+            self._token_rows.append(self._rows_of_bucket[bucket])
+
+    def scores(self, layer: int, above: Sequence[int], before: Sequence[int]) -> memoryview:
+        """Return the sum of a layer's active rows."""
+        self._foreseen[layer] = found = self._sum(layer, above, before)
+        return self._regression.read(*found)
+
+    def teach(self, load: LayerLoad, above: Sequence[int], before: Sequence[int]) -> None:
+        """Move the active rows by a part of the error."""
         layer = load.layer
-        total, num_rows = foreseen or self._sum_of(layer, above, before, token_rows)
+        foreseen = self._foreseen.pop(layer, None)
+        total, num_rows = foreseen or self._sum(layer, above, before)
         if max(load.tokens) == 1:
             truth = self._lanes.used(load.experts)
         else:
@@ -167,8 +174,15 @@ class Foresight:
         rows = self._after[layer]
         for expert in before:
             rows[expert] += change
-        if token_rows:
-            shift = rate_shift(2.0**-TOKEN_SHIFT, len(token_rows))
+        if self._token_rows:
+            shift = rate_shift(TOKEN_RATE, len(self._token_rows))
             change = self._regression.change(truth, total, num_rows, shift)
-            for rows in token_rows:
+            for rows in self._token_rows:
                 rows[layer] += change
+
+    def _sum(self, layer: int, above: Sequence[int], before: Sequence[int]) -> tuple[int, int]:
+        """Return the sum of the active rows, and how many they are."""
+        total = sum_rows(self._below[layer], above) + sum_rows(self._after[layer], before)
+        for rows in self._token_rows:
+            total += rows[layer]
+        return total, len(above) + len(before) + len(self._token_rows)

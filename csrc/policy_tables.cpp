@@ -1,0 +1,176 @@
+#include "policy_tables.hpp"
+
+#include <algorithm>
+#include <cstddef>
+#include <stdexcept>
+#include <string>
+
+namespace tandem {
+namespace {
+
+// What moves each row: (truth - foreseen) / 2**shift, rounded.
+std::int32_t change_of(std::int32_t truth, std::int32_t foreseen, int shift) {
+  const std::int32_t half = (1 << shift) >> 1;
+  const auto error = static_cast<std::uint32_t>(truth - foreseen + kErrorOffset + half);
+  return static_cast<std::int32_t>(error >> shift) - (kErrorOffset >> shift);
+}
+
+void add(Ids& to, const std::int32_t* row) {
+  for (std::size_t i = 0; i < to.size(); ++i) to[i] += row[i];
+}
+
+void add(std::int32_t* to, const Ids& row) {
+  for (std::size_t i = 0; i < row.size(); ++i) to[i] += row[i];
+}
+
+}  // namespace
+
+int rate_shift(double rate, std::int64_t num_rows) {
+  int shift = 0;
+  while (static_cast<double>(std::int64_t{1} << shift) <
+         static_cast<double>(num_rows) / (1.4 * rate))
+    ++shift;
+  return std::min(shift, 16);
+}
+
+SuccessorTable::SuccessorTable(const Options& options)
+    : options_(options),
+      after_(static_cast<std::size_t>(options.num_experts) * options.num_experts,
+             options.first_row),
+      below_(after_),
+      fast_(options.num_experts, options.first_average),
+      slow_(fast_),
+      change_(options.num_experts),
+      first_use_(options.num_experts) {}
+
+void SuccessorTable::note(const Ids& loaded, const Ids& tokens, std::int32_t divisor,
+                          const Ids& experts, const Ids& above) {
+  learn();
+  const std::size_t size = options_.num_experts;
+  Foresight now{experts, above, Ids(size)};
+  for (const std::int32_t expert : experts) add(now.total, &after_[expert * size]);
+  for (const std::int32_t expert : above) add(now.total, &below_[expert * size]);
+  past_.push_back(std::move(now));
+  if (*std::max_element(tokens.begin(), tokens.end()) == 1) {
+    move_averages(experts, {});
+    return;
+  }
+  Ids weights(tokens);  // at larger batches a busy expert saves more CPU time
+  for (std::int32_t& weight : weights)
+    weight = std::min((weight + divisor / 2) / divisor, options_.max_tokens);
+  move_averages(loaded, weights);
+}
+
+// Moving averages after one more step, of 1 or `weights` for these experts and 0 for the others.
+void SuccessorTable::move_averages(const Ids& experts, const Ids& weights) {
+  const int fast = options_.fast_shift, slow = options_.slow_shift;
+  for (std::uint32_t& average : fast_) average -= average >> fast;
+  for (std::uint32_t& average : slow_) average -= average >> slow;
+  for (std::size_t i = 0; i < experts.size(); ++i) {
+    const std::uint32_t weight = weights.empty() ? 1 : weights[i];
+    fast_[experts[i]] += weight << (16 - fast);
+    slow_[experts[i]] += weight << (16 - slow);
+  }
+}
+
+void SuccessorTable::learn() {
+  if (past_.size() <= options_.losses.size()) return;
+  settle(past_.front());
+  past_.pop_front();
+}
+
+// Adds a part of the error to each row that had a share: `past_` holds it and what came after.
+void SuccessorTable::settle(const Foresight& foresight) {
+  const auto horizon = static_cast<std::int32_t>(options_.losses.size());
+  std::fill(first_use_.begin(), first_use_.end(), horizon);
+  for (std::int32_t step = horizon; step > 0; --step)
+    for (const std::int32_t expert : past_[step].experts) first_use_[expert] = step - 1;
+  Ids truth(horizon + 1);  // by step of the first use
+  for (std::int32_t step = horizon; step-- > 0;)
+    truth[step] = truth[step + 1] + options_.losses[step];
+  const auto rows = static_cast<std::int64_t>(foresight.experts.size() + foresight.above.size());
+  const int shift = rate_shift(options_.rate, rows);
+  for (std::size_t e = 0; e < change_.size(); ++e)
+    change_[e] = change_of(truth[first_use_[e]], foresight.total[e], shift);
+  const std::size_t size = options_.num_experts;
+  for (const std::int32_t expert : foresight.experts) add(&after_[expert * size], change_);
+  for (const std::int32_t expert : foresight.above) add(&below_[expert * size], change_);
+}
+
+std::vector<std::uint32_t> SuccessorTable::worth(const Ids& experts) const {
+  std::vector<std::uint32_t> found;
+  found.reserve(experts.size());
+  for (const std::int32_t e : experts) {
+    const std::uint32_t foreseen = past_.empty() ? 0u : past_.back().total.at(e);
+    found.push_back(((foreseen + kSumOffset) << options_.foreseen_shift) + fast_.at(e) +
+                    slow_.at(e));
+  }
+  return found;
+}
+
+ForesightTables::ForesightTables(const Options& options)
+    : options_(options),
+      below_(static_cast<std::size_t>(options.num_layers) * options.num_experts *
+                 options.num_experts,
+             options.first_row),
+      after_(below_),
+      buckets_(options.num_buckets),
+      tags_(options.num_buckets, -1) {}
+
+void ForesightTables::require(std::int32_t layer) const {
+  if (layer < 0 || layer >= options_.num_layers)
+    throw std::invalid_argument("layer " + std::to_string(layer) + ", expected 0 to " +
+                                std::to_string(options_.num_layers - 1));
+}
+
+void ForesightTables::begin_step(const std::vector<std::int64_t>& tokens) {
+  step_buckets_.clear();
+  for (const std::int64_t token : tokens) {
+    const auto bucket = static_cast<std::int32_t>(token % options_.num_buckets);
+    if (tags_[bucket] != token) {
+      tags_[bucket] = token;
+      buckets_[bucket].assign(
+          static_cast<std::size_t>(options_.num_layers) * options_.num_experts, 0);
+    }
+    step_buckets_.push_back(bucket);
+  }
+}
+
+std::int64_t ForesightTables::sum(std::int32_t layer, const Ids& above, const Ids& before,
+                                  Ids& total) const {
+  const std::size_t size = options_.num_experts, first = layer * size;
+  total.assign(size, 0);
+  for (const std::int32_t expert : above) add(total, &below_[(first + expert) * size]);
+  for (const std::int32_t expert : before) add(total, &after_[(first + expert) * size]);
+  for (const std::int32_t bucket : step_buckets_) add(total, &buckets_[bucket][first]);
+  return static_cast<std::int64_t>(above.size() + before.size() + step_buckets_.size());
+}
+
+std::vector<std::uint32_t> ForesightTables::scores(std::int32_t layer, const Ids& above,
+                                                   const Ids& before) const {
+  Ids total;
+  sum(layer, above, before, total);
+  std::vector<std::uint32_t> found(total.begin(), total.end());
+  for (std::uint32_t& score : found) score += kSumOffset;
+  return found;
+}
+
+void ForesightTables::teach(std::int32_t layer, const Ids& experts, const Ids& tokens,
+                            const Ids& above, const Ids& before) {
+  Ids total;
+  sum(layer, above, before, total);
+  const std::size_t size = options_.num_experts, first = layer * size;
+  Ids truth(size), change(size);
+  for (std::size_t i = 0; i < experts.size(); ++i) truth[experts[i]] = tokens[i] * kOne;
+  const auto change_by = [&](int shift) {
+    for (std::size_t e = 0; e < size; ++e) change[e] = change_of(truth[e], total[e], shift);
+  };
+  change_by(rate_shift(options_.rate, static_cast<std::int64_t>(above.size() + before.size())));
+  for (const std::int32_t expert : above) add(&below_[(first + expert) * size], change);
+  for (const std::int32_t expert : before) add(&after_[(first + expert) * size], change);
+  if (step_buckets_.empty()) return;
+  change_by(rate_shift(options_.token_rate, static_cast<std::int64_t>(step_buckets_.size())));
+  for (const std::int32_t bucket : step_buckets_) add(&buckets_[bucket][first], change);
+}
+
+}  // namespace tandem

@@ -1,0 +1,88 @@
+// The tables that two of the planner's policies learn in, as plain arrays of 32-bit integers. They
+// answer what tandem.policy.eviction.successor.PureTable and prediction.foresight.PureTables answer,
+// to the last bit: a lane of those is a value of these plus a constant.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <vector>
+
+namespace tandem {
+
+using Ids = std::vector<std::int32_t>;
+
+// What both take from tandem.policy.regression and tandem.policy.lanes.
+constexpr std::int32_t kOne = 65536;
+constexpr std::uint32_t kSumOffset = 1u << 23;
+constexpr std::int32_t kErrorOffset = 1 << 24;
+
+// Returns the power of two nearest to rate / num_rows, as a shift.
+int rate_shift(double rate, std::int64_t num_rows);
+
+// One layer of the eviction.
+class SuccessorTable {
+ public:
+  struct Options {
+    std::int32_t num_experts, first_row;  // what every row says at first
+    std::uint32_t first_average;
+    Ids losses;  // by step of waiting for the next use
+    double rate;
+    std::int32_t fast_shift, slow_shift, foreseen_shift, max_tokens;
+  };
+
+  explicit SuccessorTable(const Options& options);
+
+  std::int32_t num_experts() const { return options_.num_experts; }
+
+  // Settles what it can, then takes what is in use; `tokens` are of the `loaded` experts.
+  void note(const Ids& loaded, const Ids& tokens, std::int32_t divisor, const Ids& experts,
+            const Ids& above);
+  void learn();
+  std::vector<std::uint32_t> worth(const Ids& experts) const;
+
+ private:
+  struct Foresight {
+    Ids experts, above, total;
+  };
+
+  void settle(const Foresight& foresight);
+  void move_averages(const Ids& experts, const Ids& weights);
+
+  Options options_;
+  Ids after_, below_;  // (num_experts, num_experts): rows by expert in use here, and above
+  std::vector<std::uint32_t> fast_, slow_;
+  std::deque<Foresight> past_;
+  Ids change_, first_use_;
+};
+
+// All layers of the prediction.
+class ForesightTables {
+ public:
+  struct Options {
+    std::int32_t num_layers, num_experts, first_row, num_buckets;
+    double rate, token_rate;
+  };
+
+  explicit ForesightTables(const Options& options);
+
+  std::int32_t num_experts() const { return options_.num_experts; }
+
+  // Throws std::invalid_argument for a layer that there is not.
+  void require(std::int32_t layer) const;
+
+  void begin_step(const std::vector<std::int64_t>& tokens);
+  std::vector<std::uint32_t> scores(std::int32_t layer, const Ids& above, const Ids& before) const;
+  void teach(std::int32_t layer, const Ids& experts, const Ids& tokens, const Ids& above,
+             const Ids& before);
+
+ private:
+  std::int64_t sum(std::int32_t layer, const Ids& above, const Ids& before, Ids& total) const;
+
+  Options options_;
+  Ids below_, after_;          // (num_layers, num_experts, num_experts)
+  std::vector<Ids> buckets_;   // (num_layers, num_experts) each, once a token has come
+  std::vector<std::int64_t> tags_;
+  std::vector<std::int32_t> step_buckets_;  // of the step's tokens, in their order
+};
+
+}  // namespace tandem
