@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import ModelError
-from tandem.offload.batch import ExpertFunctions
-from tandem.offload.events import Listener
 from tandem.offload.executor import Executor
+from tandem.offload.passing_executor import PassingExecutor, RoutedCall
 from tandem.trace import RoutingTrace, TraceMeta
 
 Array = npt.NDArray[Any]
@@ -45,16 +44,14 @@ class _Sequence(NamedTuple):
     prompt_tokens: int
 
 
-class RoutingRecorder:
+class RoutingRecorder(PassingExecutor):
     """An executor that records sequences, one after the other or several side by side."""
 
     def __init__(
         self, inner: Executor, guesses: Guesses | None = None, predictors: Sequence[str] = ()
     ) -> None:
         """Hand everything to `inner`; `guesses` tells what `predictors` foresaw."""
-        self.inner = inner
-        self.store = inner.store
-        self.listeners: list[Listener] = inner.listeners
+        super().__init__(inner)
         self.foresee = guesses
         self._predictors = tuple(predictors)
         self._batch = 1
@@ -77,31 +74,19 @@ class RoutingRecorder:
         """Note the tokens of a step."""
         if self._is_recording:
             self._steps.append(_Step(np.array(token_ids, dtype=np.int32), [], [], []))
-        self.inner.begin_step(token_ids, is_prefill=is_prefill)
+        super().begin_step(token_ids, is_prefill=is_prefill)
 
-    def execute(
-        self,
-        layer: int,
-        hidden: Tensor,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-        functions: ExpertFunctions,
-    ) -> Tensor:
-        """Compute a layer and note its routing."""
-        out = self.inner.execute(layer, hidden, top_k_index, top_k_weights, functions)
+    def after(self, call: RoutedCall) -> None:
+        """Note the routing of a layer."""
+        layer = call.layer
         # A layer that comes again before the next step begins is somebody's second look at it.
         if self._is_recording and len(self._steps[-1].experts) == layer:
             step = self._steps[-1]
-            step.experts.append(top_k_index.to("cpu").numpy().copy())
-            weights = top_k_weights.detach().to("cpu", torch.float16)
+            step.experts.append(call.top_k_index.to("cpu").numpy().copy())
+            weights = call.top_k_weights.detach().to("cpu", torch.float16)
             step.weights.append(weights.numpy().copy())
             guesses = self.foresee(layer) if self.foresee is not None else {}
             step.guesses.append({name: ids.numpy().copy() for name, ids in guesses.items()})
-        return out
-
-    def close(self) -> None:
-        """Close the executor within."""
-        self.inner.close()
 
     def trace(self, model: str, **more: Any) -> RoutingTrace:
         """Return everything recorded so far as a trace; `more` goes into its meta."""
