@@ -111,6 +111,6 @@ class VirtualCopyEngine:
 
 
 def copy_image(store: HostStore, layer: int, expert: int, memory: Tensor) -> None:
-    """Copy one expert whole."""
+    """Copy one expert whole; to a GPU, on the current stream and without waiting."""
     for piece in store[layer].pieces(expert):
-        memory[piece.offset : piece.offset + len(piece.data)].copy_(piece.data)
+        memory[piece.offset : piece.offset + len(piece.data)].copy_(piece.data, non_blocking=True)

@@ -79,5 +79,8 @@ class Device(MemoryPool, Protocol):
     def synchronize(self) -> None:
         """Return when all launched batches are done; raises the first error of any of them."""
 
+    def require_usable(self) -> None:
+        """Raise `ExecutionError` if an error has left the device unusable for this program."""
+
     def close(self) -> None:
         """End the device's threads."""

@@ -103,6 +103,7 @@ class HybridExecutor:
             return self._execute(layer, hidden, top_k_index, top_k_weights, functions)
         except Exception as error:
             self._recover(shrink=False)
+            self.device.require_usable()
             raise ExecutionError(
                 f"MoE layer {layer} could not be computed ({error}); the request is lost, the "
                 "model can be used again"

@@ -13,7 +13,7 @@ from tandem.policy.prediction import PREDICTIONS
 from tandem.policy.prefetch import PREFETCHES
 from tandem.policy.settings import POOLS, PlannerSettings
 
-DEVICES = ("cpu", "emulated")
+DEVICES = ("cpu", "cuda", "emulated")
 CLOCKS = ("virtual", "real")
 
 
@@ -30,7 +30,9 @@ class OffloadOptions:
         None, help="CPU threads that compute experts (default: all physical cores)", metavar="N"
     )
     device: str = option(
-        "cpu", help="cpu: every expert there; emulated: a device that is none", choices=DEVICES
+        "cpu",
+        help="cpu: every expert there; cuda: a GPU; emulated: a device that is none",
+        choices=DEVICES,
     )
     gpu_memory: str = option(
         "auto",
@@ -39,7 +41,7 @@ class OffloadOptions:
         metavar="SIZE",
     )
     link_bandwidth: str | None = option(
-        None, help="bandwidth of the emulated link (default: as measured)", metavar="RATE"
+        None, help="let the link be no faster than this (default: as measured)", metavar="RATE"
     )
     emulated_speed: float = option(
         8.0, help="how many times faster than this CPU the emulated device computes", metavar="X"

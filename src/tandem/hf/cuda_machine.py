@@ -1,0 +1,185 @@
+"""A GPU for a loaded model: its lanes, its measured profile, and how its memory is shared out."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from tandem.core.errors import ConfigError
+from tandem.core.units import parse_bandwidth
+from tandem.hf.config import OffloadConfig
+from tandem.hf.experts import expert_functions
+from tandem.hf.machine import Bound, bind_all, measured_profile
+from tandem.hf.warm_up import ExpertsCall, NoExperts, forward_tokens
+from tandem.offload import executor as cpu_executor
+from tandem.offload.clock import Clock, WallClock
+from tandem.offload.cuda import CudaDevice
+from tandem.offload.cuda_checks import require_cuda, require_dtype
+from tandem.offload.cuda_copies import CudaCopyEngine, Throttle
+from tandem.offload.cuda_kernels import DeviceKernels, best_kernels
+from tandem.offload.cuda_profile import measure_device
+from tandem.offload.cuda_streams import CudaStreams, Streams
+from tandem.offload.expert_cache import EngineMaker
+from tandem.offload.expert_kernels import ExpertKernels
+from tandem.offload.host_store import HostStore
+from tandem.offload.options import MemoryShare, parse_gpu_memory
+from tandem.offload.pinning import pin_store
+from tandem.offload.sizing import budget_bytes
+from tandem.offload.slots import Slots
+from tandem.policy.cost import HardwareProfile
+from tandem.policy.plan import Geometry
+from tandem.sim.profiles import load_profile, save_profile
+
+# Tokens of KV cache for which memory is kept before the rest goes to experts; longer texts take
+# theirs from the expert cache when they come to it.
+KV_TOKENS = 4096
+_KV_SAMPLE_TOKENS = 64
+
+
+def device_map_for(config: OffloadConfig, device_map: Any) -> Any:
+    """Return where the dense parts go: what the user says, else the GPU if the options name it."""
+    if device_map is not None or config.device != "cuda":
+        return device_map
+    require_cuda()
+    return {"": 0}
+
+
+class CudaParts(NamedTuple):
+    """What a hybrid executor on a GPU is made from."""
+
+    device: CudaDevice
+    clock: WallClock
+    kernels: ExpertKernels
+    make_engine: EngineMaker
+    profile: HardwareProfile
+    share: MemoryShare
+    reserved_bytes: int
+    """Of the share, for dense parts, KV cache and workspace."""
+
+
+def cuda_parts(
+    model: Any,
+    store: HostStore,
+    bound: Bound,
+    config: OffloadConfig,
+    geometry: Geometry,
+    call: ExpertsCall,
+    *,
+    streams: Streams | None = None,
+    device_kernels: DeviceKernels | None = None,
+) -> CudaParts:
+    """Pin the store, measure the GPU and share its memory out.
+
+    Raises `CapacityError` or `ConfigError` for what is missing. `streams` and `device_kernels`
+    stand for the GPU in tests. The experts modules are bound to nothing useful afterwards.
+    """
+    if streams is None:
+        gpu = require_cuda()
+        require_dtype(gpu, model.dtype)
+        _require_on_gpu(model)
+        streams = CudaStreams(model.device.index or 0)
+    device, clock = CudaDevice(streams, device_kernels or best_kernels()), WallClock()
+    kernels = ExpertKernels(num_threads=config.threads, isa=config.isa or "", on_busy=clock.add_cpu)
+    pin_store(store, device.pin)
+    profile = _profile(model, store, bound, config, geometry, call, device, kernels)
+    throttle = None
+    if config.link_bandwidth is not None:
+        rate = parse_bandwidth(config.link_bandwidth)
+        throttle = Throttle(rate, profile.link_bytes_per_second)
+
+    def make_engine(store: HostStore, slots: Slots, geometry: Geometry, _: Clock) -> CudaCopyEngine:
+        return CudaCopyEngine(store, slots, geometry, clock, streams, device.events, throttle)
+
+    share, reserved = _share(model, store, bound, config, call, streams)
+    return CudaParts(device, clock, kernels, make_engine, profile, share, reserved)
+
+
+def _require_on_gpu(model: Any) -> None:
+    if model.device.type != "cuda":
+        raise ConfigError(
+            f"device is cuda, but the model's dense parts are on {model.device}; load it with "
+            "device_map='cuda'"
+        )
+
+
+def _share(
+    model: Any,
+    store: HostStore,
+    bound: Bound,
+    config: OffloadConfig,
+    call: ExpertsCall,
+    streams: Streams,
+) -> tuple[MemoryShare, int]:
+    """Return how much of the GPU is for Tandem and what of it is not for experts; keep to it."""
+    bind_all(bound, NoExperts(store))
+    tokens = cpu_executor.MAX_TOKENS_AT_ONCE
+
+    def read_prompt() -> None:
+        forward_tokens(model, tokens)
+
+    workspace = streams.peak_bytes(read_prompt)
+    workspace += workspace_bytes(store, call, tokens)
+    share, memory = parse_gpu_memory(config.gpu_memory), streams.memory()
+    taken = streams.taken_bytes()
+    if share.num_bytes is None and share.fraction is None:  # auto: of what is left
+        share = MemoryShare(num_bytes=taken + budget_bytes(share, memory))
+    budget = budget_bytes(share, memory)
+    streams.limit(budget)
+    return share, taken + workspace + KV_TOKENS * kv_bytes_per_token(model)
+
+
+def workspace_bytes(store: HostStore, call: ExpertsCall, num_tokens: int) -> int:
+    """Return what the experts of one layer need for so many tokens beside their weights."""
+    inner = max(layer.arrivals.shapes["down_proj"][1:] for layer in store)
+    num_rows, itemsize = num_tokens * call.top_k, call.dtype.itemsize
+    rows = num_rows * (4 * call.hidden_size + itemsize * max(inner))
+    return rows + num_tokens * call.hidden_size * (4 + itemsize)
+
+
+def kv_bytes_per_token(model: Any) -> int:
+    """Return what a token adds to the model's own KV cache: found by looking at one."""
+    ids = torch.arange(_KV_SAMPLE_TOKENS, device=model.device)[None] + 11
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    with torch.no_grad():
+        cache = model(input_ids=ids % vocabulary, use_cache=True).past_key_values
+    layers = getattr(cache, "layers", ())
+    tensors = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
+    num_bytes = sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
+    return -(-num_bytes // _KV_SAMPLE_TOKENS)
+
+
+def _profile(
+    model: Any,
+    store: HostStore,
+    bound: Bound,
+    config: OffloadConfig,
+    geometry: Geometry,
+    call: ExpertsCall,
+    device: CudaDevice,
+    kernels: ExpertKernels,
+) -> HardwareProfile:
+    """Return the profile that the options name, or this machine's, kept or measured."""
+    if config.profile is not None:
+        return load_profile(config.profile)
+    directory = _profile_directory(config.cache_path, device.streams.name)
+    kept = directory / "profiles" / f"gpu-{model.config.model_type}-{store[0].image_bytes}.json"
+    if kept.is_file():
+        return load_profile(str(kept))
+    # Dense parts are timed on the GPU, so the CPU's part is kept apart from that of other devices.
+    base = measured_profile(model, store, bound, geometry, kernels, call, cache_dir=directory)
+    profile = measure_device(
+        base,
+        device,
+        store,
+        geometry,
+        expert_functions(bound[0][0]),
+        kernels,
+        dtype=call.dtype,
+        hidden_size=call.hidden_size,
+    )
+    save_profile(profile, kept)
+    return profile
+
+
+def _profile_directory(cache: Path, name: str) -> Path:
+    return cache / "".join(c if c.isalnum() else "-" for c in name.lower())

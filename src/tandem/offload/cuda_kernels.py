@@ -1,0 +1,120 @@
+"""A batch's experts on a GPU: Triton kernels for packed ones, plain torch for everything else.
+
+Work is queued on the current stream; nothing waits.
+"""
+
+import importlib.util
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from tandem.kernels.reference import expert_ffn
+from tandem.offload.batch import ExpertBatch
+from tandem.offload.expert_kernels import WeightSource
+from tandem.offload.packed_layer import PackedLayer
+
+if TYPE_CHECKING:
+    from tandem.kernels.triton.experts import TritonExperts
+
+
+class Prepared(NamedTuple):
+    """A batch whose host part is done."""
+
+    table: Tensor
+    """What the device must be told, on the host: it is brought there first."""
+    launch: Callable[[Tensor], None]
+    """Queues the batch, given the table on the device."""
+
+
+class DeviceKernels(Protocol):
+    """Computes batches on a device and adds rows up there."""
+
+    name: str
+
+    def prepare(self, batch: ExpertBatch, use: WeightSource) -> Prepared:
+        """Do the host's part of filling the batch's `out` from the slots of `use`."""
+
+    def add_rows(self, rows: Tensor, row_of: Tensor, weights: Tensor, out: Tensor) -> None:
+        """Write sum over k of weight * row, first to last; all on the device, -1 adds nothing."""
+
+
+class TorchKernels:
+    """Expert by expert in torch: works wherever torch does, unpacks weights for every call."""
+
+    name = "torch"
+
+    def prepare(self, batch: ExpertBatch, use: WeightSource) -> Prepared:
+        """Take the slots' memory; the batch is one expert after the other."""
+        images = use.images()
+        return Prepared(batch.token, lambda token: _compute(batch, images, token))
+
+    def add_rows(self, rows: Tensor, row_of: Tensor, weights: Tensor, out: Tensor) -> None:
+        """Add place by place."""
+        padded = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])  # -1 finds the zeros
+        total = torch.zeros_like(out, dtype=torch.float32)
+        for k in range(row_of.shape[1]):
+            total += weights[:, k, None].float() * padded[row_of[:, k].long()]
+        out.copy_(total)
+
+
+class TritonKernels:
+    """All experts of a packed batch in two launches; batches of plain experts go through torch."""
+
+    name = "triton"
+
+    def __init__(self, experts: "TritonExperts") -> None:
+        """Launch the kernels of `experts`."""
+        self._experts = experts
+        self._torch = TorchKernels()
+
+    def prepare(self, batch: ExpertBatch, use: WeightSource) -> Prepared:
+        """Lay the rows out."""
+        from tandem.kernels.triton.rows import row_table
+
+        layer, functions = batch.layer, batch.functions
+        if not isinstance(layer, PackedLayer):
+            return self._torch.prepare(batch, use)
+        layout, table = layer.layout, row_table(use.addresses(), batch.begin, batch.token)
+
+        def launch(memory: Tensor) -> None:
+            self._experts.compute(
+                layout,
+                functions.native,
+                batch.hidden.contiguous(),
+                table.on(memory),
+                batch.out,
+                functions.unpacked_activate or functions.activate,
+            )
+
+        return Prepared(table.memory, launch)
+
+    def add_rows(self, rows: Tensor, row_of: Tensor, weights: Tensor, out: Tensor) -> None:
+        """Launch the sum."""
+        self._experts.add_rows(rows.contiguous(), row_of, weights.contiguous(), out)
+
+
+def _compute(batch: ExpertBatch, images: Sequence[Tensor], token: Tensor) -> None:
+    layer, functions, first = batch.layer, batch.functions, batch.begin[0]
+    is_packed = isinstance(layer, PackedLayer)
+    activate = (functions.unpacked_activate if is_packed else None) or functions.activate
+    for place, image in enumerate(images):
+        rows = slice(batch.begin[place] - first, batch.begin[place + 1] - first)
+        weights = layer.weights_in(image)
+        batch.out[rows] = expert_ffn(batch.hidden[token[rows]], weights, activate).float()
+
+
+def best_kernels() -> DeviceKernels:
+    """Return the Triton kernels; where Triton is missing, torch's, which says so."""
+    if importlib.util.find_spec("triton") is None:
+        warnings.warn(
+            "Triton is not installed, so the GPU computes experts with torch, many times slower; "
+            "pip install triton",
+            stacklevel=2,
+        )
+        return TorchKernels()
+    from tandem.kernels.triton.experts import TritonExperts
+
+    return TritonKernels(TritonExperts())

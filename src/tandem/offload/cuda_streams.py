@@ -1,0 +1,206 @@
+"""What Tandem asks of CUDA, in a dozen calls: lanes of work, events between them, memory.
+
+Everything that can be wrong about the order of copies and computation is decided above this seam,
+so that it is tested without a GPU: a twin on the CPU runs the lanes' work late and in any order
+that the events leave open (`tests/offload/lazy_streams.py`).
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tandem.offload.device import DeviceMemory, OutOfDeviceMemoryError
+
+Work = Callable[[], None]
+
+# Cycles that are timed once to learn how long a cycle is: about 5 ms.
+_PROBE_CYCLES = 10_000_000
+# Work that is timed queues behind a pause of this length, so that launching it is not timed.
+_TIMING_PAUSE_SECONDS = 3e-4
+
+
+class Lane(Enum):
+    """Where work runs in order. Lanes wait for each other only by events."""
+
+    COMPUTE = "compute"
+    """The stream on which the model runs."""
+    FETCH = "fetch"
+    """Copies that a layer waits for."""
+    AHEAD = "ahead"
+    """Copies for later, of lower priority."""
+
+
+class Event(Protocol):
+    """A place in a lane's order."""
+
+    def query(self) -> bool:
+        """Tell whether everything before it is done; does not wait."""
+
+    def synchronize(self) -> None:
+        """Wait until everything before it is done."""
+
+
+class Streams(Protocol):
+    """One GPU."""
+
+    name: str
+    device: torch.device
+
+    def run(self, lane: Lane, work: Work) -> None:
+        """Queue what `work` does in a lane. What it allocates belongs to that lane."""
+
+    def record(self, lane: Lane) -> Event:
+        """Return an event behind everything that is queued in a lane."""
+
+    def wait(self, lane: Lane, event: Event) -> None:
+        """Hold a lane until an event; the host goes on."""
+
+    def pause(self, lane: Lane, seconds: float) -> None:
+        """Let a lane do nothing for a time; the host goes on."""
+
+    def seconds(self, lane: Lane, work: Work) -> float:
+        """Return the time that some work takes in a lane, without the host's part; waits."""
+
+    def synchronize(self) -> None:
+        """Wait for all lanes; raises what any of them met."""
+
+    def memory(self) -> DeviceMemory:
+        """Return the memory of the device, what this process can still take counted as free."""
+
+    def limit(self, num_bytes: int) -> None:
+        """Take no more than so much memory from now on."""
+
+    def taken_bytes(self) -> int:
+        """Return what this process has taken so far."""
+
+    def peak_bytes(self, work: Work) -> int:
+        """Return how much memory some work takes beside what was taken before it; waits."""
+
+    def empty(self, num_bytes: int) -> Tensor:
+        """Return device memory (num_bytes,) uint8; raises `OutOfDeviceMemoryError`."""
+
+    def pinned(self, num_bytes: int) -> Tensor:
+        """Return pinned host memory (num_bytes,) uint8."""
+
+    def pin(self, memory: Tensor) -> bool:
+        """Pin memory that is there; False if the system does not let."""
+
+    def unpin(self, memory: Tensor) -> None:
+        """Undo `pin`."""
+
+
+class CudaStreams:
+    """A real GPU, by way of torch."""
+
+    def __init__(self, index: int = 0) -> None:
+        """Make the lanes of a GPU; `cuda_checks.require_cuda` says first whether there is one."""
+        self.device = torch.device("cuda", index)
+        self.name = torch.cuda.get_device_name(self.device)
+        self._lanes = {
+            Lane.FETCH: torch.cuda.Stream(self.device, priority=-1),
+            Lane.AHEAD: torch.cuda.Stream(self.device, priority=0),
+        }
+
+    def run(self, lane: Lane, work: Work) -> None:
+        """Queue work on the lane's stream."""
+        if lane is Lane.COMPUTE:  # the stream that is current anyway
+            work()
+            return
+        with torch.cuda.stream(self._lanes[lane]):
+            work()
+
+    def record(self, lane: Lane) -> Event:
+        """Record an event without a clock, which is the cheaper kind."""
+        event: Any = torch.cuda.Event()
+        event.record(self._stream(lane))
+        return event  # type: ignore[no-any-return]
+
+    def wait(self, lane: Lane, event: Event) -> None:
+        """Let the stream wait."""
+        self._stream(lane).wait_event(event)  # type: ignore[arg-type]
+
+    def pause(self, lane: Lane, seconds: float) -> None:
+        """Spin one thread of the GPU."""
+        cycles = int(seconds * self._cycles_per_second)
+        self.run(lane, lambda: torch.cuda._sleep(cycles))
+
+    def seconds(self, lane: Lane, work: Work) -> float:
+        """Time work by events, behind a pause."""
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.pause(lane, _TIMING_PAUSE_SECONDS)
+        first.record(self._stream(lane))
+        self.run(lane, work)
+        last.record(self._stream(lane))
+        last.synchronize()
+        return float(first.elapsed_time(last)) / 1e3
+
+    def synchronize(self) -> None:
+        """Wait for the whole device."""
+        torch.cuda.synchronize(self.device)
+
+    def memory(self) -> DeviceMemory:
+        """Ask the driver; what torch's allocator holds unused is free for us."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        held = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return DeviceMemory(total, free + held)
+
+    def limit(self, num_bytes: int) -> None:
+        """Limit torch's allocator; it raises its own error beyond."""
+        total = torch.cuda.mem_get_info(self.device)[1]
+        torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total), self.device)
+
+    def taken_bytes(self) -> int:
+        """Ask torch's allocator."""
+        return torch.cuda.memory_allocated(self.device)
+
+    def peak_bytes(self, work: Work) -> int:
+        """Ask torch's allocator for its peak."""
+        self.synchronize()
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        work()
+        self.synchronize()
+        return torch.cuda.max_memory_allocated(self.device) - before
+
+    def empty(self, num_bytes: int) -> Tensor:
+        """Take memory from torch's allocator."""
+        try:
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        except torch.OutOfMemoryError as error:
+            raise OutOfDeviceMemoryError(str(error).partition("\n")[0]) from error
+
+    def pinned(self, num_bytes: int) -> Tensor:
+        """Take memory from torch's allocator of pinned memory."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def pin(self, memory: Tensor) -> bool:
+        """Register memory with the driver."""
+        code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+        if int(code) == 0:
+            return True
+        # The driver's refusal stays noted until somebody asks: else torch would raise it later.
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=self.device)
+        return False
+
+    def unpin(self, memory: Tensor) -> None:
+        """Give the registration back."""
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+    def _stream(self, lane: Lane) -> torch.cuda.Stream:
+        return self._lanes.get(lane) or torch.cuda.current_stream(self.device)
+
+    @functools.cached_property
+    def _cycles_per_second(self) -> float:
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(_PROBE_CYCLES)  # the clock rises to where it stays
+        first.record()
+        torch.cuda._sleep(_PROBE_CYCLES)
+        last.record()
+        last.synchronize()
+        return float(_PROBE_CYCLES / (first.elapsed_time(last) / 1e3))

@@ -1,0 +1,119 @@
+"""A whole model wired to a GPU's code on the CPU twin: profile, memory shares, the same logits."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tandem
+from tandem.core.errors import CapacityError, ConfigError
+from tandem.hf.config import OffloadConfig
+from tandem.hf.cuda_machine import cuda_parts, device_map_for, kv_bytes_per_token
+from tandem.hf.machine import bind_all
+from tandem.hf.warm_up import Observer, forward_tokens
+from tandem.offload.cache_statistics import CacheStatistics
+from tandem.offload.cuda_kernels import TorchKernels
+from tandem.offload.executor import CpuExecutor
+from tandem.offload.expert_cache import ExpertCache, Machine
+from tandem.offload.hybrid_executor import HybridExecutor
+from tandem.offload.options import parse_gpu_memory
+from tandem.offload.sizing import budget_bytes, count_slots
+from tandem.policy.plan import Geometry
+from tests.hf.tiny import save_tiny_checkpoint
+from tests.offload.lazy_streams import LazyStreams
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory = save_tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
+    return tandem.load(directory, dtype="float32")
+
+
+@pytest.fixture
+def parts(model: Any, tmp_path: Path) -> tuple[Any, ...]:
+    """Return what `cuda_parts` makes, with the geometry."""
+    quantizer = model.hf_quantizer
+    store, bound = quantizer.store, quantizer.bound()
+    observer = Observer(CpuExecutor(store, num_threads=1))
+    bind_all(bound, observer)
+    forward_tokens(model, 4)
+    call = observer.calls[0]
+    geometry = Geometry(len(store), store[0].arrivals.num_experts, call.top_k)
+    config = OffloadConfig(device="cuda", gpu_memory="32MB", threads=1, cache_dir=str(tmp_path))
+    streams = LazyStreams(is_eager=True)
+    made = cuda_parts(
+        model, store, bound, config, geometry, call, streams=streams, device_kernels=TorchKernels()
+    )
+    return made, geometry, config, streams
+
+
+def test_the_model_says_the_same_on_the_gpus_code(model: Any, parts: tuple[Any, ...]) -> None:
+    made, geometry, config, _ = parts
+    quantizer = model.hf_quantizer
+    ids = torch.arange(20, 40)[None]
+    bind_all(quantizer.bound(), CpuExecutor(quantizer.store, num_threads=1))
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+    machine = Machine(made.profile, made.profile.shapes[0])
+    cache = ExpertCache(
+        quantizer.store,
+        made.device,
+        made.clock,
+        geometry,
+        machine,
+        config.planner_settings(),
+        made.make_engine,
+    )
+    cache.resize(6, [0, 1, 2])
+    executor, statistics = HybridExecutor(cache, made.kernels), CacheStatistics()
+    executor.listeners.append(statistics)
+    bind_all(quantizer.bound(), executor)
+    with torch.inference_mode():
+        for _ in range(3):
+            found = model(input_ids=ids).logits
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert statistics.hits > 0
+    executor.close()
+
+
+def test_the_profile_is_measured_once_and_memory_is_shared_out(
+    model: Any, parts: tuple[Any, ...], tmp_path: Path
+) -> None:
+    made, _, _, streams = parts
+    (shape,) = made.profile.shapes
+    assert made.profile.gpu == "lazy"
+    assert len(shape.gpu_seconds) == len(shape.tokens)
+    assert [path.name for path in tmp_path.rglob("gpu-*.json")]
+    kv_bytes = 4096 * kv_bytes_per_token(model)
+    assert kv_bytes > 0
+    assert made.reserved_bytes > kv_bytes
+    slots = count_slots(
+        made.share,
+        streams.memory(),
+        slot_bytes=1 << 20,
+        num_experts=100,
+        reserved_bytes=made.reserved_bytes,
+    )
+    assert slots == (32_000_000 - made.reserved_bytes) >> 20
+    assert streams.memory().total_bytes == 32_000_000  # nothing beyond is taken
+    assert streams.pinned_bytes == model.hf_quantizer.store.num_bytes
+
+
+def test_more_memory_than_the_gpu_has_is_refused() -> None:
+    share = parse_gpu_memory("1TB")
+    with pytest.raises(CapacityError, match="the device has 1 GiB"):
+        budget_bytes(share, LazyStreams().memory())
+
+
+def test_the_device_map_is_the_users_or_the_gpu() -> None:
+    assert device_map_for(OffloadConfig(), None) is None
+    assert device_map_for(OffloadConfig(device="cuda"), "cpu") == "cpu"
+    if not torch.cuda.is_available():
+        with pytest.raises(CapacityError, match="device cpu"):
+            device_map_for(OffloadConfig(device="cuda"), None)
+
+
+def test_an_unknown_device_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="cuda"):
+        OffloadConfig(device="cudo")

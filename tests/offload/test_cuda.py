@@ -1,0 +1,240 @@
+"""The GPU's device and link without a GPU: their own code on `LazyStreams`, the CPU twin."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from tandem.core.errors import CapacityError, ExecutionError, UnsupportedModelError
+from tandem.offload.clock import Clock, WallClock
+from tandem.offload.cuda import CudaDevice
+from tandem.offload.cuda_checks import Gpu, require_cuda, require_dtype
+from tandem.offload.cuda_copies import CudaCopyEngine, Throttle
+from tandem.offload.cuda_kernels import TorchKernels
+from tandem.offload.cuda_streams import Lane
+from tandem.offload.executor import CpuExecutor
+from tandem.offload.expert_cache import ExpertCache
+from tandem.offload.expert_kernels import ExpertKernels
+from tandem.offload.host_store import HostStore
+from tandem.offload.hybrid_executor import HybridExecutor
+from tandem.offload.pinning import pin_store
+from tandem.offload.slots import Slots
+from tandem.policy.plan import Copy, Geometry
+from tandem.policy.settings import PlannerSettings
+from tests.offload.lazy_streams import LazyStreams
+from tests.offload.machines import FUNCTIONS, GEOMETRY, make_machine, make_store, route
+
+NUM_EXPERTS = GEOMETRY.num_layers * GEOMETRY.num_experts
+# Settings under which every kind of copy and every lane occurs.
+SETTINGS = (
+    PlannerSettings(),
+    PlannerSettings(assignment="gpu-only", eviction="lru", prediction="none", prefetch="none"),
+    PlannerSettings(assignment="hits-on-gpu", eviction="copy-on-miss", prediction="none"),
+    PlannerSettings(assignment="dali", prediction="popularity", prefetch="top-k", prefetch_count=3),
+)
+
+
+def make_twin(
+    store: HostStore,
+    streams: LazyStreams,
+    num_slots: int,
+    settings: PlannerSettings,
+    throttle: Throttle | None = None,
+) -> HybridExecutor:
+    """Return a hybrid executor on the GPU's code and the twin's streams."""
+    device = CudaDevice(streams, TorchKernels())
+
+    def make_engine(
+        store: HostStore, slots: Slots, geometry: Geometry, clock: Clock
+    ) -> CudaCopyEngine:
+        assert isinstance(clock, WallClock)
+        return CudaCopyEngine(store, slots, geometry, clock, streams, device.events, throttle)
+
+    machine = make_machine(cpu=2e-5, gpu=1e-5, link=2e-5, dense=1e-4)
+    cache = ExpertCache(store, device, WallClock(), GEOMETRY, machine, settings, make_engine)
+    cache.resize(num_slots)
+    return HybridExecutor(cache, ExpertKernels(num_threads=1))
+
+
+def run_both(
+    executor: HybridExecutor, store: HostStore, streams: LazyStreams, *, steps: int = 12
+) -> None:
+    """Run a prompt and steps on the twin and on the CPU; every layer's result must be equal."""
+    alone, generator = CpuExecutor(store, num_threads=1), torch.Generator().manual_seed(7)
+    outs, expected = [], []
+    for step in range(steps):
+        num_tokens = 12 if step == 0 else 3
+        executor.begin_step(list(range(num_tokens)), is_prefill=step == 0)
+        for layer in range(GEOMETRY.num_layers):
+            call = route(num_tokens, generator)
+            before = streams.num_waits
+            outs.append(executor.execute(layer, *call, FUNCTIONS))
+            # One for the router's choice; a second where the CPU alone computed the layer.
+            assert streams.num_waits - before <= 2
+            expected.append(alone.execute(layer, *call, FUNCTIONS))
+    streams.synchronize()
+    for out, wanted in zip(outs, expected, strict=True):
+        torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def store() -> HostStore:
+    return make_store(expert_dtype=None)
+
+
+@pytest.mark.parametrize("num_slots", [1, 3, 8, NUM_EXPERTS])
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: f"{s.assignment}-{s.eviction}")
+def test_results_are_right_in_every_order_that_events_allow(
+    store: HostStore, settings: PlannerSettings, num_slots: int
+) -> None:
+    for seed in range(3):
+        streams = LazyStreams(seed)
+        executor = make_twin(store, streams, num_slots, settings)
+        run_both(executor, store, streams)
+        executor.cache.planner.residency.check_integrity()
+
+
+@pytest.mark.parametrize("forgotten", ["wait for the copy", "wait for the reader"])
+def test_the_twin_notices_a_forgotten_event(
+    store: HostStore, forgotten: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test above could otherwise pass for want of disorder."""
+    lane = Lane.COMPUTE if forgotten == "wait for the copy" else Lane.FETCH
+    right = LazyStreams.wait
+    monkeypatch.setattr(
+        LazyStreams, "wait", lambda self, at, event: at is lane or right(self, at, event)
+    )
+
+    def run() -> None:
+        for seed in range(20):
+            streams = LazyStreams(seed)
+            run_both(make_twin(store, streams, 8, SETTINGS[1]), store, streams)
+
+    with pytest.raises(AssertionError, match="not close"):
+        run()
+
+
+def test_a_link_is_made_slower_by_pauses_and_stays_one_lane(store: HostStore) -> None:
+    streams, throttle = LazyStreams(), Throttle(1e6, 4e6)
+    executor = make_twin(store, streams, 4, SETTINGS[0], throttle)
+    run_both(executor, store, streams)
+    num_bytes = store[0].image_bytes
+    assert streams.pauses
+    assert streams.pauses[0] == pytest.approx(num_bytes / 1e6 - num_bytes / 4e6)
+    assert Throttle(4e6, 1e6).pause_seconds(1000) == 0
+
+
+def test_out_of_memory_shrinks_the_cache_and_goes_on(
+    store: HostStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = LazyStreams()
+    executor = make_twin(store, streams, NUM_EXPERTS, SETTINGS[0])
+    right, failures = TorchKernels.prepare, iter([True])
+
+    def failing(self: TorchKernels, batch: object, use: object) -> object:
+        if next(failures, False):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return right(self, batch, use)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(TorchKernels, "prepare", failing)
+    run_both(executor, store, streams)
+    assert 0 < executor.cache.num_slots < NUM_EXPERTS
+
+
+def test_a_cache_that_does_not_fit_becomes_as_large_as_it_can(store: HostStore) -> None:
+    slot_bytes = store[0].image_bytes
+    streams = LazyStreams(total_bytes=5 * slot_bytes)
+    executor = make_twin(store, streams, NUM_EXPERTS, SETTINGS[0])
+    assert 1 <= executor.cache.num_slots <= 5
+
+
+def test_an_error_of_the_gpu_fails_the_request_and_says_whether_the_gpu_still_works(
+    store: HostStore,
+) -> None:
+    streams = LazyStreams()
+    executor = make_twin(store, streams, 4, SETTINGS[0])
+    streams.broken = RuntimeError("CUDA error: an illegal memory access was encountered\nhints")
+    with pytest.raises(ExecutionError, match=r"illegal memory access.*start it again"):
+        run_both(executor, store, streams)
+    streams.broken = None
+    run_both(executor, store, streams)
+
+
+def test_pinning_stops_at_the_limit_and_is_undone(store: HostStore) -> None:
+    streams = LazyStreams()
+    first = next(iter(store[0].stored().values()))
+    device = CudaDevice(streams, TorchKernels(), pin_limit_bytes=first.nbytes)
+    with pytest.warns(UserWarning, match=r"only .* of .* could be pinned"):
+        pinned = pin_store(store, device.pin)
+    assert pinned.num_bytes == streams.pinned_bytes == first.nbytes
+    device.close()
+    assert streams.pinned_bytes == 0
+
+
+def test_a_copy_reports_once_its_bytes_are_there(store: HostStore) -> None:
+    streams = LazyStreams(3)
+    executor = make_twin(store, streams, 4, SETTINGS[0])
+    engine = executor.cache.engine
+    engine.submit(Copy(0, 5, 0, None), is_needed=False)
+    arrived = [arrival for _ in range(40) for arrival in engine.arrivals()]
+    assert [(layer, expert) for layer, expert, _ in arrived] == [(0, 5)]
+    piece = store[0].pieces(5)[0]
+    assert torch.equal(engine.slots.memory(0)[: len(piece.data)], piece.data)
+
+
+class FakeProbe:
+    """A machine that lacks something."""
+
+    def __init__(self, gpus: Sequence[Gpu] = (), error: str = "", *, built: bool = True) -> None:
+        self._gpus, self._error, self._built = gpus, error, built
+
+    def built_for_cuda(self) -> bool:
+        return self._built
+
+    def count(self) -> int:
+        if self._error:
+            raise RuntimeError(self._error)
+        return len(self._gpus)
+
+    def gpu(self, index: int) -> Gpu:
+        return self._gpus[index]
+
+
+OLD, TURING, HOPPER = (
+    Gpu("Tesla P40", (6, 1), 24 << 30),
+    Gpu("Tesla T4", (7, 5), 16 << 30),
+    Gpu("NVIDIA H200", (9, 0), 141 << 30),
+)
+
+
+@pytest.mark.parametrize(
+    ("probe", "sentence"),
+    [
+        (FakeProbe(built=False), "without CUDA.*device cpu"),
+        (FakeProbe(error="Found no NVIDIA driver on your system."), "nvidia-smi"),
+        (FakeProbe(error="The NVIDIA driver on your system is too old (found version 11040)."),
+         "11040.*update the driver"),
+        (FakeProbe(), "this machine has 0"),
+        (FakeProbe([OLD]), r"Tesla P40 has compute capability 6\.1"),
+    ],
+)  # fmt: skip
+def test_what_is_missing_is_one_sentence(probe: FakeProbe, sentence: str) -> None:
+    with pytest.raises(CapacityError, match=sentence) as raised:
+        require_cuda(probe)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_gpu_without_bf16_takes_fp16() -> None:
+    assert require_cuda(FakeProbe([HOPPER])) is HOPPER
+    require_dtype(HOPPER, torch.bfloat16)
+    require_dtype(TURING, torch.float16)
+    with pytest.raises(UnsupportedModelError, match="dtype='float16'"):
+        require_dtype(TURING, torch.bfloat16)
+
+
+def test_this_machine_says_why_it_has_no_gpu() -> None:
+    if torch.cuda.is_available():
+        require_cuda()
+        return
+    with pytest.raises(CapacityError):
+        require_cuda()
