@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from tandem.core.errors import UnsupportedModelError
 from tandem.core.units import parse_bandwidth
 from tandem.hf.config import OffloadConfig
+from tandem.hf.cuda_machine import cuda_parts
 from tandem.hf.identity import model_identity
 from tandem.hf.look_ahead import SOURCES, LookAhead, look_ahead
 from tandem.hf.machine import Bound, bind_all, measured_profile
@@ -18,6 +19,7 @@ from tandem.hf.warm_up import WARM_UP_TOKENS, ExpertsCall, Observer, forward_tok
 from tandem.offload.clock import Clock, WallClock
 from tandem.offload.copy_engine import VirtualCopyEngine
 from tandem.offload.copy_thread import CopyThread
+from tandem.offload.device import Device
 from tandem.offload.emulated import EmulatedDevice
 from tandem.offload.executor import CpuExecutor, Executor
 from tandem.offload.expert_cache import EngineMaker, ExpertCache, Machine
@@ -26,7 +28,7 @@ from tandem.offload.heat import Heat
 from tandem.offload.host_memory import available_bytes
 from tandem.offload.host_store import HostStore
 from tandem.offload.hybrid_executor import HybridExecutor
-from tandem.offload.options import parse_gpu_memory
+from tandem.offload.options import MemoryShare, parse_gpu_memory
 from tandem.offload.pinning import pin_store
 from tandem.offload.profiler import with_emulated_gpu, with_link
 from tandem.offload.sizing import count_slots
@@ -64,10 +66,12 @@ def profile_of(model: Any, *, refresh: bool = False) -> HardwareProfile:
 class _Lanes(NamedTuple):
     """The device, the link and the CPU, and the clock that they run by."""
 
-    device: EmulatedDevice
+    device: Device
     clock: Clock
     kernels: ExpertKernels
     make_engine: EngineMaker
+    share: MemoryShare
+    reserved_bytes: int = 0
 
 
 def _end(cache: ExpertCache, heat: Heat) -> None:
@@ -94,7 +98,7 @@ class _Assembly:
         self.kernels = ExpertKernels(num_threads=config.threads, isa=config.isa or "")
 
     def _observe(self, cpu: CpuExecutor) -> ExpertsCall:
-        observer = Observer(self.store, cpu)
+        observer = Observer(cpu)
         bind_all(self.bound, observer)
         try:
             forward_tokens(self.model, WARM_UP_TOKENS)
@@ -114,9 +118,7 @@ class _Assembly:
     def hybrid(self) -> HybridExecutor:
         """Build the executor, its cache filled."""
         config, geometry = self.config, self.geometry
-        machine = self._machine()
-        is_real = config.clock == "real"
-        lanes = self._real_lanes(machine) if is_real else self._virtual_lanes(machine)
+        lanes, machine = self._lanes()
         device = lanes.device
         cache = ExpertCache(
             self.store,
@@ -129,10 +131,11 @@ class _Assembly:
         )
         pin_store(self.store, device.pin)
         num_slots = count_slots(
-            parse_gpu_memory(config.gpu_memory),
+            lanes.share,
             device.memory(),
             slot_bytes=cache.slot_bytes,
             num_experts=geometry.num_layers * geometry.num_experts,
+            reserved_bytes=lanes.reserved_bytes,
         )
         start = STARTS.factory(config.start_content)
         heat = self._heat()
@@ -167,11 +170,34 @@ class _Assembly:
         name = f"{self.model.config.model_type}-{model_identity(self.model)}.npy"
         return Heat(self.geometry, self.config.cache_path / "heat" / name)
 
+    def _lanes(self) -> tuple["_Lanes", Machine]:
+        """Return the lanes that the options name, and what they cost."""
+        if self.config.device == "cuda":
+            return self._cuda_lanes()
+        machine, is_real = self._machine(), self.config.clock == "real"
+        lanes = self._real_lanes(machine) if is_real else self._virtual_lanes(machine)
+        return lanes, machine
+
+    def _cuda_lanes(self) -> tuple["_Lanes", Machine]:
+        """Return a GPU's lanes."""
+        config, geometry = self.config, self.geometry
+        parts = cuda_parts(self.model, self.store, self.bound, config, geometry, self.call)
+        lanes = _Lanes(
+            parts.device,
+            parts.clock,
+            parts.kernels,
+            parts.make_engine,
+            parts.share,
+            parts.reserved_bytes,
+        )
+        return lanes, self._machine_of(parts.profile)
+
     def _virtual_lanes(self, machine: Machine) -> "_Lanes":
         """Return lanes that take turns in this thread, while a virtual clock counts."""
         device = EmulatedDevice(available_bytes(), self.kernels)
         clock = Timeline(machine.profile, machine.shape)
-        return _Lanes(device, clock, self.kernels, VirtualCopyEngine)
+        share = parse_gpu_memory(self.config.gpu_memory)
+        return _Lanes(device, clock, self.kernels, VirtualCopyEngine, share)
 
     def _real_lanes(self, machine: Machine) -> "_Lanes":
         """Return lanes with threads of their own, which share this machine's cores."""
@@ -185,18 +211,20 @@ class _Assembly:
             return CopyThread(store, slots, geometry, clock, bytes_per_second=rate)
 
         kernels = ExpertKernels(num_threads=threads, isa=isa, on_busy=clock.add_cpu)
-        return _Lanes(device, clock, kernels, make_engine)
+        return _Lanes(device, clock, kernels, make_engine, parse_gpu_memory(config.gpu_memory))
 
     def _machine(self) -> Machine:
         """Return what things cost: by the profile that the options name, or as measured here."""
         config = self.config
-        name = str(self.model.config.model_type)
         if config.profile is not None:
-            profile = load_profile(config.profile)
-        else:
-            profile = with_emulated_gpu(self.measured(), config.emulated_speed)
-        if config.link_bandwidth is not None:
-            profile = with_link(profile, parse_bandwidth(config.link_bandwidth))
+            return self._machine_of(load_profile(config.profile))
+        return self._machine_of(with_emulated_gpu(self.measured(), config.emulated_speed))
+
+    def _machine_of(self, profile: HardwareProfile) -> Machine:
+        """Return a profile's machine, with the link that the options ask for."""
+        if self.config.link_bandwidth is not None:
+            profile = with_link(profile, parse_bandwidth(self.config.link_bandwidth))
+        name = str(self.model.config.model_type)
         return Machine(profile, shape_for(profile, name, self.geometry))
 
     def measured(self, *, refresh: bool = False) -> HardwareProfile:

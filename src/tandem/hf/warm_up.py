@@ -14,8 +14,9 @@ from torch import Tensor
 
 from tandem.offload.batch import ExpertFunctions
 from tandem.offload.events import Listener
-from tandem.offload.executor import CpuExecutor
+from tandem.offload.executor import Executor
 from tandem.offload.host_store import HostStore
+from tandem.offload.passing_executor import PassingExecutor, RoutedCall
 
 WARM_UP_TOKENS = 4
 
@@ -32,42 +33,27 @@ class ExpertsCall:
     hidden: Tensor  # (n_tokens, hidden_size)
 
 
-class Observer:
-    """An executor that notes its calls and lets the CPU compute them."""
+class Observer(PassingExecutor):
+    """An executor that notes its calls and lets the one within compute them."""
 
-    def __init__(self, store: HostStore, executor: CpuExecutor) -> None:
-        """Hand everything to `executor`."""
-        self.store = store
-        self.listeners: list[Listener] = []
+    def __init__(self, inner: Executor) -> None:
+        """Hand everything to `inner`."""
+        super().__init__(inner)
         self.calls: list[ExpertsCall] = []
-        self._executor = executor
 
-    def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:
-        """Need nothing."""
-
-    def close(self) -> None:
-        """Need nothing."""
-
-    def execute(
-        self,
-        layer: int,
-        hidden: Tensor,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-        functions: ExpertFunctions,
-    ) -> Tensor:
-        """Note the call and compute it."""
+    def after(self, call: RoutedCall) -> None:
+        """Note a call."""
+        hidden, index = call.hidden, call.top_k_index
         self.calls.append(
             ExpertsCall(
-                layer,
-                top_k_index.shape[1],
+                call.layer,
+                index.shape[1],
                 hidden.shape[1],
                 hidden.dtype,
-                top_k_index.detach().clone(),
+                index.detach().clone(),
                 hidden.detach().clone(),
             )
         )
-        return self._executor.execute(layer, hidden, top_k_index, top_k_weights, functions)
 
 
 class NoExperts:
@@ -104,4 +90,6 @@ def forward_tokens(model: Any, num_tokens: int) -> float:
     begin = time.perf_counter()
     with torch.no_grad():
         model(input_ids=ids[None].to(model.device))
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
     return time.perf_counter() - begin
