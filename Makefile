@@ -10,12 +10,12 @@ PROMPT ?= Why is the sky blue?
 OLDEST_TRANSFORMERS := 5.17.0
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 
-.PHONY: run test setup check lint types floors unit seam-oldest docs-models sanitize fix size clean
+.PHONY: run test browser setup check lint types floors unit seam-oldest docs-models sanitize fix size clean
 
 run: $(VENV)/runtime.stamp  ## Answer PROMPT with MODEL (default: the demo model, built on first use)
 	@$(BIN)/tandem run $(MODEL) -p "$(PROMPT)" --max-new-tokens 100
 
-test: setup lint types floors sanitize unit seam-oldest  ## Everything that CI runs
+test: setup lint types floors sanitize browser unit seam-oldest  ## Everything that CI runs
 
 setup: $(VENV)/dev.stamp
 
@@ -32,6 +32,12 @@ types: setup
 
 floors: setup
 	$(BIN)/lint-imports
+
+browser:  ## Chromium for the page's tests, where the system's packages may be installed
+	@command -v chromium >/dev/null || \
+		{ [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+		timeout 180 sh -c "apt-get update -q && apt-get install -yq --no-install-recommends chromium" >/dev/null 2>&1; } || \
+		echo "make: no Chromium here, so the page's tests are skipped (Debian: apt install chromium)"
 
 # Two processes: the demo model's tests hold some 2 GB each.
 unit: setup

@@ -1,0 +1,149 @@
+"""The page in a real browser."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.server.browser import Page, browser_page, find_chromium
+from tests.server.running import RunningServer
+
+pytestmark = pytest.mark.skipif(
+    find_chromium() is None, reason="Chromium is not installed (Debian: apt install chromium)"
+)
+
+TEXT = "document.querySelector('.message.assistant:last-child .text').textContent"
+DONE = "!document.querySelector('.busy') && !!document.querySelector('.message.assistant')"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    with browser_page(tmp_path_factory.mktemp("chromium")) as page:
+        yield page
+
+
+@pytest.fixture
+def page(browser: Page, server: RunningServer) -> Iterator[Page]:
+    browser.resize(1280, 800)
+    browser.prefer("light")
+    browser.open(server.address)
+    browser.run("localStorage.clear()")
+    browser.open(server.address + "/")
+    browser.problems.clear()
+    browser.urls.clear()
+    browser.wait_for("document.getElementById('model').textContent === 'tiny'")
+    yield browser
+    assert browser.problems == []
+    assert all(url.startswith((server.address, "data:")) for url in browser.urls), browser.urls
+
+
+def set_field(page: Page, name: str, value: str) -> None:
+    page.run("document.getElementById('open-settings').click()")
+    page.run(f"document.getElementById('set-{name}').value = '{value}'")
+    page.run("document.querySelector('#settings .primary').click()")
+    page.wait_for(f"settings.{name} === '{value}'")
+
+
+def test_a_question_is_answered_as_it_streams(page: Page) -> None:
+    set_field(page, "temperature", "0")
+    set_field(page, "max_tokens", "40")
+    page.run("document.getElementById('prompt').focus()")
+    page.write("hello")
+    page.press("Enter")
+    page.wait_for(DONE)
+    assert page.run("document.querySelector('.message.user .text').textContent") == "hello"
+    first = page.run(TEXT)
+    assert len(first) > 10
+    assert "40 tokens" in page.run("document.querySelector('.about').textContent")
+    page.write("again")
+    page.press("Enter")
+    page.wait_for("document.querySelectorAll('.about').length === 2")
+    assert page.run("conversation.length") == 4
+
+
+def test_escape_and_the_button_stop_an_answer(page: Page, server: RunningServer) -> None:
+    set_field(page, "temperature", "0")
+    set_field(page, "max_tokens", "3000")
+    for stop in ("page.press", "click"):
+        page.run("document.getElementById('prompt').focus()")
+        page.write("hello")
+        page.press("Enter")
+        page.wait_for(f"!!document.querySelector('.busy') && {TEXT}.length > 3")
+        assert page.run("document.getElementById('send').hidden")
+        if stop == "click":
+            page.run("document.getElementById('stop').click()")
+        else:
+            page.press("Escape")
+        page.wait_for(DONE)
+        server.wait_for("tandem_requests_running", 0)
+    assert not page.run("document.getElementById('send').hidden")
+
+
+def test_the_grid_lights_up_where_experts_are_used(page: Page, server: RunningServer) -> None:
+    page.wait_for("live.layers > 0")
+    cells = page.run("live.layers * live.experts")
+    assert page.run("live.uses.length") == cells
+    server.chat(max_tokens=30, temperature=0)
+    page.wait_for("live.uses.some((uses) => uses > 0)")
+    page.wait_for("live.speeds.some((speed) => speed > 0) && live.steps.length > 5")
+    # Something has been drawn, in more than one colour.
+    script = """(() => { const c = document.getElementById('grid');
+        const data = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;
+        const seen = new Set();
+        for (let i = 0; i < data.length; i += 4) seen.add(data[i] << 16 | data[i + 1] << 8);
+        return seen.size; })()"""
+    server.chat(max_tokens=30, temperature=0)
+    page.wait_for(f"{script} > 2")
+    page.run("document.getElementById('grid').focus()")
+    page.press("ArrowRight")
+    page.press("ArrowDown")
+    assert "layer 1, expert 1" in page.run("document.getElementById('cell').textContent")
+
+
+def test_errors_are_shown_where_the_answer_would_be(page: Page) -> None:
+    set_field(page, "max_tokens", "1")
+    page.run("conversation.push({role: 'user', content: 'x'.repeat(6000)})")
+    page.run("ask('y')")
+    page.wait_for("!!document.querySelector('.problem')")
+    assert "shorten the prompt" in page.run("document.querySelector('.problem').textContent")
+    page.problems.clear()  # the browser notes the 400 itself
+
+
+def test_settings_outlive_a_reload(page: Page, server: RunningServer) -> None:
+    set_field(page, "temperature", "0.7")
+    page.open(server.address + "/")
+    assert page.run("settings.temperature") == "0.7"
+
+
+def test_a_phone_shows_one_view_at_a_time(page: Page) -> None:
+    page.resize(360, 720)
+    shown = "getComputedStyle(document.getElementById('{}')).display !== 'none'"
+    assert page.run("document.documentElement.scrollWidth <= innerWidth")
+    assert page.run(shown.format("chat"))
+    assert not page.run(shown.format("live"))
+    page.run("document.getElementById('view-live').click()")
+    assert page.run(shown.format("live"))
+    assert page.run("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_everything_can_be_reached_with_the_keyboard(page: Page) -> None:
+    page.run("document.body.focus(); document.activeElement.blur()")
+    reached = set()
+    for _ in range(14):
+        page.press("Tab")
+        reached.add(page.run("document.activeElement.id || document.activeElement.className"))
+    assert {"open-settings", "prompt", "send", "grid", "idea"} <= reached
+
+
+def test_dark_is_dark(page: Page) -> None:
+    light = page.run("getComputedStyle(document.documentElement).backgroundColor")
+    page.prefer("dark")
+    dark = page.run("getComputedStyle(document.documentElement).backgroundColor")
+    assert light == "rgb(251, 250, 248)"
+    assert dark == "rgb(20, 21, 23)"
+
+
+def test_pictures_can_be_taken(page: Page, tmp_path: Path) -> None:
+    picture = page.picture()
+    assert picture.startswith(b"\x89PNG")
+    assert len(picture) > 10_000
