@@ -10,6 +10,7 @@ from tandem.core.config import from_mapping
 from tandem.core.errors import ConfigError, ModelError, TandemError
 from tandem.hf.checkpoint import Checkpoint, open_checkpoint
 from tandem.hf.config import OffloadConfig, parse_dense_dtype, parse_dtype, parse_expert_dtype
+from tandem.hf.cuda_machine import device_map_for
 from tandem.hf.hub import HubOptions, find_directory
 from tandem.hf.sources.source import Source, open_source
 
@@ -58,6 +59,7 @@ def load_checkpoint(
 ) -> Any:
     """Load a checkpoint whose files have been checked; arguments as of `load`."""
     directory = checkpoint.directory
+    device_map = device_map_for(offload, device_map)
     if checkpoint.is_packed:
         _check_packed_dtype(checkpoint, offload)
     source = None
@@ -100,15 +102,12 @@ def _from_pretrained(
         mine: dict[str, Any] = {} if checkpoint.is_packed else {"quantization_config": offload}
         if may_run_code and "auto_map" in checkpoint.config:
             mine["trust_remote_code"] = True
-        loader = _model_class(checkpoint.config)
+        loader = model_class(checkpoint.config)
         result: tuple[Any, dict[str, Any]] = loader.from_pretrained(directory, **mine, **common)
         return result
-    config = transformers.AutoConfig.from_pretrained(directory)
-    for part in (config, config.get_text_config()):
-        if hasattr(part, "quantization_config"):
-            del part.quantization_config  # Transformers refuses two
+    config = source_config(checkpoint)
     offload.source = source
-    loader = _model_class(checkpoint.config)
+    loader = model_class(checkpoint.config)
     if loader is transformers.AutoModelForCausalLM:
         loader = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     loaded, report = loader.from_pretrained(
@@ -122,6 +121,15 @@ def _from_pretrained(
     if (checkpoint.directory / "generation_config.json").exists():
         loaded.generation_config = transformers.GenerationConfig.from_pretrained(directory)
     return loaded, report
+
+
+def source_config(checkpoint: Checkpoint) -> Any:
+    """Return Transformers' config of a checkpoint as if it were not quantised."""
+    config = transformers.AutoConfig.from_pretrained(checkpoint.directory)
+    for part in (config, config.get_text_config()):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config  # Transformers refuses two
+    return config
 
 
 def _check_packed_dtype(checkpoint: Checkpoint, offload: OffloadConfig) -> None:
@@ -142,7 +150,7 @@ def _check_packed_dtype(checkpoint: Checkpoint, offload: OffloadConfig) -> None:
         )
 
 
-def _model_class(config: dict[str, Any]) -> Any:
+def model_class(config: dict[str, Any]) -> Any:
     """Return the class that config.json names: it keeps multimodal wrappers whole."""
     for name in config.get("architectures") or ():
         if hasattr(transformers, name):

@@ -22,10 +22,12 @@ from tandem.hf.config import (
     stored_format,
 )
 from tandem.hf.conversion import ReadSource, StoreExpertwise, StoreFused, StorePacked, StoreWriter
+from tandem.hf.cuda_machine import device_map_for
 from tandem.hf.dense import pack_dense_layers, share_threads
 from tandem.hf.dense_files import expect_stored_layers, take_stored_layers
 from tandem.hf.experts import EXPERTS_IMPLEMENTATION, is_experts_module
 from tandem.hf.machine import bind_all
+from tandem.hf.mapped_files import copy_out_of_files
 from tandem.hf.packed import INDEX_FILE, packed_name
 from tandem.hf.steps import announce_steps
 from tandem.kernels.cpu import detect_cpu
@@ -68,12 +70,20 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
                 "one device and the experts in host memory, so pass a single device"
             )
 
+    def update_device_map(self, device_map: Any) -> Any:
+        """Put the dense parts on the GPU, if experts are to run there."""
+        return device_map_for(self.quantization_config, device_map)
+
     def prepare_config(self, config: Any) -> None:
         """Name the packed files, which Transformers alone cannot find by their usual name."""
         if self.pre_quantized:
             config.transformers_weights = INDEX_FILE
 
-    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+    def announce_layers(self, model: Any) -> dict[str, Any]:
+        """Find a model's experts modules and announce a layer in the store for each of its own.
+
+        Returns these modules by name; raises `UnsupportedModelError` for a model without any.
+        """
         modules = {n: m for n, m in model.named_modules() if is_experts_module(m)}
         if not modules:
             raise UnsupportedModelError(_why_refused(model))
@@ -82,6 +92,14 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         formats = self._expert_formats(model, list(own))
         for name, module in own.items():
             self._writer.layers[name] = _announce(self.store, name, module, formats[name])
+        for name, module in modules.items():
+            layer = self._writer.layers[sources[name]]
+            self._writer.layers[name] = layer
+            self._bound.append((module, layer))
+        return own
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        own = self.announce_layers(model)
         self._writer.sink = self.quantization_config.sink
         if self._writer.sink is not None:
             source_dtype = next(iter(own.values())).down_proj.dtype
@@ -90,10 +108,6 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
                 self._writer.sink.resume(layer)
         elif not self.pre_quantized:  # a packed file is mapped, and need not be in memory whole
             _require_memory(self.store, own)
-        for name, module in modules.items():
-            layer = self._writer.layers[sources[name]]
-            self._writer.layers[name] = layer
-            self._bound.append((module, layer))
         dense_format = parse_dense_dtype(self.quantization_config.dense_dtype)
         if self.pre_quantized and dense_format is not None:
             expect_stored_layers(model, dense_format)
@@ -169,6 +183,8 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
             layer.arrivals.require_complete()
             module.config._experts_implementation = EXPERTS_IMPLEMENTATION
         announce_steps(model, lambda: self.executor)
+        if not self.pre_quantized:
+            copy_out_of_files(model)
         # Files need not stay open.
         self.quantization_config.source = self.quantization_config.sink = None
         self._source_targets = set()

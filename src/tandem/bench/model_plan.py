@@ -1,0 +1,168 @@
+"""What will happen when a model is loaded here: bytes, slots, speed, and what would help.
+
+Arithmetic on sizes and on measured speeds; loads nothing.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+from tandem.bench.speed_forecast import SpeedForecast
+from tandem.core.units import format_bytes
+from tandem.hf.sizes import ModelSizes
+from tandem.offload.device import DeviceMemory
+from tandem.offload.options import parse_gpu_memory
+from tandem.offload.sizing import count_slots
+
+# Activations of a prompt: fp32 rows of its (token, expert) pairs, twice the hidden states.
+_PROMPT_CHUNK_TOKENS = 2048
+CONTEXTS = (2048, 8192, 32768, 131072)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The forecast for one choice of options."""
+
+    sizes: ModelSizes
+    context_tokens: int
+    process_bytes: int
+    """Of the program itself: Python, torch, Transformers."""
+    available_bytes: int
+    device: str
+    gpu_bytes: dict[str, int]
+    expert_slots: int
+    speed: SpeedForecast | str
+    is_packed: bool
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Bytes of keys and values at the context."""
+        return self.context_tokens * self.sizes.kv_bytes_per_token
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes that a prompt's activations take at most."""
+        config = self.sizes.config
+        top_k = int(getattr(config, "num_experts_per_tok", 1) or 1)
+        rows = min(_PROMPT_CHUNK_TOKENS, self.context_tokens) * (top_k + 2)
+        return rows * int(config.hidden_size) * 4
+
+    @property
+    def load_bytes(self) -> int:
+        """Host memory once the model is loaded, before a prompt."""
+        return self.process_bytes + self.sizes.experts_bytes + self.sizes.total_dense_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory with a full context."""
+        return self.load_bytes + self.kv_cache_bytes + self.workspace_bytes
+
+    @property
+    def needed_bytes(self) -> int:
+        """Host memory beyond what this program, which plans, has taken already."""
+        return self.host_bytes - self.process_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether the free memory holds it."""
+        return self.needed_bytes <= self.available_bytes
+
+
+def plan_slots(
+    sizes: ModelSizes, *, device: str, gpu_memory: str, memory: DeviceMemory, kv_cache_bytes: int
+) -> tuple[int, dict[str, int]]:
+    """Return how many slots the device has and what its memory goes to; raises `CapacityError`."""
+    parts = {"dense": 0, "kv_cache": 0, "experts": 0, "workspace": 0}
+    if device == "cpu":
+        return 0, parts
+    if device == "cuda":  # the emulated device keeps nothing but experts
+        parts |= {"dense": sizes.total_dense_bytes, "kv_cache": kv_cache_bytes}
+    slots = count_slots(
+        parse_gpu_memory(gpu_memory),
+        memory,
+        slot_bytes=sizes.expert_image_bytes,
+        num_experts=sizes.num_experts,
+        reserved_bytes=parts["dense"] + parts["kv_cache"],
+    )
+    return slots, parts | {"experts": slots * sizes.expert_image_bytes}
+
+
+def advice(plan: Plan, others: dict[str, ModelSizes]) -> list[str]:
+    """Say what would make it fit or run faster; `others` are its sizes in other formats."""
+    lines = []
+    if not plan.fits:
+        lines += _to_fit(plan, others)
+    if not plan.is_packed and plan.fits:
+        lines.append(
+            "pack it once (tandem pack) and it loads at the disk's speed, without the original"
+        )
+    here = plan.sizes.experts_bytes
+    for name, sizes in others.items():
+        ratio = sizes.experts_bytes / here
+        if plan.fits and ratio < 0.7 and not isinstance(plan.speed, str):
+            decode = _decode_with(plan, sizes)
+            lines.append(
+                f"with {name} experts: {format_bytes(sizes.experts_bytes)} instead of "
+                f"{format_bytes(here)}, up to {decode:.1f} tok/s (answers change a little)"
+            )
+    if plan.device != "cpu" and plan.expert_slots < plan.sizes.num_experts:
+        share = plan.expert_slots / plan.sizes.num_experts
+        lines.append(
+            f"{share:.0%} of the experts stay on the device; more of its memory (--gpu-memory) or "
+            "a smaller context means more hits"
+        )
+    return lines
+
+
+def _to_fit(plan: Plan, others: dict[str, ModelSizes]) -> list[str]:
+    missing = plan.needed_bytes - plan.available_bytes
+    lines = [f"{format_bytes(missing)} of memory are missing"]
+    for name, sizes in others.items():
+        smaller = dataclasses.replace(plan, sizes=sizes)
+        if smaller.fits:
+            lines.append(
+                f"with {name} experts it fits: {format_bytes(smaller.needed_bytes)} of "
+                f"{format_bytes(plan.available_bytes)}"
+            )
+            break
+    room = plan.available_bytes - (plan.needed_bytes - plan.kv_cache_bytes)
+    tokens = room // max(1, plan.sizes.kv_bytes_per_token)
+    if tokens >= 512:
+        lines.append(f"with --context {tokens // 256 * 256} it fits as it is")
+    return lines
+
+
+def _decode_with(plan: Plan, sizes: ModelSizes) -> float:
+    """Return the decode speed if experts' bytes were what a step costs beside the dense parts."""
+    assert not isinstance(plan.speed, str)
+    top_k = int(getattr(plan.sizes.config, "num_experts_per_tok", 1) or 1)
+    active = top_k * plan.sizes.num_moe_layers
+    now = active * plan.sizes.expert_image_bytes + plan.sizes.total_dense_bytes
+    then = active * sizes.expert_image_bytes + sizes.total_dense_bytes
+    return plan.speed.decode_tokens_per_second * now / then
+
+
+def as_json(plan: Plan, lines: list[str]) -> dict[str, object]:
+    """Return the plan for scripts; units are in the names."""
+    speed = plan.speed
+    known = None if isinstance(speed, str) else speed
+    return {
+        "fits": plan.fits,
+        "host_bytes": plan.host_bytes,
+        "load_host_bytes": plan.load_bytes,
+        "host_available_bytes": plan.available_bytes + plan.process_bytes,
+        "gpu_bytes": plan.gpu_bytes,
+        "expert_slots": plan.expert_slots,
+        "experts": plan.sizes.num_experts,
+        "expert_formats": list(plan.sizes.expert_formats),
+        "parts_bytes": {"experts": plan.sizes.experts_bytes, **plan.sizes.dense_bytes},
+        "kv_cache_bytes": plan.kv_cache_bytes,
+        "kv_cache_bytes_by_context": {
+            str(tokens): tokens * plan.sizes.kv_bytes_per_token for tokens in CONTEXTS
+        },
+        "context_tokens": plan.context_tokens,
+        "time_to_first_token_seconds": known and known.prefill_seconds,
+        "prefill_tokens_per_second": known and known.prefill_tokens_per_second,
+        "decode_tokens_per_second": known and known.decode_tokens_per_second,
+        "speed_unknown": speed if isinstance(speed, str) else None,
+        "advice": lines,
+    }

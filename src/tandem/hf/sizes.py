@@ -1,0 +1,166 @@
+"""What a checkpoint will take, by part, before anything is loaded: reads headers only."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from tandem.core.errors import ModelError
+from tandem.hf.checkpoint import Checkpoint
+from tandem.hf.config import OffloadConfig, parse_dense_dtype
+from tandem.hf.dense import packable_layers
+from tandem.hf.experts import is_experts_module
+from tandem.hf.load import model_class, source_config
+from tandem.hf.quantizer import OffloadQuantizer
+from tandem.hf.save import stored_name
+from tandem.hf.sources.source import open_source
+from tandem.kernels.formats.weight_format import WeightFormat
+from tandem.offload.host_store import HostStore
+from tandem.offload.packed_layer import PackedLayer
+
+# Words in the names of modules -> the part that their weights belong to; the first that fits.
+_PARTS = (
+    ("embeddings and head", ("embed", "lm_head", "wte")),
+    ("routers", ("gate.", "router")),
+    ("attention", ("attn", "attention", "mixer", "conv", "ssm", "mamba")),
+    ("shared experts and feed-forward", ("mlp", "feed_forward", "expert", "ffn")),
+    ("images and sound", ("visual", "vision", "audio", "image")),
+)
+_OTHER = "norms and the rest"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """A checkpoint's sizes under some options; bytes in host memory unless a name says else."""
+
+    config: Any
+    """The text model's Transformers config."""
+    experts_bytes: int
+    expert_image_bytes: int
+    """Bytes of the largest expert, which is what a slot takes."""
+    expert_formats: tuple[str, ...]
+    num_experts: int
+    """Of all MoE layers together."""
+    num_moe_layers: int
+    num_layers: int
+    dense_bytes: dict[str, int]
+    """By part, as the options pack them."""
+    source_layer_bytes: int
+    """The largest layer of experts in the checkpoint's own dtype."""
+    kv_bytes_per_token: int
+
+    @property
+    def total_dense_bytes(self) -> int:
+        """Bytes of everything but the experts."""
+        return sum(self.dense_bytes.values())
+
+
+def model_sizes(checkpoint: Checkpoint, offload: OffloadConfig) -> ModelSizes:
+    """Add up what a checkpoint takes with these options; raises `UnsupportedModelError`."""
+    config = source_config(checkpoint)
+    if checkpoint.is_packed:
+        packed = {k: v for k, v in (checkpoint.quantization or {}).items() if k != "quant_method"}
+        offload = OffloadConfig.from_dict(packed)
+    elif checkpoint.quantization is not None:
+        offload.source = open_source(checkpoint.files, checkpoint.quantization)
+    model = empty_model(checkpoint, config)
+    quantizer = OffloadQuantizer(offload)
+    quantizer.announce_layers(model)
+    offload.source = None
+    store, text = quantizer.store, config.get_text_config()
+    dtype = next(model.parameters()).dtype
+    return ModelSizes(
+        config=text,
+        experts_bytes=store.expected_bytes(dtype),
+        expert_image_bytes=max(
+            layer.expected_bytes(dtype) // layer.arrivals.num_experts for layer in store
+        ),
+        expert_formats=tuple(dict.fromkeys(_format_name(layer, dtype) for layer in store)),
+        num_experts=sum(layer.arrivals.num_experts for layer in store),
+        num_moe_layers=len(store),
+        num_layers=int(getattr(text, "num_hidden_layers", len(store))),
+        dense_bytes=_dense_bytes(model, store, offload.dense_dtype),
+        source_layer_bytes=max(_plain_bytes(layer, dtype) for layer in store),
+        kv_bytes_per_token=_kv_bytes_per_token(text, dtype),
+    )
+
+
+def empty_model(checkpoint: Checkpoint, config: Any) -> Any:
+    """Build a checkpoint's model without memory."""
+    loader = model_class(checkpoint.config)
+    if loader is transformers.AutoModelForCausalLM:
+        loader = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            model = loader(config)
+    except (ValueError, RuntimeError, TypeError, AttributeError) as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise ModelError(
+            f"Transformers cannot build {checkpoint.directory}'s model: {first_line}"
+        ) from error
+    finally:
+        torch.set_default_dtype(before)
+    model.tie_weights()
+    return model
+
+
+def _format_name(layer: Any, dtype: torch.dtype) -> str:
+    if isinstance(layer, PackedLayer):
+        return stored_name(layer)
+    return str(dtype).removeprefix("torch.")
+
+
+def _plain_bytes(layer: Any, dtype: torch.dtype) -> int:
+    shapes = layer.arrivals.shapes.values()
+    return sum(torch.Size(shape).numel() for shape in shapes) * dtype.itemsize
+
+
+def _dense_bytes(model: nn.Module, store: HostStore, dense_dtype: str) -> dict[str, int]:
+    """Return the bytes of what is not an expert, by part."""
+    fmt = parse_dense_dtype(dense_dtype)
+    is_quantised = any(isinstance(x, PackedLayer) and x.layout.format.bits <= 8 for x in store)
+    if dense_dtype == "auto" and not is_quantised:
+        fmt = None
+    totals = {name: 0 for name, _ in _PARTS} | {_OTHER: 0}
+    for name, num_bytes in _dense_parts(model, fmt):
+        part = next((p for p, words in _PARTS if any(w in name for w in words)), _OTHER)
+        totals[part] += num_bytes
+    return {part: total for part, total in totals.items() if total}
+
+
+def _dense_parts(model: nn.Module, fmt: WeightFormat | None) -> Iterator[tuple[str, int]]:
+    """Yield (name, bytes) of parameters and buffers; linear layers that are packed by format."""
+    packed: dict[int, tuple[int, int]] = {}
+    if fmt is not None:
+        for _, _, linear in packable_layers(model):
+            packed[id(linear)] = (linear.out_features, linear.in_features)
+    experts = {id(p) for m in model.modules() if is_experts_module(m) for p in m.parameters()}
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        if fmt is not None and id(module) in packed:
+            rows, cols = packed[id(module)]
+            yield f"{path}.weight", fmt.data_bytes(rows, cols) + fmt.scale_bytes(rows, cols)
+            continue
+        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        for name, tensor in own:
+            if id(tensor) not in experts and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield f"{path}.{name}", tensor.nbytes
+
+
+def _kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
+    """Return what a token's keys and values take in all layers; windows are not counted off."""
+    layers = int(config.num_hidden_layers)
+    heads = int(getattr(config, "num_attention_heads", 1))
+    if getattr(config, "kv_lora_rank", None):  # latent attention is kept expanded
+        width = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+        return layers * heads * int(width) * dtype.itemsize
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    return layers * 2 * kv_heads * head_dim * dtype.itemsize
