@@ -148,6 +148,11 @@ void bind_rowwise(nb::module_& m) {
             pointer<const void>(logits), value_type(weights_are_bf16), pointer<void>(weights),
             pointer<std::int64_t>(index)});
   });
+  m.def("keep_likeliest", [](std::uintptr_t values, std::int64_t count, float share,
+                             float min_ratio) {
+    const nb::gil_scoped_release release;
+    keep_likeliest(pointer<float>(values), count, share, min_ratio);
+  });
   m.def("rotate", [](std::int64_t num_tokens, std::int64_t num_heads, std::int64_t dim,
                      std::int64_t rotated, bool is_bf16, std::uintptr_t input,
                      std::int64_t token_stride, std::int64_t head_stride, std::uintptr_t cos,

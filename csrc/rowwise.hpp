@@ -47,4 +47,8 @@ struct Choice {
 };
 void choose(const Choice& call);
 
+// Sets probabilities to zero that sampling leaves out: those below `min_ratio` times the greatest, and
+// those of which all greater ones sum to `share` (from 1 on: none). Equal ones stay or go together.
+void keep_likeliest(float* values, std::int64_t count, float share, float min_ratio);
+
 }  // namespace tandem

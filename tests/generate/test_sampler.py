@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from tandem.generate.sampler import Sampler, largest
 from tandem.generate.sampling import SamplingRule
+from tandem.kernels._native import keep_likeliest
 
 VOCABULARY = 3000
 
@@ -58,7 +59,7 @@ def test_draws_follow_the_probabilities_that_the_rule_leaves(rule: SamplingRule)
     counts = torch.bincount(torch.tensor(tokens), minlength=VOCABULARY)
     assert counts[expected == 0].sum() == 0
     deviation = (counts - draws * expected).abs() / (draws * expected).clamp(min=1).sqrt()
-    assert deviation.max() < 5
+    assert deviation.max() < 6
 
 
 def test_greedy_takes_the_best() -> None:
@@ -88,3 +89,24 @@ def test_scores_that_are_no_numbers_do_not_crash() -> None:
     for rule in (SamplingRule(), *RULES):
         (token,) = Sampler(rule, 1, seed=0).choose(broken, [[]])
         assert 0 <= token < VOCABULARY
+
+
+@pytest.mark.parametrize("rule", [RULES[2], RULES[5], SamplingRule(temperature=1, top_p=1e-6)])
+def test_equal_scores_stay_or_go_together(rule: SamplingRule) -> None:
+    scores = torch.full((1, VOCABULARY), -9.0)
+    scores[0, 100:200] = 4.0
+    tokens = Sampler(rule, 500, seed=1).choose(scores.expand(500, -1), [[]] * 500)
+    assert set(tokens) <= set(range(100, 200))
+    assert len(set(tokens)) > 80
+
+
+@settings(deadline=None)
+@given(st.integers(0, 1000), st.floats(0.001, 0.999), st.sampled_from([0.1, 1.0, 8.0]))
+def test_top_p_keeps_what_sorting_keeps(seed: int, top_p: float, width: float) -> None:
+    weights = (logits_of(seed)[0] * width).softmax(0)
+    kept = weights.clone()
+    keep_likeliest(kept.data_ptr(), len(kept), top_p, 0.0)
+    best = weights.double().sort(descending=True).values
+    num_kept = int((best.cumsum(0) - best < top_p - 1e-9).sum())
+    assert abs(int((kept > 0).sum()) - num_kept) <= 1  # where a sum meets top_p to the last digits
+    assert torch.equal(kept[kept > 0], weights[weights >= kept[kept > 0].min()])

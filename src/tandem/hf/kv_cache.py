@@ -85,12 +85,12 @@ class KvCache:
             [torch.arange(s.first_position, s.first_position + s.num_tokens) for s in segments]
         )
         self._awaited = None
-        self._reserve(max(s.first_position + s.num_tokens for s in segments))
+        self.reserve(max(s.first_position + s.num_tokens for s in segments))
 
     def begin_decode(self) -> None:
         """Announce one token for every row."""
         self._segments = [Segment(row, length, 1) for row, length in enumerate(self.lengths)]
-        self._reserve(max(self.lengths) + 1)
+        self.reserve(max(self.lengths) + 1)
         self.rows, self.positions = self._all_rows, self._next_positions
         self.positions.copy_(torch.tensor(self.lengths))
         self._awaited = None
@@ -104,7 +104,7 @@ class KvCache:
         self._segments = [
             Segment(row, length, 1) for row, length in zip(numbers, lengths, strict=True)
         ]
-        self._reserve(max(lengths) + 1)
+        self.reserve(max(lengths) + 1)
         rows.copy_(torch.tensor(numbers))
         positions.copy_(torch.tensor(lengths))
         self.rows, self.positions = rows, positions
@@ -136,7 +136,7 @@ class KvCache:
 
         Needs a forward before it, which makes the layers.
         """
-        self._reserve(length + 1)
+        self.reserve(length + 1)
         for layer in self._layers.values():
             for row in range(len(self.lengths)):
                 _pretend(layer, self.threads, row, length)
@@ -184,7 +184,8 @@ class KvCache:
         self._layers[layer] = attention
         return attention
 
-    def _reserve(self, needed: int) -> None:
+    def reserve(self, needed: int) -> None:
+        """Make room for `needed` tokens in each row; raises `CapacityError` if there is none."""
         if needed <= self._capacity:
             return
         before = self._capacity

@@ -78,6 +78,7 @@ class CachedRows:
         prompts = self._prompts
         self.continue_with([[0]] * self.num_rows)
         self.prefill()  # makes the KV cache's layers
+        self.cache.reserve(depth + max(map(len, prompts)) + MAX_STEP_TOKENS)
         self.cache.pretend(depth)
         self._tokens = [[-1] * depth for _ in prompts]
         self._prompts = [[-1] * depth + prompt for prompt in prompts]
