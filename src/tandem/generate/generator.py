@@ -19,6 +19,7 @@ from tandem.generate.answer import Answer
 from tandem.generate.prompt import encode_conversation, encode_text
 from tandem.generate.run import Rows, Run
 from tandem.generate.sampling import SamplingOptions, not_followed
+from tandem.hf.cuda_rows import CudaRows, new_cuda_rows, try_cuda_rows
 from tandem.hf.dense import pack_dense_layers
 from tandem.hf.quantizer import OffloadQuantizer
 from tandem.hf.row_pool import BorrowedRows, LoneRow, RowPool
@@ -74,6 +75,7 @@ class Generator:
         self.why_padded: str | None = None
         """Why prompts run padded, on Transformers' caches; None: they do not, or not tried yet."""
         self._last: CachedRows | None = None
+        self._last_on_gpu: CudaRows | None = None
         ignored = not_followed(model.generation_config)
         if ignored:
             warnings.warn(
@@ -144,6 +146,8 @@ class Generator:
         As many prompts as last time continue the last ones, as far as they are equal. The first
         call of a generator tries a few tokens both ways.
         """
+        if self.model.device.type == "cuda":
+            return self._rows_on_gpu(prompts, max_new_tokens)
         if not self._has_tried_rows:
             self.why_padded = try_rows(self.model, self._threads, prompts[0])
             self._has_tried_rows = True
@@ -157,6 +161,21 @@ class Generator:
                 kv_dtype=self._kv_dtype,
             )  # fmt: skip
         return self._last
+
+    def _rows_on_gpu(self, prompts: list[list[int]], max_new_tokens: int) -> Rows:
+        """The same on a GPU, where a step is captured pieces."""
+        if not self._has_tried_rows:
+            self.why_padded = try_cuda_rows(self.model, prompts[0])
+            self._has_tried_rows = True
+        if self.why_padded is not None:
+            return PaddedRows(self.model, prompts, self._pad_id())
+        if self._last_on_gpu is not None and self._last_on_gpu.num_rows == len(prompts):
+            self._last_on_gpu.continue_with(prompts)
+        else:
+            self._last_on_gpu = new_cuda_rows(
+                self.model, prompts, max_new_tokens, has_replay=self._has_replay
+            )
+        return self._last_on_gpu
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, Tensor):

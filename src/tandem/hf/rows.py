@@ -68,7 +68,7 @@ class CachedRows:
         assert len(prompts) == len(self._prompts)
         self._prompts = list(prompts)
         for row, (held, prompt) in enumerate(zip(self._tokens, prompts, strict=True)):
-            shared = _num_shared(held, prompt)
+            shared = num_shared(held, prompt)
             self.cache.truncate(row, shared)
             del held[shared:]
             self.reused_tokens[row] = shared
@@ -173,7 +173,7 @@ class CachedRows:
         return logits if self._keeps_logits else logits[lasts]
 
 
-def _num_shared(held: list[int], prompt: list[int]) -> int:
+def num_shared(held: list[int], prompt: list[int]) -> int:
     """Count the tokens that both begin with; the prompt's last one is wanted anew."""
     most = min(len(held), len(prompt) - 1)
     return next((i for i in range(most) if held[i] != prompt[i]), most)

@@ -5,10 +5,11 @@ time, if its attention reads lengths from the KV cache and not from shapes. So i
 What has a life of its own (experts, attention) is one operation: `opaque`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -156,7 +157,24 @@ class Recorder(TorchDispatchMode):
         _ACTIVE.reset(self._token)
 
 
-_ACTIVE: ContextVar[Recorder | None] = ContextVar("tandem_recorder", default=None)
+class Interceptor(Protocol):
+    """Meets opaque calls while a step runs: a recorder, or what captures a step otherwise."""
+
+    def call(self, kind: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Return what a call returns, however that comes to be."""
+
+
+_ACTIVE: ContextVar[Interceptor | None] = ContextVar("tandem_recorder", default=None)
+
+
+@contextmanager
+def intercepted(interceptor: Interceptor) -> Iterator[None]:
+    """Let an interceptor meet the opaque calls inside the context."""
+    token = _ACTIVE.set(interceptor)
+    try:
+        yield
+    finally:
+        _ACTIVE.reset(token)
 
 
 def opaque(kind: str, function: Callable[..., Any], *args: Any) -> Any:

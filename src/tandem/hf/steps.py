@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tandem.hf.kv_cache import current_cache
@@ -19,6 +20,8 @@ def announce_steps(model: Any, executor: Callable[[], Executor]) -> None:
         current = executor()
         if isinstance(current, CpuExecutor):
             return  # nothing is planned; a compiled model stays whole
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return  # what is captured is announced with every replay
         ids = kwargs.get("input_ids", args[0] if args else None)
         if isinstance(ids, Tensor) and ids.dim() == 2:
             current.begin_step(ids.flatten().tolist(), is_prefill=_is_prefill(ids))

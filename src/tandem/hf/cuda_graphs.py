@@ -1,0 +1,194 @@
+"""A decode step as captured pieces: between the experts of two layers, nothing but a replay.
+
+The model's own code runs once while its work is captured. It is cut at the experts: there the
+capture of a piece ends, and the next begins with a tensor that stands for the experts' result. A
+replay runs piece, experts, piece, experts, to the end. Everything lies at addresses that stay:
+
+    inputs (ids, positions, masks, KV cache) -> piece -> hidden, choice, weights (kept)
+      -> executor -> copied into the result's tensor -> next piece
+
+A step that cannot be captured, or whose pieces give other logits, runs as the model's own code;
+`why_not` says why.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from tandem.hf.step_recorder import intercepted
+
+# The first steps let lazily made things (masks, compiled kernels, workspaces) come to be.
+_STEPS_BEFORE = 2
+_COMPARED_STEPS = 2
+# As in `replay`; experts on the GPU and on the CPU round differently, and plans change.
+_TOLERANCES = {torch.float32: 1e-2, torch.bfloat16: 0.1, torch.float16: 0.05}
+
+
+class Graph(Protocol):
+    """Work that was captured."""
+
+    def replay(self) -> None:
+        """Queue it again, on the same memory."""
+
+
+class Capture(Protocol):
+    """Turns work into graphs that share their memory; made anew for each step that is captured."""
+
+    def begin(self) -> None:
+        """Begin a piece: from now on work is noted and not done."""
+
+    def end(self) -> Graph:
+        """End the piece."""
+
+
+class CudaCapture:
+    """CUDA graphs on a stream of their own, from one pool of memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Capture on a GPU; inside `with torch.cuda.stream(self.stream)`."""
+        self.stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def begin(self) -> None:
+        """Begin to capture; other threads may go on calling CUDA."""
+        self._graph = torch.cuda.CUDAGraph()
+        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def end(self) -> Graph:
+        """End the capture."""
+        graph, self._graph = self._graph, None
+        assert graph is not None
+        graph.capture_end()
+        return graph
+
+
+@contextlib.contextmanager
+def on_capture_stream(capture: Capture) -> Iterator[None]:
+    """Make a capture's stream the current one, behind and before what is queued elsewhere."""
+    if not isinstance(capture, CudaCapture):
+        yield
+        return
+    torch.cuda.synchronize()
+    before = torch.cuda.current_stream()
+    capture.stream.wait_stream(before)
+    with torch.cuda.stream(capture.stream):
+        yield
+    before.wait_stream(capture.stream)
+
+
+class Cut(NamedTuple):
+    """A call of the executor between two pieces."""
+
+    function: Callable[..., Tensor]
+    args: tuple[Any, ...]
+    result: Tensor
+
+
+class _Cutter:
+    """Meets the model's opaque calls while it is captured, and cuts at its experts."""
+
+    def __init__(self, capture: Capture) -> None:
+        self._capture = capture
+        self.pieces: list[tuple[Graph, Cut | None]] = []
+
+    def call(self, kind: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if kind != "experts":
+            return function(*args)  # captured like everything else
+        layer, hidden, index, weights, functions = args
+        # Whatever a piece hands over must lie where the executor expects it: dense and by itself.
+        hidden, index, weights = hidden.contiguous(), index.contiguous(), weights.contiguous()
+        result = torch.empty_like(hidden)
+        cut = Cut(function, (layer, hidden, index, weights, functions), result)
+        self.pieces.append((self._capture.end(), cut))
+        self._capture.begin()
+        return result
+
+
+class GraphedStep:
+    """One decode step for fixed tensors: the model's own code, or captured pieces."""
+
+    def __init__(
+        self,
+        step: Callable[[], Tensor],
+        dtype: torch.dtype,
+        make_capture: Callable[[], Capture] | None,
+    ) -> None:
+        """Take the model's own step; it may be done twice. Without a capture it stays as it is."""
+        self._step = step
+        self._tolerance = _TOLERANCES.get(dtype)
+        self._make_capture = make_capture
+        self._pieces: list[tuple[Graph, Cut | None]] = []
+        self._result: Tensor | None = None
+        self._num_steps = 0
+        self._num_equal = 0
+        self.why_not: str | None = None
+        if make_capture is None:
+            self.why_not = "it was not wanted"
+        elif self._tolerance is None:
+            self.why_not = f"the model is {dtype}"
+
+    @property
+    def is_replaying(self) -> bool:
+        """Tell whether steps come from captured pieces."""
+        return self._result is not None and self._num_equal >= _COMPARED_STEPS
+
+    @property
+    def num_pieces(self) -> int:
+        """Pieces of the step; 0 while it is not captured."""
+        return len(self._pieces)
+
+    def __call__(self) -> Tensor:
+        """Do the step; return what it returns. Valid until the next call."""
+        if self.is_replaying:
+            return self._replay()
+        self._num_steps += 1
+        expected = self._step()
+        if self.why_not is None and self._num_steps > _STEPS_BEFORE:
+            expected = expected.clone()
+            self._attempt(expected)
+        return expected
+
+    def _attempt(self, expected: Tensor) -> None:
+        """Capture the step if it is not yet, replay it and compare."""
+        try:
+            if self._result is None:
+                self._capture_step()
+            difference = (self._replay().float() - expected.float()).norm()
+        except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+            self._give_up(str(error).partition("\n")[0] or type(error).__name__)
+            return
+        assert self._tolerance is not None
+        if bool(difference <= self._tolerance * expected.float().norm()):
+            self._num_equal += 1
+        else:
+            self._give_up("captured pieces give other logits")
+
+    def _capture_step(self) -> None:
+        assert self._make_capture is not None
+        capture = self._make_capture()
+        cutter = _Cutter(capture)
+        with on_capture_stream(capture), intercepted(cutter):
+            capture.begin()
+            try:
+                result = self._step()
+            finally:
+                last = capture.end()
+        self._pieces = [*cutter.pieces, (last, None)]
+        self._result = result
+
+    def _replay(self) -> Tensor:
+        for graph, cut in self._pieces:
+            graph.replay()
+            if cut is not None:
+                cut.result.copy_(cut.function(*cut.args))
+        assert self._result is not None
+        return self._result
+
+    def _give_up(self, why: str) -> None:
+        self._pieces, self._result, self.why_not = [], None, why
+        warnings.warn(f"decode steps run as the model's own code, slower: {why}", stacklevel=2)

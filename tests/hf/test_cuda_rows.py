@@ -1,0 +1,111 @@
+"""The GPU's KV cache and captured steps on the CPU, with the twin of CUDA's graphs."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import tandem
+from tandem.hf.cuda_graphs import GraphedStep
+from tandem.hf.cuda_rows import CudaRows, try_cuda_rows
+from tandem.hf.stepping import PaddedRows
+from tandem.offload.events import LayerExecuted
+from tests.hf.tiny import save_tiny_checkpoint
+from tests.hf.twin_capture import TwinCapture, looks
+
+# Full attention; windows and sinks; a latent; windows, softcaps and several kinds of layers.
+NAMES = ("mixtral", "gpt_oss", "deepseek_v2", "gemma4")
+TOKENS = [50, 61, 72, 83, 94, 105, 116, 41]
+PROMPTS = [[40, 41, 42], [60] * 9]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("models")
+    return {
+        name: tandem.load(save_tiny_checkpoint(directory / name, name), dtype="float32")
+        for name in NAMES
+    }
+
+
+def logits_of(rows: Any) -> list[torch.Tensor]:
+    return [rows.prefill().clone(), *(rows.decode([t] * len(PROMPTS)).clone() for t in TOKENS)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_captured_pieces_give_the_models_logits(models: dict[str, Any], name: str) -> None:
+    model = models[name]
+    events: list[LayerExecuted] = []
+    executor = model.hf_quantizer.executor
+    executor.listeners.append(events.append)
+    rows = CudaRows(model, PROMPTS, 20, make_capture=TwinCapture)
+    found = logits_of(rows)
+    executor.listeners.clear()
+    assert rows.step.is_replaying, rows.step.why_not
+    num_layers = len(model.hf_quantizer.store)
+    assert rows.step.num_pieces == num_layers + 1
+    assert len(events) >= num_layers * len(TOKENS)  # experts run between the pieces
+    for ours, theirs in zip(found, logits_of(PaddedRows(model, PROMPTS, 0)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-4)
+
+
+def test_a_longer_reach_and_a_larger_cache_are_captured_anew(models: dict[str, Any]) -> None:
+    model = models["mixtral"]
+    prompt = [40 + i % 70 for i in range(250)]
+    plain, graphed = (
+        CudaRows(model, [prompt], 4, make_capture=capture) for capture in (None, TwinCapture)
+    )
+    torch.testing.assert_close(graphed.prefill(), plain.prefill())
+    pieces = []
+    for step in range(20):  # passes 256 tokens: another reach, and more than was reserved
+        ours, theirs = graphed.decode([40 + step]), plain.decode([40 + step])
+        torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-4)
+        pieces.append((graphed.cache.reach, graphed.step.is_replaying))
+    assert (256, True) in pieces
+    assert (512, True) in pieces
+
+
+def test_a_longer_conversation_reuses_what_the_cache_holds(models: dict[str, Any]) -> None:
+    model = models["mixtral"]
+    rows = CudaRows(model, [[40, 41, 42, 43]], 20, make_capture=TwinCapture)
+    rows.prefill()
+    for token in TOKENS:
+        rows.decode([token])
+    longer = [40, 41, 42, 43, *TOKENS[:5], 99, 98]
+    rows.continue_with([longer])
+    assert rows.reused_tokens == [9]
+    fresh = CudaRows(model, [longer], 20)
+    torch.testing.assert_close(rows.prefill(), fresh.prefill(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(rows.decode([77]), fresh.decode([77]), rtol=1e-4, atol=1e-4)
+
+
+def test_every_served_model_is_found_by_trying(models: dict[str, Any]) -> None:
+    for name, model in models.items():
+        assert try_cuda_rows(model, [50, 51, 52]) is None, name
+
+
+def test_a_step_that_cannot_be_captured_stays_the_models_and_says_why() -> None:
+    x = torch.zeros(4)
+
+    def step() -> torch.Tensor:
+        return x * 2 if looks(x) else x + 1
+
+    graphed = GraphedStep(step, torch.float32, TwinCapture)
+    with pytest.warns(UserWarning, match=r"own code, slower: operation not permitted"):
+        results = [graphed().tolist() for _ in range(5)]
+    assert results == [[1.0] * 4] * 5
+    assert not graphed.is_replaying
+
+
+def test_pieces_that_give_other_logits_are_given_up() -> None:
+    calls = [0]
+
+    def step() -> torch.Tensor:
+        calls[0] += 1
+        return torch.full((4,), float(calls[0]))
+
+    graphed = GraphedStep(step, torch.float32, TwinCapture)
+    with pytest.warns(UserWarning, match="other logits"):
+        results = [graphed()[0].item() for _ in range(6)]
+    assert graphed.why_not is not None
+    assert results == sorted(results)
