@@ -9,7 +9,7 @@ from importlib import resources
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
@@ -21,7 +21,7 @@ from tandem.server.event_stream import EventStream
 from tandem.server.gate import Gate
 from tandem.server.messages import Lap, ModelInfo
 from tandem.server.metrics import Metrics
-from tandem.server.openapi import describe, described_body
+from tandem.server.openapi import describe, described_body, described_errors
 from tandem.server.options import ServerOptions
 from tandem.server.replies import DONE, ChatReply, CompletionReply, event
 from tandem.server.schemas import ChatRequest, CompletionRequest, Sampling
@@ -370,7 +370,7 @@ def _add_api(app: FastAPI, server: Server) -> None:
         """Go on with a text."""
         return await server.completions(request)
 
-    @app.post("/v1/embeddings")
+    @app.post("/v1/embeddings", status_code=404, responses=described_errors(401, 413, 415))
     async def embeddings() -> Response:
         """Refuse: a model that writes has no embeddings to give."""
         raise ApiError(
@@ -384,7 +384,7 @@ def _add_api(app: FastAPI, server: Server) -> None:
         """List the model."""
         return JSONResponse(server.models())
 
-    @app.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}", responses=described_errors(401, 404))
     async def model(name: str) -> Response:
         """Describe the model."""
         return JSONResponse(server.one_model(name))
@@ -396,14 +396,14 @@ def _add_rest(app: FastAPI, server: Server) -> None:
         """Say that the server runs."""
         return JSONResponse({"status": "ok"})
 
-    @app.get("/ready")
+    @app.get("/ready", responses=described_errors(503))
     async def ready() -> Response:
         """Say whether a request would be answered now."""
         if server.engine.is_ready:
             return JSONResponse({"status": "ready"})
         return JSONResponse({"status": "not ready"}, 503, {"Retry-After": "2"})
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Show what Prometheus reads."""
         return Response(server.metrics.text(), media_type="text/plain; version=0.0.4")

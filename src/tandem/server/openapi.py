@@ -11,17 +11,30 @@ _ERRORS = {
     400: "the request is not as described", 401: "the API key is missing or wrong",
     403: "called by another name than the server's own", 404: "there is no such thing",
     413: "the body is too large", 415: "the body is not JSON", 429: "the queue is full",
-    503: "the model is not ready",
+    499: "the client has left", 503: "the model is not ready", 504: "it took too long",
 }  # fmt: skip
 
 
+_ANY_JSON: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+
+
 def described_body(kind: type[BaseModel]) -> dict[str, Any]:
-    """Return a route's arguments that describe its body and its errors."""
+    """Return a route's arguments that describe its body, its answers and its errors."""
     schema = {"$ref": _REF.format(model=kind.__name__)}
     body = {"required": True, "content": {"application/json": {"schema": schema}}}
+    stream = {"text/event-stream": {"schema": {"type": "string"}}}
+    answer = {"description": "the answer, whole or as a stream", "content": {**_ANY_JSON, **stream}}
     return {
         "openapi_extra": {"requestBody": body},
-        "responses": {status: {"description": text} for status, text in _ERRORS.items()},
+        "responses": {200: answer, **described_errors()},
+    }
+
+
+def described_errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Return the description of errors: of those named, or of all that an answer may have."""
+    return {
+        status: {"description": _ERRORS[status], "content": _ANY_JSON}
+        for status in statuses or _ERRORS
     }
 
 

@@ -1,0 +1,47 @@
+"""A thousand requests from the API's own description, valid or not: python -m tests.server.abuse
+
+Answers must be as described, and none may be the server's fault.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.server.checkpoint import save_served_checkpoint
+from tests.server.running import RunningServer, running_server
+
+COMMAND = Path(sys.executable).with_name("st")
+# Valid requests are answered too; a small context keeps their answers short.
+FLAGS = ("--context", "96")
+_CHECKS = "not_a_server_error,content_type_conformance,status_code_conformance"
+
+
+def send(
+    server: RunningServer, *, phases: str, examples: int
+) -> "subprocess.CompletedProcess[str]":
+    """Let Schemathesis make requests; it fails if a check does."""
+    return subprocess.run(
+        [str(COMMAND), "run", f"{server.address}/openapi.json", "--checks", _CHECKS,
+         "--phases", phases, "--max-examples", str(examples), "--generation-deterministic",
+         "--no-color", "--continue-on-failure", "--request-timeout", "60"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--examples", type=int, default=40, help="per operation")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        checkpoint = save_served_checkpoint(Path(directory) / "tiny")
+        with running_server(checkpoint, *FLAGS, cache=Path(directory)) as server:
+            done = send(server, phases="coverage,fuzzing", examples=options.examples)
+            print(done.stdout)
+            still_answers = server.chat(max_tokens=4).status == 200
+    return 0 if done.returncode == 0 and still_answers else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

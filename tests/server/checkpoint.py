@@ -1,0 +1,27 @@
+"""The tiny checkpoint that the tests serve."""
+
+import json
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+
+from tests.hf.tiny import save_tiny_checkpoint
+
+# Long enough for tools in the system message, and for answers that outlast a test.
+CONTEXT = 4096
+END_ID = 2
+
+
+def save_served_checkpoint(directory: Path) -> Path:
+    """Write a tiny random model that talks on: its end of the sequence is never the likeliest."""
+    save_tiny_checkpoint(directory, "qwen3_moe")
+    for file in directory.glob("*.safetensors"):
+        tensors = load_file(file)
+        if "lm_head.weight" in tensors:
+            tensors["lm_head.weight"][END_ID] = 0
+            save_file(tensors, file, metadata={"format": "pt"})
+    path = directory / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["max_position_embeddings"] = CONTEXT
+    path.write_text(json.dumps(config), encoding="utf-8")
+    return directory
