@@ -22,11 +22,18 @@ def send(
     server: RunningServer, *, phases: str, examples: int
 ) -> "subprocess.CompletedProcess[str]":
     """Let Schemathesis make requests; it fails if a check does."""
+    with tempfile.TemporaryDirectory() as directory:  # it keeps notes where it runs
+        return _send(server, directory, phases, examples)
+
+
+def _send(
+    server: RunningServer, directory: str, phases: str, examples: int
+) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [str(COMMAND), "run", f"{server.address}/openapi.json", "--checks", _CHECKS,
          "--phases", phases, "--max-examples", str(examples), "--generation-deterministic",
          "--no-color", "--continue-on-failure", "--request-timeout", "60"],
-        capture_output=True, text=True, check=False,
+        cwd=directory, capture_output=True, text=True, check=False,
     )  # fmt: skip
 
 

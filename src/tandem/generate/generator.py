@@ -38,6 +38,8 @@ from tandem.kernels.dense import CpuThreads
 # Text to continue, a conversation for the chat template, or token ids.
 Prompt = str | Sequence[Mapping[str, object]] | Sequence[int] | Tensor
 TextListener = Callable[[int, str], None]
+# A row that serves one request after another has room for answers of so many tokens at first.
+_LONE_ANSWER_TOKENS = 512
 
 
 class Generator:
@@ -214,12 +216,13 @@ class Generator:
         return longest - len(prompt)
 
     def row_pool(self, num_rows: int) -> BorrowedRows:
-        """Return rows that requests can borrow; a single one where the model must run padded."""
-        if not self._has_tried_rows:
+        """Return rows that requests can borrow; one on a GPU, or if the model must run padded."""
+        is_on_gpu = self.model.device.type == "cuda"
+        if not is_on_gpu and not self._has_tried_rows:
             self.why_padded = try_rows(self.model, self._threads, [self._pad_id()])
             self._has_tried_rows = True
-        if self.why_padded is not None:
-            return LoneRow(self.model, self._pad_id())
+        if is_on_gpu or self.why_padded is not None:
+            return LoneRow(lambda prompt: self.rows([prompt], _LONE_ANSWER_TOKENS))
         return RowPool(
             self.model, self._threads, num_rows, has_replay=self._has_replay,
             kv_dtype=self._kv_dtype,

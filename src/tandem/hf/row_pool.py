@@ -5,7 +5,7 @@ of the record. What a row held stays until somebody else borrows it, so that the
 conversation finds its beginning there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor
 from tandem.hf.attention import AttentionSwitch
 from tandem.hf.kv_cache import KvCache, stepping, transformers_cache
 from tandem.hf.replay import ReplayedStep
-from tandem.hf.stepping import PaddedRows
 from tandem.kernels.attention import Segment
 from tandem.kernels.dense import CpuThreads
 from tandem.offload.executor import CpuExecutor
@@ -166,20 +165,29 @@ class RowPool:
         return logits
 
 
+class StartedRows(Protocol):
+    """A batch of prompts as `Generator.rows` returns it; here of a single one."""
+
+    def prefill(self) -> Tensor:
+        """Run the prompts; return (rows, vocabulary)."""
+
+    def decode(self, tokens: list[int]) -> Tensor:
+        """Append one token per row; return (rows, vocabulary)."""
+
+
 class LoneRow:
-    """One row on Transformers' own caches, for models that `RowPool` cannot step."""
+    """One row, for models that `RowPool` cannot step: on Transformers' caches, or on a GPU."""
 
     num_rows = 1
     can_prefill_in_parts = False
 
-    def __init__(self, model: Any, pad_id: int) -> None:
-        """Hold nothing yet."""
-        self._model = model
-        self._pad_id = pad_id
-        self._rows: PaddedRows | None = None
+    def __init__(self, start: Callable[[list[int]], StartedRows]) -> None:
+        """`start` returns the rows of one prompt, of which nothing has been computed."""
+        self._start = start
+        self._rows: StartedRows | None = None
 
     def held(self, row: int) -> Sequence[int]:
-        """Return nothing: what the model's caches hold cannot be cut."""
+        """Return nothing: `start` knows by itself what it can go on with."""
         return ()
 
     def keep(self, row: int, length: int) -> None:
@@ -193,7 +201,7 @@ class LoneRow:
     def prefill(self, row: int, tokens: Sequence[int]) -> Tensor:
         """Run a whole prompt; return (vocabulary,)."""
         assert self._rows is None
-        self._rows = PaddedRows(self._model, [list(tokens)], self._pad_id)
+        self._rows = self._start(list(tokens))
         return self._rows.prefill()[0]
 
     def decode(self, tokens: dict[int, int]) -> Tensor:
