@@ -41,7 +41,7 @@ float mean_square(const float* row, std::int64_t cols) {
 struct Level {
   int shift, bits;
 };
-constexpr Level kLevels[] = {{20, 11}, {9, 11}, {0, 9}};
+constexpr Level kLevels[] = {{21, 10}, {11, 10}, {0, 11}};
 constexpr int kMaxBuckets = 1 << 11;
 // Values next to each other go to different sums, so that additions to one need not wait.
 constexpr int kSums = 4;
@@ -65,7 +65,7 @@ float least_of_share(const float* values, std::int64_t count, float share) {
   double greater = 0;  // the sum of all values above the bucket that was found
   std::uint32_t found = 0;
   for (const Level& level : kLevels) {
-    std::fill_n(sums, kMaxBuckets * kSums, 0.0);
+    std::fill_n(sums, (std::int64_t{1} << level.bits) * kSums, 0.0);
     add_up(values, count, level, sums);
     std::uint32_t lowest = 0;
     double above = greater;

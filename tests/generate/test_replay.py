@@ -146,3 +146,16 @@ def test_another_executor_is_recorded_anew(packed: Any) -> None:
         assert Counting.calls > so_far  # a class of its own is not taken for CpuExecutor
     finally:
         quantizer.use(before)
+
+
+def test_routers_in_fp32_of_bf16_models_are_native_too() -> None:
+    model: Any = build_tiny_model("deepseek_v2").to(torch.bfloat16)
+    rows = CachedRows(model, CpuThreads(num_threads=2), [[40, 41, 42]], 4)
+    rows.prefill()
+    for token in TOKENS:
+        rows.decode([token])
+    tape = rows.step.tape
+    assert tape is not None
+    names = [operation.name for operation, _ in tape.profile(1)]
+    assert "dense" in names
+    assert "linear" not in names

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from tandem.hf.config import parse_dense_dtype
 from tandem.hf.experts import is_experts_module
-from tandem.hf.fusion import DENSE
-from tandem.hf.step_recorder import opaque
+from tandem.hf.step_recorder import DENSE, opaque
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads, DenseWeight, multiply, pack_dense
 from tandem.offload.packed_layer import PackedLayer
 

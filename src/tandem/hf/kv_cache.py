@@ -18,7 +18,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 
 from tandem.core.errors import CapacityError
 from tandem.core.units import format_bytes
-from tandem.hf.step_recorder import opaque
+from tandem.hf.step_recorder import ATTENTION, opaque
 from tandem.kernels.attention import (
     AttentionForm,
     CachedAttention,
@@ -161,7 +161,7 @@ class KvCache:
         if key.dtype not in VALUE_DTYPES or key.shape[1] != len(self.positions):
             raise NotByRowsError(f"keys are {key.dtype} of shape {tuple(key.shape)}")
         attention = self._layers.get(layer) or self._add_layer(layer, form, key.dtype, sinks)
-        result: Tensor = opaque("attention", _attend_layer, self, attention, query, key, value)
+        result: Tensor = opaque(ATTENTION, _attend_layer, self, attention, query, key, value)
         return result
 
     def attend_layer(

@@ -20,6 +20,12 @@ from torch.utils._pytree import tree_map
 _DATA_DEPENDENT = {"_local_scalar_dense", "nonzero", "unique", "masked_select", "bincount", "item"}
 
 
+# Kinds of `opaque` operations.
+DENSE = "dense"
+ATTENTION = "attention"
+EXPERTS = "experts"
+
+
 class NotRecordableError(Exception):
     """The step does something that another step may do differently."""
 
@@ -63,6 +69,8 @@ class Recording:
 
 class Recorder(TorchDispatchMode):
     """Active as a context; afterwards `recording` holds what was done inside."""
+
+    is_capturing = False
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -160,11 +168,20 @@ class Recorder(TorchDispatchMode):
 class Interceptor(Protocol):
     """Meets opaque calls while a step runs: a recorder, or what captures a step otherwise."""
 
+    is_capturing: bool
+    """Whether the step is noted and not done."""
+
     def call(self, kind: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Return what a call returns, however that comes to be."""
 
 
 _ACTIVE: ContextVar[Interceptor | None] = ContextVar("tandem_recorder", default=None)
+
+
+def is_capturing() -> bool:
+    """Tell whether the step that is under way is noted and not done."""
+    interceptor = _ACTIVE.get()
+    return interceptor is not None and interceptor.is_capturing
 
 
 @contextmanager

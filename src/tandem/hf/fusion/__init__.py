@@ -1,0 +1,43 @@
+"""Replaces well-known groups of recorded operations by one native call each.
+
+Groups are known by what they compute, not by the model that they come from. What does not match in
+every detail stays as it is; the tape is compared with the model's own step before it is trusted.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+
+from torch import Tensor
+
+from tandem.hf.fusion.calls import find_attentions, find_dense_groups, find_experts
+from tandem.hf.fusion.graph import Found, Graph
+from tandem.hf.fusion.norms import find_norms
+from tandem.hf.fusion.rotary import find_rotaries
+from tandem.hf.fusion.routers import find_choices, find_small_linears
+from tandem.hf.step_recorder import Operation
+from tandem.kernels.dense import CpuThreads
+
+
+def fuse(
+    operations: list[Operation], tensors: list[Tensor], fixed: set[int], threads: CpuThreads | None
+) -> list[Operation]:
+    """Return the operations with groups replaced; `fixed` numbers the tensors that never change.
+
+    `threads` compute experts; without them the executor does.
+    """
+    finders: list[Callable[[Graph], Iterator[Found]]] = [
+        find_norms,
+        find_rotaries,
+        find_choices,
+        find_attentions,
+    ]
+    if threads is not None:
+        finders.append(functools.partial(find_experts, threads=threads))
+        finders.append(functools.partial(find_small_linears, threads=threads))
+    finders.append(find_dense_groups)
+    for finder in finders:
+        graph = Graph(operations, tensors, fixed)
+        for group, fused in finder(graph):
+            graph.replace(group, fused)
+        operations = graph.result()
+    return operations

@@ -1,0 +1,93 @@
+"""Root mean square norms: square, mean, root, scaling, rounding and weight as one call."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.hf.fusion.graph import Found, Graph, other
+from tandem.hf.step_recorder import Operation, Ref
+from tandem.kernels import _native
+from tandem.kernels.dense import VALUE_DTYPES
+
+
+def find_norms(graph: Graph) -> Iterator[Found]:
+    """Find the norms around each reciprocal root."""
+    for root in graph.operations:
+        if root.name == "rsqrt":
+            found = _match_norm(graph, root)
+            if found is not None:
+                yield found
+
+
+def _match_norm(graph: Graph, root: Operation) -> Found | None:
+    shift = graph.made_by(root.args[0], "add")
+    mean = graph.made_by(shift.args[0], "mean") if shift else None
+    square = graph.made_by(mean.args[0], "pow") if mean else None
+    if not (shift and mean and square) or not isinstance(shift.args[1], float):
+        return None
+    if mean.args[1:] != ([-1], True) or square.args[1] != 2:
+        return None
+    wide = square.args[0]
+    scaled = graph.only_user(root.outputs[0], "mul")
+    if scaled is None or other(scaled, root.outputs[0]) != wide:  # type: ignore[arg-type]
+        return None
+    cast = graph.made_by(wide, "to")
+    source = cast.args[0] if cast else wide
+    chain = [*([cast] if cast else []), square, mean, shift, root, scaled]
+    inner = {ref for op in chain[:-1] for ref in op.outputs if ref is not None}
+    if any(user not in chain for ref in inner for user in graph.users.get(ref, [])):
+        return None
+    return _finish_norm(graph, chain, source, float(shift.args[1]))
+
+
+def _finish_norm(graph: Graph, chain: list[Operation], source: Ref, eps: float) -> Found | None:
+    """Follow what comes after the scaling: rounding, then the weight, or the other way round."""
+    x = graph.tensor(source)
+    if x.dtype not in VALUE_DTYPES or not x.is_contiguous():
+        return None
+    weight: Tensor | None = None
+    rounds_first = False
+    while True:
+        last = chain[-1].outputs[0]
+        users = graph.users.get(last, []) if last is not None else []
+        step = users[0] if len(users) == 1 else None
+        if step is None or last is None:
+            break
+        if step.name == "to" and step.outputs[0] and graph.tensor(step.outputs[0]).dtype == x.dtype:
+            rounds_first = weight is None
+        elif step.name == "mul" and weight is None and _is_weight(graph, other(step, last), x):
+            weight = graph.tensor(other(step, last)).float().contiguous()
+        else:
+            break
+        chain.append(step)
+    result = chain[-1].outputs[0]
+    if result is None or graph.tensor(result).dtype != x.dtype:
+        return None
+    function = _norm_call(x, weight, eps, rounds_first)
+    return Found(chain, Operation(function, (source,), {}, [result], "rms_norm", [source]))
+
+
+def _is_weight(graph: Graph, ref: Any, x: Tensor) -> bool:
+    return (
+        isinstance(ref, Ref)
+        and ref.number in graph.fixed
+        and graph.tensor(ref).shape == x.shape[-1:]
+    )
+
+
+def _norm_call(
+    like: Tensor, weight: Tensor | None, eps: float, rounds_first: bool
+) -> Callable[[Tensor], Tensor]:
+    shape, dtype, cols = tuple(like.shape), like.dtype, like.shape[-1]
+    rows, is_bf16 = like.numel() // cols, like.dtype == torch.bfloat16
+    address = 0 if weight is None else weight.data_ptr()
+    native, empty = _native.rms_norm, torch.empty
+
+    def norm(x: Tensor, keep: Tensor | None = weight) -> Tensor:  # `keep`: the address stays good
+        out = empty(shape, dtype=dtype)
+        native(rows, cols, eps, rounds_first, is_bf16, x.data_ptr(), cols, address, out.data_ptr())
+        return out
+
+    return norm

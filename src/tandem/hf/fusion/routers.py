@@ -1,0 +1,121 @@
+"""Routers: their small matrices, and the choice that follows the scores."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from tandem.hf.fusion.graph import Found, Graph
+from tandem.hf.step_recorder import DENSE, Operation, Ref
+from tandem.kernels import _native
+from tandem.kernels.dense import VALUE_DTYPES, CpuThreads, pack_dense
+from tandem.kernels.formats.weight_format import find_format
+
+# Their copy in packed form costs no memory worth speaking of.
+_SMALL_WEIGHTS = 1 << 21
+_BF16 = find_format("bf16")
+
+
+def find_small_linears(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
+    """Take small bf16 matrices as they are: the same products, without torch's threads."""
+    for operation in graph.operations:
+        if operation.name != "linear" or operation.kwargs:
+            continue
+        source, *rest = operation.args
+        refs = [ref for ref in rest if isinstance(ref, Ref)]
+        weights = [graph.tensor(ref) for ref in refs]
+        is_small = bool(weights) and weights[0].numel() <= _SMALL_WEIGHTS
+        if not is_small or any(ref.number not in graph.fixed for ref in refs):
+            continue
+        if _holds_bf16(graph, source) and all(map(_is_exact_in_bf16, weights)):
+            packed = pack_dense(weights[0], weights[1] if len(weights) > 1 else None, _BF16)
+            args = (threads, packed, source)
+            outputs = operation.outputs
+            fused = Operation(operation.function, args, {}, outputs, DENSE, [source])
+            yield Found([operation], fused)
+
+
+def _holds_bf16(graph: Graph, ref: Ref) -> bool:
+    """Tell whether a tensor's values are those of a bf16 tensor, whatever its own dtype."""
+    if graph.tensor(ref).dtype == torch.bfloat16:
+        return True
+    cast = graph.made_by(ref, "to")
+    is_wider = graph.tensor(ref).dtype == torch.float32
+    return is_wider and cast is not None and graph.tensor(cast.args[0]).dtype == torch.bfloat16
+
+
+def _is_exact_in_bf16(x: Tensor) -> bool:
+    if x.dtype == torch.bfloat16:
+        return True
+    return x.dtype == torch.float32 and torch.equal(x.bfloat16().float(), x)
+
+
+def find_choices(graph: Graph) -> Iterator[Found]:
+    """Softmax, the largest, perhaps divided by their sum, perhaps rounded."""
+    for softmax in graph.operations:
+        best = graph.only_user(softmax.outputs[0], "topk") if softmax.name == "softmax" else None
+        if best is None or best.kwargs or len(best.args) != 2:
+            continue
+        logits = graph.tensor(softmax.args[0])
+        is_plain = (
+            logits.dim() == 2
+            and logits.is_contiguous()
+            and logits.dtype in VALUE_DTYPES
+            and softmax.args[1] in (-1, 1)
+            and graph.tensor(best.args[0]).dtype == torch.float32
+        )
+        if is_plain:
+            yield _fuse_choice(graph, softmax, best)
+
+
+def _fuse_choice(graph: Graph, softmax: Operation, best: Operation) -> Found:
+    chain, (values, index) = [softmax, best], best.outputs
+    assert values is not None
+    quotient = _division_by_sum(graph, values)
+    if quotient is not None:
+        chain += quotient
+        values = quotient[-1].outputs[0] or values
+    users = [user for user in graph.users.get(values, []) if user not in chain]
+    if len(users) == 1 and users[0].name == "to":
+        rounded = users[0].outputs[0]
+        if rounded is not None and graph.tensor(rounded).dtype in VALUE_DTYPES:
+            chain.append(users[0])
+            values = rounded
+    source = softmax.args[0]
+    function = _choice_call(graph, source, values, best.args[1], quotient is not None)
+    fused = Operation(
+        function, (source,), {}, [values, index], "topk", [source], returns_sequence=True
+    )
+    return Found(chain, fused)
+
+
+def _division_by_sum(graph: Graph, values: Ref) -> list[Operation] | None:
+    """Return the sum of the chosen weights and the division by it, if they come next."""
+    users = graph.users.get(values, [])
+    if len(users) < 2 or users[0].name != "sum" or users[1].name not in ("div", "div_"):
+        return None
+    total, quotient = users[:2]
+    is_row = total.args[1:] in (([-1], True), ([1], True))
+    is_it = graph.only_user(total.outputs[0], quotient.name) is quotient
+    is_last = quotient.name == "div_" or len(users) == 2
+    is_whole = quotient.args == (values, total.outputs[0])
+    return [total, quotient] if is_row and is_it and is_last and is_whole else None
+
+
+def _choice_call(
+    graph: Graph, logits: Ref, values: Ref, top_k: int, is_normalised: bool
+) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    like = graph.tensor(logits)
+    tokens, num_experts = like.shape
+    dtype, is_bf16 = graph.tensor(values).dtype, like.dtype == torch.bfloat16
+    native, empty, int64 = _native.choose, torch.empty, torch.int64
+
+    def choose(x: Tensor) -> tuple[Tensor, Tensor]:
+        weights, index = empty((tokens, top_k), dtype=dtype), empty((tokens, top_k), dtype=int64)
+        native(
+            tokens, num_experts, top_k, is_normalised, is_bf16, x.data_ptr(),
+            dtype == torch.bfloat16, weights.data_ptr(), index.data_ptr(),
+        )  # fmt: skip
+        return weights, index
+
+    return choose
