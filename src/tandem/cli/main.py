@@ -15,6 +15,7 @@ COMMANDS = {
     "run": "answer a prompt or chat (without MODEL: the demo model)",
     "serve": "an OpenAI-compatible server, and a page that shows where experts run",
     "plan": "what a model will take and how fast it will be, before it is loaded",
+    "doctor": "what this machine has, what is slow or broken, and what to do",
     "pack": "write a model as a packed checkpoint, which loads at the disk's speed",
     "bench": "measure the expert kernels against this machine's ceilings",
     "trace": "record what a model's routers choose",

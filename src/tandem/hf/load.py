@@ -1,18 +1,24 @@
 """`tandem.load`: open a checkpoint with its experts in host memory."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from tqdm import tqdm
+from transformers.utils import logging
 
 from tandem.core.config import from_mapping
 from tandem.core.errors import ConfigError, ModelError, TandemError
+from tandem.core.units import format_bytes
 from tandem.hf.checkpoint import Checkpoint, open_checkpoint
 from tandem.hf.config import OffloadConfig, parse_dense_dtype, parse_dtype, parse_expert_dtype
 from tandem.hf.cuda_machine import device_map_for
 from tandem.hf.hub import HubOptions, find_directory
+from tandem.hf.mapped_files import read_ahead
 from tandem.hf.sources.source import Source, open_source
+from tandem.offload.host_memory import available_bytes
 
 
 def load(
@@ -56,8 +62,12 @@ def load_checkpoint(
     dtype: str | torch.dtype = "auto",
     device_map: Any = None,
     may_run_code: bool = False,
+    num_layers: int | None = None,
 ) -> Any:
-    """Load a checkpoint whose files have been checked; arguments as of `load`."""
+    """Load a checkpoint whose files have been checked; arguments as of `load`.
+
+    `num_layers` loads the first layers only, for checks.
+    """
     directory = checkpoint.directory
     device_map = device_map_for(offload, device_map)
     if checkpoint.is_packed:
@@ -73,6 +83,7 @@ def load_checkpoint(
             dtype=dtype,
             device_map=device_map,
             may_run_code=may_run_code,
+            num_layers=num_layers,
         )
     except TandemError:
         raise
@@ -81,8 +92,29 @@ def load_checkpoint(
         raise ModelError(f"Transformers cannot load {directory}: {first_line}") from error
     _require_all_weights(directory, report)
     if checkpoint.is_packed:
+        if num_layers is None:
+            _read_packed_files(checkpoint)
         loaded.hf_quantizer.assemble(loaded, offload)
     return loaded.eval()
+
+
+def _read_packed_files(checkpoint: Checkpoint) -> None:
+    """Bring a packed checkpoint's files into memory if they fit; else pages come when used."""
+    files = sorted({entry.file for entry in checkpoint.files.entries.values()})
+    total, available = sum(file.stat().st_size for file in files), available_bytes()
+    if total > available:
+        warnings.warn(
+            f"{checkpoint.directory} has {format_bytes(total)} and {format_bytes(available)} of "
+            "memory are free: experts are read from the disk whenever they are used, which is "
+            "slow; free memory or pack it in a smaller expert_dtype",
+            stacklevel=3,
+        )
+        return
+    is_shown = logging.is_progress_bar_enabled()
+    with tqdm(
+        total=total, desc="Reading files", unit="B", unit_scale=True, disable=not is_shown
+    ) as bar:
+        read_ahead(files, bar.update)
 
 
 def _from_pretrained(
@@ -93,6 +125,7 @@ def _from_pretrained(
     dtype: Any,
     device_map: Any,
     may_run_code: bool,
+    num_layers: int | None,
 ) -> tuple[Any, dict[str, Any]]:
     """Let Transformers load; returns the model and what it reports."""
     directory = str(checkpoint.directory)
@@ -102,10 +135,15 @@ def _from_pretrained(
         mine: dict[str, Any] = {} if checkpoint.is_packed else {"quantization_config": offload}
         if may_run_code and "auto_map" in checkpoint.config:
             mine["trust_remote_code"] = True
+        if num_layers is not None:
+            mine["config"] = transformers.AutoConfig.from_pretrained(directory)
+            keep_first_layers(mine["config"], num_layers)
         loader = model_class(checkpoint.config)
         result: tuple[Any, dict[str, Any]] = loader.from_pretrained(directory, **mine, **common)
         return result
     config = source_config(checkpoint)
+    if num_layers is not None:
+        keep_first_layers(config, num_layers)
     offload.source = source
     loader = model_class(checkpoint.config)
     if loader is transformers.AutoModelForCausalLM:
@@ -121,6 +159,16 @@ def _from_pretrained(
     if (checkpoint.directory / "generation_config.json").exists():
         loaded.generation_config = transformers.GenerationConfig.from_pretrained(directory)
     return loaded, report
+
+
+def keep_first_layers(config: Any, num_layers: int) -> None:
+    """Cut a config's text model to its first layers, and its lists of one entry per layer."""
+    text = config.get_text_config()
+    total = text.num_hidden_layers
+    text.num_hidden_layers = min(num_layers, total)
+    for name, value in vars(text).items():
+        if isinstance(value, list) and len(value) == total:
+            setattr(text, name, value[: text.num_hidden_layers])
 
 
 def source_config(checkpoint: Checkpoint) -> Any:

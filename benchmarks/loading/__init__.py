@@ -1,0 +1,1 @@
+"""Measures loading: time, memory, and the share of the disk's own speed."""

@@ -1,0 +1,152 @@
+"""Loads a packed checkpoint of a released shape, with random weights, and answers with it.
+
+    python -m benchmarks.loading.packed_checkpoint write DIR [--shape NAME] [--layers N]
+    python -m benchmarks.loading.packed_checkpoint load DIR [--cold] [--tokens N]
+
+`write` makes the files layer by layer, in little memory. `load --cold` first drops them from the
+page cache and times a plain read of all files, then drops them again and times the load; the last
+line is JSON.
+"""
+
+import argparse
+import json
+import os
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import tandem
+from tandem.bench.model_shapes import MODEL_SHAPES, find_shape
+from tandem.bench.random_model import _drop_experts, _random_experts
+from tandem.core.units import format_bytes
+from tandem.generate.generator import Generator
+from tandem.hf.config import PACKED_FORMAT_VERSION, OffloadConfig
+from tandem.hf.mapped_files import read_ahead
+from tandem.hf.packed import DENSE_FILE, experts_file, packed_name
+from tandem.hf.packed_files import write_index, write_tensors
+from tandem.hf.quantizer import OffloadQuantizer
+from tandem.offload.host_memory import process_bytes
+from tandem.offload.packed_layer import STORED_NAME, PackedLayer
+
+_STD = 0.02
+
+
+def write(directory: Path, shape_name: str, num_layers: int | None, expert_dtype: str) -> None:
+    """Write a shape's packed checkpoint."""
+    shape = find_shape(shape_name)
+    values = shape.values | ({"num_hidden_layers": num_layers} if num_layers else {})
+    config = AutoConfig.for_model(shape.model_type, **values)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    offload = OffloadConfig(expert_dtype=expert_dtype)
+    quantizer = OffloadQuantizer(offload)
+    quantizer.announce_layers(model)
+    directory.mkdir(parents=True)
+    files: dict[str, dict[str, int]] = {}
+    checksums: dict[str, str] = {}
+    first = next(iter(quantizer.store))
+    assert isinstance(first, PackedLayer)
+    experts = _random_experts(first.layout, first.arrivals.num_experts)
+    for layer in quantizer.store:
+        name, tensor = (
+            experts_file(layer.layer),
+            f"{layer.arrivals.name}.{packed_name(STORED_NAME)}",
+        )
+        checksums[name] = write_tensors(directory, name, {tensor: experts})
+        files[name] = {tensor: experts.nbytes}
+    _drop_experts(model)
+    random = torch.empty(1 << 20, dtype=torch.bfloat16).normal_(std=_STD)
+    dense = {n: _filled(t, random) for n, t in model.state_dict().items() if t.numel()}
+    checksums[DENSE_FILE] = write_tensors(directory, DENSE_FILE, dense)
+    files[DENSE_FILE] = {name: tensor.nbytes for name, tensor in dense.items()}
+    write_index(directory, files, checksums)
+    config.architectures = [type(model).__name__]
+    config.dtype = torch.bfloat16
+    config.quantization_config = OffloadConfig(
+        expert_dtype=first.layout.format.name, packed_format=PACKED_FORMAT_VERSION
+    )
+    config.save_pretrained(directory)
+    print(f"{format_bytes(sum(sum(sizes.values()) for sizes in files.values()))} in {directory}")
+
+
+def _filled(like: Tensor, random: Tensor) -> Tensor:
+    if like.dim() < 2:
+        return torch.ones(like.shape, dtype=like.dtype)
+    count = -(-like.numel() // len(random))
+    return random.repeat(count)[: like.numel()].view(like.shape)
+
+
+def load(flags: argparse.Namespace) -> None:
+    """Time the load and an answer; print one JSON line last."""
+    directory, is_cold = flags.directory, flags.cold
+    files = sorted(directory.glob("*.safetensors"))
+    total = sum(file.stat().st_size for file in files)
+    report: dict[str, Any] = {"bytes": total}
+    if is_cold:
+        _drop(files)
+        begin = time.perf_counter()
+        read_ahead(files, lambda count: None)
+        report["raw_read_seconds"] = time.perf_counter() - begin
+        _drop(files)
+    begin = time.perf_counter()
+    model = tandem.load(directory, dense_dtype=flags.dense_dtype, threads=flags.threads)
+    report["load_seconds"] = time.perf_counter() - begin
+    generator = Generator(model)
+    begin = time.perf_counter()
+    answer = generator.generate([[5, 6, 7, 8]], max_new_tokens=flags.tokens)
+    report["answer_seconds"] = time.perf_counter() - begin
+    report["tokens"] = len(answer[0].token_ids)
+    report["decode_tokens_per_second"] = answer[0].decode_tokens_per_second
+    report["resident_bytes"] = process_bytes()
+    report["peak_resident_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    report |= _memory_kinds()
+    if is_cold:
+        report["share_of_raw_read"] = report["raw_read_seconds"] / report["load_seconds"]
+    print(json.dumps(report))
+
+
+def _drop(files: list[Path]) -> None:
+    """Drop files from the page cache; they are clean."""
+    for file in files:
+        descriptor = os.open(file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def _memory_kinds() -> dict[str, int]:
+    """Return what of this process is its own, and what are pages of mapped files."""
+    found = {}
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(("RssAnon", "RssFile")):
+            name, number, _ = line.split()
+            found[f"{name[:-1].lower()}_bytes"] = int(number) * 1024
+    return found
+
+
+def main() -> None:
+    """Write or load, as the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("action", choices=("write", "load"))
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--shape", default="qwen3-30b-a3b", choices=sorted(MODEL_SHAPES))
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--expert-dtype", default="int4")
+    parser.add_argument("--cold", action="store_true")
+    parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--dense-dtype", default="none", help="of the load; packing takes time")
+    flags = parser.parse_args()
+    if flags.action == "write":
+        write(flags.directory, flags.shape, flags.layers, flags.expert_dtype)
+    else:
+        load(flags)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""`tandem doctor`: what is here, what is missing, what it costs and what to do.
+
+`tandem doctor MODEL` also proves on this machine that the kernels agree with the reference.
+"""
+
+import argparse
+import json
+import os
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from tandem.cli.models import calm_transformers, find_model
+from tandem.cli.paths import cache_dir
+from tandem.core.config import add_flags, from_flags, option
+
+if TYPE_CHECKING:
+    from tandem.bench.machine_check import Finding
+
+EXIT_BROKEN = 1
+_MARKS = {"good": "ok  ", "slow": "slow", "broken": "FAIL"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoctorOptions:
+    """What `tandem doctor` is told."""
+
+    expert_dtype: str = option("auto", help="format in which MODEL is checked", metavar="DTYPE")
+    threads: int | None = option(None, help="as in tandem run", metavar="N")
+    json: bool = option(False, help="last line of standard output: one JSON object")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `tandem doctor`."""
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="also check a model: its files, and the kernels"
+    )
+    add_flags(parser, DoctorOptions)
+
+
+def run(flags: argparse.Namespace) -> int:
+    """Look at everything and print; returns 1 if something is broken."""
+    options = from_flags(DoctorOptions, flags)
+    calm_transformers(quiet=True)
+
+    from tandem.bench.machine_check import check_machine
+
+    findings: list[Finding] = []
+    for finding in check_machine(
+        cache_dir(), num_threads=options.threads, isa=os.environ.get("TANDEM_ISA", "")
+    ):
+        findings.append(finding)
+        _print(finding)
+    if flags.model is not None:
+        for finding in _check_model(flags.model, options):
+            findings.append(finding)
+            _print(finding)
+    if options.json:
+        print(json.dumps({"findings": [asdict(finding) for finding in findings]}))
+    return EXIT_BROKEN if any(finding.state == "broken" for finding in findings) else 0
+
+
+def _print(finding: "Finding") -> None:
+    remedy = f"\n       -> {finding.remedy}" if finding.remedy else ""
+    print(f"{_MARKS[finding.state]} {finding.what:<18} {finding.found}{remedy}", flush=True)
+
+
+def _check_model(name: str, options: DoctorOptions) -> "list[Finding]":
+    from tandem.bench.machine_check import check_model_files, check_model_kernels
+    from tandem.hf.checkpoint import open_checkpoint
+    from tandem.hf.config import OffloadConfig
+    from tandem.hf.hub import find_directory
+
+    directory = find_directory(find_model(name, quiet=True))
+    checkpoint = open_checkpoint(directory)
+    offload = OffloadConfig(
+        expert_dtype=options.expert_dtype,
+        threads=options.threads,
+        isa=os.environ.get("TANDEM_ISA"),
+    )
+    return [check_model_files(checkpoint), check_model_kernels(checkpoint, offload)]
