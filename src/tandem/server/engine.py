@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import os
 import resource
+import select
 import signal
 import sys
 import time
@@ -119,10 +120,14 @@ class Engine:
                 self._send_report()
                 self._send_picture()
                 self._wait()
-            while not self._is_stopped and self._connection.poll():
+            while not self._is_stopped and self._has_message():
                 self._take(self._connection.recv())
             if self._batcher.has_work and not self._is_stopped:
                 self._step()
+
+    def _has_message(self) -> bool:
+        """Look without waiting; `Connection.poll` does the same at ten times the cost."""
+        return bool(select.select([self._connection], [], [], 0)[0])
 
     def _wait(self) -> None:
         """Wait for a message, for a moment at most while somebody watches."""

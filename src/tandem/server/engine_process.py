@@ -1,8 +1,8 @@
-"""A decode process and the two threads that talk to it, as seen from an event loop.
+"""A decode process as seen from an event loop.
 
-The reader thread hands what comes to the loop; the writer thread sends, so that a full pipe never
-holds up HTTP. Order: what the loop sends is sent in its order, and nothing is handed on after
-`on_end`.
+The loop itself reads: a thread would cost every token a change of threads. A thread writes, so that
+a full pipe never holds up HTTP. Order: what the loop sends is sent in its order, and nothing is
+handed on after `on_end`.
 """
 
 import asyncio
@@ -41,7 +41,8 @@ class EngineProcess:
         self._on_message, self._on_end = on_message, on_end
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._has_ended = asyncio.Event()
-        threading.Thread(target=self._read, args=(self._ours,), daemon=True).start()
+        self._ending: asyncio.Task[None] | None = None
+        self._loop.add_reader(self._ours.fileno(), self._read)
         threading.Thread(target=self._write, args=(self._ours,), daemon=True).start()
 
     @property
@@ -67,26 +68,27 @@ class EngineProcess:
             self._process.kill()
             await self._has_ended.wait()
 
-    def _read(self, connection: Connection) -> None:
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                self._call(self._on_message, connection.recv())
-        self._process.join()
-        self._outbox.put(None)
-        self._call(self._end)
+    def _read(self) -> None:
+        """Hand on the message that has come, or the end."""
+        try:
+            message = self._ours.recv()
+        except (EOFError, OSError):
+            self._loop.remove_reader(self._ours.fileno())
+            self._ending = self._loop.create_task(self._end())
+            return
+        self._on_message(message)
 
     def _write(self, connection: Connection) -> None:
         with contextlib.suppress(OSError):
             while (message := self._outbox.get()) is not None:
                 connection.send(message)
 
-    def _end(self) -> None:
+    async def _end(self) -> None:
+        self._outbox.put(None)
+        await asyncio.to_thread(self._process.join)
+        self._ours.close()
         self._has_ended.set()
         self._on_end(self)
-
-    def _call(self, function: Callable[..., None], *args: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
-            self._loop.call_soon_threadsafe(function, *args)
 
 
 def _run(load: ModelLoader, settings: EngineSettings, connection: Connection) -> None:

@@ -1,0 +1,1 @@
+"""What the server costs and bears."""
