@@ -1,10 +1,13 @@
 """`tandem bench` of a whole model: ceilings first, JSON last, parts that add up."""
 
 import json
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tandem.cli.main import main
+from tandem.trace import RoutingTrace, TraceMeta, write_trace
 
 SMALL = ["bench", "--shape", "olmoe", "--layers", "1", "--vocabulary", "1000", "--threads", "1"]
 JSON_KEYS = {
@@ -34,6 +37,38 @@ def test_prints_the_ceiling_first_and_json_last(
         # Two rows that choose eight experts each touch eight to sixteen.
         experts = report["step_bytes"] / (3 * 2048 * 1024 * 4.5 / 8)
         assert 8 < experts < 16 + 12
+
+
+def test_experts_run_on_the_emulated_device(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))  # the profile is kept there
+    words = ["--prompt", "16", "--gen", "2", "--device", "emulated", "--json"]
+    assert main([*SMALL, *words]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["milliseconds"]["plan"] > 0
+
+
+def trace_of_two_experts(path: Path, num_moe_layers: int) -> str:
+    experts = np.zeros((40, num_moe_layers, 8), dtype=np.uint8)
+    experts[..., :] = np.arange(8)
+    meta = TraceMeta(model="olmoe", n_moe_layers=num_moe_layers, n_experts=64, top_k=8)
+    offsets = np.array([0, 40])
+    write_trace(path, RoutingTrace(experts=experts, seq_offsets=offsets, meta=meta))
+    return str(path)
+
+
+def test_a_replayed_trace_decides_which_experts_are_touched(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = [*SMALL, "--prompt", "16", "--gen", "4", "--batch", "4", "--json", "--replay"]
+    assert main([*words, trace_of_two_experts(tmp_path / "a.npz", 1)]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    # Four rows that all choose the same eight experts; the rest is attention, router and head.
+    experts = report["step_bytes"] / (3 * 2048 * 1024 * 4.5 / 8)
+    assert 8 < experts < 8 + 12
+    assert main([*words, trace_of_two_experts(tmp_path / "b.npz", 2)]) == 2
+    assert "the trace is of a model with 2 MoE layers" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -81,8 +81,8 @@ def run_model(options: ModelBenchOptions, model_name: str | None) -> int:
     ceiling = ceiling_of(model, work, machine, measured.step_bytes)
     print(f"{cpu.model_name}, {num_threads} threads, {threads.engine.isa}")
     _print(machine, ceiling, measured)
-    if generator.why_padded is not None:
-        print(f"on Transformers' own caches: {generator.why_padded}")
+    if generator.why_slower is not None:
+        print(f"slower than it could be: {generator.why_slower}")
     if options.json:
         print(json.dumps(_report(name, model, work, ceiling, measured)))
     return 0

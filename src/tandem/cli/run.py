@@ -107,6 +107,7 @@ class Session:
         self._sampling = sampling
         self._messages: list[Message] = []
         self._generator: Generator | None = None
+        self._has_said_why_slower = False
         self.clear()
 
     def clear(self) -> None:
@@ -148,11 +149,19 @@ class Session:
         self._messages.append({"role": "assistant", "content": answer.text})
         if not self._options.quiet:
             print(report.line(answer), file=sys.stderr)
+            self._say_why_slower()
         if explanation is not None:
             print(explanation.text(), file=sys.stderr)
         if self._options.json:
             print(report.json(answer), flush=True)
         report.close()
+
+    def _say_why_slower(self) -> None:
+        """Say once in a session that steps run the model's own code, and why."""
+        why = self._generator.why_slower if self._generator is not None else None
+        if why is not None and not self._has_said_why_slower:
+            self._has_said_why_slower = True
+            print(f"[slower than it could be: {why}]", file=sys.stderr)
 
 
 def _print_piece(piece: str) -> None:

@@ -179,6 +179,16 @@ class Generator:
             )
         return self._last_on_gpu
 
+    @property
+    def why_slower(self) -> str | None:
+        """Why decode steps run the model's own code, as one sentence; None: they do not."""
+        if self.why_padded is not None:
+            return f"steps run padded, on Transformers' own caches: {self.why_padded}"
+        rows = self._last
+        if rows is not None and self._has_replay and rows.step.why_not is not None:
+            return f"decode steps are not replayed: {rows.step.why_not}"
+        return None
+
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, Tensor):
             return [int(token) for token in prompt.flatten().tolist()]
