@@ -41,7 +41,7 @@ browser:  ## Chromium for the page's tests, where the system's packages may be i
 
 # Two processes: the demo model's tests hold some 2 GB each.
 unit: setup
-	$(BIN)/pytest -n 2 --dist worksteal
+	$(BIN)/pytest -n 2 --dist loadgroup
 
 sanitize:  ## The native kernels under AddressSanitizer and UndefinedBehaviorSanitizer
 	@cmake -S csrc -B build/sanitize -DTANDEM_SANITIZE=ON -DTANDEM_WARNINGS_ARE_ERRORS=ON >/dev/null
@@ -50,7 +50,7 @@ sanitize:  ## The native kernels under AddressSanitizer and UndefinedBehaviorSan
 	build/sanitize/check_kernels
 
 seam-oldest: $(VENV)/transformers-$(OLDEST_TRANSFORMERS)/installed.stamp  ## The seam's tests on the oldest supported Transformers
-	PYTHONPATH=$(VENV)/transformers-$(OLDEST_TRANSFORMERS) $(BIN)/pytest -m seam -n 2 --dist worksteal
+	PYTHONPATH=$(VENV)/transformers-$(OLDEST_TRANSFORMERS) $(BIN)/pytest -m seam -n 2 --dist loadgroup
 
 docs-models: setup  ## Write docs/models.md anew
 	$(BIN)/pytest tests/hf/test_architectures.py --write-docs

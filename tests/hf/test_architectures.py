@@ -26,7 +26,8 @@ from tests.architectures import (
 )
 from tests.conftest import REPOSITORY
 
-pytestmark = pytest.mark.seam
+# One process: the last test looks at what all others found.
+pytestmark = [pytest.mark.seam, pytest.mark.xdist_group("architectures")]
 
 MUST_RUN = {
     *("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "gpt_oss", "deepseek_v2"),
