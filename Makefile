@@ -10,7 +10,13 @@ PROMPT ?= Why is the sky blue?
 OLDEST_TRANSFORMERS := 5.17.0
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 
-.PHONY: run test browser setup check lint types floors unit seam-oldest docs-models sanitize fix size clean
+# On a machine with a GPU: a Python that has torch with CUDA, Transformers and Triton, and where
+# the results go. SHAPE is one of tandem bench's shapes.
+GPU_PYTHON ?= python3
+GPU_OUT ?= build/gpu
+SHAPE ?= qwen3-30b-a3b
+
+.PHONY: test-gpu bench-gpu dry-gpu run test browser setup check lint types floors unit seam-oldest docs-models sanitize fix size clean
 
 run: $(VENV)/runtime.stamp  ## Answer PROMPT with MODEL (default: the demo model, built on first use)
 	@$(BIN)/tandem run $(MODEL) -p "$(PROMPT)" --max-new-tokens 100
@@ -48,6 +54,17 @@ sanitize:  ## The native kernels under AddressSanitizer and UndefinedBehaviorSan
 	@cmake --build build/sanitize >/dev/null
 	build/sanitize/check_matmul
 	build/sanitize/check_kernels
+
+test-gpu:  ## The tests that need a GPU, after a minute that says what works
+	PYTHON=$(GPU_PYTHON) benchmarks/gpu/session.sh $(GPU_OUT) build smoke tests
+
+bench-gpu:  ## Speed on a GPU by cells of format, share of experts and batch, against other systems
+	PYTHON=$(GPU_PYTHON) SHAPE=$(SHAPE) benchmarks/gpu/session.sh $(GPU_OUT) build bench
+
+dry-gpu: setup  ## The GPU's tests and benchmark on their CPU twins: for whoever changes them
+	TANDEM_DRY_GPU=1 $(BIN)/pytest tests/gpu --deselect tests/gpu/test_kernels.py
+	$(BIN)/python -m benchmarks.gpu --device emulated --layers 2 --vocabulary 512 --formats int4 \
+		--shares 0.5 1.0 --batches 1 --prompt-tokens 8 --new-tokens 3
 
 seam-oldest: $(VENV)/transformers-$(OLDEST_TRANSFORMERS)/installed.stamp  ## The seam's tests on the oldest supported Transformers
 	PYTHONPATH=$(VENV)/transformers-$(OLDEST_TRANSFORMERS) $(BIN)/pytest -m seam -n 2 --dist loadgroup

@@ -36,8 +36,12 @@ def build_random_model(
     dense_dtype: str = "auto",
     num_layers: int | None = None,
     vocabulary: int | None = None,
+    device: str = "cpu",
 ) -> Any:
-    """Build a shape as if it had been loaded; `num_layers` and `vocabulary` cut it."""
+    """Build a shape as if it had been loaded; `num_layers` and `vocabulary` cut it.
+
+    Dense parts are on `device`; on a GPU they are bf16, so `dense_dtype` is "none" there.
+    """
     values = dict(shape.values)
     if num_layers is not None:
         values["num_hidden_layers"] = min(num_layers, values["num_hidden_layers"])
@@ -57,7 +61,7 @@ def build_random_model(
         layer.adopt(STORED_NAME, _random_experts(layer.layout, layer.arrivals.num_experts))
     _drop_experts(model)
     _pack_linear_layers(model, parse_dense_dtype(dense_dtype), threads)
-    model.to_empty(device="cpu")
+    model.to_empty(device=device)
     model.init_weights()  # also the tables of rotary embeddings, which no checkpoint holds
     quantizer._process_model_after_weight_loading(model)
     model.hf_quantizer = quantizer

@@ -92,6 +92,8 @@ class Cut(NamedTuple):
 class _Cutter:
     """Meets the model's opaque calls while it is captured, and cuts at its experts."""
 
+    is_capturing = True
+
     def __init__(self, capture: Capture) -> None:
         self._capture = capture
         self.pieces: list[tuple[Graph, Cut | None]] = []

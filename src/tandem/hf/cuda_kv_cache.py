@@ -50,6 +50,13 @@ class StaticKvCache:
         """Bytes that the cache takes now."""
         return sum(k.nbytes + v.nbytes for k, v in self._tensors.values())
 
+    @property
+    def rows(self) -> Tensor:
+        """The row of each token of the step that is under way, on the host."""
+        if self._segment is None:
+            return torch.arange(len(self.lengths))
+        return torch.full((self._segment.num_tokens,), self._segment.row)
+
     def begin(self, segment: Segment) -> None:
         """Announce a prompt's next tokens, of one row."""
         assert segment.first_position == self.lengths[segment.row]
@@ -62,10 +69,7 @@ class StaticKvCache:
         self.reserve(max(self.lengths) + 1)
         self.reach = max(_SHORTEST_REACH, 1 << max(self.lengths).bit_length())
         self.reach = min(self.reach, self.capacity)
-        host = torch.tensor(self.lengths)
-        if self._device.type == "cuda":
-            host = host.pin_memory()
-        self.positions.copy_(host, non_blocking=True)
+        self.positions.copy_(on_its_way(self.lengths, self._device), non_blocking=True)
         for window, mask in self._masks.items():
             mask.copy_(self._seen(window))
 
@@ -214,6 +218,12 @@ def _attention(
     else:
         scores = scores.softmax(-1)
     return torch.matmul(scores.to(v.dtype), v)
+
+
+def on_its_way(numbers: list[int], device: torch.device) -> Tensor:
+    """Return numbers on the host, pinned if they go to a GPU: copies of them do not wait then."""
+    host = torch.tensor(numbers)
+    return host.pin_memory() if device.type == "cuda" else host
 
 
 def _rounded(tokens: int) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 from tandem.core.errors import TandemError
 from tandem.hf.attention import AttentionSwitch
 from tandem.hf.cuda_graphs import Capture, CudaCapture, GraphedStep
-from tandem.hf.cuda_kv_cache import StaticKvCache
+from tandem.hf.cuda_kv_cache import StaticKvCache, on_its_way
 from tandem.hf.kv_cache import NotByRowsError, stepping, transformers_cache
 from tandem.hf.rows import num_shared
 from tandem.hf.stepping import PaddedRows
@@ -53,6 +53,7 @@ class CudaRows:
             self._ids = torch.zeros((len(prompts), 1), dtype=torch.int64, device=model.device)
         self._steps: dict[int, GraphedStep] = {}  # by reach, of one generation of the cache
         self._generation = 0
+        self._captured_for = self._executor()
         self._new_cache()
 
     @property
@@ -106,7 +107,8 @@ class CudaRows:
     def decode(self, tokens: list[int]) -> Tensor:
         """Append one token per row; return the logits of the next: (rows, vocabulary)."""
         self.cache.begin_decode()
-        self._ids.copy_(torch.tensor(tokens)[:, None], non_blocking=True)
+        self._ids.copy_(on_its_way(tokens, self._model.device)[:, None], non_blocking=True)
+        self._follow_executor()
         step = self.step
         if step.is_replaying:  # the model's own forward would announce itself
             self._announce(tokens)
@@ -125,6 +127,13 @@ class CudaRows:
         self._tokens = [[] for _ in self._prompts]
         self._steps.clear()
         self._generation = 0
+
+    def _follow_executor(self) -> None:
+        """Drop what was captured for another executor, and capture nothing for some."""
+        executor = self._executor()
+        if executor is not self._captured_for:
+            self._captured_for = executor
+            self._steps.clear()
 
     def _step_at(self, reach: int) -> GraphedStep:
         if self._generation != self.cache.generation:

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tandem.hf.kv_cache import current_cache
+from tandem.hf.step_recorder import is_capturing
 from tandem.offload.executor import CpuExecutor, Executor
 
 
@@ -20,7 +20,7 @@ def announce_steps(model: Any, executor: Callable[[], Executor]) -> None:
         current = executor()
         if isinstance(current, CpuExecutor):
             return  # nothing is planned; a compiled model stays whole
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if is_capturing():
             return  # what is captured is announced with every replay
         ids = kwargs.get("input_ids", args[0] if args else None)
         if isinstance(ids, Tensor) and ids.dim() == 2:

@@ -1,0 +1,1 @@
+"""Measures the hybrid runtime on a GPU."""

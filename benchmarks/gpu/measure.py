@@ -1,0 +1,115 @@
+"""One cell: prefill, time to first token, decode, and where the time went."""
+
+import time
+from typing import Any, NamedTuple
+
+import torch
+
+from tandem.hf.cuda_rows import CudaRows, new_cuda_rows
+from tandem.offload.cache_statistics import CacheStatistics
+from tandem.offload.hybrid_executor import HybridExecutor
+
+# Steps before the clock runs: the pieces are captured and compared, and the cache settles.
+WARM_STEPS = 12
+PROFILED_STEPS = 4
+
+
+class Result(NamedTuple):
+    """What was measured; seconds of the GPU, the link and the CPU are per decoded step."""
+
+    prefill_tokens_per_second: float
+    time_to_first_token_seconds: float
+    decode_tokens_per_second: float
+    hit_rate: float
+    device_share: float
+    link_gigabytes_per_second: float
+    is_replaying: bool
+    why_not: str | None
+    slots: int
+    lanes: dict[str, float]
+
+
+class Work(NamedTuple):
+    """What is generated."""
+
+    prompt_tokens: int
+    new_tokens: int
+    batch: int
+
+
+def measure(model: Any, executor: HybridExecutor, work: Work) -> Result:
+    """Run prompts and steps on an executor whose cache has been sized."""
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    prompts = torch.randint(
+        vocabulary, (work.batch, work.prompt_tokens), generator=generator
+    ).tolist()
+    # The first prompt compiles kernels and fills the cache; the second is timed.
+    rows = new_cuda_rows(model, prompts, work.new_tokens + 64, has_replay=torch.cuda.is_available())
+    rows.prefill()
+    rows.continue_with(
+        [[token + 1 if token + 1 < vocabulary else 0 for token in p] for p in prompts]
+    )
+    seconds = _timed(rows.prefill)
+    _decode(rows, WARM_STEPS, work.batch)
+    statistics = CacheStatistics()
+    executor.listeners.append(statistics)
+    decode_seconds = _timed(lambda: _decode(rows, work.new_tokens, work.batch))
+    executor.listeners.remove(statistics)
+    copied = statistics.copies * executor.cache.slot_bytes
+    return Result(
+        prefill_tokens_per_second=work.batch * work.prompt_tokens / seconds,
+        time_to_first_token_seconds=seconds,
+        decode_tokens_per_second=work.batch * work.new_tokens / decode_seconds,
+        hit_rate=statistics.hit_rate,
+        device_share=statistics.device_share,
+        link_gigabytes_per_second=copied / decode_seconds / 1e9,
+        is_replaying=rows.step.is_replaying,
+        why_not=rows.step.why_not,
+        slots=executor.cache.num_slots,
+        lanes=_lanes(rows, executor, work.batch),
+    )
+
+
+def _decode(rows: CudaRows, steps: int, batch: int) -> None:
+    for step in range(steps):
+        rows.decode([17 + step] * batch)
+
+
+def _timed(work: Any) -> float:
+    _synchronize()
+    begin = time.perf_counter()
+    work()
+    _synchronize()
+    return time.perf_counter() - begin
+
+
+def _lanes(rows: CudaRows, executor: HybridExecutor, batch: int) -> dict[str, float]:
+    """Return the seconds that each lane works in a step, by the profiler and the CPU's clock."""
+    clock = executor.cache.clock
+    cpu_before = clock.cpu_busy
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=kinds) as profile:
+        seconds = _timed(lambda: _decode(rows, PROFILED_STEPS, batch))
+    gpu = link = 0.0
+    for event in profile.key_averages():
+        if not str(event.device_type).endswith("CUDA"):
+            continue
+        microseconds = event.self_device_time_total
+        if "HtoD" in event.key:
+            link += microseconds
+        elif "DtoH" not in event.key:
+            gpu += microseconds
+    return {
+        "step_seconds_while_profiled": seconds / PROFILED_STEPS,
+        "gpu_seconds": gpu / 1e6 / PROFILED_STEPS,
+        "link_seconds": link / 1e6 / PROFILED_STEPS,
+        "cpu_seconds": (clock.cpu_busy - cpu_before) / PROFILED_STEPS,
+    }
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

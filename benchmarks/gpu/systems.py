@@ -1,0 +1,42 @@
+"""What is compared on a GPU: Tandem and other ways to run the same model, as a planner's settings.
+
+All systems run on the same kernels, the same link and the same captured steps: what differs is who
+decides, and how.
+"""
+
+from typing import NamedTuple
+
+
+class System(NamedTuple):
+    """A name and the options that make it."""
+
+    name: str
+    options: dict[str, object]
+
+
+TANDEM = System("tandem", {})
+BASELINES = (
+    System("all-cpu", {"assignment": "cpu-only", "prediction": "none", "prefetch": "none"}),
+    System(
+        "hits-gpu-misses-cpu",
+        {"assignment": "hits-on-gpu", "eviction": "lru", "prediction": "none", "prefetch": "none"},
+    ),
+    System(
+        "paper-2",
+        {
+            "assignment": "hits-on-gpu", "eviction": "copy-on-miss", "prediction": "none",
+            "prefetch": "none", "start_content": "none",
+        },
+    ),
+    System(
+        "dali",
+        {
+            "assignment": "dali", "eviction": "dali-window", "prediction": "residual",
+            "prefetch": "top-k", "prefetch_count": 4, "start_content": "random",
+        },
+    ),
+    System(
+        "on-demand",
+        {"assignment": "gpu-only", "eviction": "lru", "prediction": "none", "prefetch": "none"},
+    ),
+)  # fmt: skip

@@ -1,0 +1,60 @@
+"""Everything here needs a GPU: `make test-gpu`. Elsewhere it is skipped, and its twins run.
+
+A dry run finds what is wrong with the tests themselves before a GPU is paid for: the CPU twins
+stand in the GPU's place, and numbers that only a GPU has are made up.
+
+    TANDEM_DRY_GPU=1 pytest tests/gpu
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.hf import cuda_machine, cuda_rows, load, quantizer
+from tandem.offload.cuda_checks import Gpu
+from tandem.offload.cuda_kernels import TorchKernels
+from tests.gpu.models import IS_DRY
+from tests.hf.twin_capture import TwinCapture
+from tests.offload.lazy_streams import LazyStreams
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """Mark what is in this folder, and skip it where there is no GPU."""
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+            if not (IS_DRY or torch.cuda.is_available()):
+                item.add_marker(skip)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def twins_in_a_dry_run() -> Any:
+    """Put the twins in the GPU's place."""
+    if not IS_DRY:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        gpu = Gpu("dry", (9, 0), 1 << 40)
+        patch.setattr(cuda_machine, "require_cuda", lambda: gpu)
+        patch.setattr(cuda_machine, "_require_on_gpu", lambda model: None)
+        patch.setattr(cuda_machine, "best_kernels", TorchKernels)
+        patch.setattr(
+            cuda_machine,
+            "CudaStreams",
+            lambda index: LazyStreams(total_bytes=1 << 40, is_eager=True),
+        )
+        patch.setattr(cuda_rows, "CudaCapture", lambda device: TwinCapture())
+        for module in (load, quantizer):
+            patch.setattr(module, "device_map_for", lambda config, device_map: device_map)
+        for name in ("empty_cache", "reset_peak_memory_stats", "synchronize"):
+            patch.setattr(torch.cuda, name, lambda *args: None)
+        for name in ("set_sync_debug_mode", "set_per_process_memory_fraction"):
+            patch.setattr(torch.cuda, name, lambda *args: None)
+        patch.setattr(torch.cuda, "max_memory_reserved", lambda *args: 0)
+        yield

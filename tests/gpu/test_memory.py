@@ -1,0 +1,83 @@
+"""`gpu_memory` on a real GPU: kept to, KV cache included; and what comes of too little."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.bench.model_shapes import ModelShape
+from tandem.bench.random_model import build_random_model
+from tandem.core.errors import CapacityError
+from tandem.hf.config import OffloadConfig
+from tandem.hf.cuda_rows import new_cuda_rows
+from tandem.kernels.dense import CpuThreads
+from tandem.sim.profiles import save_profile
+from tests.gpu.models import DEVICE, IS_DRY
+from tests.offload.machines import make_machine
+
+# About 1.6 GB of experts and 0.2 GB of dense parts.
+SHAPE = ModelShape(
+    "qwen3_moe",
+    {
+        "hidden_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 16,
+        "num_key_value_heads": 4, "head_dim": 64, "num_experts": 64, "num_experts_per_tok": 4,
+        "moe_intermediate_size": 512, "intermediate_size": 2048, "norm_topk_prob": True,
+        "vocab_size": 32_000, "max_position_embeddings": 8192,
+    },
+)  # fmt: skip
+
+
+def build(tmp_path: Path, gpu_memory: str, link_bandwidth: str | None = None) -> Any:
+    profile = tmp_path / "made-up.json"
+    save_profile(make_machine(cpu=2e-4, gpu=4e-5, link=2e-4, dense=1e-4).profile, profile)
+    config = OffloadConfig(
+        device="cuda",
+        expert_dtype="bf16",
+        gpu_memory=gpu_memory,
+        link_bandwidth=link_bandwidth,
+        profile=str(profile),
+        cache_dir=str(tmp_path),
+        start_content="random",
+    )
+    threads = CpuThreads(num_threads=4, isa="")
+    return build_random_model(SHAPE, config, threads, dense_dtype="none", device=DEVICE)
+
+
+def test_the_peak_stays_within_two_hundredths_of_gpu_memory(tmp_path: Path) -> None:
+    limit = 1_200_000_000
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    model = build(tmp_path, str(limit))
+    rows = new_cuda_rows(model, [[50] * 2000], 200, has_replay=True)
+    rows.prefill()
+    for step in range(20):
+        rows.decode([60 + step])
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_reserved() <= 1.02 * limit
+    assert model.hf_quantizer.executor.cache.num_slots >= 64  # and it is used
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_a_long_text_takes_memory_from_the_expert_cache(tmp_path: Path) -> None:
+    model = build(tmp_path, "1.2GB")
+    cache = model.hf_quantizer.executor.cache
+    before = cache.num_slots
+    rows = new_cuda_rows(model, [[50] * 100] * 16, 8000, has_replay=False)
+    rows.prefill()
+    rows.cache.reserve(8000)  # 16 rows of it are more than was kept for the KV cache
+    rows.decode([50] * 16)
+    assert cache.num_slots > 0
+    assert cache.num_slots < before or IS_DRY
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_too_little_memory_says_what_is_needed(tmp_path: Path) -> None:
+    with pytest.raises(CapacityError, match="give at least"):
+        build(tmp_path, "10MB")
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_more_memory_than_the_card_has_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CapacityError, match="the device has"):
+        build(tmp_path, "100TB")

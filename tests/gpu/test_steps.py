@@ -1,0 +1,111 @@
+"""Decode steps on a GPU: captured, equal to the model's own, without a wait that is not meant."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.generate.generator import Generator
+from tandem.hf.cuda_rows import CudaRows, new_cuda_rows
+from tests.gpu.models import DEVICE, IS_DRY, compare_logits, load_hybrid, load_pair
+from tests.hf.tiny import save_tiny_checkpoint
+
+PROMPTS = [[40, 41, 42], [60] * 9]
+CAPTURED = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v2", "gemma4")
+
+
+def replaying_rows(model: Any, prompts: list[list[int]] = PROMPTS) -> CudaRows:
+    """Return rows whose steps come from captured pieces."""
+    rows = new_cuda_rows(model, prompts, 60, has_replay=True)
+    rows.prefill()
+    for step in range(8):
+        rows.decode([50 + step] * len(prompts))
+    assert rows.step.is_replaying, rows.step.why_not
+    return rows
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_captured_steps_say_what_the_cpu_says(tmp_path: Path, name: str) -> None:
+    alone, hybrid = load_pair(tmp_path, name, torch.bfloat16)
+    captured = new_cuda_rows(hybrid, PROMPTS, 60, has_replay=True)
+    plain = Generator(alone).rows(PROMPTS, 60)
+    captured.prefill(), plain.prefill()
+    for step in range(16):
+        tokens = [50 + step, 70 - step]
+        divergence, is_same = compare_logits(captured.decode(tokens), plain.decode(tokens), 1.0)
+        assert divergence <= 2e-2, step
+        assert is_same, step
+    assert captured.step.is_replaying, captured.step.why_not
+    assert captured.step.num_pieces == len(hybrid.hf_quantizer.store) + 1
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory = tmp_path_factory.mktemp("models")
+    checkpoint = save_tiny_checkpoint(directory / "mixtral", "mixtral")
+    return load_hybrid(checkpoint, "bfloat16", directory)
+
+
+def test_a_step_hides_no_wait(model: Any) -> None:
+    """torch raises wherever one of its own operations would make the host wait."""
+    rows = replaying_rows(model)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in range(6):
+            rows.decode([60 + step] * len(PROMPTS))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.skipif(IS_DRY, reason="there is nothing to see")
+def test_the_profiler_sees_one_wait_a_layer(model: Any) -> None:
+    rows, steps = replaying_rows(model), 5
+    num_layers = len(model.hf_quantizer.store)
+    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds) as profile:
+        for step in range(steps):
+            rows.decode([60 + step] * len(PROMPTS))
+    counts = {event.key: event.count for event in profile.key_averages()}
+    # The router's choice; a second wait where the CPU alone computes a layer.
+    assert 0 < counts.get("cudaEventSynchronize", 0) <= 2 * num_layers * steps
+    assert counts.get("cudaStreamSynchronize", 0) == 0
+    # The profiler itself waits when it stops.
+    assert counts.get("cudaDeviceSynchronize", 0) <= 1
+
+
+def logits_of(model: Any, prompt: list[int], times: int = 1) -> torch.Tensor:
+    """Run a prompt, several times if the GPU must have had some work for certain."""
+    with torch.no_grad():
+        for _ in range(times):
+            logits: torch.Tensor = model(torch.tensor([prompt]).to(DEVICE)).logits
+    return logits
+
+
+def test_an_error_in_the_middle_of_a_step_leaves_the_model_usable(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tandem.core.errors import ExecutionError
+    from tandem.offload.cuda_kernels import TorchKernels, TritonKernels
+
+    expected = logits_of(model, PROMPTS[0]).clone()
+
+    def failing(*args: object) -> None:
+        raise RuntimeError("CUDA error: made up")
+
+    with monkeypatch.context() as patch:
+        for kernels in (TorchKernels, TritonKernels):
+            patch.setattr(kernels, "prepare", failing)
+        with pytest.raises(ExecutionError, match="made up"):
+            logits_of(model, PROMPTS[1], times=8)
+    divergence, _ = compare_logits(logits_of(model, PROMPTS[0]), expected)
+    assert divergence <= 2e-2
+
+
+def test_generate_gives_text_through_the_whole_stack(model: Any) -> None:
+    model.generation_config.eos_token_id = None
+    generator = Generator(model)
+    for _ in range(2):
+        answer = generator.generate(PROMPTS[0], max_new_tokens=24, temperature=0)[0]
+        assert len(answer.token_ids) == 24
+    assert generator.why_padded is None
