@@ -2,21 +2,24 @@
 // are multiplied as they come. Bound by memory with one token, by arithmetic from about four.
 #pragma once
 
+#include <algorithm>
+
 #include "weights.hpp"
 
 namespace tandem {
 namespace {
 
-// The hardware follows a stream only to the end of a page. 1 to 6 KB ahead made int4 with one token a
-// third faster (Sapphire Rapids, 2 threads).
+// The hardware follows a stream only to the end of a page. 1 to 6 KB ahead made int4 with one token
+// a third faster (Sapphire Rapids, 2 threads).
 constexpr std::int64_t kAheadBytes = 4096;
 
-TANDEM_INLINE void prefetch(const std::uint8_t* data) {
-  _mm_prefetch(reinterpret_cast<const char*>(data + kAheadBytes), _MM_HINT_T0);
+TANDEM_INLINE void prefetch(const std::uint8_t* data, std::int64_t ahead) {
+  _mm_prefetch(reinterpret_cast<const char*>(data + ahead), _MM_HINT_T0);
 }
 
-// A group's scales are read once, in a stream too slow for the hardware to follow: without this they
-// cost a third of the time with eight tokens. `groups` ahead is the same place of the next block.
+// A group's scales are read once, in a stream too slow for the hardware to follow: without this
+// they cost a third of the time with eight tokens. `groups` ahead is the same place of the next
+// block.
 template <Format F>
 TANDEM_INLINE void prefetch_scales(const PackedMatrix& m, std::int64_t index, std::int64_t groups) {
   const std::uint8_t* at = m.scales + (index + groups) * kScaleBytes<F>;
@@ -28,19 +31,22 @@ template <int T>
 constexpr int kIntegerChains = T < 5 ? 2 : 1;
 
 template <Format F, int T>
-TANDEM_INLINE const std::uint8_t* multiply_group(const std::uint8_t* data, std::int64_t group,
-                                                 const std::int8_t* q, std::int64_t stride,
+TANDEM_INLINE const std::uint8_t* multiply_group(const std::uint8_t* data, std::int64_t ahead,
+                                                 std::int64_t group, const std::int8_t* q,
+                                                 std::int64_t stride,
                                                  __m512i (&sums)[kIntegerChains<T>][T]) {
   for (std::int64_t k = 0; k < group; k += 8) {
     __m512i w[2];
-    prefetch(data);
-    load_codes<F>(data, w);
+    prefetch(data, ahead);
+    w[0] = w[1] = _mm512_loadu_si512(data);
     data += 64;
     if constexpr (F == Format::kInt8) {
-      prefetch(data);
-      load_codes<F>(data, w + 1);
+      prefetch(data, ahead);
+      w[1] = _mm512_loadu_si512(data);
       data += 64;
     }
+    w[0] = decode_codes<F, 0>(w[0]);
+    w[1] = decode_codes<F, 1>(w[1]);
     each<T>([&](auto t) TANDEM_INLINED {
       const std::int8_t* at = q + t * stride + k;
       constexpr int kLast = kIntegerChains<T> - 1;
@@ -53,7 +59,7 @@ TANDEM_INLINE const std::uint8_t* multiply_group(const std::uint8_t* data, std::
 
 template <Format F, int T>
 void few_integer(const PackedMatrix& m, std::int64_t block, const Activations& x,
-                 const Output& out) {
+                 std::int64_t ahead, const Output& out) {
   const std::int64_t groups = m.cols / m.group;
   const std::uint8_t* data = m.data + block * m.cols / kLineColumns<F> * 64;
   __m512 total[T];
@@ -66,7 +72,7 @@ void few_integer(const PackedMatrix& m, std::int64_t block, const Activations& x
       sums[0][t] = F == Format::kInt4Zero ? _mm512_setzero_si512()
                                           : _mm512_set1_epi32(x_sums[t * x.group_stride]);
     });
-    data = multiply_group<F, T>(data, m.group, x.quantized + g * m.group, x.stride, sums);
+    data = multiply_group<F, T>(data, ahead, m.group, x.quantized + g * m.group, x.stride, sums);
     const std::int64_t index = block * groups + g;
     prefetch_scales<F>(m, index, groups);
     const __m512 w_scale = load_scales<F>(m.scales, index);
@@ -93,16 +99,18 @@ TANDEM_INLINE void clear(__m512 (&sums)[2][T]) {
 // Even and odd pairs of columns are summed apart, as many tokens do, so that a result does not
 // depend on how many tokens there are.
 template <int T>
-void few_bf16(const PackedMatrix& m, std::int64_t block, const Activations& x, const Output& out) {
+void few_bf16(const PackedMatrix& m, std::int64_t block, const Activations& x, std::int64_t ahead,
+              const Output& out) {
   const std::uint8_t* data = m.data + block * m.cols * kBlockRows * 2;
   __m512 sums[2][T];
   clear(sums);
   for (std::int64_t k = 0; k < m.cols; k += 4, data += 128) {
     each<2>([&](auto i) TANDEM_INLINED {
-      prefetch(data + 64 * i);
+      prefetch(data + 64 * i, ahead);
       const __m512i w = _mm512_loadu_si512(data + 64 * i);
       each<T>([&](auto t) TANDEM_INLINED {
-        sums[i][t] = multiply_add_bf16(sums[i][t], w, broadcast4(x.bf16 + t * x.stride + k + 2 * i));
+        const std::uint16_t* at = x.bf16 + t * x.stride + k + 2 * i;
+        sums[i][t] = multiply_add_bf16(sums[i][t], w, broadcast4(at));
       });
     });
   }
@@ -110,7 +118,8 @@ void few_bf16(const PackedMatrix& m, std::int64_t block, const Activations& x, c
 }
 
 template <int T>
-void few_fp8(const PackedMatrix& m, std::int64_t block, const Activations& x, const Output& out) {
+void few_fp8(const PackedMatrix& m, std::int64_t block, const Activations& x, std::int64_t ahead,
+             const Output& out) {
   const E4m3Decoder decoder;
   const std::int64_t groups = m.cols / m.group;
   const std::uint8_t* data = m.data + block * m.cols * kBlockRows;
@@ -121,7 +130,7 @@ void few_fp8(const PackedMatrix& m, std::int64_t block, const Activations& x, co
     clear(sums);
     for (std::int64_t k = g * m.group; k < (g + 1) * m.group; k += 4, data += 64) {
       __m512i w[2];
-      prefetch(data);
+      prefetch(data, ahead);
       decoder.decode(data, w);
       each<T>([&](auto t) TANDEM_INLINED {
         const std::uint16_t* at = x.bf16 + t * x.stride + k;
@@ -140,12 +149,13 @@ void few_fp8(const PackedMatrix& m, std::int64_t block, const Activations& x, co
 // A register of 16 halves holds two columns of eight rows: lanes of even and of odd columns, which
 // are added at the end.
 template <int T>
-void few_fp16(const PackedMatrix& m, std::int64_t block, const Activations& x, const Output& out) {
+void few_fp16(const PackedMatrix& m, std::int64_t block, const Activations& x, std::int64_t ahead,
+              const Output& out) {
   const std::uint8_t* data = m.data + block * m.cols * kBlockRows * 2;
   __m512 sums[2][T];
   clear(sums);
   for (std::int64_t k = 0; k < m.cols; k += 2, data += 64) {
-    prefetch(data);
+    prefetch(data, ahead);
     const __m512i w = _mm512_loadu_si512(data);
     const __m512 top = _mm512_cvtph_ps(_mm512_castsi512_si256(w));
     const __m512 bottom = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(w, 1));
@@ -166,11 +176,55 @@ void few_fp16(const PackedMatrix& m, std::int64_t block, const Activations& x, c
 }
 
 template <Format F, int T>
-void few_tokens(const PackedMatrix& m, std::int64_t block, const Activations& x, const Output& out) {
-  if constexpr (F == Format::kBf16) return few_bf16<T>(m, block, x, out);
-  if constexpr (F == Format::kFp8) return few_fp8<T>(m, block, x, out);
-  if constexpr (F == Format::kFp16) return few_fp16<T>(m, block, x, out);
-  if constexpr (is_integer(F)) return few_integer<F, T>(m, block, x, out);
+void few_tokens(const PackedMatrix& m, std::int64_t block, const Activations& x, std::int64_t ahead,
+                const Output& out) {
+  if constexpr (F == Format::kBf16) return few_bf16<T>(m, block, x, ahead, out);
+  if constexpr (F == Format::kFp8) return few_fp8<T>(m, block, x, ahead, out);
+  if constexpr (F == Format::kFp16) return few_fp16<T>(m, block, x, ahead, out);
+  if constexpr (is_integer(F)) return few_integer<F, T>(m, block, x, ahead, out);
+}
+
+constexpr std::int64_t kFewTokens = 8;
+
+template <Format F>
+void few_at_once(const PackedMatrix& m, std::int64_t block, const Activations& x,
+                 std::int64_t num_tokens, std::int64_t ahead, const Output& out) {
+  switch (num_tokens) {
+    case 1: return few_tokens<F, 1>(m, block, x, ahead, out);
+    case 2: return few_tokens<F, 2>(m, block, x, ahead, out);
+    case 3: return few_tokens<F, 3>(m, block, x, ahead, out);
+    case 4: return few_tokens<F, 4>(m, block, x, ahead, out);
+    case 5: return few_tokens<F, 5>(m, block, x, ahead, out);
+    case 6: return few_tokens<F, 6>(m, block, x, ahead, out);
+    case 7: return few_tokens<F, 7>(m, block, x, ahead, out);
+    case 8: return few_tokens<F, 8>(m, block, x, ahead, out);
+  }
+}
+
+inline Activations from_token(Activations x, std::int64_t token) {
+  if (x.quantized != nullptr) {
+    x.quantized += token * x.stride;
+    x.scales += token * x.group_stride;
+    x.sums += token * x.group_stride;
+  }
+  if (x.bf16 != nullptr) x.bf16 += token * x.stride;
+  if (x.fp32 != nullptr) x.fp32 += token * x.stride;
+  return x;
+}
+
+// Any number of tokens, `kFewTokens` at a time. The first ones bring a block into the cache, the
+// second ones fetch the next block.
+template <Format F>
+void few_by_few(const PackedMatrix& m, std::int64_t block, bool is_last, const Activations& x,
+                std::int64_t num_tokens, std::int64_t num_rows, float* out, std::int64_t stride) {
+  const std::int64_t block_bytes = m.cols * kBlockRows * bits_per_code(F) / 8;
+  for (std::int64_t t = 0; t < num_tokens; t += kFewTokens) {
+    const std::int64_t ahead = t == 0                        ? kAheadBytes
+                               : t == kFewTokens && !is_last ? block_bytes
+                                                             : 0;
+    few_at_once<F>(m, block, from_token(x, t), std::min(kFewTokens, num_tokens - t), ahead,
+                   Output::of(m, block, num_rows, out + t * stride, stride));
+  }
 }
 
 }  // namespace

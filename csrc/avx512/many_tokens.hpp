@@ -6,22 +6,16 @@
 namespace tandem {
 namespace {
 
-// int4 and mxfp4 have become int8 codes in the panel: the same tile serves them.
 template <Format F>
-constexpr Format kTileFormat =
-    F == Format::kInt4 || F == Format::kMxfp4 ? Format::kInt8 : F;
-
-template <Format F, int B>
-void multiply_panel(const Panel& panel, std::int64_t group, Columns columns, const Activations& x,
+void multiply_panel(const Panel& panel, Columns columns, const Activations& x,
                     std::int64_t num_tokens, const Results& results, Ahead ahead) {
-  constexpr Format T = kTileFormat<F>;
   for (std::int64_t t = 0; t < num_tokens; t += kTileTokens) {
-    for (int b = 0; b < kPanelBlocks; b += B) {
+    for (int b = 0; b < kPanelBlocks; b += kTileBlocks<F>) {
       switch (num_tokens - t) {
-        case 1: tile<T, B, 1>(panel, b, group, columns, x, t, results, ahead); break;
-        case 2: tile<T, B, 2>(panel, b, group, columns, x, t, results, ahead); break;
-        case 3: tile<T, B, 3>(panel, b, group, columns, x, t, results, ahead); break;
-        default: tile<T, B, kTileTokens>(panel, b, group, columns, x, t, results, ahead);
+        case 1: tile<F, 1>(panel, b, columns, x, t, results, ahead); break;
+        case 2: tile<F, 2>(panel, b, columns, x, t, results, ahead); break;
+        case 3: tile<F, 3>(panel, b, columns, x, t, results, ahead); break;
+        default: tile<F, kTileTokens>(panel, b, columns, x, t, results, ahead);
       }
     }
   }
@@ -32,15 +26,15 @@ template <Format F>
 Results results_of(const PackedMatrix& m, Blocks blocks, std::int64_t num_tokens,
                    std::int64_t num_rows, float* out, std::int64_t stride) {
   thread_local Lines<float> memory;
-  float* kept = m.cols <= kPanelColumns<F>
-                    ? nullptr
-                    : memory.of(num_tokens * kPanelBlocks * kParts<F>);
+  const bool is_kept = m.cols > kPanelColumns<F>;
+  float* kept = is_kept ? memory.of(num_tokens * kPanelBlocks * kParts<F>) : nullptr;
   Results results{kept, kParts<F>, true, true, blocks.count, {}};
   for (int b = 0; b < blocks.count; ++b)
     results.to[b] = Output::of(m, blocks.first + b, num_rows, out, stride);
   return results;
 }
 
+// Groups of `kTileGroup`, or none.
 template <Format F>
 void many_tokens(const PackedMatrix& m, std::int64_t begin, std::int64_t end, const Activations& x,
                  std::int64_t num_tokens, std::int64_t num_rows, float* out, std::int64_t stride) {
@@ -52,12 +46,10 @@ void many_tokens(const PackedMatrix& m, std::int64_t begin, std::int64_t end, co
     return Blocks{first,
                   static_cast<int>(std::clamp<std::int64_t>(end - first, 0, kPanelBlocks))};
   };
-  const int blocks_at_once = tile_blocks<F>(m.group);
   const std::int64_t num_tiles =
-      (num_tokens + kTileTokens - 1) / kTileTokens * (kPanelBlocks / blocks_at_once);
+      (num_tokens + kTileTokens - 1) / kTileTokens * (kPanelBlocks / kTileBlocks<F>);
   for (std::int64_t block = begin; block < end; block += kPanelBlocks) {
-    Results results =
-        results_of<F>(m, blocks_from(block), num_tokens, num_rows, out, stride);
+    Results results = results_of<F>(m, blocks_from(block), num_tokens, num_rows, out, stride);
     for (std::int64_t k = 0; k < m.cols; k += kPanelColumns<F>) {
       const Columns columns = columns_from(k);
       results.is_first = k == 0;
@@ -65,12 +57,9 @@ void many_tokens(const PackedMatrix& m, std::int64_t begin, std::int64_t end, co
       const std::int64_t next = results.is_last ? block + kPanelBlocks : block;
       const Ahead ahead =
           Ahead::of<F>(m, blocks_from(next), columns_from(results.is_last ? 0 : columns.end),
-                       num_tiles * pieces(columns.count(), m.group));
+                       num_tiles * num_pieces(columns.count()));
       panel.fill<F>(m, blocks_from(block), columns);
-      if (blocks_at_once == 4)
-        multiply_panel<F, 4>(panel, m.group, columns, x, num_tokens, results, ahead);
-      else
-        multiply_panel<F, 2>(panel, m.group, columns, x, num_tokens, results, ahead);
+      multiply_panel<F>(panel, columns, x, num_tokens, results, ahead);
     }
   }
 }

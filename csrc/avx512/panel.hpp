@@ -1,6 +1,7 @@
 // What many tokens are multiplied with: some columns of four row blocks, ready for the multiplier.
-// int8 and bf16 weights are read where they lie; others are decoded into memory that stays in the
-// second-level cache, from where a tile loads as fast as it multiplies.
+// Integers and bf16 are read where they lie. They stay in the second-level cache, from where a tile
+// loads as fast as it multiplies, and codes of four bits are taken apart beside the products. FP8
+// and fp16 are decoded once into memory that stays in that cache as well.
 #pragma once
 
 #include <algorithm>
@@ -13,18 +14,19 @@ namespace {
 
 constexpr int kPanelBlocks = 4;
 
-// Registers of a block in one panel, at most: 32 KB.
-constexpr std::int64_t kPanelSteps = 512;
-
 // What one register of the panel holds of each row.
 template <Format F>
-constexpr std::int64_t kStepColumns = is_integer(F) ? 4 : F == Format::kFp16 ? 1 : 2;
+constexpr std::int64_t kStepColumns = is_integer(F)         ? kLineColumns<F>
+                                      : F == Format::kFp16 ? 1
+                                                           : 2;
 
-// A multiple of every group.
+// Whole groups; up to 32 KB of each block.
+constexpr std::int64_t kDecodedSteps = 512;
 template <Format F>
-constexpr std::int64_t kPanelColumns = kPanelSteps * kStepColumns<F>;
+constexpr std::int64_t kPanelColumns = is_integer(F) ? 2048 : kDecodedSteps * kStepColumns<F>;
 
-constexpr std::int64_t kSmallestGroup = 32;
+// The groups that come here.
+constexpr std::int64_t kTileGroup = 128;
 
 struct Columns {
   std::int64_t begin, end;
@@ -83,7 +85,7 @@ class Panel {
     for (int b = 0; b < kPanelBlocks; ++b) {
       const std::int64_t block = blocks.first + std::min(b, blocks.count - 1);
       codes[b] = codes_at(m, block, columns.begin);
-      if constexpr (F != Format::kInt8 && F != Format::kBf16)
+      if constexpr (F == Format::kFp8 || F == Format::kFp16)
         codes[b] = decoded<F>(codes[b], b, columns.count());
     }
     if constexpr (F != Format::kBf16 && F != Format::kFp16) fill_scales<F>(m, blocks, columns);
@@ -96,18 +98,12 @@ class Panel {
 
   template <Format F>
   const std::uint8_t* decoded(const std::uint8_t* data, int block, std::int64_t columns) {
-    constexpr std::int64_t kBlockLines = kPanelSteps;
-    std::uint8_t* start = code_memory_.of(kPanelBlocks * kBlockLines) + block * kBlockLines * 64;
+    constexpr std::int64_t kBlockBytes = kDecodedSteps * 64;
+    std::uint8_t* start = code_memory_.of(kPanelBlocks * kDecodedSteps) + block * kBlockBytes;
     const auto put = [&](std::int64_t step, __m512i codes) TANDEM_INLINED {
       _mm512_store_si512(start + step * 64, codes);
     };
-    if constexpr (is_integer(F)) {
-      for (std::int64_t k = 0; k < columns; k += kLineColumns<F>, data += 64) {
-        __m512i w[2];
-        load_codes<F>(data, w);
-        each<kLineColumns<F> / 4>([&](auto i) TANDEM_INLINED { put(k / 4 + i, w[i]); });
-      }
-    } else if constexpr (F == Format::kFp8) {
+    if constexpr (F == Format::kFp8) {
       const E4m3Decoder decoder;
       for (std::int64_t k = 0; k < columns; k += 4, data += 64) {
         __m512i w[2];
@@ -127,7 +123,7 @@ class Panel {
 
   template <Format F>
   void fill_scales(const PackedMatrix& m, Blocks blocks, Columns columns) {
-    constexpr std::int64_t kGroups = kPanelColumns<F> / kSmallestGroup;
+    constexpr std::int64_t kGroups = kPanelColumns<F> / kTileGroup;
     float* scales = scale_memory_.of(kPanelBlocks * kGroups);
     float* minima = minimum_memory_.of(kPanelBlocks * kGroups);
     for (int b = 0; b < blocks.count; ++b) {

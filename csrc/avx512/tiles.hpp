@@ -12,19 +12,13 @@ constexpr int kTileTokens = 4;
 template <Format F>
 constexpr int kParts = F == Format::kBf16 || F == Format::kFp16 ? 2 : 1;
 
-// Row blocks in one tile: sums, totals and weights have 32 registers. With groups of 128 the totals
-// are so seldom needed that they may live in memory.
+// Row blocks in one tile: with two parts a result has two sums.
 template <Format F>
-constexpr int tile_blocks(std::int64_t group) {
-  return !is_integer(F) || group < 128 ? 2 : 4;
-}
+constexpr int kTileBlocks = is_integer(F) ? 4 : 2;
 
-// Columns between two pieces of what is fetched ahead.
-constexpr std::int64_t kFetchColumns = 128;
-
-constexpr std::int64_t pieces(std::int64_t columns, std::int64_t group) {
-  const std::int64_t each = group == 0 ? kFetchColumns : group;
-  return (columns + each - 1) / each;
+// A tile fetches a piece of the next panel before every group, of floats before as many columns.
+constexpr std::int64_t num_pieces(std::int64_t columns) {
+  return (columns + kTileGroup - 1) / kTileGroup;
 }
 
 // Results of four row blocks: kept in memory from one panel to the next, written after the last.
@@ -81,32 +75,38 @@ struct Codes {
   }
 };
 
-template <int T, int B>
-TANDEM_INLINE void multiply_group(const Codes<B>& codes, std::int64_t steps, const std::int8_t* q,
-                                  std::int64_t stride, __m512i (&sums)[T][B]) {
-  for (std::int64_t k = 0; k < steps; ++k) {
-    __m512i w[B];
-    each<B>([&](auto b) TANDEM_INLINED { w[b] = codes.load(b, k); });
-    each<T>([&](auto t) TANDEM_INLINED {
-      const __m512i four = broadcast4(q + t * stride + 4 * k);
+template <Format F, int T, int B>
+TANDEM_INLINE void multiply_group(const Codes<B>& codes, const std::int8_t* q, std::int64_t stride,
+                                  __m512i (&sums)[T][B]) {
+  for (std::int64_t line = 0; line < kTileGroup / kLineColumns<F>; ++line) {
+    each<kLineColumns<F> / 4>([&](auto half) TANDEM_INLINED {
+      __m512i w[B];
       each<B>([&](auto b) TANDEM_INLINED {
-        sums[t][b] = multiply_add_int8(sums[t][b], w[b], four);
+        w[b] = decode_codes<F, decltype(half)::value>(codes.load(b, line));
+      });
+      each<T>([&](auto t) TANDEM_INLINED {
+        const __m512i four = broadcast4(q + t * stride + line * kLineColumns<F> + 4 * half);
+        each<B>([&](auto b) TANDEM_INLINED {
+          sums[t][b] = multiply_add_int8(sums[t][b], w[b], four);
+        });
       });
     });
   }
 }
 
-template <Format F, int B, int T>
-TANDEM_INLINE void integer_tile(const Panel& panel, int first_block, std::int64_t group,
-                                Columns columns, const Activations& x, std::int64_t token,
-                                const Results& results, Ahead& ahead) {
+// The totals are so seldom needed that they may live in memory.
+template <Format F, int T>
+TANDEM_INLINE void integer_tile(const Panel& panel, int first_block, Columns columns,
+                                const Activations& x, std::int64_t token, const Results& results,
+                                Ahead& ahead) {
+  constexpr int B = kTileBlocks<F>;
   const std::int8_t* q = x.quantized + token * x.stride + columns.begin;
-  const std::int64_t first = token * x.group_stride + columns.begin / group;
+  const std::int64_t first = token * x.group_stride + columns.begin / kTileGroup;
   __m512 total[T][B];
   each_pair<T, B>([&](auto t, auto b) TANDEM_INLINED {
     total[t][b] = results.load(token + t, first_block + b);
   });
-  for (std::int64_t g = 0; g < columns.count() / group; ++g, q += group) {
+  for (std::int64_t g = 0; g < columns.count() / kTileGroup; ++g, q += kTileGroup) {
     ahead.fetch_piece();
     const std::int32_t* x_sums = x.sums + first + g;
     const float* x_scales = x.scales + first + g;
@@ -115,11 +115,8 @@ TANDEM_INLINE void integer_tile(const Panel& panel, int first_block, std::int64_
       sums[t][b] = F == Format::kInt4Zero ? _mm512_setzero_si512()
                                           : _mm512_set1_epi32(x_sums[t * x.group_stride]);
     });
-    const Codes<B> codes(panel, first_block, g * group / 4);
-    if (B == 2 && group == 32)  // a known number of steps is unrolled
-      multiply_group<T, B>(codes, 32 / 4, q, x.stride, sums);
-    else
-      multiply_group<T, B>(codes, group / 4, q, x.stride, sums);
+    const Codes<B> codes(panel, first_block, g * (kTileGroup / kStepColumns<F>));
+    multiply_group<F, T, B>(codes, q, x.stride, sums);
     each_pair<T, B>([&](auto t, auto b) TANDEM_INLINED {
       const float x_scale = x_scales[t * x.group_stride];
       const __m512 w_scale = _mm512_load_ps(panel.scales(g, first_block + b));
@@ -173,19 +170,20 @@ TANDEM_INLINE void multiply_steps(const Codes<B>& codes, std::int64_t steps, con
   }
 }
 
-template <Format F, int B, int T>
+template <Format F, int T>
 TANDEM_INLINE void float_tile(const Panel& panel, int first_block, Columns columns,
                               const Activations& x, std::int64_t token, const Results& results,
                               Ahead& ahead) {
+  constexpr int B = kTileBlocks<F>;
   Sums<T, B> sums;
   each<2>([&](auto part) TANDEM_INLINED {
     each_pair<T, B>([&](auto t, auto b) TANDEM_INLINED {
       sums[part][t][b] = results.load(token + t, first_block + b, part);
     });
   });
-  for (std::int64_t k = 0; k < columns.count(); k += kFetchColumns) {
+  for (std::int64_t k = 0; k < columns.count(); k += kTileGroup) {
     ahead.fetch_piece();
-    const std::int64_t count = std::min(kFetchColumns, columns.count() - k);
+    const std::int64_t count = std::min(kTileGroup, columns.count() - k);
     multiply_steps<F, B, T>(Codes<B>(panel, first_block, k / kStepColumns<F>),
                             count / kStepColumns<F>, x, token * x.stride + columns.begin + k, sums);
   }
@@ -194,15 +192,16 @@ TANDEM_INLINE void float_tile(const Panel& panel, int first_block, Columns colum
   });
 }
 
-template <int B, int T>
-TANDEM_INLINE void fp8_tile(const Panel& panel, int first_block, std::int64_t group,
-                            Columns columns, const Activations& x, std::int64_t token,
-                            const Results& results, Ahead& ahead) {
+template <int T>
+TANDEM_INLINE void fp8_tile(const Panel& panel, int first_block, Columns columns,
+                            const Activations& x, std::int64_t token, const Results& results,
+                            Ahead& ahead) {
+  constexpr int B = kTileBlocks<Format::kFp8>;
   __m512 total[T][B];
   each_pair<T, B>([&](auto t, auto b) TANDEM_INLINED {
     total[t][b] = results.load(token + t, first_block + b);
   });
-  for (std::int64_t g = 0; g < columns.count() / group; ++g) {
+  for (std::int64_t g = 0; g < columns.count() / kTileGroup; ++g) {
     ahead.fetch_piece();
     Sums<T, B> sums;
     each<2>([&](auto part) TANDEM_INLINED {
@@ -210,8 +209,9 @@ TANDEM_INLINE void fp8_tile(const Panel& panel, int first_block, std::int64_t gr
         sums[part][t][b] = _mm512_setzero_ps();
       });
     });
-    multiply_steps<Format::kFp8, B, T>(Codes<B>(panel, first_block, g * group / 2), group / 2, x,
-                                       token * x.stride + columns.begin + g * group, sums);
+    multiply_steps<Format::kFp8, B, T>(Codes<B>(panel, first_block, g * kTileGroup / 2),
+                                       kTileGroup / 2, x,
+                                       token * x.stride + columns.begin + g * kTileGroup, sums);
     each_pair<T, B>([&](auto t, auto b) TANDEM_INLINED {
       const __m512 sum = _mm512_add_ps(sums[0][t][b], sums[1][t][b]);
       const __m512 scale = _mm512_load_ps(panel.scales(g, first_block + b));
@@ -223,15 +223,15 @@ TANDEM_INLINE void fp8_tile(const Panel& panel, int first_block, std::int64_t gr
   });
 }
 
-template <Format F, int B, int T>
-void tile(const Panel& panel, int first_block, std::int64_t group, Columns columns,
-          const Activations& x, std::int64_t token, const Results& results, Ahead& ahead) {
+template <Format F, int T>
+TANDEM_INLINE void tile(const Panel& panel, int first_block, Columns columns, const Activations& x,
+                        std::int64_t token, const Results& results, Ahead& ahead) {
   if constexpr (is_integer(F))
-    integer_tile<F, B, T>(panel, first_block, group, columns, x, token, results, ahead);
+    integer_tile<F, T>(panel, first_block, columns, x, token, results, ahead);
   else if constexpr (F == Format::kFp8)
-    fp8_tile<B, T>(panel, first_block, group, columns, x, token, results, ahead);
+    fp8_tile<T>(panel, first_block, columns, x, token, results, ahead);
   else
-    float_tile<F, B, T>(panel, first_block, columns, x, token, results, ahead);
+    float_tile<F, T>(panel, first_block, columns, x, token, results, ahead);
 }
 
 }  // namespace

@@ -46,28 +46,23 @@ TANDEM_INLINE __m512 multiply_add_bf16(__m512 sum, __m512i weights, __m512i two)
 
 // Four bits to the unsigned code that the multiplier takes.
 template <Format F>
-__m512i decode_nibbles(__m512i nibbles) {
+TANDEM_INLINE __m512i decode_nibbles(__m512i nibbles) {
   if constexpr (F != Format::kMxfp4) return nibbles;
   const __m128i table = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
   return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), nibbles);
 }
 
-// 64 bytes of an integer format to one (int8) or two registers of four columns each.
-template <Format F>
-TANDEM_INLINE void load_codes(const std::uint8_t* data, __m512i* columns) {
-  const __m512i w = _mm512_loadu_si512(data);
-  if constexpr (F == Format::kInt8) {
-    columns[0] = w;
-  } else {
-    const __m512i mask = _mm512_set1_epi8(15);
-    columns[0] = decode_nibbles<F>(_mm512_and_si512(w, mask));
-    columns[1] = decode_nibbles<F>(_mm512_and_si512(_mm512_srli_epi16(w, 4), mask));
-  }
-}
-
 // Columns in 64 bytes of an integer format.
 template <Format F>
 constexpr std::int64_t kLineColumns = F == Format::kInt8 ? 4 : 8;
+
+// Four of the columns in 64 bytes of an integer format: the first or, of four bits, the second.
+template <Format F, int Half>
+TANDEM_INLINE __m512i decode_codes(__m512i line) {
+  if constexpr (F == Format::kInt8) return line;
+  const __m512i nibbles = Half == 0 ? line : _mm512_srli_epi16(line, 4);
+  return decode_nibbles<F>(_mm512_and_si512(nibbles, _mm512_set1_epi8(15)));
+}
 
 // e4m3 to bf16 by table: the low seven bits name the number without its sign.
 struct E4m3Table {
