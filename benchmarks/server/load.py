@@ -23,8 +23,9 @@ from typing import Any, NamedTuple
 from tests.server.running import RunningServer, running_server
 
 _ARRIVALS = Path(__file__).with_name("azure_conversations.csv")
+_TEXT = (Path(__file__).parents[2] / "tests/data/wikitext_4096.txt").read_text(encoding="utf-8")
+_CHARACTERS_PER_TOKEN = 4
 _TRIALS = 3
-_VOCABULARY = range(100, 20_000)
 
 
 class Arrival(NamedTuple):
@@ -62,8 +63,9 @@ def read_arrivals(scale: float) -> list[Arrival]:
 
 def send(server: RunningServer, arrival: Arrival, seed: int) -> Outcome:
     """Send one request as a stream and note when its tokens come."""
-    chance = random.Random(seed)
-    prompt = [chance.choice(_VOCABULARY) for _ in range(arrival.prompt_tokens)]
+    length = arrival.prompt_tokens * _CHARACTERS_PER_TOKEN
+    first = random.Random(seed).randrange(len(_TEXT))
+    prompt = (_TEXT * 2)[first : first + length]  # another beginning each time
     body = {
         "prompt": prompt, "max_tokens": arrival.generated_tokens, "temperature": 1.0, "seed": seed,
         "stream": True, "stream_options": {"include_usage": True},
@@ -176,7 +178,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--scale", type=float, default=0.25, help="of prompt and answer lengths")
-    parser.add_argument("--share", type=float, default=0.7, help="of the work of one after another")
+    parser.add_argument("--share", type=float, default=2.0, help="of what one after another fills")
     options, flags = parser.parse_known_args()
     arrivals = read_arrivals(options.scale)
     with running_server(options.model, "--max-waiting", "200", *flags) as server:

@@ -47,16 +47,17 @@ def generator_gaps(generator: Generator, tokens: int) -> list[float]:
 
 
 def overhead(server: RunningServer, generator: Generator, rounds: int, tokens: int) -> Any:
-    """Return the median seconds per token of both, in turn, and their ratio."""
+    """Return the median seconds per token of both, in turn, and the median of a turn's ratios."""
     ours, theirs = [], []
     for _ in range(rounds):
-        theirs += generator_gaps(generator, tokens)[tokens // 4 :]
-        ours += stream_gaps(server, tokens)[tokens // 4 :]
-    server_seconds, plain_seconds = statistics.median(ours), statistics.median(theirs)
+        theirs.append(statistics.median(generator_gaps(generator, tokens)[tokens // 4 :]))
+        ours.append(statistics.median(stream_gaps(server, tokens)[tokens // 4 :]))
+    ratios = [a / b - 1 for a, b in zip(ours, theirs, strict=True)]
     return {
-        "generator_tokens_per_second": round(1 / plain_seconds, 2),
-        "server_tokens_per_second": round(1 / server_seconds, 2),
-        "overhead": round(server_seconds / plain_seconds - 1, 4),
+        "generator_tokens_per_second": round(1 / statistics.median(theirs), 2),
+        "server_tokens_per_second": round(1 / statistics.median(ours), 2),
+        "overhead": round(statistics.median(ratios), 4),
+        "overhead_of_each_turn": [round(ratio, 3) for ratio in ratios],
     }
 
 
