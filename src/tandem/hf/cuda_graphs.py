@@ -12,6 +12,7 @@ A step that cannot be captured, or whose pieces give other logits, runs as the m
 """
 
 import contextlib
+import gc
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
@@ -73,6 +74,7 @@ def on_capture_stream(capture: Capture) -> Iterator[None]:
     if not isinstance(capture, CudaCapture):
         yield
         return
+    gc.collect()  # what Python frees while a piece is captured would be captured too
     torch.cuda.synchronize()
     before = torch.cuda.current_stream()
     capture.stream.wait_stream(before)

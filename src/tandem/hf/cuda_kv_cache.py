@@ -139,6 +139,12 @@ class StaticKvCache:
         group = form.num_heads // form.num_kv_heads
         keys = keys.repeat_interleave(group, 0)  # (heads, total, dim)
         values = values.repeat_interleave(group, 0)
+        is_whole = count == total and not (form.window and form.window < total)
+        if is_whole and not form.softcap and sinks is None:  # needs no mask, and has fast kernels
+            out = F.scaled_dot_product_attention(
+                query[None], keys[None], values[None], is_causal=True, scale=form.scale
+            )
+            return out[0].transpose(0, 1)
         place = torch.arange(total - count, total, device=self._device)[:, None]
         mask = _visible(place, torch.arange(total, device=self._device)[None], form.window)
         heads = None if sinks is None else sinks.reshape(form.num_heads, 1, 1)

@@ -18,6 +18,7 @@ from tandem.hf.rows import num_shared
 from tandem.hf.stepping import PaddedRows
 from tandem.kernels.attention import Segment
 from tandem.offload.expert_cache import SHRINK
+from tandem.offload.passing_executor import PassingExecutor
 
 # Bounds the activations of a long prompt; fetched experts serve this many tokens.
 MAX_STEP_TOKENS = 2048
@@ -172,11 +173,18 @@ class CudaRows:
 
     def _make_room(self) -> bool:
         """Give some of the expert cache's memory to the KV cache."""
-        cache = getattr(self._executor(), "cache", None)
+        cache = getattr(innermost(self._executor()), "cache", None)
         if cache is None or cache.num_slots == 0:
             return False
         cache.resize(int(cache.num_slots * SHRINK))
         return True
+
+
+def innermost(executor: Any) -> Any:
+    """Return what computes the experts, behind those that only pass calls on."""
+    while isinstance(executor, PassingExecutor):
+        executor = executor.inner
+    return executor
 
 
 def new_cuda_rows(
