@@ -54,6 +54,8 @@ sanitize:  ## The native kernels under AddressSanitizer and UndefinedBehaviorSan
 	@cmake --build build/sanitize >/dev/null
 	build/sanitize/check_matmul
 	build/sanitize/check_kernels
+	build/sanitize/check_layers
+	build/sanitize/check_attention
 
 test-gpu:  ## The tests that need a GPU, after a minute that says what works
 	PYTHON=$(GPU_PYTHON) benchmarks/gpu/session.sh $(GPU_OUT) build smoke tests

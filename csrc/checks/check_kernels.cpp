@@ -4,30 +4,23 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
-#include <random>
 #include <vector>
 
 #include "experts.hpp"
 #include "half.hpp"
+#include "random.hpp"
 
 namespace {
 
 using tandem::ExpertLayout;
 using tandem::Format;
+using tandem::checks::Random;
 
 constexpr int kRounds = 400;
 
 std::int64_t padded(std::int64_t size, std::int64_t multiple) {
   return (size + multiple - 1) / multiple * multiple;
 }
-
-struct Random {
-  std::mt19937 engine{12345};
-  std::int64_t between(std::int64_t low, std::int64_t high) {
-    return std::uniform_int_distribution<std::int64_t>(low, high)(engine);
-  }
-  float normal() { return std::normal_distribution<float>()(engine); }
-};
 
 struct Model {
   ExpertLayout layout;
@@ -153,7 +146,7 @@ bool is_near(const std::vector<float>& a, const std::vector<float>& b) {
 }  // namespace
 
 int main() {
-  Random random;
+  Random random(12345);
   for (int round = 0; round < kRounds; ++round) {
     const Model model = make_model(random);
     const std::int64_t num_tokens = random.between(1, 20);

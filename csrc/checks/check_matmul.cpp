@@ -5,29 +5,22 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
-#include <random>
 #include <string>
 #include <vector>
 
 #include "cpu_features.hpp"
 #include "experts.hpp"
 #include "half.hpp"
+#include "random.hpp"
 
 namespace {
 
 using tandem::ActivationForm;
 using tandem::Format;
 using tandem::Kernels;
+using tandem::checks::Random;
 
 constexpr int kRounds = 600;
-
-struct Random {
-  std::mt19937 engine{4321};
-  std::int64_t between(std::int64_t low, std::int64_t high) {
-    return std::uniform_int_distribution<std::int64_t>(low, high)(engine);
-  }
-  float normal() { return std::normal_distribution<float>()(engine); }
-};
 
 // A matrix and activations in buffers that are exactly as large as they must be.
 struct Case {
@@ -155,7 +148,7 @@ std::vector<const Kernels*> kernels_here() {
 }  // namespace
 
 int main() {
-  Random random;
+  Random random(4321);
   const auto all = kernels_here();
   for (int round = 0; round < kRounds; ++round) {
     const auto format = static_cast<Format>(round % 7);

@@ -1,0 +1,192 @@
+// Attention of random shapes on every instruction set against its definition in double precision:
+// rows of different lengths grow by a prompt and then by steps. The cache's buffers are exactly as
+// large as their layout says, so that a read or write outside is found. Built with sanitizers.
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <vector>
+
+#include "attention.hpp"
+#include "experts.hpp"
+#include "random.hpp"
+
+namespace {
+
+using tandem::KvType;
+using tandem::ValueType;
+using tandem::checks::Random;
+
+constexpr int kRounds = 60;
+
+struct Shape {
+  tandem::KvLayout layout;
+  std::int64_t heads, kv_heads, rows, capacity_blocks, window;
+  float scale, softcap;
+  std::vector<float> sinks;  // per head, or empty
+};
+
+Shape make_shape(Random& random, KvType type) {
+  Shape s{};
+  s.layout = {type, random.between(1, 80), random.between(1, 80)};
+  s.kv_heads = random.between(1, 3);
+  s.heads = s.kv_heads * random.between(1, 4);
+  s.rows = random.between(1, 3);
+  s.capacity_blocks = tandem::kKvChunk / tandem::kKvBlock * random.between(1, 3);
+  s.window = random.between(0, 2) ? 0 : random.between(1, 100);
+  s.scale = 1.0f / std::sqrt(static_cast<float>(s.layout.key_dim));
+  s.softcap = random.between(0, 3) ? 0.0f : 20.0f;
+  if (random.between(0, 2) == 0) s.sinks = random.normals(s.heads);
+  return s;
+}
+
+// What the rows hold: keys and values by row, position and KV head.
+struct History {
+  std::vector<std::vector<float>> keys, values;
+};
+
+// Tokens that are appended and attended together.
+struct Step {
+  std::vector<std::int64_t> rows, positions;
+  std::vector<float> query, key, value;
+};
+
+// `count` more tokens of one row, or of every row.
+Step make_step(Random& random, const Shape& s, const History& history, std::int64_t only_row,
+               std::int64_t count) {
+  Step step;
+  for (std::int64_t row = 0; row < s.rows; ++row) {
+    if (only_row >= 0 && row != only_row) continue;
+    const auto filled =
+        static_cast<std::int64_t>(history.keys[row].size()) / (s.kv_heads * s.layout.key_dim);
+    const std::int64_t room = s.capacity_blocks * tandem::kKvBlock - filled;
+    for (std::int64_t n = 0; n < std::min(count, room); ++n) {
+      step.rows.push_back(row);
+      step.positions.push_back(filled + n);
+    }
+  }
+  const auto tokens = static_cast<std::int64_t>(step.rows.size());
+  step.query = random.normals(tokens * s.heads * s.layout.key_dim);
+  step.key = random.normals(tokens * s.kv_heads * s.layout.key_dim);
+  step.value = random.normals(tokens * s.kv_heads * s.layout.value_dim);
+  return step;
+}
+
+void remember(const Shape& s, const Step& step, History& history) {
+  const std::int64_t key = s.kv_heads * s.layout.key_dim, value = s.kv_heads * s.layout.value_dim;
+  for (std::size_t t = 0; t < step.rows.size(); ++t) {
+    auto& keys = history.keys[step.rows[t]];
+    auto& values = history.values[step.rows[t]];
+    keys.insert(keys.end(), step.key.begin() + t * key, step.key.begin() + (t + 1) * key);
+    values.insert(values.end(), step.value.begin() + t * value,
+                  step.value.begin() + (t + 1) * value);
+  }
+}
+
+double score(const Shape& s, const float* query, const float* key) {
+  double sum = 0;
+  for (std::int64_t d = 0; d < s.layout.key_dim; ++d) sum += double{query[d]} * key[d];
+  sum *= s.scale;
+  return s.softcap > 0 ? s.softcap * std::tanh(sum / s.softcap) : sum;
+}
+
+// One token and head.
+void attend(const Shape& s, const History& history, std::int64_t row, std::int64_t position,
+            std::int64_t head, const float* query, float* out) {
+  const std::int64_t kv_head = head / (s.heads / s.kv_heads);
+  std::vector<double> sums(s.layout.value_dim, 0.0);
+  double total = s.sinks.empty() ? 0 : std::exp(double{s.sinks[head]});
+  const std::int64_t first = s.window > 0 ? std::max<std::int64_t>(0, position + 1 - s.window) : 0;
+  for (std::int64_t p = first; p <= position; ++p) {
+    const std::int64_t at = p * s.kv_heads + kv_head;
+    const double weight =
+        std::exp(score(s, query, history.keys[row].data() + at * s.layout.key_dim));
+    const float* value = history.values[row].data() + at * s.layout.value_dim;
+    for (std::int64_t d = 0; d < s.layout.value_dim; ++d) sums[d] += weight * value[d];
+    total += weight;
+  }
+  for (std::int64_t d = 0; d < s.layout.value_dim; ++d)
+    out[d] = static_cast<float>(sums[d] / total);
+}
+
+std::vector<float> expected(const Shape& s, const History& history, const Step& step) {
+  std::vector<float> out(step.rows.size() * s.heads * s.layout.value_dim);
+  for (std::size_t t = 0; t < step.rows.size(); ++t)
+    for (std::int64_t head = 0; head < s.heads; ++head) {
+      const std::int64_t at = static_cast<std::int64_t>(t) * s.heads + head;
+      attend(s, history, step.rows[t], step.positions[t], head,
+             step.query.data() + at * s.layout.key_dim, out.data() + at * s.layout.value_dim);
+    }
+  return out;
+}
+
+// An engine's own cache.
+struct Cache {
+  std::vector<std::uint8_t> keys, values;
+
+  explicit Cache(const Shape& s)
+      : keys(s.rows * s.kv_heads * s.capacity_blocks * s.layout.key_block_bytes(), 0xFF),
+        values(s.rows * s.kv_heads * s.capacity_blocks * s.layout.value_block_bytes(), 0xFF) {}
+};
+
+std::vector<float> run(tandem::AttentionEngine& engine, const Shape& s, Cache& cache,
+                       const Step& step) {
+  std::vector<float> out(step.rows.size() * s.heads * s.layout.value_dim);
+  const std::int64_t key = s.layout.key_dim, value = s.layout.value_dim;
+  const tandem::AttentionCall call{
+      s.layout, ValueType::kFp32, static_cast<std::int64_t>(step.rows.size()), s.heads, s.kv_heads,
+      cache.keys.data(), cache.values.data(), s.capacity_blocks, step.rows.data(),
+      step.positions.data(), {step.query.data(), s.heads * key, key},
+      {step.key.data(), s.kv_heads * key, key}, {step.value.data(), s.kv_heads * value, value},
+      s.scale, s.softcap, s.window, s.sinks.empty() ? nullptr : s.sinks.data(), out.data()};
+  engine.append(call);
+  engine.run(call);
+  return out;
+}
+
+bool is_near(const std::vector<float>& actual, const std::vector<float>& wanted, KvType type) {
+  double error = 0;
+  double size = 1e-30;
+  for (std::size_t i = 0; i < actual.size(); ++i) {
+    error += std::pow(double{actual[i]} - wanted[i], 2);
+    size += std::pow(double{wanted[i]}, 2);
+  }
+  const double limit = type == KvType::kFp32 ? 1e-5 : type == KvType::kBf16 ? 1.5e-2 : 4e-2;
+  return std::sqrt(error / size) < limit;
+}
+
+// A prompt of one row, then steps of all: false at the first difference.
+bool agrees(Random& random, const Shape& s, const std::string& isa) {
+  tandem::ExpertEngine threads(static_cast<int>(random.between(1, 3)), isa);
+  tandem::AttentionEngine engine(threads.pool(), isa);
+  Cache cache(s);
+  History history{std::vector<std::vector<float>>(s.rows), std::vector<std::vector<float>>(s.rows)};
+  for (int n = 0; n < 4; ++n) {
+    const Step step = n == 0 ? make_step(random, s, history, random.between(0, s.rows - 1),
+                                         random.between(1, 150))
+                             : make_step(random, s, history, -1, random.between(1, 3));
+    if (step.rows.empty()) continue;
+    remember(s, step, history);
+    if (!is_near(run(engine, s, cache, step), expected(s, history, step), s.layout.type))
+      return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+int main() {
+  Random random(2468);
+  for (int round = 0; round < kRounds; ++round) {
+    const auto type = static_cast<KvType>(round % 3);
+    const Shape shape = make_shape(random, type);
+    for (const std::string& isa : tandem::available_isas())
+      if (!agrees(random, shape, isa)) {
+        std::printf("round %d: %s differs, keys and values of type %d, %d and %d wide\n", round,
+                    isa.c_str(), static_cast<int>(type), static_cast<int>(shape.layout.key_dim),
+                    static_cast<int>(shape.layout.value_dim));
+        return 1;
+      }
+  }
+  std::printf("attention of %d random shapes equals its definition\n", kRounds);
+  return 0;
+}

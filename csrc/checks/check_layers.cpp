@@ -1,0 +1,255 @@
+// What surrounds the experts: dense matrices, small operations on rows, and experts straight from
+// the router's choice, against plain loops, over random shapes. Built with sanitizers; each buffer is
+// exactly as large as it must be.
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <numeric>
+#include <vector>
+
+#include "dense.hpp"
+#include "half.hpp"
+#include "random.hpp"
+#include "routed.hpp"
+#include "rowwise.hpp"
+
+namespace {
+
+using tandem::Format;
+using tandem::ValueType;
+using tandem::checks::Random;
+
+constexpr int kRounds = 150;
+
+// fp32 numbers as a tensor of either type has them, and as fp32 again.
+struct Values {
+  std::vector<std::uint8_t> bytes;
+  std::vector<float> numbers;
+
+  Values(std::vector<float> from, ValueType type)
+      : bytes(from.size() * tandem::value_bytes(type)), numbers(std::move(from)) {
+    const auto count = static_cast<std::int64_t>(numbers.size());
+    tandem::store_values(numbers.data(), count, type, bytes.data());
+    tandem::load_values(bytes.data(), type, count, numbers.data());
+  }
+};
+
+std::vector<float> read(const std::vector<std::uint8_t>& bytes, ValueType type) {
+  std::vector<float> numbers(bytes.size() / tandem::value_bytes(type));
+  tandem::load_values(bytes.data(), type, static_cast<std::int64_t>(numbers.size()),
+                      numbers.data());
+  return numbers;
+}
+
+ValueType any_type(Random& random) { return static_cast<ValueType>(random.between(0, 1)); }
+
+bool is_near(const std::vector<float>& actual, const std::vector<float>& wanted, double limit) {
+  double error = 0;
+  double size = 1e-12;
+  for (std::size_t i = 0; i < actual.size(); ++i) {
+    error += std::pow(double{actual[i]} - wanted[i], 2);
+    size += std::pow(double{wanted[i]}, 2);
+  }
+  return std::sqrt(error / size) < limit;
+}
+
+// bf16 weights (rows, cols) in blocks of 16 rows; docs/formats.md.
+std::vector<std::uint8_t> packed_bf16(const std::vector<float>& weights, std::int64_t rows,
+                                      std::int64_t cols, std::int64_t padded_cols) {
+  const std::int64_t blocks = (rows + 15) / 16;
+  std::vector<std::uint8_t> data(blocks * 16 * padded_cols * 2);
+  for (std::int64_t r = 0; r < rows; ++r)
+    for (std::int64_t k = 0; k < cols; ++k) {
+      const std::uint16_t bits = tandem::float_to_bf16(weights[r * cols + k]);
+      const std::int64_t chunk = r / 16 * (padded_cols / 2) + k / 2;
+      std::memcpy(data.data() + chunk * 64 + 4 * (r % 16) + 2 * (k % 2), &bits, 2);
+    }
+  return data;
+}
+
+bool dense_agrees(Random& random, tandem::ExpertEngine& engine) {
+  const std::int64_t cols = 8 * random.between(1, 30), tokens = random.between(1, 40);
+  const ValueType type = any_type(random);
+  const Values input(random.normals(tokens * cols), type);
+  std::vector<std::int64_t> rows;
+  std::vector<std::vector<float>> weights;
+  std::vector<std::vector<std::uint8_t>> data, outputs;
+  for (std::int64_t m = random.between(1, 3); m > 0; --m) {
+    rows.push_back(random.between(1, 90));
+    weights.push_back(Values(random.normals(rows.back() * cols), ValueType::kBf16).numbers);
+    data.push_back(packed_bf16(weights.back(), rows.back(), cols, cols));
+    outputs.emplace_back(tokens * rows.back() * tandem::value_bytes(type));
+  }
+  std::vector<tandem::DenseMatrix> matrices;
+  for (std::size_t m = 0; m < rows.size(); ++m)
+    matrices.push_back({{Format::kBf16, (rows[m] + 15) / 16, cols, 0, data[m].data(), nullptr,
+                         nullptr},
+                        rows[m]});
+  std::vector<const tandem::DenseMatrix*> pointers;
+  std::vector<void*> targets;
+  for (std::size_t m = 0; m < rows.size(); ++m) {
+    pointers.push_back(&matrices[m]);
+    targets.push_back(outputs[m].data());
+  }
+  tandem::DenseEngine(engine).run({static_cast<std::int64_t>(rows.size()), pointers.data(), tokens,
+                                   cols, type, input.bytes.data(), targets.data()});
+  for (std::size_t m = 0; m < rows.size(); ++m) {
+    std::vector<float> wanted(tokens * rows[m]);
+    for (std::int64_t t = 0; t < tokens; ++t)
+      for (std::int64_t r = 0; r < rows[m]; ++r)
+        wanted[t * rows[m] + r] =
+            std::inner_product(weights[m].begin() + r * cols, weights[m].begin() + (r + 1) * cols,
+                               input.numbers.begin() + t * cols, 0.0f);
+    if (!is_near(read(outputs[m], type), wanted, 1e-2)) return false;
+  }
+  return true;
+}
+
+bool norm_agrees(Random& random) {
+  const std::int64_t rows = random.between(1, 5), cols = random.between(1, 70);
+  const ValueType type = any_type(random);
+  const Values input(random.normals(rows * cols), type);
+  const std::vector<float> weight = random.normals(cols);
+  std::vector<std::uint8_t> out(input.bytes.size());
+  tandem::rms_norm({rows, cols, 1e-6f, random.between(0, 1) == 1, type, input.bytes.data(), cols,
+                    weight.data(), out.data()});
+  std::vector<float> wanted(input.numbers);
+  for (std::int64_t r = 0; r < rows; ++r) {
+    float* row = wanted.data() + r * cols;
+    const float square = std::inner_product(row, row + cols, row, 0.0f);
+    for (std::int64_t c = 0; c < cols; ++c)
+      row[c] *= weight[c] / std::sqrt(square / static_cast<float>(cols) + 1e-6f);
+  }
+  return is_near(read(out, type), wanted, 1e-2);
+}
+
+bool rotary_agrees(Random& random) {
+  const std::int64_t tokens = random.between(1, 4), heads = random.between(1, 3);
+  const std::int64_t dim = 2 * random.between(1, 40), rotated = 2 * random.between(1, dim / 2);
+  const ValueType type = any_type(random);
+  const Values x(random.normals(tokens * heads * dim), type);
+  const Values cos(random.normals(tokens * rotated), type);
+  const Values sin(random.normals(tokens * rotated), type);
+  std::vector<std::uint8_t> out(x.bytes.size());
+  tandem::rotate({tokens, heads, dim, rotated, type, x.bytes.data(), heads * dim, dim,
+                  cos.bytes.data(), sin.bytes.data(), out.data()});
+  std::vector<float> wanted(x.numbers);
+  for (std::int64_t i = 0; i < tokens * heads; ++i)
+    for (std::int64_t d = 0; d < rotated; ++d) {
+      const std::int64_t angle = i / heads * rotated + d, half = rotated / 2;
+      const float other =
+          d < half ? -x.numbers[i * dim + d + half] : x.numbers[i * dim + d - half];
+      wanted[i * dim + d] =
+          x.numbers[i * dim + d] * cos.numbers[angle] + other * sin.numbers[angle];
+    }
+  return is_near(read(out, type), wanted, 2e-2);
+}
+
+bool choice_agrees(Random& random) {
+  const std::int64_t tokens = random.between(1, 5), experts = random.between(1, 70);
+  const std::int64_t top_k = random.between(1, std::min<std::int64_t>(8, experts));
+  const Values logits(random.normals(tokens * experts), any_type(random));
+  const ValueType type =
+      logits.bytes.size() == logits.numbers.size() * 2 ? ValueType::kBf16 : ValueType::kFp32;
+  std::vector<float> weights(tokens * top_k);
+  std::vector<std::int64_t> index(tokens * top_k);
+  tandem::choose({tokens, experts, top_k, true, type, logits.bytes.data(), ValueType::kFp32,
+                  weights.data(), index.data()});
+  for (std::int64_t t = 0; t < tokens; ++t) {
+    const float* row = logits.numbers.data() + t * experts;
+    std::vector<std::int64_t> order(experts);
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(),
+                     [&](std::int64_t a, std::int64_t b) { return row[a] > row[b]; });
+    float total = 0;
+    for (std::int64_t k = 0; k < top_k; ++k) total += std::exp(row[order[k]]);
+    for (std::int64_t k = 0; k < top_k; ++k)
+      if (index[t * top_k + k] != order[k] ||
+          std::fabs(weights[t * top_k + k] - std::exp(row[order[k]]) / total) > 1e-5f)
+        return false;
+  }
+  return true;
+}
+
+// A layer of bf16 experts without a gate: relu(x U)^2 D.
+struct Layer {
+  std::int64_t hidden, inner, count;
+  std::vector<std::vector<float>> up, down;
+  std::vector<std::uint8_t> bytes;
+  tandem::RoutedLayer routed;
+};
+
+Layer make_layer(Random& random) {
+  Layer l{8 * random.between(1, 12), 16 * random.between(1, 6), random.between(1, 9), {}, {}, {}, {}};
+  tandem::ExpertLayout layout{};
+  layout.format = static_cast<int>(Format::kBf16);
+  layout.hidden_size = layout.hidden_cols = l.hidden;
+  layout.inner_rows = layout.inner_cols = l.inner;
+  layout.up_bias = layout.down_bias = -1;
+  for (std::int64_t e = 0; e < l.count; ++e) {
+    l.up.push_back(Values(random.normals(l.inner * l.hidden, 0.1f), ValueType::kBf16).numbers);
+    l.down.push_back(Values(random.normals(l.hidden * l.inner, 0.1f), ValueType::kBf16).numbers);
+    const auto up = packed_bf16(l.up.back(), l.inner, l.hidden, l.hidden);
+    const auto down = packed_bf16(l.down.back(), l.hidden, l.inner, l.inner);
+    layout.down_data = static_cast<std::int64_t>(up.size());
+    l.bytes.insert(l.bytes.end(), up.begin(), up.end());
+    l.bytes.insert(l.bytes.end(), down.begin(), down.end());
+  }
+  const auto size = static_cast<std::int64_t>(l.bytes.size()) / l.count;
+  l.routed = {layout, {tandem::Activation::kRelu2, 1, 1, 0}, l.count, l.bytes.data(), size};
+  return l;
+}
+
+void add_expert(const Layer& l, std::int64_t expert, float weight, const float* x, float* out) {
+  for (std::int64_t i = 0; i < l.inner; ++i) {
+    const float* row = l.up[expert].data() + i * l.hidden;
+    const float up = std::max(0.0f, std::inner_product(row, row + l.hidden, x, 0.0f));
+    for (std::int64_t h = 0; h < l.hidden; ++h)
+      out[h] += weight * up * up * l.down[expert][h * l.inner + i];
+  }
+}
+
+bool routed_agrees(Random& random, tandem::ExpertEngine& engine) {
+  Layer l = make_layer(random);
+  l.routed.experts = l.bytes.data();
+  const std::int64_t tokens = random.between(1, 20), top_k = random.between(1, 4);
+  const ValueType type = any_type(random);
+  const Values hidden(random.normals(tokens * l.hidden), type);
+  const Values weights(random.normals(tokens * top_k), ValueType::kFp32);
+  std::vector<std::int64_t> index(tokens * top_k);
+  for (std::int64_t& expert : index) expert = random.between(-1, l.count);  // both ends outside
+  std::vector<std::uint8_t> out(hidden.bytes.size());
+  tandem::RoutedExperts(engine).run(
+      l.routed, {tokens, top_k, type, hidden.bytes.data(), index.data(), ValueType::kFp32,
+                 weights.bytes.data(), out.data()});
+  std::vector<float> wanted(tokens * l.hidden);
+  for (std::int64_t i = 0; i < tokens * top_k; ++i)
+    if (index[i] >= 0 && index[i] < l.count)
+      add_expert(l, index[i], weights.numbers[i], hidden.numbers.data() + i / top_k * l.hidden,
+                 wanted.data() + i / top_k * l.hidden);
+  return is_near(read(out, type), wanted, 2e-2);
+}
+
+}  // namespace
+
+int main() {
+  Random random(97531);
+  for (int round = 0; round < kRounds; ++round) {
+    const auto isas = tandem::available_isas();
+    const std::string& isa = isas[round % isas.size()];
+    tandem::ExpertEngine engine(static_cast<int>(random.between(1, 3)), isa);
+    const char* wrong = !dense_agrees(random, engine)    ? "a dense matrix"
+                        : !norm_agrees(random)           ? "a norm"
+                        : !rotary_agrees(random)         ? "a rotary embedding"
+                        : !choice_agrees(random)         ? "a router's choice"
+                        : !routed_agrees(random, engine) ? "a routed layer"
+                                                         : nullptr;
+    if (wrong != nullptr) {
+      std::printf("round %d: %s differs with %s\n", round, wrong, isa.c_str());
+      return 1;
+    }
+  }
+  std::printf("%d rounds of dense matrices, rows and routed layers agree\n", kRounds);
+  return 0;
+}
