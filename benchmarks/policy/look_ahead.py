@@ -77,6 +77,11 @@ def text_ids(tokens: int) -> list[int]:
     return ids[:tokens]
 
 
+def demo_model() -> Any:
+    """Return the demo model, which must have been built."""
+    return tandem.load(cache_dir() / "models" / "demo", dtype="float32")
+
+
 def random_model(config: PretrainedConfig, scale: float) -> Any:
     """Return a model with weights of `scale` times the usual size, loaded through Tandem."""
     torch.manual_seed(0)
@@ -117,14 +122,14 @@ def main() -> int:
     print(
         f"| model | asked with | {header} | cosine |", "|---" * (3 + len(BATCHES)) + "|", sep="\n"
     )
-    models = {"demo": lambda: tandem.load(cache_dir() / "models" / "demo", dtype="float32")}
-    for name, config in random_configs().items():
-        models[f"random {name}"] = lambda config=config: random_model(config, flags.scale)
-    for name, make in models.items():
-        count = flags.tokens if name == "demo" else flags.random_tokens
-        known = VOCABULARY if name != "demo" else max(ids) + 1
-        report[name] = judged(make(), [token % known for token in ids[:count]])
-        print(*rows_of(name, report[name]), sep="\n", flush=True)
+    for name, config in [("demo", None), *random_configs().items()]:
+        if config is None:
+            model, count, known = demo_model(), flags.tokens, max(ids) + 1
+        else:
+            model, count, known = random_model(config, flags.scale), flags.random_tokens, VOCABULARY
+        title = name if config is None else f"random {name}"
+        report[title] = judged(model, [token % known for token in ids[:count]])
+        print(*rows_of(title, report[title]), sep="\n", flush=True)
     print(json.dumps(report))
     return 0
 

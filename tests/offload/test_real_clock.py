@@ -159,5 +159,5 @@ def test_size_changes_between_steps_keep_the_best_experts(store: HostStore, make
     executor.close()
 
 
-def test_a_short_stress_run_ends_well() -> None:
-    assert stress(seconds=10.0, seed=1).steps > 50
+def test_a_minute_of_stress_ends_well() -> None:
+    assert stress(seconds=60.0, seed=1).steps > 50

@@ -244,3 +244,21 @@ def test_without_slots_everything_runs_on_the_cpu() -> None:
 def test_unknown_choices_are_refused(choice: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
         PlannerSettings(**choice)
+
+
+@pytest.mark.parametrize(
+    ("source", "link", "expected"), [("gate", 1.8, [5]), ("gate", 2.2, []), ("other", 1.8, [])]
+)
+def test_a_copy_ahead_may_end_late_if_a_router_named_it_and_the_cpu_would_end_later(
+    source: str, link: float, expected: list[int]
+) -> None:
+    """The link is idle for 1.0 until the next layer; an expert takes the CPU 1.0."""
+    chosen = planner(link=link, prediction="gate", prefetch_count=1, eviction="lru")
+    for key in (0, 1):
+        chosen.residency.insert(key, 0)
+        chosen.residency.finish(key)
+    chosen.begin_step(1, 0.0)
+    hint = Hint(source, LayerLoad(1, (5,), (1,)))
+    plan = chosen.plan(LayerLoad(0, (0, 1), (1, 1)), 0.0, [hint])
+    assert plan.gpu == (0, 1)
+    assert [copy.expert for copy in plan.prefetch] == expected

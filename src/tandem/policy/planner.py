@@ -19,7 +19,7 @@ from tandem.policy.eviction.policy import Eviction
 from tandem.policy.learner import Learner
 from tandem.policy.link_queue import LinkQueue
 from tandem.policy.plan import Copy, Geometry, Hint, LayerLoad, LayerPlan
-from tandem.policy.prediction.policy import Prediction
+from tandem.policy.prediction.policy import Hintable, Prediction
 from tandem.policy.prefetch.policy import PrefetchChoice, PrefetchTerms
 from tandem.policy.prefetch.recurrence import Recurrence
 from tandem.policy.residency import COPYING, NOWHERE, READY, Residency
@@ -68,6 +68,9 @@ class Planner:
         self._never_worse_than_cpu = never_worse_than_cpu
         self._copy_price = copy_price_seconds
         self._can_prefetch = can_prefetch
+        self._hintable: Hintable | None = None
+        if can_prefetch and not prefetch.is_staged and isinstance(prediction, Hintable):
+            self._hintable = prediction
         self._step_tokens = 1
         self._dense_seconds = costs.dense(1)
         self._resident_splits: dict[int, Split] = {}
@@ -276,6 +279,27 @@ class Planner:
             kept.append(key)
         return kept
 
+    def _copies_in_time(self, layer: int, idle_seconds: float) -> int:
+        """Return how many copies ahead of a layer the link can carry while it is idle.
+
+        Where the layer's router has been asked, a copy may also end later than the layer begins, if
+        the CPU would need longer still: what is named would otherwise be fetched then.
+        """
+        copy_seconds, hintable = self.link.copy_seconds, self._hintable
+        if not copy_seconds:
+            return UNLIMITED
+        count = int(idle_seconds / copy_seconds)
+        if count or hintable is None or idle_seconds <= 0.0:
+            return count
+        is_sooner = copy_seconds - idle_seconds < self.costs.cpu[1]
+        return int(is_sooner and hintable.is_hinted(layer))
+
+    def _terms(self, first: int, room: int, idle_copies: int) -> PrefetchTerms:
+        """Return what copies ahead of the layer with this first key cost and bring."""
+        slots = self.residency.slot_of[first : first + self.geometry.num_experts]
+        gain, price = self.costs.cpu[1], self._copy_price
+        return PrefetchTerms(slots, room, idle_copies, self.link.copy_seconds, price, gain)
+
     def _idle_copies(self, now: float, next_plan: float) -> int:
         """Return how many copies end before the next layer; one if the link has nothing to do."""
         busy, copy_seconds = self.link.busy_seconds(now), self.link.copy_seconds
@@ -290,8 +314,7 @@ class Planner:
         residency, link, experts = self.residency, self.link, self.geometry.num_experts
         first, set_id = layer * experts, residency.set_of(layer)
         self.chances.layer_passed()
-        idle = next_plan - max(link.free_at, now)
-        idle_copies = int(idle / link.copy_seconds) if link.copy_seconds else UNLIMITED
+        idle_copies = self._copies_in_time(layer, next_plan - max(link.free_at, now))
         is_staged = self._prefetch.is_staged
         if idle_copies <= 0 and not is_staged:
             return ()
@@ -301,14 +324,8 @@ class Planner:
         if is_staged:
             self._release_stale(layer, in_use)
             set_id = residency.staging
-        terms = PrefetchTerms(
-            residency.slot_of[first : first + experts],
-            len(residency.free[set_id]) if is_staged else residency.capacity[set_id],
-            idle_copies,
-            link.copy_seconds,
-            self._copy_price,
-            self.costs.cpu[1],
-        )
+        room = len(residency.free[set_id]) if is_staged else residency.capacity[set_id]
+        terms = self._terms(first, room, idle_copies)
         wanted = [first + expert for expert in self._prefetch.choose(forecast, terms)]
         copies = []
         for key, victim in self._admission.least_pairs(set_id, wanted, in_use):

@@ -88,6 +88,10 @@ class Foresight:
             return self._look_ahead.blend(forecast, layer)
         return forecast
 
+    def is_hinted(self, layer: int) -> bool:
+        """Tell whether hints join in."""
+        return self._look_ahead.knows(layer)
+
     def learn(self) -> None:
         """Learn the lessons noted since the last call."""
         for lesson in self._lessons.values():

@@ -41,6 +41,10 @@ class Hinted:
         if forecast is not None and self._calibration.is_due():
             self._calibration.observe(forecast, load.experts)
 
+    def is_hinted(self, layer: int) -> bool:
+        """Tell whether there is a hint."""
+        return layer in self._forecasts
+
     def predict(self, layer: int) -> Forecast | None:
         """Return the hint of a layer."""
         return self._forecasts.get(layer)

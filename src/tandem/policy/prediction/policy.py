@@ -1,7 +1,7 @@
 """The question ahead: how much will a layer want each of its experts, before its router has run."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from tandem.policy.plan import Hint, LayerLoad
 
@@ -49,4 +49,13 @@ class Prediction(Protocol):
 
     def predict(self, layer: int) -> Forecast | None:
         """Return the forecast of a layer that this step has not reached; None if there is none."""
+        ...
+
+
+@runtime_checkable
+class Hintable(Protocol):
+    """A prediction that uses what a router said when it was asked ahead."""
+
+    def is_hinted(self, layer: int) -> bool:
+        """Tell whether the layer's own router has been asked in this step."""
         ...
