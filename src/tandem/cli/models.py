@@ -72,6 +72,9 @@ def load_tokenizer(source: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
+        if source.endswith(".gguf"):  # the tokenizer is in the file
+            file = Path(source)
+            return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         return AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
         first_line = str(error).partition("\n")[0]

@@ -17,6 +17,7 @@ from tandem.hf.config import OffloadConfig, parse_dense_dtype, parse_dtype, pars
 from tandem.hf.cuda_machine import device_map_for
 from tandem.hf.hub import HubOptions, find_directory
 from tandem.hf.mapped_files import read_ahead
+from tandem.hf.sources.gguf import open_gguf
 from tandem.hf.sources.source import Source, open_source
 from tandem.offload.host_memory import available_bytes
 
@@ -44,6 +45,8 @@ def load(
     offload = from_mapping(OffloadConfig, options, where="tandem.load")
     model_dtype = parse_dtype(dtype, field="dtype") or "auto"
     hub = HubOptions(revision, token, None if hub_cache is None else str(hub_cache))
+    if str(model).endswith(".gguf") and Path(model).is_file():
+        return _load_gguf(Path(model), offload, dtype=model_dtype, device_map=device_map)
     directory = find_directory(model, hub)
     checkpoint = open_checkpoint(directory, may_run_code=trust_remote_code)
     return load_checkpoint(
@@ -144,21 +147,62 @@ def _from_pretrained(
     config = source_config(checkpoint)
     if num_layers is not None:
         keep_first_layers(config, num_layers)
+    loaded, report = _from_source(source, config, offload, **common)
+    loaded.name_or_path = loaded.config._name_or_path = directory
+    if (checkpoint.directory / "generation_config.json").exists():
+        loaded.generation_config = transformers.GenerationConfig.from_pretrained(directory)
+    return loaded, report
+
+
+def _from_source(source: Source, config: Any, offload: OffloadConfig, **common: Any) -> Any:
+    """Let Transformers load weights that only we read; returns the model and what it reports."""
     offload.source = source
-    loader = model_class(checkpoint.config)
-    if loader is transformers.AutoModelForCausalLM:
-        loader = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    loaded, report = loader.from_pretrained(
+    return class_of(config).from_pretrained(
         None,
         config=config,
         state_dict=source.state_dict(),
         quantization_config=offload,
         **common,
     )
-    loaded.name_or_path = loaded.config._name_or_path = directory
-    if (checkpoint.directory / "generation_config.json").exists():
-        loaded.generation_config = transformers.GenerationConfig.from_pretrained(directory)
-    return loaded, report
+
+
+def _load_gguf(file: Path, offload: OffloadConfig, *, dtype: Any, device_map: Any) -> Any:
+    """Load a GGUF file; "auto" makes the dense parts bf16, as the file has no dtype of its own."""
+    config, source = open_gguf(file, empty_model)
+    dtype = torch.bfloat16 if dtype == "auto" else dtype
+    loaded, report = _from_source(
+        source, config, offload, dtype=dtype, device_map=device_map, output_loading_info=True
+    )
+    loaded.name_or_path = loaded.config._name_or_path = str(file)
+    _require_all_weights(file, report)
+    return loaded.eval()
+
+
+def class_of(config: Any) -> Any:
+    """Return the class of a config's whole model: the one that it names, or the causal one."""
+    for name in getattr(config, "architectures", None) or ():
+        if hasattr(transformers, name):
+            return getattr(transformers, name)
+    return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+
+
+def empty_model(config: Any) -> Any:
+    """Build a config's model without memory; raises `ModelError`."""
+    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            model = class_of(config)(config)
+    except (ValueError, RuntimeError, TypeError, AttributeError, KeyError) as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise ModelError(
+            f"Transformers cannot build a {config.model_type} from its config: {first_line}"
+        ) from error
+    finally:
+        torch.set_default_dtype(before)
+    model.tie_weights()
+    return model
 
 
 def keep_first_layers(config: Any, num_layers: int) -> None:

@@ -5,15 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 
-from tandem.core.errors import ModelError
 from tandem.hf.checkpoint import Checkpoint
 from tandem.hf.config import OffloadConfig, parse_dense_dtype
 from tandem.hf.dense import packable_layers
 from tandem.hf.experts import is_experts_module
-from tandem.hf.load import model_class, source_config
+from tandem.hf.load import empty_model, source_config
 from tandem.hf.quantizer import OffloadQuantizer
 from tandem.hf.save import stored_name
 from tandem.hf.sources.source import open_source
@@ -62,11 +60,13 @@ def model_sizes(checkpoint: Checkpoint, offload: OffloadConfig) -> ModelSizes:
     """Add up what a checkpoint takes with these options; raises `UnsupportedModelError`."""
     config = source_config(checkpoint)
     if checkpoint.is_packed:
-        packed = {k: v for k, v in (checkpoint.quantization or {}).items() if k != "quant_method"}
-        offload = OffloadConfig.from_dict(packed)
+        wanted = offload.dense_dtype
+        offload = OffloadConfig.from_dict(checkpoint.quantization or {})
+        if offload.dense_dtype == "none":  # then loading packs what the files have not
+            offload.dense_dtype = wanted
     elif checkpoint.quantization is not None:
         offload.source = open_source(checkpoint.files, checkpoint.quantization)
-    model = empty_model(checkpoint, config)
+    model = empty_model(config)
     quantizer = OffloadQuantizer(offload)
     quantizer.announce_layers(model)
     offload.source = None
@@ -86,28 +86,6 @@ def model_sizes(checkpoint: Checkpoint, offload: OffloadConfig) -> ModelSizes:
         source_layer_bytes=max(_plain_bytes(layer, dtype) for layer in store),
         kv_bytes_per_token=_kv_bytes_per_token(text, dtype),
     )
-
-
-def empty_model(checkpoint: Checkpoint, config: Any) -> Any:
-    """Build a checkpoint's model without memory."""
-    loader = model_class(checkpoint.config)
-    if loader is transformers.AutoModelForCausalLM:
-        loader = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device("meta"):
-            model = loader(config)
-    except (ValueError, RuntimeError, TypeError, AttributeError) as error:
-        first_line = str(error).strip().partition("\n")[0]
-        raise ModelError(
-            f"Transformers cannot build {checkpoint.directory}'s model: {first_line}"
-        ) from error
-    finally:
-        torch.set_default_dtype(before)
-    model.tie_weights()
-    return model
 
 
 def _format_name(layer: Any, dtype: torch.dtype) -> str:

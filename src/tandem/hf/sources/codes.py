@@ -29,11 +29,17 @@ class Codes:
     scales: Tensor
     zeros: Tensor | None = None
     input_order: Tensor | None = None
+    minima: Tensor | None = None
+    """Instead of zero points, (rows, groups): value = code * scale + minimum."""
 
     def coded(self, fmt: WeightFormat, name: str) -> CodedMatrix:
         """Return the codes as a packed format stores them; `ModelError` where they do not fit."""
         if self.kind != "int":
             return coded_matrix(self.codes, self.scales, fmt, name=name)
+        if self.minima is not None:
+            no_zeros = torch.zeros(self.scales.shape)
+            coded = coded_matrix(self.codes, self.scales, fmt, zeros=no_zeros, name=name)
+            return CodedMatrix(coded.codes, coded.scales, self.minima)
         assert fmt.group_size is not None
         scales, zeros = self._in_groups_of(fmt.group_size, name)
         codes = self.codes
@@ -69,7 +75,10 @@ class Codes:
         values = self.codes.float()
         if self.zeros is not None:
             values -= self.zeros.float().repeat_interleave(size, dim=1)[:, :cols]
-        return values * self.scales.float().repeat_interleave(size, dim=1)[:, :cols]
+        values = values * self.scales.float().repeat_interleave(size, dim=1)[:, :cols]
+        if self.minima is not None:
+            values += self.minima.float().repeat_interleave(size, dim=1)[:, :cols]
+        return values
 
     def _in_groups_of(self, size: int, name: str) -> tuple[Tensor, Tensor | None]:
         """Repeat scales and zeros for smaller groups: the same numbers, more often."""
