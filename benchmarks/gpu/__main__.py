@@ -133,8 +133,14 @@ def _measure(model: Any, cell: Cell, options: argparse.Namespace) -> Result:
     executor = quantizer.executor
     geometry = executor.cache.geometry
     num_experts = geometry.num_layers * geometry.num_experts
-    executor.cache.resize(max(1, int(cell.share * num_experts)))
-    path = _trace_path(options)
+    num_slots = max(1, int(cell.share * num_experts))
+    if cell.share == 1.0:  # all of them resident: nothing is planned, and no routing is forced
+        num_slots += executor.cache.settings.extra_slots(num_experts)
+        every = list(range(num_experts))
+        executor.cache.resize(num_slots, every)
+    else:
+        executor.cache.resize(num_slots)
+    path = _trace_path(options) if cell.share < 1.0 else None
     if path is not None:
         trace = read_trace(path)
         if trace.meta.n_moe_layers == geometry.num_layers:

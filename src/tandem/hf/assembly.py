@@ -72,6 +72,7 @@ class _Lanes(NamedTuple):
     make_engine: EngineMaker
     share: MemoryShare
     reserved_bytes: int = 0
+    extra_slots: int = 0  # beside one for each expert: with them all experts can be resident
 
 
 def _end(cache: ExpertCache, heat: Heat) -> None:
@@ -134,7 +135,7 @@ class _Assembly:
             lanes.share,
             device.memory(),
             slot_bytes=cache.slot_bytes,
-            num_experts=geometry.num_layers * geometry.num_experts,
+            num_experts=geometry.num_layers * geometry.num_experts + lanes.extra_slots,
             reserved_bytes=lanes.reserved_bytes,
         )
         start = STARTS.factory(config.start_content)
@@ -189,6 +190,7 @@ class _Assembly:
             parts.make_engine,
             parts.share,
             parts.reserved_bytes,
+            config.planner_settings().extra_slots(geometry.num_layers * geometry.num_experts),
         )
         return lanes, self._machine_of(parts.profile)
 

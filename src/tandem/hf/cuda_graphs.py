@@ -91,18 +91,26 @@ class Cut(NamedTuple):
     result: Tensor
 
 
+# Computes a layer as part of a piece, given the executor's arguments; None: it must be cut.
+Uncut = Callable[..., Tensor | None]
+
+
 class _Cutter:
     """Meets the model's opaque calls while it is captured, and cuts at its experts."""
 
     is_capturing = True
 
-    def __init__(self, capture: Capture) -> None:
-        self._capture = capture
+    def __init__(self, capture: Capture, uncut: Uncut | None) -> None:
+        self._capture, self._uncut = capture, uncut
         self.pieces: list[tuple[Graph, Cut | None]] = []
 
     def call(self, kind: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         if kind != "experts":
             return function(*args)  # captured like everything else
+        if self._uncut is not None:
+            result = self._uncut(*args)
+            if result is not None:
+                return result
         layer, hidden, index, weights, functions = args
         # Whatever a piece hands over must lie where the executor expects it: dense and by itself.
         hidden, index, weights = hidden.contiguous(), index.contiguous(), weights.contiguous()
@@ -121,9 +129,10 @@ class GraphedStep:
         step: Callable[[], Tensor],
         dtype: torch.dtype,
         make_capture: Callable[[], Capture] | None,
+        uncut: Uncut | None = None,
     ) -> None:
         """Take the model's own step; it may be done twice. Without a capture it stays as it is."""
-        self._step = step
+        self._step, self._uncut = step, uncut
         self._tolerance = _TOLERANCES.get(dtype)
         self._make_capture = make_capture
         self._pieces: list[tuple[Graph, Cut | None]] = []
@@ -175,7 +184,7 @@ class GraphedStep:
     def _capture_step(self) -> None:
         assert self._make_capture is not None
         capture = self._make_capture()
-        cutter = _Cutter(capture)
+        cutter = _Cutter(capture, self._uncut)
         with on_capture_stream(capture), intercepted(cutter):
             capture.begin()
             try:

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from tandem.core.errors import TandemError
 from tandem.hf.attention import AttentionSwitch
-from tandem.hf.cuda_graphs import Capture, CudaCapture, GraphedStep
+from tandem.hf.cuda_graphs import Capture, CudaCapture, GraphedStep, Uncut
 from tandem.hf.cuda_kv_cache import StaticKvCache, on_its_way
 from tandem.hf.kv_cache import NotByRowsError, stepping, transformers_cache
 from tandem.hf.rows import num_shared
 from tandem.hf.stepping import PaddedRows
 from tandem.kernels.attention import Segment
+from tandem.offload.cuda import CudaDevice
 from tandem.offload.expert_cache import SHRINK
 from tandem.offload.passing_executor import PassingExecutor
 
@@ -54,7 +55,8 @@ class CudaRows:
             self._ids = torch.zeros((len(prompts), 1), dtype=torch.int64, device=model.device)
         self._steps: dict[int, GraphedStep] = {}  # by reach, of one generation of the cache
         self._generation = 0
-        self._captured_for = self._executor()
+        self._captured_for: Any = None
+        self._captured_engine: Any = None  # another one: the slots are other memory
         self._new_cache()
 
     @property
@@ -132,9 +134,29 @@ class CudaRows:
     def _follow_executor(self) -> None:
         """Drop what was captured for another executor, and capture nothing for some."""
         executor = self._executor()
-        if executor is not self._captured_for:
-            self._captured_for = executor
+        engine = getattr(getattr(executor, "cache", None), "engine", None)
+        if executor is not self._captured_for or engine is not self._captured_engine:
+            self._captured_for, self._captured_engine = executor, engine
             self._steps.clear()
+
+    def _uncut(self) -> Uncut | None:
+        """Return what computes layers inside a piece, where all experts are resident.
+
+        Not behind executors that pass calls on: these may change the router's choice.
+        """
+        device = getattr(self._captured_for, "device", None)
+        if not isinstance(device, CudaDevice):
+            return None
+        layers = device.resident(self._captured_for.cache)
+        if layers is None:
+            return None
+        layers.prepare(self.num_rows)
+
+        def compute(layer: int, hidden: Tensor, *args: Any) -> Tensor | None:
+            is_served = layers.serves(layer, args[-1], len(hidden))
+            return layers.execute(layer, hidden, *args) if is_served else None
+
+        return compute
 
     def _step_at(self, reach: int) -> GraphedStep:
         if self._generation != self.cache.generation:

@@ -16,8 +16,10 @@ from tandem.core.units import format_bytes
 from tandem.offload.batch import ExpertBatch
 from tandem.offload.cuda_copies import SlotEvents
 from tandem.offload.cuda_kernels import DeviceKernels
+from tandem.offload.cuda_resident import ResidentLayers
 from tandem.offload.cuda_streams import Lane, Streams, Work
 from tandem.offload.device import DeviceMemory, OutOfDeviceMemoryError
+from tandem.offload.expert_cache import ExpertCache
 from tandem.offload.expert_kernels import WeightSource
 from tandem.offload.row_memory import RowMemory
 from tandem.offload.slots import SlotUse
@@ -162,6 +164,10 @@ class CudaDevice:
             self.streams.synchronize()
         while self._pinned:
             self.streams.unpin(self._pinned.pop())
+
+    def resident(self, cache: ExpertCache) -> ResidentLayers | None:
+        """Return what computes a cache's layers without a plan, once all of them are resident."""
+        return self._kernels.resident(cache, self.streams.device)
 
     def require_usable(self) -> None:
         """Raise `ExecutionError` if an error has left the GPU unusable for this process."""

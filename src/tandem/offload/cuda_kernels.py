@@ -13,6 +13,8 @@ from torch import Tensor
 
 from tandem.kernels.reference import expert_ffn
 from tandem.offload.batch import ExpertBatch
+from tandem.offload.cuda_resident import ResidentLayers
+from tandem.offload.expert_cache import ExpertCache
 from tandem.offload.expert_kernels import WeightSource
 from tandem.offload.packed_layer import PackedLayer
 
@@ -40,6 +42,9 @@ class DeviceKernels(Protocol):
     def add_rows(self, rows: Tensor, row_of: Tensor, weights: Tensor, out: Tensor) -> None:
         """Write sum over k of weight * row, first to last; all on the device, -1 adds nothing."""
 
+    def resident(self, cache: ExpertCache, device: torch.device) -> ResidentLayers | None:
+        """Return what computes layers that are all resident without a plan; None: nothing."""
+
 
 class TorchKernels:
     """Expert by expert in torch: works wherever torch does, unpacks weights for every call."""
@@ -58,6 +63,9 @@ class TorchKernels:
         for k in range(row_of.shape[1]):
             total += weights[:, k, None].float() * padded[row_of[:, k].long()]
         out.copy_(total)
+
+    def resident(self, cache: ExpertCache, device: torch.device) -> None:
+        """Have nothing: a loop over experts must know on the host which they are."""
 
 
 class TritonKernels:
@@ -94,6 +102,10 @@ class TritonKernels:
     def add_rows(self, rows: Tensor, row_of: Tensor, weights: Tensor, out: Tensor) -> None:
         """Launch the sum."""
         self._experts.add_rows(rows.contiguous(), row_of, weights.contiguous(), out)
+
+    def resident(self, cache: ExpertCache, device: torch.device) -> ResidentLayers:
+        """Return layers on these kernels."""
+        return ResidentLayers(cache, self._experts, device)
 
 
 def _compute(batch: ExpertBatch, images: Sequence[Tensor], token: Tensor) -> None:

@@ -1,0 +1,129 @@
+"""Layers whose experts are all on the GPU: no plan, no wait, nothing of the host.
+
+Every (token, expert) row is computed as if it had an expert of its own, whose address the router's
+choice looks up; experts that several tokens share are read again from the GPU's own cache. Only for
+few tokens, and all of it can be captured. It holds as long as the cache keeps its size: where every
+expert has a slot, none is ever evicted.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from tandem.kernels.formats.expert import ExpertLayout
+from tandem.kernels.native import NativeActivation
+from tandem.kernels.triton.rows import GroupedRows
+from tandem.offload.batch import ExpertFunctions
+from tandem.offload.expert_cache import ExpertCache
+from tandem.offload.packed_layer import PackedLayer
+
+MAX_TOKENS = 8  # more are worth sorting by expert
+
+
+class GroupedExperts(Protocol):
+    """The kernels: see `kernels.triton.experts.TritonExperts`."""
+
+    def compute(
+        self,
+        layout: ExpertLayout,
+        activation: NativeActivation | None,
+        hidden: Tensor,
+        rows: GroupedRows,
+        out: Tensor,
+    ) -> None:
+        """Write one fp32 row per (token, expert)."""
+
+    def add_rows(self, rows: Tensor, row_of: Tensor, weights: Tensor, out: Tensor) -> None:
+        """Write sum over k of weight * row."""
+
+
+class _Places(NamedTuple):
+    """What is the same in every call of a size."""
+
+    begin: Tensor
+    row_token: Tensor
+    row_of: Tensor
+    none: Tensor
+
+
+class ResidentLayers:
+    """The layers of a cache that has a slot for every expert."""
+
+    def __init__(self, cache: ExpertCache, experts: GroupedExperts, device: torch.device) -> None:
+        """Compute with `experts` from a cache's slots on `device`."""
+        self._cache, self._experts, self._device = cache, experts, device
+        self._tables: dict[int, Tensor] = {}
+
+    def serves(self, layer: int, functions: ExpertFunctions, num_tokens: int) -> bool:
+        """Tell whether a layer is computed here: all of it resident, packed and plainly gated."""
+        host, cache = self._cache.store[layer], self._cache
+        if not isinstance(host, PackedLayer) or host.input_order is not None:
+            return False
+        if functions.native is None or functions.post_norm is not None:
+            return False
+        return num_tokens <= MAX_TOKENS and cache.planner.residency.has_every_expert()
+
+    def execute(
+        self,
+        layer: int,
+        hidden: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        functions: ExpertFunctions,
+    ) -> Tensor:
+        """Queue a layer; see `Executor`."""
+        host = self._cache.store[layer]
+        assert isinstance(host, PackedLayer)
+        num_tokens, top_k = top_k_index.shape
+        table = self._table(layer)
+        known = top_k_index.clamp(0, len(table) - 1)  # others are padding
+        places = _places(num_tokens, top_k, self._device)
+        rows = GroupedRows(
+            table[known.view(-1)],
+            places.begin,
+            places.row_token,
+            tile_expert=places.none,
+            tile_first=places.none,
+            most_tokens=1,
+            block_rows=0,
+        )
+        computed = hidden.new_empty(num_tokens * top_k, hidden.shape[1], dtype=torch.float32)
+        self._experts.compute(host.layout, functions.native, hidden.contiguous(), rows, computed)
+        row_of = torch.where(known == top_k_index, places.row_of, -1)
+        out = torch.empty_like(hidden)
+        self._experts.add_rows(computed, row_of, top_k_weights.float().contiguous(), out)
+        return out
+
+    def prepare(self, num_tokens: int) -> None:
+        """Make what must be there before a step is captured."""
+        _places(num_tokens, self._cache.geometry.top_k, self._device)
+        if self._cache.planner.residency.has_every_expert():
+            for layer in range(len(self._cache.store)):
+                self._table(layer)
+
+    def _table(self, layer: int) -> Tensor:
+        """Return the addresses of a layer's experts: (num_experts,) int64, on the device."""
+        if layer not in self._tables:
+            cache, first = self._cache, layer * self._cache.geometry.num_experts
+            slot_of, slots = cache.planner.residency.slot_of, cache.engine.slots
+            addresses = [
+                slots.memory(slot_of[first + expert]).data_ptr()
+                for expert in range(cache.store[layer].arrivals.num_experts)
+            ]
+            self._tables[layer] = torch.tensor(addresses, device=self._device)
+        return self._tables[layer]
+
+
+@lru_cache(maxsize=64)
+def _places(num_tokens: int, top_k: int, device: torch.device) -> _Places:
+    count = num_tokens * top_k
+    with torch.inference_mode(False):
+        every = torch.arange(count + 1, dtype=torch.int32, device=device)
+        return _Places(
+            every,
+            torch.div(every[:count], top_k, rounding_mode="floor"),
+            every[:count].view(num_tokens, top_k),
+            every[:0],
+        )
