@@ -121,7 +121,7 @@ def replay(server: RunningServer, arrivals: list[Arrival], stretch: float, secon
         time.sleep(max(0.0, begin + due - time.perf_counter()))
         arrival = arrivals[place]
         thread = threading.Thread(
-            target=lambda a=arrival, n=number: outcomes.append(send(server, a, n))  # type: ignore[misc]
+            target=lambda a=arrival, n=number: outcomes.append(send(server, a, n))
         )
         thread.start()
         threads.append(thread)

@@ -96,7 +96,8 @@ def byte_ceiling(model: Any) -> float:
             experts += layer.num_bytes / count * touched
         return dense + experts
 
-    return _STREAMS * step_bytes(1) / step_bytes(_STREAMS)
+    ratio: float = _STREAMS * step_bytes(1) / step_bytes(_STREAMS)
+    return ratio
 
 
 def release(model: str, flags: list[str], rounds: int) -> Any:

@@ -1,0 +1,105 @@
+"""Replicas of the server behind one endpoint, on a Ray cluster: an application for Ray Serve.
+
+    serve run tandem.cli.replicas:application model=demo replicas=2
+
+Each replica is a whole server with a model of its own; Ray starts them, spreads requests and starts
+anew what dies. The options are those of `tandem serve`, with underscores.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import os
+import typing
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tandem.cli.models import find_model, load_model_and_tokenizer, load_tokenizer
+from tandem.core.config import field_type
+from tandem.core.errors import ConfigError
+from tandem.core.registry import nearest_names
+from tandem.offload.options import OffloadOptions
+from tandem.server.options import ServerOptions
+
+_OPTIONS = (ServerOptions, OffloadOptions)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaOptions:
+    """What is served, and on how much of each machine."""
+
+    model: str = "demo"
+    replicas: int = 2
+    cpus: float = 1.0
+    """Cores that Ray sets aside for a replica."""
+    gpus: float = 0.0
+    dense_dtype: str = "auto"
+
+
+def application(arguments: Mapping[str, str]) -> Any:
+    """Return the application for `serve run`; raises `ConfigError` for a bad option."""
+    _refuse_unknown(arguments)
+    own, server, offload = (_options(kind, arguments) for kind in (ReplicaOptions, *_OPTIONS))
+    from ray import serve
+
+    build = functools.partial(_build_app, own, server, offload, os.environ.get("TANDEM_API_KEY"))
+    deployment = serve.deployment(
+        serve.ingress(lambda: build())(),
+        name="tandem",
+        num_replicas=own.replicas,
+        # A full replica says so itself, in OpenAI's form.
+        max_ongoing_requests=server.max_running + server.max_waiting + 16,
+        ray_actor_options={"num_cpus": own.cpus, "num_gpus": own.gpus},
+    )
+    return deployment.bind()
+
+
+def _build_app(
+    own: ReplicaOptions, options: ServerOptions, offload: OffloadOptions, api_key: str | None
+) -> Any:
+    """Return one replica's application; its decode process begins and ends with it."""
+    from tandem.server.app import Server, create_app
+    from tandem.server.engine_client import EngineClient
+    from tandem.server.messages import EngineSettings
+
+    directory = find_model(own.model, quiet=True)
+    load = functools.partial(
+        load_model_and_tokenizer, directory, offload, quiet=True, dense_dtype=own.dense_dtype
+    )
+    settings = EngineSettings(max_running=options.max_running, part_tokens=options.part_tokens)
+    engine = EngineClient(load, settings, max_waiting=options.max_waiting)
+    name = options.name or Path(own.model).name
+    server = Server(engine, load_tokenizer(directory), options, name)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Any) -> AsyncIterator[None]:
+        await engine.start()
+        yield
+        await engine.drain(options.shutdown_timeout)
+        await engine.close()
+
+    return create_app(server, api_key=api_key, allowed_hosts=None, lifespan=lifespan)
+
+
+def _options(kind: type[Any], arguments: Mapping[str, str]) -> Any:
+    """Return the options of a kind from `name=value` texts."""
+    hints = typing.get_type_hints(kind)
+    found = {}
+    for field in dataclasses.fields(kind):
+        if field.name not in arguments:
+            continue
+        text = str(arguments[field.name])
+        converted = field_type(hints[field.name])
+        try:
+            found[field.name] = text.lower() == "true" if converted is bool else converted(text)
+        except ValueError as error:
+            raise ConfigError(f"{field.name} is {text!r}; expected {converted.__name__}") from error
+    return kind(**found)
+
+
+def _refuse_unknown(arguments: Mapping[str, str]) -> None:
+    known = [f.name for kind in (ReplicaOptions, *_OPTIONS) for f in dataclasses.fields(kind)]
+    for name in arguments:
+        if name not in known:
+            raise ConfigError(f"unknown option {name!r}; {nearest_names(name, known)}")
