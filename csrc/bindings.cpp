@@ -23,6 +23,10 @@ void require_in_range(const ExpertCall& call, std::int64_t num_rows) {
       throw std::invalid_argument("row_begin falls from " + std::to_string(begin[e]) + " to " +
                                   std::to_string(begin[e + 1]) + " at expert " + std::to_string(e) +
                                   ", expected rows sorted by expert");
+  for (std::int64_t e = 0; e < call.num_experts; ++e)
+    if (call.experts[e] == nullptr && begin[e + 1] > begin[e])
+      throw std::invalid_argument("expert " + std::to_string(e) +
+                                  " of the call has rows but no address, expected its weights'");
   if (begin[0] != 0 || begin[call.num_experts] != num_rows)
     throw std::invalid_argument("row_begin goes from " + std::to_string(begin[0]) + " to " +
                                 std::to_string(begin[call.num_experts]) + ", expected 0 to " +

@@ -236,3 +236,14 @@ def test_routing_out_of_range_is_an_error_before_anything_is_read(
             layer.layout, layer.store, SILU, layer.hidden, torch.tensor(experts),
             torch.tensor(begin, dtype=torch.int32), torch.tensor(token, dtype=torch.int32),
         )  # fmt: skip
+
+
+def test_an_expert_with_rows_but_no_address_is_an_error() -> None:
+    layer = make_layer(find_format("int4"), 32, 32, [[0, 1, 2], [0]])
+    addresses = torch.tensor([layer.store.data_ptr(), 0])
+    begin = torch.tensor([0, 1, 2], dtype=torch.int32)
+    token = torch.tensor([0, 1], dtype=torch.int32)
+    with pytest.raises(ModelError, match="expert 1 of the call has rows but no address"):
+        ENGINES[ISAS[0]].compute_at(
+            layer.layout, addresses, SILU, layer.hidden, begin, token, torch.empty(2, 32)
+        )
