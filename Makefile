@@ -61,7 +61,7 @@ test-gpu:  ## The tests that need a GPU, after a minute that says what works
 	PYTHON=$(GPU_PYTHON) benchmarks/gpu/session.sh $(GPU_OUT) build smoke tests
 
 bench-gpu:  ## Speed on a GPU by cells of format, share of experts and batch, against other systems
-	PYTHON=$(GPU_PYTHON) SHAPE=$(SHAPE) benchmarks/gpu/session.sh $(GPU_OUT) build bench
+	PYTHON=$(GPU_PYTHON) SHAPE=$(SHAPE) benchmarks/gpu/session.sh $(GPU_OUT) build bench accelerate
 
 dry-gpu: setup  ## The GPU's tests and benchmark on their CPU twins: for whoever changes them
 	TANDEM_DRY_GPU=1 $(BIN)/pytest tests/gpu --deselect tests/gpu/test_kernels.py

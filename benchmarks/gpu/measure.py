@@ -61,8 +61,9 @@ def measure(model: Any, executor: HybridExecutor, work: Work) -> Result:
         prefill_tokens_per_second=work.batch * work.prompt_tokens / seconds,
         time_to_first_token_seconds=seconds,
         decode_tokens_per_second=work.batch * work.new_tokens / decode_seconds,
-        hit_rate=statistics.hit_rate,
-        device_share=statistics.device_share,
+        # Captured whole, with all experts resident, a step reports nothing: all were hits.
+        hit_rate=statistics.hit_rate if statistics.active else 1.0,
+        device_share=statistics.device_share if statistics.active else 1.0,
         link_gigabytes_per_second=copied / decode_seconds / 1e9,
         is_replaying=rows.step.is_replaying,
         why_not=rows.step.why_not,

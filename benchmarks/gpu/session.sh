@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # The first minutes on a machine with a GPU: correctness first, then speed, everything written down.
 #
-#   benchmarks/gpu/session.sh OUT [build|smoke|tests|bench]...     (default: all, in this order)
+#   benchmarks/gpu/session.sh OUT [build|smoke|tests|bench|accelerate]...     (default: all, in this order)
 #
 # Needs python3 with torch (CUDA), transformers, triton and the build tools; no network. Each part
 # has a limit of its own, and what it prints is in OUT as it comes. A part that fails does not keep
 # the next from running, except the build.
 set -u
 out=${1:?say where the results go}; shift
-parts=${*:-build smoke tests bench}
+parts=${*:-build smoke tests bench accelerate}
 python=${PYTHON:-python3}
 shape=${SHAPE:-qwen3-30b-a3b}
 mkdir -p "$out"
@@ -32,7 +32,8 @@ for part in $parts; do
         smoke) run smoke 120 "$python" -m benchmarks.gpu.smoke ;;
         tests) run tests 400 "$python" -m pytest tests/gpu -q --maxfail=8 --timeout=120 -p no:cacheprovider ;;
         bench) run bench 470 "$python" -m benchmarks.gpu --shape "$shape" --out "$out/$shape.json" ${BENCH_OPTIONS:-} ;;
-        *) echo "unknown part: $part (build, smoke, tests, bench)"; exit 2 ;;
+        accelerate) run accelerate 120 "$python" -m benchmarks.gpu.accelerate_offload --shape "$shape" ;;
+        *) echo "unknown part: $part (build, smoke, tests, bench, accelerate)"; exit 2 ;;
     esac
 done
 exit $failed

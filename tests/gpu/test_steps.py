@@ -40,6 +40,24 @@ def test_captured_steps_say_what_the_cpu_says(tmp_path: Path, name: str) -> None
     assert captured.step.num_pieces == len(hybrid.hf_quantizer.store) + 1
 
 
+@pytest.mark.skipif(IS_DRY, reason="needs the Triton kernels")
+def test_a_model_that_fits_is_captured_whole(tmp_path: Path) -> None:
+    alone, hybrid = load_pair(tmp_path, "mixtral", torch.bfloat16)
+    cache = hybrid.hf_quantizer.executor.cache
+    every = list(range(cache.geometry.num_layers * cache.geometry.num_experts))
+    cache.resize(len(every) + cache.settings.extra_slots(len(every)), every)
+    captured = new_cuda_rows(hybrid, PROMPTS, 60, has_replay=True)
+    plain = Generator(alone).rows(PROMPTS, 60)
+    captured.prefill(), plain.prefill()
+    for step in range(12):
+        tokens = [50 + step, 70 - step]
+        divergence, is_same = compare_logits(captured.decode(tokens), plain.decode(tokens), 1.0)
+        assert divergence <= 2e-2, step
+        assert is_same, step
+    assert captured.step.is_replaying, captured.step.why_not
+    assert captured.step.num_pieces == 1
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
     directory = tmp_path_factory.mktemp("models")
