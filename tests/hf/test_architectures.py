@@ -14,6 +14,7 @@ import torch
 import transformers
 
 import tandem
+from tandem.hf.routers import find_routers
 from tandem.offload.events import LayerExecuted
 from tests.architectures import (
     architectures,
@@ -42,6 +43,8 @@ class Report:
     """Rows of docs/models.md by architecture; those that fail have none."""
 
     rows: dict[str, str] = field(default_factory=dict)
+    blind: dict[str, str] = field(default_factory=dict)
+    """Why nothing can look ahead in a model, by architecture."""
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +111,9 @@ def test_logits_equal_transformers_eager(name: str, report: Report) -> None:
         torch.testing.assert_close(a, e, rtol=0, atol=1e-5)
         torch.testing.assert_close(r, a, rtol=0, atol=0)
     report.rows[name] = f"| {name} | {describe(tiny)} |"
+    routers = find_routers(offloaded, offloaded.hf_quantizer.bound())
+    if isinstance(routers, str):
+        report.blind[name] = routers
 
 
 @pytest.mark.parametrize("name", architectures())
@@ -177,6 +183,15 @@ def models_document(report: Report) -> str:
         "| architecture | class in the test | experts | tested |",
         "|---|---|---|---|",
         *(report.rows[name] for name in sorted(report.rows)),
+        "",
+        "## Looking ahead",
+        "",
+        "The next layer's router can be asked ahead of its turn ([runtime.md](runtime.md)), "
+        f"but for {len(report.blind)}:",
+        "",
+        "| architecture | why not |",
+        "|---|---|",
+        *(f"| {name} | {reason} |" for name, reason in sorted(report.blind.items())),
         "",
         f"## {len(refused)} are refused",
         "",

@@ -3,8 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import tandem
 from tandem.core.errors import ConfigError, FileFormatError, UnsupportedModelError
@@ -42,6 +44,32 @@ def test_a_router_asked_with_its_own_input_repeats_its_choice(name: str, tmp_pat
         with torch.no_grad():
             choice = router.choose(read[layer]).numpy()
         assert (choice == trace.experts[:, layer]).all()
+
+
+def test_a_router_that_reads_token_ids_is_foreseen_exactly(tmp_path: Path) -> None:
+    config = build_tiny_model("deepseek_v4").config
+    config.mlp_layer_types = ["hash_moe"] * len(config.mlp_layer_types)
+    hashed = AutoModelForCausalLM.from_config(config)
+    for name, table in hashed.named_buffers():
+        if name.endswith("tid2eid"):  # each token has experts of its own, in every layer others
+            scores = torch.rand(len(table), config.num_local_experts)
+            table.copy_(scores.topk(table.shape[1]).indices)
+    hashed.save_pretrained(tmp_path)
+    model = tandem.load(tmp_path, dtype="float32")
+    routers = find_routers(model, model.hf_quantizer.bound())
+    assert not isinstance(routers, str), routers
+    exact = [layer for layer, router in enumerate(routers) if layer and router.reads_tokens]
+    with recording(model) as recorder, torch.no_grad():
+        recorder.begin_sequences()
+        model(**tiny_inputs(model))
+        trace = recorder.trace("deepseek_v4")
+    assert routers[0].reads_tokens
+    assert trace.predicted is not None
+    for layer in exact:
+        for place in range(len(trace.meta.predictors)):
+            foreseen = np.sort(trace.predicted[:, layer, place])
+            assert (foreseen == np.sort(trace.experts[:, layer])).all()
+    assert exact
 
 
 def test_every_architecture_is_looked_into_without_an_error(tmp_path: Path) -> None:

@@ -38,8 +38,9 @@ class LookAhead:
         self.sources = tuple(sources)
         self._hidden: Tensor | None = None  # what the last router read: (n_tokens, hidden_size)
         self._layer = -1
+        self._token_ids: Tensor | None = None  # of this step, once a router has read them
         self._handles = [
-            router.module.register_forward_pre_hook(self._listener(layer))
+            router.module.register_forward_pre_hook(self._listener(layer), with_kwargs=True)
             for layer, router in enumerate(routers)
         ]
 
@@ -49,7 +50,11 @@ class LookAhead:
             handle.remove()
 
     def _listener(self, layer: int) -> Any:
-        def listen(module: Any, args: tuple[Any, ...]) -> None:
+        def listen(module: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+            if layer == 0:
+                self._token_ids = None
+            if self._routers[layer].reads_tokens:
+                self._token_ids = self._routers[layer].token_ids(args, options)
             hidden = args[0].detach().reshape(-1, args[0].shape[-1])
             before = self._hidden
             if self._layer == layer - 1 and before is not None and before.shape == hidden.shape:
@@ -74,6 +79,8 @@ class LookAhead:
         self.guesses = {}
         if self._hidden is None or self._layer != layer or layer + 1 >= len(self._routers):
             return ()
+        if self._routers[layer + 1].reads_tokens and self._token_ids is None:
+            return ()
         for source in self.sources:
             self.guesses[source] = self._ask(source, layer, self._hidden)
         return tuple(
@@ -84,7 +91,7 @@ class LookAhead:
     def _ask(self, source: str, layer: int, hidden: Tensor) -> Tensor:
         if source == "residual":
             hidden = hidden + self.residuals.means[layer].to(hidden.dtype)
-        return self._routers[layer + 1].choose(hidden)
+        return self._routers[layer + 1].choose(hidden, self._token_ids)
 
 
 def calibrated_path(model: Any, cache_path: Path) -> Path:

@@ -2,7 +2,7 @@
 
 A router is the submodule, near the experts, that returned the very choice which the experts then
 received. It can be asked again with another hidden state if the rest of what it takes is stored in
-the model or no tensor at all.
+the model, or the ids of the step's tokens, or no tensor at all.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,9 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tandem.hf.warm_up import WARM_UP_TOKENS, forward_tokens
+from tandem.hf.warm_up import WARM_UP_TOKENS, forward_tokens, warm_up_ids
 
 Bound = Sequence[tuple[nn.Module, int]]  # experts modules and their layers in the store
+
+
+TOKEN_IDS = object()  # stands among a router's arguments for the ids of the step's tokens
 
 
 class Router(NamedTuple):
@@ -22,18 +25,31 @@ class Router(NamedTuple):
 
     module: Any
     rest: tuple[Any, ...]
-    """What it takes after the hidden state."""
+    """What it takes after the hidden state; TOKEN_IDS where ids belong."""
     options: dict[str, Any]
     place: int
     """Where in its outputs the choice stands."""
     hidden_size: int
 
-    def choose(self, hidden: Tensor) -> Tensor:
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether it wants the ids of the step's tokens."""
+        return any(part is TOKEN_IDS for part in (*self.rest, *self.options.values()))
+
+    def token_ids(self, args: Sequence[Any], options: dict[str, Any]) -> Tensor | None:
+        """Return the ids among the arguments of a call of it."""
+        given = [*zip(self.rest, args[1:], strict=False)]
+        given += [(part, options.get(name)) for name, part in self.options.items()]
+        return next((found for part, found in given if part is TOKEN_IDS), None)
+
+    def choose(self, hidden: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """Return the experts (n_tokens, top_k) that it chooses for a hidden state.
 
         Calls `forward`, so that nothing that listens to the module hears of it.
         """
-        outputs = self.module.forward(hidden, *self.rest, **self.options)
+        rest = [token_ids if part is TOKEN_IDS else part for part in self.rest]
+        options = {k: token_ids if v is TOKEN_IDS else v for k, v in self.options.items()}
+        outputs = self.module.forward(hidden, *rest, **options)
         choice: Tensor = outputs[self.place] if isinstance(outputs, tuple | list) else outputs
         return choice.reshape(-1, choice.shape[-1])
 
@@ -54,6 +70,7 @@ def find_routers(model: Any, bound: Bound) -> list[Router] | str:
             forward_tokens(model, WARM_UP_TOKENS)
         except Exception as error:  # whatever a model's own code raises
             return f"the model does not run on text alone ({error})"
+    ids = warm_up_ids(model, WARM_UP_TOKENS)
     stored = {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     routers: dict[int, Router] = {}
     for name, layer in experts.items():
@@ -62,12 +79,13 @@ def find_routers(model: Any, bound: Bound) -> list[Router] | str:
         call = _nearest(calls, name, experts, names, choices[name])
         if call is None:
             return f"no module returned what {name} received"
-        if not call.args or not _is_replayable(call, stored):
+        if not call.args or not _is_replayable(call, stored, ids):
             return f"the router of {name} takes more than a hidden state"
         outputs = [_matches(output, choices[name]) for output in call.outputs]
-        width = call.args[0].shape[-1]
-        place = outputs.index(True)
-        routers[layer] = Router(call.module, call.args[1:], call.options, place, width)
+        rest = tuple(_kept(part, ids) for part in call.args[1:])
+        options = {key: _kept(part, ids) for key, part in call.options.items()}
+        width, place = call.args[0].shape[-1], outputs.index(True)
+        routers[layer] = Router(call.module, rest, options, place, width)
     return [routers[layer] for layer in sorted(routers)]
 
 
@@ -133,8 +151,17 @@ def _matches(output: Any, choice: Tensor) -> bool:
     )
 
 
-def _is_replayable(call: _Call, stored: set[int]) -> bool:
-    """Tell whether all but the hidden state is stored in the model, or no tensor."""
+def _is_replayable(call: _Call, stored: set[int], ids: Tensor) -> bool:
+    """Tell whether all but the hidden state is stored in the model, or token ids, or no tensor."""
     rest = (*call.args[1:], *call.options.values())
     is_hidden = isinstance(call.args[0], Tensor) and call.args[0].is_floating_point()
-    return is_hidden and all(part.data_ptr() in stored for part in rest if isinstance(part, Tensor))
+    return is_hidden and all(
+        part.data_ptr() in stored or _matches(part, ids)
+        for part in rest
+        if isinstance(part, Tensor)
+    )
+
+
+def _kept(part: Any, ids: Tensor) -> Any:
+    """Return an argument as it is kept: of token ids only that they belong there."""
+    return TOKEN_IDS if _matches(part, ids) else part

@@ -82,14 +82,21 @@ class NoExperts:
         return torch.zeros_like(hidden)
 
 
-def forward_tokens(model: Any, num_tokens: int) -> float:
-    """Run one prompt of so many tokens; returns the seconds that it took."""
+def warm_up_ids(model: Any, num_tokens: int) -> Tensor:
+    """Return the token ids (num_tokens,) of a warm-up's prompt, where the model is."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
     # Ordinary ids: multimodal models keep those that stand for images at either end.
     ids = (torch.arange(num_tokens) * 7 + 11) % max(1, vocabulary // 2)
+    there: Tensor = ids.to(model.device)
+    return there
+
+
+def forward_tokens(model: Any, num_tokens: int) -> float:
+    """Run one prompt of so many tokens; returns the seconds that it took."""
+    ids = warm_up_ids(model, num_tokens)
     begin = time.perf_counter()
     with torch.no_grad():
-        model(input_ids=ids[None].to(model.device))
+        model(input_ids=ids[None])
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
     return time.perf_counter() - begin
