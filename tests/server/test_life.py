@@ -23,6 +23,7 @@ GUARDED = (
     ("POST", "/v1/chat/completions"),
 )
 KEY = "a-long-random-string"
+ORIGIN = "https://mine.example"
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,8 @@ def small(
     tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningServer]:
     """A server with one place and one that waits, open to other machines, thus with a key."""
-    flags = ("--host", "0.0.0.0", "--max-running", "1", "--max-waiting", "1")
+    flags = ["--host", "0.0.0.0", "--max-running", "1", "--max-waiting", "1"]
+    flags += ["--allow-origin", ORIGIN]
     cache = tmp_path_factory.mktemp("cache")
     with running_server(
         tiny_checkpoint, *flags, "--shutdown-timeout", "0.5", cache=cache, TANDEM_API_KEY=KEY
@@ -88,6 +90,15 @@ def test_without_the_key_nothing_is_told(small: RunningServer) -> None:
             assert (reply.status, reply.error["code"]) == (401, "invalid_api_key"), path
     assert small.ask("GET", "/health", headers={"Authorization": ""}).status == 200
     assert small.ask("GET", "/v1/models").status == 200
+
+
+def test_the_origin_that_is_let_in_is_told_so(small: RunningServer) -> None:
+    asked = {"Origin": ORIGIN, "Access-Control-Request-Method": "POST", "Authorization": ""}
+    before = small.ask("OPTIONS", "/v1/chat/completions", headers=asked)
+    assert before.status == 204
+    answer = small.chat(max_tokens=1)
+    for reply in (before, answer):
+        assert reply.headers["access-control-allow-origin"] == ORIGIN
 
 
 def test_a_full_queue_says_when_to_come_again(small: RunningServer) -> None:

@@ -38,7 +38,7 @@ class ServerOptions:
     allow_origin: str | None = option(
         None, help="let pages of this origin call the API (CORS); default: none", metavar="ORIGIN"
     )
-    log_prompts: bool = option(False, help="write prompts and answers to the log")
+    log_prompts: bool = option(False, help="write prompts to the log")
 
     def __post_init__(self) -> None:
         """Check every range; `ConfigError` names the field, the value and what is expected."""
