@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 import time
+from statistics import median
 from typing import Any
 
 import torch
@@ -58,12 +59,12 @@ def _step_seconds(options: argparse.Namespace, num_layers: int) -> float:
     model = _model(options, num_layers)
     ids = torch.arange(PROMPT_TOKENS, device=options.device)[None] + 1
     cache = model(input_ids=ids, use_cache=True).past_key_values
-    times = []
+    times: list[float] = []
     for _ in range(WARM_STEPS + options.steps):
         begin = time.perf_counter()
         model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True).logits.argmax().item()
         times.append(time.perf_counter() - begin)
-    return sorted(times[WARM_STEPS:])[options.steps // 2]
+    return median(times[WARM_STEPS:])
 
 
 def _model(options: argparse.Namespace, num_layers: int) -> Any:
