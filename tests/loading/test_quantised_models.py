@@ -140,3 +140,19 @@ def test_different_orders_for_gate_and_up(plain: dict[str, Path], tmp_path: Path
     with pytest.raises(ModelError, match=r"gate_proj.*up_proj.* order their inputs differently"):
         tandem.load(quantised)
     tandem.load(quantised, expert_dtype="int8")
+
+
+def test_activation_order_on_a_device_and_in_recorded_steps(
+    plain: dict[str, Path], tmp_path: Path
+) -> None:
+    quantised = write_quantised(tmp_path / "q", plain["qwen3_moe"], FORMATS["gptq-order"])
+    prompt = [[40, 41, 42, 43, 44]]
+    answers = []
+    for options in ({}, {"device": "emulated", "gpu_memory": "60KB"}):
+        model = tandem.load(quantised, dtype="fp32", cache_dir=str(tmp_path), **options)
+        for has_replay in (True, False):
+            generator = tandem.Generator(model, has_replay=has_replay)
+            (answer,) = generator.generate(prompt, max_new_tokens=12)
+            answers.append(answer.token_ids)
+        model.hf_quantizer.executor.close()
+    assert all(tokens == answers[0] for tokens in answers)
