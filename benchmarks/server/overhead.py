@@ -94,10 +94,10 @@ def byte_ceiling(model: Any) -> float:
             count = layer.arrivals.num_experts
             touched = count * (1 - (1 - top_k / count) ** rows)
             experts += layer.num_bytes / count * touched
-        return dense + experts
+        total: float = dense + experts
+        return total
 
-    ratio: float = _STREAMS * step_bytes(1) / step_bytes(_STREAMS)
-    return ratio
+    return _STREAMS * step_bytes(1) / step_bytes(_STREAMS)
 
 
 def release(model: str, flags: list[str], rounds: int) -> Any:
