@@ -44,7 +44,7 @@ def tiny_model() -> Qwen3MoeForCausalLM:
 
 def gguf_names(model: Qwen3MoeForCausalLM) -> dict[str, Tensor]:
     """Return a model's tensors by their names in GGUF."""
-    found = {}
+    found: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
         prefix, _, rest = name.removeprefix("model.layers.").partition(".")
         layer = f"blk.{prefix}." if prefix.isdigit() else ""

@@ -1,6 +1,7 @@
 """Whole tiny models in every quantised format: codes taken over, answers those of the values."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -148,7 +149,8 @@ def test_activation_order_on_a_device_and_in_recorded_steps(
     quantised = write_quantised(tmp_path / "q", plain["qwen3_moe"], FORMATS["gptq-order"])
     prompt = [[40, 41, 42, 43, 44]]
     answers = []
-    for options in ({}, {"device": "emulated", "gpu_memory": "60KB"}):
+    choices: list[dict[str, Any]] = [{}, {"device": "emulated", "gpu_memory": "60KB"}]
+    for options in choices:
         model = tandem.load(quantised, dtype="fp32", cache_dir=str(tmp_path), **options)
         for has_replay in (True, False):
             generator = tandem.Generator(model, has_replay=has_replay)
