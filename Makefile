@@ -16,12 +16,12 @@ GPU_PYTHON ?= python3
 GPU_OUT ?= build/gpu
 SHAPE ?= qwen3-30b-a3b
 
-.PHONY: test-gpu bench-gpu dry-gpu run test browser setup check lint types floors unit seam-oldest docs-models sanitize fix size clean
+.PHONY: test-gpu bench-gpu dry-gpu run test setup check lint types floors unit seam-oldest docs-models sanitize fix size clean
 
 run: $(VENV)/runtime.stamp  ## Answer PROMPT with MODEL (default: the demo model, built on first use)
 	@$(BIN)/tandem run $(MODEL) -p "$(PROMPT)" --max-new-tokens 100
 
-test: setup lint types floors sanitize browser unit seam-oldest  ## Everything that CI runs
+test: setup lint types floors sanitize unit seam-oldest  ## Everything that CI runs
 
 setup: $(VENV)/dev.stamp
 
@@ -39,19 +39,13 @@ types: setup
 floors: setup
 	$(BIN)/lint-imports
 
-browser:  ## Chromium for the page's tests, where the system's packages may be installed
-	@command -v chromium >/dev/null || \
-		{ [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
-		timeout 180 sh -c "apt-get update -q && apt-get install -yq --no-install-recommends chromium" >/dev/null 2>&1; } || \
-		echo "make: no Chromium here, so the page's tests are skipped (Debian: apt install chromium)"
-
 # Two processes: the demo model's tests hold some 2 GB each.
 unit: setup
 	$(BIN)/pytest -n 2 --dist loadgroup
 
 sanitize:  ## The native kernels under AddressSanitizer and UndefinedBehaviorSanitizer
 	@cmake -S csrc -B build/sanitize -DTANDEM_SANITIZE=ON -DTANDEM_WARNINGS_ARE_ERRORS=ON >/dev/null
-	@cmake --build build/sanitize >/dev/null
+	@cmake --build build/sanitize --parallel 2 >/dev/null
 	build/sanitize/check_matmul
 	build/sanitize/check_kernels
 	build/sanitize/check_layers
