@@ -30,7 +30,10 @@ def test_two_replicas_of_the_demo_answer_at_one_address() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [({"checkpoint": "demo"}, "unknown option 'checkpoint'"), ({"replicas": "two"}, "replicas is 'two'")],
+    [
+        ({"checkpoint": "demo"}, "unknown option 'checkpoint'"),
+        ({"replicas": "two"}, "replicas is 'two'"),
+    ],
 )
 def test_bad_options_are_named(arguments: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
