@@ -9,7 +9,7 @@ from torch import Tensor
 
 import tandem
 from tandem.core.errors import ConfigError
-from tandem.generate.batching import Batcher, Progress, Request
+from tandem.generate.batching import Batcher, Progress, Request, StepFailedError
 from tandem.generate.sampling import SamplingOptions
 from tests.architectures import VOCABULARY, build_tiny_model
 from tests.hf.tiny import byte_tokenizer
@@ -119,8 +119,7 @@ def test_cancelling_frees_the_row_before_the_next_step(generator: tandem.Generat
     assert not batcher.cancel(1)
     assert batcher.num_running == 0
     assert [p.request_id for p in batcher.step()] == [2]
-    batcher.add(request_of(3, [42], max_new_tokens=2))
-    assert sorted(batcher.cancel_all()) == [2, 3]
+    assert batcher.cancel(2)
     assert not batcher.has_work
 
 
@@ -224,3 +223,31 @@ def test_a_prompt_that_cannot_run_is_refused_at_once(generator: tandem.Generator
     with pytest.raises(ConfigError, match="is empty"):
         batcher.add(request_of(0, []))
     assert not batcher.has_work
+
+
+class Breaks(Spell):
+    """Fails when it is asked for the second time."""
+
+    def restrict(self, scores: Tensor) -> Tensor:
+        if len(self.ids) == 1:
+            raise RuntimeError("the constraint broke")
+        return super().restrict(scores)
+
+
+def test_who_fails_alone_is_dropped_alone(generator: tandem.Generator) -> None:
+    batcher = Batcher(generator, max_running=2, part_tokens=PART)
+    batcher.add(request_of(0, [40], max_new_tokens=9, constraint=Breaks([77, 66])))
+    batcher.add(request_of(1, [41], max_new_tokens=6))
+    found, failures = [], []
+    while batcher.has_work:
+        try:
+            found += batcher.step()
+        except StepFailedError as failed:
+            found += failed.progress
+            failures += failed.failures
+    assert [(failure.request_ids, str(failure.error)) for failure in failures] == [
+        ((0,), "the constraint broke")
+    ]
+    assert tokens([p for p in found if p.request_id == 0]) == [77]
+    (alone,) = generator.generate([41], max_new_tokens=6)
+    assert tokens([p for p in found if p.request_id == 1]) == alone.token_ids

@@ -123,14 +123,22 @@ class RunningServer:
 
 @contextlib.contextmanager
 def running_server(
-    model: str | Path, *flags: str, cache: Path | None = None, **environment: str
+    model: str | Path,
+    *flags: str,
+    cache: Path | None = None,
+    module: str | None = None,
+    **environment: str,
 ) -> Iterator[RunningServer]:
-    """Start `tandem serve`, wait until it answers, and end it."""
-    command = [sys.executable, "-m", "tandem.cli.main", "serve", str(model), "--port", "0"]
+    """Start `tandem serve`, or a module that is called alike, wait until it answers, and end it."""
+    if module is None:
+        command = ["tandem.cli.main", "serve", str(model), "--port", "0", "--json"]
+        flags = ("--threads", "2", *flags)
+    else:
+        command = [module, str(model)]
     if cache is not None:
         environment["TANDEM_CACHE"] = str(cache)
     process = subprocess.Popen(
-        [*command, "--json", "--threads", "2", *flags],
+        [sys.executable, "-m", *command, *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

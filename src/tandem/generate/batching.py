@@ -12,8 +12,9 @@ in another order, so that the last bits of logits may differ.
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -76,6 +77,23 @@ class Progress(NamedTuple):
     prompt_tokens: int
     generated_tokens: int
     reused_tokens: int
+
+
+class Failure(NamedTuple):
+    """What some requests came to that a step could not serve."""
+
+    request_ids: tuple[int, ...]
+    error: Exception
+
+
+class StepFailedError(Exception):
+    """A step failed for some requests, which are dropped; what it brought the others is here."""
+
+    def __init__(self, failures: list[Failure], progress: list[Progress]) -> None:
+        """Carry both; each failure has requests of its own."""
+        super().__init__("; ".join(str(failure.error) for failure in failures))
+        self.failures = failures
+        self.progress = progress
 
 
 @dataclass(slots=True, eq=False)
@@ -168,6 +186,7 @@ class Batcher:
         self._holders = [_Row() for _ in range(self._rows.num_rows)]
         self._queues = _Queues()
         self._end_ids = end_of_sequence_ids(generator.model)
+        self._failures: list[Failure] = []
         self.counts = BatchCounts()
 
     @property
@@ -210,52 +229,69 @@ class Batcher:
                 return True
         return False
 
-    def cancel_all(self) -> list[int]:
-        """Drop every request; return which they were."""
-        waiting = [request.request_id for request in self._queues.waiting]
-        running = [*self._queues.prefilling, *self._queues.decoding]
-        for one in running:
-            self._release(one)
-        self._queues.waiting.clear()
-        return [one.request.request_id for one in running] + waiting
-
     def step(self) -> list[Progress]:
-        """Prefill a part of a prompt and decode a token for each request that is past its own."""
+        """Prefill a part of a prompt and decode a token for each request that is past its own.
+
+        Raises `StepFailedError` if that failed for some requests. They are dropped; the others go
+        on: who prefills alone fails alone, those who decode together fail together if the model
+        itself does, and alone if only the choice of their token does.
+        """
         self._admit()
         progress = []
         decoding = list(self._queues.decoding)
         if self._queues.prefilling:
-            progress += self._prefill_part(self._queues.prefilling[0])
+            first = self._queues.prefilling[0]
+            progress += self._attempt([first.request], partial(self._prefill_part, first))
         if decoding:
-            progress += self._decode(decoding)
+            together = [running.request for running in decoding]
+            progress += self._attempt(together, partial(self._decode, decoding))
+        failures, self._failures = self._failures, []
+        if failures:
+            raise StepFailedError(failures, progress)
         return progress
+
+    def _attempt(
+        self, requests: list[Request], work: Callable[[], list[Progress]]
+    ) -> list[Progress]:
+        """Do some requests' work; if it fails, drop them and note why."""
+        try:
+            return work()
+        except Exception as error:
+            numbers = tuple(request.request_id for request in requests)
+            for number in numbers:
+                self.cancel(number)
+            self._failures.append(Failure(numbers, error))
+            return []
 
     def _admit(self) -> None:
         waiting = self._queues.waiting
         while waiting and self.num_running < self.max_running:
             request = waiting.popleft()
-            row, shared = self._borrow(request.prompt)
-            options = request.options
-            room = self._generator.room(list(request.prompt))
-            tokenizer = self._generator.tokenizer
-            running = _Running(
-                request=request,
-                row=row,
-                max_new_tokens=min(options.max_new_tokens, room),
-                sampler=Sampler(
-                    options.rule(self._generator.model.generation_config), 1, options.seed
-                ),
-                stop=StopStrings(options.stop),
-                text=None
-                if tokenizer is None
-                else TextStream(tokenizer, keeps_special=request.keeps_special),
-                history=list(request.prompt),
-                reused_tokens=shared,
-                num_done=shared,
-            )
-            self._holders[row].running = running
-            self._queues.prefilling.append(running)
-            self.counts.reused_tokens += shared
+            self._attempt([request], partial(self._begin, request))
+
+    def _begin(self, request: Request) -> list[Progress]:
+        """Give a request a row; nothing is computed yet."""
+        row, shared = self._borrow(request.prompt)
+        options = request.options
+        room = self._generator.room(list(request.prompt))
+        tokenizer = self._generator.tokenizer
+        running = _Running(
+            request=request,
+            row=row,
+            max_new_tokens=min(options.max_new_tokens, room),
+            sampler=Sampler(options.rule(self._generator.model.generation_config), 1, options.seed),
+            stop=StopStrings(options.stop),
+            text=None
+            if tokenizer is None
+            else TextStream(tokenizer, keeps_special=request.keeps_special),
+            history=list(request.prompt),
+            reused_tokens=shared,
+            num_done=shared,
+        )
+        self._holders[row].running = running
+        self._queues.prefilling.append(running)
+        self.counts.reused_tokens += shared
+        return []
 
     def _borrow(self, prompt: Sequence[int]) -> tuple[int, int]:
         """Choose a free row for a prompt; return it and how much of the prompt it then holds.
@@ -292,7 +328,7 @@ class Batcher:
             progress = []
         else:
             self._queues.decoding.append(running)
-            progress = [self._choose(running, logits[None])]
+            progress = self._choose(running, logits[None])
         self.counts.prefill_seconds += time.perf_counter() - start
         return progress
 
@@ -300,12 +336,14 @@ class Batcher:
         start = time.perf_counter()
         batch.sort(key=lambda running: running.row)
         logits = self._rows.decode({one.row: one.history[-1] for one in batch})
-        progress = [self._choose(one, logits[i : i + 1]) for i, one in enumerate(batch)]
+        progress = []
+        for i, one in enumerate(batch):
+            progress += self._attempt([one.request], partial(self._choose, one, logits[i : i + 1]))
         self.counts.decode_steps += 1
         self.counts.decode_seconds += time.perf_counter() - start
         return progress
 
-    def _choose(self, running: _Running, logits: Tensor) -> Progress:
+    def _choose(self, running: _Running, logits: Tensor) -> list[Progress]:
         """Choose the next token of a request from its logits (1, vocabulary)."""
         request = running.request
         scores = logits if request.constraint is None else request.constraint.restrict(logits)
@@ -317,7 +355,7 @@ class Batcher:
             logprob = _logprob(logits[0], token, request.num_top_logprobs)
         if running.finish_reason is not None:
             self._release(running)
-        return Progress(
+        progress = Progress(
             request_id=request.request_id,
             text=text,
             token_id=token,
@@ -327,6 +365,7 @@ class Batcher:
             generated_tokens=running.generated,
             reused_tokens=running.reused_tokens,
         )
+        return [progress]
 
     def _release(self, running: _Running) -> None:
         queues, holder = self._queues, self._holders[running.row]

@@ -14,13 +14,14 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
 from tandem.core.errors import TandemError
-from tandem.generate.batching import BatchCounts, Batcher, Progress, Request
+from tandem.generate.batching import BatchCounts, Batcher, Progress, Request, StepFailedError
 from tandem.generate.generator import Generator
 from tandem.generate.sampling import SamplingOptions
 from tandem.hf.stepping import context_tokens, end_of_sequence_ids, vocabulary_size
@@ -156,8 +157,16 @@ class Engine:
                     keeps_special=message.keeps_special,
                 )
             )
-        except TandemError as error:
-            self._connection.send(Failed([message.request_id], str(error)))
+        except Exception as error:
+            self._tell_failed((message.request_id,), error)
+
+    def _tell_failed(self, numbers: Sequence[int], error: Exception) -> None:
+        """Say what may be said: an error that is none of Tandem's may name anything."""
+        message = str(error)
+        if not isinstance(error, TandemError):
+            _log.error("a request failed inside the decode process", exc_info=error)
+            message = "the request failed inside the server; see its log"
+        self._connection.send(Failed(list(numbers), message))
 
     def _resolved(self, options: SamplingOptions) -> SamplingOptions:
         """Let a seed alone mean sampling, as in OpenAI's API, where the model samples."""
@@ -170,13 +179,11 @@ class Engine:
         start = time.perf_counter()
         try:
             progress = self._batcher.step()
-        except Exception as error:
-            # The batch is lost, the model is not: what failed is said, and the next request runs.
-            _log.exception("a step failed")
-            known = isinstance(error, TandemError)
-            message = str(error) if known else "the step failed inside the server; see its log"
-            self._connection.send(Failed(self._batcher.cancel_all(), message))
-            return
+        except StepFailedError as failed:
+            # Requests are lost, the model is not: what failed is said, and the others go on.
+            for numbers, error in failed.failures:
+                self._tell_failed(numbers, error)
+            progress = failed.progress
         if progress:
             self._connection.send(Progressed([_lap(one) for one in progress]))
         self._live.step_done(time.perf_counter() - start, len(progress))

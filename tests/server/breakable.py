@@ -1,0 +1,67 @@
+"""A server whose model fails at one character: python -m tests.server.breakable DIRECTORY
+
+It stands for whatever may fail inside a forward: memory that runs out, a kernel that gives up.
+Prints what `tandem serve --json` prints.
+"""
+
+import json
+import logging
+import sys
+from functools import partial
+from typing import Any
+
+import torch
+
+import tandem
+from tandem.core.errors import ExecutionError
+from tandem.server.messages import EngineSettings
+from tandem.server.options import ServerOptions
+from tandem.server.serving import Source, serve
+
+BREAKING = "~"
+UNKNOWN_WORDS = "what only the log may say"
+KNOWN_BREAKING = "^"
+KNOWN_WORDS = "there is no memory for this; free some"
+
+
+def load_tokenizer(directory: str) -> Any:
+    """Load the tokenizer alone."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(directory)
+
+
+def load(directory: str) -> tuple[Any, Any]:
+    """Load a model whose forward refuses two tokens."""
+    model, tokenizer = tandem.load(directory), load_tokenizer(directory)
+    (unknown,), (known,) = (tokenizer(text)["input_ids"] for text in (BREAKING, KNOWN_BREAKING))
+
+    def refuse(module: Any, inputs: tuple[torch.Tensor]) -> None:
+        if (inputs[0] == unknown).any():
+            raise RuntimeError(UNKNOWN_WORDS)
+        if (inputs[0] == known).any():
+            raise ExecutionError(KNOWN_WORDS)
+
+    model.get_input_embeddings().register_forward_pre_hook(refuse)
+    return model, tokenizer
+
+
+def main() -> None:
+    """Serve with two places. Steps are not recorded: a record would leave the refusal out."""
+    directory = sys.argv[1]
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
+    serve(
+        Source(
+            name="breakable",
+            load_model=partial(load, directory),
+            load_tokenizer=partial(load_tokenizer, directory),
+        ),
+        ServerOptions(port=0),
+        EngineSettings(max_running=2, part_tokens=256, has_replay=False),
+        api_key=None,
+        on_ready=lambda address: print(json.dumps({"address": address}), flush=True),
+    )
+
+
+if __name__ == "__main__":
+    main()

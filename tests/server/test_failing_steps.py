@@ -1,0 +1,59 @@
+"""A step fails inside the decode process: who asked is told, the others and the server go on."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.server.breakable import BREAKING, KNOWN_BREAKING, KNOWN_WORDS, UNKNOWN_WORDS
+from tests.server.running import Reply, RunningServer, running_server
+
+LONG = 3000
+
+
+@pytest.fixture(scope="module")
+def breakable(tiny_checkpoint: Path) -> Iterator[RunningServer]:
+    with running_server(tiny_checkpoint, module="tests.server.breakable") as running:
+        yield running
+
+
+def write(server: RunningServer, text: str) -> Reply:
+    """Let the model write a text that a grammar dictates, so that decode steps take its tokens."""
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": text}}}
+    return server.chat(max_tokens=20, temperature=0, response_format=form)
+
+
+def require_failure(reply: Reply, words: str) -> None:
+    assert (reply.status, reply.error["type"]) == (500, "server_error")
+    assert words in reply.error["message"]
+    assert UNKNOWN_WORDS not in reply.body.decode()
+
+
+def test_a_prompt_that_breaks_a_step_fails_alone(breakable: RunningServer) -> None:
+    expected = breakable.chat("who else is here?", max_tokens=40, temperature=0)
+    assert expected.status == 200
+    restarts = breakable.metric("tandem_engine_restarts_total")
+    with breakable.streaming("another", max_tokens=LONG, temperature=0) as stream:
+        stream.readline()
+        require_failure(breakable.chat(f"a {BREAKING}", max_tokens=4), "inside the server")
+        require_failure(breakable.chat(f"a {KNOWN_BREAKING}", max_tokens=4), KNOWN_WORDS)
+        company = breakable.chat("who else is here?", max_tokens=40, temperature=0)
+        assert breakable.metric("tandem_requests_running") == 1, "the stream goes on"
+    assert company.json["choices"] == expected.json["choices"]
+    assert breakable.metric("tandem_engine_restarts_total") == restarts
+    assert UNKNOWN_WORDS in breakable.log
+
+
+def test_a_decode_step_that_breaks_fails_for_those_in_it(breakable: RunningServer) -> None:
+    expected = breakable.chat("before", max_tokens=30, temperature=0)
+    assert write(breakable, "a-b").status == 200, "the grammar lets whole texts through"
+    with breakable.streaming("another", max_tokens=LONG, temperature=0) as stream:
+        stream.readline()
+        require_failure(write(breakable, f"a{BREAKING}b"), "inside the server")
+        rest = stream.read().decode()
+    assert '"server_error"' in rest
+    assert "[DONE]" not in rest
+    require_failure(write(breakable, f"a{KNOWN_BREAKING}b"), KNOWN_WORDS)
+    breakable.wait_for("tandem_requests_running", 0)
+    after = breakable.chat("before", max_tokens=30, temperature=0)
+    assert after.json["choices"] == expected.json["choices"]
