@@ -1,17 +1,28 @@
 """The GPU's KV cache and captured steps on the CPU, with the twin of CUDA's graphs."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import tandem
+from tandem.core.errors import CapacityError
 from tandem.hf.cuda_graphs import GraphedStep
 from tandem.hf.cuda_rows import CudaRows, try_cuda_rows
+from tandem.hf.experts import expert_functions
+from tandem.hf.step_recorder import opaque
 from tandem.hf.stepping import PaddedRows
+from tandem.kernels.reference import expert_ffn
+from tandem.offload.batch import ExpertFunctions
+from tandem.offload.cuda import CudaDevice
+from tandem.offload.cuda_kernels import TorchKernels
 from tandem.offload.events import LayerExecuted
+from tandem.offload.executor import CpuExecutor
+from tandem.offload.expert_cache import ExpertCache
 from tests.hf.tiny import save_tiny_checkpoint
 from tests.hf.twin_capture import TwinCapture, looks
+from tests.offload.lazy_streams import LazyStreams
 
 # Full attention; windows and sinks; a latent; windows, softcaps and several kinds of layers.
 NAMES = ("mixtral", "gpt_oss", "deepseek_v2", "gemma4")
@@ -95,6 +106,110 @@ def test_a_step_that_cannot_be_captured_stays_the_models_and_says_why() -> None:
         results = [graphed().tolist() for _ in range(5)]
     assert results == [[1.0] * 4] * 5
     assert not graphed.is_replaying
+
+
+def test_what_is_not_cut_runs_once_before_it_is_captured() -> None:
+    x, captures, seen = torch.ones(4), [], []
+
+    class Capture(TwinCapture):
+        def begin(self) -> None:
+            captures.append(self)
+            super().begin()
+
+    def experts(layer: int, hidden: torch.Tensor, *args: object) -> torch.Tensor:
+        return hidden * 2
+
+    def uncut(layer: int, hidden: torch.Tensor, *args: object) -> torch.Tensor:
+        seen.append(len(captures))
+        return hidden * 2
+
+    def step() -> torch.Tensor:
+        hidden: torch.Tensor = opaque("experts", experts, 0, x + 1, x, x, None)
+        return hidden + 1
+
+    graphed = GraphedStep(step, torch.float32, Capture, lambda: uncut)
+    results = [graphed().tolist() for _ in range(6)]
+    assert results == [[5.0] * 4] * 6
+    assert seen == [0, 1]  # compiled outside of the capture, then captured
+    assert graphed.num_pieces == 1
+    assert graphed.is_replaying
+
+
+class WholeLayers:
+    """Layers that are all resident, of operations that the twin captures."""
+
+    def __init__(self, cache: ExpertCache, functions: ExpertFunctions) -> None:
+        self._store, self._functions = cache.store, functions
+
+    def is_whole(self) -> bool:
+        return True
+
+    def prepare(self, num_tokens: int) -> None:
+        pass
+
+    def serves(self, layer: int, functions: ExpertFunctions, num_tokens: int) -> bool:
+        return True
+
+    def execute(
+        self, layer: int, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, _: Any
+    ) -> torch.Tensor:
+        host, out = self._store[layer], torch.zeros_like(hidden)
+        for expert in range(host.arrivals.num_experts):
+            share = torch.where(index == expert, weights, 0).sum(1, keepdim=True)
+            row = expert_ffn(hidden, host.weights(expert), self._functions.activate)
+            out = out + share * row
+        return out
+
+
+def test_a_model_that_fits_the_device_is_captured_whole(
+    models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = models["mixtral"]
+    quantizer = model.hf_quantizer
+    expected = logits_of(PaddedRows(model, PROMPTS, 0))
+    functions = expert_functions(quantizer.bound()[0][0])
+    device = CudaDevice(LazyStreams(is_eager=True), TorchKernels())
+    monkeypatch.setattr(device, "resident", lambda cache: WholeLayers(cache, functions))
+
+    class Executor(CpuExecutor):  # what computes the prompt; it need not have a cache
+        cache = SimpleNamespace(store=quantizer.store)
+
+    before, executor = quantizer.executor, Executor(quantizer.store)
+    executor.device = device  # type: ignore[attr-defined]
+    quantizer.use(executor)
+    try:
+        rows = CudaRows(model, PROMPTS, 20, make_capture=TwinCapture)
+        found = logits_of(rows)
+    finally:
+        quantizer.use(before)
+    assert rows.step.is_replaying, rows.step.why_not
+    assert rows.step.num_pieces == 1
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-4)
+
+
+def test_a_kv_cache_that_cannot_grow_goes_on_as_it_is(
+    models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = CudaRows(models["mixtral"], [[40, 41, 42]], 4)
+    rows.prefill()
+    expected, capacity, zeros = rows.decode([50]).clone(), rows.cache.capacity, torch.zeros
+    made = []
+
+    def scarce(*args: Any, **options: Any) -> torch.Tensor:
+        made.append(args)
+        if len(made) > 1:  # memory for some of the layers
+            raise torch.OutOfMemoryError("made up")
+        return zeros(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros", scarce)
+        with pytest.raises(CapacityError, match=f"1 rows of {2 * capacity} tokens"):
+            rows.cache.reserve(capacity + 1)
+    assert rows.cache.capacity == capacity
+    rows.continue_with([[40, 41, 42, 50, 51]])
+    rows.cache.lengths[0] = 3
+    torch.testing.assert_close(rows.decode([50]), expected)
 
 
 def test_pieces_that_give_other_logits_are_given_up() -> None:

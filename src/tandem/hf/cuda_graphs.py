@@ -95,6 +95,22 @@ class Cut(NamedTuple):
 Uncut = Callable[..., Tensor | None]
 
 
+class _Rehearsal:
+    """Computes once, outside of a capture, what will not be cut: kernels are compiled and loaded.
+
+    CUDA loads no code while it captures, and tables that are made on first use would be copied.
+    """
+
+    is_capturing = True  # the step has been announced
+
+    def __init__(self, uncut: Uncut) -> None:
+        self._uncut = uncut
+
+    def call(self, kind: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        result = self._uncut(*args) if kind == "experts" else None
+        return function(*args) if result is None else result
+
+
 class _Cutter:
     """Meets the model's opaque calls while it is captured, and cuts at its experts."""
 
@@ -129,10 +145,13 @@ class GraphedStep:
         step: Callable[[], Tensor],
         dtype: torch.dtype,
         make_capture: Callable[[], Capture] | None,
-        uncut: Uncut | None = None,
+        find_uncut: Callable[[], Uncut | None] = lambda: None,
     ) -> None:
-        """Take the model's own step; it may be done twice. Without a capture it stays as it is."""
-        self._step, self._uncut = step, uncut
+        """Take the model's own step; it may be repeated. Without a capture it stays as it is.
+
+        `find_uncut` is asked when the step is captured: what it finds holds as long as the pieces.
+        """
+        self._step, self._find_uncut = step, find_uncut
         self._tolerance = _TOLERANCES.get(dtype)
         self._make_capture = make_capture
         self._pieces: list[tuple[Graph, Cut | None]] = []
@@ -183,14 +202,21 @@ class GraphedStep:
 
     def _capture_step(self) -> None:
         assert self._make_capture is not None
+        uncut = self._find_uncut()
+        if uncut is not None:
+            with intercepted(_Rehearsal(uncut)):
+                self._step()
         capture = self._make_capture()
-        cutter = _Cutter(capture, self._uncut)
+        cutter = _Cutter(capture, uncut)
         with on_capture_stream(capture), intercepted(cutter):
             capture.begin()
             try:
                 result = self._step()
-            finally:
-                last = capture.end()
+            except BaseException:
+                with contextlib.suppress(Exception):  # the step's own error says more
+                    capture.end()
+                raise
+            last = capture.end()
         self._pieces = [*cutter.pieces, (last, None)]
         self._result = result
 

@@ -176,18 +176,19 @@ class StaticKvCache:
         """Make room for `needed` tokens in each row; raises `CapacityError` if there is none."""
         if needed <= self.capacity:
             return
-        self.capacity, used = _rounded(max(needed, self.capacity * 3 // 2)), max(self.lengths)
+        capacity, used = _rounded(max(needed, self.capacity * 3 // 2)), max(self.lengths)
         self.generation += 1
         self._masks.clear()
         with torch.inference_mode(False):
             for layer, tensors in self._tensors.items():
                 self._tensors[layer] = (
-                    self._grown(tensors[0], used),
-                    self._grown(tensors[1], used),
+                    self._grown(tensors[0], capacity, used),
+                    self._grown(tensors[1], capacity, used),
                 )
+        self.capacity = capacity  # only now: without memory for all layers the old one holds
 
-    def _grown(self, old: Tensor, used: int) -> Tensor:
-        new = self._zeros((*old.shape[:2], self.capacity, old.shape[3]), old.dtype)
+    def _grown(self, old: Tensor, capacity: int, used: int) -> Tensor:
+        new = self._zeros((*old.shape[:2], capacity, old.shape[3]), old.dtype)
         new[:, :, :used] = old[:, :, :used]
         return new
 

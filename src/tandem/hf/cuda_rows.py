@@ -148,7 +148,7 @@ class CudaRows:
         if not isinstance(device, CudaDevice):
             return None
         layers = device.resident(self._captured_for.cache)
-        if layers is None:
+        if layers is None or not layers.is_whole():
             return None
         layers.prepare(self.num_rows)
 
@@ -164,7 +164,7 @@ class CudaRows:
             self._steps.clear()
         if reach not in self._steps:
             self._steps[reach] = GraphedStep(
-                self._decode_step, self._model.dtype, self._make_capture
+                self._decode_step, self._model.dtype, self._make_capture, self._uncut
             )
         return self._steps[reach]
 

@@ -55,15 +55,22 @@ class ResidentLayers:
         """Compute with `experts` from a cache's slots on `device`."""
         self._cache, self._experts, self._device = cache, experts, device
         self._tables: dict[int, Tensor] = {}
+        self._is_packed = all(
+            isinstance(host, PackedLayer) and host.input_order is None for host in cache.store
+        )
+
+    def is_whole(self) -> bool:
+        """Tell whether every layer's experts are packed and resident, so that no plan is left.
+
+        A plan for one layer could give the slots of all others back.
+        """
+        return self._is_packed and self._cache.planner.residency.has_every_expert()
 
     def serves(self, layer: int, functions: ExpertFunctions, num_tokens: int) -> bool:
-        """Tell whether a layer is computed here: all of it resident, packed and plainly gated."""
-        host, cache = self._cache.store[layer], self._cache
-        if not isinstance(host, PackedLayer) or host.input_order is not None:
-            return False
+        """Tell whether a layer is computed here: of a whole cache, and plainly gated."""
         if functions.native is None or functions.post_norm is not None:
             return False
-        return num_tokens <= MAX_TOKENS and cache.planner.residency.has_every_expert()
+        return num_tokens <= MAX_TOKENS and self.is_whole()
 
     def execute(
         self,
@@ -99,7 +106,7 @@ class ResidentLayers:
     def prepare(self, num_tokens: int) -> None:
         """Make what must be there before a step is captured."""
         _places(num_tokens, self._cache.geometry.top_k, self._device)
-        if self._cache.planner.residency.has_every_expert():
+        if self.is_whole():
             for layer in range(len(self._cache.store)):
                 self._table(layer)
 
