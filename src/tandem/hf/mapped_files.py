@@ -71,8 +71,12 @@ def read_ahead(files: Sequence[Path], on_bytes: Callable[[int], None]) -> None:
                 for descriptor, file in zip(opened, files, strict=True)
                 for offset in range(0, file.stat().st_size, _CHUNK_BYTES)
             ]
-            for done in [pool.submit(read, *chunk) for chunk in chunks]:
-                done.result()
+            try:
+                for done in [pool.submit(read, *chunk) for chunk in chunks]:
+                    done.result()
+            except BaseException:  # Ctrl-C too: what is not begun is not read
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
     finally:
         for descriptor in opened:
             os.close(descriptor)

@@ -1,0 +1,35 @@
+"""Reading checkpoint files ahead."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tandem.hf.mapped_files import read_ahead
+
+_CHUNK = 8 << 20
+
+
+def sparse(path: Path, num_bytes: int) -> Path:
+    with path.open("wb") as file:
+        os.truncate(file.fileno(), num_bytes)
+    return path
+
+
+def test_everything_is_read_once(tmp_path: Path) -> None:
+    files = [sparse(tmp_path / "a", 3 * _CHUNK), sparse(tmp_path / "b", _CHUNK)]
+    told: list[int] = []
+    read_ahead(files, told.append)
+    assert sum(told) == 4 * _CHUNK
+
+
+def test_an_interruption_does_not_wait_for_the_rest(tmp_path: Path) -> None:
+    num_chunks, told = 64, list[int]()
+
+    def interrupt(num_bytes: int) -> None:
+        told.append(num_bytes)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        read_ahead([sparse(tmp_path / "a", num_chunks * _CHUNK)], interrupt)
+    assert len(told) < num_chunks
