@@ -26,6 +26,7 @@ _ARRIVALS = Path(__file__).with_name("azure_conversations.csv")
 _TEXT = (Path(__file__).parents[2] / "tests/data/wikitext_4096.txt").read_text(encoding="utf-8")
 _CHARACTERS_PER_TOKEN = 4
 _TRIALS = 3
+_KV_CACHE = 'tandem_memory_bytes{kind="kv_cache"}'
 
 
 class Arrival(NamedTuple):
@@ -186,7 +187,9 @@ def main() -> int:
         mean_gap = arrivals[-1].seconds / (len(arrivals) - 1)
         stretch = alone / options.share / mean_gap
         print(f"a typical request takes {alone:.2f} s alone; {stretch:.1f} s here are one recorded")
+        kv_cache = server.metric(_KV_CACHE)
         found = replay(server, arrivals, stretch, options.minutes * 60)
+        found["kv_cache_bytes"] = {"begin": int(kv_cache), "end": int(server.metric(_KV_CACHE))}
         found["restarts"] = int(server.metric("tandem_engine_restarts_total"))
     for name, value in found.items():
         print(f"{name}: {value}")

@@ -205,6 +205,11 @@ class Batcher:
         return len(self._queues.waiting)
 
     @property
+    def kv_cache_bytes(self) -> int | None:
+        """Bytes that the KV cache takes now; None where Tandem does not hold it."""
+        return self._rows.num_bytes
+
+    @property
     def has_work(self) -> bool:
         """Tell whether a step would do anything."""
         return bool(self.num_running or self.num_waiting)

@@ -25,6 +25,10 @@ class BorrowedRows(Protocol):
     num_rows: int
     can_prefill_in_parts: bool
 
+    @property
+    def num_bytes(self) -> int | None:
+        """Bytes that the KV cache takes now; None where it is not ours to count."""
+
     def held(self, row: int) -> Sequence[int]:
         """Return the tokens whose keys and values a row holds."""
 
@@ -79,6 +83,11 @@ class RowPool:
         self._has_replay = has_replay
         self._executor = self._current_executor()
         self._steps: dict[int, _Step] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the KV cache takes now: room for the longest row so far, for every row."""
+        return self.cache.num_bytes
 
     def held(self, row: int) -> Sequence[int]:
         """Return the tokens whose keys and values a row holds."""
@@ -180,6 +189,7 @@ class LoneRow:
 
     num_rows = 1
     can_prefill_in_parts = False
+    num_bytes = None
 
     def __init__(self, start: Callable[[list[int]], StartedRows]) -> None:
         """`start` returns the rows of one prompt, of which nothing has been computed."""

@@ -224,11 +224,12 @@ class Engine:
         )
 
     def _memory(self) -> dict[str, int]:
-        device = self._model.device
+        device, kv_cache = self._model.device, self._batcher.kv_cache_bytes
         return {
             "host": _resident_bytes(),
             "experts": self._executor.store.num_bytes,
             "gpu": torch.cuda.memory_allocated(device) if device.type == "cuda" else 0,
+            **({} if kv_cache is None else {"kv_cache": kv_cache}),
         }
 
 

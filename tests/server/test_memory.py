@@ -1,0 +1,47 @@
+"""Memory grows with the longest request, not with how many there were."""
+
+import threading
+from pathlib import Path
+
+from tests.server.running import RunningServer
+
+CLIENTS, EACH = 4, 40
+# An allocator keeps what it has had; 150 requests that leave 20 kB each would show.
+SLACK_BYTES = 3e6
+HOST, KV_CACHE = 'tandem_memory_bytes{kind="host"}', 'tandem_memory_bytes{kind="kv_cache"}'
+
+
+def resident_bytes(process_id: int) -> int:
+    status = Path(f"/proc/{process_id}/status").read_text(encoding="ascii")
+    line = next(line for line in status.splitlines() if line.startswith("VmRSS:"))
+    return int(line.split()[1]) * 1024
+
+
+def ask_many(server: RunningServer, lap: int) -> None:
+    """Let several clients ask for answers of the same lengths, streamed and whole."""
+    statuses = []
+
+    def ask(client: int) -> None:
+        for number in range(EACH):
+            text = f"{lap} {client} {number:2} and the same words again and again"
+            form = {"type": "json_object"} if number % 5 == 0 else {"type": "text"}
+            reply = server.chat(text, max_tokens=8, seed=number, temperature=0.9, logprobs=True,
+                                response_format=form, stream=bool(number % 2))  # fmt: skip
+            statuses.append(reply.status)
+
+    threads = [threading.Thread(target=ask, args=(client,)) for client in range(CLIENTS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert statuses == [200] * (CLIENTS * EACH)
+
+
+def test_many_requests_take_no_more_memory_than_few(server: RunningServer) -> None:
+    ask_many(server, 0)  # what is made once: records per batch size, room for these lengths
+    host, front = server.metric(HOST), resident_bytes(server.process.pid)
+    kv_cache = server.metric(KV_CACHE)
+    ask_many(server, 1)
+    assert server.metric(KV_CACHE) == kv_cache > 0
+    assert server.metric(HOST) < host + SLACK_BYTES
+    assert resident_bytes(server.process.pid) < front + SLACK_BYTES
