@@ -1,6 +1,8 @@
 """A whole model wired to a GPU's code on the CPU twin: profile, memory shares, the same logits."""
 
+import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,9 +11,14 @@ import torch
 import tandem
 from tandem.core.errors import CapacityError, ConfigError
 from tandem.hf.config import OffloadConfig
-from tandem.hf.cuda_machine import cuda_parts, device_map_for, kv_bytes_per_token
+from tandem.hf.cuda_machine import (
+    cuda_parts,
+    device_map_for,
+    kv_bytes_per_token,
+    require_on_one_gpu,
+)
 from tandem.hf.machine import bind_all
-from tandem.hf.warm_up import Observer, forward_tokens
+from tandem.hf.warm_up import ExpertsCall, Observer, forward_tokens
 from tandem.offload.cache_statistics import CacheStatistics
 from tandem.offload.cuda_kernels import TorchKernels
 from tandem.offload.executor import CpuExecutor
@@ -30,15 +37,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return tandem.load(directory, dtype="float32")
 
 
+def first_call(model: Any) -> ExpertsCall:
+    quantizer = model.hf_quantizer
+    observer = Observer(CpuExecutor(quantizer.store, num_threads=1))
+    bind_all(quantizer.bound(), observer)
+    forward_tokens(model, 4)
+    return observer.calls[0]
+
+
 @pytest.fixture
 def parts(model: Any, tmp_path: Path) -> tuple[Any, ...]:
     """Return what `cuda_parts` makes, with the geometry."""
     quantizer = model.hf_quantizer
-    store, bound = quantizer.store, quantizer.bound()
-    observer = Observer(CpuExecutor(store, num_threads=1))
-    bind_all(bound, observer)
-    forward_tokens(model, 4)
-    call = observer.calls[0]
+    store, bound, call = quantizer.store, quantizer.bound(), first_call(model)
     geometry = Geometry(len(store), store[0].arrivals.num_experts, call.top_k)
     config = OffloadConfig(device="cuda", gpu_memory="32MB", threads=1, cache_dir=str(tmp_path))
     streams = LazyStreams(is_eager=True)
@@ -98,6 +109,37 @@ def test_the_profile_is_measured_once_and_memory_is_shared_out(
     assert slots == (32_000_000 - made.reserved_bytes) >> 20
     assert streams.memory().total_bytes == 32_000_000  # nothing beyond is taken
     assert streams.pinned_bytes == model.hf_quantizer.store.num_bytes
+
+
+def test_a_profile_is_not_for_another_number_of_threads(
+    model: Any, parts: tuple[Any, ...], tmp_path: Path
+) -> None:
+    _, geometry, config, _ = parts
+    quantizer = model.hf_quantizer
+    call = first_call(model)
+    cuda_parts(
+        model,
+        quantizer.store,
+        quantizer.bound(),
+        dataclasses.replace(config, threads=2),
+        geometry,
+        call,
+        streams=LazyStreams(is_eager=True),
+        device_kernels=TorchKernels(),
+    )
+    assert len(list(tmp_path.rglob("gpu-*.json"))) == 2
+
+
+def test_dense_parts_on_several_gpus_are_refused() -> None:
+    def dense(*devices: str) -> Any:
+        parameters = [SimpleNamespace(device=torch.device(device)) for device in devices]
+        return SimpleNamespace(device=parameters[0].device, parameters=lambda: parameters)
+
+    require_on_one_gpu(dense("cuda:1", "cpu", "cuda:1"))
+    with pytest.raises(ConfigError, match="on cuda:0, cuda:1, and Tandem uses one GPU"):
+        require_on_one_gpu(dense("cuda:0", "cpu", "cuda:1"))
+    with pytest.raises(ConfigError, match="dense parts are on cpu"):
+        require_on_one_gpu(dense("cpu"))
 
 
 def test_more_memory_than_the_gpu_has_is_refused() -> None:

@@ -9,7 +9,7 @@ from tandem.core.errors import ConfigError
 from tandem.core.units import parse_bandwidth
 from tandem.hf.config import OffloadConfig
 from tandem.hf.experts import expert_functions
-from tandem.hf.machine import Bound, bind_all, measured_profile
+from tandem.hf.machine import Bound, bind_all, measured_profile, profile_key
 from tandem.hf.warm_up import ExpertsCall, NoExperts, forward_tokens
 from tandem.offload import executor as cpu_executor
 from tandem.offload.clock import Clock, WallClock
@@ -76,7 +76,7 @@ def cuda_parts(
     if streams is None:
         gpu = require_cuda()
         require_dtype(gpu, model.dtype)
-        _require_on_gpu(model)
+        require_on_one_gpu(model)
         streams = CudaStreams(model.device.index or 0)
     device, clock = CudaDevice(streams, device_kernels or best_kernels()), WallClock()
     kernels = ExpertKernels(num_threads=config.threads, isa=config.isa or "", on_busy=clock.add_cpu)
@@ -94,11 +94,19 @@ def cuda_parts(
     return CudaParts(device, clock, kernels, make_engine, profile, share, reserved)
 
 
-def _require_on_gpu(model: Any) -> None:
+def require_on_one_gpu(model: Any) -> None:
+    """Raise `ConfigError` unless the dense parts are on a GPU, and all on the same one."""
     if model.device.type != "cuda":
         raise ConfigError(
             f"device is cuda, but the model's dense parts are on {model.device}; load it with "
             "device_map='cuda'"
+        )
+    # One stream keeps the order; the experts' placeholders stay on the CPU.
+    gpus = sorted({str(p.device) for p in model.parameters() if p.device.type == "cuda"})
+    if len(gpus) > 1:
+        raise ConfigError(
+            f"the model's dense parts are on {', '.join(gpus)}, and Tandem uses one GPU; load it "
+            "with device_map={'': 0}"
         )
 
 
@@ -162,7 +170,8 @@ def _profile(
     if config.profile is not None:
         return load_profile(config.profile)
     directory = _profile_directory(config.cache_path, device.streams.name)
-    kept = directory / "profiles" / f"gpu-{model.config.model_type}-{store[0].image_bytes}.json"
+    key = profile_key(model, store, geometry, kernels, call)
+    kept = directory / "profiles" / f"gpu-{model.config.model_type}-{key}.json"
     if kept.is_file():
         return load_profile(str(kept))
     # Dense parts are timed on the GPU, so the CPU's part is kept apart from that of other devices.

@@ -48,7 +48,8 @@ def measured_profile(
     The experts modules are bound to nothing useful afterwards: bind them anew.
     """
     name = str(model.config.model_type)
-    path = cache_dir / "profiles" / f"{name}-{_key(model, store, geometry, kernels, call)}.json"
+    key = profile_key(model, store, geometry, kernels, call)
+    path = cache_dir / "profiles" / f"{name}-{key}.json"
     if path.is_file() and not refresh:
         return load_profile(str(path))
     profile = measure_profile(
@@ -66,14 +67,14 @@ def measured_profile(
     return profile
 
 
-def _key(
+def profile_key(
     model: nn.Module,
     store: HostStore,
     geometry: Geometry,
     kernels: ExpertKernels,
     call: ExpertsCall,
 ) -> str:
-    """Hash what the times depend on."""
+    """Return a hash of what measured times depend on."""
     cpu = detect_cpu()
     shapes = [(layer.arrivals.shapes, layer.image_bytes, type(layer).__name__) for layer in store]
     parts = (MEASUREMENT, cpu.model_name, cpu.instruction_sets, kernels.num_threads, kernels.isa)
