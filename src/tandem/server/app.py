@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from importlib import resources
 from typing import Any, TypeVar
 
@@ -15,15 +15,16 @@ from starlette.exceptions import HTTPException
 
 from tandem.core.errors import TandemError
 from tandem.server.answering import Question, Questions
-from tandem.server.engine_client import EngineClient, Laps
+from tandem.server.engine_client import EngineClient
 from tandem.server.errors import ApiError, from_validation, server_error
 from tandem.server.event_stream import EventStream
 from tandem.server.gate import Gate
-from tandem.server.messages import Lap, ModelInfo
+from tandem.server.messages import ModelInfo
 from tandem.server.metrics import Metrics
 from tandem.server.openapi import describe, described_body, described_errors
 from tandem.server.options import ServerOptions
 from tandem.server.replies import DONE, ChatReply, CompletionReply, event
+from tandem.server.running_answer import RunningAnswer
 from tandem.server.schemas import ChatRequest, CompletionRequest, Sampling
 
 _log = logging.getLogger("tandem.server")
@@ -64,7 +65,7 @@ class Server:
         with self._counted("chat"):
             body, info = await self._read(request, ChatRequest)
             question = await self._in_thread(self.questions.chat, body, info)
-            answer = _Answer(self, "chat", [question])
+            answer = self._begin("chat", [question])
         reply = ChatReply(question, self.model, self.tokenizer)
         if body.stream:
             return EventStream(self._chat_events(body, reply, answer), answer.cancel)
@@ -78,7 +79,7 @@ class Server:
         return JSONResponse(reply.whole())
 
     async def _chat_events(
-        self, body: ChatRequest, reply: ChatReply, answer: "_Answer"
+        self, body: ChatRequest, reply: ChatReply, answer: RunningAnswer
     ) -> AsyncIterator[bytes]:
         yield event(reply.first_chunk())
         async for _, lap in answer:
@@ -95,7 +96,7 @@ class Server:
         with self._counted("completions"):
             body, info = await self._read(request, CompletionRequest)
             questions = await self._in_thread(self.questions.completions, body, info)
-            answer = _Answer(self, "completions", questions)
+            answer = self._begin("completions", questions)
         reply = CompletionReply(questions, self.model, self.tokenizer)
         if body.stream:
             return EventStream(self._completion_events(body, reply, answer), answer.cancel)
@@ -108,7 +109,7 @@ class Server:
         return JSONResponse(reply.whole())
 
     async def _completion_events(
-        self, body: CompletionRequest, reply: CompletionReply, answer: "_Answer"
+        self, body: CompletionRequest, reply: CompletionReply, answer: RunningAnswer
     ) -> AsyncIterator[bytes]:
         async for index, lap in answer:
             chunk = reply.take(index, lap)
@@ -117,6 +118,11 @@ class Server:
         if _wants_usage(body):
             yield event(reply.usage_chunk())
         yield DONE
+
+    def _begin(self, endpoint: str, questions: list[Question]) -> RunningAnswer:
+        return RunningAnswer(
+            self.engine, self.metrics, self.options, endpoint=endpoint, questions=questions
+        )
 
     @contextlib.contextmanager
     def _counted(self, endpoint: str) -> Iterator[None]:
@@ -200,131 +206,6 @@ class Server:
                     yield b"data: " + picture.encode() + b"\n\n"
                 except TimeoutError:
                     yield b": nothing new\n\n"
-
-
-class _Answer:
-    """One or several questions being answered: timed, counted, logged, and cancelled at the end."""
-
-    def __init__(self, server: Server, endpoint: str, questions: list[Question]) -> None:
-        """Submit them; raises `ApiError` if the queue is full."""
-        self._server, self._endpoint, self._questions = server, endpoint, questions
-        self._began = time.monotonic()
-        self._first: float | None = None
-        self._tokens = 0
-        self._status: str | None = None
-        self._laps: list[Laps] = []
-        try:
-            for question in questions:
-                self._laps.append(server.engine.submit(**question.fields))
-        except ApiError:
-            self._cancel_all()
-            raise
-        if server.options.log_prompts:
-            for question in questions:
-                _log.info("prompt: %r", question.prompt_text)
-
-    async def __aiter__(self) -> AsyncIterator[tuple[int, Lap]]:
-        """Yield (which question, lap) until all have ended; raises `ApiError` if one fails."""
-        seconds = self._server.options.request_timeout
-        timer = asyncio.get_running_loop().call_later(seconds, self._give_up)
-        try:
-            source = _single(self._laps[0]) if len(self._laps) == 1 else _merged(self._laps)
-            async for index, lap in source:
-                self._first = self._first or time.monotonic()
-                self._tokens += 1
-                yield index, lap
-            self._end("200")
-        except ApiError as error:
-            self._end(str(error.status))
-            raise
-        finally:
-            timer.cancel()
-            self.cancel()
-
-    def _give_up(self) -> None:
-        seconds = self._server.options.request_timeout
-        for laps in self._laps:
-            laps.fail(f"the request took longer than {seconds:g} seconds and was given up", 504)
-
-    def cancel(self) -> None:
-        """Drop what has not ended: the client has left, or all is said."""
-        self._cancel_all()
-        self._end("499")
-
-    async def unless_gone(self, request: Request, work: Coroutine[Any, Any, None]) -> None:
-        """Do the work, but stop when the client leaves."""
-        task = asyncio.ensure_future(work)
-        leaving = asyncio.ensure_future(_disconnect(request))
-        try:
-            await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise ApiError(499, "the client has left")
-            await task
-        finally:
-            for one in (task, leaving):
-                one.cancel()
-            self.cancel()
-
-    def _cancel_all(self) -> None:
-        for laps in self._laps:
-            laps.cancel()
-
-    def _end(self, status: str) -> None:
-        """Count and log, once."""
-        if self._status is not None:
-            return
-        self._status = status
-        metrics, now = self._server.metrics, time.monotonic()
-        metrics.requests.labels(self._endpoint, status).inc()
-        metrics.duration.observe(now - self._began)
-        if self._first is not None:
-            metrics.first_token.observe(self._first - self._began)
-            if self._tokens > 1:
-                metrics.per_token.observe((now - self._first) / (self._tokens - 1))
-        _log.info(
-            "%s %s: %d prompt tokens, %d generated, %.2f s",
-            self._endpoint, status, sum(q.prompt_tokens for q in self._questions),
-            self._tokens, now - self._began,
-        )  # fmt: skip
-
-
-async def _single(laps: Laps) -> AsyncIterator[tuple[int, Lap]]:
-    async for lap in laps:
-        yield 0, lap
-
-
-async def _merged(several: list[Laps]) -> AsyncIterator[tuple[int, Lap]]:
-    """Yield the laps of several requests as they come."""
-    found: asyncio.Queue[tuple[int, Lap] | Exception | None] = asyncio.Queue()
-
-    async def pump(index: int, laps: Laps) -> None:
-        try:
-            async for lap in laps:
-                found.put_nowait((index, lap))
-            found.put_nowait(None)
-        except ApiError as error:
-            found.put_nowait(error)
-
-    tasks = [asyncio.ensure_future(pump(i, laps)) for i, laps in enumerate(several)]
-    try:
-        num_open = len(tasks)
-        while num_open:
-            item = await found.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
-                num_open -= 1
-            else:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
-async def _disconnect(request: Request) -> None:
-    """Return when the client has left."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def _wants_usage(body: Sampling) -> bool:

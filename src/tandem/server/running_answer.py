@@ -1,0 +1,152 @@
+"""An answer on its way: what it costs, when it is given up, and that it ends with its client."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
+
+from fastapi import Request
+
+from tandem.server.answering import Question
+from tandem.server.engine_client import EngineClient, Laps
+from tandem.server.errors import ApiError
+from tandem.server.messages import Lap
+from tandem.server.metrics import Metrics
+from tandem.server.options import ServerOptions
+
+_log = logging.getLogger("tandem.server")
+
+
+class RunningAnswer:
+    """One or several questions being answered: timed, counted, logged, and cancelled at the end."""
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        metrics: Metrics,
+        options: ServerOptions,
+        *,
+        endpoint: str,
+        questions: list[Question],
+    ) -> None:
+        """Submit them; raises `ApiError` if the queue is full. `endpoint` is for the counts."""
+        self._metrics, self._options = metrics, options
+        self._endpoint, self._questions = endpoint, questions
+        self._began = time.monotonic()
+        self._first: float | None = None
+        self._tokens = 0
+        self._status: str | None = None
+        self._laps: list[Laps] = []
+        try:
+            for question in questions:
+                self._laps.append(engine.submit(**question.fields))
+        except ApiError:
+            self._cancel_all()
+            raise
+        if options.log_prompts:
+            for question in questions:
+                _log.info("prompt: %r", question.prompt_text)
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Lap]]:
+        """Yield (which question, lap) until all have ended; raises `ApiError` if one fails."""
+        seconds = self._options.request_timeout
+        timer = asyncio.get_running_loop().call_later(seconds, self._give_up)
+        try:
+            source = _single(self._laps[0]) if len(self._laps) == 1 else _merged(self._laps)
+            async for index, lap in source:
+                self._first = self._first or time.monotonic()
+                self._tokens += 1
+                yield index, lap
+            self._end("200")
+        except ApiError as error:
+            self._end(str(error.status))
+            raise
+        finally:
+            timer.cancel()
+            self.cancel()
+
+    def _give_up(self) -> None:
+        seconds = self._options.request_timeout
+        for laps in self._laps:
+            laps.fail(f"the request took longer than {seconds:g} seconds and was given up", 504)
+
+    def cancel(self) -> None:
+        """Drop what has not ended: the client has left, or all is said."""
+        self._cancel_all()
+        self._end("499")
+
+    async def unless_gone(self, request: Request, work: Coroutine[Any, Any, None]) -> None:
+        """Do the work, but stop when the client leaves."""
+        task = asyncio.ensure_future(work)
+        leaving = asyncio.ensure_future(_disconnect(request))
+        try:
+            await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise ApiError(499, "the client has left")
+            await task
+        finally:
+            for one in (task, leaving):
+                one.cancel()
+            self.cancel()
+
+    def _cancel_all(self) -> None:
+        for laps in self._laps:
+            laps.cancel()
+
+    def _end(self, status: str) -> None:
+        """Count and log, once."""
+        if self._status is not None:
+            return
+        self._status = status
+        metrics, now = self._metrics, time.monotonic()
+        metrics.requests.labels(self._endpoint, status).inc()
+        metrics.duration.observe(now - self._began)
+        if self._first is not None:
+            metrics.first_token.observe(self._first - self._began)
+            if self._tokens > 1:
+                metrics.per_token.observe((now - self._first) / (self._tokens - 1))
+        _log.info(
+            "%s %s: %d prompt tokens, %d generated, %.2f s",
+            self._endpoint, status, sum(q.prompt_tokens for q in self._questions),
+            self._tokens, now - self._began,
+        )  # fmt: skip
+
+
+async def _single(laps: Laps) -> AsyncIterator[tuple[int, Lap]]:
+    async for lap in laps:
+        yield 0, lap
+
+
+async def _merged(several: list[Laps]) -> AsyncIterator[tuple[int, Lap]]:
+    """Yield the laps of several requests as they come."""
+    found: asyncio.Queue[tuple[int, Lap] | Exception | None] = asyncio.Queue()
+
+    async def pump(index: int, laps: Laps) -> None:
+        try:
+            async for lap in laps:
+                found.put_nowait((index, lap))
+            found.put_nowait(None)
+        except ApiError as error:
+            found.put_nowait(error)
+
+    tasks = [asyncio.ensure_future(pump(i, laps)) for i, laps in enumerate(several)]
+    try:
+        num_open = len(tasks)
+        while num_open:
+            item = await found.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                num_open -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _disconnect(request: Request) -> None:
+    """Return when the client has left."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
