@@ -13,7 +13,7 @@ python=${PYTHON:-python3}
 shape=${SHAPE:-qwen3-30b-a3b}
 mkdir -p "$out"
 failed=0
-export PYTHONUNBUFFERED=1 TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-/tmp/tandem-triton}
+export PYTHONUNBUFFERED=1 TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$PWD/build/triton}
 
 run() { # name, limit in seconds, command...
     local name=$1 limit=$2; shift 2

@@ -19,7 +19,7 @@ from tandem.policy.settings import RING_SLOTS, make_planner
 from tandem.sim.profiles import load_profile
 from tandem.sim.systems import TANDEM
 
-BUDGET_MICROSECONDS = {1: 60.0, 32: 500.0}  # issue 3: the ceiling of a median
+BUDGET_MICROSECONDS = {1: 60.0, 32: 500.0}  # the ceiling of a median
 WARM_UP_STEPS, STEPS, LAYERS, EXPERTS, TOP_K = 60, 150, 8, 128, 8
 
 
