@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 import tandem
-from tandem.cli.models import find_model
+from tandem.cli.models import ModelChoice, find_model
 from tandem.hf.attention import AttentionSwitch
 from tandem.hf.kv_cache import KvCache, stepping, transformers_cache
 from tandem.kernels.attention import Segment
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--only", help="cases whose experts have this format")
     options = parser.parse_args()
     disable_progress_bar()
-    source = find_model(options.model, quiet=False)
+    source = find_model(ModelChoice(model=options.model), quiet=False).model
     tokenizer = AutoTokenizer.from_pretrained(source)
     ids = tokenizer(TEXT.read_text(encoding="utf-8"), return_tensors="pt").input_ids[0]
     num_windows = min(options.tokens, len(ids)) // WINDOW

@@ -16,7 +16,7 @@ from typing import Any
 
 from tests.server.running import RunningServer, running_server
 
-from tandem.cli.models import load_model_and_tokenizer
+from tandem.cli.models import ModelChoice, load_model_and_tokenizer
 from tandem.generate.generator import Generator
 from tandem.offload.options import OffloadOptions
 
@@ -152,7 +152,7 @@ def main() -> int:
     flags = ["--expert-dtype", options.expert_dtype, "--dense-dtype", options.dense_dtype]
     offload = OffloadOptions(expert_dtype=options.expert_dtype, threads=2)
     model, tokenizer = load_model_and_tokenizer(
-        options.model, offload, quiet=True, dense_dtype=options.dense_dtype
+        ModelChoice(model=options.model), offload, quiet=True, dense_dtype=options.dense_dtype
     )
     generator = Generator(model, tokenizer)
     found: dict[str, Any] = {}

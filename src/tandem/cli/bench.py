@@ -5,6 +5,7 @@ import dataclasses
 
 from tandem.cli.bench_kernels import KernelBenchOptions, run_kernels
 from tandem.cli.bench_model import ModelBenchOptions, run_model
+from tandem.cli.models import ModelChoice
 from tandem.core.config import add_flags, from_flags
 
 KERNELS = "kernels"
@@ -16,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "what", nargs="?", metavar="kernels|MODEL",
         help="kernels: experts alone; a model's directory or name; nothing: --shape",
     )  # fmt: skip
+    add_flags(parser, ModelChoice)
     add_flags(parser, KernelBenchOptions)
     known = [field.name for field in dataclasses.fields(KernelBenchOptions)]
     add_flags(parser, ModelBenchOptions, known=known)
@@ -25,4 +27,6 @@ def run(flags: argparse.Namespace) -> int:
     """Measure and print; returns the exit code."""
     if flags.what == KERNELS:
         return run_kernels(from_flags(KernelBenchOptions, flags))
-    return run_model(from_flags(ModelBenchOptions, flags), flags.what)
+    flags.model = flags.what
+    choice = None if flags.what is None else from_flags(ModelChoice, flags)
+    return run_model(from_flags(ModelBenchOptions, flags), choice)

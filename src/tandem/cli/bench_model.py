@@ -11,6 +11,7 @@ from tandem.core.config import option, require_range
 if TYPE_CHECKING:
     from tandem.bench.generation import Measured, Speed, Workload
     from tandem.bench.kernels import Ceiling
+    from tandem.cli.models import ModelChoice
     from tandem.hf.config import OffloadConfig
     from tandem.kernels.dense import CpuThreads
 
@@ -51,7 +52,7 @@ class ModelBenchOptions:
                 require_range(name, value, 1, what="a number")
 
 
-def run_model(options: ModelBenchOptions, model_name: str | None) -> int:
+def run_model(options: ModelBenchOptions, choice: "ModelChoice | None") -> int:
     """Measure and print; returns the exit code."""
     from tandem.bench.generation import Workload, ceiling_of, measure, measure_machine
     from tandem.bench.kernels import KernelBench
@@ -68,7 +69,7 @@ def run_model(options: ModelBenchOptions, model_name: str | None) -> int:
         expert_dtype=options.expert_dtype, threads=num_threads, isa=isa or None,
         device=options.device,
     )  # fmt: skip
-    name, model = _model(options, model_name, offload, threads)
+    name, model = _model(options, choice, offload, threads)
     if options.replay is not None:
         _force_routing(model, options.replay)
     machine = measure_machine(KernelBench(num_threads=num_threads, isa=isa))
@@ -90,14 +91,14 @@ def run_model(options: ModelBenchOptions, model_name: str | None) -> int:
 
 def _model(
     options: ModelBenchOptions,
-    model_name: str | None,
+    choice: "ModelChoice | None",
     offload: "OffloadConfig",
     threads: "CpuThreads",
 ) -> tuple[str, Any]:
     from tandem.bench.model_shapes import find_shape
     from tandem.bench.random_model import build_random_model
 
-    if model_name is None:
+    if choice is None:
         name = options.shape or _DEFAULT_SHAPE
         shape = find_shape(name)
         print(f"building {name} with random weights", file=sys.stderr, flush=True)
@@ -108,9 +109,9 @@ def _model(
     from tandem.cli.models import load_model_and_tokenizer
 
     model, _ = load_model_and_tokenizer(
-        model_name, offload, quiet=False, dense_dtype=options.dense_dtype
+        choice, offload, quiet=False, dense_dtype=options.dense_dtype
     )
-    return model_name, model
+    return choice.model, model
 
 
 def _force_routing(model: Any, path: str) -> None:

@@ -8,7 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem.cli.models import load_model_and_tokenizer
+from tandem.cli.models import ModelChoice, add_model, load_model_and_tokenizer
 from tandem.cli.paths import cache_dir
 from tandem.core.config import add_flags, from_flags, option, require_range
 from tandem.core.errors import FileFormatError
@@ -42,10 +42,7 @@ class CalibrateOptions:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `tandem calibrate`."""
-    parser.add_argument(
-        "model", nargs="?", default="demo", metavar="MODEL",
-        help="model directory, hub id, demo or demo-equal (default: demo)",
-    )  # fmt: skip
+    add_model(parser)
     parser.add_argument("--expert-dtype", default="auto", metavar="DTYPE", help="as in tandem run")
     add_flags(parser, CalibrateOptions)
 
@@ -55,7 +52,7 @@ def run(flags: argparse.Namespace) -> int:
     options = from_flags(CalibrateOptions, flags)
     text = _read(options.text)
     offload = OffloadOptions(expert_dtype=flags.expert_dtype)
-    model, tokenizer = load_model_and_tokenizer(flags.model, offload, quiet=True)
+    model, tokenizer = load_model_and_tokenizer(from_flags(ModelChoice, flags), offload, quiet=True)
 
     from tandem.hf.calibration import accuracy_by_batch, calibrate
     from tandem.hf.identity import model_identity

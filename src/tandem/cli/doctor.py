@@ -7,9 +7,10 @@ import argparse
 import json
 import os
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tandem.cli.models import calm_transformers, find_model
+from tandem.cli.models import ModelChoice, add_model, calm_transformers, find_model
 from tandem.cli.paths import cache_dir
 from tandem.core.config import add_flags, from_flags, option
 
@@ -31,9 +32,7 @@ class DoctorOptions:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `tandem doctor`."""
-    parser.add_argument(
-        "model", nargs="?", metavar="MODEL", help="also check a model: its files, and the kernels"
-    )
+    add_model(parser, default=None, help="also check a model: its files, and the kernels")
     add_flags(parser, DoctorOptions)
 
 
@@ -51,7 +50,7 @@ def run(flags: argparse.Namespace) -> int:
         findings.append(finding)
         _print(finding)
     if flags.model is not None:
-        for finding in _check_model(flags.model, options):
+        for finding in _check_model(from_flags(ModelChoice, flags), options):
             findings.append(finding)
             _print(finding)
     if options.json:
@@ -64,14 +63,13 @@ def _print(finding: "Finding") -> None:
     print(f"{_MARKS[finding.state]} {finding.what:<18} {finding.found}{remedy}", flush=True)
 
 
-def _check_model(name: str, options: DoctorOptions) -> "list[Finding]":
+def _check_model(choice: ModelChoice, options: DoctorOptions) -> "list[Finding]":
     from tandem.bench.machine_check import check_model_files, check_model_kernels
     from tandem.hf.checkpoint import open_checkpoint
     from tandem.hf.config import OffloadConfig
-    from tandem.hf.hub import find_directory
 
-    directory = find_directory(find_model(name, quiet=True))
-    checkpoint = open_checkpoint(directory)
+    found = find_model(choice, quiet=True)
+    checkpoint = open_checkpoint(Path(found.model), may_run_code=found.trust_remote_code)
     offload = OffloadConfig(
         expert_dtype=options.expert_dtype,
         threads=options.threads,

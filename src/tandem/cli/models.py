@@ -1,5 +1,9 @@
-"""Finds the model that a command names: the demo (built on first use), a directory, a hub id."""
+"""Finds the model that a command names: the demo (built on first use), a directory, a hub id.
 
+Also its flags, which are the same wherever a command names a model.
+"""
+
+import argparse
 import dataclasses
 import os
 import sys
@@ -8,16 +12,60 @@ from pathlib import Path
 from typing import Any
 
 from tandem.cli.paths import cache_dir
+from tandem.core.config import add_flags, option
 from tandem.core.errors import ModelError
 from tandem.offload.options import OffloadOptions
 
 DEMO_MODELS = ("demo", "demo-equal")
 
 
-def find_model(name: str, *, quiet: bool) -> str:
-    """Return a directory or hub id; builds the demo model when it is asked for and not there."""
-    if name not in DEMO_MODELS:
-        return name
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelChoice:
+    """A model as a command names it, or, once it is found, its path.
+
+    There is no flag for a token: others on the machine can read a command line. huggingface_hub
+    takes it from HF_TOKEN or from `hf auth login`.
+    """
+
+    model: str = "demo"
+    revision: str | None = option(
+        None, help="branch, tag or commit of MODEL, if it is a hub id", metavar="REVISION"
+    )
+    trust_remote_code: bool = option(
+        False, help="run the Python code that comes with MODEL, if it needs it"
+    )
+
+
+def add_model(
+    parser: argparse.ArgumentParser,
+    *,
+    default: str | None = "demo",
+    is_required: bool = False,
+    help: str = "model directory, hub id, .gguf file, demo or demo-equal",
+) -> None:
+    """Add MODEL, which may be left out unless it is required, and the flags of `ModelChoice`."""
+    shown = "" if is_required or default is None else f" (default: {default})"
+    parser.add_argument(
+        "model", nargs=None if is_required else "?", default=default, metavar="MODEL",
+        help=help + shown,
+    )  # fmt: skip
+    add_flags(parser, ModelChoice)
+
+
+def find_model(choice: ModelChoice, *, quiet: bool) -> ModelChoice:
+    """Return the choice with a path for a name: builds the demo model, downloads a hub id."""
+    from tandem.hf.hub import HubOptions, find_directory
+
+    name = choice.model
+    if name.endswith(".gguf") and Path(name).is_file() and choice.revision is None:
+        return choice
+    if name in DEMO_MODELS:
+        name = _demo_directory(name, quiet=quiet)
+    hub = HubOptions(choice.revision, with_code=choice.trust_remote_code)
+    return dataclasses.replace(choice, model=str(find_directory(name, hub)), revision=None)
+
+
+def _demo_directory(name: str, *, quiet: bool) -> str:
     from tandem.demo import ensure_demo_model
 
     source = os.environ.get("TANDEM_DEMO_SOURCE")
@@ -49,33 +97,35 @@ def progress_bar() -> Callable[[str, int, int], None]:
 
 
 def load_model_and_tokenizer(
-    name: str, offload: OffloadOptions, *, quiet: bool, dense_dtype: str = "none"
+    choice: ModelChoice, offload: OffloadOptions, *, quiet: bool, dense_dtype: str = "none"
 ) -> tuple[Any, Any]:
     """Load a model through Tandem, and its tokenizer; progress goes to standard error."""
     import tandem
 
-    source = find_model(name, quiet=quiet)
+    found = find_model(choice, quiet=quiet)
     calm_transformers(quiet)
     names = [field.name for field in dataclasses.fields(OffloadOptions)]
     model = tandem.load(
-        source,
+        found.model,
+        trust_remote_code=found.trust_remote_code,
         isa=os.environ.get("TANDEM_ISA"),
         cache_dir=str(cache_dir()),
         dense_dtype=dense_dtype,
         **{name: getattr(offload, name) for name in names},
     )
-    return model, load_tokenizer(source)
+    return model, load_tokenizer(found)
 
 
-def load_tokenizer(source: str) -> Any:
-    """Load the tokenizer of a model directory or hub id."""
+def load_tokenizer(found: ModelChoice) -> Any:
+    """Load the tokenizer of a model that has been found."""
     from transformers import AutoTokenizer
 
+    source = found.model
     try:
         if source.endswith(".gguf"):  # the tokenizer is in the file
             file = Path(source)
             return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-        return AutoTokenizer.from_pretrained(source)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=found.trust_remote_code)
     except (OSError, ValueError) as error:
         first_line = str(error).partition("\n")[0]
         raise ModelError(f"{source} has no tokenizer that loads: {first_line}") from error

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem.cli.models import calm_transformers, find_model
+from tandem.cli.models import ModelChoice, add_model, calm_transformers, find_model
 from tandem.core.config import add_flags, from_flags, option
 from tandem.core.units import format_bytes
 
@@ -32,7 +32,7 @@ class PackOptions:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `tandem pack`."""
-    parser.add_argument("model", metavar="MODEL", help="model directory, hub id, demo")
+    add_model(parser, is_required=True, help="model directory, hub id, demo or demo-equal")
     parser.add_argument("-o", dest="output", metavar="DIR", help="short for --output")
     add_flags(parser, PackOptions)
 
@@ -40,8 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(flags: argparse.Namespace) -> int:
     """Pack; returns the exit code."""
     options = from_flags(PackOptions, flags)
-    source = find_model(flags.model, quiet=options.quiet)
-    target = Path(options.output or f"{Path(source).name}-{options.expert_dtype}-tandem")
+    choice = from_flags(ModelChoice, flags)
+    found = find_model(choice, quiet=options.quiet)
+    target = Path(options.output or f"{Path(choice.model).name}-{options.expert_dtype}-tandem")
     calm_transformers(quiet=True)
 
     from tandem.hf.pack import pack
@@ -50,8 +51,9 @@ def run(flags: argparse.Namespace) -> int:
     begin = time.perf_counter()
     try:
         packed = pack(
-            source,
+            found.model,
             target,
+            trust_remote_code=found.trust_remote_code,
             on_progress=progress,
             expert_dtype=options.expert_dtype,
             dense_dtype=options.dense_dtype,

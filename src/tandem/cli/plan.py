@@ -4,9 +4,10 @@ import argparse
 import json
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tandem.cli.models import calm_transformers, find_model
+from tandem.cli.models import ModelChoice, add_model, calm_transformers, find_model
 from tandem.cli.paths import cache_dir
 from tandem.core.config import add_flags, from_flags, option, require_range
 from tandem.core.units import format_bytes
@@ -39,10 +40,7 @@ class PlanOptions:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `tandem plan`."""
-    parser.add_argument(
-        "model", nargs="?", default="demo", metavar="MODEL",
-        help="model directory, hub id, demo or demo-equal (default: demo)",
-    )  # fmt: skip
+    add_model(parser)
     add_flags(parser, PlanOptions)
     add_flags(parser, OffloadOptions)
 
@@ -51,7 +49,7 @@ def run(flags: argparse.Namespace) -> int:
     """Forecast and print; returns the exit code: 0 also for a model that does not fit."""
     options = from_flags(PlanOptions, flags)
     offload = from_flags(OffloadOptions, flags)
-    source = find_model(flags.model, quiet=True)
+    source = find_model(from_flags(ModelChoice, flags), quiet=True)
     calm_transformers(quiet=True)
 
     from tandem.bench.model_plan import advice, as_json
@@ -67,19 +65,18 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def _plan(
-    source: str, options: PlanOptions, offload: OffloadOptions
+    source: ModelChoice, options: PlanOptions, offload: OffloadOptions
 ) -> "tuple[Plan, dict[str, ModelSizes]]":
     from tandem.bench.model_plan import Plan, plan_slots
     from tandem.bench.speed_forecast import forecast_speed
     from tandem.generate.generator import Generator  # noqa: F401  its modules are part of a run
     from tandem.hf.checkpoint import open_checkpoint
     from tandem.hf.config import OffloadConfig
-    from tandem.hf.hub import find_directory
     from tandem.hf.sizes import model_sizes
     from tandem.offload.device import DeviceMemory
     from tandem.offload.host_memory import available_bytes, process_bytes
 
-    checkpoint = open_checkpoint(find_directory(source))
+    checkpoint = open_checkpoint(Path(source.model), may_run_code=source.trust_remote_code)
 
     def config(expert_dtype: str) -> OffloadConfig:
         return OffloadConfig(

@@ -15,21 +15,20 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tandem.cli.models import find_model, load_model_and_tokenizer, load_tokenizer
+from tandem.cli.models import ModelChoice, find_model, load_model_and_tokenizer, load_tokenizer
 from tandem.core.config import field_type
 from tandem.core.errors import ConfigError
 from tandem.core.registry import nearest_names
 from tandem.offload.options import OffloadOptions
 from tandem.server.options import ServerOptions
 
-_OPTIONS = (ServerOptions, OffloadOptions)
+_OPTIONS = (ServerOptions, OffloadOptions, ModelChoice)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaOptions:
     """What is served, and on how much of each machine."""
 
-    model: str = "demo"
     replicas: int = 2
     cpus: float = 1.0
     """Cores that Ray sets aside for a replica."""
@@ -40,10 +39,14 @@ class ReplicaOptions:
 def application(arguments: Mapping[str, str]) -> Any:
     """Return the application for `serve run`; raises `ConfigError` for a bad option."""
     _refuse_unknown(arguments)
-    own, server, offload = (_options(kind, arguments) for kind in (ReplicaOptions, *_OPTIONS))
+    own, server, offload, choice = (
+        _options(kind, arguments) for kind in (ReplicaOptions, *_OPTIONS)
+    )
     from ray import serve
 
-    build = functools.partial(_build_app, own, server, offload, os.environ.get("TANDEM_API_KEY"))
+    build = functools.partial(
+        _build_app, own, server, offload, choice, os.environ.get("TANDEM_API_KEY")
+    )
     deployment = serve.deployment(
         serve.ingress(lambda: build())(),
         name="tandem",
@@ -56,21 +59,25 @@ def application(arguments: Mapping[str, str]) -> Any:
 
 
 def _build_app(
-    own: ReplicaOptions, options: ServerOptions, offload: OffloadOptions, api_key: str | None
+    own: ReplicaOptions,
+    options: ServerOptions,
+    offload: OffloadOptions,
+    choice: ModelChoice,
+    api_key: str | None,
 ) -> Any:
     """Return one replica's application; its decode process begins and ends with it."""
     from tandem.server.app import Server, create_app
     from tandem.server.engine_client import EngineClient
     from tandem.server.messages import EngineSettings
 
-    directory = find_model(own.model, quiet=True)
+    found = find_model(choice, quiet=True)
     load = functools.partial(
-        load_model_and_tokenizer, directory, offload, quiet=True, dense_dtype=own.dense_dtype
+        load_model_and_tokenizer, found, offload, quiet=True, dense_dtype=own.dense_dtype
     )
     settings = EngineSettings(max_running=options.max_running, part_tokens=options.part_tokens)
     engine = EngineClient(load, settings, max_waiting=options.max_waiting)
-    name = options.name or Path(own.model).name
-    server = Server(engine, load_tokenizer(directory), options, name)
+    name = options.name or Path(choice.model).name
+    server = Server(engine, load_tokenizer(found), options, name)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Any) -> AsyncIterator[None]:

@@ -5,7 +5,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tandem.cli.models import load_model_and_tokenizer
+from tandem.cli.models import ModelChoice, add_model, load_model_and_tokenizer
 from tandem.core.config import add_flags, from_flags, option
 from tandem.core.errors import ConfigError
 from tandem.generate.sampling import SamplingOptions
@@ -44,10 +44,7 @@ class RunOptions:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `tandem run`."""
-    parser.add_argument(
-        "model", nargs="?", default="demo", metavar="MODEL",
-        help="model directory, hub id, demo or demo-equal (default: demo)",
-    )  # fmt: skip
+    add_model(parser)
     parser.add_argument("-p", "--prompt", help="answer this and exit")
     add_flags(parser, SamplingOptions)
     parser.add_argument(
@@ -65,7 +62,7 @@ def run(flags: argparse.Namespace) -> int:
     sampling = from_flags(SamplingOptions, flags)
     prompt = _one_prompt(flags.prompt)
     offload = from_flags(OffloadOptions, flags)
-    session = _open_session(flags.model, options, offload, sampling)
+    session = _open_session(from_flags(ModelChoice, flags), options, offload, sampling)
     if prompt is None:
         from tandem.cli.chat import chat
 
@@ -86,10 +83,10 @@ def _one_prompt(given: str | None) -> str | None:
 
 
 def _open_session(
-    model_name: str, options: RunOptions, offload: OffloadOptions, sampling: SamplingOptions
+    choice: ModelChoice, options: RunOptions, offload: OffloadOptions, sampling: SamplingOptions
 ) -> "Session":
     model, tokenizer = load_model_and_tokenizer(
-        model_name, offload, quiet=options.quiet, dense_dtype=options.dense_dtype
+        choice, offload, quiet=options.quiet, dense_dtype=options.dense_dtype
     )
     return Session(model, tokenizer, options, sampling)
 

@@ -9,7 +9,13 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem.cli.models import find_model, load_model_and_tokenizer, load_tokenizer
+from tandem.cli.models import (
+    ModelChoice,
+    add_model,
+    find_model,
+    load_model_and_tokenizer,
+    load_tokenizer,
+)
 from tandem.core.config import add_flags, from_flags, option
 from tandem.core.errors import ConfigError
 from tandem.offload.options import OffloadOptions
@@ -37,10 +43,7 @@ class ServeOptions:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `tandem serve`."""
-    parser.add_argument(
-        "model", nargs="?", default="demo", metavar="MODEL",
-        help="model directory, hub id, demo or demo-equal (default: demo)",
-    )  # fmt: skip
+    add_model(parser)
     add_flags(parser, ServerOptions)
     add_flags(parser, OffloadOptions)
     add_flags(parser, ServeOptions)
@@ -65,17 +68,17 @@ def run(flags: argparse.Namespace) -> int:
         ) from error
     level = logging.WARNING if own.quiet else logging.INFO
     logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(message)s")
-    directory = find_model(flags.model, quiet=own.quiet)
+    found = find_model(from_flags(ModelChoice, flags), quiet=own.quiet)
     source = Source(
         name=options.name or Path(flags.model).name,
         load_model=functools.partial(
             load_model_and_tokenizer,
-            directory,
+            found,
             offload,
             quiet=True,
             dense_dtype=own.dense_dtype,
         ),
-        load_tokenizer=functools.partial(load_tokenizer, directory),
+        load_tokenizer=functools.partial(load_tokenizer, found),
     )
     settings = EngineSettings(
         max_running=options.max_running,

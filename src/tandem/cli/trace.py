@@ -5,7 +5,7 @@ import json
 import sys
 from dataclasses import dataclass
 
-from tandem.cli.models import load_model_and_tokenizer
+from tandem.cli.models import ModelChoice, add_model, load_model_and_tokenizer
 from tandem.cli.prompts import read_prompts
 from tandem.core.config import add_flags, from_flags, option, require_range
 from tandem.core.errors import ConfigError
@@ -30,10 +30,7 @@ class TraceOptions:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `tandem trace`."""
     parser.add_argument("action", choices=("record",), metavar="record", help="write a new trace")
-    parser.add_argument(
-        "model", nargs="?", default="demo", metavar="MODEL",
-        help="model directory, hub id, demo or demo-equal (default: demo)",
-    )  # fmt: skip
+    add_model(parser)
     parser.add_argument("--prompts", required=True, metavar="FILE", help="prompts: text or JSON")
     parser.add_argument("-o", "--output", required=True, metavar="FILE", help="trace (.npz)")
     add_flags(parser, OffloadOptions)
@@ -47,7 +44,7 @@ def run(flags: argparse.Namespace) -> int:
     if not flags.output.endswith(".npz"):
         raise ConfigError(f"the trace is to be {flags.output!r}; give a name that ends in .npz")
     prompts = read_prompts(flags.prompts)[: options.limit]
-    model, tokenizer = load_model_and_tokenizer(flags.model, offload, quiet=True)
+    model, tokenizer = load_model_and_tokenizer(from_flags(ModelChoice, flags), offload, quiet=True)
 
     from tandem.generate.generator import Generator
     from tandem.hf.routing_recording import recording

@@ -21,6 +21,8 @@ class Checkpoint:
     directory: Path
     config: dict[str, Any]
     files: TensorFiles
+    may_run_code: bool = False
+    """Whether the user lets code run that comes with the model."""
 
     @property
     def quantization(self) -> dict[str, Any] | None:
@@ -43,7 +45,7 @@ def open_checkpoint(directory: Path, *, may_run_code: bool = False) -> Checkpoin
     config = read_json(directory, "config.json")
     _check_model_type(directory, config, may_run_code=may_run_code)
     index_name = INDEX_FILE if (directory / INDEX_FILE).exists() else None
-    return Checkpoint(directory, config, open_tensors(directory, index_name))
+    return Checkpoint(directory, config, open_tensors(directory, index_name), may_run_code)
 
 
 def quantization_of(config: dict[str, Any]) -> dict[str, Any] | None:
@@ -66,7 +68,8 @@ def _check_model_type(directory: Path, config: dict[str, Any], *, may_run_code: 
     if "auto_map" in config:
         raise UnsupportedModelError(
             f"{directory}/config.json names model_type {model_type!r}, which needs the code that "
-            "comes with the model; read that code, then load with trust_remote_code=True"
+            "comes with the model; read that code, then load with trust_remote_code=True "
+            "(--trust-remote-code)"
         )
     hint = nearest_names(str(model_type), list(CONFIG_MAPPING.keys()))
     hint = hint if hint.startswith("did") else "a newer Transformers may have it"

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem.core.errors import ModelError
+from tandem.core.errors import ConfigError, ModelError
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # What a model needs; not the same weights once more in other frameworks' formats.
@@ -23,16 +23,23 @@ class HubOptions:
     revision: str | None = None
     token: str | bool | None = None
     cache_dir: str | None = None
+    with_code: bool = False
+    """Also fetch the Python code that comes with the model."""
 
 
 def find_directory(model: str | Path, options: HubOptions | None = None) -> Path:
     """Return a model's directory, downloading a hub id first; raises `ModelError`."""
+    name, options = str(model), options or HubOptions()
+    if options.revision is not None and Path(model).exists():
+        raise ConfigError(
+            f"revision is {options.revision!r}, and {name} is on this machine; only a hub id has "
+            "revisions"
+        )
     if Path(model).is_dir():
         return Path(model)
-    name = str(model)
     if not _HUB_ID.fullmatch(name) or Path(model).parent.is_dir():
         raise ModelError(f"{name} is not a directory; expected a model directory or a hub id")
-    return _download(name, options or HubOptions())
+    return _download(name, options)
 
 
 def local_models(cache_dir: str | None = None) -> list[str]:
@@ -57,7 +64,7 @@ def _download(name: str, options: HubOptions) -> Path:
             revision=options.revision,
             token=options.token,
             cache_dir=options.cache_dir,
-            allow_patterns=list(_WANTED),
+            allow_patterns=[*_WANTED, *(["*.py"] if options.with_code else [])],
         )
     except LocalEntryNotFoundError as error:
         raise ModelError(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import transformers
 from tqdm import tqdm
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import logging
 
 from tandem.core.config import from_mapping
@@ -44,7 +45,9 @@ def load(
     """
     offload = from_mapping(OffloadConfig, options, where="tandem.load")
     model_dtype = parse_dtype(dtype, field="dtype") or "auto"
-    hub = HubOptions(revision, token, None if hub_cache is None else str(hub_cache))
+    hub = HubOptions(
+        revision, token, None if hub_cache is None else str(hub_cache), trust_remote_code
+    )
     if str(model).endswith(".gguf") and Path(model).is_file():
         return _load_gguf(Path(model), offload, dtype=model_dtype, device_map=device_map)
     directory = find_directory(model, hub)
@@ -54,7 +57,6 @@ def load(
         offload,
         dtype=model_dtype,
         device_map=device_map,
-        may_run_code=trust_remote_code,
     )
 
 
@@ -64,7 +66,6 @@ def load_checkpoint(
     *,
     dtype: str | torch.dtype = "auto",
     device_map: Any = None,
-    may_run_code: bool = False,
     num_layers: int | None = None,
 ) -> Any:
     """Load a checkpoint whose files have been checked; arguments as of `load`.
@@ -85,7 +86,6 @@ def load_checkpoint(
             offload,
             dtype=dtype,
             device_map=device_map,
-            may_run_code=may_run_code,
             num_layers=num_layers,
         )
     except TandemError:
@@ -127,7 +127,6 @@ def _from_pretrained(
     *,
     dtype: Any,
     device_map: Any,
-    may_run_code: bool,
     num_layers: int | None,
 ) -> tuple[Any, dict[str, Any]]:
     """Let Transformers load; returns the model and what it reports."""
@@ -136,10 +135,10 @@ def _from_pretrained(
     if source is None:
         # A packed checkpoint says itself how its experts are stored.
         mine: dict[str, Any] = {} if checkpoint.is_packed else {"quantization_config": offload}
-        if may_run_code and "auto_map" in checkpoint.config:
+        if _runs_code(checkpoint):
             mine["trust_remote_code"] = True
         if num_layers is not None:
-            mine["config"] = transformers.AutoConfig.from_pretrained(directory)
+            mine["config"] = _own_config(checkpoint)
             keep_first_layers(mine["config"], num_layers)
         loader = model_class(checkpoint.config)
         result: tuple[Any, dict[str, Any]] = loader.from_pretrained(directory, **mine, **common)
@@ -183,6 +182,10 @@ def class_of(config: Any) -> Any:
     for name in getattr(config, "architectures", None) or ():
         if hasattr(transformers, name):
             return getattr(transformers, name)
+    code = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
+    if code is not None and type(config).__module__.startswith("transformers_modules"):
+        # The config's class is the model's own already, so the user lets its code run.
+        return get_class_from_dynamic_module(code, config._name_or_path)
     return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
 
@@ -215,9 +218,20 @@ def keep_first_layers(config: Any, num_layers: int) -> None:
             setattr(text, name, value[: text.num_hidden_layers])
 
 
+def _runs_code(checkpoint: Checkpoint) -> bool:
+    """Whether the model's own code runs: it brings some, and the user lets it."""
+    return checkpoint.may_run_code and "auto_map" in checkpoint.config
+
+
+def _own_config(checkpoint: Checkpoint) -> Any:
+    return transformers.AutoConfig.from_pretrained(
+        checkpoint.directory, trust_remote_code=_runs_code(checkpoint)
+    )
+
+
 def source_config(checkpoint: Checkpoint) -> Any:
     """Return Transformers' config of a checkpoint as if it were not quantised."""
-    config = transformers.AutoConfig.from_pretrained(checkpoint.directory)
+    config = _own_config(checkpoint)
     for part in (config, config.get_text_config()):
         if hasattr(part, "quantization_config"):
             del part.quantization_config  # Transformers refuses two

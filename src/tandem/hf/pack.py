@@ -61,19 +61,20 @@ def pack(
     directory: str | Path,
     *,
     hub: HubOptions | None = None,
+    trust_remote_code: bool = False,
     on_progress: OnProgress | None = None,
     **options: Any,
 ) -> Packed:
     """Write a checkpoint (a directory or hub id) as a packed one to a new directory.
 
-    `options` are those of `tandem.load`: `expert_dtype` and `dense_dtype` say what is packed.
-    Raises `ModelError` and `CapacityError`; a full disk leaves nothing behind, an interruption
-    leaves what the next call goes on with.
+    `trust_remote_code` and `options` are those of `tandem.load`: `expert_dtype` and `dense_dtype`
+    say what is packed. Raises `ModelError` and `CapacityError`; a full disk leaves nothing behind,
+    an interruption leaves what the next call goes on with.
     """
     target = Path(directory)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ModelError(f"{target} exists and is not an empty directory; name a new one")
-    source = open_checkpoint(find_directory(model, hub))
+    source = open_checkpoint(find_directory(model, hub), may_run_code=trust_remote_code)
     if source.is_packed:
         raise ModelError(f"{source.directory} is packed already; copy the directory")
     partial = target.with_name(f".{target.name}.partial")
@@ -100,7 +101,7 @@ def _pack(
     model = load_checkpoint(source, offload)
     num_bytes = sink.finish(model)
     model.hf_quantizer.executor.close()
-    _copy_small_files(source.directory, partial)
+    _copy_small_files(source, partial)
     for name in (_PROGRESS_FILE, _LOCK_FILE):
         (partial / name).unlink(missing_ok=True)
     return num_bytes, sink.resumed
@@ -228,9 +229,10 @@ def _alone(directory: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def _copy_small_files(source: Path, target: Path) -> None:
-    for pattern in _COPIED:
-        for file in source.glob(pattern):
+def _copy_small_files(source: Checkpoint, target: Path) -> None:
+    code = ("*.py",) if source.may_run_code else ()
+    for pattern in (*_COPIED, *code):
+        for file in source.directory.glob(pattern):
             is_weights = file.name.endswith(".index.json") or file.name in _NOT_COPIED
             if not is_weights and not (target / file.name).exists():
                 shutil.copyfile(file, target / file.name)
