@@ -1,5 +1,7 @@
 """The GPU's KV cache and captured steps on the CPU, with the twin of CUDA's graphs."""
 
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -210,6 +212,31 @@ def test_a_kv_cache_that_cannot_grow_goes_on_as_it_is(
     rows.continue_with([[40, 41, 42, 50, 51]])
     rows.cache.lengths[0] = 3
     torch.testing.assert_close(rows.decode([50]), expected)
+
+
+def test_rows_that_nobody_has_any_more_make_room_before_experts_do(
+    models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, zeros = models["mixtral"], torch.zeros
+    earlier = CudaRows(model, PROMPTS, 4, make_capture=TwinCapture)
+    logits_of(earlier)
+    held = weakref.ref(earlier)
+    rows = CudaRows(model, [[40, 41, 42]], 4)
+    rows.cache._make_room = lambda: pytest.fail("experts were to make room")
+
+    def scarce(*args: Any, **options: Any) -> torch.Tensor:
+        if held() is not None:
+            raise torch.OutOfMemoryError("made up")
+        return zeros(*args, **options)
+
+    gc.disable()
+    try:
+        del earlier
+        monkeypatch.setattr(torch, "zeros", scarce)
+        rows.prefill()
+    finally:
+        gc.enable()
+    assert held() is None
 
 
 def test_pieces_that_give_other_logits_are_given_up() -> None:

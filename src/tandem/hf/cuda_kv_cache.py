@@ -4,6 +4,7 @@ As `KvCache`, by rows and without padding; a step reads the filled part rounded 
 two (the *reach*), masked by position. All of it is torch, so it runs, and is tested, on the CPU.
 """
 
+import gc
 from collections.abc import Callable
 
 import torch
@@ -162,11 +163,15 @@ class StaticKvCache:
         return self._tensors[layer]
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        has_collected = False
         while True:
             try:
                 return torch.zeros(shape, dtype=dtype, device=self._device)
             except torch.OutOfMemoryError as error:
-                if not self._make_room():
+                if not has_collected:  # rows and their steps know each other: earlier ones may wait
+                    has_collected = True
+                    gc.collect()
+                elif not self._make_room():
                     raise CapacityError(
                         f"the GPU has no memory for a KV cache of {shape[0]} rows of {shape[2]} "
                         "tokens; use fewer prompts at once, shorter ones or more gpu_memory"

@@ -167,10 +167,6 @@ class Slots:
             self._landed[slot] = generation
             self.changed.notify_all()
 
-    def has_landed(self, slot: int, generation: int) -> bool:
-        """Tell whether a generation's bytes are complete."""
-        return self._landed[slot] >= generation
-
     def wait_landed(self, claims: Sequence[Claim]) -> list[Tensor]:
         """Wait until claimed generations are complete; returns their slots' memory."""
         self._wait(claims)
