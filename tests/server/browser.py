@@ -122,6 +122,15 @@ class Page:
         return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
 
 
+def import_modules(page: Page) -> None:
+    """Make what the page's modules export reachable as `own`, once the page has loaded."""
+    names = json.dumps([f"/{name}.js" for name in ("chat", "connection", "live")])
+    page.run(
+        f"Promise.all({names}.map((name) => import(name)))"
+        ".then((found) => { window.own = Object.assign({}, ...found); })"
+    )
+
+
 @contextlib.contextmanager
 def browser_page(profile: Path) -> Iterator[Page]:
     """Open a tab in a fresh browser, whose files are in `profile`."""

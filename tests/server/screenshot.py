@@ -8,7 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.server.browser import browser_page
+from tests.server.browser import browser_page, import_modules
 from tests.server.running import running_server
 
 QUESTION = "Explain in two sentences why two processors are faster than one."
@@ -29,9 +29,10 @@ def main() -> int:
         page.prefer("light")
         page.open(server.address + "/")
         page.wait_for("document.getElementById('model').textContent === 'demo'")
-        page.run("settings.temperature = '0'; settings.max_tokens = '400'")
-        page.run(f"ask({QUESTION!r}); 1")
-        page.wait_for(f"document.body.textContent.length > 0 && live.speeds.length > 16 && "
+        import_modules(page)
+        page.run("own.settings.temperature = '0'; own.settings.max_tokens = '400'")
+        page.run(f"own.ask({QUESTION!r}); 1")
+        page.wait_for(f"document.body.textContent.length > 0 && own.live.speeds.length > 16 && "
                       f"[...document.querySelectorAll('.assistant .text')].some("
                       f"(e) => e.textContent.length > {_ENOUGH_CHARACTERS})")  # fmt: skip
         (out / "serve.png").write_bytes(page.picture())
@@ -41,7 +42,7 @@ def main() -> int:
         page.prefer("light")
         page.resize(390, 800, scale=2)
         time.sleep(0.5)
-        page.run("seeLive(true)")
+        page.run("document.getElementById('view-live').click()")
         time.sleep(0.8)
         (out / "serve-phone.png").write_bytes(page.picture())
     return 0

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tandem.server.page_files import PAGE_FILES
 from tests.server.running import Reply, RunningServer, running_server
 
 LONG: dict[str, Any] = {"max_tokens": 4000, "temperature": 0}
@@ -98,7 +99,8 @@ def test_without_the_key_nothing_is_told(small: RunningServer) -> None:
         for method, path in GUARDED:
             reply = small.ask(method, path, headers={"Authorization": value})
             assert (reply.status, reply.error["code"]) == (401, "invalid_api_key"), path
-    assert small.ask("GET", "/health", headers={"Authorization": ""}).status == 200
+    for path in ("/health", *PAGE_FILES):
+        assert small.ask("GET", path, headers={"Authorization": ""}).status == 200, path
     assert small.ask("GET", "/v1/models").status == 200
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.browser import Page, browser_page, find_chromium
+from tests.server.browser import Page, browser_page, find_chromium, import_modules
 from tests.server.running import RunningServer
 
 pytestmark = pytest.mark.skipif(
@@ -32,6 +32,7 @@ def page(browser: Page, server: RunningServer) -> Iterator[Page]:
     browser.problems.clear()
     browser.urls.clear()
     browser.wait_for("document.getElementById('model').textContent === 'tiny'")
+    import_modules(browser)
     yield browser
     assert browser.problems == []
     assert all(url.startswith((server.address, "data:")) for url in browser.urls), browser.urls
@@ -41,7 +42,7 @@ def set_field(page: Page, name: str, value: str) -> None:
     page.run("document.getElementById('open-settings').click()")
     page.run(f"document.getElementById('set-{name}').value = '{value}'")
     page.run("document.querySelector('#settings .primary').click()")
-    page.wait_for(f"settings.{name} === '{value}'")
+    page.wait_for(f"own.settings.{name} === '{value}'")
 
 
 def test_a_question_is_answered_as_it_streams(page: Page) -> None:
@@ -58,7 +59,7 @@ def test_a_question_is_answered_as_it_streams(page: Page) -> None:
     page.write("again")
     page.press("Enter")
     page.wait_for("document.querySelectorAll('.about').length === 2")
-    assert page.run("conversation.length") == 4
+    assert page.run("own.conversation.length") == 4
 
 
 def test_escape_and_the_button_stop_an_answer(page: Page, server: RunningServer) -> None:
@@ -80,12 +81,12 @@ def test_escape_and_the_button_stop_an_answer(page: Page, server: RunningServer)
 
 
 def test_the_grid_lights_up_where_experts_are_used(page: Page, server: RunningServer) -> None:
-    page.wait_for("live.layers > 0")
-    cells = page.run("live.layers * live.experts")
-    assert page.run("live.uses.length") == cells
+    page.wait_for("own.live.layers > 0")
+    cells = page.run("own.live.layers * own.live.experts")
+    assert page.run("own.live.uses.length") == cells
     server.chat(max_tokens=30, temperature=0)
-    page.wait_for("live.uses.some((uses) => uses > 0)")
-    page.wait_for("live.speeds.some((speed) => speed > 0) && live.steps.length > 5")
+    page.wait_for("own.live.uses.some((uses) => uses > 0)")
+    page.wait_for("own.live.speeds.some((speed) => speed > 0) && own.live.steps.length > 5")
     # Something has been drawn, in more than one colour.
     script = """(() => { const c = document.getElementById('grid');
         const data = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;
@@ -102,8 +103,8 @@ def test_the_grid_lights_up_where_experts_are_used(page: Page, server: RunningSe
 
 def test_errors_are_shown_where_the_answer_would_be(page: Page) -> None:
     set_field(page, "max_tokens", "1")
-    page.run("conversation.push({role: 'user', content: 'x'.repeat(6000)})")
-    page.run("ask('y')")
+    page.run("own.conversation.push({role: 'user', content: 'x'.repeat(6000)})")
+    page.run("own.ask('y')")
     page.wait_for("!!document.querySelector('.problem')")
     assert "shorten the prompt" in page.run("document.querySelector('.problem').textContent")
     page.problems.clear()  # the browser notes the 400 itself
@@ -112,7 +113,8 @@ def test_errors_are_shown_where_the_answer_would_be(page: Page) -> None:
 def test_settings_outlive_a_reload(page: Page, server: RunningServer) -> None:
     set_field(page, "temperature", "0.7")
     page.open(server.address + "/")
-    assert page.run("settings.temperature") == "0.7"
+    import_modules(page)
+    assert page.run("own.settings.temperature") == "0.7"
 
 
 def test_a_phone_shows_one_view_at_a_time(page: Page) -> None:

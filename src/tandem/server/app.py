@@ -4,8 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from importlib import resources
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -23,20 +22,12 @@ from tandem.server.messages import ModelInfo
 from tandem.server.metrics import Metrics
 from tandem.server.openapi import describe, described_body, described_errors
 from tandem.server.options import ServerOptions
+from tandem.server.page_files import add_page
 from tandem.server.replies import DONE, ChatReply, CompletionReply, event
 from tandem.server.running_answer import RunningAnswer
 from tandem.server.schemas import ChatRequest, CompletionRequest, Sampling
 
 _log = logging.getLogger("tandem.server")
-_PAGE = {"/": ("index.html", "text/html"), "/page.css": ("page.css", "text/css"),
-         "/page.js": ("page.js", "text/javascript")}  # fmt: skip
-# The page needs nothing but itself; nobody may put it into a frame.
-_PAGE_HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",
-}
 _KEEP_ALIVE_SECONDS = 15.0
 
 T = TypeVar("T")
@@ -234,8 +225,7 @@ def create_app(
     app.add_exception_handler(Exception, _tell_unexpected)
     _add_api(app, server)
     _add_rest(app, server)
-    for path, (file, kind) in _PAGE.items():
-        app.add_api_route(path, _page(file, kind), include_in_schema=False)
+    add_page(app)
     describe(app, [ChatRequest, CompletionRequest])
     return app
 
@@ -292,15 +282,6 @@ def _add_rest(app: FastAPI, server: Server) -> None:
     @app.get("/live", include_in_schema=False)
     async def live() -> Response:
         return server.live()
-
-
-def _page(file: str, kind: str) -> Callable[[], Awaitable[Response]]:
-    text = (resources.files("tandem.server") / "page" / file).read_bytes()
-
-    async def page() -> Response:
-        return Response(text, media_type=kind, headers=_PAGE_HEADERS)
-
-    return page
 
 
 async def _tell(request: Request, error: Exception) -> Response:

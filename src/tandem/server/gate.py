@@ -10,8 +10,9 @@ from collections.abc import Iterable
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.server.errors import ApiError
+from tandem.server.page_files import PAGE_FILES
 
-_OPEN_PATHS = {"/", "/page.css", "/page.js", "/health", "/ready", "/favicon.ico"}
+_OPEN_PATHS = {*PAGE_FILES, "/health", "/ready", "/favicon.ico"}
 _LONGEST_PATH = 2048
 
 
