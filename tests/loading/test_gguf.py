@@ -1,5 +1,6 @@
 """GGUF files written with the gguf package: answers are those of Transformers' own reading."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -60,7 +61,11 @@ def gguf_names(model: Qwen3MoeForCausalLM) -> dict[str, Tensor]:
 
 
 def write_gguf(
-    file: Path, model: Qwen3MoeForCausalLM, kind: str, architecture: str = "qwen3moe"
+    file: Path,
+    model: Qwen3MoeForCausalLM,
+    kind: str,
+    architecture: str = "qwen3moe",
+    also: Callable[[GGUFWriter], None] = lambda _: None,
 ) -> None:
     """Write a model with its matrices in blocks, and give it the values that these stand for."""
     config, writer = model.config, GGUFWriter(file, architecture)
@@ -77,6 +82,7 @@ def write_gguf(
     writer.add_vocab_size(config.vocab_size)
     writer.add_expert_count(config.num_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
+    also(writer)
     block = GGMLQuantizationType[kind]
     for name, tensor in gguf_names(model).items():
         values = tensor.numpy().astype(np.float32)

@@ -31,7 +31,8 @@ class Plan:
     gpu_bytes: dict[str, int]
     expert_slots: int
     speed: SpeedForecast | str
-    is_packed: bool
+    can_be_packed: bool
+    """Whether `tandem pack` reads it: it is not packed yet, and no GGUF file."""
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -91,7 +92,7 @@ def advice(plan: Plan, others: dict[str, ModelSizes]) -> list[str]:
     lines = []
     if not plan.fits:
         lines += _to_fit(plan, others)
-    if not plan.is_packed and plan.fits:
+    if plan.can_be_packed and plan.fits:
         lines.append(
             "pack it once (tandem pack) and it loads at the disk's speed, without the original"
         )

@@ -126,7 +126,7 @@ def load_tokenizer(found: ModelChoice) -> Any:
             file = Path(source)
             return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         return AutoTokenizer.from_pretrained(source, trust_remote_code=found.trust_remote_code)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # the tokenizers package raises no narrower class
         first_line = str(error).partition("\n")[0]
         raise ModelError(f"{source} has no tokenizer that loads: {first_line}") from error
 

@@ -72,11 +72,14 @@ def _plan(
     from tandem.generate.generator import Generator  # noqa: F401  its modules are part of a run
     from tandem.hf.checkpoint import open_checkpoint
     from tandem.hf.config import OffloadConfig
-    from tandem.hf.sizes import model_sizes
+    from tandem.hf.sizes import gguf_sizes, model_sizes
     from tandem.offload.device import DeviceMemory
     from tandem.offload.host_memory import available_bytes, process_bytes
 
-    checkpoint = open_checkpoint(Path(source.model), may_run_code=source.trust_remote_code)
+    path = Path(source.model)
+    checkpoint = None
+    if path.is_dir():  # else it is a GGUF file
+        checkpoint = open_checkpoint(path, may_run_code=source.trust_remote_code)
 
     def config(expert_dtype: str) -> OffloadConfig:
         return OffloadConfig(
@@ -84,11 +87,15 @@ def _plan(
             isa=os.environ.get("TANDEM_ISA"),
         )  # fmt: skip
 
+    def sizes_as(expert_dtype: str) -> "ModelSizes":
+        if checkpoint is None:
+            return gguf_sizes(path, config(expert_dtype))
+        return model_sizes(checkpoint, config(expert_dtype))
+
+    is_packed = checkpoint is not None and checkpoint.is_packed
     process, available = process_bytes(), available_bytes()
-    sizes = model_sizes(checkpoint, config(offload.expert_dtype))
-    others = {}
-    if not checkpoint.is_packed:
-        others = {name: model_sizes(checkpoint, config(name)) for name in _OTHER_FORMATS}
+    sizes = sizes_as(offload.expert_dtype)
+    others = {} if is_packed else {name: sizes_as(name) for name in _OTHER_FORMATS}
     memory = DeviceMemory(available, available)
     slots, gpu_bytes = plan_slots(
         sizes, device=offload.device, gpu_memory=offload.gpu_memory, memory=memory,
@@ -112,7 +119,7 @@ def _plan(
         gpu_bytes=gpu_bytes,
         expert_slots=slots,
         speed=forecast or speed,
-        is_packed=checkpoint.is_packed,
+        can_be_packed=checkpoint is not None and not is_packed,
     )
     return plan, others
 

@@ -37,6 +37,11 @@ def find_directory(model: str | Path, options: HubOptions | None = None) -> Path
         )
     if Path(model).is_dir():
         return Path(model)
+    if name.endswith(".gguf") and Path(model).is_file():
+        raise ModelError(
+            f"{name} is a GGUF file, which is run, served and planned as it is; this needs a "
+            "directory of safetensors"
+        )
     if not _HUB_ID.fullmatch(name) or Path(model).parent.is_dir():
         raise ModelError(f"{name} is not a directory; expected a model directory or a hub id")
     return _download(name, options)

@@ -22,6 +22,9 @@ from tandem.hf.sources.gguf import open_gguf
 from tandem.hf.sources.source import Source, open_source
 from tandem.offload.host_memory import available_bytes
 
+# A GGUF file's matrices are in blocks; it has no dtype of its own.
+GGUF_DENSE_DTYPE = torch.bfloat16
+
 
 def load(
     model: str | Path,
@@ -166,9 +169,9 @@ def _from_source(source: Source, config: Any, offload: OffloadConfig, **common: 
 
 
 def _load_gguf(file: Path, offload: OffloadConfig, *, dtype: Any, device_map: Any) -> Any:
-    """Load a GGUF file; "auto" makes the dense parts bf16, as the file has no dtype of its own."""
+    """Load a GGUF file, whose dense parts are in `dtype` or, if that is "auto", the default."""
     config, source = open_gguf(file, empty_model)
-    dtype = torch.bfloat16 if dtype == "auto" else dtype
+    dtype = GGUF_DENSE_DTYPE if dtype == "auto" else dtype
     loaded, report = _from_source(
         source, config, offload, dtype=dtype, device_map=device_map, output_loading_info=True
     )

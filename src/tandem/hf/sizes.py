@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,9 +12,10 @@ from tandem.hf.checkpoint import Checkpoint
 from tandem.hf.config import OffloadConfig, parse_dense_dtype
 from tandem.hf.dense import packable_layers
 from tandem.hf.experts import is_experts_module
-from tandem.hf.load import empty_model, source_config
+from tandem.hf.load import GGUF_DENSE_DTYPE, empty_model, source_config
 from tandem.hf.quantizer import OffloadQuantizer
 from tandem.hf.save import stored_name
+from tandem.hf.sources.gguf import open_gguf
 from tandem.hf.sources.source import open_source
 from tandem.kernels.formats.weight_format import WeightFormat
 from tandem.offload.host_store import HostStore
@@ -58,7 +60,6 @@ class ModelSizes:
 
 def model_sizes(checkpoint: Checkpoint, offload: OffloadConfig) -> ModelSizes:
     """Add up what a checkpoint takes with these options; raises `UnsupportedModelError`."""
-    config = source_config(checkpoint)
     if checkpoint.is_packed:
         wanted = offload.dense_dtype
         offload = OffloadConfig.from_dict(checkpoint.quantization or {})
@@ -66,6 +67,17 @@ def model_sizes(checkpoint: Checkpoint, offload: OffloadConfig) -> ModelSizes:
             offload.dense_dtype = wanted
     elif checkpoint.quantization is not None:
         offload.source = open_source(checkpoint.files, checkpoint.quantization)
+    return _sizes(source_config(checkpoint), offload)
+
+
+def gguf_sizes(file: Path, offload: OffloadConfig) -> ModelSizes:
+    """Add up what a GGUF file takes with these options; raises as `open_gguf` does."""
+    config, offload.source = open_gguf(file, empty_model)
+    config.dtype = GGUF_DENSE_DTYPE
+    return _sizes(config, offload)
+
+
+def _sizes(config: Any, offload: OffloadConfig) -> ModelSizes:
     model = empty_model(config)
     quantizer = OffloadQuantizer(offload)
     quantizer.announce_layers(model)
