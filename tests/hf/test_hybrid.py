@@ -172,10 +172,10 @@ def test_memory_that_cannot_be_is_refused(
 def test_experts_that_do_not_fit_are_refused_before_loading(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tandem.offload.host_memory.available_bytes", lambda: 300_000)
-    with pytest.raises(CapacityError, match=r"the experts take .* of host memory and 293 KiB are"):
+    monkeypatch.setattr("tandem.offload.host_memory.available_bytes", lambda: 600_000)
+    with pytest.raises(CapacityError, match=r"experts and dense parts take .* host memory and 586"):
         tandem.load(checkpoint, dtype="float32")
-    with pytest.raises(CapacityError, match=r"free; expert_dtype='int4' takes 216 KiB"):
+    with pytest.raises(CapacityError, match=r"free; expert_dtype='int4' takes [45].. KiB$"):
         tandem.load(checkpoint, dtype="float32")
 
 

@@ -107,7 +107,8 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
             for layer in self.store:
                 self._writer.sink.resume(layer)
         elif not self.pre_quantized:  # a packed file is mapped, and need not be in memory whole
-            _require_memory(self.store, own)
+            dense_bytes = _dense_bytes(model, kwargs.get("device_map"))
+            _require_memory(self.store, own, dense_bytes)
         dense_format = parse_dense_dtype(self.quantization_config.dense_dtype)
         if self.pre_quantized and dense_format is not None:
             expect_stored_layers(model, dense_format)
@@ -246,10 +247,21 @@ def _announce(
     )
 
 
-def _require_memory(store: HostStore, modules: dict[str, Any]) -> None:
+def _dense_bytes(model: Any, device_map: Any) -> int:
+    """Return what the parts of a model that are no experts take of host memory while it loads."""
+    if any(str(place) != "cpu" for place in (device_map or {}).values()):
+        return 0  # on the GPU, whose own check counts them
+    experts = {id(p) for m in model.modules() if is_experts_module(m) for p in m.parameters()}
+    tied = getattr(model, "all_tied_weights_keys", {})
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    return sum(t.nbytes for n, t in tensors if id(t) not in experts and n not in tied)
+
+
+def _require_memory(store: HostStore, modules: dict[str, Any], dense_bytes: int) -> None:
     """Raise `CapacityError`, which says what would fit, before any memory is taken."""
     source_dtype = next(iter(modules.values())).down_proj.dtype
-    needed, available = store.expected_bytes(source_dtype), host_memory.available_bytes()
+    needed = store.expected_bytes(source_dtype) + dense_bytes
+    available = host_memory.available_bytes()
     if needed <= available:
         return
     fitting = []
@@ -257,11 +269,11 @@ def _require_memory(store: HostStore, modules: dict[str, Any]) -> None:
         smaller = HostStore()
         for module_name, module in modules.items():
             _announce(smaller, module_name, module, parse_expert_dtype(name))
-        size = smaller.expected_bytes(source_dtype)
+        size = smaller.expected_bytes(source_dtype) + dense_bytes
         if size <= available:
             fitting.append(f"expert_dtype={name!r} takes {format_bytes(size)}")
     host_memory.require_host_memory(
-        needed, available, what="the experts", formats=" and ".join(fitting)
+        needed, available, what="the model's experts and dense parts", formats=" and ".join(fitting)
     )
 
 
