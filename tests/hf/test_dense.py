@@ -11,7 +11,7 @@ import tandem
 from tandem.core.errors import ConfigError, ModelError
 from tandem.generate.generator import Generator
 from tandem.hf.config import parse_dense_dtype
-from tandem.hf.dense import PackedLinear, pack_dense_layers, packed_layers
+from tandem.hf.dense import PackedLinear, pack_as_loaded, pack_dense_layers, packed_layers
 from tandem.hf.rows import CachedRows
 from tandem.kernels.dense import CpuThreads, pack_dense
 from tandem.kernels.formats.weight_format import find_format
@@ -148,3 +148,24 @@ def test_layers_of_several_formats_are_not_saved(checkpoint: Path, tmp_path: Pat
     with pytest.raises(ModelError, match="packed in int4-g32 and int8-g128"):
         tandem.save(model, tmp_path / "packed")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_layers_packed_as_loaded_keep_every_weight(dtype: torch.dtype, threads: CpuThreads) -> None:
+    model: Any = build_tiny_model("qwen3_moe").to(dtype)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    num_bytes = pack_as_loaded(model, threads)
+    assert (num_bytes > 0) == (dtype != torch.float32), "fp32 has no packed format of its own"
+    assert bool(list(packed_layers(model))) == (dtype != torch.float32)
+    after = model.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+def test_a_row_packed_as_loaded_is_alike_in_any_batch(threads: CpuThreads) -> None:
+    model: Any = build_tiny_model("qwen3_moe").to(torch.bfloat16)
+    pack_as_loaded(model, threads)
+    for _, layer in packed_layers(model):
+        x = torch.randn((9, layer.in_features), generator=torch.Generator().manual_seed(1))
+        together = layer(x.bfloat16())
+        for i in range(9):
+            assert torch.equal(layer(x[i : i + 1].bfloat16())[0], together[i])

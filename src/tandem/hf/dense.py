@@ -4,16 +4,17 @@ Attention projections, shared experts, dense feed-forward layers and the output 
 whose few bytes decide everything, nor embeddings.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tandem.hf.config import parse_dense_dtype
+from tandem.hf.config import parse_dense_dtype, stored_format
 from tandem.hf.experts import is_experts_module
 from tandem.hf.step_recorder import DENSE, opaque
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads, DenseWeight, multiply, pack_dense
+from tandem.kernels.formats.weight_format import WeightFormat
 from tandem.offload.packed_layer import PackedLayer
 
 _ROUTER_NAMES = ("gate", "router", "router_proj", "shared_expert_gate")
@@ -76,8 +77,34 @@ def pack_dense_layers(model: Any, dense_dtype: str, threads: CpuThreads) -> int:
         return 0
     if dense_dtype == "auto" and not _has_quantised_experts(model):
         return 0
+    return _replace(model, threads, lambda dtype: fmt)
+
+
+def pack_as_loaded(model: Any, threads: CpuThreads) -> int:
+    """Pack the linear layers that are bf16 or fp16 as they are; return the bytes of these.
+
+    Torch multiplies batches of other sizes in another order; packed kernels compute a row alike in
+    any batch. Layers in fp32 stay: to pack them would round them.
+    """
+    if model.device.type != "cpu":
+        return 0
+
+    def same(dtype: torch.dtype) -> WeightFormat | None:
+        fmt = stored_format(None, dtype)
+        return fmt if isinstance(fmt, WeightFormat) else None
+
+    return _replace(model, threads, same)
+
+
+def _replace(
+    model: Any, threads: CpuThreads, format_of: Callable[[torch.dtype], WeightFormat | None]
+) -> int:
+    """Pack every layer whose dtype has a format."""
     num_bytes = 0
     for parent, name, linear in list(packable_layers(model)):
+        fmt = format_of(linear.weight.dtype)
+        if fmt is None:
+            continue
         label = f"{type(parent).__name__}.{name}"
         packed = pack_dense(linear.weight, linear.bias, fmt, name=label)
         setattr(parent, name, PackedLinear(packed, threads, linear.weight.dtype))

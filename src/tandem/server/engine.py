@@ -24,6 +24,7 @@ from tandem.core.errors import TandemError
 from tandem.generate.batching import BatchCounts, Batcher, Progress, Request, StepFailedError
 from tandem.generate.generator import Generator
 from tandem.generate.sampling import SamplingOptions
+from tandem.hf.dense import pack_as_loaded
 from tandem.hf.stepping import context_tokens, end_of_sequence_ids, vocabulary_size
 from tandem.offload.cache_statistics import CacheStatistics
 from tandem.offload.events import ExpertStatistics
@@ -74,6 +75,10 @@ class Engine:
     def __init__(self, load: ModelLoader, settings: EngineSettings, connection: Connection) -> None:
         """Load the model and say that it is there."""
         model, tokenizer = load()
+        quantizer = model.hf_quantizer
+        if quantizer.options.dense_dtype == "auto":
+            # Answers that do not depend on company are worth more here than a few per cent.
+            pack_as_loaded(model, quantizer.cpu_threads())
         self._model = model
         self._connection = connection
         generator = Generator(model, tokenizer, has_replay=settings.has_replay)
@@ -82,7 +87,7 @@ class Engine:
         )
         vocabulary = vocabulary_size(model)
         self._grammars = Grammars(tokenizer, vocabulary, sorted(end_of_sequence_ids(model)))
-        executor = model.hf_quantizer.executor
+        executor = quantizer.executor
         self._executor = executor
         self._experts, self._cache = ExpertStatistics(), CacheStatistics()
         self._live = LivePicture(executor)
