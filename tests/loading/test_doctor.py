@@ -10,7 +10,7 @@ from torch import Tensor
 
 import tandem
 from tandem.bench import machine_check
-from tandem.bench.machine_check import Finding
+from tandem.bench.finding import Finding
 from tandem.cli.main import main
 from tandem.hf.checkpoint import open_checkpoint
 from tandem.hf.config import OffloadConfig

@@ -1,16 +1,13 @@
 """What this machine has for Tandem, measured: good, slow or broken, each with its remedy."""
 
 import os
-import resource
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
 
-import torch
-
+from tandem.bench.finding import Finding
+from tandem.bench.gpu_check import check_gpu
 from tandem.bench.kernels import KernelBench
 from tandem.core.units import format_bytes
 from tandem.hf.checkpoint import Checkpoint
@@ -28,19 +25,6 @@ _SLOW_READ_GIGABYTES = 10.0
 _LITTLE_DISK_BYTES = 20 << 30
 _LITTLE_MEMORY_SHARE = 0.25
 _SAMPLES = 5
-_COPY_BYTES = 256 << 20
-
-State = Literal["good", "slow", "broken"]
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that was looked at."""
-
-    what: str
-    state: State
-    found: str
-    remedy: str = ""
 
 
 def check_machine(cache: Path, *, num_threads: int | None, isa: str) -> Iterator[Finding]:
@@ -50,10 +34,7 @@ def check_machine(cache: Path, *, num_threads: int | None, isa: str) -> Iterator
     yield _memory()
     yield _bandwidth(num_threads or detect_cpu().physical_cores, isa)
     yield _huge_pages()
-    yield _gpu()
-    if torch.cuda.is_available():
-        yield _link()
-        yield _locked_memory()
+    yield from check_gpu()
     yield from _versions()
     yield _disk(cache)
     yield _cache(cache)
@@ -162,54 +143,6 @@ def _huge_pages() -> Finding:
             "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled",
         )  # fmt: skip
     return Finding("huge pages", "good", text)
-
-
-def _gpu() -> Finding:
-    if torch.cuda.is_available():
-        device = torch.cuda.get_device_properties(0)
-        free, total = torch.cuda.mem_get_info(0)
-        return Finding(
-            "GPU", "good",
-            f"{device.name}, {format_bytes(free)} free of {format_bytes(total)}, CUDA "
-            f"{torch.version.cuda}",
-        )  # fmt: skip
-    if shutil.which("nvidia-smi"):
-        built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
-        return Finding(
-            "GPU", "slow", f"there is a driver, but torch (built {built}) sees no GPU",
-            "install a torch that fits the driver: https://pytorch.org/get-started",
-        )  # fmt: skip
-    return Finding("GPU", "good", "none: every expert runs on the CPU")
-
-
-def _link() -> Finding:
-    """Time copies of pinned memory to the GPU."""
-    host = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
-    device = torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cuda")
-    seconds = []
-    for _ in range(_SAMPLES):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        device.copy_(host, non_blocking=True)
-        end.record()
-        end.synchronize()
-        seconds.append(begin.elapsed_time(end) / 1e3)
-    rate = _COPY_BYTES / min(seconds) / 1e9
-    if rate < _SLOW_READ_GIGABYTES:
-        return Finding(
-            "link", "slow", f"{rate:.1f} GB/s to the GPU",
-            "a slot with fewer lanes, or PCIe 3: put the card into the slot nearest the processor",
-        )  # fmt: skip
-    return Finding("link", "good", f"{rate:.1f} GB/s to the GPU")
-
-
-def _locked_memory() -> Finding:
-    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if limit == resource.RLIM_INFINITY:
-        return Finding("pinned memory", "good", "no limit")
-    return Finding(
-        "pinned memory", "good", f"limit {format_bytes(limit)}; a driver may pin beyond it"
-    )
 
 
 def _versions() -> Iterator[Finding]:

@@ -14,7 +14,7 @@ from tandem.cli.paths import cache_dir
 from tandem.core.config import add_flags, from_flags, option
 
 if TYPE_CHECKING:
-    from tandem.bench.machine_check import Finding
+    from tandem.bench.finding import Finding
 
 EXIT_BROKEN = 1
 _MARKS = {"good": "ok  ", "slow": "slow", "broken": "FAIL"}
