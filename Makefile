@@ -39,7 +39,7 @@ types: setup
 floors: setup
 	$(BIN)/lint-imports
 
-# Two processes: the demo model's tests hold some 2 GB each.
+# Two processes, of which one takes the demo model's tests (tests/conftest.py).
 unit: setup
 	$(BIN)/pytest -n 2 --dist loadgroup
 

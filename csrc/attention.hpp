@@ -75,6 +75,7 @@ class AttentionEngine {
   void append(const AttentionCall& call);
   // Attends; the tokens' own keys and values have been appended.
   void run(const AttentionCall& call);
+  std::mutex& busy() { return pool_.busy(); }
 
  private:
   // Tokens of one row, next to each other in the call, with one KV head.

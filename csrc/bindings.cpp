@@ -70,7 +70,7 @@ void run_experts(tandem::ExpertEngine& engine, const ExpertLayout& layout, int a
                  std::uintptr_t hidden, std::uintptr_t out) {
   const tandem::ExpertCall call = expert_call(num_experts, num_tokens, num_rows, experts, row_begin,
                                               row_token, hidden, out);
-  const nb::gil_scoped_release release;
+  const tandem::Turn turn(engine);
   engine.run(layout, {static_cast<tandem::Activation>(activation), alpha, limit, offset}, call);
 }
 
@@ -80,14 +80,14 @@ void project(tandem::ExpertEngine& engine, const ExpertLayout& layout, bool is_u
              std::uintptr_t hidden, std::uintptr_t out) {
   const tandem::ExpertCall call = expert_call(num_experts, num_tokens, num_rows, experts, row_begin,
                                               row_token, hidden, out);
-  const nb::gil_scoped_release release;
+  const tandem::Turn turn(engine);
   engine.project(layout, is_up, call);
 }
 
 void add_rows(tandem::ExpertEngine& engine, std::int64_t num_tokens, std::int64_t top_k,
               std::int64_t size, std::uintptr_t rows, std::uintptr_t row_of,
               std::uintptr_t weights, std::uintptr_t out) {
-  const nb::gil_scoped_release release;
+  const tandem::Turn turn(engine);
   engine.add_rows({num_tokens, top_k, size, pointer<const float>(rows),
                    pointer<const std::int32_t>(row_of), pointer<const float>(weights),
                    pointer<float>(out)});
@@ -136,11 +136,11 @@ NB_MODULE(_native, m) {
       .def("wake", &tandem::ExpertEngine::wake)
       .def("read_all",
            [](tandem::ExpertEngine& e, std::uintptr_t data, std::int64_t bytes) {
-             const nb::gil_scoped_release release;
+             const tandem::Turn turn(e);
              return e.read_all(pointer<const std::uint8_t>(data), bytes);
            })
       .def("multiply", [](tandem::ExpertEngine& e, bool is_int8, std::int64_t count) {
-        const nb::gil_scoped_release release;
+        const tandem::Turn turn(e);
         return e.multiply(is_int8, count);
       });
 

@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
+#include <mutex>
 
 #include "experts.hpp"
 
@@ -12,6 +13,18 @@ namespace tandem {
 // What routing gives is checked here, where a row costs a nanosecond: nothing is read outside.
 // Throws std::invalid_argument.
 void require_in_range(const ExpertCall& call, std::int64_t num_rows);
+
+// What a call from Python holds while it computes: an engine, but not the interpreter's lock, which
+// is let go first, so that whoever has the engine can always end.
+class Turn {
+ public:
+  template <typename Engine>
+  explicit Turn(Engine& engine) : turn_(engine.busy()) {}
+
+ private:
+  nanobind::gil_scoped_release release_;
+  std::lock_guard<std::mutex> turn_;
+};
 
 // Dense matrices, attention and small row-wise operations. After ExpertEngine, whose threads they use.
 void bind_dense(nanobind::module_& m);

@@ -45,7 +45,7 @@ void run_dense(DenseEngine& engine, const nb::tuple& matrices, std::int64_t num_
     chosen[i] = nb::cast<const DenseMatrix*>(matrices[i]);
     out[i] = pointer<void>(nb::cast<std::uintptr_t>(outputs[i]));
   }
-  const nb::gil_scoped_release release;
+  const Turn turn(engine);
   engine.run({static_cast<std::int64_t>(count), chosen.data(), num_tokens, in_features,
               value_type(is_bf16), pointer<const void>(input), out.data()});
 }
@@ -105,7 +105,7 @@ void bind_attention(nb::module_& m) {
         call.positions = pointer<const std::int64_t>(positions);
         call.query = {pointer<const void>(query), token_stride, head_stride};
         call.out = pointer<void>(out);
-        const nb::gil_scoped_release release;
+        const Turn turn(engine);
         engine.run(call);
       });
 }
@@ -126,7 +126,7 @@ void bind_routed(nb::module_& m) {
       .def("run", [](RoutedExperts& self, const RoutedLayer& layer, std::int64_t num_tokens,
                      std::int64_t top_k, bool is_bf16, std::uintptr_t hidden, std::uintptr_t index,
                      bool weights_are_bf16, std::uintptr_t weights, std::uintptr_t out) {
-        const nb::gil_scoped_release release;
+        const Turn turn(self);
         return self.run(layer, {num_tokens, top_k, value_type(is_bf16), pointer<const void>(hidden),
                                 pointer<const std::int64_t>(index), value_type(weights_are_bf16),
                                 pointer<const void>(weights), pointer<void>(out)});

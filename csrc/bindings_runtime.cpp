@@ -50,7 +50,7 @@ void run_batch(ExpertEngine& engine, const RoutedLayer& layer,
                         pointer<const float>(hidden),
                         pointer<float>(out) + first * layer.layout.hidden_size};
   require_in_range(call, begin.back());
-  const nb::gil_scoped_release release;
+  const Turn turn(engine);
   engine.run(layer.layout, layer.activation, call);
 }
 

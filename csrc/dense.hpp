@@ -32,6 +32,7 @@ class DenseEngine {
   explicit DenseEngine(ExpertEngine& engine) : kernels_(engine.kernels()), pool_(engine.pool()) {}
 
   void run(const DenseCall& call);
+  std::mutex& busy() { return pool_.busy(); }
 
  private:
   struct Task {

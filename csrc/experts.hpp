@@ -60,6 +60,7 @@ class ExpertEngine {
   // For what shares the threads with the experts: never at the same time.
   const Kernels& kernels() const { return *kernels_; }
   ThreadPool& pool() { return pool_; }
+  std::mutex& busy() { return pool_.busy(); }
 
   void run(const ExpertLayout& layout, const ActivationSpec& activation, const ExpertCall& call);
 

@@ -35,6 +35,7 @@ class RoutedExperts {
 
   // Returns the number of experts that were computed.
   std::int64_t run(const RoutedLayer& layer, const RoutedCall& call);
+  std::mutex& busy() { return engine_.busy(); }
 
  private:
   std::int64_t sort_rows(const RoutedLayer& layer, const RoutedCall& call);

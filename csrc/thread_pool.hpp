@@ -10,6 +10,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <mutex>
 #include <thread>
 #include <vector>
 
@@ -33,6 +34,10 @@ class ThreadPool {
         count, [](const void* t, std::int64_t i) { (*static_cast<const Task*>(t))(i); }, &task);
   }
 
+  // Held by a caller from the preparation of its work, in memory that is kept, to the end: callers
+  // from several threads wait for each other here.
+  std::mutex& busy() { return busy_; }
+
   // Wakes the workers: a job is about to come. They look out for it for a while, then sleep again.
   void wake();
 
@@ -51,6 +56,7 @@ class ThreadPool {
   std::atomic<bool> is_closing_{false};
   Function function_ = nullptr;
   const void* context_ = nullptr;
+  std::mutex busy_;
   std::vector<std::thread> workers_;
 };
 

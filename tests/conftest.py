@@ -15,6 +15,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-docs", action="store_true", help="write generated docs anew")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the demo model's tests first and into one process: each process would load it anew."""
+    for item in items:
+        if item.get_closest_marker("demo"):
+            item.add_marker(pytest.mark.xdist_group("demo"))
+    items.sort(key=lambda item: item.get_closest_marker("demo") is None)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def quiet_transformers() -> None:
     import torch

@@ -22,8 +22,9 @@ def demo_cache() -> Path:
 
 @pytest.fixture
 def all_threads() -> Iterator[None]:
-    """Every core, for tests that need speed more than a steady time beside other programs."""
+    """This process's share of the cores, for tests that need speed."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(os.cpu_count() or 1)
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
     yield
     torch.set_num_threads(threads)

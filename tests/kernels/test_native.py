@@ -4,6 +4,8 @@ The reference multiplies the unpacked weights in fp32. What differs is the round
 (int8 per group, or bf16), so errors are measured against the size of the result.
 """
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import Tensor
@@ -244,3 +246,18 @@ def test_what_is_not_finite_comes_out_and_stays_in_its_row(
 def test_unknown_instruction_set_names_those_that_are_there() -> None:
     with pytest.raises(ConfigError, match="'avx513' is not on this processor"):
         NativeExperts(num_threads=1, isa="avx513")
+
+
+def test_several_python_threads_take_turns() -> None:
+    layout = ExpertLayout(find_format("int4-g32"), 640, 64, True, False)
+    store, engine = make_store(layout), NativeExperts(num_threads=2)
+    inputs = [torch.randn(tokens, 640) for tokens in (1, 3, 11, 40)]
+
+    def compute(x: Tensor) -> Tensor:
+        return engine.compute(layout, store, SILU, x, *route([len(x)] * NUM_EXPERTS, len(x)))
+
+    expected = [compute(x) for x in inputs]
+    with ThreadPoolExecutor(len(inputs)) as threads:
+        for _ in range(50):
+            found = list(threads.map(compute, inputs))
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

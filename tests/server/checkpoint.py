@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from tests.hf.tiny import save_tiny_checkpoint
 
 # Long enough for tools in the system message, and for answers that outlast a test.
-CONTEXT = 4096
+CONTEXT = 32768
 END_ID = 2
 
 

@@ -63,14 +63,14 @@ def test_openai_raises_its_own_errors(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="there is no model"):
         client.chat.completions.create(model="other", messages=ASKED)
     with pytest.raises(openai.BadRequestError, match="shorten the prompt"):
-        client.completions.create(model="tiny", prompt="x" * 5000)
+        client.completions.create(model="tiny", prompt="x" * 40_000)
     with pytest.raises(openai.NotFoundError, match="no embeddings"):
         client.embeddings.create(model="tiny", input="x")
 
 
 def test_openai_cancels(client: openai.OpenAI, server: RunningServer) -> None:
     stream = client.chat.completions.create(
-        model="tiny", messages=ASKED, max_tokens=4000, temperature=0, stream=True
+        model="tiny", messages=ASKED, max_tokens=30000, temperature=0, stream=True
     )
     next(stream)
     server.wait_for("tandem_requests_running", 1)

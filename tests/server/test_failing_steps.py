@@ -1,6 +1,7 @@
 """A step fails inside the decode process: who asked is told, the others and the server go on."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from tests.server.breakable import BREAKING, KNOWN_BREAKING, KNOWN_WORDS, UNKNOWN_WORDS
 from tests.server.running import Reply, RunningServer, running_server
 
-LONG = 3000
+LONG = 30000
 
 
 @pytest.fixture(scope="module")
@@ -57,3 +58,15 @@ def test_a_decode_step_that_breaks_fails_for_those_in_it(breakable: RunningServe
     breakable.wait_for("tandem_requests_running", 0)
     after = breakable.chat("before", max_tokens=30, temperature=0)
     assert after.json["choices"] == expected.json["choices"]
+
+
+def test_who_waits_comes_next_when_a_step_fails(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    with running_server(
+        tiny_checkpoint, "--max-running", "1", cache=tmp_path, module="tests.server.breakable"
+    ) as server, ThreadPoolExecutor(8) as clients:  # fmt: skip
+        # They queue up faster than they are answered; each failure must let the next one in.
+        breaking = [clients.submit(server.chat, f"{n} {BREAKING}", max_tokens=4) for n in range(7)]
+        last = clients.submit(server.chat, max_tokens=4)
+        for reply in breaking:
+            require_failure(reply.result(), "inside the server")
+        assert last.result().status == 200

@@ -1,6 +1,7 @@
 """Clients leave, queues fill, processes die, servers end: what each of them costs the others."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 from tandem.server.page_files import PAGE_FILES
 from tests.server.running import Reply, RunningServer, running_server
 
-LONG: dict[str, Any] = {"max_tokens": 4000, "temperature": 0}
+LONG: dict[str, Any] = {"max_tokens": 30000, "temperature": 0}
 GUARDED = (
     ("GET", "/v1/models"),
     ("GET", "/metrics"),
@@ -86,7 +87,7 @@ def test_a_client_that_leaves_frees_its_place(server: RunningServer) -> None:
 
 def test_a_client_that_leaves_without_streaming_frees_its_place(server: RunningServer) -> None:
     connection = server.connect()
-    body = b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 4000}'
+    body = b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 30000}'
     headers = {"Content-Type": "application/json"}
     connection.request("POST", "/v1/chat/completions", body, headers)
     server.wait_for("tandem_requests_running", 1)
@@ -140,13 +141,29 @@ def test_a_killed_decode_process_takes_with_it_only_what_ran(small: RunningServe
     assert small.metric("tandem_engine_restarts_total") == 1
 
 
+def test_a_model_that_is_gone_when_the_process_starts_anew_is_told(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    checkpoint = shutil.copytree(tiny_checkpoint, tmp_path / "model")
+    with running_server(checkpoint, cache=tmp_path / "cache") as server:
+        child = decode_process(server)
+        (checkpoint / "config.json").unlink()
+        os.kill(child, signal.SIGKILL)
+        wait_for_end(child)
+        replies = [server.chat(max_tokens=3) for _ in range(2)]  # one that waits, one that is late
+        assert [reply.status for reply in replies] == [503, 503]
+        assert "cannot be loaded" in replies[1].error["message"]
+        assert server.ask("GET", "/ready").status == 503
+        assert "config.json" in server.log
+
+
 def test_a_request_that_takes_too_long_is_given_up(tiny_checkpoint: Path, tmp_path: Path) -> None:
     """And a server that ends tells those whose answers run, after the time that they had."""
     with running_server(
         tiny_checkpoint, "--request-timeout", "3", "--shutdown-timeout", "0.1",
         "--max-running", "1", cache=tmp_path,
     ) as server:  # fmt: skip
-        # One after the other 30,000 steps: more than three seconds on any machine.
+        # One after the other 240,000 steps: more than three seconds on any machine.
         many = {"prompt": [f"number {i}" for i in range(8)], **LONG}
         reply = server.ask("POST", "/v1/completions", many)
         assert reply.status == 504

@@ -103,7 +103,7 @@ def test_the_grid_lights_up_where_experts_are_used(page: Page, server: RunningSe
 
 def test_errors_are_shown_where_the_answer_would_be(page: Page) -> None:
     set_field(page, "max_tokens", "1")
-    page.run("own.conversation.push({role: 'user', content: 'x'.repeat(6000)})")
+    page.run("own.conversation.push({role: 'user', content: 'x'.repeat(40000)})")
     page.run("own.ask('y')")
     page.wait_for("!!document.querySelector('.problem')")
     assert "shorten the prompt" in page.run("document.querySelector('.problem').textContent")

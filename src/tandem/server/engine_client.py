@@ -44,6 +44,7 @@ _FIRST_GUESS_SECONDS = 5.0
 _NEWEST = 0.2
 # A watcher that does not read gets the newest pictures only.
 _PICTURES = 4
+_LOST = "the model cannot be loaded; the server's log says why, and it must be started anew"
 
 
 @dataclass(slots=True, eq=False)
@@ -102,6 +103,7 @@ class EngineClient:
         self._watchers: set[asyncio.Queue[str]] = set()
         self._ready = asyncio.Event()
         self._first_problem: str | None = None
+        self._is_lost = False
         self._mean_seconds = _FIRST_GUESS_SECONDS
         self._is_draining = self._is_closed = False
         self._restarts_in_a_row = 0
@@ -145,6 +147,8 @@ class EngineClient:
         """
         if self._is_draining:
             raise server_error("the server is shutting down; ask again later", status=503)
+        if self._is_lost:
+            raise server_error(_LOST, status=503)
         if len(self._pending) >= self._num_places + self._max_waiting:
             raise busy(
                 f"{len(self._pending)} requests are running or waiting, which is all this server "
@@ -213,10 +217,12 @@ class EngineClient:
         elif isinstance(message, Live):
             self._show(message.picture)
         elif isinstance(message, Failed):
-            self._first_problem = self._first_problem or message.message
+            if not message.request_ids:  # no request's fault: the model's, while it loads
+                self._first_problem = self._first_problem or message.message
             self.fail(message.request_ids, message.message)
         elif isinstance(message, Ready):
             self.info = message.info
+            self._first_problem = None
             self._ready.set()
             self._tell_watching()
             self._send_waiting()
@@ -239,8 +245,12 @@ class EngineClient:
         running = [n for n, pending in self._pending.items() if pending.is_running]
         was_ready = self.info is not None
         if not was_ready or process.exit_code == EXIT_CANNOT_LOAD:
-            self.fail(list(self._pending), self._first_problem or "the model cannot be loaded")
-            self._ready.set()  # wakes `start`, which finds no model
+            self._is_lost = True
+            self._ready.clear()
+            _log.error("the model cannot be loaded: %s", self._first_problem)
+            self.fail(list(self._pending), _LOST, status=503)
+            if not was_ready:
+                self._ready.set()  # wakes `start`, which finds no model
             return
         self._ready.clear()
         _log.error("the decode process ended (exit code %s); starting it anew", process.exit_code)
@@ -287,6 +297,7 @@ class EngineClient:
                     self._queue.remove(number)
                 if pending.is_running and self._process is not None:
                     self._process.send(Cancel(number))
+        self._send_waiting()
 
     def _retry_after(self) -> int:
         """Return the seconds in which half of those who wait should have begun."""
