@@ -134,6 +134,10 @@ NB_MODULE(_native, m) {
       .def("project", &project)
       .def("add_rows", &add_rows)
       .def("wake", &tandem::ExpertEngine::wake)
+      .def("bind_workers",
+           [](tandem::ExpertEngine& e, const std::vector<int>& processors) {
+             e.pool().bind_workers(processors);
+           })
       .def("read_all",
            [](tandem::ExpertEngine& e, std::uintptr_t data, std::int64_t bytes) {
              const tandem::Turn turn(e);

@@ -5,6 +5,10 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
+#if defined(__linux__)
+#include <pthread.h>
+#include <sched.h>
+#endif
 
 namespace tandem {
 namespace {
@@ -54,6 +58,19 @@ ThreadPool::~ThreadPool() {
   wake_.fetch_add(1);
   wake_.notify_all();
   for (std::thread& worker : workers_) worker.join();
+}
+
+void ThreadPool::bind_workers([[maybe_unused]] const std::vector<int>& processors) {
+#if defined(__linux__)
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  for (const int processor : processors)
+    if (processor >= 0 && processor < CPU_SETSIZE) CPU_SET(static_cast<std::size_t>(processor), &set);
+  if (CPU_COUNT(&set) == 0) return;
+  // A system that forbids it costs speed at most.
+  for (std::thread& worker : workers_)
+    pthread_setaffinity_np(worker.native_handle(), sizeof set, &set);
+#endif
 }
 
 void ThreadPool::run_erased(std::int64_t count, Function function, const void* context) {

@@ -34,6 +34,10 @@ class ThreadPool {
         count, [](const void* t, std::int64_t i) { (*static_cast<const Task*>(t))(i); }, &task);
   }
 
+  // Binds the workers to these processors, as a set: which of them each takes is the system's choice,
+  // and the caller stays where it is. Nothing happens where the system has no such call.
+  void bind_workers(const std::vector<int>& processors);
+
   // Held by a caller from the preparation of its work, in memory that is kept, to the end: callers
   // from several threads wait for each other here.
   std::mutex& busy() { return busy_; }

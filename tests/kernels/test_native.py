@@ -4,6 +4,8 @@ The reference multiplies the unpacked weights in fp32. What differs is the round
 (int8 per group, or bf16), so errors are measured against the size of the result.
 """
 
+import os
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,6 +15,7 @@ from torch import Tensor
 from tandem.core.errors import ConfigError
 from tandem.kernels import _native
 from tandem.kernels.activations import apply_activation
+from tandem.kernels.cpu import one_processor_per_core
 from tandem.kernels.formats.expert import ExpertLayout, pack_expert, unpack_expert
 from tandem.kernels.formats.weight_format import find_format
 from tandem.kernels.native import ActivationKind, NativeActivation, NativeExperts
@@ -261,3 +264,13 @@ def test_several_python_threads_take_turns() -> None:
         for _ in range(50):
             found = list(threads.map(compute, inputs))
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are bound on Linux only")
+def test_workers_are_bound_and_the_caller_is_not() -> None:
+    before, mine = set(os.listdir("/proc/self/task")), os.sched_getaffinity(0)
+    engine = NativeExperts(num_threads=3)
+    workers = [int(task) for task in set(os.listdir("/proc/self/task")) - before]
+    assert len(workers) == engine.num_threads - 1
+    assert all(os.sched_getaffinity(worker) == set(one_processor_per_core()) for worker in workers)
+    assert os.sched_getaffinity(0) == mine

@@ -24,13 +24,12 @@ class CpuInfo:
 def detect_cpu() -> CpuInfo:
     """Ask the processor and the operating system; takes under a millisecond."""
     features = _native.detect_cpu_features()
-    usable = _usable_cpus()
     return CpuInfo(
         model_name=_model_name(),
         vendor=features.vendor,
         instruction_sets=tuple(features.instruction_sets),
-        physical_cores=_physical_cores(usable),
-        logical_cores=len(usable),
+        physical_cores=len(one_processor_per_core()),
+        logical_cores=len(_usable_cpus()),
         l1_data_bytes=features.l1_data_bytes,
         l2_bytes=features.l2_bytes,
         l3_bytes=features.l3_bytes,
@@ -43,16 +42,20 @@ def _usable_cpus() -> set[int]:
     return set(range(os.cpu_count() or 1))
 
 
-def _physical_cores(usable: set[int]) -> int:
-    """Count distinct sibling groups: two hyper-threads of one core share its multipliers."""
-    siblings = set()
+def one_processor_per_core() -> list[int]:
+    """Return a logical processor of each physical core that this process may use.
+
+    Two hyper-threads of one core share its multipliers, so that a second one gains nothing.
+    """
+    first: dict[str, int] = {}
+    usable = sorted(_usable_cpus())
     for cpu in usable:
         topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         try:
-            siblings.add(topology.read_text())
+            first.setdefault(topology.read_text(), cpu)
         except OSError:  # not Linux, or hidden in a container
-            return len(usable)
-    return len(siblings)
+            return usable
+    return list(first.values())
 
 
 def _model_name() -> str:

@@ -12,6 +12,7 @@ from torch import Tensor
 from tandem.core.errors import ConfigError
 from tandem.core.registry import nearest_names
 from tandem.kernels import _native
+from tandem.kernels.cpu import one_processor_per_core
 from tandem.kernels.formats.packed import PackedMatrix, pack, unpack
 from tandem.kernels.formats.weight_format import ROWS_PER_BLOCK, WeightFormat
 from tandem.kernels.native import FORMAT_NUMBERS
@@ -20,7 +21,7 @@ VALUE_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class CpuThreads:
-    """The threads that dense matrices and attention share. One call at a time."""
+    """The threads that dense matrices and attention share; callers wait for each other."""
 
     def __init__(self, *, num_threads: int, isa: str = "") -> None:
         """Start `num_threads` - 1 threads; `isa` names an instruction set, "" takes the best."""
@@ -30,6 +31,7 @@ class CpuThreads:
                 f"instruction set {isa!r} is not on this processor; {nearest_names(isa, available)}"
             )
         self.engine = _native.ExpertEngine(num_threads, isa)
+        self.engine.bind_workers(one_processor_per_core())
         self.dense = _native.DenseEngine(self.engine)
         self.attention = _native.AttentionEngine(self.engine)
         self.experts = _native.RoutedExperts(self.engine)

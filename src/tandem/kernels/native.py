@@ -15,6 +15,7 @@ from torch import Tensor
 from tandem.core.errors import ConfigError, ModelError
 from tandem.core.registry import nearest_names
 from tandem.kernels import _native
+from tandem.kernels.cpu import one_processor_per_core
 from tandem.kernels.formats.expert import ExpertLayout
 from tandem.kernels.formats.weight_format import ROWS_PER_BLOCK, Kind
 
@@ -65,7 +66,7 @@ def allocate_buffers(num_experts: int, num_bytes: int) -> Tensor:
 
 
 class NativeExperts:
-    """The kernels with their threads. One call at a time; any number of layers."""
+    """The kernels with their threads. Callers from several threads wait for each other."""
 
     def __init__(self, *, num_threads: int, isa: str = "") -> None:
         """Start `num_threads` - 1 threads; `isa` names an instruction set, "" takes the best."""
@@ -75,6 +76,7 @@ class NativeExperts:
                 f"instruction set {isa!r} is not on this processor; {nearest_names(isa, available)}"
             )
         self._engine = _native.ExpertEngine(num_threads, isa)
+        self._engine.bind_workers(one_processor_per_core())
 
     @property
     def isa(self) -> str:
