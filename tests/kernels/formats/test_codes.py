@@ -87,7 +87,7 @@ def test_scales_that_fp16_cannot_hold_are_refused() -> None:
 def test_codes_out_of_range_are_refused() -> None:
     scales = torch.ones(16, 1)
     refuse(r"codes from 9 to 9, expected -8 to 7", torch.full((16, 32), 9), scales, "int4")
-    refuse(r"expected -127 to 127", torch.full((16, 32), -128), scales, "int8-g32")
+    refuse(r"expected -128 to 127", torch.full((16, 32), -129), scales, "int8-g32")
     refuse(r"expected 0 to 15", torch.full((16, 32), 16), scales, "int4z", scales)
 
 
