@@ -4,8 +4,8 @@
 the order 0, 2, 4, 6, 1, 3, 5, 7 from the lowest bits on; `x.scales` is (groups, outputs).
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,8 +14,7 @@ from torch import Tensor
 from tandem.core.errors import ModelError, UnsupportedModelError
 from tandem.hf.sources.codes import Codes, StoredWeight, integer_formats, unpack_bits
 from tandem.hf.sources.files import TensorFiles
-from tandem.hf.sources.found import Found
-from tandem.kernels.formats import WeightFormat
+from tandem.hf.sources.found import FileWeight, Found
 
 _BITS = 4
 _PARTS = ("qweight", "qzeros", "scales")
@@ -67,15 +66,9 @@ def _weight(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AwqWeight:
+class AwqWeight(FileWeight):
     """One linear layer's weight."""
 
-    name: str
-    shape: tuple[int, ...]
-    formats: Sequence[WeightFormat]
-    why_not: str
-    num_bytes: int
-    files: TensorFiles = field(repr=False)
     has_zeros: bool
 
     def read(self, expert: int | None = None) -> Codes:

@@ -6,8 +6,8 @@ packed along the outputs; `x.weight_g_idx` (inputs,) the group of each input; `x
 Plain: `x.weight` int8 or float8 with `x.weight_scale`.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,9 +16,8 @@ from torch import Tensor
 from tandem.core.errors import ModelError, UnsupportedModelError
 from tandem.hf.sources.codes import Codes, StoredWeight, input_order, integer_formats, unpack_bits
 from tandem.hf.sources.files import TensorFiles
-from tandem.hf.sources.found import Found
+from tandem.hf.sources.found import FileWeight, Found
 from tandem.hf.sources.fp8 import find_fp8
-from tandem.kernels.formats import WeightFormat
 
 _BITS = (4, 8)
 _PARTS = ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape")
@@ -101,15 +100,9 @@ def _scales(files: TensorFiles, prefix: str, rows: int) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PackedIntegers:
+class PackedIntegers(FileWeight):
     """One linear layer's weight, packed into words."""
 
-    name: str
-    shape: tuple[int, ...]
-    formats: Sequence[WeightFormat]
-    why_not: str
-    num_bytes: int
-    files: TensorFiles = field(repr=False)
     bits: int
 
     def read(self, expert: int | None = None) -> Codes:
@@ -151,15 +144,8 @@ def _plain(files: TensorFiles, prefix: str, parts: list[str]) -> StoredWeight:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlainIntegers:
+class PlainIntegers(FileWeight):
     """One linear layer's weight as int8."""
-
-    name: str
-    shape: tuple[int, ...]
-    formats: Sequence[WeightFormat]
-    why_not: str
-    num_bytes: int
-    files: TensorFiles = field(repr=False)
 
     def read(self, expert: int | None = None) -> Codes:
         """Read codes and scales."""

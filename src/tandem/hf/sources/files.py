@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -167,8 +166,3 @@ def _entries(file: Path) -> dict[str, TensorEntry]:
         )
         for name, tensor in read_header(file).items()
     }
-
-
-def storage_dtype(entry: TensorEntry) -> torch.dtype | None:
-    """Return the torch dtype of a header's dtype; None for those that hold codes."""
-    return {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}.get(entry.dtype)

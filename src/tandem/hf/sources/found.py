@@ -1,9 +1,23 @@
 """What a source finds among the tensors of its files."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tandem.hf.sources.codes import StoredWeight
+from tandem.hf.sources.files import TensorFiles
+from tandem.kernels.formats import WeightFormat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileWeight:
+    """What a `StoredWeight` of safetensors files says of itself; each format adds `read`."""
+
+    name: str
+    shape: tuple[int, ...]
+    formats: Sequence[WeightFormat]
+    why_not: str
+    num_bytes: int
+    files: TensorFiles = field(repr=False)
 
 
 @dataclass(slots=True)

@@ -4,15 +4,15 @@
 the whole matrix stands for all blocks; one for each row has no packed format.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from tandem.core.errors import ModelError
 from tandem.hf.sources.codes import Codes
 from tandem.hf.sources.files import TensorFiles
-from tandem.hf.sources.found import Found
-from tandem.kernels.formats import WeightFormat, find_format
+from tandem.hf.sources.found import FileWeight, Found
+from tandem.kernels.formats import find_format
 
 BLOCK = 128
 _SCALE_NAMES = ("weight_scale_inv", "weight_scale")
@@ -58,15 +58,9 @@ def _weight(files: TensorFiles, name: str, scales: str) -> "Fp8Weight":
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fp8Weight:
+class Fp8Weight(FileWeight):
     """One linear layer's weight."""
 
-    name: str
-    shape: tuple[int, ...]
-    formats: Sequence[WeightFormat]
-    why_not: str
-    num_bytes: int
-    files: TensorFiles = field(repr=False)
     scales: str
 
     def read(self, expert: int | None = None) -> Codes:

@@ -5,8 +5,8 @@ lowest bits first, `x.scales` is (groups, outputs), `x.g_idx` (inputs,) is the g
 Zero points are stored less one, except in `checkpoint_format` gptq_v2.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,8 +14,7 @@ import torch
 from tandem.core.errors import ModelError, UnsupportedModelError
 from tandem.hf.sources.codes import Codes, StoredWeight, input_order, integer_formats, unpack_bits
 from tandem.hf.sources.files import TensorFiles
-from tandem.hf.sources.found import Found
-from tandem.kernels.formats import WeightFormat
+from tandem.hf.sources.found import FileWeight, Found
 
 _PARTS = ("qweight", "qzeros", "scales", "g_idx")
 
@@ -67,15 +66,9 @@ def _weight(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GptqWeight:
+class GptqWeight(FileWeight):
     """One linear layer's weight."""
 
-    name: str
-    shape: tuple[int, ...]
-    formats: Sequence[WeightFormat]
-    why_not: str
-    num_bytes: int
-    files: TensorFiles = field(repr=False)
     bits: int
     group_size: int
     is_symmetric: bool

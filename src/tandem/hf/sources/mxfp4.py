@@ -4,8 +4,8 @@
 `x_scales` (num_experts, outputs, groups) are the exponents' bytes.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,8 +13,8 @@ import torch
 from tandem.core.errors import ModelError
 from tandem.hf.sources.codes import Codes
 from tandem.hf.sources.files import TensorFiles
-from tandem.hf.sources.found import Found
-from tandem.kernels.formats import WeightFormat, find_format
+from tandem.hf.sources.found import FileWeight, Found
+from tandem.kernels.formats import find_format
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 
@@ -36,6 +36,8 @@ def find_mxfp4(files: TensorFiles, config: Mapping[str, Any]) -> Found:
         weight = Mxfp4Weight(
             name=name,
             shape=(*leading, rows, groups * 32),
+            formats=(find_format("mxfp4"),),
+            why_not="",
             num_bytes=files.num_bytes(blocks, scales),
             files=files,
         )
@@ -44,15 +46,8 @@ def find_mxfp4(files: TensorFiles, config: Mapping[str, Any]) -> Found:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mxfp4Weight:
+class Mxfp4Weight(FileWeight):
     """The fused weight of a layer's experts; rows are the outputs, whatever the model's order."""
-
-    name: str
-    shape: tuple[int, ...]
-    formats: Sequence[WeightFormat] = (find_format("mxfp4"),)
-    why_not: str = ""
-    num_bytes: int
-    files: TensorFiles = field(repr=False)
 
     def read(self, expert: int | None = None) -> Codes:
         """Read one expert's codes and exponents."""
