@@ -55,21 +55,22 @@ def read_ahead(files: Sequence[Path], on_bytes: Callable[[int], None]) -> None:
     """
     buffers = threading.local()
 
-    def read(descriptor: int, offset: int) -> None:
+    def read(descriptor: int, offset: int, size: int) -> None:
         if not hasattr(buffers, "memory"):
             buffers.memory = bytearray(_CHUNK_BYTES)
-        if _is_cached(descriptor, offset):
-            on_bytes(_CHUNK_BYTES)
+        if _is_cached(descriptor, offset, size):
+            on_bytes(size)
         else:
             on_bytes(os.preadv(descriptor, [buffers.memory], offset))
 
     opened = [os.open(file, os.O_RDONLY) for file in files]
+    sizes = [os.fstat(descriptor).st_size for descriptor in opened]
     try:
         with ThreadPoolExecutor(_READERS, thread_name_prefix="tandem-read") as pool:
             chunks = [
-                (descriptor, offset)
-                for descriptor, file in zip(opened, files, strict=True)
-                for offset in range(0, file.stat().st_size, _CHUNK_BYTES)
+                (descriptor, offset, min(_CHUNK_BYTES, size - offset))
+                for descriptor, size in zip(opened, sizes, strict=True)
+                for offset in range(0, size, _CHUNK_BYTES)
             ]
             try:
                 for done in [pool.submit(read, *chunk) for chunk in chunks]:
@@ -82,12 +83,12 @@ def read_ahead(files: Sequence[Path], on_bytes: Callable[[int], None]) -> None:
             os.close(descriptor)
 
 
-def _is_cached(descriptor: int, offset: int) -> bool:
+def _is_cached(descriptor: int, offset: int, size: int) -> bool:
     """Whether a chunk's first and middle bytes are in memory; False where that cannot be asked."""
     if not hasattr(os, "RWF_NOWAIT"):
         return False
     try:
-        for place in (offset, offset + _CHUNK_BYTES // 2):
+        for place in (offset, offset + size // 2):
             os.preadv(descriptor, [bytearray(1)], place, os.RWF_NOWAIT)
     except OSError:  # EAGAIN: it would have to wait; or the file system does not know the flag
         return False
