@@ -13,6 +13,7 @@
 
 namespace nb = nanobind;
 using tandem::ExpertLayout;
+using tandem::pointer;
 
 namespace tandem {
 
@@ -41,11 +42,6 @@ void require_in_range(const ExpertCall& call, std::int64_t num_rows) {
 }  // namespace tandem
 
 namespace {
-
-template <typename T>
-T* pointer(std::uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
 
 // Addresses come from torch tensors, whose shapes and dtypes tandem.kernels.native has checked.
 tandem::ExpertCall expert_call(std::int64_t num_experts, std::int64_t num_tokens,
@@ -149,5 +145,6 @@ NB_MODULE(_native, m) {
       });
 
   tandem::bind_dense(m);
+  tandem::bind_program(m);
   tandem::bind_runtime(m);
 }

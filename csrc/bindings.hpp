@@ -7,8 +7,17 @@
 #include <mutex>
 
 #include "experts.hpp"
+#include "values.hpp"
 
 namespace tandem {
+
+// Tensors come as addresses, whose shapes and dtypes the Python side has checked.
+template <typename T>
+T* pointer(std::uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+inline ValueType value_type(bool is_bf16) { return is_bf16 ? ValueType::kBf16 : ValueType::kFp32; }
 
 // What routing gives is checked here, where a row costs a nanosecond: nothing is read outside.
 // Throws std::invalid_argument.
@@ -28,6 +37,9 @@ class Turn {
 
 // Dense matrices, attention and small row-wise operations. After ExpertEngine, whose threads they use.
 void bind_dense(nanobind::module_& m);
+
+// Programs of what bind_dense has bound.
+void bind_program(nanobind::module_& m);
 
 // The hybrid runtime's calls. After bind_dense, whose layers they take.
 void bind_runtime(nanobind::module_& m);

@@ -17,13 +17,6 @@ namespace {
 
 constexpr std::size_t kMaxMatrices = 8;
 
-template <typename T>
-T* pointer(std::uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
-ValueType value_type(bool is_bf16) { return is_bf16 ? ValueType::kBf16 : ValueType::kFp32; }
-
 // Addresses come from torch tensors, whose shapes and dtypes tandem.kernels.dense has checked.
 DenseMatrix make_matrix(int format, std::int64_t group, std::int64_t rows, std::int64_t cols,
                         std::uintptr_t data, std::uintptr_t scales, std::uintptr_t bias) {
@@ -134,32 +127,10 @@ void bind_routed(nb::module_& m) {
 }
 
 void bind_rowwise(nb::module_& m) {
-  m.def("rms_norm", [](std::int64_t num_rows, std::int64_t cols, float eps,
-                       bool rounds_first, bool is_bf16, std::uintptr_t input,
-                       std::int64_t input_stride, std::uintptr_t weight, std::uintptr_t out) {
-    rms_norm({num_rows, cols, eps, rounds_first, value_type(is_bf16),
-              pointer<const void>(input), input_stride, pointer<const float>(weight),
-              pointer<void>(out)});
-  });
-  m.def("choose", [](std::int64_t num_tokens, std::int64_t num_experts, std::int64_t top_k,
-                     bool is_normalised, bool is_bf16, std::uintptr_t logits,
-                     bool weights_are_bf16, std::uintptr_t weights, std::uintptr_t index) {
-    choose({num_tokens, num_experts, top_k, is_normalised, value_type(is_bf16),
-            pointer<const void>(logits), value_type(weights_are_bf16), pointer<void>(weights),
-            pointer<std::int64_t>(index)});
-  });
   m.def("keep_likeliest", [](std::uintptr_t values, std::int64_t count, float share,
                              float min_ratio) {
     const nb::gil_scoped_release release;
     keep_likeliest(pointer<float>(values), count, share, min_ratio);
-  });
-  m.def("rotate", [](std::int64_t num_tokens, std::int64_t num_heads, std::int64_t dim,
-                     std::int64_t rotated, bool is_bf16, std::uintptr_t input,
-                     std::int64_t token_stride, std::int64_t head_stride, std::uintptr_t cos,
-                     std::uintptr_t sin, std::uintptr_t out) {
-    rotate({num_tokens, num_heads, dim, rotated, value_type(is_bf16), pointer<const void>(input),
-            token_stride, head_stride, pointer<const void>(cos), pointer<const void>(sin),
-            pointer<void>(out)});
   });
 }
 

@@ -16,11 +16,6 @@ namespace nb = nanobind;
 namespace tandem {
 namespace {
 
-template <typename T>
-T* pointer(std::uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
 // Some experts of a layer, by number or by address. Expert i has rows begin[i]..begin[i + 1] - 1 of
 // a call of `num_rows` rows, whose results are at out; row_token has the tokens of this batch.
 void run_batch(ExpertEngine& engine, const RoutedLayer& layer,

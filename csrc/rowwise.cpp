@@ -147,6 +147,25 @@ void rotate(const Rotary& call) {
   }
 }
 
+void combine(const Elementwise& call) {
+  constexpr std::int64_t kPart = 1024;  // stays in the first-level cache
+  float a[kPart], b[kPart];
+  for (std::int64_t first = 0; first < call.count; first += kPart) {
+    const std::int64_t count = std::min(kPart, call.count - first);
+    load_values(value_at(call.a, call.type, first), call.type, count, a);
+    if (call.kind == ElementwiseKind::kSilu) {
+      for (std::int64_t i = 0; i < count; ++i) a[i] /= 1.0f + std::exp(-a[i]);
+    } else {
+      load_values(value_at(call.b, call.type, first), call.type, count, b);
+      if (call.kind == ElementwiseKind::kAdd)
+        for (std::int64_t i = 0; i < count; ++i) a[i] += b[i];
+      else
+        for (std::int64_t i = 0; i < count; ++i) a[i] *= b[i];
+    }
+    store_values(a, count, call.type, value_at(call.out, call.type, first));
+  }
+}
+
 void choose(const Choice& call) {
   Scratch& scratch = scratch_of(call.num_experts);
   float *logits = scratch.row.data(), *weights = scratch.other.data();

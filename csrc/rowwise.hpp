@@ -47,6 +47,18 @@ struct Choice {
 };
 void choose(const Choice& call);
 
+// out = a + b, a * b or a * sigmoid(a), value by value; in bf16 rounded as a tensor library does it.
+enum class ElementwiseKind : int { kAdd = 0, kMultiply = 1, kSilu = 2 };
+struct Elementwise {
+  ElementwiseKind kind;
+  std::int64_t count;
+  ValueType type;
+  const void* a;
+  const void* b;  // not read by kSilu
+  void* out;
+};
+void combine(const Elementwise& call);
+
 // Sets probabilities to zero that sampling leaves out: those below `min_ratio` times the greatest, and
 // those of which all greater ones sum to `share` (from 1 on: none). Equal ones stay or go together.
 void keep_likeliest(float* values, std::int64_t count, float share, float min_ratio);

@@ -149,7 +149,8 @@ void ThreadPool::work() {
   std::chrono::microseconds span = kAfterJob;
   while (!is_closing_.load(std::memory_order_relaxed)) {
     const std::uint32_t seen = wake_.load();
-    while (claim_and_run()) span = kAfterJob;
+    while (claim_and_run())
+      span = is_alert_.load(std::memory_order_relaxed) ? kAfterWake : kAfterJob;
     if (look_out(span) || is_closing_.load()) continue;
     wake_.wait(seen);
     span = kAfterWake;

@@ -45,6 +45,22 @@ class ThreadPool {
   // Wakes the workers: a job is about to come. They look out for it for a while, then sleep again.
   void wake();
 
+  // While it lives the workers look out as long after a job as after `wake`: many jobs come, with
+  // little in between.
+  class Alert {
+   public:
+    explicit Alert(ThreadPool& pool) : pool_(pool) {
+      pool_.is_alert_.store(true, std::memory_order_relaxed);
+      pool_.wake();
+    }
+    ~Alert() { pool_.is_alert_.store(false, std::memory_order_relaxed); }
+    Alert(const Alert&) = delete;
+    Alert& operator=(const Alert&) = delete;
+
+   private:
+    ThreadPool& pool_;
+  };
+
  private:
   using Function = void (*)(const void*, std::int64_t);
 
@@ -58,6 +74,7 @@ class ThreadPool {
   std::atomic<std::uint32_t> num_done_{0};
   std::atomic<std::uint32_t> wake_{0};
   std::atomic<bool> is_closing_{false};
+  std::atomic<bool> is_alert_{false};
   Function function_ = nullptr;
   const void* context_ = nullptr;
   std::mutex busy_;

@@ -10,6 +10,7 @@
 
 #include "dense.hpp"
 #include "half.hpp"
+#include "program.hpp"
 #include "random.hpp"
 #include "routed.hpp"
 #include "rowwise.hpp"
@@ -231,6 +232,33 @@ bool routed_agrees(Random& random, tandem::ExpertEngine& engine) {
   return is_near(read(out, type), wanted, 2e-2);
 }
 
+// Sums, products and SiLU, one after the other in a program, which is run twice.
+bool program_agrees(Random& random, tandem::ExpertEngine& engine) {
+  using tandem::ElementwiseKind;
+  const ValueType type = any_type(random);
+  const std::int64_t count = random.between(1, 2500);
+  const Values a(random.normals(count), type), b(random.normals(count), type);
+  std::vector<std::uint8_t> sum(a.bytes.size()), silu(a.bytes.size()), out(a.bytes.size());
+  tandem::DenseEngine dense(engine);
+  tandem::AttentionEngine attention(engine.pool(), engine.isa());
+  tandem::RoutedExperts routed(engine);
+  tandem::Program program(engine, dense, attention, routed);
+  const auto add = [&](ElementwiseKind kind, const auto& x, const auto& y, auto& to) {
+    program.add(tandem::Elementwise{kind, count, type, x.data(), y.data(), to.data()});
+  };
+  add(ElementwiseKind::kAdd, a.bytes, b.bytes, sum);
+  add(ElementwiseKind::kSilu, sum, sum, silu);
+  add(ElementwiseKind::kMultiply, silu, b.bytes, out);
+  program.run();
+  program.run();
+  std::vector<float> wanted(count);
+  for (std::int64_t i = 0; i < count; ++i) {
+    const float total = a.numbers[i] + b.numbers[i];
+    wanted[i] = total / (1 + std::exp(-total)) * b.numbers[i];
+  }
+  return is_near(read(out, type), wanted, type == ValueType::kBf16 ? 1e-2 : 1e-5);
+}
+
 }  // namespace
 
 int main() {
@@ -244,7 +272,8 @@ int main() {
                         : !rotary_agrees(random)         ? "a rotary embedding"
                         : !choice_agrees(random)         ? "a router's choice"
                         : !routed_agrees(random, engine) ? "a routed layer"
-                                                         : nullptr;
+                        : !program_agrees(random, engine) ? "a program"
+                                                          : nullptr;
     if (wrong != nullptr) {
       std::printf("round %d: %s differs with %s\n", round, wrong, isa.c_str());
       return 1;

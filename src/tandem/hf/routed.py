@@ -1,15 +1,15 @@
-"""A layer's experts in one native call, straight from the router's choice, for recorded steps.
+"""A layer's experts straight from the router's choice, as an operation of a recorded step.
 
 Where nothing is planned (every expert on the CPU) and the kernels know the format and the
 activation; the executor does everything else.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tandem.hf.program import NativeCall, Report, require_contiguous
 from tandem.kernels import _native
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
 from tandem.kernels.native import native_layout
@@ -29,7 +29,7 @@ def routed_call(
     hidden: Tensor,
     index: Tensor,
     weights: Tensor,
-) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+) -> NativeCall | None:
     """Return the call (hidden, index, weights) for tensors like these; None if there is none.
 
     `execute` is the executor's method that did it when the step was recorded.
@@ -61,32 +61,30 @@ def routed_call(
         layer.buffers.data_ptr(),
         layer.layout.num_bytes,
     )
-    return _call(threads, executor, layer, native, tensors)
+    return _call(threads, executor, layer, native)
 
 
 def _call(
-    threads: CpuThreads,
-    executor: CpuExecutor,
-    layer: PackedLayer,
-    native: _native.RoutedLayer,
-    like: tuple[Tensor, Tensor, Tensor],
-) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    tokens, top_k = like[1].shape
-    is_bf16, weights_are_bf16 = (x.dtype == torch.bfloat16 for x in (like[0], like[2]))
-    shape, dtype = tuple(like[0].shape), like[0].dtype
-    run, empty, listeners = threads.experts.run, torch.empty, executor.listeners
+    threads: CpuThreads, executor: CpuExecutor, layer: PackedLayer, native: _native.RoutedLayer
+) -> NativeCall:
+    listeners = executor.listeners
 
-    def experts(hidden: Tensor, index: Tensor, weights: Tensor, keep: Any = threads) -> Tensor:
-        out = empty(shape, dtype=dtype)
-        active = run(
-            native, tokens, top_k, is_bf16, hidden.data_ptr(), index.data_ptr(),
-            weights_are_bf16, weights.data_ptr(), out.data_ptr(),
+    def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> Report:
+        (hidden, index, weights), (out,) = inputs, outputs
+        require_contiguous(hidden, index, weights)
+        number = program.add_experts(
+            native, index.shape[0], index.shape[1], hidden.dtype == torch.bfloat16,
+            hidden.data_ptr(), index.data_ptr(), weights.dtype == torch.bfloat16,
+            weights.data_ptr(), out.data_ptr(),
         )  # fmt: skip
-        if listeners:
-            _report(executor, layer, index, active)
-        return out
 
-    return experts
+        def report() -> None:
+            if listeners:
+                _report(executor, layer, index, program.num_active(number))
+
+        return report
+
+    return NativeCall(add, threads)
 
 
 def _report(executor: CpuExecutor, layer: PackedLayer, chosen: Tensor, num_active: int) -> None:

@@ -2,7 +2,8 @@
 
 Of a step's 4,000 operations most are views and small arithmetic, which the model's Python code
 calls through modules, wrappers and checks. The tape calls them directly, leaves out what nobody
-reads, computes once what never changes, and frees each tensor after its last use.
+reads, computes once what never changes, frees each tensor after its last use, and hands what is
+native to programs (`tandem.hf.program`).
 """
 
 import math
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.hf.fusion import fuse
+from tandem.hf.program import NativeCall, Places, compile_program
 from tandem.hf.step_recorder import Operation, Recording, Ref
 from tandem.kernels.dense import CpuThreads
 
@@ -67,21 +69,33 @@ class Tape:
     ) -> None:
         """Compile a recording whose `inputs` change between runs; `result` is what it returns.
 
-        `threads` compute a layer's experts where the executor need not.
+        With `threads`, what the kernels know is native.
         """
         self._operations = _live(recording.operations, recording.ref(result))
         changing = {recording.ref(x).number for x in inputs if _is_among(x, recording.tensors)}
         self._operations, constants = _fold(
             self._operations, recording, changing | recording.produced
         )
-        fixed = set(constants) - changing
-        self._operations = fuse(self._operations, recording.tensors, fixed, threads)
-        self._constants, self._result = constants, recording.ref(result)
+        if threads is not None:
+            fixed = set(constants) - changing
+            self._operations = fuse(self._operations, recording.tensors, fixed, threads)
+        self._places = Places(self._operations, recording.tensors, constants, recording.ref(result))
+        self._result = recording.ref(result)
         self._shapes = [tuple(tensor.shape) for tensor in recording.tensors]
-        self._function = _compile(self._operations, constants, self._result)
+        self._function = _compile(self._operations, self._places, self._result)
 
     def __len__(self) -> int:
         return len(self._operations)
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that a run makes: programs, and operations that are none's."""
+        return len(_parts(self._operations, self._places, are_apart=False))
+
+    @property
+    def place_bytes(self) -> int:
+        """Bytes of the fixed memory between native operations."""
+        return self._places.num_bytes
 
     @torch.inference_mode()
     def run(self) -> Tensor:
@@ -92,7 +106,7 @@ class Tape:
     def profile(self, num_runs: int) -> list[tuple[Operation, float]]:
         """Run several times; return each operation with its mean seconds. Slower than `run`."""
         seconds = [0.0] * len(self._operations)
-        timed = _compile(self._operations, self._constants, self._result, seconds)
+        timed = _compile(self._operations, self._places, self._result, seconds)
         for _ in range(num_runs):
             timed()
         return [(op, total / num_runs) for op, total in zip(self._operations, seconds, strict=True)]
@@ -139,34 +153,65 @@ def _fold(
 
 
 def _compile(
-    operations: list[Operation],
-    constants: dict[int, Tensor],
-    result: Ref,
-    seconds: list[float] | None = None,
+    operations: list[Operation], places: Places, result: Ref, seconds: list[float] | None = None
 ) -> Callable[[], Tensor]:
     """Write the operations as a function; with `seconds`, one that adds each one's time there."""
-    namespace: dict[str, Any] = {f"v{number}": tensor for number, tensor in constants.items()}
+    namespace: dict[str, Any] = {f"v{number}": tensor for number, tensor in places.tensors.items()}
     namespace |= {"now": time.perf_counter, "seconds": seconds}
     last_use = {ref.number: i for i, op in enumerate(operations) for ref in op.inputs}
     lines = []
     local: set[int] = set()
-    for i, operation in enumerate(operations):
-        namespace[f"f{i}"] = _direct(operation)
-        lines.append(_line(i, operation, namespace))
+    for part in _parts(operations, places, are_apart=seconds is not None):
+        index = part[0]
+        namespace[f"f{index}"] = _function(operations, part, places)
+        if isinstance(operations[index].function, NativeCall):
+            lines.append(f"f{index}()")
+        else:
+            operation = operations[index]
+            lines += _lines(index, operation, places, namespace)
+            outputs = [o.number for o in operation.outputs if o and o not in operation.inputs]
+            local.update(number for number in outputs if number not in places.tensors)
+            read = {ref.number for ref in operation.inputs} | set(outputs)
+            ended = [n for n in read if n in local and last_use.get(n, index) <= index]
+            ended = sorted(n for n in ended if n != result.number)
+            if ended:
+                lines.append("del " + ", ".join(f"v{n}" for n in ended))
+                local.difference_update(ended)
         if seconds is not None:
-            lines.append(f"end = now(); seconds[{i}] += end - begin; begin = end")
-        local.update(
-            o.number for o in operation.outputs if o is not None and o not in operation.inputs
-        )
-        dead = {r.number for r in [*operation.inputs, *filter(None, operation.outputs)]}
-        ended = [n for n in dead if n in local and last_use.get(n, i) <= i and n != result.number]
-        if ended:
-            lines.append("del " + ", ".join(f"v{n}" for n in sorted(ended)))
-            local.difference_update(ended)
+            lines.append(f"end = now(); seconds[{index}] += end - begin; begin = end")
+    # A place is written again by the next run, and the result belongs to the caller.
+    copy = ".clone()" if result.number in places.tensors else ""
     body = "\n".join(f"    {line}" for line in lines)
-    exec(f"def step():\n    begin = now()\n{body}\n    return v{result.number}\n", namespace)
+    exec(f"def step():\n    begin = now()\n{body}\n    return v{result.number}{copy}\n", namespace)
     function: Callable[[], Tensor] = namespace["step"]
     return function
+
+
+def _parts(operations: list[Operation], places: Places, *, are_apart: bool) -> list[list[int]]:
+    """Cut the operations that run into programs and single ones, as indices."""
+    parts: list[list[int]] = []
+    for index, operation in enumerate(operations):
+        if index in places.views:
+            continue
+        before = operations[parts[-1][-1]].function if parts else None
+        joins = (
+            not are_apart
+            and isinstance(operation.function, NativeCall)
+            and isinstance(before, NativeCall)
+            and before.threads is operation.function.threads
+        )
+        if joins:
+            parts[-1].append(index)
+        else:
+            parts.append([index])
+    return parts
+
+
+def _function(operations: list[Operation], part: list[int], places: Places) -> Callable[..., Any]:
+    first = operations[part[0]]
+    if isinstance(first.function, NativeCall):
+        return compile_program([operations[index] for index in part], places)
+    return _direct(first)
 
 
 def _direct(operation: Operation) -> Callable[..., Any]:
@@ -176,16 +221,18 @@ def _direct(operation: Operation) -> Callable[..., Any]:
     return _DIRECT.get(overload, operation.function)
 
 
-def _line(index: int, operation: Operation, namespace: dict[str, Any]) -> str:
+def _lines(
+    index: int, operation: Operation, places: Places, namespace: dict[str, Any]
+) -> list[str]:
     parts = [_expression(arg, namespace) for arg in operation.args]
     parts += [f"{name}={_expression(v, namespace)}" for name, v in operation.kwargs.items()]
     call = f"f{index}({', '.join(parts)})"
     # What an operation writes to in place keeps its name.
-    new = [o if o not in operation.inputs else None for o in operation.outputs]
-    targets = [f"v{o.number}" if o is not None else "_" for o in new]
-    if operation.returns_sequence:
-        return f"{', '.join(targets)}, = {call}"
-    return f"{targets[0]} = {call}"
+    new = [o.number if o and o not in operation.inputs else None for o in operation.outputs]
+    placed = [number for number in new if number in places.tensors]
+    names = ["_" if n is None else f"t{n}" if n in placed else f"v{n}" for n in new]
+    targets = f"{', '.join(names)}," if operation.returns_sequence else names[0]
+    return [f"{targets} = {call}", *(f"v{n}.copy_(t{n}); del t{n}" for n in placed)]
 
 
 def _expression(value: Any, namespace: dict[str, Any]) -> str:

@@ -179,44 +179,105 @@ class AttentionEngine:
     ) -> None: ...
 
 def keep_likeliest(values: int, count: int, share: float, min_ratio: float, /) -> None: ...
-def rms_norm(
-    num_rows: int,
-    cols: int,
-    eps: float,
-    rounds_first: bool,
-    is_bf16: bool,
-    input: int,
-    input_stride: int,
-    weight: int,
-    out: int,
-    /,
-) -> None: ...
-def choose(
-    num_tokens: int,
-    num_experts: int,
-    top_k: int,
-    is_normalised: bool,
-    is_bf16: bool,
-    logits: int,
-    weights_are_bf16: bool,
-    weights: int,
-    index: int,
-    /,
-) -> None: ...
-def rotate(
-    num_tokens: int,
-    num_heads: int,
-    dim: int,
-    rotated: int,
-    is_bf16: bool,
-    input: int,
-    token_stride: int,
-    head_stride: int,
-    cos: int,
-    sin: int,
-    out: int,
-    /,
-) -> None: ...
+
+class Program:
+    """Tensors are addresses; whoever adds an operation keeps its tensors, matrices and layers."""
+
+    def __init__(
+        self,
+        engine: ExpertEngine,
+        dense: DenseEngine,
+        attention: AttentionEngine,
+        experts: RoutedExperts,
+        /,
+    ) -> None: ...
+    def add_norm(
+        self,
+        num_rows: int,
+        cols: int,
+        eps: float,
+        rounds_first: bool,
+        is_bf16: bool,
+        input: int,
+        weight: int,
+        out: int,
+        /,
+    ) -> None: ...
+    def add_rotary(
+        self,
+        num_tokens: int,
+        num_heads: int,
+        dim: int,
+        is_bf16: bool,
+        input: int,
+        token_stride: int,
+        head_stride: int,
+        cos: int,
+        sin: int,
+        out: int,
+        /,
+    ) -> None: ...
+    def add_choice(
+        self,
+        num_tokens: int,
+        num_experts: int,
+        top_k: int,
+        is_normalised: bool,
+        is_bf16: bool,
+        logits: int,
+        weights_are_bf16: bool,
+        weights: int,
+        index: int,
+        /,
+    ) -> None: ...
+    def add_elementwise(
+        self, kind: int, count: int, is_bf16: bool, a: int, b: int, out: int, /
+    ) -> None: ...
+    def add_dense(
+        self,
+        matrices: Sequence[DenseMatrix],
+        num_tokens: int,
+        in_features: int,
+        is_bf16: bool,
+        input: int,
+        outputs: Sequence[int],
+        /,
+    ) -> None: ...
+    def add_attention(
+        self,
+        layer: AttentionLayer,
+        is_bf16: bool,
+        num_tokens: int,
+        rows: int,
+        positions: int,
+        query: int,
+        query_token_stride: int,
+        query_head_stride: int,
+        key: int,
+        key_token_stride: int,
+        key_head_stride: int,
+        value: int,
+        value_token_stride: int,
+        value_head_stride: int,
+        out: int,
+        /,
+    ) -> None: ...
+    def add_experts(
+        self,
+        layer: RoutedLayer,
+        num_tokens: int,
+        top_k: int,
+        is_bf16: bool,
+        hidden: int,
+        index: int,
+        weights_are_bf16: bool,
+        weights: int,
+        out: int,
+        /,
+    ) -> int: ...
+    def num_active(self, number: int, /) -> int: ...
+    def run(self) -> None: ...
+
 def run_batch(
     engine: ExpertEngine,
     layer: RoutedLayer,

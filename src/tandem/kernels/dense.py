@@ -36,6 +36,10 @@ class CpuThreads:
         self.attention = _native.AttentionEngine(self.engine)
         self.experts = _native.RoutedExperts(self.engine)
 
+    def program(self) -> _native.Program:
+        """Return an empty program: operations that are one call on these threads."""
+        return _native.Program(self.engine, self.dense, self.attention, self.experts)
+
 
 @dataclass(frozen=True, slots=True)
 class DenseWeight:

@@ -4,12 +4,12 @@ Groups are known by what they compute, not by the model that they come from. Wha
 every detail stays as it is; the tape is compared with the model's own step before it is trusted.
 """
 
-import functools
 from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
 from tandem.hf.fusion.calls import find_attentions, find_dense_groups, find_experts
+from tandem.hf.fusion.elementwise import find_elementwise
 from tandem.hf.fusion.graph import Found, Graph
 from tandem.hf.fusion.norms import find_norms
 from tandem.hf.fusion.rotary import find_rotaries
@@ -17,27 +17,28 @@ from tandem.hf.fusion.routers import find_choices, find_small_linears
 from tandem.hf.step_recorder import Operation
 from tandem.kernels.dense import CpuThreads
 
+_FINDERS: tuple[Callable[[Graph, CpuThreads], Iterator[Found]], ...] = (
+    find_norms,
+    find_rotaries,
+    find_choices,
+    find_attentions,
+    find_experts,
+    find_small_linears,
+    find_dense_groups,
+    find_elementwise,
+)
+
 
 def fuse(
-    operations: list[Operation], tensors: list[Tensor], fixed: set[int], threads: CpuThreads | None
+    operations: list[Operation], tensors: list[Tensor], fixed: set[int], threads: CpuThreads
 ) -> list[Operation]:
     """Return the operations with groups replaced; `fixed` numbers the tensors that never change.
 
-    `threads` compute experts; without them the executor does.
+    `threads` compute what had none of its own.
     """
-    finders: list[Callable[[Graph], Iterator[Found]]] = [
-        find_norms,
-        find_rotaries,
-        find_choices,
-        find_attentions,
-    ]
-    if threads is not None:
-        finders.append(functools.partial(find_experts, threads=threads))
-        finders.append(functools.partial(find_small_linears, threads=threads))
-    finders.append(find_dense_groups)
-    for finder in finders:
+    for finder in _FINDERS:
         graph = Graph(operations, tensors, fixed)
-        for group, fused in finder(graph):
+        for group, fused in finder(graph, threads):
             graph.replace(group, fused)
         operations = graph.result()
     return operations

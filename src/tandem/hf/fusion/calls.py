@@ -1,6 +1,6 @@
 """Calls that are native already, without the Python code around them: dense, attention, experts."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -8,21 +8,23 @@ from torch import Tensor
 
 from tandem.hf.fusion.graph import Found, Graph
 from tandem.hf.kv_cache import KvCache
+from tandem.hf.program import NativeCall, require_contiguous
 from tandem.hf.routed import routed_call
 from tandem.hf.step_recorder import ATTENTION, DENSE, EXPERTS, Operation
+from tandem.kernels import _native
 from tandem.kernels.attention import CachedAttention
 from tandem.kernels.dense import CpuThreads, DenseWeight
 
 _MAX_MATRICES = 8  # of one call
 
 
-def find_dense_groups(graph: Graph) -> Iterator[Found]:
+def find_dense_groups(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
     """Find packed matrices that read the same input: it is rounded for them once."""
     groups: dict[tuple[Any, ...], list[Operation]] = {}
     for operation in graph.operations:
         if operation.name == DENSE:
-            threads, weight, x = operation.args
-            key = (x, id(threads), weight.matrix.format, weight.in_features)
+            owner, weight, x = operation.args
+            key = (x, id(owner), weight.matrix.format, weight.in_features)
             groups.setdefault(key, []).append(operation)
     for group in groups.values():
         yield _dense_group(graph, group[:_MAX_MATRICES])
@@ -32,22 +34,22 @@ def _dense_group(graph: Graph, group: list[Operation]) -> Found:
     threads: CpuThreads = group[0].args[0]
     weights: list[DenseWeight] = [operation.args[1] for operation in group]
     source = group[0].args[2]
-    x = graph.tensor(source)
-    cols, tokens = weights[0].in_features, x.numel() // weights[0].in_features
-    lead, dtype, is_bf16 = tuple(x.shape[:-1]), x.dtype, x.dtype == torch.bfloat16
-    natives = tuple([weight.native for weight in weights])
-    shapes = [(*lead, weight.out_features) for weight in weights]
-    run, empty = threads.dense.run, torch.empty
-
-    def multiply(x: Tensor, keep: Any = (threads, weights)) -> list[Tensor]:
-        x = x.contiguous()
-        outs = [empty(shape, dtype=dtype) for shape in shapes]
-        run(natives, tokens, cols, is_bf16, x.data_ptr(), tuple([out.data_ptr() for out in outs]))
-        return outs
-
     outputs = [operation.outputs[0] for operation in group]
-    fused = Operation(multiply, (source,), {}, outputs, DENSE, [source], returns_sequence=True)
+    call = _dense_call(threads, weights)
+    fused = Operation(call, (source,), {}, outputs, DENSE, [source], returns_sequence=True)
     return Found(_first_last(group), fused)
+
+
+def _dense_call(threads: CpuThreads, weights: list[DenseWeight]) -> NativeCall:
+    def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        (x,), cols = inputs, weights[0].in_features
+        require_contiguous(x)
+        program.add_dense(
+            [weight.native for weight in weights], x.numel() // cols, cols,
+            x.dtype == torch.bfloat16, x.data_ptr(), [out.data_ptr() for out in outputs],
+        )  # fmt: skip
+
+    return NativeCall(add, threads)
 
 
 def _first_last(group: list[Operation]) -> list[Operation]:
@@ -55,47 +57,34 @@ def _first_last(group: list[Operation]) -> list[Operation]:
     return [*group[1:], group[0]]
 
 
-def find_attentions(graph: Graph) -> Iterator[Found]:
+def find_attentions(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
     """Find the attention of one token per row."""
     for operation in graph.operations:
         if operation.name == ATTENTION:
             cache, attention, *refs = operation.args
             tensors = [graph.tensor(ref) for ref in refs]
             if len(cache.positions) == tensors[0].shape[1]:
-                function = _attention_call(cache, attention, *tensors)
+                if not all(x.stride(-1) == 1 for x in tensors):
+                    continue
+                call = _attention_call(cache, attention)
                 outputs = operation.outputs
-                yield Found(
-                    [operation],
-                    Operation(function, tuple(refs), {}, outputs, "attend", refs, has_effects=True),
-                )
+                fused = Operation(call, tuple(refs), {}, outputs, "attend", refs, has_effects=True)
+                yield Found([operation], fused)
 
 
-def _attention_call(
-    cache: KvCache, attention: CachedAttention, q: Tensor, k: Tensor, v: Tensor
-) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return the call for tensors (heads, rows, dim) of these strides; the last is dense."""
-    if not all(x.stride(-1) == 1 for x in (q, k, v)):
-        return lambda q, k, v: cache.attend_layer(attention, q, k, v)
-    append, attend = cache.threads.attention.append, cache.threads.attention.attend
-    layer, count, is_bf16, dtype = attention.native, q.shape[1], q.dtype == torch.bfloat16, q.dtype
-    shape = (count, attention.form.num_heads, attention.form.value_dim)
-    rows, positions = cache.rows.data_ptr(), cache.positions.data_ptr()
-    q_token, q_head = q.stride(1), q.stride(0)
-    k_token, k_head, v_token, v_head = k.stride(1), k.stride(0), v.stride(1), v.stride(0)
-    empty = torch.empty
+def _attention_call(cache: KvCache, attention: CachedAttention) -> NativeCall:
+    """Return the call for tensors (heads, rows, dim), whose last dimension is dense."""
+    rows, positions = cache.rows, cache.positions
 
-    def run(q: Tensor, k: Tensor, v: Tensor, keep: Any = (cache.rows, cache.positions)) -> Tensor:
-        append(
-            layer, is_bf16, count, rows, positions,
-            k.data_ptr(), k_token, k_head, v.data_ptr(), v_token, v_head,
+    def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        (q, k, v), (out,) = inputs, outputs
+        program.add_attention(
+            attention.native, q.dtype == torch.bfloat16, q.shape[1], rows.data_ptr(),
+            positions.data_ptr(), q.data_ptr(), q.stride(1), q.stride(0), k.data_ptr(),
+            k.stride(1), k.stride(0), v.data_ptr(), v.stride(1), v.stride(0), out.data_ptr(),
         )  # fmt: skip
-        out = empty(shape, dtype=dtype)
-        attend(
-            layer, is_bf16, count, rows, positions, q.data_ptr(), q_token, q_head, out.data_ptr()
-        )
-        return out
 
-    return run
+    return NativeCall(add, cache.threads)
 
 
 def find_experts(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
@@ -104,10 +93,10 @@ def find_experts(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
         if operation.name != EXPERTS:
             continue
         layer, *refs, functions = operation.args
-        function = routed_call(
+        call = routed_call(
             threads, operation.function, layer, functions, *(graph.tensor(ref) for ref in refs)
         )
-        if function is not None:
+        if call is not None:
             outputs = operation.outputs
-            fused = Operation(function, tuple(refs), {}, outputs, EXPERTS, refs, has_effects=True)
+            fused = Operation(call, tuple(refs), {}, outputs, EXPERTS, refs, has_effects=True)
             yield Found([operation], fused)

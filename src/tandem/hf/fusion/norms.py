@@ -1,27 +1,28 @@
 """Root mean square norms: square, mean, root, scaling, rounding and weight as one call."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tandem.hf.fusion.graph import Found, Graph, other
+from tandem.hf.program import NativeCall, require_contiguous
 from tandem.hf.step_recorder import Operation, Ref
 from tandem.kernels import _native
-from tandem.kernels.dense import VALUE_DTYPES
+from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
 
 
-def find_norms(graph: Graph) -> Iterator[Found]:
+def find_norms(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
     """Find the norms around each reciprocal root."""
     for root in graph.operations:
         if root.name == "rsqrt":
-            found = _match_norm(graph, root)
+            found = _match_norm(graph, root, threads)
             if found is not None:
                 yield found
 
 
-def _match_norm(graph: Graph, root: Operation) -> Found | None:
+def _match_norm(graph: Graph, root: Operation, threads: CpuThreads) -> Found | None:
     shift = graph.made_by(root.args[0], "add")
     mean = graph.made_by(shift.args[0], "mean") if shift else None
     square = graph.made_by(mean.args[0], "pow") if mean else None
@@ -39,11 +40,22 @@ def _match_norm(graph: Graph, root: Operation) -> Found | None:
     inner = {ref for op in chain[:-1] for ref in op.outputs if ref is not None}
     if any(user not in chain for ref in inner for user in graph.users.get(ref, [])):
         return None
-    return _finish_norm(graph, chain, source, float(shift.args[1]))
+    end = _follow(graph, chain, source)
+    if end is None:
+        return None
+    chain, weight, rounds_first = end
+    result = chain[-1].outputs
+    call = _norm_call(threads, weight, float(shift.args[1]), rounds_first)
+    return Found(chain, Operation(call, (source,), {}, result, "rms_norm", [source]))
 
 
-def _finish_norm(graph: Graph, chain: list[Operation], source: Ref, eps: float) -> Found | None:
-    """Follow what comes after the scaling: rounding, then the weight, or the other way round."""
+def _follow(
+    graph: Graph, chain: list[Operation], source: Ref
+) -> tuple[list[Operation], Tensor | None, bool] | None:
+    """Follow what comes after the scaling: rounding, then the weight, or the other way round.
+
+    Return the whole chain, the weight in fp32, and whether rounding comes before it.
+    """
     x = graph.tensor(source)
     if x.dtype not in VALUE_DTYPES or not x.is_contiguous():
         return None
@@ -65,8 +77,7 @@ def _finish_norm(graph: Graph, chain: list[Operation], source: Ref, eps: float) 
     result = chain[-1].outputs[0]
     if result is None or graph.tensor(result).dtype != x.dtype:
         return None
-    function = _norm_call(x, weight, eps, rounds_first)
-    return Found(chain, Operation(function, (source,), {}, [result], "rms_norm", [source]))
+    return chain, weight, rounds_first
 
 
 def _is_weight(graph: Graph, ref: Any, x: Tensor) -> bool:
@@ -78,16 +89,14 @@ def _is_weight(graph: Graph, ref: Any, x: Tensor) -> bool:
 
 
 def _norm_call(
-    like: Tensor, weight: Tensor | None, eps: float, rounds_first: bool
-) -> Callable[[Tensor], Tensor]:
-    shape, dtype, cols = tuple(like.shape), like.dtype, like.shape[-1]
-    rows, is_bf16 = like.numel() // cols, like.dtype == torch.bfloat16
-    address = 0 if weight is None else weight.data_ptr()
-    native, empty = _native.rms_norm, torch.empty
+    threads: CpuThreads, weight: Tensor | None, eps: float, rounds_first: bool
+) -> NativeCall:
+    def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        (x,), (out,) = inputs, outputs
+        require_contiguous(x)
+        program.add_norm(
+            x.numel() // x.shape[-1], x.shape[-1], eps, rounds_first, x.dtype == torch.bfloat16,
+            x.data_ptr(), 0 if weight is None else weight.data_ptr(), out.data_ptr(),
+        )  # fmt: skip
 
-    def norm(x: Tensor, keep: Tensor | None = weight) -> Tensor:  # `keep`: the address stays good
-        out = empty(shape, dtype=dtype)
-        native(rows, cols, eps, rounds_first, is_bf16, x.data_ptr(), cols, address, out.data_ptr())
-        return out
-
-    return norm
+    return NativeCall(add, threads)

@@ -1,27 +1,28 @@
 """Rotary embeddings whose halves are swapped: two slices, a negation, products and a sum."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tandem.hf.fusion.graph import Found, Graph, other
-from tandem.hf.step_recorder import Operation, Ref
+from tandem.hf.program import NativeCall, require_contiguous
+from tandem.hf.step_recorder import NotRecordableError, Operation, Ref
 from tandem.kernels import _native
-from tandem.kernels.dense import VALUE_DTYPES
+from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
 
 
-def find_rotaries(graph: Graph) -> Iterator[Found]:
+def find_rotaries(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
     """Find the embeddings around each swap of halves."""
     for turned in graph.operations:
         if turned.name == "cat":
-            found = _match_rotary(graph, turned)
+            found = _match_rotary(graph, turned, threads)
             if found is not None:
                 yield found
 
 
-def _match_rotary(graph: Graph, turned: Operation) -> Found | None:
+def _match_rotary(graph: Graph, turned: Operation, threads: CpuThreads) -> Found | None:
     parts = turned.args[0]
     if len(parts) != 2:
         return None
@@ -41,11 +42,11 @@ def _match_rotary(graph: Graph, turned: Operation) -> Found | None:
     inner = {ref for op in chain for ref in op.outputs if ref is not None}
     if any(u not in (*chain, total) for ref in inner for u in graph.users.get(ref, [])):
         return None
-    function = _rotary_call(graph, source, cos, sin)
-    if function is None:
+    heads = _heads_dimension(graph, source, cos, sin)
+    if heads is None:
         return None
     args = (source, cos, sin)
-    fused = Operation(function, args, {}, total.outputs, "rotary", list(args))
+    fused = Operation(_rotary_call(threads, heads), args, {}, total.outputs, "rotary", list(args))
     return Found([*chain, total], fused)
 
 
@@ -62,37 +63,33 @@ def _are_halves(graph: Graph, source: Ref, low: Operation, high: Operation) -> b
     )
 
 
-def _rotary_call(
-    graph: Graph, source: Ref, cos_ref: Any, sin_ref: Any
-) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-    """Return the call for one token per row: (rows, heads, 1, dim) or (rows, 1, heads, dim)."""
+def _heads_dimension(graph: Graph, source: Ref, cos_ref: Any, sin_ref: Any) -> int | None:
+    """Return which dimension has the heads: (rows, heads, 1, dim) or (rows, 1, heads, dim)."""
     if not (isinstance(cos_ref, Ref) and isinstance(sin_ref, Ref)):
         return None
-    x, cos, sin = graph.tensor(source), graph.tensor(cos_ref), graph.tensor(sin_ref)
+    x = graph.tensor(source)
     if x.dim() != 4 or x.dtype not in VALUE_DTYPES or x.stride(-1) != 1:
         return None
-    if x.shape[2] == 1:
-        heads = 1
-    elif x.shape[1] == 1:
-        heads = 2
-    else:
+    if 1 not in x.shape[1:3]:
         return None
     rows, dim = x.shape[0], x.shape[3]
-    for table in (cos, sin):
+    for table in (graph.tensor(cos_ref), graph.tensor(sin_ref)):
         if table.dtype != x.dtype or table.numel() != rows * dim or not table.is_contiguous():
             return None
         if table.shape[0] != rows or table.shape[-1] != dim:
             return None
-    shape, dtype, is_bf16 = tuple(x.shape), x.dtype, x.dtype == torch.bfloat16
-    count, token_stride, head_stride = x.shape[heads], x.stride(0), x.stride(heads)
-    native, empty = _native.rotate, torch.empty
+    return 1 if x.shape[2] == 1 else 2
 
-    def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        out = empty(shape, dtype=dtype)
-        native(
-            rows, count, dim, dim, is_bf16, x.data_ptr(), token_stride, head_stride,
-            cos.data_ptr(), sin.data_ptr(), out.data_ptr(),
+
+def _rotary_call(threads: CpuThreads, heads: int) -> NativeCall:
+    def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        (x, cos, sin), (out,) = inputs, outputs
+        require_contiguous(cos, sin)
+        if x.stride(-1) != 1:
+            raise NotRecordableError("a head's values do not lie side by side")
+        program.add_rotary(
+            x.shape[0], x.shape[heads], x.shape[3], x.dtype == torch.bfloat16, x.data_ptr(),
+            x.stride(0), x.stride(heads), cos.data_ptr(), sin.data_ptr(), out.data_ptr(),
         )  # fmt: skip
-        return out
 
-    return rotate
+    return NativeCall(add, threads)

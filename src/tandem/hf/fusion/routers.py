@@ -1,11 +1,12 @@
 """Routers: their small matrices, and the choice that follows the scores."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from tandem.hf.fusion.graph import Found, Graph
+from tandem.hf.program import NativeCall, require_contiguous
 from tandem.hf.step_recorder import DENSE, Operation, Ref
 from tandem.kernels import _native
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads, pack_dense
@@ -50,7 +51,7 @@ def _is_exact_in_bf16(x: Tensor) -> bool:
     return x.dtype == torch.float32 and torch.equal(x.bfloat16().float(), x)
 
 
-def find_choices(graph: Graph) -> Iterator[Found]:
+def find_choices(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
     """Softmax, the largest, perhaps divided by their sum, perhaps rounded."""
     for softmax in graph.operations:
         best = graph.only_user(softmax.outputs[0], "topk") if softmax.name == "softmax" else None
@@ -65,10 +66,10 @@ def find_choices(graph: Graph) -> Iterator[Found]:
             and graph.tensor(best.args[0]).dtype == torch.float32
         )
         if is_plain:
-            yield _fuse_choice(graph, softmax, best)
+            yield _fuse_choice(graph, softmax, best, threads)
 
 
-def _fuse_choice(graph: Graph, softmax: Operation, best: Operation) -> Found:
+def _fuse_choice(graph: Graph, softmax: Operation, best: Operation, threads: CpuThreads) -> Found:
     chain, (values, index) = [softmax, best], best.outputs
     assert values is not None
     quotient = _division_by_sum(graph, values)
@@ -82,10 +83,8 @@ def _fuse_choice(graph: Graph, softmax: Operation, best: Operation) -> Found:
             chain.append(users[0])
             values = rounded
     source = softmax.args[0]
-    function = _choice_call(graph, source, values, best.args[1], quotient is not None)
-    fused = Operation(
-        function, (source,), {}, [values, index], "topk", [source], returns_sequence=True
-    )
+    call = _choice_call(threads, best.args[1], is_normalised=quotient is not None)
+    fused = Operation(call, (source,), {}, [values, index], "topk", [source], returns_sequence=True)
     return Found(chain, fused)
 
 
@@ -102,20 +101,14 @@ def _division_by_sum(graph: Graph, values: Ref) -> list[Operation] | None:
     return [total, quotient] if is_row and is_it and is_last and is_whole else None
 
 
-def _choice_call(
-    graph: Graph, logits: Ref, values: Ref, top_k: int, is_normalised: bool
-) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    like = graph.tensor(logits)
-    tokens, num_experts = like.shape
-    dtype, is_bf16 = graph.tensor(values).dtype, like.dtype == torch.bfloat16
-    native, empty, int64 = _native.choose, torch.empty, torch.int64
-
-    def choose(x: Tensor) -> tuple[Tensor, Tensor]:
-        weights, index = empty((tokens, top_k), dtype=dtype), empty((tokens, top_k), dtype=int64)
-        native(
-            tokens, num_experts, top_k, is_normalised, is_bf16, x.data_ptr(),
-            dtype == torch.bfloat16, weights.data_ptr(), index.data_ptr(),
+def _choice_call(threads: CpuThreads, top_k: int, *, is_normalised: bool) -> NativeCall:
+    def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        (logits,), (weights, index) = inputs, outputs
+        require_contiguous(logits)
+        program.add_choice(
+            logits.shape[0], logits.shape[1], top_k, is_normalised,
+            logits.dtype == torch.bfloat16, logits.data_ptr(), weights.dtype == torch.bfloat16,
+            weights.data_ptr(), index.data_ptr(),
         )  # fmt: skip
-        return weights, index
 
-    return choose
+    return NativeCall(add, threads)

@@ -1,0 +1,106 @@
+// What Python sees of programs: a recorded step's operations, added one by one, run as one call.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/vector.h>
+
+#include <vector>
+
+#include "bindings.hpp"
+#include "program.hpp"
+
+namespace nb = nanobind;
+
+namespace tandem {
+namespace {
+
+void add_norm(Program& program, std::int64_t num_rows, std::int64_t cols, float eps,
+              bool rounds_first, bool is_bf16, std::uintptr_t input, std::uintptr_t weight,
+              std::uintptr_t out) {
+  program.add(RmsNorm{num_rows, cols, eps, rounds_first, value_type(is_bf16),
+                      pointer<const void>(input), cols, pointer<const float>(weight),
+                      pointer<void>(out)});
+}
+
+void add_rotary(Program& program, std::int64_t num_tokens, std::int64_t num_heads,
+                std::int64_t dim, bool is_bf16, std::uintptr_t input, std::int64_t token_stride,
+                std::int64_t head_stride, std::uintptr_t cos, std::uintptr_t sin,
+                std::uintptr_t out) {
+  program.add(Rotary{num_tokens, num_heads, dim, dim, value_type(is_bf16),
+                     pointer<const void>(input), token_stride, head_stride,
+                     pointer<const void>(cos), pointer<const void>(sin), pointer<void>(out)});
+}
+
+void add_choice(Program& program, std::int64_t num_tokens, std::int64_t num_experts,
+                std::int64_t top_k, bool is_normalised, bool is_bf16, std::uintptr_t logits,
+                bool weights_are_bf16, std::uintptr_t weights, std::uintptr_t index) {
+  program.add(Choice{num_tokens, num_experts, top_k, is_normalised, value_type(is_bf16),
+                     pointer<const void>(logits), value_type(weights_are_bf16),
+                     pointer<void>(weights), pointer<std::int64_t>(index)});
+}
+
+void add_elementwise(Program& program, int kind, std::int64_t count, bool is_bf16,
+                     std::uintptr_t a, std::uintptr_t b, std::uintptr_t out) {
+  program.add(Elementwise{static_cast<ElementwiseKind>(kind), count, value_type(is_bf16),
+                          pointer<const void>(a), pointer<const void>(b), pointer<void>(out)});
+}
+
+void add_dense(Program& program, const std::vector<const DenseMatrix*>& matrices,
+               std::int64_t num_tokens, std::int64_t in_features, bool is_bf16,
+               std::uintptr_t input, const std::vector<std::uintptr_t>& outputs) {
+  if (matrices.size() != outputs.size())
+    throw std::invalid_argument("expected as many outputs as matrices");
+  std::vector<void*> out;
+  for (const std::uintptr_t address : outputs) out.push_back(pointer<void>(address));
+  program.add(Program::Dense{matrices, out, num_tokens, in_features, value_type(is_bf16),
+                             pointer<const void>(input)});
+}
+
+void add_attention(Program& program, const AttentionCall& layer, bool is_bf16,
+                   std::int64_t num_tokens, std::uintptr_t rows, std::uintptr_t positions,
+                   std::uintptr_t query, std::int64_t query_token, std::int64_t query_head,
+                   std::uintptr_t key, std::int64_t key_token, std::int64_t key_head,
+                   std::uintptr_t value, std::int64_t value_token, std::int64_t value_head,
+                   std::uintptr_t out) {
+  AttentionCall step = layer;
+  step.type = value_type(is_bf16);
+  step.num_tokens = num_tokens;
+  step.rows = pointer<const std::int64_t>(rows);
+  step.positions = pointer<const std::int64_t>(positions);
+  step.query = {pointer<const void>(query), query_token, query_head};
+  step.new_key = {pointer<const void>(key), key_token, key_head};
+  step.new_value = {pointer<const void>(value), value_token, value_head};
+  step.out = pointer<void>(out);
+  program.add(Program::Attention{&layer, step});
+}
+
+std::int64_t add_experts(Program& program, const RoutedLayer& layer, std::int64_t num_tokens,
+                         std::int64_t top_k, bool is_bf16, std::uintptr_t hidden,
+                         std::uintptr_t index, bool weights_are_bf16, std::uintptr_t weights,
+                         std::uintptr_t out) {
+  return program.add(layer, {num_tokens, top_k, value_type(is_bf16), pointer<const void>(hidden),
+                             pointer<const std::int64_t>(index), value_type(weights_are_bf16),
+                             pointer<const void>(weights), pointer<void>(out)});
+}
+
+}  // namespace
+
+void bind_program(nb::module_& m) {
+  // Matrices, layers and tensors are kept alive by the caller.
+  nb::class_<Program>(m, "Program")
+      .def(nb::init<ExpertEngine&, DenseEngine&, AttentionEngine&, RoutedExperts&>(),
+           nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
+           nb::keep_alive<1, 5>())
+      .def("add_norm", &add_norm)
+      .def("add_rotary", &add_rotary)
+      .def("add_choice", &add_choice)
+      .def("add_elementwise", &add_elementwise)
+      .def("add_dense", &add_dense)
+      .def("add_attention", &add_attention, nb::keep_alive<1, 2>())
+      .def("add_experts", &add_experts)
+      .def("num_active", &Program::num_active)
+      .def("run", [](Program& program) {
+        const Turn turn(program);
+        program.run();
+      });
+}
+
+}  // namespace tandem

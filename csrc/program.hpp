@@ -1,0 +1,78 @@
+// A recorded step's operations, one after the other, as one call: what lies between two of them is
+// nanoseconds, and the threads stay awake from the first to the last.
+#pragma once
+
+#include <cstdint>
+#include <variant>
+#include <vector>
+
+#include "attention.hpp"
+#include "dense.hpp"
+#include "routed.hpp"
+#include "rowwise.hpp"
+
+namespace tandem {
+
+// The engines share the threads of one expert engine. They, and all memory that operations name,
+// outlive the program.
+class Program {
+ public:
+  Program(ExpertEngine& experts, DenseEngine& dense, AttentionEngine& attention,
+          RoutedExperts& routed)
+      : pool_(experts.pool()), dense_(dense), attention_(attention), routed_(routed) {}
+
+  void add(const RmsNorm& call) { steps_.emplace_back(call); }
+  void add(const Rotary& call) { steps_.emplace_back(call); }
+  void add(const Choice& call) { steps_.emplace_back(call); }
+  void add(const Elementwise& call) { steps_.emplace_back(call); }
+
+  // One input, one or several matrices; output m is at outputs[m].
+  struct Dense {
+    std::vector<const DenseMatrix*> matrices;
+    std::vector<void*> outputs;
+    std::int64_t num_tokens, in_features;
+    ValueType type;
+    const void* input;
+  };
+  void add(Dense call) { steps_.emplace_back(std::move(call)); }
+
+  // Appends the new keys and values of `step` and attends; the KV cache is that of `layer` at the
+  // time, because it grows.
+  struct Attention {
+    const AttentionCall* layer;
+    AttentionCall step;
+  };
+  void add(const Attention& call) { steps_.emplace_back(call); }
+
+  // Returns the number under which `num_active` tells how many experts were computed.
+  std::int64_t add(const RoutedLayer& layer, const RoutedCall& call);
+
+  void run();
+  std::int64_t num_active(std::int64_t number) const { return num_active_.at(number); }
+  std::mutex& busy() { return pool_.busy(); }
+
+ private:
+  struct Experts {
+    RoutedLayer layer;
+    RoutedCall call;
+    std::int64_t number;
+  };
+  using Step = std::variant<RmsNorm, Rotary, Choice, Elementwise, Dense, Attention, Experts>;
+
+  void operator()(const RmsNorm& call) { rms_norm(call); }
+  void operator()(const Rotary& call) { rotate(call); }
+  void operator()(const Choice& call) { choose(call); }
+  void operator()(const Elementwise& call) { combine(call); }
+  void operator()(const Dense& call);
+  void operator()(const Attention& call);
+  void operator()(const Experts& call);
+
+  ThreadPool& pool_;
+  DenseEngine& dense_;
+  AttentionEngine& attention_;
+  RoutedExperts& routed_;
+  std::vector<Step> steps_;
+  std::vector<std::int64_t> num_active_;
+};
+
+}  // namespace tandem

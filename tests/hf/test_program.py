@@ -1,0 +1,94 @@
+"""Programs do what their operations do one by one, in memory that is used again."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.hf.dense import PackedLinear
+from tandem.hf.program import NativeCall
+from tandem.hf.step_recorder import Recorder
+from tandem.hf.tape import Tape
+from tandem.kernels.dense import CpuThreads, pack_dense
+from tandem.kernels.formats.weight_format import find_format
+
+SIZE = 64
+THREADS = CpuThreads(num_threads=2)
+
+
+def linear(seed: int, dtype: torch.dtype) -> PackedLinear:
+    weight = torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(seed)) / 8
+    return PackedLinear(pack_dense(weight, None, find_format("bf16")), THREADS, dtype)
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    wide = x.float()
+    scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return weight * scaled.to(x.dtype)
+
+
+def layers(x: Tensor, linears: list[PackedLinear], weight: Tensor) -> Tensor:
+    """A stack with residuals, gates, views, and operations that only torch has."""
+    first = x * 2  # read again at the end: its place may not be used before
+    hidden = first
+    for i in range(0, len(linears), 3):
+        normed = norm(hidden, weight)
+        gate, up = linears[i](normed), linears[i + 1](normed)
+        inner = torch.nn.functional.silu(gate) * up
+        if i % 2:
+            inner = torch.tanh(inner).view(2, 2, SIZE).transpose(0, 1).reshape(4, SIZE)
+        hidden = hidden + linears[i + 2](inner)
+    return hidden + first
+
+
+def tape_of(step: Callable[[], Tensor], inputs: list[Tensor]) -> Tape:
+    with torch.inference_mode():
+        recorder = Recorder()
+        with recorder:
+            result = step()
+        return Tape(recorder.recording, result, inputs, THREADS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_layers", [1, 4])
+def test_a_tape_with_programs_equals_the_operations(dtype: torch.dtype, num_layers: int) -> None:
+    linears = [linear(seed, dtype) for seed in range(3 * num_layers)]
+    weight, x = torch.rand(SIZE).to(dtype) + 0.5, torch.zeros(4, SIZE, dtype=dtype)
+    x.normal_()
+    tape = tape_of(lambda: layers(x, linears, weight), [x])
+    kept = []
+    for _ in range(3):
+        x.normal_()
+        with torch.inference_mode():
+            kept.append((tape.run(), layers(x, linears, weight)))
+    for actual, expected in kept:  # looked at last: a result is its caller's, whatever runs next
+        tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_what_is_native_becomes_few_calls() -> None:
+    linears = [linear(seed, torch.float32) for seed in range(12)]
+    weight, x = torch.rand(SIZE), torch.randn(4, SIZE)
+    tape = tape_of(lambda: layers(x, linears[:3] * 4, weight), [x])
+    operations = [operation for operation, _ in tape.profile(1)]
+    native = [op for op in operations if isinstance(op.function, NativeCall)]
+    assert len(native) >= 4 * 6  # norm, gate with up, silu, product, down, sum
+    assert tape.num_calls < len(operations) / 2
+
+
+def test_places_are_used_again() -> None:
+    linears = [linear(seed, torch.float32) for seed in range(3)]
+    weight, x = torch.rand(SIZE), torch.randn(4, SIZE)
+    sizes = [tape_of(lambda n=n: layers(x, linears * n, weight), [x]).place_bytes for n in (4, 40)]
+    assert sizes[0] == sizes[1] > 0
+
+
+def test_a_result_that_is_a_view_of_a_place_is_a_copy() -> None:
+    layer, x = linear(0, torch.float32), torch.randn(4, SIZE)
+    tape = tape_of(lambda: layer(x)[:, None, :], [x])
+    before = tape.run()
+    x.normal_()
+    after = tape.run()
+    torch.testing.assert_close(after, layer(x)[:, None, :])
+    assert not torch.equal(before, after)
