@@ -9,7 +9,8 @@ from torch import Tensor
 
 import tandem
 from tandem.core.errors import ConfigError
-from tandem.generate.batching import Batcher, Progress, Request, StepFailedError
+from tandem.generate.batching import Batcher, Request, StepFailedError
+from tandem.generate.lap import Lap
 from tandem.generate.sampling import SamplingOptions
 from tests.architectures import VOCABULARY, build_tiny_model
 from tests.hf.tiny import byte_tokenizer
@@ -24,15 +25,15 @@ def request_of(number: int, prompt: list[int], **fields: Any) -> Request:
     )
 
 
-def finish(batcher: Batcher) -> dict[int, list[Progress]]:
-    found: dict[int, list[Progress]] = {}
+def finish(batcher: Batcher) -> dict[int, list[Lap]]:
+    found: dict[int, list[Lap]] = {}
     while batcher.has_work:
         for progress in batcher.step():
             found.setdefault(progress.request_id, []).append(progress)
     return found
 
 
-def tokens(progress: list[Progress]) -> list[int]:
+def tokens(progress: list[Lap]) -> list[int]:
     return [one.token_id for one in progress]
 
 
@@ -71,13 +72,13 @@ def test_a_request_gets_the_same_in_any_company(name: str, max_running: int) -> 
     model: Any = build_tiny_model(name)
     generator = tandem.Generator(model)
     requests = random_requests(8)
-    alone: dict[int, list[Progress]] = {}
+    alone: dict[int, list[Lap]] = {}
     for request in requests:
         batcher = Batcher(generator, max_running=1, part_tokens=PART)
         batcher.add(request)
         alone |= finish(batcher)
     batcher = Batcher(generator, max_running=max_running, part_tokens=PART)
-    together: dict[int, list[Progress]] = {}
+    together: dict[int, list[Lap]] = {}
     chance = random.Random(1)
     arriving = list(requests)
     while arriving or batcher.has_work:
@@ -133,6 +134,31 @@ def test_a_long_prompt_stops_neither_streams_nor_short_prompts(generator: tandem
     assert all(1 in step for step in steps), "the stream stood still"
     assert 3 in steps[1]
     assert 2 in steps[10]
+
+
+def test_a_long_prompt_lets_streams_through_in_shorter_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where linear layers are packed; how a prompt is cut then changes no bit of its answer."""
+    monkeypatch.setattr("tandem.hf.dense._LEAST_WEIGHTS", 0)  # else tiny layers are left alone
+    model: Any = build_tiny_model("mixtral")
+    model.generation_config.eos_token_id = None
+    packed_generator = tandem.Generator(model, byte_tokenizer(), dense_dtype="bf16")
+    long = request_of(
+        2, [50 + i % 9 for i in range(4 * PART + 3)], max_new_tokens=6, num_top_logprobs=3
+    )
+    alone = Batcher(packed_generator, max_running=2, part_tokens=PART)
+    alone.add(long)
+    expected = [alone.step() for _ in range(5)]
+    assert [len(laps) for laps in expected] == [0, 0, 0, 0, 1]
+    together = Batcher(packed_generator, max_running=2, part_tokens=PART)
+    together.add(request_of(1, [40, 41], max_new_tokens=60))
+    together.step()
+    together.add(long)
+    steps = [together.step() for _ in range(17)]
+    assert all(steps[i][0].request_id == 1 for i in range(16)), "the stream stood still"
+    assert [lap.request_id for lap in steps[16]] == [2, 1]
+    assert [steps[16][0], *finish(together)[2]] == [*expected[4], *finish(alone)[2]]
 
 
 def test_a_conversation_is_not_prefilled_again(generator: tandem.Generator) -> None:
@@ -243,7 +269,7 @@ def test_who_fails_alone_is_dropped_alone(generator: tandem.Generator) -> None:
         try:
             found += batcher.step()
         except StepFailedError as failed:
-            found += failed.progress
+            found += failed.laps
             failures += failed.failures
     assert [(failure.request_ids, str(failure.error)) for failure in failures] == [
         ((0,), "the constraint broke")

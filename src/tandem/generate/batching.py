@@ -4,10 +4,11 @@ One step is at most one part of one prompt, and then one token for every request
 prompt. Prompts take turns part by part, so a long one neither stops the streams nor the short
 prompts behind it. A request finds the beginning of its prompt in the KV cache if a row holds it.
 
-What a request answers does not depend on its company: its prompt is cut at fixed places and runs by
-itself, its tokens are drawn from its own random numbers, and the packed kernels compute a row alike
-in any batch. Where a model's linear layers are not packed, torch multiplies batches of other sizes
-in another order, so that the last bits of logits may differ.
+What a request answers does not depend on its company: its prompt runs by itself, its tokens are
+drawn from its own random numbers, and the packed kernels compute a row alike in any batch, so that
+a prompt may be cut anywhere: into shorter parts while others are answered. Where a model's linear
+layers are not packed, torch multiplies batches of other sizes in another order: there a prompt is
+cut at fixed places, and the last bits of logits may still differ.
 """
 
 import time
@@ -18,10 +19,11 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tandem.generate.answer import FinishReason
 from tandem.generate.generator import Generator
+from tandem.generate.lap import BatchCounts, Lap, TokenLogprob
 from tandem.generate.sampler import Sampler
 from tandem.generate.sampling import SamplingOptions
 from tandem.generate.stopping import StopStrings
@@ -31,6 +33,9 @@ from tandem.hf.stepping import end_of_sequence_ids
 
 # A part of a prompt is what running streams wait for; shorter parts read the experts more often.
 PART_TOKENS = 256
+# While others are answered, parts are so much shorter: a third of the wait, three quarters of the
+# speed (the demo model on two cores).
+_SHORTER_IN_COMPANY = 4
 
 
 class Constraint(Protocol):
@@ -41,14 +46,6 @@ class Constraint(Protocol):
 
     def accept(self, token: int) -> bool:
         """Take the token that came; tell whether nothing may follow it."""
-
-
-class TokenLogprob(NamedTuple):
-    """How likely a token was, and the likeliest ones in its place, by the model's own logits."""
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,20 +62,6 @@ class Request:
     """Whether special tokens show in the text, for somebody who parses it."""
 
 
-class Progress(NamedTuple):
-    """What one step brought one request."""
-
-    request_id: int
-    text: str
-    token_id: int
-    logprob: TokenLogprob | None
-    finish_reason: FinishReason | None
-    """None: it goes on."""
-    prompt_tokens: int
-    generated_tokens: int
-    reused_tokens: int
-
-
 class Failure(NamedTuple):
     """What some requests came to that a step could not serve."""
 
@@ -89,11 +72,11 @@ class Failure(NamedTuple):
 class StepFailedError(Exception):
     """A step failed for some requests, which are dropped; what it brought the others is here."""
 
-    def __init__(self, failures: list[Failure], progress: list[Progress]) -> None:
+    def __init__(self, failures: list[Failure], laps: list[Lap]) -> None:
         """Carry both; each failure has requests of its own."""
         super().__init__("; ".join(str(failure.error) for failure in failures))
         self.failures = failures
-        self.progress = progress
+        self.laps = laps
 
 
 @dataclass(slots=True, eq=False)
@@ -112,10 +95,6 @@ class _Running:
     """Prompt tokens that the row holds."""
     generated: int = 0
     finish_reason: FinishReason | None = None
-
-    @property
-    def is_prefilling(self) -> bool:
-        return self.generated == 0
 
     def take(self, token: int, end_ids: frozenset[int]) -> str:
         """Append a token; return the text that is now certain."""
@@ -153,18 +132,6 @@ class _Row:
 
 
 @dataclass(slots=True)
-class BatchCounts:
-    """What a batcher has done since it was made."""
-
-    prompt_tokens: int = 0
-    reused_tokens: int = 0
-    generated_tokens: int = 0
-    decode_steps: int = 0
-    decode_seconds: float = 0.0
-    prefill_seconds: float = 0.0
-
-
-@dataclass(slots=True)
 class _Queues:
     """Requests in the order in which they are served."""
 
@@ -183,6 +150,9 @@ class Batcher:
         self._generator = generator
         self._rows: BorrowedRows = generator.row_pool(max_running)
         self._part_tokens = part_tokens if self._rows.can_prefill_in_parts else 1 << 62
+        self._is_alike_however_cut = self._rows.can_prefill_in_parts and not any(
+            isinstance(module, nn.Linear) for module in generator.model.modules()
+        )
         self._holders = [_Row() for _ in range(self._rows.num_rows)]
         self._queues = _Queues()
         self._end_ids = end_of_sequence_ids(generator.model)
@@ -234,7 +204,7 @@ class Batcher:
                 return True
         return False
 
-    def step(self) -> list[Progress]:
+    def step(self) -> list[Lap]:
         """Prefill a part of a prompt and decode a token for each request that is past its own.
 
         Raises `StepFailedError` if that failed for some requests. They are dropped; the others go
@@ -242,22 +212,20 @@ class Batcher:
         itself does, and alone if only the choice of their token does.
         """
         self._admit()
-        progress = []
+        laps = []
         decoding = list(self._queues.decoding)
         if self._queues.prefilling:
             first = self._queues.prefilling[0]
-            progress += self._attempt([first.request], partial(self._prefill_part, first))
+            laps += self._attempt([first.request], partial(self._prefill_part, first))
         if decoding:
             together = [running.request for running in decoding]
-            progress += self._attempt(together, partial(self._decode, decoding))
+            laps += self._attempt(together, partial(self._decode, decoding))
         failures, self._failures = self._failures, []
         if failures:
-            raise StepFailedError(failures, progress)
-        return progress
+            raise StepFailedError(failures, laps)
+        return laps
 
-    def _attempt(
-        self, requests: list[Request], work: Callable[[], list[Progress]]
-    ) -> list[Progress]:
+    def _attempt(self, requests: list[Request], work: Callable[[], list[Lap]]) -> list[Lap]:
         """Do some requests' work; if it fails, drop them and note why."""
         try:
             return work()
@@ -274,7 +242,7 @@ class Batcher:
             request = waiting.popleft()
             self._attempt([request], partial(self._begin, request))
 
-    def _begin(self, request: Request) -> list[Progress]:
+    def _begin(self, request: Request) -> list[Lap]:
         """Give a request a row; nothing is computed yet."""
         row, shared = self._borrow(request.prompt)
         options = request.options
@@ -319,36 +287,43 @@ class Batcher:
         rows.keep(target, shared[target])
         return target, shared[target]
 
-    def _prefill_part(self, running: _Running) -> list[Progress]:
+    def _prefill_part(self, running: _Running) -> list[Lap]:
         """Run the next part of a prompt, up to a fixed place; after the last one, a token."""
         start = time.perf_counter()
         prompt, first = running.request.prompt, running.num_done
-        end = min(len(prompt), (first // self._part_tokens + 1) * self._part_tokens)
+        end = self._part_end(running)
         logits = self._rows.prefill(running.row, prompt[first:end])
         running.num_done = end
         self.counts.prompt_tokens += end - first
         self._queues.prefilling.popleft()
         if end < len(prompt):
             self._queues.prefilling.append(running)
-            progress = []
+            laps = []
         else:
             self._queues.decoding.append(running)
-            progress = self._choose(running, logits[None])
+            laps = self._choose(running, logits[None])
         self.counts.prefill_seconds += time.perf_counter() - start
-        return progress
+        return laps
 
-    def _decode(self, batch: list[_Running]) -> list[Progress]:
+    def _part_end(self, running: _Running) -> int:
+        """Return how many tokens of a prompt are computed after its next part."""
+        size = self._part_tokens
+        if self._queues.decoding and self._is_alike_however_cut:
+            size = max(1, size // _SHORTER_IN_COMPANY)
+        return min(len(running.request.prompt), (running.num_done // size + 1) * size)
+
+    def _decode(self, batch: list[_Running]) -> list[Lap]:
         start = time.perf_counter()
         batch.sort(key=lambda running: running.row)
         logits = self._rows.decode({one.row: one.history[-1] for one in batch})
-        progress = []
+        laps = []
         for i, one in enumerate(batch):
-            progress += self._attempt([one.request], partial(self._choose, one, logits[i : i + 1]))
+            laps += self._attempt([one.request], partial(self._choose, one, logits[i : i + 1]))
         self.counts.decode_steps += 1
         self.counts.decode_seconds += time.perf_counter() - start
-        return progress
+        return laps
 
-    def _choose(self, running: _Running, logits: Tensor) -> list[Progress]:
+    def _choose(self, running: _Running, logits: Tensor) -> list[Lap]:
         """Choose the next token of a request from its logits (1, vocabulary)."""
         request = running.request
         scores = logits if request.constraint is None else request.constraint.restrict(logits)
@@ -360,17 +335,16 @@ class Batcher:
             logprob = _logprob(logits[0], token, request.num_top_logprobs)
         if running.finish_reason is not None:
             self._release(running)
-        progress = Progress(
+        lap = Lap(
             request_id=request.request_id,
             text=text,
             token_id=token,
             logprob=logprob,
             finish_reason=running.finish_reason,
-            prompt_tokens=len(request.prompt),
             generated_tokens=running.generated,
             reused_tokens=running.reused_tokens,
         )
-        return [progress]
+        return [lap]
 
     def _release(self, running: _Running) -> None:
         queues, holder = self._queues, self._holders[running.row]
