@@ -43,8 +43,8 @@ def twins_in_a_dry_run() -> Any:
         return
     with pytest.MonkeyPatch.context() as patch:
         gpu = Gpu("dry", (9, 0), 1 << 40)
-        patch.setattr(cuda_machine, "require_cuda", lambda: gpu)
-        patch.setattr(cuda_machine, "_require_on_gpu", lambda model: None)
+        patch.setattr(cuda_machine, "require_cuda", lambda *args, **options: gpu)
+        patch.setattr(cuda_machine, "require_on_one_gpu", lambda model: 0)
         patch.setattr(cuda_machine, "best_kernels", TorchKernels)
         patch.setattr(
             cuda_machine,

@@ -104,10 +104,39 @@ def test_a_step_that_cannot_be_captured_stays_the_models_and_says_why() -> None:
         return x * 2 if looks(x) else x + 1
 
     graphed = GraphedStep(step, torch.float32, TwinCapture)
-    with pytest.warns(UserWarning, match=r"own code, slower: operation not permitted"):
+    with pytest.warns(UserWarning, match=r"own code, slower: called a synchronizing"):
         results = [graphed().tolist() for _ in range(5)]
     assert results == [[1.0] * 4] * 5
     assert not graphed.is_replaying
+
+
+def test_a_capture_that_breaks_is_undone() -> None:
+    x, calls = torch.zeros(4), [0]
+    captures: list[TwinCapture] = []
+
+    class Capture(TwinCapture):
+        def begin(self) -> None:
+            captures.append(self)
+            super().begin()
+
+    def step() -> torch.Tensor:
+        calls[0] += 1
+        result = x + 1
+        if captures:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return result
+
+    graphed = GraphedStep(step, torch.float32, Capture)
+    for _ in range(2):
+        graphed()
+    with pytest.warns(UserWarning, match="operation not permitted"):
+        graphed()
+    assert captures[0].broken is not None
+    recorded = len(captures[0].broken.operations)
+    captures.clear()
+    assert graphed().tolist() == [1.0] * 4
+    assert recorded == 1
+    assert calls == [6]  # three steps, a rehearsal, a capture, a step
 
 
 def test_what_is_not_cut_runs_once_before_it_is_captured() -> None:

@@ -5,7 +5,8 @@ result where the first one lay. As with CUDA, nothing between the pieces is repe
 looks at values cannot be captured.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,11 +41,43 @@ class TwinGraph(TorchDispatchMode):
                     old.copy_(new)
 
 
+class _NoWaits(TorchDispatchMode):
+    """Refuses to look at values, as torch does when it must not make the host wait."""
+
+    is_on = True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if self.is_on and func._schema.name.partition("::")[2] in _LOOKS_AT_VALUES:
+            raise RuntimeError(f"called a synchronizing operation: {func}")
+        return func(*args, **(kwargs or {}))
+
+
 class TwinCapture:
     """Makes twin graphs."""
 
     def __init__(self) -> None:
         self._graph: TwinGraph | None = None
+        self._no_waits: _NoWaits | None = None
+        self.broken: TwinGraph | None = None
+
+    @contextmanager
+    def waits(self, *, allowed: bool) -> Iterator[None]:
+        if self._no_waits is None:
+            assert not allowed, "waits are allowed anyway"
+            self._no_waits = _NoWaits()  # type: ignore[no-untyped-call]
+            try:
+                with self._no_waits:
+                    yield
+            finally:
+                self._no_waits = None
+            return
+        before, self._no_waits.is_on = self._no_waits.is_on, not allowed
+        try:
+            yield
+        finally:
+            self._no_waits.is_on = before
 
     def begin(self) -> None:
         self._graph = TwinGraph()
@@ -55,6 +88,10 @@ class TwinCapture:
         assert graph is not None
         graph.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         return graph
+
+    def abandon(self) -> None:
+        if self._graph is not None:
+            self.broken = self.end()
 
 
 def _shares(a: Tensor, b: Tensor) -> bool:

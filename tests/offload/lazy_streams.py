@@ -7,12 +7,13 @@ read is not protected: an executor that forgets an event computes with other byt
 
 import random
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tandem.offload.cuda_streams import Event, Lane, Work
+from tandem.offload.cuda_streams import Event, HostCopy, Lane, Work
 from tandem.offload.device import DeviceMemory, OutOfDeviceMemoryError
 
 
@@ -56,11 +57,12 @@ class LazyStreams:
         self.random = random.Random(seed)
         self.num_waits = 0
         self.pauses: list[float] = []
+        self.num_copies: list[int] = []  # of each call
         self.may_pin = True
         self.pinned_bytes = 0
         self.broken: RuntimeError | None = None
         self._lanes: dict[Lane, deque[_Step]] = {lane: deque() for lane in Lane}
-        self._limit = total_bytes
+        self._limit = self._total = total_bytes
         self._taken: list[tuple[int, Tensor]] = []
 
     def run(self, lane: Lane, work: Work) -> None:
@@ -68,10 +70,27 @@ class LazyStreams:
         if self._is_eager:
             self.synchronize()
 
-    def record(self, lane: Lane) -> LazyEvent:
+    def copy(self, lane: Lane, pieces: Sequence[HostCopy]) -> None:
+        shuffled = self.random.sample(pieces, len(pieces))
+        self.num_copies.append(len(pieces))
+
+        def work() -> None:
+            for target, source in shuffled:
+                target.copy_(source)
+
+        self.run(lane, work)
+
+    def record(self, lane: Lane, *, is_timed: bool = False) -> LazyEvent:
         event = LazyEvent(self, lane)
         self._lanes[lane].append(_Step(done=event))
         return event
+
+    def between(self, first: Event, last: Event) -> float:
+        assert isinstance(first, LazyEvent)
+        assert isinstance(last, LazyEvent)
+        assert first.is_done, "its time is not known yet"
+        assert last.is_done, "its time is not known yet"
+        return 1e-3
 
     def wait(self, lane: Lane, event: Event) -> None:
         assert isinstance(event, LazyEvent)
@@ -93,8 +112,8 @@ class LazyStreams:
     def memory(self) -> DeviceMemory:
         return DeviceMemory(self._limit, self._limit)
 
-    def limit(self, num_bytes: int) -> None:
-        self._limit = num_bytes
+    def limit(self, num_bytes: int | None) -> None:
+        self._limit = self._total if num_bytes is None else num_bytes
 
     def taken_bytes(self) -> int:
         return 0

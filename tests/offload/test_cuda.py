@@ -9,7 +9,7 @@ from tandem.core.errors import CapacityError, ExecutionError, UnsupportedModelEr
 from tandem.offload.clock import Clock, WallClock
 from tandem.offload.cuda import CudaDevice
 from tandem.offload.cuda_checks import Gpu, require_cuda, require_dtype
-from tandem.offload.cuda_copies import CudaCopyEngine, Throttle
+from tandem.offload.cuda_copies import CudaCopyEngine, Link
 from tandem.offload.cuda_kernels import TorchKernels
 from tandem.offload.cuda_streams import Lane
 from tandem.offload.executor import CpuExecutor
@@ -24,6 +24,7 @@ from tandem.policy.settings import PlannerSettings
 from tests.offload.lazy_streams import LazyStreams
 from tests.offload.machines import FUNCTIONS, GEOMETRY, make_machine, make_store, route
 
+FAST = Link(1e9)
 NUM_EXPERTS = GEOMETRY.num_layers * GEOMETRY.num_experts
 # Settings under which every kind of copy and every lane occurs.
 SETTINGS = (
@@ -39,19 +40,20 @@ def make_twin(
     streams: LazyStreams,
     num_slots: int,
     settings: PlannerSettings,
-    throttle: Throttle | None = None,
+    link: Link = FAST,
 ) -> HybridExecutor:
     """Return a hybrid executor on the GPU's code and the twin's streams."""
-    device = CudaDevice(streams, TorchKernels())
+    wall = WallClock()
+    device = CudaDevice(streams, TorchKernels(), on_busy=wall.add_gpu)
 
     def make_engine(
         store: HostStore, slots: Slots, geometry: Geometry, clock: Clock
     ) -> CudaCopyEngine:
         assert isinstance(clock, WallClock)
-        return CudaCopyEngine(store, slots, geometry, clock, streams, device.events, throttle)
+        return CudaCopyEngine(store, slots, geometry, clock, streams, device.events, link)
 
     machine = make_machine(cpu=2e-5, gpu=1e-5, link=2e-5, dense=1e-4)
-    cache = ExpertCache(store, device, WallClock(), GEOMETRY, machine, settings, make_engine)
+    cache = ExpertCache(store, device, wall, GEOMETRY, machine, settings, make_engine)
     cache.resize(num_slots)
     return HybridExecutor(cache, ExpertKernels(num_threads=1))
 
@@ -115,13 +117,88 @@ def test_the_twin_notices_a_forgotten_event(
 
 
 def test_a_link_is_made_slower_by_pauses_and_stays_one_lane(store: HostStore) -> None:
-    streams, throttle = LazyStreams(), Throttle(1e6, 4e6)
-    executor = make_twin(store, streams, 4, SETTINGS[0], throttle)
+    streams, link = LazyStreams(), Link(4e6, wanted=1e6)
+    executor = make_twin(store, streams, 4, SETTINGS[0], link)
     run_both(executor, store, streams)
     num_bytes = store[0].image_bytes
     assert streams.pauses
     assert streams.pauses[0] == pytest.approx(num_bytes / 1e6 - num_bytes / 4e6)
-    assert Throttle(4e6, 1e6).pause_seconds(1000) == 0
+    assert Link(1e6, wanted=4e6).pause_seconds(1000) == 0
+
+
+def test_copies_ahead_are_held_until_the_link_needs_them_and_queued_together(
+    store: HostStore,
+) -> None:
+    streams = LazyStreams(5)
+    assert Link(1e9).most_ahead(store[0].image_bytes) > 2
+    slow = make_twin(store, streams, NUM_EXPERTS, SETTINGS[0], Link(1e3)).cache.engine
+    streams.num_copies.clear()
+    for expert in range(6):
+        slow.submit(Copy(0, expert, expert, None), is_needed=False)
+    slow.flush()
+    assert streams.num_copies == [2 * len(store[0].pieces(0))]  # two experts in one call
+    assert slow.cancel(0, [0, 1, 4, 5]) == [4, 5]  # what is queued is copied
+    arrived = set[int]()
+    while len(arrived) < 4:
+        arrived |= {expert for _, expert, _ in slow.arrivals()}
+    assert arrived == {0, 1, 2, 3}
+    # A cancelled copy's slot is free for the next one.
+    slow.submit(Copy(1, 7, 4, None), is_needed=True)
+    slow.drain()
+    data = store[1].pieces(7)[0].data
+    assert torch.equal(slow.slots.memory(4)[: len(data)], data)
+
+
+def test_a_batch_that_claims_a_held_copy_has_it_queued(store: HostStore) -> None:
+    streams = LazyStreams(6)
+    engine = make_twin(store, streams, NUM_EXPERTS, SETTINGS[0], Link(1e3)).cache.engine
+    for expert in range(4):
+        engine.submit(Copy(0, expert, expert, None), is_needed=False)
+    engine.flush()
+    use = engine.use([3], [3])
+    (memory,) = use.images()
+    seen = list[torch.Tensor]()
+    streams.run(Lane.COMPUTE, lambda: seen.append(memory.clone()))
+    use.end()
+    streams.synchronize()
+    data = store[0].pieces(3)[0].data
+    assert torch.equal(seen[0][: len(data)], data)
+
+
+def test_lanes_say_how_long_they_worked(store: HostStore) -> None:
+    streams = LazyStreams(2)
+    executor = make_twin(store, streams, 8, SETTINGS[1], Link(1e9))
+    run_both(executor, store, streams)
+    clock = executor.cache.clock
+    assert clock.gpu_busy > 0
+    copies, seconds = round(clock.link_busy * 1e9 / store[0].image_bytes), clock.link_busy
+    assert copies > 0
+    assert seconds == pytest.approx(copies * store[0].image_bytes / 1e9)
+
+
+def test_the_limit_on_memory_is_given_back(store: HostStore) -> None:
+    streams = LazyStreams(total_bytes=1 << 30)
+    device = CudaDevice(streams, TorchKernels())
+    streams.limit(1 << 20)
+    device.close()
+    assert streams.memory().total_bytes == 1 << 30
+
+
+def test_no_memory_for_the_sum_shrinks_the_cache_and_goes_on(
+    store: HostStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = LazyStreams(is_eager=True)
+    executor = make_twin(store, streams, NUM_EXPERTS, SETTINGS[1])
+    right, failures = TorchKernels.add_rows, iter([True])
+
+    def failing(self: TorchKernels, *args: torch.Tensor) -> None:
+        if next(failures, False):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        right(self, *args)
+
+    monkeypatch.setattr(TorchKernels, "add_rows", failing)
+    run_both(executor, store, streams)
+    assert 0 < executor.cache.num_slots < NUM_EXPERTS
 
 
 def test_out_of_memory_shrinks_the_cache_and_goes_on(
@@ -176,6 +253,7 @@ def test_a_copy_reports_once_its_bytes_are_there(store: HostStore) -> None:
     executor = make_twin(store, streams, 4, SETTINGS[0])
     engine = executor.cache.engine
     engine.submit(Copy(0, 5, 0, None), is_needed=False)
+    engine.flush()
     arrived = [arrival for _ in range(40) for arrival in engine.arrivals()]
     assert [(layer, expert) for layer, expert, _ in arrived] == [(0, 5)]
     piece = store[0].pieces(5)[0]

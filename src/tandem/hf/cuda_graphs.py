@@ -15,6 +15,7 @@ import contextlib
 import gc
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -39,21 +40,40 @@ class Graph(Protocol):
 class Capture(Protocol):
     """Turns work into graphs that share their memory; made anew for each step that is captured."""
 
+    def waits(self, *, allowed: bool) -> AbstractContextManager[None]:
+        """Raise `RuntimeError` inside where work makes the host wait, unless that is allowed."""
+
     def begin(self) -> None:
         """Begin a piece: from now on work is noted and not done."""
 
     def end(self) -> Graph:
         """End the piece."""
 
+    def abandon(self) -> None:
+        """Give up the piece that has begun, if any: from now on work is done again."""
+
 
 class CudaCapture:
     """CUDA graphs on a stream of their own, from one pool of memory."""
 
-    def __init__(self, device: torch.device) -> None:
-        """Capture on a GPU; inside `with torch.cuda.stream(self.stream)`."""
-        self.stream = torch.cuda.Stream(device)
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+        """Capture on a GPU; inside `on_capture_stream`.
+
+        Captures that share a `stream` share the workspaces that matrix products keep for it.
+        """
+        self.stream = stream or torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._graph: torch.cuda.CUDAGraph | None = None
+
+    @contextlib.contextmanager
+    def waits(self, *, allowed: bool) -> Iterator[None]:
+        """Let torch itself raise before it waits."""
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("default" if allowed else "error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
 
     def begin(self) -> None:
         """Begin to capture; other threads may go on calling CUDA."""
@@ -62,10 +82,33 @@ class CudaCapture:
 
     def end(self) -> Graph:
         """End the capture."""
+        assert self._graph is not None
+        self._graph.capture_end()
         graph, self._graph = self._graph, None
-        assert graph is not None
-        graph.capture_end()
         return graph
+
+    def abandon(self) -> None:
+        """Undo what a broken capture leaves: the stream, the allocator and the random numbers.
+
+        torch (as of 2.11) ends a capture that CUDA calls invalid with an error before it has told
+        its allocator and its generator: the one would go on giving memory of the piece's pool, the
+        other refuse to draw.
+        """
+        graph, self._graph = self._graph, None
+        if graph is None:
+            return
+        device = self.stream.device
+        with contextlib.suppress(RuntimeError):
+            graph.capture_end()
+        end_pool = getattr(torch._C, "_cuda_endAllocateToPool", None)
+        if end_pool is not None:  # an error: the allocator has been told, or was never
+            with contextlib.suppress(RuntimeError):
+                end_pool(device.index, self._pool)
+        generator = torch.cuda.default_generators[device.index]
+        with contextlib.suppress(RuntimeError):
+            generator.graphsafe_set_state(generator.clone_state())
+        with contextlib.suppress(RuntimeError):
+            graph.reset()
 
 
 @contextlib.contextmanager
@@ -74,13 +117,19 @@ def on_capture_stream(capture: Capture) -> Iterator[None]:
     if not isinstance(capture, CudaCapture):
         yield
         return
-    gc.collect()  # what Python frees while a piece is captured would be captured too
-    torch.cuda.synchronize()
-    before = torch.cuda.current_stream()
-    capture.stream.wait_stream(before)
-    with torch.cuda.stream(capture.stream):
-        yield
-    before.wait_stream(capture.stream)
+    had_gc = gc.isenabled()
+    gc.collect()
+    gc.disable()  # what Python frees while a piece is captured would be captured too
+    try:
+        torch.cuda.synchronize(capture.stream.device)
+        before = torch.cuda.current_stream(capture.stream.device)
+        capture.stream.wait_stream(before)
+        with torch.cuda.stream(capture.stream):
+            yield
+        before.wait_stream(capture.stream)
+    finally:
+        if had_gc:
+            gc.enable()
 
 
 class Cut(NamedTuple):
@@ -96,19 +145,26 @@ Uncut = Callable[..., Tensor | None]
 
 
 class _Rehearsal:
-    """Computes once, outside of a capture, what will not be cut: kernels are compiled and loaded.
+    """Does once, outside of a capture, what will be captured; where that would wait, it raises.
 
-    CUDA loads no code while it captures, and tables that are made on first use would be copied.
+    So a step that cannot be captured breaks no capture, which torch does not survive unharmed.
+    And kernels are compiled and loaded: CUDA loads no code while it captures, and tables that are
+    made on first use would be copied.
     """
 
     is_capturing = True  # the step has been announced
 
-    def __init__(self, uncut: Uncut) -> None:
-        self._uncut = uncut
+    def __init__(self, capture: Capture, uncut: Uncut | None) -> None:
+        self._capture, self._uncut = capture, uncut
 
     def call(self, kind: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        result = self._uncut(*args) if kind == "experts" else None
-        return function(*args) if result is None else result
+        if kind != "experts":
+            return function(*args)
+        result = None if self._uncut is None else self._uncut(*args)
+        if result is not None:
+            return result
+        with self._capture.waits(allowed=True):
+            return function(*_handed_over(args))
 
 
 class _Cutter:
@@ -127,14 +183,17 @@ class _Cutter:
             result = self._uncut(*args)
             if result is not None:
                 return result
-        layer, hidden, index, weights, functions = args
-        # Whatever a piece hands over must lie where the executor expects it: dense and by itself.
-        hidden, index, weights = hidden.contiguous(), index.contiguous(), weights.contiguous()
-        result = torch.empty_like(hidden)
-        cut = Cut(function, (layer, hidden, index, weights, functions), result)
-        self.pieces.append((self._capture.end(), cut))
+        args = _handed_over(args)
+        result = torch.empty_like(args[1])
+        self.pieces.append((self._capture.end(), Cut(function, args, result)))
         self._capture.begin()
         return result
+
+
+def _handed_over(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return an executor's arguments as a piece hands them over: dense and each by itself."""
+    layer, hidden, index, weights, functions = args
+    return layer, hidden.contiguous(), index.contiguous(), weights.contiguous(), functions
 
 
 class GraphedStep:
@@ -202,21 +261,18 @@ class GraphedStep:
 
     def _capture_step(self) -> None:
         assert self._make_capture is not None
-        uncut = self._find_uncut()
-        if uncut is not None:
-            with intercepted(_Rehearsal(uncut)):
-                self._step()
-        capture = self._make_capture()
+        uncut, capture = self._find_uncut(), self._make_capture()
+        with intercepted(_Rehearsal(capture, uncut)), capture.waits(allowed=False):
+            self._step()
         cutter = _Cutter(capture, uncut)
         with on_capture_stream(capture), intercepted(cutter):
-            capture.begin()
             try:
+                capture.begin()
                 result = self._step()
+                last = capture.end()
             except BaseException:
-                with contextlib.suppress(Exception):  # the step's own error says more
-                    capture.end()
+                capture.abandon()
                 raise
-            last = capture.end()
         self._pieces = [*cutter.pieces, (last, None)]
         self._result = result
 

@@ -15,7 +15,7 @@ from tandem.offload import executor as cpu_executor
 from tandem.offload.clock import Clock, WallClock
 from tandem.offload.cuda import CudaDevice
 from tandem.offload.cuda_checks import require_cuda, require_dtype
-from tandem.offload.cuda_copies import CudaCopyEngine, Throttle
+from tandem.offload.cuda_copies import CudaCopyEngine, Link
 from tandem.offload.cuda_kernels import DeviceKernels, best_kernels
 from tandem.offload.cuda_profile import measure_device
 from tandem.offload.cuda_streams import CudaStreams, Streams
@@ -74,28 +74,26 @@ def cuda_parts(
     stand for the GPU in tests. The experts modules are bound to nothing useful afterwards.
     """
     if streams is None:
-        gpu = require_cuda()
-        require_dtype(gpu, model.dtype)
-        require_on_one_gpu(model)
-        streams = CudaStreams(model.device.index or 0)
-    device, clock = CudaDevice(streams, device_kernels or best_kernels()), WallClock()
+        index = require_on_one_gpu(model)
+        require_dtype(require_cuda(index=index), model.dtype)
+        streams = CudaStreams(index)
+    clock = WallClock()
+    device = CudaDevice(streams, device_kernels or best_kernels(), on_busy=clock.add_gpu)
     kernels = ExpertKernels(num_threads=config.threads, isa=config.isa or "", on_busy=clock.add_cpu)
     pin_store(store, device.pin)
     profile = _profile(model, store, bound, config, geometry, call, device, kernels)
-    throttle = None
-    if config.link_bandwidth is not None:
-        rate = parse_bandwidth(config.link_bandwidth)
-        throttle = Throttle(rate, profile.link_bytes_per_second)
+    wanted = None if config.link_bandwidth is None else parse_bandwidth(config.link_bandwidth)
+    link = Link(profile.link_bytes_per_second, wanted)
 
     def make_engine(store: HostStore, slots: Slots, geometry: Geometry, _: Clock) -> CudaCopyEngine:
-        return CudaCopyEngine(store, slots, geometry, clock, streams, device.events, throttle)
+        return CudaCopyEngine(store, slots, geometry, clock, streams, device.events, link)
 
     share, reserved = _share(model, store, bound, config, call, streams)
     return CudaParts(device, clock, kernels, make_engine, profile, share, reserved)
 
 
-def require_on_one_gpu(model: Any) -> None:
-    """Raise `ConfigError` unless the dense parts are on a GPU, and all on the same one."""
+def require_on_one_gpu(model: Any) -> int:
+    """Return which GPU the dense parts are on; `ConfigError` if on none, or on several."""
     if model.device.type != "cuda":
         raise ConfigError(
             f"device is cuda, but the model's dense parts are on {model.device}; load it with "
@@ -108,6 +106,7 @@ def require_on_one_gpu(model: Any) -> None:
             f"the model's dense parts are on {', '.join(gpus)}, and Tandem uses one GPU; load it "
             "with device_map={'': 0}"
         )
+    return int(model.device.index or 0)
 
 
 def _share(

@@ -31,6 +31,9 @@ class CopyEngine(Protocol):
     def submit(self, copy: Copy, *, is_needed: bool) -> None:
         """Queue a copy; those that a layer waits for go before those for later."""
 
+    def flush(self) -> None:
+        """Begin with what has been submitted, as far as it may: the last of several is in."""
+
     def use(self, slots: Sequence[int], keys: Sequence[int]) -> SlotUse:
         """Claim slots for a batch that is about to be launched."""
 
@@ -66,6 +69,9 @@ class VirtualCopyEngine:
         claim = copy.slot, generation
         self._pending[claim] = copy.layer, copy.expert
         self._claim_of[copy.layer, copy.expert] = claim
+
+    def flush(self) -> None:
+        """Need nothing: bytes come when somebody waits for them."""
 
     def use(self, slots: Sequence[int], keys: Sequence[int]) -> SlotUse:
         """Claim slots; pending bytes come when their images are asked for."""

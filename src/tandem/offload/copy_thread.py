@@ -86,6 +86,9 @@ class CopyThread:
             self._queue.append(_Job(copy, generation, is_needed))
             self.slots.changed.notify_all()
 
+    def flush(self) -> None:
+        """Need nothing: the thread has begun."""
+
     def use(self, slots: Sequence[int], keys: Sequence[int]) -> SlotUse:
         """Claim slots; copies into them that somebody now waits for become urgent."""
         use = self.slots.begin_use(slots, keys)

@@ -6,7 +6,7 @@ after the next `download`, which is behind all of them on the same stream.
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from tandem.offload.batch import ExpertBatch
 from tandem.offload.cuda_copies import SlotEvents
 from tandem.offload.cuda_kernels import DeviceKernels
 from tandem.offload.cuda_resident import ResidentLayers
-from tandem.offload.cuda_streams import Lane, Streams, Work
+from tandem.offload.cuda_streams import Event, Lane, Streams, Work
 from tandem.offload.device import DeviceMemory, OutOfDeviceMemoryError
 from tandem.offload.expert_cache import ExpertCache
 from tandem.offload.expert_kernels import WeightSource
@@ -36,9 +36,17 @@ class CudaDevice:
     name = "cuda"
 
     def __init__(
-        self, streams: Streams, kernels: DeviceKernels, *, pin_limit_bytes: int | None = None
+        self,
+        streams: Streams,
+        kernels: DeviceKernels,
+        *,
+        pin_limit_bytes: int | None = None,
+        on_busy: Callable[[float], None] | None = None,
     ) -> None:
-        """Compute with `kernels` on the GPU of `streams`; pin at most `pin_limit_bytes`."""
+        """Compute with `kernels` on the GPU of `streams`; pin at most `pin_limit_bytes`.
+
+        `on_busy` receives the seconds of each batch, when they are known.
+        """
         self.streams = streams
         self.events = SlotEvents()
         self._kernels = kernels
@@ -49,6 +57,8 @@ class CudaDevice:
         self._downloads = [PinnedArena(streams) for _ in range(_DOWNLOADS_KEPT)]
         self._uploads = PinnedArena(streams)
         self._num_downloads = 0
+        self._on_busy = on_busy
+        self._batches: list[tuple[Event, Event]] = []  # begin and end, since the last download
 
     def memory(self) -> DeviceMemory:
         """Return what there is, and what is left of it."""
@@ -100,6 +110,10 @@ class CudaDevice:
         streams.run(Lane.COMPUTE, copy)
         streams.record(Lane.COMPUTE).synchronize()
         self._uploads.reset()
+        if self._on_busy is not None:  # all batches are done by now: they are before the copies
+            for first, last in self._batches:
+                self._on_busy(streams.between(first, last))
+            self._batches.clear()
         return hosts
 
     def rows(self, num_rows: int, width: int) -> Tensor:
@@ -112,6 +126,7 @@ class CudaDevice:
 
     def forget_rows(self) -> None:
         """Take new memory next time, once nothing on the device uses the present one."""
+        self._batches.clear()
         with contextlib.suppress(RuntimeError):
             self.streams.synchronize()
         self._rows.forget()
@@ -119,13 +134,20 @@ class CudaDevice:
 
     def launch(self, batch: ExpertBatch, use: SlotUse) -> None:
         """Queue a batch behind the copies of its experts."""
+        streams, is_timed, begin = self.streams, self._on_busy is not None, None
         try:
-            self.streams.run(Lane.COMPUTE, self.prepared(batch, use))
+            work = self.prepared(batch, use)
+            if is_timed:
+                begin = streams.record(Lane.COMPUTE, is_timed=True)
+            streams.run(Lane.COMPUTE, work)
         except torch.OutOfMemoryError as error:
             raise OutOfDeviceMemoryError(str(error).partition("\n")[0]) from error
         finally:
-            self.events.note_read(use.claims, self.streams.record(Lane.COMPUTE))
+            end = streams.record(Lane.COMPUTE, is_timed=is_timed)
+            self.events.note_read(use.claims, end)
             use.end()
+        if begin is not None:
+            self._batches.append((begin, end))
 
     def prepared(self, batch: ExpertBatch, source: WeightSource) -> Work:
         """Do the host's part of a batch; return what is left to queue in the compute lane.
@@ -159,11 +181,12 @@ class CudaDevice:
         """Need nothing: whoever reads results does so on the same stream, behind all batches."""
 
     def close(self) -> None:
-        """Wait for the GPU and unpin what was pinned."""
+        """Wait for the GPU, unpin what was pinned, and lift the limit on its memory."""
         with contextlib.suppress(RuntimeError):  # an error of a GPU that is given up
             self.streams.synchronize()
         while self._pinned:
             self.streams.unpin(self._pinned.pop())
+        self.streams.limit(None)
 
     def resident(self, cache: ExpertCache) -> ResidentLayers | None:
         """Return what computes a cache's layers without a plan, once all of them are resident."""

@@ -88,7 +88,7 @@ class ResidentLayers:
         known = top_k_index.clamp(0, len(table) - 1)  # others are padding
         places = _places(num_tokens, top_k, self._device)
         rows = GroupedRows(
-            table[known.view(-1)],
+            table[known.reshape(-1)],
             places.begin,
             places.row_token,
             tile_expert=places.none,
@@ -98,7 +98,7 @@ class ResidentLayers:
         )
         computed = hidden.new_empty(num_tokens * top_k, hidden.shape[1], dtype=torch.float32)
         self._experts.compute(host.layout, functions.native, hidden.contiguous(), rows, computed)
-        row_of = torch.where(known == top_k_index, places.row_of, -1)
+        row_of = places.row_of.masked_fill(known != top_k_index, -1)
         out = torch.empty_like(hidden)
         self._experts.add_rows(computed, row_of, top_k_weights.float().contiguous(), out)
         return out

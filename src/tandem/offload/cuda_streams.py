@@ -7,13 +7,14 @@ that the events leave open (`tests/offload/lazy_streams.py`).
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from tandem.offload.cuda_batch_copy import CopyPiece, find_batch_copy, is_worth_a_batch
 from tandem.offload.device import DeviceMemory, OutOfDeviceMemoryError
 
 Work = Callable[[], None]
@@ -35,6 +36,13 @@ class Lane(Enum):
     """Copies for later, of lower priority."""
 
 
+class HostCopy(NamedTuple):
+    """Bytes on the host and where they go: both (n,) uint8."""
+
+    target: Tensor
+    source: Tensor
+
+
 class Event(Protocol):
     """A place in a lane's order."""
 
@@ -54,8 +62,14 @@ class Streams(Protocol):
     def run(self, lane: Lane, work: Work) -> None:
         """Queue what `work` does in a lane. What it allocates belongs to that lane."""
 
-    def record(self, lane: Lane) -> Event:
+    def copy(self, lane: Lane, pieces: Sequence[HostCopy]) -> None:
+        """Queue copies from the host in a lane, in any order; the host goes on."""
+
+    def record(self, lane: Lane, *, is_timed: bool = False) -> Event:
         """Return an event behind everything that is queued in a lane."""
+
+    def between(self, first: Event, last: Event) -> float:
+        """Return the seconds from one timed event to a later one, both of them done."""
 
     def wait(self, lane: Lane, event: Event) -> None:
         """Hold a lane until an event; the host goes on."""
@@ -72,8 +86,8 @@ class Streams(Protocol):
     def memory(self) -> DeviceMemory:
         """Return the memory of the device, what this process can still take counted as free."""
 
-    def limit(self, num_bytes: int) -> None:
-        """Take no more than so much memory from now on."""
+    def limit(self, num_bytes: int | None) -> None:
+        """Take no more than so much memory from now on; None: as much as before all limits."""
 
     def taken_bytes(self) -> int:
         """Return what this process has taken so far."""
@@ -95,11 +109,13 @@ class Streams(Protocol):
 
 
 class CudaStreams:
-    """A real GPU, by way of torch."""
+    """A real GPU, by way of torch; it need not be the current one."""
 
     def __init__(self, index: int = 0) -> None:
         """Make the lanes of a GPU; `cuda_checks.require_cuda` says first whether there is one."""
         self.device = torch.device("cuda", index)
+        self._batch_copy = find_batch_copy()
+        self._fraction_before: float | None = None
         self.name = torch.cuda.get_device_name(self.device)
         self._lanes = {
             Lane.FETCH: torch.cuda.Stream(self.device, priority=-1),
@@ -108,17 +124,44 @@ class CudaStreams:
 
     def run(self, lane: Lane, work: Work) -> None:
         """Queue work on the lane's stream."""
-        if lane is Lane.COMPUTE:  # the stream that is current anyway
-            work()
+        if lane is Lane.COMPUTE:  # the stream that is current anyway, on this GPU
+            with torch.cuda.device(self.device):
+                work()
             return
         with torch.cuda.stream(self._lanes[lane]):
             work()
 
-    def record(self, lane: Lane) -> Event:
-        """Record an event without a clock, which is the cheaper kind."""
-        event: Any = torch.cuda.Event()
+    def copy(self, lane: Lane, pieces: Sequence[HostCopy]) -> None:
+        """Copy in one call of the driver where that is worth it and the memory is pinned."""
+        if self._batch_copy is not None and lane is not Lane.COMPUTE:
+            batch = [
+                CopyPiece(target.data_ptr(), source.data_ptr(), source.nbytes)
+                for target, source in pieces
+            ]
+            if is_worth_a_batch(batch) and all(piece.source.is_pinned() for piece in pieces):
+                with torch.cuda.device(self.device):  # its context is the driver's current one
+                    code = self._batch_copy(batch, self._stream(lane).cuda_stream)
+                if code == 0:
+                    return
+                self._batch_copy = None  # refused before anything was queued: one by one, for good
+
+        def one_by_one() -> None:
+            for target, source in pieces:
+                target.copy_(source, non_blocking=True)
+
+        self.run(lane, one_by_one)
+
+    def record(self, lane: Lane, *, is_timed: bool = False) -> Event:
+        """Record an event; one without a clock is the cheaper kind."""
+        event: Any = torch.cuda.Event(enable_timing=is_timed)
         event.record(self._stream(lane))
         return event  # type: ignore[no-any-return]
+
+    def between(self, first: Event, last: Event) -> float:
+        """Ask the events' clocks, which tick in half microseconds."""
+        assert isinstance(first, torch.cuda.Event)
+        assert isinstance(last, torch.cuda.Event)
+        return float(first.elapsed_time(last)) / 1e3
 
     def wait(self, lane: Lane, event: Event) -> None:
         """Let the stream wait."""
@@ -131,13 +174,12 @@ class CudaStreams:
 
     def seconds(self, lane: Lane, work: Work) -> float:
         """Time work by events, behind a pause."""
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.pause(lane, _TIMING_PAUSE_SECONDS)
-        first.record(self._stream(lane))
+        first = self.record(lane, is_timed=True)
         self.run(lane, work)
-        last.record(self._stream(lane))
+        last = self.record(lane, is_timed=True)
         last.synchronize()
-        return float(first.elapsed_time(last)) / 1e3
+        return self.between(first, last)
 
     def synchronize(self) -> None:
         """Wait for the whole device."""
@@ -149,8 +191,15 @@ class CudaStreams:
         held = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return DeviceMemory(total, free + held)
 
-    def limit(self, num_bytes: int) -> None:
+    def limit(self, num_bytes: int | None) -> None:
         """Limit torch's allocator; it raises its own error beyond."""
+        if num_bytes is None:
+            if self._fraction_before is not None:
+                torch.cuda.set_per_process_memory_fraction(self._fraction_before, self.device)
+                self._fraction_before = None
+            return
+        if self._fraction_before is None:
+            self._fraction_before = torch.cuda.get_per_process_memory_fraction(self.device)
         total = torch.cuda.mem_get_info(self.device)[1]
         torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total), self.device)
 
@@ -197,10 +246,10 @@ class CudaStreams:
 
     @functools.cached_property
     def _cycles_per_second(self) -> float:
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(_PROBE_CYCLES)  # the clock rises to where it stays
-        first.record()
-        torch.cuda._sleep(_PROBE_CYCLES)
-        last.record()
+        with torch.cuda.device(self.device):
+            torch.cuda._sleep(_PROBE_CYCLES)  # the clock rises to where it stays
+            first = self.record(Lane.COMPUTE, is_timed=True)
+            torch.cuda._sleep(_PROBE_CYCLES)
+            last = self.record(Lane.COMPUTE, is_timed=True)
         last.synchronize()
-        return float(_PROBE_CYCLES / (first.elapsed_time(last) / 1e3))
+        return _PROBE_CYCLES / self.between(first, last)

@@ -155,6 +155,8 @@ class ExpertCache:
         for copy in copies:
             self._under_way.add((copy.layer, copy.expert))
             self.engine.submit(copy, is_needed=is_needed)
+        if copies and not is_needed:
+            self.engine.flush()
 
     def take_arrivals(self) -> None:
         """Tell the planner which copies have ended."""

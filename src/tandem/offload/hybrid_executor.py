@@ -168,7 +168,7 @@ class HybridExecutor:
         step = _LayerStep(host, functions, routing, hidden, tokens, top_k_weights)
         try:
             out = self._carry_out(step, plan)
-        except OutOfDeviceMemoryError:
+        except (OutOfDeviceMemoryError, torch.OutOfMemoryError):
             self._recover(shrink=True)
             plan = _all_on_cpu(load, plan)
             out = self._carry_out(step, plan)
