@@ -21,8 +21,9 @@ from typing import Any
 import torch
 
 from tandem.core.errors import TandemError
-from tandem.generate.batching import BatchCounts, Batcher, Progress, Request, StepFailedError
+from tandem.generate.batching import Batcher, Request, StepFailedError
 from tandem.generate.generator import Generator
+from tandem.generate.lap import BatchCounts
 from tandem.generate.sampling import SamplingOptions
 from tandem.hf.dense import pack_as_loaded
 from tandem.hf.stepping import context_tokens, end_of_sequence_ids, vocabulary_size
@@ -37,7 +38,6 @@ from tandem.server.messages import (
     EngineSettings,
     EngineStatistics,
     Failed,
-    Lap,
     Live,
     ModelInfo,
     ModelLoader,
@@ -183,15 +183,15 @@ class Engine:
     def _step(self) -> None:
         start = time.perf_counter()
         try:
-            progress = self._batcher.step()
+            laps = self._batcher.step()
         except StepFailedError as failed:
             # Requests are lost, the model is not: what failed is said, and the others go on.
             for numbers, error in failed.failures:
                 self._tell_failed(numbers, error)
-            progress = failed.progress
-        if progress:
-            self._connection.send(Progressed([_lap(one) for one in progress]))
-        self._live.step_done(time.perf_counter() - start, len(progress))
+            laps = failed.laps
+        if laps:
+            self._connection.send(Progressed(laps))
+        self._live.step_done(time.perf_counter() - start, len(laps))
         self._send_picture()
         if time.perf_counter() - self._last_report > _REPORT_SECONDS:
             self._send_report()
@@ -206,16 +206,11 @@ class Engine:
         self._connection.send(Report(self._statistics()))
 
     def _statistics(self) -> EngineStatistics:
-        counts, cache, experts = self._batcher.counts, self._cache, self._experts
+        cache, experts = self._cache, self._experts
         executor = self._executor
         is_hybrid = isinstance(executor, HybridExecutor)
         return EngineStatistics(
-            prompt_tokens=counts.prompt_tokens,
-            reused_tokens=counts.reused_tokens,
-            generated_tokens=counts.generated_tokens,
-            decode_steps=counts.decode_steps,
-            decode_seconds=counts.decode_seconds,
-            prefill_seconds=counts.prefill_seconds,
+            batch=self._batcher.counts,
             active_experts=experts.active_experts,
             hits=cache.hits,
             fetched_bytes=cache.copies * executor.cache.slot_bytes if is_hybrid else 0,
@@ -236,18 +231,6 @@ class Engine:
             "gpu": torch.cuda.memory_allocated(device) if device.type == "cuda" else 0,
             **({} if kv_cache is None else {"kv_cache": kv_cache}),
         }
-
-
-def _lap(progress: Progress) -> Lap:
-    return Lap(
-        progress.request_id,
-        progress.text,
-        progress.token_id,
-        progress.logprob,
-        progress.finish_reason,
-        progress.generated_tokens,
-        progress.reused_tokens,
-    )
 
 
 def _resident_bytes() -> int:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.core.errors import ExecutionError
+from tandem.generate.lap import Lap
 from tandem.server.engine_process import EngineProcess
 from tandem.server.errors import ApiError, busy, server_error
 from tandem.server.messages import (
@@ -24,7 +25,6 @@ from tandem.server.messages import (
     EngineSettings,
     EngineStatistics,
     Failed,
-    Lap,
     Live,
     ModelInfo,
     ModelLoader,

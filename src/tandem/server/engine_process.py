@@ -64,9 +64,10 @@ class EngineProcess:
         self.send(Stop())
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._has_ended.wait(), _KILL_AFTER_SECONDS)
-        if self._process.is_alive():
-            self._process.kill()
-            await self._has_ended.wait()
+            return
+        self._process.kill()
+        with contextlib.suppress(TimeoutError):  # not even a kill ends a process that waits for IO
+            await asyncio.wait_for(self._has_ended.wait(), _KILL_AFTER_SECONDS)
 
     def _read(self) -> None:
         """Hand on the message that has come, or the end."""
@@ -83,9 +84,16 @@ class EngineProcess:
             while (message := self._outbox.get()) is not None:
                 connection.send(message)
 
+    def _join(self) -> None:
+        """Wait for a process that has closed its pipe; kill it if its last steps take too long."""
+        self._process.join(_KILL_AFTER_SECONDS)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join(_KILL_AFTER_SECONDS)
+
     async def _end(self) -> None:
         self._outbox.put(None)
-        await asyncio.to_thread(self._process.join)
+        await asyncio.to_thread(self._join)
         self._ours.close()
         self._has_ended.set()
         self._on_end(self)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from tandem.generate.lap import BatchCounts, Lap
 from tandem.generate.sampling import SamplingOptions
 
 # Loads (model, tokenizer); pickled by name, so that the decode process can call it.
@@ -78,18 +79,6 @@ class Ready(NamedTuple):
     info: ModelInfo
 
 
-class Lap(NamedTuple):
-    """One token of one request, with the text that is now certain."""
-
-    request_id: int
-    text: str
-    token_id: int
-    logprob: Any
-    finish_reason: str | None
-    generated_tokens: int
-    reused_tokens: int
-
-
 class Progressed(NamedTuple):
     """What one step brought."""
 
@@ -107,12 +96,7 @@ class Failed(NamedTuple):
 class EngineStatistics:
     """Sums since the decode process began."""
 
-    prompt_tokens: int = 0
-    reused_tokens: int = 0
-    generated_tokens: int = 0
-    decode_steps: int = 0
-    decode_seconds: float = 0.0
-    prefill_seconds: float = 0.0
+    batch: BatchCounts = field(default_factory=BatchCounts)
     active_experts: int = 0
     hits: int = 0
     fetched_bytes: int = 0

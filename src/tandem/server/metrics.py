@@ -65,7 +65,7 @@ class _EngineCollector:
 
     def collect(self) -> Iterator[Metric]:
         engine, statistics = self._engine, self._engine.statistics
-        sums = asdict(statistics)
+        sums = {**asdict(statistics.batch), **asdict(statistics)}
         for name, help_line in _SUMS.items():
             yield CounterMetricFamily(f"tandem_{name}", help_line, value=sums[name])
         yield CounterMetricFamily(
@@ -81,8 +81,8 @@ class _EngineCollector:
             "prefetch_accuracy": ("useful copies ahead over all, since the start",
                                   _ratio(statistics.prefetch_useful, statistics.prefetch_issued)),
             "decode_tokens_per_second": ("generated tokens over the time of decode steps",
-                                         _ratio(statistics.generated_tokens,
-                                                statistics.decode_seconds)),
+                                         _ratio(statistics.batch.generated_tokens,
+                                                statistics.batch.decode_seconds)),
             "device_share_of_rows": ("share of (token, expert) rows that the device computed",
                                      _ratio(statistics.rows_on_device, statistics.rows_on_device
                                             + statistics.rows_on_cpu)),

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from tandem.generate.lap import Lap
 from tandem.server.answering import Question, new_id, now_seconds
 from tandem.server.chat import Call, Piece
-from tandem.server.messages import Lap
 
 DONE = b"data: [DONE]\n\n"
 

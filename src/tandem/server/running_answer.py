@@ -8,10 +8,10 @@ from typing import Any
 
 from fastapi import Request
 
+from tandem.generate.lap import Lap
 from tandem.server.answering import Question
 from tandem.server.engine_client import EngineClient, Laps
 from tandem.server.errors import ApiError
-from tandem.server.messages import Lap
 from tandem.server.metrics import Metrics
 from tandem.server.options import ServerOptions
 
