@@ -1,17 +1,21 @@
 """Checkpoint files are mapped: what a loaded model keeps of them, and reading them ahead."""
 
+import ctypes
 import os
+import sys
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 
 _CHUNK_BYTES = 8 << 20
 # Enough to keep a disk's queue full; reading is the disk's work, not the processor's.
 _READERS = 4
+_MADV_POPULATE_READ = 22  # of Linux 5.14; older ones refuse it, and nothing is lost
+_MAPPED_AT_ONCE_BYTES = 64 << 20
 
 
 def copy_out_of_files(model: nn.Module) -> None:
@@ -81,6 +85,30 @@ def read_ahead(files: Sequence[Path], on_bytes: Callable[[int], None]) -> None:
     finally:
         for descriptor in opened:
             os.close(descriptor)
+
+
+def map_ahead(tensors: Iterable[Tensor]) -> None:
+    """Enter the pages of mapped tensors, which are in memory, into this process's page table.
+
+    Else the first use of each page does it, page by page: 16 GB of experts that had been read
+    ahead took a third of the speed of the first 80 tokens, and this takes a second.
+    """
+    if sys.platform != "linux":
+        return
+    madvise = ctypes.CDLL(None).madvise  # other threads go on meanwhile
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="tandem-map") as pool:
+        for first, size in _pieces(tensors):
+            pool.submit(madvise, first, size, _MADV_POPULATE_READ)
+
+
+def _pieces(tensors: Iterable[Tensor]) -> Iterable[tuple[int, int]]:
+    """Yield (address, bytes) of whole pages, a bearable number at a time."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    for tensor in tensors:
+        begin, end = tensor.data_ptr() // page * page, tensor.data_ptr() + tensor.nbytes
+        for first in range(begin, end, _MAPPED_AT_ONCE_BYTES):
+            yield first, min(_MAPPED_AT_ONCE_BYTES, end - first)
 
 
 def _is_cached(descriptor: int, offset: int, size: int) -> bool:
