@@ -1,4 +1,4 @@
-"""Commands with a .gguf file: its tokenizer is in it; what cannot read it says so."""
+"""Commands with a .gguf file, whose tokenizer is in it."""
 
 import json
 import string
@@ -7,15 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 from gguf import GGUFWriter, TokenType
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tandem
 from tandem.cli.main import main
+from tandem.hf.sources.gguf_tokenizer import load_gguf_tokenizer
 from tests.hf.tiny import CHAT_TEMPLATE
-from tests.loading.test_gguf import tiny_model, write_gguf
+from tests.loading.gguf_files import tiny_model, write_gguf
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
 # A space and a line's end as byte-level tokenizers write them, and one pair.
 TOKENS = [*SPECIAL, *string.ascii_letters, *string.digits, ":", "\u0120", "\u010a", "he"]
+CHAT = [{"role": "user", "content": "hello"}]
 PROMPT_TOKENS = len("user: hello\nassistant:") - 1  # "he" is one token
 
 
@@ -36,8 +39,7 @@ def add_tokenizer(writer: GGUFWriter) -> None:
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
-    with torch.no_grad():
-        write_gguf(file, tiny_model(), "Q4_0", also=add_tokenizer)
+    write_gguf(file, tiny_model(), "Q4_0", also=add_tokenizer)
     return file
 
 
@@ -52,8 +54,7 @@ def test_run_uses_the_tokenizer_in_the_file(file: Path, capsys: pytest.CaptureFi
 
 def test_a_file_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "bare.gguf"
-    with torch.no_grad():
-        write_gguf(file, tiny_model(), "Q4_0")
+    write_gguf(file, tiny_model(), "Q4_0")
     assert main(["run", str(file), "-p", "hello", "--quiet"]) == 2
     assert f"{file} has no tokenizer that loads" in capsys.readouterr().err
 
@@ -69,29 +70,56 @@ def test_the_plan_has_the_bytes_that_the_load_takes(
     assert parts.pop("experts") == sum(layer.num_bytes for layer in model.hf_quantizer.store)
     dense = [*model.parameters(), *model.buffers()]
     assert sum(parts.values()) == sum(tensor.nbytes for tensor in dense)
-    assert not any("tandem pack" in line for line in report["advice"])
+    assert any("tandem pack" in line for line in report["advice"])
 
 
 def test_the_plan_of_blocks_without_a_format(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "q5.gguf"
-    with torch.no_grad():
-        write_gguf(file, tiny_model(), "Q5_1")
+    write_gguf(file, tiny_model(), "Q5_1")
     assert main(["plan", str(file), "--no-measure"]) == 2
     assert "give an expert_dtype" in capsys.readouterr().err
     assert main(["plan", str(file), "--no-measure", "--expert-dtype", "int8"]) == 0
 
 
-def test_pack_and_doctor_refuse_it(
+@pytest.mark.parametrize("architecture", ["qwen3moe", "llama", "olmoe", "gpt-oss"])
+def test_packed_it_answers_alike(architecture: str, tmp_path: Path) -> None:
+    file, packed = tmp_path / "tiny.gguf", tmp_path / "packed"
+    write_gguf(file, tiny_model(architecture), "Q8_0", architecture, also=add_tokenizer)
+    assert main(["pack", str(file), "-o", str(packed), "--quiet"]) == 0
+    models = [tandem.load(file), AutoModelForCausalLM.from_pretrained(packed)]
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        found, expected = (model(input_ids=ids).logits for model in models)
+    assert torch.equal(found, expected)
+    tokenizers = [load_gguf_tokenizer(file), AutoTokenizer.from_pretrained(packed)]
+    texts = [t.apply_chat_template(CHAT, tokenize=False) for t in tokenizers]
+    assert texts[0] == texts[1]
+    assert tokenizers[0](texts[0])["input_ids"] == tokenizers[1](texts[0])["input_ids"]
+
+
+def test_packing_a_file_without_a_tokenizer(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "bare.gguf", tiny_model(), "Q4_0")
+    tandem.pack(tmp_path / "bare.gguf", tmp_path / "packed")
+    assert not (tmp_path / "packed" / "tokenizer.json").exists()
+
+
+def test_doctor_checks_it(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["doctor", str(file), "--threads", "1", "--json"])
+    findings = json.loads(capsys.readouterr().out.splitlines()[-1])["findings"]
+    found = {finding["what"]: finding for finding in findings}
+    assert found["kernels"]["state"] == "good"
+    assert found["files"]["found"].startswith("1 whole GGUF file")
+
+
+def test_doctor_of_a_damaged_file(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sentence = f"{file} is a GGUF file, which is run, served and planned as it is"
-    assert main(["pack", str(file), "-o", str(tmp_path / "packed"), "--quiet"]) == 2
-    assert sentence in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-    assert main(["doctor", str(file), "--threads", "1"]) == 2
-    assert sentence in capsys.readouterr().err
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(file.read_bytes()[:-100])
+    assert main(["doctor", str(damaged), "--threads", "1"]) == 2
+    assert "download it again" in capsys.readouterr().err
 
 
 def test_a_file_has_no_revisions(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

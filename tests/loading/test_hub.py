@@ -7,7 +7,7 @@ from huggingface_hub import constants
 
 import tandem
 from tandem.core.errors import ModelError
-from tandem.hf.hub import HubOptions, find_directory, local_models
+from tandem.hf.hub import HubOptions, find_model_path, local_models
 from tests.hf.tiny import save_tiny_checkpoint
 
 COMMIT = "a" * 40
@@ -31,7 +31,7 @@ def test_a_downloaded_model_loads_offline(hub_cache: Path) -> None:
 
 def test_a_revision_is_found_by_its_commit(hub_cache: Path) -> None:
     options = HubOptions(revision=COMMIT, cache_dir=str(hub_cache))
-    assert find_directory("somebody/tiny", options).name == COMMIT
+    assert find_model_path("somebody/tiny", options).name == COMMIT
 
 
 def test_what_is_not_here_names_what_is(hub_cache: Path) -> None:

@@ -41,7 +41,9 @@ model = tandem.load(directory, **options)
 stop.set()
 thread.join()
 packed = sizes.experts_bytes + sizes.total_dense_bytes
-print(json.dumps([peak[0] - before, packed, sizes.source_layer_bytes]))
+shapes = next(iter(model.hf_quantizer.store)).arrivals.shapes.values()
+layer = sum(torch.Size(shape).numel() for shape in shapes) * model.dtype.itemsize
+print(json.dumps([peak[0] - before, packed, layer]))
 """
 
 

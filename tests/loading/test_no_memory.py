@@ -13,13 +13,13 @@ import tandem
 from tandem.cli.main import main
 from tandem.core.errors import CapacityError
 from tandem.core.units import format_bytes
-from tandem.hf.checkpoint import open_checkpoint
+from tandem.hf.checkpoint import open_model
 from tandem.hf.config import OffloadConfig
-from tandem.hf.sizes import ModelSizes, gguf_sizes, model_sizes
+from tandem.hf.sizes import model_sizes
 from tandem.offload.host_memory import total_bytes
 from tests.hf.tiny import save_tiny_checkpoint
 from tests.loading.checkpoints import FORMATS, write_plain, write_quantised
-from tests.loading.test_gguf import tiny_model, write_gguf
+from tests.loading.gguf_files import tiny_model, write_gguf
 
 
 def plain(directory: Path) -> Path:
@@ -33,15 +33,8 @@ def gptq(directory: Path) -> Path:
 
 
 def gguf(directory: Path) -> Path:
-    with torch.no_grad():
-        write_gguf(directory / "model.gguf", tiny_model(), "Q8_0")
+    write_gguf(directory / "model.gguf", tiny_model(), "Q8_0")
     return directory / "model.gguf"
-
-
-def sizes_of(model: Path, offload: OffloadConfig) -> ModelSizes:
-    if model.is_file():
-        return gguf_sizes(model, offload)
-    return model_sizes(open_checkpoint(model), offload)
 
 
 @pytest.mark.parametrize("write", [plain, gptq, gguf])
@@ -49,7 +42,7 @@ def test_one_byte_less_than_the_plan_is_refused(
     write: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = write(tmp_path)
-    sizes = sizes_of(model, OffloadConfig())
+    sizes = model_sizes(open_model(model), OffloadConfig())
     needed = sizes.experts_bytes + sizes.total_dense_bytes
     monkeypatch.setattr("tandem.offload.host_memory.available_bytes", lambda: needed - 1)
     numbers = re.escape(

@@ -10,10 +10,11 @@ from tandem.bench.finding import Finding
 from tandem.bench.gpu_check import check_gpu
 from tandem.bench.kernels import KernelBench
 from tandem.core.units import format_bytes
-from tandem.hf.checkpoint import Checkpoint
+from tandem.hf.checkpoint import AnyCheckpoint, GgufCheckpoint
 from tandem.hf.config import OffloadConfig
 from tandem.hf.packed_files import require_checksums
 from tandem.hf.self_check import check_model
+from tandem.hf.sources.gguf import read_gguf_header
 from tandem.kernels import _native
 from tandem.kernels.cpu import detect_cpu
 from tandem.offload import host_memory
@@ -40,19 +41,21 @@ def check_machine(cache: Path, *, num_threads: int | None, isa: str) -> Iterator
     yield _cache(cache)
 
 
-def check_model_files(checkpoint: Checkpoint) -> Finding:
+def check_model_files(checkpoint: AnyCheckpoint) -> Finding:
     """Read a packed checkpoint's files against their checksums; count those of another."""
+    if isinstance(checkpoint, GgufCheckpoint):
+        tensors = len(read_gguf_header(checkpoint.path).tensors)
+        return Finding("files", "good", f"1 whole GGUF file with {tensors} tensors")
     if not checkpoint.is_packed:
-        files = {entry.file for entry in checkpoint.files.entries.values()}
-        tensors = len(checkpoint.files.entries)
-        return Finding("files", "good", f"{len(files)} whole files with {tensors} tensors")
+        files, tensors = len(checkpoint.weight_files), len(checkpoint.files.entries)
+        return Finding("files", "good", f"{files} whole files with {tensors} tensors")
     checked = require_checksums(checkpoint.directory)
     if not checked:
         return Finding("files", "slow", "packed without checksums", "pack it again to have them")
     return Finding("files", "good", f"{checked} files have their checksums")
 
 
-def check_model_kernels(checkpoint: Checkpoint, offload: OffloadConfig) -> Finding:
+def check_model_kernels(checkpoint: AnyCheckpoint, offload: OffloadConfig) -> Finding:
     """Compare the kernels with the reference on a model's first layers."""
     found = check_model(checkpoint, offload)
     text = (

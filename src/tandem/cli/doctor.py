@@ -7,6 +7,7 @@ import argparse
 import json
 import os
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem.cli.models import ModelChoice, add_model, calm_transformers, find_model
@@ -64,12 +65,11 @@ def _print(finding: "Finding") -> None:
 
 def _check_model(choice: ModelChoice, options: DoctorOptions) -> "list[Finding]":
     from tandem.bench.machine_check import check_model_files, check_model_kernels
-    from tandem.hf.checkpoint import open_checkpoint
+    from tandem.hf.checkpoint import open_model
     from tandem.hf.config import OffloadConfig
-    from tandem.hf.hub import find_directory
 
     found = find_model(choice, quiet=True)
-    checkpoint = open_checkpoint(find_directory(found.model), may_run_code=found.trust_remote_code)
+    checkpoint = open_model(Path(found.model), may_run_code=found.trust_remote_code)
     offload = OffloadConfig(
         expert_dtype=options.expert_dtype,
         threads=options.threads,

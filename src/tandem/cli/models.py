@@ -54,15 +54,13 @@ def add_model(
 
 def find_model(choice: ModelChoice, *, quiet: bool) -> ModelChoice:
     """Return the choice with a path for a name: builds the demo model, downloads a hub id."""
-    from tandem.hf.hub import HubOptions, find_directory
+    from tandem.hf.hub import HubOptions, find_model_path
 
     name = choice.model
-    if name.endswith(".gguf") and Path(name).is_file() and choice.revision is None:
-        return choice
     if name in DEMO_MODELS:
         name = _demo_directory(name, quiet=quiet)
     hub = HubOptions(choice.revision, with_code=choice.trust_remote_code)
-    return dataclasses.replace(choice, model=str(find_directory(name, hub)), revision=None)
+    return dataclasses.replace(choice, model=str(find_model_path(name, hub)), revision=None)
 
 
 def _demo_directory(name: str, *, quiet: bool) -> str:
@@ -123,8 +121,9 @@ def load_tokenizer(found: ModelChoice) -> Any:
     source = found.model
     try:
         if source.endswith(".gguf"):  # the tokenizer is in the file
-            file = Path(source)
-            return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+            from tandem.hf.sources.gguf_tokenizer import load_gguf_tokenizer
+
+            return load_gguf_tokenizer(Path(source))
         return AutoTokenizer.from_pretrained(source, trust_remote_code=found.trust_remote_code)
     except Exception as error:  # the tokenizers package raises no narrower class
         first_line = str(error).partition("\n")[0]

@@ -32,7 +32,7 @@ class PackOptions:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `tandem pack`."""
-    add_model(parser, is_required=True, help="model directory, hub id, demo or demo-equal")
+    add_model(parser, is_required=True)
     parser.add_argument("-o", dest="output", metavar="DIR", help="short for --output")
     add_flags(parser, PackOptions)
 

@@ -1,15 +1,16 @@
-"""Checks a checkpoint directory before anything is loaded: one sentence instead of a traceback.
+"""Checks a model's files before anything is loaded: one sentence instead of a traceback.
 
 Reads config.json and the headers of the safetensors files, never the weights.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tandem.core.errors import ModelError, UnsupportedModelError
 from tandem.core.registry import nearest_names
 from tandem.hf.config import QUANT_METHOD
+from tandem.hf.hub import is_gguf
 from tandem.hf.packed import INDEX_FILE
 from tandem.hf.sources.files import TensorFiles, open_tensors, read_json
 
@@ -33,6 +34,39 @@ class Checkpoint:
     def is_packed(self) -> bool:
         """Whether Tandem wrote it."""
         return (self.quantization or {}).get("quant_method") == QUANT_METHOD
+
+    @property
+    def path(self) -> Path:
+        """Where it lies."""
+        return self.directory
+
+    @property
+    def weight_files(self) -> list[Path]:
+        """The files that hold tensors, in order."""
+        return sorted({entry.file for entry in self.files.entries.values()})
+
+
+@dataclass(frozen=True, slots=True)
+class GgufCheckpoint:
+    """A GGUF file, which has everything in it; checked when it is opened to be read."""
+
+    path: Path
+    is_packed: Literal[False] = False
+
+    @property
+    def weight_files(self) -> list[Path]:
+        """The files that hold tensors."""
+        return [self.path]
+
+
+AnyCheckpoint = Checkpoint | GgufCheckpoint
+
+
+def open_model(path: Path, *, may_run_code: bool = False) -> AnyCheckpoint:
+    """Return what a directory or a GGUF file holds; raises as `open_checkpoint` does."""
+    return (
+        GgufCheckpoint(path) if is_gguf(path) else open_checkpoint(path, may_run_code=may_run_code)
+    )
 
 
 def open_checkpoint(directory: Path, *, may_run_code: bool = False) -> Checkpoint:

@@ -1,4 +1,4 @@
-"""Finds the directory of a model: a path, or a hub id whose files are fetched once and kept.
+"""Finds a model's files: a path, or a hub id whose files are fetched once and kept.
 
 Downloads go through huggingface_hub, with its progress bar, resumption, cache and environment
 variables.
@@ -27,23 +27,25 @@ class HubOptions:
     """Also fetch the Python code that comes with the model."""
 
 
-def find_directory(model: str | Path, options: HubOptions | None = None) -> Path:
-    """Return a model's directory, downloading a hub id first; raises `ModelError`."""
+def is_gguf(path: Path) -> bool:
+    """Whether a path is a GGUF file."""
+    return path.suffix == ".gguf" and path.is_file()
+
+
+def find_model_path(model: str | Path, options: HubOptions | None = None) -> Path:
+    """Return a model's directory or GGUF file, downloading a hub id; raises `ModelError`."""
     name, options = str(model), options or HubOptions()
     if options.revision is not None and Path(model).exists():
         raise ConfigError(
             f"revision is {options.revision!r}, and {name} is on this machine; only a hub id has "
             "revisions"
         )
-    if Path(model).is_dir():
+    if Path(model).is_dir() or is_gguf(Path(model)):
         return Path(model)
-    if name.endswith(".gguf") and Path(model).is_file():
-        raise ModelError(
-            f"{name} is a GGUF file, which is run, served and planned as it is; this needs a "
-            "directory of safetensors"
-        )
     if not _HUB_ID.fullmatch(name) or Path(model).parent.is_dir():
-        raise ModelError(f"{name} is not a directory; expected a model directory or a hub id")
+        raise ModelError(
+            f"{name} is not a directory; expected a model directory, a .gguf file or a hub id"
+        )
     return _download(name, options)
 
 

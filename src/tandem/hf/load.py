@@ -2,7 +2,7 @@
 
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import transformers
@@ -13,17 +13,16 @@ from transformers.utils import logging
 from tandem.core.config import from_mapping
 from tandem.core.errors import ConfigError, ModelError, TandemError
 from tandem.core.units import format_bytes
-from tandem.hf.checkpoint import Checkpoint, open_checkpoint
+from tandem.hf.checkpoint import AnyCheckpoint, Checkpoint, GgufCheckpoint, open_model
 from tandem.hf.config import OffloadConfig, parse_dense_dtype, parse_dtype, parse_expert_dtype
 from tandem.hf.cuda_machine import device_map_for
-from tandem.hf.hub import HubOptions, find_directory
-from tandem.hf.mapped_files import read_ahead
+from tandem.hf.dense import packed_layers
+from tandem.hf.hub import HubOptions, find_model_path
+from tandem.hf.mapped_files import copy_out_of_files, map_ahead, read_ahead
 from tandem.hf.sources.gguf import open_gguf
 from tandem.hf.sources.source import Source, open_source
 from tandem.offload.host_memory import available_bytes
-
-# A GGUF file's matrices are in blocks; it has no dtype of its own.
-GGUF_DENSE_DTYPE = torch.bfloat16
+from tandem.offload.host_store import HostStore
 
 
 def load(
@@ -37,7 +36,7 @@ def load(
     trust_remote_code: bool = False,
     **options: Any,
 ) -> Any:
-    """Load a checkpoint directory (or hub id) with its experts in host memory.
+    """Load a checkpoint directory, GGUF file or hub id with its experts in host memory.
 
     `dtype` is that of the dense parts ("auto": the checkpoint's); `dense_dtype` among the options
     packs their linear layers. Experts that are quantised in the checkpoint keep their codes, unless
@@ -51,20 +50,12 @@ def load(
     hub = HubOptions(
         revision, token, None if hub_cache is None else str(hub_cache), trust_remote_code
     )
-    if str(model).endswith(".gguf") and Path(model).is_file():
-        return _load_gguf(Path(model), offload, dtype=model_dtype, device_map=device_map)
-    directory = find_directory(model, hub)
-    checkpoint = open_checkpoint(directory, may_run_code=trust_remote_code)
-    return load_checkpoint(
-        checkpoint,
-        offload,
-        dtype=model_dtype,
-        device_map=device_map,
-    )
+    checkpoint = open_model(find_model_path(model, hub), may_run_code=trust_remote_code)
+    return load_checkpoint(checkpoint, offload, dtype=model_dtype, device_map=device_map)
 
 
 def load_checkpoint(
-    checkpoint: Checkpoint,
+    checkpoint: AnyCheckpoint,
     offload: OffloadConfig,
     *,
     dtype: str | torch.dtype = "auto",
@@ -75,38 +66,41 @@ def load_checkpoint(
 
     `num_layers` loads the first layers only, for checks.
     """
-    directory = checkpoint.directory
-    device_map = device_map_for(offload, device_map)
     if checkpoint.is_packed:
         _check_packed_dtype(checkpoint, offload)
-    source = None
-    if checkpoint.quantization is not None and not checkpoint.is_packed:
-        source = open_source(checkpoint.files, checkpoint.quantization)
+    common = {
+        "dtype": dtype,
+        "device_map": device_map_for(offload, device_map),
+        "output_loading_info": True,
+    }
     try:
-        loaded, report = _from_pretrained(
-            checkpoint,
-            source,
-            offload,
-            dtype=dtype,
-            device_map=device_map,
-            num_layers=num_layers,
-        )
+        if checkpoint.is_packed or _is_plain(checkpoint):
+            loaded, report = _from_pretrained(checkpoint, offload, num_layers, common)
+        else:
+            loaded, report = _from_source(checkpoint, offload, num_layers, common)
     except TandemError:
         raise
     except (OSError, ValueError, RuntimeError, KeyError, AttributeError) as error:
         first_line = str(error).strip().partition("\n")[0]
-        raise ModelError(f"Transformers cannot load {directory}: {first_line}") from error
-    _require_all_weights(directory, report)
+        raise ModelError(f"Transformers cannot load {checkpoint.path}: {first_line}") from error
+    _require_all_weights(checkpoint.path, report)
     if checkpoint.is_packed:
         if num_layers is None:
-            _read_packed_files(checkpoint)
+            _read_packed_files(checkpoint, loaded.hf_quantizer.store)
         loaded.hf_quantizer.assemble(loaded, offload)
+        if any(packed_layers(loaded)):  # whose pages of the file nobody needs any more
+            copy_out_of_files(loaded)
     return loaded.eval()
 
 
-def _read_packed_files(checkpoint: Checkpoint) -> None:
+def _is_plain(checkpoint: AnyCheckpoint) -> TypeGuard[Checkpoint]:
+    """Whether Transformers reads the weights by itself: nobody has quantised them."""
+    return isinstance(checkpoint, Checkpoint) and checkpoint.quantization is None
+
+
+def _read_packed_files(checkpoint: Checkpoint, store: HostStore) -> None:
     """Bring a packed checkpoint's files into memory if they fit; else pages come when used."""
-    files = sorted({entry.file for entry in checkpoint.files.entries.values()})
+    files = checkpoint.weight_files
     total, available = sum(file.stat().st_size for file in files), available_bytes()
     if total > available:
         warnings.warn(
@@ -121,63 +115,68 @@ def _read_packed_files(checkpoint: Checkpoint) -> None:
         total=total, desc="Reading files", unit="B", unit_scale=True, disable=not is_shown
     ) as bar:
         read_ahead(files, bar.update)
+    map_ahead(tensor for layer in store for tensor in layer.stored().values())
 
 
 def _from_pretrained(
-    checkpoint: Checkpoint,
-    source: Source | None,
-    offload: OffloadConfig,
-    *,
-    dtype: Any,
-    device_map: Any,
-    num_layers: int | None,
+    checkpoint: Checkpoint, offload: OffloadConfig, num_layers: int | None, common: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Let Transformers load; returns the model and what it reports."""
-    directory = str(checkpoint.directory)
-    common = {"dtype": dtype, "device_map": device_map, "output_loading_info": True}
-    if source is None:
-        # A packed checkpoint says itself how its experts are stored.
-        mine: dict[str, Any] = {} if checkpoint.is_packed else {"quantization_config": offload}
-        if _runs_code(checkpoint):
-            mine["trust_remote_code"] = True
-        if num_layers is not None:
-            mine["config"] = _own_config(checkpoint)
-            keep_first_layers(mine["config"], num_layers)
-        loader = model_class(checkpoint.config)
-        result: tuple[Any, dict[str, Any]] = loader.from_pretrained(directory, **mine, **common)
-        return result
-    config = source_config(checkpoint)
+    """Let Transformers load what it reads by itself; returns the model and what it reports."""
+    # A packed checkpoint says itself how its experts are stored.
+    mine: dict[str, Any] = {} if checkpoint.is_packed else {"quantization_config": offload}
+    if _runs_code(checkpoint):
+        mine["trust_remote_code"] = True
     if num_layers is not None:
-        keep_first_layers(config, num_layers)
-    loaded, report = _from_source(source, config, offload, **common)
-    loaded.name_or_path = loaded.config._name_or_path = directory
-    if (checkpoint.directory / "generation_config.json").exists():
-        loaded.generation_config = transformers.GenerationConfig.from_pretrained(directory)
-    return loaded, report
+        mine["config"] = _own_config(checkpoint)
+        keep_first_layers(mine["config"], num_layers)
+    loader = model_class(checkpoint.config)
+    result: tuple[Any, dict[str, Any]] = loader.from_pretrained(
+        str(checkpoint.directory), **mine, **common
+    )
+    return result
 
 
-def _from_source(source: Source, config: Any, offload: OffloadConfig, **common: Any) -> Any:
+def _from_source(
+    checkpoint: AnyCheckpoint,
+    offload: OffloadConfig,
+    num_layers: int | None,
+    common: dict[str, Any],
+) -> tuple[Any, dict[str, Any]]:
     """Let Transformers load weights that only we read; returns the model and what it reports."""
+    config, source = open_foreign(checkpoint, num_layers)
+    if common["dtype"] == "auto" and isinstance(checkpoint, GgufCheckpoint):
+        common["dtype"] = config.dtype
     offload.source = source
-    return class_of(config).from_pretrained(
+    loaded, report = class_of(config).from_pretrained(
         None,
         config=config,
         state_dict=source.state_dict(),
         quantization_config=offload,
         **common,
     )
+    loaded.name_or_path = loaded.config._name_or_path = str(checkpoint.path)
+    if (checkpoint.path / "generation_config.json").exists():
+        loaded.generation_config = transformers.GenerationConfig.from_pretrained(checkpoint.path)
+    return loaded, report
 
 
-def _load_gguf(file: Path, offload: OffloadConfig, *, dtype: Any, device_map: Any) -> Any:
-    """Load a GGUF file, whose dense parts are in `dtype` or, if that is "auto", the default."""
-    config, source = open_gguf(file, empty_model)
-    dtype = GGUF_DENSE_DTYPE if dtype == "auto" else dtype
-    loaded, report = _from_source(
-        source, config, offload, dtype=dtype, device_map=device_map, output_loading_info=True
-    )
-    loaded.name_or_path = loaded.config._name_or_path = str(file)
-    _require_all_weights(file, report)
-    return loaded.eval()
+def open_foreign(checkpoint: AnyCheckpoint, num_layers: int | None = None) -> tuple[Any, Source]:
+    """Return the config and the weights of a checkpoint that others have quantised.
+
+    The config is as if it were not quantised, cut to `num_layers`; raises `UnsupportedModelError`.
+    """
+
+    def adapt(config: Any) -> None:
+        if num_layers is not None:
+            keep_first_layers(config, num_layers)
+
+    if isinstance(checkpoint, GgufCheckpoint):
+        return open_gguf(checkpoint.path, empty_model, adapt=adapt)
+    assert checkpoint.quantization is not None
+    source = open_source(checkpoint.files, checkpoint.quantization)
+    config = source_config(checkpoint)
+    adapt(config)
+    return config, source
 
 
 def class_of(config: Any) -> Any:

@@ -27,13 +27,14 @@ from torch import Tensor
 from tandem.core.config import from_mapping
 from tandem.core.errors import CapacityError, ModelError, TandemError
 from tandem.core.units import format_bytes
-from tandem.hf.checkpoint import Checkpoint, open_checkpoint
+from tandem.hf.checkpoint import AnyCheckpoint, Checkpoint, open_model
 from tandem.hf.config import OffloadConfig
-from tandem.hf.hub import HubOptions, find_directory
+from tandem.hf.hub import HubOptions, find_model_path
 from tandem.hf.load import load_checkpoint
 from tandem.hf.packed import DENSE_FILE, experts_file, packed_name
 from tandem.hf.packed_files import sha256_of, write_index, write_tensors
 from tandem.hf.save import dense_tensors, layer_tensors, write_configs
+from tandem.hf.sources.gguf_tokenizer import save_gguf_tokenizer
 from tandem.offload.host_store import HostLayer
 
 # (bytes of experts written, all of them); called after each layer.
@@ -65,7 +66,7 @@ def pack(
     on_progress: OnProgress | None = None,
     **options: Any,
 ) -> Packed:
-    """Write a checkpoint (a directory or hub id) as a packed one to a new directory.
+    """Write a checkpoint (directory, GGUF file or hub id) as a packed one to a new directory.
 
     `trust_remote_code` and `options` are those of `tandem.load`: `expert_dtype` and `dense_dtype`
     say what is packed. Raises `ModelError` and `CapacityError`; a full disk leaves nothing behind,
@@ -74,9 +75,9 @@ def pack(
     target = Path(directory)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ModelError(f"{target} exists and is not an empty directory; name a new one")
-    source = open_checkpoint(find_directory(model, hub), may_run_code=trust_remote_code)
+    source = open_model(find_model_path(model, hub), may_run_code=trust_remote_code)
     if source.is_packed:
-        raise ModelError(f"{source.directory} is packed already; copy the directory")
+        raise ModelError(f"{source.path} is packed already; copy the directory")
     partial = target.with_name(f".{target.name}.partial")
     with _alone(partial):
         try:
@@ -92,7 +93,7 @@ def pack(
 
 
 def _pack(
-    source: Checkpoint, partial: Path, options: dict[str, Any], on_progress: OnProgress
+    source: AnyCheckpoint, partial: Path, options: dict[str, Any], on_progress: OnProgress
 ) -> tuple[int, int]:
     """Write everything; returns (bytes of all tensors, layers that were there)."""
     offload = from_mapping(OffloadConfig, options, where="tandem.pack")
@@ -101,7 +102,10 @@ def _pack(
     model = load_checkpoint(source, offload)
     num_bytes = sink.finish(model)
     model.hf_quantizer.executor.close()
-    _copy_small_files(source, partial)
+    if isinstance(source, Checkpoint):
+        _copy_small_files(source, partial)
+    else:
+        save_gguf_tokenizer(source.path, partial)
     for name in (_PROGRESS_FILE, _LOCK_FILE):
         (partial / name).unlink(missing_ok=True)
     return num_bytes, sink.resumed
@@ -202,12 +206,12 @@ class FileSink:
         partial.replace(self.directory / _PROGRESS_FILE)
 
 
-def _identity(source: Checkpoint, options: dict[str, Any]) -> str:
+def _identity(source: AnyCheckpoint, options: dict[str, Any]) -> str:
     """Hash what the packed files depend on: the source's files and what is made of them."""
-    files = sorted({entry.file for entry in source.files.entries.values()})
-    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    stats = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in source.weight_files]
+    config = source.config if isinstance(source, Checkpoint) else None
     chosen = {k: str(v) for k, v in options.items() if k in ("expert_dtype", "dense_dtype")}
-    parts = (str(source.directory.resolve()), source.config, stats, sorted(chosen.items()))
+    parts = (str(source.path.resolve()), config, stats, sorted(chosen.items()))
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 

@@ -4,20 +4,19 @@ Both read the same packed weights, so that what differs is the arithmetic alone:
 activations to int8, and nothing else may differ.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.hf.checkpoint import Checkpoint
+from tandem.hf.checkpoint import AnyCheckpoint
 from tandem.hf.config import OffloadConfig
 from tandem.hf.load import load_checkpoint
 from tandem.kernels.reference import expert_ffn
 from tandem.offload.batch import ExpertFunctions
-from tandem.offload.events import Listener
-from tandem.offload.host_store import HostLayer, HostStore
+from tandem.offload.executor import RoutedCall, StatelessExecutor
+from tandem.offload.host_store import HostLayer
 
 CHECKED_LAYERS = 4
 CHECKED_TOKENS = 96
@@ -44,7 +43,7 @@ class Agreement:
         return self.kl <= LARGEST_KL and self.top1 >= LEAST_TOP1
 
 
-def check_model(checkpoint: Checkpoint, offload: OffloadConfig) -> Agreement:
+def check_model(checkpoint: AnyCheckpoint, offload: OffloadConfig) -> Agreement:
     """Load the first layers of a checkpoint and compare; raises `TandemError`."""
     model = load_checkpoint(checkpoint, offload, num_layers=CHECKED_LAYERS)
     vocabulary = model.get_input_embeddings().weight.shape[0]
@@ -68,29 +67,12 @@ def _log_probabilities(model: torch.nn.Module, ids: Tensor) -> Tensor:
     return logits.log_softmax(-1)
 
 
-class ReferenceExecutor:
+class ReferenceExecutor(StatelessExecutor):
     """Computes every expert in plain torch from its unpacked weights: slow, and right."""
 
-    def __init__(self, store: HostStore) -> None:
-        """Serve a store's layers."""
-        self.store = store
-        self.listeners: list[Listener] = []
-
-    def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:
-        """Need nothing."""
-
-    def close(self) -> None:
-        """Need nothing."""
-
-    def execute(
-        self,
-        layer: int,
-        hidden: Tensor,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-        functions: ExpertFunctions,
-    ) -> Tensor:
-        """Compute a layer; see `tandem.offload.executor.Executor`."""
+    def compute(self, call: RoutedCall, functions: ExpertFunctions) -> Tensor:
+        """Compute a layer expert by expert."""
+        layer, hidden, top_k_index, top_k_weights = call
         host = self.store[layer]
         out = torch.zeros(hidden.shape, dtype=torch.float32)
         for expert in top_k_index.unique().tolist():

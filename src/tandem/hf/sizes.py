@@ -2,21 +2,18 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from tandem.hf.checkpoint import Checkpoint
+from tandem.hf.checkpoint import AnyCheckpoint, Checkpoint, GgufCheckpoint
 from tandem.hf.config import OffloadConfig, parse_dense_dtype
 from tandem.hf.dense import packable_layers
 from tandem.hf.experts import is_experts_module
-from tandem.hf.load import GGUF_DENSE_DTYPE, empty_model, source_config
+from tandem.hf.load import empty_model, open_foreign, source_config
 from tandem.hf.quantizer import OffloadQuantizer
 from tandem.hf.save import stored_name
-from tandem.hf.sources.gguf import open_gguf
-from tandem.hf.sources.source import open_source
 from tandem.kernels.formats.weight_format import WeightFormat
 from tandem.offload.host_store import HostStore
 from tandem.offload.packed_layer import PackedLayer
@@ -48,9 +45,12 @@ class ModelSizes:
     num_layers: int
     dense_bytes: dict[str, int]
     """By part, as the options pack them."""
-    source_layer_bytes: int
-    """The largest layer of experts in the checkpoint's own dtype."""
     kv_bytes_per_token: int
+
+    @property
+    def top_k(self) -> int:
+        """Experts that a token is sent to in each layer."""
+        return int(getattr(self.config, "num_experts_per_tok", 1) or 1)
 
     @property
     def total_dense_bytes(self) -> int:
@@ -58,26 +58,26 @@ class ModelSizes:
         return sum(self.dense_bytes.values())
 
 
-def model_sizes(checkpoint: Checkpoint, offload: OffloadConfig) -> ModelSizes:
+def model_sizes(checkpoint: AnyCheckpoint, offload: OffloadConfig) -> ModelSizes:
     """Add up what a checkpoint takes with these options; raises `UnsupportedModelError`."""
+    if isinstance(checkpoint, GgufCheckpoint) or _is_foreign(checkpoint):
+        config, offload.source = open_foreign(checkpoint)
+        return config_sizes(config, offload)
     if checkpoint.is_packed:
         wanted = offload.dense_dtype
         offload = OffloadConfig.from_dict(checkpoint.quantization or {})
         if offload.dense_dtype == "none":  # then loading packs what the files have not
             offload.dense_dtype = wanted
-    elif checkpoint.quantization is not None:
-        offload.source = open_source(checkpoint.files, checkpoint.quantization)
-    return _sizes(source_config(checkpoint), offload)
+    return config_sizes(source_config(checkpoint), offload)
 
 
-def gguf_sizes(file: Path, offload: OffloadConfig) -> ModelSizes:
-    """Add up what a GGUF file takes with these options; raises as `open_gguf` does."""
-    config, offload.source = open_gguf(file, empty_model)
-    config.dtype = GGUF_DENSE_DTYPE
-    return _sizes(config, offload)
+def _is_foreign(checkpoint: Checkpoint) -> bool:
+    """Whether others have quantised it."""
+    return checkpoint.quantization is not None and not checkpoint.is_packed
 
 
-def _sizes(config: Any, offload: OffloadConfig) -> ModelSizes:
+def config_sizes(config: Any, offload: OffloadConfig) -> ModelSizes:
+    """Add up what a model of a config takes with these options, whose `source` is let go."""
     model = empty_model(config)
     quantizer = OffloadQuantizer(offload)
     quantizer.announce_layers(model)
@@ -95,7 +95,6 @@ def _sizes(config: Any, offload: OffloadConfig) -> ModelSizes:
         num_moe_layers=len(store),
         num_layers=int(getattr(text, "num_hidden_layers", len(store))),
         dense_bytes=_dense_bytes(model, store, offload.dense_dtype),
-        source_layer_bytes=max(_plain_bytes(layer, dtype) for layer in store),
         kv_bytes_per_token=_kv_bytes_per_token(text, dtype),
     )
 
@@ -104,11 +103,6 @@ def _format_name(layer: Any, dtype: torch.dtype) -> str:
     if isinstance(layer, PackedLayer):
         return stored_name(layer)
     return str(dtype).removeprefix("torch.")
-
-
-def _plain_bytes(layer: Any, dtype: torch.dtype) -> int:
-    shapes = layer.arrivals.shapes.values()
-    return sum(torch.Size(shape).numel() for shape in shapes) * dtype.itemsize
 
 
 def _dense_bytes(model: nn.Module, store: HostStore, dense_dtype: str) -> dict[str, int]:

@@ -1,8 +1,7 @@
 """GGUF files of Mixture-of-Experts models: blocks that map onto packed formats keep their codes.
 
-Config, tokenizer and the names of tensors come from Transformers and the gguf package. Of a
-layer's experts, gate and up are tensors of their own, (num_experts, rows, cols) in blocks along the
-columns.
+The names of tensors come from Transformers and the gguf package. Of a layer's experts, gate and up
+are tensors of their own, (num_experts, rows, cols) in blocks along the columns.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,21 +15,22 @@ from torch import Tensor
 
 from tandem.core.errors import ModelError, UnsupportedModelError
 from tandem.hf.sources.codes import Codes, StoredWeight
+from tandem.hf.sources.gguf_config import ARCHITECTURES, Architecture, GgufHeader
 from tandem.hf.sources.source import Source
 from tandem.kernels.formats import WeightFormat, find_format
 
-# What llama.cpp renames only; other architectures' values are changed as well.
-ARCHITECTURES = ("qwen2moe", "qwen3moe")
-_PLAIN = ("F32", "F16", "BF16")
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _BLOCK = 32
 _UNREADABLE = "{file} cannot be read as GGUF ({reason}); download it again"
+# Of the experts' first projection, and the biases that follow their rows.
+_GATE, _UP = "_gate_exps", "_up_exps"
 
 
-def open_gguf(file: Path, model_of: Callable[[Any], Any]) -> tuple[Any, Source]:
-    """Return Transformers' config of a GGUF file, and its weights.
+def read_gguf_header(file: Path) -> GgufHeader:
+    """Read what a GGUF file holds; its tensors stay unread.
 
-    `model_of` builds a config's model without memory. Raises `ModelError` for a damaged file and
-    `UnsupportedModelError` for an architecture that is not read.
+    Raises `ModelError` for a damaged file and `UnsupportedModelError` for an architecture that is
+    not read.
     """
     try:
         from gguf import GGUFReader
@@ -38,89 +38,129 @@ def open_gguf(file: Path, model_of: Callable[[Any], Any]) -> tuple[Any, Source]:
         raise UnsupportedModelError(
             f"{file} needs the gguf package, which is not installed; pip install gguf"
         ) from error
-    from transformers import AutoConfig
-    from transformers.modeling_gguf_pytorch_utils import (
-        TENSOR_PROCESSORS,
-        get_gguf_hf_weights_map,
-        read_field,
-    )
+    from transformers.modeling_gguf_pytorch_utils import read_field
 
     try:
         reader = GGUFReader(file)
         architecture = str(read_field(reader, "general.architecture")[0])
     except (ValueError, IndexError, KeyError, OSError, TypeError) as error:
         raise ModelError(_UNREADABLE.format(file=file, reason=error)) from error
-    if architecture not in ARCHITECTURES:
+    header = GgufHeader(
+        file, architecture, reader.fields, {tensor.name: tensor for tensor in reader.tensors}
+    )
+    if architecture not in ARCHITECTURES or header.expert_width is None:
+        what = architecture if architecture not in ARCHITECTURES else f"{architecture} (no experts)"
         raise UnsupportedModelError(
-            f"{file} is of architecture {architecture!r}; of GGUF Tandem reads "
+            f"{file} is of architecture {what!r}; of GGUF Tandem reads models with experts of "
             f"{', '.join(ARCHITECTURES)}: use the model's safetensors instead"
         )
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
-    _require_whole(file, tensors)
-    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
-    _read_widths(config, tensors)
+    _require_whole(header)
+    return header
+
+
+def open_gguf(
+    file: Path, model_of: Callable[[Any], Any], *, adapt: Callable[[Any], None] = lambda _: None
+) -> tuple[Any, Source]:
+    """Return Transformers' config of a GGUF file, and its weights.
+
+    `model_of` builds a config's model without memory; `adapt` changes the config before. Raises as
+    `read_gguf_header` does.
+    """
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, get_gguf_hf_weights_map
+
+    header = read_gguf_header(file)
+    architecture = ARCHITECTURES[header.architecture]
+    config = architecture.config(header)
+    config.dtype = _dense_dtype(header)
+    adapt(config)
     model = model_of(config)
-    names = get_gguf_hf_weights_map(model, TENSOR_PROCESSORS[architecture](config=config.to_dict()))
-    return config, _source(tensors, names, {n: p.shape for n, p in model.state_dict().items()})
+    if architecture.names not in TENSOR_PROCESSORS:
+        raise UnsupportedModelError(
+            f"{file} is of architecture {header.architecture!r}, for which the installed "
+            "Transformers is too old; pip install --upgrade transformers"
+        )
+    processor = TENSOR_PROCESSORS[architecture.names](config=config.to_dict())
+    names = get_gguf_hf_weights_map(model, processor, header.architecture)
+    shapes = {name: value.shape for name, value in model.state_dict().items()}
+    return config, _source(header, names, shapes, config)
 
 
-def _require_whole(file: Path, tensors: Mapping[str, Any]) -> None:
-    size = file.stat().st_size
-    end = max((int(t.data_offset) + int(t.n_bytes) for t in tensors.values()), default=0)
+def _require_whole(header: GgufHeader) -> None:
+    size = header.file.stat().st_size
+    ends = (int(t.data_offset) + int(t.n_bytes) for t in header.tensors.values())
+    end = max(ends, default=0)
     if size < end:
-        raise ModelError(f"{file} has {size} bytes, expected {end}; download it again")
+        raise ModelError(f"{header.file} has {size} bytes, expected {end}; download it again")
 
 
-def _read_widths(config: Any, tensors: Mapping[str, Any]) -> None:
-    """Set the widths that Transformers leaves at their defaults, from the tensors' shapes."""
-    for attribute, name in (
-        ("moe_intermediate_size", "blk.0.ffn_gate_exps.weight"),
-        ("shared_expert_intermediate_size", "blk.0.ffn_gate_shexp.weight"),
-    ):
-        if name in tensors and hasattr(config, attribute):
-            setattr(config, attribute, int(tensors[name].shape[1]))
+def _dense_dtype(header: GgufHeader) -> torch.dtype:
+    """Return the dtype of what is in no blocks: a file of fp16 keeps it, else it is bf16."""
+    kinds = {t.tensor_type.name for t in header.tensors.values() if len(t.shape) > 1}
+    return torch.float16 if "F16" in kinds and kinds <= {"F16", "F32"} else torch.bfloat16
 
 
 def _source(
-    tensors: Mapping[str, Any], names: Mapping[str, str], shapes: Mapping[str, torch.Size]
+    header: GgufHeader, names: Mapping[str, str], shapes: Mapping[str, torch.Size], config: Any
 ) -> Source:
+    """Return the file's tensors by Transformers' names."""
+    architecture = ARCHITECTURES[header.architecture]
     weights: dict[str, StoredWeight] = {}
     plain: dict[str, Any] = {}
-    for name, tensor in tensors.items():
-        # The map has fused experts without ".weight".
-        target = names.get(name) or names.get(name.removesuffix(".weight"))
-        if target is None or target not in shapes:
-            continue  # such as rope frequencies, which Transformers computes
-        weight = GgufWeight(name=target, tensors=(tensor,))
-        if "_gate_exps" in name or "_up_exps" in name:
-            parts = [tensors[name.replace(old, new)] for old, new in _pairs(name)]
-            weight = GgufWeight(name=target, tensors=tuple(parts))
-        if tensor.tensor_type.name in _PLAIN and len(weight.tensors) == 1:
-            plain[target] = _plain_values(tensor).reshape(shapes[target])
+    for name in header.tensors:
+        target = _target(name, names)
+        if target not in shapes or target in weights or target in plain:
+            continue  # such as rope frequencies, which Transformers computes; up, which is in gate
+        parts = tuple(header.tensors[part] for part in _parts(name))
+        joined = GgufWeight(
+            name=target,
+            tensors=parts,
+            is_interleaved=architecture.is_interleaved,
+            row_order=_row_order(name, architecture, config),
+        )
+        if all(part.tensor_type.name in _DTYPES for part in parts):
+            plain[target] = PlainTensor(joined, shapes[target])
         else:
-            weights[target] = weight
+            weights[target] = joined
     return Source("gguf", weights, plain)
 
 
-def _pairs(name: str) -> Sequence[tuple[str, str]]:
-    """Return the replacements that make a gate's or up's name the gate's, and the up's."""
-    present = "_gate_exps" if "_gate_exps" in name else "_up_exps"
-    return (present, "_gate_exps"), (present, "_up_exps")
+def _target(name: str, names: Mapping[str, str]) -> str:
+    """Return Transformers' name of a tensor, "" if it has none."""
+    # The map has tensors that are no module's, such as fused experts, without ".weight".
+    stem, _, kind = name.rpartition(".")
+    if kind == "bias" and stem in names:
+        return f"{names[stem]}_bias"
+    return names.get(name) or names.get(stem, "")
 
 
-def _plain_values(tensor: Any) -> Tensor:
-    data = np.array(tensor.data)  # a copy: the file is mapped for reading only
-    if tensor.tensor_type.name == "BF16":
-        return torch.from_numpy(data.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(data)
+def _parts(name: str) -> list[str]:
+    """Return the names of the tensors that make one with this: itself, or gate and up."""
+    for present in (_GATE, _UP):
+        if present in name:
+            return [name.replace(present, _GATE), name.replace(present, _UP)]
+    return [name]
 
 
-@dataclass(frozen=True, slots=True)
+def _row_order(name: str, architecture: Architecture, config: Any) -> Tensor | None:
+    """Return which row of a file's matrix each row of Transformers' is; None: they are the same."""
+    if not architecture.has_ordered_heads or not (".attn_q." in name or ".attn_k." in name):
+        return None
+    is_query = ".attn_q." in name
+    heads = config.num_attention_heads if is_query else config.num_key_value_heads
+    # llama.cpp turns pairs of neighbours, Transformers the two halves of a head.
+    rows = torch.arange(heads * config.head_dim).view(heads, config.head_dim // 2, 2)
+    return rows.transpose(1, 2).flatten()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GgufWeight:
     """A weight of one tensor, or of several whose rows follow each other (gate, then up)."""
 
     name: str
     tensors: tuple[Any, ...] = field(repr=False)
+    is_interleaved: bool = False
+    """Rows of several tensors take turns instead, and matrices of plain numbers are turned."""
+    row_order: Tensor | None = field(default=None, repr=False)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -150,21 +190,55 @@ class GgufWeight:
 
     def read(self, expert: int | None = None) -> Codes:
         """Read the matrix, or one expert's, as codes where a format holds them, else as values."""
-        parts = []
-        for tensor in self.tensors:
-            data = tensor.data if expert is None else tensor.data[expert]
-            parts.append(_decoded(np.array(data), tensor.tensor_type, keep=bool(self.formats)))
-        if len(parts) == 1:
-            return parts[0]
-        zeros = None
-        minima = [p.minima for p in parts if p.minima is not None]
+        keep = bool(self.formats)
+        parts = [
+            _decoded(_rows_of(tensor, expert), tensor.tensor_type, keep=keep)
+            for tensor in self.tensors
+        ]
+        minima = [part.minima for part in parts if part.minima is not None]
         return Codes(
             parts[0].kind,
-            torch.cat([part.codes for part in parts]),
-            torch.cat([part.scales for part in parts]),
-            zeros,
-            minima=torch.cat(minima) if minima else None,
+            self.in_order([part.codes for part in parts]),
+            self.in_order([part.scales for part in parts]),
+            minima=self.in_order(minima) if minima else None,
         )
+
+    def in_order(self, parts: list[Tensor], axis: int = 0) -> Tensor:
+        """Join what each tensor has for its rows, along `axis`, in Transformers' order."""
+        if len(parts) > 1:
+            if self.is_interleaved:
+                return torch.stack(parts, dim=axis + 1).flatten(axis, axis + 1)
+            return torch.cat(parts, dim=axis)
+        return parts[0] if self.row_order is None else parts[0][self.row_order]
+
+
+class PlainTensor:
+    """Numbers that are in no blocks, read when Transformers' loader indexes them."""
+
+    def __init__(self, weight: GgufWeight, shape: torch.Size) -> None:
+        """Stand for a weight, to be read in `shape`."""
+        self.weight = weight
+        self.shape = shape
+
+    def __getitem__(self, index: Any) -> Tensor:
+        parts = [_plain_values(tensor) for tensor in self.weight.tensors]
+        axis = 1 if len(parts) > 1 else 0  # after the experts'
+        values = self.weight.in_order(parts, axis)
+        is_turned = values.dim() == 3 and self.weight.is_interleaved
+        values = values.transpose(1, 2) if is_turned else values.reshape(self.shape)
+        chosen: Tensor = values[index]
+        return chosen
+
+
+def _plain_values(tensor: Any) -> Tensor:
+    data = torch.from_numpy(np.array(tensor.data))  # a copy: the file is mapped for reading only
+    dtype = _DTYPES[tensor.tensor_type.name]
+    values = data if data.dtype == dtype else data.view(dtype)
+    return values.view([int(size) for size in reversed(tensor.shape)])
+
+
+def _rows_of(tensor: Any, expert: int | None) -> np.ndarray[Any, Any]:
+    return np.array(tensor.data if expert is None else tensor.data[expert])
 
 
 def _decoded(data: np.ndarray[Any, Any], kind: Any, *, keep: bool) -> Codes:

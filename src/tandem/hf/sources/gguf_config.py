@@ -1,0 +1,181 @@
+"""The Transformers config of a GGUF file: Transformers' own where it makes one, else made here.
+
+A GGUF file has no config.json; its metadata are the config, under llama.cpp's names.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tandem.core.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """What a GGUF file says of itself, and its tensors by name, unread."""
+
+    file: Path
+    architecture: str
+    fields: Mapping[str, Any]
+    tensors: Mapping[str, Any]
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """Return a number or text of the metadata, by its name after the architecture's."""
+        return self.at(f"{self.architecture}.{key}", default)
+
+    def at(self, key: str, default: Any = None) -> Any:
+        """Return a number or text of the metadata by its whole name."""
+        from transformers.modeling_gguf_pytorch_utils import read_field
+
+        if key not in self.fields:
+            return default
+        values = read_field(self, key)
+        return values[0] if len(values) == 1 else values
+
+    def rows(self, tensor_name: str) -> int | None:
+        """Return the outputs of a matrix (or of each expert's); None if there is no such tensor."""
+        tensor = self.tensors.get(tensor_name)
+        return None if tensor is None else int(tensor.shape[1])
+
+    @property
+    def expert_width(self) -> int | None:
+        """The intermediate size of the experts."""
+        first = next((name for name in self.tensors if "ffn_gate_exps.weight" in name), "")
+        return self.rows(first)
+
+
+def by_transformers(header: GgufHeader) -> Any:
+    """Let Transformers make the config; the widths that it leaves at defaults come from tensors."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(header.file.parent, gguf_file=header.file.name)
+    if hasattr(config, "moe_intermediate_size"):
+        config.moe_intermediate_size = header.expert_width
+    else:
+        config.intermediate_size = header.expert_width
+    shared = header.rows("blk.0.ffn_gate_shexp.weight")
+    if shared is not None and hasattr(config, "shared_expert_intermediate_size"):
+        config.shared_expert_intermediate_size = shared
+    return config
+
+
+def mixtral(header: GgufHeader) -> Any:
+    """Make the config of a `llama` file with experts, which llama.cpp calls no architecture."""
+    return _config(
+        header,
+        "mixtral",
+        num_local_experts=header.value("expert_count"),
+        intermediate_size=header.expert_width,
+        head_dim=_head_dim(header),
+    )
+
+
+def olmoe(header: GgufHeader) -> Any:
+    """Make the config of an OLMoE."""
+    return _config(
+        header,
+        "olmoe",
+        num_experts=header.value("expert_count"),
+        intermediate_size=header.expert_width,
+        clip_qkv=header.value("attention.clamp_kqv"),
+    )
+
+
+def gpt_oss(header: GgufHeader) -> Any:
+    """Make the config of a gpt-oss; Transformers' own reading loses the scaling of positions."""
+    return _config(
+        header,
+        "gpt_oss",
+        num_local_experts=header.value("expert_count"),
+        intermediate_size=header.expert_width,
+        head_dim=_head_dim(header),
+        sliding_window=header.value("attention.sliding_window"),
+    )
+
+
+def _config(header: GgufHeader, model_type: str, **own: Any) -> Any:
+    """Return a config with what all architectures name alike, and `own` values."""
+    from transformers import AutoConfig
+
+    values = {
+        "hidden_size": header.value("embedding_length"),
+        "num_hidden_layers": header.value("block_count"),
+        "num_attention_heads": header.value("attention.head_count"),
+        "num_key_value_heads": header.value("attention.head_count_kv"),
+        "rms_norm_eps": header.value("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": header.value("context_length"),
+        "num_experts_per_tok": header.value("expert_used_count"),
+        "vocab_size": header.rows("token_embd.weight"),
+        **own,
+    }
+    lacking = [name for name, value in values.items() if value is None and name != "clip_qkv"]
+    if lacking:
+        raise ModelError(
+            f"{header.file} does not say its {lacking[0]} (architecture {header.architecture!r}); "
+            "the file is damaged or was made by an old converter: download it again"
+        )
+    return AutoConfig.for_model(
+        model_type,
+        **values,
+        rope_parameters=_rope(header),
+        tie_word_embeddings="output.weight" not in header.tensors,
+        bos_token_id=header.at("tokenizer.ggml.bos_token_id"),
+        eos_token_id=header.at("tokenizer.ggml.eos_token_id"),
+        pad_token_id=header.at("tokenizer.ggml.padding_token_id"),
+    )
+
+
+def _head_dim(header: GgufHeader) -> int:
+    length = header.value("attention.key_length") or header.value("rope.dimension_count")
+    if length is None:
+        length = header.value("embedding_length") // header.value("attention.head_count")
+    return int(length)
+
+
+def _rope(header: GgufHeader) -> dict[str, Any]:
+    """Return the rotary embedding's parameters."""
+    parameters = {"rope_type": "default", "rope_theta": float(header.value("rope.freq_base", 1e4))}
+    kind = header.value("rope.scaling.type", "none")
+    if kind == "none":
+        return parameters
+    if kind not in ("yarn", "linear"):
+        raise ModelError(
+            f"{header.file} scales its positions by {kind!r}, which Tandem does not read from "
+            "GGUF; use the model's safetensors instead"
+        )
+    parameters |= {"rope_type": kind, "factor": float(header.value("rope.scaling.factor", 1.0))}
+    if kind == "yarn":
+        parameters |= {
+            "original_max_position_embeddings": header.value(
+                "rope.scaling.original_context_length"
+            ),
+            "beta_fast": float(header.value("rope.scaling.yarn_beta_fast", 32.0)),
+            "beta_slow": float(header.value("rope.scaling.yarn_beta_slow", 1.0)),
+            "truncate": header.architecture != "gpt-oss",  # as its authors have it
+        }
+    return parameters
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """How files of one architecture become a Transformers model."""
+
+    config: Callable[[GgufHeader], Any]
+    names: str = "qwen2moe"
+    """Which of Transformers' processors knows the names of the experts' tensors."""
+    has_ordered_heads: bool = False
+    """Whether llama.cpp reorders the rows of queries and keys."""
+    is_interleaved: bool = False
+    """Whether Transformers keeps gate and up row by row in turn, and experts' matrices turned."""
+
+
+# By `general.architecture`. llama.cpp only renames these, but for the rows that are told above.
+ARCHITECTURES = {
+    "qwen2moe": Architecture(by_transformers),
+    "qwen3moe": Architecture(by_transformers, names="qwen3moe"),
+    "minimax-m2": Architecture(by_transformers, names="minimax-m2"),
+    "llama": Architecture(mixtral, has_ordered_heads=True),
+    "olmoe": Architecture(olmoe),
+    "gpt-oss": Architecture(gpt_oss, is_interleaved=True),
+}

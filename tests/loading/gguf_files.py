@@ -1,0 +1,173 @@
+"""Tiny models as GGUF files, written with the gguf package by llama.cpp's rules."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import ExpertGatingFuncType, GGMLQuantizationType, GGUFWriter, RopeScalingType
+from gguf.quants import dequantize, quantize
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+_NAMES = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm", "self_attn.sinks": "attn_sinks",
+    "mlp.gate": "ffn_gate_inp", "mlp.router": "ffn_gate_inp",
+    "mlp.e_score_correction_bias": "exp_probs_b",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+}  # fmt: skip
+_COMMON = {
+    "vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "num_experts_per_tok": 2, "max_position_embeddings": 256,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+# By GGUF architecture: Transformers' model type and what its config has beside the common values.
+TINY: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3moe": ("qwen3_moe", {
+        "head_dim": 16, "num_experts": 8, "moe_intermediate_size": 96, "intermediate_size": 64,
+        "norm_topk_prob": True,
+    }),
+    "qwen2moe": ("qwen2_moe", {
+        "num_experts": 8, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 128,
+        "intermediate_size": 64,
+    }),
+    "llama": ("mixtral", {"num_local_experts": 4, "intermediate_size": 96, "head_dim": 16}),
+    "olmoe": ("olmoe", {"num_experts": 8, "intermediate_size": 96, "num_key_value_heads": 4}),
+    "gpt-oss": ("gpt_oss", {
+        "num_local_experts": 4, "intermediate_size": 64, "head_dim": 16, "sliding_window": 4,
+    }),
+    "minimax-m2": ("minimax_m2", {
+        "num_local_experts": 8, "intermediate_size": 96, "head_dim": 32, "rotary_dim": 16,
+        "use_routing_bias": True,
+    }),
+}  # fmt: skip
+
+
+def tiny_model(architecture: str = "qwen3moe") -> Any:
+    """Return a tiny model with random weights, whose answers are far from uniform."""
+    torch.manual_seed(0)
+    model_type, values = TINY[architecture]
+    config = AutoConfig.for_model(model_type, **(_COMMON | values))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 or "bias" in name or "sinks" in name:
+                parameter.normal_(std=0.1)
+        for name, buffer in model.named_buffers():
+            if "correction_bias" in name:
+                buffer.normal_(std=0.1)
+    return model
+
+
+def write_gguf(
+    file: Path,
+    model: Any,
+    kind: str,
+    architecture: str = "qwen3moe",
+    also: Callable[[GGUFWriter], None] = lambda _: None,
+) -> None:
+    """Write a model with its matrices in blocks, and give it the values that these stand for."""
+    writer = GGUFWriter(file, architecture)
+    _write_metadata(writer, model.config)
+    also(writer)
+    block = GGMLQuantizationType[kind]
+    with torch.no_grad():
+        for name, tensor in _tensors(model).items():
+            values = np.ascontiguousarray(tensor.numpy(), dtype=np.float32)
+            if values.ndim > 3:  # heads, pairs, both of a pair, inputs
+                values = values.reshape(-1, values.shape[-1])
+            is_vector = values.ndim < 2 or name.endswith(".bias")
+            if is_vector or "ffn_gate_inp" in name or kind == "F32":
+                writer.add_tensor(name, values)
+                continue
+            data = quantize(values, block)
+            writer.add_tensor(name, data, raw_dtype=block)
+            tensor.copy_(torch.from_numpy(dequantize(data, block)).view(tensor.shape))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _write_metadata(writer: GGUFWriter, config: Any) -> None:
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    num_experts = getattr(config, "num_experts", None) or config.num_local_experts
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_expert_feed_forward_length(width)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(getattr(config, "rotary_dim", head_dim))
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_expert_count(num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    if config.model_type == "gpt_oss":
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_rope_scaling_type(RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(config.rope_parameters["factor"])
+        original = config.rope_parameters["original_max_position_embeddings"]
+        writer.add_rope_scaling_orig_ctx_len(original)
+    if config.model_type == "minimax_m2":
+        writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+    if config.model_type == "qwen2_moe":
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+
+
+def _tensors(model: Any) -> dict[str, Tensor]:
+    """Return a model's tensors by their names in GGUF: views, so that they can be set."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        number, _, rest = name.removeprefix("model.layers.").partition(".")
+        layer = f"blk.{number}." if number.isdigit() else ""
+        inner = rest if layer else name
+        if ".experts." in inner:
+            found |= {layer + key: value for key, value in _experts(model, inner, tensor).items()}
+            continue
+        stem, kind = inner, "weight"
+        if inner.endswith((".weight", ".bias")):
+            stem, _, kind = inner.rpartition(".")
+        if stem.endswith("correction_bias"):
+            kind = "bias"
+        short = _NAMES[stem]
+        if model.config.model_type == "gpt_oss" and short == "ffn_norm":
+            short = "post_attention_norm"
+        if model.config.model_type == "mixtral" and short in ("attn_q", "attn_k"):
+            tensor = _paired(tensor, model.config.head_dim)
+        found[f"{layer}{short}.{kind}"] = tensor
+    return found
+
+
+def _experts(model: Any, inner: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Return the tensors of one experts' parameter: gate and up are two."""
+    part = inner.rpartition(".")[2]
+    kind = "bias" if part.endswith("_bias") else "weight"
+    is_turned = model.config.model_type == "gpt_oss"
+    if is_turned and kind == "weight":
+        tensor = tensor.transpose(1, 2)  # (num_experts, outputs, inputs)
+    if part.startswith("down"):
+        return {f"ffn_down_exps.{kind}": tensor}
+    if is_turned:
+        gate, up = tensor[:, 0::2], tensor[:, 1::2]
+    else:
+        gate, up = tensor.chunk(2, dim=1)
+    return {f"ffn_gate_exps.{kind}": gate, f"ffn_up_exps.{kind}": up}
+
+
+def _paired(tensor: Tensor, head_dim: int) -> Tensor:
+    """Return queries' or keys' rows as llama.cpp has them: pairs that turn together follow."""
+    return tensor.view(-1, 2, head_dim // 2, tensor.shape[-1]).transpose(1, 2)
