@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 import tandem
+from tandem.bench.model_shapes import MODEL_SHAPES, ModelShape
+from tandem.bench.random_model import build_random_model
 from tandem.bench.speed_forecast import extrapolate
 from tandem.cli.main import main
 from tandem.cli.paths import cache_dir
@@ -18,6 +20,7 @@ from tandem.hf.checkpoint import open_checkpoint
 from tandem.hf.config import OffloadConfig
 from tandem.hf.dense import packed_layers
 from tandem.hf.sizes import ModelSizes, model_sizes
+from tandem.kernels.dense import CpuThreads
 from tests.hf.tiny import save_tiny_checkpoint
 from tests.loading.checkpoints import FORMATS, write_plain, write_quantised
 
@@ -96,6 +99,8 @@ def test_slots_of_a_device(checkpoint: Path, capsys: pytest.CaptureFixture[str])
     assert report["expert_slots"] == 5
     assert report["gpu_bytes"]["experts"] == 5 * image
     assert set(report["gpu_bytes"]) == {"dense", "kv_cache", "experts", "workspace"}
+    assert report["decode_tokens_per_second"] > 0
+    assert 0 < report["hit_rate"] < 1
 
 
 def test_what_would_make_it_fit(
@@ -151,11 +156,31 @@ print(json.dumps([before + sizes.experts_bytes + sizes.total_dense_bytes, proces
 """
 
 
+def memory_of(checkpoint: Path) -> tuple[int, int]:
+    """Return what a load in a fresh process was forecast to take, and what it took."""
+    words = [sys.executable, "-c", MEASURE, str(checkpoint)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    forecast, taken = json.loads(done.stdout.splitlines()[-1])
+    return forecast, taken
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are entered ahead on Linux only")
+def test_a_packed_shape_takes_what_was_forecast(tmp_path: Path) -> None:
+    shape = MODEL_SHAPES["qwen3-30b-a3b"]
+    cut = {"num_hidden_layers": 4, "num_experts": 32, "vocab_size": 32_000}  # 750 MB of files
+    model = build_random_model(
+        ModelShape(shape.model_type, shape.values | cut),
+        OffloadConfig(expert_dtype="int4"),
+        CpuThreads(num_threads=1),
+        dense_dtype="none",
+    )
+    forecast, taken = memory_of(tandem.save(model, tmp_path / "packed"))
+    assert taken == pytest.approx(forecast, rel=0.05)
+
+
 @pytest.mark.demo
 def test_the_demo_model_takes_what_was_forecast() -> None:
     source = os.environ.get("TANDEM_DEMO_SOURCE")
     demo = ensure_demo_model("demo", cache_dir=cache_dir(), source=Path(source) if source else None)
-    words = [sys.executable, "-c", MEASURE, str(demo)]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
-    forecast, taken = json.loads(done.stdout.splitlines()[-1])
+    forecast, taken = memory_of(demo)
     assert taken == pytest.approx(forecast, rel=0.05)

@@ -25,7 +25,7 @@ from tandem.offload.events import ExpertStatistics, LayerExecuted
 from tandem.offload.packed_layer import PackedLayer
 
 _CEILING_SAMPLES = 5
-_WARM_UP_STEPS = 6  # recorded and compared in these
+WARM_UP_STEPS = 6  # recorded and compared in these
 _PROFILE_RUNS = 10
 _ROUTER_WORK = {"softmax", "_softmax", "topk", "sum", "div", "div_", "gather", "sigmoid", "sort"}
 
@@ -58,6 +58,10 @@ class Measured:
     step_bytes: int
     """What a decode step touched: dense weights, distinct experts, KV cache."""
     milliseconds: dict[str, float]
+    first_prefill_seconds: float
+    """Of a prompt that met nothing prepared, as a user's first one does."""
+    warm_up_seconds: float
+    """Of the first `WARM_UP_STEPS` decode steps together."""
 
 
 def measure_machine(bench: KernelBench) -> Ceiling:
@@ -80,16 +84,20 @@ def measure(model: Any, generator: Generator, work: Workload) -> Measured:
     """Prefill and decode random tokens once warm; greedy."""
     prompts = _random_prompts(model, work)
     rows = generator.rows(prompts, work.new_tokens)
+    start = time.perf_counter()
     if isinstance(rows, CachedRows):
         rows.prefill()  # once for the memory of a prompt's activations
+        first_prefill = time.perf_counter() - start
         rows.continue_with(prompts)
         rows.pretend(work.depth)
     sampler = Sampler(SamplingRule(), work.batch, None)
     start = time.perf_counter()
     tokens = sampler.choose(rows.prefill(), prompts)
     first = time.perf_counter() - start
-    for _ in range(_WARM_UP_STEPS):
+    start = time.perf_counter()
+    for _ in range(WARM_UP_STEPS):
         tokens = sampler.choose(rows.decode(tokens), prompts)
+    warm_up = time.perf_counter() - start
     experts, plans, steps, sampling = ExpertStatistics(), _PlanTime(), [], []
     listeners = model.hf_quantizer.executor.listeners
     listeners += [experts, plans]
@@ -111,6 +119,8 @@ def measure(model: Any, generator: Generator, work: Workload) -> Measured:
         milliseconds=_milliseconds(
             model, tape, step, statistics.median(sampling), plans.seconds / len(steps)
         ),
+        first_prefill_seconds=first_prefill if isinstance(rows, CachedRows) else first,
+        warm_up_seconds=warm_up,
     )
 
 

@@ -6,6 +6,7 @@ Arithmetic on sizes and on measured speeds; loads nothing.
 import dataclasses
 from dataclasses import dataclass
 
+from tandem.bench.gpu_forecast import GpuForecast
 from tandem.bench.speed_forecast import SpeedForecast
 from tandem.core.units import format_bytes
 from tandem.hf.sizes import ModelSizes
@@ -30,9 +31,10 @@ class Plan:
     device: str
     gpu_bytes: dict[str, int]
     expert_slots: int
-    speed: SpeedForecast | str
+    speed: SpeedForecast | GpuForecast | str
+    """Measured on this CPU, simulated with a GPU, or why it is not told."""
     can_be_packed: bool
-    """Whether `tandem pack` reads it: it is not packed yet, and no GGUF file."""
+    """Whether it is not packed yet."""
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -42,20 +44,25 @@ class Plan:
     @property
     def workspace_bytes(self) -> int:
         """Bytes that a prompt's activations take at most."""
-        config = self.sizes.config
-        top_k = int(getattr(config, "num_experts_per_tok", 1) or 1)
-        rows = min(_PROMPT_CHUNK_TOKENS, self.context_tokens) * (top_k + 2)
-        return rows * int(config.hidden_size) * 4
+        return workspace_bytes(self.sizes, self.context_tokens)
 
     @property
     def load_bytes(self) -> int:
         """Host memory once the model is loaded, before a prompt."""
-        return self.process_bytes + self.sizes.experts_bytes + self.sizes.total_dense_bytes
+        here = self.process_bytes + self.sizes.experts_bytes
+        return here + (0 if self.is_dense_on_gpu else self.sizes.total_dense_bytes)
 
     @property
     def host_bytes(self) -> int:
         """Host memory with a full context."""
+        if self.is_dense_on_gpu:
+            return self.load_bytes + self.workspace_bytes
         return self.load_bytes + self.kv_cache_bytes + self.workspace_bytes
+
+    @property
+    def is_dense_on_gpu(self) -> bool:
+        """Whether attention, KV cache and the rest are on the device; the emulated one has none."""
+        return self.device == "cuda"
 
     @property
     def needed_bytes(self) -> int:
@@ -68,21 +75,31 @@ class Plan:
         return self.needed_bytes <= self.available_bytes
 
 
+def workspace_bytes(sizes: ModelSizes, context_tokens: int) -> int:
+    """Return the bytes that a prompt's activations take at most."""
+    rows = min(_PROMPT_CHUNK_TOKENS, context_tokens) * (sizes.top_k + 2)
+    return rows * int(sizes.config.hidden_size) * 4
+
+
 def plan_slots(
-    sizes: ModelSizes, *, device: str, gpu_memory: str, memory: DeviceMemory, kv_cache_bytes: int
+    sizes: ModelSizes, *, device: str, gpu_memory: str, memory: DeviceMemory, context_tokens: int
 ) -> tuple[int, dict[str, int]]:
     """Return how many slots the device has and what its memory goes to; raises `CapacityError`."""
     parts = {"dense": 0, "kv_cache": 0, "experts": 0, "workspace": 0}
     if device == "cpu":
         return 0, parts
     if device == "cuda":  # the emulated device keeps nothing but experts
-        parts |= {"dense": sizes.total_dense_bytes, "kv_cache": kv_cache_bytes}
+        parts |= {
+            "dense": sizes.total_dense_bytes,
+            "kv_cache": context_tokens * sizes.kv_bytes_per_token,
+            "workspace": workspace_bytes(sizes, context_tokens),
+        }
     slots = count_slots(
         parse_gpu_memory(gpu_memory),
         memory,
         slot_bytes=sizes.expert_image_bytes,
         num_experts=sizes.num_experts,
-        reserved_bytes=parts["dense"] + parts["kv_cache"],
+        reserved_bytes=sum(parts.values()),
     )
     return slots, parts | {"experts": slots * sizes.expert_image_bytes}
 
@@ -99,11 +116,13 @@ def advice(plan: Plan, others: dict[str, ModelSizes]) -> list[str]:
     here = plan.sizes.experts_bytes
     for name, sizes in others.items():
         ratio = sizes.experts_bytes / here
-        if plan.fits and ratio < 0.7 and not isinstance(plan.speed, str):
-            decode = _decode_with(plan, sizes)
+        if plan.fits and ratio < 0.7:
+            faster = ""
+            if isinstance(plan.speed, SpeedForecast):
+                faster = f", up to {_decode_with(plan.speed, plan.sizes, sizes):.1f} tok/s"
             lines.append(
                 f"with {name} experts: {format_bytes(sizes.experts_bytes)} instead of "
-                f"{format_bytes(here)}, up to {decode:.1f} tok/s (answers change a little)"
+                f"{format_bytes(here)}{faster} (answers change a little)"
             )
     if plan.device != "cpu" and plan.expert_slots < plan.sizes.num_experts:
         share = plan.expert_slots / plan.sizes.num_experts
@@ -132,14 +151,13 @@ def _to_fit(plan: Plan, others: dict[str, ModelSizes]) -> list[str]:
     return lines
 
 
-def _decode_with(plan: Plan, sizes: ModelSizes) -> float:
+def _decode_with(speed: SpeedForecast, before: ModelSizes, after: ModelSizes) -> float:
     """Return the decode speed if experts' bytes were what a step costs beside the dense parts."""
-    assert not isinstance(plan.speed, str)
-    top_k = int(getattr(plan.sizes.config, "num_experts_per_tok", 1) or 1)
-    active = top_k * plan.sizes.num_moe_layers
-    now = active * plan.sizes.expert_image_bytes + plan.sizes.total_dense_bytes
-    then = active * sizes.expert_image_bytes + sizes.total_dense_bytes
-    return plan.speed.decode_tokens_per_second * now / then
+    now, then = (
+        sizes.top_k * sizes.num_moe_layers * sizes.expert_image_bytes + sizes.total_dense_bytes
+        for sizes in (before, after)
+    )
+    return speed.decode_tokens_per_second * now / then
 
 
 def as_json(plan: Plan, lines: list[str]) -> dict[str, object]:
@@ -164,6 +182,18 @@ def as_json(plan: Plan, lines: list[str]) -> dict[str, object]:
         "time_to_first_token_seconds": known and known.prefill_seconds,
         "prefill_tokens_per_second": known and known.prefill_tokens_per_second,
         "decode_tokens_per_second": known and known.decode_tokens_per_second,
-        "speed_unknown": speed if isinstance(speed, str) else None,
+        **_more_of_speed(speed),
         "advice": lines,
+    }
+
+
+def _more_of_speed(speed: SpeedForecast | GpuForecast | str) -> dict[str, object]:
+    """Return what one kind of forecast has beside the others."""
+    if isinstance(speed, str):
+        return {"speed_unknown": speed}
+    if isinstance(speed, GpuForecast):
+        return {"profile": speed.profile, "hit_rate": speed.hit_rate}
+    return {
+        "first_time_to_first_token_seconds": speed.first_prefill_seconds,
+        "first_tokens_per_second": speed.first_tokens_per_second,
     }

@@ -9,9 +9,9 @@ import dataclasses
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from tandem.bench.generation import Workload, measure
+from tandem.bench.generation import WARM_UP_STEPS, Workload, measure
 from tandem.bench.model_shapes import ModelShape
 from tandem.bench.random_model import build_random_model
 from tandem.generate.generator import Generator
@@ -22,9 +22,10 @@ from tandem.kernels.dense import CpuThreads
 from tandem.offload.host_memory import available_bytes
 
 # Raise it when what is measured changes: older forecasts are then made anew.
-MEASUREMENT = 1
+MEASUREMENT = 2
 PROMPT_TOKENS = 256
 DECODE_STEPS = 24
+FIRST_TOKENS = WARM_UP_STEPS
 _FEW_LAYERS, _MORE_LAYERS = 2, 6
 _WHOLE_BYTES = 2 << 30  # models up to this are built whole
 _SHARE_OF_MEMORY = 0.5  # of what is free, for the layers that are built
@@ -32,17 +33,28 @@ _SHARE_OF_MEMORY = 0.5  # of what is free, for the layers that are built
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SpeedForecast:
-    """Seconds of a prompt and of a decode step, and how many layers they were measured on."""
+    """Seconds of a prompt and of a decode step, and how many layers they were measured on.
+
+    "First" is what a user sees right after loading: nothing is prepared, and steps are recorded.
+    """
 
     prompt_tokens: int
     prefill_seconds: float
     decode_seconds: float
     measured_layers: int
+    first_prefill_seconds: float
+    first_tokens_seconds: float
+    """Of the first `FIRST_TOKENS` decode steps together."""
 
     @property
     def prefill_tokens_per_second(self) -> float:
         """Tokens of the prompt per second."""
         return self.prompt_tokens / self.prefill_seconds
+
+    @property
+    def first_tokens_per_second(self) -> float:
+        """Tokens written per second, over the first `FIRST_TOKENS`."""
+        return FIRST_TOKENS / self.first_tokens_seconds
 
     @property
     def decode_tokens_per_second(self) -> float:
@@ -89,39 +101,70 @@ def _why_not(sizes: ModelSizes) -> str:
     return ""
 
 
+class _Times(NamedTuple):
+    """What is measured of one model; names as in `SpeedForecast`."""
+
+    prefill_seconds: float
+    decode_seconds: float
+    first_prefill_seconds: float
+    first_tokens_seconds: float
+
+
 def _measure(sizes: ModelSizes, offload: OffloadConfig) -> SpeedForecast:
+    counts = _layers_to_time(sizes)
+    times = [_time(sizes, offload, count) for count in counts]
+    seconds = {
+        name: extrapolate(
+            (counts[0], getattr(times[0], name)),
+            (counts[-1], getattr(times[-1], name)),
+            sizes.num_layers,
+        )
+        for name in _Times._fields
+    }
+    return SpeedForecast(prompt_tokens=PROMPT_TOKENS, measured_layers=counts[-1], **seconds)
+
+
+def _layers_to_time(sizes: ModelSizes) -> list[int]:
+    """Return of how many layers the models are that are timed; small ones are whole."""
+    if sizes.experts_bytes <= _WHOLE_BYTES:
+        return [sizes.num_layers]
     dense_layers = sizes.num_layers - sizes.num_moe_layers
-    counts = [sizes.num_layers]
-    if sizes.experts_bytes > _WHOLE_BYTES:
-        layer_bytes = sizes.experts_bytes / sizes.num_moe_layers
-        room = int(_SHARE_OF_MEMORY * available_bytes() / layer_bytes)
-        more = min(_MORE_LAYERS, room, sizes.num_moe_layers)
-        counts = [dense_layers + min(_FEW_LAYERS, more - 1), dense_layers + more]
-    times = [(count, *_time(sizes, offload, count)) for count in counts]
-    few, more_times = times[0], times[-1]
-    return SpeedForecast(
-        PROMPT_TOKENS,
-        extrapolate((few[0], few[1]), (more_times[0], more_times[1]), sizes.num_layers),
-        extrapolate((few[0], few[2]), (more_times[0], more_times[2]), sizes.num_layers),
-        counts[-1],
-    )
+    layer_bytes = sizes.experts_bytes / sizes.num_moe_layers
+    room = int(_SHARE_OF_MEMORY * available_bytes() / layer_bytes)
+    more = min(_MORE_LAYERS, room, sizes.num_moe_layers)
+    return [dense_layers + min(_FEW_LAYERS, more - 1), dense_layers + more]
 
 
-def _time(sizes: ModelSizes, offload: OffloadConfig, num_layers: int) -> tuple[float, float]:
-    """Return the seconds of a prompt and of a decode step with so many layers."""
+def _time(sizes: ModelSizes, offload: OffloadConfig, num_layers: int) -> _Times:
+    """Return what a prompt and decode steps take with so many layers."""
     options = OffloadConfig(
         expert_dtype=sizes.expert_formats[0], threads=offload.threads, isa=offload.isa
     )
-    threads = CpuThreads(
-        num_threads=offload.threads or detect_cpu().physical_cores, isa=offload.isa or ""
+    shape = cut_shape(sizes, num_layers)
+    model = build_random_model(
+        shape, options, cpu_threads(offload), dense_dtype=offload.dense_dtype
     )
-    shape = ModelShape(str(sizes.config.model_type), _cut(sizes.config.to_dict(), num_layers))
-    model = build_random_model(shape, options, threads, dense_dtype=offload.dense_dtype)
     generator = Generator(model)
     work = Workload(prompt_tokens=PROMPT_TOKENS, new_tokens=DECODE_STEPS)
     measured = measure(model, generator, work)
     model.hf_quantizer.executor.close()
-    return measured.time_to_first_token_seconds, 1 / measured.speed.decode_tokens_per_second
+    return _Times(
+        measured.time_to_first_token_seconds,
+        1 / measured.speed.decode_tokens_per_second,
+        measured.first_prefill_seconds,
+        measured.warm_up_seconds,
+    )
+
+
+def cpu_threads(offload: OffloadConfig) -> CpuThreads:
+    """Return the threads that the options ask for."""
+    num_threads = offload.threads or detect_cpu().physical_cores
+    return CpuThreads(num_threads=num_threads, isa=offload.isa or "")
+
+
+def cut_shape(sizes: ModelSizes, num_layers: int) -> ModelShape:
+    """Return a model's shape with its first layers only."""
+    return ModelShape(str(sizes.config.model_type), _cut(sizes.config.to_dict(), num_layers))
 
 
 def _cut(values: dict[str, Any], num_layers: int) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import argparse
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,10 @@ from tandem.core.units import format_bytes
 from tandem.offload.options import OffloadOptions
 
 if TYPE_CHECKING:
+    from tandem.bench.gpu_forecast import GpuForecast
     from tandem.bench.model_plan import Plan
+    from tandem.bench.speed_forecast import SpeedForecast
+    from tandem.hf.config import OffloadConfig
     from tandem.hf.sizes import ModelSizes
 
 # What advice is given about, largest first.
@@ -67,49 +70,32 @@ def run(flags: argparse.Namespace) -> int:
 def _plan(
     source: ModelChoice, options: PlanOptions, offload: OffloadOptions
 ) -> "tuple[Plan, dict[str, ModelSizes]]":
+    from tandem.bench.gpu_forecast import device_memory
     from tandem.bench.model_plan import Plan, plan_slots
-    from tandem.bench.speed_forecast import forecast_speed
     from tandem.generate.generator import Generator  # noqa: F401  its modules are part of a run
-    from tandem.hf.checkpoint import open_checkpoint
+    from tandem.hf.checkpoint import open_model
     from tandem.hf.config import OffloadConfig
-    from tandem.hf.sizes import gguf_sizes, model_sizes
-    from tandem.offload.device import DeviceMemory
+    from tandem.hf.sizes import model_sizes
     from tandem.offload.host_memory import available_bytes, process_bytes
 
-    path = Path(source.model)
-    checkpoint = None
-    if path.is_dir():  # else it is a GGUF file
-        checkpoint = open_checkpoint(path, may_run_code=source.trust_remote_code)
+    checkpoint = open_model(Path(source.model), may_run_code=source.trust_remote_code)
+    dense_dtype = "none" if offload.device == "cuda" else options.dense_dtype  # packed for CPUs
 
     def config(expert_dtype: str) -> OffloadConfig:
-        return OffloadConfig(
-            expert_dtype=expert_dtype, dense_dtype=options.dense_dtype, threads=offload.threads,
-            isa=os.environ.get("TANDEM_ISA"),
-        )  # fmt: skip
+        values = asdict(offload) | {"expert_dtype": expert_dtype, "dense_dtype": dense_dtype}
+        return OffloadConfig(**values, isa=os.environ.get("TANDEM_ISA"), cache_dir=str(cache_dir()))
 
     def sizes_as(expert_dtype: str) -> "ModelSizes":
-        if checkpoint is None:
-            return gguf_sizes(path, config(expert_dtype))
         return model_sizes(checkpoint, config(expert_dtype))
 
-    is_packed = checkpoint is not None and checkpoint.is_packed
     process, available = process_bytes(), available_bytes()
     sizes = sizes_as(offload.expert_dtype)
-    others = {} if is_packed else {name: sizes_as(name) for name in _OTHER_FORMATS}
-    memory = DeviceMemory(available, available)
+    others = {} if checkpoint.is_packed else {name: sizes_as(name) for name in _OTHER_FORMATS}
+    chosen = config(offload.expert_dtype)
     slots, gpu_bytes = plan_slots(
-        sizes, device=offload.device, gpu_memory=offload.gpu_memory, memory=memory,
-        kv_cache_bytes=options.context * sizes.kv_bytes_per_token,
+        sizes, device=offload.device, gpu_memory=offload.gpu_memory, memory=device_memory(chosen),
+        context_tokens=options.context,
     )  # fmt: skip
-    speed = "it was not asked for"
-    forecast = None
-    if options.measure:
-        if offload.device == "cpu":
-            forecast = forecast_speed(
-                sizes, config(offload.expert_dtype), cache_dir=cache_dir(), refresh=options.refresh
-            )
-        else:
-            speed = "it is forecast for device cpu only"
     plan = Plan(
         sizes=sizes,
         context_tokens=options.context,
@@ -118,10 +104,25 @@ def _plan(
         device=offload.device,
         gpu_bytes=gpu_bytes,
         expert_slots=slots,
-        speed=forecast or speed,
-        can_be_packed=checkpoint is not None and not is_packed,
+        speed=_speed(sizes, chosen, slots, options),
+        can_be_packed=not checkpoint.is_packed,
     )
     return plan, others
+
+
+def _speed(
+    sizes: "ModelSizes", offload: "OffloadConfig", num_slots: int, options: PlanOptions
+) -> "SpeedForecast | GpuForecast | str":
+    """Return the forecast that was asked for, or why there is none."""
+    from tandem.bench.gpu_forecast import forecast_on_gpu, machine_for
+    from tandem.bench.speed_forecast import forecast_speed
+
+    if not options.measure:
+        return "it was not asked for"
+    if offload.device == "cpu":
+        return forecast_speed(sizes, offload, cache_dir=cache_dir(), refresh=options.refresh)
+    machine = machine_for(sizes, offload)
+    return forecast_on_gpu(sizes, machine, offload.planner_settings(), num_slots)
 
 
 def _table(plan: "Plan") -> str:
@@ -152,17 +153,33 @@ def _table(plan: "Plan") -> str:
             f"{format_bytes(plan.gpu_bytes['experts'])}, dense parts "
             f"{format_bytes(plan.gpu_bytes['dense'])}"
         )
-    if isinstance(plan.speed, str):
-        lines.append(f"speed: {plan.speed}")
-    else:
-        speed = plan.speed
-        how = (
-            "whole" if speed.measured_layers >= sizes.num_layers else f"on {speed.measured_layers}"
-        )
-        lines.append(
-            f"speed: first token of {speed.prompt_tokens} after {speed.prefill_seconds:.2f} s "
-            f"({speed.prefill_tokens_per_second:.0f} tok/s), then "
-            f"{speed.decode_tokens_per_second:.1f} tok/s (measured {how} of {sizes.num_layers} "
-            "layers with random weights)"
-        )
+    lines += _speed_lines(plan)
     return "\n".join(lines)
+
+
+def _speed_lines(plan: "Plan") -> list[str]:
+    from tandem.bench.gpu_forecast import GpuForecast
+    from tandem.bench.speed_forecast import FIRST_TOKENS
+
+    speed = plan.speed
+    if isinstance(speed, str):
+        return [f"speed: {speed}"]
+    line = (
+        f"speed: first token of {speed.prompt_tokens} after {speed.prefill_seconds:.2f} s "
+        f"({speed.prefill_tokens_per_second:.0f} tok/s), then "
+        f"{speed.decode_tokens_per_second:.1f} tok/s"
+    )
+    if isinstance(speed, GpuForecast):
+        return [
+            f"{line}, {speed.hit_rate:.0%} of the experts found on the device (simulated with the "
+            f"times of {speed.costs_of} on {speed.profile} and typical routing; these forecasts "
+            "have not been compared with a GPU)"
+        ]
+    layers = plan.sizes.num_layers
+    how = "whole" if speed.measured_layers >= layers else f"on {speed.measured_layers}"
+    return [
+        f"{line} (measured {how} of {layers} layers with random weights)",
+        f"right after loading: first token of {speed.prompt_tokens} after "
+        f"{speed.first_prefill_seconds:.2f} s, then {FIRST_TOKENS} tokens at "
+        f"{speed.first_tokens_per_second:.1f} tok/s while their steps are recorded",
+    ]
