@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import tandem
-from tandem.core.errors import ModelError, UnsupportedModelError
+from tandem.core.errors import ConfigError, ModelError, UnsupportedModelError
 from tandem.offload.packed_layer import PackedLayer
 from tests.architectures import result_of, tiny_inputs
 from tests.loading.checkpoints import (
@@ -109,6 +109,18 @@ def test_codes_without_a_format_name_an_expert_dtype(
     expected = logits(AutoModelForCausalLM.from_pretrained(decoded, dtype=torch.float32))
     found = logits(tandem.load(quantised, expert_dtype="int8-g32", dtype="fp32"))
     assert relative_error(found, expected) < 0.03
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "fp8", "packed-int4"])
+def test_from_pretrained_names_tandem_load(
+    name: str, plain: dict[str, Path], tmp_path: Path
+) -> None:
+    fmt = FORMATS[name]
+    quantised = write_quantised(tmp_path / "q", plain[fmt.architecture], fmt)
+    with pytest.raises(ConfigError, match=r"is quantized already \(.*\).* tandem\.load"):
+        AutoModelForCausalLM.from_pretrained(
+            quantised, quantization_config=tandem.OffloadConfig(expert_dtype="int4")
+        )
 
 
 def test_nan_among_the_scales(plain: dict[str, Path], tmp_path: Path) -> None:

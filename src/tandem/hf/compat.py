@@ -12,6 +12,8 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from tandem.core.errors import ConfigError
+
 
 class QuantizerHooks:
     """Quantizer methods whose name or signature changed; subclasses see one form of each."""
@@ -38,6 +40,35 @@ class QuantizerHooks:
     ) -> list[Any]:
         """5.17 passes no model."""
         return self.rewrite_conversions(list(weight_conversions))
+
+
+class ConfigKind(type):
+    """The class of a config class; tells what to do with a checkpoint that others have quantised.
+
+    `from_pretrained` refuses a second quantisation config in words of its own, and asks ours for
+    one thing only before: whether its class has the name of the checkpoint's config class.
+    """
+
+    @property
+    def __name__(cls) -> str:
+        return _ComparedName(cls.__qualname__)
+
+
+class _ComparedName(str):
+    """A name that is an error where it is compared with that of another method's config."""
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+
+    def __ne__(self, other: object) -> bool:
+        if isinstance(other, str) and other.endswith("Config") and str(self) != other:
+            method = other.removesuffix("Config")
+            raise ConfigError(
+                f"the checkpoint is quantized already ({method}), and from_pretrained takes no "
+                "second quantization_config; load it with tandem.load(model, ...), which reads its "
+                "codes as they are"
+            )
+        return str.__ne__(self, other)
 
 
 def is_expert_merge(converter: Any) -> bool:

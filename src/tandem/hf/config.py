@@ -11,6 +11,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from tandem.core.config import from_mapping
 from tandem.core.errors import ConfigError
 from tandem.core.registry import nearest_names
+from tandem.hf.compat import ConfigKind
 from tandem.hf.sources.source import Source
 from tandem.kernels.formats.weight_format import ALIASES, FORMATS, WeightFormat, find_format
 from tandem.offload.options import OffloadOptions
@@ -85,7 +86,9 @@ def parse_dtype(name: str | torch.dtype, *, field: str) -> torch.dtype | None:
 
 
 @dataclass(kw_only=True, repr=False)
-class OffloadConfig(OffloadOptions, QuantizationConfigMixin):  # type: ignore[misc]
+class OffloadConfig(  # type: ignore[misc]
+    OffloadOptions, QuantizationConfigMixin, metaclass=ConfigKind
+):
     """Options of a model whose experts Tandem keeps in host memory.
 
     Pass it as `quantization_config` to `from_pretrained`, or its fields to `tandem.load`.
@@ -103,6 +106,8 @@ class OffloadConfig(OffloadOptions, QuantizationConfigMixin):  # type: ignore[mi
     """Version of the packed files; only set in checkpoints that `tandem.save` wrote."""
     expert_formats: list[str] | None = None
     """The format of each MoE layer; only in packed checkpoints whose layers differ."""
+    dense_formats: dict[str, str] | None = None
+    """Linear layers in another format than `dense_dtype`; only in packed checkpoints."""
     source: Source | None = dataclasses.field(default=None, init=False, repr=False, compare=False)
     """The quantised checkpoint that `tandem.load` reads; never written."""
     sink: Any = dataclasses.field(default=None, init=False, repr=False, compare=False)
