@@ -21,7 +21,8 @@ import torch
 from tandem.kernels.cpu import detect_cpu
 from tandem.kernels.formats.expert import ExpertLayout
 from tandem.kernels.formats.weight_format import find_format
-from tandem.kernels.native import ActivationKind, NativeActivation, NativeExperts, allocate_buffers
+from tandem.kernels.memory import allocate_buffers
+from tandem.kernels.native import ActivationKind, NativeActivation, NativeExperts
 
 LAYERS = 48
 ROUNDS = 15

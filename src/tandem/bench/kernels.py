@@ -20,11 +20,11 @@ from tandem.core.errors import ConfigError
 from tandem.core.registry import nearest_names
 from tandem.kernels.formats.expert import ExpertLayout
 from tandem.kernels.formats.weight_format import find_format
+from tandem.kernels.memory import allocate_buffers
 from tandem.kernels.native import (
     ActivationKind,
     NativeActivation,
     NativeExperts,
-    allocate_buffers,
 )
 
 # (hidden size, intermediate size) of one expert.

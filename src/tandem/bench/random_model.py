@@ -20,7 +20,7 @@ from tandem.kernels.dense import CpuThreads, DenseWeight
 from tandem.kernels.formats.expert import ExpertLayout
 from tandem.kernels.formats.packed import PackedMatrix
 from tandem.kernels.formats.weight_format import WeightFormat
-from tandem.kernels.native import allocate_buffers
+from tandem.kernels.memory import allocate_buffers
 from tandem.offload.packed_layer import STORED_NAME, PackedLayer
 
 # Experts that are drawn; the others of a layer are copies, at addresses of their own.

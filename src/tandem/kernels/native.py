@@ -58,13 +58,6 @@ class NativeActivation:
         return self.kind is not ActivationKind.RELU2
 
 
-def allocate_buffers(num_experts: int, num_bytes: int) -> Tensor:
-    """Return zeroed buffers (num_experts, num_bytes) uint8, on huge pages where there are any."""
-    buffers = torch.empty((num_experts, num_bytes), dtype=torch.uint8)
-    _native.advise_huge_pages(buffers.data_ptr(), buffers.nbytes)
-    return buffers.zero_()
-
-
 class NativeExperts:
     """The kernels with their threads. Callers from several threads wait for each other."""
 

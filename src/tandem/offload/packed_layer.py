@@ -16,7 +16,7 @@ from tandem.kernels.formats.coded_expert import order_inner_rows, pack_coded_dow
 from tandem.kernels.formats.expert import ExpertLayout, unpack_expert
 from tandem.kernels.formats.parts import pack_down, pack_down_bias, pack_up, pack_up_bias
 from tandem.kernels.formats.weight_format import WeightFormat
-from tandem.kernels.native import allocate_buffers
+from tandem.kernels.memory import allocate_buffers
 from tandem.kernels.reference import ExpertWeights
 from tandem.offload.arrivals import Arrivals
 from tandem.offload.image import Piece

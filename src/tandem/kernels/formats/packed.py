@@ -12,6 +12,7 @@ from tandem.kernels.formats.codes import ZERO_CODES, decode
 from tandem.kernels.formats.quantize import quantize
 from tandem.kernels.formats.source_codes import coded_matrix
 from tandem.kernels.formats.weight_format import ROWS_PER_BLOCK, WeightFormat
+from tandem.kernels.memory import allocate
 
 # Weights that a thread quantises at once: few enough to stay in its core's cache, enough to hide
 # the cost of calling torch.
@@ -35,12 +36,11 @@ class PackedMatrix:
     @classmethod
     def empty(cls, rows: int, cols: int, fmt: WeightFormat) -> "PackedMatrix":
         """Allocate the memory of a (rows, cols) matrix."""
-        data = torch.empty(fmt.data_bytes(rows, cols), dtype=torch.uint8)
+        data = allocate(fmt.data_bytes(rows, cols))
         if fmt.group_size is None:
             return cls(fmt, rows, cols, data, None)
         dtype = SCALE_DTYPES[fmt.kind]
-        scales = torch.empty(fmt.scale_bytes(rows, cols) // dtype.itemsize, dtype=dtype)
-        return cls(fmt, rows, cols, data, scales)
+        return cls(fmt, rows, cols, data, allocate(fmt.scale_bytes(rows, cols)).view(dtype))
 
     @property
     def blocks(self) -> MatrixBlocks:

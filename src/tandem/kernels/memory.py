@@ -1,0 +1,43 @@
+"""Memory for packed weights, on huge pages where the system has them.
+
+Reading weights at the speed of memory through pages of 4 KiB costs a walk through the page table
+every 4 KiB. Matrices of a few megabytes share chunks, because a huge page has two.
+"""
+
+import threading
+
+import torch
+from torch import Tensor
+
+from tandem.kernels import _native
+
+_CHUNK_BYTES = 64 << 20
+_ALIGNMENT = 64  # a line of the cache
+
+_lock = threading.Lock()
+_rest = torch.empty(0, dtype=torch.uint8)  # of the newest chunk
+
+
+def allocate(num_bytes: int) -> Tensor:
+    """Return (num_bytes,) uint8, not initialised. A chunk goes when all that is in it has gone."""
+    global _rest
+    rounded = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+    if rounded > _CHUNK_BYTES // 2:
+        return _new_chunk(rounded)[:num_bytes]
+    with _lock:
+        if rounded > len(_rest):
+            _rest = _new_chunk(_CHUNK_BYTES)
+        memory, _rest = _rest[:num_bytes], _rest[rounded:]
+    return memory
+
+
+def allocate_buffers(num_experts: int, num_bytes: int) -> Tensor:
+    """Return zeroed buffers (num_experts, num_bytes) uint8."""
+    return _new_chunk(num_experts * num_bytes).view(num_experts, num_bytes).zero_()
+
+
+def _new_chunk(num_bytes: int) -> Tensor:
+    with torch.inference_mode(False):
+        chunk = torch.empty(num_bytes, dtype=torch.uint8)
+    _native.advise_huge_pages(chunk.data_ptr(), num_bytes)
+    return chunk
