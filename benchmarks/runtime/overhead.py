@@ -7,7 +7,6 @@ all-CPU layer of Qwen3-30B-A3B's shape take through `CpuExecutor`, against the k
 """
 
 import argparse
-import itertools
 import json
 import sys
 import time
@@ -29,6 +28,7 @@ from tandem.offload.expert_cache import ExpertCache, Machine
 from tandem.offload.expert_kernels import ExpertKernels, WeightSource
 from tandem.offload.host_store import HostStore
 from tandem.offload.hybrid_executor import HybridExecutor
+from tandem.offload.packed_layer import PackedLayer
 from tandem.offload.slots import Claim, SlotUse
 from tandem.policy.plan import Geometry
 from tandem.sim.profiles import load_profile, shape_for
@@ -201,49 +201,61 @@ def on_the_emulated_device(steps: int, share: float) -> dict[str, float]:
 
 
 def through_executor(name: str, threads: int, repetitions: int) -> dict[str, float]:
-    """Return microseconds of a Qwen3-30B-A3B layer at batch 1: kernels alone, and the executor."""
+    """Return microseconds of a Qwen3-30B-A3B layer at batch 1: kernels alone, and the executor.
+
+    Both read every expert of the store, half a round apart, so that neither finds the other's in
+    the cache. They change turns in the order A B B A: each follows itself as often as the other,
+    whose threads may still be awake.
+    """
     geometry = Geometry(6, QWEN_EXPERTS, QWEN_TOP_K)
     store = make_store(geometry, QWEN_HIDDEN, QWEN_INTERMEDIATE, name)
     executor = CpuExecutor(store, num_threads=threads)
-    native = executor._kernels.native  # the very threads that the executor uses
-    hidden = torch.randn(1, QWEN_HIDDEN)
-    weights = torch.full((1, QWEN_TOP_K), 0.125)
+    calls = (_kernel_calls(store, executor), _executor_calls(store, executor))
+    seconds: tuple[list[float], list[float]] = ([], [])
+    num_places = geometry.num_layers * QWEN_EXPERTS // QWEN_TOP_K
+    for turn in range(2 * repetitions):
+        for side in (0, 1) if turn % 2 else (1, 0):
+            place = (turn + side * num_places // 2) % num_places
+            layer, first = divmod(place * QWEN_TOP_K, QWEN_EXPERTS)
+            call = calls[side](layer, torch.arange(first, first + QWEN_TOP_K))
+            begin = time.perf_counter()
+            call()
+            seconds[side].append(time.perf_counter() - begin)
+    kernels, through = (median(times) * 1e6 for times in seconds)
+    return {"kernels": kernels, "executor": through, "overhead": through / kernels - 1.0}
+
+
+PrepareCall = Callable[[int, torch.Tensor], Callable[[], object]]
+
+
+def _kernel_calls(store: HostStore, executor: CpuExecutor) -> PrepareCall:
+    """Return what prepares a call of the kernels, on the very threads that the executor uses."""
+    native, activation = executor._kernels.native, FUNCTIONS.native
+    assert activation is not None
+    hidden, out = torch.randn(1, QWEN_HIDDEN), torch.empty(QWEN_TOP_K, QWEN_HIDDEN)
     begin = torch.arange(QWEN_TOP_K + 1, dtype=torch.int32)
     token = torch.zeros(QWEN_TOP_K, dtype=torch.int32)
-    out = torch.empty(QWEN_TOP_K, QWEN_HIDDEN)
-    turns = itertools.cycle(range(geometry.num_layers * QWEN_EXPERTS // QWEN_TOP_K))
 
-    def place() -> tuple[int, torch.Tensor]:
-        layer, first = divmod(next(turns) * QWEN_TOP_K, QWEN_EXPERTS)
-        return layer, torch.arange(first, first + QWEN_TOP_K)
-
-    def kernels() -> Callable[[], object]:
-        layer, experts = place()
+    def prepare(layer: int, experts: torch.Tensor) -> Callable[[], object]:
         host = store[layer]
-        address = host.buffers.data_ptr()  # type: ignore[attr-defined]
-        addresses = experts * host.image_bytes + address
-        layout = host.layout  # type: ignore[attr-defined]
-        activation = FUNCTIONS.native
-        assert activation is not None
-        return lambda: native.compute_at(layout, addresses, activation, hidden, begin, token, out)
+        assert isinstance(host, PackedLayer)
+        addresses = experts * host.image_bytes + host.buffers.data_ptr()
+        return lambda: native.compute_at(
+            host.layout, addresses, activation, hidden, begin, token, out
+        )
 
-    def whole() -> Callable[[], object]:
-        layer, experts = place()
-        return lambda: executor.execute(layer, hidden, experts[None], weights, FUNCTIONS)
+    return prepare
 
-    times: dict[str, list[float]] = {"kernels": [], "executor": []}
-    for _ in range(repetitions):
-        for key, prepare in (("kernels", kernels), ("executor", whole)):
-            call = prepare()
-            start = time.perf_counter()
-            call()
-            times[key].append(time.perf_counter() - start)
-    kernel, through = median(times["kernels"]), median(times["executor"])
-    return {
-        "kernels": kernel * 1e6,
-        "executor": through * 1e6,
-        "overhead": through / kernel - 1.0,
-    }
+
+def _executor_calls(store: HostStore, executor: CpuExecutor) -> PrepareCall:
+    """Return what prepares a call as an experts module makes it."""
+    hidden, weights = torch.randn(1, QWEN_HIDDEN), torch.full((1, QWEN_TOP_K), 0.125)
+
+    def prepare(layer: int, experts: torch.Tensor) -> Callable[[], object]:
+        index = experts[None]
+        return lambda: executor.execute(layer, hidden, index, weights, FUNCTIONS)
+
+    return prepare
 
 
 def main() -> int:
@@ -253,10 +265,11 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--repetitions", type=int, default=400)
     parser.add_argument("--bookkeeping-only", action="store_true")
+    parser.add_argument("--cpu-only", action="store_true", help="all experts on the CPU alone")
     flags = parser.parse_args()
     torch.set_num_threads(1)
     report: dict[str, dict[str, float]] = {}
-    for share in (0.25, 0.5, 1.0):
+    for share in () if flags.cpu_only else (0.25, 0.5, 1.0):
         found = bookkeeping(flags.steps, share)
         report[f"bookkeeping at {share:.0%} resident, microseconds per layer"] = found
         found = on_the_emulated_device(flags.steps, share)

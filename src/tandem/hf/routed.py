@@ -11,14 +11,11 @@ from torch import Tensor
 
 from tandem.hf.program import NativeCall, Report, require_contiguous
 from tandem.kernels import _native
-from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
-from tandem.kernels.native import native_layout
+from tandem.kernels.dense import CpuThreads
 from tandem.offload.batch import ExpertFunctions
-from tandem.offload.events import LayerExecuted
 from tandem.offload.executor import CpuExecutor
-from tandem.offload.packed_layer import PackedLayer
-
-_MAX_TOKENS = 64  # more are a prompt's, where sorting in Python costs nothing
+from tandem.offload.host_store import HostLayer
+from tandem.offload.routed_layers import can_read, can_run_steps, native_layer
 
 
 def routed_call(
@@ -37,38 +34,19 @@ def routed_call(
     executor = getattr(execute, "__self__", None)
     if type(executor) is not CpuExecutor:
         return None
-    layer, activation = executor.store[layer_number], functions.native
-    if not isinstance(layer, PackedLayer) or layer.input_order is not None:
-        return None
-    if activation is None or functions.post_norm is not None:
-        return None
+    layer = executor.store[layer_number]
+    native = native_layer(layer, functions)
     tensors = (hidden, index, weights)
-    if not (
-        hidden.dtype in VALUE_DTYPES
-        and weights.dtype in VALUE_DTYPES
-        and index.dtype == torch.int64
-        and all(x.is_contiguous() for x in tensors)
-        and len(hidden) <= _MAX_TOKENS
-    ):
+    if native is None or not can_run_steps(layer, functions) or not can_read(*tensors):
         return None
-    native = _native.RoutedLayer(
-        native_layout(layer.layout),
-        activation.kind,
-        activation.alpha,
-        activation.limit,
-        activation.offset,
-        layer.arrivals.num_experts,
-        layer.buffers.data_ptr(),
-        layer.layout.num_bytes,
-    )
+    if not all(x.is_contiguous() for x in tensors):
+        return None
     return _call(threads, executor, layer, native)
 
 
 def _call(
-    threads: CpuThreads, executor: CpuExecutor, layer: PackedLayer, native: _native.RoutedLayer
+    threads: CpuThreads, executor: CpuExecutor, layer: HostLayer, native: _native.RoutedLayer
 ) -> NativeCall:
-    listeners = executor.listeners
-
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> Report:
         (hidden, index, weights), (out,) = inputs, outputs
         require_contiguous(hidden, index, weights)
@@ -79,22 +57,9 @@ def _call(
         )  # fmt: skip
 
         def report() -> None:
-            if listeners:
-                _report(executor, layer, index, program.num_active(number))
+            if executor.listeners:
+                executor.report(layer, index, program.num_active(number), index.numel())
 
         return report
 
     return NativeCall(add, threads)
-
-
-def _report(executor: CpuExecutor, layer: PackedLayer, chosen: Tensor, num_active: int) -> None:
-    event = LayerExecuted(
-        layer=layer.layer,
-        num_tokens=len(chosen),
-        num_active_experts=num_active,
-        num_expert_rows=chosen.numel(),
-        touched_bytes=num_active * layer.layout.num_bytes,
-        chosen=chosen,
-    )
-    for listener in executor.listeners:
-        listener(event)

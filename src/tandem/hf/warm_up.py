@@ -6,17 +6,14 @@ token. Nothing here lists architectures.
 
 import dataclasses
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tandem.offload.batch import ExpertFunctions
-from tandem.offload.events import Listener
-from tandem.offload.executor import Executor
-from tandem.offload.host_store import HostStore
-from tandem.offload.passing_executor import PassingExecutor, RoutedCall
+from tandem.offload.executor import Executor, RoutedCall, StatelessExecutor
+from tandem.offload.passing_executor import PassingExecutor
 
 WARM_UP_TOKENS = 4
 
@@ -56,30 +53,12 @@ class Observer(PassingExecutor):
         )
 
 
-class NoExperts:
+class NoExperts(StatelessExecutor):
     """An executor that computes nothing, to time everything else."""
 
-    def __init__(self, store: HostStore) -> None:
-        """Serve a store's layers with zeros."""
-        self.store = store
-        self.listeners: list[Listener] = []
-
-    def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:
-        """Need nothing."""
-
-    def close(self) -> None:
-        """Need nothing."""
-
-    def execute(
-        self,
-        layer: int,
-        hidden: Tensor,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-        functions: ExpertFunctions,
-    ) -> Tensor:
+    def compute(self, call: RoutedCall, functions: ExpertFunctions) -> Tensor:
         """Return zeros."""
-        return torch.zeros_like(hidden)
+        return torch.zeros_like(call.hidden)
 
 
 def warm_up_ids(model: Any, num_tokens: int) -> Tensor:

@@ -6,7 +6,7 @@ order of the router's top-k.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -50,21 +50,28 @@ class Executor(Protocol):
         """End all threads; the executor is not used afterwards."""
 
 
-class CpuExecutor:
-    """Runs every active expert on the CPU: packed ones natively, plain ones in torch."""
+class RoutedCall(NamedTuple):
+    """One call of a layer: its tokens and what the router chose for them."""
 
-    def __init__(self, store: HostStore, *, num_threads: int | None = None, isa: str = "") -> None:
-        """Serve the layers of a store; threads start with the first packed layer."""
+    layer: int
+    hidden: Tensor  # (n_tokens, hidden_size)
+    top_k_index: Tensor  # (n_tokens, top_k)
+    top_k_weights: Tensor  # (n_tokens, top_k)
+
+
+class StatelessExecutor:
+    """What executors share to which steps mean nothing; a subclass overrides `compute`."""
+
+    def __init__(self, store: HostStore) -> None:
+        """Serve a store's layers."""
         self.store = store
         self.listeners: list[Listener] = []
-        self._kernels = ExpertKernels(num_threads=num_threads, isa=isa)
-        self._rows = RowMemory()
 
     def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:
         """Need nothing."""
 
     def close(self) -> None:
-        """Need nothing: the kernels' threads end with the object."""
+        """Need nothing: what an executor holds ends with it."""
 
     def execute(
         self,
@@ -75,23 +82,59 @@ class CpuExecutor:
         functions: ExpertFunctions,
     ) -> Tensor:
         """Compute a layer; see `Executor`."""
-        self._kernels.wake()
-        device = hidden.device
-        rows = hidden.detach().to("cpu")
-        index, weights = top_k_index.to("cpu"), top_k_weights.detach().to("cpu")
-        if len(rows) <= MAX_TOKENS_AT_ONCE:
-            out = self._execute_chunk(self.store[layer], rows, index, weights, functions)
-            return out.to(device)
-        chunks = [
-            self._execute_chunk(self.store[layer], r, i, w, functions)
-            for r, i, w in zip(
-                rows.split(MAX_TOKENS_AT_ONCE),
-                index.split(MAX_TOKENS_AT_ONCE),
-                weights.split(MAX_TOKENS_AT_ONCE),
-                strict=True,
-            )
-        ]
-        return torch.cat(chunks).to(device)
+        return self.compute(RoutedCall(layer, hidden, top_k_index, top_k_weights), functions)
+
+    def compute(self, call: RoutedCall, functions: ExpertFunctions) -> Tensor:
+        """Compute a call, as `execute`."""
+        raise NotImplementedError
+
+
+class CpuExecutor(StatelessExecutor):
+    """Runs every active expert on the CPU: packed ones natively, plain ones in torch."""
+
+    def __init__(self, store: HostStore, *, num_threads: int | None = None, isa: str = "") -> None:
+        """Serve the layers of a store; threads start with the first packed layer."""
+        super().__init__(store)
+        self._kernels = ExpertKernels(num_threads=num_threads, isa=isa)
+        self._rows = RowMemory()
+
+    def execute(
+        self,
+        layer: int,
+        hidden: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        functions: ExpertFunctions,
+    ) -> Tensor:
+        """Compute a layer; see `Executor`."""
+        if hidden.requires_grad or top_k_weights.requires_grad:  # to ask costs less than to detach
+            hidden, top_k_weights = hidden.detach(), top_k_weights.detach()
+        if hidden.is_cpu and top_k_index.is_cpu and top_k_weights.is_cpu:
+            return self._execute(self.store[layer], hidden, top_k_index, top_k_weights, functions)
+        on_host = hidden.to("cpu"), top_k_index.to("cpu"), top_k_weights.to("cpu")
+        return self._execute(self.store[layer], *on_host, functions).to(hidden.device)
+
+    def _execute(
+        self,
+        layer: HostLayer,
+        hidden: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        functions: ExpertFunctions,
+    ) -> Tensor:
+        step = self._kernels.run_step(layer, functions, hidden, top_k_index, top_k_weights)
+        if step is not None:
+            out, num_active = step
+            if self.listeners:
+                self.report(layer, top_k_index, num_active, top_k_index.numel())
+            return out
+        most = MAX_TOKENS_AT_ONCE
+        if hidden.shape[0] <= most:
+            return self._execute_chunk(layer, hidden, top_k_index, top_k_weights, functions)
+        chunks = zip(
+            hidden.split(most), top_k_index.split(most), top_k_weights.split(most), strict=True
+        )
+        return torch.cat([self._execute_chunk(layer, *chunk, functions) for chunk in chunks])
 
     def _execute_chunk(
         self,
@@ -101,12 +144,7 @@ class CpuExecutor:
         top_k_weights: Tensor,
         functions: ExpertFunctions,
     ) -> Tensor:
-        routed = self._kernels.run_routed(layer, functions, hidden, top_k_index, top_k_weights)
-        if routed is not None:
-            out, num_active = routed
-            if self.listeners:
-                self._report(layer, top_k_index, num_active, top_k_index.numel())
-            return out
+        self._kernels.wake()  # while the rows are sorted
         routing = Routing(top_k_index, layer.arrivals.num_experts)
         order = routing.lone_order()
         side = CallSide(hidden, self._rows.rows(routing.num_rows, hidden.shape[1]))
@@ -114,10 +152,11 @@ class CpuExecutor:
         if order:
             self._kernels.run(call.batch(0, len(order), side))
         if self.listeners:
-            self._report(layer, top_k_index, len(routing.experts), routing.num_rows)
+            self.report(layer, top_k_index, len(routing.experts), routing.num_rows)
         return call.result(side, top_k_weights, self._kernels.add_rows)
 
-    def _report(self, layer: HostLayer, chosen: Tensor, num_active: int, num_rows: int) -> None:
+    def report(self, layer: HostLayer, chosen: Tensor, num_active: int, num_rows: int) -> None:
+        """Tell the listeners what a layer's router chose, and how much was computed for it."""
         event = LayerExecuted(
             layer=layer.layer,
             num_tokens=len(chosen),

@@ -76,7 +76,7 @@ class ExpertKernels:
         )  # fmt: skip
         return out
 
-    def run_routed(
+    def run_step(
         self,
         layer: HostLayer,
         functions: ExpertFunctions,
@@ -84,13 +84,14 @@ class ExpertKernels:
         index: Tensor,
         weights: Tensor,
     ) -> tuple[Tensor, int] | None:
-        """Compute all experts of a layer on the CPU for few tokens; see `RoutedLayers.run`."""
-        if functions.native is None or not isinstance(layer, PackedLayer):
+        """Compute all experts of a layer on the CPU for few tokens; see `RoutedLayers.run_step`."""
+        if not isinstance(layer, PackedLayer):
             return None
-        begin = time.perf_counter() if self._on_busy else 0.0
-        found = self.routed.run(layer, functions, hidden, index, weights)
-        if self._on_busy:
-            self._on_busy(time.perf_counter() - begin)
+        if self._on_busy is None:
+            return self.routed.run_step(layer, functions, hidden, index, weights)
+        begin = time.perf_counter()
+        found = self.routed.run_step(layer, functions, hidden, index, weights)
+        self._on_busy(time.perf_counter() - begin)
         return found
 
     @property
@@ -113,8 +114,7 @@ class ExpertKernels:
             _run_reference(batch, source.images() if source is not None else None)
             return
         addresses = source.addresses() if source is not None else None
-        if functions.native is not None:
-            self.routed.run_batch(layer, batch, addresses)
+        if self.routed.run_batch(batch, addresses):
             return
         activate = functions.unpacked_activate or functions.activate
         dtype = batch.hidden.dtype  # the model's own code expects it

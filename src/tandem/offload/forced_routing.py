@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from tandem.core.errors import ConfigError
-from tandem.offload.executor import Executor
-from tandem.offload.passing_executor import PassingExecutor, RoutedCall
+from tandem.offload.executor import Executor, RoutedCall
+from tandem.offload.passing_executor import PassingExecutor
 from tandem.trace import RoutingTrace
 
 

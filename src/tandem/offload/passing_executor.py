@@ -1,22 +1,12 @@
 """An executor around another one, for whoever wants to see or to change calls on their way."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from torch import Tensor
 
 from tandem.offload.batch import ExpertFunctions
 from tandem.offload.events import Listener
-from tandem.offload.executor import Executor
-
-
-class RoutedCall(NamedTuple):
-    """One call of a layer: its tokens and what the router chose for them."""
-
-    layer: int
-    hidden: Tensor  # (n_tokens, hidden_size)
-    top_k_index: Tensor  # (n_tokens, top_k)
-    top_k_weights: Tensor  # (n_tokens, top_k)
+from tandem.offload.executor import Executor, RoutedCall
 
 
 class PassingExecutor:

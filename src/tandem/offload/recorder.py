@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import ModelError
-from tandem.offload.executor import Executor
-from tandem.offload.passing_executor import PassingExecutor, RoutedCall
+from tandem.offload.executor import Executor, RoutedCall
+from tandem.offload.passing_executor import PassingExecutor
 from tandem.trace import RoutingTrace, TraceMeta
 
 Array = npt.NDArray[Any]
