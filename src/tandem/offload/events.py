@@ -42,14 +42,12 @@ Listener = Callable[[LayerExecuted], None]
 class ExpertStatistics:
     """Sums over the events of a run; add it to an executor's listeners."""
 
-    layers_executed: int = 0
     touched_bytes: int = 0
     active_experts: int = 0
     expert_rows: int = 0
 
     def __call__(self, event: LayerExecuted) -> None:
         """Fold one event into the sums."""
-        self.layers_executed += 1
         self.touched_bytes += event.touched_bytes
         self.active_experts += event.num_active_experts
         self.expert_rows += event.num_expert_rows
