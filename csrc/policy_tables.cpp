@@ -15,6 +15,12 @@ std::int32_t change_of(std::int32_t truth, std::int32_t foreseen, int shift) {
   return static_cast<std::int32_t>(error >> shift) - (kErrorOffset >> shift);
 }
 
+// As Python divides: models mark places that are no text by negative ids.
+std::int32_t bucket_of(std::int64_t token, std::int32_t num_buckets) {
+  const std::int64_t rest = token % num_buckets;
+  return static_cast<std::int32_t>(rest < 0 ? rest + num_buckets : rest);
+}
+
 void add(Ids& to, const std::int32_t* row) {
   for (std::size_t i = 0; i < to.size(); ++i) to[i] += row[i];
 }
@@ -115,7 +121,7 @@ ForesightTables::ForesightTables(const Options& options)
              options.first_row),
       after_(below_),
       buckets_(options.num_buckets),
-      tags_(options.num_buckets, -1) {}
+      tags_(options.num_buckets) {}
 
 void ForesightTables::require(std::int32_t layer) const {
   if (layer < 0 || layer >= options_.num_layers)
@@ -126,8 +132,8 @@ void ForesightTables::require(std::int32_t layer) const {
 void ForesightTables::begin_step(const std::vector<std::int64_t>& tokens) {
   step_buckets_.clear();
   for (const std::int64_t token : tokens) {
-    const auto bucket = static_cast<std::int32_t>(token % options_.num_buckets);
-    if (tags_[bucket] != token) {
+    const std::int32_t bucket = bucket_of(token, options_.num_buckets);
+    if (buckets_[bucket].empty() || tags_[bucket] != token) {
       tags_[bucket] = token;
       buckets_[bucket].assign(
           static_cast<std::size_t>(options_.num_layers) * options_.num_experts, 0);

@@ -81,7 +81,7 @@ class ForesightTables {
   Options options_;
   Ids below_, after_;          // (num_layers, num_experts, num_experts)
   std::vector<Ids> buckets_;   // (num_layers, num_experts) each, once a token has come
-  std::vector<std::int64_t> tags_;
+  std::vector<std::int64_t> tags_;  // whose token's each bucket is
   std::vector<std::int32_t> step_buckets_;  // of the step's tokens, in their order
 };
 

@@ -72,6 +72,21 @@ def test_predictions_foresee_alike(trace: RoutingTrace, batch: int) -> None:
     assert compared > STEPS
 
 
+def test_any_integer_may_be_a_token_id() -> None:
+    """Models mark images by negative ids; -1 was what an empty place said."""
+    geometry = Geometry(2, 8, 2)
+    plain, native = Foresight(geometry), Foresight(geometry, tables=NATIVE_TABLES)
+    for step, token in enumerate([-1, 1023, -200, -1, 824, -1, 2**40, -(2**40)] * 3):
+        for foresight in (plain, native):
+            foresight.begin_step([token])
+            foresight.observe(LayerLoad(0, (step % 4, 4 + step % 3), (1, 1)))
+        for layer in range(2):
+            expected, actual = plain.predict(layer), native.predict(layer)
+            assert expected is not None
+            assert actual is not None
+            assert list(actual.scores) == list(expected.scores)
+
+
 def test_numbers_that_do_not_exist_are_refused() -> None:
     table = NATIVE_TABLES.successor(Geometry(2, 8, 2), 1)
     with pytest.raises(ValueError, match="expert 8, expected 0 to 7"):

@@ -137,7 +137,7 @@ class PureTables:
         self._after = [[row] * experts for _ in range(layers)]  # by expert of the step before
         self._blank = self._regression.row(0.0)
         self._num_layers = layers
-        self._tags = [-1] * BUCKETS
+        self._tags: list[int | None] = [None] * BUCKETS  # whose token's each bucket is
         self._rows_of_bucket: list[list[int]] = [[] for _ in range(BUCKETS)]
         self._token_rows: list[list[int]] = []  # of the step's tokens, each by layer
         self._foreseen: dict[int, tuple[int, int]] = {}  # by layer: total, rows; until it is taught

@@ -21,7 +21,7 @@ class TokenMemory:
         self._lanes = Lanes(geometry.num_experts)
         prior = self._lanes.filled(geometry.top_k / geometry.num_experts)
         self._mean = [prior] * geometry.num_layers
-        self._tags = [-1] * buckets
+        self._tags: list[int | None] = [None] * buckets  # whose token's each bucket is
         self._rows: list[list[int]] = [[] for _ in range(buckets)]
         self._tokens: Sequence[int] = ()
 
