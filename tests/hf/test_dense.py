@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import tandem
-from tandem.core.errors import ConfigError, ModelError
+from tandem.core.errors import ConfigError
 from tandem.generate.generator import Generator
 from tandem.hf.config import parse_dense_dtype
 from tandem.hf.dense import PackedLinear, pack_as_loaded, pack_dense_layers, packed_layers
@@ -141,13 +141,15 @@ def test_a_head_that_is_tied_to_the_embeddings_is_packed_alone(tmp_path: Path) -
     torch.testing.assert_close(logits_of(again), logits_of(packed), rtol=0, atol=0)
 
 
-def test_layers_of_several_formats_are_not_saved(checkpoint: Path, tmp_path: Path) -> None:
+def test_layers_of_several_formats_are_saved(checkpoint: Path, tmp_path: Path) -> None:
     model = tandem.load(checkpoint, expert_dtype="int8", dense_dtype="int8", threads=1)
-    layers = [layer for _, layer in packed_layers(model)]
-    layers[0].packed = pack_dense(layers[0].weight, None, find_format("int4"))
-    with pytest.raises(ModelError, match="packed in int4-g32 and int8-g128"):
-        tandem.save(model, tmp_path / "packed")
-    assert not list(tmp_path.iterdir())
+    layer = next(layer for _, layer in packed_layers(model))
+    layer.packed = pack_dense(layer.weight, layer.bias, find_format("int4"))
+    again = tandem.load(tandem.save(model, tmp_path / "packed"), threads=1)
+    formats = [{p: x.packed.matrix.format for p, x in packed_layers(m)} for m in (model, again)]
+    assert formats[0] == formats[1]
+    assert len(set(formats[0].values())) == 2
+    torch.testing.assert_close(logits_of(again), logits_of(model), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -23,11 +23,28 @@ _NAMES = {
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.q_a_proj": "attn_q_a", "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b", "mlp.gate.e_score_correction_bias": "exp_probs_b",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
 }  # fmt: skip
 _COMMON = {
     "vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "num_experts_per_tok": 2, "max_position_embeddings": 256,
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+_DEEPSEEK = {
+    "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32,
+    "v_head_dim": 32, "n_routed_experts": 8, "n_shared_experts": 2, "moe_intermediate_size": 96,
+    "intermediate_size": 128, "first_k_dense_replace": 1,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32.0,
+        "beta_slow": 1.0, "original_max_position_embeddings": 64, "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+    },
 }  # fmt: skip
 # By GGUF architecture: Transformers' model type and what its config has beside the common values.
 TINY: dict[str, tuple[str, dict[str, Any]]] = {
@@ -43,6 +60,11 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("olmoe", {"num_experts": 8, "intermediate_size": 96, "num_key_value_heads": 4}),
     "gpt-oss": ("gpt_oss", {
         "num_local_experts": 4, "intermediate_size": 64, "head_dim": 16, "sliding_window": 4,
+    }),
+    "deepseek2": ("deepseek_v2", _DEEPSEEK | {"q_lora_rank": None}),
+    "deepseek2 v3": ("deepseek_v3", _DEEPSEEK | {
+        "q_lora_rank": 32, "n_group": 2, "topk_group": 1, "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
     }),
     "minimax-m2": ("minimax_m2", {
         "num_local_experts": 8, "intermediate_size": 96, "head_dim": 32, "rotary_dim": 16,
@@ -75,7 +97,7 @@ def write_gguf(
     also: Callable[[GGUFWriter], None] = lambda _: None,
 ) -> None:
     """Write a model with its matrices in blocks, and give it the values that these stand for."""
-    writer = GGUFWriter(file, architecture)
+    writer = GGUFWriter(file, architecture.partition(" ")[0])
     _write_metadata(writer, model.config)
     also(writer)
     block = GGMLQuantizationType[kind]
@@ -101,16 +123,20 @@ def _write_metadata(writer: GGUFWriter, config: Any) -> None:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
     num_experts = getattr(config, "num_experts", None) or config.num_local_experts
+    has_latents = hasattr(config, "kv_lora_rank")  # one head for keys and values, of this width
+    if has_latents:
+        head_dim = config.kv_lora_rank + config.qk_rope_head_dim
     writer.add_context_length(config.max_position_embeddings)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_expert_feed_forward_length(width)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_head_count_kv(1 if has_latents else config.num_key_value_heads)
     writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(getattr(config, "rotary_dim", head_dim))
+    writer.add_value_length(config.kv_lora_rank if has_latents else head_dim)
+    rotary = config.qk_rope_head_dim if has_latents else getattr(config, "rotary_dim", head_dim)
+    writer.add_rope_dimension_count(rotary)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
@@ -122,10 +148,34 @@ def _write_metadata(writer: GGUFWriter, config: Any) -> None:
         writer.add_rope_scaling_factor(config.rope_parameters["factor"])
         original = config.rope_parameters["original_max_position_embeddings"]
         writer.add_rope_scaling_orig_ctx_len(original)
+    if config.model_type.startswith("deepseek"):
+        _write_deepseek(writer, config)
+        return
     if config.model_type == "minimax_m2":
         writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
     if config.model_type == "qwen2_moe":
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+
+
+def _write_deepseek(writer: GGUFWriter, config: Any) -> None:
+    scaling, is_v3 = config.rope_parameters, config.model_type == "deepseek_v3"
+    for key, value in {
+        "expert_shared_count": config.n_shared_experts,
+        "leading_dense_block_count": config.first_k_dense_replace,
+        "attention.kv_lora_rank": config.kv_lora_rank,
+        "attention.key_length_mla": config.qk_nope_head_dim + config.qk_rope_head_dim,
+        "attention.value_length_mla": config.v_head_dim,
+        "rope.scaling.original_context_length": scaling["original_max_position_embeddings"],
+        "expert_gating_func": 2 if is_v3 else 1,
+        **({"attention.q_lora_rank": config.q_lora_rank} if config.q_lora_rank else {}),
+        **({"expert_group_count": 2, "expert_group_used_count": 1} if is_v3 else {}),
+    }.items():
+        writer.add_uint32(f"deepseek2.{key}", value)
+    writer.add_rope_scaling_type(RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(scaling["factor"])
+    writer.add_rope_scaling_yarn_log_mul(0.1 * scaling["mscale_all_dim"])
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_expert_weights_norm(bool(config.norm_topk_prob))
 
 
 def _tensors(model: Any) -> dict[str, Tensor]:
@@ -137,6 +187,9 @@ def _tensors(model: Any) -> dict[str, Tensor]:
         inner = rest if layer else name
         if ".experts." in inner:
             found |= {layer + key: value for key, value in _experts(model, inner, tensor).items()}
+            continue
+        if inner == "self_attn.kv_b_proj.weight":
+            found |= {layer + key: value for key, value in _latents(model.config, tensor).items()}
             continue
         stem, kind = inner, "weight"
         if inner.endswith((".weight", ".bias")):
@@ -150,6 +203,13 @@ def _tensors(model: Any) -> dict[str, Tensor]:
             tensor = _paired(tensor, model.config.head_dim)
         found[f"{layer}{short}.{kind}"] = tensor
     return found
+
+
+def _latents(config: Any, tensor: Tensor) -> dict[str, Tensor]:
+    """Return what makes keys and values from latents as two tensors, the one for keys turned."""
+    heads = tensor.view(config.num_attention_heads, -1, tensor.shape[-1])
+    keys, values = heads.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
+    return {"attn_k_b.weight": keys.transpose(1, 2), "attn_v_b.weight": values}
 
 
 def _experts(model: Any, inner: str, tensor: Tensor) -> dict[str, Tensor]:

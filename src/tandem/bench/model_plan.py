@@ -30,6 +30,8 @@ class Plan:
     available_bytes: int
     device: str
     gpu_bytes: dict[str, int]
+    gpu_available_bytes: int
+    """Of the device, before the model is there; 0 without one."""
     expert_slots: int
     speed: SpeedForecast | GpuForecast | str
     """Measured on this CPU, simulated with a GPU, or why it is not told."""
@@ -124,6 +126,7 @@ def advice(plan: Plan, others: dict[str, ModelSizes]) -> list[str]:
                 f"with {name} experts: {format_bytes(sizes.experts_bytes)} instead of "
                 f"{format_bytes(here)}{faster} (answers change a little)"
             )
+    lines += _rounded_dense_layers(plan.sizes)
     if plan.device != "cpu" and plan.expert_slots < plan.sizes.num_experts:
         share = plan.expert_slots / plan.sizes.num_experts
         lines.append(
@@ -131,6 +134,22 @@ def advice(plan: Plan, others: dict[str, ModelSizes]) -> list[str]:
             "a smaller context means more hits"
         )
     return lines
+
+
+def _rounded_dense_layers(sizes: ModelSizes) -> list[str]:
+    """Say of a quantised checkpoint which linear layers do not keep its codes."""
+    kept, others = sizes.dense_layers_with_codes, sizes.dense_layers_without
+    if not others:
+        return []
+    if not kept:
+        return [
+            f"the {others} linear layers that the checkpoint has quantised are dequantised, as no "
+            "packed format holds their codes or --dense-dtype is not auto"
+        ]
+    return [
+        f"{kept} linear layers keep the checkpoint's codes; {others} that no packed format holds "
+        "are dequantised and rounded anew"
+    ]
 
 
 def _to_fit(plan: Plan, others: dict[str, ModelSizes]) -> list[str]:
@@ -170,8 +189,13 @@ def as_json(plan: Plan, lines: list[str]) -> dict[str, object]:
         "load_host_bytes": plan.load_bytes,
         "host_available_bytes": plan.available_bytes + plan.process_bytes,
         "gpu_bytes": plan.gpu_bytes,
+        "gpu_available_bytes": plan.gpu_available_bytes,
         "expert_slots": plan.expert_slots,
         "experts": plan.sizes.num_experts,
+        "dense_layers": {
+            "with_codes": plan.sizes.dense_layers_with_codes,
+            "dequantised": plan.sizes.dense_layers_without,
+        },
         "expert_formats": list(plan.sizes.expert_formats),
         "parts_bytes": {"experts": plan.sizes.experts_bytes, **plan.sizes.dense_bytes},
         "kv_cache_bytes": plan.kv_cache_bytes,

@@ -50,7 +50,7 @@ class ConfigKind(type):
     """
 
     @property
-    def __name__(cls) -> str:
+    def __name__(cls) -> str:  # type: ignore[override]
         return _ComparedName(cls.__qualname__)
 
 

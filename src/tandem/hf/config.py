@@ -86,8 +86,10 @@ def parse_dtype(name: str | torch.dtype, *, field: str) -> torch.dtype | None:
 
 
 @dataclass(kw_only=True, repr=False)
-class OffloadConfig(  # type: ignore[misc]
-    OffloadOptions, QuantizationConfigMixin, metaclass=ConfigKind
+class OffloadConfig(
+    OffloadOptions,
+    QuantizationConfigMixin,  # type: ignore[misc]
+    metaclass=ConfigKind,
 ):
     """Options of a model whose experts Tandem keeps in host memory.
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.core_model_loading import ConversionOps
 
 from tandem.core.errors import ModelError, TandemError, UnsupportedModelError
+from tandem.hf.dense_codes import DenseCodes
 from tandem.hf.packed import packed_name
 from tandem.hf.sources.source import SourceTensor
 from tandem.hf.stored_experts import put_expert, put_fused
@@ -39,6 +40,7 @@ class StoreWriter:
         self.layers: dict[str, HostLayer] = {}
         self.exact: set[str] = set()
         """Names of the layers whose weights are to come as the codes of a source."""
+        self.dense = DenseCodes()
         self.sink: LayerSink | None = None
         self.error: TandemError | None = None
 
@@ -90,7 +92,7 @@ class StoreFused(ConversionOps):  # type: ignore[misc]
         is_source = isinstance(tensor, SourceTensor)
         try:
             if found is None:
-                return tensor.values() if is_source else value
+                return self.writer.dense.take(name, tensor) if is_source else value
             if not is_source and tensor.numel() == 0:  # `StoreExpertwise` was here before
                 return value
             if self.writer.needs_nothing(found[0]):

@@ -4,7 +4,7 @@ Attention projections, shared experts, dense feed-forward layers and the output 
 whose few bytes decide everything, nor embeddings.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -75,7 +75,8 @@ def pack_dense_layers(model: Any, dense_dtype: str, threads: CpuThreads) -> int:
     fmt = parse_dense_dtype(dense_dtype)
     if fmt is None or model.device.type != "cpu":
         return 0
-    if dense_dtype == "auto" and not _has_quantised_experts(model):
+    store = getattr(getattr(model, "hf_quantizer", None), "store", ())
+    if dense_dtype == "auto" and not has_quantised_experts(store):
         return 0
     return _replace(model, threads, lambda dtype: fmt)
 
@@ -135,8 +136,8 @@ def share_threads(model: nn.Module, threads: CpuThreads) -> None:
         layer.threads = threads
 
 
-def _has_quantised_experts(model: Any) -> bool:
-    store = getattr(getattr(model, "hf_quantizer", None), "store", ())
+def has_quantised_experts(store: Iterable[Any]) -> bool:
+    """Whether some of a store's layers are packed in eight bits or fewer."""
     return any(isinstance(x, PackedLayer) and x.layout.format.bits <= 8 for x in store)
 
 

@@ -3,16 +3,16 @@
 Its name is none of Transformers' own, so that nothing but Tandem takes it for a weight.
 """
 
-from typing import Any
+from collections import Counter
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
-from tandem.core.errors import ModelError
 from tandem.hf.dense import PackedLinear, packable_layers, packed_layers, untie
 from tandem.kernels.dense import CpuThreads, DenseWeight
 from tandem.kernels.formats.packed import PackedMatrix
-from tandem.kernels.formats.weight_format import WeightFormat
+from tandem.kernels.formats.weight_format import WeightFormat, find_format
 
 TENSOR_NAME = "tandem_dense"
 
@@ -43,10 +43,17 @@ class StoredLinear(nn.Module):
         return PackedLinear(DenseWeight(matrix, bias), threads, self.dtype)
 
 
-def expect_stored_layers(model: nn.Module, fmt: WeightFormat) -> None:
-    """Put a `StoredLinear` where each layer that `pack_dense_layers` would pack is."""
+def expect_stored_layers(
+    model: nn.Module, fmt: WeightFormat, others: Mapping[str, str] | None = None
+) -> None:
+    """Put a `StoredLinear` where each layer that `pack_dense_layers` would pack is.
+
+    `others` names the formats of those, by path, that are not packed in `fmt`.
+    """
+    formats = {path: find_format(name) for path, name in (others or {}).items()}
+    paths = {id(module): path for path, module in model.named_modules()}
     for parent, name, linear in list(packable_layers(model)):
-        setattr(parent, name, StoredLinear(linear, fmt))
+        setattr(parent, name, StoredLinear(linear, formats.get(paths[id(linear)], fmt)))
     untie(model, StoredLinear)
 
 
@@ -68,18 +75,16 @@ def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def dense_dtype_of(model: Any) -> str:
-    """Name the format of a model's packed layers, "none" if there are none.
+def dense_formats_of(model: nn.Module) -> tuple[str, dict[str, str]]:
+    """Name the format of most of a model's packed layers, and those of the others by path.
 
-    Raises `ModelError` where it has several: a checkpoint names one.
+    The first is "none" if no layer is packed.
     """
-    names = sorted({layer.packed.matrix.format.name for _, layer in packed_layers(model)})
-    if len(names) > 1:
-        raise ModelError(
-            f"the model's linear layers are packed in {' and '.join(names)}, and a checkpoint "
-            "names one format; load the original with one dense_dtype and save that"
-        )
-    return names[0] if names else "none"
+    names = {path: layer.packed.matrix.format.name for path, layer in packed_layers(model)}
+    if not names:
+        return "none", {}
+    ((most, _),) = Counter(names.values()).most_common(1)
+    return most, {path: name for path, name in names.items() if name != most}
 
 
 def _empty(

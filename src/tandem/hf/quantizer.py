@@ -23,7 +23,8 @@ from tandem.hf.config import (
 )
 from tandem.hf.conversion import ReadSource, StoreExpertwise, StoreFused, StorePacked, StoreWriter
 from tandem.hf.cuda_machine import device_map_for
-from tandem.hf.dense import pack_dense_layers, share_threads
+from tandem.hf.dense import has_quantised_experts, pack_dense_layers, share_threads
+from tandem.hf.dense_codes import quantised_layers
 from tandem.hf.dense_files import expect_stored_layers, take_stored_layers
 from tandem.hf.experts import EXPERTS_IMPLEMENTATION, is_experts_module
 from tandem.hf.machine import bind_all
@@ -57,7 +58,8 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         self.executor: Executor = CpuExecutor(self.store)
         self._writer = StoreWriter()
         self._bound: list[tuple[Any, HostLayer]] = []
-        self._source_targets: set[str] = set()
+        self._targets: dict[str, str] = {}
+        """Of the source's names, the parameters in which they end."""
         self._threads: CpuThreads | None = None
 
     def validate_environment(self, device_map: Any = None, **kwargs: Any) -> None:
@@ -111,8 +113,25 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
             _require_memory(self.store, own, dense_bytes)
         dense_format = parse_dense_dtype(self.quantization_config.dense_dtype)
         if self.pre_quantized and dense_format is not None:
-            expect_stored_layers(model, dense_format)
+            stored = self.quantization_config.dense_formats or {}
+            expect_stored_layers(model, dense_format, stored)
+        if not _on_device(kwargs.get("device_map")):
+            self._writer.dense.expect(self.dense_code_formats(model))
         return model
+
+    def dense_code_formats(self, model: Any) -> dict[str, WeightFormat | None]:
+        """Return in which formats linear layers keep the codes of the source, by weight.
+
+        None for those that it has quantised and that do not: no format holds them, or `dense_dtype`
+        is another than "auto".
+        """
+        source = self.quantization_config.source
+        if source is None:
+            return {}
+        found = quantised_layers(model, source, self._targets)
+        is_auto = self.quantization_config.dense_dtype == "auto"
+        keeps_codes = is_auto and has_quantised_experts(self.store)
+        return found if keeps_codes else dict.fromkeys(found)
 
     def _expert_formats(
         self, model: Any, names: list[str]
@@ -129,8 +148,8 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
             return dict(zip(names, stored, strict=True))
         source = config.source
         if source is not None:
-            targets = target_names(model, source.weights)
-            self._source_targets = set(targets.values())
+            self._targets = target_names(model, source.weights)
+            targets = self._targets
             if config.parsed_expert_dtype is None:
                 exact = {name: source.expert_format(targets, name) for name in names}
                 self._writer.exact = {name for name, fmt in exact.items() if fmt is not None}
@@ -139,7 +158,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         """Tell whether a parameter belongs to the host store, or is quantised in the source."""
-        return param_name in self._source_targets or self._writer.find(param_name) is not None
+        return param_name in self._targets.values() or self._writer.find(param_name) is not None
 
     def param_element_size(self, model: Any, param_name: str, param: Any) -> float:
         """Count experts as nothing: the device's memory is for the dense parts."""
@@ -188,7 +207,8 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
             copy_out_of_files(model)
         # Files need not stay open.
         self.quantization_config.source = self.quantization_config.sink = None
-        self._source_targets = set()
+        self._targets = {}
+        self._writer.dense.put_in(model, self.cpu_threads())
         self.assemble(model, self.quantization_config)
         return model
 
@@ -249,12 +269,17 @@ def _announce(
 
 def _dense_bytes(model: Any, device_map: Any) -> int:
     """Return what the parts of a model that are no experts take of host memory while it loads."""
-    if any(str(place) != "cpu" for place in (device_map or {}).values()):
+    if _on_device(device_map):
         return 0  # on the GPU, whose own check counts them
     experts = {id(p) for m in model.modules() if is_experts_module(m) for p in m.parameters()}
     tied = getattr(model, "all_tied_weights_keys", {})
     tensors = (*model.named_parameters(), *model.named_buffers())
     return sum(t.nbytes for n, t in tensors if id(t) not in experts and n not in tied)
+
+
+def _on_device(device_map: Any) -> bool:
+    """Whether a model's dense parts are loaded to a GPU."""
+    return any(str(place) != "cpu" for place in (device_map or {}).values())
 
 
 def _require_memory(store: HostStore, modules: dict[str, Any], dense_bytes: int) -> None:

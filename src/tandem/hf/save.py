@@ -12,7 +12,7 @@ from torch import Tensor
 from tandem.core.errors import ModelError
 from tandem.hf.config import PACKED_FORMAT_VERSION, OffloadConfig
 from tandem.hf.dense import packed_layers
-from tandem.hf.dense_files import dense_dtype_of, stored_tensors
+from tandem.hf.dense_files import dense_formats_of, stored_tensors
 from tandem.hf.packed import DENSE_FILE, experts_file, packed_name
 from tandem.hf.packed_files import write_index, write_tensors
 from tandem.hf.quantizer import OffloadQuantizer
@@ -32,7 +32,6 @@ def save(model: Any, directory: str | Path, *, tokenizer: Any = None) -> Path:
             f"tandem.save got a {type(model).__name__} that Tandem did not load; "
             "use its own save_pretrained"
         )
-    dense_dtype_of(model)  # refuses what a checkpoint cannot say
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ModelError(f"{target} exists and is not an empty directory; name a new one")
     partial = target.with_name(f".{target.name}.partial")
@@ -99,9 +98,11 @@ def _packed_config(model: Any) -> Any:
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     formats = [stored_name(layer) for layer in model.hf_quantizer.store]
+    dense_dtype, dense_formats = dense_formats_of(model)
     config.quantization_config = OffloadConfig(
         expert_dtype=formats[0] if len(set(formats)) == 1 else "auto",
-        dense_dtype=dense_dtype_of(model),
+        dense_dtype=dense_dtype,
+        dense_formats=dense_formats or None,
         packed_format=PACKED_FORMAT_VERSION,
         expert_formats=formats if len(set(formats)) > 1 else None,
     )

@@ -1,6 +1,6 @@
 """What a checkpoint will take, by part, before anything is loaded: reads headers only."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,12 +9,12 @@ from torch import nn
 
 from tandem.hf.checkpoint import AnyCheckpoint, Checkpoint, GgufCheckpoint
 from tandem.hf.config import OffloadConfig, parse_dense_dtype
-from tandem.hf.dense import packable_layers
+from tandem.hf.dense import has_quantised_experts, packable_layers
 from tandem.hf.experts import is_experts_module
 from tandem.hf.load import empty_model, open_foreign, source_config
 from tandem.hf.quantizer import OffloadQuantizer
 from tandem.hf.save import stored_name
-from tandem.kernels.formats.weight_format import WeightFormat
+from tandem.kernels.formats.weight_format import WeightFormat, find_format
 from tandem.offload.host_store import HostStore
 from tandem.offload.packed_layer import PackedLayer
 
@@ -45,6 +45,10 @@ class ModelSizes:
     num_layers: int
     dense_bytes: dict[str, int]
     """By part, as the options pack them."""
+    dense_layers_with_codes: int
+    """Linear layers that are quantised in the checkpoint and keep their codes."""
+    dense_layers_without: int
+    """Linear layers that are quantised in the checkpoint and are dequantised."""
     kv_bytes_per_token: int
 
     @property
@@ -81,6 +85,7 @@ def config_sizes(config: Any, offload: OffloadConfig) -> ModelSizes:
     model = empty_model(config)
     quantizer = OffloadQuantizer(offload)
     quantizer.announce_layers(model)
+    codes = quantizer.dense_code_formats(model)
     offload.source = None
     store, text = quantizer.store, config.get_text_config()
     dtype = next(model.parameters()).dtype
@@ -94,7 +99,9 @@ def config_sizes(config: Any, offload: OffloadConfig) -> ModelSizes:
         num_experts=sum(layer.arrivals.num_experts for layer in store),
         num_moe_layers=len(store),
         num_layers=int(getattr(text, "num_hidden_layers", len(store))),
-        dense_bytes=_dense_bytes(model, store, offload.dense_dtype),
+        dense_bytes=_dense_bytes(model, _packed_formats(model, store, offload, codes)),
+        dense_layers_with_codes=sum(fmt is not None for fmt in codes.values()),
+        dense_layers_without=sum(fmt is None for fmt in codes.values()),
         kv_bytes_per_token=_kv_bytes_per_token(text, dtype),
     )
 
@@ -105,37 +112,48 @@ def _format_name(layer: Any, dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _dense_bytes(model: nn.Module, store: HostStore, dense_dtype: str) -> dict[str, int]:
+def _packed_formats(
+    model: nn.Module,
+    store: HostStore,
+    offload: OffloadConfig,
+    codes: Mapping[str, WeightFormat | None],
+) -> dict[str, WeightFormat]:
+    """Return the formats of the linear layers that will be packed, by path."""
+    fmt = parse_dense_dtype(offload.dense_dtype)
+    if fmt is None or (offload.dense_dtype == "auto" and not has_quantised_experts(store)):
+        return {}
+    paths = {id(module): path for path, module in model.named_modules()}
+    formats = {paths[id(linear)]: fmt for _, _, linear in packable_layers(model)}
+    formats |= {p: find_format(name) for p, name in (offload.dense_formats or {}).items()}
+    kept = {name.removesuffix(".weight"): own for name, own in codes.items() if own is not None}
+    return formats | kept
+
+
+def _dense_bytes(model: nn.Module, packed: Mapping[str, WeightFormat]) -> dict[str, int]:
     """Return the bytes of what is not an expert, by part."""
-    fmt = parse_dense_dtype(dense_dtype)
-    is_quantised = any(isinstance(x, PackedLayer) and x.layout.format.bits <= 8 for x in store)
-    if dense_dtype == "auto" and not is_quantised:
-        fmt = None
     totals = {name: 0 for name, _ in _PARTS} | {_OTHER: 0}
-    for name, num_bytes in _dense_parts(model, fmt):
+    for name, num_bytes in _dense_parts(model, packed):
         part = next((p for p, words in _PARTS if any(w in name for w in words)), _OTHER)
         totals[part] += num_bytes
     return {part: total for part, total in totals.items() if total}
 
 
-def _dense_parts(model: nn.Module, fmt: WeightFormat | None) -> Iterator[tuple[str, int]]:
+def _dense_parts(model: nn.Module, packed: Mapping[str, WeightFormat]) -> Iterator[tuple[str, int]]:
     """Yield (name, bytes) of parameters and buffers; linear layers that are packed by format."""
-    packed: dict[int, tuple[int, int]] = {}
-    if fmt is not None:
-        for _, _, linear in packable_layers(model):
-            packed[id(linear)] = (linear.out_features, linear.in_features)
     experts = {id(p) for m in model.modules() if is_experts_module(m) for p in m.parameters()}
+    in_fp32 = getattr(model, "_keep_in_fp32_modules_strict", None) or ()  # whatever the dtype
     seen: set[int] = set()
     for path, module in model.named_modules():
-        if fmt is not None and id(module) in packed:
-            rows, cols = packed[id(module)]
+        if path in packed:
+            fmt, rows, cols = packed[path], module.out_features, module.in_features
             yield f"{path}.weight", fmt.data_bytes(rows, cols) + fmt.scale_bytes(rows, cols)
             continue
         own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         for name, tensor in own:
             if id(tensor) not in experts and id(tensor) not in seen:
                 seen.add(id(tensor))
-                yield f"{path}.{name}", tensor.nbytes
+                itemsize = 4 if any(word in f"{path}.{name}" for word in in_fp32) else 0
+                yield f"{path}.{name}", tensor.numel() * max(itemsize, tensor.itemsize)
 
 
 def _kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:

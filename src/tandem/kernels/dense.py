@@ -88,7 +88,7 @@ def pack_dense(
     weight: Tensor, bias: Tensor | None, fmt: WeightFormat, *, name: str = "weight"
 ) -> DenseWeight:
     """Pack the weight and bias of a linear layer; raises `ModelError` with `name` for NaN."""
-    return DenseWeight(pack(weight.detach(), fmt, name=name), _padded_bias(bias, weight.shape[0]))
+    return DenseWeight(pack(weight.detach(), fmt, name=name), padded_bias(bias, weight.shape[0]))
 
 
 def multiply(threads: CpuThreads, weights: Sequence[DenseWeight], x: Tensor) -> list[Tensor]:
@@ -115,7 +115,8 @@ def multiply(threads: CpuThreads, weights: Sequence[DenseWeight], x: Tensor) -> 
     return outputs
 
 
-def _padded_bias(bias: Tensor | None, rows: int) -> Tensor | None:
+def padded_bias(bias: Tensor | None, rows: int) -> Tensor | None:
+    """Return a layer's bias as `DenseWeight` takes it."""
     if bias is None:
         return None
     padded = torch.zeros(-(-rows // ROWS_PER_BLOCK) * ROWS_PER_BLOCK)

@@ -117,6 +117,10 @@ class StoredWeight(Protocol):
     def num_bytes(self) -> int:
         """Bytes in the checkpoint's files."""
 
+    @property
+    def is_ordered(self) -> bool:
+        """Whether its columns may be in another order than the layer's inputs."""
+
     def read(self, expert: int | None = None) -> Codes:
         """Read the matrix, or one expert's; raises `ModelError` for what is damaged."""
 

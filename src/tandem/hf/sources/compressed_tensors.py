@@ -77,6 +77,7 @@ def _packed(
         why_not="" if formats else f"codes of {bits} bits in groups of {cols // groups}{zeros}",
         num_bytes=files.num_bytes(*parts),
         files=files,
+        is_ordered=f"{prefix}.weight_g_idx" in files,
         bits=bits,
     )
 

@@ -18,6 +18,7 @@ class FileWeight:
     why_not: str
     num_bytes: int
     files: TensorFiles = field(repr=False)
+    is_ordered: bool = False
 
 
 @dataclass(slots=True)

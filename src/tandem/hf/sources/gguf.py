@@ -22,6 +22,7 @@ from tandem.kernels.formats import WeightFormat, find_format
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _BLOCK = 32
 _UNREADABLE = "{file} cannot be read as GGUF ({reason}); download it again"
+_LATENT_KEYS = "attn_k_b."
 # Of the experts' first projection, and the biases that follow their rows.
 _GATE, _UP = "_gate_exps", "_up_exps"
 
@@ -121,7 +122,19 @@ def _source(
             plain[target] = PlainTensor(joined, shapes[target])
         else:
             weights[target] = joined
+    plain |= _latents(header, names)
     return Source("gguf", weights, plain)
+
+
+def _latents(header: GgufHeader, names: Mapping[str, str]) -> dict[str, Any]:
+    """Return the second latent matrices of attention, which newer files have in halves."""
+    found = {}
+    for name, keys in header.tensors.items():
+        target = names.get(name.replace(_LATENT_KEYS, "attn_kv_b."))
+        if _LATENT_KEYS in name and target is not None:
+            values = header.tensors[name.replace(_LATENT_KEYS, "attn_v_b.")]
+            found[target] = HalvedLatent(keys, values)
+    return found
 
 
 def _target(name: str, names: Mapping[str, str]) -> str:
@@ -130,6 +143,8 @@ def _target(name: str, names: Mapping[str, str]) -> str:
     stem, _, kind = name.rpartition(".")
     if kind == "bias" and stem in names:
         return f"{names[stem]}_bias"
+    if stem.endswith("exp_probs_b") and name not in names:  # DeepSeek's
+        return f"model.layers.{name.split('.')[1]}.mlp.gate.e_score_correction_bias"
     return names.get(name) or names.get(stem, "")
 
 
@@ -161,6 +176,7 @@ class GgufWeight:
     is_interleaved: bool = False
     """Rows of several tensors take turns instead, and matrices of plain numbers are turned."""
     row_order: Tensor | None = field(default=None, repr=False)
+    is_ordered: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -228,6 +244,28 @@ class PlainTensor:
         values = values.transpose(1, 2) if is_turned else values.reshape(self.shape)
         chosen: Tensor = values[index]
         return chosen
+
+
+class HalvedLatent:
+    """What makes keys and values from latents, stored as two tensors, the one for keys turned."""
+
+    def __init__(self, keys: Any, values: Any) -> None:
+        """Join (heads, latents, width of keys) and (heads, width of values, latents)."""
+        self._keys, self._values = keys, values
+
+    def __getitem__(self, index: Any) -> Tensor:
+        keys, values = (_dequantised(tensor) for tensor in (self._keys, self._values))
+        joined = torch.cat((keys.transpose(1, 2), values), dim=1).flatten(0, 1)
+        chosen: Tensor = joined[index]
+        return chosen
+
+
+def _dequantised(tensor: Any) -> Tensor:
+    if tensor.tensor_type.name in _DTYPES:
+        return _plain_values(tensor)
+    from gguf import dequantize
+
+    return torch.from_numpy(np.ascontiguousarray(dequantize(tensor.data, tensor.tensor_type)))
 
 
 def _plain_values(tensor: Any) -> Tensor:

@@ -10,6 +10,8 @@ from typing import Any
 
 from tandem.core.errors import ModelError
 
+_OPTIONAL = ("clip_qkv", "q_lora_rank")
+
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
@@ -94,6 +96,37 @@ def gpt_oss(header: GgufHeader) -> Any:
     )
 
 
+def deepseek(header: GgufHeader) -> Any:
+    """Make the config of a DeepSeek-V2 or V3, which llama.cpp calls one architecture."""
+    is_v3 = any("exp_probs_b" in name for name in header.tensors)
+    rope = header.value("rope.dimension_count")
+    # Newer files have the latent widths under these names, and those of a head apart.
+    key = header.value("attention.key_length_mla") or header.value("attention.key_length")
+    value = header.value("attention.value_length_mla") or header.value("attention.value_length")
+    groups = header.value("expert_group_count", 1)
+    own: dict[str, Any] = {
+        "num_key_value_heads": header.value("attention.head_count"),
+        "num_hidden_layers": header.value("block_count") - header.value("nextn_predict_layers", 0),
+        "q_lora_rank": header.value("attention.q_lora_rank"),
+        "kv_lora_rank": header.value("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rope,
+        "qk_nope_head_dim": key - rope,
+        "v_head_dim": value,
+        "n_routed_experts": header.value("expert_count"),
+        "n_shared_experts": header.value("expert_shared_count"),
+        "moe_intermediate_size": header.expert_width,
+        "intermediate_size": header.value("feed_forward_length"),
+        "first_k_dense_replace": header.value("leading_dense_block_count", 0),
+        "routed_scaling_factor": header.value("expert_weights_scale", 1.0),
+        "norm_topk_prob": bool(header.value("expert_weights_norm", False)),
+        "n_group": groups,
+        "topk_group": header.value("expert_group_used_count", 1),
+    }
+    if not is_v3:
+        own["topk_method"] = "group_limited_greedy" if groups > 1 else "greedy"
+    return _config(header, "deepseek_v3" if is_v3 else "deepseek_v2", **own)
+
+
 def _config(header: GgufHeader, model_type: str, **own: Any) -> Any:
     """Return a config with what all architectures name alike, and `own` values."""
     from transformers import AutoConfig
@@ -109,7 +142,7 @@ def _config(header: GgufHeader, model_type: str, **own: Any) -> Any:
         "vocab_size": header.rows("token_embd.weight"),
         **own,
     }
-    lacking = [name for name, value in values.items() if value is None and name != "clip_qkv"]
+    lacking = [name for name, value in values.items() if value is None and name not in _OPTIONAL]
     if lacking:
         raise ModelError(
             f"{header.file} does not say its {lacking[0]} (architecture {header.architecture!r}); "
@@ -154,6 +187,9 @@ def _rope(header: GgufHeader) -> dict[str, Any]:
             "beta_slow": float(header.value("rope.scaling.yarn_beta_slow", 1.0)),
             "truncate": header.architecture != "gpt-oss",  # as its authors have it
         }
+    multiplier = header.value("rope.scaling.yarn_log_multiplier")
+    if kind == "yarn" and multiplier is not None:  # of the attention's scale, in DeepSeek's models
+        parameters |= dict.fromkeys(("mscale", "mscale_all_dim"), 10 * float(multiplier))
     return parameters
 
 
@@ -178,4 +214,5 @@ ARCHITECTURES = {
     "llama": Architecture(mixtral, has_ordered_heads=True),
     "olmoe": Architecture(olmoe),
     "gpt-oss": Architecture(gpt_oss, is_interleaved=True),
+    "deepseek2": Architecture(deepseek),
 }

@@ -58,6 +58,7 @@ def _weight(
         why_not="" if formats else f"{what}{'' if is_symmetric else ' with zero points'}",
         num_bytes=files.num_bytes(*parts),
         files=files,
+        is_ordered=bool(config.get("desc_act", False)) and f"{prefix}.g_idx" in files,
         bits=bits,
         group_size=group_size,
         is_symmetric=is_symmetric,

@@ -1,0 +1,134 @@
+"""Linear layers of quantised checkpoints keep their codes, or the plan says that they do not."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import tandem
+from tandem.cli.main import main
+from tandem.hf.checkpoint import open_model
+from tandem.hf.config import OffloadConfig
+from tandem.hf.dense import packed_layers
+from tandem.hf.sizes import model_sizes
+from tests.architectures import result_of, tiny_inputs
+from tests.loading.checkpoints import FORMATS, write_decoded, write_plain, write_quantised
+from tests.loading.gguf_files import tiny_model, write_gguf
+from tests.loading.test_plan import loaded_bytes
+
+KEPT = {
+    "gptq": "int4-g32", "gptq-zeros": "int4z-g32", "awq": "int4z-g32", "packed-int4": "int4-g32",
+    "packed-int8": "int8-g32", "fp8": "fp8",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def small_layers_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.hf.dense._LEAST_WEIGHTS", 0)
+
+
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    base = tmp_path_factory.mktemp("models")
+    names = {fmt.architecture for fmt in FORMATS.values()}
+    plain = {name: write_plain(base / name, name) for name in names}
+    return {
+        name: write_quantised(base / f"q-{name}", plain[fmt.architecture], fmt)
+        for name, fmt in FORMATS.items()
+    }
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return result_of(model(**tiny_inputs(model))).float()
+
+
+def formats_of(model: Any) -> dict[str, str]:
+    return {path: layer.packed.matrix.format.name for path, layer in packed_layers(model)}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_layers_are_the_checkpoints_codes(
+    name: str, quantised: dict[str, Path], tmp_path: Path
+) -> None:
+    values = load_file(write_decoded(tmp_path / "decoded", quantised[name]) / "model.safetensors")
+    model = tandem.load(quantised[name], dtype="fp32", dense_dtype="auto")
+    kept = {p: layer for p, layer in packed_layers(model) if f"{p}.weight" in values}
+    attention = [path for path in kept if "o_proj" in path]
+    assert attention
+    assert {formats_of(model)[path] for path in attention} == {KEPT[name]}
+    for path in attention:
+        found, expected = kept[path].packed.values(), values[f"{path}.weight"]
+        # Zero points times scales are rounded to fp16: under a hundredth of a step.
+        tolerance = 1e-3 if "z" in KEPT[name] else 0.0
+        torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "fp8"])
+def test_answers_are_those_of_the_values(
+    name: str, quantised: dict[str, Path], tmp_path: Path
+) -> None:
+    decoded = write_decoded(tmp_path / "decoded", quantised[name])
+    expected = logits(AutoModelForCausalLM.from_pretrained(decoded, dtype=torch.float32))
+    found = logits(tandem.load(quantised[name], dtype="fp32", dense_dtype="auto"))
+    assert ((found - expected).norm() / expected.norm()).item() < 0.05  # rounded activations
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_plan_knows_the_bytes(name: str, quantised: dict[str, Path]) -> None:
+    sizes = model_sizes(open_model(quantised[name]), OffloadConfig(dense_dtype="auto"))
+    found = loaded_bytes(tandem.load(quantised[name], dense_dtype="auto"))
+    assert (sizes.experts_bytes, sizes.total_dense_bytes) == found
+
+
+def test_inputs_in_an_order_of_their_own_are_dequantised(
+    quantised: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tandem.load(quantised["gptq-order"], dense_dtype="auto")
+    assert set(formats_of(model).values()) == {"int8-g32"}
+    words = [str(quantised["gptq-order"]), "--no-measure", "--json"]
+    assert main(["plan", *words]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["dense_layers"]["with_codes"] == 0
+    assert any("are dequantised" in line for line in report["advice"])
+
+
+def test_a_named_dtype_dequantises_and_the_plan_says_so(
+    quantised: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tandem.load(quantised["gptq"], dense_dtype="int8-g64")
+    assert set(formats_of(model).values()) == {"int8-g64"}
+    words = [str(quantised["gptq"]), "--no-measure", "--dense-dtype", "int8-g64"]
+    assert main(["plan", *words]) == 0
+    assert "--dense-dtype is not auto" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["gptq", "fp8"])
+def test_saved_and_packed_they_are_the_same(
+    name: str, quantised: dict[str, Path], tmp_path: Path
+) -> None:
+    model = tandem.load(quantised[name], dense_dtype="auto")
+    assert len(set(formats_of(model).values())) > 1  # the head is not quantised in the checkpoint
+    saved = tandem.save(model, tmp_path / "saved")
+    tandem.pack(quantised[name], tmp_path / "packed", dense_dtype="auto")
+    for directory in (saved, tmp_path / "packed"):
+        again = tandem.load(directory)
+        assert formats_of(again) == formats_of(model)
+        assert torch.equal(logits(again), logits(model))
+        sizes = model_sizes(open_model(directory), OffloadConfig())
+        assert (sizes.experts_bytes, sizes.total_dense_bytes) == loaded_bytes(again)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "MXFP4"])
+def test_blocks_of_a_gguf_file(kind: str, tmp_path: Path) -> None:
+    expected = tiny_model("llama")  # whose queries and keys come in another order of rows
+    write_gguf(tmp_path / "model.gguf", expected, kind, "llama")
+    model = tandem.load(tmp_path / "model.gguf", dtype="fp32", dense_dtype="auto")
+    dense = expected.state_dict()
+    for path, layer in packed_layers(model):
+        assert torch.equal(layer.packed.values(), dense[f"{path}.weight"]), path
+    assert len(formats_of(model)) == 9  # attention of two layers, and the head
