@@ -4,8 +4,8 @@
     python -m benchmarks.loading.packed_checkpoint load DIR [--cold] [--tokens N]
 
 `write` makes the files layer by layer, in little memory. `load --cold` first drops them from the
-page cache and times a plain read of all files, then drops them again and times the load; the last
-line is JSON.
+page cache and times a plain read of all files, then drops them again and times the load. What a
+prompt and tokens take is measured as `tandem plan` does for its forecast. The last line is JSON.
 """
 
 import argparse
@@ -21,8 +21,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import tandem
+from tandem.bench.generation import WARM_UP_STEPS, Workload, measure
 from tandem.bench.model_shapes import MODEL_SHAPES, find_shape
 from tandem.bench.random_model import _drop_experts, _random_experts
+from tandem.bench.speed_forecast import PROMPT_TOKENS
 from tandem.core.units import format_bytes
 from tandem.generate.generator import Generator
 from tandem.hf.config import PACKED_FORMAT_VERSION, OffloadConfig
@@ -96,12 +98,13 @@ def load(flags: argparse.Namespace) -> None:
     begin = time.perf_counter()
     model = tandem.load(directory, dense_dtype=flags.dense_dtype, threads=flags.threads)
     report["load_seconds"] = time.perf_counter() - begin
-    generator = Generator(model)
-    begin = time.perf_counter()
-    answer = generator.generate([[5, 6, 7, 8]], max_new_tokens=flags.tokens)
-    report["answer_seconds"] = time.perf_counter() - begin
-    report["tokens"] = len(answer[0].token_ids)
-    report["decode_tokens_per_second"] = answer[0].decode_tokens_per_second
+    report["resident_bytes_after_load"] = process_bytes()
+    work = Workload(prompt_tokens=PROMPT_TOKENS, new_tokens=flags.tokens)
+    measured = measure(model, Generator(model), work)
+    report["first_prefill_seconds"] = measured.first_prefill_seconds
+    report["prefill_seconds"] = measured.time_to_first_token_seconds
+    report["first_tokens_per_second"] = WARM_UP_STEPS / measured.warm_up_seconds
+    report["decode_tokens_per_second"] = measured.speed.decode_tokens_per_second
     report["resident_bytes"] = process_bytes()
     report["peak_resident_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     report |= _memory_kinds()

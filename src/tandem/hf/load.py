@@ -1,28 +1,22 @@
 """`tandem.load`: open a checkpoint with its experts in host memory."""
 
-import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
 import transformers
-from tqdm import tqdm
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
-from transformers.utils import logging
 
 from tandem.core.config import from_mapping
 from tandem.core.errors import ConfigError, ModelError, TandemError
-from tandem.core.units import format_bytes
 from tandem.hf.checkpoint import AnyCheckpoint, Checkpoint, GgufCheckpoint, open_model
 from tandem.hf.config import OffloadConfig, parse_dense_dtype, parse_dtype, parse_expert_dtype
 from tandem.hf.cuda_machine import device_map_for
-from tandem.hf.dense import packed_layers
 from tandem.hf.hub import HubOptions, find_model_path
-from tandem.hf.mapped_files import copy_out_of_files, map_ahead, read_ahead
+from tandem.hf.packed_reading import read_packed
 from tandem.hf.sources.gguf import open_gguf
 from tandem.hf.sources.source import Source, open_source
-from tandem.offload.host_memory import available_bytes
-from tandem.offload.host_store import HostStore
 
 
 def load(
@@ -85,37 +79,17 @@ def load_checkpoint(
         raise ModelError(f"Transformers cannot load {checkpoint.path}: {first_line}") from error
     _require_all_weights(checkpoint.path, report)
     if checkpoint.is_packed:
+        assemble = partial(loaded.hf_quantizer.assemble, loaded, offload)
         if num_layers is None:
-            _read_packed_files(checkpoint, loaded.hf_quantizer.store)
-        loaded.hf_quantizer.assemble(loaded, offload)
-        if any(packed_layers(loaded)):  # whose pages of the file nobody needs any more
-            copy_out_of_files(loaded)
+            read_packed(checkpoint, loaded, assemble)
+        else:
+            assemble()
     return loaded.eval()
 
 
 def _is_plain(checkpoint: AnyCheckpoint) -> TypeGuard[Checkpoint]:
     """Whether Transformers reads the weights by itself: nobody has quantised them."""
     return isinstance(checkpoint, Checkpoint) and checkpoint.quantization is None
-
-
-def _read_packed_files(checkpoint: Checkpoint, store: HostStore) -> None:
-    """Bring a packed checkpoint's files into memory if they fit; else pages come when used."""
-    files = checkpoint.weight_files
-    total, available = sum(file.stat().st_size for file in files), available_bytes()
-    if total > available:
-        warnings.warn(
-            f"{checkpoint.directory} has {format_bytes(total)} and {format_bytes(available)} of "
-            "memory are free: experts are read from the disk whenever they are used, which is "
-            "slow; free memory or pack it in a smaller expert_dtype",
-            stacklevel=3,
-        )
-        return
-    is_shown = logging.is_progress_bar_enabled()
-    with tqdm(
-        total=total, desc="Reading files", unit="B", unit_scale=True, disable=not is_shown
-    ) as bar:
-        read_ahead(files, bar.update)
-    map_ahead(tensor for layer in store for tensor in layer.stored().values())
 
 
 def _from_pretrained(

@@ -87,6 +87,18 @@ def read_ahead(files: Sequence[Path], on_bytes: Callable[[int], None]) -> None:
             os.close(descriptor)
 
 
+def let_go(files: Iterable[Path]) -> None:
+    """Let the system forget files that it has read, as far as nobody maps them."""
+    if not hasattr(os, "posix_fadvise"):  # not Linux
+        return
+    for file in files:
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
 def map_ahead(tensors: Iterable[Tensor]) -> None:
     """Enter the pages of mapped tensors, which are in memory, into this process's page table.
 

@@ -1,0 +1,66 @@
+"""Brings a packed checkpoint into memory: dense parts, what is made of them, then the experts.
+
+In this order, because packing linear layers takes memory, and leaves a file that nobody needs. Were
+the experts read first, they would be pushed out again where memory is short.
+"""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+from transformers.utils import logging
+
+from tandem.core.units import format_bytes
+from tandem.hf.checkpoint import Checkpoint
+from tandem.hf.dense import packed_layers
+from tandem.hf.mapped_files import copy_out_of_files, let_go, map_ahead, read_ahead
+from tandem.hf.packed import DENSE_FILE
+from tandem.offload.host_memory import available_bytes
+
+# From this share of the free memory on, the dense parts' file gives its place to the experts.
+_TIGHT_SHARE = 0.75
+
+
+def read_packed(checkpoint: Checkpoint, model: Any, assemble: Callable[[], None]) -> None:
+    """Read a checkpoint's files ahead if they fit into memory; `assemble` packs the dense parts.
+
+    Warns if they do not fit: pages then come from the disk when experts are used.
+    """
+    files = checkpoint.weight_files
+    dense = [file for file in files if file.name == DENSE_FILE]
+    experts = [file for file in files if file.name != DENSE_FILE]
+    total, available = _num_bytes(files), available_bytes()
+    if total > available:
+        warnings.warn(
+            f"{checkpoint.directory} has {format_bytes(total)} and {format_bytes(available)} of "
+            "memory are free: experts are read from the disk whenever they are used, which is "
+            "slow; free memory or pack it in a smaller expert_dtype",
+            stacklevel=4,
+        )
+        finish_dense_parts(model, assemble)
+        return
+    is_hidden = not logging.is_progress_bar_enabled()
+    with tqdm(
+        total=total, desc="Reading files", unit="B", unit_scale=True, disable=is_hidden
+    ) as bar:
+        read_ahead(dense, bar.update)
+        if finish_dense_parts(model, assemble) and total > _TIGHT_SHARE * available:
+            let_go(dense)
+        read_ahead(experts, bar.update)
+    store = model.hf_quantizer.store
+    map_ahead(tensor for layer in store for tensor in layer.stored().values())
+
+
+def finish_dense_parts(model: Any, assemble: Callable[[], None]) -> bool:
+    """Let the dense parts be packed; return whether their file is not needed any more."""
+    assemble()
+    if not any(packed_layers(model)):
+        return False
+    copy_out_of_files(model)
+    return True
+
+
+def _num_bytes(files: list[Path]) -> int:
+    return sum(file.stat().st_size for file in files)

@@ -1,0 +1,55 @@
+"""A packed checkpoint comes into memory in order, and where memory is short all the same."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import tandem
+from tandem.hf import packed_reading
+from tests.architectures import result_of, tiny_inputs
+from tests.hf.tiny import save_tiny_checkpoint
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("models")
+    source = save_tiny_checkpoint(base / "tiny", "qwen3_moe")
+    return tandem.pack(source, base / "packed", expert_dtype="int8").directory
+
+
+def logits(packed: Path) -> torch.Tensor:
+    model = tandem.load(packed, dense_dtype="auto")
+    with torch.no_grad():
+        return result_of(model(**tiny_inputs(model)))
+
+
+@pytest.mark.parametrize("share", [0.0, 1.01, 100.0], ids=["too little", "just enough", "much"])
+def test_answers_do_not_depend_on_free_memory(
+    share: float, packed: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    expected = logits(packed)
+    monkeypatch.setattr("tandem.hf.dense._LEAST_WEIGHTS", 0)
+    total = sum(file.stat().st_size for file in packed.glob("*.safetensors"))
+    monkeypatch.setattr(packed_reading, "available_bytes", lambda: int(share * total))
+    found = logits(packed)
+    assert ((found - expected).norm() / expected.norm()).item() < 0.05  # dense parts in int8
+    told = [
+        str(warning.message) for warning in recwarn if "memory are free" in str(warning.message)
+    ]
+    assert bool(told) == (share < 1)
+
+
+def test_the_dense_file_gives_way_only_where_memory_is_short(
+    packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.hf.dense._LEAST_WEIGHTS", 0)
+    dropped: list[str] = []
+    monkeypatch.setattr(
+        packed_reading, "let_go", lambda files: dropped.extend(file.name for file in files)
+    )
+    total = sum(file.stat().st_size for file in packed.glob("*.safetensors"))
+    for room, expected in ((100 * total, []), (total + 1, ["tandem-dense.safetensors"])):
+        monkeypatch.setattr(packed_reading, "available_bytes", lambda room=room: room)
+        tandem.load(packed, dense_dtype="auto")
+        assert dropped == expected
