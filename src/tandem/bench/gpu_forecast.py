@@ -48,6 +48,7 @@ class GpuForecast:
     prefill_seconds: float
     decode_seconds: float
     hit_rate: float
+    """Of the active experts, those that ran from the device's memory without a copy."""
 
     @property
     def prefill_tokens_per_second(self) -> float:
@@ -133,6 +134,8 @@ def forecast_on_gpu(
         num_tokens=PROMPT_TOKENS + _DECODE_STEPS,
     )
     heat = trace.sequences(0, _HEAT_SEQUENCES)
+    if num_slots >= sizes.num_experts:  # as loading has it: all of them, and room for copies
+        num_slots += settings.extra_slots(num_slots)
     run = Run(
         settings=settings,
         profile=profile,

@@ -66,7 +66,7 @@ def forecast_speed(
     sizes: ModelSizes, offload: OffloadConfig, *, cache_dir: Path, refresh: bool = False
 ) -> SpeedForecast | str:
     """Return the speed on the CPU, kept or measured; a reason in words where it cannot be told."""
-    reason = _why_not(sizes)
+    reason = why_not_measured(sizes)
     if reason:
         return reason
     path = cache_dir / "forecasts" / f"{sizes.config.model_type}-{_key(sizes, offload)}.json"
@@ -90,7 +90,8 @@ def extrapolate(few: tuple[int, float], more: tuple[int, float], layers: int) ->
     return more_seconds + (layers - more_layers) * each
 
 
-def _why_not(sizes: ModelSizes) -> str:
+def why_not_measured(sizes: ModelSizes) -> str:
+    """Return why a few layers of a model cannot be timed here; empty if they can."""
     if len(sizes.expert_formats) > 1:
         return "its layers are in several formats"
     if sizes.expert_formats[0] == "float32":

@@ -92,8 +92,9 @@ def _plan(
     sizes = sizes_as(offload.expert_dtype)
     others = {} if checkpoint.is_packed else {name: sizes_as(name) for name in _OTHER_FORMATS}
     chosen = config(offload.expert_dtype)
+    memory = device_memory(chosen)
     slots, gpu_bytes = plan_slots(
-        sizes, device=offload.device, gpu_memory=offload.gpu_memory, memory=device_memory(chosen),
+        sizes, device=offload.device, gpu_memory=offload.gpu_memory, memory=memory,
         context_tokens=options.context,
     )  # fmt: skip
     plan = Plan(
@@ -103,6 +104,7 @@ def _plan(
         available_bytes=available,
         device=offload.device,
         gpu_bytes=gpu_bytes,
+        gpu_available_bytes=0 if offload.device == "cpu" else memory.free_bytes,
         expert_slots=slots,
         speed=_speed(sizes, chosen, slots, options),
         can_be_packed=not checkpoint.is_packed,
@@ -115,12 +117,15 @@ def _speed(
 ) -> "SpeedForecast | GpuForecast | str":
     """Return the forecast that was asked for, or why there is none."""
     from tandem.bench.gpu_forecast import forecast_on_gpu, machine_for
-    from tandem.bench.speed_forecast import forecast_speed
+    from tandem.bench.speed_forecast import forecast_speed, why_not_measured
 
     if not options.measure:
         return "it was not asked for"
     if offload.device == "cpu":
         return forecast_speed(sizes, offload, cache_dir=cache_dir(), refresh=options.refresh)
+    reason = why_not_measured(sizes) if offload.profile is None else ""
+    if reason:
+        return reason
     machine = machine_for(sizes, offload)
     return forecast_on_gpu(sizes, machine, offload.planner_settings(), num_slots)
 
@@ -148,13 +153,23 @@ def _table(plan: "Plan") -> str:
     )
     lines.append(f"KV cache by context: {by_context}")
     if plan.device != "cpu":
-        lines.append(
-            f"{plan.device}: {plan.expert_slots} of {sizes.num_experts} experts in "
-            f"{format_bytes(plan.gpu_bytes['experts'])}, dense parts "
-            f"{format_bytes(plan.gpu_bytes['dense'])}"
-        )
+        lines.append(_device_line(plan))
     lines += _speed_lines(plan)
     return "\n".join(lines)
+
+
+def _device_line(plan: "Plan") -> str:
+    """Say what the device's memory goes to, and what is left of it."""
+    parts = plan.gpu_bytes
+    names = {"dense": "dense parts", "kv_cache": "KV cache", "workspace": "activations"}
+    others = "".join(
+        f", {name} {format_bytes(parts[key])}" for key, name in names.items() if parts[key]
+    )
+    left = plan.gpu_available_bytes - sum(parts.values())
+    return (
+        f"{plan.device}: {plan.expert_slots} of {plan.sizes.num_experts} experts in "
+        f"{format_bytes(parts['experts'])}{others}, {format_bytes(left)} left free"
+    )
 
 
 def _speed_lines(plan: "Plan") -> list[str]:
@@ -171,7 +186,7 @@ def _speed_lines(plan: "Plan") -> list[str]:
     )
     if isinstance(speed, GpuForecast):
         return [
-            f"{line}, {speed.hit_rate:.0%} of the experts found on the device (simulated with the "
+            f"{line}, {speed.hit_rate:.0%} of experts from the device's memory (simulated with the "
             f"times of {speed.costs_of} on {speed.profile} and typical routing; these forecasts "
             "have not been compared with a GPU)"
         ]
