@@ -10,6 +10,8 @@
 namespace tandem {
 namespace {
 
+#include "vectors.inl"
+
 #include "attention_kernel.inl"
 
 }  // namespace

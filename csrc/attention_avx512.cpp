@@ -14,6 +14,8 @@
 namespace tandem {
 namespace {
 
+#include "vectors.inl"
+
 #include "attention_kernel.inl"
 
 using Bytes = const std::uint8_t*;

@@ -1,5 +1,6 @@
-// What Python sees of the dense kernels, attention and the small operations around them.
+// What Python sees of the dense kernels, attention and sampling.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
 
 #include <array>
 #include <stdexcept>
@@ -8,7 +9,7 @@
 #include "bindings.hpp"
 #include "dense.hpp"
 #include "routed.hpp"
-#include "rowwise.hpp"
+#include "sampling.hpp"
 
 namespace nb = nanobind;
 
@@ -126,12 +127,19 @@ void bind_routed(nb::module_& m) {
       });
 }
 
-void bind_rowwise(nb::module_& m) {
-  m.def("keep_likeliest", [](std::uintptr_t values, std::int64_t count, float share,
-                             float min_ratio) {
-    const nb::gil_scoped_release release;
-    keep_likeliest(pointer<float>(values), count, share, min_ratio);
-  });
+void bind_sampling(nb::module_& m) {
+  nb::class_<TokenSampler>(m, "TokenSampler")
+      .def(nb::init<const std::string&>(), nb::arg("isa"))
+      .def("choose", [](const TokenSampler& sampler, float repetition_penalty, float temperature,
+                        std::int64_t top_k, float top_p, float min_p, bool is_bf16,
+                        std::uintptr_t logits, std::int64_t vocabulary, std::uintptr_t seen,
+                        std::int64_t num_seen, double uniform) {
+        const nb::gil_scoped_release release;
+        return sampler.choose({repetition_penalty, temperature, top_k, top_p, min_p},
+                              {value_type(is_bf16), pointer<const void>(logits), vocabulary,
+                               pointer<const std::int64_t>(seen), num_seen},
+                              uniform);
+      });
 }
 
 }  // namespace
@@ -144,7 +152,7 @@ void bind_dense(nb::module_& m) {
       .def("run", &run_dense);
   bind_attention(m);
   bind_routed(m);
-  bind_rowwise(m);
+  bind_sampling(m);
 }
 
 }  // namespace tandem

@@ -1,7 +1,6 @@
 #include "rowwise.hpp"
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <numeric>
 #include <vector>
@@ -37,78 +36,7 @@ float mean_square(const float* row, std::int64_t cols) {
   return total / static_cast<float>(cols);
 }
 
-// Values in the order of their bits, which is their own: a level looks at some of the bits.
-struct Level {
-  int shift, bits;
-};
-constexpr Level kLevels[] = {{21, 10}, {11, 10}, {0, 11}};
-constexpr int kMaxBuckets = 1 << 11;
-// Values next to each other go to different sums, so that additions to one need not wait.
-constexpr int kSums = 4;
-
-std::uint32_t bits_of(float value) { return std::bit_cast<std::uint32_t>(value) & 0x7FFFFFFFu; }
-
-// Adds up the values in each bucket of a level.
-void add_up(const float* values, std::int64_t count, const Level& level, double* sums) {
-  const std::uint32_t mask = (1u << level.bits) - 1;
-  for (std::int64_t i = 0; i < count; ++i) {
-    const std::uint32_t bucket = bits_of(values[i]) >> level.shift & mask;
-    sums[bucket * kSums + i % kSums] += values[i];
-  }
-}
-
-// The least of the values that stay if each stays of which all greater ones sum to less than `share`.
-float least_of_share(const float* values, std::int64_t count, float share) {
-  thread_local std::vector<double> memory(kMaxBuckets * kSums);
-  thread_local std::vector<float> rest;  // what shares the buckets that have been found
-  double* sums = memory.data();
-  double greater = 0;  // the sum of all values above the bucket that was found
-  std::uint32_t found = 0;
-  for (const Level& level : kLevels) {
-    std::fill_n(sums, (std::int64_t{1} << level.bits) * kSums, 0.0);
-    add_up(values, count, level, sums);
-    std::uint32_t lowest = 0;
-    double above = greater;
-    for (std::uint32_t bucket = 1u << level.bits; bucket-- > 0 && above < share;) {
-      const double* at = sums + bucket * kSums;
-      const double sum = at[0] + at[1] + at[2] + at[3];
-      if (!(sum > 0)) continue;
-      lowest = bucket;
-      greater = above;
-      above += sum;
-    }
-    found |= lowest << level.shift;
-    if (level.shift == 0) break;
-    std::int64_t left = 0;
-    const std::uint32_t prefix = found >> level.shift;
-    if (static_cast<std::int64_t>(rest.size()) < count) rest.resize(count);
-    float* to = rest.data();
-    for (std::int64_t i = 0; i < count; ++i) {
-      const float value = values[i];
-      to[left] = value;
-      left += bits_of(value) >> level.shift == prefix;
-    }
-    values = to;
-    count = left;
-  }
-  return std::bit_cast<float>(found);
-}
-
 }  // namespace
-
-void keep_likeliest(float* values, std::int64_t count, float share, float min_ratio) {
-  float least = 0;
-  if (min_ratio > 0) {
-    float greatest[16] = {};  // independent, which the compiler keeps in registers
-    const std::int64_t whole = count / 16 * 16;
-    for (std::int64_t i = 0; i < whole; i += 16)
-      for (std::int64_t j = 0; j < 16; ++j) greatest[j] = std::max(greatest[j], values[i + j]);
-    for (std::int64_t i = whole; i < count; ++i) greatest[0] = std::max(greatest[0], values[i]);
-    least = min_ratio * *std::max_element(greatest, greatest + 16);
-  }
-  if (share < 1) least = std::max(least, least_of_share(values, count, share));
-  for (std::int64_t i = 0; i < count; ++i) values[i] = values[i] >= least ? values[i] : 0.0f;
-}
 
 void rms_norm(const RmsNorm& call) {
   Scratch& scratch = scratch_of(call.cols);

@@ -59,8 +59,4 @@ struct Elementwise {
 };
 void combine(const Elementwise& call);
 
-// Sets probabilities to zero that sampling leaves out: those below `min_ratio` times the greatest, and
-// those of which all greater ones sum to `share` (from 1 on: none). Equal ones stay or go together.
-void keep_likeliest(float* values, std::int64_t count, float share, float min_ratio);
-
 }  // namespace tandem

@@ -1,11 +1,15 @@
 """What choosing a token costs: python -m benchmarks.generation.sampling [--vocabulary 151936]
 
-Peaked scores, as a model's are, and flat ones, where nearly every token can win. Medians.
+Peaked scores, as a model's are, flat ones, where nearly every token can win, and equal ones.
+Medians of calls for one row. The least that a rule can cost is a few passes over the scores: one is
+timed first.
 """
 
 import argparse
 import statistics
 import time
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -17,14 +21,25 @@ RULES = {
     "temperature": SamplingRule(temperature=1.0),
     "top-k 40": SamplingRule(temperature=1.0, top_k=40),
     "top-p 0.9": SamplingRule(temperature=1.0, top_p=0.9),
+    "top-p 0.000001": SamplingRule(temperature=1.0, top_p=1e-6),
     "min-p 0.05": SamplingRule(temperature=1.0, min_p=0.05),
-    "top-k 40, top-p 0.9, min-p 0.05": SamplingRule(
-        temperature=1.0, top_k=40, top_p=0.9, min_p=0.05
-    ),
     "repetition penalty": SamplingRule(repetition_penalty=1.1),
+    "all of them": SamplingRule(
+        repetition_penalty=1.1, temperature=1.0, top_k=40, top_p=0.9, min_p=0.05
+    ),
 }
-WIDTHS = {"peaked": 6.0, "flat": 0.5}  # standard deviations of the scores
+WIDTHS = {"peaked": 6.0, "flat": 0.5, "equal": 0.0}  # standard deviations of the scores
 CALLS = 40
+
+
+def median_seconds(call: Callable[[], object]) -> float:
+    """Return the median of some calls."""
+    seconds = []
+    for _ in range(CALLS):
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
 
 
 def main() -> None:
@@ -32,19 +47,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--vocabulary", type=int, default=151_936)
     parser.add_argument("--rows", type=int, default=1)
+    parser.add_argument("--isa", default="")
     options = parser.parse_args()
     history = list(range(0, options.vocabulary, 300))
+    scores = torch.randn(options.vocabulary)
+    print(f"one pass, torch's maximum: {median_seconds(scores.amax) * 1e3:.3f} ms")
     for name, rule in RULES.items():
         parts = []
         for kind, width in WIDTHS.items():
             scores = torch.randn(options.rows, options.vocabulary) * width
-            sampler = Sampler(rule, options.rows, seed=0)
-            seconds = []
-            for _ in range(CALLS):
-                start = time.perf_counter()
-                sampler.choose(scores, [history] * options.rows)
-                seconds.append(time.perf_counter() - start)
-            parts.append(f"{kind} {statistics.median(seconds) * 1e3:.2f} ms")
+            sampler = Sampler(rule, options.rows, seed=0, isa=options.isa)
+            call = partial(sampler.choose, scores, [history] * options.rows)
+            parts.append(f"{kind} {median_seconds(call) * 1e3:.2f} ms")
         print(f"{name:32} {', '.join(parts)}")
 
 

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.generate.sampler import Sampler, largest
+from tandem.generate.sampler import Sampler
 from tandem.generate.sampling import SamplingRule
-from tandem.kernels._native import keep_likeliest
+from tandem.kernels._native import TokenSampler, available_isas
 
 VOCABULARY = 3000
 
@@ -17,26 +17,22 @@ def logits_of(seed: int, rows: int = 1, width: int = VOCABULARY) -> torch.Tensor
 
 
 def allowed(scores: torch.Tensor, rule: SamplingRule) -> torch.Tensor:
-    """The probabilities that a rule leaves, by the definition: sort, cut, normalise."""
+    """The probabilities that a rule leaves, by the definition: sort, cut, normalise.
+
+    Equal scores stay or go together.
+    """
     values, tokens = (scores / rule.temperature).sort(descending=True)
     if rule.top_k is not None:
-        values = values[: rule.top_k]
-    weights = values.softmax(0)
+        values = values[values >= values[: rule.top_k].min()]
+    weights = values.double().softmax(0)
     keep = weights >= (rule.min_p or 0) * weights[0]
     if rule.top_p is not None:
-        keep &= weights.cumsum(0) - weights < rule.top_p
+        _, sizes = values.unique_consecutive(return_counts=True)
+        firsts = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+        keep &= (weights.cumsum(0) - weights)[firsts] < rule.top_p
     weights = weights * keep
-    return torch.zeros(len(scores)).scatter(0, tokens[: len(weights)], weights / weights.sum())
-
-
-@settings(deadline=None)
-@given(st.integers(0, 1000), st.integers(1, 400), st.sampled_from([5, 256, 257, 3000]))
-def test_largest_are_those_of_topk(seed: int, k: int, width: int) -> None:
-    scores = logits_of(seed, 2, width)
-    k = min(k, width)
-    values, places = largest(scores, k)
-    assert torch.equal(values, scores.topk(k).values)
-    assert torch.equal(scores.gather(1, places), values)
+    left = torch.zeros(len(scores), dtype=torch.float64)
+    return left.scatter(0, tokens[: len(weights)], weights / weights.sum())
 
 
 RULES = [
@@ -100,13 +96,94 @@ def test_equal_scores_stay_or_go_together(rule: SamplingRule) -> None:
     assert len(set(tokens)) > 80
 
 
-@settings(deadline=None)
-@given(st.integers(0, 1000), st.floats(0.001, 0.999), st.sampled_from([0.1, 1.0, 8.0]))
-def test_top_p_keeps_what_sorting_keeps(seed: int, top_p: float, width: float) -> None:
-    weights = (logits_of(seed)[0] * width).softmax(0)
-    kept = weights.clone()
-    keep_likeliest(kept.data_ptr(), len(kept), top_p, 0.0)
-    best = weights.double().sort(descending=True).values
-    num_kept = int((best.cumsum(0) - best < top_p - 1e-9).sum())
-    assert abs(int((kept > 0).sum()) - num_kept) <= 1  # where a sum meets top_p to the last digits
-    assert torch.equal(kept[kept > 0], weights[weights >= kept[kept > 0].min()])
+def drawn(native: TokenSampler, scores: torch.Tensor, rule: SamplingRule, uniform: float) -> int:
+    top_p = 1.0 if rule.top_p is None else rule.top_p
+    return native.choose(
+        1.0, rule.temperature, rule.top_k or 0, top_p, rule.min_p or 0.0,
+        scores.dtype == torch.bfloat16, scores.data_ptr(), len(scores), 0, 0, uniform,
+    )  # fmt: skip
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    seed=st.integers(0, 1000),
+    isa=st.sampled_from(available_isas()),
+    width=st.sampled_from([1, 5, 255, 256, 257, 1500, 5000]),
+    spread=st.sampled_from([1e-3, 0.1, 1.0, 8.0]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    top_k=st.none() | st.integers(1, 6000),
+    top_p=st.none() | st.floats(1e-6, 1),
+    min_p=st.none() | st.floats(1e-6, 1),
+)
+def test_each_token_has_its_share_of_the_random_numbers(
+    seed: int, isa: str, width: int, spread: float, dtype: torch.dtype, top_k: int | None,
+    top_p: float | None, min_p: float | None,
+) -> None:  # fmt: skip
+    rule = SamplingRule(temperature=0.8, top_k=top_k, top_p=top_p, min_p=min_p)
+    scores = (logits_of(seed, width=width)[0] * spread).to(dtype)
+    native, expected = TokenSampler(isa), allowed(scores.float(), rule)
+    # Tokens lie side by side from 0 to 1, as wide as they are likely: what is in the middle of one
+    # is drawn from it. Where the rule's cut meets a sum, a minimum or equal scores to the last
+    # digits, one token more or fewer is left.
+    ends = expected.cumsum(0)
+    wide = expected.topk(min(40, width))
+    narrowest = 2.1 * float(expected[expected > 0].min()) + 1e-5
+    for weight, token in zip(wide.values.tolist(), wide.indices.tolist(), strict=True):
+        if weight < 1e-4:  # sums are in fp32
+            break
+        middle = float(ends[token]) - weight / 2
+        got = drawn(native, scores, rule, middle)
+        assert abs(float(ends[got] - ends[token])) <= max(weight, float(expected[got])) + narrowest
+        assert expected[got] > 0 or scores[got] >= scores[expected == 0].max() - 1e-6
+
+
+@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("top_p", [1e-6, 0.1, 0.5, 0.9, 0.999999])
+@pytest.mark.parametrize("spread", [0.0, 1e-6, 0.3, 6.0])
+def test_top_p_keeps_what_sorting_keeps(isa: str, top_p: float, spread: float) -> None:
+    # The likeliest token is the last one and the least likely of those that stay the first one: at
+    # both ends of the random numbers is what the cut decided.
+    scores = (logits_of(7, width=20_000)[0] * spread).sort().values
+    native, rule = TokenSampler(isa), SamplingRule(temperature=1.0, top_p=top_p)
+    weights = scores.double().softmax(0).flip(0)
+    num_kept = int((weights.cumsum(0) - weights < top_p).sum())
+    first = drawn(native, scores, rule, 0.0)
+    # fp32 sums know a share to about one in a million
+    slack = 1 + round(2e-6 / float(weights[num_kept - 1]))
+    equal = int(((scores - scores[first]).abs() < 2e-7).sum())  # in fp32 equally likely
+    assert abs(len(scores) - first - num_kept) <= max(slack, equal)
+    assert drawn(native, scores, rule, 1 - 1e-12) >= len(scores) - 1 - int(top_p > 0.5)
+
+
+@pytest.mark.parametrize("top_k", [1, 40, 1499, 1500, 2000])
+def test_top_k_keeps_as_many(top_k: int) -> None:
+    scores = logits_of(8, width=1500)[0].sort().values
+    first = drawn(TokenSampler(""), scores, SamplingRule(temperature=9.0, top_k=top_k), 0.0)
+    assert first == max(0, 1500 - top_k)
+
+
+@pytest.mark.parametrize("rule", [SamplingRule(), *RULES])
+def test_what_is_forbidden_or_no_number_is_never_chosen(rule: SamplingRule) -> None:
+    scores = torch.full((1, VOCABULARY), float("-inf"))
+    scores[0, 50:60] = float("nan")
+    scores[0, 70:73] = torch.tensor([1.0, 2.0, 2.0])
+    tokens = Sampler(rule, 50, seed=2).choose(scores.expand(50, -1), [[]] * 50)
+    assert set(tokens) <= {70, 71, 72}
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e30])
+def test_extreme_temperatures_are_greedy_or_uniform(temperature: float) -> None:
+    scores = torch.linspace(-3, 3, VOCABULARY)[None]
+    rule = SamplingRule(temperature=temperature)
+    tokens = set(Sampler(rule, 100, seed=3).choose(scores.expand(100, -1), [[]] * 100))
+    assert tokens == {VOCABULARY - 1} if temperature < 1 else len(tokens) > 90
+
+
+def test_a_growing_history_is_penalised_as_a_whole() -> None:
+    scores = torch.zeros(1, 8)
+    scores[0] = torch.arange(8, 0, -1)
+    sampler, history, chosen = Sampler(SamplingRule(repetition_penalty=100.0), 1, None), [0], []
+    for _ in range(7):
+        history += sampler.choose(scores, [history])
+        chosen.append(history[-1])
+    assert chosen == [1, 2, 3, 4, 5, 6, 7]

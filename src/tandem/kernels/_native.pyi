@@ -178,7 +178,23 @@ class AttentionEngine:
         /,
     ) -> None: ...
 
-def keep_likeliest(values: int, count: int, share: float, min_ratio: float, /) -> None: ...
+class TokenSampler:
+    def __init__(self, isa: str) -> None: ...
+    def choose(
+        self,
+        repetition_penalty: float,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        min_p: float,
+        is_bf16: bool,
+        logits: int,
+        vocabulary: int,
+        seen: int,
+        num_seen: int,
+        uniform: float,
+        /,
+    ) -> int: ...
 
 class Program:
     """Tensors are addresses; whoever adds an operation keeps its tensors, matrices and layers."""
@@ -316,7 +332,7 @@ class SuccessorTable:
         /,
     ) -> None: ...
     def learn(self) -> None: ...
-    def worth(self, experts: Sequence[int], /) -> list[float]: ...
+    def values(self) -> bytes: ...
 
 class ForesightTables:
     def __init__(
@@ -330,7 +346,7 @@ class ForesightTables:
         /,
     ) -> None: ...
     def begin_step(self, tokens: Sequence[int], /) -> None: ...
-    def scores(self, layer: int, above: Sequence[int], before: Sequence[int], /) -> list[int]: ...
+    def scores(self, layer: int, above: Sequence[int], before: Sequence[int], /) -> bytes: ...
     def teach(
         self,
         layer: int,
