@@ -11,12 +11,15 @@ import torch
 import tandem
 from tandem.core.errors import CapacityError
 from tandem.hf.cuda_graphs import GraphedStep
+from tandem.hf.cuda_row_pool import CudaRowPool
 from tandem.hf.cuda_rows import CudaRows, try_cuda_rows
 from tandem.hf.experts import expert_functions
+from tandem.hf.machine import bind_all
 from tandem.hf.step_recorder import opaque
 from tandem.hf.stepping import PaddedRows
 from tandem.kernels.reference import expert_ffn
 from tandem.offload.batch import ExpertFunctions
+from tandem.offload.clock import WallClock
 from tandem.offload.cuda import CudaDevice
 from tandem.offload.cuda_kernels import TorchKernels
 from tandem.offload.events import LayerExecuted
@@ -171,9 +174,10 @@ class WholeLayers:
 
     def __init__(self, cache: ExpertCache, functions: ExpertFunctions) -> None:
         self._store, self._functions = cache.store, functions
+        self.have_arrived = True
 
     def is_whole(self) -> bool:
-        return True
+        return self.have_arrived
 
     def prepare(self, num_tokens: int) -> None:
         pass
@@ -199,24 +203,85 @@ def test_a_model_that_fits_the_device_is_captured_whole(
     quantizer = model.hf_quantizer
     expected = logits_of(PaddedRows(model, PROMPTS, 0))
     functions = expert_functions(quantizer.bound()[0][0])
-    device = CudaDevice(LazyStreams(is_eager=True), TorchKernels())
+    busy: list[float] = []
+    device = CudaDevice(LazyStreams(is_eager=True), TorchKernels(), on_busy=busy.append)
     monkeypatch.setattr(device, "resident", lambda cache: WholeLayers(cache, functions))
 
     class Executor(CpuExecutor):  # what computes the prompt; it need not have a cache
-        cache = SimpleNamespace(store=quantizer.store)
+        cache = SimpleNamespace(store=quantizer.store, clock=WallClock())
 
     before, executor = quantizer.executor, Executor(quantizer.store)
     executor.device = device  # type: ignore[attr-defined]
+    events: list[LayerExecuted] = []
     quantizer.use(executor)
     try:
         rows = CudaRows(model, PROMPTS, 20, make_capture=TwinCapture)
         found = logits_of(rows)
+        executor.listeners.append(events.append)
+        for token in (70, 80):
+            rows.decode([token] * len(PROMPTS))
+        num_layers = len(quantizer.store)
+        assert [event.layer for event in events] == [*range(num_layers)] * 2  # a step late
+        rows.continue_with([[40, 41, 42, 43]] * 2)
+        rows.pool._tell()
+        assert [event.layer for event in events] == [*range(num_layers)] * 3
+        for event in events:
+            assert event.plan is not None
+            assert event.plan.gpu == event.load.experts  # type: ignore[union-attr]
+            assert event.num_tokens == len(PROMPTS)
+        assert busy
     finally:
         quantizer.use(before)
     assert rows.step.is_replaying, rows.step.why_not
     assert rows.step.num_pieces == 1
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-4)
+
+
+def test_pieces_follow_what_is_resident_and_how_many_slots_there_are(
+    models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cut pieces become whole when all experts have arrived; a size that was asked for is taken."""
+    model = models["mixtral"]
+    quantizer = model.hf_quantizer
+    device = CudaDevice(LazyStreams(is_eager=True), TorchKernels())
+    cache = SimpleNamespace(store=quantizer.store, clock=WallClock(), engine=object())
+    layers = WholeLayers(cache, expert_functions(quantizer.bound()[0][0]))  # type: ignore[arg-type]
+    layers.have_arrived = False
+    monkeypatch.setattr(device, "resident", lambda cache: layers)
+    executor, before = CpuExecutor(quantizer.store), quantizer.executor
+    executor.cache, executor.device = cache, device  # type: ignore[attr-defined]
+    settled: list[bool] = []
+    executor.settle = lambda: settled.append(True)  # type: ignore[attr-defined]
+    quantizer.use(executor)
+    try:
+        rows = CudaRows(model, PROMPTS, 40, make_capture=TwinCapture)
+        rows.prefill()
+        pieces = []
+        for step in range(18):
+            layers.have_arrived = step >= 6
+            if step == 12:
+                cache.engine = object()  # as a new size makes one
+            rows.decode([50 + step] * len(PROMPTS))
+            pieces.append(rows.step.num_pieces)
+    finally:
+        quantizer.use(before)
+    assert pieces == [0, 0, 5, 5, 5, 5, 0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1]
+    assert len(settled) == 18
+
+
+def test_steps_that_ask_routers_ahead_are_not_captured(models: dict[str, Any]) -> None:
+    quantizer = models["mixtral"].hf_quantizer
+    before, executor = quantizer.executor, CpuExecutor(quantizer.store)
+    executor.foresee = lambda layer: ()  # type: ignore[attr-defined]
+    quantizer.use(executor)
+    try:
+        rows = CudaRows(models["mixtral"], PROMPTS, 20, make_capture=TwinCapture)
+        logits_of(rows)
+        assert not rows.step.is_replaying
+        assert rows.step.why_not == "routers are asked ahead, which captured pieces leave out"
+    finally:
+        quantizer.use(before)
 
 
 def test_a_kv_cache_that_cannot_grow_goes_on_as_it_is(
@@ -266,6 +331,77 @@ def test_rows_that_nobody_has_any_more_make_room_before_experts_do(
     finally:
         gc.enable()
     assert held() is None
+
+
+def test_rows_are_stepped_in_any_company(models: dict[str, Any]) -> None:
+    """The same tokens as alone, in captured steps of one, two and four rows."""
+    model = models["mixtral"]
+    texts = {0: [40, 41, 42, 50, 51, 52], 1: [60] * 5 + [61, 62], 3: [70, 71, 72, 73, 74, 75]}
+    alone = {
+        row: CudaRows(model, [text[:3]], 20, make_capture=TwinCapture)
+        for row, text in texts.items()
+    }
+    expected = {row: [rows.prefill()[0].clone()] for row, rows in alone.items()}
+    pool = CudaRowPool(model, 4, make_capture=TwinCapture)
+    found = {row: [pool.prefill(row, text[:3]).clone()] for row, text in texts.items()}
+    events: list[LayerExecuted] = []
+    model.hf_quantizer.executor.listeners.append(events.append)
+    companies = [(0,), (0, 1), (0, 1, 3), (3,), (1, 3)] * 6  # enough to be captured
+    for turn, company in enumerate(companies):
+        events.clear()
+        logits = pool.decode({row: 40 + (turn + row) % 50 for row in company})
+        top_k = model.config.num_experts_per_tok
+        assert events[-1].num_expert_rows == len(company) * top_k  # idle rows choose no expert
+        for row, row_logits in zip(company, logits, strict=True):
+            found[row].append(row_logits.clone())
+            expected[row].append(alone[row].decode([40 + (turn + row) % 50])[0].clone())
+    model.hf_quantizer.executor.listeners.clear()
+    assert {key[0] for key, step in pool._steps.items() if step.graphed.is_replaying} == {1, 2, 4}
+    for row in texts:
+        assert list(pool.held(row)[:3]) == texts[row][:3]
+        for ours, theirs in zip(found[row], expected[row], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-4)
+
+
+def test_a_row_goes_on_with_what_another_holds(models: dict[str, Any]) -> None:
+    pool = CudaRowPool(models["gpt_oss"], 2)
+    prompt = [40, 41, 42, 43, 44]
+    expected = pool.prefill(0, prompt).clone()
+    pool.copy(0, 1, 3)
+    assert list(pool.held(1)) == prompt[:3]
+    torch.testing.assert_close(pool.prefill(1, prompt[3:]), expected, rtol=1e-4, atol=1e-4)
+    pool.keep(0, 2)
+    torch.testing.assert_close(pool.prefill(0, prompt[2:]), expected, rtol=1e-4, atol=1e-4)
+    assert pool.num_bytes > 0
+
+
+def test_a_prompt_without_memory_lets_experts_make_room(
+    models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, room = models["mixtral"], [2, 1]
+    pool = CudaRowPool(model, 1)
+    expected = pool.prefill(0, [40, 41, 42]).clone()
+    pool.keep(0, 0)
+    executor, right = model.hf_quantizer.executor, model.hf_quantizer.executor.execute
+
+    def scarce(*args: Any) -> torch.Tensor:
+        if room:
+            raise torch.OutOfMemoryError("made up\nhints")
+        result: torch.Tensor = right(*args)
+        return result
+
+    monkeypatch.setattr(executor, "execute", scarce)
+    bind_all(model.hf_quantizer.bound(), executor)
+    monkeypatch.setattr(pool, "_make_room", lambda: bool(room and room.pop()))
+    try:
+        torch.testing.assert_close(pool.prefill(0, [40, 41, 42]), expected)
+        room.append(0)
+        pool.keep(0, 0)
+        with pytest.raises(CapacityError, match=r"no memory left for this step \(made up\)"):
+            pool.prefill(0, [40, 41, 42])
+    finally:
+        monkeypatch.undo()
+        bind_all(model.hf_quantizer.bound(), executor)
 
 
 def test_pieces_that_give_other_logits_are_given_up() -> None:

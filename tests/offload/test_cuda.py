@@ -225,6 +225,16 @@ def test_a_cache_that_does_not_fit_becomes_as_large_as_it_can(store: HostStore) 
     assert 1 <= executor.cache.num_slots <= 5
 
 
+def test_a_size_is_taken_without_a_layer_to_run(store: HostStore) -> None:
+    executor = make_twin(store, LazyStreams(), 4, SETTINGS[0])
+    executor.resize(7)
+    assert executor.cache.num_slots == 4
+    executor.settle()
+    assert executor.cache.num_slots == 7
+    executor.settle()  # nothing waits any more
+    assert executor.cache.num_slots == 7
+
+
 def test_an_error_of_the_gpu_fails_the_request_and_says_whether_the_gpu_still_works(
     store: HostStore,
 ) -> None:

@@ -19,7 +19,7 @@ from tandem.generate.answer import Answer
 from tandem.generate.prompt import encode_conversation, encode_text
 from tandem.generate.run import Rows, Run
 from tandem.generate.sampling import SamplingOptions, not_followed
-from tandem.hf.cuda_rows import CudaRows, new_cuda_rows, try_cuda_rows
+from tandem.hf.cuda_rows import CudaRows, new_cuda_row_pool, new_cuda_rows, try_cuda_rows
 from tandem.hf.dense import pack_dense_layers
 from tandem.hf.quantizer import OffloadQuantizer
 from tandem.hf.row_pool import BorrowedRows, LoneRow, RowPool
@@ -184,7 +184,7 @@ class Generator:
         """Why decode steps run the model's own code, as one sentence; None: they do not."""
         if self.why_padded is not None:
             return f"steps run padded, on Transformers' own caches: {self.why_padded}"
-        rows = self._last
+        rows = self._last or self._last_on_gpu
         if rows is not None and self._has_replay and rows.step.why_not is not None:
             return f"decode steps are not replayed: {rows.step.why_not}"
         return None
@@ -226,13 +226,20 @@ class Generator:
         return longest - len(prompt)
 
     def row_pool(self, num_rows: int) -> BorrowedRows:
-        """Return rows that requests can borrow; one on a GPU, or if the model must run padded."""
+        """Return rows that requests can borrow; one if the model must run padded."""
         is_on_gpu = self.model.device.type == "cuda"
-        if not is_on_gpu and not self._has_tried_rows:
-            self.why_padded = try_rows(self.model, self._threads, [self._pad_id()])
+        if not self._has_tried_rows:
+            trial = [self._pad_id()]
+            self.why_padded = (
+                try_cuda_rows(self.model, trial)
+                if is_on_gpu
+                else try_rows(self.model, self._threads, trial)
+            )
             self._has_tried_rows = True
-        if is_on_gpu or self.why_padded is not None:
+        if self.why_padded is not None:
             return LoneRow(lambda prompt: self.rows([prompt], _LONE_ANSWER_TOKENS))
+        if is_on_gpu:
+            return new_cuda_row_pool(self.model, num_rows, has_replay=self._has_replay)
         return RowPool(
             self.model, self._threads, num_rows, has_replay=self._has_replay,
             kv_dtype=self._kv_dtype,

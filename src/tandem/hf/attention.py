@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tandem.core.errors import ConfigError
-from tandem.hf.kv_cache import NotByRowsError, current_cache
+from tandem.hf.row_cache import NotByRowsError, current_cache
 from tandem.kernels.attention import AttentionForm
 
 ATTENTION_IMPLEMENTATION = "tandem"

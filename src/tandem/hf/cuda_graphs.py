@@ -140,8 +140,22 @@ class Cut(NamedTuple):
     result: Tensor
 
 
+# Returns a router's choice (n_tokens, top_k) with padding for the rows that have no token.
+Pad = Callable[[Tensor], Tensor]
 # Computes a layer as part of a piece, given the executor's arguments; None: it must be cut.
 Uncut = Callable[..., Tensor | None]
+
+
+class _Padding:
+    """Meets the experts of a step that is simply done: rows without a token choose none."""
+
+    is_capturing = True  # whoever steps has announced it
+
+    def __init__(self, pad: Pad) -> None:
+        self._pad = pad
+
+    def call(self, kind: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        return function(*(_padded(args, self._pad) if kind == "experts" else args))
 
 
 class _Rehearsal:
@@ -152,14 +166,15 @@ class _Rehearsal:
     made on first use would be copied.
     """
 
-    is_capturing = True  # the step has been announced
+    is_capturing = True
 
-    def __init__(self, capture: Capture, uncut: Uncut | None) -> None:
-        self._capture, self._uncut = capture, uncut
+    def __init__(self, capture: Capture, uncut: Uncut | None, pad: Pad) -> None:
+        self._capture, self._uncut, self._pad = capture, uncut, pad
 
     def call(self, kind: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         if kind != "experts":
             return function(*args)
+        args = _padded(args, self._pad)
         result = None if self._uncut is None else self._uncut(*args)
         if result is not None:
             return result
@@ -172,13 +187,14 @@ class _Cutter:
 
     is_capturing = True
 
-    def __init__(self, capture: Capture, uncut: Uncut | None) -> None:
-        self._capture, self._uncut = capture, uncut
+    def __init__(self, capture: Capture, uncut: Uncut | None, pad: Pad) -> None:
+        self._capture, self._uncut, self._pad = capture, uncut, pad
         self.pieces: list[tuple[Graph, Cut | None]] = []
 
     def call(self, kind: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         if kind != "experts":
             return function(*args)  # captured like everything else
+        args = _padded(args, self._pad)
         if self._uncut is not None:
             result = self._uncut(*args)
             if result is not None:
@@ -188,6 +204,11 @@ class _Cutter:
         self.pieces.append((self._capture.end(), Cut(function, args, result)))
         self._capture.begin()
         return result
+
+
+def _padded(args: tuple[Any, ...], pad: Pad) -> tuple[Any, ...]:
+    layer, hidden, index, weights, functions = args
+    return layer, hidden, pad(index), weights, functions
 
 
 def _handed_over(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -205,12 +226,17 @@ class GraphedStep:
         dtype: torch.dtype,
         make_capture: Callable[[], Capture] | None,
         find_uncut: Callable[[], Uncut | None] = lambda: None,
+        *,
+        pad: Pad = lambda index: index,
+        make_room: Callable[[], bool] = lambda: False,
     ) -> None:
         """Take the model's own step; it may be repeated. Without a capture it stays as it is.
 
         `find_uncut` is asked when the step is captured: what it finds holds as long as the pieces.
+        `make_room` frees memory of the GPU if it can, for a capture that had too little.
         """
-        self._step, self._find_uncut = step, find_uncut
+        self._step, self._find_uncut, self._pad = step, find_uncut, pad
+        self._make_room = make_room
         self._tolerance = _TOLERANCES.get(dtype)
         self._make_capture = make_capture
         self._pieces: list[tuple[Graph, Cut | None]] = []
@@ -238,7 +264,8 @@ class GraphedStep:
         if self.is_replaying:
             return self._replay()
         self._num_steps += 1
-        expected = self._step()
+        with intercepted(_Padding(self._pad)):
+            expected = self._step()
         if self.why_not is None and self._num_steps > _STEPS_BEFORE:
             expected = expected.clone()
             self._attempt(expected)
@@ -251,6 +278,9 @@ class GraphedStep:
                 self._capture_step()
             difference = (self._replay().float() - expected.float()).norm()
         except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+            if isinstance(error, torch.OutOfMemoryError) and self._make_room():
+                self._pieces, self._result = [], None  # the next step tries again
+                return
             self._give_up(str(error).partition("\n")[0] or type(error).__name__)
             return
         assert self._tolerance is not None
@@ -262,9 +292,9 @@ class GraphedStep:
     def _capture_step(self) -> None:
         assert self._make_capture is not None
         uncut, capture = self._find_uncut(), self._make_capture()
-        with intercepted(_Rehearsal(capture, uncut)), capture.waits(allowed=False):
+        with intercepted(_Rehearsal(capture, uncut, self._pad)), capture.waits(allowed=False):
             self._step()
-        cutter = _Cutter(capture, uncut)
+        cutter = _Cutter(capture, uncut, self._pad)
         with on_capture_stream(capture), intercepted(cutter):
             try:
                 capture.begin()

@@ -5,20 +5,20 @@ two (the *reach*), masked by position. All of it is torch, so it runs, and is te
 """
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.core.errors import CapacityError
-from tandem.hf.kv_cache import NotByRowsError
+from tandem.hf.row_cache import NotByRowsError, RowCache
 from tandem.kernels.attention import AttentionForm, Segment
 
 _SHORTEST_REACH = 256
 
 
-class StaticKvCache:
+class StaticKvCache(RowCache):
     """Keys and values of all layers for a fixed number of rows."""
 
     def __init__(
@@ -29,8 +29,7 @@ class StaticKvCache:
         make_room: Callable[[], bool] = lambda: False,
     ) -> None:
         """Hold `num_rows` rows of `capacity` tokens; `make_room` frees memory if it can."""
-        self.lengths = [0] * num_rows
-        self.num_layers = 0
+        super().__init__(num_rows)
         self.capacity = _rounded(capacity)
         self.generation = 0
         """Grows when the cache gets other memory: whatever was captured is then void."""
@@ -40,8 +39,9 @@ class StaticKvCache:
         self._make_room = make_room
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
         self._masks: dict[int, Tensor] = {}  # by window; (rows, 1, 1, capacity), True is seen
-        self._awaited: int | None = None
         self._segment: Segment | None = None  # None: a decode step
+        self._decoded: Sequence[int] = ()
+        self._count = num_rows
         with torch.inference_mode(False):
             self._rows = torch.arange(num_rows, device=device)
             self.positions = torch.zeros(num_rows, dtype=torch.int64, device=device)
@@ -51,38 +51,48 @@ class StaticKvCache:
         """Bytes that the cache takes now."""
         return sum(k.nbytes + v.nbytes for k, v in self._tensors.values())
 
-    @property
-    def rows(self) -> Tensor:
-        """The row of each token of the step that is under way, on the host."""
-        if self._segment is None:
-            return torch.arange(len(self.lengths))
-        return torch.full((self._segment.num_tokens,), self._segment.row)
-
     def begin(self, segment: Segment) -> None:
         """Announce a prompt's next tokens, of one row."""
         assert segment.first_position == self.lengths[segment.row]
         self._segment, self._awaited = segment, None
+        self.rows = torch.full((segment.num_tokens,), segment.row)
         self.reserve(segment.first_position + segment.num_tokens)
 
-    def begin_decode(self) -> None:
-        """Announce one token for every row; queues what the step will read."""
+    def begin_decode(self, rows: Sequence[int], count: int) -> None:
+        """Announce one token for some rows among the first `count`; queues what the step will read.
+
+        The others of the first `count` go through the step too, so that it has one of few sizes:
+        they write behind what they hold, and that does not count.
+        """
+        assert max(rows) < count <= len(self.lengths)
         self._segment, self._awaited = None, None
-        self.reserve(max(self.lengths) + 1)
-        self.reach = max(_SHORTEST_REACH, 1 << max(self.lengths).bit_length())
-        self.reach = min(self.reach, self.capacity)
+        self._decoded, self._count, self.rows = rows, count, torch.arange(count)
+        self.reserve(max(self.lengths[:count]) + 1)
+        longest = max(self.lengths[row] for row in rows)
+        self.reach = min(max(_SHORTEST_REACH, 1 << longest.bit_length()), self.capacity)
         self.positions.copy_(on_its_way(self.lengths, self._device), non_blocking=True)
         for window, mask in self._masks.items():
             mask.copy_(self._seen(window))
 
     def commit(self) -> None:
         """Count the announced tokens as held."""
-        if self._awaited is not None:
-            raise NotByRowsError("keys were given, but attention was not asked for")
+        self._require_through()
         if self._segment is not None:
             self.lengths[self._segment.row] += self._segment.num_tokens
-        else:
-            self.lengths[:] = [length + 1 for length in self.lengths]
+            return
+        for row in self._decoded:
+            self.lengths[row] += 1
 
+    @torch.inference_mode()
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        """Let a row hold the first tokens of another one, in place of what it held."""
+        assert length <= self.lengths[source]
+        for tensors in self._tensors.values():
+            for tensor in tensors:
+                tensor[target, :, :length] = tensor[source, :, :length]
+        self.lengths[target] = length
+
+    @torch.inference_mode()
     def pretend(self, length: int) -> None:
         """Let every row hold `length` tokens that nobody said, to time what follows."""
         self.reserve(length + 1)
@@ -91,12 +101,6 @@ class StaticKvCache:
                 tensor[:, :, :length].normal_(std=0.1)
         self.lengths[:] = [length] * len(self.lengths)
 
-    def expect(self, layer: int) -> None:
-        """Note that a layer has new keys and values: its attention comes next."""
-        if self._awaited is not None:
-            raise NotByRowsError("keys were given twice before attention was asked for")
-        self._awaited = layer
-
     def attend(
         self, form: AttentionForm, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
     ) -> Tensor:
@@ -104,14 +108,14 @@ class StaticKvCache:
 
         All are (heads, n_tokens, dim); returns (n_tokens, heads, dim).
         """
-        layer, self._awaited = self._awaited, None
-        if layer is None:
-            raise NotByRowsError("attention was asked for without new keys")
+        layer = self._expected_layer()
         keys, values = self._layer(layer, form, key.dtype)
         if self._segment is None:
-            keys[self._rows, :, self.positions] = key.transpose(0, 1)
-            values[self._rows, :, self.positions] = value.transpose(0, 1)
-            return self._decode(form, query, keys, values, sinks)
+            count = self._count
+            rows, positions = self._rows[:count], self.positions[:count]
+            keys[rows, :, positions] = key.transpose(0, 1)
+            values[rows, :, positions] = value.transpose(0, 1)
+            return self._decode(form, query, keys[:count], values[:count], sinks)
         row, first, count = self._segment
         if key.shape[1] != count:
             raise NotByRowsError(f"{count} tokens were announced and {key.shape[1]} came")
@@ -123,10 +127,10 @@ class StaticKvCache:
     def _decode(
         self, form: AttentionForm, query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None
     ) -> Tensor:
-        num_rows, group = len(self.lengths), form.num_heads // form.num_kv_heads
+        num_rows, group = keys.shape[0], form.num_heads // form.num_kv_heads
         # Heads that share keys stand as several queries of one head: all see the same positions.
         q = query.transpose(0, 1).reshape(num_rows, form.num_kv_heads, group, form.key_dim)
-        mask = self._mask(form.window)[..., : self.reach]
+        mask = self._mask(form.window)[:num_rows, ..., : self.reach]
         out = _attention(
             form, q, keys[:, :, : self.reach], values[:, :, : self.reach], mask,
             None if sinks is None else sinks.reshape(form.num_kv_heads, group, 1),

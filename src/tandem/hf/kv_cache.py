@@ -1,23 +1,17 @@
 """A KV cache by rows: each row has a length of its own, and a step costs what is filled.
 
 Tokens of several rows go through the model as one sequence; only attention tells them apart. So a
-batch needs no padding, and rows may be at any position. A layer's keys and values are written when
-attention is called, not when the model "updates the cache": what a model does to them in between
-(expanding a latent, say) is done once per token.
+batch needs no padding, and rows may be at any position.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from tandem.core.errors import CapacityError
 from tandem.core.units import format_bytes
+from tandem.hf.row_cache import NotByRowsError, RowCache
 from tandem.hf.step_recorder import ATTENTION, opaque
 from tandem.kernels.attention import (
     AttentionForm,
@@ -33,11 +27,7 @@ _GRANULE_TOKENS = 256
 _PRETENDED_TOKENS = 1024  # that are made up at once
 
 
-class NotByRowsError(Exception):
-    """A model does something around its attention that rows of one sequence cannot have."""
-
-
-class KvCache:
+class KvCache(RowCache):
     """Keys and values of all layers for a fixed number of rows, grown as they get longer."""
 
     def __init__(
@@ -48,14 +38,11 @@ class KvCache:
         `kv_dtype` is "fp32", "bf16" or "int8"; "auto" keeps what the model computes in.
         """
         require_kv_dtype(kv_dtype)
-        self.lengths = [0] * num_rows
+        super().__init__(num_rows)
         self.threads = threads
-        self.num_layers = 1
-        """Layers that are expected: their memory is asked for together."""
         self._kv_dtype = kv_dtype
         self._capacity = _rounded(capacity)
         self._layers: dict[int, CachedAttention] = {}
-        self._awaited: int | None = None
         self._segments: list[Segment] = []
         # One token per row is so common that its tensors stay: a recorded step refers to them.
         with torch.inference_mode(False):
@@ -112,15 +99,9 @@ class KvCache:
 
     def commit(self) -> None:
         """Count the announced tokens as held: the forward is through."""
-        if self._awaited is not None:
-            raise NotByRowsError("keys were given, but attention was not asked for")
+        self._require_through()
         for segment in self._segments:
             self.lengths[segment.row] = segment.first_position + segment.num_tokens
-
-    def truncate(self, row: int, length: int) -> None:
-        """Forget a row's tokens from `length` on."""
-        assert 0 <= length <= self.lengths[row]
-        self.lengths[row] = length
 
     @torch.inference_mode()
     def copy_prefix(self, source: int, target: int, length: int) -> None:
@@ -142,12 +123,6 @@ class KvCache:
                 _pretend(layer, self.threads, row, length)
         self.lengths[:] = [length] * len(self.lengths)
 
-    def expect(self, layer: int) -> None:
-        """Note that a layer has new keys and values: its attention comes next."""
-        if self._awaited is not None:
-            raise NotByRowsError("keys were given twice before attention was asked for")
-        self._awaited = layer
-
     def attend(
         self, form: AttentionForm, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
     ) -> Tensor:
@@ -155,9 +130,7 @@ class KvCache:
 
         All are (heads, n_tokens, dim) in the order of `begin`; returns (n_tokens, heads, dim).
         """
-        layer, self._awaited = self._awaited, None
-        if layer is None:
-            raise NotByRowsError("attention was asked for without new keys")
+        layer = self._expected_layer()
         if key.dtype not in VALUE_DTYPES or key.shape[1] != len(self.positions):
             raise NotByRowsError(f"keys are {key.dtype} of shape {tuple(key.shape)}")
         attention = self._layers.get(layer) or self._add_layer(layer, form, key.dtype, sinks)
@@ -223,71 +196,6 @@ def _attend_layer(
     cache: KvCache, attention: CachedAttention, query: Tensor, key: Tensor, value: Tensor
 ) -> Tensor:
     return cache.attend_layer(attention, query, key, value)
-
-
-class _Layer(CacheLayerMixin):  # type: ignore[misc]
-    """What Transformers' cache holds for a layer: it only passes the word on."""
-
-    is_sliding = False
-
-    def __init__(self, cache: KvCache, layer: int) -> None:
-        super().__init__()
-        self._cache = cache
-        self._layer = layer
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Need nothing: the cache has its own tensors."""
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Return what is new alone; attention knows the rest."""
-        self._cache.expect(self._layer)
-        return key_states, value_states
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return max(self._cache.lengths)
-
-    def get_max_length(self) -> int:
-        return -1
-
-
-def transformers_cache(model: Any, cache: KvCache) -> DynamicCache:
-    """Return the cache object for a forward; raises `NotByRowsError` where layers keep states.
-
-    Layers of linear attention, of compressed or indexed caches and the like need their own kind.
-    """
-    shell = DynamicCache(config=model.config.get_text_config(decoder=True))
-    if not shell.layers or any(
-        type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in shell.layers
-    ):
-        raise NotByRowsError("the model keeps states beside keys and values")
-    shell.layers = [_Layer(cache, number) for number in range(len(shell.layers))]
-    cache.num_layers = len(shell.layers)
-    return shell
-
-
-# Attention functions are registered by name and called by the model's code with the module alone:
-# the step that is under way reaches them here.
-_CURRENT: ContextVar[KvCache | None] = ContextVar("tandem_kv_cache", default=None)
-
-
-def current_cache() -> KvCache | None:
-    """Return the cache of the step that is under way in this thread."""
-    return _CURRENT.get()
-
-
-@contextmanager
-def stepping(cache: KvCache) -> Iterator[None]:
-    """Make a cache the current one."""
-    token = _CURRENT.set(cache)
-    try:
-        yield
-    finally:
-        _CURRENT.reset(token)
 
 
 def _rounded(tokens: int) -> int:

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from tandem.hf.attention import AttentionSwitch
-from tandem.hf.kv_cache import KvCache, stepping, transformers_cache
+from tandem.hf.kv_cache import KvCache
 from tandem.hf.replay import ReplayedStep
+from tandem.hf.row_model import RowModel, StartedRows
 from tandem.kernels.attention import Segment
 from tandem.kernels.dense import CpuThreads
 from tandem.offload.executor import CpuExecutor
@@ -75,13 +75,10 @@ class RowPool:
         """
         self.num_rows = num_rows
         self.cache = KvCache(threads, num_rows, max(1, capacity), kv_dtype=kv_dtype)
-        self._model = model
-        self._switch = AttentionSwitch(model)
-        self._shell = transformers_cache(model, self.cache)
+        self._model = RowModel(model, self.cache)
         self._held: list[list[int]] = [[] for _ in range(num_rows)]
-        self._keeps_logits = bool(model._supports_logits_to_keep())
         self._has_replay = has_replay
-        self._executor = self._current_executor()
+        self._executor = self._model.executor
         self._steps: dict[int, _Step] = {}
 
     @property
@@ -111,9 +108,8 @@ class RowPool:
         """
         self._note_executor()
         self.cache.begin([Segment(row, self.cache.lengths[row], len(tokens))])
-        keep = torch.tensor([len(tokens) - 1]) if self._keeps_logits else None
-        ids = torch.tensor([tokens])
-        logits = self._run_model(ids, self.cache.positions[None], keep)
+        keep, ids = torch.tensor([len(tokens) - 1]), torch.tensor([tokens])
+        logits = self._model.logits(ids, self.cache.positions[None], keep)
         self.cache.commit()
         self._held[row] += tokens
         return logits[0, -1]
@@ -140,9 +136,9 @@ class RowPool:
             ids = torch.zeros((num_rows, 1), dtype=torch.int64)
 
         def run() -> Tensor:
-            return self._run_model(ids, positions[:, None], None)[:, -1]
+            return self._model.logits(ids, positions[:, None])[:, -1]
 
-        replayed = ReplayedStep(run, [ids, positions], self._model.dtype, self.cache.threads)
+        replayed = ReplayedStep(run, [ids, positions], self._model.model.dtype, self.cache.threads)
         if not self._has_replay:
             replayed.why_not = "it was not wanted"
         elif getattr(self._executor, "foresee", None) is not None:
@@ -152,40 +148,14 @@ class RowPool:
 
     def _note_executor(self) -> None:
         """Forget the records of an executor that has been replaced."""
-        executor = self._current_executor()
+        executor = self._model.executor
         if executor is not self._executor:
             self._executor = executor
             self._steps.clear()
 
-    def _current_executor(self) -> Any:
-        return getattr(getattr(self._model, "hf_quantizer", None), "executor", None)
-
-    def _run_model(self, ids: Tensor, positions: Tensor, keep: Tensor | None) -> Tensor:
-        with self._switch.on(), stepping(self.cache):
-            outputs = self._model(
-                input_ids=ids,
-                position_ids=positions,
-                past_key_values=self._shell,
-                use_cache=True,
-                return_dict=True,
-                **({} if keep is None else {"logits_to_keep": keep}),
-            )
-        logits: Tensor = outputs.logits
-        return logits
-
-
-class StartedRows(Protocol):
-    """A batch of prompts as `Generator.rows` returns it; here of a single one."""
-
-    def prefill(self) -> Tensor:
-        """Run the prompts; return (rows, vocabulary)."""
-
-    def decode(self, tokens: list[int]) -> Tensor:
-        """Append one token per row; return (rows, vocabulary)."""
-
 
 class LoneRow:
-    """One row, for models that `RowPool` cannot step: on Transformers' caches, or on a GPU."""
+    """One row, for models that no pool can step: on Transformers' own caches."""
 
     num_rows = 1
     can_prefill_in_parts = False

@@ -9,20 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.hf.attention import AttentionSwitch
-from tandem.hf.kv_cache import KvCache, NotByRowsError, stepping, transformers_cache
+from tandem.hf.kv_cache import KvCache
 from tandem.hf.replay import ReplayedStep
-from tandem.hf.stepping import PaddedRows
+from tandem.hf.row_model import RowModel, why_not_by_rows
 from tandem.kernels.attention import Segment
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
 from tandem.offload.executor import CpuExecutor
 
 # Bounds the activations of a long prompt; experts are read once per chunk.
 MAX_STEP_TOKENS = 2048
-# How far logits may be from those of Transformers' own caches, relative to their size. Mistakes
-# show as an error of about one; bf16 rounds differently, and near ties of the router may flip.
-_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.15}
-_TRIAL_TOKENS = 6
 
 
 class CachedRows:
@@ -42,20 +37,17 @@ class CachedRows:
 
         Without `has_replay` the model's own code runs every step. `kv_dtype` is as of `KvCache`.
         """
-        self._model = model
-        self._switch = AttentionSwitch(model)
         capacity = max(map(len, prompts)) + min(max_new_tokens, MAX_STEP_TOKENS)
         self.cache = KvCache(threads, len(prompts), capacity, kv_dtype=kv_dtype)
-        self._shell = transformers_cache(model, self.cache)
+        self._model = RowModel(model, self.cache)
         self._tokens: list[list[int]] = [[] for _ in prompts]  # what the cache holds
         self._prompts = list(prompts)
-        self._keeps_logits = bool(model._supports_logits_to_keep())
         self.reused_tokens = [0] * len(prompts)
         """Per row, what the cache held of its prompt."""
         with torch.inference_mode(False):
             self._ids = torch.zeros((len(prompts), 1), dtype=torch.int64)
         self._has_replay = has_replay
-        self._executor = self._current_executor()
+        self._executor = self._model.executor
         self.step = self._new_step()
 
     @property
@@ -123,41 +115,24 @@ class CachedRows:
 
     def _decode_step(self) -> Tensor:
         """Run `_ids` (rows, 1) at the cache's positions: (rows, vocabulary)."""
-        logits: Tensor = self._run_model(self._ids, self.cache.positions[:, None], None)[:, -1]
-        return logits
+        return self._model.logits(self._ids, self.cache.positions[:, None])[:, -1]
 
     def _new_step(self) -> ReplayedStep:
         inputs = [self._ids, self.cache.positions]
-        step = ReplayedStep(self._decode_step, inputs, self._model.dtype, self.cache.threads)
+        step = ReplayedStep(self._decode_step, inputs, self._model.model.dtype, self.cache.threads)
         if not self._has_replay:
             step.why_not = "it was not wanted"
         elif getattr(self._executor, "foresee", None) is not None:
             step.why_not = "routers are asked ahead, which a recorded step leaves out"
         return step
 
-    def _current_executor(self) -> Any:
-        return getattr(getattr(self._model, "hf_quantizer", None), "executor", None)
-
     def _announce(self, tokens: list[int]) -> None:
         """Tell the executor what the model's forward would tell it; a new one needs a new tape."""
-        executor = self._current_executor()
+        executor = self._model.executor
         if executor is not self._executor:
             self._executor, self.step = executor, self._new_step()
         elif self.step.is_replaying and not isinstance(executor, CpuExecutor | None):
             executor.begin_step(tokens, is_prefill=False)
-
-    def _run_model(self, ids: Tensor, positions: Tensor, keep: Tensor | None) -> Tensor:
-        with self._switch.on(), stepping(self.cache):
-            outputs = self._model(
-                input_ids=ids,
-                position_ids=positions,
-                past_key_values=self._shell,
-                use_cache=True,
-                return_dict=True,
-                **({} if keep is None else {"logits_to_keep": keep}),
-            )
-        logits: Tensor = outputs.logits
-        return logits
 
     @torch.inference_mode()
     def _forward(self, segments: list[Segment], tokens: list[list[int]]) -> Tensor:
@@ -165,12 +140,11 @@ class CachedRows:
         ids = [token for part in tokens for token in part]
         lasts = torch.tensor([s.num_tokens for s in segments]).cumsum(0) - 1
         self.cache.begin(segments)
-        keep = lasts if self._keeps_logits else None
-        logits = self._run_model(torch.tensor([ids]), self.cache.positions[None], keep)[0]
+        logits = self._model.logits(torch.tensor([ids]), self.cache.positions[None], lasts)[0]
         self.cache.commit()
         for segment, part in zip(segments, tokens, strict=True):
             self._tokens[segment.row] += part
-        return logits if self._keeps_logits else logits[lasts]
+        return logits if self._model.keeps_logits else logits[lasts]
 
 
 def num_shared(held: list[int], prompt: list[int]) -> int:
@@ -183,24 +157,4 @@ def try_rows(model: Any, threads: CpuThreads, prompt: list[int]) -> str | None:
     """Step a few tokens both ways; return why `CachedRows` does not serve a model, or None."""
     if model.device.type != "cpu" or model.dtype not in VALUE_DTYPES:
         return f"the model is {model.dtype} on {model.device.type}"
-    trial = (prompt * _TRIAL_TOKENS)[:_TRIAL_TOKENS]
-    prompts = [trial, trial[:2]]
-    try:
-        rows = CachedRows(model, threads, prompts, 2)
-        ours = [rows.prefill(), rows.decode(trial[:2])]
-    except (
-        NotByRowsError,
-        RuntimeError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        IndexError,
-    ) as error:
-        return str(error).partition("\n")[0] or type(error).__name__
-    padded = PaddedRows(model, prompts, 0)
-    theirs = [padded.prefill(), padded.decode(trial[:2])]
-    tolerance = _TOLERANCES[model.dtype]
-    for a, b in zip(ours, theirs, strict=True):
-        if not (a.float() - b.float()).norm() <= tolerance * b.float().norm():
-            return "its logits differ"
-    return None
+    return why_not_by_rows(model, prompt, lambda prompts: CachedRows(model, threads, prompts, 2))

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tandem.hf.kv_cache import current_cache
+from tandem.hf.row_cache import current_cache
 from tandem.hf.step_recorder import is_capturing
 from tandem.offload.executor import CpuExecutor, Executor
 

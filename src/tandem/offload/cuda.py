@@ -116,6 +116,11 @@ class CudaDevice:
             self._batches.clear()
         return hosts
 
+    def add_busy(self, seconds: float) -> None:
+        """Count work of the compute lane that was not launched here."""
+        if self._on_busy is not None:
+            self._on_busy(seconds)
+
     def rows(self, num_rows: int, width: int) -> Tensor:
         """Return device memory for rows."""
         return self._rows.rows(num_rows, width)

@@ -16,8 +16,12 @@ from tandem.kernels.formats.expert import ExpertLayout
 from tandem.kernels.native import NativeActivation
 from tandem.kernels.triton.rows import GroupedRows
 from tandem.offload.batch import ExpertFunctions
+from tandem.offload.events import LayerExecuted
 from tandem.offload.expert_cache import ExpertCache
+from tandem.offload.host_store import HostLayer
 from tandem.offload.packed_layer import PackedLayer
+from tandem.offload.routing import Routing
+from tandem.policy.plan import LayerPlan
 
 MAX_TOKENS = 8  # more are worth sorting by expert
 
@@ -121,6 +125,23 @@ class ResidentLayers:
             ]
             self._tables[layer] = torch.tensor(addresses, device=self._device)
         return self._tables[layer]
+
+
+def resident_event(host: HostLayer, chosen: Tensor, now: float) -> LayerExecuted:
+    """Return what has happened in a layer whose experts are all resident; `chosen` on the host."""
+    routing = Routing(chosen, host.arrivals.num_experts)
+    plan = LayerPlan(host.layer, routing.experts, (), (), (), (), (), 0.0, 0.0)
+    return LayerExecuted(
+        layer=host.layer,
+        num_tokens=routing.num_tokens,
+        num_active_experts=len(routing.experts),
+        num_expert_rows=routing.num_rows,
+        touched_bytes=len(routing.experts) * host.image_bytes,
+        load=routing.load(host.layer, None),
+        plan=plan,
+        begin_seconds=now,
+        end_seconds=now,
+    )
 
 
 @lru_cache(maxsize=64)

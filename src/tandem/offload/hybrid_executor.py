@@ -79,6 +79,12 @@ class HybridExecutor:
         """Change the number of slots; it happens before the next step."""
         self._wanted_slots = num_slots
 
+    def settle(self) -> None:
+        """Do what waits for the next step; for whoever replays steps without this executor."""
+        if self._wanted_slots is not None:
+            wanted, self._wanted_slots = self._wanted_slots, None
+            self.cache.resize(wanted)
+
     def close(self) -> None:
         """End all threads and give the device's memory back."""
         if self.foresee is not None:
@@ -129,9 +135,7 @@ class HybridExecutor:
         return torch.cat([self._execute_chunk(layer, *chunk, functions) for chunk in chunks])
 
     def _begin_step(self, num_tokens: int) -> None:
-        if self._wanted_slots is not None:
-            wanted, self._wanted_slots = self._wanted_slots, None
-            self.cache.resize(wanted)
+        self.settle()
         token_ids, is_prefill = self._announced or ((), False)
         self._announced = None
         cache = self.cache

@@ -1,0 +1,98 @@
+"""A model that is stepped by rows: a forward on a KV cache of ours, and whether that serves it."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tandem.core.errors import TandemError
+from tandem.hf.attention import AttentionSwitch
+from tandem.hf.row_cache import NotByRowsError, RowCache, stepping, transformers_cache
+from tandem.hf.stepping import PaddedRows
+
+# How far logits may be from those of Transformers' own caches, relative to their size. Mistakes
+# show as an error of about one; low precision rounds differently, and near ties of the router may
+# flip.
+_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
+_TRIAL_TOKENS = 6
+
+
+class RowModel:
+    """A model with a cache that it reads and writes while it is called here."""
+
+    def __init__(self, model: Any, cache: RowCache) -> None:
+        """Raises `NotByRowsError` for a model that keeps more than keys and values."""
+        self.model = model
+        self._cache = cache
+        self._switch = AttentionSwitch(model)
+        self._shell = transformers_cache(model, cache)
+        self.keeps_logits = bool(model._supports_logits_to_keep())
+        """Whether logits can be asked for some of the tokens alone."""
+
+    @property
+    def executor(self) -> Any:
+        """What computes the model's experts now; None for a model that Tandem did not load."""
+        return getattr(getattr(self.model, "hf_quantizer", None), "executor", None)
+
+    def logits(self, ids: Tensor, positions: Tensor, keep: Tensor | int | None = None) -> Tensor:
+        """Return the logits (b, n_tokens, vocabulary) of ids (b, n_tokens) at their positions.
+
+        With `keep`, of those tokens alone, where the model can leave the others out.
+        """
+        is_kept = keep is not None and self.keeps_logits
+        with self._switch.on(), stepping(self._cache):
+            outputs = self.model(
+                input_ids=ids,
+                position_ids=positions,
+                past_key_values=self._shell,
+                use_cache=True,
+                return_dict=True,
+                **({"logits_to_keep": keep} if is_kept else {}),
+            )
+        logits: Tensor = outputs.logits
+        return logits
+
+
+class StartedRows(Protocol):
+    """A batch of prompts that is stepped."""
+
+    def prefill(self) -> Tensor:
+        """Run the prompts; return (rows, vocabulary)."""
+
+    def decode(self, tokens: list[int]) -> Tensor:
+        """Append one token per row; return (rows, vocabulary)."""
+
+
+def why_not_by_rows(
+    model: Any, prompt: list[int], start: Callable[[list[list[int]]], StartedRows]
+) -> str | None:
+    """Step a few tokens by rows and padded; return why rows do not serve a model, or None.
+
+    `start` returns rows of prompts. Raises the `TandemError` of a model that cannot be run at all.
+    """
+    tolerance = _TOLERANCES.get(model.dtype)
+    if tolerance is None:
+        return f"the model is {model.dtype}"
+    trial = (prompt * _TRIAL_TOKENS)[:_TRIAL_TOKENS]
+    prompts = [trial, trial[:2]]
+    try:
+        rows = start(prompts)
+        ours = [rows.prefill(), rows.decode(trial[:2])]
+    except TandemError:
+        raise
+    except (
+        NotByRowsError,
+        RuntimeError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        IndexError,
+    ) as error:
+        return str(error).partition("\n")[0] or type(error).__name__
+    padded = PaddedRows(model, prompts, 0)
+    theirs = [padded.prefill(), padded.decode(trial[:2])]
+    for a, b in zip(ours, theirs, strict=True):
+        if not (a.float() - b.float()).norm() <= tolerance * b.float().norm():
+            return "its logits differ"
+    return None
