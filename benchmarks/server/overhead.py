@@ -1,26 +1,25 @@
 """What the server costs, beside the same model in a program: python -m benchmarks.server.overhead
 
-Three figures, each between measurements of what it is compared with, in one run:
-tokens per second of one stream against `Generator`; of four streams against one, with what the
+Three figures, each between measurements of what it is compared with, in one run: tokens per second
+of one stream against `Generator` in the same process; of four streams against one, with what the
 bytes allow; and how long after a client has left the next request begins.
 """
 
 import argparse
 import itertools
 import json
+import os
+import signal
 import statistics
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+from benchmarks.server.paired import PROMPT as _PROMPT
 from tests.server.running import RunningServer, running_server
 
-from tandem.cli.models import ModelChoice, load_model_and_tokenizer
-from tandem.generate.generator import Generator
-from tandem.offload.options import OffloadOptions
-
-_PROMPT = "Tell me a long story about a river, its people and their boats."
 _STREAMS = 4
 
 
@@ -35,69 +34,91 @@ def stream_gaps(server: RunningServer, tokens: int, text: str = _PROMPT) -> list
     return [b - a for a, b in itertools.pairwise(times)]
 
 
-def generator_gaps(generator: Generator, tokens: int) -> list[float]:
-    """Return the seconds between the tokens of the same answer in this process."""
-    messages = [{"role": "user", "content": _PROMPT}]
-    run = generator.start(messages, max_new_tokens=tokens, temperature=0.0)
-    times = []
-    while not run.is_done:
-        run.advance()
-        times.append(time.perf_counter())
-    return [b - a for a, b in itertools.pairwise(times)]
+class Turns:
+    """The two ways to answer, one after the other; neither does anything while the other works."""
+
+    def __init__(self, server: RunningServer) -> None:
+        """Find the decode process of a server as `paired` starts it."""
+        self._server = server
+        self._results = Path(server.said["results"])
+        self._decode_process = server.decode_process
+        self.step_bytes: dict[str, float] = {}
+
+    def of_generator(self) -> list[float]:
+        """Let the decode process answer by itself; return the seconds between tokens."""
+        num_before = len(self._lines())
+        os.kill(self._decode_process, signal.SIGUSR1)
+        while len(lines := self._lines()) == num_before:
+            time.sleep(0.05)
+        last = json.loads(lines[-1])
+        self.step_bytes = last["step_bytes"]
+        gaps: list[float] = last["gaps"]
+        return gaps
+
+    def of_server(self, tokens: int) -> list[float]:
+        """Ask the server for the same answer; return the seconds between tokens."""
+        return stream_gaps(self._server, tokens)
+
+    def _lines(self) -> list[str]:
+        return self._results.read_text(encoding="utf-8").splitlines()
 
 
-def overhead(server: RunningServer, generator: Generator, rounds: int, tokens: int) -> Any:
-    """Return the median seconds per token of both, in turn, and the median of a turn's ratios."""
+def overhead(turns: Turns, rounds: int, tokens: int) -> Any:
+    """Return the median seconds per token of both, and the median of paired ratios.
+
+    Who begins changes from round to round, so that a machine that drifts favours neither.
+    """
     ours, theirs = [], []
-    for _ in range(rounds):
-        theirs.append(statistics.median(generator_gaps(generator, tokens)[tokens // 4 :]))
-        ours.append(statistics.median(stream_gaps(server, tokens)[tokens // 4 :]))
-    ratios = [a / b - 1 for a, b in zip(ours, theirs, strict=True)]
+    for turn in range(rounds + 1):
+        kinds = ["generator", "server"] if turn % 2 else ["server", "generator"]
+        found = {}
+        for kind in kinds:
+            gaps = turns.of_generator() if kind == "generator" else turns.of_server(tokens)
+            found[kind] = statistics.median(gaps[tokens // 4 :])
+        if turn:  # the first one records steps
+            theirs.append(found["generator"])
+            ours.append(found["server"])
+    ratios = sorted(a / b - 1 for a, b in zip(ours, theirs, strict=True))
+    low, median, high = statistics.quantiles(ratios, n=4)
     return {
         "generator_tokens_per_second": round(1 / statistics.median(theirs), 2),
         "server_tokens_per_second": round(1 / statistics.median(ours), 2),
-        "overhead": round(statistics.median(ratios), 4),
-        "overhead_of_each_turn": [round(ratio, 3) for ratio in ratios],
+        "overhead": round(median, 4),
+        "overhead_quartiles": [round(low, 4), round(high, 4)],
+        "overhead_microseconds_per_token": round(
+            statistics.median(a - b for a, b in zip(ours, theirs, strict=True)) * 1e6
+        ),
+        "overhead_of_each_turn": [round(ratio, 4) for ratio in ratios],
     }
 
 
-def concurrency(server: RunningServer, rounds: int, tokens: int) -> Any:
-    """Return tokens per second of one stream and of four at once, in turn."""
-    one, four = [], []
-    for turn in range(rounds):
-        one.append(1 / statistics.median(stream_gaps(server, tokens)))
+def concurrency(
+    server: RunningServer, step_bytes: dict[str, float], rounds: int, tokens: int
+) -> Any:
+    """Return tokens per second of one stream and of four at once, in turn, and what bytes allow.
+
+    Four rows could be so much faster than one if a step cost its bytes alone.
+    """
+    one, four, ratios = [], [], []
+    for turn in range(rounds + 1):
         texts = [f"{_PROMPT} ({turn}, {n})" for n in range(_STREAMS)]
+        single = 1 / statistics.median(stream_gaps(server, tokens)[tokens // 4 :])
         with ThreadPoolExecutor(_STREAMS) as pool:
             gaps = list(pool.map(lambda text: stream_gaps(server, tokens, text), texts))
-        four.append(sum(1 / statistics.median(g[len(g) // 3 :]) for g in gaps))
-    single, together = statistics.median(one), statistics.median(four)
+        together = sum(1 / statistics.median(g[len(g) // 3 :]) for g in gaps)
+        if turn:  # the first one records steps
+            one.append(single)
+            four.append(together)
+            ratios.append(together / single)
+    ratio, ceiling = statistics.median(ratios), _STREAMS * step_bytes["1"] / step_bytes["4"]
     return {
-        "one_tokens_per_second": round(single, 2),
-        "four_tokens_per_second": round(together, 2),
-        "ratio": round(together / single, 3),
+        "one_tokens_per_second": round(statistics.median(one), 2),
+        "four_tokens_per_second": round(statistics.median(four), 2),
+        "ratio": round(ratio, 3),
+        "ratio_of_each_turn": [round(one, 3) for one in sorted(ratios)],
+        "byte_ceiling_ratio": round(ceiling, 3),
+        "share_of_ceiling": round(ratio / ceiling, 3),
     }
-
-
-def byte_ceiling(model: Any) -> float:
-    """Return how much faster four rows could be than one, if a step costs its bytes alone.
-
-    Uniform routing: n tokens touch experts * (1 - (1 - top_k / experts) ** n) of a layer.
-    """
-    store = model.hf_quantizer.store
-    top_k = model.config.get_text_config().num_experts_per_tok
-    dense = sum(p.nbytes for p in model.parameters()) - model.get_input_embeddings().weight.nbytes
-    dense += model.get_output_embeddings().weight.nbytes
-
-    def step_bytes(rows: int) -> float:
-        experts = 0.0
-        for layer in store:
-            count = layer.arrivals.num_experts
-            touched = count * (1 - (1 - top_k / count) ** rows)
-            experts += layer.num_bytes / count * touched
-        total: float = dense + experts
-        return total
-
-    return _STREAMS * step_bytes(1) / step_bytes(_STREAMS)
 
 
 def release(model: str, flags: list[str], rounds: int) -> Any:
@@ -145,26 +166,29 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--expert-dtype", default="auto")
-    parser.add_argument("--dense-dtype", default="bf16")
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--dense-dtype", default="auto")
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--only", choices=("overhead", "streams", "release"))
     options = parser.parse_args()
     flags = ["--expert-dtype", options.expert_dtype, "--dense-dtype", options.dense_dtype]
-    offload = OffloadOptions(expert_dtype=options.expert_dtype, threads=2)
-    model, tokenizer = load_model_and_tokenizer(
-        ModelChoice(model=options.model), offload, quiet=True, dense_dtype=options.dense_dtype
-    )
-    generator = Generator(model, tokenizer)
     found: dict[str, Any] = {}
-    with running_server(options.model, *flags) as server:
-        stream_gaps(server, 40)  # once for the records of one row
-        generator_gaps(generator, 40)
-        found |= overhead(server, generator, options.rounds, options.tokens)
-        found |= concurrency(server, options.rounds, options.tokens)
-    ceiling = byte_ceiling(model)
-    found["byte_ceiling_ratio"] = round(ceiling, 3)
-    found["share_of_ceiling"] = round(found["ratio"] / ceiling, 3)
-    found |= release(options.model, flags, options.rounds)
+    if options.only != "release":
+        with running_server(
+            options.model,
+            *flags,
+            "--tokens",
+            str(options.tokens),
+            module="benchmarks.server.paired",
+        ) as server:
+            turns = Turns(server)
+            turns.of_generator()
+            if options.only != "streams":
+                found |= overhead(turns, options.rounds, options.tokens)
+            if options.only != "overhead":
+                found |= concurrency(server, turns.step_bytes, options.rounds, options.tokens)
+    if options.only in (None, "release"):
+        found |= release(options.model, flags, options.rounds)
     for name, value in found.items():
         print(f"{name}: {value}")
     print(json.dumps(found))

@@ -190,6 +190,22 @@ def test_a_beginning_in_a_busy_row_is_copied(generator: tandem.Generator) -> Non
         assert tokens(found[number]) == alone.token_ids
 
 
+def test_prompts_that_come_at_once_and_begin_alike_are_computed_once(
+    generator: tandem.Generator,
+) -> None:
+    prompt = [40 + i % 50 for i in range(4 * PART + 5)]
+    batcher = Batcher(generator, max_running=3, part_tokens=PART)
+    for number in range(3):
+        batcher.add(request_of(number, [*prompt, 90 + number], max_new_tokens=4))
+    found = finish(batcher)
+    # The shared beginning once, and each one's own last token.
+    assert batcher.counts.prompt_tokens == len(prompt) + 3
+    assert sum(found[number][0].reused_tokens for number in range(3)) == 2 * len(prompt)
+    for number in range(3):
+        (alone,) = generator.generate([*prompt, 90 + number], max_new_tokens=4)
+        assert tokens(found[number]) == alone.token_ids
+
+
 def test_text_stop_strings_and_the_rest_are_the_generators(generator: tandem.Generator) -> None:
     (free,) = generator.generate("hello", max_new_tokens=30)
     prompt = byte_tokenizer()("hello")["input_ids"]

@@ -48,9 +48,12 @@ class Reply:
 class RunningServer:
     """A server that has said that it is ready."""
 
-    def __init__(self, process: "subprocess.Popen[str]", address: str, log: list[str]) -> None:
-        self.process, self.address, self._log = process, address, log
-        host, _, port = address.removeprefix("http://").rpartition(":")
+    def __init__(
+        self, process: "subprocess.Popen[str]", said: dict[str, str], log: list[str]
+    ) -> None:
+        self.process, self.said, self._log = process, said, log
+        self.address = said["address"]
+        host, _, port = self.address.removeprefix("http://").rpartition(":")
         self.host, self.port = host, int(port)
         self.headers: dict[str, str] = {}
 
@@ -58,6 +61,14 @@ class RunningServer:
     def log(self) -> str:
         """What it has written so far."""
         return "".join(self._log)
+
+    @property
+    def decode_process(self) -> int:
+        """The number of the process that was started for the decode loop."""
+        pid = self.process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
+        lines = {int(c): Path(f"/proc/{c}/cmdline").read_bytes() for c in children}
+        return next(child for child, line in lines.items() if b"spawn_main" in line)
 
     def connect(self) -> http.client.HTTPConnection:
         host = "127.0.0.1" if self.host == "0.0.0.0" else self.host
@@ -152,7 +163,7 @@ def running_server(
     try:
         line = process.stdout.readline()
         assert line, "".join(log) or process.wait()
-        server = RunningServer(process, json.loads(line)["address"], log)
+        server = RunningServer(process, json.loads(line), log)
         if "TANDEM_API_KEY" in environment:
             server.headers["Authorization"] = f"Bearer {environment['TANDEM_API_KEY']}"
         yield server

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.server.checkpoint import CONTEXT
 from tests.server.running import Reply, RunningServer
 
 SCHEMA = {
@@ -161,6 +162,101 @@ def test_a_tool_that_must_be_called_is_called(server: RunningServer) -> None:
         assert answer["message"]["content"] is None
 
 
+def test_tools_that_may_be_called_change_no_plain_answer(server: RunningServer) -> None:
+    """The calls are ruled, the text before them is not: see test_grammar."""
+    fields: dict[str, Any] = {"tools": [TOOL], "max_tokens": 6, "temperature": 0}
+    free = text_of(server.chat(**fields))
+    assert text_of(server.chat(**fields, tool_choice="auto")) == free
+    assert text_of(server.chat(**fields, parallel_tool_calls=False)) == free
+    loose = {"type": "function", "function": {"name": "g", "parameters": {"type": 5}}}
+    assert server.chat(tools=[loose], max_tokens=2).status == 200
+    loose["function"]["strict"] = True  # type: ignore[index]
+    assert server.chat(tools=[loose], max_tokens=2).status == 400
+
+
+def test_a_format_and_tools_give_the_one_or_the_other(server: RunningServer) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    for seed in range(3):
+        reply = server.chat(
+            tools=[TOOL], response_format=form, max_tokens=120, temperature=1.0, seed=seed
+        )
+        message = reply.json["choices"][0]["message"]
+        if message.get("tool_calls"):
+            (call,) = message["tool_calls"]
+            assert json.loads(call["function"]["arguments"])["n"] in (1, 22)
+        else:
+            assert json.loads(message["content"])["count"] in (1, 22)
+
+
+def test_choices_differ_and_repeat_with_their_seed(server: RunningServer) -> None:
+    fields: dict[str, Any] = {"n": 3, "max_tokens": 9, "temperature": 1.0, "seed": 3}
+    whole = server.chat(**fields).json
+    texts = [choice["message"]["content"] for choice in whole["choices"]]
+    assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2]
+    assert len(set(texts)) == 3
+    first = server.chat(**{**fields, "n": 1}).json
+    assert texts[0] == first["choices"][0]["message"]["content"]
+    assert whole["usage"]["prompt_tokens"] == first["usage"]["prompt_tokens"]
+    assert whole["usage"]["completion_tokens"] == 27
+    streamed = ["", "", ""]
+    ends = []
+    for event in server.chat(**fields, stream=True).events:
+        for choice in event["choices"]:
+            streamed[choice["index"]] += choice["delta"].get("content") or ""
+            ends += [choice["index"]] if choice["finish_reason"] else []
+    assert (streamed, sorted(ends)) == (texts, [0, 1, 2])
+    body = {"prompt": ["a", "b"], "n": 2, "max_tokens": 3, "temperature": 1.0, "seed": 1}
+    several = server.ask("POST", "/v1/completions", body).json
+    assert [choice["index"] for choice in several["choices"]] == [0, 1, 2, 3]
+    assert several["usage"]["prompt_tokens"] == 2
+
+
+def test_penalties_and_biases_are_followed(server: RunningServer) -> None:
+    """A greedy random model repeats itself; a token that has come may be kept from coming again."""
+    fields: dict[str, Any] = {"max_tokens": 40, "temperature": 0, "logprobs": True}
+
+    def tokens(**more: Any) -> list[str]:
+        reply = server.chat(**fields, **more)
+        assert reply.status == 200, reply.body
+        return [one["token"] for one in reply.json["choices"][0]["logprobs"]["content"]]
+
+    free = tokens()
+    assert tokens(presence_penalty=2.0, frequency_penalty=2.0) != free
+    assert len(set(tokens(logit_bias={"60": 100}))) == 1
+    banned = {str(number): -100 for number in range(128) if number != 61}
+    assert tokens(logit_bias=banned) == tokens(logit_bias={"61": 100})
+
+
+def test_what_clients_send_beside_is_taken(server: RunningServer) -> None:
+    """Fields that change no answer, as OpenAI's own clients and those built on them send them."""
+    called = {"id": "c", "index": 0, "type": "function", "function": {"name": "f", "arguments": ""}}
+    body = {
+        "model": "tiny", "stream": False, "n": 1, "max_tokens": -1, "max_completion_tokens": 3,
+        "temperature": 1, "top_p": 1, "presence_penalty": 0, "frequency_penalty": 0, "stop": None,
+        "logit_bias": {}, "logprobs": False, "user": "u", "store": True, "metadata": {"a": "b"},
+        "service_tier": "flex", "safety_identifier": "x", "prompt_cache_key": "k", "tools": [TOOL],
+        "tool_choice": "auto", "parallel_tool_calls": True, "verbosity": "medium",
+        "prediction": {"type": "content", "content": "x"}, "modalities": ["text"], "seed": 7,
+        "messages": [
+            {"role": "developer", "content": "Be short."},
+            {"role": "user", "name": "me", "content": [
+                {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]},
+            {"role": "assistant", "content": None, "refusal": None, "tool_calls": [called]},
+            {"role": "tool", "tool_call_id": "c", "content": "22"},
+        ],
+    }  # fmt: skip
+    reply = server.ask("POST", "/v1/chat/completions", body)
+    assert reply.status == 200, reply.body
+    assert reply.json["usage"]["completion_tokens"] == 3
+
+
+def test_a_prompt_that_is_too_long_is_told_in_numbers(server: RunningServer) -> None:
+    error = server.chat("x" * 40_000).error
+    assert error["code"] == "context_length_exceeded"
+    assert "40" in error["message"]
+    assert f"may have {CONTEXT}" in error["message"]
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -168,9 +264,11 @@ def test_a_tool_that_must_be_called_is_called(server: RunningServer) -> None:
         ({"temperature": 3}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"n": 2}, "n"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
-        ({"presence_penalty": 1.0}, "presence_penalty"),
+        ({"n": 17}, "n: Input should be less than or equal to 16"),
+        ({"logit_bias": {"five": 1}}, "logit_bias"),
+        ({"logit_bias": {"999": 1}}, "token id 999; this model's are 0 to 127"),
+        ({"presence_penalty": 3.0}, "presence_penalty"),
+        ({"verbosity": "low"}, "verbosity"),
         ({"top_logprobs": 3}, "needs logprobs"),
         ({"stop": [""]}, "stop"),
         ({"tool_choice": "required"}, "there are no tools"),
@@ -182,7 +280,10 @@ def test_a_tool_that_must_be_called_is_called(server: RunningServer) -> None:
         ({"chat_template_kwargs": {"tokenize": True}}, "must not set"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "reads text only, and the message holds a part of type 'image_url'",
+        ),
     ],
 )
 def test_a_bad_field_is_named(server: RunningServer, fields: dict[str, Any], words: str) -> None:
@@ -193,7 +294,6 @@ def test_a_bad_field_is_named(server: RunningServer, fields: dict[str, Any], wor
 
 
 def test_errors_have_their_status(server: RunningServer) -> None:
-    assert server.chat("x" * 40_000).error["code"] == "context_length_exceeded"
     unknown = server.chat(model="gpt-9")
     assert (unknown.status, unknown.error["code"]) == (404, "model_not_found")
     assert server.ask("GET", "/v1/models/none").status == 404

@@ -42,14 +42,6 @@ def small(
         yield running
 
 
-def decode_process(server: RunningServer) -> int:
-    """Return the number of the process that a server started for the decode loop."""
-    pid = server.process.pid
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
-    lines = {int(c): Path(f"/proc/{c}/cmdline").read_bytes() for c in children}
-    return next(child for child, line in lines.items() if b"spawn_main" in line)
-
-
 def wait_for_end(process_id: int) -> None:
     end = time.monotonic() + 60
     while Path(f"/proc/{process_id}").exists():
@@ -131,7 +123,7 @@ def test_a_killed_decode_process_takes_with_it_only_what_ran(small: RunningServe
         running.readline()
         waiting, found = in_background(small.chat, max_tokens=3, temperature=0)
         small.wait_for("tandem_requests_waiting", 1)
-        os.kill(decode_process(small), signal.SIGKILL)
+        os.kill(small.decode_process, signal.SIGKILL)
         rest = running.read().decode()
         assert "ended while this request was running" in rest
         assert "[DONE]" not in rest
@@ -146,7 +138,7 @@ def test_a_model_that_is_gone_when_the_process_starts_anew_is_told(
 ) -> None:
     checkpoint = shutil.copytree(tiny_checkpoint, tmp_path / "model")
     with running_server(checkpoint, cache=tmp_path / "cache") as server:
-        child = decode_process(server)
+        child = server.decode_process
         (checkpoint / "config.json").unlink()
         os.kill(child, signal.SIGKILL)
         wait_for_end(child)
@@ -169,7 +161,7 @@ def test_a_request_that_takes_too_long_is_given_up(tiny_checkpoint: Path, tmp_pa
         assert reply.status == 504
         assert "longer than 3 seconds" in reply.error["message"]
         server.wait_for("tandem_requests_running", 0)
-        child = decode_process(server)
+        child = server.decode_process
         with server.streaming(**LONG) as response:
             response.readline()
             os.kill(server.process.pid, signal.SIGTERM)

@@ -290,6 +290,7 @@ class Batcher:
     def _prefill_part(self, running: _Running) -> list[Lap]:
         """Run the next part of a prompt, up to a fixed place; after the last one, a token."""
         start = time.perf_counter()
+        self._catch_up(running)
         prompt, first = running.request.prompt, running.num_done
         end = self._part_end(running)
         logits = self._rows.prefill(running.row, prompt[first:end])
@@ -304,6 +305,21 @@ class Batcher:
             laps = self._choose(running, logits[None])
         self.counts.prefill_seconds += time.perf_counter() - start
         return laps
+
+    def _catch_up(self, running: _Running) -> None:
+        """Copy what another row has computed of a prompt since its request began.
+
+        So prompts that came at once and begin alike are computed once, part by part.
+        """
+        rows, prompt = self._rows, running.request.prompt
+        shared = [_num_shared(rows.held(row), prompt) for row in range(rows.num_rows)]
+        source = max(range(rows.num_rows), key=lambda row: shared[row])
+        gained = shared[source] - running.num_done
+        if gained > 0:
+            rows.copy(source, running.row, shared[source])
+            running.num_done = shared[source]
+            running.reused_tokens += gained
+            self.counts.reused_tokens += gained
 
     def _part_end(self, running: _Running) -> int:
         """Return how many tokens of a prompt are computed after its next part."""

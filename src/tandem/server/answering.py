@@ -1,5 +1,6 @@
 """From a checked body to what the decode process is asked for."""
 
+import dataclasses
 import json
 import random
 import time
@@ -7,15 +8,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tandem.core.errors import ConfigError
+from tandem.generate.penalties import Penalties
 from tandem.generate.sampling import SamplingOptions
-from tandem.server.chat import CALL, END_CALL, AnswerReader, ChatFormat
+from tandem.server.chat import AnswerReader, ChatFormat, ChatPrompt
 from tandem.server.errors import ApiError
-from tandem.server.grammar import call_grammar, json_grammar
+from tandem.server.grammar import call_grammar, free_grammar, json_grammar
 from tandem.server.messages import ModelInfo
 from tandem.server.schemas import (
     ChatRequest,
     CompletionRequest,
     Message,
+    ResponseFormat,
     Sampling,
     Tool,
     ToolChoice,
@@ -50,10 +54,14 @@ class Questions:
         self._format = ChatFormat(tokenizer)
         self._context = context
 
-    def chat(self, body: ChatRequest, info: ModelInfo) -> Question:
-        """Return the question of a chat; raises `ApiError` or `ConfigError` for a bad one."""
+    def chat(self, body: ChatRequest, info: ModelInfo) -> list[Question]:
+        """Return the questions of a chat, one per choice.
+
+        Raises `ApiError` or `ConfigError` for a bad one.
+        """
         tools = _tools(body)
-        grammar = self._grammar(body, tools)
+        ruled = self._ruled(body, tools)
+        is_ruled = ruled is not None
         prompt = self._format.prompt(
             [_turn(message) for message in body.messages],
             [
@@ -61,25 +69,27 @@ class Questions:
                 for tool in tools
             ],
             _template_options(body),
-            must_not_think=grammar is not None,
+            must_not_think=is_ruled,
         )
-        reader = self._format.reader(prompt, has_tools=bool(tools))
         fields = self._fields(body, prompt.ids, info, body.max_completion_tokens)
-        fields["grammar"] = grammar
-        fields["keeps_special"] = reader is not None and self._format.keeps_special
+        fields["grammar"] = ruled or self._free(body, tools, prompt)
+        fields["keeps_special"] = self._format.keeps_special(has_tools=bool(tools))
         if body.logprobs:
             fields["num_top_logprobs"] = body.top_logprobs or 0
         elif body.top_logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-        return Question(
-            fields=fields,
-            prompt_text=prompt.text,
-            reader=reader,
-            has_one_call=body.parallel_tool_calls is False,
-        )
+        return [
+            Question(
+                fields=one,
+                prompt_text=prompt.text,
+                reader=self._format.reader(prompt, has_tools=bool(tools), is_ruled=is_ruled),
+                has_one_call=body.parallel_tool_calls is False,
+            )
+            for one in _choices(fields, body.n)
+        ]
 
     def completions(self, body: CompletionRequest, info: ModelInfo) -> list[Question]:
-        """Return the questions of a completion request, one per prompt."""
+        """Return the questions of a completion request, one per prompt and choice."""
         prompts: Any = body.prompt
         is_one = isinstance(prompts, str) or isinstance(prompts[0], int)
         questions = []
@@ -89,7 +99,7 @@ class Questions:
             fields = self._fields(body, list(ids), info, None)
             fields["num_top_logprobs"] = body.logprobs
             text = prompt if isinstance(prompt, str) else str(prompt)
-            questions.append(Question(fields=fields, prompt_text=text))
+            questions += [Question(fields=f, prompt_text=text) for f in _choices(fields, body.n)]
         return questions
 
     def _fields(
@@ -97,7 +107,7 @@ class Questions:
     ) -> dict[str, Any]:
         room = self._room(ids, info)
         options = SamplingOptions(
-            max_new_tokens=min(max_tokens or body.max_tokens or room, room),
+            max_new_tokens=min(_wish(max_tokens) or _wish(body.max_tokens) or room, room),
             temperature=body.temperature,
             top_p=None if body.top_p is None else max(body.top_p, 1e-6),
             top_k=_top_k(body.top_k, info),
@@ -106,7 +116,7 @@ class Questions:
             seed=None if body.seed is None else body.seed % _SEEDS,
             stop=_stop(body.stop),
         )
-        return {"prompt": tuple(ids), "options": options}
+        return {"prompt": tuple(ids), "options": options, "penalties": _penalties(body, info)}
 
     def _room(self, ids: list[int], info: ModelInfo) -> int:
         """Return how long an answer may be; checks what the decode process would refuse."""
@@ -131,35 +141,74 @@ class Questions:
             )
         return min(limits) - len(ids)
 
-    def _grammar(self, body: ChatRequest, tools: list[Tool]) -> str | None:
-        """Return the grammar that the answer must follow, if there is one."""
-        choice, form = body.tool_choice, body.response_format
+    def _ruled(self, body: ChatRequest, tools: list[Tool]) -> str | None:
+        """Return the grammar that rules the answer from its first word, if there is one."""
+        choice, schema = body.tool_choice, _schema(body.response_format)
         if isinstance(choice, ToolChoice) or choice == "required":
-            return self._call_grammar(choice, tools)
-        if form is None or form.type == "text":
+            return call_grammar(_wanted(choice, tools), self._format.marks)
+        if schema is None:
             return None
-        if form.type == "json_object":
-            return json_grammar(_ANY_OBJECT)
-        if form.json_schema is None:
-            raise ApiError(
-                400, "response_format json_schema needs json_schema", param="response_format"
-            )
-        return json_grammar(form.json_schema.json_schema or _ANY_OBJECT)
+        if tools:
+            return call_grammar(_followed(tools), self._format.marks, or_json=schema)
+        return json_grammar(schema)
 
-    def _call_grammar(self, choice: ToolChoice | str, tools: list[Tool]) -> str:
-        if not tools:
-            raise ApiError(
-                400, "tool_choice asks for a call, but there are no tools", param="tools"
-            )
-        wanted = choice.function.name if isinstance(choice, ToolChoice) else None
-        rules = [
-            (tool.function.name, tool.function.parameters or _ANY_OBJECT)
-            for tool in tools
-            if wanted in (None, tool.function.name)
-        ]
-        if not rules:
-            raise ApiError(400, f"tool_choice names {wanted!r}, which is none of the tools")
-        return call_grammar(rules, CALL, END_CALL)
+    def _free(self, body: ChatRequest, tools: list[Tool], prompt: ChatPrompt) -> str | None:
+        """Return the grammar that rules calls alone, where the form of a call is known."""
+        if not tools or not self._format.has_our_marks:
+            return None
+        return free_grammar(
+            _followed(tools),
+            self._format.marks,
+            is_thinking=prompt.is_thinking,
+            can_think=self._format.thinks,
+            has_one_call=body.parallel_tool_calls is False,
+        )
+
+
+def _schema(form: ResponseFormat | None) -> Mapping[str, Any] | None:
+    """Return the schema that an answer must follow; None: none."""
+    if form is None or form.type == "text":
+        return None
+    if form.type == "json_object":
+        return _ANY_OBJECT
+    if form.json_schema is None:
+        raise ApiError(
+            400, "response_format json_schema needs json_schema", param="response_format"
+        )
+    return form.json_schema.json_schema or _ANY_OBJECT
+
+
+def _wanted(choice: ToolChoice | str, tools: list[Tool]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return (name, schema) of the tools of which one must be called."""
+    if not tools:
+        raise ApiError(400, "tool_choice asks for a call, but there are no tools", param="tools")
+    wanted = choice.function.name if isinstance(choice, ToolChoice) else None
+    rules: list[tuple[str, Mapping[str, Any]]] = [
+        (tool.function.name, tool.function.parameters or _ANY_OBJECT)
+        for tool in tools
+        if wanted in (None, tool.function.name)
+    ]
+    if not rules:
+        raise ApiError(400, f"tool_choice names {wanted!r}, which is none of the tools")
+    return rules
+
+
+def _followed(tools: list[Tool]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return (name, schema) of tools that may be called.
+
+    A schema that no grammar follows lets any object pass, unless it was said to be strict.
+    """
+    found: list[tuple[str, Mapping[str, Any]]] = []
+    for tool in tools:
+        schema = tool.function.parameters or _ANY_OBJECT
+        try:
+            json_grammar(schema)
+        except ConfigError:
+            if tool.function.strict:
+                raise
+            schema = _ANY_OBJECT
+        found.append((tool.function.name, schema))
+    return found
 
 
 def _tools(body: ChatRequest) -> list[Tool]:
@@ -214,6 +263,38 @@ def _template_options(body: ChatRequest) -> Mapping[str, Any]:
         if body.reasoning_effort == "none":
             options.setdefault("enable_thinking", False)
     return options
+
+
+def _choices(fields: dict[str, Any], n: int | None) -> list[dict[str, Any]]:
+    """Return the fields of each of n choices, whose seeds follow one another."""
+    options = fields["options"]
+    return [
+        fields
+        if i == 0 or options.seed is None
+        else {**fields, "options": dataclasses.replace(options, seed=(options.seed + i) % _SEEDS)}
+        for i in range(n or 1)
+    ]
+
+
+def _wish(max_tokens: int | None) -> int | None:
+    """Return how long an answer may be; -1 is what some clients say for no limit."""
+    return None if max_tokens == -1 else max_tokens
+
+
+def _penalties(body: Sampling, info: ModelInfo) -> Penalties | None:
+    """Return what changes scores; None if nothing does."""
+    bias = tuple((int(token), value) for token, value in (body.logit_bias or {}).items())
+    unknown = next((token for token, _ in bias if token >= info.vocabulary), None)
+    if unknown is not None:
+        raise ApiError(
+            400,
+            f"logit_bias holds token id {unknown}; this model's are 0 to {info.vocabulary - 1}",
+            param="logit_bias",
+        )
+    presence, frequency = body.presence_penalty or 0.0, body.frequency_penalty or 0.0
+    if not (presence or frequency or bias):
+        return None
+    return Penalties(presence=presence, frequency=frequency, bias=bias)
 
 
 def _top_k(top_k: int | None, info: ModelInfo) -> int | None:

@@ -55,16 +55,15 @@ class Server:
         """Answer /v1/chat/completions."""
         with self._counted("chat"):
             body, info = await self._read(request, ChatRequest)
-            question = await self._in_thread(self.questions.chat, body, info)
-            answer = self._begin("chat", [question])
-        reply = ChatReply(question, self.model, self.tokenizer)
+            questions = await self._in_thread(self.questions.chat, body, info)
+            answer = self._begin("chat", questions)
+        reply = ChatReply(questions, self.model, self.tokenizer)
         if body.stream:
             return EventStream(self._chat_events(body, reply, answer), answer.cancel)
 
         async def collect() -> None:
-            async for _, lap in answer:
-                for _ in reply.take(lap):
-                    pass
+            async for index, lap in answer:
+                reply.take(index, lap)
 
         await answer.unless_gone(request, collect())
         return JSONResponse(reply.whole())
@@ -72,12 +71,12 @@ class Server:
     async def _chat_events(
         self, body: ChatRequest, reply: ChatReply, answer: RunningAnswer
     ) -> AsyncIterator[bytes]:
-        yield event(reply.first_chunk())
-        async for _, lap in answer:
-            chunks = b"".join([event(chunk) for chunk in reply.take(lap)])
+        for chunk in reply.first_chunks():
+            yield event(chunk)
+        async for index, lap in answer:
+            chunks = b"".join([event(chunk) for chunk in reply.take(index, lap)])
             if chunks:
                 yield chunks
-        yield event(reply.last_chunk())
         if _wants_usage(body):
             yield event(reply.usage_chunk())
         yield DONE
@@ -88,7 +87,7 @@ class Server:
             body, info = await self._read(request, CompletionRequest)
             questions = await self._in_thread(self.questions.completions, body, info)
             answer = self._begin("completions", questions)
-        reply = CompletionReply(questions, self.model, self.tokenizer)
+        reply = CompletionReply(questions, self.model, self.tokenizer, body.n or 1)
         if body.stream:
             return EventStream(self._completion_events(body, reply, answer), answer.cancel)
 

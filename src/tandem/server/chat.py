@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.core.errors import ConfigError
+from tandem.server.grammar import CallForm
 
 THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
@@ -72,8 +73,16 @@ class ChatFormat:
         text = template if isinstance(template, str) else json.dumps(template or "")
         self._has_template = bool(template)
         self._knows_tools = "tools" in text
-        self._thinks = THINK in text
+        self.thinks = THINK in text
+        """Whether an answer may begin with reasoning."""
         self._own_template = getattr(tokenizer, "response_template", None)
+        self.marks = CallForm(
+            opening=CALL,
+            closing=END_CALL,
+            think=THINK,
+            end_think=END_THINK,
+            special=frozenset(tokenizer.all_special_tokens),
+        )
 
     def prompt(
         self,
@@ -126,11 +135,21 @@ class ChatFormat:
             raise ConfigError(f"the model's chat template cannot write this: {why}") from error
         return text
 
-    def reader(self, prompt: ChatPrompt, *, has_tools: bool) -> "AnswerReader | None":
-        """Return what takes an answer apart; None where all of it is text."""
-        if self._own_template is not None:
+    @property
+    def has_our_marks(self) -> bool:
+        """Whether calls come in the form of `marks`; else the tokenizer describes its own."""
+        return self._own_template is None
+
+    def reader(
+        self, prompt: ChatPrompt, *, has_tools: bool, is_ruled: bool = False
+    ) -> "AnswerReader | None":
+        """Return what takes an answer apart; None where all of it is text.
+
+        An answer that a grammar rules has our marks, whatever the tokenizer describes.
+        """
+        if self._own_template is not None and not is_ruled:
             return AnswerReader(self._own_template, prompt.text, "")
-        names = ["reasoning_content"] if self._thinks else []
+        names = ["reasoning_content"] if self.thinks else []
         names += ["tool_calls"] if has_tools else []
         if not names:
             return None
@@ -141,11 +160,11 @@ class ChatFormat:
         }  # fmt: skip
         return AnswerReader(template, "", THINK if prompt.is_thinking else "")
 
-    @property
-    def keeps_special(self) -> bool:
-        """Whether the reader must see special tokens to find the parts."""
-        special = set(self._tokenizer.all_special_tokens)
-        return self._own_template is not None or bool(special & {THINK, CALL})
+    def keeps_special(self, *, has_tools: bool) -> bool:
+        """Tell whether a reader must see special tokens to find the parts."""
+        has_reader = self.thinks or has_tools
+        has_special = bool(self.marks.special & {THINK, CALL})
+        return self._own_template is not None or (has_reader and has_special)
 
 
 class AnswerReader:

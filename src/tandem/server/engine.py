@@ -21,16 +21,17 @@ from typing import Any
 import torch
 
 from tandem.core.errors import TandemError
-from tandem.generate.batching import Batcher, Request, StepFailedError
+from tandem.generate.batching import Batcher, Constraint, Request, StepFailedError
 from tandem.generate.generator import Generator
 from tandem.generate.lap import BatchCounts
+from tandem.generate.penalties import PenalisedScores, Together
 from tandem.generate.sampling import SamplingOptions
 from tandem.hf.dense import pack_as_loaded
 from tandem.hf.stepping import context_tokens, end_of_sequence_ids, vocabulary_size
 from tandem.offload.cache_statistics import CacheStatistics
 from tandem.offload.events import ExpertStatistics
 from tandem.offload.hybrid_executor import HybridExecutor
-from tandem.server.grammar import Grammars
+from tandem.server.constraint import Grammars
 from tandem.server.live import LivePicture
 from tandem.server.messages import (
     EXIT_CANNOT_LOAD,
@@ -151,19 +152,27 @@ class Engine:
 
     def _submit(self, message: Submit) -> None:
         try:
-            grammar = message.grammar
             self._batcher.add(
                 Request(
                     request_id=message.request_id,
                     prompt=message.prompt,
                     options=self._resolved(message.options),
-                    constraint=None if grammar is None else self._grammars.constraint(grammar),
+                    constraint=self._constraint(message),
                     num_top_logprobs=message.num_top_logprobs,
                     keeps_special=message.keeps_special,
                 )
             )
         except Exception as error:
             self._tell_failed((message.request_id,), error)
+
+    def _constraint(self, message: Submit) -> Constraint | None:
+        """Return what rules the choice of tokens; a grammar has the last word."""
+        found: list[Constraint] = []
+        if message.penalties is not None:
+            found.append(PenalisedScores(message.penalties))
+        if message.grammar is not None:
+            found.append(self._grammars.constraint(message.grammar))
+        return found[0] if len(found) == 1 else Together(found) if found else None
 
     def _tell_failed(self, numbers: Sequence[int], error: Exception) -> None:
         """Say what may be said: an error that is none of Tandem's may name anything."""

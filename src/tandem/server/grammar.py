@@ -1,17 +1,16 @@
-"""Answers that follow a grammar, by llguidance: JSON of a schema, or a call of a tool.
+"""Grammars of answers, as llguidance writes them: JSON of a schema, calls of tools.
 
-A grammar travels as the library's own text; it is checked where the request arrives and followed
-where tokens are chosen.
+A grammar travels as text: it is written and checked here, where the request arrives, and followed
+where tokens are chosen ([constraint](constraint.py)). Loads no torch.
 """
 
 import json
-import threading
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import llguidance
-import torch
-from torch import Tensor
 
 from tandem.core.errors import ConfigError
 
@@ -28,20 +27,82 @@ def json_grammar(schema: Mapping[str, Any]) -> str:
     )
 
 
-def call_grammar(tools: Sequence[tuple[str, Mapping[str, Any]]], opening: str, closing: str) -> str:
-    """Return the grammar of one call of one of some tools, given as (name, schema).
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallForm:
+    """How a model's answers are marked; `special` are the marks that are tokens of their own."""
 
-    `opening` and `closing` are the tags that the model's format puts around
-    {"name": ..., "arguments": ...}; a line may end after the one and before the other.
+    opening: str
+    closing: str
+    """What stands around {"name": ..., "arguments": ...}."""
+    think: str
+    end_think: str
+    special: frozenset[str] = frozenset()
+
+    def mark(self, text: str) -> str:
+        """Return a mark as grammars write it."""
+        return text if text in self.special else json.dumps(text)
+
+    def up_to(self, name: str, text: str) -> tuple[str, str]:
+        """Return (item, its rule) for any text that ends with the first mark."""
+        before = "ANY" if text == self.end_think else "TEXT"
+        if text in self.special:
+            return f"{before}? {text}", ""
+        return name, f"{name}[lazy]: {before} {json.dumps(text)}\n"
+
+
+# Tools as (name, schema of the arguments).
+Tools = Sequence[tuple[str, Mapping[str, Any]]]
+_ANY = r"(.|\n)*"
+
+
+def call_grammar(tools: Tools, form: CallForm, *, or_json: Mapping[str, Any] | None = None) -> str:
+    """Return the grammar of one call of one of some tools, or of a document of `or_json`.
+
+    A line may end after the mark that opens a call and before the one that closes it.
     """
+    lark = f"{_call_rules(tools, form)}call: {form.mark(form.opening)} rest\nstart: call"
+    if or_json is not None:
+        lark += f" | %json {_ruled(or_json)}"
+    return _checked(llguidance.LLMatcher.grammar_from_lark(lark))
+
+
+def free_grammar(
+    tools: Tools, form: CallForm, *, is_thinking: bool, can_think: bool, has_one_call: bool
+) -> str:
+    """Return the grammar of any text, in which whatever opens a call goes on as one.
+
+    The reasoning, which has begun (`is_thinking`) or may come first (`can_think`), holds no calls.
+    After a call that must be the only one nothing follows.
+    """
+    opened, rules = form.up_to("opened", form.opening)
+    before, text = "", f"/{_ANY}/"
+    if is_thinking or can_think:
+        before, more = form.up_to("thought", form.end_think)
+        rules += more
+    if can_think and not is_thinking:
+        before = f"({form.mark(form.think)} {before})?"
+        if form.think not in form.special:  # else no text begins so
+            text += f" & ~/{re.escape(form.think)}{_ANY}/"
+    answer = "(call | TEXT?)" if has_one_call else "call* TEXT?"
+    lark = (
+        f"ANY: /{_ANY}/\nTEXT: {text}\n{rules}{_call_rules(tools, form)}"
+        f"call: {opened} rest\nstart: {before} {answer}"
+    )
+    return _checked(llguidance.LLMatcher.grammar_from_lark(lark))
+
+
+def _call_rules(tools: Tools, form: CallForm) -> str:
+    """Return the rule of what follows the mark that opens a call."""
     calls = []
     for name, schema in tools:
         words = ["{", '"name":', f"{json.dumps(name)},", '"arguments":']
-        rule = json.dumps({**schema, "x-guidance": _COMPACT})
-        calls.append(f"({_spaced(words)} space %json {rule} space {_spaced(['}'])})")
-    around = (json.dumps(opening), f"({' | '.join(calls)})", json.dumps(closing))
-    lark = f"start: {' space '.join(around)}\n{_SPACE_RULE}"
-    return _checked(llguidance.LLMatcher.grammar_from_lark(lark))
+        calls.append(f"({_spaced(words)} space %json {_ruled(schema)} space {_spaced(['}'])})")
+    around = ("space", f"({' | '.join(calls)})", "space", form.mark(form.closing))
+    return f"{_SPACE_RULE}\nrest: {' '.join(around)}\n"
+
+
+def _ruled(schema: Mapping[str, Any]) -> str:
+    return json.dumps({**schema, "x-guidance": _COMPACT})
 
 
 def _spaced(words: Sequence[str]) -> str:
@@ -54,60 +115,3 @@ def _checked(grammar: str) -> str:
         first_line = problem.strip().partition("\n")[0]
         raise ConfigError(f"the schema cannot be followed: {first_line}")
     return grammar
-
-
-class Grammars:
-    """Makes constraints for one tokenizer, whose tables are built in the background."""
-
-    def __init__(self, tokenizer: Any, vocabulary: int, end_ids: Sequence[int]) -> None:
-        """Begin to build the tables for a vocabulary as wide as the model's scores."""
-        self._tokenizer: llguidance.LLTokenizer | None = None
-        self._vocabulary = vocabulary
-        self._problem = "the tokenizer has no end-of-sequence token"
-
-        def build() -> None:
-            from llguidance.hf import from_tokenizer
-
-            try:
-                self._tokenizer = from_tokenizer(tokenizer, vocabulary, list(end_ids))
-            except (ValueError, RuntimeError) as error:
-                self._problem = str(error).partition("\n")[0]
-
-        self._builder = threading.Thread(target=build, daemon=True)
-        if end_ids:
-            self._builder.start()
-
-    def constraint(self, grammar: str) -> "GrammarConstraint":
-        """Return a fresh constraint; raises `ConfigError` where the tokenizer has no tables."""
-        if self._builder.ident is not None:
-            self._builder.join()
-        if self._tokenizer is None:
-            raise ConfigError(f"this model cannot follow a grammar: {self._problem}")
-        return GrammarConstraint(self._tokenizer, grammar, self._vocabulary)
-
-
-class GrammarConstraint:
-    """One answer on its way through a grammar; see `generate.batching.Constraint`."""
-
-    def __init__(self, tokenizer: llguidance.LLTokenizer, grammar: str, vocabulary: int) -> None:
-        """Stand at the grammar's beginning."""
-        self._matcher = llguidance.LLMatcher(tokenizer, grammar)
-        self._end_id = tokenizer.eos_token
-        self._bits = torch.zeros(-(-vocabulary // 32), dtype=torch.int32)
-        self._places = torch.arange(32, dtype=torch.int32)
-
-    def restrict(self, scores: Tensor) -> Tensor:
-        """Return scores (1, vocabulary) with -inf for what the grammar forbids."""
-        bits = self._bits
-        if self._matcher.is_error():  # a grammar that grew too complex: end what there is
-            bits.zero_()
-        else:
-            self._matcher.unsafe_compute_mask_ptr(bits.data_ptr(), bits.numel() * 4)
-        allowed = ((bits[:, None] >> self._places) & 1).flatten()[: scores.shape[-1]].bool()
-        if not allowed.any():
-            allowed[self._end_id] = True
-        return scores.masked_fill(~allowed, float("-inf"))
-
-    def accept(self, token: int) -> bool:
-        """Take the token that came; tell whether the grammar is at its end."""
-        return not self._matcher.consume_token(token) or self._matcher.is_stopped()

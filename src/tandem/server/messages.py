@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tandem.generate.lap import BatchCounts, Lap
+from tandem.generate.penalties import Penalties
 from tandem.generate.sampling import SamplingOptions
 
 # Loads (model, tokenizer); pickled by name, so that the decode process can call it.
@@ -36,6 +37,7 @@ class Submit:
     options: SamplingOptions
     grammar: str | None = None
     """As the grammar library writes it; None: any text."""
+    penalties: Penalties | None = None
     num_top_logprobs: int | None = None
     keeps_special: bool = False
 

@@ -35,58 +35,87 @@ class Tally:
         self.finish_reason = lap.finish_reason
 
 
-def usage(tallies: list[Tally]) -> dict[str, Any]:
-    """Return the usage object of one or several answers."""
-    prompt = sum(tally.prompt_tokens for tally in tallies)
+def usage(tallies: list[Tally], num_choices: int) -> dict[str, Any]:
+    """Return the usage object of the answers to one or several prompts, each with its choices."""
+    prompt = sum(tally.prompt_tokens for tally in tallies[::num_choices])
     generated = sum(tally.generated_tokens for tally in tallies)
+    cached = sum(tally.reused_tokens for tally in tallies[::num_choices])
     return {
         "prompt_tokens": prompt,
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
-        "prompt_tokens_details": {"cached_tokens": sum(t.reused_tokens for t in tallies)},
+        "prompt_tokens_details": {"cached_tokens": cached},
     }
 
 
-@dataclass(slots=True)
 class ChatReply:
-    """One chat answer as it comes."""
+    """The choices of one chat answer as they come."""
 
-    question: Question
-    model: str
-    tokenizer: Any
-    tally: Tally = field(default_factory=Tally)
-    reply_id: str = field(default_factory=lambda: new_id("chatcmpl"))
-    created: int = field(default_factory=now_seconds)
-    _text: dict[str, str] = field(default_factory=lambda: {"content": "", "reasoning_content": ""})
-    _calls: list[dict[str, Any]] = field(default_factory=list)
-    _logprobs: list[dict[str, Any]] = field(default_factory=list)
+    def __init__(self, questions: list[Question], model: str, tokenizer: Any) -> None:
+        """Begin the answer to a chat: one question per choice."""
+        self._choices = [
+            _ChatChoice(index, question, tokenizer) for index, question in enumerate(questions)
+        ]
+        self._head = {
+            "id": new_id("chatcmpl"),
+            "object": "chat.completion.chunk",
+            "created": now_seconds(),
+            "model": model,
+            "system_fingerprint": None,
+        }
 
-    def __post_init__(self) -> None:
-        self.tally.prompt_tokens = self.question.prompt_tokens
+    def first_chunks(self) -> list[dict[str, Any]]:
+        """Return the chunks that begin the stream."""
+        return [self._chunk(choice.first()) for choice in self._choices]
+
+    def take(self, index: int, lap: Lap) -> list[dict[str, Any]]:
+        """Take one token of a choice; return the chunks that follow from it."""
+        return [self._chunk(part) for part in self._choices[index].take(lap)]
+
+    def usage_chunk(self) -> dict[str, Any]:
+        """Return the chunk that carries the usage."""
+        return {**self._head, "choices": [], "usage": self._usage()}
+
+    def whole(self) -> dict[str, Any]:
+        """Return the answer as one object."""
+        choices = [choice.whole() for choice in self._choices]
+        head = {**self._head, "object": "chat.completion"}
+        return {**head, "choices": choices, "usage": self._usage()}
+
+    def _usage(self) -> dict[str, Any]:
+        return usage([choice.tally for choice in self._choices], len(self._choices))
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        return {**self._head, "choices": [choice]}
+
+
+class _ChatChoice:
+    """One choice as it comes."""
+
+    def __init__(self, index: int, question: Question, tokenizer: Any) -> None:
+        self._index, self._question, self._tokenizer = index, question, tokenizer
+        self.tally = Tally(prompt_tokens=question.prompt_tokens)
+        self._text = {"content": "", "reasoning_content": ""}
+        self._calls: list[dict[str, Any]] = []
+        self._logprobs: list[dict[str, Any]] = []
+
+    def first(self) -> dict[str, Any]:
+        """Return what begins the choice in a stream."""
+        return self._part({"role": "assistant", "content": ""})
 
     def take(self, lap: Lap) -> Iterator[dict[str, Any]]:
-        """Take one token; yield the deltas that follow from it, their log-probabilities first."""
+        """Yield the deltas that follow from a token, its log-probabilities first; then the end."""
         self.tally.add(lap)
         logprob = self._logprob(lap)
         deltas = [d for piece in self._pieces(lap) if (d := self._delta(piece)) is not None]
         for delta in deltas or ([{}] if logprob is not None else []):
-            yield self._chunk(delta, logprobs=logprob)
+            yield self._part(delta, logprobs=logprob)
             logprob = None
-
-    def first_chunk(self) -> dict[str, Any]:
-        """Return the chunk that begins the stream."""
-        return self._chunk({"role": "assistant", "content": ""})
-
-    def last_chunk(self) -> dict[str, Any]:
-        """Return the chunk that says why it ended."""
-        return self._chunk({}, finish_reason=self._finish_reason)
-
-    def usage_chunk(self) -> dict[str, Any]:
-        """Return the chunk that carries the usage."""
-        return {**self._head("chat.completion.chunk"), "choices": [], "usage": usage([self.tally])}
+        if lap.finish_reason is not None:
+            yield self._part({}, finish_reason=self._finish_reason)
 
     def whole(self) -> dict[str, Any]:
-        """Return the answer as one object."""
+        """Return the choice as an answer that is not streamed has it."""
         content, reasoning = self._text["content"], self._text["reasoning_content"]
         message: dict[str, Any] = {
             "role": "assistant",
@@ -97,16 +126,15 @@ class ChatReply:
             message["reasoning_content"] = reasoning
         if self._calls:
             message["tool_calls"] = self._calls
-        choice = {
-            "index": 0,
+        return {
+            "index": self._index,
             "message": message,
             "logprobs": {"content": self._logprobs, "refusal": None} if self._logprobs else None,
             "finish_reason": self._finish_reason,
         }
-        return {**self._head("chat.completion"), "choices": [choice], "usage": usage([self.tally])}
 
     def _pieces(self, lap: Lap) -> list[Piece]:
-        reader = self.question.reader
+        reader = self._question.reader
         if reader is None:
             return [Piece(content=lap.text)] if lap.text else []
         pieces = reader.feed(lap.text) if lap.text else []
@@ -126,7 +154,7 @@ class ChatReply:
         return {name: text}
 
     def _call_delta(self, call: Call) -> dict[str, Any] | None:
-        if self._calls and self.question.has_one_call:
+        if self._calls and self._question.has_one_call:
             return None
         written = {
             "id": new_id("call"),
@@ -141,24 +169,14 @@ class ChatReply:
         reason = self.tally.finish_reason
         return "tool_calls" if self._calls and reason == "stop" else reason
 
-    def _chunk(
+    def _part(
         self, delta: dict[str, Any], *, finish_reason: str | None = None, logprobs: Any = None
     ) -> dict[str, Any]:
-        choice = {
-            "index": 0,
+        return {
+            "index": self._index,
             "delta": delta,
             "logprobs": None if logprobs is None else {"content": [logprobs], "refusal": None},
             "finish_reason": finish_reason,
-        }
-        return {**self._head("chat.completion.chunk"), "choices": [choice]}
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {
-            "id": self.reply_id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": None,
         }
 
     def _logprob(self, lap: Lap) -> dict[str, Any] | None:
@@ -170,7 +188,7 @@ class ChatReply:
         return one
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self.tokenizer.decode([token])
+        text = self._tokenizer.decode([token])
         return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode())}
 
 
@@ -181,6 +199,8 @@ class CompletionReply:
     questions: list[Question]
     model: str
     tokenizer: Any
+    num_choices: int = 1
+    """Per prompt."""
     tallies: list[Tally] = field(default_factory=list)
     reply_id: str = field(default_factory=lambda: new_id("cmpl"))
     created: int = field(default_factory=now_seconds)
@@ -223,11 +243,11 @@ class CompletionReply:
             }
             for index, text in enumerate(self._texts)
         ]
-        return {**self._object(choices), "usage": usage(self.tallies)}
+        return {**self._object(choices), "usage": usage(self.tallies, self.num_choices)}
 
     def usage_chunk(self) -> dict[str, Any]:
         """Return the chunk that carries the usage."""
-        return {**self._object([]), "usage": usage(self.tallies)}
+        return {**self._object([]), "usage": usage(self.tallies, self.num_choices)}
 
     def _object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {

@@ -6,12 +6,16 @@ that changes nothing; an unknown one is an error, never ignored.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic_core import PydanticCustomError
 
 _Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 _Stop = Annotated[str, Field(min_length=1, max_length=256)]
 _Json = dict[str, Any]
-_Zero = Annotated[float, Field(ge=0, le=0)]
+_TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+_Bias = Annotated[float, Field(ge=-100, le=100)]
+# Some clients say -1 for as many as there is room for.
+_MaxTokens = Annotated[int, Field(ge=1, le=2**31)] | Literal[-1]
 
 
 class Body(BaseModel):
@@ -33,7 +37,7 @@ class Sampling(Body):
     model: str | None = Field(None, max_length=512)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = Field(None, ge=1, le=2**31)
+    max_tokens: _MaxTokens | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=2**31)
@@ -41,11 +45,17 @@ class Sampling(Body):
     repetition_penalty: float | None = Field(None, gt=0, le=10)
     seed: _Seed | None = None
     stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] | None = None
-    n: Literal[1] | None = None
+    n: int | None = Field(None, ge=1, le=16)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: Annotated[dict[_TokenId, _Bias], Field(max_length=1024)] | None = None
     user: str | None = Field(None, max_length=512)
-    presence_penalty: _Zero | None = None
-    frequency_penalty: _Zero | None = None
-    logit_bias: Annotated[_Json, Field(max_length=0)] | None = None
+    safety_identifier: str | None = Field(None, max_length=512)
+    metadata: dict[str, str] | None = Field(None, max_length=16)
+    store: bool | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
+    prompt_cache_key: str | None = Field(None, max_length=512)
+    prompt_cache_retention: str | None = Field(None, max_length=64)
 
 
 class TextPart(Body):
@@ -53,6 +63,7 @@ class TextPart(Body):
 
     type: Literal["text"]
     text: str
+    cache_control: _Json | None = None
 
 
 class FunctionCall(Body):
@@ -68,6 +79,7 @@ class ToolCall(Body):
     id: str = Field(max_length=128)
     type: Literal["function"] = "function"
     function: FunctionCall
+    index: int | None = None
 
 
 class Message(Body):
@@ -83,6 +95,21 @@ class Message(Body):
     annotations: list[Any] | None = None
     audio: None = None
     function_call: None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _has_text_only(cls, content: Any) -> Any:
+        """Say what else a message held, rather than which types it did not match."""
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type") if isinstance(part, dict) else None
+            if isinstance(kind, str) and kind != "text":
+                raise PydanticCustomError(
+                    "text_only",
+                    "this server's model reads text only, and the message holds a part of type "
+                    "{kind}; send parts of type text",
+                    {"kind": repr(kind[:32])},
+                )
+        return content
 
 
 class FunctionDefinition(Body):
@@ -134,7 +161,7 @@ class ChatRequest(Sampling):
     """The body of /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1, max_length=4096)
-    max_completion_tokens: int | None = Field(None, ge=1, le=2**31)
+    max_completion_tokens: _MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: ResponseFormat | None = None
@@ -143,10 +170,9 @@ class ChatRequest(Sampling):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: _Json | None = Field(None, max_length=16)
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    metadata: dict[str, str] | None = Field(None, max_length=16)
-    store: Literal[False] | None = None
-    service_tier: Literal["auto", "default"] | None = None
     modalities: list[Literal["text"]] | None = None
+    prediction: _Json | None = None
+    verbosity: Literal["medium"] | None = None
 
 
 class CompletionRequest(Sampling):

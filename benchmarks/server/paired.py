@@ -1,0 +1,121 @@
+"""A server whose decode process also answers without it: python -m benchmarks.server.paired MODEL
+
+On SIGUSR1 the decode process lets `Generator` write one answer with the very model, memory and
+threads that serve, and writes the seconds between its tokens to a file, as a line of JSON with the
+bytes that a step touches. So two turns differ by nothing but the server. Prints what `tandem serve
+--json` prints, and the file's name.
+"""
+
+import argparse
+import itertools
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from tandem.cli.models import ModelChoice, find_model, load_model_and_tokenizer, load_tokenizer
+from tandem.generate.generator import Generator
+from tandem.hf.dense import PackedLinear
+from tandem.offload.options import OffloadOptions
+from tandem.server.messages import EngineSettings
+from tandem.server.options import ServerOptions
+from tandem.server.serving import Source, serve
+
+PROMPT = "Tell me a long story about a river, its people and their boats."
+
+
+def generator_gaps(generator: Generator, tokens: int) -> list[float]:
+    """Return the seconds between the tokens of a greedy answer."""
+    messages = [{"role": "user", "content": PROMPT}]
+    run = generator.start(messages, max_new_tokens=tokens, temperature=0.0)
+    times = []
+    while not run.is_done:
+        run.advance()
+        times.append(time.perf_counter())
+    return [b - a for a, b in itertools.pairwise(times)]
+
+
+def step_bytes(model: Any, num_rows: int) -> float:
+    """Return the bytes of weights that a step of so many rows touches under uniform routing.
+
+    n tokens touch experts * (1 - (1 - top_k / experts) ** n) of a layer.
+    """
+    top_k = model.config.get_text_config().num_experts_per_tok
+    touched = 0.0
+    for module in model.modules():
+        if isinstance(module, PackedLinear):
+            touched += module.packed.num_bytes
+        elif isinstance(module, nn.Linear):
+            touched += module.weight.nbytes
+    for layer in model.hf_quantizer.store:
+        count = layer.arrivals.num_experts
+        touched += layer.num_bytes * (1 - (1 - top_k / count) ** num_rows)
+    return touched
+
+
+def load(
+    choice: ModelChoice, offload: OffloadOptions, dense_dtype: str, tokens: int, results: str
+) -> tuple[Any, Any]:
+    """Load the model, and let a signal answer with it."""
+    model, tokenizer = load_model_and_tokenizer(
+        choice, offload, quiet=True, dense_dtype=dense_dtype
+    )
+    generators: list[Generator] = []
+    listeners = model.hf_quantizer.executor.listeners
+
+    def answer(number: int, frame: Any) -> None:
+        if not generators:  # by now the server has packed what it packs
+            generators.append(Generator(model, tokenizer))
+        heard, listeners[:] = listeners[:], []  # statistics are the server's
+        try:
+            gaps = generator_gaps(generators[0], tokens)
+        finally:
+            listeners[:] = heard
+        touched = {num_rows: step_bytes(model, num_rows) for num_rows in (1, 4)}
+        with open(results, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"gaps": gaps, "step_bytes": touched}) + "\n")
+
+    signal.signal(signal.SIGUSR1, answer)
+    return model, tokenizer
+
+
+def main() -> None:
+    """Serve until a signal."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("--expert-dtype", default="auto")
+    parser.add_argument("--dense-dtype", default="auto")
+    parser.add_argument("--tokens", type=int, default=64)
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
+    choice = find_model(ModelChoice(model=options.model), quiet=True)
+    offload = OffloadOptions(expert_dtype=options.expert_dtype, threads=2)
+    handle, results = tempfile.mkstemp(suffix=".jsonl")
+    os.close(handle)
+    source = Source(
+        name=options.model,
+        load_model=partial(load, choice, offload, options.dense_dtype, options.tokens, results),
+        load_tokenizer=partial(load_tokenizer, choice),
+    )
+
+    def announce(address: str) -> None:
+        print(json.dumps({"address": address, "results": results}), flush=True)
+
+    try:
+        serve(
+            source, ServerOptions(port=0), EngineSettings(max_running=4, part_tokens=256),
+            api_key=None, on_ready=announce,
+        )  # fmt: skip
+    finally:
+        os.unlink(results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Answers that follow a grammar, token by token, by llguidance."""
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import llguidance
+import torch
+from torch import Tensor
+
+from tandem.core.errors import ConfigError
+
+
+class Grammars:
+    """Makes constraints for one tokenizer, whose tables are built in the background."""
+
+    def __init__(self, tokenizer: Any, vocabulary: int, end_ids: Sequence[int]) -> None:
+        """Begin to build the tables for a vocabulary as wide as the model's scores."""
+        self._tokenizer: llguidance.LLTokenizer | None = None
+        self._vocabulary = vocabulary
+        self._problem = "the tokenizer has no end-of-sequence token"
+
+        def build() -> None:
+            from llguidance.hf import from_tokenizer
+
+            try:
+                self._tokenizer = from_tokenizer(tokenizer, vocabulary, list(end_ids))
+            except (ValueError, RuntimeError) as error:
+                self._problem = str(error).partition("\n")[0]
+
+        self._builder = threading.Thread(target=build, daemon=True)
+        if end_ids:
+            self._builder.start()
+
+    def constraint(self, grammar: str) -> "GrammarConstraint":
+        """Return a fresh constraint; raises `ConfigError` where the tokenizer has no tables."""
+        if self._builder.ident is not None:
+            self._builder.join()
+        if self._tokenizer is None:
+            raise ConfigError(f"this model cannot follow a grammar: {self._problem}")
+        return GrammarConstraint(self._tokenizer, grammar, self._vocabulary)
+
+
+class GrammarConstraint:
+    """One answer on its way through a grammar; see `generate.batching.Constraint`."""
+
+    def __init__(self, tokenizer: llguidance.LLTokenizer, grammar: str, vocabulary: int) -> None:
+        """Stand at the grammar's beginning."""
+        self._matcher = llguidance.LLMatcher(tokenizer, grammar)
+        self._end_id = tokenizer.eos_token
+        self._bits = torch.zeros(-(-vocabulary // 32), dtype=torch.int32)
+        self._places = torch.arange(32, dtype=torch.int32)
+        self._expanded_bits = self._expanded = torch.zeros(0, dtype=torch.int32)
+
+    def restrict(self, scores: Tensor) -> Tensor:
+        """Return scores (1, vocabulary) with -inf for what the grammar forbids."""
+        bits = self._bits
+        if self._matcher.is_error():  # a grammar that grew too complex: end what there is
+            bits.zero_()
+        else:
+            self._matcher.unsafe_compute_mask_ptr(bits.data_ptr(), bits.numel() * 4)
+        if not torch.equal(bits, self._expanded_bits):  # text between calls: the same for long
+            allowed = ((bits[:, None] >> self._places) & 1).flatten()[: scores.shape[-1]].bool()
+            if not allowed.any():
+                allowed[self._end_id] = True
+            self._expanded_bits, self._expanded = bits.clone(), ~allowed
+        return scores.masked_fill(self._expanded, float("-inf"))
+
+    def accept(self, token: int) -> bool:
+        """Take the token that came; tell whether the grammar is at its end."""
+        return not self._matcher.consume_token(token) or self._matcher.is_stopped()
