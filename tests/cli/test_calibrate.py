@@ -1,8 +1,6 @@
 """`tandem calibrate` as a user starts it, and what it leaves for the next run."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +10,10 @@ import tandem
 from tandem.core.errors import ConfigError
 from tandem.hf.calibration import accuracy_by_batch, calibrate
 from tandem.trace import RoutingTrace, TraceMeta
-from tests.cli.test_run import ENVIRONMENT
+from tests import programs
 from tests.hf.test_hybrid import checkpoint, load, profile
 from tests.hf.tiny import save_tiny_checkpoint
+from tests.programs import ENVIRONMENT
 
 __all__ = ["checkpoint", "profile"]
 
@@ -24,10 +23,8 @@ TEXT = "The quick brown fox jumps over the lazy dog, and the dog sleeps on. " * 
 def test_vectors_are_written_and_used_by_the_next_run(tmp_path: Path, profile: str) -> None:
     model = save_tiny_checkpoint(tmp_path / "tiny")
     (tmp_path / "text.txt").write_text(TEXT)
-    command = [sys.executable, "-m", "tandem.cli.main", "calibrate", str(model), "--json"]
-    command += ["--text", str(tmp_path / "text.txt")]
-    environment = {**ENVIRONMENT, "TANDEM_CACHE": str(tmp_path / "cache")}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    words = ["calibrate", str(model), "--json", "--text", str(tmp_path / "text.txt")]
+    done = programs.tandem(*words, env={**ENVIRONMENT, "TANDEM_CACHE": str(tmp_path / "cache")})
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["cosine"]["residual"] > report["cosine"]["gate"]

@@ -1,8 +1,6 @@
 """`tandem run --explain`: tables of what happened, and of what a change would bring."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,9 +9,9 @@ from tandem.cli.explain import layer_table, what_if
 from tandem.offload.cache_statistics import CacheStatistics, LayerCounts
 from tandem.sim.profiles import save_profile
 from tandem.trace import RoutingTrace, read_trace
-from tests.cli.test_run import ENVIRONMENT
 from tests.hf.tiny import save_tiny_checkpoint
 from tests.offload.machines import make_executor, make_machine, make_store
+from tests.programs import ENVIRONMENT, tandem
 
 TRACE = Path(__file__).parents[2] / "data" / "traces" / "gpt-oss-20b.npz"
 
@@ -21,11 +19,10 @@ TRACE = Path(__file__).parents[2] / "data" / "traces" / "gpt-oss-20b.npz"
 def test_a_run_is_explained(tmp_path: Path) -> None:
     model = save_tiny_checkpoint(tmp_path / "tiny")
     save_profile(make_machine().profile, tmp_path / "machine.json")
-    command = [sys.executable, "-m", "tandem.cli.main", "run", str(model), "--explain"]
-    command += ["-p", "hello", "--max-new-tokens", "6", "--device", "emulated"]
-    command += ["--gpu-memory", "300kB", "--profile", str(tmp_path / "machine.json")]
-    environment = {**ENVIRONMENT, "TANDEM_CACHE": str(tmp_path)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    words = ["run", str(model), "--explain", "-p", "hello", "--max-new-tokens", "6"]
+    words += ["--device", "emulated", "--gpu-memory", "300kB"]
+    words += ["--profile", str(tmp_path / "machine.json")]
+    done = tandem(*words, env={**ENVIRONMENT, "TANDEM_CACHE": str(tmp_path)})
     assert done.returncode == 0, done.stderr
     assert re.search(r"layer +active +hits", done.stderr)
     assert re.search(r"as it is .* 1\.00 x", done.stderr)
@@ -34,8 +31,7 @@ def test_a_run_is_explained(tmp_path: Path) -> None:
 
 def test_without_an_expert_cache_there_is_nothing_to_explain(tmp_path: Path) -> None:
     model = save_tiny_checkpoint(tmp_path / "tiny")
-    command = [sys.executable, "-m", "tandem.cli.main", "run", str(model), "--explain", "-p", "x"]
-    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+    done = tandem("run", str(model), "--explain", "-p", "x")
     assert done.returncode == 2
     assert "--explain is about the expert cache, and device cpu has none" in done.stderr
 

@@ -1,25 +1,21 @@
 """Ctrl-C in a real `tandem run` on the emulated device: the program ends, and leaves nothing."""
 
+import contextlib
 import os
 import re
 import signal
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import pytest
 
 from tests.hf.tiny import save_tiny_checkpoint
+from tests.programs import ENVIRONMENT, Program
 
-# Registered before all others, so it runs after them: what lives then has been left behind.
 PROGRAM = """
-import atexit, signal, sys, threading
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's shell ignores it
-def tell():
-    names = [t.name for t in threading.enumerate() if t.name.startswith("tandem")]
-    print(f"threads left: {names}", file=sys.stderr)
-atexit.register(tell)
+import atexit, sys, threading
 import tandem.hf.machine as machine
 measure = machine.measure_profile
 def measuring(*args, **options):
@@ -27,7 +23,11 @@ def measuring(*args, **options):
     return measure(*args, **options)
 machine.measure_profile = measuring
 from tandem.cli.main import main
-sys.exit(main(sys.argv[1:]))
+exit_code = main(sys.argv[1:])
+atexit._run_exitfuncs()  # as Python does at the end; what lives then has been left behind
+names = [t.name for t in threading.enumerate() if t.name.startswith("tandem")]
+print(f"threads left: {names}", file=sys.stderr)
+sys.exit(exit_code)
 """
 FLAGS = (
     *("--device", "emulated", "--clock", "real", "--gpu-memory", "500KB"),
@@ -40,12 +40,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny"))
 
 
-def started(model: str, cache: Path, *flags: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TANDEM_CACHE": str(cache)}
-    return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, "run", model, *FLAGS, *flags],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
-    )  # fmt: skip
+@contextlib.contextmanager
+def started(model: str, cache: Path, *flags: str) -> Iterator[tuple[Program, IO[str], IO[str]]]:
+    """Start the program; give it with its output and its errors."""
+    words = ["run", model, *FLAGS, *flags]
+    environment = {**ENVIRONMENT, "TANDEM_CACHE": str(cache)}
+    out, errors = os.pipe(), os.pipe()
+    with open(os.devnull) as nothing, open(out[0]) as said, open(errors[0]) as complaints:
+        files = (nothing.fileno(), out[1], errors[1])
+        with Program(words, files, code=PROGRAM, env=environment) as program:
+            os.close(out[1])
+            os.close(errors[1])
+            yield program, said, complaints
 
 
 def files_of(cache: Path) -> list[Path]:
@@ -55,12 +61,12 @@ def files_of(cache: Path) -> list[Path]:
 def test_an_answer_that_is_stopped_leaves_no_thread_and_whole_files(
     model: str, tmp_path: Path
 ) -> None:
-    program = started(model, tmp_path, "--profile", "laptop-8gb")
-    assert program.stdout is not None
-    assert program.stdout.read(1), program.communicate()  # decode steps are under way
-    program.send_signal(signal.SIGINT)
-    _, errors = program.communicate(timeout=60)
-    assert program.returncode in (0, 130), errors
+    with started(model, tmp_path, "--profile", "laptop-8gb") as (program, out, complaints):
+        assert out.read(1), complaints.read()  # decode steps are under way
+        program.send_signal(signal.SIGINT)
+        errors = complaints.read()
+        exit_code = program.wait(60)
+    assert exit_code in (0, 130), errors
     assert "Traceback" not in errors
     assert "threads left: []" in errors
     decoded = re.search(r"decode .*\((\d+) tokens\)", errors)
@@ -72,16 +78,16 @@ def test_an_answer_that_is_stopped_leaves_no_thread_and_whole_files(
 
 
 def test_a_measurement_that_is_stopped_leaves_no_profile(model: str, tmp_path: Path) -> None:
-    program = started(model, tmp_path)
-    assert program.stderr is not None
-    seen = ""
-    while "measuring" not in seen:
-        line = program.stderr.readline()
-        assert line, seen
-        seen += line
-    program.send_signal(signal.SIGINT)
-    _, errors = program.communicate(timeout=60)
-    assert program.returncode == 130, errors
+    with started(model, tmp_path) as (program, _, complaints):
+        seen = ""
+        while "measuring" not in seen:
+            line = complaints.readline()
+            assert line, seen
+            seen += line
+        program.send_signal(signal.SIGINT)
+        errors = complaints.read()
+        exit_code = program.wait(60)
+    assert exit_code == 130, errors
     assert "Traceback" not in errors
     assert "threads left: []" in errors
     assert files_of(tmp_path) == []

@@ -2,16 +2,15 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import tandem
 from tandem.policy.cost import HardwareProfile
-from tests.cli.test_run import ENVIRONMENT
+from tests import programs
 from tests.hf.tiny import save_tiny_checkpoint
+from tests.programs import ENVIRONMENT
 
 
 @pytest.fixture(scope="module")
@@ -20,10 +19,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_profile_is_measured_kept_and_drawn(model: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tandem.cli.main", "profile", str(model), "--json"]
-    command += ["--expert-dtype", "int8", "--picture", str(tmp_path / "curves.svg")]
-    environment = {**ENVIRONMENT, "TANDEM_CACHE": str(tmp_path)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    words = ["profile", str(model), "--json", "--expert-dtype", "int8"]
+    words += ["--picture", str(tmp_path / "curves.svg")]
+    done = programs.tandem(*words, env={**ENVIRONMENT, "TANDEM_CACHE": str(tmp_path)})
     assert done.returncode == 0, done.stderr
     (kept,) = (tmp_path / "profiles").iterdir()
     printed = done.stdout.splitlines()[-1]

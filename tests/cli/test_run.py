@@ -6,9 +6,7 @@ import os
 import pty
 import re
 import select
-import signal
-import subprocess
-import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,10 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.hf.tiny import save_tiny_checkpoint
+from tests.programs import Program, tandem
 
-# Tiny tensors: a second thread would only spin, and on a busy machine spin for ever.
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "dumb"}
-TANDEM = [sys.executable, "-m", "tandem.cli.main"]
 JSON_KEYS = {
     *("text", "prompt_tokens", "generated_tokens", "time_to_first_token_seconds"),
     *("prefill_tokens_per_second", "decode_tokens_per_second", "device", "expert_cache"),
@@ -30,11 +26,6 @@ JSON_KEYS = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny"))
-
-
-def tandem(*words: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
-    command = [*TANDEM, *words]
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, env=ENVIRONMENT)
 
 
 def test_answers_a_prompt_and_prints_statistics(model: str) -> None:
@@ -130,21 +121,27 @@ def test_a_damaged_checkpoint_gets_one_sentence(
 
 
 def test_a_reader_that_leaves_is_no_error(model: str) -> None:
-    command = f"{' '.join(TANDEM)} run {model} -p hello --max-new-tokens 64 --quiet | head -c 1"
-    bash = ["bash", "-o", "pipefail", "-c", command]
-    done = subprocess.run(bash, capture_output=True, env=ENVIRONMENT)
-    assert b"Traceback" not in done.stderr
-    assert done.returncode == 0, done.stderr
+    words = ("run", model, "-p", "hello", "--max-new-tokens", "64", "--quiet")
+    reading, writing = os.pipe()
+    with open(os.devnull) as nothing, tempfile.TemporaryFile("w+") as errors:
+        with Program(words, (nothing.fileno(), writing, errors.fileno())) as program:
+            os.close(writing)
+            assert os.read(reading, 1)
+            os.close(reading)
+            exit_code = program.wait()
+        errors.seek(0)
+        said = errors.read()
+    assert "Traceback" not in said
+    assert exit_code == 0, said
 
 
 class Terminal:
     """A program on a pseudo-terminal: type, and wait for what must appear."""
 
-    def __init__(self, words: list[str], env: dict[str, str]) -> None:
-        self.pid, self._fd = pty.fork()
-        if self.pid == 0:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a background job's shell ignores it
-            os.execvpe(words[0], words, env)
+    def __init__(self, words: list[str]) -> None:
+        self._fd, theirs = pty.openpty()
+        self._program = Program(words, (theirs, theirs, theirs), has_terminal=True)
+        os.close(theirs)
         self.screen = ""
 
     def wait_for(self, text: str, *, after: int = 0, seconds: float = 30) -> None:
@@ -170,7 +167,14 @@ class Terminal:
     def close(self) -> int:
         with contextlib.suppress(OSError):  # the other end of a pty closes with an error
             self._read_until(lambda: False, "the end", 60)
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self._program.wait()
+
+    def __enter__(self) -> "Terminal":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._program.__exit__()
+        os.close(self._fd)
 
     def _read_until(self, is_there: Callable[[], bool], what: str, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -186,12 +190,8 @@ class Terminal:
 
 @pytest.fixture
 def terminal(model: str) -> Iterator[Terminal]:
-    words = [*TANDEM, "run", model, "--seed", "1", "--max-new-tokens", "200"]
-    opened = Terminal(words, ENVIRONMENT)
-    yield opened
-    with contextlib.suppress(ProcessLookupError, ChildProcessError):
-        os.kill(opened.pid, signal.SIGKILL)
-        os.waitpid(opened.pid, 0)
+    with Terminal(["run", model, "--seed", "1", "--max-new-tokens", "200"]) as opened:
+        yield opened
 
 
 def test_chat_answers_and_exits(terminal: Terminal) -> None:

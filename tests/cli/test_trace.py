@@ -1,8 +1,6 @@
 """`tandem trace record` as a user starts it."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,21 +9,20 @@ from tandem.cli.prompts import read_prompts
 from tandem.core.errors import FileFormatError
 from tandem.sim.profiles import save_profile
 from tandem.trace import read_trace
-from tests.cli.test_run import ENVIRONMENT
 from tests.hf.tiny import save_tiny_checkpoint
 from tests.offload.machines import make_machine
+from tests.programs import ENVIRONMENT, tandem
 
 
 def test_records_a_trace_on_the_emulated_device(tmp_path: Path) -> None:
     model = save_tiny_checkpoint(tmp_path / "tiny")
     save_profile(make_machine().profile, tmp_path / "machine.json")
     (tmp_path / "prompts.txt").write_text("hello\n\nwhat is it?\nand more\n")
-    command = [sys.executable, "-m", "tandem.cli.main", "trace", "record", str(model), "--json"]
-    command += ["--prompts", str(tmp_path / "prompts.txt"), "-o", str(tmp_path / "t.npz")]
-    command += ["--device", "emulated", "--gpu-memory", "150kB", "--limit", "2"]
-    command += ["--profile", str(tmp_path / "machine.json"), "--max-new-tokens", "5"]
-    environment = {**ENVIRONMENT, "TANDEM_CACHE": str(tmp_path / "cache")}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    words = ["trace", "record", str(model), "--json"]
+    words += ["--prompts", str(tmp_path / "prompts.txt"), "-o", str(tmp_path / "t.npz")]
+    words += ["--device", "emulated", "--gpu-memory", "150kB", "--limit", "2"]
+    words += ["--profile", str(tmp_path / "machine.json"), "--max-new-tokens", "5"]
+    done = tandem(*words, env={**ENVIRONMENT, "TANDEM_CACHE": str(tmp_path / "cache")})
     assert done.returncode == 0, done.stderr
     trace = read_trace(tmp_path / "t.npz")
     report = json.loads(done.stdout.splitlines()[-1])

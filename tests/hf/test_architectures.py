@@ -3,15 +3,13 @@
 Writes docs/models.md: `pytest tests/hf/test_architectures.py --write-docs`.
 """
 
-import re
 import tempfile
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 
 import tandem
 from tandem.hf.routers import find_routers
@@ -25,31 +23,33 @@ from tests.architectures import (
     takes_cache,
     tiny_inputs,
 )
-from tests.conftest import REPOSITORY
+from tests.hf import models_document
+from tests.hf.models_document import ModelsDocument
 
-# One process: the last test looks at what all others found.
-pytestmark = [pytest.mark.seam, pytest.mark.xdist_group("architectures")]
+pytestmark = pytest.mark.seam
 
 MUST_RUN = {
     *("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "gpt_oss", "deepseek_v2"),
     *("deepseek_v3", "glm4_moe", "gemma4", "mixtral", "olmoe", "phimoe", "granitemoe"),
     *("granitemoehybrid", "nemotron_h", "minimax_m2", "ernie4_5_moe", "hunyuan_v1_moe", "lfm2_moe"),
 }
-DOCUMENT = REPOSITORY / "docs" / "models.md"
-
-
-@dataclass
-class Report:
-    """Rows of docs/models.md by architecture; those that fail have none."""
-
-    rows: dict[str, str] = field(default_factory=dict)
-    blind: dict[str, str] = field(default_factory=dict)
-    """Why nothing can look ahead in a model, by architecture."""
+CheckRow = Callable[[str, str, str | None], None]
 
 
 @pytest.fixture(scope="module")
-def report() -> Report:
-    return Report()
+def check_row(request: pytest.FixtureRequest) -> Iterator[CheckRow]:
+    """Compares an architecture's rows with the document's; `--write-docs` writes them at the end.
+
+    Each row by itself, so that tests may run in several processes, or alone.
+    """
+    if request.config.getoption("--write-docs"):
+        found = ModelsDocument(refused=models_document.models_outside_the_interface())
+        yield found.add
+        assert set(found.run) == set(architectures()), "not written: not all of them ran"
+        models_document.PATH.write_text(found.text(), encoding="utf-8")
+    else:
+        document = models_document.written()
+        yield (lambda *_: None) if document is None else document.check
 
 
 def watch_experts(model: Any) -> list[int]:
@@ -90,7 +90,7 @@ def aligned(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", architectures())
-def test_logits_equal_transformers_eager(name: str, report: Report) -> None:
+def test_logits_equal_transformers_eager(name: str, check_row: CheckRow) -> None:
     tiny = build_tiny_model(name)
     with tempfile.TemporaryDirectory() as folder:
         tiny.save_pretrained(folder)
@@ -110,10 +110,8 @@ def test_logits_equal_transformers_eager(name: str, report: Report) -> None:
     for e, a, r in zip(expected, actual, reloaded, strict=True):
         torch.testing.assert_close(a, e, rtol=0, atol=1e-5)
         torch.testing.assert_close(r, a, rtol=0, atol=0)
-    report.rows[name] = f"| {name} | {describe(tiny)} |"
     routers = find_routers(offloaded, offloaded.hf_quantizer.bound())
-    if isinstance(routers, str):
-        report.blind[name] = routers
+    check_row(name, describe(tiny), routers if isinstance(routers, str) else None)
 
 
 @pytest.mark.parametrize("name", architectures())
@@ -140,68 +138,10 @@ def test_all_required_architectures_are_on_the_interface() -> None:
     assert set(architectures()) >= MUST_RUN
 
 
-def models_outside_the_interface() -> dict[str, str]:
-    """Return {model folder: its experts class} of MoE models that own their experts' forward."""
-    models = Path(transformers.__file__).parent / "models"
-    found = {}
-    for path in sorted(models.glob("*/modeling_*.py")):
-        source = path.read_text(encoding="utf-8")
-        experts = re.search(
-            r"class (\w*(?:Experts?|ExpertGLU|MoE|Moe|SparseMLP))\(nn\.Module", source
-        )
-        if experts and "use_experts_implementation" not in source:
-            found[path.parent.name] = experts[1]
-    return found
-
-
-def test_models_document_is_true(report: Report, request: pytest.FixtureRequest) -> None:
-    if set(report.rows) != set(architectures()):
-        assert request.config.getoption("keyword") or request.config.getoption("file_or_dir"), (
-            "architectures failed"
-        )
-        return  # a part of the tests was asked for
-    document = models_document(report)
-    if request.config.getoption("--write-docs"):
-        DOCUMENT.write_text(document, encoding="utf-8")
-    written = DOCUMENT.read_text(encoding="utf-8")
-    if f"Transformers {transformers.__version__}" in written:
-        assert written == document, "run `make docs-models`"
-
-
-def models_document(report: Report) -> str:
-    refused = models_outside_the_interface()
-    lines = [
-        "# Models",
-        "",
-        "Written by `make docs-models`, which runs all of it. A tiny random model of each",
-        "architecture is saved, loaded through Tandem, and its logits (fp32, a prompt and a",
-        "decode step with KV cache) equal those of Transformers' own eager forward to 1e-5;",
-        "packed and loaded again they are equal to the bit.",
-        "",
-        f"## {len(report.rows)} architectures run (Transformers {transformers.__version__})",
-        "",
-        "| architecture | class in the test | experts | tested |",
-        "|---|---|---|---|",
-        *(report.rows[name] for name in sorted(report.rows)),
-        "",
-        "## Looking ahead",
-        "",
-        "The next layer's router can be asked ahead of its turn ([runtime.md](runtime.md)), "
-        f"but for {len(report.blind)}:",
-        "",
-        "| architecture | why not |",
-        "|---|---|",
-        *(f"| {name} | {reason} |" for name, reason in sorted(report.blind.items())),
-        "",
-        f"## {len(refused)} are refused",
-        "",
-        "Their experts do not go through Transformers' experts interface, so there is nothing that"
-        " Tandem could take over;",
-        "`tandem.load` says so. Dense models are refused too: Transformers alone runs them.",
-        "",
-        "| architecture | its own experts class |",
-        "|---|---|",
-        *(f"| {name} | {experts} |" for name, experts in sorted(refused.items())),
-        "",
-    ]
-    return "\n".join(lines)
+def test_models_document_is_true(request: pytest.FixtureRequest) -> None:
+    """Its rows are compared by the tests of their architectures; here, the rest."""
+    document = models_document.written()
+    if document is not None and not request.config.getoption("--write-docs"):
+        assert set(document.run) == set(architectures())
+        assert document.refused == models_document.models_outside_the_interface()
+        assert models_document.PATH.read_text(encoding="utf-8") == document.text()

@@ -1,0 +1,102 @@
+"""docs/models.md: what is in it, as text and back. Knows no model; the tests fill it in."""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import transformers
+
+from tests.conftest import REPOSITORY
+
+PATH = REPOSITORY / "docs" / "models.md"
+
+
+@dataclass
+class ModelsDocument:
+    """Table rows by architecture."""
+
+    run: dict[str, str] = field(default_factory=dict)
+    """What each one that runs is, as its cells."""
+    blind: dict[str, str] = field(default_factory=dict)
+    """Why nothing can look ahead in it."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """The class of its experts."""
+
+    def add(self, name: str, cells: str, why_blind: str | None) -> None:
+        """Add the rows of one architecture."""
+        self.run[name] = cells
+        if why_blind is not None:
+            self.blind[name] = why_blind
+
+    def check(self, name: str, cells: str, why_blind: str | None) -> None:
+        """Assert that the rows of one architecture say what was found."""
+        assert self.run.get(name) == cells, "run `make docs-models`"
+        assert self.blind.get(name) == why_blind, "run `make docs-models`"
+
+    def text(self) -> str:
+        """Return the whole file."""
+        lines = [
+            "# Models",
+            "",
+            "Written by `make docs-models`, which runs all of it. A tiny random model of each",
+            "architecture is saved, loaded through Tandem, and its logits (fp32, a prompt and a",
+            "decode step with KV cache) equal those of Transformers' own eager forward to 1e-5;",
+            "packed and loaded again they are equal to the bit.",
+            "",
+            f"## {len(self.run)} architectures run (Transformers {transformers.__version__})",
+            "",
+            "| architecture | class in the test | experts | tested |",
+            "|---|---|---|---|",
+            *_rows(self.run),
+            "",
+            "## Looking ahead",
+            "",
+            "The next layer's router can be asked ahead of its turn ([runtime.md](runtime.md)), "
+            f"but for {len(self.blind)}:",
+            "",
+            "| architecture | why not |",
+            "|---|---|",
+            *_rows(self.blind),
+            "",
+            f"## {len(self.refused)} are refused",
+            "",
+            "Their experts do not go through Transformers' experts interface, so there is nothing"
+            " that Tandem could take over;",
+            "`tandem.load` says so. Dense models are refused too: Transformers alone runs them.",
+            "",
+            "| architecture | its own experts class |",
+            "|---|---|",
+            *_rows(self.refused),
+            "",
+        ]
+        return "\n".join(lines)
+
+
+def written() -> ModelsDocument | None:
+    """Return the file's rows; None if it is about another version of Transformers."""
+    text = PATH.read_text(encoding="utf-8")
+    if f"(Transformers {transformers.__version__})" not in text:
+        return None
+    run, blind, refused = (
+        dict(re.findall(r"^\| (?!architecture )(\w+) \| (.+) \|$", table, re.MULTILINE))
+        for table in text.split("\n|---|")[1:]
+    )
+    return ModelsDocument(run, blind, refused)
+
+
+def models_outside_the_interface() -> dict[str, str]:
+    """Return {model folder: its experts class} of MoE models that own their experts' forward."""
+    models = Path(transformers.__file__).parent / "models"
+    found = {}
+    for path in sorted(models.glob("*/modeling_*.py")):
+        source = path.read_text(encoding="utf-8")
+        experts = re.search(
+            r"class (\w*(?:Experts?|ExpertGLU|MoE|Moe|SparseMLP))\(nn\.Module", source
+        )
+        if experts and "use_experts_implementation" not in source:
+            found[path.parent.name] = experts[1]
+    return found
+
+
+def _rows(cells: dict[str, str]) -> list[str]:
+    return [f"| {name} | {cells[name]} |" for name in sorted(cells)]
