@@ -1,13 +1,21 @@
-"""Pinning stops at the system's limit, and says so."""
+"""Pinning stops at the system's limit, copies out of mapped files by its rule, and says so."""
 
 import warnings
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 
+from tandem.hf.mapped_files import find_mapped
 from tandem.offload.emulated import EmulatedDevice
+from tandem.offload.executor import CpuExecutor
 from tandem.offload.expert_kernels import ExpertKernels
-from tandem.offload.pinning import pin_store
-from tests.offload.machines import make_store
+from tandem.offload.host_store import HostStore
+from tandem.offload.pinning import KEPT_FREE_BYTES, pin_store
+from tests.offload.machines import FUNCTIONS, make_store, route
 
 
 def test_all_is_pinned_without_a_limit() -> None:
@@ -15,13 +23,61 @@ def test_all_is_pinned_without_a_limit() -> None:
     device = EmulatedDevice(1 << 20, ExpertKernels(num_threads=1))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert pin_store(store, device.pin) == (store.num_bytes, store.num_bytes)
+        pinned = pin_store(store, device.pin)
+    assert pinned == (store.num_bytes, store.num_bytes, 0, None)
 
 
 def test_a_limit_is_respected_and_told() -> None:
     store = make_store()
     limit = store[0].num_bytes + 10
     device = EmulatedDevice(1 << 20, ExpertKernels(num_threads=1), pin_limit_bytes=limit)
-    with pytest.warns(UserWarning, match=r"only .* of .* of experts could be pinned"):
+    with pytest.warns(UserWarning, match=r"only .* of .* of experts could be pinned.*ulimit -l"):
         pinned = pin_store(store, device.pin)
-    assert pinned == (store[0].num_bytes, store.num_bytes)
+    assert (pinned.num_bytes, pinned.total_bytes) == (store[0].num_bytes, store.num_bytes)
+
+
+def mapped_store(directory: Path) -> HostStore:
+    """Return a store whose experts lie in a mapped checkpoint file."""
+    store, file = make_store(), directory / "packed.safetensors"
+    save_file({str(layer.layer): layer.stored()["experts"] for layer in store}, file)
+    with safe_open(file, "pt") as opened:  # type: ignore[no-untyped-call]
+        for layer in store:
+            layer.move_to({"experts": opened.get_tensor(str(layer.layer))})
+    return store
+
+
+def test_mapped_layers_are_copied_out_first_and_compute_the_same(tmp_path: Path) -> None:
+    store = mapped_store(tmp_path)
+    is_mapped = find_mapped()
+    assert all(is_mapped(layer.stored()["experts"]) for layer in store)
+    call = route(3, torch.Generator().manual_seed(0))
+    expected = CpuExecutor(make_store(), num_threads=1).execute(1, *call, FUNCTIONS)
+    pinned = list[Tensor]()
+    done = pin_store(store, lambda tensor: pinned.append(tensor) is None, is_mapped=is_mapped)
+    assert done == (store.num_bytes, store.num_bytes, store.num_bytes, None)
+    assert not any(is_mapped(tensor) for tensor in pinned)
+    assert all(tensor.data_ptr() % 4096 == 0 for tensor in pinned)
+    assert [t.data_ptr() for t in pinned] == [
+        layer.stored()["experts"].data_ptr() for layer in store
+    ]
+    out = CpuExecutor(store, num_threads=1).execute(1, *call, FUNCTIONS)
+    assert torch.equal(out, expected)
+
+
+def test_mapped_layers_stay_where_they_are_without_memory_for_a_copy(tmp_path: Path) -> None:
+    store = mapped_store(tmp_path)
+    free = iter([store[0].num_bytes + KEPT_FREE_BYTES, KEPT_FREE_BYTES])
+    is_mapped = find_mapped()
+    with pytest.warns(UserWarning, match=r"mapped files, and 1 GiB of host memory are too few"):
+        done = pin_store(
+            store, lambda tensor: True, is_mapped=is_mapped, free_bytes=lambda: next(free)
+        )
+    assert done.num_bytes == done.moved_bytes == store[0].num_bytes
+    assert is_mapped(store[1].stored()["experts"])
+
+
+def test_what_is_refused_where_it_lies_is_tried_on_pages_of_its_own() -> None:
+    store = make_store()
+    before = {layer.stored()["experts"].data_ptr() for layer in store}
+    done = pin_store(store, lambda tensor: tensor.data_ptr() not in before)
+    assert done == (store.num_bytes, store.num_bytes, store.num_bytes, None)

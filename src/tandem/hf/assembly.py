@@ -130,7 +130,8 @@ class _Assembly:
             config.planner_settings(),
             lanes.make_engine,
         )
-        pin_store(self.store, device.pin)
+        if config.device != "cuda":  # else done before the link was measured
+            pin_store(self.store, device.pin)
         num_slots = count_slots(
             lanes.share,
             device.memory(),

@@ -10,6 +10,7 @@ from tandem.core.units import parse_bandwidth
 from tandem.hf.config import OffloadConfig
 from tandem.hf.experts import expert_functions
 from tandem.hf.machine import Bound, bind_all, measured_profile, profile_key
+from tandem.hf.mapped_files import find_mapped
 from tandem.hf.warm_up import ExpertsCall, NoExperts, forward_tokens
 from tandem.offload import executor as cpu_executor
 from tandem.offload.clock import Clock, WallClock
@@ -80,7 +81,7 @@ def cuda_parts(
     clock = WallClock()
     device = CudaDevice(streams, device_kernels or best_kernels(), on_busy=clock.add_gpu)
     kernels = ExpertKernels(num_threads=config.threads, isa=config.isa or "", on_busy=clock.add_cpu)
-    pin_store(store, device.pin)
+    pin_store(store, device.pin, is_mapped=find_mapped())
     profile = _profile(model, store, bound, config, geometry, call, device, kernels)
     wanted = None if config.link_bandwidth is None else parse_bandwidth(config.link_bandwidth)
     link = Link(profile.link_bytes_per_second, wanted)

@@ -30,6 +30,12 @@ def copy_out_of_files(model: nn.Module) -> None:
             tensor.data = tensor.data.clone()
 
 
+def find_mapped() -> Callable[[Tensor], bool]:
+    """Return what tells whether a tensor lies in a checkpoint file that is mapped now."""
+    ranges = _mapped_ranges()
+    return lambda tensor: _is_inside(tensor.data_ptr(), ranges)
+
+
 def _mapped_ranges() -> list[tuple[int, int]]:
     """Return (first, last + 1) addresses of this process's mapped checkpoint files, in order."""
     try:
