@@ -61,7 +61,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("gpt_oss", {
         "num_local_experts": 4, "intermediate_size": 64, "head_dim": 16, "sliding_window": 4,
     }),
-    "deepseek2": ("deepseek_v2", _DEEPSEEK | {"q_lora_rank": None}),
+    "deepseek2": ("deepseek_v2", _DEEPSEEK | {"q_lora_rank": 32}),
     "deepseek2 v3": ("deepseek_v3", _DEEPSEEK | {
         "q_lora_rank": 32, "n_group": 2, "topk_group": 1, "norm_topk_prob": True,
         "routed_scaling_factor": 1.5,

@@ -4,23 +4,19 @@ The names of tensors come from Transformers and the gguf package. Of a layer's e
 are tensors of their own, (num_experts, rows, cols) in blocks along the columns.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from tandem.core.errors import ModelError, UnsupportedModelError
-from tandem.hf.sources.codes import Codes, StoredWeight
+from tandem.hf.sources.codes import StoredWeight
 from tandem.hf.sources.gguf_config import ARCHITECTURES, Architecture, GgufHeader
+from tandem.hf.sources.gguf_weight import PLAIN_DTYPES, GgufWeight, HalvedLatent, PlainTensor
 from tandem.hf.sources.source import Source
-from tandem.kernels.formats import WeightFormat, find_format
 
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_BLOCK = 32
 _UNREADABLE = "{file} cannot be read as GGUF ({reason}); download it again"
 _LATENT_KEYS = "attn_k_b."
 # Of the experts' first projection, and the biases that follow their rows.
@@ -118,7 +114,7 @@ def _source(
             is_interleaved=architecture.is_interleaved,
             row_order=_row_order(name, architecture, config),
         )
-        if all(part.tensor_type.name in _DTYPES for part in parts):
+        if all(part.tensor_type.name in PLAIN_DTYPES for part in parts):
             plain[target] = PlainTensor(joined, shapes[target])
         else:
             weights[target] = joined
@@ -165,174 +161,3 @@ def _row_order(name: str, architecture: Architecture, config: Any) -> Tensor | N
     # llama.cpp turns pairs of neighbours, Transformers the two halves of a head.
     rows = torch.arange(heads * config.head_dim).view(heads, config.head_dim // 2, 2)
     return rows.transpose(1, 2).flatten()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GgufWeight:
-    """A weight of one tensor, or of several whose rows follow each other (gate, then up)."""
-
-    name: str
-    tensors: tuple[Any, ...] = field(repr=False)
-    is_interleaved: bool = False
-    """Rows of several tensors take turns instead, and matrices of plain numbers are turned."""
-    row_order: Tensor | None = field(default=None, repr=False)
-    is_ordered: bool = False
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape in Transformers' order."""
-        *leading, cols = (int(size) for size in reversed(self.tensors[0].shape))
-        if len(self.tensors) > 1:
-            leading[-1] *= len(self.tensors)
-        return (*leading, cols)
-
-    @property
-    def formats(self) -> Sequence[WeightFormat]:
-        """The one format that holds these blocks exactly, if all parts have the same."""
-        kinds = {tensor.tensor_type.name for tensor in self.tensors}
-        name = _FORMATS.get(kinds.pop()) if len(kinds) == 1 else None
-        return () if name is None else (find_format(name),)
-
-    @property
-    def why_not(self) -> str:
-        """What blocks these are, where no format holds them."""
-        kinds = sorted({tensor.tensor_type.name for tensor in self.tensors})
-        return "" if self.formats else f"GGUF blocks {' and '.join(kinds)}"
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes in the file."""
-        return sum(int(tensor.n_bytes) for tensor in self.tensors)
-
-    def read(self, expert: int | None = None) -> Codes:
-        """Read the matrix, or one expert's, as codes where a format holds them, else as values."""
-        keep = bool(self.formats)
-        parts = [
-            _decoded(_rows_of(tensor, expert), tensor.tensor_type, keep=keep)
-            for tensor in self.tensors
-        ]
-        minima = [part.minima for part in parts if part.minima is not None]
-        return Codes(
-            parts[0].kind,
-            self.in_order([part.codes for part in parts]),
-            self.in_order([part.scales for part in parts]),
-            minima=self.in_order(minima) if minima else None,
-        )
-
-    def in_order(self, parts: list[Tensor], axis: int = 0) -> Tensor:
-        """Join what each tensor has for its rows, along `axis`, in Transformers' order."""
-        if len(parts) > 1:
-            if self.is_interleaved:
-                return torch.stack(parts, dim=axis + 1).flatten(axis, axis + 1)
-            return torch.cat(parts, dim=axis)
-        return parts[0] if self.row_order is None else parts[0][self.row_order]
-
-
-class PlainTensor:
-    """Numbers that are in no blocks, read when Transformers' loader indexes them."""
-
-    def __init__(self, weight: GgufWeight, shape: torch.Size) -> None:
-        """Stand for a weight, to be read in `shape`."""
-        self.weight = weight
-        self.shape = shape
-
-    def __getitem__(self, index: Any) -> Tensor:
-        parts = [_plain_values(tensor) for tensor in self.weight.tensors]
-        axis = 1 if len(parts) > 1 else 0  # after the experts'
-        values = self.weight.in_order(parts, axis)
-        is_turned = values.dim() == 3 and self.weight.is_interleaved
-        values = values.transpose(1, 2) if is_turned else values.reshape(self.shape)
-        chosen: Tensor = values[index]
-        return chosen
-
-
-class HalvedLatent:
-    """What makes keys and values from latents, stored as two tensors, the one for keys turned."""
-
-    def __init__(self, keys: Any, values: Any) -> None:
-        """Join (heads, latents, width of keys) and (heads, width of values, latents)."""
-        self._keys, self._values = keys, values
-
-    def __getitem__(self, index: Any) -> Tensor:
-        keys, values = (_dequantised(tensor) for tensor in (self._keys, self._values))
-        joined = torch.cat((keys.transpose(1, 2), values), dim=1).flatten(0, 1)
-        chosen: Tensor = joined[index]
-        return chosen
-
-
-def _dequantised(tensor: Any) -> Tensor:
-    if tensor.tensor_type.name in _DTYPES:
-        return _plain_values(tensor)
-    from gguf import dequantize
-
-    return torch.from_numpy(np.ascontiguousarray(dequantize(tensor.data, tensor.tensor_type)))
-
-
-def _plain_values(tensor: Any) -> Tensor:
-    data = torch.from_numpy(np.array(tensor.data))  # a copy: the file is mapped for reading only
-    dtype = _DTYPES[tensor.tensor_type.name]
-    values = data if data.dtype == dtype else data.view(dtype)
-    return values.view([int(size) for size in reversed(tensor.shape)])
-
-
-def _rows_of(tensor: Any, expert: int | None) -> np.ndarray[Any, Any]:
-    return np.array(tensor.data if expert is None else tensor.data[expert])
-
-
-def _decoded(data: np.ndarray[Any, Any], kind: Any, *, keep: bool) -> Codes:
-    """Return the codes of (rows, bytes) blocks; their values, with scales of one, if not `keep`."""
-    if not keep:
-        from gguf import dequantize
-
-        values = torch.from_numpy(np.ascontiguousarray(dequantize(data, kind)))
-        return Codes("int", values, torch.ones(values.shape[0], 1))
-    rows = data.shape[0]
-    size, read = _BLOCKS[kind.name]
-    blocks = torch.from_numpy(data.view(np.uint8)).view(rows, -1, size)
-    return read(blocks)
-
-
-def _halves(blocks: Tensor) -> Tensor:
-    """Return the numbers of (..., 16) bytes: 16 low nibbles, then the 16 high ones."""
-    return torch.cat((blocks & 0x0F, blocks >> 4), dim=-1)
-
-
-def _fp16(blocks: Tensor, first: int) -> Tensor:
-    part: Tensor = blocks[..., first : first + 2].contiguous().view(torch.float16)
-    return part[..., 0]
-
-
-def _q4_0(blocks: Tensor) -> Codes:
-    codes = _halves(blocks[..., 2:]).flatten(1).to(torch.int8) - 8
-    return Codes("int", codes, _fp16(blocks, 0))
-
-
-def _q4_1(blocks: Tensor) -> Codes:
-    codes = _halves(blocks[..., 4:]).flatten(1)
-    return Codes("int", codes, _fp16(blocks, 0), minima=_fp16(blocks, 2))
-
-
-def _q5_0(blocks: Tensor) -> Codes:
-    bits = blocks[..., 2:6].contiguous().view(torch.int32)  # one fifth bit for each number
-    fifth = (bits >> torch.arange(_BLOCK, dtype=torch.int32)) & 1
-    codes = _halves(blocks[..., 6:]).to(torch.int32) + 16 * fifth - 16
-    return Codes("int", codes.flatten(1).to(torch.int8), _fp16(blocks, 0))
-
-
-def _q8_0(blocks: Tensor) -> Codes:
-    return Codes("int", blocks[..., 2:].contiguous().view(torch.int8).flatten(1), _fp16(blocks, 0))
-
-
-def _mxfp4(blocks: Tensor) -> Codes:
-    return Codes("mxfp4", _halves(blocks[..., 1:]).flatten(1), blocks[..., 0].contiguous())
-
-
-_FORMATS = {
-    "Q4_0": "int4-g32", "Q4_1": "int4z-g32", "Q5_0": "int8-g32", "Q8_0": "int8-g32",
-    "MXFP4": "mxfp4",
-}  # fmt: skip
-# Bytes of a block of 32 numbers, and what reads it.
-_BLOCKS: dict[str, tuple[int, Callable[[Tensor], Codes]]] = {
-    "Q4_0": (18, _q4_0), "Q4_1": (20, _q4_1), "Q5_0": (22, _q5_0), "Q8_0": (34, _q8_0),
-    "MXFP4": (17, _mxfp4),
-}  # fmt: skip
