@@ -1,4 +1,4 @@
-// bf16, fp16 and e4m3 as bits.
+// bf16, fp16 and e4m3 as bits. Static: each file is compiled for its own instruction set.
 #pragma once
 
 #include <bit>
@@ -7,18 +7,20 @@
 
 namespace tandem {
 
-inline float bf16_to_float(std::uint16_t bits) {
+static inline float bf16_to_float(std::uint16_t bits) {
   return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16);
 }
 
-// Rounds to the nearest even, as torch does; NaN stays NaN.
-inline std::uint16_t float_to_bf16(float value) {
+// Rounds to the nearest even, as torch does; NaN stays NaN. Without a branch, so that loops of it
+// become vectors.
+static inline std::uint16_t float_to_bf16(float value) {
   const auto bits = std::bit_cast<std::uint32_t>(value);
-  if (std::isnan(value)) return static_cast<std::uint16_t>((bits >> 16) | 0x40);
-  return static_cast<std::uint16_t>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
+  const bool is_nan = (bits & 0x7FFFFFFF) > 0x7F800000;
+  return static_cast<std::uint16_t>(is_nan ? (bits >> 16) | 0x40
+                                           : (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
 }
 
-inline float half_to_float(std::uint16_t bits) {
+static inline float half_to_float(std::uint16_t bits) {
   const float sign = bits & 0x8000 ? -1.0f : 1.0f;
   const int exponent = (bits >> 10) & 31;
   const auto mantissa = static_cast<float>(bits & 1023);
@@ -28,7 +30,7 @@ inline float half_to_float(std::uint16_t bits) {
 }
 
 // Four bits of exponent, three of mantissa; no infinity, and one NaN for each sign.
-inline float e4m3_to_float(std::uint8_t bits) {
+static inline float e4m3_to_float(std::uint8_t bits) {
   const float sign = bits & 0x80 ? -1.0f : 1.0f;
   const int exponent = (bits >> 3) & 15;
   const int mantissa = bits & 7;

@@ -19,7 +19,8 @@ class Program {
  public:
   Program(ExpertEngine& experts, DenseEngine& dense, AttentionEngine& attention,
           RoutedExperts& routed)
-      : pool_(experts.pool()), dense_(dense), attention_(attention), routed_(routed) {}
+      : rows_(row_kernels(experts.isa())), pool_(experts.pool()), dense_(dense),
+        attention_(attention), routed_(routed) {}
 
   void add(const RmsNorm& call) { steps_.emplace_back(call); }
   void add(const Rotary& call) { steps_.emplace_back(call); }
@@ -59,14 +60,15 @@ class Program {
   };
   using Step = std::variant<RmsNorm, Rotary, Choice, Elementwise, Dense, Attention, Experts>;
 
-  void operator()(const RmsNorm& call) { rms_norm(call); }
-  void operator()(const Rotary& call) { rotate(call); }
+  void operator()(const RmsNorm& call) { rows_.norm(call); }
+  void operator()(const Rotary& call) { rows_.rotate(call); }
   void operator()(const Choice& call) { choose(call); }
-  void operator()(const Elementwise& call) { combine(call); }
+  void operator()(const Elementwise& call) { rows_.combine(call); }
   void operator()(const Dense& call);
   void operator()(const Attention& call);
   void operator()(const Experts& call);
 
+  const RowKernels& rows_;
   ThreadPool& pool_;
   DenseEngine& dense_;
   AttentionEngine& attention_;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 #include "values.hpp"
 
@@ -19,7 +20,6 @@ struct RmsNorm {
   const float* weight;   // (cols,), or null for none
   void* out;             // (num_rows, cols)
 };
-void rms_norm(const RmsNorm& call);
 
 // Rotary embedding: out = x * cos + rotated(x) * sin, where rotated swaps the halves of the first
 // `rotated` values of a head and negates the new first half. In bf16 each product is rounded.
@@ -32,7 +32,6 @@ struct Rotary {
   const void* sin;
   void* out;             // (num_tokens, num_heads, dim)
 };
-void rotate(const Rotary& call);
 
 // A router's choice: softmax over the experts in fp32, the `top_k` largest, best first, divided by
 // their sum if `is_normalised`. Of equal scores the first expert wins.
@@ -57,6 +56,21 @@ struct Elementwise {
   const void* b;  // not read by kSilu
   void* out;
 };
-void combine(const Elementwise& call);
+
+// The arithmetic of one instruction set.
+struct RowKernels {
+  void (*norm)(const RmsNorm& call);
+  void (*rotate)(const Rotary& call);
+  void (*combine)(const Elementwise& call);
+};
+
+const RowKernels& portable_rows();
+#if defined(__x86_64__)
+const RowKernels& avx2_rows();
+const RowKernels& avx512_rows();
+#endif
+
+// `isa` is as of ExpertEngine.
+const RowKernels& row_kernels(const std::string& isa);
 
 }  // namespace tandem

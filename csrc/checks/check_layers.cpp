@@ -107,13 +107,13 @@ bool dense_agrees(Random& random, tandem::ExpertEngine& engine) {
   return true;
 }
 
-bool norm_agrees(Random& random) {
+bool norm_agrees(Random& random, const std::string& isa) {
   const std::int64_t rows = random.between(1, 5), cols = random.between(1, 70);
   const ValueType type = any_type(random);
   const Values input(random.normals(rows * cols), type);
   const std::vector<float> weight = random.normals(cols);
   std::vector<std::uint8_t> out(input.bytes.size());
-  tandem::rms_norm({rows, cols, 1e-6f, random.between(0, 1) == 1, type, input.bytes.data(), cols,
+  tandem::row_kernels(isa).norm({rows, cols, 1e-6f, random.between(0, 1) == 1, type, input.bytes.data(), cols,
                     weight.data(), out.data()});
   std::vector<float> wanted(input.numbers);
   for (std::int64_t r = 0; r < rows; ++r) {
@@ -125,7 +125,7 @@ bool norm_agrees(Random& random) {
   return is_near(read(out, type), wanted, 1e-2);
 }
 
-bool rotary_agrees(Random& random) {
+bool rotary_agrees(Random& random, const std::string& isa) {
   const std::int64_t tokens = random.between(1, 4), heads = random.between(1, 3);
   const std::int64_t dim = 2 * random.between(1, 40), rotated = 2 * random.between(1, dim / 2);
   const ValueType type = any_type(random);
@@ -133,7 +133,7 @@ bool rotary_agrees(Random& random) {
   const Values cos(random.normals(tokens * rotated), type);
   const Values sin(random.normals(tokens * rotated), type);
   std::vector<std::uint8_t> out(x.bytes.size());
-  tandem::rotate({tokens, heads, dim, rotated, type, x.bytes.data(), heads * dim, dim,
+  tandem::row_kernels(isa).rotate({tokens, heads, dim, rotated, type, x.bytes.data(), heads * dim, dim,
                   cos.bytes.data(), sin.bytes.data(), out.data()});
   std::vector<float> wanted(x.numbers);
   for (std::int64_t i = 0; i < tokens * heads; ++i)
@@ -268,8 +268,8 @@ int main() {
     const std::string& isa = isas[round % isas.size()];
     tandem::ExpertEngine engine(static_cast<int>(random.between(1, 3)), isa);
     const char* wrong = !dense_agrees(random, engine)    ? "a dense matrix"
-                        : !norm_agrees(random)           ? "a norm"
-                        : !rotary_agrees(random)         ? "a rotary embedding"
+                        : !norm_agrees(random, isa)          ? "a norm"
+                        : !rotary_agrees(random, isa)        ? "a rotary embedding"
                         : !choice_agrees(random)         ? "a router's choice"
                         : !routed_agrees(random, engine) ? "a routed layer"
                         : !program_agrees(random, engine) ? "a program"

@@ -1,0 +1,97 @@
+// The row-wise operations with whatever instructions the including file is compiled for: plain loops
+// that the compiler turns into vectors. Included inside a namespace of its own.
+
+// Rows of fp32 in scratch memory, kept by thread.
+inline float* scratch_row(int which, std::int64_t cols) {
+  thread_local std::vector<float> rows[3];
+  std::vector<float>& row = rows[which];
+  if (static_cast<std::int64_t>(row.size()) < cols) row.resize(cols);
+  return row.data();
+}
+
+// What a value becomes when it is kept in a tensor of this type.
+template <ValueType T>
+inline float rounded(float value) {
+  return T == ValueType::kBf16 ? bf16_to_float(float_to_bf16(value)) : value;
+}
+
+inline float mean_square(const float* row, std::int64_t cols) {
+  constexpr std::int64_t kLanes = 32;  // independent sums, which the compiler keeps in registers
+  float sums[kLanes] = {};
+  const std::int64_t whole = cols / kLanes * kLanes;
+  for (std::int64_t k = 0; k < whole; k += kLanes)
+    for (std::int64_t i = 0; i < kLanes; ++i) sums[i] += row[k + i] * row[k + i];
+  for (std::int64_t k = whole; k < cols; ++k) sums[0] += row[k] * row[k];
+  float total = 0;
+  for (const float sum : sums) total += sum;
+  return total / static_cast<float>(cols);
+}
+
+template <ValueType T>
+void norm_rows(const RmsNorm& call) {
+  float* row = scratch_row(0, call.cols);
+  for (std::int64_t r = 0; r < call.num_rows; ++r) {
+    load_values(value_at(call.input, T, r * call.input_stride), T, call.cols, row);
+    const float scale = 1.0f / std::sqrt(mean_square(row, call.cols) + call.eps);
+    if (call.rounds_first)
+      for (std::int64_t k = 0; k < call.cols; ++k) row[k] = rounded<T>(row[k] * scale);
+    else
+      for (std::int64_t k = 0; k < call.cols; ++k) row[k] *= scale;
+    if (call.weight)
+      for (std::int64_t k = 0; k < call.cols; ++k) row[k] *= call.weight[k];
+    store_values(row, call.cols, T, value_at(call.out, T, r * call.cols));
+  }
+}
+
+template <ValueType T>
+void rotate_heads(const Rotary& call) {
+  float *x = scratch_row(0, call.dim), *cos = scratch_row(1, call.dim);
+  float* sin = scratch_row(2, call.dim);
+  const std::int64_t half = call.rotated / 2;
+  for (std::int64_t t = 0; t < call.num_tokens; ++t) {
+    load_values(value_at(call.cos, T, t * call.rotated), T, call.rotated, cos);
+    load_values(value_at(call.sin, T, t * call.rotated), T, call.rotated, sin);
+    for (std::int64_t h = 0; h < call.num_heads; ++h) {
+      load_values(value_at(call.input, T, t * call.token_stride + h * call.head_stride), T,
+                  call.dim, x);
+      float* second_half = x + half;
+#pragma GCC ivdep
+      for (std::int64_t d = 0; d < half; ++d) {
+        const float first = x[d], second = second_half[d];
+        x[d] = rounded<T>(first * cos[d]) + rounded<T>(-second * sin[d]);
+        second_half[d] = rounded<T>(second * cos[d + half]) + rounded<T>(first * sin[d + half]);
+      }
+      store_values(x, call.dim, T, value_at(call.out, T, (t * call.num_heads + h) * call.dim));
+    }
+  }
+}
+
+template <ValueType T>
+void combine_values(const Elementwise& call) {
+  constexpr std::int64_t kPart = 1024;  // stays in the first-level cache
+  float a[kPart], b[kPart];
+  for (std::int64_t first = 0; first < call.count; first += kPart) {
+    const std::int64_t count = std::min(kPart, call.count - first);
+    load_values(value_at(call.a, T, first), T, count, a);
+    if (call.kind == ElementwiseKind::kSilu) {
+      for (std::int64_t i = 0; i < count; ++i) a[i] /= 1.0f + std::exp(-a[i]);
+    } else {
+      load_values(value_at(call.b, T, first), T, count, b);
+      if (call.kind == ElementwiseKind::kAdd)
+        for (std::int64_t i = 0; i < count; ++i) a[i] += b[i];
+      else
+        for (std::int64_t i = 0; i < count; ++i) a[i] *= b[i];
+    }
+    store_values(a, count, T, value_at(call.out, T, first));
+  }
+}
+
+template <typename Call, void (*fp32)(const Call&), void (*bf16)(const Call&)>
+void by_type(const Call& call) {
+  call.type == ValueType::kBf16 ? bf16(call) : fp32(call);
+}
+
+constexpr RowKernels kRowKernels{
+    by_type<RmsNorm, norm_rows<ValueType::kFp32>, norm_rows<ValueType::kBf16>>,
+    by_type<Rotary, rotate_heads<ValueType::kFp32>, rotate_heads<ValueType::kBf16>>,
+    by_type<Elementwise, combine_values<ValueType::kFp32>, combine_values<ValueType::kBf16>>};
