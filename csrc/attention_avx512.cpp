@@ -52,14 +52,47 @@ inline void prefetch(Bytes data) {
   _mm_prefetch(reinterpret_cast<const char*>(data), _MM_HINT_T1);
 }
 
-// ---- bf16 ----
-
-class Bf16Math {
+// Cuts a chunk into what the registers hold sums for; `Own` multiplies so much: `score_blocks` and
+// `add_columns`.
+template <class Own>
+class InRegisters {
  public:
   static constexpr int kMostRows = 8;
 
+  template <int R>
+  void score(Bytes keys, std::int64_t blocks, std::int64_t row, float* scores) const {
+    constexpr int B = kBlocksAtOnce<R>;
+    std::int64_t b = 0;
+    for (; b + B <= blocks; b += B) own().template score_blocks<R, B>(keys, b, row, scores);
+    for (; b < blocks; ++b) own().template score_blocks<R, 1>(keys, b, row, scores);
+  }
+
+  template <int R>
+  void add(Bytes values, std::int64_t blocks, std::int64_t row, const float*,
+           float* weighted) const {
+    constexpr int V = kColumnsAtOnce<R>;
+    const std::int64_t width = layout_.value_width();
+    std::int64_t d = 0;
+    for (; d + V * 16 <= width; d += V * 16)
+      own().template add_columns<R, V>(values, blocks, row, d, weighted);
+    for (; d < width; d += 16) own().template add_columns<R, 1>(values, blocks, row, d, weighted);
+  }
+
+ protected:
+  explicit InRegisters(const KvLayout& layout) : layout_(layout) {}
+
+  const KvLayout& layout_;
+
+ private:
+  const Own& own() const { return static_cast<const Own&>(*this); }
+};
+
+// ---- bf16 ----
+
+class Bf16Math : public InRegisters<Bf16Math> {
+ public:
   Bf16Math(const KvLayout& layout, const QueryTile& tile)
-      : layout_(layout), row_bytes_((layout.key_width() + 15) / 16 * 32) {
+      : InRegisters(layout), row_bytes_((layout.key_width() + 15) / 16 * 32) {
     std::uint8_t* to = query_memory(tile.num_rows * row_bytes_ + 64);
     query_ = to;
     for (std::int64_t r = 0; r < tile.num_rows; ++r)
@@ -69,30 +102,14 @@ class Bf16Math {
       }
   }
 
-  template <int R>
-  void score(Bytes keys, std::int64_t blocks, std::int64_t row, float* scores) const {
-    constexpr int B = kBlocksAtOnce<R>;
-    std::int64_t b = 0;
-    for (; b + B <= blocks; b += B) score_blocks<R, B>(keys, b, row, scores);
-    for (; b < blocks; ++b) score_blocks<R, 1>(keys, b, row, scores);
-  }
-
   void weigh(std::int64_t row, const float* weights, Bytes, std::int64_t) {
     for (std::int64_t p = 0; p < kKvChunk; p += 16)
       store_bf16(weights_ + (row * kKvChunk + p) * 2, _mm512_loadu_ps(weights + p));
   }
 
-  template <int R>
-  void add(Bytes values, std::int64_t blocks, std::int64_t row, const float*,
-           float* weighted) const {
-    constexpr int V = kColumnsAtOnce<R>;
-    const std::int64_t width = layout_.value_width();
-    std::int64_t d = 0;
-    for (; d + V * 16 <= width; d += V * 16) add_columns<R, V>(values, blocks, row, d, weighted);
-    for (; d < width; d += 16) add_columns<R, 1>(values, blocks, row, d, weighted);
-  }
-
  private:
+  friend class InRegisters<Bf16Math>;
+
   static void store_bf16(std::uint8_t* to, __m512 x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to),
                         reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)));
@@ -145,7 +162,6 @@ class Bf16Math {
         _mm512_storeu_ps(weighted + r * width + first + v * 16, sums[r][v]);
   }
 
-  const KvLayout& layout_;
   std::int64_t row_bytes_;
   Bytes query_;
   alignas(64) std::uint8_t weights_[kGroupRows * kKvChunk * 2];
@@ -154,12 +170,10 @@ class Bf16Math {
 // ---- int8 ----
 
 // Queries are rounded to int8 by row, weights (times the values' scales) to 0..255 by row and chunk.
-class Int8Math {
+class Int8Math : public InRegisters<Int8Math> {
  public:
-  static constexpr int kMostRows = 8;
-
   Int8Math(const KvLayout& layout, const QueryTile& tile)
-      : layout_(layout), row_bytes_((layout.key_width() + 15) / 16 * 16) {
+      : InRegisters(layout), row_bytes_((layout.key_width() + 15) / 16 * 16) {
     std::uint8_t* to = query_memory(tile.num_rows * (row_bytes_ + 8) + 64);
     query_ = to;
     auto* scales = reinterpret_cast<float*>(to + tile.num_rows * row_bytes_);
@@ -167,14 +181,6 @@ class Int8Math {
     query_scales_ = scales, query_offsets_ = offsets;
     for (std::int64_t r = 0; r < tile.num_rows; ++r)
       pack_query(tile.query + r * layout.key_width(), to + r * row_bytes_, scales + r, offsets + r);
-  }
-
-  template <int R>
-  void score(Bytes keys, std::int64_t blocks, std::int64_t row, float* scores) const {
-    constexpr int B = kBlocksAtOnce<R>;
-    std::int64_t b = 0;
-    for (; b + B <= blocks; b += B) score_blocks<R, B>(keys, b, row, scores);
-    for (; b < blocks; ++b) score_blocks<R, 1>(keys, b, row, scores);
   }
 
   void weigh(std::int64_t row, float* weights, Bytes values, std::int64_t blocks) {
@@ -193,17 +199,9 @@ class Int8Math {
     }
   }
 
-  template <int R>
-  void add(Bytes values, std::int64_t blocks, std::int64_t row, const float*,
-           float* weighted) const {
-    constexpr int V = kColumnsAtOnce<R>;
-    const std::int64_t width = layout_.value_width();
-    std::int64_t d = 0;
-    for (; d + V * 16 <= width; d += V * 16) add_columns<R, V>(values, blocks, row, d, weighted);
-    for (; d < width; d += 16) add_columns<R, 1>(values, blocks, row, d, weighted);
-  }
-
  private:
+  friend class InRegisters<Int8Math>;
+
   void pack_query(const float* query, std::uint8_t* to, float* scale, std::int32_t* offset) const {
     const std::int64_t width = layout_.key_width();
     __m512 peaks = _mm512_setzero_ps();
@@ -286,7 +284,6 @@ class Int8Math {
     }
   }
 
-  const KvLayout& layout_;
   std::int64_t row_bytes_;
   Bytes query_;
   const float* query_scales_;
