@@ -124,7 +124,7 @@ class Page:
 
 def import_modules(page: Page) -> None:
     """Make what the page's modules export reachable as `own`, once the page has loaded."""
-    names = json.dumps([f"/{name}.js" for name in ("chat", "connection", "live")])
+    names = json.dumps([f"/{name}.js" for name in ("chat", "connection", "live", "markdown")])
     page.run(
         f"Promise.all({names}.map((name) => import(name)))"
         ".then((found) => { window.own = Object.assign({}, ...found); })"

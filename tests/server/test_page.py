@@ -1,11 +1,14 @@
 """The page in a real browser."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.server.browser import Page, browser_page, find_chromium, import_modules
+from tests.server.cable import cable_to
 from tests.server.running import RunningServer
 
 pytestmark = pytest.mark.skipif(
@@ -27,7 +30,7 @@ def page(browser: Page, server: RunningServer) -> Iterator[Page]:
     browser.resize(1280, 800)
     browser.prefer("light")
     browser.open(server.address)
-    browser.run("localStorage.clear()")
+    browser.run("localStorage.clear(); sessionStorage.clear()")
     browser.open(server.address + "/")
     browser.problems.clear()
     browser.urls.clear()
@@ -110,6 +113,119 @@ def test_errors_are_shown_where_the_answer_would_be(page: Page) -> None:
     page.problems.clear()  # the browser notes the 400 itself
 
 
+def test_a_server_that_goes_and_comes_back_is_told(page: Page, server: RunningServer) -> None:
+    with cable_to(server.port) as cable:
+        page.open(cable.address + "/")
+        import_modules(page)
+        page.run("Object.assign(own.settings, {temperature: '0', max_tokens: '3000'})")
+        page.run("own.ask('hello'); 1")
+        page.wait_for(f"!!document.querySelector('.busy') && {TEXT}.length > 3")
+        cable.cut()
+        page.wait_for("!!document.querySelector('.problem') && !document.querySelector('.busy')")
+        assert "connection broke" in page.run("document.querySelector('.problem').textContent")
+        page.wait_for("!!document.querySelector('.dot.gone')")
+        cable.mend()
+        page.wait_for("!!document.querySelector('.dot.ready')")
+        server.wait_for("tandem_requests_running", 0)
+        page.run("own.settings.max_tokens = '7'; document.querySelector('.again').click()")
+        page.wait_for("!!document.querySelector('.about')?.textContent.includes('7 tokens')")
+        assert page.run("own.conversation.map((message) => message.role)") == ["user", "assistant"]
+        assert page.run("document.querySelectorAll('.message').length") == 2
+        page.open(server.address + "/")
+    page.urls.clear()  # another address this once
+    page.problems.clear()  # the browser notes what it could not reach
+
+
+def drawn(page: Page, *texts: str) -> Any:
+    """Draw texts one after the other in one place; return what is there as HTML."""
+    return page.run(
+        f"""(() => {{ const place = document.createElement('div');
+            for (const text of {json.dumps(texts)}) own.writeMarkdown(place, text);
+            return place.innerHTML; }})()"""
+    )
+
+
+MARKDOWN = """# Title
+One **strong** and *soft* `a*b*c` line
+that goes on, 2 * 3 * 4, snake_case_name.
+
+- first
+  ```py
+  if x:
+
+      pass
+  ```
+- second
+  1. inner
+> quoted
+
+| a | b |
+|---|--:|
+| 1 | `2` |
+
+See [this](https://example.org/x?a=1) and https://example.org/y.
+```
+<b>not bold</b>
+"""
+
+
+def test_markdown_is_drawn_alike_however_it_comes(page: Page) -> None:
+    whole = drawn(page, MARKDOWN)
+    assert drawn(page, *(MARKDOWN[:n] for n in range(len(MARKDOWN) + 1))) == whole
+    for part in (
+        "<h3>Title</h3>", "<strong>strong</strong>", "<em>soft</em>", "<code>a*b*c</code>",
+        "2 * 3 * 4, snake_case_name", "<pre><code>if x:\n\n    pass</code></pre>",
+        "<ol start=\"1\"><li><span>inner</span></li></ol>", "<blockquote><p>quoted</p>",
+        "<td>1</td><td><code>2</code></td>", "<a href=\"https://example.org/x?a=1\"",
+        "rel=\"noopener noreferrer\">this</a>", ">https://example.org/y</a>.",
+        "&lt;b&gt;not bold&lt;/b&gt;",
+    ):  # fmt: skip
+        assert part in whole, part
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<script>alert(1)</script><img src=x onerror=alert(1)>",
+        "[x](javascript:alert(1)) [y](data:text/html,z)",
+        "```html\n</code></pre><script>alert(1)</script>\n```",
+        "| <img src=x> | b |\n|---|---|\n| [z](JaVaScRiPt:a) | <svg onload=a> |",
+        '[a](https://x.org"onmouseover=alert(1)) **<i>** `<i>`',
+    ],
+)
+def test_no_text_becomes_markup(page: Page, text: str) -> None:
+    found = drawn(page, text)
+    for tag in ("<script", "<img", "<svg", "<i>", 'href="javascript', 'href="data', 'onmouse="'):
+        assert tag not in found.lower()
+
+
+def test_an_answer_and_its_code_can_be_copied(page: Page) -> None:
+    page.run("""Object.defineProperty(navigator, 'clipboard', {configurable: true,
+        value: {writeText: async (text) => { window.pasted = text; }}})""")
+    page.run("""sessionStorage.setItem('tandem-chat', JSON.stringify([
+        {role: 'user', content: 'code?'}, {role: 'assistant', content: '```py\\na = 1\\n```'}]))""")
+    page.run("own.showKept()")
+    page.run("document.querySelector('.code-head .copy').click()")
+    page.wait_for("window.pasted === 'a = 1'")
+    page.run("document.querySelector('.about .copy').click()")
+    page.wait_for("window.pasted.startsWith('```py')")
+
+
+def test_a_conversation_outlives_a_reload_until_a_new_one(
+    page: Page, server: RunningServer
+) -> None:
+    set_field(page, "max_tokens", "5")
+    page.run("own.ask('hello'); 1")
+    page.wait_for(DONE)
+    page.open(server.address + "/")
+    import_modules(page)
+    assert page.run("own.conversation.map((message) => message.role)") == ["user", "assistant"]
+    assert page.run("document.querySelectorAll('.message').length") == 2
+    page.run("document.getElementById('clear').click()")
+    assert page.run("document.querySelectorAll('.message').length + own.conversation.length") == 0
+    assert page.run("sessionStorage.getItem('tandem-chat')") == "[]"
+
+
 def test_settings_outlive_a_reload(page: Page, server: RunningServer) -> None:
     set_field(page, "temperature", "0.7")
     page.open(server.address + "/")
@@ -120,6 +236,10 @@ def test_settings_outlive_a_reload(page: Page, server: RunningServer) -> None:
 def test_a_phone_shows_one_view_at_a_time(page: Page) -> None:
     page.resize(360, 720)
     shown = "getComputedStyle(document.getElementById('{}')).display !== 'none'"
+    wide = "| " + "wide | " * 40 + "\n" + "|---" * 40 + "|\n```\n" + "wide " * 99
+    said = [{"role": "user", "content": "x" * 999}, {"role": "assistant", "content": wide}]
+    page.run(f"sessionStorage.setItem('tandem-chat', JSON.stringify({json.dumps(said)}))")
+    page.run("own.showKept()")
     assert page.run("document.documentElement.scrollWidth <= innerWidth")
     assert page.run(shown.format("chat"))
     assert not page.run(shown.format("live"))
@@ -134,7 +254,7 @@ def test_everything_can_be_reached_with_the_keyboard(page: Page) -> None:
     for _ in range(14):
         page.press("Tab")
         reached.add(page.run("document.activeElement.id || document.activeElement.className"))
-    assert {"open-settings", "prompt", "send", "grid", "idea"} <= reached
+    assert {"clear", "open-settings", "prompt", "send", "grid", "idea"} <= reached
 
 
 def test_dark_is_dark(page: Page) -> None:

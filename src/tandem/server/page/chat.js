@@ -1,33 +1,22 @@
 // The chat: a conversation, streamed; one answer at a time.
 
-import { eventsOf, headers, problemOf, settings } from "./connection.js";
+import { eventsOf, headers, keepConversation, keptConversation, problemOf, settings } from "./connection.js";
 import { find, make } from "./elements.js";
+import { addCopy, writeMarkdown } from "./markdown.js";
+import { askModel } from "./state.js";
 
 export const conversation = [];
 let running = null;
 
-// Code, in blocks and in lines, is all the markup that is shown; everything else is plain text.
-function writeText(target, text) {
-  target.replaceChildren();
-  text.split(/```(?:[^\n`]*\n)?/).forEach((part, i) => {
-    if (i % 2) {
-      make("code", "", make("pre", "", target)).textContent = part.replace(/\n$/, "");
-      return;
-    }
-    part.split(/`([^`\n]+)`|\*\*([^*\n]+)\*\*/).forEach((piece, j) => {
-      if (!piece) return;
-      if (j % 3 === 0) target.append(piece);
-      else make(j % 3 === 1 ? "code" : "strong", "", target).textContent = piece;
-    });
-  });
-}
+// ---- messages ------------------------------------------------------------------------------------
 
-function addMessage(role) {
+function addMessage(role, text) {
   find("welcome").hidden = true;
   const message = make("article", `message ${role}`, find("messages"));
   message.setAttribute("aria-label", role === "user" ? "You" : "Answer");
-  const parts = { message, text: null, reasoning: null };
-  parts.text = make("div", "text", message);
+  const parts = { message, text: make("div", "text", message), reasoning: null };
+  if (role === "user") parts.text.textContent = text;
+  else writeMarkdown(parts.text, text);
   return parts;
 }
 
@@ -37,6 +26,33 @@ function stickToEnd(change) {
   change();
   if (isAtEnd) list.scrollTop = list.scrollHeight;
 }
+
+function scrollToEnd() {
+  find("messages").scrollTop = find("messages").scrollHeight;
+}
+
+// The text is drawn once a frame, however fast it comes.
+function drawSoon(answer, parts) {
+  if (answer.isDue) return;
+  answer.isDue = true;
+  requestAnimationFrame(() => draw(answer, parts));
+}
+
+function draw(answer, parts) {
+  answer.isDue = false;
+  stickToEnd(() => {
+    if (answer.reasoning && !parts.reasoning) {
+      const details = make("details");
+      make("summary", "", details).textContent = "Reasoning";
+      parts.reasoning = make("div", "text plain", details);
+      parts.message.prepend(details);
+    }
+    if (parts.reasoning) parts.reasoning.textContent = answer.reasoning;
+    writeMarkdown(parts.text, answer.content);
+  });
+}
+
+// ---- asking --------------------------------------------------------------------------------------
 
 function bodyOf() {
   const messages = settings.system ? [{ role: "system", content: settings.system }] : [];
@@ -49,32 +65,39 @@ function bodyOf() {
 }
 
 export async function ask(text) {
+  for (const button of document.querySelectorAll(".again")) button.remove();
   conversation.push({ role: "user", content: text });
-  writeText(addMessage("user").text, text);
-  const parts = addMessage("assistant");
-  parts.message.classList.add("busy");
-  find("messages").scrollTop = find("messages").scrollHeight;
-  running = new AbortController();
-  showRunning(true);
-  const answer = { content: "", reasoning: "", began: performance.now(), first: 0, tokens: 0 };
+  addMessage("user", text);
+  const parts = addMessage("assistant", "");
+  const answer = { content: "", reasoning: "", began: performance.now(), first: 0, tokens: 0,
+                   problem: "", isDue: false };
+  const mine = running = new AbortController();
+  showRunning(parts.message, true);
+  scrollToEnd();
   try {
-    const response = await fetch("v1/chat/completions", {
-      method: "POST", headers: headers(), body: JSON.stringify(bodyOf()), signal: running.signal,
-    });
-    if (!response.ok) throw new Error(await problemOf(response));
-    for await (const data of eventsOf(response)) {
-      if (data === "[DONE]") break;
-      take(JSON.parse(data), answer, parts);
-    }
+    await receive(answer, parts, mine.signal);
   } catch (error) {
-    if (error.name !== "AbortError") make("p", "problem", parts.message).textContent = error.message;
+    if (error.name !== "AbortError") answer.problem = said(error);
   }
-  parts.message.classList.remove("busy");
-  if (answer.content) conversation.push({ role: "assistant", content: answer.content });
-  else conversation.pop();
-  tellAbout(answer, parts);
+  if (running !== mine) return; // the conversation was cleared meanwhile
   running = null;
-  showRunning(false);
+  finish(answer, parts);
+}
+
+async function receive(answer, parts, signal) {
+  const response = await fetch("v1/chat/completions", {
+    method: "POST", headers: headers(), body: JSON.stringify(bodyOf()), signal,
+  });
+  if (!response.ok) throw new Error(await problemOf(response));
+  for await (const data of eventsOf(response)) {
+    if (data === "[DONE]") return;
+    take(JSON.parse(data), answer, parts);
+  }
+  throw new Error("the connection broke before the answer was complete");
+}
+
+function said(error) {
+  return error instanceof TypeError ? "the server does not answer, or the connection broke" : error.message;
 }
 
 function take(chunk, answer, parts) {
@@ -83,35 +106,57 @@ function take(chunk, answer, parts) {
   const delta = chunk.choices[0] ? chunk.choices[0].delta : {};
   if (!delta.content && !delta.reasoning_content) return;
   answer.first = answer.first || performance.now();
+  answer.content += delta.content || "";
+  answer.reasoning += delta.reasoning_content || "";
+  drawSoon(answer, parts);
+}
+
+function finish(answer, parts) {
+  draw(answer, parts);
+  const isAnswered = answer.content !== "";
+  if (isAnswered) conversation.push({ role: "assistant", content: answer.content });
+  const asked = isAnswered ? null : conversation.pop();
+  keepConversation(conversation);
   stickToEnd(() => {
-    if (delta.reasoning_content) {
-      answer.reasoning += delta.reasoning_content;
-      if (!parts.reasoning) {
-        const details = make("details");
-        make("summary", "", details).textContent = "Reasoning";
-        parts.reasoning = make("div", "text", details);
-        parts.message.prepend(details);
-      }
-      parts.reasoning.textContent = answer.reasoning;
-    }
-    if (delta.content) {
-      answer.content += delta.content;
-      writeText(parts.text, answer.content);
-    }
+    if (answer.problem) make("p", "problem", parts.message).textContent = answer.problem;
+    const foot = make("p", "about", parts.message);
+    make("span", "", foot).textContent = figuresOf(answer);
+    if (isAnswered) addCopy(foot, () => answer.content);
+    addAgain(foot, parts.message, asked);
+  });
+  showRunning(parts.message, false);
+  if (answer.problem) askModel();
+}
+
+function figuresOf(answer) {
+  if (!answer.first) return "";
+  const seconds = (performance.now() - answer.first) / 1000;
+  const figures = [`first token ${((answer.first - answer.began) / 1000).toFixed(2)} s`];
+  if (answer.tokens > 1) {
+    figures.unshift(`${answer.tokens} tokens`, `${((answer.tokens - 1) / seconds).toFixed(1)} per second`);
+  }
+  return figures.join("  ·  ");
+}
+
+// Asks the same once more, in the place of an answer; `asked` is what was left unanswered.
+function addAgain(foot, message, asked) {
+  const button = make("button", "quiet again", foot);
+  button.type = "button";
+  button.textContent = "Try again";
+  button.addEventListener("click", () => {
+    if (running) return;
+    if (!asked) conversation.pop();
+    const text = (asked || conversation.pop()).content;
+    message.previousElementSibling.remove();
+    message.remove();
+    find("prompt").focus();
+    ask(text);
   });
 }
 
-function tellAbout(answer, parts) {
-  if (!answer.first) return;
-  const seconds = (performance.now() - answer.first) / 1000;
-  const said = [`first token ${((answer.first - answer.began) / 1000).toFixed(2)} s`];
-  if (answer.tokens > 1) {
-    said.unshift(`${answer.tokens} tokens`, `${((answer.tokens - 1) / seconds).toFixed(1)} per second`);
-  }
-  stickToEnd(() => { make("p", "about", parts.message).textContent = said.join("  ·  "); });
-}
-
-function showRunning(isRunning) {
+function showRunning(message, isRunning) {
+  message.classList.toggle("busy", isRunning);
+  message.setAttribute("aria-busy", String(isRunning));
   find("send").hidden = isRunning;
   find("stop").hidden = !isRunning;
 }
@@ -123,6 +168,8 @@ export function isAnswering() {
 export function stop() {
   if (running) running.abort();
 }
+
+// ---- the prompt, and the conversation as a whole -------------------------------------------------
 
 export function fitPrompt() {
   const prompt = find("prompt");
@@ -138,9 +185,23 @@ export function sendPrompt() {
   ask(text);
 }
 
+// Shows what was said before the page was loaded anew.
+export function showKept() {
+  for (const { role, content } of keptConversation()) {
+    conversation.push({ role, content });
+    const { message } = addMessage(role, content);
+    if (role === "assistant") addCopy(make("p", "about", message), () => content);
+  }
+  scrollToEnd();
+}
+
 export function clearConversation() {
   stop();
+  running = null;
+  find("send").hidden = false;
+  find("stop").hidden = true;
   conversation.length = 0;
+  keepConversation(conversation);
   for (const message of document.querySelectorAll(".message")) message.remove();
   find("welcome").hidden = false;
   find("prompt").focus();

@@ -13,6 +13,21 @@ export function keep(changes) {
   } catch { /* as above */ }
 }
 
+// The conversation outlives a reload, and ends with the tab.
+export function keepConversation(messages) {
+  try {
+    sessionStorage.setItem("tandem-chat", JSON.stringify(messages));
+  } catch { /* as above, or it is too long */ }
+}
+
+export function keptConversation() {
+  try {
+    return JSON.parse(sessionStorage.getItem("tandem-chat") || "[]");
+  } catch {
+    return [];
+  }
+}
+
 export function headers() {
   const found = { "Content-Type": "application/json" };
   if (settings.key) found.Authorization = `Bearer ${settings.key}`;

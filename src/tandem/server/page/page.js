@@ -1,10 +1,11 @@
 // The page of `tandem serve`: a chat, and a live picture of where experts run.
 // It needs nothing but the server that it came from.
 
-import { ask, clearConversation, fitPrompt, isAnswering, sendPrompt, stop } from "./chat.js";
-import { eventsOf, headers, keep, problemOf, settings } from "./connection.js";
+import { ask, clearConversation, fitPrompt, isAnswering, sendPrompt, showKept, stop } from "./chat.js";
+import { eventsOf, headers, keep, settings } from "./connection.js";
 import { find } from "./elements.js";
 import { animate, leaveGrid, moveCell, pointAtCell, takePicture } from "./live.js";
+import { askModel } from "./state.js";
 
 // ---- settings -----------------------------------------------------------------------------------
 
@@ -20,25 +21,7 @@ function keepSettings() {
   askModel();
 }
 
-// ---- the server's state -------------------------------------------------------------------------
-
-function showState(state, text) {
-  find("dot").className = `dot ${state}`;
-  find("model").textContent = text;
-}
-
-async function askModel() {
-  try {
-    const response = await fetch("v1/models", { headers: headers() });
-    if (!response.ok) return showState("gone", await problemOf(response));
-    const name = (await response.json()).data[0].id;
-    const ready = await fetch("ready");
-    showState(ready.ok ? "ready" : "", ready.ok ? name : `${name} is being loaded`);
-    if (!ready.ok) setTimeout(askModel, 1000);
-  } catch {
-    showState("gone", "the server does not answer");
-  }
-}
+// ---- the live picture ----------------------------------------------------------------------------
 
 async function watch() {
   for (;;) {
@@ -77,10 +60,7 @@ document.addEventListener("keydown", (event) => {
 find("stop").addEventListener("click", stop);
 find("open-settings").addEventListener("click", showSettings);
 find("settings").addEventListener("close", keepSettings);
-find("clear").addEventListener("click", () => {
-  find("settings").close();
-  clearConversation();
-});
+find("clear").addEventListener("click", clearConversation);
 for (const idea of document.querySelectorAll(".idea")) {
   idea.addEventListener("click", () => { if (!isAnswering()) ask(idea.textContent); });
 }
@@ -92,4 +72,5 @@ find("grid").addEventListener("blur", leaveGrid);
 find("grid").addEventListener("keydown", moveCell);
 addEventListener("resize", animate);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", animate);
+showKept();
 watch();
