@@ -1,13 +1,16 @@
 // What Python sees of the calls that the hybrid runtime makes for each layer.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bindings.hpp"
+#include "lone_layer.hpp"
 #include "policy_tables.hpp"
 #include "routed.hpp"
 
@@ -57,6 +60,11 @@ void require_experts(const Ids& experts, std::int32_t num_experts) {
                                   std::to_string(num_experts - 1));
 }
 
+// Numbers by expert, to be read in place: a list would make a Python object of each.
+nb::bytes bytes_of(const std::vector<std::uint32_t>& values) {
+  return nb::bytes(values.data(), values.size() * sizeof(std::uint32_t));
+}
+
 void bind_tables(nb::module_& m) {
   nb::class_<SuccessorTable>(m, "SuccessorTable")
       .def("__init__",
@@ -76,7 +84,7 @@ void bind_tables(nb::module_& m) {
         self.note(loaded, tokens, divisor, experts, above);
       })
       .def("learn", &SuccessorTable::learn)
-      .def("worth", &SuccessorTable::worth);
+      .def("values", [](const SuccessorTable& self) { return bytes_of(self.values()); });
   nb::class_<ForesightTables>(m, "ForesightTables")
       .def("__init__",
            [](ForesightTables* self, std::int32_t num_layers, std::int32_t num_experts,
@@ -90,7 +98,7 @@ void bind_tables(nb::module_& m) {
         self.require(layer);
         require_experts(above, self.num_experts());
         require_experts(before, self.num_experts());
-        return self.scores(layer, above, before);
+        return bytes_of(self.scores(layer, above, before));
       })
       .def("teach", [](ForesightTables& self, std::int32_t layer, const Ids& experts,
                        const Ids& tokens, const Ids& above, const Ids& before) {
@@ -104,11 +112,66 @@ void bind_tables(nb::module_& m) {
       });
 }
 
+// The bytes of a Python object, as long as this lives.
+class Buffer {
+ public:
+  explicit Buffer(nb::handle object) {
+    if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_SIMPLE) != 0) throw nb::python_error();
+  }
+  ~Buffer() { PyBuffer_Release(&view_); }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+
+  std::int64_t size() const { return view_.len; }
+  template <typename T>
+  const T* data() const {
+    return static_cast<const T*>(view_.buf);
+  }
+
+ private:
+  Py_buffer view_;
+};
+
+// `states` is a byte by expert, `worth` an unsigned 32-bit number; `members` are keys, of which
+// `first` is the layer's first. Returns (fetch, spill, GPU seconds, CPU seconds, pairs of keys).
+nb::tuple decide_lone_layer(const LoneTerms& terms, Ids experts, nb::handle states,
+                            nb::handle worth, std::int32_t first, Ids members,
+                            std::int64_t free_slots, double all_on_cpu, double now, double dense,
+                            double link_busy) {
+  const Buffer state_by_expert(states), worth_by_expert(worth);
+  const auto num_experts = static_cast<std::int32_t>(state_by_expert.size());
+  if (worth_by_expert.size() != num_experts * static_cast<std::int64_t>(sizeof(std::uint32_t)))
+    throw std::invalid_argument("expected a state and a 32-bit worth for each expert");
+  for (std::int32_t& member : members) member -= first;
+  require_experts(experts, num_experts);
+  require_experts(members, num_experts);
+  LoneDecision found = decide(
+      terms, {std::move(experts), state_by_expert.data<std::uint8_t>(),
+              worth_by_expert.data<std::uint32_t>(), std::move(members), free_slots, all_on_cpu,
+              now, dense, link_busy});
+  for (auto& [newcomer, victim] : found.admitted) {
+    newcomer += first;
+    if (victim != kNobody) victim += first;
+  }
+  return nb::make_tuple(found.fetch, found.spill, found.gpu_seconds, found.cpu_seconds,
+                        found.admitted);
+}
+
+void bind_lone_layers(nb::module_& m) {
+  nb::class_<LoneTerms>(m, "LoneTerms")
+      .def("__init__", [](LoneTerms* self, double cpu, double gpu, double cpu_first, double link,
+                          std::int64_t max_fetches, bool never_worse_than_cpu) {
+        new (self) LoneTerms{cpu, gpu, cpu_first, link, max_fetches, never_worse_than_cpu};
+      });
+  m.def("decide_lone_layer", &decide_lone_layer);
+}
+
 }  // namespace
 
 void bind_runtime(nb::module_& m) {
   m.def("run_batch", &run_batch);
   bind_tables(m);
+  bind_lone_layers(m);
 }
 
 }  // namespace tandem

@@ -103,13 +103,11 @@ void SuccessorTable::settle(const Foresight& foresight) {
   for (const std::int32_t expert : foresight.above) add(&below_[expert * size], change_);
 }
 
-std::vector<std::uint32_t> SuccessorTable::worth(const Ids& experts) const {
-  std::vector<std::uint32_t> found;
-  found.reserve(experts.size());
-  for (const std::int32_t e : experts) {
-    const std::uint32_t foreseen = past_.empty() ? 0u : past_.back().total.at(e);
-    found.push_back(((foreseen + kSumOffset) << options_.foreseen_shift) + fast_.at(e) +
-                    slow_.at(e));
+std::vector<std::uint32_t> SuccessorTable::values() const {
+  std::vector<std::uint32_t> found(fast_.size());
+  for (std::size_t e = 0; e < found.size(); ++e) {
+    const std::uint32_t foreseen = past_.empty() ? 0u : past_.back().total[e];
+    found[e] = ((foreseen + kSumOffset) << options_.foreseen_shift) + fast_[e] + slow_[e];
   }
   return found;
 }

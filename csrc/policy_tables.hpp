@@ -38,7 +38,7 @@ class SuccessorTable {
   void note(const Ids& loaded, const Ids& tokens, std::int32_t divisor, const Ids& experts,
             const Ids& above);
   void learn();
-  std::vector<std::uint32_t> worth(const Ids& experts) const;
+  std::vector<std::uint32_t> values() const;  // by expert
 
  private:
   struct Foresight {

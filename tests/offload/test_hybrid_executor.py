@@ -41,13 +41,16 @@ def outputs(executor: Executor, batch: int, steps: int = 8) -> Iterator[torch.Te
             yield executor.execute(layer, *route(num_tokens, generator), FUNCTIONS)
 
 
-def settings_of(assignment: str, eviction: str, prediction: str) -> PlannerSettings:
+def settings_of(
+    assignment: str, eviction: str, prediction: str, prefetch: str = "top-k"
+) -> PlannerSettings:
+    is_on = "none" not in (prediction, prefetch)
     return PlannerSettings(
         assignment=assignment,
         eviction=eviction,
         prediction=prediction,
-        prefetch="top-k" if prediction != "none" else "none",
-        prefetch_count=2 if prediction != "none" else 0,
+        prefetch=prefetch if is_on else "none",
+        prefetch_count=2 if is_on else 0,
     )
 
 

@@ -1,16 +1,25 @@
 """The native tables against the plain ones, on real routing: the same answers to the last bit."""
 
+import dataclasses
 import random
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tandem.offload.policy_tables import NATIVE_TABLES
+from tandem.policy.cost import CostTable
 from tandem.policy.eviction.successor import Successor
-from tandem.policy.plan import Geometry, LayerLoad
+from tandem.policy.plan import Copy, Geometry, LayerLoad
+from tandem.policy.planner import UNLIMITED
 from tandem.policy.prediction.foresight import Foresight
+from tandem.policy.settings import make_planner
+from tandem.policy.tables import DecideLone, LoneDecision, LoneTerms
 from tandem.sim.steps import LoadReader, replay_steps
+from tandem.sim.systems import TANDEM
 from tandem.trace import RoutingTrace, read_trace
+from tests.offload.machines import make_machine
 
 TRACES = Path(__file__).parents[2] / "data" / "traces"
 STEPS = 60
@@ -70,6 +79,65 @@ def test_predictions_foresee_alike(trace: RoutingTrace, batch: int) -> None:
             if draw.random() < 0.5:
                 native.learn()
     assert compared > STEPS
+
+
+@pytest.mark.parametrize("link", [0.0, 0.3, 3.0])
+@pytest.mark.parametrize(("never_worse", "max_fetches"), [(True, UNLIMITED), (False, 2)])
+def test_lone_layers_are_planned_alike(link: float, never_worse: bool, max_fetches: int) -> None:
+    """Random routing, with layers of two tokens between and copies that end at random."""
+    draw, geometry = random.Random(int(10 * link)), Geometry(3, 24, 4)
+    settings = dataclasses.replace(
+        TANDEM, never_worse_than_cpu=never_worse, max_fetches=max_fetches
+    )
+    costs = CostTable(make_machine(geometry, link=link, gpu=0.3).shape)
+    asked = 0
+
+    def counting(terms: LoneTerms) -> DecideLone:
+        native = NATIVE_TABLES.lone
+        assert native is not None
+        decide = native(terms)
+
+        def count(*layer: Any) -> LoneDecision:
+            nonlocal asked
+            asked += 1
+            return decide(*layer)
+
+        return count
+
+    plain, native = (
+        make_planner(settings, geometry, costs, 30, resident=range(0, 72, 5), tables=tables)
+        for tables in (None, NATIVE_TABLES._replace(lone=counting))
+    )
+    now, under_way = 0.0, list[Copy]()
+    for step in range(150):
+        num_tokens = 2 if step % 10 == 0 else 1
+        ahead = plain.begin_step(num_tokens, now)
+        assert native.begin_step(num_tokens, now) == ahead
+        under_way += ahead
+        for layer in range(geometry.num_layers):
+            load = random_load(draw, layer, num_tokens)
+            expected, actual = plain.plan(load, now), native.plan(load, now)
+            assert actual == expected
+            native.residency.check_integrity()
+            waited_for = len(under_way) + len(expected.fetch) if expected.fetch else 0
+            under_way += [*expected.fetch, *expected.insert, *expected.prefetch]
+            now += draw.uniform(0.5, 1.5) * expected.seconds
+            while under_way and (waited_for > 0 or draw.random() < 0.8):
+                copy, waited_for = under_way.pop(0), waited_for - 1
+                plain.copy_finished(copy.layer, copy.expert, now)
+                native.copy_finished(copy.layer, copy.expert, now)
+    assert asked > 50
+
+
+def random_load(draw: random.Random, layer: int, num_tokens: int) -> LayerLoad:
+    """Return what some tokens want of 24 experts, popular ones more often."""
+    routes = [
+        sorted(sorted(range(24), key=lambda e: (e + 1) * draw.random())[:4])
+        for _ in range(num_tokens)
+    ]
+    tokens = Counter(expert for route in routes for expert in route)
+    experts = tuple(sorted(tokens))
+    return LayerLoad(layer, experts, tuple(tokens[e] for e in experts), (), routes)
 
 
 def test_any_integer_may_be_a_token_id() -> None:

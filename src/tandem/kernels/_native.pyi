@@ -356,3 +356,30 @@ class ForesightTables:
         before: Sequence[int],
         /,
     ) -> None: ...
+
+class LoneTerms:
+    def __init__(
+        self,
+        cpu: float,
+        gpu: float,
+        cpu_first: float,
+        link: float,
+        max_fetches: int,
+        never_worse_than_cpu: bool,
+        /,
+    ) -> None: ...
+
+def decide_lone_layer(
+    terms: LoneTerms,
+    experts: Sequence[int],
+    states: bytes | bytearray,
+    worth: memoryview,
+    first: int,
+    members: Sequence[int],
+    free_slots: int,
+    all_on_cpu: float,
+    now: float,
+    dense: float,
+    link_busy: float,
+    /,
+) -> tuple[list[int], list[int], float, float, list[tuple[int, int]]]: ...

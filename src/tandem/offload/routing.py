@@ -39,6 +39,11 @@ def _counting(count: int) -> list[int]:
     return list(range(count))
 
 
+@functools.lru_cache(maxsize=4096)
+def _row_table(places: tuple[int, ...]) -> Tensor:
+    return torch.tensor([places], dtype=torch.int32)
+
+
 class Routing:
     """One call's choice of experts; ids outside 0..num_experts - 1 are padding and left out."""
 
@@ -98,10 +103,8 @@ class Routing:
     def rows(self, order: Sequence[int]) -> Rows:
         """Return the rows with experts in this order; it must hold all active ones."""
         if self._single is not None:
-            row_at = {expert: row for row, expert in enumerate(order)}
-            table = np.array([[row_at[expert] for expert in self._single]], dtype=np.int32)
-            begin = _counting(self.top_k + 1)
-            return Rows(begin, _zeros(self.top_k), torch.from_numpy(table))
+            places = _row_table(tuple(map(order.index, self._single)))
+            return Rows(_counting(self.top_k + 1), _zeros(self.top_k), places)
         # Padding ranks behind all experts, and is cut off.
         rank = np.full(self.num_experts + 1, len(order), dtype=np.int16)
         rank[list(order)] = np.arange(len(order))

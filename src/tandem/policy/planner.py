@@ -8,7 +8,7 @@ of its old content; an `arriving` or fetched expert runs after its own copy.
 Deterministic: equal calls give equal plans. Reads no clock; all times are arguments.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import cycle
 
 from tandem.core.ids import ExpertId
@@ -18,6 +18,7 @@ from tandem.policy.cost import CostTable
 from tandem.policy.eviction.policy import Eviction
 from tandem.policy.learner import Learner
 from tandem.policy.link_queue import LinkQueue
+from tandem.policy.lone_layers import LoneLayers
 from tandem.policy.plan import Copy, Geometry, Hint, LayerLoad, LayerPlan
 from tandem.policy.prediction.policy import Hintable, Prediction
 from tandem.policy.prefetch.policy import PrefetchChoice, PrefetchTerms
@@ -46,12 +47,14 @@ class Planner:
         never_worse_than_cpu: bool = True,
         can_prefetch: bool = False,
         copy_price_seconds: float = 0.0,
+        lone: LoneLayers | None = None,
     ) -> None:
         """Wire the policies together.
 
         `ring_slots` take fetched experts that are not admitted to the cache, in turn; without any,
         only admitted experts can be fetched. `max_fetches` is equation 9 for one layer.
-        `copy_price_seconds` is what one copy costs the other lanes.
+        `copy_price_seconds` is what one copy costs the other lanes. `lone` decides about lone
+        layers sooner, and the same.
         """
         self.geometry = geometry
         self.costs = costs
@@ -65,6 +68,7 @@ class Planner:
         self._admission = Admission(residency, eviction)
         self._ring = tuple(ring_slots)
         self._max_fetches = max_fetches if self._ring else 0
+        self._lone = lone
         self._never_worse_than_cpu = never_worse_than_cpu
         self._copy_price = copy_price_seconds
         self._can_prefetch = can_prefetch
@@ -126,15 +130,10 @@ class Planner:
             self.prediction.observe(load)
         state = self.residency.state
         states = bytes([state[key] for key in keys])
-        misses: list[int] = []
-        if states.count(READY) == len(keys):
-            split = self._split_resident(load, keys, states, now)
-        else:
-            split = self._split(self._problem(load, keys, states, now))
-            misses = [key for key, held in zip(keys, states, strict=True) if not held]
         in_use = frozenset(keys)
+        split, pairs = self._decide(load, keys, states, in_use, now)
         next_plan = now + split.seconds + self._dense_seconds
-        fetch, insert = self._place(layer, in_use, misses, split, now, next_plan)
+        fetch, insert = self._place(layer, split, pairs, now)
         ahead: tuple[Copy, ...] = ()
         if self._can_prefetch and layer + 1 < self.geometry.num_layers:
             ahead = self._copies_ahead(layer + 1, in_use, now, next_plan)
@@ -142,6 +141,30 @@ class Planner:
         return LayerPlan(
             layer, gpu, arriving, fetch, cpu, insert, ahead, split.gpu_seconds, split.cpu_seconds
         )
+
+    def _decide(
+        self,
+        load: LayerLoad,
+        keys: Sequence[int],
+        states: bytes,
+        in_use: frozenset[int],
+        now: float,
+    ) -> tuple[Split, Iterable[tuple[int, int]]]:
+        """Return who computes what, and who gets a slot from whom."""
+        misses: list[int] = []
+        if states.count(READY) == len(keys):
+            split = self._split_resident(load, keys, states, now)
+        else:
+            if self._lone is not None:
+                busy, dense = self.link.busy_seconds(now), self._dense_seconds
+                decision = self._lone.decision(load, states, now, dense, busy)
+                if decision is not None:
+                    return Split(*decision[:4]), decision.admitted
+            split = self._split(self._problem(load, keys, states, now))
+            misses = [key for key, held in zip(keys, states, strict=True) if not held]
+        next_plan = now + split.seconds + self._dense_seconds
+        wanted = self._newcomers(load.layer, in_use, misses, split.fetch, now, next_plan)
+        return split, self._admission.pairs(self.residency.set_of(load.layer), wanted, in_use)
 
     def _plan_without_misses(self, load: LayerLoad, now: float) -> LayerPlan:
         """Plan where the cache holds the whole model: nothing to learn, to copy or to evict."""
@@ -209,24 +232,13 @@ class Planner:
         return known._replace(spill=load.experts[count - len(known.spill) :])
 
     def _place(
-        self,
-        layer: int,
-        in_use: frozenset[int],
-        misses: Sequence[int],
-        split: Split,
-        now: float,
-        next_plan: float,
+        self, layer: int, split: Split, pairs: Iterable[tuple[int, int]], now: float
     ) -> tuple[tuple[Copy, ...], tuple[Copy, ...]]:
         """Give slots to fetched and to admitted experts; returns (fetch, insert) copies."""
         residency, link = self.residency, self.link
-        first = layer * self.geometry.num_experts
-        fetched = [first + expert for expert in split.fetch]
-        wanted = self._newcomers(layer, in_use, misses, fetched, now, next_plan)
-        if not fetched and not wanted:
-            return (), ()
-        set_id = residency.set_of(layer)
+        first, set_id = layer * self.geometry.num_experts, residency.set_of(layer)
         copies: dict[int, Copy] = {}
-        for key, victim in self._admission.pairs(set_id, wanted, in_use):
+        for key, victim in pairs:
             evicts = None
             if victim != NOWHERE:
                 evicts = self.geometry.expert_id(victim)
@@ -237,12 +249,14 @@ class Planner:
                 slot = residency.insert(key, set_id)
                 copies[key] = Copy(layer, key - first, slot, evicts)
             self.eviction.inserted(key)
+        if not split.fetch and not copies:
+            return (), ()
         fetch = []
         ring = cycle(self._ring)
-        for key in fetched:
-            link.issue(key, now)
-            admitted = copies.pop(key, None)
-            fetch.append(admitted or Copy(layer, key - first, next(ring), None))
+        for expert in split.fetch:
+            link.issue(first + expert, now)
+            admitted = copies.pop(first + expert, None)
+            fetch.append(admitted or Copy(layer, expert, next(ring), None))
         for key in copies:
             link.issue(key, now)
         return tuple(fetch), tuple(copies.values())
@@ -252,12 +266,13 @@ class Planner:
         layer: int,
         in_use: frozenset[int],
         misses: Sequence[int],
-        fetched: Sequence[int],
+        fetch: Sequence[int],
         now: float,
         next_plan: float,
     ) -> Sequence[int]:
         """Return who asks for a slot, best first, without those the link has no time for."""
         residency, eviction = self.residency, self.eviction
+        first = layer * self.geometry.num_experts
         staged: Sequence[int] = residency.members[residency.staging]
         if staged:
             staged = [key for key in staged if key in in_use]
@@ -266,13 +281,13 @@ class Planner:
             if not misses and not staged:
                 return ()
             is_idle = eviction.background == "idle"
-            room = self._idle_copies(now, next_plan) - len(fetched) if is_idle else 0
-            if room <= 0 and not fetched and not staged:
+            room = self._idle_copies(now, next_plan) - len(fetch) if is_idle else 0
+            if room <= 0 and not fetch and not staged:
                 return ()
         kept = []
         slot_of = residency.slot_of
         for key in eviction.candidates(layer, [*misses, *staged], slot_of):
-            if slot_of[key] == NOWHERE and key not in fetched:
+            if slot_of[key] == NOWHERE and key - first not in fetch:
                 if room <= 0:
                     continue
                 room -= 1

@@ -8,7 +8,9 @@ from typing import Any
 from tandem.core.errors import ConfigError
 from tandem.policy.assignment import ASSIGNMENTS
 from tandem.policy.cost import CostTable, HardwareProfile, ShapeCosts
-from tandem.policy.eviction import EVICTIONS
+from tandem.policy.eviction import EVICTIONS, Eviction
+from tandem.policy.eviction.successor import Successor
+from tandem.policy.lone_layers import LoneLayers
 from tandem.policy.plan import Geometry
 from tandem.policy.planner import UNLIMITED, Planner
 from tandem.policy.prediction import PREDICTIONS
@@ -93,25 +95,27 @@ def make_planner(
     sizes = settings.set_sizes(geometry, num_slots)
     staging = settings.staging_slots(num_slots)
     residency = Residency(geometry, sizes, staging)
+    ring = range(residency.num_slots, num_slots)
     eviction = like.eviction if like else None
+    if eviction is None:
+        make = _with_tables(EVICTIONS.factory(settings.eviction), tables)
+        eviction = make(geometry, **dict(settings.eviction_options))
     prediction = like.prediction if like else None
     planner = Planner(
         geometry,
         costs,
         residency,
         assignment=ASSIGNMENTS.factory(settings.assignment)(**dict(settings.assignment_options)),
-        eviction=eviction
-        or _with_tables(EVICTIONS.factory(settings.eviction), tables)(
-            geometry, **dict(settings.eviction_options)
-        ),
+        eviction=eviction,
         prediction=prediction
         or _with_tables(PREDICTIONS.factory(settings.prediction), tables)(geometry),
         prefetch=PREFETCHES.factory(settings.prefetch)(count=settings.prefetch_count),
-        ring_slots=range(residency.num_slots, num_slots),
+        ring_slots=ring,
         max_fetches=settings.max_fetches,
         never_worse_than_cpu=settings.never_worse_than_cpu,
         can_prefetch=settings.prefetch_count > 0 and settings.prediction != "none",
         copy_price_seconds=copy_price_seconds,
+        lone=_lone_layers(settings, costs, residency, eviction, tables) if ring else None,
     )
     for key in resident:
         residency.insert(key, residency.set_of(key // geometry.num_experts))
@@ -142,6 +146,31 @@ def make_planner_on(
         copy_price_seconds=price,
         like=like,
         tables=tables,
+    )
+
+
+def _lone_layers(
+    settings: PlannerSettings,
+    costs: CostTable,
+    residency: Residency,
+    eviction: Eviction,
+    tables: Tables | None,
+) -> LoneLayers | None:
+    """Return what decides about lone layers with a ring; None for other policies than ours."""
+    if tables is None or tables.lone is None or not isinstance(eviction, Successor):
+        return None
+    has_staging = residency.capacity[residency.staging] > 0
+    if settings.assignment != "balanced" or settings.assignment_options or has_staging:
+        return None
+    if settings.pool != "by-layer":
+        return None
+    return LoneLayers(
+        tables.lone,
+        costs,
+        residency,
+        eviction,
+        max_fetches=settings.max_fetches,
+        never_worse_than_cpu=settings.never_worse_than_cpu,
     )
 
 

@@ -112,8 +112,8 @@ class Successor:
         """Return the misses, the most promising first."""
         if len(misses) < 2:
             return misses
-        worth = dict(zip(misses, self.worth(misses), strict=True))
-        return sorted(misses, key=lambda key: (-worth[key], key))
+        ranked = sorted(zip([-worth for worth in self.worth(misses)], misses, strict=True))
+        return [key for _, key in ranked]
 
     def worth(self, keys: Sequence[int]) -> list[float]:
         """Return the foreseen value; its scale is the same in all layers."""
@@ -123,8 +123,13 @@ class Successor:
         layer = keys[0] // experts
         first = layer * experts
         if first <= min(keys) <= max(keys) < first + experts:
-            return self._tables[layer].worth([key - first for key in keys])
-        return [self._tables[key // experts].worth((key % experts,))[0] for key in keys]
+            values = self._tables[layer].values()
+            return [values[key - first] for key in keys]
+        return [self._tables[key // experts].values()[key % experts] for key in keys]
+
+    def values(self, layer: int) -> memoryview:
+        """Return what every expert of a layer is worth, 32 bits each."""
+        return self._tables[layer].values()
 
     def admits(self, newcomer: float, victim: float) -> bool:
         """Admit the better one."""
@@ -171,11 +176,6 @@ class PureTable:
         self._observe()
         if len(self._past) > HORIZON:
             self._settle(self._past.popleft())
-
-    def worth(self, experts: Sequence[int]) -> list[float]:
-        """Return what is foreseen for experts."""
-        values = self.values()
-        return [values[expert] for expert in experts]
 
     def values(self) -> memoryview:
         """Return by expert what is foreseen from the experts in use, and the counts."""

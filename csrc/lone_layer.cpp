@@ -1,0 +1,113 @@
+#include "lone_layer.hpp"
+
+#include <algorithm>
+#include <limits>
+
+namespace tandem {
+namespace {
+
+bool contains(const Ids& experts, std::int32_t expert) {
+  return std::find(experts.begin(), experts.end(), expert) != experts.end();
+}
+
+// The best number of fetches with the best number of spills; all experts cost the same.
+void assign(const LoneTerms& terms, const LoneLayer& layer, const Ids& absent, const Ids& resident,
+            LoneDecision& out) {
+  const auto last = static_cast<std::int64_t>(resident.size());
+  const auto num_absent = static_cast<std::int64_t>(absent.size());
+  double best = std::numeric_limits<double>::infinity(), arrived = 0.0;
+  std::int64_t best_fetch = 0, best_spill = 0, spill = 0;
+  for (std::int64_t fetch = 0; fetch <= std::min(num_absent, terms.max_fetches); ++fetch) {
+    if (fetch > 0) {
+      const double copied = layer.link_busy + static_cast<double>(fetch) * terms.link;
+      arrived = std::max(arrived, copied) + terms.gpu;
+      if (arrived >= best) break;
+    }
+    while (true) {
+      const double on_gpu = std::max(static_cast<double>(last - spill) * terms.gpu +
+                                         static_cast<double>(fetch) * terms.gpu,
+                                     arrived);
+      const std::int64_t count = num_absent - fetch + spill;
+      const double on_cpu =
+          count > 0 ? static_cast<double>(count) * terms.cpu + terms.cpu_first : 0.0;
+      if (std::max(on_gpu, on_cpu) < best) {
+        best = std::max(on_gpu, on_cpu);
+        best_fetch = fetch, best_spill = spill;
+        out.gpu_seconds = on_gpu, out.cpu_seconds = on_cpu;
+      }
+      if (on_cpu >= on_gpu || spill == last) break;
+      ++spill;
+    }
+    spill -= spill > 0;
+  }
+  const double all_on_cpu = layer.all_on_cpu + terms.cpu_first;
+  if (terms.never_worse_than_cpu && all_on_cpu < best) {
+    out.spill = resident;
+    out.gpu_seconds = 0.0, out.cpu_seconds = all_on_cpu;
+    return;
+  }
+  out.fetch = absent;
+  std::stable_sort(out.fetch.begin(), out.fetch.end(), [&](std::int32_t a, std::int32_t b) {
+    return layer.worth[a] > layer.worth[b];
+  });
+  out.fetch.resize(best_fetch);
+  out.spill.assign(resident.begin(), resident.begin() + best_spill);
+}
+
+// How many copies end before the next layer; one if the link has nothing to do.
+std::int64_t idle_copies(const LoneTerms& terms, const LoneLayer& layer, double seconds) {
+  constexpr double kUnlimited = 1 << 30;
+  if (terms.link == 0.0) return static_cast<std::int64_t>(kUnlimited);
+  const double next_plan = layer.now + seconds + layer.dense;
+  const double idle = std::min((next_plan - layer.now - layer.link_busy) / terms.link, kUnlimited);
+  return std::max<std::int64_t>(static_cast<std::int64_t>(idle), layer.link_busy == 0.0);
+}
+
+// The absent experts that ask for a slot, best first: what is fetched, and what the link has time for.
+Ids newcomers(const LoneTerms& terms, const LoneLayer& layer, Ids absent, const LoneDecision& out) {
+  const double seconds = std::max(out.gpu_seconds, out.cpu_seconds);
+  std::int64_t room =
+      idle_copies(terms, layer, seconds) - static_cast<std::int64_t>(out.fetch.size());
+  std::stable_sort(absent.begin(), absent.end(), [&](std::int32_t a, std::int32_t b) {
+    return layer.worth[a] > layer.worth[b];
+  });
+  Ids found;
+  for (const std::int32_t expert : absent)
+    if (contains(out.fetch, expert) || room-- > 0) found.push_back(expert);
+  return found;
+}
+
+void admit(const LoneLayer& layer, const Ids& wanted, LoneDecision& out) {
+  const auto free = static_cast<std::size_t>(layer.free_slots);
+  for (std::size_t i = 0; i < wanted.size() && i < free; ++i)
+    out.admitted.emplace_back(wanted[i], kNobody);
+  if (wanted.size() <= free) return;
+  Ids leaving;
+  for (const std::int32_t expert : layer.members)
+    if (layer.states[expert] == kReady && !contains(layer.experts, expert))
+      leaving.push_back(expert);
+  // A lone newcomer replaces the least worthy that came first, several the least by number.
+  const bool is_alone = wanted.size() - free == 1;
+  std::stable_sort(leaving.begin(), leaving.end(), [&](std::int32_t a, std::int32_t b) {
+    const std::uint32_t x = layer.worth[a], y = layer.worth[b];
+    return x < y || (x == y && !is_alone && a < b);
+  });
+  for (std::size_t i = free; i < wanted.size() && i - free < leaving.size(); ++i) {
+    if (layer.worth[wanted[i]] <= layer.worth[leaving[i - free]]) return;
+    out.admitted.emplace_back(wanted[i], leaving[i - free]);
+  }
+}
+
+}  // namespace
+
+LoneDecision decide(const LoneTerms& terms, const LoneLayer& layer) {
+  Ids absent, resident;
+  for (const std::int32_t expert : layer.experts)
+    (layer.states[expert] == kReady ? resident : absent).push_back(expert);
+  LoneDecision out{};
+  assign(terms, layer, absent, resident, out);
+  admit(layer, newcomers(terms, layer, std::move(absent), out), out);
+  return out;
+}
+
+}  // namespace tandem

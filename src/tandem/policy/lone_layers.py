@@ -1,0 +1,68 @@
+"""Lone layers: each active expert has one token, at least one is absent, none is on its way.
+
+That is a decode step at batch 1, where a plan takes the largest share of a layer's time. With
+Tandem's own policies everything about such a layer can be decided in one call; what is decided is
+what `Planner` decides without.
+"""
+
+from collections.abc import Callable
+
+from tandem.policy.cost import CostTable
+from tandem.policy.eviction.successor import Successor
+from tandem.policy.plan import LayerLoad
+from tandem.policy.residency import COPYING, Residency
+from tandem.policy.tables import DecideLone, LoneDecision, LoneTerms
+
+
+class LoneLayers:
+    """Asks for decisions about lone layers."""
+
+    def __init__(
+        self,
+        make: Callable[[LoneTerms], DecideLone],
+        costs: CostTable,
+        residency: Residency,
+        eviction: Successor,
+        *,
+        max_fetches: int,
+        never_worse_than_cpu: bool,
+    ) -> None:
+        """Look at one set of slots per layer, none of them for staging."""
+        assert residency.num_sets == residency.geometry.num_layers
+        assert residency.capacity[residency.staging] == 0
+        cpu, gpu, first, link = costs.cpu[1], costs.gpu[1], costs.cpu_first, costs.link
+        self._decide = make(LoneTerms(cpu, gpu, first, link, max_fetches, never_worse_than_cpu))
+        self._residency = residency
+        self._eviction = eviction
+        # By number of experts: added up, as the planner does.
+        self._all_on_cpu = [sum([cpu] * n) for n in range(residency.geometry.top_k + 1)]
+
+    def decision(
+        self,
+        load: LayerLoad,
+        states: bytes,
+        now: float,
+        dense_seconds: float,
+        link_busy_seconds: float,
+    ) -> LoneDecision | None:
+        """Return what to do with a layer that has misses; None if it is not a lone one.
+
+        `states` are those of the active experts.
+        """
+        if len(load.routes) != 1 or max(load.tokens) > 1 or COPYING in states:
+            return None
+        layer, residency = load.layer, self._residency
+        num_experts = residency.geometry.num_experts
+        first, set_id = layer * num_experts, residency.set_of(layer)
+        return self._decide(
+            load.experts,
+            residency.state[first : first + num_experts],
+            self._eviction.values(layer),
+            first,
+            residency.members[set_id],
+            len(residency.free[set_id]),
+            self._all_on_cpu[len(states)],
+            now,
+            dense_seconds,
+            link_busy_seconds,
+        )
