@@ -185,11 +185,14 @@ class Int8Math : public InRegisters<Int8Math> {
 
   void weigh(std::int64_t row, float* weights, Bytes values, std::int64_t blocks) {
     Fp32Math<KvType::kInt8>::scale_weights(layout_, weights, values, blocks);
-    __m512 peaks = _mm512_setzero_ps();
-    for (std::int64_t p = 0; p < kKvChunk; p += 16)
-      peaks = _mm512_max_ps(peaks, _mm512_loadu_ps(weights + p));
+    __m512 peaks = _mm512_setzero_ps(), sums = peaks;
+    for (std::int64_t p = 0; p < kKvChunk; p += 16) {
+      const __m512 weight = _mm512_loadu_ps(weights + p);
+      peaks = _mm512_max_ps(peaks, weight);
+      sums = _mm512_add_ps(sums, weight);
+    }
     const float peak = _mm512_reduce_max_ps(peaks);
-    weight_scales_[row] = peak / 255.0f;
+    weight_scales_[row] = scale_or_nan(peak / 255.0f, sums);
     const __m512 factor = _mm512_set1_ps(peak > 1e-36f ? 255.0f / peak : 0.0f);
     for (std::int64_t p = 0; p < kKvChunk; p += 16) {
       const __m512i codes =
@@ -202,14 +205,22 @@ class Int8Math : public InRegisters<Int8Math> {
  private:
   friend class InRegisters<Int8Math>;
 
+  // The scale of codes, which cannot say NaN: sums say it.
+  static float scale_or_nan(float scale, __m512 sums) {
+    return _mm512_cmp_ps_mask(sums, sums, _CMP_UNORD_Q) ? NAN : scale;
+  }
+
   void pack_query(const float* query, std::uint8_t* to, float* scale, std::int32_t* offset) const {
     const std::int64_t width = layout_.key_width();
-    __m512 peaks = _mm512_setzero_ps();
-    for (std::int64_t d = 0; d < width; d += 16)
-      peaks = _mm512_max_ps(peaks, _mm512_abs_ps(load_query(query, d, width)));
+    __m512 peaks = _mm512_setzero_ps(), magnitudes = peaks;
+    for (std::int64_t d = 0; d < width; d += 16) {
+      const __m512 magnitude = _mm512_abs_ps(load_query(query, d, width));
+      peaks = _mm512_max_ps(peaks, magnitude);
+      magnitudes = _mm512_add_ps(magnitudes, magnitude);
+    }
     const float peak = _mm512_reduce_max_ps(peaks);
     const __m512 factor = _mm512_set1_ps(peak > 1e-30f ? 127.0f / peak : 0.0f);
-    *scale = peak / 127.0f;
+    *scale = scale_or_nan(peak / 127.0f, magnitudes);
     __m512i sums = _mm512_setzero_si512();
     for (std::int64_t d = 0; d < width; d += 16) {
       const __m512i codes =

@@ -11,10 +11,14 @@ constexpr float kSmallestScale = 1e-32f;  // below it everything is rounded to z
 
 void clear(std::uint8_t* block, std::int64_t num_bytes) { std::fill_n(block, num_bytes, 0); }
 
+// The greatest magnitude; NaN where a value is no finite number, which maxima would pass over.
 float peak_of(const float* values, std::int64_t count) {
-  float peak = 0;
-  for (std::int64_t i = 0; i < count; ++i) peak = std::max(peak, std::fabs(values[i]));
-  return peak;
+  float peak = 0, residue = 0;
+  for (std::int64_t i = 0; i < count; ++i) {
+    peak = std::max(peak, std::fabs(values[i]));
+    residue += values[i] * 0.0f;
+  }
+  return peak + residue;
 }
 
 // Where value d of a key, or of a value, of the position `at` of a block lies. `Pack` is known when
@@ -49,6 +53,7 @@ template <auto Place>
 void store_int8(std::uint8_t* block, const float* values, std::int64_t dim, std::int64_t at,
                 std::int64_t width, int offset, float* scale) {
   *scale = scale_of(values, dim);
+  if (std::isnan(*scale)) return;  // codes say nothing, but everything that reads them is NaN
   const float factor = *scale > kSmallestScale ? 1.0f / *scale : 0.0f;
   for (std::int64_t d = 0; d < dim; ++d)
     block[Place(d, at, width)] =

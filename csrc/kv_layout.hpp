@@ -5,7 +5,7 @@
 // dword 16 g + i holds values g * pack and following of position i: a register holds the same values
 // of 16 positions. In a block of values, dword width * g + d holds value d of positions g * pack and
 // following: a register holds 16 values of the same positions. int8 blocks end with 16 fp32 scales,
-// one per position; keys are stored + 128.
+// one per position; keys are stored + 128. A key or value that is not finite has the scale NaN.
 #pragma once
 
 #include <cstdint>

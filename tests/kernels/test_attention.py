@@ -160,6 +160,30 @@ def test_what_was_not_written_is_never_heard(kv_dtype: str) -> None:
         torch.testing.assert_close(actual[token].double(), wanted, rtol=0.05, atol=0.05)
 
 
+@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("kv_dtype", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("what", ["query", "key", "value"])
+def test_what_is_no_number_stays_to_be_seen(isa: str, kv_dtype: str, what: str) -> None:
+    form, threads = form_of(4, 2, 24, 16), CpuThreads(num_threads=1, isa=isa)
+    attention = CachedAttention(form, kv_dtype)
+    attention.reserve(2, 64)
+    parts = {"query": torch.randn(4, 2, 24), "key": torch.randn(2, 40, 24)}
+    parts["value"] = torch.randn(2, 40, 16)
+    for row in range(2):
+        places = torch.full((40,), row), torch.arange(40)
+        attention.append(threads, *places, parts["key"], parts["value"])
+    if what == "query":
+        parts["query"][1, 0, 3] = float("nan")
+    else:
+        parts[what][0, 39, 3] = float("nan")
+        key, value = parts["key"][:, 39:], parts["value"][:, 39:]
+        attention.append(threads, torch.tensor([0]), torch.tensor([39]), key, value)
+    out = attention.attend(threads, torch.arange(2), torch.full((2,), 39), parts["query"])
+    assert out[0, 1].isnan().any()  # KV head 0 of row 0
+    assert not out[0, 2:].isnan().any()
+    assert not out[1].isnan().any()
+
+
 def test_rows_keep_what_they_hold_when_they_grow_or_are_copied() -> None:
     form = form_of(4, 2, 24, 16)
     attention, keys, values = filled(form, torch.float32)
