@@ -1,13 +1,14 @@
 """Checkpoint files are mapped: what a loaded model keeps of them, and reading them ahead."""
 
 import ctypes
+import mmap
 import os
 import sys
-import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 
 from torch import Tensor, nn
 
@@ -63,15 +64,20 @@ def read_ahead(files: Sequence[Path], on_bytes: Callable[[int], None]) -> None:
     disk's speed. What is in memory already is not read again. `on_bytes` is told what is there,
     from several threads.
     """
-    buffers = threading.local()
+    buffers: SimpleQueue[mmap.mmap] = SimpleQueue()
+    for _ in range(_READERS):  # mapped, so that the memory is given back for certain
+        buffers.put(mmap.mmap(-1, _CHUNK_BYTES))
 
     def read(descriptor: int, offset: int, size: int) -> None:
-        if not hasattr(buffers, "memory"):
-            buffers.memory = bytearray(_CHUNK_BYTES)
         if _is_cached(descriptor, offset, size):
             on_bytes(size)
-        else:
-            on_bytes(os.preadv(descriptor, [buffers.memory], offset))
+            return
+        buffer = buffers.get()
+        try:
+            count = os.preadv(descriptor, [buffer], offset)
+        finally:
+            buffers.put(buffer)
+        on_bytes(count)
 
     opened = [os.open(file, os.O_RDONLY) for file in files]
     sizes = [os.fstat(descriptor).st_size for descriptor in opened]
@@ -91,6 +97,8 @@ def read_ahead(files: Sequence[Path], on_bytes: Callable[[int], None]) -> None:
     finally:
         for descriptor in opened:
             os.close(descriptor)
+        for _ in range(_READERS):
+            buffers.get().close()
 
 
 def let_go(files: Iterable[Path]) -> None:

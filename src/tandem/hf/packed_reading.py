@@ -49,8 +49,8 @@ def read_packed(checkpoint: Checkpoint, model: Any, assemble: Callable[[], None]
         if finish_dense_parts(model, assemble) and total > _TIGHT_SHARE * available:
             let_go(dense)
         read_ahead(experts, bar.update)
-    store = model.hf_quantizer.store
-    map_ahead(tensor for layer in store for tensor in layer.stored().values())
+    stored = [tensor for layer in model.hf_quantizer.store for tensor in layer.stored().values()]
+    map_ahead([*stored, *(tensor for tensor in model.parameters() if tensor.device.type == "cpu")])
 
 
 def finish_dense_parts(model: Any, assemble: Callable[[], None]) -> bool:
