@@ -94,3 +94,19 @@ def test_a_result_that_is_a_view_of_a_place_is_a_copy() -> None:
     after = tape.run()
     torch.testing.assert_close(after, layer(x)[:, None, :])
     assert not torch.equal(before, after)
+
+
+def test_memory_that_is_read_under_another_name_is_not_used_again() -> None:
+    linears = [linear(seed, torch.float32) for seed in range(8)]
+    x = torch.randn(4, SIZE)
+
+    def step() -> Tensor:
+        hidden = linears[0](x)
+        alias = torch.ops.aten._unsafe_view(hidden, [SIZE, 4])  # says that it is a copy
+        for layer in linears[1:]:
+            hidden = layer(hidden)
+        return hidden + torch.tanh(alias).view(4, SIZE)
+
+    tape = tape_of(step, [x])
+    x.normal_()
+    torch.testing.assert_close(tape.run(), step())

@@ -61,7 +61,7 @@ class Places:
         self.tensors: dict[int, Tensor] = dict(constants)
         self.views: set[int] = set()
         """Indices of operations that need not run: their results are views of places."""
-        self._groups = _Groups(operations)
+        self._groups = _Groups(operations, tensors)
         self._wanted = {
             self._groups.of(ref.number)
             for operation in operations
@@ -118,14 +118,15 @@ def _storage(tensor: Tensor) -> int:
 
 
 class _Groups:
-    """Tensors that may share memory, by the operations between them."""
+    """Tensors that may share memory, by what operations say or what was seen."""
 
-    def __init__(self, operations: Iterable[Operation]) -> None:
+    def __init__(self, operations: Iterable[Operation], tensors: Sequence[Tensor]) -> None:
         self._parent: dict[int, int] = {}
         for operation in operations:
-            for ref in operation.outputs:
-                if ref is not None and may_alias(operation):
-                    for source in operation.inputs:
+            for ref in filter(None, operation.outputs):
+                for source in operation.inputs:
+                    is_shared = _storage(tensors[ref.number]) == _storage(tensors[source.number])
+                    if may_alias(operation) or is_shared:
                         self._parent[self.of(ref.number)] = self.of(source.number)
 
     def of(self, number: int) -> int:
