@@ -76,8 +76,13 @@ class Matrix:
     """The demo model, loaded once, and what it says on the CPU alone."""
 
     def __init__(self, directory: Path, conversations: Sequence[Any], max_new_tokens: int) -> None:
+        # Linear layers in int8, as `tandem run` has them: most of a step would be reading them.
         self.model = tandem.load(
-            directory, dtype="fp32", expert_dtype="int8", cache_dir=str(cache_dir())
+            directory,
+            dtype="fp32",
+            expert_dtype="int8",
+            dense_dtype="int8",
+            cache_dir=str(cache_dir()),
         )
         self._tokenizer = AutoTokenizer.from_pretrained(directory)
         self._conversations = list(conversations)
@@ -132,5 +137,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(2)
+    # torch's threads spin for a while after each operation, on the cores of the kernels' threads.
+    torch.set_num_threads(1)
     sys.exit(main())

