@@ -227,6 +227,15 @@ def test_start_contents(checkpoint: Path, profile: str, clock: str) -> None:
     assert resident("random") == resident("random") != []
 
 
+@pytest.mark.parametrize("clock", ["virtual", "real"])
+def test_memory_for_all_holds_all(checkpoint: Path, profile: str, clock: str) -> None:
+    """Experts that are fetched for one use have slots of their own beside them."""
+    model = load(checkpoint, profile, gpu_memory="100MB", clock=clock)
+    executor = model.hf_quantizer.executor
+    assert executor.cache.planner.residency.has_every_expert()
+    executor.close()
+
+
 def test_the_real_clock_says_the_same_to_the_bit(checkpoint: Path, profile: str) -> None:
     alone = tandem.load(checkpoint, dtype="float32", expert_dtype="int8")
     options = {"clock": "real", "link_bandwidth": "200MB/s", "expert_dtype": "int8"}

@@ -48,7 +48,7 @@ def settings_of(
     return PlannerSettings(
         assignment=assignment,
         eviction=eviction,
-        prediction=prediction,
+        prediction=prediction if is_on else "none",
         prefetch=prefetch if is_on else "none",
         prefetch_count=2 if is_on else 0,
     )

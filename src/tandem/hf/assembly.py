@@ -72,7 +72,6 @@ class _Lanes(NamedTuple):
     make_engine: EngineMaker
     share: MemoryShare
     reserved_bytes: int = 0
-    extra_slots: int = 0  # beside one for each expert: with them all experts can be resident
 
 
 def _end(cache: ExpertCache, heat: Heat) -> None:
@@ -119,6 +118,7 @@ class _Assembly:
     def hybrid(self) -> HybridExecutor:
         """Build the executor, its cache filled."""
         config, geometry = self.config, self.geometry
+        settings = config.planner_settings()
         lanes, machine = self._lanes()
         device = lanes.device
         cache = ExpertCache(
@@ -127,16 +127,18 @@ class _Assembly:
             lanes.clock,
             geometry,
             machine,
-            config.planner_settings(),
+            settings,
             lanes.make_engine,
         )
         if config.device != "cuda":  # else done before the link was measured
             pin_store(self.store, device.pin)
+        num_experts = geometry.num_layers * geometry.num_experts
         num_slots = count_slots(
             lanes.share,
             device.memory(),
             slot_bytes=cache.slot_bytes,
-            num_experts=geometry.num_layers * geometry.num_experts + lanes.extra_slots,
+            # With these beside one for each expert, all can be resident.
+            num_experts=num_experts + settings.extra_slots(num_experts),
             reserved_bytes=lanes.reserved_bytes,
         )
         start = STARTS.factory(config.start_content)
@@ -191,7 +193,6 @@ class _Assembly:
             parts.make_engine,
             parts.share,
             parts.reserved_bytes,
-            config.planner_settings().extra_slots(geometry.num_layers * geometry.num_experts),
         )
         return lanes, self._machine_of(parts.profile)
 
