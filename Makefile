@@ -39,8 +39,9 @@ types: setup
 floors: setup
 	$(BIN)/lint-imports
 
+# Two processes; which tests must share one is said in tests/conftest.py.
 unit: setup
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadgroup
 
 sanitize:  ## The native kernels under AddressSanitizer and UndefinedBehaviorSanitizer
 	@cmake -S csrc -B build/sanitize -DTANDEM_SANITIZE=ON -DTANDEM_WARNINGS_ARE_ERRORS=ON >/dev/null
@@ -62,7 +63,7 @@ dry-gpu: setup  ## The GPU's tests and benchmark on their CPU twins: for whoever
 		--shares 0.5 1.0 --batches 1 --prompt-tokens 8 --new-tokens 3
 
 seam-oldest: $(VENV)/transformers-$(OLDEST_TRANSFORMERS)/installed.stamp  ## The seam's tests on the oldest supported Transformers
-	PYTHONPATH=$(VENV)/transformers-$(OLDEST_TRANSFORMERS) $(BIN)/pytest -m seam
+	PYTHONPATH=$(VENV)/transformers-$(OLDEST_TRANSFORMERS) $(BIN)/pytest -m seam -n 2 --dist loadgroup
 
 docs-models: setup  ## Write docs/models.md anew
 	$(BIN)/pytest tests/hf/test_architectures.py --write-docs

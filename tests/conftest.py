@@ -1,4 +1,4 @@
-"""What all tests share: one torch thread, quiet Transformers, `--write-docs`."""
+"""What all tests share: one torch thread, quiet Transformers, groups of tests, `--write-docs`."""
 
 import os
 from pathlib import Path
@@ -17,11 +17,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks at the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the demo model's tests first and into one process: each process would load it anew."""
+    """Put the tests that share a model or a server into one process, and the longest first."""
     for item in items:
         if item.get_closest_marker("demo"):
             item.add_marker(pytest.mark.xdist_group("demo"))
-    items.sort(key=lambda item: item.get_closest_marker("demo") is None)
+        elif "server" in item.path.parts:
+            item.add_marker(pytest.mark.xdist_group("server"))
+    items.sort(key=_turn)
+
+
+def _turn(item: pytest.Item) -> int:
+    group = item.get_closest_marker("xdist_group")
+    return ["demo", "server"].index(group.args[0]) if group is not None else 2
 
 
 @pytest.fixture(scope="session", autouse=True)
