@@ -51,7 +51,7 @@ def twins_in_a_dry_run() -> Any:
             "CudaStreams",
             lambda index: LazyStreams(total_bytes=1 << 40, is_eager=True),
         )
-        patch.setattr(cuda_rows, "CudaCapture", lambda device: TwinCapture())
+        patch.setattr(cuda_rows, "make_cuda_capture", lambda model: TwinCapture)
         for module in (load, quantizer):
             patch.setattr(module, "device_map_for", lambda config, device_map: device_map)
         for name in ("empty_cache", "reset_peak_memory_stats", "synchronize"):

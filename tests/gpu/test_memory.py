@@ -1,5 +1,8 @@
 """`gpu_memory` on a real GPU: kept to, KV cache included; and what comes of too little."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from tandem.hf.cuda_rows import new_cuda_rows
 from tandem.kernels.dense import CpuThreads
 from tandem.sim.profiles import save_profile
 from tests.gpu.models import DEVICE, IS_DRY
+from tests.hf.tiny import save_tiny_checkpoint
 from tests.offload.machines import make_machine
 
 # About 1.6 GB of experts and 0.2 GB of dense parts.
@@ -81,3 +85,38 @@ def test_too_little_memory_says_what_is_needed(tmp_path: Path) -> None:
 def test_more_memory_than_the_card_has_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CapacityError, match="the device has"):
         build(tmp_path, "100TB")
+
+
+@pytest.mark.skipif(IS_DRY, reason="two processes on one real GPU")
+def test_two_processes_on_one_gpu_do_not_break_each_other(tmp_path: Path) -> None:
+    """Both at work at the same time, and each says what one alone says."""
+    save_tiny_checkpoint(tmp_path / "mixtral", "mixtral")
+    (alone,) = answers_of(1, tmp_path)
+    for answer in answers_of(2, tmp_path):
+        assert answer["tokens"] == alone["tokens"]
+        assert answer["peak_bytes"] <= 1.02e9
+
+
+def answers_of(count: int, directory: Path) -> list[dict[str, Any]]:
+    """Let so many processes answer at once."""
+    command = [sys.executable, "-m", "tests.gpu.one_of_two", str(directory)]
+    processes = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(count)
+    ]
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            assert "ready" in iter(process.stdout.readline, "").__next__()
+        lines = [process.communicate("go\n", timeout=100)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * count
+    return [json.loads(line.splitlines()[-1]) for line in lines]
+
+
+def test_closing_a_model_gives_the_limit_back(tmp_path: Path) -> None:
+    model = build(tmp_path, "1.2GB")
+    model.hf_quantizer.executor.close()
+    assert IS_DRY or torch.cuda.get_per_process_memory_fraction() == 1.0

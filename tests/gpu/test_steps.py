@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tandem.generate.generator import Generator
-from tandem.hf.cuda_rows import CudaRows, new_cuda_rows
+from tandem.hf.cuda_rows import CudaRows, new_cuda_row_pool, new_cuda_rows
 from tests.gpu.models import DEVICE, IS_DRY, compare_logits, load_hybrid, load_pair
 from tests.hf.tiny import save_tiny_checkpoint
 
@@ -87,9 +87,26 @@ def test_the_profiler_sees_one_wait_a_layer(model: Any) -> None:
     counts = {event.key: event.count for event in profile.key_averages()}
     # The router's choice; a second wait where the CPU alone computes a layer.
     assert 0 < counts.get("cudaEventSynchronize", 0) <= 2 * num_layers * steps
-    assert counts.get("cudaStreamSynchronize", 0) == 0
-    # The profiler itself waits when it stops.
-    assert counts.get("cudaDeviceSynchronize", 0) <= 1
+    # A hidden wait would be there in every step; the profiler itself waits when it stops.
+    for name in ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy"):
+        assert counts.get(name, 0) < steps, name
+    assert not any("Pageable -> Device" in name for name in counts)
+
+
+def test_requests_share_captured_steps(model: Any) -> None:
+    """What a row says does not depend on who is stepped with it, but for rounding."""
+    pool = new_cuda_row_pool(model, 4, has_replay=True)
+    expected: dict[int, torch.Tensor] = {}
+    for row in range(4):
+        pool.prefill(row, [40 + row] * 5)
+    for turn in range(10):
+        together = pool.decode({row: 50 + turn for row in range(4)})
+        expected = {row: together[row].clone() for row in range(4)}
+    assert pool.step.is_replaying, pool.step.why_not
+    for row in range(4):  # the same last token again, alone
+        pool.keep(row, len(pool.held(row)) - 1)
+        divergence, _ = compare_logits(pool.decode({row: 59}), expected[row][None])
+        assert divergence <= 2e-2
 
 
 def logits_of(model: Any, prompt: list[int], times: int = 1) -> torch.Tensor:

@@ -12,6 +12,7 @@ from tandem.offload.cuda_checks import Gpu, require_cuda, require_dtype
 from tandem.offload.cuda_copies import CudaCopyEngine, Link
 from tandem.offload.cuda_kernels import TorchKernels
 from tandem.offload.cuda_streams import Lane
+from tandem.offload.events import LayerExecuted
 from tandem.offload.executor import CpuExecutor
 from tandem.offload.expert_cache import ExpertCache
 from tandem.offload.expert_kernels import ExpertKernels
@@ -233,6 +234,27 @@ def test_a_size_is_taken_without_a_layer_to_run(store: HostStore) -> None:
     assert executor.cache.num_slots == 7
     executor.settle()  # nothing waits any more
     assert executor.cache.num_slots == 7
+
+
+def test_rows_without_a_token_are_no_part_of_what_is_planned(store: HostStore) -> None:
+    streams = LazyStreams(is_eager=True)
+    executor, alone = make_twin(store, streams, 6, SETTINGS[0]), CpuExecutor(store, num_threads=1)
+    generator = torch.Generator().manual_seed(4)
+    events: list[LayerExecuted] = []
+    executor.listeners.append(events.append)
+    for step, num_tokens in enumerate((12, 4, 4, 3, 4)):  # a short prompt after such steps
+        is_prefill = step in (0, 3)
+        executor.begin_step([0] * num_tokens, is_prefill=is_prefill)
+        for layer in range(GEOMETRY.num_layers):
+            hidden, index, weights = route(num_tokens, generator)
+            if not is_prefill:
+                index[1] = index[3] = -1
+            out = executor.execute(layer, hidden, index, weights, FUNCTIONS)
+            expected = alone.execute(layer, hidden, index, weights, FUNCTIONS)
+            torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+            load = events[-1].load
+            assert load is not None
+            assert len(load.routes) == (num_tokens if is_prefill else 2)
 
 
 def test_an_error_of_the_gpu_fails_the_request_and_says_whether_the_gpu_still_works(

@@ -40,7 +40,7 @@ def mapped_store(directory: Path) -> HostStore:
     """Return a store whose experts lie in a mapped checkpoint file."""
     store, file = make_store(), directory / "packed.safetensors"
     save_file({str(layer.layer): layer.stored()["experts"] for layer in store}, file)
-    with safe_open(file, "pt") as opened:  # type: ignore[no-untyped-call]
+    with safe_open(file, "pt") as opened:
         for layer in store:
             layer.move_to({"experts": opened.get_tensor(str(layer.layer))})
     return store
@@ -53,7 +53,12 @@ def test_mapped_layers_are_copied_out_first_and_compute_the_same(tmp_path: Path)
     call = route(3, torch.Generator().manual_seed(0))
     expected = CpuExecutor(make_store(), num_threads=1).execute(1, *call, FUNCTIONS)
     pinned = list[Tensor]()
-    done = pin_store(store, lambda tensor: pinned.append(tensor) is None, is_mapped=is_mapped)
+
+    def pin(tensor: Tensor) -> bool:
+        pinned.append(tensor)
+        return True
+
+    done = pin_store(store, pin, is_mapped=is_mapped)
     assert done == (store.num_bytes, store.num_bytes, store.num_bytes, None)
     assert not any(is_mapped(tensor) for tensor in pinned)
     assert all(tensor.data_ptr() % 4096 == 0 for tensor in pinned)

@@ -164,10 +164,11 @@ class CudaDevice:
         return lambda: prepared.launch(self._brought(table))
 
     def upload(self, source: Tensor, target: Tensor) -> None:
-        """Queue a copy from (pinned) host memory."""
+        """Queue a copy; what is not in `host_rows` is brought to pinned memory before."""
+        host = source if self._host_rows.holds(source) else self._staged(source)
 
         def copy() -> None:
-            target.copy_(source, non_blocking=True)
+            target.copy_(host, non_blocking=True)
 
         self.streams.run(Lane.COMPUTE, copy)
 

@@ -92,12 +92,15 @@ class Routing:
         return LayerLoad(layer, self.experts, self.tokens, by_expert, self._routes())
 
     def _routes(self) -> Sequence[Sequence[int]]:
-        """Return the experts of each token; nothing if there is padding among them."""
+        """Return the experts of each token that has any; nothing if one lacks some of them."""
         if self._single is not None:
             return (self._single,)
+        rows = self._flat.reshape(self.num_tokens, self.top_k)
         if len(self._valid) < len(self._flat):
-            return ()
-        routes: list[list[int]] = self._flat.reshape(self.num_tokens, self.top_k).tolist()
+            rows = rows[((rows >= 0) & (rows < self.num_experts)).all(1)]
+            if rows.size < len(self._valid):
+                return ()
+        routes: list[list[int]] = rows.tolist()
         return routes
 
     def rows(self, order: Sequence[int]) -> Rows:

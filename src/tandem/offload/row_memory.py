@@ -30,6 +30,13 @@ class RowMemory:
         self._view = self._memory[:count].view(num_rows, width)
         return self._view
 
+    def holds(self, rows: Tensor) -> bool:
+        """Tell whether rows lie in the present memory."""
+        memory = self._memory
+        return memory is not None and (
+            rows.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
+        )
+
     def forget(self) -> None:
         """Never hand out the present memory again: a broken call may still write to it."""
         self._memory = self._view = None

@@ -91,7 +91,7 @@ class Successor:
         experts, divisor = load.experts, 1
         num_tokens = len(load.routes)
         if not self._is_prefill:
-            self._batch = num_tokens
+            self._batch = max(1, num_tokens)
         elif num_tokens:
             experts = tuple(load.routes[-1])
             divisor = max(self._batch, num_tokens // PROMPT_TOKENS)

@@ -1,0 +1,36 @@
+"""A process that has a GPU with another one: `python -m tests.gpu.one_of_two DIRECTORY`.
+
+Says when it is ready, waits for a line, then writes tokens; the last line is JSON.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from tandem.generate.generator import Generator
+from tests.gpu.models import load_hybrid
+
+GPU_MEMORY = "1GB"
+PROMPT = [40, 41, 42, 43]
+NEW_TOKENS = 200
+
+
+def main() -> int:
+    """Load, wait, answer; returns the exit code."""
+    directory = Path(sys.argv[1])
+    model = load_hybrid(directory / "mixtral", "float32", directory, gpu_memory=GPU_MEMORY)
+    cache = model.hf_quantizer.executor.cache
+    cache.resize(cache.geometry.num_layers * cache.geometry.num_experts // 2)
+    model.generation_config.eos_token_id = None
+    print("ready", flush=True)
+    sys.stdin.readline()
+    answer = Generator(model).generate(PROMPT, max_new_tokens=NEW_TOKENS, temperature=0)[0]
+    peak = torch.cuda.max_memory_reserved()
+    print(json.dumps({"tokens": answer.token_ids, "peak_bytes": peak}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""Real weights and real text on a GPU: a cut of the demo model, against the all-CPU run."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import tandem
+from tandem.generate.generator import Generator
+from tandem.hf.cuda_rows import new_cuda_rows
+from tandem.offload.cache_statistics import CacheStatistics
+from tests.gpu.demo_cut import MOST_BYTES, find_demo_cut, size_of, texts_of
+from tests.gpu.models import DEVICE, compare_logits, load_hybrid
+
+MOST_DIVERGENCE = 1e-3
+
+
+@pytest.fixture(scope="module")
+def cut() -> Path:
+    found = find_demo_cut()
+    if found is None:
+        pytest.skip("no demo model here: python -m tests.gpu.demo_cut writes build/demo-cut")
+    assert size_of(found) < MOST_BYTES
+    return found
+
+
+def test_a_prompt_gives_the_cpus_logits_on_both_processors(cut: Path, tmp_path: Path) -> None:
+    alone, hybrid = tandem.load(cut, dtype="float32"), load_hybrid(cut, "float32", tmp_path)
+    statistics = CacheStatistics()
+    hybrid.hf_quantizer.executor.listeners.append(statistics)
+    ids = torch.tensor(texts_of(cut))
+    with torch.no_grad():
+        for part in ids.split(1):
+            divergence, is_same = compare_logits(hybrid(part.to(DEVICE)).logits, alone(part).logits)
+            assert divergence <= MOST_DIVERGENCE
+            assert is_same
+    assert statistics.hits > 0
+    assert 0 < statistics.device_share < 1
+
+
+def test_captured_steps_give_the_cpus_logits(cut: Path, tmp_path: Path) -> None:
+    alone, hybrid = tandem.load(cut, dtype="float32"), load_hybrid(cut, "float32", tmp_path)
+    text = texts_of(cut)[0]
+    captured = new_cuda_rows(hybrid, [text[:32]], 64, has_replay=True)
+    plain = Generator(alone).rows([text[:32]], 64)
+    pairs = [(captured.prefill(), plain.prefill())]
+    pairs += [(captured.decode([t]).clone(), plain.decode([t]).clone()) for t in text[32:64]]
+    assert captured.step.is_replaying, captured.step.why_not
+    for ours, theirs in pairs:
+        divergence, is_same = compare_logits(ours, theirs)
+        assert divergence <= MOST_DIVERGENCE
+        assert is_same
