@@ -4,7 +4,7 @@ Each is forked from one interpreter that has imported them and done nothing else
 seconds, and the tests start a hundred programs. Files, terminal, signals, exit code and end are a
 process's own. What only a cold start can show is left to tests/hf/test_import.py and others.
 
-    python -m tests.programs    the interpreter: serves requests on file descriptor 0
+    python -m tests.programs IMPORTS    the interpreter: serves requests on file descriptor 0
 """
 
 import atexit
@@ -27,12 +27,14 @@ from tests.conftest import REPOSITORY
 # Tiny tensors: a second thread would only spin, and on a busy machine spin for ever.
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "dumb"}
 COMMAND = "import sys; from tandem.cli.main import main; sys.exit(main(sys.argv[1:]))"
-_IMPORTS = """
+IMPORTS = """
 import tandem, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 import transformers.models.mixtral.modeling_mixtral
 for name in tandem.__all__: getattr(tandem, name)
 """
+# The slow part of importing Transformers, and nothing of Transformers or Tandem.
+TORCH_IMPORTS = "import torch, torch._dynamo, torch.distributed.fsdp, torch.distributed.tensor"
 _MESSAGE_BYTES = 1 << 16
 
 
@@ -47,10 +49,12 @@ class Program:
         code: str = COMMAND,
         env: Mapping[str, str] = ENVIRONMENT,
         has_terminal: bool = False,
+        imports: str = IMPORTS,
     ) -> None:
         """Start `python -c code words`; `files` are its input, output and errors.
 
-        With `has_terminal` its input becomes the terminal that controls it.
+        With `has_terminal` its input becomes the terminal that controls it. `imports` is what its
+        interpreter has run before.
         """
         request = {
             "code": code, "words": list(words), "env": dict(env), "directory": os.getcwd(),
@@ -58,7 +62,7 @@ class Program:
         }  # fmt: skip
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         message = json.dumps(request).encode()
-        socket.send_fds(_interpreter(), [message], [theirs.fileno(), *files])
+        socket.send_fds(_interpreter(imports), [message], [theirs.fileno(), *files])
         theirs.close()
         self._exit_code: int | None = None
         self.pid = self._receive(120)
@@ -93,11 +97,20 @@ def tandem(
     *words: str, stdin: str = "", env: Mapping[str, str] = ENVIRONMENT
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end, its input a pipe."""
+    return _run(words, stdin, env=env)
+
+
+def python(code: str, *, imports: str) -> subprocess.CompletedProcess[str]:
+    """Run Python code to its end, where `imports` have been run before."""
+    return _run((), "", code=code, imports=imports)
+
+
+def _run(words: Sequence[str], stdin: str, **options: Any) -> subprocess.CompletedProcess[str]:
     reading, writing = os.pipe()
     os.write(writing, stdin.encode())
     os.close(writing)
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
-        with Program(words, (reading, out.fileno(), errors.fileno()), env=env) as program:
+        with Program(words, (reading, out.fileno(), errors.fileno()), **options) as program:
             os.close(reading)
             exit_code = program.wait()
         out.seek(0)
@@ -106,11 +119,11 @@ def tandem(
 
 
 @functools.cache
-def _interpreter() -> socket.socket:
-    """Start the interpreter that programs are forked from; return the way to it."""
+def _interpreter(imports: str) -> socket.socket:
+    """Start an interpreter that programs are forked from; return the way to it."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.programs"],
+        [sys.executable, "-m", "tests.programs", imports],
         stdin=theirs.fileno(),
         cwd=REPOSITORY,
         env=ENVIRONMENT,
@@ -181,7 +194,7 @@ def _become(request: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    exec(_IMPORTS)
+    exec(sys.argv[1])
     gc.freeze()  # or each program would copy all of it to look for garbage at its end
     if (wanted := _serve()) is not None:
         _become(wanted)

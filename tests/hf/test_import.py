@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from tests.programs import TORCH_IMPORTS, python
+
 pytestmark = pytest.mark.seam
 
 REGISTERED = (
@@ -15,14 +17,17 @@ REGISTERED = (
 
 
 def run_python(code: str) -> None:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    """Run code where torch has been imported, which takes longest and decides nothing here."""
+    done = python(code, imports=TORCH_IMPORTS)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("heavy", ["torch", "numpy", "transformers"])
 @pytest.mark.parametrize("module", ["tandem", "tandem.core.errors", "tandem.cli.main"])
 def test_import_is_free_of(heavy: str, module: str) -> None:
-    run_python(f"import sys, {module}\nassert {heavy!r} not in sys.modules")
+    code = f"import sys, {module}\nassert {heavy!r} not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
