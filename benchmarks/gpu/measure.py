@@ -4,7 +4,9 @@ import time
 from typing import Any, NamedTuple
 
 import torch
+from benchmarks.gpu.prediction import Prediction
 
+from tandem.core.errors import TandemError
 from tandem.hf.cuda_rows import CudaRows, new_cuda_rows
 from tandem.offload.cache_statistics import CacheStatistics
 from tandem.offload.hybrid_executor import HybridExecutor
@@ -26,6 +28,8 @@ class Result(NamedTuple):
     is_replaying: bool
     why_not: str | None
     slots: int
+    predicted_tokens_per_second: float | None
+    """Of decoding, by the simulator with the measured profile; None if it could not follow."""
     lanes: dict[str, float]
 
 
@@ -51,11 +55,14 @@ def measure(model: Any, executor: HybridExecutor, work: Work) -> Result:
         [[token + 1 if token + 1 < vocabulary else 0 for token in p] for p in prompts]
     )
     seconds = _timed(rows.prefill)
+    prediction = Prediction(executor.cache, work.batch)
+    executor.listeners.append(prediction)
     _decode(rows, WARM_STEPS, work.batch)
     statistics = CacheStatistics()
     executor.listeners.append(statistics)
     decode_seconds = _timed(lambda: _decode(rows, work.new_tokens, work.batch))
     executor.listeners.remove(statistics)
+    executor.listeners.remove(prediction)
     copied = statistics.copies * executor.cache.slot_bytes
     return Result(
         prefill_tokens_per_second=work.batch * work.prompt_tokens / seconds,
@@ -68,8 +75,16 @@ def measure(model: Any, executor: HybridExecutor, work: Work) -> Result:
         is_replaying=rows.step.is_replaying,
         why_not=rows.step.why_not,
         slots=executor.cache.num_slots,
+        predicted_tokens_per_second=_predicted(prediction, work.new_tokens),
         lanes=_lanes(rows, executor, work.batch),
     )
+
+
+def _predicted(prediction: Prediction, steps: int) -> float | None:
+    try:
+        return prediction.decode_tokens_per_second(steps)
+    except (AssertionError, TandemError, ValueError):  # a measurement is not lost for it
+        return None
 
 
 def _decode(rows: CudaRows, steps: int, batch: int) -> None:

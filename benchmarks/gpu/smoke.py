@@ -1,21 +1,28 @@
-"""A minute on a GPU that says what works: each step alone, with its time, none stops the next.
+"""A minute on a GPU that says what works: stage by stage, the first that fails ends it.
 
-    python -m benchmarks.gpu.smoke
+    python -m benchmarks.gpu.smoke [--all]
 
-Kernels, pinned copies, throttle, a graph, then the largest matrices and bandwidths, as ceilings.
+Copies, throttle, kernels, captures, then a small model through the whole stack; between them the
+largest bandwidths, as ceilings. Each stage is named before it begins, so that also one that hangs
+or crashes is known. With `--all` a failure does not keep the later stages from running.
 """
 
+import argparse
+import faulthandler
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
 from tandem.kernels.formats import ExpertLayout, find_format
 from tandem.kernels.native import ActivationKind, NativeActivation
+from tandem.offload.cuda_batch_copy import LEAST_BYTES
 from tandem.offload.cuda_checks import require_cuda
-from tandem.offload.cuda_streams import CudaStreams, Lane
+from tandem.offload.cuda_streams import CudaStreams, HostCopy, Lane
 
 SWIGLU = NativeActivation(ActivationKind.SWIGLU)
 COPY_BYTES = 1 << 28
@@ -23,19 +30,27 @@ EXPERTS = 64
 
 
 def main() -> int:
-    """Run all steps; returns how many failed."""
-    failed = 0
-    for step in (gpu, pinned_copies, throttle, memory_bandwidth, kernels_few, kernels_many, graph):
+    """Run the stages; returns the exit code."""
+    parser = argparse.ArgumentParser(description="Say what works on this GPU.")
+    parser.add_argument("--all", action="store_true", help="go on after a failure")
+    goes_on = parser.parse_args().all
+    faulthandler.enable()  # a crash in a driver names the line too
+    failed = []
+    for number, stage in enumerate(STAGES, 1):
+        print(f"[{number}/{len(STAGES)}] {stage.__name__} ...", flush=True)
         begin = time.perf_counter()
         try:
-            said = step()
-            print(
-                f"ok    {step.__name__}: {said} ({time.perf_counter() - begin:.1f} s)", flush=True
-            )
+            said = stage()
         except Exception:
-            failed += 1
-            print(f"FAIL  {step.__name__}\n{traceback.format_exc()}", flush=True)
-    return failed
+            failed.append(stage.__name__)
+            print(f"FAIL  {stage.__name__}\n{traceback.format_exc()}", flush=True)
+            if goes_on:
+                continue
+            break
+        seconds = time.perf_counter() - begin
+        print(f"ok    {stage.__name__}: {said} ({seconds:.1f} s)", flush=True)
+    print(f"smoke failed at: {', '.join(failed)}" if failed else "smoke: all stages are well")
+    return 1 if failed else 0
 
 
 def gpu() -> str:
@@ -77,6 +92,32 @@ def pinned_copies() -> str:
         f"pageable {pageable:.1f} GB/s, pinned {pinned:.1f} GB/s, 1 MiB pieces {in_pieces:.1f} "
         f"GB/s at {queued * 1e6:.1f} us of the host each"
     )
+
+
+def batched_copies() -> str:
+    """Compare one call for several copies with one call each, in the host's time and the link's."""
+    streams = CudaStreams()
+    host, target = torch.zeros(COPY_BYTES, dtype=torch.uint8), streams.empty(COPY_BYTES)
+    assert streams.pin(host)
+    size = 4 * LEAST_BYTES
+    pieces = [HostCopy(*piece) for piece in zip(target.split(size), host.split(size), strict=True)]
+    said = []
+    for is_batched in (True, False):
+        if not is_batched:
+            said.append("one call" if streams._batch_copy else "no batched copy in this driver")
+            streams._batch_copy = None
+        streams.copy(Lane.FETCH, pieces)
+        streams.synchronize()
+        first = streams.record(Lane.FETCH, is_timed=True)
+        begin = time.perf_counter()
+        streams.copy(Lane.FETCH, pieces)
+        queued = time.perf_counter() - begin
+        last = streams.record(Lane.FETCH, is_timed=True)
+        last.synchronize()
+        rate = COPY_BYTES / streams.between(first, last) / 1e9
+        said.append(f"{rate:.1f} GB/s at {queued / len(pieces) * 1e6:.1f} us of the host a copy")
+    streams.unpin(host)
+    return f"{said[1]}: {said[0]}; one by one {said[2]}"
 
 
 def throttle() -> str:
@@ -136,6 +177,55 @@ def graph() -> str:
     return f"a replay costs the host {(time.perf_counter() - begin) * 1e4:.1f} us"
 
 
+def broken_capture() -> str:
+    """Break a capture; random numbers, the allocator and another capture must still work."""
+    from tandem.hf.cuda_graphs import CudaCapture, on_capture_stream
+
+    device = torch.device("cuda", 0)
+    capture, x = CudaCapture(device), torch.zeros(4, device=device)
+    said = "nothing raised"
+    with on_capture_stream(capture):
+        capture.begin()
+        try:
+            torch.rand(4, device=device)
+            (x + 1).sum().item()
+        except RuntimeError as error:
+            said = str(error).partition("\n")[0]
+        capture.abandon()
+    torch.cuda.empty_cache()
+    torch.rand(4, device=device).tolist()
+    graph()
+    return f"undone after: {said}"
+
+
+def small_model() -> str:
+    """Load a tiny model for the GPU; its captured steps must say what the CPU says."""
+    from tests.gpu.models import compare_logits, load_hybrid
+    from tests.hf.tiny import save_tiny_checkpoint
+
+    import tandem
+    from tandem.generate.generator import Generator
+    from tandem.hf.cuda_rows import new_cuda_rows
+
+    with TemporaryDirectory() as folder:
+        checkpoint = save_tiny_checkpoint(Path(folder) / "mixtral", "mixtral")
+        alone = tandem.load(checkpoint, dtype="float32", expert_dtype="mxfp4", threads=2)
+        hybrid = load_hybrid(checkpoint, "float32", Path(folder), expert_dtype="mxfp4")
+        prompt = list(range(40, 60))
+        rows, plain = (
+            new_cuda_rows(hybrid, [prompt], 32, has_replay=True),
+            Generator(alone).rows([prompt], 32),
+        )
+        pairs = [(rows.prefill(), plain.prefill())]
+        pairs += [(rows.decode([t]).clone(), plain.decode([t]).clone()) for t in range(60, 80)]
+        divergence = max(compare_logits(ours, theirs)[0] for ours, theirs in pairs)
+        assert divergence < 1e-3, f"KL {divergence}"
+        why, pieces = rows.step.why_not, rows.step.num_pieces
+        hybrid.hf_quantizer.executor.close()
+    assert why is None, f"not captured: {why}"
+    return f"KL at most {divergence:.1e} from the CPU in fp32, {pieces} pieces a step"
+
+
 def _kernel_speed(name: str, num_tokens: int) -> str:
     from tandem.kernels.triton.experts import TritonExperts
     from tandem.kernels.triton.rows import row_table
@@ -168,6 +258,20 @@ def _seconds(work: Callable[[], None]) -> float:
     streams = CudaStreams()
     streams.seconds(Lane.COMPUTE, work)
     return sorted(streams.seconds(Lane.COMPUTE, work) for _ in range(9))[4]
+
+
+STAGES: tuple[Callable[[], str], ...] = (
+    gpu,
+    pinned_copies,
+    batched_copies,
+    throttle,
+    memory_bandwidth,
+    kernels_few,
+    kernels_many,
+    graph,
+    broken_capture,
+    small_model,
+)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import torch
 import tandem
 from tandem.core.errors import CapacityError, ConfigError
 from tandem.hf.config import OffloadConfig
+from tandem.hf.cuda_dense import with_captured_steps
 from tandem.hf.cuda_machine import (
     cuda_parts,
     device_map_for,
@@ -28,6 +29,7 @@ from tandem.offload.options import parse_gpu_memory
 from tandem.offload.sizing import budget_bytes, count_slots
 from tandem.policy.plan import Geometry
 from tests.hf.tiny import save_tiny_checkpoint
+from tests.hf.twin_capture import TwinCapture
 from tests.offload.lazy_streams import LazyStreams
 
 
@@ -109,6 +111,28 @@ def test_the_profile_is_measured_once_and_memory_is_shared_out(
     assert slots == (32_000_000 - made.reserved_bytes) >> 20
     assert streams.memory().total_bytes == 32_000_000  # nothing beyond is taken
     assert streams.pinned_bytes == model.hf_quantizer.store.num_bytes
+
+
+def test_dense_parts_are_timed_in_captured_steps(model: Any, parts: tuple[Any, ...]) -> None:
+    made, _, _, _ = parts
+    quantizer = model.hf_quantizer
+    store, bound = quantizer.store, quantizer.bound()
+    (before,) = made.profile.shapes
+    slow = dataclasses.replace(before, dense_seconds=(9.0,) * len(before.tokens))
+    profile = dataclasses.replace(made.profile, shapes=(slow,))
+    found = with_captured_steps(profile, model, store, bound, made.device, TwinCapture)
+    (shape,) = found.shapes
+    for tokens, seconds in zip(shape.tokens, shape.dense_seconds, strict=True):
+        assert 0 < seconds < 9.0 if tokens <= 8 else seconds == 9.0
+    # A step that cannot be captured leaves the profile as it is.
+    bind_all(bound, CpuExecutor(store, num_threads=1))
+
+    class Refusing(TwinCapture):
+        def begin(self) -> None:
+            raise RuntimeError("made up")
+
+    with pytest.warns(UserWarning, match="made up"):
+        assert with_captured_steps(profile, model, store, bound, made.device, Refusing) is profile
 
 
 def test_a_profile_is_not_for_another_number_of_threads(

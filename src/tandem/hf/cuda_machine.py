@@ -186,6 +186,13 @@ def _profile(
         dtype=call.dtype,
         hidden_size=call.hidden_size,
     )
+    if model.device.type == "cuda":  # a twin has no captures of its own
+        # Stepping needs all of Transformers, which is not there yet when this module is imported.
+        from tandem.hf.cuda_dense import with_captured_steps
+        from tandem.hf.cuda_rows import make_cuda_capture
+
+        capture = make_cuda_capture(model)
+        profile = with_captured_steps(profile, model, store, bound, device, capture)
     save_profile(profile, kept)
     return profile
 
