@@ -60,6 +60,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         self._bound: list[tuple[Any, HostLayer]] = []
         self._targets: dict[str, str] = {}
         """Of the source's names, the parameters in which they end."""
+        self._from_source: set[str] = set()
         self._threads: CpuThreads | None = None
 
     def validate_environment(self, device_map: Any = None, **kwargs: Any) -> None:
@@ -149,6 +150,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         source = config.source
         if source is not None:
             self._targets = target_names(model, source.weights)
+            self._from_source = set(self._targets.values())
             targets = self._targets
             if config.parsed_expert_dtype is None:
                 exact = {name: source.expert_format(targets, name) for name in names}
@@ -158,7 +160,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         """Tell whether a parameter belongs to the host store, or is quantised in the source."""
-        return param_name in self._targets.values() or self._writer.find(param_name) is not None
+        return param_name in self._from_source or self._writer.find(param_name) is not None
 
     def param_element_size(self, model: Any, param_name: str, param: Any) -> float:
         """Count experts as nothing: the device's memory is for the dense parts."""
@@ -207,7 +209,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
             copy_out_of_files(model)
         # Files need not stay open.
         self.quantization_config.source = self.quantization_config.sink = None
-        self._targets = {}
+        self._targets, self._from_source = {}, set()
         self._writer.dense.put_in(model, self.cpu_threads())
         self.assemble(model, self.quantization_config)
         return model
