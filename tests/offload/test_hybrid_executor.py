@@ -99,3 +99,14 @@ def test_every_lane_takes_part(packed_store: HostStore) -> None:
     assert 0 < statistics.hits < statistics.active
     assert sum(counts.fetched for counts in statistics.layers.values()) > 0
     assert 0 < statistics.device_share < 1
+
+
+def test_a_resident_expert_is_a_hit_whoever_computes_it(packed_store: HostStore) -> None:
+    """The CPU takes a share where that is faster, also of what is on the device."""
+    executor = make_executor(packed_store, NUM_EXPERTS + 2, resident=range(NUM_EXPERTS))
+    statistics = CacheStatistics()
+    executor.listeners.append(statistics)
+    for _ in outputs(executor, 4):
+        pass
+    assert statistics.hit_rate == 1.0
+    assert statistics.device_share < 1.0

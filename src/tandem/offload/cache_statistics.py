@@ -46,7 +46,7 @@ class CacheStatistics:
         self.plan_seconds += event.plan_seconds
         counts = self.layers.setdefault(event.layer, LayerCounts())
         counts.active += len(load.experts)
-        counts.hits += len(plan.gpu)
+        counts.hits += plan.hits
         counts.on_device += len(load.experts) - len(plan.cpu)
         counts.fetched += len(plan.fetch)
         counts.inserted += len(plan.insert)

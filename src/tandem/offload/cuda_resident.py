@@ -130,7 +130,8 @@ class ResidentLayers:
 def resident_event(host: HostLayer, chosen: Tensor, now: float) -> LayerExecuted:
     """Return what has happened in a layer whose experts are all resident; `chosen` on the host."""
     routing = Routing(chosen, host.arrivals.num_experts)
-    plan = LayerPlan(host.layer, routing.experts, (), (), (), (), (), 0.0, 0.0)
+    experts = routing.experts
+    plan = LayerPlan(host.layer, experts, (), (), (), (), (), 0.0, 0.0, len(experts))
     return LayerExecuted(
         layer=host.layer,
         num_tokens=routing.num_tokens,

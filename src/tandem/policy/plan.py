@@ -68,6 +68,7 @@ class LayerPlan(NamedTuple):
     prefetch: tuple[Copy, ...]  # copy for later layers
     gpu_seconds: float  # expected, by the planner's own costs
     cpu_seconds: float
+    hits: int = 0  # active experts that were resident and ready, whoever runs them
 
     @property
     def seconds(self) -> float:

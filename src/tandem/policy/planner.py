@@ -138,9 +138,8 @@ class Planner:
         if self._can_prefetch and layer + 1 < self.geometry.num_layers:
             ahead = self._copies_ahead(layer + 1, in_use, now, next_plan)
         gpu, arriving, cpu = self._lanes(load, states, split)
-        return LayerPlan(
-            layer, gpu, arriving, fetch, cpu, insert, ahead, split.gpu_seconds, split.cpu_seconds
-        )
+        seconds, hits = (split.gpu_seconds, split.cpu_seconds), states.count(READY)
+        return LayerPlan(layer, gpu, arriving, fetch, cpu, insert, ahead, *seconds, hits)
 
     def _decide(
         self,
@@ -173,7 +172,8 @@ class Planner:
         states = _READY_STATE * len(keys)
         split = self._split_resident(load, keys, states, now)
         gpu, _, cpu = self._lanes(load, states, split)
-        return LayerPlan(load.layer, gpu, (), (), cpu, (), (), split.gpu_seconds, split.cpu_seconds)
+        seconds = split.gpu_seconds, split.cpu_seconds
+        return LayerPlan(load.layer, gpu, (), (), cpu, (), (), *seconds, len(keys))
 
     def problem(self, load: LayerLoad, now: float) -> LayerProblem:
         """Return a layer's assignment problem as it stands now; changes nothing."""

@@ -229,9 +229,8 @@ class _Replay:
 
     def _count(self, load: LayerLoad, plan: LayerPlan) -> None:
         tally, layer, ahead = self._tally, load.layer, self._ahead
-        on_gpu = len(plan.gpu)
         tally.demands += len(load.experts)
-        tally.hits += on_gpu
+        tally.hits += plan.hits
         tally.copies += len(plan.fetch) + len(plan.insert) + len(plan.prefetch)
         if ahead:
             for expert in (*plan.gpu, *plan.arriving):
