@@ -16,7 +16,7 @@ GPU_PYTHON ?= python3
 GPU_OUT ?= build/gpu
 SHAPE ?= qwen3-30b-a3b
 
-.PHONY: test-gpu bench-gpu dry-gpu run test setup check lint types floors unit seam-oldest docs-models sanitize fix size clean
+.PHONY: test-gpu bench-gpu demo-cut dry-gpu run test setup check lint types floors unit seam-oldest docs-models sanitize fix size clean
 
 run: $(VENV)/runtime.stamp  ## Answer PROMPT with MODEL (default: the demo model, built on first use)
 	@$(BIN)/tandem run $(MODEL) -p "$(PROMPT)" --max-new-tokens 100
@@ -55,7 +55,10 @@ test-gpu:  ## The tests that need a GPU, after a minute that says what works
 	PYTHON=$(GPU_PYTHON) benchmarks/gpu/session.sh $(GPU_OUT) build smoke tests
 
 bench-gpu:  ## Speed on a GPU by cells of format, share of experts and batch, against other systems
-	PYTHON=$(GPU_PYTHON) SHAPE=$(SHAPE) benchmarks/gpu/session.sh $(GPU_OUT) build bench accelerate
+	PYTHON=$(GPU_PYTHON) SHAPE=$(SHAPE) benchmarks/gpu/session.sh $(GPU_OUT) build bench accelerate llama
+
+demo-cut: setup  ## A cut of the demo model in build/demo-cut, under 40 MB: for test-gpu on a machine without network
+	$(BIN)/python -m tests.gpu.demo_cut
 
 dry-gpu: setup  ## The GPU's tests and benchmark on their CPU twins: for whoever changes them
 	TANDEM_DRY_GPU=1 $(BIN)/pytest tests/gpu --deselect tests/gpu/test_kernels.py

@@ -91,8 +91,8 @@ class LlamaCpp:
     _BATCH = 512
     _PART = 512  # tokens of history that are computed once and repeated
 
-    def __init__(self, setting: Setting) -> None:
-        """Map the file; a context is made for each depth."""
+    def __init__(self, setting: Setting, gpu_layers: int | None = None) -> None:
+        """Map the file; a context is made for each depth. `gpu_layers` go to a GPU."""
         import llama_cpp
 
         self._lib: Any = llama_cpp.llama_cpp
@@ -100,6 +100,8 @@ class LlamaCpp:
         self._lib.llama_log_set(_SILENT, None)
         self._lib.llama_backend_init()
         params = self._lib.llama_model_default_params()
+        if gpu_layers is not None:
+            params.n_gpu_layers = gpu_layers
         path = str(setting.gguf).encode()
         self._model = self._lib.llama_model_load_from_file(path, params)
         if not self._model:

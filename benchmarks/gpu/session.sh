@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # The first minutes on a machine with a GPU: correctness first, then speed, everything written down.
 #
-#   benchmarks/gpu/session.sh OUT [build|smoke|tests|bench|accelerate]...     (default: all, in this order)
+#   benchmarks/gpu/session.sh OUT [build|smoke|tests|bench|accelerate|llama]...     (default: all, in this order)
 #
 # Needs python3 with torch (CUDA), transformers, triton and the build tools; no network. Each part
 # has a limit of its own, and what it prints is in OUT as it comes. A part that fails does not keep
-# the next from running, except the build.
+# the next from running, except the build; within smoke the first failing stage ends it.
 set -u
 out=${1:?say where the results go}; shift
-parts=${*:-build smoke tests bench accelerate}
+parts=${*:-build smoke tests bench accelerate llama}
 python=${PYTHON:-python3}
 shape=${SHAPE:-qwen3-30b-a3b}
 mkdir -p "$out"
@@ -33,7 +33,8 @@ for part in $parts; do
         tests) run tests 400 "$python" -m pytest tests/gpu -q --timeout=120 ;;
         bench) run bench 470 "$python" -m benchmarks.gpu --shape "$shape" --out "$out/$shape.json" ${BENCH_OPTIONS:-} ;;
         accelerate) run accelerate 120 "$python" -m benchmarks.gpu.accelerate_offload --shape "$shape" ;;
-        *) echo "unknown part: $part (build, smoke, tests, bench, accelerate)"; exit 2 ;;
+        llama) run llama 300 "$python" -m benchmarks.gpu.llama_cpp --shape "$shape" ;;
+        *) echo "unknown part: $part (build, smoke, tests, bench, accelerate, llama)"; exit 2 ;;
     esac
 done
 exit $failed

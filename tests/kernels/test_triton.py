@@ -13,25 +13,16 @@ from types import ModuleType
 
 import pytest
 import torch
-from torch import Tensor
 
-from tandem.kernels.activations import apply_activation
-from tandem.kernels.formats import FORMATS, ExpertLayout, find_format, pack_expert, unpack_expert
+from tandem.kernels.formats import FORMATS, find_format
 from tandem.kernels.formats.weight_format import WeightFormat
-from tandem.kernels.native import ActivationKind, NativeActivation
-from tandem.kernels.reference import expert_ffn
+from tandem.kernels.native import NativeActivation
+from tests.kernels.triton_cases import ACTIVATIONS, SWIGLU, relative_error, sum_error
 
 pytest.importorskip("triton")
 
 # Neither is a multiple of a block, a group or a tile.
 HIDDEN, INTERMEDIATE = 72, 40
-SWIGLU = NativeActivation(ActivationKind.SWIGLU)
-ACTIVATIONS = (
-    NativeActivation(ActivationKind.GELU_TANH_GATE),
-    NativeActivation(ActivationKind.SWIGLU, 1.702, 0.7, 1.0),
-    NativeActivation(ActivationKind.RELU2),
-    None,
-)
 FEW, MANY = (1, 2), (1, 18, 9)
 # A GPU has 99 KiB of shared memory for a program at least, from compute capability 8.0 on.
 SHARED_BYTES = 99 * 1024
@@ -47,11 +38,6 @@ def triton_experts() -> Iterator[ModuleType]:
         yield experts
 
 
-def tanh_gate(rows: Tensor) -> Tensor:
-    gate, up = rows.chunk(2, dim=-1)
-    return torch.tanh(gate) * up
-
-
 def check(
     experts: ModuleType,
     fmt: WeightFormat,
@@ -60,36 +46,15 @@ def check(
     dtype: torch.dtype = torch.float32,
 ) -> float:
     """Compute experts with so many tokens each; return the error relative to the reference."""
-    from tandem.kernels.triton.rows import row_table
-
-    generator = torch.Generator().manual_seed(0)
-    is_gated = activation is None or activation.is_gated
-    layout = ExpertLayout(fmt, HIDDEN, INTERMEDIATE, is_gated=is_gated, has_bias=True)
-    inner = layout.num_halves * INTERMEDIATE
-    store = torch.zeros(len(counts), layout.num_bytes, dtype=torch.uint8)
-    for buffer in store:
-        up, down = torch.randn(inner, HIDDEN, generator=generator) / 6, torch.randn(HIDDEN, 40) / 6
-        biases = torch.randn(inner, generator=generator), torch.randn(HIDDEN, generator=generator)
-        pack_expert(layout, up, down, *biases, out=buffer)
-    num_tokens = max(counts) + 2
-    hidden = torch.randn(num_tokens, HIDDEN, generator=generator).to(dtype)
-    tokens = [torch.randperm(num_tokens, generator=generator)[:count].int() for count in counts]
-    begin = [5, *(5 + torch.tensor(counts).cumsum(0)).tolist()]  # rows may begin anywhere
-    table = row_table([buffer.data_ptr() for buffer in store], begin, torch.cat(tokens))
-    out = torch.full((sum(counts), HIDDEN), float("nan"))
-    kernels = experts.TritonExperts()
-    kernels.compute(layout, activation, hidden, table.on(table.memory), out, tanh_gate)
-
-    def activate(rows: Tensor) -> Tensor:
-        return tanh_gate(rows) if activation is None else apply_activation(activation, rows)
-
-    expected = torch.cat(
-        [
-            expert_ffn(hidden[chosen].float(), unpack_expert(layout, buffer), activate)
-            for buffer, chosen in zip(store, tokens, strict=True)
-        ]
+    return relative_error(
+        experts.TritonExperts(),
+        fmt,
+        counts,
+        hidden_size=HIDDEN,
+        intermediate_size=INTERMEDIATE,
+        activation=activation,
+        dtype=dtype,
     )
-    return float((out - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("counts", [FEW, MANY], ids=["vector", "matrix"])
@@ -120,15 +85,7 @@ def test_activations_may_have_half_precision(
 
 @pytest.mark.parametrize("num_cols", [40, 1500])
 def test_rows_are_added_in_the_routers_order(triton_experts: ModuleType, num_cols: int) -> None:
-    generator = torch.Generator().manual_seed(1)
-    rows = torch.randn(5, num_cols, generator=generator)
-    row_of = torch.tensor([[4, 0, 2], [-1, 3, 1]], dtype=torch.int32)
-    weights = torch.rand(2, 3, generator=generator)
-    out = torch.empty(2, num_cols)
-    triton_experts.TritonExperts().add_rows(rows, row_of, weights, out)
-    first = weights[0, 0] * rows[4] + weights[0, 1] * rows[0] + weights[0, 2] * rows[2]
-    second = weights[1, 1] * rows[3] + weights[1, 2] * rows[1]
-    torch.testing.assert_close(out, torch.stack([first, second]), rtol=1e-6, atol=1e-6)
+    assert sum_error(triton_experts.TritonExperts(), num_cols) < 1e-5
 
 
 def test_the_compiler_takes_the_kernels_for_every_supported_gpu() -> None:
