@@ -6,7 +6,6 @@ alone and while the CPU computes; all of the model's own experts, several at a t
 
 import dataclasses
 import itertools
-import threading
 import time
 from collections.abc import Sequence
 from statistics import median
@@ -23,7 +22,7 @@ from tandem.offload.expert_kernels import ExpertKernels
 from tandem.offload.host_store import HostStore
 from tandem.offload.image import aligned
 from tandem.offload.layer_call import LayerCall
-from tandem.offload.profiler import EXPERTS_AT_ONCE, REPETITIONS
+from tandem.offload.profiler import EXPERTS_AT_ONCE, REPETITIONS, beside, seconds_each
 from tandem.offload.routing import Routing
 from tandem.policy.cost import HardwareProfile
 from tandem.policy.plan import Geometry
@@ -111,8 +110,8 @@ class _Bench:
         seconds: list[float] = []
         for count in tokens:
             one, many = self._batch_seconds(1, count), self._batch_seconds(self._several, count)
-            each = (many - one) / (self._several - 1) if self._several > 1 else one
-            seconds.append(max(each, many / self._several / 2, *seconds[-1:]))
+            least = seconds[-1] if seconds else 0.0
+            seconds.append(seconds_each(one, many, self._several, least))
         return tuple(seconds)
 
     def link_seconds(self) -> float:
@@ -124,20 +123,12 @@ class _Bench:
         """Return how much CPU and link slow each other down: factors of at least 1."""
         batch = self._batch(self._several, 1, torch.device("cpu"))
         alone = median(self._cpu_seconds(batch) for _ in range(REPETITIONS))
-        beside, stop = list[float](), threading.Event()
-
-        def keep_computing() -> None:
-            while not stop.is_set():
-                beside.append(self._cpu_seconds(batch))
-
-        thread = threading.Thread(target=keep_computing, name="tandem-profiler")
-        thread.start()
-        try:
-            copies = [self._copy_seconds() for _ in range(4 * REPETITIONS)]
-        finally:
-            stop.set()
-            thread.join()
-        return max(1.0, median(beside) / alone), max(1.0, median(copies) / link)
+        computed = list[float]()
+        copies = beside(
+            lambda: computed.append(self._cpu_seconds(batch)),
+            lambda: median(self._copy_seconds() for _ in range(4 * REPETITIONS)),
+        )
+        return max(1.0, median(computed or [alone]) / alone), max(1.0, copies / link)
 
     def _batch(self, num_experts: int, num_tokens: int, where: torch.device) -> ExpertBatch:
         """Return a batch in which every expert has every token."""

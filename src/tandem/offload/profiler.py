@@ -114,6 +114,32 @@ def with_link(profile: HardwareProfile, bytes_per_second: float) -> HardwareProf
     )
 
 
+def seconds_each(one: float, many: float, several: int, least: float) -> float:
+    """Return what one more expert costs, from batches of one and of several of them.
+
+    It is at least `least`, what fewer tokens cost: noise must not make the table fall.
+    """
+    each = (many - one) / (several - 1) if several > 1 else one
+    return max(each, many / several / 2, least)
+
+
+def beside(other: Callable[[], object], work: Callable[[], float]) -> float:
+    """Return what `work` measures while a thread does something else over and over."""
+    stop = threading.Event()
+
+    def keep_on() -> None:
+        while not stop.is_set():
+            other()
+
+    thread = threading.Thread(target=keep_on, name="tandem-profiler")
+    thread.start()
+    try:
+        return work()
+    finally:
+        stop.set()
+        thread.join()
+
+
 class _Bench:
     """Runs batches of a store's experts by turns."""
 
@@ -167,8 +193,7 @@ class _Bench:
         first = 0.0
         for count in TOKEN_COUNTS:
             one, many = self._median_batch(1, count), self._median_batch(several, count)
-            each = (many - one) / (several - 1) if several > 1 else one
-            each = max(each, many / several / 2, *seconds[-1:])  # noise must not make it fall
+            each = seconds_each(one, many, several, seconds[-1] if seconds else 0.0)
             if count == 1:
                 first = max(0.0, one - each)
             tokens.append(count)
@@ -186,20 +211,12 @@ class _Bench:
         """Return how much CPU and link slow each other down: factors of at least 1."""
         several = min(EXPERTS_AT_ONCE, self._geometry.num_experts)
         alone, copy_alone = self._median_batch(several, 1), self.link_seconds()
-        memory, copies, stop = self._slot(), list[float](), threading.Event()
-
-        def keep_copying() -> None:
-            while not stop.is_set():
-                copies.append(self._copy_seconds(memory))
-
-        thread = threading.Thread(target=keep_copying, name="tandem-profiler")
-        thread.start()
-        try:
-            beside = self._median_batch(several, 1)
-        finally:
-            stop.set()
-            thread.join()
-        return max(1.0, beside / alone), max(1.0, median(copies or [copy_alone]) / copy_alone)
+        memory, copies = self._slot(), list[float]()
+        both = beside(
+            lambda: copies.append(self._copy_seconds(memory)),
+            lambda: self._median_batch(several, 1),
+        )
+        return max(1.0, both / alone), max(1.0, median(copies or [copy_alone]) / copy_alone)
 
     def _slot(self) -> torch.Tensor:
         return torch.zeros(max(layer.image_bytes for layer in self._store), dtype=torch.uint8)
