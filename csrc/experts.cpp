@@ -64,6 +64,8 @@ constexpr std::int64_t kMaxTaskColumns = 128;
 constexpr std::int64_t kMaxTaskTokens = 256;
 // Rows whose length is a power of two would share the same lines of the cache.
 constexpr std::int64_t kRowPadding = 64;
+// Values of a token that are summed at a time.
+constexpr std::int64_t kSumBlock = 64;
 // Row blocks that a kernel takes together with many tokens.
 constexpr std::int64_t kTaskBlocks = 4;
 
@@ -173,13 +175,18 @@ void ExpertEngine::project(const ExpertLayout& layout, bool is_up, const ExpertC
 
 void ExpertEngine::add_rows(const RowSum& sum) {
   pool_.run(sum.num_tokens, [&](std::int64_t t) {
-    float* out = sum.out + t * sum.size;
-    std::fill_n(out, sum.size, 0.0f);
-    for (std::int64_t k = t * sum.top_k; k < (t + 1) * sum.top_k; ++k) {
-      if (sum.row_of[k] < 0) continue;
-      const float* row = sum.rows + sum.row_of[k] * sum.size;
-      const float weight = sum.weights[k];
-      for (std::int64_t i = 0; i < sum.size; ++i) out[i] += weight * row[i];
+    // Block by block through all rows: half of them lie in another core's cache, and come sooner
+    // side by side than one after the other.
+    for (std::int64_t begin = 0; begin < sum.size; begin += kSumBlock) {
+      const std::int64_t count = std::min(kSumBlock, sum.size - begin);
+      float total[kSumBlock] = {};
+      for (std::int64_t k = t * sum.top_k; k < (t + 1) * sum.top_k; ++k) {
+        if (sum.row_of[k] < 0) continue;
+        const float* row = sum.rows + sum.row_of[k] * sum.size + begin;
+        const float weight = sum.weights[k];
+        for (std::int64_t i = 0; i < count; ++i) total[i] += weight * row[i];
+      }
+      std::copy_n(total, count, sum.out + t * sum.size + begin);
     }
   });
 }
