@@ -7,6 +7,7 @@ Importing it costs milliseconds and loads no torch; names below load what they n
 """
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from tandem.registration import register_with_transformers
@@ -29,6 +30,10 @@ _HOMES = {
     "pack": "tandem.hf.pack",
     "save": "tandem.hf.save",
 }
+
+# Read when torch loads its OpenMP, whose threads else spin for 300,000 rounds after each operation
+# and keep the kernels' threads from their cores: import tandem before torch.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 register_with_transformers()
 

@@ -36,9 +36,6 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code: 0 done, 2 user error, 130 interrupted."""
-    # Read when torch loads its OpenMP, whose threads else spin for 300,000 rounds after each
-    # operation: on a busy machine the demo model decoded 1.1 instead of 10 tokens a second.
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser(words[0] if words else "")
     flags, unknown = parser.parse_known_args(words)
