@@ -5,6 +5,7 @@ each layer goes what every layer costs whatever is planned: one wait for the rou
 """
 
 import dataclasses
+import gc
 import time
 from typing import Any
 
@@ -51,6 +52,7 @@ def with_captured_steps(
     """
     bind_all(bound, _HandOver(store, device))
     found = [_step_seconds(model, rows, make_capture) for rows in STEP_ROWS]
+    gc.collect()  # rows and their steps know each other, and their memory is counted next
     seconds = [each / len(store) for each in found if each is not None]
     if len(seconds) < len(STEP_ROWS):
         return profile

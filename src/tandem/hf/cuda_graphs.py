@@ -69,7 +69,9 @@ class CudaCapture:
     def waits(self, *, allowed: bool) -> Iterator[None]:
         """Let torch itself raise before it waits."""
         before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("default" if allowed else "error")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it does not find every wait, which it says once
+            torch.cuda.set_sync_debug_mode("default" if allowed else "error")
         try:
             yield
         finally:

@@ -236,7 +236,7 @@ def _attention(
     return torch.matmul(scores.to(v.dtype), v)
 
 
-def on_its_way(numbers: list[int], device: torch.device) -> Tensor:
+def on_its_way(numbers: list[int] | list[bool], device: torch.device) -> Tensor:
     """Return numbers on the host, pinned if they go to a GPU: copies of them do not wait then."""
     host = torch.tensor(numbers)
     return host.pin_memory() if device.type == "cuda" else host

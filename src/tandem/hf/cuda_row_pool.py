@@ -82,6 +82,10 @@ class CudaRowPool:
         """Return the tokens whose keys and values a row holds."""
         return self._held[row]
 
+    def usable(self, row: int, length: int) -> int:
+        """Return with how many of the first `length` tokens that it holds a row can go on: all."""
+        return length
+
     def keep(self, row: int, length: int) -> None:
         """Let a row forget what it holds beyond `length` tokens."""
         self.cache.truncate(row, length)
@@ -165,7 +169,7 @@ class CudaRowPool:
         active = [row in tokens for row in range(self.num_rows)]
         if active != self._active:
             self._active = active
-            idle = on_its_way([int(not row) for row in active], self._device)
+            idle = on_its_way([not row for row in active], self._device)
             self._is_idle.copy_(idle[:, None], non_blocking=True)
 
     def _follow_executor(self) -> None:
