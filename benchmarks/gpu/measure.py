@@ -28,6 +28,8 @@ class Result(NamedTuple):
     is_replaying: bool
     why_not: str | None
     slots: int
+    plan_microseconds: float
+    """Of the host, a layer; part of the 100 that a layer may cost it."""
     predicted_tokens_per_second: float | None
     """Of decoding, by the simulator with the measured profile; None if it could not follow."""
     lanes: dict[str, float]
@@ -75,6 +77,7 @@ def measure(model: Any, executor: HybridExecutor, work: Work) -> Result:
         is_replaying=rows.step.is_replaying,
         why_not=rows.step.why_not,
         slots=executor.cache.num_slots,
+        plan_microseconds=statistics.plan_seconds / max(1, statistics.calls) * 1e6,
         predicted_tokens_per_second=_predicted(prediction, work.new_tokens),
         lanes=_lanes(rows, executor, work.batch),
     )
