@@ -10,6 +10,7 @@ from tandem.core.errors import TandemError
 from tandem.hf.attention import AttentionSwitch
 from tandem.hf.row_cache import NotByRowsError, RowCache, stepping, transformers_cache
 from tandem.hf.stepping import PaddedRows
+from tandem.offload.events import unheard
 
 # How far logits may be from those of Transformers' own caches, relative to their size. Mistakes
 # show as an error of about one; low precision rounds differently, and near ties of the router may
@@ -74,6 +75,16 @@ def why_not_by_rows(
     tolerance = _TOLERANCES.get(model.dtype)
     if tolerance is None:
         return f"the model is {model.dtype}"
+    with unheard(getattr(getattr(model, "hf_quantizer", None), "executor", None)):
+        return _why_other_logits(model, prompt, start, tolerance)
+
+
+def _why_other_logits(
+    model: Any,
+    prompt: list[int],
+    start: Callable[[list[list[int]]], StartedRows],
+    tolerance: float,
+) -> str | None:
     trial = (prompt * _TRIAL_TOKENS)[:_TRIAL_TOKENS]
     prompts = [trial, trial[:2]]
     try:

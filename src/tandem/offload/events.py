@@ -1,8 +1,9 @@
 """What the executor reports. Statistics, traces and metrics are folds over these events."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tandem.policy.plan import Copy, LayerLoad, LayerPlan
 
@@ -36,6 +37,24 @@ class LayerExecuted(NamedTuple):
 
 
 Listener = Callable[[LayerExecuted], None]
+
+
+@contextmanager
+def unheard(executor: Any) -> Iterator[None]:
+    """Keep steps that only try something from an executor's listeners (None: there is none).
+
+    What listeners sum up, learn from or show is what answers took.
+    """
+    if executor is None:
+        yield
+        return
+    listeners: list[Listener] = executor.listeners
+    kept = listeners[:]
+    listeners.clear()  # in place: recorded steps hold this very list
+    try:
+        yield
+    finally:
+        listeners[:] = kept
 
 
 @dataclass(slots=True)
