@@ -76,6 +76,17 @@ def test_a_step_hides_no_wait(model: Any) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+def test_a_prompt_hides_no_wait(model: Any) -> None:
+    rows = new_cuda_rows(model, PROMPTS, 60, has_replay=False)
+    rows.prefill()  # kernels are compiled, the KV cache is made
+    rows.continue_with([[70 + i for i in range(20)], [90] * 11])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        rows.prefill()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.skipif(IS_DRY, reason="there is nothing to see")
 def test_the_profiler_sees_one_wait_a_layer(model: Any) -> None:
     rows, steps = replaying_rows(model), 5

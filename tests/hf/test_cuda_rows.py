@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,9 @@ import torch
 
 import tandem
 from tandem.core.errors import CapacityError
+from tandem.generate.batching import Batcher, Request
+from tandem.generate.generator import Generator
+from tandem.generate.sampling import SamplingOptions
 from tandem.hf.cuda_graphs import GraphedStep
 from tandem.hf.cuda_row_pool import CudaRowPool
 from tandem.hf.cuda_rows import CudaRows, try_cuda_rows
@@ -361,6 +365,54 @@ def test_rows_are_stepped_in_any_company(models: dict[str, Any]) -> None:
         assert list(pool.held(row)[:3]) == texts[row][:3]
         for ours, theirs in zip(found[row], expected[row], strict=True):
             torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-4)
+
+
+def test_requests_are_answered_alike_on_both_pools(
+    models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server's loop: five requests on three rows, prompts in parts, beginnings reused."""
+    model = models["mixtral"]
+    beginning = [40 + i % 50 for i in range(11)]
+    prompts = [beginning, [*beginning, 60, 61], [70] * 3, [*beginning[:6], 90], [50, 51, 52, 53]]
+
+    def answers(generator: Generator) -> tuple[dict[int, list[int]], int]:
+        batcher, tokens = Batcher(generator, max_running=3, part_tokens=4), dict[int, list[int]]()
+        for number, prompt in enumerate(prompts):
+            options = SamplingOptions(max_new_tokens=8 + 3 * number, temperature=0)
+            batcher.add(Request(request_id=number, prompt=tuple(prompt), options=options))
+        while batcher.has_work:
+            for progress in batcher.step():
+                tokens.setdefault(progress.request_id, []).append(progress.token_id)
+        return tokens, batcher.counts.reused_tokens
+
+    monkeypatch.setattr(model.generation_config, "eos_token_id", None)
+    expected = answers(Generator(model, has_replay=False))
+    generator = Generator(model, has_replay=False)
+    pool = CudaRowPool(model, 3, make_capture=TwinCapture)
+    monkeypatch.setattr(generator, "row_pool", lambda num_rows: pool)
+    assert answers(generator) == expected
+    assert any(step.graphed.is_replaying for step in pool._steps.values())
+
+
+def test_each_step_is_announced_once_with_the_tokens_of_its_rows(models: dict[str, Any]) -> None:
+    quantizer = models["mixtral"].hf_quantizer
+    announced: list[tuple[list[int], bool]] = []
+
+    class Executor(CpuExecutor):
+        def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:
+            announced.append((list(token_ids), is_prefill))
+
+    before = quantizer.executor
+    quantizer.use(Executor(quantizer.store))
+    try:
+        pool = CudaRowPool(models["mixtral"], 4, make_capture=TwinCapture)
+        for row in (0, 2):
+            pool.prefill(row, [40, 41, 42])
+        for _ in range(6):
+            pool.decode({0: 50, 2: 60})
+    finally:
+        quantizer.use(before)
+    assert announced == [([40, 41, 42], True)] * 2 + [([50, 60], False)] * 6
 
 
 def test_a_row_goes_on_with_what_another_holds(models: dict[str, Any]) -> None:

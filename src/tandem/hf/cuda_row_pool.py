@@ -18,6 +18,7 @@ from tandem.hf.cuda_graphs import Capture, GraphedStep
 from tandem.hf.cuda_kv_cache import StaticKvCache, on_its_way
 from tandem.hf.cuda_uncut import UncutLayers, uncut_layers
 from tandem.hf.row_model import RowModel
+from tandem.hf.step_recorder import intercepted
 from tandem.kernels.attention import Segment
 from tandem.offload.expert_cache import SHRINK
 from tandem.offload.passing_executor import PassingExecutor
@@ -34,6 +35,15 @@ class _Step(NamedTuple):
     graphed: GraphedStep
     uncut: list[UncutLayers]
     """What computes layers inside its pieces, from its capture on; at most one."""
+
+
+class _Announced:
+    """Keeps the model from announcing a step itself: to read token ids back would wait."""
+
+    is_capturing = True
+
+    def call(self, kind: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        return function(*args)
 
 
 class CudaRowPool:
@@ -140,9 +150,13 @@ class CudaRowPool:
 
     def _prefill(self, row: int, first: int, tokens: Sequence[int]) -> Tensor:
         self.cache.begin(Segment(row, first, len(tokens)))
+        executor = self._model.executor
+        if executor is not None:
+            executor.begin_step(tokens, is_prefill=len(tokens) > 1)
         ids = on_its_way(list(tokens), self._device).to(self._device, non_blocking=True)
         places = torch.arange(first, first + len(tokens), device=self._device)
-        logits = self._model.logits(ids[None], places[None], 1)[0, -1]
+        with intercepted(_Announced()):
+            logits = self._model.logits(ids[None], places[None], 1)[0, -1]
         self.cache.commit()
         return logits
 
