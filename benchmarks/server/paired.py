@@ -2,7 +2,8 @@
 
 On SIGUSR1 the decode process lets `Generator` write one answer with the very model, memory and
 threads that serve, and writes the seconds between its tokens to a file, as a line of JSON with the
-bytes that a step touches. So two turns differ by nothing but the server. Prints what `tandem serve
+bytes that a step touches. So two turns differ by nothing but the server: experts are counted in
+both, as `tandem bench` counts them. Prints what `tandem serve
 --json` prints, and the file's name.
 """
 
@@ -68,16 +69,11 @@ def load(
         choice, offload, quiet=True, dense_dtype=dense_dtype
     )
     generators: list[Generator] = []
-    listeners = model.hf_quantizer.executor.listeners
 
     def answer(number: int, frame: Any) -> None:
         if not generators:  # by now the server has packed what it packs
             generators.append(Generator(model, tokenizer))
-        heard, listeners[:] = listeners[:], []  # statistics are the server's
-        try:
-            gaps = generator_gaps(generators[0], tokens)
-        finally:
-            listeners[:] = heard
+        gaps = generator_gaps(generators[0], tokens)
         touched = {num_rows: step_bytes(model, num_rows) for num_rows in (1, 4)}
         with open(results, "a", encoding="utf-8") as file:
             file.write(json.dumps({"gaps": gaps, "step_bytes": touched}) + "\n")

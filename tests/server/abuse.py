@@ -1,6 +1,6 @@
 """A thousand requests from the API's own description, valid or not: python -m tests.server.abuse
 
-Answers must be as described, and none may be the server's fault.
+Answers must be as described, and none may be the server's fault. Those written by hand come after.
 """
 
 import argparse
@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 from tests.server.checkpoint import save_served_checkpoint
+from tests.server.malformed import send_all
 from tests.server.running import RunningServer, running_server
 
 COMMAND = Path(sys.executable).with_name("st")
@@ -46,8 +47,10 @@ def main() -> int:
         with running_server(checkpoint, *FLAGS, cache=Path(directory)) as server:
             done = send(server, phases="coverage,fuzzing", examples=options.examples)
             print(done.stdout)
-            still_answers = server.chat(max_tokens=4).status == 200
-    return 0 if done.returncode == 0 and still_answers else 1
+            number, problems = send_all(server)
+    print(f"{number} requests written by hand, {len(problems)} answered as they must not be")
+    print(*problems, sep="\n")
+    return 0 if done.returncode == 0 and not problems else 1
 
 
 if __name__ == "__main__":

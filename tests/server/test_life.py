@@ -1,10 +1,9 @@
 """Clients leave, queues fill, processes die, servers end: what each of them costs the others."""
 
+import logging
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +12,12 @@ from typing import Any
 
 import pytest
 
+from tandem.cli.main import main
+from tandem.core.errors import ConfigError
+from tandem.server.messages import EngineSettings
+from tandem.server.options import ServerOptions
 from tandem.server.page_files import PAGE_FILES
+from tandem.server.serving import Source, serve
 from tests.server.running import Reply, RunningServer, running_server
 
 LONG: dict[str, Any] = {"max_tokens": 30000, "temperature": 0}
@@ -173,13 +177,6 @@ def test_a_request_that_takes_too_long_is_given_up(tiny_checkpoint: Path, tmp_pa
         assert "Traceback" not in server.log
 
 
-def serve(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-m", "tandem.cli.main", "serve", *arguments],
-        capture_output=True, text=True, env={**os.environ, **environment}, timeout=120, check=False,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -188,14 +185,27 @@ def serve(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[s
         (("no/such/folder",), "no/such/folder"),
     ],
 )
-def test_a_server_that_cannot_be_says_why(arguments: tuple[str, ...], words: str) -> None:
-    done = serve(*arguments, "--port", "0")
-    assert done.returncode == 2
-    assert words in done.stderr
-    assert "Traceback" not in done.stderr
+def test_a_server_that_cannot_be_says_why(
+    arguments: tuple[str, ...],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("TANDEM_API_KEY", raising=False)
+    monkeypatch.setattr(logging, "basicConfig", lambda **_: None)  # the tests' logs are theirs
+    assert main(["serve", *arguments, "--port", "0"]) == 2
+    errors = capsys.readouterr().err
+    assert words in errors
+    assert "Traceback" not in errors
 
 
 def test_a_taken_port_is_told_at_once(server: RunningServer) -> None:
-    done = serve("demo", "--port", str(server.port))
-    assert done.returncode == 2
-    assert "choose another --port" in done.stderr
+    """Before anything is loaded."""
+    source = Source(name="x", load_model=never_called, load_tokenizer=never_called)
+    settings = EngineSettings(max_running=1, part_tokens=16)
+    with pytest.raises(ConfigError, match="choose another --port"):
+        serve(source, ServerOptions(port=server.port), settings, api_key=None, on_ready=print)
+
+
+def never_called() -> Any:
+    raise AssertionError("nothing is loaded for a port that is taken")

@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from tandem.core.errors import TandemError
 from tandem.server.answering import Question, Questions
@@ -128,7 +129,10 @@ class Server:
 
     async def _read(self, request: Request, kind: type[B]) -> tuple[B, ModelInfo]:
         """Return the checked body, and the model that it may ask for."""
-        raw = await request.body()
+        try:
+            raw = await request.body()
+        except ClientDisconnect:
+            raise ApiError(499, "the client has left") from None
         try:
             body = kind.model_validate_json(raw)
         except ValidationError as error:

@@ -95,7 +95,10 @@ class Engine:
         self._is_stopped = False
         self._last_report = 0.0
         self._warm_up()
-        executor.listeners += [self._experts, self._cache]
+        # An event a layer and step: without slots there is nothing to count of them.
+        executor.listeners.append(self._experts)
+        if isinstance(executor, HybridExecutor):
+            executor.listeners.append(self._cache)
         connection.send(Ready(self._info(generator, vocabulary)))
 
     def _warm_up(self) -> None:
