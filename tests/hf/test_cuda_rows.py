@@ -17,6 +17,7 @@ from tandem.generate.sampling import SamplingOptions
 from tandem.hf.cuda_graphs import GraphedStep
 from tandem.hf.cuda_row_pool import CudaRowPool
 from tandem.hf.cuda_rows import CudaRows, try_cuda_rows
+from tandem.hf.cuda_uncut import UncutLayers
 from tandem.hf.experts import expert_functions
 from tandem.hf.machine import bind_all
 from tandem.hf.step_recorder import opaque
@@ -258,8 +259,14 @@ def test_pieces_follow_what_is_resident_and_how_many_slots_there_are(
     settled: list[bool] = []
     executor.settle = lambda: settled.append(True)  # type: ignore[attr-defined]
     quantizer.use(executor)
+
+    def make_room() -> bool:
+        cache.engine = object()
+        return True
+
     try:
         rows = CudaRows(model, PROMPTS, 40, make_capture=TwinCapture)
+        monkeypatch.setattr(rows.pool, "_make_room", make_room)
         rows.prefill()
         pieces = []
         for step in range(18):
@@ -268,10 +275,22 @@ def test_pieces_follow_what_is_resident_and_how_many_slots_there_are(
                 cache.engine = object()  # as a new size makes one
             rows.decode([50 + step] * len(PROMPTS))
             pieces.append(rows.step.num_pieces)
+        # Slots that make room in the middle of a step take its pieces with them.
+        right, failures = UncutLayers.end_step, iter([True])
+
+        def scarce(self: UncutLayers) -> None:
+            if next(failures, False):
+                raise torch.OutOfMemoryError("made up")
+            right(self)
+
+        monkeypatch.setattr(UncutLayers, "end_step", scarce)
+        assert rows.step.is_replaying
+        rows.decode([50] * len(PROMPTS))
+        assert rows.step.num_pieces == 0
     finally:
         quantizer.use(before)
     assert pieces == [0, 0, 5, 5, 5, 5, 0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1]
-    assert len(settled) == 18
+    assert len(settled) == 18 + 2
 
 
 def test_steps_that_ask_routers_ahead_are_not_captured(models: dict[str, Any]) -> None:

@@ -136,11 +136,10 @@ class CudaRowPool:
             self._follow_executor()
             self.cache.begin_decode(rows, count)
             self._bring(tokens)
-            step = self._last = self._step_at(count)
             executor = self._model.executor
             if executor is not None:
                 executor.begin_step(ids, is_prefill=False)
-            logits = self._with_room(partial(self._decode, step))
+            logits = self._with_room(partial(self._decode, count))
             self.cache.commit()
             for row, token in tokens.items():
                 self._held[row].append(token)
@@ -160,7 +159,8 @@ class CudaRowPool:
         self.cache.commit()
         return logits
 
-    def _decode(self, step: _Step) -> Tensor:
+    def _decode(self, count: int) -> Tensor:
+        step = self._last = self._step_at(count)
         if not step.graphed.is_replaying:
             return step.graphed()
         for uncut in step.uncut:
@@ -256,6 +256,7 @@ class CudaRowPool:
                         f"the GPU has no memory left for this step ({first_line}); use fewer or "
                         "shorter prompts at once, or more gpu_memory"
                     ) from error
+            self._follow_executor()  # what was captured may read slots that are gone
 
     def _make_room(self) -> bool:
         """Give some of the expert cache's memory to whatever needs it; False if there is none."""
