@@ -231,14 +231,16 @@ class GraphedStep:
         *,
         pad: Pad = lambda index: index,
         make_room: Callable[[], bool] = lambda: False,
+        unheard: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         """Take the model's own step; it may be repeated. Without a capture it stays as it is.
 
         `find_uncut` is asked when the step is captured: what it finds holds as long as the pieces.
-        `make_room` frees memory of the GPU if it can, for a capture that had too little.
+        `make_room` frees memory of the GPU if it can, for a capture that had too little. What
+        is done to capture and to compare is done inside `unheard`: it answers nobody.
         """
         self._step, self._find_uncut, self._pad = step, find_uncut, pad
-        self._make_room = make_room
+        self._make_room, self._unheard = make_room, unheard
         self._tolerance = _TOLERANCES.get(dtype)
         self._make_capture = make_capture
         self._pieces: list[tuple[Graph, Cut | None]] = []
@@ -276,9 +278,10 @@ class GraphedStep:
     def _attempt(self, expected: Tensor) -> None:
         """Capture the step if it is not yet, replay it and compare."""
         try:
-            if self._result is None:
-                self._capture_step()
-            difference = (self._replay().float() - expected.float()).norm()
+            with self._unheard():
+                if self._result is None:
+                    self._capture_step()
+                difference = (self._replay().float() - expected.float()).norm()
         except (RuntimeError, ValueError, TypeError, AttributeError) as error:
             if isinstance(error, torch.OutOfMemoryError) and self._make_room():
                 self._pieces, self._result = [], None  # the next step tries again

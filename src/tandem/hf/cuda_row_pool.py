@@ -20,6 +20,7 @@ from tandem.hf.cuda_uncut import UncutLayers, uncut_layers
 from tandem.hf.row_model import RowModel
 from tandem.hf.step_recorder import intercepted
 from tandem.kernels.attention import Segment
+from tandem.offload.events import unheard
 from tandem.offload.expert_cache import SHRINK
 from tandem.offload.passing_executor import PassingExecutor
 
@@ -236,6 +237,7 @@ class CudaRowPool:
             find_uncut,
             pad=pad,
             make_room=self._make_room,
+            unheard=lambda: unheard(self._model.executor),
         )
         if getattr(innermost(self._model.executor), "foresee", None) is not None:
             graphed.why_not = "routers are asked ahead, which captured pieces leave out"
