@@ -273,7 +273,7 @@ class Batcher:
         with what any row, a busy one included, holds of the prompt's beginning.
         """
         rows = self._rows
-        shared = [_num_shared(rows.held(row), prompt) for row in range(rows.num_rows)]
+        shared = [self._num_usable(row, prompt) for row in range(rows.num_rows)]
         free = [row for row, holder in enumerate(self._holders) if holder.running is None]
         best = max(free, key=lambda row: shared[row])
         if shared[best] and 2 * shared[best] >= len(rows.held(best)):
@@ -286,6 +286,10 @@ class Batcher:
             return target, shared[source]
         rows.keep(target, shared[target])
         return target, shared[target]
+
+    def _num_usable(self, row: int, prompt: Sequence[int]) -> int:
+        """Count the tokens of a prompt's beginning with which a row could go on."""
+        return self._rows.usable(row, _num_shared(self._rows.held(row), prompt))
 
     def _prefill_part(self, running: _Running) -> list[Lap]:
         """Run the next part of a prompt, up to a fixed place; after the last one, a token."""
@@ -312,7 +316,7 @@ class Batcher:
         So prompts that came at once and begin alike are computed once, part by part.
         """
         rows, prompt = self._rows, running.request.prompt
-        shared = [_num_shared(rows.held(row), prompt) for row in range(rows.num_rows)]
+        shared = [self._num_usable(row, prompt) for row in range(rows.num_rows)]
         source = max(range(rows.num_rows), key=lambda row: shared[row])
         gained = shared[source] - running.num_done
         if gained > 0:

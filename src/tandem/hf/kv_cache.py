@@ -1,10 +1,11 @@
 """A KV cache by rows: each row has a length of its own, and a step costs what is filled.
 
 Tokens of several rows go through the model as one sequence; only attention tells them apart. So a
-batch needs no padding, and rows may be at any position.
+batch needs no padding, and rows may be at any position. Layers with a sliding window keep no more
+than it can reach ([windows](windows.py)).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from tandem.core.errors import CapacityError
 from tandem.core.units import format_bytes
 from tandem.hf.row_cache import NotByRowsError, RowCache
 from tandem.hf.step_recorder import ATTENTION, opaque
+from tandem.hf.windows import KeptWindow
 from tandem.kernels.attention import (
     AttentionForm,
     CachedAttention,
@@ -43,6 +45,8 @@ class KvCache(RowCache):
         self._kv_dtype = kv_dtype
         self._capacity = _rounded(capacity)
         self._layers: dict[int, CachedAttention] = {}
+        self._windows: dict[int, KeptWindow] = {}
+        self._expected_bytes = 0
         self._segments: list[Segment] = []
         # One token per row is so common that its tensors stay: a recorded step refers to them.
         with torch.inference_mode(False):
@@ -73,6 +77,7 @@ class KvCache(RowCache):
         )
         self._awaited = None
         self.reserve(max(s.first_position + s.num_tokens for s in segments))
+        self._place(is_kept=False)
 
     def begin_decode(self) -> None:
         """Announce one token for every row."""
@@ -80,6 +85,7 @@ class KvCache(RowCache):
         self.reserve(max(self.lengths) + 1)
         self.rows, self.positions = self._all_rows, self._next_positions
         self.positions.copy_(torch.tensor(self.lengths))
+        self._place(is_kept=True)
         self._awaited = None
 
     def begin_rows(self, numbers: Sequence[int], rows: Tensor, positions: Tensor) -> None:
@@ -95,6 +101,7 @@ class KvCache(RowCache):
         rows.copy_(torch.tensor(numbers))
         positions.copy_(torch.tensor(lengths))
         self.rows, self.positions = rows, positions
+        self._place(is_kept=True)
         self._awaited = None
 
     def commit(self) -> None:
@@ -106,10 +113,31 @@ class KvCache(RowCache):
     @torch.inference_mode()
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Let a row hold the first tokens of another one, in place of what it held."""
-        assert length <= self.lengths[source]
+        assert length == self.usable(source, length)
         for layer in self._layers.values():
-            layer.copy_prefix(source, target, length)
+            window = self._windows.get(layer.form.window)
+            kept = length if window is None else max(0, length - window.first(source))
+            layer.copy_prefix(source, target, kept)
+        for window in self._windows.values():
+            window.follow(source, target)
         self.lengths[target] = length
+
+    def usable(self, row: int, length: int) -> int:
+        """Return with how many of its first `length` tokens a row can go on: all of them, or none.
+
+        None where layers with a window no longer have what the next token sees.
+        """
+        assert length <= self.lengths[row]
+        is_there = all(window.reaches(row, length) for window in self._windows.values())
+        return length if is_there else 0
+
+    def truncate(self, row: int, length: int) -> None:
+        """Forget a row's tokens from `length` on, which is `usable`."""
+        assert length == self.usable(row, length)
+        super().truncate(row, length)
+        if length == 0:
+            for window in self._windows.values():
+                window.begin_anew(row)
 
     @torch.inference_mode()
     def pretend(self, length: int) -> None:
@@ -118,9 +146,15 @@ class KvCache(RowCache):
         Needs a forward before it, which makes the layers.
         """
         self.reserve(length + 1)
-        for layer in self._layers.values():
+        for window in self._windows.values():
             for row in range(len(self.lengths)):
-                _pretend(layer, self.threads, row, length)
+                window.begin_anew(row, length)
+            window.place([Segment(0, length, 1)], torch.tensor([length]), is_kept=False)
+        for layer in self._layers.values():
+            kept = self._windows.get(layer.form.window)
+            for row in range(len(self.lengths)):
+                first = 0 if kept is None else kept.first(row)
+                _pretend(layer, self.threads, row, length - first)
         self.lengths[:] = [length] * len(self.lengths)
 
     def attend(
@@ -141,9 +175,21 @@ class KvCache(RowCache):
         self, attention: CachedAttention, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
         """The same for a layer that is known."""
-        rows, positions = self.rows, self.positions
+        rows, positions = self.rows, self.positions_of(attention)
         attention.append(self.threads, rows, positions, key, value)
         return attention.attend(self.threads, rows, positions, query)
+
+    def positions_of(self, attention: CachedAttention) -> Tensor:
+        """Return the places (n_tokens,) of the step's tokens in a layer's rows.
+
+        As long as `positions` are the same tensor, so are these.
+        """
+        window = self._windows.get(attention.form.window)
+        return self.positions if window is None or window.positions is None else window.positions
+
+    def _place(self, *, is_kept: bool) -> None:
+        for window in self._windows.values():
+            window.place(self._segments, self.positions, is_kept=is_kept)
 
     def _add_layer(
         self, layer: int, form: AttentionForm, dtype: torch.dtype, sinks: Tensor | None
@@ -151,11 +197,21 @@ class KvCache(RowCache):
         attention = CachedAttention(
             form, dtype if self._kv_dtype == "auto" else self._kv_dtype, sinks
         )
-        if not self._layers:  # the others are as large, or smaller
-            self._require_memory([attention] * self.num_layers)
-        self._grow(attention, used=0)
+        window = self._window_of(form.window)
+        if all(known.form.window != form.window for known in self._layers.values()):
+            self._expect_kind(attention, self._capacity if window is None else window.capacity)
+        if window is None:
+            self._grow(attention, self._capacity, 0)
+        else:
+            window.add(attention)
         self._layers[layer] = attention
         return attention
+
+    def _window_of(self, size: int) -> KeptWindow | None:
+        if size and size not in self._windows:
+            window = self._windows[size] = KeptWindow(size, len(self.lengths), self._grow)
+            window.capacity = min(self._capacity, window.capacity_for(self._segments))
+        return self._windows.get(size)
 
     def reserve(self, needed: int) -> None:
         """Make room for `needed` tokens in each row; raises `CapacityError` if there is none."""
@@ -163,33 +219,51 @@ class KvCache(RowCache):
             return
         before = self._capacity
         self._capacity = _rounded(max(needed, self._capacity * 3 // 2))
+        layers = [layer for layer in self._layers.values() if not layer.form.window]
         try:
-            self._require_memory(self._layers.values())
+            self._require_memory(layers)
         except CapacityError:
             self._capacity = before
             raise
-        for layer in self._layers.values():
-            self._grow(layer, used=max(self.lengths))
+        for layer in layers:
+            self._grow(layer, self._capacity, max(self.lengths))
 
-    def _require_memory(self, layers: Iterable[CachedAttention]) -> None:
+    def _require_memory(self, layers: list[CachedAttention]) -> None:
         """Raise `CapacityError` unless there is room for layers of the present capacity.
 
         Layers grow one after the other, so that one of them is there twice for a moment.
         """
-        layers, num_rows = list(layers), len(self.lengths)
-        sizes = [layer.bytes_of(self._capacity) * num_rows for layer in layers]
-        held = sum(layer.num_bytes for layer in set(layers))
+        needed = sum(layer.bytes_of(self._capacity) for layer in layers) * len(self.lengths)
+        held = sum(layer.num_bytes for layer in layers)
         available = host_memory.available_bytes()
-        if sum(sizes) - held > available:
-            raise _no_memory(num_rows, self._capacity, sum(sizes), available + held)
+        if needed - held > available:
+            raise self._no_memory(needed, available + held)
 
-    def _grow(self, layer: CachedAttention, used: int) -> None:
+    def _expect_kind(self, attention: CachedAttention, capacity: int) -> None:
+        """Raise `CapacityError` unless there is room for all layers of this one's kind.
+
+        They are as large as this one, or smaller.
+        """
+        sliding = self.num_sliding_layers or self.num_layers
+        count = sliding if attention.form.window else self.num_layers - self.num_sliding_layers
+        self._expected_bytes += max(1, count) * attention.bytes_of(capacity) * len(self.lengths)
+        available = host_memory.available_bytes()
+        if self._expected_bytes > available:
+            raise self._no_memory(self._expected_bytes, available)
+
+    def _grow(self, layer: CachedAttention, capacity: int, used: int) -> None:
         try:
-            layer.reserve(len(self.lengths), self._capacity, used)
+            layer.reserve(len(self.lengths), capacity, used)
         except RuntimeError as error:  # torch's own words for "no memory" name a C++ file
-            size = layer.bytes_of(self._capacity) * len(self.lengths) * self.num_layers
-            available = host_memory.available_bytes()
-            raise _no_memory(len(self.lengths), self._capacity, size, available) from error
+            size = layer.bytes_of(capacity) * len(self.lengths) * self.num_layers
+            raise self._no_memory(size, host_memory.available_bytes()) from error
+
+    def _no_memory(self, num_bytes: int, available: int) -> CapacityError:
+        return CapacityError(
+            f"a KV cache of {len(self.lengths)} rows of {self._capacity} tokens takes "
+            f"{format_bytes(num_bytes)} and {format_bytes(available)} of host memory are free; use "
+            "fewer prompts at once, shorter ones, a smaller max_new_tokens or kv_dtype='int8'"
+        )
 
 
 def _attend_layer(
@@ -200,14 +274,6 @@ def _attend_layer(
 
 def _rounded(tokens: int) -> int:
     return -(-tokens // _GRANULE_TOKENS) * _GRANULE_TOKENS
-
-
-def _no_memory(rows: int, capacity: int, num_bytes: int, available: int) -> CapacityError:
-    return CapacityError(
-        f"a KV cache of {rows} rows of {capacity} tokens takes {format_bytes(num_bytes)} and "
-        f"{format_bytes(available)} of host memory are free; use fewer prompts at once, shorter "
-        "ones, a smaller max_new_tokens or kv_dtype='int8'"
-    )
 
 
 def _pretend(layer: CachedAttention, threads: CpuThreads, row: int, length: int) -> None:

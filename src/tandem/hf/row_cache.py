@@ -32,6 +32,8 @@ class RowCache(ABC):
         self.lengths = [0] * num_rows
         self.num_layers = 1
         """Layers that are expected: their memory is asked for together."""
+        self.num_sliding_layers = 0
+        """How many of them see a window alone."""
         self._awaited: int | None = None
 
     @abstractmethod
@@ -107,6 +109,9 @@ def transformers_cache(model: Any, cache: RowCache) -> DynamicCache:
         type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in shell.layers
     ):
         raise NotByRowsError("the model keeps states beside keys and values")
+    cache.num_sliding_layers = sum(
+        type(layer) is DynamicSlidingWindowLayer for layer in shell.layers
+    )
     shell.layers = [_Layer(cache, number) for number in range(len(shell.layers))]
     cache.num_layers = len(shell.layers)
     return shell

@@ -32,11 +32,14 @@ class BorrowedRows(Protocol):
     def held(self, row: int) -> Sequence[int]:
         """Return the tokens whose keys and values a row holds."""
 
+    def usable(self, row: int, length: int) -> int:
+        """Return with how many of the first `length` tokens that it holds a row can go on."""
+
     def keep(self, row: int, length: int) -> None:
-        """Let a row forget what it holds beyond `length` tokens."""
+        """Let a row forget what it holds beyond `length` tokens, which are usable."""
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Let `target` hold the first tokens that `source` holds, and nothing else."""
+        """Let `target` hold the first tokens that `source` holds, which are usable."""
 
     def prefill(self, row: int, tokens: Sequence[int]) -> Tensor:
         """Append tokens to a row; return the logits of the one after them: (vocabulary,)."""
@@ -90,8 +93,12 @@ class RowPool:
         """Return the tokens whose keys and values a row holds."""
         return self._held[row]
 
+    def usable(self, row: int, length: int) -> int:
+        """Return with how many of the first `length` tokens that it holds a row can go on."""
+        return self.cache.usable(row, length)
+
     def keep(self, row: int, length: int) -> None:
-        """Let a row forget what it holds beyond `length` tokens."""
+        """Let a row forget what it holds beyond `length` tokens, which are usable."""
         self.cache.truncate(row, length)
         del self._held[row][length:]
 
@@ -138,7 +145,8 @@ class RowPool:
         def run() -> Tensor:
             return self._model.logits(ids, positions[:, None])[:, -1]
 
-        replayed = ReplayedStep(run, [ids, positions], self._model.model.dtype, self.cache.threads)
+        dtype, threads = self._model.model.dtype, self.cache.threads
+        replayed = ReplayedStep(run, [ids, positions], dtype, threads, self._executor)
         if not self._has_replay:
             replayed.why_not = "it was not wanted"
         elif getattr(self._executor, "foresee", None) is not None:
@@ -169,6 +177,10 @@ class LoneRow:
     def held(self, row: int) -> Sequence[int]:
         """Return nothing: `start` knows by itself what it can go on with."""
         return ()
+
+    def usable(self, row: int, length: int) -> int:
+        """Return nothing, which is what is held."""
+        return 0
 
     def keep(self, row: int, length: int) -> None:
         """Forget everything."""

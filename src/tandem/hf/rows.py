@@ -60,7 +60,7 @@ class CachedRows:
         assert len(prompts) == len(self._prompts)
         self._prompts = list(prompts)
         for row, (held, prompt) in enumerate(zip(self._tokens, prompts, strict=True)):
-            shared = num_shared(held, prompt)
+            shared = self.cache.usable(row, num_shared(held, prompt))
             self.cache.truncate(row, shared)
             del held[shared:]
             self.reused_tokens[row] = shared
@@ -119,7 +119,8 @@ class CachedRows:
 
     def _new_step(self) -> ReplayedStep:
         inputs = [self._ids, self.cache.positions]
-        step = ReplayedStep(self._decode_step, inputs, self._model.model.dtype, self.cache.threads)
+        dtype, threads = self._model.model.dtype, self.cache.threads
+        step = ReplayedStep(self._decode_step, inputs, dtype, threads, self._executor)
         if not self._has_replay:
             step.why_not = "it was not wanted"
         elif getattr(self._executor, "foresee", None) is not None:

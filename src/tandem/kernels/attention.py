@@ -21,7 +21,7 @@ KV_DTYPES = {"fp32": 0, "bf16": 1, "int8": 2}
 _OF_VALUES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 BLOCK_TOKENS = 16
-_CHUNK_TOKENS = 64  # capacities are whole ones: kernels read chunk by chunk
+CHUNK_TOKENS = 64  # capacities are whole ones: kernels read chunk by chunk
 
 
 def require_kv_dtype(name: str) -> None:
@@ -96,7 +96,7 @@ class CachedAttention:
 
         Raises `RuntimeError` where there is no memory.
         """
-        num_blocks = -(-capacity // _CHUNK_TOKENS) * (_CHUNK_TOKENS // BLOCK_TOKENS)
+        num_blocks = -(-capacity // CHUNK_TOKENS) * (CHUNK_TOKENS // BLOCK_TOKENS)
         used_blocks = -(-used // BLOCK_TOKENS)
         lead = (num_rows, self.form.num_kv_heads, num_blocks)
         sizes = (self.native.key_block_bytes, self.native.value_block_bytes)

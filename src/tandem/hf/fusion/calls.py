@@ -74,7 +74,7 @@ def find_attentions(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
 
 def _attention_call(cache: KvCache, attention: CachedAttention) -> NativeCall:
     """Return the call for tensors (heads, rows, dim), whose last dimension is dense."""
-    rows, positions = cache.rows, cache.positions
+    rows, positions = cache.rows, cache.positions_of(attention)
 
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         (q, k, v), (out,) = inputs, outputs

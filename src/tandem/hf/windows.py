@@ -1,0 +1,120 @@
+"""What layers with a sliding window keep of each row: its last positions, from some first one on.
+
+A row's keys and values slide to the front of their memory when it is full, by whole chunks, so that
+its size follows the window and what comes out does not depend on when they slid. A row goes on from
+an earlier position only if what that one sees is still there.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from tandem.kernels.attention import BLOCK_TOKENS, CHUNK_TOKENS, CachedAttention, Segment
+
+# Kept before the window, so that rows can go back: the next turn of a conversation often writes the
+# end of the last one differently, and requests may begin with the same instructions.
+MARGIN_TOKENS = 1024
+# Room beyond, so that steps rarely slide: at least so many tokens, or this share of the window.
+LEAST_SLACK_TOKENS = 256
+_SLACK_SHARE = 4
+GRANULE_TOKENS = 256
+
+# Called with a layer, the positions that its rows shall have room for, and how many to keep.
+Reserve = Callable[[CachedAttention, int, int], None]
+
+
+class KeptWindow:
+    """The rows of all layers whose window has one size."""
+
+    def __init__(self, window: int, num_rows: int, reserve: Reserve) -> None:
+        """Keep what `window` positions see, the own one included, of rows that are empty.
+
+        `reserve` makes room in a layer for so many positions a row, of which the first are kept.
+        """
+        self.window = window
+        self._reserve = reserve
+        self.capacity = 0
+        """Positions that a row has room for."""
+        self._layers: list[CachedAttention] = []
+        self._firsts = [0] * num_rows
+        self._positions: dict[int, Tensor] = {}
+        self.positions: Tensor | None = None
+        """Of the step's tokens, counted from the first position that their row keeps."""
+
+    def capacity_for(self, segments: Sequence[Segment]) -> int:
+        """Return the room that rows need for new tokens, beside what these see."""
+        most = max(segment.num_tokens for segment in segments)
+        longest = max(segment.first_position + segment.num_tokens for segment in segments)
+        slack = max(LEAST_SLACK_TOKENS, self.window // _SLACK_SHARE)
+        return _rounded(min(longest, self.window + MARGIN_TOKENS + CHUNK_TOKENS + most) + slack)
+
+    def add(self, layer: CachedAttention) -> None:
+        """Take a layer, which is empty, with room for `capacity` positions."""
+        self._reserve(layer, self.capacity, 0)
+        self._layers.append(layer)
+
+    def reaches(self, row: int, length: int) -> bool:
+        """Tell whether a row still has what the token after its first `length` sees."""
+        return self._firsts[row] <= max(0, length + 1 - self.window)
+
+    def first(self, row: int) -> int:
+        """Return the first position that a row keeps."""
+        return self._firsts[row]
+
+    def begin_anew(self, row: int, length: int = 0) -> None:
+        """Let a row's memory begin where it needs to for a row of `length` tokens."""
+        self._firsts[row] = self._needed_first(length)
+
+    def follow(self, source: int, target: int) -> None:
+        """Let a row begin where another one does, from which it was copied."""
+        self._firsts[target] = self._firsts[source]
+
+    @torch.inference_mode()
+    def place(self, segments: Sequence[Segment], positions: Tensor, *, is_kept: bool) -> None:
+        """Make room for a step's tokens at their `positions` (n_tokens,), and note their places.
+
+        Where the caller keeps the tensor of positions (`is_kept`), so does this.
+        """
+        for segment in segments:
+            self._slide(segment)
+        self._grow(segments)
+        counts = torch.tensor([segment.num_tokens for segment in segments])
+        firsts = torch.tensor([self._firsts[segment.row] for segment in segments])
+        relative = positions - firsts.repeat_interleave(counts)
+        if not is_kept:
+            self.positions = relative
+            return
+        with torch.inference_mode(False):
+            kept = self._positions.setdefault(positions.data_ptr(), torch.empty_like(positions))
+        self.positions = kept.copy_(relative)
+
+    def _needed_first(self, position: int) -> int:
+        seen = max(0, position + 1 - self.window - MARGIN_TOKENS)
+        return seen // CHUNK_TOKENS * CHUNK_TOKENS
+
+    def _slide(self, segment: Segment) -> None:
+        """Let a row forget what no window reaches any more, if its memory is full."""
+        row, begin, count = segment
+        old, new = self._firsts[row], self._needed_first(begin)
+        if begin + count - old <= self.capacity or new <= old:
+            return
+        shift = (new - old) // BLOCK_TOKENS
+        used = -(-(begin - new) // BLOCK_TOKENS)
+        for layer in self._layers:
+            for tensor in (layer.keys, layer.values):
+                tensor[row, :, :used] = tensor[row, :, shift : shift + used].clone()
+        self._firsts[row] = new
+
+    def _grow(self, segments: Sequence[Segment]) -> None:
+        """Make room for steps of more tokens than there have been."""
+        needed = max(s.first_position + s.num_tokens - self._firsts[s.row] for s in segments)
+        if needed <= self.capacity:
+            return
+        used, self.capacity = self.capacity, max(needed, self.capacity_for(segments))
+        for layer in self._layers:
+            self._reserve(layer, self.capacity, used)
+
+
+def _rounded(tokens: int) -> int:
+    return -(-tokens // GRANULE_TOKENS) * GRANULE_TOKENS
