@@ -30,7 +30,7 @@ FIRST_TOKENS = WARM_UP_STEPS
 _FEW_LAYERS, _MORE_LAYERS = 2, 6
 _WHOLE_BYTES = 2 << 30  # models up to this are built whole
 _SHARE_OF_MEMORY = 0.5  # of what is free, for the layers that are built
-_ROUNDS = 3
+_ROUNDS = 5
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
