@@ -92,6 +92,13 @@ def test_says_bytes_and_verdict(checkpoint: Path, capsys: pytest.CaptureFixture[
     assert any("tandem pack" in line for line in report["advice"])
 
 
+def test_windows_bound_what_their_layers_keep(tmp_path: Path) -> None:
+    sizes = sizes_of(write_plain(tmp_path / "plain", "gpt_oss"))
+    assert sizes.kv_bytes(1000) == 1000 * sizes.kv_bytes_per_token
+    more = sizes.kv_bytes(200_000) - sizes.kv_bytes(100_000)
+    assert more == 100_000 * sizes.kv_bytes_per_token / 2  # every other layer has a window
+
+
 def test_slots_of_a_device(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     image = sizes_of(checkpoint, expert_dtype="int4").expert_image_bytes
     words = ["--device", "emulated", "--expert-dtype", "int4", "--gpu-memory", str(5 * image)]

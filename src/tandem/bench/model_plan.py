@@ -41,7 +41,7 @@ class Plan:
     @property
     def kv_cache_bytes(self) -> int:
         """Bytes of keys and values at the context."""
-        return self.context_tokens * self.sizes.kv_bytes_per_token
+        return self.sizes.kv_bytes(self.context_tokens)
 
     @property
     def workspace_bytes(self) -> int:
@@ -200,7 +200,7 @@ def as_json(plan: Plan, lines: list[str]) -> dict[str, object]:
         "parts_bytes": {"experts": plan.sizes.experts_bytes, **plan.sizes.dense_bytes},
         "kv_cache_bytes": plan.kv_cache_bytes,
         "kv_cache_bytes_by_context": {
-            str(tokens): tokens * plan.sizes.kv_bytes_per_token for tokens in CONTEXTS
+            str(tokens): plan.sizes.kv_bytes(tokens) for tokens in CONTEXTS
         },
         "context_tokens": plan.context_tokens,
         "time_to_first_token_seconds": known and known.prefill_seconds,

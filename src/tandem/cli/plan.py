@@ -148,8 +148,7 @@ def _table(plan: "Plan") -> str:
     free = format_bytes(plan.available_bytes + plan.process_bytes)
     lines.append(f"{'host memory':<42} {format_bytes(plan.host_bytes):>10}  {verdict}: {free} free")
     by_context = ", ".join(
-        f"{tokens // 1024}k {format_bytes(tokens * sizes.kv_bytes_per_token)}"
-        for tokens in CONTEXTS
+        f"{tokens // 1024}k {format_bytes(sizes.kv_bytes(tokens))}" for tokens in CONTEXTS
     )
     lines.append(f"KV cache by context: {by_context}")
     if plan.device != "cpu":

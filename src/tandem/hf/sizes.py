@@ -13,7 +13,9 @@ from tandem.hf.dense import has_quantised_experts, packable_layers
 from tandem.hf.experts import is_experts_module
 from tandem.hf.load import empty_model, open_foreign, source_config
 from tandem.hf.quantizer import OffloadQuantizer
+from tandem.hf.rows import MAX_STEP_TOKENS
 from tandem.hf.save import stored_name
+from tandem.hf.windows import most_kept
 from tandem.kernels.formats.weight_format import WeightFormat, find_format
 from tandem.offload.host_store import HostStore
 from tandem.offload.packed_layer import PackedLayer
@@ -50,6 +52,17 @@ class ModelSizes:
     dense_layers_without: int
     """Linear layers that are quantised in the checkpoint and are dequantised."""
     kv_bytes_per_token: int
+    """In all layers, whatever they see."""
+    sliding_window: int
+    """Positions that the layers with a window see; 0: there are none."""
+    sliding_share: float
+    """How much of `kv_bytes_per_token` is of layers with a window."""
+
+    def kv_bytes(self, num_tokens: int) -> int:
+        """Return what the keys and values of so many tokens of one row take on the CPU."""
+        kept = min(num_tokens, most_kept(self.sliding_window, MAX_STEP_TOKENS))
+        sliding = self.kv_bytes_per_token * self.sliding_share
+        return round(num_tokens * (self.kv_bytes_per_token - sliding) + kept * sliding)
 
     @property
     def top_k(self) -> int:
@@ -103,6 +116,8 @@ def config_sizes(config: Any, offload: OffloadConfig) -> ModelSizes:
         dense_layers_with_codes=sum(fmt is not None for fmt in codes.values()),
         dense_layers_without=sum(fmt is None for fmt in codes.values()),
         kv_bytes_per_token=_kv_bytes_per_token(text, dtype),
+        sliding_window=int(getattr(text, "sliding_window", None) or 0),
+        sliding_share=_sliding_share(text),
     )
 
 
@@ -154,6 +169,14 @@ def _dense_parts(model: nn.Module, packed: Mapping[str, WeightFormat]) -> Iterat
                 seen.add(id(tensor))
                 itemsize = 4 if any(word in f"{path}.{name}" for word in in_fp32) else 0
                 yield f"{path}.{name}", tensor.numel() * max(itemsize, tensor.itemsize)
+
+
+def _sliding_share(config: Any) -> float:
+    """Return the share of layers with a window, as Transformers' caches count them."""
+    if not getattr(config, "sliding_window", None):
+        return 0.0
+    kinds: list[str] = getattr(config, "layer_types", None) or ["sliding_attention"]
+    return sum(kind == "sliding_attention" for kind in kinds) / len(kinds)
 
 
 def _kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:

@@ -116,5 +116,11 @@ class KeptWindow:
             self._reserve(layer, self.capacity, used)
 
 
+def most_kept(window: int, step_tokens: int) -> int:
+    """Return the positions that a row has room for at most, in steps of up to `step_tokens`."""
+    slack = max(LEAST_SLACK_TOKENS, window // _SLACK_SHARE)
+    return _rounded(window + MARGIN_TOKENS + CHUNK_TOKENS + step_tokens + slack)
+
+
 def _rounded(tokens: int) -> int:
     return -(-tokens // GRANULE_TOKENS) * GRANULE_TOKENS
