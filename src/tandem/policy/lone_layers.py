@@ -34,8 +34,8 @@ class LoneLayers:
         self._decide = make(LoneTerms(cpu, gpu, first, link, max_fetches, never_worse_than_cpu))
         self._residency = residency
         self._eviction = eviction
-        # By number of experts: added up, as the planner does.
-        self._all_on_cpu = [sum([cpu] * n) for n in range(residency.geometry.top_k + 1)]
+        # By number of experts: added up, as the planner does. Forced routing may exceed top_k.
+        self._all_on_cpu = [sum([cpu] * n) for n in range(residency.geometry.num_experts + 1)]
 
     def decision(
         self,
