@@ -3,12 +3,15 @@
 python -m tests.demo.hybrid_matrix    all rows, 20 prompts by turns, 64 tokens each
 """
 
+import argparse
 import dataclasses
 import itertools
 import json
+import multiprocessing
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,9 +20,9 @@ from transformers import AutoTokenizer
 
 import tandem
 from tandem.cli.paths import cache_dir
-from tandem.core.units import format_bytes
 from tandem.generate.generator import Generator
 from tandem.hf.config import OffloadConfig
+from tandem.kernels.cpu import detect_cpu
 from tandem.offload.cache_statistics import CacheStatistics
 from tandem.policy.assignment import ASSIGNMENTS
 from tandem.policy.eviction import EVICTIONS
@@ -75,13 +78,20 @@ def prompts(count: int) -> list[list[dict[str, str]]]:
 class Matrix:
     """The demo model, loaded once, and what it says on the CPU alone."""
 
-    def __init__(self, directory: Path, conversations: Sequence[Any], max_new_tokens: int) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        conversations: Sequence[Any],
+        max_new_tokens: int,
+        threads: int | None = None,
+    ) -> None:
         # Linear layers in int8, as `tandem run` has them: most of a step would be reading them.
         self.model = tandem.load(
             directory,
             dtype="fp32",
             expert_dtype="int8",
             dense_dtype="int8",
+            threads=threads,
             cache_dir=str(cache_dir()),
         )
         self._tokenizer = AutoTokenizer.from_pretrained(directory)
@@ -124,19 +134,30 @@ class Matrix:
         return statistics
 
 
-def main() -> int:
-    begin = time.monotonic()
-    matrix = Matrix(cache_dir() / "models" / "demo", prompts(20), 64)
+def run_part(part: int, parts: int) -> int:
+    """Check every `parts`-th row from row `part` on, in a process of its own; returns how many."""
+    # torch's threads spin for a while after each operation, on the cores of the kernels' threads.
+    torch.set_num_threads(1)
+    threads = max(1, detect_cpu().physical_cores // parts)
+    matrix = Matrix(cache_dir() / "models" / "demo", prompts(20), 64, threads)
     rows = list(pairwise_rows())
-    for number, row in enumerate(rows):
-        statistics = matrix.check(row, number, 1)
-        print(f"{number + 1}/{len(rows)} {' '.join(map(str, row))}: hits {statistics.hit_rate:.0%}")
-    stored = format_bytes(matrix.model.hf_quantizer.store.num_bytes)
-    print(f"all equal: {len(rows)} rows, {stored} of experts, {time.monotonic() - begin:.0f} s")
+    for number in range(part, len(rows), parts):
+        hits = matrix.check(rows[number], number, 1).hit_rate
+        print(f"{number + 1}/{len(rows)} {' '.join(map(str, rows[number]))}: hits {hits:.0%}")
+    return len(range(part, len(rows), parts))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    # Half of a step is Python, which more threads do not make faster.
+    parser.add_argument("--processes", type=int, default=min(4, detect_cpu().physical_cores))
+    parts = parser.parse_args().processes
+    begin = time.monotonic()
+    with ProcessPoolExecutor(parts, mp_context=multiprocessing.get_context("spawn")) as pool:
+        count = sum(pool.map(run_part, range(parts), itertools.repeat(parts)))
+    print(f"all equal: {count} rows, {parts} processes, {time.monotonic() - begin:.0f} s")
     return 0
 
 
 if __name__ == "__main__":
-    # torch's threads spin for a while after each operation, on the cores of the kernels' threads.
-    torch.set_num_threads(1)
     sys.exit(main())
