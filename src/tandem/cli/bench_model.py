@@ -60,6 +60,8 @@ def run_model(options: ModelBenchOptions, choice: "ModelChoice | None") -> int:
     from tandem.hf.config import OffloadConfig
     from tandem.kernels.cpu import detect_cpu
     from tandem.kernels.dense import CpuThreads
+    from tandem.offload.forced_routing import ForcedRouting
+    from tandem.trace import read_trace
 
     cpu = detect_cpu()
     isa = os.environ.get("TANDEM_ISA", "")
@@ -69,9 +71,12 @@ def run_model(options: ModelBenchOptions, choice: "ModelChoice | None") -> int:
         expert_dtype=options.expert_dtype, threads=num_threads, isa=isa or None,
         device=options.device,
     )  # fmt: skip
+    # Read before the model is built, which takes long.
+    trace = read_trace(options.replay) if options.replay is not None else None
     name, model = _model(options, choice, offload, threads)
-    if options.replay is not None:
-        _force_routing(model, options.replay)
+    if trace is not None:
+        quantizer = model.hf_quantizer
+        quantizer.use(ForcedRouting(quantizer.executor, trace))
     machine = measure_machine(KernelBench(num_threads=num_threads, isa=isa))
     generator = Generator(model, kv_dtype=options.kv_dtype, has_replay=options.compile)
     work = Workload(
@@ -112,14 +117,6 @@ def _model(
         choice, offload, quiet=False, dense_dtype=options.dense_dtype
     )
     return choice.model, model
-
-
-def _force_routing(model: Any, path: str) -> None:
-    from tandem.offload.forced_routing import ForcedRouting
-    from tandem.trace import read_trace
-
-    quantizer = model.hf_quantizer
-    quantizer.use(ForcedRouting(quantizer.executor, read_trace(path)))
 
 
 def _print(machine: "Ceiling", ceiling: "Speed", measured: "Measured") -> None:

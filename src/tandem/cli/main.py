@@ -1,6 +1,7 @@
 """Entry point: parses the command line, runs one subcommand, turns errors into one sentence."""
 
 import argparse
+import errno
 import importlib
 import os
 import sys
@@ -53,6 +54,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader (head, less) has gone; nothing is wrong
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        print(f"tandem: error: {_what_the_system_says(error)}", file=sys.stderr)
+        return EXIT_USER_ERROR
+
+
+def _what_the_system_says(error: OSError) -> str:
+    """Return one sentence about a file that cannot be read or written, or a full disk."""
+    what = error.strerror or str(error).partition("\n")[0] or type(error).__name__
+    if error.errno == errno.ENOSPC:
+        return "the disk is full; free some space, or set TANDEM_CACHE or the output elsewhere"
+    where = f"{error.filename2 or error.filename}: " if error.filename else ""
+    return f"{where}{what}; give a file or folder that can be read and written"
 
 
 def _parser(command: str) -> argparse.ArgumentParser:

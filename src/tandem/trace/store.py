@@ -57,8 +57,12 @@ def write_trace(path: str | Path, trace: RoutingTrace) -> None:
         **arrays,
     )
     partial = Path(f"{path}.partial")
-    partial.write_bytes(buffer.getvalue())
-    partial.replace(path)
+    try:
+        partial.write_bytes(buffer.getvalue())
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def _read_arrays(path: Path, where: str) -> dict[str, Array]:
