@@ -80,7 +80,7 @@ def _values() -> Iterator[dict[str, Any]]:
         tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
         yield {"tools": [tool]}
         yield {"tools": [tool], "tool_choice": "required"}
-    for name, wrong in {
+    values: dict[str, list[Any]] = {
         "model": [5, "x" * 600], "max_tokens": [0, -2, 1.5, "9", 2**40, True, []],
         "temperature": [-1, 9, "1", {}], "top_p": [-0.1, 1.1], "top_k": [-2, 2**40],
         "n": [0, 10**9], "stop": ["", 5, [""], ["a"] * 17, "x" * 300], "seed": [2**70, 1.5, "1"],
@@ -90,7 +90,8 @@ def _values() -> Iterator[dict[str, Any]]:
         "tools": [{}, [{}], [{"type": "function", "function": {"name": "a b"}}]],
         "chat_template_kwargs": [{"messages": []}, {"a b": 1}, {"x": deep}, 5],
         "response_format": ["json", {"type": "xml"}], "reasoning_effort": ["huge"],
-    }.items():  # fmt: skip
+    }  # fmt: skip
+    for name, wrong in values.items():
         yield from ({name: value} for value in wrong)
 
 
@@ -123,10 +124,11 @@ def bodies() -> Iterator[tuple[str, bytes]]:
             yield path, json.dumps({**told, **fields}).encode()
     for messages in _messages():
         yield _CHAT, json.dumps({"messages": messages, "max_tokens": 1}).encode()
-    for prompt in (
+    prompts: list[Any] = [
         "", [], [[]], [""], [5, "x"], [-1], [2**40], [True], [1.5], [[1], "x"], {}, 5, None,
         [[1]] * 65, "x" * 100_000,
-    ):  # fmt: skip
+    ]  # fmt: skip
+    for prompt in prompts:
         yield _TEXT, json.dumps({"prompt": prompt, "max_tokens": 1}).encode()
 
 
