@@ -5,6 +5,7 @@ depend on who computed what: each (token, expert) gives one fp32 row, and rows a
 order of the router's top-k.
 """
 
+import threading
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -97,6 +98,7 @@ class CpuExecutor(StatelessExecutor):
         super().__init__(store)
         self._kernels = ExpertKernels(num_threads=num_threads, isa=isa)
         self._rows = RowMemory()
+        self._rows_lock = threading.Lock()  # several Python threads may call one model
 
     def execute(
         self,
@@ -147,13 +149,14 @@ class CpuExecutor(StatelessExecutor):
         self._kernels.wake()  # while the rows are sorted
         routing = Routing(top_k_index, layer.arrivals.num_experts)
         order = routing.lone_order()
-        side = CallSide(hidden, self._rows.rows(routing.num_rows, hidden.shape[1]))
-        call = LayerCall(layer, functions, routing, order)
-        if order:
-            self._kernels.run(call.batch(0, len(order), side))
-        if self.listeners:
-            self.report(layer, top_k_index, len(routing.experts), routing.num_rows)
-        return call.result(side, top_k_weights, self._kernels.add_rows)
+        with self._rows_lock:
+            side = CallSide(hidden, self._rows.rows(routing.num_rows, hidden.shape[1]))
+            call = LayerCall(layer, functions, routing, order)
+            if order:
+                self._kernels.run(call.batch(0, len(order), side))
+            if self.listeners:
+                self.report(layer, top_k_index, len(routing.experts), routing.num_rows)
+            return call.result(side, top_k_weights, self._kernels.add_rows)
 
     def report(self, layer: HostLayer, chosen: Tensor, num_active: int, num_rows: int) -> None:
         """Tell the listeners what a layer's router chose, and how much was computed for it."""

@@ -1,0 +1,87 @@
+"""A loaded model is used as any of Transformers: searches, batches, pipelines, threads."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+
+import tandem
+from tests.hf.tiny import save_tiny_checkpoint
+
+IDS = torch.tensor([[20, 21, 22, 23]])
+OPTIONS = {"max_new_tokens": 6, "min_new_tokens": 6, "pad_token_id": 0}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def offloaded(checkpoint: Path) -> Any:
+    config = tandem.OffloadConfig()
+    return AutoModelForCausalLM.from_pretrained(
+        checkpoint, quantization_config=config, dtype="float32"
+    )
+
+
+@pytest.fixture(scope="module")
+def eager(checkpoint: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(
+        checkpoint, experts_implementation="eager", dtype="float32"
+    )
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"do_sample": True}, {}])
+def test_searches_find_what_eager_finds(
+    offloaded: Any, eager: Any, options: dict[str, Any]
+) -> None:
+    found = []
+    for model in (offloaded, eager):
+        torch.manual_seed(0)
+        found.append(model.generate(IDS, **OPTIONS, **options))
+    assert torch.equal(*found)
+
+
+def test_assisted_decoding_changes_nothing(offloaded: Any, eager: Any) -> None:
+    found = offloaded.generate(IDS, assistant_model=eager, **OPTIONS)
+    assert torch.equal(found, eager.generate(IDS, **OPTIONS))
+
+
+def test_left_padding_is_masked(offloaded: Any, eager: Any) -> None:
+    ids = torch.tensor([[0, 0, 22, 23], [20, 21, 22, 23]])
+    options = {**OPTIONS, "attention_mask": torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])}
+    assert torch.equal(offloaded.generate(ids, **options), eager.generate(ids, **options))
+
+
+def test_a_pipeline_takes_it(offloaded: Any, checkpoint: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    answer = pipeline("text-generation", model=offloaded, tokenizer=tokenizer)
+    (said,) = answer("hello", max_new_tokens=4)
+    assert said["generated_text"].startswith("hello")
+
+
+@pytest.mark.parametrize("expert_dtype", ["auto", "int8"])
+def test_threads_do_not_disturb_each_other(checkpoint: Path, expert_dtype: str) -> None:
+    model = tandem.load(checkpoint, dtype="float32", expert_dtype=expert_dtype)
+    prompts = [torch.tensor([[20 + i, 21, 22 + i, 23]]) for i in range(4)]
+    with torch.no_grad():
+        expected = [model(ids).logits for ids in prompts]
+    wrong: list[int] = []
+
+    def ask(number: int) -> None:
+        for _ in range(30):
+            with torch.no_grad():
+                logits = model(prompts[number]).logits
+            if not torch.allclose(logits, expected[number], atol=1e-4):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
