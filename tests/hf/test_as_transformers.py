@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import tandem
+from tandem.core.errors import ConfigError
 from tests.hf.tiny import save_tiny_checkpoint
 
 IDS = torch.tensor([[20, 21, 22, 23]])
@@ -64,9 +65,16 @@ def test_a_pipeline_takes_it(offloaded: Any, checkpoint: Path) -> None:
     assert said["generated_text"].startswith("hello")
 
 
-@pytest.mark.parametrize("expert_dtype", ["auto", "int8"])
-def test_threads_do_not_disturb_each_other(checkpoint: Path, expert_dtype: str) -> None:
-    model = tandem.load(checkpoint, dtype="float32", expert_dtype=expert_dtype)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"expert_dtype": "auto"},
+        {"expert_dtype": "int8"},
+        {"device": "emulated", "gpu_memory": "150kB", "profile": "laptop-8gb"},
+    ],
+)
+def test_threads_do_not_disturb_each_other(checkpoint: Path, options: dict[str, Any]) -> None:
+    model = tandem.load(checkpoint, dtype="float32", **options)
     prompts = [torch.tensor([[20 + i, 21, 22 + i, 23]]) for i in range(4)]
     with torch.no_grad():
         expected = [model(ids).logits for ids in prompts]
@@ -85,3 +93,9 @@ def test_threads_do_not_disturb_each_other(checkpoint: Path, expert_dtype: str) 
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+def test_a_backward_pass_is_refused(offloaded: Any) -> None:
+    loss = offloaded(IDS, labels=IDS).loss
+    with pytest.raises(ConfigError, match="which have no gradients; train the model"):
+        loss.backward()

@@ -5,8 +5,9 @@ model's own activation and norm) and hands the tokens to the executor of the mod
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 
 from tandem.core.errors import ConfigError
@@ -77,4 +78,21 @@ def experts_forward(
         top_k_weights,
         binding.functions,
     )
+    if torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad):
+        return _ForwardOnly.apply(out, hidden_states, top_k_weights)  # type: ignore[no-any-return, no-untyped-call]
     return out
+
+
+class _ForwardOnly(torch.autograd.Function):
+    """Stands between experts and their inputs: a backward pass ends here, not without them."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, *inputs: Tensor) -> Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> NoReturn:  # type: ignore[override]
+        raise ConfigError(
+            "a backward pass came to experts that Tandem computes, which have no gradients; train "
+            "the model as Transformers loads it, without an OffloadConfig"
+        )

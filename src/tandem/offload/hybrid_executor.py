@@ -9,6 +9,7 @@ Whatever the plan, the result has the same bits as `CpuExecutor`'s.
 """
 
 import contextlib
+import threading
 import time
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -61,6 +62,7 @@ class HybridExecutor:
         self.foresee: Foresee | None = None
         """Asked, for each layer that is about to be planned, what the next one will want."""
         self._kernels = kernels
+        self._turn = threading.Lock()
         self._announced: tuple[Sequence[int], bool] | None = None
         self._last_layer = len(self.store)
         self._wanted_slots: int | None = None
@@ -99,9 +101,21 @@ class HybridExecutor:
         top_k_weights: Tensor,
         functions: ExpertFunctions,
     ) -> Tensor:
-        """Compute a layer; see `Executor`."""
+        """Compute a layer; see `Executor`. Callers from several Python threads take turns."""
         if hidden.requires_grad or top_k_weights.requires_grad:  # to ask costs less than to detach
             hidden, top_k_weights = hidden.detach(), top_k_weights.detach()
+        with self._turn:
+            return self._guarded(layer, hidden, top_k_index, top_k_weights, functions)
+
+    def _guarded(
+        self,
+        layer: int,
+        hidden: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        functions: ExpertFunctions,
+    ) -> Tensor:
+        """Compute a layer, with an engine that can be used again whatever happens."""
         try:
             if layer <= self._last_layer or self._announced is not None:
                 self._begin_step(hidden.shape[0])
