@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as `import tandem` sets it, here too late
+
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM

@@ -37,10 +37,12 @@ def build_random_model(
     num_layers: int | None = None,
     vocabulary: int | None = None,
     device: str = "cpu",
+    has_huge_pages: bool = True,
 ) -> Any:
     """Build a shape as if it had been loaded; `num_layers` and `vocabulary` cut it.
 
-    Dense parts are on `device`; on a GPU they are bf16, so `dense_dtype` is "none" there.
+    Without huge pages experts lie as those of a mapped file do. Dense parts are on `device`; on a
+    GPU they are bf16, so `dense_dtype` is "none" there.
     """
     values = dict(shape.values)
     if num_layers is not None:
@@ -58,7 +60,10 @@ def build_random_model(
                 f"expert_dtype is {offload.expert_dtype!r}; random experts are packed, so choose "
                 "int4, int8, mxfp4 or another packed format"
             )
-        layer.adopt(STORED_NAME, _random_experts(layer.layout, layer.arrivals.num_experts))
+        experts = _random_experts(
+            layer.layout, layer.arrivals.num_experts, has_huge_pages=has_huge_pages
+        )
+        layer.adopt(STORED_NAME, experts)
     _drop_experts(model)
     _pack_linear_layers(model, parse_dense_dtype(dense_dtype), threads)
     model.to_empty(device=device)
@@ -94,9 +99,11 @@ def _random_matrix(rows: int, cols: int, fmt: WeightFormat) -> PackedMatrix:
     return matrix
 
 
-def _random_experts(layout: ExpertLayout, num_experts: int) -> Tensor:
+def _random_experts(
+    layout: ExpertLayout, num_experts: int, *, has_huge_pages: bool = True
+) -> Tensor:
     """Return packed experts (num_experts, bytes): random codes with scales of usual size."""
-    store = allocate_buffers(num_experts, layout.num_bytes)
+    store = allocate_buffers(num_experts, layout.num_bytes, has_huge_pages=has_huge_pages)
     for drawn in store[:_DRAWN_EXPERTS]:
         _draw_codes(drawn, layout.format)
         for section in (layout.up_scales, layout.down_scales):

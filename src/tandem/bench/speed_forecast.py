@@ -23,7 +23,7 @@ from tandem.kernels.dense import CpuThreads
 from tandem.offload.host_memory import available_bytes
 
 # Raise it when what is measured changes: older forecasts are then made anew.
-MEASUREMENT = 3
+MEASUREMENT = 4
 PROMPT_TOKENS = 256
 DECODE_STEPS = 24
 FIRST_TOKENS = WARM_UP_STEPS
@@ -157,7 +157,10 @@ def _build(sizes: ModelSizes, offload: OffloadConfig, num_layers: int) -> Any:
         expert_dtype=sizes.expert_formats[0], threads=offload.threads, isa=offload.isa
     )
     shape = cut_shape(sizes, num_layers)
-    return build_random_model(shape, options, cpu_threads(offload), dense_dtype=offload.dense_dtype)
+    return build_random_model(
+        shape, options, cpu_threads(offload), dense_dtype=offload.dense_dtype,
+        has_huge_pages=not sizes.are_experts_mapped,
+    )  # fmt: skip
 
 
 def _time(model: Any) -> _Times:
@@ -201,6 +204,6 @@ def _key(sizes: ModelSizes, offload: OffloadConfig) -> str:
     config = json.dumps(_cut(sizes.config.to_dict(), sizes.num_layers), sort_keys=True, default=str)
     parts = (
         MEASUREMENT, cpu.model_name, cpu.instruction_sets, offload.threads or cpu.physical_cores,
-        offload.isa, sizes.expert_formats, offload.dense_dtype, config,
+        offload.isa, sizes.expert_formats, sizes.are_experts_mapped, offload.dense_dtype, config,
     )  # fmt: skip
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

@@ -1,5 +1,6 @@
 """What a checkpoint will take, by part, before anything is loaded: reads headers only."""
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +58,8 @@ class ModelSizes:
     """Positions that the layers with a window see; 0: there are none."""
     sliding_share: float
     """How much of `kv_bytes_per_token` is of layers with a window."""
+    are_experts_mapped: bool = False
+    """Whether experts stay where the checkpoint's files are mapped, on small pages."""
 
     def kv_bytes(self, num_tokens: int) -> int:
         """Return what the keys and values of so many tokens of one row take on the CPU."""
@@ -85,7 +88,8 @@ def model_sizes(checkpoint: AnyCheckpoint, offload: OffloadConfig) -> ModelSizes
         offload = OffloadConfig.from_dict(checkpoint.quantization or {})
         if offload.dense_dtype == "none":  # then loading packs what the files have not
             offload.dense_dtype = wanted
-    return config_sizes(source_config(checkpoint), offload)
+    sizes = config_sizes(source_config(checkpoint), offload)
+    return dataclasses.replace(sizes, are_experts_mapped=checkpoint.is_packed)
 
 
 def _is_foreign(checkpoint: Checkpoint) -> bool:

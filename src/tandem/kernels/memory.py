@@ -31,13 +31,15 @@ def allocate(num_bytes: int) -> Tensor:
     return memory
 
 
-def allocate_buffers(num_experts: int, num_bytes: int) -> Tensor:
+def allocate_buffers(num_experts: int, num_bytes: int, *, has_huge_pages: bool = True) -> Tensor:
     """Return zeroed buffers (num_experts, num_bytes) uint8."""
-    return _new_chunk(num_experts * num_bytes).view(num_experts, num_bytes).zero_()
+    chunk = _new_chunk(num_experts * num_bytes, has_huge_pages=has_huge_pages)
+    return chunk.view(num_experts, num_bytes).zero_()
 
 
-def _new_chunk(num_bytes: int) -> Tensor:
+def _new_chunk(num_bytes: int, *, has_huge_pages: bool = True) -> Tensor:
     with torch.inference_mode(False):
         chunk = torch.empty(num_bytes, dtype=torch.uint8)
-    _native.advise_huge_pages(chunk.data_ptr(), num_bytes)
+    if has_huge_pages:
+        _native.advise_huge_pages(chunk.data_ptr(), num_bytes)
     return chunk
