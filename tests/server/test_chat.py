@@ -1,0 +1,88 @@
+"""What a model writes is taken apart into reasoning, text and calls, however it is cut."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from tandem.server.chat import Call, ChatFormat, ChatPrompt
+from tests.hf.tiny import save_tiny_checkpoint
+
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+THINKING = PLAIN + "{% if enable_thinking is not defined or enable_thinking %}<think>\n{% endif %}"
+TOOLS = THINKING + "{# a template that knows tools #}"
+QUESTION = [{"role": "user", "content": "why?"}]
+CALLED = '<tool_call>\n{"name": "look", "arguments": {"at": "sky"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory: Path = save_tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
+    return AutoTokenizer.from_pretrained(directory)
+
+
+def form(tokenizer: Any, template: str) -> ChatFormat:
+    tokenizer.chat_template = template
+    return ChatFormat(tokenizer)
+
+
+def read(
+    chat: ChatFormat, prompt: ChatPrompt, text: str, size: int, *, has_tools: bool
+) -> tuple[str, str, list[Call]]:
+    """Return reasoning, text and calls of an answer that comes `size` characters at a time."""
+    reader = chat.reader(prompt, has_tools=has_tools)
+    assert reader is not None
+    pieces = [p for i in range(0, len(text), size) for p in reader.feed(text[i : i + size])]
+    pieces += reader.finish()
+    calls = [piece.call for piece in pieces if piece.call is not None]
+    return "".join(p.reasoning for p in pieces), "".join(p.content for p in pieces), calls
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_reasoning_that_the_template_opens_is_split_off(tokenizer: Any, size: int) -> None:
+    chat = form(tokenizer, THINKING)
+    prompt = chat.prompt(QUESTION, (), {})
+    assert prompt.is_thinking
+    found = read(chat, prompt, "it scatters\n</think>\n\nBlue <b>", size, has_tools=False)
+    assert (found[0].strip(), found[1], found[2]) == ("it scatters", "Blue <b>", [])
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_reasoning_that_the_model_opens_is_split_off(tokenizer: Any, size: int) -> None:
+    chat = form(tokenizer, THINKING)
+    prompt = chat.prompt(QUESTION, (), {"enable_thinking": False})
+    assert not prompt.is_thinking
+    found = read(chat, prompt, "<think>hm</think>Blue", size, has_tools=False)
+    assert found == ("hm", "Blue", [])
+    assert read(chat, prompt, "Blue", size, has_tools=False) == ("", "Blue", [])
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_calls_come_after_reasoning_and_text(tokenizer: Any, size: int) -> None:
+    chat = form(tokenizer, TOOLS)
+    prompt = chat.prompt(QUESTION, (), {})
+    text = f"I look</think>Wait. {CALLED}{CALLED}"
+    reasoning, content, calls = read(chat, prompt, text, size, has_tools=True)
+    assert (reasoning, content.strip()) == ("I look", "Wait.")
+    assert calls == [Call("look", '{"at": "sky"}')] * 2
+
+
+def test_a_call_that_is_no_json_stays_text(tokenizer: Any) -> None:
+    chat = form(tokenizer, PLAIN)
+    prompt = chat.prompt(QUESTION, (), {})
+    found = read(chat, prompt, "a <tool_call>{oops</tool_call> b", 4, has_tools=True)
+    assert found[2] == []
+    assert "oops" in found[1]
+
+
+def test_an_answer_whose_first_word_is_ruled_does_not_think(tokenizer: Any) -> None:
+    always = PLAIN + "<think>\n"
+    prompt = form(tokenizer, always).prompt(QUESTION, (), {}, must_not_think=True)
+    assert prompt.text.endswith("</think>\n\n")
+    assert not prompt.is_thinking
+
+
+def test_without_marks_all_is_text(tokenizer: Any) -> None:
+    chat = form(tokenizer, PLAIN)
+    assert chat.reader(chat.prompt(QUESTION, (), {}), has_tools=False) is None
