@@ -91,7 +91,7 @@ class _ForwardOnly(torch.autograd.Function):
         return out.view_as(out)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> NoReturn:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: Tensor) -> NoReturn:
         raise ConfigError(
             "a backward pass came to experts that Tandem computes, which have no gradients; train "
             "the model as Transformers loads it, without an OffloadConfig"
