@@ -105,32 +105,21 @@ class HybridExecutor:
         if hidden.requires_grad or top_k_weights.requires_grad:  # to ask costs less than to detach
             hidden, top_k_weights = hidden.detach(), top_k_weights.detach()
         with self._turn:
-            return self._guarded(layer, hidden, top_k_index, top_k_weights, functions)
-
-    def _guarded(
-        self,
-        layer: int,
-        hidden: Tensor,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-        functions: ExpertFunctions,
-    ) -> Tensor:
-        """Compute a layer, with an engine that can be used again whatever happens."""
-        try:
-            if layer <= self._last_layer or self._announced is not None:
-                self._begin_step(hidden.shape[0])
-            self._last_layer = layer
-            return self._execute(layer, hidden, top_k_index, top_k_weights, functions)
-        except Exception as error:
-            self._recover(shrink=False)
-            self.device.require_usable()
-            raise ExecutionError(
-                f"MoE layer {layer} could not be computed ({error}); the request is lost, the "
-                "model can be used again"
-            ) from error
-        except BaseException:  # Ctrl-C: no error, but the layer is half done all the same
-            self._recover(shrink=False)
-            raise
+            try:
+                if layer <= self._last_layer or self._announced is not None:
+                    self._begin_step(hidden.shape[0])
+                self._last_layer = layer
+                return self._execute(layer, hidden, top_k_index, top_k_weights, functions)
+            except Exception as error:
+                self._recover(shrink=False)
+                self.device.require_usable()
+                raise ExecutionError(
+                    f"MoE layer {layer} could not be computed ({error}); the request is lost, the "
+                    "model can be used again"
+                ) from error
+            except BaseException:  # Ctrl-C: no error, but the layer is half done all the same
+                self._recover(shrink=False)
+                raise
 
     def _execute(
         self,
