@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import tandem
 from tandem.bench.generation import WARM_UP_STEPS, Workload, measure
 from tandem.bench.model_shapes import MODEL_SHAPES, find_shape
-from tandem.bench.random_model import _drop_experts, _random_experts
+from tandem.bench.random_model import drop_experts, random_experts
 from tandem.bench.speed_forecast import PROMPT_TOKENS
 from tandem.core.units import format_bytes
 from tandem.generate.generator import Generator
@@ -55,7 +55,7 @@ def write(directory: Path, shape_name: str, num_layers: int | None, expert_dtype
     checksums: dict[str, str] = {}
     first = next(iter(quantizer.store))
     assert isinstance(first, PackedLayer)
-    experts = _random_experts(first.layout, first.arrivals.num_experts)
+    experts = random_experts(first.layout, first.arrivals.num_experts)
     for layer in quantizer.store:
         name, tensor = (
             experts_file(layer.layer),
@@ -63,7 +63,7 @@ def write(directory: Path, shape_name: str, num_layers: int | None, expert_dtype
         )
         checksums[name] = write_tensors(directory, name, {tensor: experts})
         files[name] = {tensor: experts.nbytes}
-    _drop_experts(model)
+    drop_experts(model)
     random = torch.empty(1 << 20, dtype=torch.bfloat16).normal_(std=_STD)
     dense = {n: _filled(t, random) for n, t in model.state_dict().items() if t.numel()}
     checksums[DENSE_FILE] = write_tensors(directory, DENSE_FILE, dense)

@@ -60,11 +60,11 @@ def build_random_model(
                 f"expert_dtype is {offload.expert_dtype!r}; random experts are packed, so choose "
                 "int4, int8, mxfp4 or another packed format"
             )
-        experts = _random_experts(
+        experts = random_experts(
             layer.layout, layer.arrivals.num_experts, has_huge_pages=has_huge_pages
         )
         layer.adopt(STORED_NAME, experts)
-    _drop_experts(model)
+    drop_experts(model)
     _pack_linear_layers(model, parse_dense_dtype(dense_dtype), threads)
     model.to_empty(device=device)
     model.init_weights()  # also the tables of rotary embeddings, which no checkpoint holds
@@ -74,7 +74,8 @@ def build_random_model(
     return model.eval().requires_grad_(False)
 
 
-def _drop_experts(model: nn.Module) -> None:
+def drop_experts(model: nn.Module) -> None:
+    """Leave experts modules without weights of their own."""
     for module in model.modules():
         if is_experts_module(module):
             for name, parameter in list(module.named_parameters(recurse=False)):
@@ -99,7 +100,7 @@ def _random_matrix(rows: int, cols: int, fmt: WeightFormat) -> PackedMatrix:
     return matrix
 
 
-def _random_experts(
+def random_experts(
     layout: ExpertLayout, num_experts: int, *, has_huge_pages: bool = True
 ) -> Tensor:
     """Return packed experts (num_experts, bytes): random codes with scales of usual size."""

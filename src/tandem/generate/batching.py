@@ -33,8 +33,7 @@ from tandem.hf.stepping import end_of_sequence_ids
 
 # A part of a prompt is what running streams wait for; shorter parts read the experts more often.
 PART_TOKENS = 256
-# While others are answered, parts are so much shorter: a third of the wait, three quarters of the
-# speed (the demo model on two cores).
+# While others are answered, parts are so much shorter: they wait less, the prompt takes longer.
 _SHORTER_IN_COMPANY = 4
 
 

@@ -6,6 +6,7 @@ order of the router's top-k.
 """
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -60,18 +61,18 @@ class RoutedCall(NamedTuple):
     top_k_weights: Tensor  # (n_tokens, top_k)
 
 
-class StatelessExecutor:
-    """What executors share to which steps mean nothing; a subclass overrides `compute`."""
+class StatelessExecutor(ABC):
+    """What executors share to which steps mean nothing."""
 
     def __init__(self, store: HostStore) -> None:
         """Serve a store's layers."""
         self.store = store
         self.listeners: list[Listener] = []
 
-    def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:
+    def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:  # noqa: B027
         """Need nothing."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Need nothing: what an executor holds ends with it."""
 
     def execute(
@@ -85,9 +86,9 @@ class StatelessExecutor:
         """Compute a layer; see `Executor`."""
         return self.compute(RoutedCall(layer, hidden, top_k_index, top_k_weights), functions)
 
+    @abstractmethod
     def compute(self, call: RoutedCall, functions: ExpertFunctions) -> Tensor:
         """Compute a call, as `execute`."""
-        raise NotImplementedError
 
 
 class CpuExecutor(StatelessExecutor):
@@ -100,15 +101,9 @@ class CpuExecutor(StatelessExecutor):
         self._rows = RowMemory()
         self._rows_lock = threading.Lock()  # several Python threads may call one model
 
-    def execute(
-        self,
-        layer: int,
-        hidden: Tensor,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-        functions: ExpertFunctions,
-    ) -> Tensor:
-        """Compute a layer; see `Executor`."""
+    def compute(self, call: RoutedCall, functions: ExpertFunctions) -> Tensor:
+        """Compute a call, as `execute`."""
+        layer, hidden, top_k_index, top_k_weights = call
         if hidden.requires_grad or top_k_weights.requires_grad:  # to ask costs less than to detach
             hidden, top_k_weights = hidden.detach(), top_k_weights.detach()
         if hidden.is_cpu and top_k_index.is_cpu and top_k_weights.is_cpu:
