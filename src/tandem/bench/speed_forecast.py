@@ -1,13 +1,15 @@
 """How fast a model will be on this machine: measured on a few of its layers with random weights.
 
 A layer costs the same whatever its weights are, so two models of few layers are timed and the time
-of the others follows: first + (layers - few) * difference. Small models are built whole. What was
-measured is kept by processor, shape and format.
+of the others follows: first + (layers - few) * difference. They are timed in turns, and the median
+of the turns counts: a forecast is of a usual minute, not of the machine's best one. Small models
+are built whole. What was measured is kept by processor, shape and format.
 """
 
 import dataclasses
 import hashlib
 import json
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,14 +25,15 @@ from tandem.kernels.dense import CpuThreads
 from tandem.offload.host_memory import available_bytes
 
 # Raise it when what is measured changes: older forecasts are then made anew.
-MEASUREMENT = 4
+MEASUREMENT = 5
 PROMPT_TOKENS = 256
 DECODE_STEPS = 24
 FIRST_TOKENS = WARM_UP_STEPS
-_FEW_LAYERS, _MORE_LAYERS = 2, 6
+# An error of timing counts (layers - more) / (more - few) times, hence not fewer.
+_FEW_LAYERS, _MORE_LAYERS = 2, 12
 _WHOLE_BYTES = 2 << 30  # models up to this are built whole
 _SHARE_OF_MEMORY = 0.5  # of what is free, for the layers that are built
-_ROUNDS = 5
+_ROUNDS = 7
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -116,28 +119,28 @@ class _Times(NamedTuple):
 def _measure(sizes: ModelSizes, offload: OffloadConfig) -> SpeedForecast:
     counts = _layers_to_time(sizes)
     models = [_build(sizes, offload, count) for count in counts]
-    # In turns, and the best of them: other programs must not pass for layers.
     rounds = [[_time(model) for model in models] for _ in range(_ROUNDS)]
     for model in models:
         model.hf_quantizer.executor.close()
-    times = [_best(of_model) for of_model in zip(*rounds, strict=True)]
-    seconds = {
-        name: extrapolate(
-            (counts[0], getattr(times[0], name)),
-            (counts[-1], getattr(times[-1], name)),
-            sizes.num_layers,
-        )
-        for name in _Times._fields
-    }
-    return SpeedForecast(prompt_tokens=PROMPT_TOKENS, measured_layers=counts[-1], **seconds)
+    usual = _median([_extrapolate(counts, times, sizes.num_layers) for times in rounds])
+    # What a process does once came with its first prompt and first steps, on the smallest model.
+    few = [times[0] for times in rounds]
+    once = [max(0.0, first - median) for first, median in zip(few[0], _median(few), strict=True)]
+    first_prefill, first_tokens = _Times(*once)[2:]
+    return SpeedForecast(
+        PROMPT_TOKENS, usual.prefill_seconds, usual.decode_seconds, counts[-1],
+        usual.first_prefill_seconds + first_prefill, usual.first_tokens_seconds + first_tokens,
+    )  # fmt: skip
 
 
-def _best(rounds: Sequence[_Times]) -> _Times:
-    """Return the least times; what is first is so in the first round only."""
-    return rounds[0]._replace(
-        prefill_seconds=min(times.prefill_seconds for times in rounds),
-        decode_seconds=min(times.decode_seconds for times in rounds),
-    )
+def _extrapolate(counts: Sequence[int], times: Sequence[_Times], num_layers: int) -> _Times:
+    """Return the times of the whole model from those of models with so many layers."""
+    ends = zip(times[0], times[-1], strict=True)
+    return _Times(*(extrapolate((counts[0], a), (counts[-1], b), num_layers) for a, b in ends))
+
+
+def _median(times: Sequence[_Times]) -> _Times:
+    return _Times(*(statistics.median(values) for values in zip(*times, strict=True)))
 
 
 def _layers_to_time(sizes: ModelSizes) -> list[int]:
