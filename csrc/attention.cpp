@@ -11,8 +11,8 @@ constexpr std::int64_t kLeastSegment = 512;
 constexpr std::int64_t kTasksPerThread = 4;
 // Query rows of a prompt's tile: they read a chunk of keys and values while it is in the cache.
 constexpr std::int64_t kTileRows = 64;
-// More tokens than this are appended by all threads.
-constexpr std::int64_t kManyTokens = 32;
+// More keys and values than this are appended by all threads: each goes to lines of its own.
+constexpr std::int64_t kManyHeads = 32;
 
 const AttentionKernel& choose(const std::string& isa) {
 #if defined(__x86_64__)
@@ -121,7 +121,7 @@ AttentionEngine::AttentionEngine(ThreadPool& pool, const std::string& isa)
 
 void AttentionEngine::append(const AttentionCall& call) {
   const std::int64_t tasks = 2 * call.num_kv_heads;
-  if (call.num_tokens > kManyTokens) {
+  if (call.num_tokens * call.num_kv_heads > kManyHeads) {
     pool_.run(tasks, [&](std::int64_t i) { append_heads(call, i / 2, i % 2 == 0); });
   } else {
     for (std::int64_t i = 0; i < tasks; ++i) append_heads(call, i / 2, i % 2 == 0);

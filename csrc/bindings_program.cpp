@@ -1,7 +1,9 @@
 // What Python sees of programs: a recorded step's operations, added one by one, run as one call.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/vector.h>
 
+#include <array>
 #include <vector>
 
 #include "bindings.hpp"
@@ -13,11 +15,11 @@ namespace tandem {
 namespace {
 
 void add_norm(Program& program, std::int64_t num_rows, std::int64_t cols, float eps,
-              bool rounds_first, bool is_bf16, std::uintptr_t input, std::uintptr_t weight,
-              std::uintptr_t out) {
+              bool rounds_first, bool is_bf16, std::uintptr_t input, std::int64_t input_stride,
+              std::uintptr_t weight, std::uintptr_t out) {
   program.add(RmsNorm{num_rows, cols, eps, rounds_first, value_type(is_bf16),
-                      pointer<const void>(input), cols, pointer<const float>(weight),
-                      pointer<void>(out)});
+                      pointer<const void>(input), input_stride,
+                      pointer<const float>(weight), pointer<void>(out)});
 }
 
 void add_rotary(Program& program, std::int64_t num_tokens, std::int64_t num_heads,
@@ -29,10 +31,20 @@ void add_rotary(Program& program, std::int64_t num_tokens, std::int64_t num_head
                      pointer<const void>(cos), pointer<const void>(sin), pointer<void>(out)});
 }
 
+void add_rotary_pairs(Program& program, std::int64_t num_tokens, std::int64_t num_heads,
+                      std::int64_t dim, bool is_bf16, std::uintptr_t input,
+                      std::int64_t token_stride, std::int64_t head_stride, std::uintptr_t turns,
+                      std::uintptr_t out) {
+  program.add(RotaryPairs{num_tokens, num_heads, dim, value_type(is_bf16),
+                          pointer<const void>(input), token_stride, head_stride,
+                          pointer<const float>(turns), pointer<void>(out)});
+}
+
 void add_choice(Program& program, std::int64_t num_tokens, std::int64_t num_experts,
-                std::int64_t top_k, bool is_normalised, bool is_bf16, std::uintptr_t logits,
-                bool weights_are_bf16, std::uintptr_t weights, std::uintptr_t index) {
-  program.add(Choice{num_tokens, num_experts, top_k, is_normalised, value_type(is_bf16),
+                std::int64_t top_k, bool is_normalised, float scale, bool is_bf16,
+                std::uintptr_t logits, bool weights_are_bf16, std::uintptr_t weights,
+                std::uintptr_t index) {
+  program.add(Choice{num_tokens, num_experts, top_k, is_normalised, scale, value_type(is_bf16),
                      pointer<const void>(logits), value_type(weights_are_bf16),
                      pointer<void>(weights), pointer<std::int64_t>(index)});
 }
@@ -41,6 +53,15 @@ void add_elementwise(Program& program, int kind, std::int64_t count, bool is_bf1
                      std::uintptr_t a, std::uintptr_t b, std::uintptr_t out) {
   program.add(Elementwise{static_cast<ElementwiseKind>(kind), count, value_type(is_bf16),
                           pointer<const void>(a), pointer<const void>(b), pointer<void>(out)});
+}
+
+using Sizes = std::array<std::int64_t, 3>;
+
+void add_copy(Program& program, const Sizes& sizes, std::int64_t width, bool is_bf16,
+              std::uintptr_t input, const Sizes& strides, bool out_is_bf16, std::uintptr_t out,
+              const Sizes& out_strides) {
+  program.add(Copy{sizes, width, value_type(is_bf16), pointer<const void>(input), strides,
+                   value_type(out_is_bf16), pointer<void>(out), out_strides});
 }
 
 void add_dense(Program& program, const std::vector<const DenseMatrix*>& matrices,
@@ -91,8 +112,10 @@ void bind_program(nb::module_& m) {
            nb::keep_alive<1, 5>())
       .def("add_norm", &add_norm)
       .def("add_rotary", &add_rotary)
+      .def("add_rotary_pairs", &add_rotary_pairs)
       .def("add_choice", &add_choice)
       .def("add_elementwise", &add_elementwise)
+      .def("add_copy", &add_copy)
       .def("add_dense", &add_dense)
       .def("add_attention", &add_attention, nb::keep_alive<1, 2>())
       .def("add_experts", &add_experts)

@@ -40,6 +40,7 @@ void choose(const Choice& call) {
     }
     if (call.is_normalised)
       for (std::int64_t k = 0; k < call.top_k; ++k) weights[k] /= chosen;
+    for (std::int64_t k = 0; k < call.top_k; ++k) weights[k] *= call.scale;
     store_values(weights, call.top_k, call.weight_type,
                  value_at(call.weights, call.weight_type, t * call.top_k));
   }

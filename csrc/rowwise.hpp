@@ -1,6 +1,7 @@
 // Small operations on rows that would each cost several calls of a tensor library per token.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <string>
 
@@ -33,11 +34,23 @@ struct Rotary {
   void* out;             // (num_tokens, num_heads, dim)
 };
 
+// Rotary embedding of neighbours: each pair of values is a complex number that is multiplied by its
+// turn, in fp32.
+struct RotaryPairs {
+  std::int64_t num_tokens, num_heads, dim;
+  ValueType type;
+  const void* input;     // token t, head h at t * token_stride + h * head_stride
+  std::int64_t token_stride, head_stride;
+  const float* turns;    // (num_tokens, dim): cosine and sine of each pair
+  void* out;             // (num_tokens, num_heads, dim)
+};
+
 // A router's choice: softmax over the experts in fp32, the `top_k` largest, best first, divided by
-// their sum if `is_normalised`. Of equal scores the first expert wins.
+// their sum if `is_normalised`, times `scale`. Of equal scores the first expert wins.
 struct Choice {
   std::int64_t num_tokens, num_experts, top_k;
   bool is_normalised;
+  float scale;
   ValueType type;        // of logits
   const void* logits;    // (num_tokens, num_experts)
   ValueType weight_type;
@@ -57,11 +70,25 @@ struct Elementwise {
   void* out;
 };
 
+// Copies values to another place, perhaps as another type.
+struct Copy {
+  std::array<std::int64_t, 3> sizes;
+  std::int64_t width;    // values that lie side by side, on both sides
+  ValueType type;
+  const void* input;
+  std::array<std::int64_t, 3> strides;
+  ValueType out_type;
+  void* out;
+  std::array<std::int64_t, 3> out_strides;
+};
+
 // The arithmetic of one instruction set.
 struct RowKernels {
   void (*norm)(const RmsNorm& call);
   void (*rotate)(const Rotary& call);
+  void (*rotate_pairs)(const RotaryPairs& call);
   void (*combine)(const Elementwise& call);
+  void (*copy)(const Copy& call);
 };
 
 const RowKernels& portable_rows();

@@ -67,6 +67,48 @@ void rotate_heads(const Rotary& call) {
 }
 
 template <ValueType T>
+void rotate_pairs(const RotaryPairs& call) {
+  float* x = scratch_row(0, call.dim);
+  for (std::int64_t t = 0; t < call.num_tokens; ++t) {
+    const float* turn = call.turns + t * call.dim;
+    for (std::int64_t h = 0; h < call.num_heads; ++h) {
+      load_values(value_at(call.input, T, t * call.token_stride + h * call.head_stride), T,
+                  call.dim, x);
+      for (std::int64_t d = 0; d < call.dim; d += 2) {
+        const float real = x[d], imaginary = x[d + 1];
+        x[d] = real * turn[d] - imaginary * turn[d + 1];
+        x[d + 1] = real * turn[d + 1] + imaginary * turn[d];
+      }
+      store_values(x, call.dim, T, value_at(call.out, T, (t * call.num_heads + h) * call.dim));
+    }
+  }
+}
+
+// Calls function(offset of input, offset of output) for each run of values.
+template <typename Function>
+void each_run(const Copy& call, const Function& function) {
+  for (std::int64_t a = 0; a < call.sizes[0]; ++a)
+    for (std::int64_t b = 0; b < call.sizes[1]; ++b)
+      for (std::int64_t c = 0; c < call.sizes[2]; ++c)
+        function(a * call.strides[0] + b * call.strides[1] + c * call.strides[2],
+                 a * call.out_strides[0] + b * call.out_strides[1] + c * call.out_strides[2]);
+}
+
+inline void copy_values(const Copy& call) {
+  float* row = scratch_row(0, call.width);
+  each_run(call, [&](std::int64_t from, std::int64_t to) {
+    const void* input = value_at(call.input, call.type, from);
+    void* out = value_at(call.out, call.out_type, to);
+    if (call.type == call.out_type) {
+      std::memcpy(out, input, call.width * value_bytes(call.type));
+    } else {
+      load_values(input, call.type, call.width, row);
+      store_values(row, call.width, call.out_type, out);
+    }
+  });
+}
+
+template <ValueType T>
 void combine_values(const Elementwise& call) {
   constexpr std::int64_t kPart = 1024;  // stays in the first-level cache
   float a[kPart], b[kPart];
@@ -94,4 +136,6 @@ void by_type(const Call& call) {
 constexpr RowKernels kRowKernels{
     by_type<RmsNorm, norm_rows<ValueType::kFp32>, norm_rows<ValueType::kBf16>>,
     by_type<Rotary, rotate_heads<ValueType::kFp32>, rotate_heads<ValueType::kBf16>>,
-    by_type<Elementwise, combine_values<ValueType::kFp32>, combine_values<ValueType::kBf16>>};
+    by_type<RotaryPairs, rotate_pairs<ValueType::kFp32>, rotate_pairs<ValueType::kBf16>>,
+    by_type<Elementwise, combine_values<ValueType::kFp32>, combine_values<ValueType::kBf16>>,
+    copy_values};

@@ -147,6 +147,47 @@ bool rotary_agrees(Random& random, const std::string& isa) {
   return is_near(read(out, type), wanted, 2e-2);
 }
 
+bool pairs_agree(Random& random, const std::string& isa) {
+  const std::int64_t tokens = random.between(1, 4), heads = random.between(1, 3);
+  const std::int64_t dim = 2 * random.between(1, 40);
+  const ValueType type = any_type(random);
+  const Values x(random.normals(tokens * heads * dim), type);
+  const std::vector<float> turns = random.normals(tokens * dim);
+  std::vector<std::uint8_t> out(x.bytes.size());
+  tandem::row_kernels(isa).rotate_pairs({tokens, heads, dim, type, x.bytes.data(), heads * dim, dim,
+                                         turns.data(), out.data()});
+  std::vector<float> wanted(x.numbers);
+  for (std::int64_t i = 0; i < tokens * heads; ++i)
+    for (std::int64_t d = 0; d < dim; d += 2) {
+      const float* turn = turns.data() + i / heads * dim + d;
+      const float real = x.numbers[i * dim + d], imaginary = x.numbers[i * dim + d + 1];
+      wanted[i * dim + d] = real * turn[0] - imaginary * turn[1];
+      wanted[i * dim + d + 1] = real * turn[1] + imaginary * turn[0];
+    }
+  return is_near(read(out, type), wanted, 2e-2);
+}
+
+// Into the second half of rows that are twice as long, with the first two dimensions swapped.
+bool copy_agrees(Random& random, const std::string& isa) {
+  const std::int64_t a = random.between(1, 4), b = random.between(1, 4), c = random.between(1, 3);
+  const std::int64_t width = random.between(1, 40);
+  const ValueType type = any_type(random), out_type = any_type(random);
+  const Values x(random.normals(a * b * c * width), type);
+  std::vector<std::uint8_t> out(2 * x.numbers.size() * tandem::value_bytes(out_type));
+  tandem::row_kernels(isa).copy(
+      {{a, b, c}, width, type, x.bytes.data(), {b * c * width, c * width, width}, out_type,
+       tandem::value_at(out.data(), out_type, width),
+       {2 * c * width, 2 * a * c * width, 2 * width}});
+  std::vector<float> wanted(2 * x.numbers.size());
+  for (std::int64_t i = 0; i < a; ++i)
+    for (std::int64_t j = 0; j < b; ++j)
+      for (std::int64_t k = 0; k < c; ++k)
+        for (std::int64_t w = 0; w < width; ++w)
+          wanted[(((j * a + i) * c + k) * 2 + 1) * width + w] =
+              x.numbers[((i * b + j) * c + k) * width + w];
+  return is_near(read(out, out_type), wanted, 1e-2);
+}
+
 bool choice_agrees(Random& random) {
   const std::int64_t tokens = random.between(1, 5), experts = random.between(1, 70);
   const std::int64_t top_k = random.between(1, std::min<std::int64_t>(8, experts));
@@ -155,7 +196,8 @@ bool choice_agrees(Random& random) {
       logits.bytes.size() == logits.numbers.size() * 2 ? ValueType::kBf16 : ValueType::kFp32;
   std::vector<float> weights(tokens * top_k);
   std::vector<std::int64_t> index(tokens * top_k);
-  tandem::choose({tokens, experts, top_k, true, type, logits.bytes.data(), ValueType::kFp32,
+  constexpr float kScale = 2.5f;
+  tandem::choose({tokens, experts, top_k, true, kScale, type, logits.bytes.data(), ValueType::kFp32,
                   weights.data(), index.data()});
   for (std::int64_t t = 0; t < tokens; ++t) {
     const float* row = logits.numbers.data() + t * experts;
@@ -167,7 +209,7 @@ bool choice_agrees(Random& random) {
     for (std::int64_t k = 0; k < top_k; ++k) total += std::exp(row[order[k]]);
     for (std::int64_t k = 0; k < top_k; ++k)
       if (index[t * top_k + k] != order[k] ||
-          std::fabs(weights[t * top_k + k] - std::exp(row[order[k]]) / total) > 1e-5f)
+          std::fabs(weights[t * top_k + k] - kScale * std::exp(row[order[k]]) / total) > 1e-5f)
         return false;
   }
   return true;
@@ -270,6 +312,8 @@ int main() {
     const char* wrong = !dense_agrees(random, engine)    ? "a dense matrix"
                         : !norm_agrees(random, isa)          ? "a norm"
                         : !rotary_agrees(random, isa)        ? "a rotary embedding"
+                        : !pairs_agree(random, isa)          ? "a rotary embedding of pairs"
+                        : !copy_agrees(random, isa)          ? "a copy"
                         : !choice_agrees(random)         ? "a router's choice"
                         : !routed_agrees(random, engine) ? "a routed layer"
                         : !program_agrees(random, engine) ? "a program"

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +13,8 @@ from tandem.hf.rows import CachedRows
 from tandem.kernels.dense import CpuThreads
 from tandem.offload.events import ExpertStatistics
 from tandem.offload.executor import CpuExecutor
+from tandem.offload.forced_routing import ForcedRouting
+from tandem.trace import RoutingTrace, TraceMeta
 from tests.architectures import build_tiny_model
 
 TOKENS = [50, 61, 72, 83, 94, 105, 116, 41]
@@ -120,6 +123,35 @@ def test_replayed_experts_equal_the_executors_and_are_counted(packed: Any) -> No
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-5)
     assert counts[0] == counts[1]
     assert counts[0].expert_rows > 0
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_a_forced_routing_is_replayed_in_programs(packed: Any, num_rows: int) -> None:
+    quantizer, text = packed.hf_quantizer, packed.config
+    inner, layers = quantizer.executor, len(quantizer.store)
+    num_experts = quantizer.store[0].arrivals.num_experts
+    random = np.random.default_rng(0)
+    experts = random.random((50, layers, num_experts)).argsort(-1)[..., : text.num_experts_per_tok]
+    trace = RoutingTrace(
+        meta=TraceMeta(
+            model="made up", n_moe_layers=layers, n_experts=num_experts, top_k=experts.shape[-1]
+        ),
+        experts=experts.astype(np.uint8),
+        weights=random.random(experts.shape).astype(np.float16),
+        seq_offsets=np.array([0, 50]),
+    )
+    prompts = [[40, 41, 42]] * num_rows
+    free = step_logits(packed, prompts, has_replay=True)
+    try:
+        quantizer.use(ForcedRouting(inner, trace))
+        replayed = step_logits(packed, prompts, has_replay=True)
+        quantizer.use(ForcedRouting(inner, trace))
+        stepped = step_logits(packed, prompts, has_replay=False)
+    finally:
+        quantizer.use(inner)
+    for a, b in zip(replayed, stepped, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(replayed[-1], free[-1], rtol=1e-2)
 
 
 def test_another_executor_is_recorded_anew(packed: Any) -> None:

@@ -14,6 +14,7 @@ from tandem.kernels import _native
 from tandem.kernels.dense import CpuThreads
 from tandem.offload.batch import ExpertFunctions
 from tandem.offload.executor import CpuExecutor
+from tandem.offload.forced_routing import ForcedRouting
 from tandem.offload.host_store import HostLayer
 from tandem.offload.routed_layers import can_read, can_run_steps, native_layer
 
@@ -32,6 +33,10 @@ def routed_call(
     `execute` is the executor's method that did it when the step was recorded.
     """
     executor = getattr(execute, "__self__", None)
+    forced = executor if isinstance(executor, ForcedRouting) else None
+    if forced is not None:
+        executor = forced.inner
+        index, weights = forced.choices(layer_number, hidden.shape[0])
     if type(executor) is not CpuExecutor:
         return None
     layer = executor.store[layer_number]
@@ -41,14 +46,19 @@ def routed_call(
         return None
     if not all(x.is_contiguous() for x in tensors):
         return None
-    return _call(threads, executor, layer, native)
+    return _call(threads, executor, layer, native, (index, weights) if forced else None)
 
 
 def _call(
-    threads: CpuThreads, executor: CpuExecutor, layer: HostLayer, native: _native.RoutedLayer
+    threads: CpuThreads,
+    executor: CpuExecutor,
+    layer: HostLayer,
+    native: _native.RoutedLayer,
+    forced: tuple[Tensor, Tensor] | None,
 ) -> NativeCall:
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> Report:
-        (hidden, index, weights), (out,) = inputs, outputs
+        (hidden, *choice), (out,) = inputs, outputs
+        index, weights = forced or choice
         require_contiguous(hidden, index, weights)
         number = program.add_experts(
             native, index.shape[0], index.shape[1], hidden.dtype == torch.bfloat16,

@@ -215,6 +215,7 @@ class Program:
         rounds_first: bool,
         is_bf16: bool,
         input: int,
+        input_stride: int,
         weight: int,
         out: int,
         /,
@@ -233,12 +234,26 @@ class Program:
         out: int,
         /,
     ) -> None: ...
+    def add_rotary_pairs(
+        self,
+        num_tokens: int,
+        num_heads: int,
+        dim: int,
+        is_bf16: bool,
+        input: int,
+        token_stride: int,
+        head_stride: int,
+        turns: int,
+        out: int,
+        /,
+    ) -> None: ...
     def add_choice(
         self,
         num_tokens: int,
         num_experts: int,
         top_k: int,
         is_normalised: bool,
+        scale: float,
         is_bf16: bool,
         logits: int,
         weights_are_bf16: bool,
@@ -248,6 +263,18 @@ class Program:
     ) -> None: ...
     def add_elementwise(
         self, kind: int, count: int, is_bf16: bool, a: int, b: int, out: int, /
+    ) -> None: ...
+    def add_copy(
+        self,
+        sizes: tuple[int, int, int],
+        width: int,
+        is_bf16: bool,
+        input: int,
+        strides: tuple[int, int, int],
+        out_is_bf16: bool,
+        out: int,
+        out_strides: tuple[int, int, int],
+        /,
     ) -> None: ...
     def add_dense(
         self,

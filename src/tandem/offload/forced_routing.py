@@ -8,11 +8,14 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tandem.core.errors import ConfigError
 from tandem.offload.executor import Executor, RoutedCall
 from tandem.offload.passing_executor import PassingExecutor
 from tandem.trace import RoutingTrace
+
+_Tokens = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 class ForcedRouting(PassingExecutor):
@@ -31,22 +34,52 @@ class ForcedRouting(PassingExecutor):
             )
         self._trace = trace
         self._at = 0
-        self._tokens: np.ndarray[tuple[int], np.dtype[np.int64]] | None = None
+        self._tokens: _Tokens | None = None
+        self._choices: dict[int, tuple[Tensor, Tensor]] = {}  # by number of tokens
 
     def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:
         """Let the next layer begin with the trace's next tokens."""
-        self._tokens = None
+        self._tokens = self._take(len(token_ids)) if token_ids else None
+        if len(token_ids) in self._choices:
+            self._fill(*self._choices[len(token_ids)])
         super().begin_step(token_ids, is_prefill=is_prefill)
 
     def before(self, call: RoutedCall) -> RoutedCall:
         """Take the trace's experts instead; weights are the trace's, or all equal."""
         num_tokens, device = len(call.hidden), call.top_k_index.device
         if self._tokens is None or len(self._tokens) != num_tokens:
-            self._tokens = np.arange(self._at, self._at + num_tokens) % self._trace.num_tokens
-            self._at += num_tokens
-        index = torch.from_numpy(self._trace.experts[self._tokens, call.layer].astype(np.int64))
-        if self._trace.weights is None:
-            weights = torch.full(index.shape, 1.0 / index.shape[1])
-        else:
-            weights = torch.from_numpy(self._trace.weights[self._tokens, call.layer]).float()
+            self._tokens = self._take(num_tokens)
+        index, weights = self._choice(self._tokens, call.layer)
         return call._replace(top_k_index=index.to(device), top_k_weights=weights.to(device))
+
+    def choices(self, layer: int, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Return experts and weights (num_tokens, top_k) for a layer of a step that is replayed.
+
+        They are tensors that stay; every step of so many tokens fills them as it begins.
+        """
+        if num_tokens not in self._choices:
+            shape = (self._trace.meta.n_moe_layers, num_tokens, self._trace.experts.shape[-1])
+            with torch.inference_mode(False):  # steps write to them wherever they begin
+                kept = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
+            if self._tokens is not None and len(self._tokens) == num_tokens:
+                self._fill(*kept)
+            self._choices[num_tokens] = kept
+        index, weights = self._choices[num_tokens]
+        return index[layer], weights[layer]
+
+    def _take(self, num_tokens: int) -> _Tokens:
+        taken = np.arange(self._at, self._at + num_tokens) % self._trace.num_tokens
+        self._at += num_tokens
+        return taken
+
+    def _fill(self, index: Tensor, weights: Tensor) -> None:
+        assert self._tokens is not None
+        of_all = self._choice(self._tokens, slice(None))
+        for kept, now in zip((index, weights), of_all, strict=True):
+            kept.copy_(now.transpose(0, 1))
+
+    def _choice(self, tokens: _Tokens, layers: int | slice) -> tuple[Tensor, Tensor]:
+        index = torch.from_numpy(self._trace.experts[tokens, layers].astype(np.int64))
+        if self._trace.weights is None:
+            return index, torch.full(index.shape, 1.0 / index.shape[-1])
+        return index, torch.from_numpy(self._trace.weights[tokens, layers]).float()

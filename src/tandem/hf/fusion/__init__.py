@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator
 from torch import Tensor
 
 from tandem.hf.fusion.calls import find_attentions, find_dense_groups, find_experts
+from tandem.hf.fusion.copies import find_joins
 from tandem.hf.fusion.elementwise import find_elementwise
 from tandem.hf.fusion.graph import Found, Graph
 from tandem.hf.fusion.norms import find_norms
-from tandem.hf.fusion.rotary import find_rotaries
+from tandem.hf.fusion.rotary import find_pair_rotaries, find_rotaries
 from tandem.hf.fusion.routers import find_choices, find_small_linears
 from tandem.hf.step_recorder import Operation
 from tandem.kernels.dense import CpuThreads
@@ -20,11 +21,13 @@ from tandem.kernels.dense import CpuThreads
 _FINDERS: tuple[Callable[[Graph, CpuThreads], Iterator[Found]], ...] = (
     find_norms,
     find_rotaries,
+    find_pair_rotaries,
     find_choices,
     find_attentions,
     find_experts,
     find_small_linears,
     find_dense_groups,
+    find_joins,
     find_elementwise,
 )
 

@@ -1,10 +1,11 @@
-"""Sums, products and SiLU of native results: on their own they would cut a program in two."""
+"""Sums, products, SiLU and casts of native results: else they would cut a program in two."""
 
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from tandem.hf.fusion.copies import can_copy, copy_call
 from tandem.hf.fusion.graph import Found, Graph
 from tandem.hf.program import NativeCall, may_alias, require_contiguous
 from tandem.hf.step_recorder import Operation, Ref
@@ -22,14 +23,32 @@ def find_elementwise(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
         is_native = isinstance(operation.function, NativeCall)
         if not native.isdisjoint(operation.inputs):
             is_native |= may_alias(operation)
-            if _is_elementwise(graph, operation):
-                call = _elementwise_call(threads, _KINDS[operation.name])
-                args, outputs = operation.args, operation.outputs
-                fused = Operation(call, args, {}, outputs, operation.name, list(args))
+            call = _call(graph, operation, threads)
+            if call is not None:
+                args = operation.args if operation.name in _KINDS else operation.args[:1]
+                fused = Operation(call, args, {}, operation.outputs, operation.name, list(args))
                 yield Found([operation], fused)
                 is_native = True
         if is_native:
             native.update(filter(None, operation.outputs))
+
+
+def _call(graph: Graph, operation: Operation, threads: CpuThreads) -> NativeCall | None:
+    if _is_elementwise(graph, operation):
+        return _elementwise_call(threads, _KINDS[operation.name])
+    if _is_cast(graph, operation):
+        return copy_call(threads, dim=-1)
+    return None
+
+
+def _is_cast(graph: Graph, operation: Operation) -> bool:
+    """Tell whether values become another type and nothing else."""
+    if operation.name not in ("to", "type_as", "_to_copy") or operation.has_effects:
+        return False
+    result = operation.outputs[0]
+    if result is None:
+        return False
+    return can_copy(graph.tensor(operation.args[0])) and can_copy(graph.tensor(result))
 
 
 def _is_elementwise(graph: Graph, operation: Operation) -> bool:

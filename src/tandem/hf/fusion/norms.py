@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from tandem.hf.fusion.graph import Found, Graph, other
-from tandem.hf.program import NativeCall, require_contiguous
-from tandem.hf.step_recorder import Operation, Ref
+from tandem.hf.program import NativeCall
+from tandem.hf.step_recorder import NotRecordableError, Operation, Ref
 from tandem.kernels import _native
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
 
@@ -57,7 +57,7 @@ def _follow(
     Return the whole chain, the weight in fp32, and whether rounding comes before it.
     """
     x = graph.tensor(source)
-    if x.dtype not in VALUE_DTYPES or not x.is_contiguous():
+    if x.dtype not in VALUE_DTYPES or _row_stride(x) is None:
         return None
     weight: Tensor | None = None
     rounds_first = False
@@ -80,6 +80,16 @@ def _follow(
     return chain, weight, rounds_first
 
 
+def _row_stride(x: Tensor) -> int | None:
+    """Return how many values apart the rows of the last dimension are; None if not evenly."""
+    if x.stride(-1) != 1:
+        return None
+    try:
+        return x.view(-1, x.shape[-1]).stride(0)
+    except RuntimeError:  # no such view
+        return None
+
+
 def _is_weight(graph: Graph, ref: Any, x: Tensor) -> bool:
     return (
         isinstance(ref, Ref)
@@ -93,10 +103,12 @@ def _norm_call(
 ) -> NativeCall:
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         (x,), (out,) = inputs, outputs
-        require_contiguous(x)
+        stride = _row_stride(x)
+        if stride is None:
+            raise NotRecordableError("a norm's rows do not lie evenly apart")
         program.add_norm(
             x.numel() // x.shape[-1], x.shape[-1], eps, rounds_first, x.dtype == torch.bfloat16,
-            x.data_ptr(), 0 if weight is None else weight.data_ptr(), out.data_ptr(),
+            x.data_ptr(), stride, 0 if weight is None else weight.data_ptr(), out.data_ptr(),
         )  # fmt: skip
 
     return NativeCall(add, threads)

@@ -1,4 +1,8 @@
-"""Rotary embeddings whose halves are swapped: two slices, a negation, products and a sum."""
+"""Rotary embeddings of halves and of neighbours.
+
+Halves are swapped: two slices, a negation, products and a sum. Neighbours are complex numbers
+that are multiplied by their turns.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -50,6 +54,72 @@ def _match_rotary(graph: Graph, turned: Operation, threads: CpuThreads) -> Found
     return Found([*chain, total], fused)
 
 
+def find_pair_rotaries(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
+    """Find the embeddings in which complex numbers become values again."""
+    for real in graph.operations:
+        if real.name == "view_as_real":
+            found = _match_pairs(graph, real, threads)
+            if found is not None:
+                yield found
+
+
+def _match_pairs(graph: Graph, real: Operation, threads: CpuThreads) -> Found | None:
+    turned = graph.made_by(real.args[0], "mul")
+    if turned is None:
+        return None
+    numbers = [graph.made_by(ref, "view_as_complex") for ref in turned.args[:2]]
+    as_complex = next((op for op in numbers if op is not None), None)
+    pairs = graph.maker.get(as_complex.args[0]) if as_complex else None
+    flat = graph.users.get(real.outputs[0], [])  # type: ignore[arg-type]
+    if as_complex is None or pairs is None or len(flat) != 1:
+        return None
+    if not {pairs.name, flat[0].name} <= {"reshape", "view", "flatten"}:
+        return None
+    cast = graph.made_by(pairs.args[0], "to")
+    source = cast.args[0] if cast else pairs.args[0]
+    chain = [*([cast] if cast else []), pairs, as_complex, turned, real, flat[0]]
+    back = graph.users.get(flat[0].outputs[0], [])  # type: ignore[arg-type]
+    if len(back) == 1 and back[0].name in ("to", "type_as"):
+        chain.append(back[0])
+    inner = {ref for op in chain[:-1] for ref in op.outputs if ref is not None}
+    if any(user not in chain for ref in inner for user in graph.users.get(ref, [])):
+        return None
+    turns, result = other(turned, as_complex.outputs[0]), chain[-1].outputs[0]  # type: ignore[arg-type]
+    heads = _pairs_heads(graph, source, turns, result)
+    if heads is None:
+        return None
+    args = (source, turns)
+    call = _pairs_call(threads, heads)
+    return Found(chain, Operation(call, args, {}, [result], "rotary", list(args)))
+
+
+def _pairs_heads(graph: Graph, source: Ref, turns_ref: Any, result: Ref | None) -> int | None:
+    """Return which dimension has the heads; turns are (rows, 1, 1, pairs)."""
+    if not isinstance(turns_ref, Ref) or result is None:
+        return None
+    x, turns, out = graph.tensor(source), graph.tensor(turns_ref), graph.tensor(result)
+    if turns.dtype != torch.complex64 or not turns.is_contiguous():
+        return None
+    if (out.shape, out.dtype) != (x.shape, x.dtype):
+        return None
+    is_turn = 2 * turns.numel() == x.shape[0] * x.shape[-1] and 2 * turns.shape[-1] == x.shape[-1]
+    return _heads_of(x) if is_turn and turns.shape[0] == x.shape[0] else None
+
+
+def _pairs_call(threads: CpuThreads, heads: int) -> NativeCall:
+    def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        (x, turns), (out,) = inputs, outputs
+        require_contiguous(turns)
+        if x.stride(-1) != 1:
+            raise NotRecordableError("a head's values do not lie side by side")
+        program.add_rotary_pairs(
+            x.shape[0], x.shape[heads], x.shape[3], x.dtype == torch.bfloat16, x.data_ptr(),
+            x.stride(0), x.stride(heads), turns.data_ptr(), out.data_ptr(),
+        )  # fmt: skip
+
+    return NativeCall(add, threads)
+
+
 def _are_halves(graph: Graph, source: Ref, low: Operation, high: Operation) -> bool:
     x = graph.tensor(source)
     half = x.shape[-1] // 2
@@ -68,9 +138,8 @@ def _heads_dimension(graph: Graph, source: Ref, cos_ref: Any, sin_ref: Any) -> i
     if not (isinstance(cos_ref, Ref) and isinstance(sin_ref, Ref)):
         return None
     x = graph.tensor(source)
-    if x.dim() != 4 or x.dtype not in VALUE_DTYPES or x.stride(-1) != 1:
-        return None
-    if 1 not in x.shape[1:3]:
+    heads = _heads_of(x)
+    if heads is None:
         return None
     rows, dim = x.shape[0], x.shape[3]
     for table in (graph.tensor(cos_ref), graph.tensor(sin_ref)):
@@ -78,6 +147,14 @@ def _heads_dimension(graph: Graph, source: Ref, cos_ref: Any, sin_ref: Any) -> i
             return None
         if table.shape[0] != rows or table.shape[-1] != dim:
             return None
+    return heads
+
+
+def _heads_of(x: Tensor) -> int | None:
+    if x.dim() != 4 or x.dtype not in VALUE_DTYPES or x.stride(-1) != 1:
+        return None
+    if 1 not in x.shape[1:3]:
+        return None
     return 1 if x.shape[2] == 1 else 2
 
 

@@ -52,10 +52,10 @@ def _is_exact_in_bf16(x: Tensor) -> bool:
 
 
 def find_choices(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
-    """Softmax, the largest, perhaps divided by their sum, perhaps rounded."""
+    """Softmax, the largest, perhaps divided by their sum, perhaps scaled, perhaps rounded."""
     for softmax in graph.operations:
         best = graph.only_user(softmax.outputs[0], "topk") if softmax.name == "softmax" else None
-        if best is None or best.kwargs or len(best.args) != 2:
+        if best is None or best.kwargs or not _takes_largest(best):
             continue
         logits = graph.tensor(softmax.args[0])
         is_plain = (
@@ -69,6 +69,13 @@ def find_choices(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
             yield _fuse_choice(graph, softmax, best, threads)
 
 
+def _takes_largest(best: Operation) -> bool:
+    """Tell whether it is of the last dimension; any order is as good as the best first."""
+    dim = best.args[2] if len(best.args) > 2 else -1
+    is_largest = best.args[3] if len(best.args) > 3 else True
+    return dim in (-1, 1) and bool(is_largest)
+
+
 def _fuse_choice(graph: Graph, softmax: Operation, best: Operation, threads: CpuThreads) -> Found:
     chain, (values, index) = [softmax, best], best.outputs
     assert values is not None
@@ -76,14 +83,20 @@ def _fuse_choice(graph: Graph, softmax: Operation, best: Operation, threads: Cpu
     if quotient is not None:
         chain += quotient
         values = quotient[-1].outputs[0] or values
+    scale = 1.0
     users = [user for user in graph.users.get(values, []) if user not in chain]
+    if len(users) == 1 and users[0].name == "mul" and isinstance(users[0].args[1], float):
+        scale = users[0].args[1]
+        chain.append(users[0])
+        values = users[0].outputs[0] or values
+        users = graph.users.get(values, [])
     if len(users) == 1 and users[0].name == "to":
         rounded = users[0].outputs[0]
         if rounded is not None and graph.tensor(rounded).dtype in VALUE_DTYPES:
             chain.append(users[0])
             values = rounded
     source = softmax.args[0]
-    call = _choice_call(threads, best.args[1], is_normalised=quotient is not None)
+    call = _choice_call(threads, best.args[1], scale, is_normalised=quotient is not None)
     fused = Operation(call, (source,), {}, [values, index], "topk", [source], returns_sequence=True)
     return Found(chain, fused)
 
@@ -101,12 +114,14 @@ def _division_by_sum(graph: Graph, values: Ref) -> list[Operation] | None:
     return [total, quotient] if is_row and is_it and is_last and is_whole else None
 
 
-def _choice_call(threads: CpuThreads, top_k: int, *, is_normalised: bool) -> NativeCall:
+def _choice_call(
+    threads: CpuThreads, top_k: int, scale: float, *, is_normalised: bool
+) -> NativeCall:
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         (logits,), (weights, index) = inputs, outputs
         require_contiguous(logits)
         program.add_choice(
-            logits.shape[0], logits.shape[1], top_k, is_normalised,
+            logits.shape[0], logits.shape[1], top_k, is_normalised, scale,
             logits.dtype == torch.bfloat16, logits.data_ptr(), weights.dtype == torch.bfloat16,
             weights.data_ptr(), index.data_ptr(),
         )  # fmt: skip

@@ -1,0 +1,118 @@
+"""Groups of operations that become native: the same values, and nothing of torch is left."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.hf.dense import PackedLinear
+from tandem.hf.program import NativeCall
+from tandem.hf.tape import Tape
+from tandem.kernels.dense import pack_dense
+from tandem.kernels.formats.weight_format import find_format
+from tests.hf.test_program import THREADS, norm, tape_of
+
+ROWS, HEADS, DIM = 3, 4, 16
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def linear(in_features: int, out_features: int, dtype: torch.dtype) -> PackedLinear:
+    weight = torch.randn(out_features, in_features) / in_features**0.5
+    return PackedLinear(pack_dense(weight, None, find_format("bf16")), THREADS, dtype)
+
+
+def check(step: Callable[[], Tensor], x: Tensor, *, num_calls: int = 1, **inputs: Tensor) -> Tape:
+    """Record a step, and compare its tape with it on other values of its inputs."""
+    tape = tape_of(step, [x, *inputs.values()])
+    for _ in range(2):
+        x.normal_()
+        with torch.inference_mode():
+            actual, expected = tape.run(), step()
+        tolerance = 2e-3 if expected.dtype == torch.float32 else 2e-2
+        assert (actual - expected).norm() <= tolerance * expected.norm()
+    assert tape.num_calls == num_calls, [op.name for op, _ in tape.profile(1)]
+    return tape
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_norm_of_a_slice(dtype: torch.dtype) -> None:
+    layer, x = linear(DIM, 3 * DIM, dtype), torch.randn(ROWS, 1, DIM).to(dtype)
+    weight = torch.rand(DIM).to(dtype)
+    check(lambda: norm(layer(x).split([DIM, 2 * DIM], -1)[0], weight), x)
+
+
+def test_the_norm_of_rows_that_are_not_evenly_apart_stays_torchs() -> None:
+    layer, x = linear(DIM, 2 * DIM, torch.float32), torch.randn(ROWS, 2, 3, DIM)
+    weight = torch.rand(DIM)
+    tape = check(lambda: norm(layer(x)[:, :, ::2, :DIM], weight), x, num_calls=7)
+    assert "rsqrt" in [operation.name for operation, _ in tape.profile(1)]
+
+
+@pytest.mark.parametrize("is_sorted", [True, False])
+@pytest.mark.parametrize("is_normalised", [True, False])
+def test_a_routers_choice_with_a_factor(is_sorted: bool, is_normalised: bool) -> None:
+    layer, x = linear(DIM, 24, torch.float32), torch.randn(ROWS, DIM)
+    nothing = torch.zeros(ROWS, 24)
+
+    def step() -> Tensor:
+        scores = layer(x).softmax(-1, dtype=torch.float32)
+        weights, experts = torch.topk(scores, k=5, dim=-1, sorted=is_sorted)
+        if is_normalised:
+            weights = weights / weights.sum(-1, keepdim=True)
+        weights = weights * 2.5
+        return nothing.scatter(1, experts, weights)
+
+    tape = check(step, x, num_calls=2)  # what follows is torch's
+    names = [op.name for op, _ in tape.profile(1) if isinstance(op.function, NativeCall)]
+    assert names == ["dense", "topk"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, ROWS])
+def test_rotary_embeddings_of_pairs(dtype: torch.dtype, rows: int) -> None:
+    layer, x = linear(DIM, HEADS * 2 * DIM, dtype), torch.randn(rows, 1, DIM).to(dtype)
+    turns = torch.polar(torch.ones(rows, 1, DIM // 2), torch.randn(rows, 1, DIM // 2))
+
+    def step() -> Tensor:
+        heads = layer(x).view(rows, 1, HEADS, 2 * DIM).transpose(1, 2)[..., DIM:]
+        numbers = torch.view_as_complex(heads.float().reshape(*heads.shape[:-1], -1, 2))
+        return torch.view_as_real(numbers * turns.unsqueeze(1)).flatten(3).type_as(heads)
+
+    check(step, x, turns=turns, num_calls=1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parts_that_are_joined(dtype: torch.dtype) -> None:
+    layer, x = linear(DIM, HEADS * DIM, dtype), torch.randn(ROWS, 1, DIM).to(dtype)
+    shared = linear(DIM, DIM, dtype)
+
+    def step() -> Tensor:
+        heads = layer(x).view(ROWS, 1, HEADS, DIM).transpose(1, 2)
+        one = shared(x).view(ROWS, 1, 1, DIM).expand(-1, HEADS, -1, -1)
+        filled = heads.new_empty(ROWS, HEADS, 1, 2 * DIM)
+        filled[..., :DIM] = heads
+        filled[..., DIM:] = one
+        return torch.cat((one, filled, heads), dim=-1)
+
+    check(step, x)
+
+
+def test_memory_that_is_filled_in_part_stays_torchs() -> None:
+    layer, x = linear(DIM, DIM, torch.float32), torch.randn(ROWS, DIM)
+
+    def step() -> Tensor:
+        hidden = layer(x)
+        filled = hidden.new_zeros(ROWS, 2 * DIM)
+        filled[..., :DIM] = hidden
+        return layer(filled[..., DIM:] + filled[..., :DIM])
+
+    tape = tape_of(step, [x])
+    x.normal_()
+    torch.testing.assert_close(tape.run(), step(), atol=2e-3, rtol=1e-3)
+
+
+def test_a_cast_of_a_native_result() -> None:
+    layer, x = linear(DIM, DIM, torch.bfloat16), torch.randn(ROWS, DIM).bfloat16()
+    tape = check(lambda: layer(x).float(), x)
+    assert tape.run().dtype == torch.float32
