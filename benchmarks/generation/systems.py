@@ -67,20 +67,20 @@ class Tandem:
         self._bench = KernelBench(num_threads=setting.threads)
 
     def measure(self, depth: int) -> Speeds:
-        """Measure, between two measurements of the ceilings."""
+        """Measure; multiplications at best before and after, reading between decode steps."""
         from tandem.bench.generation import Workload, ceiling_of, measure, measure_machine
 
         work = Workload(
             prompt_tokens=self._setting.prompt, new_tokens=self._setting.steps, depth=depth
         )
         before = measure_machine(self._bench)
-        found = measure(self._model, self._generator, work)
+        found = measure(self._model, self._generator, work, self._bench)
         after = measure_machine(self._bench)
         ceilings = [ceiling_of(self._model, work, c, found.step_bytes) for c in (before, after)]
         return Speeds(
             found.speed.prefill_tokens_per_second,
             found.speed.decode_tokens_per_second,
-            statistics.mean(c.decode_tokens_per_second for c in ceilings),
+            found.speed.decode_tokens_per_second / found.decode_share,
             statistics.mean(c.prefill_tokens_per_second for c in ceilings),
         )
 

@@ -7,7 +7,7 @@ than its multiplications. Both ceilings come from what the same threads do here 
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from tandem.offload.packed_layer import PackedLayer
 _CEILING_SAMPLES = 5
 WARM_UP_STEPS = 6  # recorded and compared in these
 _PROFILE_RUNS = 10
+_READ_EVERY = 4  # steps; the one after a reading finds the caches empty
 _ROUTER_WORK = {"softmax", "_softmax", "topk", "sum", "div", "div_", "gather", "sigmoid", "sort"}
 
 
@@ -62,6 +63,10 @@ class Measured:
     """Of a prompt that met nothing prepared, as a user's first one does."""
     warm_up_seconds: float
     """Of the first `WARM_UP_STEPS` decode steps together."""
+    read_gigabytes_per_second: float
+    """What memory gave between the decode steps; 0 if that was not asked."""
+    decode_share: float
+    """Of the time of a step, what reading its bytes took right after it; 0 if not asked."""
 
 
 def measure_machine(bench: KernelBench) -> Ceiling:
@@ -80,8 +85,13 @@ def ceiling_of(model: Any, work: Workload, machine: Ceiling, step_bytes: int) ->
     return Speed(1 / prefill, work.batch / seconds)
 
 
-def measure(model: Any, generator: Generator, work: Workload) -> Measured:
-    """Prefill and decode random tokens once warm; greedy."""
+def measure(
+    model: Any, generator: Generator, work: Workload, bench: KernelBench | None = None
+) -> Measured:
+    """Prefill and decode random tokens once warm; greedy.
+
+    `bench` reads memory between the decode steps, because it changes its speed on shared machines.
+    """
     prompts = _random_prompts(model, work)
     rows = generator.rows(prompts, work.new_tokens)
     start = time.perf_counter()
@@ -98,30 +108,64 @@ def measure(model: Any, generator: Generator, work: Workload) -> Measured:
     for _ in range(WARM_UP_STEPS):
         tokens = sampler.choose(rows.decode(tokens), prompts)
     warm_up = time.perf_counter() - start
-    experts, plans, steps, sampling = ExpertStatistics(), _PlanTime(), [], []
-    listeners = model.hf_quantizer.executor.listeners
-    listeners += [experts, plans]
-    for _ in range(max(1, work.new_tokens)):
-        start = time.perf_counter()
-        logits = rows.decode(tokens)
-        between = time.perf_counter()
-        tokens = sampler.choose(logits, prompts)
-        sampling.append(time.perf_counter() - between)
-        steps.append(time.perf_counter() - start)
-    for listener in (experts, plans):
-        listeners.remove(listener)
-    step = statistics.median(steps)
+    decoded = _decode(model, rows, sampler, prompts, max(1, work.new_tokens), tokens, bench)
+    step = statistics.median(decoded.steps)
+    step_bytes = decoded.expert_bytes + _dense_bytes(model) + _kv_bytes(rows)
     tape = rows.step.tape if isinstance(rows, CachedRows) else None
     return Measured(
         time_to_first_token_seconds=first,
         speed=Speed(work.batch * work.prompt_tokens / first, work.batch / step),
-        step_bytes=experts.touched_bytes // len(steps) + _dense_bytes(model) + _kv_bytes(rows),
+        step_bytes=step_bytes,
         milliseconds=_milliseconds(
-            model, tape, step, statistics.median(sampling), plans.seconds / len(steps)
+            model, tape, step, statistics.median(decoded.sampling), decoded.plan_seconds
         ),
         first_prefill_seconds=first_prefill if isinstance(rows, CachedRows) else first,
         warm_up_seconds=warm_up,
+        read_gigabytes_per_second=statistics.median([rate for _, rate in decoded.reads] or [0.0]),
+        decode_share=decoded.share_of_reading(step_bytes),
     )
+
+
+@dataclass(slots=True)
+class _Decoded:
+    """Seconds of each decode step, and what was counted."""
+
+    steps: list[float] = field(default_factory=list)
+    sampling: list[float] = field(default_factory=list)
+    """Of each step, the part that chose tokens."""
+    reads: list[tuple[float, float]] = field(default_factory=list)
+    """Seconds of some steps, each with the gigabytes per second that memory gave right after it."""
+    expert_bytes: int = 0
+    """That a step touched, on average."""
+    plan_seconds: float = 0.0
+    """Of a step, on average."""
+
+    def share_of_reading(self, step_bytes: int) -> float:
+        return statistics.median([step_bytes / 1e9 / rate / s for s, rate in self.reads] or [0.0])
+
+
+def _decode(
+    model: Any, rows: Any, sampler: Sampler, prompts: list[list[int]], num_steps: int,
+    tokens: list[int], bench: KernelBench | None,
+) -> _Decoded:  # fmt: skip
+    decoded, experts, plans = _Decoded(), ExpertStatistics(), _PlanTime()
+    listeners = model.hf_quantizer.executor.listeners
+    listeners += [experts, plans]
+    for number in range(num_steps):
+        start = time.perf_counter()
+        logits = rows.decode(tokens)
+        between = time.perf_counter()
+        tokens = sampler.choose(logits, prompts)
+        end = time.perf_counter()
+        decoded.sampling.append(end - between)
+        decoded.steps.append(end - start)
+        if bench is not None and number % _READ_EVERY == min(num_steps, _READ_EVERY) - 1:
+            decoded.reads.append((end - start, bench.read_rate()))
+    for listener in (experts, plans):
+        listeners.remove(listener)
+    decoded.expert_bytes = experts.touched_bytes // num_steps
+    decoded.plan_seconds = plans.seconds / num_steps
+    return decoded
 
 
 class _PlanTime:

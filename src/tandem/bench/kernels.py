@@ -40,6 +40,7 @@ TOKENS = (1, 4, 128, 512)
 
 _NUM_ACTIVE = 8  # experts of one call
 _CEILING_BYTES = 1 << 29
+_SAMPLE_BYTES = 1 << 27
 _MULTIPLY_COUNT = 2_000_000
 _STORE_BYTES = 500_000_000  # several times the largest last-level caches of one socket's part
 _ROUNDS = 5
@@ -106,6 +107,10 @@ class KernelBench:
             _rate(lambda: engine.multiply(is_int8=True, count_per_thread=_MULTIPLY_COUNT)),
             _rate(lambda: engine.multiply(is_int8=False, count_per_thread=_MULTIPLY_COUNT // 4)),
         )
+
+    def read_rate(self) -> float:
+        """Return the bytes read per nanosecond now; takes a few milliseconds."""
+        return _rate(lambda: self.experts.read_all(self._memory[:, :_SAMPLE_BYTES]))
 
     def cases(
         self, shape: str, format_name: str, tokens: Sequence[int], peers: Sequence[str] = ()

@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tandem.core.config import option, require_range
@@ -77,13 +77,15 @@ def run_model(options: ModelBenchOptions, choice: "ModelChoice | None") -> int:
     if trace is not None:
         quantizer = model.hf_quantizer
         quantizer.use(ForcedRouting(quantizer.executor, trace))
-    machine = measure_machine(KernelBench(num_threads=num_threads, isa=isa))
+    bench = KernelBench(num_threads=num_threads, isa=isa)
+    machine = measure_machine(bench)
     generator = Generator(model, kv_dtype=options.kv_dtype, has_replay=options.compile)
     work = Workload(
         prompt_tokens=options.prompt, new_tokens=options.gen, batch=options.batch,
         depth=options.depth,
     )  # fmt: skip
-    measured = measure(model, generator, work)
+    measured = measure(model, generator, work, bench)
+    machine = replace(machine, read_gigabytes_per_second=measured.read_gigabytes_per_second)
     ceiling = ceiling_of(model, work, machine, measured.step_bytes)
     print(f"{cpu.model_name}, {num_threads} threads, {threads.engine.isa}")
     _print(machine, ceiling, measured)
@@ -128,10 +130,12 @@ def _print(machine: "Ceiling", ceiling: "Speed", measured: "Measured") -> None:
     )
     speed = measured.speed
     prefill = speed.prefill_tokens_per_second / ceiling.prefill_tokens_per_second
-    decode = speed.decode_tokens_per_second / ceiling.decode_tokens_per_second
     print(f"time to first token {measured.time_to_first_token_seconds * 1e3:.0f} ms")
     print(f"prefill {speed.prefill_tokens_per_second:8.1f} tok/s  {prefill:4.0%} of the ceiling")
-    print(f"decode  {speed.decode_tokens_per_second:8.1f} tok/s  {decode:4.0%} of the ceiling")
+    print(
+        f"decode  {speed.decode_tokens_per_second:8.1f} tok/s  {measured.decode_share:4.0%} "
+        "of the ceiling, read between steps"
+    )
     parts = "  ".join(f"{part} {value:.2f}" for part, value in measured.milliseconds.items())
     print(f"milliseconds of a decode step: {parts}")
 
@@ -147,6 +151,7 @@ def _report(
         "ceiling": asdict(ceiling),
         "time_to_first_token_seconds": measured.time_to_first_token_seconds,
         **asdict(measured.speed),
+        "decode_share_of_ceiling": measured.decode_share,
         "step_bytes": measured.step_bytes,
         "milliseconds": measured.milliseconds,
     }
