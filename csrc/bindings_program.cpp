@@ -49,18 +49,18 @@ void add_choice(Program& program, std::int64_t num_tokens, std::int64_t num_expe
                      pointer<void>(weights), pointer<std::int64_t>(index)});
 }
 
-void add_elementwise(Program& program, int kind, std::int64_t count, bool is_bf16,
-                     std::uintptr_t a, std::uintptr_t b, std::uintptr_t out) {
-  program.add(Elementwise{static_cast<ElementwiseKind>(kind), count, value_type(is_bf16),
-                          pointer<const void>(a), pointer<const void>(b), pointer<void>(out)});
+void add_elementwise(Program& program, int kind, const Four& sizes, bool is_bf16,
+                     std::uintptr_t a, const Four& a_strides, std::uintptr_t b,
+                     const Four& b_strides, float scalar, std::uintptr_t out) {
+  program.add(Elementwise{static_cast<ElementwiseKind>(kind), sizes, value_type(is_bf16),
+                          pointer<const void>(a), a_strides, pointer<const void>(b), b_strides,
+                          scalar, pointer<void>(out)});
 }
 
-using Sizes = std::array<std::int64_t, 3>;
-
-void add_copy(Program& program, const Sizes& sizes, std::int64_t width, bool is_bf16,
-              std::uintptr_t input, const Sizes& strides, bool out_is_bf16, std::uintptr_t out,
-              const Sizes& out_strides) {
-  program.add(Copy{sizes, width, value_type(is_bf16), pointer<const void>(input), strides,
+void add_copy(Program& program, const Four& sizes, bool is_bf16, std::uintptr_t input,
+              const Four& strides, bool out_is_bf16, std::uintptr_t out,
+              const Four& out_strides) {
+  program.add(Copy{sizes, value_type(is_bf16), pointer<const void>(input), strides,
                    value_type(out_is_bf16), pointer<void>(out), out_strides});
 }
 

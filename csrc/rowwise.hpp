@@ -59,27 +59,34 @@ struct Choice {
 };
 void choose(const Choice& call);
 
-// out = a + b, a * b or a * sigmoid(a), value by value; in bf16 rounded as a tensor library does it.
-enum class ElementwiseKind : int { kAdd = 0, kMultiply = 1, kSilu = 2 };
+// Four-dimensional: sizes, or how many values apart the next one is (0 repeats).
+using Four = std::array<std::int64_t, 4>;
+
+// out = a + b, a * b, a - b, a * sigmoid(a) or sigmoid(a), value by value; in bf16 rounded as a
+// tensor library does it.
+enum class ElementwiseKind : int { kAdd = 0, kMultiply = 1, kSubtract = 2, kSilu = 3, kSigmoid = 4 };
 struct Elementwise {
   ElementwiseKind kind;
-  std::int64_t count;
+  Four sizes;
   ValueType type;
   const void* a;
-  const void* b;  // not read by kSilu
-  void* out;
+  Four a_strides;
+  const void* b;         // null: `scalar` everywhere
+  Four b_strides;
+  float scalar;
+  void* out;             // without gaps
 };
 
-// Copies values to another place, perhaps as another type.
+// Copies values to another place, perhaps as another type. On both sides the values of the last
+// dimension lie side by side.
 struct Copy {
-  std::array<std::int64_t, 3> sizes;
-  std::int64_t width;    // values that lie side by side, on both sides
+  Four sizes;
   ValueType type;
   const void* input;
-  std::array<std::int64_t, 3> strides;
+  Four strides;
   ValueType out_type;
   void* out;
-  std::array<std::int64_t, 3> out_strides;
+  Four out_strides;
 };
 
 // The arithmetic of one instruction set.

@@ -95,36 +95,68 @@ void each_run(const Copy& call, const Function& function) {
 }
 
 inline void copy_values(const Copy& call) {
-  float* row = scratch_row(0, call.width);
+  const std::int64_t width = call.sizes[3];
+  float* row = scratch_row(0, width);
   each_run(call, [&](std::int64_t from, std::int64_t to) {
     const void* input = value_at(call.input, call.type, from);
     void* out = value_at(call.out, call.out_type, to);
     if (call.type == call.out_type) {
-      std::memcpy(out, input, call.width * value_bytes(call.type));
+      std::memcpy(out, input, width * value_bytes(call.type));
     } else {
-      load_values(input, call.type, call.width, row);
-      store_values(row, call.width, call.out_type, out);
+      load_values(input, call.type, width, row);
+      store_values(row, width, call.out_type, out);
     }
   });
+}
+
+template <ValueType T>
+void load_apart(const void* from, std::int64_t stride, std::int64_t count, float* to) {
+  if (stride == 1) return load_values(from, T, count, to);
+  for (std::int64_t i = 0; i < count; ++i) load_values(value_at(from, T, i * stride), T, 1, to + i);
+}
+
+inline void combine_row(ElementwiseKind kind, std::int64_t count, float* a, const float* b) {
+  switch (kind) {
+    case ElementwiseKind::kAdd:
+      for (std::int64_t i = 0; i < count; ++i) a[i] += b[i];
+      return;
+    case ElementwiseKind::kMultiply:
+      for (std::int64_t i = 0; i < count; ++i) a[i] *= b[i];
+      return;
+    case ElementwiseKind::kSubtract:
+      for (std::int64_t i = 0; i < count; ++i) a[i] -= b[i];
+      return;
+    case ElementwiseKind::kSilu:
+      for (std::int64_t i = 0; i < count; ++i) a[i] /= 1.0f + std::exp(-a[i]);
+      return;
+    case ElementwiseKind::kSigmoid:
+      for (std::int64_t i = 0; i < count; ++i) a[i] = 1.0f / (1.0f + std::exp(-a[i]));
+  }
 }
 
 template <ValueType T>
 void combine_values(const Elementwise& call) {
   constexpr std::int64_t kPart = 1024;  // stays in the first-level cache
   float a[kPart], b[kPart];
-  for (std::int64_t first = 0; first < call.count; first += kPart) {
-    const std::int64_t count = std::min(kPart, call.count - first);
-    load_values(value_at(call.a, T, first), T, count, a);
-    if (call.kind == ElementwiseKind::kSilu) {
-      for (std::int64_t i = 0; i < count; ++i) a[i] /= 1.0f + std::exp(-a[i]);
-    } else {
-      load_values(value_at(call.b, T, first), T, count, b);
-      if (call.kind == ElementwiseKind::kAdd)
-        for (std::int64_t i = 0; i < count; ++i) a[i] += b[i];
-      else
-        for (std::int64_t i = 0; i < count; ++i) a[i] *= b[i];
+  const Four &sizes = call.sizes, &from = call.a_strides, &other = call.b_strides;
+  const bool is_single = call.kind == ElementwiseKind::kSilu ||
+                         call.kind == ElementwiseKind::kSigmoid;
+  if (!is_single && call.b == nullptr) std::fill_n(b, kPart, call.scalar);
+  std::int64_t done = 0;
+  for (std::int64_t i = 0; i < sizes[0] * sizes[1] * sizes[2]; ++i) {
+    const std::int64_t x = i / (sizes[1] * sizes[2]), y = i / sizes[2] % sizes[1], z = i % sizes[2];
+    for (std::int64_t first = 0; first < sizes[3]; first += kPart) {
+      const std::int64_t count = std::min(kPart, sizes[3] - first);
+      const auto at = [&](const Four& s) {
+        return x * s[0] + y * s[1] + z * s[2] + first * s[3];
+      };
+      load_apart<T>(value_at(call.a, T, at(from)), from[3], count, a);
+      if (!is_single && call.b != nullptr)
+        load_apart<T>(value_at(call.b, T, at(other)), other[3], count, b);
+      combine_row(call.kind, count, a, b);
+      store_values(a, count, T, value_at(call.out, T, done));
+      done += count;
     }
-    store_values(a, count, T, value_at(call.out, T, first));
   }
 }
 

@@ -262,18 +262,27 @@ class Program:
         /,
     ) -> None: ...
     def add_elementwise(
-        self, kind: int, count: int, is_bf16: bool, a: int, b: int, out: int, /
+        self,
+        kind: int,
+        sizes: tuple[int, int, int, int],
+        is_bf16: bool,
+        a: int,
+        a_strides: tuple[int, int, int, int],
+        b: int,
+        b_strides: tuple[int, int, int, int],
+        scalar: float,
+        out: int,
+        /,
     ) -> None: ...
     def add_copy(
         self,
-        sizes: tuple[int, int, int],
-        width: int,
+        sizes: tuple[int, int, int, int],
         is_bf16: bool,
         input: int,
-        strides: tuple[int, int, int],
+        strides: tuple[int, int, int, int],
         out_is_bf16: bool,
         out: int,
-        out_strides: tuple[int, int, int],
+        out_strides: tuple[int, int, int, int],
         /,
     ) -> None: ...
     def add_dense(

@@ -14,7 +14,7 @@ from tandem.hf.fusion.elementwise import find_elementwise
 from tandem.hf.fusion.graph import Found, Graph
 from tandem.hf.fusion.norms import find_norms
 from tandem.hf.fusion.rotary import find_pair_rotaries, find_rotaries
-from tandem.hf.fusion.routers import find_choices, find_small_linears
+from tandem.hf.fusion.routers import find_choices, find_choices_first, find_small_linears
 from tandem.hf.step_recorder import Operation
 from tandem.kernels.dense import CpuThreads
 
@@ -23,6 +23,7 @@ _FINDERS: tuple[Callable[[Graph, CpuThreads], Iterator[Found]], ...] = (
     find_rotaries,
     find_pair_rotaries,
     find_choices,
+    find_choices_first,
     find_attentions,
     find_experts,
     find_small_linears,

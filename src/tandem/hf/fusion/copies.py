@@ -11,7 +11,7 @@ from tandem.hf.step_recorder import NotRecordableError, Operation, Ref
 from tandem.kernels import _native
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
 
-_MAX_DIMENSIONS = 4
+MAX_DIMENSIONS = 4
 
 
 def find_joins(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
@@ -70,7 +70,7 @@ def _join(
 
 def can_copy(x: Tensor) -> bool:
     """Tell whether a native copy reads or writes such a tensor."""
-    return x.dtype in VALUE_DTYPES and 1 <= x.dim() <= _MAX_DIMENSIONS and x.stride(-1) == 1
+    return x.dtype in VALUE_DTYPES and 1 <= x.dim() <= MAX_DIMENSIONS and x.stride(-1) == 1
 
 
 def copy_call(threads: CpuThreads, dim: int) -> NativeCall:
@@ -89,13 +89,13 @@ def _add_copy(program: _native.Program, source: Tensor, target: Tensor) -> None:
     if not can_copy(source) or not can_copy(target):
         raise NotRecordableError("a native copy would read a tensor whose last dimension has gaps")
     program.add_copy(
-        _outer(source.shape), source.shape[-1], source.dtype == torch.bfloat16,
-        source.data_ptr(), _outer(source.stride()), target.dtype == torch.bfloat16,
-        target.data_ptr(), _outer(target.stride()),
+        in_four(source.shape, 1), source.dtype == torch.bfloat16, source.data_ptr(),
+        in_four(source.stride(), 0), target.dtype == torch.bfloat16, target.data_ptr(),
+        in_four(target.stride(), 0),
     )  # fmt: skip
 
 
-def _outer(values: tuple[int, ...]) -> tuple[int, int, int]:
-    """Return what is before the last dimension, for a tensor that has four."""
-    first, second, third = (*(1 for _ in range(_MAX_DIMENSIONS - len(values))), *values[:-1])
-    return first, second, third
+def in_four(values: tuple[int, ...], filling: int) -> tuple[int, int, int, int]:
+    """Return sizes or strides as those of a tensor that has four dimensions."""
+    first, second, third, last = (*[filling] * (MAX_DIMENSIONS - len(values)), *values)
+    return first, second, third, last

@@ -69,6 +69,26 @@ def find_choices(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
             yield _fuse_choice(graph, softmax, best, threads)
 
 
+def find_choices_first(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
+    """The largest, then softmax over these: softmax over all, divided by the sum of the chosen."""
+    for best in graph.operations:
+        if best.name != "topk" or best.kwargs or not _takes_largest(best):
+            continue
+        values, index = best.outputs
+        softmax = graph.only_user(values, "softmax")
+        logits = graph.tensor(best.args[0])
+        is_plain = logits.dim() == 2 and logits.is_contiguous() and logits.dtype in VALUE_DTYPES
+        if softmax is None or softmax.args[1] not in (-1, 1) or not is_plain:
+            continue
+        weights = softmax.outputs[0]
+        if weights is None or graph.tensor(weights).dtype not in VALUE_DTYPES:
+            continue
+        call = _choice_call(threads, best.args[1], 1.0, is_normalised=True)
+        source, outputs = best.args[0], [weights, index]
+        fused = Operation(call, (source,), {}, outputs, "topk", [source], returns_sequence=True)
+        yield Found([best, softmax], fused)
+
+
 def _takes_largest(best: Operation) -> bool:
     """Tell whether it is of the last dimension; any order is as good as the best first."""
     dim = best.args[2] if len(best.args) > 2 else -1
