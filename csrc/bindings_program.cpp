@@ -49,6 +49,20 @@ void add_choice(Program& program, std::int64_t num_tokens, std::int64_t num_expe
                      pointer<void>(weights), pointer<std::int64_t>(index)});
 }
 
+void add_ranked_choice(Program& program, std::int64_t num_tokens, std::int64_t num_experts,
+                       std::int64_t top_k, std::int64_t groups, std::int64_t kept_groups,
+                       std::int64_t best_of_group, bool is_normalised, float epsilon, float scale,
+                       std::uintptr_t scores, std::uintptr_t ranks, std::uintptr_t weights,
+                       std::uintptr_t index) {
+  if (groups < 1 || num_experts % groups != 0 || best_of_group > num_experts / groups ||
+      top_k > kept_groups * (num_experts / groups))
+    throw std::invalid_argument("expected groups of equal size with enough experts");
+  program.add(RankedChoice{num_tokens, num_experts, top_k, groups, kept_groups, best_of_group,
+                           is_normalised, epsilon, scale, pointer<const float>(scores),
+                           pointer<const float>(ranks), pointer<float>(weights),
+                           pointer<std::int64_t>(index)});
+}
+
 void add_elementwise(Program& program, int kind, const Four& sizes, bool is_bf16,
                      std::uintptr_t a, const Four& a_strides, std::uintptr_t b,
                      const Four& b_strides, float scalar, std::uintptr_t out) {
@@ -114,6 +128,7 @@ void bind_program(nb::module_& m) {
       .def("add_rotary", &add_rotary)
       .def("add_rotary_pairs", &add_rotary_pairs)
       .def("add_choice", &add_choice)
+      .def("add_ranked_choice", &add_ranked_choice)
       .def("add_elementwise", &add_elementwise)
       .def("add_copy", &add_copy)
       .def("add_dense", &add_dense)

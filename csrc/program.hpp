@@ -26,6 +26,7 @@ class Program {
   void add(const Rotary& call) { steps_.emplace_back(call); }
   void add(const RotaryPairs& call) { steps_.emplace_back(call); }
   void add(const Choice& call) { steps_.emplace_back(call); }
+  void add(const RankedChoice& call) { steps_.emplace_back(call); }
   void add(const Elementwise& call) { steps_.emplace_back(call); }
   void add(const Copy& call) { steps_.emplace_back(call); }
 
@@ -60,13 +61,14 @@ class Program {
     RoutedCall call;
     std::int64_t number;
   };
-  using Step = std::variant<RmsNorm, Rotary, RotaryPairs, Choice, Elementwise, Copy, Dense, Attention,
-                            Experts>;
+  using Step = std::variant<RmsNorm, Rotary, RotaryPairs, Choice, RankedChoice, Elementwise, Copy,
+                            Dense, Attention, Experts>;
 
   void operator()(const RmsNorm& call) { rows_.norm(call); }
   void operator()(const Rotary& call) { rows_.rotate(call); }
   void operator()(const RotaryPairs& call) { rows_.rotate_pairs(call); }
   void operator()(const Choice& call) { choose(call); }
+  void operator()(const RankedChoice& call) { choose(call); }
   void operator()(const Elementwise& call) { rows_.combine(call); }
   void operator()(const Copy& call) { rows_.copy(call); }
   void operator()(const Dense& call);

@@ -15,6 +15,64 @@ const RowKernels& row_kernels([[maybe_unused]] const std::string& isa) {
   return portable_rows();
 }
 
+namespace {
+
+// Puts the `count` of `order` whose values are greatest first, the best one first. Of equal values
+// the one with the lesser number wins.
+void put_best_first(const float* values, std::int64_t count, std::vector<std::int64_t>& order) {
+  std::partial_sort(order.begin(), order.begin() + count, order.end(),
+                    [&](std::int64_t a, std::int64_t b) {
+                      return values[a] != values[b] ? values[a] > values[b] : a < b;
+                    });
+}
+
+// Fills `order` with the experts of the groups that are kept.
+void list_candidates(const RankedChoice& call, const float* ranks,
+                     std::vector<std::int64_t>& order) {
+  thread_local std::vector<float> sums;
+  thread_local std::vector<std::int64_t> groups;
+  const std::int64_t size = call.num_experts / call.groups;
+  sums.assign(call.groups, 0.0f);
+  for (std::int64_t g = 0; g < call.groups; ++g) {
+    order.resize(size);
+    std::iota(order.begin(), order.end(), g * size);
+    put_best_first(ranks, call.best_of_group, order);
+    for (std::int64_t k = 0; k < call.best_of_group; ++k) sums[g] += ranks[order[k]];
+  }
+  groups.resize(call.groups);
+  std::iota(groups.begin(), groups.end(), 0);
+  put_best_first(sums.data(), call.kept_groups, groups);
+  order.clear();
+  for (std::int64_t g = 0; g < call.kept_groups; ++g)
+    for (std::int64_t e = groups[g] * size; e < (groups[g] + 1) * size; ++e) order.push_back(e);
+}
+
+}  // namespace
+
+void choose(const RankedChoice& call) {
+  thread_local std::vector<std::int64_t> order;
+  for (std::int64_t t = 0; t < call.num_tokens; ++t) {
+    const float* ranks = call.ranks + t * call.num_experts;
+    if (call.kept_groups < call.groups) {
+      list_candidates(call, ranks, order);
+    } else {
+      order.resize(call.num_experts);
+      std::iota(order.begin(), order.end(), 0);
+    }
+    put_best_first(ranks, call.top_k, order);
+    float* weights = call.weights + t * call.top_k;
+    float total = 0;
+    for (std::int64_t k = 0; k < call.top_k; ++k) {
+      call.index[t * call.top_k + k] = order[k];
+      weights[k] = call.scores[t * call.num_experts + order[k]];
+      total += weights[k];
+    }
+    if (call.is_normalised)
+      for (std::int64_t k = 0; k < call.top_k; ++k) weights[k] /= total + call.epsilon;
+    for (std::int64_t k = 0; k < call.top_k; ++k) weights[k] *= call.scale;
+  }
+}
+
 void choose(const Choice& call) {
   thread_local std::vector<float> scores, chosen_weights;
   thread_local std::vector<std::int64_t> order;
@@ -26,10 +84,7 @@ void choose(const Choice& call) {
     load_values(value_at(call.logits, call.type, t * call.num_experts), call.type,
                 call.num_experts, logits);
     std::iota(order.begin(), order.end(), 0);
-    const auto better = [&](std::int64_t a, std::int64_t b) {
-      return logits[a] != logits[b] ? logits[a] > logits[b] : a < b;
-    };
-    std::partial_sort(order.begin(), order.begin() + call.top_k, order.end(), better);
+    put_best_first(logits, call.top_k, order);
     const float greatest = logits[order[0]];
     float total = 0, chosen = 0;
     for (std::int64_t e = 0; e < call.num_experts; ++e) total += std::exp(logits[e] - greatest);

@@ -59,6 +59,21 @@ struct Choice {
 };
 void choose(const Choice& call);
 
+// A choice by ranks that are not the weights: the experts whose ranks are greatest, best first, among
+// the `kept_groups` groups whose `best_of_group` greatest ranks have the greatest sum. Their scores
+// are the weights, divided by sum + `epsilon` if `is_normalised`, times `scale`.
+struct RankedChoice {
+  std::int64_t num_tokens, num_experts, top_k;
+  std::int64_t groups, kept_groups, best_of_group;  // all groups are kept if they are as many
+  bool is_normalised;
+  float epsilon, scale;
+  const float* scores;   // (num_tokens, num_experts)
+  const float* ranks;    // (num_tokens, num_experts)
+  float* weights;        // (num_tokens, top_k)
+  std::int64_t* index;   // (num_tokens, top_k)
+};
+void choose(const RankedChoice& call);
+
 // Four-dimensional: sizes, or how many values apart the next one is (0 repeats).
 using Four = std::array<std::int64_t, 4>;
 

@@ -188,6 +188,39 @@ bool copy_agrees(Random& random, const std::string& isa) {
   return is_near(read(out, out_type), wanted, 1e-2);
 }
 
+// Against a sort of all experts of the groups that are kept.
+bool ranked_agrees(Random& random) {
+  const std::int64_t tokens = random.between(1, 4), groups = random.between(1, 6);
+  const std::int64_t size = random.between(1, 9), best = random.between(1, size);
+  const std::int64_t kept = random.between(1, groups), experts = groups * size;
+  const std::int64_t top_k = random.between(1, kept * size);
+  const std::vector<float> scores = random.normals(tokens * experts);
+  const std::vector<float> ranks = random.normals(tokens * experts);
+  std::vector<float> weights(tokens * top_k);
+  std::vector<std::int64_t> index(tokens * top_k);
+  tandem::choose(tandem::RankedChoice{tokens, experts, top_k, groups, kept, best, false, 0.0f, 2.5f,
+                                      scores.data(), ranks.data(), weights.data(), index.data()});
+  for (std::int64_t t = 0; t < tokens; ++t) {
+    const float* rank = ranks.data() + t * experts;
+    std::vector<std::pair<float, std::int64_t>> sums, wanted;
+    for (std::int64_t g = 0; g < groups; ++g) {
+      std::vector<float> of_group(rank + g * size, rank + (g + 1) * size);
+      std::sort(of_group.rbegin(), of_group.rend());
+      sums.emplace_back(-std::accumulate(of_group.begin(), of_group.begin() + best, 0.0f), g);
+    }
+    std::sort(sums.begin(), sums.end());
+    for (std::int64_t g = 0; g < kept; ++g)
+      for (std::int64_t e = 0; e < size; ++e)
+        wanted.emplace_back(-rank[sums[g].second * size + e], sums[g].second * size + e);
+    std::sort(wanted.begin(), wanted.end());
+    for (std::int64_t k = 0; k < top_k; ++k)
+      if (index[t * top_k + k] != wanted[k].second ||
+          weights[t * top_k + k] != 2.5f * scores[t * experts + wanted[k].second])
+        return false;
+  }
+  return true;
+}
+
 bool choice_agrees(Random& random) {
   const std::int64_t tokens = random.between(1, 5), experts = random.between(1, 70);
   const std::int64_t top_k = random.between(1, std::min<std::int64_t>(8, experts));
@@ -197,7 +230,7 @@ bool choice_agrees(Random& random) {
   std::vector<float> weights(tokens * top_k);
   std::vector<std::int64_t> index(tokens * top_k);
   constexpr float kScale = 2.5f;
-  tandem::choose({tokens, experts, top_k, true, kScale, type, logits.bytes.data(), ValueType::kFp32,
+  tandem::choose(tandem::Choice{tokens, experts, top_k, true, kScale, type, logits.bytes.data(), ValueType::kFp32,
                   weights.data(), index.data()});
   for (std::int64_t t = 0; t < tokens; ++t) {
     const float* row = logits.numbers.data() + t * experts;
@@ -325,6 +358,7 @@ int main() {
                         : !rotary_agrees(random, isa)        ? "a rotary embedding"
                         : !pairs_agree(random, isa)          ? "a rotary embedding of pairs"
                         : !copy_agrees(random, isa)          ? "a copy"
+                        : !ranked_agrees(random)             ? "a choice by ranks"
                         : !choice_agrees(random)         ? "a router's choice"
                         : !routed_agrees(random, engine) ? "a routed layer"
                         : !program_agrees(random, engine) ? "a program"

@@ -135,6 +135,47 @@ def test_a_choice_before_its_softmax(dtype: torch.dtype) -> None:
     check(step, x, num_calls=2)
 
 
+@pytest.mark.parametrize("num_groups", [1, 4])
+@pytest.mark.parametrize("has_sum", [True, False])
+def test_a_choice_by_ranks(num_groups: int, has_sum: bool) -> None:
+    """As DeepSeek-V3 has it: biased scores, the best two groups of four, the greatest."""
+    num_experts, top_k = 24, 5
+    layer, x = linear(DIM, num_experts, torch.float32), torch.randn(ROWS, DIM)
+    bias, nothing = torch.randn(num_experts), torch.zeros(ROWS, num_experts)
+
+    def step() -> Tensor:
+        scores = layer(x).sigmoid()
+        ranks = scores + bias
+        if num_groups > 1:
+            sums = ranks.view(-1, num_groups, num_experts // num_groups).topk(2, dim=-1)[0].sum(-1)
+            kept = torch.topk(sums, k=2, dim=-1, sorted=False)[1]
+            mask = torch.zeros_like(sums)
+            mask.scatter_(1, kept, 1)
+            wide = mask.unsqueeze(-1).expand(-1, num_groups, num_experts // num_groups)
+            ranks = ranks.masked_fill(~wide.reshape(-1, num_experts).bool(), float("-inf"))
+        experts = torch.topk(ranks, k=top_k, dim=-1, sorted=False)[1]
+        weights = scores.gather(1, experts)
+        if has_sum:
+            weights /= weights.sum(-1, keepdim=True) + 1e-20
+            weights = weights * 2.5
+        return nothing.scatter(1, experts, weights)
+
+    check(step, x, num_calls=2)  # what follows is torch's
+
+
+def test_a_result_that_is_read_too_early_is_not_replaced() -> None:
+    layer, x = linear(DIM, 8, torch.float32), torch.randn(ROWS, DIM)
+
+    def step() -> Tensor:
+        weights, experts = torch.topk(layer(x).softmax(-1), 2)
+        first = experts.float()
+        return weights * 2.0 + first
+
+    tape = tape_of(step, [x])
+    x.normal_()
+    torch.testing.assert_close(tape.run(), step(), atol=2e-3, rtol=1e-3)
+
+
 def test_memory_that_is_filled_in_part_stays_torchs() -> None:
     layer, x = linear(DIM, DIM, torch.float32), torch.randn(ROWS, DIM)
 

@@ -261,6 +261,23 @@ class Program:
         index: int,
         /,
     ) -> None: ...
+    def add_ranked_choice(
+        self,
+        num_tokens: int,
+        num_experts: int,
+        top_k: int,
+        groups: int,
+        kept_groups: int,
+        best_of_group: int,
+        is_normalised: bool,
+        epsilon: float,
+        scale: float,
+        scores: int,
+        ranks: int,
+        weights: int,
+        index: int,
+        /,
+    ) -> None: ...
     def add_elementwise(
         self,
         kind: int,

@@ -13,6 +13,7 @@ from tandem.hf.fusion.copies import find_joins
 from tandem.hf.fusion.elementwise import find_elementwise
 from tandem.hf.fusion.graph import Found, Graph
 from tandem.hf.fusion.norms import find_norms
+from tandem.hf.fusion.ranked_choices import find_ranked_choices
 from tandem.hf.fusion.rotary import find_pair_rotaries, find_rotaries
 from tandem.hf.fusion.routers import find_choices, find_choices_first, find_small_linears
 from tandem.hf.step_recorder import Operation
@@ -24,6 +25,7 @@ _FINDERS: tuple[Callable[[Graph, CpuThreads], Iterator[Found]], ...] = (
     find_pair_rotaries,
     find_choices,
     find_choices_first,
+    find_ranked_choices,
     find_attentions,
     find_experts,
     find_small_linears,

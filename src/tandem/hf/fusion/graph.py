@@ -29,6 +29,7 @@ class Graph:
                     self.maker[ref] = operation
             for ref in set(operation.inputs):
                 self.users.setdefault(ref, []).append(operation)
+        self._place = {id(operation): index for index, operation in enumerate(operations)}
         self._replaced: dict[int, Operation | None] = {}
 
     def made_by(self, ref: Any, name: str) -> Operation | None:
@@ -47,8 +48,15 @@ class Graph:
         return self.tensors[ref.number]
 
     def replace(self, group: list[Operation], fused: Operation) -> None:
-        """Put `fused` where the last of a group stands; leave the others out."""
+        """Put `fused` where the last of a group stands; leave the others out.
+
+        Nothing happens if one is replaced already, or if somebody reads a result before that place.
+        """
         if any(id(operation) in self._replaced for operation in group):
+            return
+        place = self._place[id(group[-1])]
+        readers = (op for ref in fused.outputs if ref for op in self.users.get(ref, []))
+        if any(self._place[id(op)] < place and op not in group for op in readers):
             return
         self._replaced |= dict.fromkeys(map(id, group[:-1]))
         self._replaced[id(group[-1])] = fused

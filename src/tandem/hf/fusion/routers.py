@@ -55,7 +55,7 @@ def find_choices(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
     """Softmax, the largest, perhaps divided by their sum, perhaps scaled, perhaps rounded."""
     for softmax in graph.operations:
         best = graph.only_user(softmax.outputs[0], "topk") if softmax.name == "softmax" else None
-        if best is None or best.kwargs or not _takes_largest(best):
+        if best is None or best.kwargs or not takes_largest(best):
             continue
         logits = graph.tensor(softmax.args[0])
         is_plain = (
@@ -72,7 +72,7 @@ def find_choices(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
 def find_choices_first(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
     """The largest, then softmax over these: softmax over all, divided by the sum of the chosen."""
     for best in graph.operations:
-        if best.name != "topk" or best.kwargs or not _takes_largest(best):
+        if best.name != "topk" or best.kwargs or not takes_largest(best):
             continue
         values, index = best.outputs
         softmax = graph.only_user(values, "softmax")
@@ -89,7 +89,7 @@ def find_choices_first(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
         yield Found([best, softmax], fused)
 
 
-def _takes_largest(best: Operation) -> bool:
+def takes_largest(best: Operation) -> bool:
     """Tell whether it is of the last dimension; any order is as good as the best first."""
     dim = best.args[2] if len(best.args) > 2 else -1
     is_largest = best.args[3] if len(best.args) > 3 else True
