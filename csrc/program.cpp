@@ -1,5 +1,7 @@
 #include "program.hpp"
 
+#include <algorithm>
+
 namespace tandem {
 
 std::int64_t Program::add(const RoutedLayer& layer, const RoutedCall& call) {
@@ -12,6 +14,21 @@ std::int64_t Program::add(const RoutedLayer& layer, const RoutedCall& call) {
 void Program::run() {
   const ThreadPool::Alert alert(pool_);
   for (const Step& step : steps_) std::visit([this](const auto& call) { (*this)(call); }, step);
+}
+
+void Program::operator()(const RmsNorm& call) {
+  // A prompt's rows are worth all threads, a step's are not.
+  constexpr std::int64_t kManyValues = 1 << 17;
+  if (call.num_rows * call.cols < kManyValues) return rows_.norm(call);
+  const std::int64_t each = std::max<std::int64_t>(1, kManyValues / 8 / call.cols);
+  pool_.run((call.num_rows + each - 1) / each, [&](std::int64_t i) {
+    RmsNorm part = call;
+    const std::int64_t first = i * each;
+    part.num_rows = std::min(each, call.num_rows - first);
+    part.input = value_at(call.input, call.type, first * call.input_stride);
+    part.out = value_at(call.out, call.type, first * call.cols);
+    rows_.norm(part);
+  });
 }
 
 void Program::operator()(const Dense& call) {

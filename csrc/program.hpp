@@ -64,7 +64,7 @@ class Program {
   using Step = std::variant<RmsNorm, Rotary, RotaryPairs, Choice, RankedChoice, Elementwise, Copy,
                             Dense, Attention, Experts>;
 
-  void operator()(const RmsNorm& call) { rows_.norm(call); }
+  void operator()(const RmsNorm& call);
   void operator()(const Rotary& call) { rows_.rotate(call); }
   void operator()(const RotaryPairs& call) { rows_.rotate_pairs(call); }
   void operator()(const Choice& call) { choose(call); }

@@ -1,6 +1,7 @@
 """A model that is stepped by rows: a forward on a KV cache of ours, and whether that serves it."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -8,8 +9,10 @@ from torch import Tensor
 
 from tandem.core.errors import TandemError
 from tandem.hf.attention import AttentionSwitch
+from tandem.hf.norms import NormSwitch
 from tandem.hf.row_cache import NotByRowsError, RowCache, stepping, transformers_cache
 from tandem.hf.stepping import PaddedRows
+from tandem.kernels.dense import CpuThreads
 from tandem.offload.events import unheard
 
 # How far logits may be from those of Transformers' own caches, relative to their size. Mistakes
@@ -17,16 +20,21 @@ from tandem.offload.events import unheard
 # flip.
 _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 _TRIAL_TOKENS = 6
+_STEP_TOKENS = 64  # more are a prompt's; steps are recorded as the model does them
 
 
 class RowModel:
     """A model with a cache that it reads and writes while it is called here."""
 
-    def __init__(self, model: Any, cache: RowCache) -> None:
-        """Raises `NotByRowsError` for a model that keeps more than keys and values."""
+    def __init__(self, model: Any, cache: RowCache, threads: CpuThreads | None = None) -> None:
+        """Raises `NotByRowsError` for a model that keeps more than keys and values.
+
+        With `threads`, a prompt's norms are native.
+        """
         self.model = model
         self._cache = cache
         self._switch = AttentionSwitch(model)
+        self._norms = None if threads is None else NormSwitch(model, threads)
         self._shell = transformers_cache(model, cache)
         self.keeps_logits = bool(model._supports_logits_to_keep())
         """Whether logits can be asked for some of the tokens alone."""
@@ -42,7 +50,9 @@ class RowModel:
         With `keep`, of those tokens alone, where the model can leave the others out.
         """
         is_kept = keep is not None and self.keeps_logits
-        with self._switch.on(), stepping(self._cache):
+        is_prompt = ids.numel() > _STEP_TOKENS
+        norms = self._norms.on() if self._norms and is_prompt else nullcontext()
+        with self._switch.on(), norms, stepping(self._cache):
             outputs = self.model(
                 input_ids=ids,
                 position_ids=positions,

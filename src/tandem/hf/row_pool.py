@@ -78,7 +78,7 @@ class RowPool:
         """
         self.num_rows = num_rows
         self.cache = KvCache(threads, num_rows, max(1, capacity), kv_dtype=kv_dtype)
-        self._model = RowModel(model, self.cache)
+        self._model = RowModel(model, self.cache, threads)
         self._held: list[list[int]] = [[] for _ in range(num_rows)]
         self._has_replay = has_replay
         self._executor = self._model.executor

@@ -39,7 +39,7 @@ class CachedRows:
         """
         capacity = max(map(len, prompts)) + min(max_new_tokens, MAX_STEP_TOKENS)
         self.cache = KvCache(threads, len(prompts), capacity, kv_dtype=kv_dtype)
-        self._model = RowModel(model, self.cache)
+        self._model = RowModel(model, self.cache, threads)
         self._tokens: list[list[int]] = [[] for _ in prompts]  # what the cache holds
         self._prompts = list(prompts)
         self.reused_tokens = [0] * len(prompts)

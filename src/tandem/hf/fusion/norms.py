@@ -11,6 +11,7 @@ from tandem.hf.program import NativeCall
 from tandem.hf.step_recorder import NotRecordableError, Operation, Ref
 from tandem.kernels import _native
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
+from tandem.kernels.rows import row_stride
 
 
 def find_norms(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
@@ -57,7 +58,7 @@ def _follow(
     Return the whole chain, the weight in fp32, and whether rounding comes before it.
     """
     x = graph.tensor(source)
-    if x.dtype not in VALUE_DTYPES or _row_stride(x) is None:
+    if x.dtype not in VALUE_DTYPES or row_stride(x) is None:
         return None
     weight: Tensor | None = None
     rounds_first = False
@@ -80,16 +81,6 @@ def _follow(
     return chain, weight, rounds_first
 
 
-def _row_stride(x: Tensor) -> int | None:
-    """Return how many values apart the rows of the last dimension are; None if not evenly."""
-    if x.stride(-1) != 1:
-        return None
-    try:
-        return x.view(-1, x.shape[-1]).stride(0)
-    except RuntimeError:  # no such view
-        return None
-
-
 def _is_weight(graph: Graph, ref: Any, x: Tensor) -> bool:
     return (
         isinstance(ref, Ref)
@@ -103,7 +94,7 @@ def _norm_call(
 ) -> NativeCall:
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         (x,), (out,) = inputs, outputs
-        stride = _row_stride(x)
+        stride = row_stride(x)
         if stride is None:
             raise NotRecordableError("a norm's rows do not lie evenly apart")
         program.add_norm(

@@ -1,0 +1,109 @@
+"""Norms of prompts in one pass: torch makes seven over a prompt's activations.
+
+Norms are known by what they compute, not by their class: a module with one vector of weights that
+does to random rows what the kernel does. Decode steps keep the model's own, which are recorded.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
+from tandem.kernels.rows import row_stride
+
+_PROBED_ROWS = 4
+# Of the values: the last digit of a few may differ, as sums are added up in another order.
+_EQUAL_SHARE = 0.98
+
+
+class _Kind(NamedTuple):
+    """How a class of norms computes."""
+
+    eps: float
+    offset: float
+    """What is added to the weights: 1 where they are stored as their distance from it."""
+    rounds_first: bool
+    """Whether rows are rounded before they are multiplied with the weights."""
+
+
+class NormSwitch:
+    """Lets a model's norms be native for the length of a forward."""
+
+    def __init__(self, model: nn.Module, threads: CpuThreads) -> None:
+        """Find the norms of a model on the CPU."""
+        kinds: dict[tuple[Any, ...], _Kind | None] = {}
+        self._forwards: list[tuple[nn.Module, Callable[[Tensor], Tensor]]] = []
+        for module in model.modules():
+            weight = _only_weight(module)
+            eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+            if weight is None or not isinstance(eps, float):
+                continue
+            key = (type(module), eps, weight.dtype)
+            if key not in kinds:
+                kinds[key] = _find_kind(module, weight, eps, threads)
+            kind = kinds[key]
+            if kind is not None:
+                self._forwards.append((module, _forward(module, kind, threads)))
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Let norms be native inside the context."""
+        with ExitStack() as back:
+            for module, forward in self._forwards:
+                module.forward = forward
+                back.callback(module.__dict__.pop, "forward")
+            yield
+
+
+def _only_weight(module: nn.Module) -> Tensor | None:
+    """Return the vector that is all a module has; None for others, and for hooked ones."""
+    is_bare = not module._modules and not any(True for _ in module.buffers(recurse=False))
+    names = [name for name, value in module._parameters.items() if value is not None]
+    if not is_bare or names != ["weight"] or "forward" in module.__dict__:
+        return None
+    weight = module._parameters["weight"]
+    assert weight is not None
+    is_fit = weight.dim() == 1 and weight.device.type == "cpu" and weight.dtype in VALUE_DTYPES
+    return weight if is_fit else None
+
+
+def _find_kind(module: nn.Module, weight: Tensor, eps: float, threads: CpuThreads) -> _Kind | None:
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(_PROBED_ROWS, len(weight), generator=random).to(weight.dtype)
+    expected = module(x)
+    if not isinstance(expected, Tensor) or (expected.shape, expected.dtype) != (x.shape, x.dtype):
+        return None
+    for offset in (0.0, 1.0):
+        for rounds_first in (True, False):
+            kind = _Kind(eps, offset, rounds_first)
+            actual = _norm(x, len(weight), weight, kind, threads)
+            if torch.isclose(actual, expected, rtol=1e-6).float().mean() >= _EQUAL_SHARE:
+                return kind
+    return None
+
+
+def _forward(module: nn.Module, kind: _Kind, threads: CpuThreads) -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        weight: Any = module.weight
+        stride = row_stride(x) if x.dtype == weight.dtype else None
+        if stride is None:
+            result: Tensor = type(module).forward(module, x)
+            return result
+        return _norm(x, stride, weight, kind, threads)
+
+    return forward
+
+
+def _norm(x: Tensor, stride: int, weight: Tensor, kind: _Kind, threads: CpuThreads) -> Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype)
+    wide = weight.float() + kind.offset
+    program = threads.program()
+    program.add_norm(
+        x.numel() // len(weight), len(weight), kind.eps, kind.rounds_first,
+        x.dtype == torch.bfloat16, x.data_ptr(), stride, wide.data_ptr(), out.data_ptr(),
+    )  # fmt: skip
+    program.run()
+    return out
