@@ -105,6 +105,8 @@ def test_a_limit_without_any_decode_step_is_said(
         ([TRACE, "--hardware", "desktop"], "unknown hardware 'desktop'; did you mean"),
         ([TRACE, "--shape", "mixtral"], "no costs for the shape 'mixtral'; did you mean"),
         ([TRACE, TRACE, "--compare"], "--compare got 2 traces; expected one"),
+        ([TRACE, "--picture", "c.svg"], "--picture draws what --compare finds; give --compare too"),
+        (["/"], "/: found a folder; expected a routing trace"),
     ],
 )
 def test_mistakes_are_one_sentence_and_exit_code_2(

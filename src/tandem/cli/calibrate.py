@@ -76,7 +76,8 @@ def _read(name: str | None) -> str:
         return sample.read_text(encoding="utf-8")
     path = Path(name)
     if not path.is_file():
-        raise FileFormatError(f"{path}: found no such file; expected a text to learn from")
+        found = "a folder" if path.is_dir() else "no such file"
+        raise FileFormatError(f"{path}: found {found}; expected a text to learn from")
     return path.read_text(encoding="utf-8", errors="replace")
 
 

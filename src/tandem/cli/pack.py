@@ -41,12 +41,13 @@ def run(flags: argparse.Namespace) -> int:
     """Pack; returns the exit code."""
     options = from_flags(PackOptions, flags)
     choice = from_flags(ModelChoice, flags)
-    found = find_model(choice, quiet=options.quiet)
     target = Path(options.output or f"{Path(choice.model).name}-{options.expert_dtype}-tandem")
     calm_transformers(quiet=True)
 
-    from tandem.hf.pack import pack
+    from tandem.hf.pack import pack, require_new
 
+    require_new(target)  # before a model is downloaded or built
+    found = find_model(choice, quiet=options.quiet)
     progress = None if options.quiet else _Bar()
     begin = time.perf_counter()
     try:

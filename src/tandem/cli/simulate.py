@@ -59,9 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compare", action="store_true", help="run the systems of the papers at equal GPU memory"
     )
-    parser.add_argument(
-        "--picture", metavar="FILE", default="compare.svg", help="chart of --compare (%(default)s)"
-    )
+    parser.add_argument("--picture", metavar="FILE", help="chart of --compare (compare.svg)")
     parser.add_argument("--json", action="store_true", help="last line of output: one JSON object")
 
 
@@ -75,6 +73,8 @@ def run(flags: argparse.Namespace) -> int:
         raise ConfigError("no trace given; expected at least one routing trace (.npz)")
     if flags.compare:
         return _compare(flags)
+    if flags.picture is not None:
+        raise ConfigError("--picture draws what --compare finds; give --compare too")
     results = _simulate_all(flags)
     for path, result in results.items():
         _print_summary(path, result)
@@ -252,8 +252,9 @@ def _compare(flags: argparse.Namespace) -> int:
             {name: [known[name, batch, f] for f in fractions] for name in names},
         ),
     ]
-    Path(flags.picture).write_text(svg(charts), encoding="utf-8")
-    print(f"picture: {flags.picture}", file=sys.stderr)
+    picture = flags.picture or "compare.svg"
+    Path(picture).write_text(svg(charts), encoding="utf-8")
+    print(f"picture: {picture}", file=sys.stderr)
     if flags.json:
         print(json.dumps({"systems": [speed._asdict() for speed in speeds]}))
     return 0

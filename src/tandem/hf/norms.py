@@ -54,7 +54,7 @@ class NormSwitch:
         with ExitStack() as back:
             for module, forward in self._forwards:
                 module.forward = forward
-                back.callback(module.__dict__.pop, "forward")
+                back.callback(module.__dict__.pop, "forward", None)
             yield
 
 

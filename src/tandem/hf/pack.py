@@ -73,8 +73,7 @@ def pack(
     an interruption leaves what the next call goes on with.
     """
     target = Path(directory)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ModelError(f"{target} exists and is not an empty directory; name a new one")
+    require_new(target)
     source = open_model(find_model_path(model, hub), may_run_code=trust_remote_code)
     if source.is_packed:
         raise ModelError(f"{source.path} is packed already; copy the directory")
@@ -90,6 +89,12 @@ def pack(
             shutil.rmtree(partial, ignore_errors=True)
             raise
     return Packed(target, *packed)
+
+
+def require_new(target: Path) -> None:
+    """Raise `ModelError` unless a directory is empty or not there."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ModelError(f"{target} exists and is not an empty directory; name a new one")
 
 
 def _pack(

@@ -67,7 +67,8 @@ def write_trace(path: str | Path, trace: RoutingTrace) -> None:
 
 def _read_arrays(path: Path, where: str) -> dict[str, Array]:
     if not path.is_file():
-        raise FileFormatError(f"{where}: found no such file; expected a routing trace (.npz)")
+        found = "a folder" if path.is_dir() else "no such file"
+        raise FileFormatError(f"{where}: found {found}; expected a routing trace (.npz)")
     if path.stat().st_size == 0:
         raise FileFormatError(f"{where}: found an empty file; expected a routing trace (.npz)")
     if not zipfile.is_zipfile(path):
