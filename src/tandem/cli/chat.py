@@ -17,21 +17,34 @@ def chat(session: "Session") -> int:
     with contextlib.suppress(ImportError):  # Windows: plain lines
         import readline  # noqa: F401 - gives `input` line editing and the up arrow
     print(f"Chat with the model. {_HELP}.", file=sys.stderr)
-    while (line := _read_line()) is not None:
-        match line.strip():
-            case "":
-                continue
-            case "/exit" | "/quit":
-                break
-            case "/clear":
-                session.clear()
-            case "/help":
-                print(_HELP, file=sys.stderr)
-            case command if command.startswith("/") and " " not in command:
-                print(f"unknown command {command}; {_HELP}", file=sys.stderr)
-            case _:
-                _ask(session, line)
+    is_open = True
+    while is_open:
+        try:
+            is_open = _take_turn(session)
+        except KeyboardInterrupt:  # before or after the answer's tokens
+            print(file=sys.stderr)
     return 0
+
+
+def _take_turn(session: "Session") -> bool:
+    """Do what the next line says; return whether the chat goes on."""
+    line = _read_line()
+    if line is None:
+        return False
+    match line.strip():
+        case "":
+            pass
+        case "/exit" | "/quit":
+            return False
+        case "/clear":
+            session.clear()
+        case "/help":
+            print(_HELP, file=sys.stderr)
+        case command if command.startswith("/") and " " not in command:
+            print(f"unknown command {command}; {_HELP}", file=sys.stderr)
+        case _:
+            _ask(session, line)
+    return True
 
 
 def _read_line() -> str | None:
@@ -49,7 +62,5 @@ def _read_line() -> str | None:
 def _ask(session: "Session", line: str) -> None:
     try:
         session.ask(line)
-    except KeyboardInterrupt:  # between tokens `generate_answer` handles it; here it came outside
-        print(file=sys.stderr)
     except TandemError as error:  # a prompt that does not fit must not end the conversation
         print(f"error: {error}", file=sys.stderr)
