@@ -59,7 +59,7 @@ struct Choice {
 };
 void choose(const Choice& call);
 
-// A choice by ranks that are not the weights: the experts whose ranks are greatest, best first, among
+// A choice by ranks that are not the weights: the experts whose ranks are greatest, best first, of
 // the `kept_groups` groups whose `best_of_group` greatest ranks have the greatest sum. Their scores
 // are the weights, divided by sum + `epsilon` if `is_normalised`, times `scale`.
 struct RankedChoice {
@@ -79,7 +79,13 @@ using Four = std::array<std::int64_t, 4>;
 
 // out = a + b, a * b, a - b, a * sigmoid(a) or sigmoid(a), value by value; in bf16 rounded as a
 // tensor library does it.
-enum class ElementwiseKind : int { kAdd = 0, kMultiply = 1, kSubtract = 2, kSilu = 3, kSigmoid = 4 };
+enum class ElementwiseKind : int {
+  kAdd = 0,
+  kMultiply = 1,
+  kSubtract = 2,
+  kSilu = 3,
+  kSigmoid = 4
+};
 struct Elementwise {
   ElementwiseKind kind;
   Four sizes;
