@@ -46,6 +46,8 @@ def _match_filled(graph: Graph, made: Operation) -> _Join | None:
         copied = graph.only_user(part.outputs[0], "copy_") if part.name == "slice" else None
         if copied is None or part.args[1] not in (-1, last) or part.args[2] != filled:
             return None
+        if part.args[4:] not in ((), (1,)):  # every other value
+            return None
         if graph.tensor(copied.args[0]).shape != graph.tensor(copied.args[1]).shape:
             return None
         filled += graph.tensor(copied.args[0]).shape[-1]

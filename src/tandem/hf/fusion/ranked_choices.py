@@ -4,6 +4,7 @@ As DeepSeek-V3, GLM-4 and MiniMax do it: scores, ranks = scores + bias, perhaps 
 experts whose best ranks have the greatest sum, the greatest ranks, their scores as weights.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -76,6 +77,8 @@ def _match(graph: Graph, gathered: Operation, threads: CpuThreads) -> Found | No
 
 def _match_groups(graph: Graph, masked: Operation) -> tuple[list[Operation], _Groups] | None:
     """Match what leaves out groups: their best ranks summed, the best sums, a mask of the rest."""
+    if masked.args[2] != -math.inf:  # what is left out could still be chosen
+        return None
     chain: list[Operation] = [masked]
     ref: Any = masked.args[1]
     for name in ("bitwise_not", "to", "reshape", "expand", "unsqueeze"):
@@ -95,6 +98,8 @@ def _match_groups(graph: Graph, masked: Operation) -> tuple[list[Operation], _Gr
     if not (kept and summed and each and grouped) or grouped.args[0] != masked.args[0]:
         return None
     if summed.args[1:] != ([-1],) or kept.outputs[1] != marked.args[2]:
+        return None
+    if not takes_largest(kept) or not takes_largest(each, num_dimensions=3):
         return None
     blank: Any = ref
     while (made := graph.maker.get(blank)) is not None and made.name in ("detach", "zeros_like"):

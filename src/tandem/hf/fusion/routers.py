@@ -89,11 +89,11 @@ def find_choices_first(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
         yield Found([best, softmax], fused)
 
 
-def takes_largest(best: Operation) -> bool:
+def takes_largest(best: Operation, num_dimensions: int = 2) -> bool:
     """Tell whether it is of the last dimension; any order is as good as the best first."""
     dim = best.args[2] if len(best.args) > 2 else -1
     is_largest = best.args[3] if len(best.args) > 3 else True
-    return dim in (-1, 1) and bool(is_largest)
+    return dim in (-1, num_dimensions - 1) and bool(is_largest)
 
 
 def _fuse_choice(graph: Graph, softmax: Operation, best: Operation, threads: CpuThreads) -> Found:
