@@ -13,6 +13,9 @@ from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
 
 MAX_DIMENSIONS = 4
 
+# The operations of a join, what is joined, the result, and in which dimension.
+_Join = tuple[list[Operation], list[Ref], Ref, int]
+
 
 def find_joins(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
     """Find tensors that are joined, by `cat` or slice by slice in new memory."""
@@ -28,9 +31,6 @@ def find_joins(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
             group, sources, result, dim = found
             call = copy_call(threads, dim)
             yield Found(group, Operation(call, tuple(sources), {}, [result], "join", sources))
-
-
-_Join = tuple[list[Operation], list[Ref], Ref, int]
 
 
 def _match_filled(graph: Graph, made: Operation) -> _Join | None:

@@ -1,5 +1,6 @@
 """A recording as a graph: who makes and who reads each tensor, and which groups are replaced."""
 
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -42,6 +43,20 @@ class Graph:
         """Return the only operation that reads a tensor, if it has that name."""
         users = self.users.get(ref, []) if ref is not None else []
         return users[0] if len(users) == 1 and users[0].name == name else None
+
+    def found_around(
+        self, name: str, match: Callable[[Operation], Found | None]
+    ) -> Iterator[Found]:
+        """Yield what `match` finds around each operation of a name."""
+        for operation in self.operations:
+            found = match(operation) if operation.name == name else None
+            if found is not None:
+                yield found
+
+    def is_read_outside(self, group: list[Operation], results: Iterable[Ref | None]) -> bool:
+        """Tell whether somebody outside a group reads what it makes, apart from its results."""
+        made = {ref for operation in group for ref in operation.outputs} - {None, *results}
+        return any(user not in group for ref in made if ref for user in self.users.get(ref, []))
 
     def tensor(self, ref: Ref) -> Tensor:
         """Return a tensor as it was when it was recorded."""

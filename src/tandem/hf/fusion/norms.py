@@ -16,11 +16,7 @@ from tandem.kernels.rows import row_stride
 
 def find_norms(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
     """Find the norms around each reciprocal root."""
-    for root in graph.operations:
-        if root.name == "rsqrt":
-            found = _match_norm(graph, root, threads)
-            if found is not None:
-                yield found
+    return graph.found_around("rsqrt", lambda root: _match_norm(graph, root, threads))
 
 
 def _match_norm(graph: Graph, root: Operation, threads: CpuThreads) -> Found | None:
@@ -38,8 +34,7 @@ def _match_norm(graph: Graph, root: Operation, threads: CpuThreads) -> Found | N
     cast = graph.made_by(wide, "to")
     source = cast.args[0] if cast else wide
     chain = [*([cast] if cast else []), square, mean, shift, root, scaled]
-    inner = {ref for op in chain[:-1] for ref in op.outputs if ref is not None}
-    if any(user not in chain for ref in inner for user in graph.users.get(ref, [])):
+    if graph.is_read_outside(chain, scaled.outputs):
         return None
     end = _follow(graph, chain, source)
     if end is None:

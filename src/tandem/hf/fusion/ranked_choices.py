@@ -37,17 +37,15 @@ class _Weights(NamedTuple):
 
 def find_ranked_choices(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
     """Find the choices around each gathering of scores."""
-    for gathered in graph.operations:
-        if gathered.name == "gather" and gathered.args[1] in (-1, 1):
-            found = _match(graph, gathered, threads)
-            if found is not None:
-                yield found
+    return graph.found_around("gather", lambda gathered: _match(graph, gathered, threads))
 
 
 def _match(graph: Graph, gathered: Operation, threads: CpuThreads) -> Found | None:
     scores, index = gathered.args[0], gathered.args[2]
     best = graph.made_by(index, "topk")
     if best is None or not takes_largest(best) or best.outputs[1] != index:
+        return None
+    if gathered.args[1] not in (-1, 1):
         return None
     masked = graph.made_by(best.args[0], "masked_fill")
     ranks, groups = best.args[0], _Groups()
@@ -61,8 +59,7 @@ def _match(graph: Graph, gathered: Operation, threads: CpuThreads) -> Found | No
     after, weights = _follow(graph, gathered)
     result = after[-1].outputs[0]
     group = [*before, best, *after]
-    inner = {ref for op in group for ref in op.outputs if ref not in (None, index, result)}
-    if any(user not in group for ref in inner for user in graph.users.get(ref, [])):
+    if graph.is_read_outside(group, [index, result]):
         return None
     tensors = [graph.tensor(ref) for ref in (scores, ranks, result)]  # type: ignore[arg-type]
     if not all(x.dtype == torch.float32 and x.dim() == 2 for x in tensors):
@@ -109,8 +106,6 @@ def _match_groups(graph: Graph, masked: Operation) -> tuple[list[Operation], _Gr
         return None
     chain += [kept, summed, each, grouped]
     groups = graph.tensor(each.args[0]).shape[1]
-    positions = {id(op): place for place, op in enumerate(graph.operations)}
-    chain.sort(key=lambda op: positions[id(op)])
     return chain, _Groups(groups, kept.args[1], each.args[1])
 
 

@@ -19,11 +19,7 @@ from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
 
 def find_rotaries(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
     """Find the embeddings around each swap of halves."""
-    for turned in graph.operations:
-        if turned.name == "cat":
-            found = _match_rotary(graph, turned, threads)
-            if found is not None:
-                yield found
+    return graph.found_around("cat", lambda turned: _match_rotary(graph, turned, threads))
 
 
 def _match_rotary(graph: Graph, turned: Operation, threads: CpuThreads) -> Found | None:
@@ -42,25 +38,20 @@ def _match_rotary(graph: Graph, turned: Operation, threads: CpuThreads) -> Found
     if by_cos is None or source not in by_cos.args or not _are_halves(graph, source, low, high):
         return None
     cos, sin = other(by_cos, source), other(by_sin, turned.outputs[0])  # type: ignore[arg-type]
-    chain = [high, low, negated, turned, by_cos, by_sin]
-    inner = {ref for op in chain for ref in op.outputs if ref is not None}
-    if any(u not in (*chain, total) for ref in inner for u in graph.users.get(ref, [])):
+    chain = [high, low, negated, turned, by_cos, by_sin, total]
+    if graph.is_read_outside(chain, total.outputs):
         return None
     heads = _heads_dimension(graph, source, cos, sin)
     if heads is None:
         return None
     args = (source, cos, sin)
     fused = Operation(_rotary_call(threads, heads), args, {}, total.outputs, "rotary", list(args))
-    return Found([*chain, total], fused)
+    return Found(chain, fused)
 
 
 def find_pair_rotaries(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
     """Find the embeddings in which complex numbers become values again."""
-    for real in graph.operations:
-        if real.name == "view_as_real":
-            found = _match_pairs(graph, real, threads)
-            if found is not None:
-                yield found
+    return graph.found_around("view_as_real", lambda real: _match_pairs(graph, real, threads))
 
 
 def _match_pairs(graph: Graph, real: Operation, threads: CpuThreads) -> Found | None:
@@ -81,10 +72,9 @@ def _match_pairs(graph: Graph, real: Operation, threads: CpuThreads) -> Found | 
     back = graph.users.get(flat[0].outputs[0], [])  # type: ignore[arg-type]
     if len(back) == 1 and back[0].name in ("to", "type_as"):
         chain.append(back[0])
-    inner = {ref for op in chain[:-1] for ref in op.outputs if ref is not None}
-    if any(user not in chain for ref in inner for user in graph.users.get(ref, [])):
-        return None
     turns, result = other(turned, as_complex.outputs[0]), chain[-1].outputs[0]  # type: ignore[arg-type]
+    if graph.is_read_outside(chain, [result]):
+        return None
     heads = _pairs_heads(graph, source, turns, result)
     if heads is None:
         return None
