@@ -1,0 +1,54 @@
+"""Sliding window over a conversation: drops whole turns from the front until it fits a context.
+
+Knows roles and turns; how long a conversation is, and how long it may be, is the caller's.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+M = TypeVar("M", bound=Mapping[str, object])
+
+_INSTRUCTION_ROLES = ("system", "developer")
+
+
+def trim_conversation(
+    messages: Sequence[M], fits: Callable[[list[M]], bool]
+) -> tuple[list[M], int]:
+    """Return the messages that are kept, and how many turns were dropped from the front.
+
+    A turn is a user's messages and all that answers them, tool messages included. Leading system
+    and developer messages and the last turn are kept, even where they alone do not fit. `fits` is
+    taken to be monotonic: what fits still fits with fewer turns.
+    """
+    num_leading = _count_leading_instructions(messages)
+    leading = list(messages[:num_leading])
+    starts = _turn_starts(messages, num_leading)
+
+    def without(num_turns: int) -> list[M]:
+        return leading + list(messages[starts[num_turns] :])
+
+    if len(starts) < 2 or fits(list(messages)):
+        return list(messages), 0
+    # Each `fits` tokenizes what is left, so long conversations are bisected.
+    candidates = range(1, len(starts) - 1)
+    num_dropped = 1 + bisect_left(candidates, True, key=lambda count: fits(without(count)))
+    return without(num_dropped), num_dropped
+
+
+def _count_leading_instructions(messages: Sequence[Mapping[str, object]]) -> int:
+    others = (i for i, m in enumerate(messages) if m.get("role") not in _INSTRUCTION_ROLES)
+    return next(others, len(messages))
+
+
+def _turn_starts(messages: Sequence[Mapping[str, object]], num_leading: int) -> list[int]:
+    """Return where turns begin: at a user message that does not follow another one.
+
+    Messages before the first user message (a greeting) are a turn too.
+    """
+    roles = [message.get("role") for message in messages]
+    return [
+        idx
+        for idx in range(num_leading, len(messages))
+        if idx == num_leading or (roles[idx] == "user" and roles[idx - 1] != "user")
+    ]
