@@ -9,8 +9,9 @@ from torch import Tensor
 
 import tandem
 from tandem.core.errors import ConfigError
-from tandem.generate.batching import Batcher, Request, StepFailedError
+from tandem.generate.batching import Batcher, StepFailedError
 from tandem.generate.lap import Lap
+from tandem.generate.running import Request
 from tandem.generate.sampling import SamplingOptions
 from tests.architectures import VOCABULARY, build_tiny_model
 from tests.hf.tiny import byte_tokenizer
@@ -19,7 +20,8 @@ PART = 16
 
 
 def request_of(number: int, prompt: list[int], **fields: Any) -> Request:
-    own = {k: fields.pop(k) for k in ("constraint", "num_top_logprobs") if k in fields}
+    names = ("constraint", "num_top_logprobs", "has_prompt_logprobs", "end")
+    own = {k: fields.pop(k) for k in names if k in fields}
     return Request(
         request_id=number, prompt=tuple(prompt), options=SamplingOptions(**fields), **own
     )
@@ -34,7 +36,7 @@ def finish(batcher: Batcher) -> dict[int, list[Lap]]:
 
 
 def tokens(progress: list[Lap]) -> list[int]:
-    return [one.token_id for one in progress]
+    return [one.token_id for one in progress if one.token_id is not None]
 
 
 def random_requests(count: int) -> list[Request]:

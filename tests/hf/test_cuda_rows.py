@@ -11,8 +11,9 @@ import torch
 
 import tandem
 from tandem.core.errors import CapacityError
-from tandem.generate.batching import Batcher, Request
+from tandem.generate.batching import Batcher
 from tandem.generate.generator import Generator
+from tandem.generate.running import Request
 from tandem.generate.sampling import SamplingOptions
 from tandem.hf.cuda_graphs import GraphedStep
 from tandem.hf.cuda_row_pool import CudaRowPool
@@ -395,8 +396,9 @@ def test_requests_are_answered_alike_on_both_pools(
     beginning = [40 + i % 50 for i in range(11)]
     prompts = [beginning, [*beginning, 60, 61], [70] * 3, [*beginning[:6], 90], [50, 51, 52, 53]]
 
-    def answers(generator: Generator) -> tuple[dict[int, list[int]], int]:
-        batcher, tokens = Batcher(generator, max_running=3, part_tokens=4), dict[int, list[int]]()
+    def answers(generator: Generator) -> tuple[dict[int, list[int | None]], int]:
+        batcher = Batcher(generator, max_running=3, part_tokens=4)
+        tokens: dict[int, list[int | None]] = {}
         for number, prompt in enumerate(prompts):
             options = SamplingOptions(max_new_tokens=8 + 3 * number, temperature=0)
             batcher.add(Request(request_id=number, prompt=tuple(prompt), options=options))
@@ -412,6 +414,16 @@ def test_requests_are_answered_alike_on_both_pools(
     monkeypatch.setattr(generator, "row_pool", lambda num_rows: pool)
     assert answers(generator) == expected
     assert any(step.graphed.is_replaying for step in pool._steps.values())
+
+
+def test_all_logits_of_a_prompt_end_with_those_of_its_last_token(models: dict[str, Any]) -> None:
+    text = [40 + i % 9 for i in range(7)]
+    pool = CudaRowPool(models["mixtral"], 2, make_capture=TwinCapture)
+    last = pool.prefill(0, text).clone()
+    every = pool.prefill_with_logits(1, text)
+    assert len(every) == len(text)
+    torch.testing.assert_close(every[-1], last)
+    assert list(pool.held(1)) == text
 
 
 def test_each_step_is_announced_once_with_the_tokens_of_its_rows(models: dict[str, Any]) -> None:

@@ -16,16 +16,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from tandem.generate.answer import FinishReason
+from tandem.generate.ending import NotYet
 from tandem.generate.generator import Generator
-from tandem.generate.lap import BatchCounts, Lap, TokenLogprob
+from tandem.generate.lap import BatchCounts, Lap
+from tandem.generate.penalties import Together
+from tandem.generate.running import Constraint, Request, Running, logprob_of
 from tandem.generate.sampler import Sampler
-from tandem.generate.sampling import SamplingOptions
 from tandem.generate.stopping import StopStrings
 from tandem.generate.text import TextStream
 from tandem.hf.row_pool import BorrowedRows
@@ -35,30 +35,6 @@ from tandem.hf.stepping import end_of_sequence_ids
 PART_TOKENS = 256
 # While others are answered, parts are so much shorter: they wait less, the prompt takes longer.
 _SHORTER_IN_COMPANY = 4
-
-
-class Constraint(Protocol):
-    """Limits what may come next, a grammar for instance."""
-
-    def restrict(self, scores: Tensor) -> Tensor:
-        """Return scores (1, vocabulary) with -inf for what may not come."""
-
-    def accept(self, token: int) -> bool:
-        """Take the token that came; tell whether nothing may follow it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """One prompt and how it is to be answered."""
-
-    request_id: int
-    prompt: tuple[int, ...]
-    options: SamplingOptions
-    constraint: Constraint | None = None
-    num_top_logprobs: int | None = None
-    """None: no log-probabilities; else how many alternatives beside each token's own."""
-    keeps_special: bool = False
-    """Whether special tokens show in the text, for somebody who parses it."""
 
 
 class Failure(NamedTuple):
@@ -78,55 +54,11 @@ class StepFailedError(Exception):
         self.laps = laps
 
 
-@dataclass(slots=True, eq=False)
-class _Running:
-    """A request in a row."""
-
-    request: Request
-    row: int
-    max_new_tokens: int
-    sampler: Sampler
-    stop: StopStrings
-    text: TextStream | None
-    history: list[int]
-    reused_tokens: int
-    num_done: int
-    """Prompt tokens that the row holds."""
-    generated: int = 0
-    finish_reason: FinishReason | None = None
-
-    def take(self, token: int, end_ids: frozenset[int]) -> str:
-        """Append a token; return the text that is now certain."""
-        self.history.append(token)
-        self.generated += 1
-        is_end = token in end_ids
-        constraint = self.request.constraint
-        is_through = constraint is not None and not is_end and constraint.accept(token)
-        piece = ""
-        if self.text is not None and not is_end:
-            piece = self.stop.add(self.text.add(token))
-        if is_end or is_through or self.stop.is_met:
-            self.finish_reason = "stop"
-        elif self.generated >= self.max_new_tokens:
-            self.finish_reason = "length"
-        return piece + self._rest() if self.finish_reason is not None else piece
-
-    def _rest(self) -> str:
-        """Return what was held back, now that nothing follows."""
-        if self.text is None or self.stop.is_met:
-            return ""
-        rest = self.stop.add(self.text.finish())
-        rest += self.stop.finish()
-        if self.stop.is_met:
-            self.finish_reason = "stop"
-        return rest
-
-
 @dataclass(slots=True)
 class _Row:
     """Who has a row, and when it was last used."""
 
-    running: _Running | None = None
+    running: Running | None = None
     last_used: float = 0.0
 
 
@@ -135,8 +67,8 @@ class _Queues:
     """Requests in the order in which they are served."""
 
     waiting: deque[Request] = field(default_factory=deque)
-    prefilling: deque[_Running] = field(default_factory=deque)
-    decoding: list[_Running] = field(default_factory=list)
+    prefilling: deque[Running] = field(default_factory=deque)
+    decoding: list[Running] = field(default_factory=list)
 
 
 class Batcher:
@@ -243,11 +175,12 @@ class Batcher:
 
     def _begin(self, request: Request) -> list[Lap]:
         """Give a request a row; nothing is computed yet."""
-        row, shared = self._borrow(request.prompt)
+        row, shared = self._borrow(request)
+        end_ids = request.end.end_ids(self._end_ids)
         options = request.options
         room = self._generator.room(list(request.prompt))
         tokenizer = self._generator.tokenizer
-        running = _Running(
+        running = Running(
             request=request,
             row=row,
             max_new_tokens=min(options.max_new_tokens, room),
@@ -259,20 +192,23 @@ class Batcher:
             history=list(request.prompt),
             reused_tokens=shared,
             num_done=shared,
+            end_ids=end_ids,
+            constraint=_constraint(request, end_ids),
+            prompt_logprobs=[None] if request.has_prompt_logprobs else None,
         )
         self._holders[row].running = running
         self._queues.prefilling.append(running)
         self.counts.reused_tokens += shared
         return []
 
-    def _borrow(self, prompt: Sequence[int]) -> tuple[int, int]:
+    def _borrow(self, request: Request) -> tuple[int, int]:
         """Choose a free row for a prompt; return it and how much of the prompt it then holds.
 
         A row that would go on with what it holds is the best; else the one that was free longest,
         with what any row, a busy one included, holds of the prompt's beginning.
         """
         rows = self._rows
-        shared = [self._num_usable(row, prompt) for row in range(rows.num_rows)]
+        shared = self._num_usable(request)
         free = [row for row, holder in enumerate(self._holders) if holder.running is None]
         best = max(free, key=lambda row: shared[row])
         if shared[best] and 2 * shared[best] >= len(rows.held(best)):
@@ -286,17 +222,28 @@ class Batcher:
         rows.keep(target, shared[target])
         return target, shared[target]
 
-    def _num_usable(self, row: int, prompt: Sequence[int]) -> int:
-        """Count the tokens of a prompt's beginning with which a row could go on."""
-        return self._rows.usable(row, _num_shared(self._rows.held(row), prompt))
+    def _num_usable(self, request: Request) -> list[int]:
+        """Count, for each row, the tokens of a prompt's beginning with which it could go on."""
+        rows = self._rows
+        if request.has_prompt_logprobs:  # no row holds the logits of what it has read
+            return [0] * rows.num_rows
+        return [
+            rows.usable(row, _num_shared(rows.held(row), request.prompt))
+            for row in range(rows.num_rows)
+        ]
 
-    def _prefill_part(self, running: _Running) -> list[Lap]:
+    def _prefill_part(self, running: Running) -> list[Lap]:
         """Run the next part of a prompt, up to a fixed place; after the last one, a token."""
         start = time.perf_counter()
         self._catch_up(running)
         prompt, first = running.request.prompt, running.num_done
         end = self._part_end(running)
-        logits = self._rows.prefill(running.row, prompt[first:end])
+        if running.prompt_logprobs is None:
+            logits = self._rows.prefill(running.row, prompt[first:end])
+        else:
+            all_logits = self._rows.prefill_with_logits(running.row, prompt[first:end])
+            running.note_prompt(all_logits, first)
+            logits = all_logits[-1]
         running.num_done = end
         self.counts.prompt_tokens += end - first
         self._queues.prefilling.popleft()
@@ -305,17 +252,18 @@ class Batcher:
             laps = []
         else:
             self._queues.decoding.append(running)
-            laps = self._choose(running, logits[None])
+            is_over = running.request.end.is_prompt_only
+            laps = self._end_at_prompt(running) if is_over else self._choose(running, logits[None])
         self.counts.prefill_seconds += time.perf_counter() - start
         return laps
 
-    def _catch_up(self, running: _Running) -> None:
+    def _catch_up(self, running: Running) -> None:
         """Copy what another row has computed of a prompt since its request began.
 
         So prompts that came at once and begin alike are computed once, part by part.
         """
-        rows, prompt = self._rows, running.request.prompt
-        shared = [self._num_usable(row, prompt) for row in range(rows.num_rows)]
+        rows = self._rows
+        shared = self._num_usable(running.request)
         source = max(range(rows.num_rows), key=lambda row: shared[row])
         gained = shared[source] - running.num_done
         if gained > 0:
@@ -324,14 +272,14 @@ class Batcher:
             running.reused_tokens += gained
             self.counts.reused_tokens += gained
 
-    def _part_end(self, running: _Running) -> int:
+    def _part_end(self, running: Running) -> int:
         """Return how many tokens of a prompt are computed after its next part."""
         size = self._part_tokens
         if self._queues.decoding and self._is_alike_however_cut:
             size = max(1, size // _SHORTER_IN_COMPANY)
         return min(len(running.request.prompt), (running.num_done // size + 1) * size)
 
-    def _decode(self, batch: list[_Running]) -> list[Lap]:
+    def _decode(self, batch: list[Running]) -> list[Lap]:
         start = time.perf_counter()
         batch.sort(key=lambda running: running.row)
         logits = self._rows.decode({one.row: one.history[-1] for one in batch})
@@ -342,16 +290,16 @@ class Batcher:
         self.counts.decode_seconds += time.perf_counter() - start
         return laps
 
-    def _choose(self, running: _Running, logits: Tensor) -> list[Lap]:
+    def _choose(self, running: Running, logits: Tensor) -> list[Lap]:
         """Choose the next token of a request from its logits (1, vocabulary)."""
-        request = running.request
-        scores = logits if request.constraint is None else request.constraint.restrict(logits)
+        request, constraint = running.request, running.constraint
+        scores = logits if constraint is None else constraint.restrict(logits)
         (token,) = running.sampler.choose(scores, [running.history])
-        text = running.take(token, self._end_ids)
+        text = running.take(token)
         self.counts.generated_tokens += 1
         logprob = None
         if request.num_top_logprobs is not None:
-            logprob = _logprob(logits[0], token, request.num_top_logprobs)
+            logprob = logprob_of(logits[0], token, request.num_top_logprobs)
         if running.finish_reason is not None:
             self._release(running)
         lap = Lap(
@@ -362,10 +310,27 @@ class Batcher:
             finish_reason=running.finish_reason,
             generated_tokens=running.generated,
             reused_tokens=running.reused_tokens,
+            prompt_logprobs=running.told_prompt_logprobs(),
         )
         return [lap]
 
-    def _release(self, running: _Running) -> None:
+    def _end_at_prompt(self, running: Running) -> list[Lap]:
+        """End a request of which the prompt alone was to be computed."""
+        self._release(running)
+        return [
+            Lap(
+                request_id=running.request.request_id,
+                text="",
+                token_id=None,
+                logprob=None,
+                finish_reason="length",
+                generated_tokens=0,
+                reused_tokens=running.reused_tokens,
+                prompt_logprobs=running.told_prompt_logprobs(),
+            )
+        ]
+
+    def _release(self, running: Running) -> None:
         queues, holder = self._queues, self._holders[running.row]
         if running in queues.decoding:
             queues.decoding.remove(running)
@@ -374,14 +339,15 @@ class Batcher:
         holder.running, holder.last_used = None, time.monotonic()
 
 
+def _constraint(request: Request, end_ids: frozenset[int]) -> Constraint | None:
+    """Return what rules the choice of a request's tokens."""
+    if not request.end.min_tokens:
+        return request.constraint
+    not_yet = NotYet(request.end.min_tokens, end_ids)
+    return not_yet if request.constraint is None else Together([not_yet, request.constraint])
+
+
 def _num_shared(held: Sequence[int], prompt: Sequence[int]) -> int:
     """Count the tokens that both begin with; the prompt's last one is wanted anew."""
     most = min(len(held), len(prompt) - 1)
     return next((i for i in range(most) if held[i] != prompt[i]), most)
-
-
-def _logprob(logits: Tensor, token: int, num_top: int) -> TokenLogprob:
-    logprobs = torch.log_softmax(logits.float(), -1)
-    values, ids = logprobs.topk(num_top) if num_top else (logprobs[:0], logprobs[:0].long())
-    top = tuple(zip((int(i) for i in ids.tolist()), values.tolist(), strict=True))
-    return TokenLogprob(token, float(logprobs[token]), top)

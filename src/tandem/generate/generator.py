@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tandem.core.config import from_mapping
@@ -237,13 +238,22 @@ class Generator:
             )
             self._has_tried_rows = True
         if self.why_padded is not None:
-            return LoneRow(lambda prompt: self.rows([prompt], _LONE_ANSWER_TOKENS))
+            return LoneRow(
+                lambda prompt: self.rows([prompt], _LONE_ANSWER_TOKENS), self._all_logits
+            )
         if is_on_gpu:
             return new_cuda_row_pool(self.model, num_rows, has_replay=self._has_replay)
         return RowPool(
             self.model, self._threads, num_rows, has_replay=self._has_replay,
             kv_dtype=self._kv_dtype,
         )  # fmt: skip
+
+    @torch.inference_mode()
+    def _all_logits(self, prompt: list[int]) -> Tensor:
+        """Run a prompt by itself; return the logits after each token: (n_tokens, vocabulary)."""
+        ids = torch.tensor([prompt], device=self.model.device)
+        logits: Tensor = self.model(input_ids=ids, use_cache=False, return_dict=True).logits[0]
+        return logits
 
     def _pad_id(self) -> int:
         pad = self.model.generation_config.pad_token_id

@@ -19,12 +19,15 @@ class Lap(NamedTuple):
 
     request_id: int
     text: str
-    token_id: int
+    token_id: int | None
+    """None: the request asked for none, and this is its end."""
     logprob: TokenLogprob | None
     finish_reason: FinishReason | None
     """None: it goes on."""
     generated_tokens: int
     reused_tokens: int
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    """Of all the prompt's tokens, with the first lap of a request that asked for them."""
 
 
 @dataclass(slots=True)

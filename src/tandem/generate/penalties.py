@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tandem.generate.batching import Constraint
+    from tandem.generate.running import Constraint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -119,14 +119,25 @@ class CudaRowPool:
     @torch.inference_mode()
     def prefill(self, row: int, tokens: Sequence[int]) -> Tensor:
         """Append tokens to a row; return the logits of the one after them: (vocabulary,)."""
+        return self._prefill_all(row, tokens, keep=1)[-1]
+
+    @torch.inference_mode()
+    def prefill_with_logits(self, row: int, tokens: Sequence[int]) -> Tensor:
+        """Append tokens to a row; return the logits after each: (n_tokens, vocabulary)."""
+        return self._prefill_all(row, tokens, keep=None)
+
+    def _prefill_all(self, row: int, tokens: Sequence[int], *, keep: int | None) -> Tensor:
         self._tell()
         first = self.cache.lengths[row]
+        found: list[Tensor] = []
         with _on(self._device):
             for start in range(0, len(tokens), MAX_STEP_TOKENS):
                 piece = tokens[start : start + MAX_STEP_TOKENS]
-                last = self._with_room(partial(self._prefill, row, first + start, piece))
+                prefill = partial(self._prefill, row, first + start, piece, keep)
+                logits = self._with_room(prefill)
+                found = [*found, logits] if keep is None else [logits]
                 self._held[row] += piece
-        return last
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     @torch.inference_mode()
     def decode(self, tokens: dict[int, int]) -> Tensor:
@@ -148,7 +159,7 @@ class CudaRowPool:
                 return logits[: len(rows)]
             return logits[on_its_way(rows, self._device).to(self._device, non_blocking=True)]
 
-    def _prefill(self, row: int, first: int, tokens: Sequence[int]) -> Tensor:
+    def _prefill(self, row: int, first: int, tokens: Sequence[int], keep: int | None) -> Tensor:
         self.cache.begin(Segment(row, first, len(tokens)))
         executor = self._model.executor
         if executor is not None:
@@ -156,7 +167,7 @@ class CudaRowPool:
         ids = on_its_way(list(tokens), self._device).to(self._device, non_blocking=True)
         places = torch.arange(first, first + len(tokens), device=self._device)
         with intercepted(_Announced()):
-            logits = self._model.logits(ids[None], places[None], 1)[0, -1]
+            logits = self._model.logits(ids[None], places[None], keep)[0]
         self.cache.commit()
         return logits
 

@@ -44,6 +44,9 @@ class BorrowedRows(Protocol):
     def prefill(self, row: int, tokens: Sequence[int]) -> Tensor:
         """Append tokens to a row; return the logits of the one after them: (vocabulary,)."""
 
+    def prefill_with_logits(self, row: int, tokens: Sequence[int]) -> Tensor:
+        """Append tokens to a row; return the logits after each: (n_tokens, vocabulary)."""
+
     def decode(self, tokens: dict[int, int]) -> Tensor:
         """Append one token to each of some rows; return (rows, vocabulary) in their order."""
 
@@ -113,13 +116,20 @@ class RowPool:
 
         What comes out depends on the row's tokens and on where calls cut them, on nothing else.
         """
+        return self._prefill(row, tokens, torch.tensor([len(tokens) - 1]))[-1]
+
+    @torch.inference_mode()
+    def prefill_with_logits(self, row: int, tokens: Sequence[int]) -> Tensor:
+        """Append tokens to a row; return the logits after each: (n_tokens, vocabulary)."""
+        return self._prefill(row, tokens, None)
+
+    def _prefill(self, row: int, tokens: Sequence[int], keep: Tensor | None) -> Tensor:
         self._note_executor()
         self.cache.begin([Segment(row, self.cache.lengths[row], len(tokens))])
-        keep, ids = torch.tensor([len(tokens) - 1]), torch.tensor([tokens])
-        logits = self._model.logits(ids, self.cache.positions[None], keep)
+        logits = self._model.logits(torch.tensor([tokens]), self.cache.positions[None], keep)
         self.cache.commit()
         self._held[row] += tokens
-        return logits[0, -1]
+        return logits[0]
 
     @torch.inference_mode()
     def decode(self, tokens: dict[int, int]) -> Tensor:
@@ -169,9 +179,17 @@ class LoneRow:
     can_prefill_in_parts = False
     num_bytes = None
 
-    def __init__(self, start: Callable[[list[int]], StartedRows]) -> None:
-        """`start` returns the rows of one prompt, of which nothing has been computed."""
+    def __init__(
+        self,
+        start: Callable[[list[int]], StartedRows],
+        all_logits: Callable[[list[int]], Tensor],
+    ) -> None:
+        """`start` returns the rows of one prompt, of which nothing has been computed.
+
+        `all_logits` runs a prompt by itself; it returns (n_tokens, vocabulary).
+        """
         self._start = start
+        self._all_logits = all_logits
         self._rows: StartedRows | None = None
 
     def held(self, row: int) -> Sequence[int]:
@@ -195,6 +213,11 @@ class LoneRow:
         assert self._rows is None
         self._rows = self._start(list(tokens))
         return self._rows.prefill()[0]
+
+    def prefill_with_logits(self, row: int, tokens: Sequence[int]) -> Tensor:
+        """Run a whole prompt, twice: what goes on from it keeps the last token's logits alone."""
+        before = self._all_logits(list(tokens))[:-1]
+        return torch.cat([before, self.prefill(row, tokens)[None]])
 
     def decode(self, tokens: dict[int, int]) -> Tensor:
         """Append the row's token; return (1, vocabulary)."""

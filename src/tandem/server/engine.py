@@ -21,10 +21,11 @@ from typing import Any
 import torch
 
 from tandem.core.errors import TandemError
-from tandem.generate.batching import Batcher, Constraint, Request, StepFailedError
+from tandem.generate.batching import Batcher, StepFailedError
 from tandem.generate.generator import Generator
 from tandem.generate.lap import BatchCounts
 from tandem.generate.penalties import PenalisedScores, Together
+from tandem.generate.running import Constraint, Request
 from tandem.generate.sampling import SamplingOptions
 from tandem.hf.dense import pack_as_loaded
 from tandem.hf.stepping import context_tokens, end_of_sequence_ids, vocabulary_size

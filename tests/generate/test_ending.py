@@ -1,0 +1,103 @@
+"""When answers may end, and how likely the tokens of a prompt were, by continuous batching."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import tandem
+from tandem.generate.batching import Batcher
+from tandem.generate.ending import EndOptions
+from tests.architectures import build_tiny_model
+from tests.generate.test_batching import PART, Spell, finish, request_of, tokens
+from tests.hf.tiny import byte_tokenizer
+
+PROMPT = [40 + i * 7 % 50 for i in range(2 * PART + 5)]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    model: Any = build_tiny_model("qwen3_moe")
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@pytest.fixture(scope="module")
+def generator(model: Any) -> tandem.Generator:
+    return tandem.Generator(model, byte_tokenizer())
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_next"])
+def test_logprobs_of_a_prompt_are_the_models(name: str) -> None:
+    """The second architecture keeps states beside keys, so that its prompts run padded."""
+    model: Any = build_tiny_model(name)
+    model.generation_config.eos_token_id = None
+    batcher = Batcher(tandem.Generator(model), max_running=2, part_tokens=PART)
+    for number in range(2):  # the second finds the first one's keys, and must not go on with them
+        batcher.add(
+            request_of(
+                number, PROMPT, max_new_tokens=2, num_top_logprobs=3, has_prompt_logprobs=True
+            )
+        )
+    with torch.no_grad():
+        expected = torch.log_softmax(model(torch.tensor([PROMPT])).logits[0].float(), -1)
+    for laps in finish(batcher).values():
+        assert [lap.prompt_logprobs is None for lap in laps] == [False, True]
+        first, *others = laps[0].prompt_logprobs or ()
+        assert first is None
+        assert len(others) == len(PROMPT) - 1
+        for found, token, row in zip(others, PROMPT[1:], expected, strict=False):
+            assert found is not None
+            assert found.token_id == token
+            assert found.logprob == pytest.approx(float(row[token]), abs=1e-4)
+            assert [i for i, _ in found.top] == row.topk(3).indices.tolist()
+
+
+def test_a_prompt_alone_is_computed_and_nothing_is_chosen(generator: tandem.Generator) -> None:
+    batcher = Batcher(generator, max_running=1, part_tokens=PART)
+    end = EndOptions(is_prompt_only=True)
+    batcher.add(request_of(0, PROMPT, num_top_logprobs=0, has_prompt_logprobs=True, end=end))
+    batcher.add(request_of(1, [50], max_new_tokens=1))
+    found = finish(batcher)
+    (lap,) = found[0]
+    assert (lap.token_id, lap.generated_tokens, lap.finish_reason) == (None, 0, "length")
+    assert len(lap.prompt_logprobs or ()) == len(PROMPT)
+    assert len(tokens(found[1])) == 1
+
+
+def test_an_end_of_sequence_is_ignored_or_put_off(model: Any, generator: tandem.Generator) -> None:
+    (free,) = generator.generate(PROMPT, max_new_tokens=12)
+    end_id = free.token_ids[3]
+    ends = {
+        0: EndOptions(stop_token_ids=(end_id,)),
+        1: EndOptions(stop_token_ids=(end_id,), min_tokens=7),
+        2: EndOptions(ignores_eos=True),
+    }
+    model.generation_config.eos_token_id = free.token_ids[0]
+    try:
+        batcher = Batcher(generator, max_running=3, part_tokens=PART)
+    finally:
+        model.generation_config.eos_token_id = None
+    for number, end in ends.items():
+        batcher.add(request_of(number, PROMPT, max_new_tokens=12, end=end))
+    batcher.add(request_of(3, PROMPT, max_new_tokens=12))
+    found = finish(batcher)
+    assert tokens(found[3]) == free.token_ids[:1], "the model's own end"
+    assert tokens(found[2]) == free.token_ids
+    assert len(found[1]) >= 7
+    assert not {end_id, free.token_ids[0]} & {*tokens(found[1])[:7]}
+
+
+def test_a_stop_string_waits_for_the_least_length(generator: tandem.Generator) -> None:
+    (free,) = generator.generate(PROMPT, max_new_tokens=20)
+    batcher = Batcher(generator, max_running=1, part_tokens=PART)
+    end = EndOptions(min_tokens=10)
+    batcher.add(request_of(0, PROMPT, max_new_tokens=20, stop=(free.text[:2],), end=end))
+    assert len(finish(batcher)[0]) >= 10
+
+
+def test_a_grammar_has_the_last_word_about_the_end(generator: tandem.Generator) -> None:
+    batcher = Batcher(generator, max_running=1, part_tokens=PART)
+    end = EndOptions(min_tokens=9, stop_token_ids=(66,))
+    batcher.add(request_of(0, PROMPT, constraint=Spell([77, 66, 55]), end=end))
+    assert tokens(finish(batcher)[0]) == [77, 66]
