@@ -1,13 +1,17 @@
 """Compiles the Triton kernels for GPUs that are not here; prints what the compiler says, as JSON.
 
-    python -m tests.kernels.compile_triton 80 90 17    # capabilities, then how many cases
+    python -m tests.kernels.compile_triton 80 90 11    # capabilities, then how many cases
 
 A program of its own: in a test's process the kernels are interpreted.
 """
 
 import json
+import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +30,7 @@ _POINTERS = {
     torch.int32: "*i32", torch.int64: "*i64",
 }  # fmt: skip
 _OPTIONS = ("num_warps", "num_stages")
+_CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 SWIGLU = NativeActivation(ActivationKind.SWIGLU)
 RELU2 = NativeActivation(ActivationKind.RELU2)
 CLAMPED = NativeActivation(ActivationKind.SWIGLU, 1.702, 7.0, 1.0)
@@ -49,10 +54,8 @@ class _Noted:
         return lambda *args, **kwargs: self._launches.append(Launch(self._kernel, args, kwargs))
 
 
-def launches_of(
-    format_name: str, num_tokens: int, activation: NativeActivation | None, dtype: torch.dtype
-) -> list[Launch]:
-    """Return what `TritonExperts` launches for two experts of so many tokens each."""
+def noted_launches() -> list[Launch]:
+    """Put notes in the kernels' places; return the list that fills as they are launched."""
     launches: list[Launch] = []
     for module, names in ((vector, ("vector_up", "vector_down")),
                           (matrix, ("matrix_up", "matrix_down")),
@@ -60,12 +63,25 @@ def launches_of(
         for name in names:
             kernel = getattr(module, name)
             setattr(module, name, _Noted(getattr(kernel, "_kernel", kernel), launches))
+    return launches
+
+
+def launches_of(
+    format_name: str,
+    num_tokens: int,
+    activation: NativeActivation | None,
+    dtype: torch.dtype,
+    *,
+    has_matrix_units: bool = True,
+) -> list[Launch]:
+    """Return what `TritonExperts` launches for two experts of so many tokens each."""
+    launches = noted_launches()
     gated = activation is not RELU2
     layout = ExpertLayout(find_format(format_name), 2048, 768, gated, activation is CLAMPED)
     token = torch.zeros(2 * num_tokens, dtype=torch.int32)
     table = row_table([0, 0], [0, num_tokens, 2 * num_tokens], token)
     hidden, out = torch.zeros(2, 2048, dtype=dtype), torch.zeros(len(token), 2048)
-    kernels = experts.TritonExperts()
+    kernels = experts.TritonExperts(has_matrix_units=has_matrix_units)
     kernels.compute(
         layout, activation, hidden, table.on(table.memory), out, lambda rows: rows[:, :768]
     )
@@ -80,11 +96,29 @@ def compiled(launch: Launch, capability: int) -> Any:
     constants = {k: v for k, v in launch.constants.items() if k not in _OPTIONS}
     signature = {name: _POINTERS[a.dtype] for name, a in zip(names, launch.args, strict=False)}
     signature |= dict.fromkeys(constants, "constexpr")
-    # What the launcher finds by itself: tensors start at multiples of 16 bytes.
-    aligned = {(place,): [["tt.divisibility", 16]] for place in range(len(launch.args))}
+    # What the launcher finds by itself: tensors start at multiples of 16 bytes. Of some it is not
+    # to look.
+    aligned = {
+        (place,): [["tt.divisibility", 16]]
+        for place in range(len(launch.args))
+        if not launch.kernel.params[place].do_not_specialize_on_alignment
+    }
     source = ASTSource(launch.kernel, signature, constants, aligned)
     options = {k: v for k, v in launch.constants.items() if k in _OPTIONS}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def spilled_bytes(cubin: bytes) -> int:
+    """Return what a thread keeps in memory because registers are too few."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run(
+            [_CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True
+        )
+    found = re.search(r"STACK:(\d+) .*LOCAL:(\d+)", done.stdout + done.stderr)
+    assert found is not None, done.stdout + done.stderr
+    return int(found[1]) + int(found[2])
 
 
 # format, tokens an expert, activation, dtype: every format in both regimes, every activation.
@@ -96,30 +130,47 @@ CASES: tuple[tuple[str, int, NativeActivation | None, torch.dtype], ...] = (
     ("int8", 16, None, torch.bfloat16),
     ("bf16", 32, SWIGLU, torch.bfloat16),
     ("fp16", 4, RELU2, torch.float16),
+    # fp32 is for ordinary cores, whose tiles are another size.
+    ("int8", 129, SWIGLU, torch.float32),
+    ("bf16", 129, SWIGLU, torch.float32),
+    ("int4z", 129, SWIGLU, torch.float32),
+    ("int4", 64, SWIGLU, torch.float32),
     # From here on for a release or a new version of Triton, not for every change.
+    ("mxfp4", 16, CLAMPED, torch.float32),
+    ("bf16", 8, SWIGLU, torch.bfloat16),
     ("int4", 129, SWIGLU, torch.bfloat16),
     ("int4-g128", 4, RELU2, torch.float16),
+    ("int4", 8, SWIGLU, torch.bfloat16),
     ("int4z-g64", 2, SWIGLU, torch.bfloat16),
     ("int8", 1, None, torch.bfloat16),
     ("int8-g32", 32, RELU2, torch.float16),
     ("mxfp4", 8, CLAMPED, torch.bfloat16),
     ("fp8", 16, SWIGLU, torch.bfloat16),
+    ("fp8", 129, SWIGLU, torch.float32),
     ("bf16", 1, NativeActivation(ActivationKind.GELU_TANH_GATE), torch.bfloat16),
     ("bf16", 200, None, torch.bfloat16),
     ("fp16", 20, SWIGLU, torch.float32),
+    ("fp16", 8, SWIGLU, torch.float32),
 )
 
 
 def results(capabilities: list[int], num_cases: int) -> Iterator[dict[str, Any]]:
-    """Compile the cases, each for one of the processors by turns; yield what came of it."""
-    for number, case in enumerate(CASES[:num_cases]):
+    """Compile the cases, each for one of the processors by turns; yield what came of it.
+
+    Of a processor before 8.0 only what it can: no bf16.
+    """
+    for number, (name, num_tokens, activation, dtype) in enumerate(CASES[:num_cases]):
         capability = capabilities[number % len(capabilities)]
-        for launch in launches_of(*case):
+        is_old = capability < 80
+        dtype = torch.float16 if is_old and dtype is torch.bfloat16 else dtype
+        for launch in launches_of(name, num_tokens, activation, dtype, has_matrix_units=not is_old):
             binary = compiled(launch, capability)
             ptx = binary.asm["ptx"]
             yield {
-                "case": str(case[:2]), "kernel": launch.kernel.__name__, "sm": capability,
-                "shared_bytes": binary.metadata.shared, "cubin_bytes": len(binary.asm["cubin"]),
+                "case": str((name, num_tokens, str(dtype))), "kernel": launch.kernel.__name__,
+                "sm": capability, "shared_bytes": binary.metadata.shared,
+                "cubin_bytes": len(binary.asm["cubin"]),
+                "spilled_bytes": spilled_bytes(binary.asm["cubin"]),
                 "wide_loads": ptx.count("ld.global.v4") + ptx.count("cp.async.cg"),
                 "matrix_units": ptx.count("mma"),
             }  # fmt: skip

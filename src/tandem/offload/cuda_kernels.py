@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.reference import expert_ffn
-from tandem.offload.batch import ExpertBatch
+from tandem.offload.batch import ExpertBatch, ExpertFunctions
 from tandem.offload.cuda_resident import ResidentLayers
 from tandem.offload.expert_cache import ExpertCache
 from tandem.offload.expert_kernels import WeightSource
+from tandem.offload.host_store import HostLayer
 from tandem.offload.packed_layer import PackedLayer
 
 if TYPE_CHECKING:
@@ -31,10 +32,18 @@ class Prepared(NamedTuple):
     """Queues the batch, given the table on the device."""
 
 
+LayerFunctions = tuple[HostLayer, ExpertFunctions]
+
+
 class DeviceKernels(Protocol):
     """Computes batches on a device and adds rows up there."""
 
     name: str
+
+    def compilations(
+        self, layers: Sequence[LayerFunctions], dtype: torch.dtype, top_k: int, device: torch.device
+    ) -> Sequence[Callable[[], None]]:
+        """Return works for the current stream after which no batch of the layers compiles any."""
 
     def prepare(self, batch: ExpertBatch, use: WeightSource) -> Prepared:
         """Do the host's part of filling the batch's `out` from the slots of `use`."""
@@ -50,6 +59,12 @@ class TorchKernels:
     """Expert by expert in torch: works wherever torch does, unpacks weights for every call."""
 
     name = "torch"
+
+    def compilations(
+        self, layers: Sequence[LayerFunctions], dtype: torch.dtype, top_k: int, device: torch.device
+    ) -> Sequence[Callable[[], None]]:
+        """Compile nothing."""
+        return ()
 
     def prepare(self, batch: ExpertBatch, use: WeightSource) -> Prepared:
         """Take the slots' memory; the batch is one expert after the other."""
@@ -77,6 +92,31 @@ class TritonKernels:
         """Launch the kernels of `experts`."""
         self._experts = experts
         self._torch = TorchKernels()
+
+    def compilations(
+        self, layers: Sequence[LayerFunctions], dtype: torch.dtype, top_k: int, device: torch.device
+    ) -> Sequence[Callable[[], None]]:
+        """Return the launches of every kernel, once for each layout and activation."""
+        from tandem.kernels.triton.variants import variants
+
+        different = {
+            (host.layout, functions.native): functions
+            for host, functions in layers
+            if isinstance(host, PackedLayer)
+        }
+        return [
+            launch
+            for (layout, native), functions in different.items()
+            for launch in variants(
+                self._experts,
+                layout,
+                native,
+                functions.unpacked_activate or functions.activate,
+                dtype=dtype,
+                top_k=top_k,
+                device=device,
+            )
+        ]
 
     def prepare(self, batch: ExpertBatch, use: WeightSource) -> Prepared:
         """Lay the rows out."""

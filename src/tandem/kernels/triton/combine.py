@@ -4,8 +4,10 @@ import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
+from tandem.kernels.triton.rows import TABLES
 
-@triton.jit
+
+@triton.jit(do_not_specialize_on_alignment=TABLES)
 def add_rows(
     rows: tensor,
     row_of: tensor,

@@ -27,6 +27,8 @@ _NUMBERS: dict[Kind, tuple[float, float]] = {
     "mxfp4": (16384.0, 0.0),
 }
 _VECTOR_LANES = 32
+# Chunks times tokens of a vector kernel: each takes two registers of fp32, and more spill.
+_MOST_SUMS = 256
 _PLAIN = -1  # of epilogue.py
 _COMBINE_COLS = 1024
 
@@ -41,12 +43,24 @@ class Tiling(NamedTuple):
 
 
 class Tilings(NamedTuple):
-    """The tilings of both regimes."""
+    """The tilings of both regimes; large ones are for tiles of 128 rows.
+
+    `ordinary` are for products on ordinary cores, which hold a tile's columns in registers: 32
+    columns of fp32 spill, and 64 take 120 KiB of shared memory, more than a consumer card has.
+    """
 
     vector: Tiling = Tiling(_VECTOR_LANES, 512, 4)
     vector_many: Tiling = Tiling(_VECTOR_LANES, 256, 4)  # from 3 tokens an expert on
     matrix: Tiling = Tiling(64, 64, 4)
-    matrix_large: Tiling = Tiling(128, 64, 8)  # tiles of 128 rows
+    matrix_large: Tiling = Tiling(128, 64, 8)
+    ordinary: Tiling = Tiling(64, 16, 4)
+    ordinary_large: Tiling = Tiling(64, 16, 8)
+
+    def of_matrix(self, block_rows: int, *, on_matrix_units: bool) -> Tiling:
+        """Return the tiling of the matrix kernels for tiles of so many rows."""
+        if on_matrix_units:
+            return self.matrix_large if block_rows == 128 else self.matrix
+        return self.ordinary_large if block_rows == 128 else self.ordinary
 
 
 DEFAULT_TILINGS = Tilings()
@@ -64,9 +78,15 @@ class TritonExperts:
 
     name = "triton"
 
-    def __init__(self, tilings: Tilings = DEFAULT_TILINGS) -> None:
-        """Kernels are compiled when they are first launched, and kept on disk by Triton."""
+    def __init__(
+        self, tilings: Tilings = DEFAULT_TILINGS, *, has_matrix_units: bool = True
+    ) -> None:
+        """Kernels are compiled when they are first launched, and kept on disk by Triton.
+
+        `has_matrix_units` tells whether Triton can use the GPU's: from capability 8.0 on.
+        """
         self._tilings = tilings
+        self._has_matrix_units = has_matrix_units
 
     def compute(
         self,
@@ -119,7 +139,9 @@ class TritonExperts:
             **packed.constants,
             **more,
             num_tokens=num_tokens,
-            block_chunks=tiling.block_cols // packed.constants["per_dword"],
+            block_chunks=min(
+                tiling.block_cols // packed.constants["per_dword"], _MOST_SUMS // num_tokens
+            ),
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
         )
@@ -127,10 +149,12 @@ class TritonExperts:
     def _launch_matrix(
         self, packed: _Matrix, rows: GroupedRows, tensors: tuple[Tensor, ...], more: dict[str, Any]
     ) -> None:
-        tiling = self._tilings.matrix_large if rows.block_rows == 128 else self._tilings.matrix
         kernel = matrix.matrix_up if more else matrix.matrix_down
         num_lanes = 16 * packed.constants["num_blocks"]
-        operand = tensors[-2]
+        is_fp32 = tensors[-2].dtype == torch.float32  # which the matrix units would round
+        tiling = self._tilings.of_matrix(
+            rows.block_rows, on_matrix_units=self._has_matrix_units and not is_fp32
+        )
         kernel[-(-num_lanes // tiling.block_lanes), len(rows.tile_expert)](
             rows.addresses,
             rows.begin,
@@ -142,7 +166,7 @@ class TritonExperts:
             block_rows=rows.block_rows,
             block_lanes=tiling.block_lanes,
             block_chunks=tiling.block_cols // packed.constants["per_dword"],
-            precision="ieee" if operand.dtype == torch.float32 else "tf32",
+            precision="ieee" if is_fp32 else "tf32",
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
         )

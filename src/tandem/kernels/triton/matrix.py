@@ -10,6 +10,7 @@ import triton.language as tl
 from triton.language import constexpr, tensor
 
 from tandem.kernels.triton.epilogue import PLAIN, RELU2, gated, load_bias, relu2
+from tandem.kernels.triton.rows import TABLES
 from tandem.kernels.triton.tiles import (
     biased_values,
     load_minima,
@@ -75,7 +76,7 @@ def _tile_products(
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=TABLES)
 def matrix_up(
     addresses: tensor,
     begin: tensor,
@@ -150,7 +151,7 @@ def matrix_up(
         tl.store(at, values.to(inner.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=TABLES)
 def matrix_down(
     addresses: tensor,
     begin: tensor,

@@ -10,6 +10,12 @@ from torch import Tensor
 
 # Up to so many tokens per expert the vector kernels serve; more go to the matrix units.
 MAX_VECTOR_TOKENS = 8
+# Rows of a matrix kernel's tile, and the power of two up to which vector kernels compute tokens:
+# each size is a kernel that must be compiled.
+TILE_ROWS = (16, 32, 64, 128)
+VECTOR_TOKENS = (1, 2, 4, MAX_VECTOR_TOKENS)
+# Arguments of kernels that lie anywhere in a table: a kernel for each alignment would be compiled.
+TABLES = ("addresses", "begin", "row_token", "tile_expert", "tile_first", "row_of", "weights")
 
 
 class GroupedRows(NamedTuple):
@@ -73,7 +79,7 @@ def row_table(addresses: Sequence[int], begin: Sequence[int], row_token: Tensor)
 def _block_rows(most: int, mean: float) -> int:
     if most <= MAX_VECTOR_TOKENS:
         return 0
-    return next((size for size in (16, 32, 64) if mean <= size), 128)
+    return next((size for size in TILE_ROWS if mean <= size), TILE_ROWS[-1])
 
 
 def _tiles(

@@ -9,6 +9,7 @@ import triton.language as tl
 from triton.language import constexpr, tensor
 
 from tandem.kernels.triton.epilogue import PLAIN, RELU2, gated, load_bias, relu2
+from tandem.kernels.triton.rows import TABLES
 from tandem.kernels.triton.tiles import (
     biased_values,
     load_minima,
@@ -109,7 +110,7 @@ def _products(
     return results
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=TABLES)
 def vector_up(
     addresses: tensor,
     begin: tensor,
@@ -183,7 +184,7 @@ def vector_up(
             tl.store(at, values.to(inner.dtype.element_ty), mask=is_real & (lanes < num_rows))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=TABLES)
 def vector_down(
     addresses: tensor,
     begin: tensor,

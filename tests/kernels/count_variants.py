@@ -1,0 +1,100 @@
+"""Counts the kernels that Triton compiles for a model, on a GPU that is not here; prints JSON.
+
+    python -m tests.kernels.count_variants
+
+A program of its own: in a test's process the kernels are interpreted. A kernel is compiled for
+each key that Triton's own launcher makes of the arguments: constants, dtypes, alignments.
+"""
+
+import json
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+
+from tandem.offload.batch import CallSide
+from tandem.offload.cuda_kernels import TritonKernels
+from tandem.offload.host_store import HostStore
+from tandem.offload.layer_call import LayerCall
+from tandem.offload.routing import Routing
+from tandem.policy.plan import Geometry
+from tests.kernels.compile_triton import Launch, noted_launches
+from tests.offload.machines import FUNCTIONS, HIDDEN, make_store, route
+
+GEOMETRY = Geometry(1, 16, 2)
+PROMPTS = (3, 17, 65, 150, 700, 1800)
+BACKEND = make_backend(GPUTarget("cuda", 90, 32))
+
+
+def key(launch: Launch) -> str:
+    """Return what Triton keeps a compiled kernel by."""
+    kernel = launch.kernel
+    binder = create_function_from_signature(kernel.signature, kernel.params, BACKEND)
+    _, specialization, options = binder(*launch.args, **launch.constants)
+    return repr((kernel.__name__, specialization, options))
+
+
+class _Slots(NamedTuple):
+    """Stands for the slots of a batch's experts, whose memory nobody reads here."""
+
+    number: int
+
+    def addresses(self) -> list[int]:
+        return [64 * place for place in range(1, self.number + 1)]
+
+    def images(self) -> list[Tensor]:
+        raise NotImplementedError
+
+
+def on_device(table: Tensor) -> Tensor:
+    """Return a copy that is aligned as torch's memory on a GPU is."""
+    return torch.empty_like(table).copy_(table)
+
+
+def run_prompt(kernels: TritonKernels, store: HostStore, num_tokens: int) -> None:
+    """Launch the batches of a prompt and of six tokens after it: all experts, halves, single."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    for count in (num_tokens, 1, 2, 3, 5, 8):
+        hidden, index, weights = route(count, generator, GEOMETRY)
+        routing = Routing(index, GEOMETRY.num_experts)
+        order = routing.experts
+        call = LayerCall(store[0], FUNCTIONS, routing, order)
+        side = CallSide(hidden.bfloat16(), torch.empty(routing.num_rows, HIDDEN))
+        half = len(order) // 2
+        for first, last in ((0, len(order)), (0, half), (half, len(order)), (half, half + 1)):
+            if last > first:
+                prepared = kernels.prepare(call.batch(first, last, side), _Slots(last - first))
+                prepared.launch(on_device(prepared.table))
+        call.result(side, weights, lambda *given: _add(kernels, *given))
+
+
+def _add(kernels: TritonKernels, rows: Tensor, row_of: Tensor, weights: Tensor) -> Tensor:
+    out = torch.empty(row_of.shape[0], rows.shape[1])
+    kernels.add_rows(rows, on_device(row_of), weights, out)
+    return out
+
+
+def main() -> None:
+    """Print how many kernels loading compiles, and how many the prompts need beside them."""
+    from tandem.kernels.triton.experts import TritonExperts
+
+    launches, kernels = noted_launches(), TritonKernels(TritonExperts())
+    store = make_store(GEOMETRY)
+    at_load = kernels.compilations(
+        [(store[0], FUNCTIONS)] * 3, torch.bfloat16, GEOMETRY.top_k, torch.device("cpu")
+    )
+    for compile_one in at_load:
+        compile_one()
+    loaded = {key(launch) for launch in launches}
+    launches.clear()
+    for num_tokens in PROMPTS:
+        run_prompt(kernels, store, num_tokens)
+    met = {key(launch) for launch in launches}
+    print(json.dumps([{"loaded": len(loaded), "met": len(met), "later": len(met - loaded)}]))
+
+
+if __name__ == "__main__":
+    main()
