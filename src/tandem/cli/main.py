@@ -1,13 +1,15 @@
 """Entry point: parses the command line, runs one subcommand, turns errors into one sentence."""
 
 import argparse
-import errno
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from tandem.cli.failures import UsageError, report_failure
+from tandem.cli.streams import prepare_streams, warnings_as_lines
 from tandem.core.errors import TandemError
 from tandem.core.registry import nearest_names
 
@@ -24,48 +26,48 @@ COMMANDS = {
     "profile": "measure what a model's experts cost on this machine",
     "simulate": "replay routing traces through the planner on a hardware profile",
 }
-EXIT_USER_ERROR = 2
-EXIT_INTERRUPTED = 130
+_NEGATIVE_VALUE = re.compile(r"-[0-9.]+[^\s=]*")
 
 
 class _Parser(argparse.ArgumentParser):
     """Reports mistakes as one sentence, with the nearest flag for a mistyped one."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_USER_ERROR, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+        raise UsageError(self.prog, message)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code: 0 done, 2 user error, 130 interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    parser = _parser(words[0] if words else "")
-    flags, unknown = parser.parse_known_args(words)
-    if unknown:
-        _refuse_unknown(parser, flags, unknown)
+    prepare_streams()
     try:
-        exit_code: int = importlib.import_module(f"tandem.cli.{flags.command}").run(flags)
-        return exit_code
-    except TandemError as error:
-        print(f"tandem: error: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return EXIT_INTERRUPTED
+        return _run(words)
     except BrokenPipeError:  # the reader (head, less) has gone; nothing is wrong
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except OSError as error:
-        print(f"tandem: error: {_what_the_system_says(error)}", file=sys.stderr)
-        return EXIT_USER_ERROR
+    except (TandemError, OSError, KeyboardInterrupt) as error:
+        return report_failure(error, has_json="--json" in words)
 
 
-def _what_the_system_says(error: OSError) -> str:
-    """Return one sentence about a file that cannot be read or written, or a full disk."""
-    what = error.strerror or str(error).partition("\n")[0] or type(error).__name__
-    if error.errno == errno.ENOSPC:
-        return "the disk is full; free some space, or set TANDEM_CACHE or the output elsewhere"
-    where = f"{error.filename2 or error.filename}: " if error.filename else ""
-    return f"{where}{what}; give a file or folder that can be read and written"
+def _run(words: list[str]) -> int:
+    parser = _parser(words[0] if words else "")
+    flags, unknown = parser.parse_known_args(_with_negative_values(words))
+    if unknown:
+        _refuse_unknown(parser, flags, unknown)
+    with warnings_as_lines(quiet=getattr(flags, "quiet", False)):
+        exit_code: int = importlib.import_module(f"tandem.cli.{flags.command}").run(flags)
+    return exit_code
+
+
+def _with_negative_values(words: list[str]) -> list[str]:
+    """Join `--flag -1GB` as `--flag=-1GB`: argparse takes it for a flag, and the flag for alone."""
+    joined: list[str] = []
+    for word in words:
+        if joined and re.fullmatch("--[a-z-]+", joined[-1]) and _NEGATIVE_VALUE.fullmatch(word):
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
 
 
 def _parser(command: str) -> argparse.ArgumentParser:

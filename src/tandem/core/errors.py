@@ -31,3 +31,7 @@ class ExecutionError(TandemError, RuntimeError):
 
 class BuildError(TandemError, RuntimeError):
     """Something that Tandem builds on this machine, such as the demo model, could not be built."""
+
+
+class TandemWarning(UserWarning):
+    """Something that a user should know and that stops nothing; commands show it as one line."""

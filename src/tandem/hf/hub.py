@@ -35,6 +35,10 @@ def is_gguf(path: Path) -> bool:
 def find_model_path(model: str | Path, options: HubOptions | None = None) -> Path:
     """Return a model's directory or GGUF file, downloading a hub id; raises `ModelError`."""
     name, options = str(model), options or HubOptions()
+    if not name.strip():  # a path of it would be the current directory
+        raise ModelError(
+            "the model's name is empty; give a model directory, a .gguf file or a hub id"
+        )
     if options.revision is not None and Path(model).exists():
         raise ConfigError(
             f"revision is {options.revision!r}, and {name} is on this machine; only a hub id has "

@@ -1,0 +1,89 @@
+"""The standard streams: closed ones are empty, and no byte or character is a traceback.
+
+Also the warnings that libraries write to standard error.
+"""
+
+import contextlib
+import io
+import os
+import select
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+from tandem.core.errors import ConfigError, TandemWarning
+
+_PATIENCE_SECONDS = 2.0
+
+
+def prepare_streams() -> None:
+    """Open streams that are closed, on nothing; let what is no text be told, not raised."""
+    if sys.stdin is None:  # as `tandem ... <&-` leaves it
+        sys.stdin = open(os.devnull)  # noqa: SIM115  (open until the end, as Python's own)
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    _reconfigure(sys.stdin, "surrogateescape")  # `require_text` finds them
+    _reconfigure(sys.stdout, "backslashreplace")
+    _reconfigure(sys.stderr, "backslashreplace")
+
+
+def _reconfigure(stream: TextIO, errors: str) -> None:
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors=errors)
+
+
+def require_text(text: str, what: str) -> str:
+    """Return a text that came from outside; raise `ConfigError` if its bytes were none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        # Python hands on a byte that it cannot decode as a surrogate: U+DC00 and the byte.
+        byte = ord(text[error.start]) & 0xFF
+        raise ConfigError(
+            f"{what} holds the byte 0x{byte:02x} after {error.start} characters, which is not "
+            f"{sys.stdin.encoding.upper()}; convert it first, for instance with iconv"
+        ) from None
+    return text
+
+
+def read_piped_input() -> str | None:
+    """Return all of standard input; None on a terminal."""
+    if sys.stdin.isatty():
+        return None
+    with contextlib.suppress(OSError, ValueError):  # not every stream can be waited for
+        if not select.select([sys.stdin], [], [], _PATIENCE_SECONDS)[0]:
+            print("[reading standard input to its end; < /dev/null skips it]", file=sys.stderr)
+    return require_text(sys.stdin.read(), "standard input").removeprefix("\N{BYTE ORDER MARK}")
+
+
+@contextlib.contextmanager
+def warnings_as_lines(*, quiet: bool) -> Iterator[None]:
+    """Show warnings as one line each, without a line of code; quiet: not at all."""
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if not quiet:
+            print(_as_line(message, category, filename), file=sys.stderr)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
+
+
+def _as_line(message: Warning | str, category: type[Warning], filename: str) -> str:
+    first_line = str(message).strip().partition("\n")[0]
+    if issubclass(category, TandemWarning):
+        return f"[warning: {first_line}]"
+    parts = Path(filename).parts
+    library = parts[parts.index("site-packages") + 1] if "site-packages" in parts else "Python"
+    return f"[warning of {library}: {first_line}]"

@@ -1,0 +1,88 @@
+"""How commands fail: one sentence, exit code 2, JSON for scripts, closed streams, odd values."""
+
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from tandem.cli import simulate
+from tandem.cli.main import main
+from tandem.core.errors import TandemWarning
+
+
+def started_cold(redirections: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run `python -m tandem` by a shell, with its redirections."""
+    command = ["sh", "-c", f'exec "$@" {redirections}', "sh", sys.executable, "-m", "tandem"]
+    return subprocess.run([*command, *words], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["run", "/no/such/model", "-p", "x"], "/no/such/model is not a directory"),
+        (["run", "-p", "x", "--tempreature", "1"], "did you mean '--temperature'"),
+        (["run", "-p", "x", "--seed", "many"], "invalid int value: 'many'"),
+        (["plan", "", "--no-measure"], "the model's name is empty"),
+        (["rum"], "invalid choice: 'rum'"),
+    ],
+)
+def test_with_json_a_failure_is_json_too(
+    capsys: pytest.CaptureFixture[str], words: list[str], sentence: str
+) -> None:
+    assert main([*words, "--json"]) == 2
+    said = capsys.readouterr()
+    error = json.loads(said.out.splitlines()[-1])["error"]
+    assert sentence in error["message"]
+    assert error["type"].endswith("Error")
+    assert said.err.count("\n") == 1
+    assert error["message"] in said.err
+
+
+def test_without_json_standard_output_stays_empty(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rum"]) == 2
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("flag", ["--gpu-memory", "--link-bandwidth"])
+def test_a_negative_size_is_named(capsys: pytest.CaptureFixture[str], flag: str) -> None:
+    assert main(["run", "-p", "x", flag, "-1GB"]) == 2
+    said = capsys.readouterr().err
+    assert f"{flag.removeprefix('--').replace('-', '_')} is '-1GB'; expected a" in said
+
+
+def test_closed_input_is_an_empty_one() -> None:
+    done = started_cold("<&-", "run")
+    assert done.returncode == 2
+    assert done.stderr.startswith("tandem: error: the prompt is empty")
+
+
+@pytest.mark.parametrize("redirections", ["2>&-", ">&- 2>&-"])
+def test_closed_outputs_swallow_what_is_said(redirections: str) -> None:
+    done = started_cold(f"{redirections} </dev/null", "run")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
+
+
+def test_a_warning_is_one_line_and_none_when_quiet(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def warning(_: object) -> int:
+        warnings.simplefilter("always")
+        warnings.warn("ours is known\nand long", TandemWarning, stacklevel=1)
+        warnings.warn_explicit("theirs", UserWarning, "/x/site-packages/foreign/a.py", 1)
+        return 0
+
+    monkeypatch.setattr(simulate, "run", warning)
+    assert main(["simulate", "x"]) == 0
+    assert capsys.readouterr().err == "[warning: ours is known]\n[warning of foreign: theirs]\n"
+
+
+@pytest.mark.parametrize("name", ["", " "])
+def test_an_empty_model_name_is_no_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", name, "-p", "x"]) == 2
+    assert "the model's name is empty; give a model directory" in capsys.readouterr().err
