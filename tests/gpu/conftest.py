@@ -45,7 +45,7 @@ def twins_in_a_dry_run() -> Any:
         gpu = Gpu("dry", (9, 0), 1 << 40)
         patch.setattr(cuda_machine, "require_cuda", lambda *args, **options: gpu)
         patch.setattr(cuda_machine, "require_on_one_gpu", lambda model: 0)
-        patch.setattr(cuda_machine, "best_kernels", TorchKernels)
+        patch.setattr(cuda_machine, "best_kernels", lambda gpu: TorchKernels())
         patch.setattr(
             cuda_machine,
             "CudaStreams",

@@ -1,5 +1,6 @@
 """A whole model wired to a GPU's code on the CPU twin: profile, memory shares, the same logits."""
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,9 +11,12 @@ import torch
 
 import tandem
 from tandem.core.errors import CapacityError, ConfigError
+from tandem.hf import cuda_machine
+from tandem.hf.assembly import assemble
 from tandem.hf.config import OffloadConfig
 from tandem.hf.cuda_dense import with_captured_steps
 from tandem.hf.cuda_machine import (
+    compiled_kernels,
     cuda_parts,
     device_map_for,
     kv_bytes_per_token,
@@ -21,16 +25,20 @@ from tandem.hf.cuda_machine import (
 from tandem.hf.machine import bind_all
 from tandem.hf.warm_up import ExpertsCall, Observer, forward_tokens
 from tandem.offload.cache_statistics import CacheStatistics
+from tandem.offload.cuda_checks import Gpu
 from tandem.offload.cuda_kernels import TorchKernels
+from tandem.offload.cuda_streams import Work
 from tandem.offload.executor import CpuExecutor
 from tandem.offload.expert_cache import ExpertCache, Machine
 from tandem.offload.hybrid_executor import HybridExecutor
 from tandem.offload.options import parse_gpu_memory
 from tandem.offload.sizing import budget_bytes, count_slots
 from tandem.policy.plan import Geometry
+from tandem.sim.profiles import save_profile
 from tests.hf.tiny import save_tiny_checkpoint
 from tests.hf.twin_capture import TwinCapture
 from tests.offload.lazy_streams import LazyStreams
+from tests.offload.machines import make_machine
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +119,91 @@ def test_the_profile_is_measured_once_and_memory_is_shared_out(
     assert slots == (32_000_000 - made.reserved_bytes) >> 20
     assert streams.memory().total_bytes == 32_000_000  # nothing beyond is taken
     assert streams.pinned_bytes == model.hf_quantizer.store.num_bytes
+
+
+class Failing(LazyStreams):
+    """A GPU on which a prompt does not fit."""
+
+    def peak_bytes(self, work: Work) -> int:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def test_a_load_that_fails_leaves_nothing_pinned_and_no_limit(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each step: while the GPU is measured, and after its memory has been shared out."""
+    quantizer = model.hf_quantizer
+    streams: LazyStreams
+    monkeypatch.setattr(cuda_machine, "require_on_one_gpu", lambda model: 0)
+    monkeypatch.setattr(cuda_machine, "require_cuda", lambda **options: Gpu("twin", (9, 0), 1))
+    monkeypatch.setattr(cuda_machine, "best_kernels", lambda gpu: TorchKernels())
+    monkeypatch.setattr(cuda_machine, "CudaStreams", lambda index: streams)
+    profile = tmp_path / "made-up.json"
+    save_profile(make_machine().profile, profile)
+    options: dict[str, Any] = {
+        "device": "cuda",
+        "cache_dir": str(tmp_path),
+        "profile": str(profile),
+    }
+    for streams, gpu_memory, error in (
+        (Failing(is_eager=True), "32MB", torch.OutOfMemoryError),
+        (LazyStreams(is_eager=True), "1MB", CapacityError),
+        (LazyStreams(is_eager=True), "1TB", CapacityError),
+    ):
+        config = OffloadConfig(gpu_memory=gpu_memory, **options)
+        with pytest.raises(error):
+            assemble(model, quantizer.store, quantizer.bound(), config)
+        assert streams.num_pinned > 0
+        assert streams.pinned_bytes == 0
+        assert streams.memory().total_bytes == 1 << 30
+
+
+def test_the_workspace_is_measured_with_the_logits_of_one_token(
+    model: Any, parts: tuple[Any, ...]
+) -> None:
+    """A prompt's 2,048 rows of logits would be taken off the expert cache for nothing."""
+    _, geometry, config, _ = parts
+    quantizer, seen = model.hf_quantizer, list[int]()
+
+    class Watching(LazyStreams):
+        def peak_bytes(self, work: Work) -> int:
+            head = model.get_output_embeddings()
+            hook = head.register_forward_hook(lambda _, given, out: seen.append(out.shape[-2]))
+            with contextlib.closing(SimpleNamespace(close=hook.remove)):
+                return super().peak_bytes(work)
+
+    store, bound, call = quantizer.store, quantizer.bound(), first_call(model)
+    cuda_parts(
+        model, store, bound, config, geometry, call,
+        streams=Watching(is_eager=True), device_kernels=TorchKernels(),
+    )  # fmt: skip
+    assert seen == [1]
+
+
+class Uncompilable(TorchKernels):
+    """Kernels on a machine that lacks what compiles them; or each compiled in turn."""
+
+    def __init__(self, compiled: list[int], error: str | None) -> None:
+        self._compiled, self._error = compiled, error
+
+    def compilations(self, layers: Any, dtype: Any, top_k: int, device: Any) -> Any:
+        def compile_one() -> None:
+            if self._error:
+                raise RuntimeError(self._error)
+            self._compiled.append(len(layers))
+
+        return [compile_one] * 3
+
+
+def test_kernels_are_compiled_at_load_or_torch_computes_which_is_told(model: Any) -> None:
+    quantizer, compiled = model.hf_quantizer, list[int]()
+    given = quantizer.store, quantizer.bound(), first_call(model)
+    good = Uncompilable(compiled, None)
+    assert compiled_kernels(good, *given, LazyStreams(is_eager=True)) is good
+    assert compiled == [len(quantizer.store)] * 3
+    with pytest.warns(UserWarning, match=r"cannot compile.*\(no cc\).*with torch, many times slow"):
+        found = compiled_kernels(Uncompilable([], "no cc"), *given, LazyStreams(is_eager=True))
+    assert type(found) is TorchKernels
 
 
 def test_dense_parts_are_timed_in_captured_steps(model: Any, parts: tuple[Any, ...]) -> None:

@@ -59,7 +59,7 @@ class LazyStreams:
         self.pauses: list[float] = []
         self.num_copies: list[int] = []  # of each call
         self.may_pin = True
-        self.pinned_bytes = 0
+        self.pinned_bytes = self.num_pinned = 0
         self.broken: RuntimeError | None = None
         self._lanes: dict[Lane, deque[_Step]] = {lane: deque() for lane in Lane}
         self._limit = self._total = total_bytes
@@ -132,6 +132,7 @@ class LazyStreams:
 
     def pin(self, memory: Tensor) -> bool:
         self.pinned_bytes += memory.nbytes if self.may_pin else 0
+        self.num_pinned += self.may_pin
         return self.may_pin
 
     def unpin(self, memory: Tensor) -> None:

@@ -10,7 +10,7 @@ from tandem.offload.clock import Clock, WallClock
 from tandem.offload.cuda import CudaDevice
 from tandem.offload.cuda_checks import Gpu, require_cuda, require_dtype
 from tandem.offload.cuda_copies import CudaCopyEngine, Link
-from tandem.offload.cuda_kernels import TorchKernels
+from tandem.offload.cuda_kernels import TorchKernels, TritonKernels, best_kernels
 from tandem.offload.cuda_streams import Lane
 from tandem.offload.events import LayerExecuted
 from tandem.offload.executor import CpuExecutor
@@ -340,6 +340,15 @@ def test_a_gpu_without_bf16_takes_fp16() -> None:
     require_dtype(TURING, torch.float16)
     with pytest.raises(UnsupportedModelError, match="dtype='float16'"):
         require_dtype(TURING, torch.bfloat16)
+
+
+def test_before_ampere_tiles_are_those_of_ordinary_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # other tests run the kernels in this process
+    for gpu, has_matrix_units in ((TURING, False), (HOPPER, True)):
+        kernels = best_kernels(gpu)
+        assert isinstance(kernels, TritonKernels)
+        assert kernels._experts.has_matrix_units is has_matrix_units
 
 
 def test_this_machine_says_why_it_has_no_gpu() -> None:

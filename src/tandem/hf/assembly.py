@@ -116,10 +116,17 @@ class _Assembly:
         return observer.calls[0]
 
     def hybrid(self) -> HybridExecutor:
-        """Build the executor, its cache filled."""
+        """Build the executor, its cache filled; an error leaves nothing pinned or limited."""
+        lanes, machine = self._lanes()
+        try:
+            return self._hybrid_on(lanes, machine)
+        except BaseException:
+            lanes.device.close()
+            raise
+
+    def _hybrid_on(self, lanes: "_Lanes", machine: Machine) -> HybridExecutor:
         config, geometry = self.config, self.geometry
         settings = config.planner_settings()
-        lanes, machine = self._lanes()
         device = lanes.device
         cache = ExpertCache(
             self.store,
@@ -194,7 +201,11 @@ class _Assembly:
             parts.share,
             parts.reserved_bytes,
         )
-        return lanes, self._machine_of(parts.profile)
+        try:
+            return lanes, self._machine_of(parts.profile)
+        except BaseException:  # a profile without a shape like the model's
+            parts.device.close()
+            raise
 
     def _virtual_lanes(self, machine: Machine) -> "_Lanes":
         """Return lanes that take turns in this thread, while a virtual clock counts."""

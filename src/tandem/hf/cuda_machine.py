@@ -1,9 +1,12 @@
 """A GPU for a loaded model: its lanes, its measured profile, and how its memory is shared out."""
 
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from tqdm import tqdm
+from transformers.utils import logging
 
 from tandem.core.errors import ConfigError
 from tandem.core.units import parse_bandwidth
@@ -15,11 +18,11 @@ from tandem.hf.warm_up import ExpertsCall, NoExperts, forward_tokens
 from tandem.offload import executor as cpu_executor
 from tandem.offload.clock import Clock, WallClock
 from tandem.offload.cuda import CudaDevice
-from tandem.offload.cuda_checks import require_cuda, require_dtype
+from tandem.offload.cuda_checks import Gpu, require_cuda, require_dtype
 from tandem.offload.cuda_copies import CudaCopyEngine, Link
-from tandem.offload.cuda_kernels import DeviceKernels, best_kernels
+from tandem.offload.cuda_kernels import DeviceKernels, TorchKernels, best_kernels
 from tandem.offload.cuda_profile import measure_device
-from tandem.offload.cuda_streams import CudaStreams, Streams
+from tandem.offload.cuda_streams import CudaStreams, Lane, Streams
 from tandem.offload.expert_cache import EngineMaker
 from tandem.offload.expert_kernels import ExpertKernels
 from tandem.offload.host_store import HostStore
@@ -35,6 +38,8 @@ from tandem.sim.profiles import load_profile, save_profile
 # theirs from the expert cache when they come to it.
 KV_TOKENS = 4096
 _KV_SAMPLE_TOKENS = 64
+# Kernels that are on disk already are there sooner.
+_SHOWN_AFTER_SECONDS = 1.0
 
 
 def device_map_for(config: OffloadConfig, device_map: Any) -> Any:
@@ -69,28 +74,63 @@ def cuda_parts(
     streams: Streams | None = None,
     device_kernels: DeviceKernels | None = None,
 ) -> CudaParts:
-    """Pin the store, measure the GPU and share its memory out.
+    """Compile the kernels, pin the store, measure the GPU and share its memory out.
 
-    Raises `CapacityError` or `ConfigError` for what is missing. `streams` and `device_kernels`
-    stand for the GPU in tests. The experts modules are bound to nothing useful afterwards.
+    Raises `CapacityError` or `ConfigError` for what is missing; nothing is then left pinned or
+    limited. `streams` and `device_kernels` stand for the GPU in tests. The experts modules are
+    bound to nothing useful afterwards.
     """
+    gpu: Gpu | None = None
     if streams is None:
-        index = require_on_one_gpu(model)
-        require_dtype(require_cuda(index=index), model.dtype)
-        streams = CudaStreams(index)
+        gpu = require_cuda(index=require_on_one_gpu(model))
+        require_dtype(gpu, model.dtype)
+        streams = CudaStreams(model.device.index or 0)
+    device_kernels = device_kernels or best_kernels(gpu)
     clock = WallClock()
-    device = CudaDevice(streams, device_kernels or best_kernels(), on_busy=clock.add_gpu)
+    device = CudaDevice(
+        streams,
+        compiled_kernels(device_kernels, store, bound, call, streams),
+        on_busy=clock.add_gpu,
+    )
     kernels = ExpertKernels(num_threads=config.threads, isa=config.isa or "", on_busy=clock.add_cpu)
-    pin_store(store, device.pin, is_mapped=find_mapped())
-    profile = _profile(model, store, bound, config, geometry, call, device, kernels)
+    try:
+        pin_store(store, device.pin, is_mapped=find_mapped())
+        profile = _profile(model, store, bound, config, geometry, call, device, kernels)
+        share, reserved = _share(model, store, bound, config, call, streams)
+    except BaseException:
+        device.close()
+        raise
     wanted = None if config.link_bandwidth is None else parse_bandwidth(config.link_bandwidth)
     link = Link(profile.link_bytes_per_second, wanted)
 
     def make_engine(store: HostStore, slots: Slots, geometry: Geometry, _: Clock) -> CudaCopyEngine:
         return CudaCopyEngine(store, slots, geometry, clock, streams, device.events, link)
 
-    share, reserved = _share(model, store, bound, config, call, streams)
     return CudaParts(device, clock, kernels, make_engine, profile, share, reserved)
+
+
+def compiled_kernels(
+    kernels: DeviceKernels, store: HostStore, bound: Bound, call: ExpertsCall, streams: Streams
+) -> DeviceKernels:
+    """Return kernels that have been compiled for a model's layers; torch's if that cannot be."""
+    layers = [(store[layer], expert_functions(module)) for module, layer in bound]
+    works = kernels.compilations(layers, call.dtype, call.top_k, streams.device)
+    is_hidden = not logging.is_progress_bar_enabled()
+    bar = tqdm(works, "Compiling GPU kernels", disable=is_hidden, delay=_SHOWN_AFTER_SECONDS)
+    try:
+        for work in bar:
+            streams.run(Lane.COMPUTE, work)
+        streams.synchronize()
+    except Exception as error:  # Triton's compilers and tools raise what they like
+        first_line = str(error).partition("\n")[0]
+        warnings.warn(
+            f"Triton cannot compile its kernels here ({first_line}), so the GPU computes experts "
+            "with torch, many times slower; Triton needs a C compiler (Debian, Ubuntu: apt install "
+            "gcc) and Python's headers (python3-dev)",
+            stacklevel=2,
+        )
+        return TorchKernels()
+    return kernels
 
 
 def require_on_one_gpu(model: Any) -> int:
@@ -123,7 +163,7 @@ def _share(
     tokens = cpu_executor.MAX_TOKENS_AT_ONCE
 
     def read_prompt() -> None:
-        forward_tokens(model, tokens)
+        forward_tokens(model, tokens, num_logits=1)  # as prompts are read
 
     workspace = streams.peak_bytes(read_prompt)
     workspace += workspace_bytes(store, call, tokens)

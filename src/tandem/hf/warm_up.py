@@ -70,12 +70,17 @@ def warm_up_ids(model: Any, num_tokens: int) -> Tensor:
     return there
 
 
-def forward_tokens(model: Any, num_tokens: int) -> float:
-    """Run one prompt of so many tokens; returns the seconds that it took."""
+def forward_tokens(model: Any, num_tokens: int, *, num_logits: int | None = None) -> float:
+    """Run one prompt of so many tokens; returns the seconds that it took.
+
+    With `num_logits` only the last tokens' are computed, where the model can leave the others out.
+    """
     ids = warm_up_ids(model, num_tokens)
+    supports = getattr(model, "_supports_logits_to_keep", lambda: False)
+    can_leave_out = num_logits is not None and supports()
     begin = time.perf_counter()
     with torch.no_grad():
-        model(input_ids=ids[None])
+        model(input_ids=ids[None], **({"logits_to_keep": num_logits} if can_leave_out else {}))
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
     return time.perf_counter() - begin

@@ -6,8 +6,8 @@ import torch
 
 from tandem.core.errors import CapacityError, UnsupportedModelError
 
-# Below, Triton's matrix kernels and bf16 arithmetic are missing.
-BF16_CAPABILITY = (8, 0)
+# Below, bf16 arithmetic is missing, and Triton (as of 3.6) leaves the matrix units alone.
+BF16_CAPABILITY = TRITON_MATRIX_CAPABILITY = (8, 0)
 OLDEST_CAPABILITY = (7, 0)
 
 
@@ -85,7 +85,7 @@ def require_cuda(probe: Probe | None = None, index: int = 0) -> Gpu:
     if gpu.capability < OLDEST_CAPABILITY:
         raise CapacityError(
             f"{gpu.name} has compute capability {gpu.capability[0]}.{gpu.capability[1]}, and "
-            f"Tandem needs 7.0 or newer; {otherwise[3:]}"
+            f"Tandem needs {OLDEST_CAPABILITY[0]}.{OLDEST_CAPABILITY[1]} or newer; {otherwise[3:]}"
         )
     return gpu
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tandem.kernels.reference import expert_ffn
 from tandem.offload.batch import ExpertBatch, ExpertFunctions
+from tandem.offload.cuda_checks import TRITON_MATRIX_CAPABILITY, Gpu
 from tandem.offload.cuda_resident import ResidentLayers
 from tandem.offload.expert_cache import ExpertCache
 from tandem.offload.expert_kernels import WeightSource
@@ -158,8 +159,8 @@ def _compute(batch: ExpertBatch, images: Sequence[Tensor], token: Tensor) -> Non
         batch.out[rows] = expert_ffn(batch.hidden[token[rows]], weights, activate).float()
 
 
-def best_kernels() -> DeviceKernels:
-    """Return the Triton kernels; where Triton is missing, torch's, which says so."""
+def best_kernels(gpu: Gpu | None = None) -> DeviceKernels:
+    """Return the Triton kernels for a GPU; where Triton is missing, torch's, which says so."""
     if importlib.util.find_spec("triton") is None:
         warnings.warn(
             "Triton is not installed, so the GPU computes experts with torch, many times slower; "
@@ -169,4 +170,5 @@ def best_kernels() -> DeviceKernels:
         return TorchKernels()
     from tandem.kernels.triton.experts import TritonExperts
 
-    return TritonKernels(TritonExperts())
+    has_matrix_units = gpu is None or gpu.capability >= TRITON_MATRIX_CAPABILITY
+    return TritonKernels(TritonExperts(has_matrix_units=has_matrix_units))

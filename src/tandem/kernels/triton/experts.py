@@ -86,7 +86,7 @@ class TritonExperts:
         `has_matrix_units` tells whether Triton can use the GPU's: from capability 8.0 on.
         """
         self._tilings = tilings
-        self._has_matrix_units = has_matrix_units
+        self.has_matrix_units = has_matrix_units
 
     def compute(
         self,
@@ -153,7 +153,7 @@ class TritonExperts:
         num_lanes = 16 * packed.constants["num_blocks"]
         is_fp32 = tensors[-2].dtype == torch.float32  # which the matrix units would round
         tiling = self._tilings.of_matrix(
-            rows.block_rows, on_matrix_units=self._has_matrix_units and not is_fp32
+            rows.block_rows, on_matrix_units=self.has_matrix_units and not is_fp32
         )
         kernel[-(-num_lanes // tiling.block_lanes), len(rows.tile_expert)](
             rows.addresses,
