@@ -260,11 +260,17 @@ def test_a_prompt_that_is_too_long_is_told_in_numbers(server: RunningServer) -> 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"msgs": []}, "unknown field 'msgs'"),
+        ({"best_of": 3}, "best_of is not supported"),
+        ({"suffix": "x"}, "suffix is not supported"),
+        ({"functions": [{}]}, "functions is not supported; describe them in tools"),
         ({"temperature": 3}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"n": 17}, "n: Input should be less than or equal to 16"),
+        ({"max_tokens": "9"}, "max_tokens is '9'; expected an integer or -1"),
+        ({"n": 17}, "n is 17; expected a number of at most 16"),
+        ({"stop": 5}, "stop is 5; expected a string or a list"),
+        ({"messages": [{"role": "user", "content": [5]}]}, "messages.0.content.0 is 5"),
+        ({"messages": None}, "messages is missing"),
         ({"logit_bias": {"five": 1}}, "logit_bias"),
         ({"logit_bias": {"999": 1}}, "token id 999; this model's are 0 to 127"),
         ({"presence_penalty": 3.0}, "presence_penalty"),
@@ -294,8 +300,6 @@ def test_a_bad_field_is_named(server: RunningServer, fields: dict[str, Any], wor
 
 
 def test_errors_have_their_status(server: RunningServer) -> None:
-    unknown = server.chat(model="gpt-9")
-    assert (unknown.status, unknown.error["code"]) == (404, "model_not_found")
     assert server.ask("GET", "/v1/models/none").status == 404
     assert server.ask("GET", "/nothing").status == 404
     assert server.ask("GET", "/v1/chat/completions").status == 405
@@ -337,6 +341,9 @@ def test_models_health_ready_and_metrics(server: RunningServer) -> None:
 
 def test_nothing_of_a_prompt_is_in_the_log(server: RunningServer) -> None:
     assert server.chat("my secret pony", max_tokens=2).status == 200
-    assert server.chat("my secret pony", wrong="my secret pony").status == 400
+    assert server.chat("my secret pony", max_tokens="my secret pony").status == 400
+    messages = [{"role": "my secret pony", "content": 5}]
+    assert server.ask("POST", "/v1/chat/completions", {"messages": messages}).status == 400
     assert "chat 200" in server.log
+    assert "refused POST /v1/chat/completions: 400, max_tokens is not an integer" in server.log
     assert "pony" not in server.log

@@ -4,29 +4,24 @@ import dataclasses
 import json
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.core.errors import ConfigError
+from tandem.generate.conversation import trim_conversation
+from tandem.generate.ending import EndOptions
 from tandem.generate.penalties import Penalties
 from tandem.generate.sampling import SamplingOptions
 from tandem.server.chat import AnswerReader, ChatFormat, ChatPrompt
 from tandem.server.errors import ApiError
-from tandem.server.grammar import call_grammar, free_grammar, json_grammar
+from tandem.server.grammar import free_grammar
 from tandem.server.messages import ModelInfo
-from tandem.server.schemas import (
-    ChatRequest,
-    CompletionRequest,
-    Message,
-    ResponseFormat,
-    Sampling,
-    Tool,
-    ToolChoice,
-)
+from tandem.server.ruling import chat_grammar, followed, text_grammar
+from tandem.server.schemas import ChatRequest, CompletionRequest, Message, Sampling, Tool
 
 _SEEDS = 2**62
-_ANY_OBJECT = {"type": "object"}
+# Room that a trimmed conversation leaves for an answer of unsaid length, in tokens.
+_TRIMMED_ROOM = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +33,10 @@ class Question:
     reader: AnswerReader | None = None
     has_one_call: bool = False
     """Whether more calls than one are dropped."""
+    echo: str = ""
+    """What the answer begins with: the prompt, if it was asked for."""
+    num_dropped_turns: int = 0
+    """Turns at the conversation's beginning that did not fit."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -48,9 +47,13 @@ class Question:
 class Questions:
     """Makes questions for one model."""
 
-    def __init__(self, tokenizer: Any, *, context: int | None) -> None:
-        """`context` limits prompt and answer together, below the model's own limit."""
+    def __init__(self, tokenizer: Any, *, context: int | None, trims: bool = False) -> None:
+        """`context` limits prompt and answer together, below the model's own limit.
+
+        `trims` drops the oldest turns of a conversation that does not fit.
+        """
         self._tokenizer = tokenizer
+        self._trims = trims
         self._format = ChatFormat(tokenizer)
         self._context = context
 
@@ -60,20 +63,12 @@ class Questions:
         Raises `ApiError` or `ConfigError` for a bad one.
         """
         tools = _tools(body)
-        ruled = self._ruled(body, tools)
+        ruled = chat_grammar(body, tools, self._format.marks)
         is_ruled = ruled is not None
-        prompt = self._format.prompt(
-            [_turn(message) for message in body.messages],
-            [
-                tool.model_dump(exclude_none=True, exclude={"function": {"strict"}})
-                for tool in tools
-            ],
-            _template_options(body),
-            must_not_think=is_ruled,
-        )
-        fields = self._fields(body, prompt.ids, info, body.max_completion_tokens)
+        prompt, num_dropped = self._chat_prompt(body, tools, info, is_ruled=is_ruled)
+        fields = self._fields(body, prompt.ids, info)
         fields["grammar"] = ruled or self._free(body, tools, prompt)
-        fields["keeps_special"] = self._format.keeps_special(has_tools=bool(tools))
+        fields["keeps_special"] |= self._format.keeps_special(has_tools=bool(tools))
         if body.logprobs:
             fields["num_top_logprobs"] = body.top_logprobs or 0
         elif body.top_logprobs:
@@ -84,131 +79,113 @@ class Questions:
                 prompt_text=prompt.text,
                 reader=self._format.reader(prompt, has_tools=bool(tools), is_ruled=is_ruled),
                 has_one_call=body.parallel_tool_calls is False,
+                num_dropped_turns=num_dropped,
             )
             for one in _choices(fields, body.n)
         ]
+
+    def _chat_prompt(
+        self, body: ChatRequest, tools: list[Tool], info: ModelInfo, *, is_ruled: bool
+    ) -> tuple[ChatPrompt, int]:
+        """Return a conversation as the model reads it, and how many turns it lost."""
+        described = [
+            tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools
+        ]
+        options = _template_options(body)
+
+        def written(turns: list[dict[str, Any]]) -> ChatPrompt:
+            return self._format.prompt(turns, described, options, must_not_think=is_ruled)
+
+        turns = [_turn(message) for message in body.messages]
+        limit = self._limit(info)
+        if not self._trims or limit is None:
+            return written(turns), 0
+        longest = limit - max(1, min(_asked_tokens(body) or _TRIMMED_ROOM, limit // 4))
+        kept, num_dropped = trim_conversation(turns, lambda some: len(written(some).ids) <= longest)
+        return written(kept), num_dropped
 
     def completions(self, body: CompletionRequest, info: ModelInfo) -> list[Question]:
         """Return the questions of a completion request, one per prompt and choice."""
         prompts: Any = body.prompt
         is_one = isinstance(prompts, str) or isinstance(prompts[0], int)
+        grammar = text_grammar(body)
         questions = []
         for prompt in [prompts] if is_one else prompts:
-            is_text = isinstance(prompt, str)
-            ids = self._tokenizer(prompt)["input_ids"] if is_text else prompt
-            fields = self._fields(body, list(ids), info, None)
+            ids = self._prompt_ids(prompt, has_special=body.add_special_tokens is not False)
+            fields = self._fields(body, ids, info)
+            fields["grammar"] = grammar
             fields["num_top_logprobs"] = body.logprobs
+            fields["has_prompt_logprobs"] = bool(body.echo) and body.logprobs is not None
             text = prompt if isinstance(prompt, str) else str(prompt)
-            questions += [Question(fields=f, prompt_text=text) for f in _choices(fields, body.n)]
+            echo = self._echo(prompt) if body.echo else ""
+            questions += [
+                Question(fields=one, prompt_text=text, echo=echo)
+                for one in _choices(fields, body.n)
+            ]
         return questions
 
-    def _fields(
-        self, body: Sampling, ids: list[int], info: ModelInfo, max_tokens: int | None
-    ) -> dict[str, Any]:
+    def _prompt_ids(self, prompt: str | list[int], *, has_special: bool) -> list[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        return list(self._tokenizer(prompt, add_special_tokens=has_special)["input_ids"])
+
+    def _echo(self, prompt: str | list[int]) -> str:
+        return prompt if isinstance(prompt, str) else str(self._tokenizer.decode(prompt))
+
+    def _fields(self, body: Sampling, ids: list[int], info: ModelInfo) -> dict[str, Any]:
         room = self._room(ids, info)
+        asked = _asked_tokens(body)
         options = SamplingOptions(
-            max_new_tokens=min(_wish(max_tokens) or _wish(body.max_tokens) or room, room),
+            max_new_tokens=max(1, room if asked is None else min(asked, room)),
             temperature=body.temperature,
             top_p=None if body.top_p is None else max(body.top_p, 1e-6),
             top_k=_top_k(body.top_k, info),
             min_p=body.min_p or None,
-            repetition_penalty=body.repetition_penalty,
+            repetition_penalty=body.repetition_penalty or body.repeat_penalty,
             seed=None if body.seed is None else body.seed % _SEEDS,
             stop=_stop(body.stop),
         )
-        return {"prompt": tuple(ids), "options": options, "penalties": _penalties(body, info)}
+        return {
+            "prompt": tuple(ids),
+            "options": options,
+            "penalties": _penalties(body, info),
+            "keeps_special": body.skip_special_tokens is False,
+            "end": _end(body, info, is_prompt_only=asked == 0),
+        }
 
     def _room(self, ids: list[int], info: ModelInfo) -> int:
         """Return how long an answer may be; checks what the decode process would refuse."""
         if not ids:
             raise ApiError(400, "the prompt is empty; give some text")
-        unknown = next((token for token in ids if not 0 <= token < info.vocabulary), None)
-        if unknown is not None:
-            raise ApiError(
-                400,
-                f"token id {unknown} is unknown; this model's are 0 to {info.vocabulary - 1}",
-                param="prompt",
-            )
-        limits = [limit for limit in (self._context, info.context) if limit is not None]
-        if not limits:
+        _require_known(ids, info, "prompt")
+        limit = self._limit(info)
+        if limit is None:
             return 2**31
-        if len(ids) >= min(limits):
+        if len(ids) >= limit:
             raise ApiError(
                 400,
                 f"the prompt has {len(ids)} tokens, and prompt and answer together may have "
-                f"{min(limits)}; shorten the prompt",
+                f"{limit}; shorten the prompt",
                 code="context_length_exceeded",
             )
-        return min(limits) - len(ids)
+        return limit - len(ids)
 
-    def _ruled(self, body: ChatRequest, tools: list[Tool]) -> str | None:
-        """Return the grammar that rules the answer from its first word, if there is one."""
-        choice, schema = body.tool_choice, _schema(body.response_format)
-        if isinstance(choice, ToolChoice) or choice == "required":
-            return call_grammar(_wanted(choice, tools), self._format.marks)
-        if schema is None:
-            return None
-        if tools:
-            return call_grammar(_followed(tools), self._format.marks, or_json=schema)
-        return json_grammar(schema)
+    def _limit(self, info: ModelInfo) -> int | None:
+        """Return how many tokens prompt and answer may have together."""
+        limits = [limit for limit in (self._context, info.context) if limit is not None]
+        return min(limits, default=None)
 
     def _free(self, body: ChatRequest, tools: list[Tool], prompt: ChatPrompt) -> str | None:
         """Return the grammar that rules calls alone, where the form of a call is known."""
         if not tools or not self._format.has_our_marks:
             return None
         return free_grammar(
-            _followed(tools),
+            followed(tools),
             self._format.marks,
             is_thinking=prompt.is_thinking,
             can_think=self._format.thinks,
             has_one_call=body.parallel_tool_calls is False,
         )
-
-
-def _schema(form: ResponseFormat | None) -> Mapping[str, Any] | None:
-    """Return the schema that an answer must follow; None: none."""
-    if form is None or form.type == "text":
-        return None
-    if form.type == "json_object":
-        return _ANY_OBJECT
-    if form.json_schema is None:
-        raise ApiError(
-            400, "response_format json_schema needs json_schema", param="response_format"
-        )
-    return form.json_schema.json_schema or _ANY_OBJECT
-
-
-def _wanted(choice: ToolChoice | str, tools: list[Tool]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Return (name, schema) of the tools of which one must be called."""
-    if not tools:
-        raise ApiError(400, "tool_choice asks for a call, but there are no tools", param="tools")
-    wanted = choice.function.name if isinstance(choice, ToolChoice) else None
-    rules: list[tuple[str, Mapping[str, Any]]] = [
-        (tool.function.name, tool.function.parameters or _ANY_OBJECT)
-        for tool in tools
-        if wanted in (None, tool.function.name)
-    ]
-    if not rules:
-        raise ApiError(400, f"tool_choice names {wanted!r}, which is none of the tools")
-    return rules
-
-
-def _followed(tools: list[Tool]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Return (name, schema) of tools that may be called.
-
-    A schema that no grammar follows lets any object pass, unless it was said to be strict.
-    """
-    found: list[tuple[str, Mapping[str, Any]]] = []
-    for tool in tools:
-        schema = tool.function.parameters or _ANY_OBJECT
-        try:
-            json_grammar(schema)
-        except ConfigError:
-            if tool.function.strict:
-                raise
-            schema = _ANY_OBJECT
-        found.append((tool.function.name, schema))
-    return found
 
 
 def _tools(body: ChatRequest) -> list[Tool]:
@@ -250,7 +227,7 @@ def _parsed(arguments: str) -> Any:
 
 def _template_options(body: ChatRequest) -> Mapping[str, Any]:
     options = dict(body.chat_template_kwargs or {})
-    reserved = {"messages", "tools", "tokenize", "add_generation_prompt", "chat_template"}
+    reserved = {"messages", "tools", "tokenize", "chat_template", "return_dict"}
     for name in options:
         if name in reserved or not name.isidentifier():
             raise ApiError(
@@ -258,6 +235,12 @@ def _template_options(body: ChatRequest) -> Mapping[str, Any]:
                 f"chat_template_kwargs must not set {name[:64]!r}",
                 param="chat_template_kwargs",
             )
+    if body.enable_thinking is not None:
+        options.setdefault("enable_thinking", body.enable_thinking)
+    if body.continue_final_message:
+        options |= {"continue_final_message": True, "add_generation_prompt": False}
+    elif body.add_generation_prompt is not None:
+        options["add_generation_prompt"] = body.add_generation_prompt
     if body.reasoning_effort is not None:
         options.setdefault("reasoning_effort", body.reasoning_effort)
         if body.reasoning_effort == "none":
@@ -276,9 +259,33 @@ def _choices(fields: dict[str, Any], n: int | None) -> list[dict[str, Any]]:
     ]
 
 
-def _wish(max_tokens: int | None) -> int | None:
-    """Return how long an answer may be; -1 is what some clients say for no limit."""
-    return None if max_tokens == -1 else max_tokens
+def _asked_tokens(body: Sampling) -> int | None:
+    """Return how long an answer may be; None: there was no limit, or -1 as some clients say it."""
+    newest = body.max_completion_tokens if isinstance(body, ChatRequest) else None
+    given = (newest, body.max_tokens, body.n_predict)
+    asked = next((limit for limit in given if limit is not None), None)
+    return None if asked == -1 else asked
+
+
+def _end(body: Sampling, info: ModelInfo, *, is_prompt_only: bool) -> EndOptions:
+    stop_token_ids = body.stop_token_ids or []
+    _require_known(stop_token_ids, info, "stop_token_ids")
+    return EndOptions(
+        min_tokens=body.min_tokens or 0,
+        ignores_eos=bool(body.ignore_eos),
+        stop_token_ids=tuple(stop_token_ids),
+        is_prompt_only=is_prompt_only,
+    )
+
+
+def _require_known(ids: Sequence[int], info: ModelInfo, field: str) -> None:
+    unknown = next((token for token in ids if not 0 <= token < info.vocabulary), None)
+    if unknown is not None:
+        raise ApiError(
+            400,
+            f"token id {unknown} is unknown; this model's are 0 to {info.vocabulary - 1}",
+            param=field,
+        )
 
 
 def _penalties(body: Sampling, info: ModelInfo) -> Penalties | None:

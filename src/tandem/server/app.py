@@ -9,14 +9,14 @@ from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from tandem.core.errors import TandemError
+from tandem.core.registry import nearest_names
 from tandem.server.answering import Question, Questions
 from tandem.server.engine_client import EngineClient
-from tandem.server.errors import ApiError, from_validation, server_error
+from tandem.server.errors import ApiError, server_error
 from tandem.server.event_stream import EventStream
 from tandem.server.gate import Gate
 from tandem.server.messages import ModelInfo
@@ -24,12 +24,16 @@ from tandem.server.metrics import Metrics
 from tandem.server.openapi import describe, described_body, described_errors
 from tandem.server.options import ServerOptions
 from tandem.server.page_files import add_page
+from tandem.server.reading import ReadBody, known_names, read_body
+from tandem.server.refusals import log_refusal, plain
 from tandem.server.replies import DONE, ChatReply, CompletionReply, event
 from tandem.server.running_answer import RunningAnswer
 from tandem.server.schemas import ChatRequest, CompletionRequest, Sampling
 
 _log = logging.getLogger("tandem.server")
 _KEEP_ALIVE_SECONDS = 15.0
+# So many names of ignored fields and of other models are logged, each once.
+_MOST_NOTED = 256
 
 T = TypeVar("T")
 B = TypeVar("B", bound=Sampling)
@@ -41,13 +45,17 @@ class Server:
     def __init__(
         self, engine: EngineClient, tokenizer: Any, options: ServerOptions, model: str
     ) -> None:
-        """Serve `model`, by that name."""
+        """Serve `model`, by that name unless the options give it others."""
         self.engine = engine
         self.tokenizer = tokenizer
         self.options = options
-        self.model = model
+        self.names = options.names(model)
+        self.model = self.names[0]
         self.metrics = Metrics(engine)
-        self.questions = Questions(tokenizer, context=options.context)
+        self.questions = Questions(
+            tokenizer, context=options.context, trims=options.context_full == "trim"
+        )
+        self._noted: set[str] = set()
         self.began = int(time.time())
 
     # ---- answers ---------------------------------------------------------------------------------
@@ -58,16 +66,19 @@ class Server:
             body, info = await self._read(request, ChatRequest)
             questions = await self._in_thread(self.questions.chat, body, info)
             answer = self._begin("chat", questions)
-        reply = ChatReply(questions, self.model, self.tokenizer)
+        reply = ChatReply(
+            questions, self.model, self.tokenizer, has_running_usage=_wants_running_usage(body)
+        )
+        headers = _trimming_headers(questions)
         if body.stream:
-            return EventStream(self._chat_events(body, reply, answer), answer.cancel)
+            return EventStream(self._chat_events(body, reply, answer), answer.cancel, headers)
 
         async def collect() -> None:
             async for index, lap in answer:
                 reply.take(index, lap)
 
         await answer.unless_gone(request, collect())
-        return JSONResponse(reply.whole())
+        return JSONResponse(reply.whole(), headers=headers)
 
     async def _chat_events(
         self, body: ChatRequest, reply: ChatReply, answer: RunningAnswer
@@ -88,7 +99,9 @@ class Server:
             body, info = await self._read(request, CompletionRequest)
             questions = await self._in_thread(self.questions.completions, body, info)
             answer = self._begin("completions", questions)
-        reply = CompletionReply(questions, self.model, self.tokenizer, body.n or 1)
+        reply = CompletionReply(
+            questions, self.model, self.tokenizer, body.n or 1, _wants_running_usage(body)
+        )
         if body.stream:
             return EventStream(self._completion_events(body, reply, answer), answer.cancel)
 
@@ -133,21 +146,45 @@ class Server:
             raw = await request.body()
         except ClientDisconnect:
             raise ApiError(499, "the client has left") from None
-        try:
-            body = kind.model_validate_json(raw)
-        except ValidationError as error:
-            raise from_validation(error, list(kind.model_fields)) from None
+        found = read_body(kind, raw, is_strict=self.options.strict)
+        self._require_model(found.body.model)
+        self._note_ignored(found)
         info = self.engine.info
         if info is None:
             raise server_error("the model is being loaded; ask again soon", status=503)
-        if body.model not in (None, "", self.model):
-            raise ApiError(
-                404,
-                f"there is no model {body.model!r} here; this server has {self.model!r}",
-                param="model",
-                code="model_not_found",
-            )
-        return body, info
+        return found.body, info
+
+    def _require_model(self, name: str | None) -> None:
+        if not name or name in self.names:
+            return
+        if not self.options.takes_any_name:
+            raise self._no_model(name)
+        if self._is_news(f"model {name}"):
+            _log.info("requests for model %s are answered by %r", plain(name, 100), self.model)
+
+    def _no_model(self, name: str) -> ApiError:
+        names = " and ".join(repr(name) for name in self.names)
+        return ApiError(
+            404,
+            f"there is no model {name[:200]!r} here; this server has {names}",
+            param="model",
+            code="model_not_found",
+        )
+
+    def _note_ignored(self, found: ReadBody[Any]) -> None:
+        """Log what a request said in vain, with the field that may have been meant."""
+        news = [name for name in found.ignored if self._is_news(f"field {name}")]
+        if news:
+            known = sorted(known_names(type(found.body)))
+            told = (_with_hint(plain(name, 64), known) for name in sorted(news))
+            _log.warning("ignored from now on: the fields %s of requests", ", ".join(told))
+
+    def _is_news(self, what: str) -> bool:
+        """Tell whether something is to be logged: once, and not without end."""
+        is_news = what not in self._noted and len(self._noted) < _MOST_NOTED
+        if is_news:
+            self._noted.add(what)
+        return is_news
 
     async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
         """Run what may take long, such as writing a long prompt, beside the event loop."""
@@ -169,19 +206,16 @@ class Server:
     # ---- the rest --------------------------------------------------------------------------------
 
     def models(self) -> dict[str, Any]:
-        """Return the list of models: one."""
-        return {"object": "list", "data": [self.one_model(self.model)]}
+        """Return the list of models: one, by each of its names."""
+        return {"object": "list", "data": [self.one_model(name) for name in self.names]}
 
     def one_model(self, name: str) -> dict[str, Any]:
         """Return the model object; 404 for another name."""
-        if name != self.model:
-            raise ApiError(
-                404, f"there is no model {name[:200]!r} here; this server has {self.model!r}",
-                param="model", code="model_not_found",
-            )  # fmt: skip
+        if name not in self.names:
+            raise self._no_model(name)
         info = self.engine.info
         return {
-            "id": self.model,
+            "id": name,
             "object": "model",
             "created": self.began,
             "owned_by": "tandem",
@@ -202,8 +236,28 @@ class Server:
                     yield b": nothing new\n\n"
 
 
+def _with_hint(name: str, known: list[str]) -> str:
+    hint = nearest_names(name, known)
+    return f"{name!r} ({hint})" if hint.startswith("did you mean") else repr(name)
+
+
 def _wants_usage(body: Sampling) -> bool:
     return body.stream_options is not None and body.stream_options.include_usage
+
+
+def _wants_running_usage(body: Sampling) -> bool:
+    return _wants_usage(body) and bool(
+        body.stream_options and body.stream_options.continuous_usage_stats
+    )
+
+
+def _trimming_headers(questions: list[Question]) -> dict[str, str]:
+    """Say how many turns of a conversation were dropped, and log it."""
+    num_turns = questions[0].num_dropped_turns
+    if not num_turns:
+        return {}
+    _log.info("a conversation did not fit: %d of its oldest turns were dropped", num_turns)
+    return {"X-Tandem-Dropped-Turns": str(num_turns)}
 
 
 def create_app(
@@ -289,6 +343,7 @@ def _add_rest(app: FastAPI, server: Server) -> None:
 
 async def _tell(request: Request, error: Exception) -> Response:
     told = error if isinstance(error, ApiError) else ApiError(400, str(error))
+    log_refusal(request.scope, told)
     return JSONResponse(told.body, told.status, told.headers)
 
 
@@ -296,10 +351,14 @@ async def _tell_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path[:200]}: {error.detail}"
     told = ApiError(
-        error.status_code, message, code="not_found" if error.status_code == 404 else None
-    )
+        error.status_code, message, code="not_found" if error.status_code == 404 else None,
+        reason=str(error.detail),
+    )  # fmt: skip
+    log_refusal(request.scope, told)
     return JSONResponse(told.body, told.status, error.headers)
 
 
 async def _tell_unexpected(request: Request, error: Exception) -> Response:
-    return JSONResponse(server_error("the server failed; its log says why").body, 500)
+    told = server_error("the server failed; its log says why")
+    log_refusal(request.scope, told)
+    return JSONResponse(told.body, 500)

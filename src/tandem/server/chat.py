@@ -126,9 +126,8 @@ class ChatFormat:
             text: str = self._tokenizer.apply_chat_template(
                 turns,
                 tools=list(tools) or None,
-                add_generation_prompt=True,
                 tokenize=False,
-                **options,
+                **{"add_generation_prompt": True, **options},
             )
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             why = str(error).strip().partition("\n")[0][:200]

@@ -164,6 +164,8 @@ class Engine:
                     constraint=self._constraint(message),
                     num_top_logprobs=message.num_top_logprobs,
                     keeps_special=message.keeps_special,
+                    has_prompt_logprobs=message.has_prompt_logprobs,
+                    end=message.end,
                 )
             )
         except Exception as error:

@@ -140,16 +140,17 @@ class EngineClient:
             raise ExecutionError(self._first_problem or "the decode process ended while loading")
         return self.info
 
-    def submit(self, **fields: Any) -> "Laps":
+    def submit(self, *, is_more: bool = False, **fields: Any) -> "Laps":
         """Submit a request (fields of `Submit`) and return its laps, whose `cancel` ends it early.
 
+        `is_more`: it belongs to one that has been taken on, as another of its prompts or choices.
         Raises `ApiError` if the queue is full or the server ends.
         """
         if self._is_draining:
             raise server_error("the server is shutting down; ask again later", status=503)
         if self._is_lost:
             raise server_error(_LOST, status=503)
-        if len(self._pending) >= self._num_places + self._max_waiting:
+        if not is_more and len(self._pending) >= self._num_places + self._max_waiting:
             raise busy(
                 f"{len(self._pending)} requests are running or waiting, which is all this server "
                 "takes on; ask again later",

@@ -2,10 +2,7 @@
 
 from typing import Any
 
-from pydantic import ValidationError
-
 from tandem.core.errors import TandemError
-from tandem.core.registry import nearest_names
 
 
 class ApiError(TandemError):
@@ -20,9 +17,14 @@ class ApiError(TandemError):
         param: str | None = None,
         code: str | None = None,
         retry_after_seconds: int | None = None,
+        reason: str | None = None,
     ) -> None:
-        """Say what was found, what was expected and what to do in `message`."""
+        """Say what was found, what was expected and what to do in `message`.
+
+        `reason` is what the log says instead, where the message may repeat a part of a prompt.
+        """
         super().__init__(message)
+        self.reason = reason or message
         self.status = status
         self.kind = kind
         self.param = param
@@ -63,18 +65,3 @@ def busy(message: str, retry_after_seconds: int) -> ApiError:
         code="queue_full",
         retry_after_seconds=retry_after_seconds,
     )
-
-
-def from_validation(error: ValidationError, known: list[str]) -> ApiError:
-    """Return the error for a body that is not as described; names the first field that is not."""
-    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    param = ".".join(str(part) for part in first["loc"]) or None
-    if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
-    if first["type"] == "extra_forbidden" and param is not None:
-        name = str(first["loc"][-1])
-        hint = f"; {nearest_names(name[:64], known)}" if len(first["loc"]) == 1 else ""
-        message = f"unknown field {name[:64]!r}{hint}"
-        return ApiError(400, message, param=param[:200], code="unknown_parameter")
-    message = f"{param or 'the body'}: {first['msg']}"
-    return ApiError(400, message, param=None if param is None else param[:200])

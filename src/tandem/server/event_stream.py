@@ -3,12 +3,13 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tandem.server.errors import ApiError, server_error
+from tandem.server.refusals import log_refusal
 from tandem.server.replies import event
 
 _log = logging.getLogger("tandem.server")
@@ -20,17 +21,21 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: AsyncIterator[bytes], on_end: Callable[[], None] = lambda: None
+        self,
+        events: AsyncIterator[bytes],
+        on_end: Callable[[], None] = lambda: None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         """`on_end` is called whatever happens, also if nothing was ever sent."""
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        own = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(headers={**own, **(headers or {})})
         del self.headers["content-length"]
         self._events = events
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send until the events or the client's patience end."""
-        sending = asyncio.ensure_future(self._send_all(send))
+        sending = asyncio.ensure_future(self._send_all(scope, send))
         leaving = asyncio.ensure_future(_left(receive))
         try:
             await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -41,12 +46,13 @@ class EventStream(Response):
             with contextlib.suppress(asyncio.CancelledError, OSError):
                 await sending
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, scope: Scope, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
             async for data in self._events:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         except ApiError as error:
+            log_refusal(scope, error)
             await send({"type": "http.response.body", "body": event(error.body), "more_body": True})
         except Exception:
             _log.exception("a stream failed")

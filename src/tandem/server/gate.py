@@ -5,12 +5,14 @@ without being asked by CORS, which is off, and a name that it made point here is
 """
 
 import hmac
+import json
 from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.server.errors import ApiError
 from tandem.server.page_files import PAGE_FILES
+from tandem.server.refusals import log_refusal
 
 _OPEN_PATHS = {*PAGE_FILES, "/health", "/ready", "/favicon.ico"}
 _LONGEST_PATH = 2048
@@ -53,14 +55,14 @@ class Gate:
                 return
         problem = self._problem(scope, headers)
         if problem is not None:
-            await _refuse(send, problem)
+            await _refuse(scope, send, problem)
             return
         began = [False]
         try:
             await self._app(scope, self._bounded(receive), _noting(send, began))
         except _TooLargeError:
             if not began[0]:
-                await _refuse(send, self._too_large())
+                await _refuse(scope, send, self._too_large())
 
     def _problem(self, scope: Scope, headers: dict[bytes, bytes]) -> ApiError | None:
         host = headers.get(b"host", b"").decode("latin-1").lower()
@@ -138,9 +140,8 @@ def _with_headers(send: Send, headers: Iterable[tuple[bytes, bytes]]) -> Send:
     return with_headers
 
 
-async def _refuse(send: Send, error: ApiError) -> None:
-    import json
-
+async def _refuse(scope: Scope, send: Send, error: ApiError) -> None:
+    log_refusal(scope, error)
     headers = [(b"content-type", b"application/json")]
     if error.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))

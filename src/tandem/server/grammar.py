@@ -11,12 +11,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import llguidance
+from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from tandem.core.errors import ConfigError
 
 # One space at most: without a bound a weak model writes white space for ever, and pretty JSON costs
 # twice the tokens.
 _COMPACT = {"whitespace_pattern": " ?"}
+# Where a JSON schema holds others: by name; as a list or alone.
+_NAMED_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions"}
+_SCHEMAS = {"items", "prefixItems", "anyOf", "oneOf", "additionalProperties"}
+# What else says which properties an object has.
+_OPENING = {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
 _SPACE_RULE = 'space: (" " | "\\n")?'
 
 
@@ -25,6 +31,50 @@ def json_grammar(schema: Mapping[str, Any]) -> str:
     return _checked(
         llguidance.LLMatcher.grammar_from_json_schema(dict(schema), overrides=_COMPACT)  # type: ignore[arg-type]
     )
+
+
+def regex_grammar(pattern: str) -> str:
+    """Return the grammar of the texts that a regular expression matches as a whole."""
+    return _checked(llguidance.LLMatcher.grammar_from_regex(pattern), "regular expression")
+
+
+def choice_grammar(texts: Sequence[str]) -> str:
+    """Return the grammar of one of some texts."""
+    lark = f"start: {' | '.join(json.dumps(text, ensure_ascii=False) for text in texts)}"
+    return _checked(llguidance.LLMatcher.grammar_from_lark(lark), "choice")
+
+
+def written_grammar(text: str) -> str:
+    """Return a grammar that a client wrote: in Lark's form, or in llama.cpp's GBNF."""
+    try:
+        lark = any_to_lark(text)
+    except (GbnfToLarkError, ValueError, LookupError, RecursionError) as error:
+        first_line = str(error).partition("\n")[0]
+        raise ConfigError(f"the grammar cannot be followed: {first_line}") from error
+    return _checked(llguidance.LLMatcher.grammar_from_lark(lark), "grammar")
+
+
+def closed_objects(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema whose objects have no properties but those that it names.
+
+    That is what OpenAI means by a strict schema. An object that says otherwise itself, or that is
+    put together of several schemas, stays as it is.
+    """
+    found: dict[str, Any] = {}
+    for name, value in schema.items():
+        if name in _NAMED_SCHEMAS and isinstance(value, dict):
+            found[name] = {key: _closed(one) for key, one in value.items()}
+        elif name in _SCHEMAS:
+            found[name] = [_closed(o) for o in value] if isinstance(value, list) else _closed(value)
+        else:
+            found[name] = value
+    if "properties" in schema and not _OPENING & schema.keys():
+        found["additionalProperties"] = False
+    return found
+
+
+def _closed(schema: Any) -> Any:
+    return closed_objects(schema) if isinstance(schema, dict) else schema
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,9 +159,9 @@ def _spaced(words: Sequence[str]) -> str:
     return " space ".join(json.dumps(word) for word in words)
 
 
-def _checked(grammar: str) -> str:
+def _checked(grammar: str, what: str = "schema") -> str:
     problem = llguidance.LLMatcher.validate_grammar(grammar)
     if problem and not problem.startswith("WARNING"):
         first_line = problem.strip().partition("\n")[0]
-        raise ConfigError(f"the schema cannot be followed: {first_line}")
+        raise ConfigError(f"the {what} cannot be followed: {first_line}")
     return grammar

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from tandem.generate.ending import EndOptions
 from tandem.generate.lap import BatchCounts, Lap
 from tandem.generate.penalties import Penalties
 from tandem.generate.sampling import SamplingOptions
@@ -40,6 +41,8 @@ class Submit:
     penalties: Penalties | None = None
     num_top_logprobs: int | None = None
     keeps_special: bool = False
+    has_prompt_logprobs: bool = False
+    end: EndOptions = field(default_factory=EndOptions)
 
 
 class Cancel(NamedTuple):

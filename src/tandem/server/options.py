@@ -7,6 +7,8 @@ from tandem.core.config import option, require_range
 from tandem.core.errors import ConfigError
 from tandem.core.units import parse_bytes
 
+CONTEXT_FULL = ("stop", "trim")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
@@ -17,6 +19,15 @@ class ServerOptions:
     name: str | None = option(
         None, help="the model's name for clients (default: MODEL's last part)", metavar="NAME"
     )
+    served_model_name: str | None = option(
+        None, help="the model's names for clients, separated by commas; answers carry the first, "
+        "and requests for any other name are refused",
+        metavar="NAMES",
+    )  # fmt: skip
+    strict: bool = option(
+        False, help="refuse requests with unknown fields or another model's name; else they are "
+        "ignored, with a line in the log"
+    )  # fmt: skip
     max_running: int = option(4, help="requests that are answered at a time", metavar="N")
     max_waiting: int = option(
         32, help="requests that wait for a place; more are told to come again", metavar="N"
@@ -24,6 +35,10 @@ class ServerOptions:
     context: int | None = option(
         None, help="longest prompt with its answer, in tokens (default: the model's)", metavar="N"
     )
+    context_full: str = option(
+        "stop", choices=CONTEXT_FULL,
+        help="a conversation that does not fit: stop refuses it, trim drops its oldest turns",
+    )  # fmt: skip
     part_tokens: int = option(
         256, help="prompt tokens computed at a time, between tokens of running answers", metavar="N"
     )
@@ -50,7 +65,27 @@ class ServerOptions:
         require_range("shutdown_timeout", self.shutdown_timeout, 0, what="seconds")
         if self.context is not None:
             require_range("context", self.context, 2, what="a number of tokens")
+        if self.context_full not in CONTEXT_FULL:
+            raise ConfigError(
+                f"context_full is {self.context_full!r}; expected {' or '.join(CONTEXT_FULL)}"
+            )
+        if self.served_model_name is not None and not self._names:
+            raise ConfigError("served_model_name holds no name; give one or several")
         parse_bytes(self.max_body, name="max_body")
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        given = [self.name or "", *(self.served_model_name or "").split(",")]
+        return tuple(dict.fromkeys(name.strip() for name in given if name.strip()))
+
+    def names(self, model: str) -> tuple[str, ...]:
+        """Return the names of a model that is called `model` unless something else is said."""
+        return self._names or (model,)
+
+    @property
+    def takes_any_name(self) -> bool:
+        """Whether the one model answers whatever name a request has."""
+        return not self.strict and self.served_model_name is None
 
     @property
     def max_body_bytes(self) -> int:

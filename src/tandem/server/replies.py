@@ -1,14 +1,15 @@
 """Answers in OpenAI's form: whole objects, and the chunks of a stream."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tandem.generate.lap import Lap
+from tandem.generate.lap import Lap, TokenLogprob
 from tandem.server.answering import Question, new_id, now_seconds
 from tandem.server.chat import Call, Piece
 
+_LOGPROB_FIELDS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 DONE = b"data: [DONE]\n\n"
 
 
@@ -51,8 +52,19 @@ def usage(tallies: list[Tally], num_choices: int) -> dict[str, Any]:
 class ChatReply:
     """The choices of one chat answer as they come."""
 
-    def __init__(self, questions: list[Question], model: str, tokenizer: Any) -> None:
-        """Begin the answer to a chat: one question per choice."""
+    def __init__(
+        self,
+        questions: list[Question],
+        model: str,
+        tokenizer: Any,
+        *,
+        has_running_usage: bool = False,
+    ) -> None:
+        """Begin the answer to a chat: one question per choice.
+
+        `has_running_usage` tells with every chunk how many tokens there are so far.
+        """
+        self._has_running_usage = has_running_usage
         self._choices = [
             _ChatChoice(index, question, tokenizer) for index, question in enumerate(questions)
         ]
@@ -63,6 +75,8 @@ class ChatReply:
             "model": model,
             "system_fingerprint": None,
         }
+        if questions[0].num_dropped_turns:
+            self._head["dropped_turns"] = questions[0].num_dropped_turns
 
     def first_chunks(self) -> list[dict[str, Any]]:
         """Return the chunks that begin the stream."""
@@ -86,7 +100,8 @@ class ChatReply:
         return usage([choice.tally for choice in self._choices], len(self._choices))
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        return {**self._head, "choices": [choice]}
+        usage = {"usage": self._usage()} if self._has_running_usage else {}
+        return {**self._head, "choices": [choice], **usage}
 
 
 class _ChatChoice:
@@ -182,14 +197,14 @@ class _ChatChoice:
     def _logprob(self, lap: Lap) -> dict[str, Any] | None:
         if lap.logprob is None:
             return None
-        one = self._token(lap.token_id, lap.logprob.logprob)
+        one = self._token(lap.logprob.token_id, lap.logprob.logprob)
         one["top_logprobs"] = [self._token(token, value) for token, value in lap.logprob.top]
         self._logprobs.append(one)
         return one
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._tokenizer.decode([token])
-        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode())}
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
 
 
 @dataclass(slots=True)
@@ -201,36 +216,37 @@ class CompletionReply:
     tokenizer: Any
     num_choices: int = 1
     """Per prompt."""
+    has_running_usage: bool = False
+    """Whether every chunk tells how many tokens there are so far."""
     tallies: list[Tally] = field(default_factory=list)
     reply_id: str = field(default_factory=lambda: new_id("cmpl"))
     created: int = field(default_factory=now_seconds)
     _texts: list[str] = field(default_factory=list)
-    _logprobs: list[dict[str, list[Any]]] = field(default_factory=list)
+    _logprobs: list["_Logprobs"] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for question in self.questions:
             self.tallies.append(Tally(prompt_tokens=question.prompt_tokens))
             self._texts.append("")
-            names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-            self._logprobs.append({name: [] for name in names})
+            self._logprobs.append(_Logprobs(self.tokenizer, question.fields["prompt"]))
 
     def take(self, index: int, lap: Lap) -> dict[str, Any] | None:
         """Take one token of one prompt's answer; return its chunk, if there is something to say."""
+        is_first = self.tallies[index].generated_tokens == 0
         self.tallies[index].add(lap)
-        logprobs = self._note_logprob(index, lap)
-        self._texts[index] += lap.text
-        if not lap.text and logprobs is None and lap.finish_reason is None:
+        logprobs = self._logprobs[index].take(lap)
+        text = (self.questions[index].echo if is_first else "") + lap.text
+        self._texts[index] += text
+        if not text and logprobs is None and lap.finish_reason is None:
             return None
-        return self._object(
-            [
-                {
-                    "index": index,
-                    "text": lap.text,
-                    "logprobs": logprobs,
-                    "finish_reason": lap.finish_reason,
-                }
-            ]
-        )
+        choice = {
+            "index": index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": lap.finish_reason,
+        }
+        usage = {"usage": self._usage()} if self.has_running_usage else {}
+        return {**self._object([choice]), **usage}
 
     def whole(self) -> dict[str, Any]:
         """Return all answers as one object."""
@@ -238,16 +254,19 @@ class CompletionReply:
             {
                 "index": index,
                 "text": text,
-                "logprobs": self._logprobs[index] if self._logprobs[index]["tokens"] else None,
+                "logprobs": self._logprobs[index].whole(),
                 "finish_reason": self.tallies[index].finish_reason,
             }
             for index, text in enumerate(self._texts)
         ]
-        return {**self._object(choices), "usage": usage(self.tallies, self.num_choices)}
+        return {**self._object(choices), "usage": self._usage()}
 
     def usage_chunk(self) -> dict[str, Any]:
         """Return the chunk that carries the usage."""
-        return {**self._object([]), "usage": usage(self.tallies, self.num_choices)}
+        return {**self._object([]), "usage": self._usage()}
+
+    def _usage(self) -> dict[str, Any]:
+        return usage(self.tallies, self.num_choices)
 
     def _object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -258,16 +277,50 @@ class CompletionReply:
             "choices": choices,
         }
 
-    def _note_logprob(self, index: int, lap: Lap) -> dict[str, list[Any]] | None:
-        if lap.logprob is None:
+
+class _Logprobs:
+    """The log-probabilities of one answer to a completion request, the prompt's before its own."""
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
+        self._tokenizer, self._prompt = tokenizer, prompt
+        self._offset = 0
+        self._all: dict[str, list[Any]] = {name: [] for name in _LOGPROB_FIELDS}
+
+    def take(self, lap: Lap) -> dict[str, list[Any]] | None:
+        """Take one token; return what is new, if anything is."""
+        tokens = list(zip(self._prompt, lap.prompt_logprobs or (), strict=False))
+        if lap.logprob is not None:
+            tokens.append((lap.logprob.token_id, lap.logprob))
+        if not tokens:
             return None
-        decode = self.tokenizer.decode
-        new: dict[str, list[Any]] = {
-            "tokens": [decode([lap.token_id])],
-            "token_logprobs": [lap.logprob.logprob],
-            "top_logprobs": [{decode([token]): value for token, value in lap.logprob.top}],
-            "text_offset": [len(self._texts[index])],
-        }
+        new: dict[str, list[Any]] = {name: [] for name in _LOGPROB_FIELDS}
+        for token, logprob in tokens:
+            self._add(new, token, logprob)
         for name, values in new.items():
-            self._logprobs[index][name] += values
+            self._all[name] += values
         return new
+
+    def whole(self) -> dict[str, list[Any]] | None:
+        """Return all of them; None if none were asked for."""
+        return self._all if self._all["tokens"] else None
+
+    def _add(self, new: dict[str, list[Any]], token: int, logprob: TokenLogprob | None) -> None:
+        text = self._tokenizer.decode([token])
+        new["tokens"].append(text)
+        new["token_logprobs"].append(None if logprob is None else _finite(logprob.logprob))
+        new["top_logprobs"].append(None if logprob is None else self._top(text, logprob))
+        new["text_offset"].append(self._offset)
+        self._offset += len(text)
+
+    def _top(self, text: str, logprob: TokenLogprob) -> dict[str, float]:
+        """Return the likeliest tokens and the one that came; of those of one text, the likelier."""
+        top: dict[str, float] = {}
+        for token, value in logprob.top:
+            top.setdefault(self._tokenizer.decode([token]), _finite(value))
+        top.setdefault(text, _finite(logprob.logprob))
+        return top
+
+
+def _finite(logprob: float) -> float:
+    """Return a log-probability that JSON can carry: OpenAI's value for what is ruled out."""
+    return max(logprob, -9999.0)

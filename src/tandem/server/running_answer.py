@@ -39,8 +39,8 @@ class RunningAnswer:
         self._status: str | None = None
         self._laps: list[Laps] = []
         try:
-            for question in questions:
-                self._laps.append(engine.submit(**question.fields))
+            for i, question in enumerate(questions):
+                self._laps.append(engine.submit(is_more=i > 0, **question.fields))
         except ApiError:
             self._cancel_all()
             raise

@@ -1,13 +1,14 @@
-"""The bodies of requests: OpenAI's fields, those of Tandem beside them, and nothing else.
+"""The bodies of requests: OpenAI's fields, and those of vLLM and llama.cpp that Tandem follows.
 
-A field that would change the answer and that Tandem does not follow is accepted only with the value
-that changes nothing; an unknown one is an error, never ignored.
+A field that would make another answer and that Tandem does not follow is accepted only with the
+value that changes nothing; what happens to other fields is `reading`'s.
 """
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, field_validator
+
+from tandem.server.reading import Body, Unsupported, sentence
 
 _Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 _Stop = Annotated[str, Field(min_length=1, max_length=256)]
@@ -16,12 +17,25 @@ _TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 # Some clients say -1 for as many as there is room for.
 _MaxTokens = Annotated[int, Field(ge=1, le=2**31)] | Literal[-1]
+_MaxTokensOrNone = Annotated[int, Field(ge=0, le=2**31)] | Literal[-1]
+_Pattern = Annotated[str, Field(min_length=1, max_length=65536)]
+_Choices = Annotated[list[_Stop], Field(min_length=1, max_length=1024)]
 
-
-class Body(BaseModel):
-    """What all bodies share."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
+_UNSUPPORTED = {
+    "best_of": Unsupported((1,), "ask for several answers with n, and choose among them"),
+    "suffix": Unsupported(("",), "this server's model goes on with a text and fills no gaps"),
+    "use_beam_search": Unsupported((False,), "leave it out"),
+    "verbosity": Unsupported(("medium",), "say in the prompt how long the answer is to be"),
+    "audio": Unsupported((), "this server's model writes text only"),
+    "functions": Unsupported(([],), "describe them in tools"),
+    "function_call": Unsupported(("none", "auto"), "name the tool in tool_choice"),
+    "web_search_options": Unsupported((), "search yourself, with a tool"),
+    "prompt_embeds": Unsupported((), "send the prompt as text or token ids"),
+}
+_UNSUPPORTED_IN_MESSAGES = {
+    "audio": Unsupported((), "this server's model reads text only"),
+    "function_call": Unsupported((), "send it in tool_calls"),
+}
 
 
 class StreamOptions(Body):
@@ -29,26 +43,72 @@ class StreamOptions(Body):
 
     include_usage: bool = False
     include_obfuscation: bool = False
+    continuous_usage_stats: bool = False
+    """Whether every chunk carries the usage so far."""
+
+
+class JsonSchema(Body):
+    """A schema that the answer follows."""
+
+    name: str = Field("answer", max_length=128)
+    description: str | None = None
+    json_schema: _Json | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """What form the answer has."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+    beside: _Json | None = Field(None, alias="schema")
+    """The schema where llama.cpp has it."""
+
+
+class StructuredOutputs(Body):
+    """What rules an answer, as vLLM writes it: exactly one of these."""
+
+    json_schema: _Json | str | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: _Pattern | None = None
+    choice: _Choices | None = None
+    grammar: _Pattern | None = None
 
 
 class Sampling(Body):
     """How tokens are chosen, and how the answer is sent."""
 
+    unsupported = _UNSUPPORTED
+
     model: str | None = Field(None, max_length=512)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: _MaxTokens | None = None
+    max_tokens: _MaxTokensOrNone | None = None
+    n_predict: _MaxTokensOrNone | None = None
+    min_tokens: int | None = Field(None, ge=0, le=2**31)
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=1024)] | None = None
+    skip_special_tokens: bool | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=2**31)
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0, le=10)
+    repeat_penalty: float | None = Field(None, gt=0, le=10)
     seed: _Seed | None = None
     stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] | None = None
     n: int | None = Field(None, ge=1, le=16)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: Annotated[dict[_TokenId, _Bias], Field(max_length=1024)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: _Json | str | None = None
+    guided_regex: _Pattern | None = None
+    guided_choice: _Choices | None = None
+    guided_grammar: _Pattern | None = None
+    json_schema: _Json | None = None
+    grammar: _Pattern | None = None
     user: str | None = Field(None, max_length=512)
     safety_identifier: str | None = Field(None, max_length=512)
     metadata: dict[str, str] | None = Field(None, max_length=16)
@@ -85,6 +145,8 @@ class ToolCall(Body):
 class Message(Body):
     """One message of a conversation."""
 
+    unsupported = _UNSUPPORTED_IN_MESSAGES
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = Field(None, max_length=128)
@@ -93,8 +155,6 @@ class Message(Body):
     reasoning_content: str | None = None
     refusal: str | None = None
     annotations: list[Any] | None = None
-    audio: None = None
-    function_call: None = None
 
     @field_validator("content", mode="before")
     @classmethod
@@ -103,11 +163,9 @@ class Message(Body):
         for part in content if isinstance(content, list) else ():
             kind = part.get("type") if isinstance(part, dict) else None
             if isinstance(kind, str) and kind != "text":
-                raise PydanticCustomError(
-                    "text_only",
+                raise sentence(
                     "this server's model reads text only, and the message holds a part of type "
-                    "{kind}; send parts of type text",
-                    {"kind": repr(kind[:32])},
+                    f"{kind[:32]!r}; send parts of type text"
                 )
         return content
 
@@ -141,38 +199,25 @@ class ToolChoice(Body):
     function: ToolName
 
 
-class JsonSchema(Body):
-    """A schema that the answer follows."""
-
-    name: str = Field("answer", max_length=128)
-    description: str | None = None
-    json_schema: _Json | None = Field(None, alias="schema")
-    strict: bool | None = None
-
-
-class ResponseFormat(Body):
-    """What form the answer has."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-
 class ChatRequest(Sampling):
     """The body of /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1, max_length=4096)
+    max_tokens: _MaxTokens | None = None
     max_completion_tokens: _MaxTokens | None = None
+    n_predict: _MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    response_format: ResponseFormat | None = None
     tools: list[Tool] | None = Field(None, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: _Json | None = Field(None, max_length=16)
+    enable_thinking: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     modalities: list[Literal["text"]] | None = None
     prediction: _Json | None = None
-    verbosity: Literal["medium"] | None = None
 
 
 class CompletionRequest(Sampling):
@@ -181,12 +226,11 @@ class CompletionRequest(Sampling):
     prompt: (
         str
         | Annotated[list[int], Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1, max_length=64)]
+        | Annotated[list[str], Field(min_length=1, max_length=1024)]
         | Annotated[
-            list[Annotated[list[int], Field(min_length=1)]], Field(min_length=1, max_length=64)
+            list[Annotated[list[int], Field(min_length=1)]], Field(min_length=1, max_length=1024)
         ]
     )
-    logprobs: int | None = Field(None, ge=0, le=5)
-    echo: Literal[False] | None = None
-    best_of: Literal[1] | None = None
-    suffix: None = None
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool | None = None
+    add_special_tokens: bool | None = None

@@ -1,0 +1,198 @@
+"""Request bodies: checked against their schemas, with errors in the server's own words.
+
+A null means that the field is absent. A field that this server does not know is ignored, and is
+named to the caller; a strict server refuses it.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError, from_json
+
+from tandem.core.registry import nearest_names
+from tandem.server.errors import ApiError
+
+_SENTENCE = "tandem_sentence"
+_SHOWN = 64  # characters of a name or value that a message repeats
+_MOST_NAMED = 16  # ignored fields of one body
+# What each of pydantic's errors expected; "{...}" is from the error's context.
+_EXPECTED = {
+    "string_type": "a string",
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "none_required": "null",
+    "literal_error": "{expected}",
+    "finite_number": "a finite number",
+    "greater_than": "a number above {gt}",
+    "greater_than_equal": "a number of at least {ge}",
+    "less_than": "a number below {lt}",
+    "less_than_equal": "a number of at most {le}",
+    "too_short": "a list of at least {min_length}",
+    "too_long": "at most {max_length} of them",
+    "string_too_short": "a string of at least {min_length} characters",
+    "string_too_long": "a string of at most {max_length} characters",
+    "string_pattern_mismatch": "a string like {pattern}",
+}
+_KINDS = {dict: "an object", str: "a long string"}
+
+
+@dataclass(frozen=True, slots=True)
+class Unsupported:
+    """A field that Tandem does not follow: what it may hold all the same, and what to do."""
+
+    neutral: tuple[Any, ...]
+    advice: str
+
+
+@dataclass(slots=True)
+class _Reading:
+    """What a body is read with, and what was left out."""
+
+    is_strict: bool
+    ignored: set[str] = field(default_factory=set)
+
+
+class Body(BaseModel):
+    """What all bodies share."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_foreign_fields(cls, data: Any, info: ValidationInfo) -> Any:
+        if not isinstance(data, dict):
+            return data
+        given = {name: value for name, value in data.items() if value is not None}
+        for name, rule in cls.unsupported.items():
+            if (value := given.pop(name, None)) is not None and value not in rule.neutral:
+                raise sentence(f"{name} is not supported; {rule.advice}", name)
+        reading = info.context
+        if not isinstance(reading, _Reading) or reading.is_strict:
+            return given
+        known = known_names(cls)
+        for name in sorted(given.keys() - known)[:_MOST_NAMED]:
+            reading.ignored.add(name[:_SHOWN])
+        return {name: value for name, value in given.items() if name in known}
+
+
+B = TypeVar("B", bound=Body)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadBody(Generic[B]):
+    """A checked body, and the names of fields that were ignored."""
+
+    body: B
+    ignored: Collection[str]
+
+
+def sentence(text: str, field: str | None = None) -> PydanticCustomError:
+    """Return the error by which a validator speaks in its own words, of a field of its body."""
+    return PydanticCustomError(_SENTENCE, "{text}", {"text": text, "field": field})
+
+
+def known_names(kind: type[BaseModel]) -> set[str]:
+    """Return the fields of a body as clients write them."""
+    return {field.alias or name for name, field in kind.model_fields.items()}
+
+
+def read_body(kind: type[B], raw: bytes, *, is_strict: bool) -> ReadBody[B]:
+    """Return the checked body; raises `ApiError`, which names the first field that is wrong."""
+    try:
+        data = from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from None
+    reading = _Reading(is_strict)
+    try:
+        body = kind.model_validate(data, context=reading)
+    except ValidationError as error:
+        details = error.errors(include_url=False, include_input=False)
+        raise _in_words(details, data, sorted(known_names(kind))) from None
+    return ReadBody(body, reading.ignored)
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    """One of pydantic's errors, at the place in the body that it is about."""
+
+    path: tuple[str | int, ...]
+    value: Any
+    detail: ErrorDetails
+
+    @property
+    def name(self) -> str:
+        return ".".join(str(part)[:_SHOWN] for part in self.path)[:200]
+
+
+def _in_words(details: Sequence[ErrorDetails], data: Any, known: list[str]) -> ApiError:
+    """Return the error of the first field that is wrong."""
+    problems = [_located(detail, data) for detail in details]
+    first = problems[0].path[:1]
+    # A value that may be of several kinds has an error for each: the deepest is of the kind meant.
+    own = [problem for problem in problems if problem.path[:1] == first]
+    depth = max(len(problem.path) for problem in own)
+    own = [problem for problem in own if len(problem.path) == depth]
+    problem = own[0]
+    kind, name = problem.detail["type"], problem.name
+    if kind == _SENTENCE:
+        about = [part for part in (name, problem.detail["ctx"]["field"]) if part]
+        return ApiError(400, problem.detail["msg"], param=".".join(about) or None)
+    if kind == "extra_forbidden":
+        field_name = str(problem.path[-1])[:_SHOWN]
+        hint = f"; {nearest_names(field_name, known)}" if depth == 1 else ""
+        message = f"unknown field {field_name!r}{hint}"
+        return ApiError(400, message, param=name, code="unknown_parameter")
+    if kind == "missing":
+        return ApiError(400, f"{name} is missing", param=name)
+    expected = " or ".join(dict.fromkeys(_expected(one.detail) for one in own))
+    where = name or "the body"
+    return ApiError(
+        400,
+        f"{where} is {_shown(problem.value)}; expected {expected}",
+        param=name or None,
+        reason=f"{where} is not {expected}",
+    )
+
+
+def _located(detail: ErrorDetails, data: Any) -> _Problem:
+    """Follow an error's location through the body, without the names that pydantic adds to it."""
+    path: list[str | int] = []
+    is_missing = detail["type"] == "missing"
+    for i, part in enumerate(detail["loc"]):
+        is_there = (isinstance(data, dict) and part in data) or (
+            isinstance(data, list) and isinstance(part, int) and part < len(data)
+        )
+        if is_there:
+            data = data[part]
+        elif not (is_missing and i == len(detail["loc"]) - 1):
+            continue
+        path.append(part)
+    return _Problem(tuple(path), data, detail)
+
+
+def _expected(detail: ErrorDetails) -> str:
+    expected = _EXPECTED.get(detail["type"])
+    if expected is None:
+        return detail["msg"].removeprefix("Input should be ")
+    return expected.format(**detail.get("ctx", {}))
+
+
+def _shown(value: Any) -> str:
+    """Return a value as a message repeats it: a long one by its kind."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**64):
+        return repr(value)
+    if isinstance(value, str) and len(value) <= _SHOWN:
+        return repr(value)
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    return next((word for kind, word in _KINDS.items() if isinstance(value, kind)), "a number")

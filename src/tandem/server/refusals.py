@@ -1,0 +1,26 @@
+"""One log line for each request that is refused or fails: who asked is not told, nor what."""
+
+import logging
+
+from starlette.types import Scope
+
+from tandem.server.errors import ApiError
+
+_log = logging.getLogger("tandem.server")
+_LONGEST_PATH = 200
+_LONGEST_REASON = 400
+
+
+def log_refusal(scope: Scope, error: ApiError) -> None:
+    """Log method, path, status and reason; a client that has left was not refused."""
+    if error.status != 499:
+        _log.warning(
+            "refused %s %s: %d, %s", scope["method"], plain(scope["path"], _LONGEST_PATH),
+            error.status, plain(error.reason, _LONGEST_REASON),
+        )  # fmt: skip
+
+
+def plain(text: str, longest: int) -> str:
+    """Return foreign text as one line that no terminal obeys."""
+    shown = "".join(char if char.isprintable() else " " for char in text[:longest])
+    return shown if len(text) <= longest else f"{shown}..."

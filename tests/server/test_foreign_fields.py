@@ -1,0 +1,168 @@
+"""What clients of vLLM, llama.cpp and others send: followed, ignored with a line, or refused."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.server.running import Reply, RunningServer
+from tests.server.test_api import SCHEMA, streamed_text, text_of
+
+
+def complete(server: RunningServer, **fields: Any) -> Any:
+    reply = server.ask("POST", "/v1/completions", {"prompt": "abc", "temperature": 0, **fields})
+    assert reply.status == 200, reply.body
+    return reply.json
+
+
+def test_nulls_are_absent_and_unknown_fields_are_logged_once(server: RunningServer) -> None:
+    cached = [
+        {"role": "user", "content": "x", "cache_control": {"type": "ephemeral"}, "name": None}
+    ]
+    body = {
+        "messages": cached, "max_tokens": 2, "functions": None, "stop": None, "mirostat": 2,
+        "unheard_of": None, "temprature": "my secret pony",
+    }  # fmt: skip
+    for _ in range(2):
+        reply = server.ask("POST", "/v1/chat/completions", body)
+        assert reply.status == 200, reply.body
+    (line,) = [line for line in server.log.splitlines() if "mirostat" in line]
+    assert "ignored" in line
+    assert "'cache_control'" in line
+    assert "'temprature' (did you mean 'temperature'?)" in line
+    assert "unheard_of" not in server.log
+    assert "pony" not in server.log
+
+
+def test_guidellm_and_aiperf_are_answered(server: RunningServer) -> None:
+    """The end is ignored, and every chunk tells how many tokens there are so far."""
+    fields: dict[str, Any] = {"max_tokens": 12, "temperature": 0}
+    free = text_of(server.chat(**fields))
+    stopping: Reply = server.chat(**fields, stop_token_ids=[ord(free[3]) - 32])
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    reply = server.chat(
+        **fields, ignore_eos=True, min_tokens=12, stop=None, stream=True, stream_options=options
+    )
+    assert streamed_text(reply) == free
+    counts = [event["usage"]["completion_tokens"] for event in reply.events]
+    assert counts == sorted(counts)
+    assert counts[-1] == 12
+    assert stopping.status == 200
+    body = {"prompt": "abc", "max_tokens": 3, "stream": True, "stream_options": options}
+    events = server.ask("POST", "/v1/completions", body).events
+    assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 3, 3]
+
+
+def test_limits_and_penalties_have_other_names(server: RunningServer) -> None:
+    assert complete(server, n_predict=5)["usage"]["completion_tokens"] == 5
+    assert complete(server, n_predict=5, max_tokens=3)["usage"]["completion_tokens"] == 3
+    assert server.chat(n_predict=4).json["usage"]["completion_tokens"] == 4
+    texts = [
+        complete(server, max_tokens=30, **{name: 5.0})["choices"][0]["text"]
+        for name in ("repetition_penalty", "repeat_penalty")
+    ]
+    assert texts[0] == texts[1] != complete(server, max_tokens=30)["choices"][0]["text"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"guided_choice": ["alpha", "beta"]}, {"alpha", "beta"}),
+        ({"structured_outputs": {"choice": ["alpha", "beta"]}}, {"alpha", "beta"}),
+        ({"guided_regex": "(7|9){3}"}, {a + b + c for a in "79" for b in "79" for c in "79"}),
+        ({"structured_outputs": {"regex": "u[vw]"}}, {"uv", "uw"}),
+        ({"guided_grammar": 'start: "x" "y"'}, {"xy"}),
+        ({"structured_outputs": {"grammar": 'root ::= "p" [qr]'}}, {"pq", "pr"}),
+        ({"grammar": 'root ::= "p" [qr]'}, {"pq", "pr"}),
+    ],
+)
+def test_a_guide_rules_chats_and_completions(
+    server: RunningServer, fields: dict[str, Any], expected: set[str]
+) -> None:
+    assert text_of(server.chat(max_tokens=20, temperature=1.0, **fields)) in expected
+    assert complete(server, max_tokens=20, **fields)["choices"][0]["text"] in expected
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_json": SCHEMA},
+        {"guided_json": json.dumps(SCHEMA)},
+        {"structured_outputs": {"json": SCHEMA}},
+        {"json_schema": SCHEMA},
+        {"response_format": {"type": "json_object", "schema": SCHEMA}},
+    ],
+)
+def test_a_schema_rules_wherever_it_stands(server: RunningServer, fields: dict[str, Any]) -> None:
+    chat = text_of(server.chat(max_tokens=90, temperature=1.0, seed=2, **fields))
+    text = complete(server, max_tokens=90, **fields)["choices"][0]["text"]
+    assert [set(json.loads(found)) for found in (chat, text)] == [{"count", "name"}] * 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"guided_regex": "("}, "regular expression cannot be followed"),
+        ({"guided_grammar": "?? ::= ((("}, "grammar cannot be followed"),
+        ({"guided_json": "no"}, "not a JSON object"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_regex and guided_choice rule one"),
+        ({"stop_token_ids": [999]}, "token id 999 is unknown"),
+    ],
+)
+def test_a_guide_that_cannot_be_followed_is_told(
+    server: RunningServer, fields: dict[str, Any], words: str
+) -> None:
+    reply = server.chat(**fields)
+    assert reply.status == 400
+    assert words in reply.error["message"]
+
+
+def test_templates_are_asked_as_clients_say(server: RunningServer) -> None:
+    def prompt_tokens(**fields: Any) -> int:
+        reply = server.chat(max_tokens=1, **fields)
+        assert reply.status == 200, reply.body
+        count: int = reply.json["usage"]["prompt_tokens"]
+        return count
+
+    free = prompt_tokens()
+    assert prompt_tokens(add_generation_prompt=False) < free
+    assert prompt_tokens(chat_template_kwargs={"add_generation_prompt": False}) < free
+    assert prompt_tokens(enable_thinking=False, skip_special_tokens=False) == free
+
+
+def test_a_strict_schema_is_closed(server: RunningServer) -> None:
+    schema: dict[str, Any] = {
+        "type": "object", "required": ["a"],
+        "properties": {"a": {"type": "object", "properties": {"b": {"type": "boolean"}}}},
+    }  # fmt: skip
+    form = {"name": "x", "schema": schema, "strict": True}
+    for seed in range(4):
+        reply = server.chat(
+            max_tokens=60, temperature=1.5, seed=seed,
+            response_format={"type": "json_schema", "json_schema": form},
+        )  # fmt: skip
+        found = json.loads(text_of(reply))
+        assert set(found) == {"a"}
+        assert set(found["a"]) <= {"b"}
+
+
+def test_any_name_is_answered_by_the_only_model(server: RunningServer) -> None:
+    reply = server.chat(model="gpt-4o", max_tokens=1)
+    assert (reply.status, reply.json["model"]) == (200, "tiny")
+    assert "requests for model gpt-4o are answered by 'tiny'" in server.log
+
+
+def test_what_is_refused_leaves_a_line(server: RunningServer) -> None:
+    server.ask("GET", "/nothing%1b%0a")
+    server.ask("DELETE", "/v1/models")
+    server.ask("GET", "/v1/models/none")
+    server.ask("POST", "/v1/completions", b"{}", {"Content-Type": "text/plain"})
+    server.ask("GET", "/v1/models", headers={"Host": "evil.example"})
+    for line in (
+        "refused GET /nothing  : 404, Not Found",
+        "refused DELETE /v1/models: 405, Method Not Allowed",
+        "refused GET /v1/models/none: 404, there is no model 'none'",
+        "refused POST /v1/completions: 415, the body must be JSON",
+        "refused GET /v1/models: 403, this server is called by its own address",
+    ):
+        assert line in server.log
