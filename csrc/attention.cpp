@@ -6,8 +6,11 @@
 namespace tandem {
 namespace {
 
-// Positions that one task reads at least: below it, merging costs more than a second thread saves.
-constexpr std::int64_t kLeastSegment = 512;
+// Positions that are summed by themselves before they are merged with the others, in their order:
+// always the same ones, however the work is shared out, so that a token's result does not depend on
+// what else is in the batch. A task reads at least one segment: below it, merging costs more than a
+// second thread saves.
+constexpr std::int64_t kSegment = 512;
 constexpr std::int64_t kTasksPerThread = 4;
 // Query rows of a prompt's tile: they read a chunk of keys and values while it is in the cache.
 constexpr std::int64_t kTileRows = 64;
@@ -66,24 +69,30 @@ void append_heads(const AttentionCall& call, std::int64_t head, bool is_key) {
   }
 }
 
-// Writes the results of one query row: its parts' weighted sums over their common sum.
-void finish_row(const AttentionCall& call, const PartialAttention* parts, std::int64_t num_parts,
-                std::int64_t row, std::int64_t token, std::int64_t head) {
+// Adds the softmax of the positions that follow to a row's.
+void merge_row(const PartialAttention& total, const PartialAttention& next, std::int64_t row,
+               std::int64_t width) {
+  float* weighted = total.weighted + row * width;
+  const float* from = next.weighted + row * width;
+  const float greatest = std::max(total.greatest[row], next.greatest[row]);
+  const float kept = std::exp(total.greatest[row] - greatest);
+  const float added = std::exp(next.greatest[row] - greatest);
+  total.sum[row] = kept * total.sum[row] + added * next.sum[row];
+  for (std::int64_t d = 0; d < width; ++d) weighted[d] = kept * weighted[d] + added * from[d];
+  total.greatest[row] = greatest;
+}
+
+// Writes the results of one query row: its weighted sums over their sum.
+void finish_row(const AttentionCall& call, const PartialAttention& total, std::int64_t row,
+                std::int64_t token, std::int64_t head) {
   const std::int64_t width = call.layout.value_width();
-  thread_local std::vector<float> total;
-  total.assign(width, 0.0f);
-  float greatest = call.sinks ? call.sinks[head] : -1e30f;
-  for (std::int64_t i = 0; i < num_parts; ++i)
-    greatest = std::max(greatest, parts[i].greatest[row]);
-  float sum = call.sinks ? std::exp(call.sinks[head] - greatest) : 0.0f;
-  for (std::int64_t i = 0; i < num_parts; ++i) {
-    const float weight = std::exp(parts[i].greatest[row] - greatest);
-    const float* from = parts[i].weighted + row * width;
-    sum += weight * parts[i].sum[row];
-    for (std::int64_t d = 0; d < width; ++d) total[d] += weight * from[d];
-  }
-  for (std::int64_t d = 0; d < width; ++d) total[d] /= sum;
-  store_values(total.data(), call.layout.value_dim, call.type,
+  float* weighted = total.weighted + row * width;
+  const float sink = call.sinks ? call.sinks[head] : -1e30f;
+  const float greatest = std::max(total.greatest[row], sink);
+  const float weight = std::exp(total.greatest[row] - greatest);
+  const float sum = (call.sinks ? std::exp(sink - greatest) : 0.0f) + weight * total.sum[row];
+  for (std::int64_t d = 0; d < width; ++d) weighted[d] = weight * weighted[d] / sum;
+  store_values(weighted, call.layout.value_dim, call.type,
                value_at(call.out, call.type,
                         (token * call.num_heads + head) * call.layout.value_dim));
 }
@@ -142,27 +151,29 @@ void AttentionEngine::plan_tiles(const AttentionCall& call) {
 
 void AttentionEngine::plan_tasks(const AttentionCall& call) {
   const auto first = [&](const Tile& tile) {
-    return first_position(call, tile.first_token) / kKvChunk * kKvChunk;
+    return first_position(call, tile.first_token) / kSegment * kSegment;
   };
   const auto last = [&](const Tile& tile) {
     return call.positions[tile.first_token + tile.num_tokens - 1] + 1;
   };
+  const auto segments = [](std::int64_t positions) {
+    return std::max<std::int64_t>(1, (positions + kSegment - 1) / kSegment);
+  };
   std::int64_t positions = 0;
   for (const Tile& tile : tiles_) positions += last(tile) - first(tile);
-  const std::int64_t share = positions / (kTasksPerThread * pool_.num_threads());
-  const std::int64_t segment =
-      std::max(kLeastSegment, (share + kKvChunk - 1) / kKvChunk * kKvChunk);
+  const std::int64_t share = segments(positions / (kTasksPerThread * pool_.num_threads()));
   tasks_.clear();
   num_parts_ = 0;
   for (std::size_t i = 0; i < tiles_.size(); ++i) {
     Tile& tile = tiles_[i];
-    const std::int64_t begin = first(tile), end = last(tile);
-    const bool is_one = end - begin <= segment;
+    const std::int64_t begin = first(tile), end = last(tile), all = segments(end - begin);
     tile.first_part = num_parts_;
-    for (std::int64_t at = begin; at < end; at += segment)
-      tasks_.push_back({static_cast<std::int64_t>(i), at, std::min(at + segment, end),
-                        is_one ? -1 : num_parts_++});
-    tile.num_parts = num_parts_ - tile.first_part;
+    tile.num_parts = all <= share ? 0 : all;
+    num_parts_ += tile.num_parts;
+    for (std::int64_t s = 0; s < all; s += share)
+      tasks_.push_back({static_cast<std::int64_t>(i), begin + s * kSegment,
+                        std::min(begin + (s + share) * kSegment, end),
+                        tile.num_parts == 0 ? -1 : tile.first_part + s});
   }
 }
 
@@ -181,45 +192,55 @@ void AttentionEngine::run(const AttentionCall& call) {
   pool_.run(static_cast<std::int64_t>(tasks_.size()),
             [&](std::int64_t i) { attend(call, tasks_[i]); });
   // A merge takes a microsecond or two: waking threads for a few of them would cost more.
-  thread_local std::vector<PartialAttention> parts;
   for (const Tile& tile : tiles_) {
     if (tile.num_parts == 0) continue;
-    parts.clear();
-    for (std::int64_t i = 0; i < tile.num_parts; ++i)
-      parts.push_back(part(call, tile.first_part + i));
-    for (std::int64_t row = 0; row < tile.num_tokens * heads; ++row)
-      finish_row(call, parts.data(), tile.num_parts, row, tile.first_token + row / heads,
-                 tile.kv_head * heads + row % heads);
+    const PartialAttention total = part(call, tile.first_part);
+    for (std::int64_t i = 1; i < tile.num_parts; ++i)
+      merge(call, tile, total, part(call, tile.first_part + i));
+    finish(call, tile, total);
   }
   pool_.wake();  // the output projection comes next
 }
 
 void AttentionEngine::attend(const AttentionCall& call, const Task& task) {
   const Tile& tile = tiles_[task.tile];
-  const std::int64_t heads = heads_of(call), rows = tile.num_tokens * heads;
+  const std::int64_t rows = tile.num_tokens * heads_of(call), width = call.layout.value_width();
   thread_local TileRows queries;
   queries.fill(call, tile.first_token, tile.num_tokens, tile.kv_head);
-  thread_local std::vector<float> own;
-  PartialAttention partial;
-  if (task.part >= 0) {
-    partial = part(call, task.part);
-  } else {
-    own.resize(part_values(call, rows));
-    partial = partial_at(own.data(), rows);
-  }
-  begin_partial(partial, rows, call.layout.value_width());
+  thread_local std::vector<float> own;  // the tile's total, and the segment to be merged with it
+  own.resize(2 * part_values(call, rows));
+  const bool is_whole = task.part < 0;
   const std::int64_t row = call.rows[tile.first_token];
-  kernel_.attend(
-      call.layout,
-      call.keys + head_offset(call, row, tile.kv_head, call.layout.key_block_bytes()),
-      call.values + head_offset(call, row, tile.kv_head, call.layout.value_block_bytes()),
-      {rows, queries.query.data(), queries.begin.data(), queries.end.data(), call.scale,
-       call.softcap},
-      task.begin, task.end, partial);
-  if (task.part >= 0) return;
-  for (std::int64_t r = 0; r < rows; ++r)
-    finish_row(call, &partial, 1, r, tile.first_token + r / heads,
-               tile.kv_head * heads + r % heads);
+  const std::uint8_t* keys =
+      call.keys + head_offset(call, row, tile.kv_head, call.layout.key_block_bytes());
+  const std::uint8_t* values =
+      call.values + head_offset(call, row, tile.kv_head, call.layout.value_block_bytes());
+  const QueryTile query{rows, queries.query.data(), queries.begin.data(), queries.end.data(),
+                        call.scale, call.softcap};
+  const PartialAttention total = partial_at(own.data(), rows);
+  const PartialAttention next = partial_at(own.data() + part_values(call, rows), rows);
+  for (std::int64_t at = task.begin, i = 0; at < task.end; at += kSegment, ++i) {
+    const PartialAttention partial = !is_whole ? part(call, task.part + i) : i == 0 ? total : next;
+    begin_partial(partial, rows, width);
+    kernel_.attend(call.layout, keys, values, query, at, std::min(at + kSegment, task.end),
+                   partial);
+    if (is_whole && i > 0) merge(call, tile, total, next);
+  }
+  if (is_whole) finish(call, tile, total);
+}
+
+void AttentionEngine::merge(const AttentionCall& call, const Tile& tile,
+                            const PartialAttention& total, const PartialAttention& next) {
+  for (std::int64_t row = 0; row < tile.num_tokens * heads_of(call); ++row)
+    merge_row(total, next, row, call.layout.value_width());
+}
+
+void AttentionEngine::finish(const AttentionCall& call, const Tile& tile,
+                             const PartialAttention& total) {
+  const std::int64_t heads = heads_of(call);
+  for (std::int64_t row = 0; row < tile.num_tokens * heads; ++row)
+    finish_row(call, total, row, tile.first_token + row / heads,
+               tile.kv_head * heads + row % heads);
 }
 
 }  // namespace tandem

@@ -81,17 +81,20 @@ class AttentionEngine {
   // Tokens of one row, next to each other in the call, with one KV head.
   struct Tile {
     std::int64_t first_token, num_tokens, kv_head;
-    std::int64_t first_part, num_parts;  // parts that are merged; none: one task does it all
+    std::int64_t first_part, num_parts;  // one a segment, to be merged; none: one task does it all
   };
   struct Task {
     std::int64_t tile, begin, end;
-    std::int64_t part;  // where its partial result is kept; -1: it is the tile's only one
+    std::int64_t part;  // where its first segment's result is kept; -1: it is the tile's only task
   };
 
   void plan_tiles(const AttentionCall& call);
   void plan_tasks(const AttentionCall& call);
   void attend(const AttentionCall& call, const Task& task);
   PartialAttention part(const AttentionCall& call, std::int64_t number);
+  static void merge(const AttentionCall& call, const Tile& tile, const PartialAttention& total,
+                    const PartialAttention& next);
+  static void finish(const AttentionCall& call, const Tile& tile, const PartialAttention& total);
 
   const AttentionKernel& kernel_;
   ThreadPool& pool_;

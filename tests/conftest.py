@@ -1,6 +1,13 @@
-"""What all tests share: one torch thread, quiet Transformers, groups of tests, `--write-docs`."""
+"""What all tests share: one torch thread, quiet Transformers, groups of tests, and two options.
+
+The machine must not decide what is tested: `--isa NAME` runs all tests with that instruction set of
+the CPU kernels, and tests marked `every_isa`, whose results depend on the kernels, run with each
+that this processor has. Their fixtures that start kernels ask for `isa`, so that they start again.
+`--write-docs` writes generated documents.
+"""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +20,38 @@ REPOSITORY = Path(__file__).parent.parent
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-docs", action="store_true", help="write generated docs anew")
+    parser.addoption("--isa", help="the kernels' instruction set; the best of this processor")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if (name := config.getoption("--isa")) is not None:
+        _force(name, pytest.MonkeyPatch())
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.definition.get_closest_marker("every_isa"):
+        from tandem.kernels._native import available_isas
+
+        chosen = metafunc.config.getoption("--isa")
+        isas = [chosen] if chosen else available_isas()
+        if "isa" not in metafunc.fixturenames:
+            metafunc.fixturenames.append("isa")
+        metafunc.parametrize("isa", isas, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The instruction set of kernels that start without a choice, child processes' included."""
+    with pytest.MonkeyPatch.context() as patch:
+        _force(request.param, patch)
+        yield request.param
+
+
+def _force(name: str, patch: pytest.MonkeyPatch) -> None:
+    from tandem.kernels import engine
+
+    patch.setattr(engine, "best_isa", lambda: name)
+    patch.setenv("TANDEM_ISA", name)
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks at the groups

@@ -131,42 +131,63 @@ void arrange(Totals<T>& total) {
 // The hardware follows a stream to the end of its page only.
 constexpr std::int64_t kFloatAheadBytes = 4096;
 
-// One block, straight from memory, times T tokens. A multiply-add takes four cycles, of which two
-// start in each: few tokens need several sums each.
+// A block's sums have one order of additions, however many tokens there are, so that a result does
+// not depend on the batch: of each part's columns the even ones, then the odd ones, each in turn.
+// Few tokens sum both at once, as a multiply-add takes four cycles, of which two start in each;
+// more have too many sums for the registers and go through a part twice.
+enum class Parity { kEven = 0, kOdd = 1, kBoth = 2 };
+
+template <Format F, int T, Parity P>
+void add_columns(const Product& p, const std::uint8_t* data, std::int64_t token, std::int64_t begin,
+                 std::int64_t end, Totals<T> (&sums)[2]) {
+  using Code = FloatCode<F>;
+  constexpr int kStep = 4;  // columns; `cols` is a multiple of 8
+  constexpr int kFirst = P == Parity::kOdd ? 1 : 0;
+  constexpr int kLast = P == Parity::kEven ? 0 : 1;
+  for (std::int64_t k = begin; k < end; k += kStep, data += 16 * kStep * bits_per_code(F) / 8) {
+#pragma GCC unroll 2
+    for (int c = 0; c < kStep; c += 2) {
+      const std::uint8_t* chunk = data + 64 * (c / Code::kCols);
+      if (kFirst == 0 && c % Code::kCols == 0)
+        _mm_prefetch(reinterpret_cast<const char*>(chunk + kFloatAheadBytes), _MM_HINT_T0);
+      __m256 w[kHalves][2];
+      for (int h = 0; h < kHalves; ++h) Code::decode2(chunk, h, c % Code::kCols / 2, w[h]);
+#pragma GCC unroll 4
+      for (int t = 0; t < T; ++t) {
+        __m256 x[2];
+        Code::broadcast2(p.x, token + t, k + c, x);
+        for (int j = kFirst; j <= kLast; ++j)
+          for (int h = 0; h < kHalves; ++h)
+            sums[j][t][h] = _mm256_fmadd_ps(w[h][j], x[j], sums[j][t][h]);
+      }
+    }
+  }
+}
+
+template <int T>
+void clear(Totals<T>& sums) {
+#pragma GCC unroll 8
+  for (int t = 0; t < T; ++t) sums[t][0] = sums[t][1] = _mm256_setzero_ps();
+}
+
+// One block, straight from memory, times T tokens.
 template <Format F, int T>
 void float_row_tile(const Product& p, std::int64_t b, std::int64_t token, const Output& out) {
-  using Code = FloatCode<F>;
-  constexpr int kChains = T == 1 ? 4 : T == 2 ? 2 : 1;
-  constexpr int kStep = 4;  // columns; `cols` is a multiple of 8
   const std::uint8_t* data = p.m.data + b * bytes_of_block<F>(p.m.cols);
   Totals<T> total;
   out.load<T>(total);
   for (std::int64_t k = 0; k < p.m.cols; k += kPartCols) {
-    Totals<T> sums[kChains];
-    for (auto& chain : sums)
-      for (auto& sum : chain) sum[0] = sum[1] = _mm256_setzero_ps();
-    const std::int64_t part_end = smaller(k + kPartCols, p.m.cols);
-    for (std::int64_t i = k; i < part_end; i += kStep, data += 16 * kStep * bits_per_code(F) / 8) {
-#pragma GCC unroll 2
-      for (int c = 0; c < kStep; c += 2) {
-        const std::uint8_t* chunk = data + 64 * (c / Code::kCols);
-        if (c % Code::kCols == 0)
-          _mm_prefetch(reinterpret_cast<const char*>(chunk + kFloatAheadBytes), _MM_HINT_T0);
-        __m256 w[kHalves][2];
-        for (int h = 0; h < kHalves; ++h) Code::decode2(chunk, h, c % Code::kCols / 2, w[h]);
-#pragma GCC unroll 4
-        for (int t = 0; t < T; ++t) {
-          __m256 x[2];
-          Code::broadcast2(p.x, token + t, i + c, x);
-          for (int j = 0; j < 2; ++j)
-            for (int h = 0; h < kHalves; ++h) {
-              __m256& sum = sums[(c + j) % kChains][t][h];
-              sum = _mm256_fmadd_ps(w[h][j], x[j], sum);
-            }
-        }
-      }
+    Totals<T> sums[2];
+    for (auto& sum : sums) clear<T>(sum);
+    const std::int64_t end = smaller(k + kPartCols, p.m.cols);
+    if constexpr (T <= 2) {
+      add_columns<F, T, Parity::kBoth>(p, data, token, k, end, sums);
+    } else {
+      add_columns<F, T, Parity::kEven>(p, data, token, k, end, sums);
+      add_columns<F, T, Parity::kOdd>(p, data, token, k, end, sums);
     }
-    for (const auto& chain : sums) add_part<F, T>(total, chain, scale_of<F>(p.m, b, k));
+    data += bytes_of_block<F>(end - k);
+    for (const auto& sum : sums) add_part<F, T>(total, sum, scale_of<F>(p.m, b, k));
   }
   arrange<F, T>(total);
   out.store<T>(total);
@@ -203,24 +224,36 @@ struct WeightPanel {
   }
 };
 
+// Every second column from `first` on.
 template <Format F, int T>
-void float_panel_tile(const WeightPanel<F>& weights, const float (*x)[kPartCols], std::int64_t width,
-                      __m256 scale, const Output& out) {
-  Totals<T> part;
-  for (auto& sum : part) sum[0] = sum[1] = _mm256_setzero_ps();
-  for (std::int64_t k = 0; k < width; ++k) {
+void add_panel_columns(const WeightPanel<F>& weights, const float (*x)[kPartCols],
+                       std::int64_t first, std::int64_t width, Totals<T>& out) {
+  Totals<T> sums;  // a result in memory would be written at every step
+  clear<T>(sums);
+  for (std::int64_t k = first; k < width; k += 2) {
     const __m256 w0 = _mm256_load_ps(weights.values[k]);
     const __m256 w1 = _mm256_load_ps(weights.values[k] + 8);
 #pragma GCC unroll 8
     for (int t = 0; t < T; ++t) {
       const __m256 value = _mm256_broadcast_ss(&x[t][k]);
-      part[t][0] = _mm256_fmadd_ps(w0, value, part[t][0]);
-      part[t][1] = _mm256_fmadd_ps(w1, value, part[t][1]);
+      sums[t][0] = _mm256_fmadd_ps(w0, value, sums[t][0]);
+      sums[t][1] = _mm256_fmadd_ps(w1, value, sums[t][1]);
     }
   }
+#pragma GCC unroll 8
+  for (int t = 0; t < T; ++t)
+    for (int h = 0; h < kHalves; ++h) out[t][h] = sums[t][h];
+}
+
+template <Format F, int T>
+void float_panel_tile(const WeightPanel<F>& weights, const float (*x)[kPartCols], std::int64_t width,
+                      __m256 scale, const Output& out) {
+  Totals<T> sums[2];
+  for (int parity = 0; parity < 2; ++parity)
+    add_panel_columns<F, T>(weights, x, parity, width, sums[parity]);
   Totals<T> total;
   out.load<T>(total);
-  add_part<F, T>(total, part, scale);
+  for (const auto& sum : sums) add_part<F, T>(total, sum, scale);
   out.store<T>(total);
 }
 

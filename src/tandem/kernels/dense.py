@@ -9,10 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tandem.core.errors import ConfigError
-from tandem.core.registry import nearest_names
 from tandem.kernels import _native
-from tandem.kernels.cpu import one_processor_per_core
+from tandem.kernels.engine import start_engine
 from tandem.kernels.formats.packed import PackedMatrix, pack, unpack
 from tandem.kernels.formats.weight_format import ROWS_PER_BLOCK, WeightFormat
 from tandem.kernels.native import FORMAT_NUMBERS
@@ -25,13 +23,7 @@ class CpuThreads:
 
     def __init__(self, *, num_threads: int, isa: str = "") -> None:
         """Start `num_threads` - 1 threads; `isa` names an instruction set, "" takes the best."""
-        available = _native.available_isas()
-        if isa and isa not in available:
-            raise ConfigError(
-                f"instruction set {isa!r} is not on this processor; {nearest_names(isa, available)}"
-            )
-        self.engine = _native.ExpertEngine(num_threads, isa)
-        self.engine.bind_workers(one_processor_per_core())
+        self.engine = start_engine(num_threads=num_threads, isa=isa)
         self.dense = _native.DenseEngine(self.engine)
         self.attention = _native.AttentionEngine(self.engine)
         self.experts = _native.RoutedExperts(self.engine)

@@ -1,7 +1,7 @@
 """The native CPU kernels: all experts of a layer in one call. Checks what C++ takes on trust.
 
-The result for a (token, expert) row does not depend on the number of threads, nor on the other rows
-of the call (to rounding: with AVX2, floating-point formats add many tokens in another order).
+The result for a (token, expert) pair does not depend on the number of threads, nor on what else is
+in the call: every instruction set adds in one order, however many tokens there are.
 """
 
 import functools
@@ -12,10 +12,9 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from tandem.core.errors import ConfigError, ModelError
-from tandem.core.registry import nearest_names
+from tandem.core.errors import ModelError
 from tandem.kernels import _native
-from tandem.kernels.cpu import one_processor_per_core
+from tandem.kernels.engine import start_engine
 from tandem.kernels.formats.expert import ExpertLayout
 from tandem.kernels.formats.weight_format import ROWS_PER_BLOCK, Kind
 
@@ -63,13 +62,7 @@ class NativeExperts:
 
     def __init__(self, *, num_threads: int, isa: str = "") -> None:
         """Start `num_threads` - 1 threads; `isa` names an instruction set, "" takes the best."""
-        available = _native.available_isas()
-        if isa and isa not in available:
-            raise ConfigError(
-                f"instruction set {isa!r} is not on this processor; {nearest_names(isa, available)}"
-            )
-        self._engine = _native.ExpertEngine(num_threads, isa)
-        self._engine.bind_workers(one_processor_per_core())
+        self._engine = start_engine(num_threads=num_threads, isa=isa)
 
     @property
     def isa(self) -> str:
