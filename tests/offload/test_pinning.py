@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tandem.hf.mapped_files import find_mapped
+from tandem.kernels.memory import allocate
 from tandem.offload.emulated import EmulatedDevice
 from tandem.offload.executor import CpuExecutor
 from tandem.offload.expert_kernels import ExpertKernels
@@ -67,6 +68,30 @@ def test_mapped_layers_are_copied_out_first_and_compute_the_same(tmp_path: Path)
     ]
     out = CpuExecutor(store, num_threads=1).execute(1, *call, FUNCTIONS)
     assert torch.equal(out, expected)
+
+
+def page_flags(tensor: Tensor) -> set[str]:
+    """Return what the kernel says of the pages of a tensor: "sh" shared, "hg" huge if possible."""
+    address, is_here = tensor.data_ptr(), False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, rest = line.partition(" ")
+        if not name.endswith(":"):
+            first, last = (int(end, 16) for end in name.split("-"))
+            is_here = first <= address < last
+        elif is_here and name == "VmFlags:":
+            return set(rest.split())
+    raise AssertionError("nothing is mapped there")
+
+
+def test_experts_moved_off_mapped_files_lie_as_packed_ones_do(tmp_path: Path) -> None:
+    """Not on the 4 KB pages of shared memory, from which every read walks the page table."""
+    store = mapped_store(tmp_path)
+    pin_store(store, lambda tensor: True, is_mapped=find_mapped())
+    packed = page_flags(allocate(1 << 20))
+    for layer in store:
+        moved = page_flags(layer.stored()["experts"])
+        assert "sh" not in moved
+        assert ("hg" in moved) == ("hg" in packed)
 
 
 def test_mapped_layers_stay_where_they_are_without_memory_for_a_copy(tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from tandem.core.units import format_bytes
+from tandem.kernels.memory import allocate
 from tandem.offload.host_memory import available_bytes
 from tandem.offload.host_store import HostLayer, HostStore
 
@@ -99,8 +99,9 @@ def _stored_bytes(layer: HostLayer) -> int:
 
 
 def _on_own_pages(tensor: Tensor) -> Tensor:
-    if tensor.nbytes == 0:
-        return tensor
-    # The tensor keeps the mapping, which goes with it.
-    memory = torch.frombuffer(mmap.mmap(-1, tensor.nbytes), dtype=torch.uint8)
-    return memory.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    """Return a copy in the memory of packed weights, which shares no page with anything else."""
+    page = mmap.PAGESIZE
+    memory = allocate(-(-tensor.nbytes // page) * page + page)
+    begin = -memory.data_ptr() % page
+    own = memory[begin : begin + tensor.nbytes]
+    return own.view(tensor.dtype).view(tensor.shape).copy_(tensor)
