@@ -76,8 +76,7 @@ def _build_app(
     )
     settings = EngineSettings(max_running=options.max_running, part_tokens=options.part_tokens)
     engine = EngineClient(load, settings, max_waiting=options.max_waiting)
-    name = options.name or Path(choice.model).name
-    server = Server(engine, load_tokenizer(found), options, name)
+    server = Server(engine, load_tokenizer(found), options, Path(choice.model).name)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Any) -> AsyncIterator[None]:

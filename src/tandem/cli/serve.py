@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from tandem.cli.header_check import refuse_dense
 from tandem.cli.models import (
     ModelChoice,
     add_model,
@@ -66,11 +67,13 @@ def run(flags: argparse.Namespace) -> int:
             f"the server needs {error.name}, which is not installed; "
             'pip install "tandem-moe[server]"'
         ) from error
+    refuse_dense(Path(flags.model))
     level = logging.WARNING if own.quiet else logging.INFO
     logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(message)s")
     found = find_model(from_flags(ModelChoice, flags), quiet=own.quiet)
+    refuse_dense(Path(found.model))  # a hub id has its files now
     source = Source(
-        name=options.name or Path(flags.model).name,
+        name=options.names(Path(flags.model).name)[0],
         load_model=functools.partial(
             load_model_and_tokenizer,
             found,

@@ -1,0 +1,114 @@
+"""What a user may say about the server, without a model: names, strictness, dense models."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from tandem.cli.header_check import refuse_dense
+from tandem.cli.main import main
+from tandem.core.errors import ConfigError
+from tandem.server.app import Server, create_app
+from tandem.server.engine_client import EngineClient
+from tandem.server.messages import EngineSettings
+from tandem.server.options import ServerOptions
+
+CHAT = "/v1/chat/completions"
+ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
+
+
+def never_called(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("nothing is loaded here")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_checkpoint: Path) -> Any:
+    return AutoTokenizer.from_pretrained(tiny_checkpoint)
+
+
+def client(tokenizer: Any, **options: Any) -> TestClient:
+    """Return a client of a server whose model is still being loaded: what is right gets a 503."""
+    engine = EngineClient(
+        never_called, EngineSettings(max_running=1, part_tokens=16), max_waiting=0
+    )
+    server = Server(engine, tokenizer, ServerOptions(**options), "tiny")
+    return TestClient(create_app(server, api_key=None, allowed_hosts=None))
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    with caplog.at_level(logging.INFO, "tandem.server"):
+        yield caplog
+
+
+def test_a_strict_server_refuses_what_it_does_not_know(tokenizer: Any) -> None:
+    strict = client(tokenizer, strict=True)
+    cached = [{"role": "user", "content": "x", "cache_control": {}}]
+    for fields, words in (
+        ({"temprature": 1}, "unknown field 'temprature'; did you mean 'temperature'?"),
+        ({"messages": cached}, "unknown field 'cache_control'"),
+        ({"model": "other"}, "there is no model 'other' here; this server has 'tiny'"),
+    ):
+        reply = strict.post(CHAT, json={**ASKED, **fields})
+        assert reply.status_code in (400, 404)
+        assert words in reply.json()["error"]["message"]
+    assert strict.post(CHAT, json={**ASKED, "functions": None}).status_code == 503
+    assert client(tokenizer).post(CHAT, json={**ASKED, "temprature": 1}).status_code == 503
+
+
+def test_the_names_of_a_model_are_those_that_were_given(tokenizer: Any) -> None:
+    named = client(tokenizer, served_model_name="one, two")
+    for name, status in (("one", 503), ("two", 503), ("", 503), ("tiny", 404), ("gpt-4o", 404)):
+        assert named.post(CHAT, json={**ASKED, "model": name}).status_code == status
+    assert [model["id"] for model in named.get("/v1/models").json()["data"]] == ["one", "two"]
+    assert named.get("/v1/models/two").json()["id"] == "two"
+    assert named.get("/v1/models/tiny").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"served_model_name": " , "}, "served_model_name holds no name"),
+        ({"context_full": "explode"}, "context_full is 'explode'; expected stop or trim"),
+    ],
+)
+def test_options_that_cannot_be_are_told(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        ServerOptions(**fields)
+
+
+def test_a_refusal_is_one_line_of_log_without_the_prompt(
+    tokenizer: Any, log: pytest.LogCaptureFixture
+) -> None:
+    asked = client(tokenizer)
+    secret = [{"role": "my secret pony", "content": "my secret pony"}]
+    asked.post(CHAT, json={"messages": secret})
+    asked.post(CHAT, json=ASKED)
+    lines = [record.getMessage() for record in log.records if record.name == "tandem.server"]
+    refused = f"refused POST {CHAT}"
+    expected = "'system', 'developer', 'user', 'assistant' or 'tool'"
+    assert lines == [
+        f"{refused}: 400, messages.0.role is not {expected}",
+        f"{refused}: 503, the model is being loaded; ask again soon",
+    ]
+
+
+def test_a_dense_model_is_refused_before_anything_is_loaded(
+    tmp_path: Path,
+    tiny_checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sizes = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    config = LlamaConfig(**sizes, num_attention_heads=1)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    monkeypatch.setattr("tandem.cli.serve.find_model", never_called)
+    assert main(["serve", str(tmp_path), "--port", "0"]) == 2
+    assert "holds a dense model (llama)" in capsys.readouterr().err
+    refuse_dense(tiny_checkpoint)  # has experts
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)
+    refuse_dense(tmp_path)  # damaged: told by who loads it
