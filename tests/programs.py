@@ -107,7 +107,7 @@ def python(code: str, *, imports: str) -> subprocess.CompletedProcess[str]:
 
 def _run(words: Sequence[str], stdin: str, **options: Any) -> subprocess.CompletedProcess[str]:
     reading, writing = os.pipe()
-    os.write(writing, stdin.encode())
+    os.write(writing, stdin.encode(errors="surrogateescape"))
     os.close(writing)
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
         with Program(words, (reading, out.fileno(), errors.fileno()), **options) as program:

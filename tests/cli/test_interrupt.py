@@ -1,6 +1,7 @@
 """Ctrl-C in a real `tandem run` on the emulated device: the program ends, and leaves nothing."""
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -58,15 +59,20 @@ def files_of(cache: Path) -> list[Path]:
     return [path for path in cache.rglob("*") if path.is_file()]
 
 
-def test_an_answer_that_is_stopped_leaves_no_thread_and_whole_files(
+def test_an_answer_that_is_stopped_is_printed_and_leaves_no_thread_and_whole_files(
     model: str, tmp_path: Path
 ) -> None:
-    with started(model, tmp_path, "--profile", "laptop-8gb") as (program, out, complaints):
-        assert out.read(1), complaints.read()  # decode steps are under way
+    flags = ("--profile", "laptop-8gb", "--json")
+    with started(model, tmp_path, *flags) as (program, out, complaints):
+        text = out.read(1)
+        assert text, complaints.read()  # decode steps are under way
         program.send_signal(signal.SIGINT)
         errors = complaints.read()
         exit_code = program.wait(60)
-    assert exit_code in (0, 130), errors
+        *answer, last = (text + out.read()).splitlines()
+    assert exit_code == 130, errors
+    assert json.loads(last)["text"] == "\n".join(answer) != ""
+    assert json.loads(last)["is_interrupted"]
     assert "Traceback" not in errors
     assert "threads left: []" in errors
     decoded = re.search(r"decode .*\((\d+) tokens\)", errors)

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.hf.tiny import save_tiny_checkpoint
+from tandem.generate.prompt import encode_conversation
+from tests.hf.tiny import byte_tokenizer, save_tiny_checkpoint
 from tests.programs import Program, tandem
 
 JSON_KEYS = {
@@ -65,6 +66,34 @@ def test_reads_a_pipe_as_the_prompt(model: str) -> None:
     flags = ("--max-new-tokens", "8", "--seed", "1", "--quiet")
     piped = tandem("run", model, *flags, stdin="hello")
     assert piped.stdout == tandem("run", model, "-p", "hello", *flags).stdout != ""
+
+
+def test_a_pipe_is_put_before_the_prompt(model: str) -> None:
+    words = ("run", model, "-p", "summarise", "--max-new-tokens", "1", "--json")
+    done = tandem(*words, stdin="a text\n")
+    conversation = [{"role": "user", "content": "a text\n\nsummarise"}]
+    expected = encode_conversation(byte_tokenizer(), conversation).shape[1]
+    assert json.loads(done.stdout.splitlines()[-1])["prompt_tokens"] == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "stdin", "what"),
+    [
+        (["-p", "a\udcff"], "", "the prompt holds the byte 0xff after 1 characters"),
+        ([], "\udcfe\udcff", "standard input holds the byte 0xfe after 0 characters"),
+        (["-p", "x"], "abc\udce9", "standard input holds the byte 0xe9 after 3 characters"),
+        (["-p", "x", "--system", "\udc80"], "", "--system holds the byte 0x80"),
+        (["-p", "x", "--stop", "\udc80"], "", "--stop holds the byte 0x80"),
+    ],
+)
+def test_bytes_that_are_no_text_are_one_sentence(
+    model: str, words: list[str], stdin: str, what: str
+) -> None:
+    done = tandem("run", model, *words, stdin=stdin)
+    assert done.returncode == 2
+    assert f"{what}" in done.stderr
+    assert "which is not UTF-8" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_same_seed_same_text(model: str) -> None:
@@ -150,7 +179,7 @@ class Terminal:
     def type(self, text: str) -> int:
         """Type and return where the screen stood, so that only what follows is looked at."""
         position = len(self.screen)
-        os.write(self._fd, text.encode())
+        os.write(self._fd, text.encode(errors="surrogateescape"))
         return position
 
     def press_until(self, key: str, text: str, *, after: int) -> None:
@@ -199,6 +228,8 @@ def test_chat_answers_and_exits(terminal: Terminal) -> None:
     position = terminal.type("hello\r")
     terminal.wait_for("decode", after=position)
     terminal.wait_for("> ", after=position)
+    position = terminal.type("caf\udcff\r")
+    terminal.wait_for("holds the byte 0xff", after=position)
     position = terminal.type("/nonsense\r")
     terminal.wait_for("unknown command /nonsense", after=position)
     terminal.type("/exit\r")

@@ -4,10 +4,11 @@ import contextlib
 import sys
 from typing import TYPE_CHECKING
 
+from tandem.cli.failures import failure_json, sentence_of
 from tandem.core.errors import TandemError
 
 if TYPE_CHECKING:
-    from tandem.cli.run import Session
+    from tandem.cli.session import Session
 
 _HELP = "/exit or Ctrl-D leaves, /clear forgets the conversation, Ctrl-C stops an answer"
 
@@ -64,3 +65,5 @@ def _ask(session: "Session", line: str) -> None:
         session.ask(line)
     except TandemError as error:  # a prompt that does not fit must not end the conversation
         print(f"error: {error}", file=sys.stderr)
+        if session.options.json:
+            print(failure_json(error, sentence_of(error)), flush=True)

@@ -7,6 +7,7 @@ import contextlib
 import io
 import os
 import select
+import stat
 import sys
 import warnings
 from collections.abc import Iterator
@@ -50,7 +51,16 @@ def require_text(text: str, what: str) -> str:
     return text
 
 
-def read_piped_input() -> str | None:
+def has_piped_input() -> bool:
+    """Whether standard input is what `|` and `<` make of it; a device such as /dev/null is not."""
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (OSError, ValueError):  # a stream without a file
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)
+
+
+def read_input() -> str | None:
     """Return all of standard input; None on a terminal."""
     if sys.stdin.isatty():
         return None

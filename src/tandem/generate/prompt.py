@@ -21,15 +21,26 @@ def encode_conversation(tokenizer: Any, messages: Sequence[Mapping[str, object]]
     Without a chat template the messages are joined as plain text, so base models continue it.
     """
     if getattr(tokenizer, "chat_template", None):
-        encoded = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
+        encoded = _through_template(tokenizer, messages)
     else:
         encoded = tokenizer("\n".join(str(m["content"]) for m in messages), return_tensors="pt")
     ids: Tensor = encoded["input_ids"]
     if ids.shape[1] == 0:
         raise ConfigError("the prompt is empty; give some text with -p or on standard input")
     return ids
+
+
+def _through_template(tokenizer: Any, messages: Sequence[Mapping[str, object]]) -> Any:
+    try:
+        return tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    except Exception as error:  # a template is a program that came with the model
+        why = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ConfigError(
+            f"the model's chat template cannot write this conversation: {why}; mend the template "
+            "(chat_template.jinja or tokenizer_config.json), or remove it to continue plain text"
+        ) from error
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:

@@ -1,0 +1,192 @@
+"""A conversation with a loaded model: its messages, its context, and what is printed of a turn."""
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tandem.cli.streams import require_text
+from tandem.core.config import option
+from tandem.core.errors import ConfigError
+from tandem.generate.conversation import trim_conversation
+from tandem.generate.sampling import SamplingOptions
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tandem.cli.explain import Explanation
+    from tandem.cli.report import RunReport
+    from tandem.generate.answer import Answer
+    from tandem.generate.generator import Generator
+    from tandem.generate.prompt import Message
+
+# A conversation is trimmed when less than a quarter of the context is left for the answer (or less
+# than the longest answer), and then to a half of the context: every trim costs a whole prefill.
+_ROOM_FOR_ANSWER = 1 / 4
+_TRIMMED_TO = 1 / 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionOptions:
+    """What `tandem run` knows beside the model, its offloading and its sampling."""
+
+    system: str | None = option(None, help="system message of the conversation", metavar="TEXT")
+    context_full: str = option(
+        "trim",
+        help="when a chat fills the model's context: trim drops its oldest turns, stop refuses",
+        choices=("trim", "stop"),
+    )
+    dense_dtype: str = option(
+        "auto",
+        help="attention, shared experts and head on the CPU: none (as loaded), int8, int4, bf16; "
+        "auto: int8 if the experts are quantised too",
+        metavar="DTYPE",
+    )
+    kv_dtype: str = option(
+        "auto",
+        help="keys and values of earlier tokens: auto (what the model computes in), bf16, int8",
+        metavar="DTYPE",
+    )
+    compile: bool = option(
+        True, help="record decode steps and replay them without the model's Python code"
+    )
+    json: bool = option(False, help="last line of standard output: one JSON object")
+    explain: bool = option(
+        False, help="say why it was as fast as it was, and what one change would bring"
+    )
+    quiet: bool = option(False, help="only the answer: no progress, no statistics, no warnings")
+
+    def __post_init__(self) -> None:
+        """Check that the system message is text."""
+        require_text(self.system or "", "--system")
+
+
+class Session:
+    """Keeps a conversation's messages, prints answers and statistics."""
+
+    def __init__(
+        self, model: Any, tokenizer: Any, options: SessionOptions, sampling: SamplingOptions
+    ) -> None:
+        """Start a conversation, with the system message if there is one."""
+        self._model = model
+        self._tokenizer = tokenizer
+        self.options = options
+        self._sampling = sampling
+        self._messages: list[Message] = []
+        self._generator: Generator | None = None
+        self._has_said_why_slower = False
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the conversation but for the system message."""
+        self._messages = []
+        if self.options.system is not None:
+            self._messages.append({"role": "system", "content": self.options.system})
+
+    def ask(self, text: str) -> "Answer":
+        """Print the answer to a message as it comes, and keep both in the conversation.
+
+        A turn that raises leaves the conversation as it was.
+        """
+        from tandem.cli.report import RunReport
+        from tandem.generate.stream import generate_answer
+
+        require_text(text, "the prompt")
+        messages, prompt_ids = self._fit([*self._messages, {"role": "user", "content": text}])
+        report = RunReport(self._model)
+        try:
+            generator = self._ready_generator()
+            explanation = self._begin_explanation(generator)
+            answer = generate_answer(
+                self._model, self._tokenizer, prompt_ids, self._sampling, _print_piece,
+                generator=generator,
+            )  # fmt: skip
+            print(flush=True)
+            self._messages = [*messages, {"role": "assistant", "content": answer.text}]
+            self._print_statistics(answer, report, explanation)
+        finally:
+            report.close()
+        return answer
+
+    def _ready_generator(self) -> "Generator":
+        """Return the generator of this conversation, which keeps its keys and values."""
+        from tandem.generate.generator import Generator
+
+        self._generator = self._generator or Generator(
+            self._model,
+            self._tokenizer,
+            kv_dtype=self.options.kv_dtype,
+            has_replay=self.options.compile,
+        )
+        return self._generator
+
+    def _begin_explanation(self, generator: "Generator") -> "Explanation | None":
+        if not self.options.explain:
+            return None
+        from tandem.cli.explain import Explanation
+
+        return Explanation(self._model, generator)
+
+    def _print_statistics(
+        self, answer: "Answer", report: "RunReport", explanation: "Explanation | None"
+    ) -> None:
+        if not self.options.quiet:
+            print(report.line(answer), file=sys.stderr)
+            self._say_why_slower()
+        if explanation is not None:
+            print(explanation.text(), file=sys.stderr)
+        if self.options.json:
+            print(report.json(answer), flush=True)
+
+    def _fit(self, messages: "list[Message]") -> "tuple[list[Message], Tensor]":
+        """Return the messages that fit into the context, with their token ids.
+
+        Raises `ConfigError` for a conversation that is too long and is not to be trimmed; a single
+        message that is too long is left to the generator.
+        """
+        from tandem.hf.stepping import context_tokens
+
+        prompt_ids = self._encode(messages)
+        num_tokens, longest = prompt_ids.shape[1], context_tokens(self._model)
+        if longest is None:
+            return messages, prompt_ids
+        if self.options.context_full == "trim":
+            room = min(self._sampling.max_new_tokens, int(longest * _ROOM_FOR_ANSWER))
+            is_full = num_tokens + room > longest
+            return self._trim(messages, longest) if is_full else (messages, prompt_ids)
+        if num_tokens >= longest and len(self._messages) > 1:
+            raise ConfigError(
+                f"with this message the conversation has {num_tokens} tokens and the model's "
+                f"context is {longest}; /clear forgets the conversation, and --context-full trim "
+                "drops its oldest turns"
+            )
+        return messages, prompt_ids
+
+    def _trim(self, messages: "list[Message]", longest: int) -> "tuple[list[Message], Tensor]":
+        kept, num_dropped = trim_conversation(
+            messages, lambda some: self._encode(some).shape[1] <= longest * _TRIMMED_TO
+        )
+        prompt_ids = self._encode(kept)
+        if num_dropped and prompt_ids.shape[1] < longest:
+            turns = "turn is" if num_dropped == 1 else f"{num_dropped} turns are"
+            print(
+                f"[the conversation fills the model's context of {longest} tokens: its oldest "
+                f"{turns} dropped]",
+                file=sys.stderr,
+            )
+        return kept, prompt_ids
+
+    def _encode(self, messages: "list[Message]") -> "Tensor":
+        from tandem.generate.prompt import encode_conversation
+
+        return encode_conversation(self._tokenizer, messages)
+
+    def _say_why_slower(self) -> None:
+        """Say once in a session that steps run the model's own code, and why."""
+        why = self._generator.why_slower if self._generator is not None else None
+        if why is not None and not self._has_said_why_slower:
+            self._has_said_why_slower = True
+            print(f"[slower than it could be: {why}]", file=sys.stderr)
+
+
+def _print_piece(piece: str) -> None:
+    print(piece, end="", flush=True)
