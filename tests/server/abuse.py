@@ -15,7 +15,7 @@ from tests.server.running import RunningServer, running_server
 
 COMMAND = Path(sys.executable).with_name("st")
 # Valid requests are answered too; a small context keeps their answers short.
-FLAGS = ("--context", "96")
+FLAGS = ("--context", "96", "--context-full", "trim")
 _CHECKS = "not_a_server_error,content_type_conformance,status_code_conformance"
 
 

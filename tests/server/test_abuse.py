@@ -1,12 +1,13 @@
 """Requests made from the API's own description; `python -m tests.server.abuse` sends a thousand."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.server.abuse import COMMAND, FLAGS, send
 from tests.server.malformed import send_all
-from tests.server.running import running_server
+from tests.server.running import RunningServer, running_server
 
 
 @pytest.mark.skipif(not COMMAND.exists(), reason="schemathesis is not installed")
@@ -20,3 +21,19 @@ def test_no_request_is_answered_otherwise_than_described(
         assert number > 250
         assert problems == []
         assert "Traceback" not in server.log
+        assert_trims(server)
+
+
+def assert_trims(server: RunningServer) -> None:
+    """The same server drops turns of what does not fit, and says so whole and as a stream."""
+    turn = [{"role": "user", "content": "x" * 30}, {"role": "assistant", "content": "y"}]
+    body: dict[str, Any] = {
+        "messages": [*turn * 4, {"role": "user", "content": "last"}], "max_tokens": 3,
+    }  # fmt: skip
+    whole = server.ask("POST", "/v1/chat/completions", body)
+    assert whole.status == 200, whole.body
+    number = int(whole.headers["x-tandem-dropped-turns"])
+    assert whole.json["dropped_turns"] == number > 0
+    streamed = server.ask("POST", "/v1/chat/completions", {**body, "stream": True})
+    assert int(streamed.headers["x-tandem-dropped-turns"]) == number
+    assert {event["dropped_turns"] for event in streamed.events} == {number}

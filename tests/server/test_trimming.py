@@ -1,0 +1,88 @@
+"""A conversation that does not fit is refused, or loses its oldest turns; both are said."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from tandem.server.answering import Question, Questions
+from tandem.server.app import _trimming_headers
+from tandem.server.errors import ApiError
+from tandem.server.messages import ModelInfo
+from tandem.server.reading import read_body
+from tandem.server.replies import ChatReply
+from tandem.server.schemas import ChatRequest
+
+LIMIT = 400
+INFO = ModelInfo(
+    model_type="tiny", vocabulary=128, context=LIMIT, max_running=1, num_layers=1, num_experts=4,
+    device="cpu", why_padded=None,
+)  # fmt: skip
+SYSTEM = {"role": "system", "content": "be short"}
+LONG = [
+    {"role": role, "content": f"{role} {turn} " + "x" * 40}
+    for turn in range(9)
+    for role in ("user", "assistant")
+] + [{"role": "user", "content": "the last"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_checkpoint: Path) -> Any:
+    return AutoTokenizer.from_pretrained(tiny_checkpoint)
+
+
+def asked(messages: list[dict[str, str]], **fields: Any) -> ChatRequest:
+    raw = json.dumps({"messages": messages, **fields}).encode()
+    return read_body(ChatRequest, raw, is_strict=True).body
+
+
+def trimmed(tokenizer: Any, messages: list[dict[str, str]], **fields: Any) -> Question:
+    questions = Questions(tokenizer, context=None, trims=True)
+    (question,) = questions.chat(asked(messages, **fields), INFO)
+    return question
+
+
+def test_whole_turns_are_dropped_from_the_front_and_the_system_message_stays(
+    tokenizer: Any,
+) -> None:
+    question = trimmed(tokenizer, [SYSTEM, *LONG], max_tokens=50)
+    assert 0 < question.num_dropped_turns < 9
+    assert question.prompt_tokens + 50 <= LIMIT
+    assert "be short" in question.prompt_text
+    assert "the last" in question.prompt_text
+    first = question.num_dropped_turns
+    assert f"user {first} " in question.prompt_text
+    assert f"assistant {first - 1} " not in question.prompt_text
+    more = trimmed(tokenizer, [SYSTEM, *LONG[2 * first - 2 :]], max_tokens=50)
+    assert more.num_dropped_turns == 1, "no more is dropped than must be"
+
+
+def test_what_fits_is_left_alone(tokenizer: Any) -> None:
+    question = trimmed(tokenizer, [SYSTEM, *LONG[-3:]])
+    assert question.num_dropped_turns == 0
+    assert _trimming_headers([question]) == {}
+
+
+def test_without_it_a_conversation_is_refused_and_so_is_a_last_turn_that_is_too_long(
+    tokenizer: Any,
+) -> None:
+    with pytest.raises(ApiError, match="shorten the prompt"):
+        Questions(tokenizer, context=None).chat(asked([SYSTEM, *LONG]), INFO)
+    with pytest.raises(ApiError, match="shorten the prompt"):
+        trimmed(tokenizer, [*LONG, {"role": "user", "content": "x" * 500}])
+
+
+def test_the_answer_and_the_log_say_what_was_dropped(
+    tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    question = trimmed(tokenizer, [SYSTEM, *LONG])
+    number = question.num_dropped_turns
+    with caplog.at_level(logging.INFO, "tandem.server"):
+        assert _trimming_headers([question]) == {"X-Tandem-Dropped-Turns": str(number)}
+    assert f"{number} of its oldest turns were dropped" in caplog.text
+    reply = ChatReply([question], "tiny", tokenizer)
+    assert reply.whole()["dropped_turns"] == number
+    assert reply.first_chunks()[0]["dropped_turns"] == number
