@@ -2,13 +2,16 @@
 
     python -m benchmarks.gpu.smoke [--all]
 
-Copies, throttle, kernels, captures, then a small model through the whole stack; between them the
-largest bandwidths, as ceilings. Each stage is named before it begins, so that also one that hangs
-or crashes is known. With `--all` a failure does not keep the later stages from running.
+How a graph and the host hand over, copies, throttle, kernels, captures, then a small model through
+the whole stack; between them the largest bandwidths, as ceilings. Each stage is named before it
+begins, so that also one that hangs or crashes is known. With `--all` a failure does not keep the
+later stages from running. What only plans need and a machine does not have ends nothing: it is said
+with what to use instead.
 """
 
 import argparse
 import faulthandler
+import subprocess
 import sys
 import time
 import traceback
@@ -17,6 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from benchmarks.gpu.hand_off import NOT_HERE, PIECES, NotHereError
 
 from tandem.kernels.formats import ExpertLayout, find_format
 from tandem.kernels.native import ActivationKind, NativeActivation
@@ -27,6 +31,7 @@ from tandem.offload.cuda_streams import CudaStreams, HostCopy, Lane
 SWIGLU = NativeActivation(ActivationKind.SWIGLU)
 COPY_BYTES = 1 << 28
 EXPERTS = 64
+HAND_OFF_SECONDS = 60
 
 
 def main() -> int:
@@ -35,12 +40,16 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="go on after a failure")
     goes_on = parser.parse_args().all
     faulthandler.enable()  # a crash in a driver names the line too
-    failed = []
+    failed, missing = [], []
     for number, stage in enumerate(STAGES, 1):
         print(f"[{number}/{len(STAGES)}] {stage.__name__} ...", flush=True)
         begin = time.perf_counter()
         try:
             said = stage()
+        except NotHereError as error:
+            missing.append(stage.__name__)
+            print(f"no    {stage.__name__}: {error}", flush=True)
+            continue
         except Exception:
             failed.append(stage.__name__)
             print(f"FAIL  {stage.__name__}\n{traceback.format_exc()}", flush=True)
@@ -49,7 +58,8 @@ def main() -> int:
             break
         seconds = time.perf_counter() - begin
         print(f"ok    {stage.__name__}: {said} ({seconds:.1f} s)", flush=True)
-    print(f"smoke failed at: {', '.join(failed)}" if failed else "smoke: all stages are well")
+    without = f"; not on this machine: {', '.join(missing)}" if missing else ""
+    print(f"smoke failed at: {', '.join(failed)}" if failed else f"smoke: all is well{without}")
     return 1 if failed else 0
 
 
@@ -61,6 +71,21 @@ def gpu() -> str:
 
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     return f"{found}, {versions}, triton {triton.__version__}"
+
+
+def stream_operations() -> str:
+    """Write, wait and reset inside a captured graph, replayed twice."""
+    return _hand_off("operations")
+
+
+def mapped_memory() -> str:
+    """Let a kernel write to mapped pinned memory and the host see it in order, and back."""
+    return _hand_off("mapped")
+
+
+def hand_off_latency() -> str:
+    """Time such a hand-off."""
+    return _hand_off("latency")
 
 
 def pinned_copies() -> str:
@@ -226,6 +251,25 @@ def small_model() -> str:
     return f"KL at most {divergence:.1e} from the CPU in fp32, {pieces} pieces a step"
 
 
+def _hand_off(check: str) -> str:
+    """Run a check in a process of its own: a wait that does not end cannot be undone here."""
+    command = [sys.executable, "-m", "benchmarks.gpu.hand_off", check]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=HAND_OFF_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise NotHereError(
+            f"a wait has held the GPU for {HAND_OFF_SECONDS} s; use neither: {PIECES}"
+        ) from error
+    said = done.stdout.strip().rpartition("\n")[2]
+    if done.returncode == NOT_HERE:
+        raise NotHereError(said)
+    if done.returncode != 0:
+        raise RuntimeError(done.stderr[-2000:])
+    return said
+
+
 def _kernel_speed(name: str, num_tokens: int) -> str:
     from tandem.kernels.triton.experts import TritonExperts
     from tandem.kernels.triton.rows import row_table
@@ -262,6 +306,9 @@ def _seconds(work: Callable[[], None]) -> float:
 
 STAGES: tuple[Callable[[], str], ...] = (
     gpu,
+    stream_operations,
+    mapped_memory,
+    hand_off_latency,
     pinned_copies,
     batched_copies,
     throttle,

@@ -22,7 +22,7 @@ from triton.compiler import ASTSource
 
 from tandem.kernels.formats import ExpertLayout, find_format
 from tandem.kernels.native import ActivationKind, NativeActivation
-from tandem.kernels.triton import combine, experts, matrix, vector
+from tandem.kernels.triton import combine, experts, hand_off, matrix, vector
 from tandem.kernels.triton.rows import row_table
 
 _POINTERS = {
@@ -88,6 +88,20 @@ def launches_of(
     if num_tokens == 1:
         kernels.add_rows(out, torch.zeros(2, 8, dtype=torch.int32), torch.zeros(2, 8), hidden)
     return launches
+
+
+def hand_off_launches() -> list[Launch]:
+    """Return the kernels by which a graph and the host hand over, as they are launched."""
+    words = torch.zeros(1024, dtype=torch.int32)
+    numbers, flag, other = words[64:320], words[32:33], words[512:768]
+    return [
+        Launch(hand_off.publish, (numbers, flag, other),
+               {"count": 256, "sets_flag": True, "num_warps": 4}),
+        Launch(hand_off.wait_for, (flag, other),
+               {"most_polls": 1000, "has_pause": True, "num_warps": 1}),
+        Launch(hand_off.collect, (numbers, other),
+               {"count": 256, "is_volatile": True, "num_warps": 4}),
+    ]  # fmt: skip
 
 
 def compiled(launch: Launch, capability: int) -> Any:
@@ -176,6 +190,19 @@ def results(capabilities: list[int], num_cases: int) -> Iterator[dict[str, Any]]
             }  # fmt: skip
 
 
+def hand_off_results(capability: int) -> dict[str, Any]:
+    """Compile the kernels that hand over; return what their code asks of memory."""
+    return {
+        launch.kernel.__name__: [
+            line.strip()
+            for line in compiled(launch, capability).asm["ptx"].splitlines()
+            if any(word in line for word in ("atom.", "ld.", "st.", "nanosleep", "bar."))
+        ]
+        for launch in hand_off_launches()
+    }
+
+
 if __name__ == "__main__":
     *capabilities, num_cases = [int(argument) for argument in sys.argv[1:]]
-    print(json.dumps(list(results(capabilities, num_cases))))
+    found = list(results(capabilities, num_cases))
+    print(json.dumps([*found, {"hand_off": hand_off_results(capabilities[0])}]))

@@ -13,6 +13,7 @@ from tandem.offload.cuda_batch_copy import (
     find_batch_copy,
     is_worth_a_batch,
 )
+from tests.offload.fake_driver import FakeDriver
 
 POINTER, SIZE = ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_size_t)
 # CUresult cuMemcpyBatchAsync(CUdeviceptr*, CUdeviceptr*, size_t*, size_t count,
@@ -57,12 +58,23 @@ def test_a_refusal_is_the_drivers_code() -> None:
     assert BatchCopy(DRIVER(lambda *args: 801))([CopyPiece(1, 1, 1)], 2) == 801
 
 
+def test_the_version_is_asked_for_whose_signature_is_meant() -> None:
+    """CUDA 13 has another function of this name, and dlsym finds whichever was first."""
+    driver = FakeDriver()
+    driver.functions["cuMemcpyBatchAsync", 12080] = DRIVER(lambda *args: 0)
+    batch = find_batch_copy(lambda name: driver)
+    assert batch is not None
+    target, source = torch.zeros(8, dtype=torch.uint8), torch.ones(8, dtype=torch.uint8)
+    assert batch([piece(target, source)], 0x7F00) == 0
+
+
 def test_without_a_driver_or_with_an_old_one_there_is_none() -> None:
     def missing(name: str) -> Any:
         raise OSError(f"{name}: cannot open shared object file")
 
     assert find_batch_copy(missing) is None
     assert find_batch_copy(lambda name: SimpleNamespace()) is None
+    assert find_batch_copy(lambda name: FakeDriver()) is None
 
 
 def test_small_entries_and_lone_copies_go_by_themselves() -> None:

@@ -7,13 +7,15 @@ import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-DRIVER_LIBRARY = "libcuda.so.1"
+from tandem.offload.cuda_driver import Function, open_driver
+
 # Smaller entries can make the driver do the whole batch before it returns.
 LEAST_BYTES = 256 << 10
 # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM, CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
 _IN_STREAM_ORDER, _BESIDE_COMPUTE = 1, 1
 
-Function = Callable[..., int]
+_VERSION = 12080
+_POINTERS, _SIZES = ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_size_t)
 
 
 class CopyPiece(NamedTuple):
@@ -66,12 +68,13 @@ class BatchCopy:
 
 def find_batch_copy(load: Callable[[str], Any] = ctypes.CDLL) -> BatchCopy | None:
     """Return the driver's batched copy; None where there is no driver, or an older one."""
-    try:
-        function = load(DRIVER_LIBRARY).cuMemcpyBatchAsync
-    except (OSError, AttributeError):
-        return None
-    function.restype = ctypes.c_int
-    return BatchCopy(function)
+    driver = open_driver(load)
+    # As CUDA 12.8 had it: 13.0 has another one of this name, with one argument less.
+    function = driver and driver.find(
+        "cuMemcpyBatchAsync", _VERSION, _POINTERS, _POINTERS, _SIZES, ctypes.c_size_t,
+        ctypes.c_void_p, _SIZES, ctypes.c_size_t, _SIZES, ctypes.c_void_p,
+    )  # fmt: skip
+    return BatchCopy(function) if function else None
 
 
 def is_worth_a_batch(pieces: Sequence[CopyPiece]) -> bool:

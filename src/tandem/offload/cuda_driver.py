@@ -1,0 +1,63 @@
+"""Functions of the CUDA driver, each asked for in the version that is meant.
+
+A symbol of libcuda.so stays what it was when it was new; cuda.h calls later versions by macros. So
+`cuStreamWriteValue32` looked up by its name is the one that a driver has switched off by default.
+`cuGetProcAddress` (CUDA 12) gives the one that a version of CUDA had.
+"""
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+DRIVER_LIBRARY = "libcuda.so.1"
+_DEFAULT_FLAGS = 0  # CU_GET_PROC_ADDRESS_DEFAULT
+
+Function = Callable[..., int]
+
+
+class DriverError(RuntimeError):
+    """A function of the driver did not do what was asked."""
+
+
+class Driver:
+    """Finds functions."""
+
+    def __init__(self, library: Any) -> None:
+        """Take a loaded library; `AttributeError` if its driver is older than CUDA 12."""
+        self._get_address = library.cuGetProcAddress_v2
+
+    def find(self, name: str, version: int, *argument_types: Any) -> Function | None:
+        """Return a function as CUDA `version` (12.8 is 12080) had it; None: the driver is older."""
+        address = ctypes.c_void_p()
+        code = self._get_address(
+            ctypes.c_char_p(name.encode()),
+            ctypes.byref(address),
+            ctypes.c_int(version),
+            ctypes.c_uint64(_DEFAULT_FLAGS),
+            None,  # why there is none is not asked
+        )
+        if code != 0 or not address.value:
+            return None
+        return ctypes.CFUNCTYPE(ctypes.c_int, *argument_types)(address.value)
+
+    def require(self, name: str, version: int, *argument_types: Any) -> Function:
+        """Return a function that raises `DriverError` instead of returning a code."""
+        function = self.find(name, version, *argument_types)
+        if function is None:
+            raise DriverError(f"the driver has no {name} of CUDA {version // 1000}")
+
+        def call(*arguments: Any) -> int:
+            code = function(*arguments)
+            if code != 0:
+                raise DriverError(f"{name} returned {code}")
+            return code
+
+        return call
+
+
+def open_driver(load: Callable[[str], Any] = ctypes.CDLL) -> Driver | None:
+    """Return the driver of this machine; None where there is none, or one older than CUDA 12."""
+    try:
+        return Driver(load(DRIVER_LIBRARY))
+    except (OSError, AttributeError):
+        return None
