@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tandem.cli.main import main
 from tandem.generate.prompt import encode_conversation
 from tests.hf.tiny import byte_tokenizer, save_tiny_checkpoint
 from tests.programs import Program, tandem
@@ -147,6 +148,20 @@ def test_a_damaged_checkpoint_gets_one_sentence(
     assert done.returncode == 2
     assert sentence in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+# Transformers makes an empty tokenizer for the first, and raises for the second
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral"])
+def test_a_model_without_tokenizer_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], architecture: str
+) -> None:
+    checkpoint = save_tiny_checkpoint(tmp_path / "tiny", architecture)
+    for file in checkpoint.glob("tokenizer*"):
+        file.unlink()
+    assert main(["run", str(checkpoint), "-p", "x"]) == 2
+    said = capsys.readouterr().err
+    assert "tiny has no tokenizer: expected tokenizer.json" in said
+    assert len(said.splitlines()) == 1
 
 
 def test_a_reader_that_leaves_is_no_error(model: str) -> None:

@@ -113,11 +113,9 @@ def _model(
             shape, offload, threads, dense_dtype=options.dense_dtype, num_layers=options.layers,
             vocabulary=options.vocabulary,
         )  # fmt: skip
-    from tandem.cli.models import load_model_and_tokenizer
+    from tandem.cli.models import load_model
 
-    model, _ = load_model_and_tokenizer(
-        choice, offload, quiet=False, dense_dtype=options.dense_dtype
-    )
+    model = load_model(choice, offload, quiet=False, dense_dtype=options.dense_dtype)
     return choice.model, model
 
 

@@ -17,6 +17,7 @@ from tandem.core.errors import ModelError
 from tandem.offload.options import OffloadOptions
 
 DEMO_MODELS = ("demo", "demo-equal")
+_TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,12 +99,29 @@ def load_model_and_tokenizer(
     choice: ModelChoice, offload: OffloadOptions, *, quiet: bool, dense_dtype: str = "none"
 ) -> tuple[Any, Any]:
     """Load a model through Tandem, and its tokenizer; progress goes to standard error."""
-    import tandem
+    from tandem.hf.checkpoint import open_model
 
     found = find_model(choice, quiet=quiet)
     calm_transformers(quiet)
+    open_model(Path(found.model), may_run_code=found.trust_remote_code)  # what is wrong with it
+    tokenizer = load_tokenizer(found)  # before the model, which may take minutes
+    return _load(found, offload, dense_dtype), tokenizer
+
+
+def load_model(
+    choice: ModelChoice, offload: OffloadOptions, *, quiet: bool, dense_dtype: str = "none"
+) -> Any:
+    """Load a model through Tandem, for what needs no tokenizer."""
+    found = find_model(choice, quiet=quiet)
+    calm_transformers(quiet)
+    return _load(found, offload, dense_dtype)
+
+
+def _load(found: ModelChoice, offload: OffloadOptions, dense_dtype: str) -> Any:
+    import tandem
+
     names = [field.name for field in dataclasses.fields(OffloadOptions)]
-    model = tandem.load(
+    return tandem.load(
         found.model,
         trust_remote_code=found.trust_remote_code,
         isa=os.environ.get("TANDEM_ISA"),
@@ -111,11 +129,10 @@ def load_model_and_tokenizer(
         dense_dtype=dense_dtype,
         **{name: getattr(offload, name) for name in names},
     )
-    return model, load_tokenizer(found)
 
 
 def load_tokenizer(found: ModelChoice) -> Any:
-    """Load the tokenizer of a model that has been found."""
+    """Load the tokenizer of a model that has been found; `ModelError` if there is none."""
     from transformers import AutoTokenizer
 
     source = found.model
@@ -124,10 +141,24 @@ def load_tokenizer(found: ModelChoice) -> Any:
             from tandem.hf.sources.gguf_tokenizer import load_gguf_tokenizer
 
             return load_gguf_tokenizer(Path(source))
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=found.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=found.trust_remote_code)
     except Exception as error:  # the tokenizers package raises no narrower class
         first_line = str(error).partition("\n")[0]
-        raise ModelError(f"{source} has no tokenizer that loads: {first_line}") from error
+        raise _no_tokenizer(source, first_line) from error
+    # Without a file Transformers gives some models a tokenizer that turns every text to nothing.
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        raise _no_tokenizer(source, "its vocabulary is empty")
+    return tokenizer
+
+
+def _no_tokenizer(source: str, why: str) -> ModelError:
+    directory = Path(source)
+    if directory.is_dir() and not any(any(directory.glob(name)) for name in _TOKENIZER_FILES):
+        return ModelError(
+            f"{source} has no tokenizer: expected tokenizer.json, or one of "
+            f"{', '.join(_TOKENIZER_FILES[1:])}; copy it from where the model comes from"
+        )
+    return ModelError(f"{source} has no tokenizer that loads: {why}")
 
 
 def calm_transformers(quiet: bool) -> None:

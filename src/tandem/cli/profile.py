@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tandem.cli.models import ModelChoice, add_model, load_model_and_tokenizer
+from tandem.cli.models import ModelChoice, add_model, load_model
 from tandem.core.config import add_flags, from_flags, option
 from tandem.core.units import format_bytes
 from tandem.offload.options import OffloadOptions
@@ -38,7 +38,7 @@ def run(flags: argparse.Namespace) -> int:
     """Measure and print; returns the exit code."""
     options = from_flags(ProfileOptions, flags)
     offload = OffloadOptions(expert_dtype=options.expert_dtype, threads=options.threads)
-    model, _ = load_model_and_tokenizer(from_flags(ModelChoice, flags), offload, quiet=True)
+    model = load_model(from_flags(ModelChoice, flags), offload, quiet=True)
 
     from tandem.hf.assembly import profile_of
 
