@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 import tandem
+from tandem.core.errors import TandemWarning
+from tandem.hf.machine import kept_profile
 from tandem.policy.cost import HardwareProfile
 from tests import programs
 from tests.hf.tiny import save_tiny_checkpoint
@@ -54,3 +56,23 @@ def test_a_kept_profile_is_read_and_another_format_is_measured(model: Path, tmp_
     assert load("int8") == first
     load("auto")
     assert len(list((tmp_path / "profiles").iterdir())) == 2
+
+
+def test_a_damaged_profile_is_measured_again_and_that_is_said(model: Path, tmp_path: Path) -> None:
+    words = ["profile", str(model), "--expert-dtype", "int8"]
+    environment = {**ENVIRONMENT, "TANDEM_CACHE": str(tmp_path)}
+    programs.tandem(*words, env=environment)
+    (kept,) = (tmp_path / "profiles").iterdir()
+    kept.write_bytes(kept.read_bytes()[:99])
+    done = programs.tandem(*words, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert f"[warning: the kept profile cannot be used ({kept}: " in done.stderr
+    assert "measuring again]" in done.stderr
+    HardwareProfile.from_json(kept.read_text(), where="kept")
+
+
+@pytest.mark.parametrize("damage", [b"", b"{}", b"[]", b"\xff\xfe", b'{"shapes": []}'])
+def test_whatever_the_damage_a_kept_profile_is_none(tmp_path: Path, damage: bytes) -> None:
+    (tmp_path / "kept.json").write_bytes(damage)
+    with pytest.warns(TandemWarning, match="kept.json.*measuring again"):
+        assert kept_profile(tmp_path / "kept.json") is None

@@ -12,7 +12,7 @@ from tandem.core.errors import ConfigError
 from tandem.core.units import parse_bandwidth
 from tandem.hf.config import OffloadConfig
 from tandem.hf.experts import expert_functions
-from tandem.hf.machine import Bound, bind_all, measured_profile, profile_key
+from tandem.hf.machine import Bound, bind_all, kept_profile, measured_profile, profile_key
 from tandem.hf.mapped_files import find_mapped
 from tandem.hf.warm_up import ExpertsCall, NoExperts, forward_tokens
 from tandem.offload import executor as cpu_executor
@@ -212,8 +212,9 @@ def _profile(
     directory = _profile_directory(config.cache_path, device.streams.name)
     key = profile_key(model, store, geometry, kernels, call)
     kept = directory / "profiles" / f"gpu-{model.config.model_type}-{key}.json"
-    if kept.is_file():
-        return load_profile(str(kept))
+    known = kept_profile(kept)
+    if known is not None:
+        return known
     # Dense parts are timed on the GPU, so the CPU's part is kept apart from that of other devices.
     base = measured_profile(model, store, bound, geometry, kernels, call, cache_dir=directory)
     profile = measure_device(

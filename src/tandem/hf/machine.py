@@ -1,12 +1,14 @@
 """The hardware profile of this machine for a loaded model: measured on first load, then kept."""
 
 import hashlib
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from tandem.core.errors import FileFormatError, TandemWarning
 from tandem.hf.dense import packed_layers
 from tandem.hf.experts import bind, expert_functions
 from tandem.hf.warm_up import ExpertsCall, NoExperts, forward_tokens
@@ -50,8 +52,9 @@ def measured_profile(
     name = str(model.config.model_type)
     key = profile_key(model, store, geometry, kernels, call)
     path = cache_dir / "profiles" / f"{name}-{key}.json"
-    if path.is_file() and not refresh:
-        return load_profile(str(path))
+    kept = None if refresh else kept_profile(path)
+    if kept is not None:
+        return kept
     profile = measure_profile(
         store,
         geometry,
@@ -65,6 +68,21 @@ def measured_profile(
     path.parent.mkdir(parents=True, exist_ok=True)
     save_profile(profile, path)
     return profile
+
+
+def kept_profile(path: Path) -> HardwareProfile | None:
+    """Read a kept profile; None where there is none, or none that can be read, which is said."""
+    if not path.is_file():
+        return None
+    try:
+        return load_profile(str(path))
+    except (FileFormatError, OSError) as error:
+        warnings.warn(
+            f"the kept profile cannot be used ({error}); measuring again",
+            TandemWarning,
+            stacklevel=2,
+        )
+        return None
 
 
 def profile_key(
