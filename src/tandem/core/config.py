@@ -24,7 +24,11 @@ def option(
     choices: Sequence[str] | None = None,
     metavar: str | None = None,
 ) -> Any:
-    """Declare a dataclass field with its help text; `choices` also limits the flag's values."""
+    """Declare a dataclass field with its help text; `choices` also limits the flag's values.
+
+    Choices are names in lower case, and a flag's value is taken in any.
+    """
+    assert all(choice == choice.lower() for choice in choices or ())
     metadata = {"help": help, "choices": choices, "metavar": metavar}
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -55,7 +59,8 @@ def add_flags(
         if kind is bool:
             kwargs["action"] = argparse.BooleanOptionalAction if field.default else "store_true"
         else:
-            kwargs.update(type=kind, choices=field.metadata["choices"])
+            choices = field.metadata["choices"]
+            kwargs.update(type=str.lower if choices else kind, choices=choices)
             kwargs["metavar"] = field.metadata["metavar"]
         parser.add_argument(flag, **kwargs)
 

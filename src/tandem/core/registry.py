@@ -10,8 +10,9 @@ T = TypeVar("T")
 
 
 def nearest_names(name: str, known: list[str]) -> str:
-    """Return "; did you mean X?" for a mistyped name, else the list of known names."""
-    close = get_close_matches(name, known, n=2)
+    """Return "did you mean X?" for a mistyped name in whatever case, else the known names."""
+    by_lower = {each.lower(): each for each in known}
+    close = [by_lower[lower] for lower in get_close_matches(name.lower(), by_lower, n=2)]
     if close:
         return f"did you mean {' or '.join(repr(c) for c in close)}?"
     return f"known: {', '.join(known)}"

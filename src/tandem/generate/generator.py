@@ -71,8 +71,7 @@ class Generator:
         self.tokenizer = tokenizer
         self._threads = threads or _threads_of(model)
         pack_dense_layers(model, dense_dtype, self._threads)
-        require_kv_dtype(kv_dtype)
-        self._kv_dtype = kv_dtype
+        self._kv_dtype = require_kv_dtype(kv_dtype)
         self._has_replay = has_replay
         self._has_tried_rows = False
         self.why_padded: str | None = None

@@ -35,12 +35,17 @@ _PACKED_DTYPES = {torch.bfloat16: find_format("bf16"), torch.float16: find_forma
 DEFAULT_DENSE_FORMAT = "int8-g32"
 
 
+def plain_name(dtype: str | torch.dtype) -> str:
+    """Return a dtype's name as Tandem writes it: "bfloat16" for torch's, "int4" for "INT4"."""
+    return str(dtype).removeprefix("torch.").lower()
+
+
 def parse_expert_dtype(name: str | torch.dtype) -> torch.dtype | WeightFormat | None:
     """Return a torch dtype for "bf16" and the like, a packed format for "int4" and the like.
 
     None for "auto": the dtype in which the experts are loaded.
     """
-    name = str(name).removeprefix("torch.")
+    name = plain_name(name)
     if name in ("auto", *_DTYPES):
         return parse_dtype(name, field="expert_dtype")
     packed = [f.name for f in FORMATS if f.kind not in ("bf16", "fp16")] + list(ALIASES)
@@ -52,6 +57,7 @@ def parse_expert_dtype(name: str | torch.dtype) -> torch.dtype | WeightFormat | 
 
 def parse_dense_dtype(name: str) -> WeightFormat | None:
     """Return the format of a `dense_dtype`; None for "none": linear layers stay as loaded."""
+    name = plain_name(name)
     if name == "none":
         return None
     names = [fmt.name for fmt in FORMATS] + list(ALIASES)
@@ -76,7 +82,7 @@ def stored_format(
 
 def parse_dtype(name: str | torch.dtype, *, field: str) -> torch.dtype | None:
     """Return the torch dtype of "bf16", "float16", ...; None for "auto"."""
-    name = str(name).removeprefix("torch.")
+    name = plain_name(name)
     if name == "auto":
         return None
     if name not in _DTYPES:
@@ -117,7 +123,8 @@ class OffloadConfig(
 
     def __post_init__(self) -> None:
         """Check every field; `ConfigError` names the field, the value and what is expected."""
-        self.expert_dtype = str(self.expert_dtype).removeprefix("torch.")
+        self.expert_dtype = plain_name(self.expert_dtype)
+        self.dense_dtype = plain_name(self.dense_dtype)
         parse_expert_dtype(self.expert_dtype)
         parse_dense_dtype(self.dense_dtype)
         super().__post_init__()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tandem.hf.config import parse_dense_dtype, stored_format
+from tandem.hf.config import parse_dense_dtype, plain_name, stored_format
 from tandem.hf.experts import is_experts_module
 from tandem.hf.step_recorder import DENSE, opaque
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads, DenseWeight, multiply, pack_dense
@@ -76,7 +76,7 @@ def pack_dense_layers(model: Any, dense_dtype: str, threads: CpuThreads) -> int:
     if fmt is None or model.device.type != "cpu":
         return 0
     store = getattr(getattr(model, "hf_quantizer", None), "store", ())
-    if dense_dtype == "auto" and not has_quantised_experts(store):
+    if plain_name(dense_dtype) == "auto" and not has_quantised_experts(store):
         return 0
     return _replace(model, threads, lambda dtype: fmt)
 

@@ -39,7 +39,7 @@ class KvCache(RowCache):
 
         `kv_dtype` is "fp32", "bf16" or "int8"; "auto" keeps what the model computes in.
         """
-        require_kv_dtype(kv_dtype)
+        kv_dtype = require_kv_dtype(kv_dtype)
         super().__init__(num_rows)
         self.threads = threads
         self._kv_dtype = kv_dtype

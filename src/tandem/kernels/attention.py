@@ -24,11 +24,12 @@ BLOCK_TOKENS = 16
 CHUNK_TOKENS = 64  # capacities are whole ones: kernels read chunk by chunk
 
 
-def require_kv_dtype(name: str) -> None:
-    """Raise `ConfigError` for what is no `kv_dtype`: "auto" or one of `KV_DTYPES`."""
-    if name not in ("auto", *KV_DTYPES):
+def require_kv_dtype(name: str) -> str:
+    """Return a `kv_dtype` in lower case: "auto" or one of `KV_DTYPES`; `ConfigError` for others."""
+    if name.lower() not in ("auto", *KV_DTYPES):
         hint = nearest_names(name, ["auto", *KV_DTYPES])
         raise ConfigError(f"kv_dtype is {name!r}, which Tandem does not know; {hint}")
+    return name.lower()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

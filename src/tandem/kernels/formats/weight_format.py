@@ -104,10 +104,10 @@ ALIASES = {"int4": "int4-g32", "int4z": "int4z-g32", "int8": "int8-g128"}
 
 
 def find_format(name: str) -> WeightFormat:
-    """Return the format of a name or alias; `ConfigError` with the nearest names else."""
-    by_name = {fmt.name: fmt for fmt in FORMATS}
+    """Return the format of a name or alias, in any case; `ConfigError` with near names else."""
+    by_name, lower = {fmt.name: fmt for fmt in FORMATS}, name.lower()
     try:
-        return by_name[ALIASES.get(name, name)]
+        return by_name[ALIASES.get(lower, lower)]
     except KeyError:
         hint = nearest_names(name, [*by_name, *ALIASES])
         raise ConfigError(f"unknown weight format {name!r}; {hint}") from None
