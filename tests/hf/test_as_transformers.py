@@ -36,6 +36,28 @@ def eager(checkpoint: Path) -> Any:
     )
 
 
+@pytest.mark.parametrize("name", ["auto", "balanced", "balanced_low_0", "sequential"])
+def test_a_device_map_that_chooses_means_one_device(
+    checkpoint: Path, eager: Any, tmp_path: Path, name: str
+) -> None:
+    config = tandem.OffloadConfig()
+    kinds = {"dtype": "float32", "device_map": name}
+    models = [
+        AutoModelForCausalLM.from_pretrained(checkpoint, quantization_config=config, **kinds),
+        tandem.load(checkpoint, **kinds),  # type: ignore[arg-type]
+    ]
+    packed = tandem.save(models[0], tmp_path / "packed")
+    models += [AutoModelForCausalLM.from_pretrained(packed, device_map=name)]
+    models += [tandem.load(packed, device_map=name)]
+    with torch.no_grad():
+        expected = eager(IDS).logits
+        for model in models:
+            there = model.device
+            assert there.type == ("cuda" if torch.cuda.is_available() else "cpu")
+            found = model(IDS.to(there)).logits.cpu()
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"do_sample": True}, {}])
 def test_searches_find_what_eager_finds(
     offloaded: Any, eager: Any, options: dict[str, Any]

@@ -4,6 +4,9 @@ Transformers looks it up by the name "tandem" in its experts interface. It knows
 model's own activation and norm) and hands the tokens to the executor of the module's layer.
 """
 
+import inspect
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -46,7 +49,7 @@ def bind(module: nn.Module, executor: Executor, layer: int) -> None:
 def expert_functions(module: Any) -> ExpertFunctions:
     """Return the model's own code around the projections: gating or activation, and the norm."""
     has_post_norm = getattr(module, "has_post_expert_norm", False)  # absent in Transformers 5.17
-    activate = module._apply_gate if module.has_gate else module.act_fn
+    activate = _unbound(module._apply_gate) if module.has_gate else module.act_fn
     is_interleaved = module.has_gate and not module.is_concatenated
     native = find_native_activation(
         activate, is_gated=module.has_gate, is_interleaved=is_interleaved, parameters=module
@@ -57,6 +60,24 @@ def expert_functions(module: Any) -> ExpertFunctions:
         native=native,
         unpacked_activate=(lambda rows: activate(interleave(rows))) if is_interleaved else activate,
     )
+
+
+def _unbound(method: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return a module's method that does not keep the module.
+
+    The module holds its executor, and what an executor runs on (a device's thread, say) holds the
+    functions of the layers that it has met: an executor that its own functions held would never go.
+    """
+    if not inspect.ismethod(method):
+        return method
+    weak: weakref.WeakMethod[Callable[[Tensor], Tensor]] = weakref.WeakMethod(method)
+
+    def call(rows: Tensor) -> Tensor:
+        bound = weak()
+        assert bound is not None, "the experts module of this activation is gone"
+        return bound(rows)
+
+    return call
 
 
 def experts_forward(

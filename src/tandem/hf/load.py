@@ -13,6 +13,7 @@ from tandem.core.errors import ConfigError, ModelError, TandemError
 from tandem.hf.checkpoint import AnyCheckpoint, Checkpoint, GgufCheckpoint, open_model
 from tandem.hf.config import OffloadConfig, parse_dense_dtype, parse_dtype, parse_expert_dtype
 from tandem.hf.cuda_machine import device_map_for
+from tandem.hf.dense_place import on_one_device
 from tandem.hf.hub import HubOptions, find_model_path
 from tandem.hf.packed_reading import read_packed
 from tandem.hf.sources.gguf import open_gguf
@@ -64,7 +65,7 @@ def load_checkpoint(
         _check_packed_dtype(checkpoint, offload)
     common = {
         "dtype": dtype,
-        "device_map": device_map_for(offload, device_map),
+        "device_map": device_map_for(offload, on_one_device(offload, device_map)),
         "output_loading_info": True,
     }
     try:

@@ -26,16 +26,21 @@ from tandem.hf.cuda_machine import device_map_for
 from tandem.hf.dense import has_quantised_experts, pack_dense_layers, share_threads
 from tandem.hf.dense_codes import quantised_layers
 from tandem.hf.dense_files import expect_stored_layers, take_stored_layers
+from tandem.hf.dense_place import on_one_device
 from tandem.hf.experts import EXPERTS_IMPLEMENTATION, is_experts_module
+from tandem.hf.finite import require_finite_weights
 from tandem.hf.machine import bind_all
 from tandem.hf.mapped_files import copy_out_of_files
+from tandem.hf.offloaded_model import as_offloaded
 from tandem.hf.packed import INDEX_FILE, packed_name
+from tandem.hf.stand_in import ShowInStateDict
 from tandem.hf.steps import announce_steps
 from tandem.kernels.cpu import detect_cpu
 from tandem.kernels.dense import CpuThreads
 from tandem.kernels.formats.weight_format import WeightFormat
 from tandem.offload import host_memory
 from tandem.offload.arrivals import TENSOR_NAMES
+from tandem.offload.closed_executor import ClosedExecutor
 from tandem.offload.executor import CpuExecutor, Executor
 from tandem.offload.host_store import HostLayer, HostStore
 from tandem.offload.packed_layer import STORED_NAME, STORED_ORDER_NAME
@@ -75,7 +80,8 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
 
     def update_device_map(self, device_map: Any) -> Any:
         """Put the dense parts on the GPU, if experts are to run there."""
-        return device_map_for(self.quantization_config, device_map)
+        config = self.quantization_config
+        return device_map_for(config, on_one_device(config, device_map))
 
     def prepare_config(self, config: Any) -> None:
         """Name the packed files, which Transformers alone cannot find by their usual name."""
@@ -204,9 +210,12 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         for module, layer in self._bound:
             layer.arrivals.require_complete()
             module.config._experts_implementation = EXPERTS_IMPLEMENTATION
+            module.register_state_dict_post_hook(ShowInStateDict(layer.arrivals.shapes))
+        as_offloaded(model)
         announce_steps(model, lambda: self.executor)
         if not self.pre_quantized:
             copy_out_of_files(model)
+            require_finite_weights(model)
         # Files need not stay open.
         self.quantization_config.source = self.quantization_config.sink = None
         self._targets, self._from_source = {}, set()
@@ -236,6 +245,17 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         """Make the experts run through another executor, such as one around the present one."""
         self.executor = executor
         bind_all(self.bound(), executor)
+
+    def close(self) -> None:
+        """Give the experts' memory back and end all threads; the model is not run afterwards."""
+        if isinstance(self.executor, ClosedExecutor):
+            return
+        self.executor.close()
+        self.use(ClosedExecutor(HostStore()))
+        self.store = self.executor.store
+        self._bound.clear()
+        self._writer.layers.clear()  # Transformers keeps the operations that it loaded with
+        self._threads = None
 
     def bound(self) -> list[tuple[nn.Module, int]]:
         """Return the experts modules with their layers in the store."""

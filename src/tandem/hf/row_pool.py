@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from tandem.core.errors import ExecutionError
+from tandem.hf.finite import require_finite_logits
 from tandem.hf.kv_cache import KvCache
 from tandem.hf.replay import ReplayedStep
 from tandem.hf.row_model import RowModel, StartedRows
@@ -116,12 +118,16 @@ class RowPool:
 
         What comes out depends on the row's tokens and on where calls cut them, on nothing else.
         """
-        return self._prefill(row, tokens, torch.tensor([len(tokens) - 1]))[-1]
+        logits = self._prefill(row, tokens, torch.tensor([len(tokens) - 1]))
+        self._require_finite([row], logits[-1:])
+        return logits[-1]
 
     @torch.inference_mode()
     def prefill_with_logits(self, row: int, tokens: Sequence[int]) -> Tensor:
         """Append tokens to a row; return the logits after each: (n_tokens, vocabulary)."""
-        return self._prefill(row, tokens, None)
+        logits = self._prefill(row, tokens, None)
+        self._require_finite([row], logits[-1:])
+        return logits
 
     def _prefill(self, row: int, tokens: Sequence[int], keep: Tensor | None) -> Tensor:
         self._note_executor()
@@ -145,7 +151,17 @@ class RowPool:
         self.cache.commit()
         for row, token in tokens.items():
             self._held[row].append(token)
+        self._require_finite(list(tokens), logits)
         return logits
+
+    def _require_finite(self, rows: Sequence[int], logits: Tensor) -> None:
+        """Raise `ExecutionError` for logits (rows, vocabulary) that are not; forget the rows."""
+        try:
+            require_finite_logits(self._model.model, logits, lambda i: self._held[rows[i]])
+        except ExecutionError:
+            for row in rows:
+                self.keep(row, 0)
+            raise
 
     def _add_step(self, num_rows: int) -> _Step:
         with torch.inference_mode(False):

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tandem.core.errors import ExecutionError
+from tandem.hf.finite import require_finite_logits
 from tandem.hf.kv_cache import KvCache
 from tandem.hf.replay import ReplayedStep
 from tandem.hf.row_model import RowModel, why_not_by_rows
@@ -85,7 +87,7 @@ class CachedRows:
             )
             for segment, row_logits in zip(segments, found, strict=True):
                 logits[segment.row] = row_logits
-        return torch.stack(logits)
+        return self._checked(torch.stack(logits))
 
     def decode(self, tokens: list[int]) -> Tensor:
         """Append one token per row; return the logits of the next: (rows, vocabulary)."""
@@ -96,6 +98,17 @@ class CachedRows:
         self.cache.commit()
         for held, token in zip(self._tokens, tokens, strict=True):
             held.append(token)
+        return self._checked(logits)
+
+    def _checked(self, logits: Tensor) -> Tensor:
+        """Return the logits (rows, vocabulary), if they are finite; else forget the rows."""
+        try:
+            require_finite_logits(self._model.model, logits, self._tokens.__getitem__)
+        except ExecutionError:
+            for row, held in enumerate(self._tokens):
+                self.cache.truncate(row, 0)
+                held.clear()
+            raise
         return logits
 
     def _chunks(self) -> list[list[Segment]]:

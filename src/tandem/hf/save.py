@@ -16,6 +16,7 @@ from tandem.hf.dense_files import dense_formats_of, stored_tensors
 from tandem.hf.packed import DENSE_FILE, experts_file, packed_name
 from tandem.hf.packed_files import write_index, write_tensors
 from tandem.hf.quantizer import OffloadQuantizer
+from tandem.offload.closed_executor import require_open
 from tandem.offload.host_store import HostLayer
 from tandem.offload.packed_layer import PackedLayer
 
@@ -32,6 +33,7 @@ def save(model: Any, directory: str | Path, *, tokenizer: Any = None) -> Path:
             f"tandem.save got a {type(model).__name__} that Tandem did not load; "
             "use its own save_pretrained"
         )
+    require_open(quantizer.executor)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ModelError(f"{target} exists and is not an empty directory; name a new one")
     partial = target.with_name(f".{target.name}.partial")
@@ -86,8 +88,10 @@ def dense_tensors(model: Any, quantizer: OffloadQuantizer) -> dict[str, Tensor]:
     for name, tensor in model.state_dict().items():
         if name.rpartition(".")[0] in packed:
             continue
+        if quantizer.param_needs_quantization(model, name):
+            continue
         place = (tensor.data_ptr(), tensor.shape)
-        if quantizer.param_needs_quantization(model, name) or (tensor.numel() and place in seen):
+        if tensor.numel() and place in seen:
             continue
         seen.add(place)
         tensors[name] = tensor.contiguous()

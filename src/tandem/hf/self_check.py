@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tandem.hf.checkpoint import AnyCheckpoint
 from tandem.hf.config import OffloadConfig
+from tandem.hf.finite import require_finite_logits
 from tandem.hf.load import load_checkpoint
 from tandem.kernels.reference import expert_ffn
 from tandem.offload.batch import ExpertFunctions
@@ -64,6 +65,7 @@ def check_model(checkpoint: AnyCheckpoint, offload: OffloadConfig) -> Agreement:
 def _log_probabilities(model: torch.nn.Module, ids: Tensor) -> Tensor:
     with torch.no_grad():
         logits: Tensor = model(input_ids=ids).logits[0].float()
+    require_finite_logits(model, logits, lambda place: ids[0, : place + 1].tolist())
     return logits.log_softmax(-1)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationMixin
 
 from tandem.core.errors import UnsupportedModelError
+from tandem.hf.finite import require_finite_logits
 
 
 def require_next_token_model(model: Any) -> None:
@@ -97,4 +98,5 @@ class PaddedRows:
         outputs = self._model(**inputs, return_dict=True)
         self._kwargs = self._model._update_model_kwargs_for_generation(outputs, self._kwargs)
         logits: Tensor = outputs.logits[:, -1]
+        require_finite_logits(self._model, logits, lambda row: self._ids[row].tolist())
         return logits

@@ -130,7 +130,8 @@ class CopyThread:
         with self.slots.changed:
             self._is_closing = True
             self.slots.changed.notify_all()
-        self._thread.join()
+        if self._thread is not threading.current_thread():  # garbage is collected on any thread
+            self._thread.join()
 
     def _raise_error(self) -> None:
         if self._error is not None:

@@ -39,6 +39,7 @@ class EmulatedDevice:
         `pin_limit_bytes` stands for a system's limit on pinned memory.
         """
         self.total_bytes = total_bytes
+        self.computes_beside = has_thread
         self._may_pin_bytes = pin_limit_bytes
         self.used_bytes = 0
         self.fault: Fault | None = None
@@ -120,6 +121,7 @@ class EmulatedDevice:
         """End the device's thread."""
         if self._lane is not None:
             self._lane.close()
+            self._lane = None  # it holds this device
 
     def _run(self, batch: ExpertBatch, use: SlotUse) -> None:
         try:
@@ -156,7 +158,8 @@ class _Lane:
 
     def close(self) -> None:
         self._queue.put(None)
-        self._thread.join()
+        if self._thread is not threading.current_thread():  # garbage is collected on any thread
+            self._thread.join()
 
     def _loop(self) -> None:
         while (item := self._queue.get()) is not None:
@@ -164,6 +167,7 @@ class _Lane:
                 self._run(*item)
             except BaseException as error:
                 self._error = self._error or error
+            del item  # its batch holds a model's state, and the next one may be long in coming
             with self._done:
                 self._open -= 1
                 self._done.notify_all()

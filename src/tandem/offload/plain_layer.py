@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tandem.core.errors import ModelError
 from tandem.kernels.reference import ExpertWeights
 from tandem.offload.arrivals import Arrivals
 from tandem.offload.image import ALIGNMENT_BYTES, Piece, aligned
@@ -28,6 +29,7 @@ class PlainLayer:
     def put(self, tensor_name: str, fused: Tensor) -> None:
         """Take the fused tensor (num_experts, ...) of one projection or bias."""
         self.arrivals.check_fused(tensor_name, tuple(fused.shape))
+        self._require_finite(tensor_name, fused)
         self._allocate(tensor_name, fused.dtype).copy_(fused)
         self.arrivals.count(tensor_name, self.arrivals.num_experts)
 
@@ -38,9 +40,18 @@ class PlainLayer:
         target = self._allocate(tensor_name, parts[0].dtype)[expert]
         start = 0
         for part in parts:
+            self._require_finite(tensor_name, part)
             target[start : start + part.shape[0]].copy_(part)
             start += part.shape[0]
         self.arrivals.count(tensor_name, 1)
+
+    def _require_finite(self, tensor_name: str, values: Tensor) -> None:
+        # A sum in fp32 reads each value once, and is finite if all of them are.
+        if not math.isfinite(float(values.sum(dtype=torch.float32))):
+            raise ModelError(
+                f"{self.arrivals.name}.{tensor_name} has weights that are NaN or infinite, "
+                "expected finite ones; the checkpoint is damaged: download it again"
+            )
 
     def adopt(self, stored_name: str, tensor: Tensor) -> None:
         """Keep a tensor of a packed checkpoint; it may be a view of a mapped file.

@@ -1,0 +1,23 @@
+"""Where dense parts go when the user lets Transformers choose: on one device, whole."""
+
+from typing import Any
+
+import torch
+
+from tandem.hf.config import OffloadConfig
+
+# With these, Transformers would spread a model over GPUs, CPU and disk.
+_AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+def on_one_device(config: OffloadConfig, device_map: Any) -> Any:
+    """Return the user's device map; in place of one that chooses, the GPU if there is one.
+
+    None leaves it to the options: the GPU if they name it, else the CPU. An emulated device reads
+    the model's state in host memory, so its dense parts stay there.
+    """
+    if not isinstance(device_map, str) or device_map not in _AUTOMATIC:
+        return device_map
+    if config.device == "cpu" and torch.cuda.is_available():
+        return {"": torch.cuda.current_device()}
+    return None

@@ -1,0 +1,95 @@
+"""Finds NaN and infinity: in weights when they are loaded, in logits at every step.
+
+A step costs one pass over its logits. Only when they are spoilt are the layers looked through.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tandem.core.errors import ExecutionError, ModelError
+
+# Of a row's tokens, the last ones with which a spoilt layer is looked for.
+_SEARCHED_TOKENS = 2048
+
+
+def require_finite_weights(model: nn.Module) -> None:
+    """Raise `ModelError` naming the first dense weight that is not finite."""
+    named = [(name, p) for name, p in model.named_parameters() if _has_values(p)]
+    # A sum in fp32 reads each weight once, and is finite if all of them are; one wait on a GPU.
+    sums = [_sum(p) for _, p in named]
+    if not sums or math.isfinite(float(torch.stack([s.to(sums[0].device) for s in sums]).sum())):
+        return
+    for (name, _), total in zip(named, sums, strict=True):
+        if not math.isfinite(float(total)):
+            raise ModelError(
+                f"the weight {name} holds NaN or infinity, expected finite numbers; the checkpoint "
+                "is damaged: download it again"
+            )
+
+
+def require_finite_logits(
+    model: Any, logits: Tensor, tokens_of: Callable[[int], Sequence[int]]
+) -> None:
+    """Raise `ExecutionError` naming the first layer that spoilt logits (rows, vocabulary).
+
+    `tokens_of` returns the tokens of a row so far. A model may forbid tokens by minus infinity.
+    """
+    highest = logits.amax(-1)  # NaN where a row has one
+    if math.isfinite(float(highest.sum())):
+        return
+    row = int(highest.isfinite().logical_not().nonzero()[0])
+    place = _first_spoilt(model, list(tokens_of(row))[-_SEARCHED_TOKENS:])
+    where = "no single layer" if place is None else place
+    raise ExecutionError(
+        f"the model's output is NaN or infinite, first in {where}; its weights are damaged "
+        f"(download it again) or too large for {_name(model.dtype)} (load it with another dtype)"
+    )
+
+
+def _has_values(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.numel() > 0 and not tensor.is_meta
+
+
+def _sum(tensor: Tensor) -> Tensor:
+    values = tensor.detach()
+    if values.element_size() == 1:  # torch does not add fp8
+        values = values.float()
+    return values.sum(dtype=torch.float32)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@torch.inference_mode()
+def _first_spoilt(model: Any, ids: list[int]) -> str | None:
+    """Run tokens once more; return the name of the first module whose output is not finite."""
+    found: list[str] = []
+
+    def listener(name: str) -> Any:
+        def listen(module: nn.Module, args: Any, output: Any) -> None:
+            if not found and any(_is_spoilt(tensor) for tensor in _tensors(output)):
+                found.append(name)
+
+        return listen
+
+    handles = [m.register_forward_hook(listener(n)) for n, m in model.named_modules() if n]
+    try:
+        model(input_ids=torch.tensor([ids], device=model.device), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else None
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    parts = output if isinstance(output, tuple | list) else (output,)
+    return (part for part in parts if isinstance(part, Tensor) and part.is_floating_point())
+
+
+def _is_spoilt(tensor: Tensor) -> bool:
+    return bool((tensor.isnan() | tensor.isposinf()).any())

@@ -1,0 +1,73 @@
+"""What Tandem adds to a model's class: it can be closed, counts its experts, refuses copies.
+
+A loaded model's class is a subclass of its own one with the same name, as FSDP2 does it: `with`
+and `copy` look at the class.
+"""
+
+import math
+from functools import cache
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+from tandem.hf.dense import PackedLinear, packed_layers
+from tandem.hf.stand_in import refuse_to_copy
+
+
+class OffloadedModel:
+    """Methods of every model that Tandem has loaded, before those of its Transformers class."""
+
+    hf_quantizer: Any
+
+    def close(self) -> None:
+        """Give the experts' memory back and end their threads; twice is no error.
+
+        The model cannot be run afterwards. Not needed where nobody holds it any more.
+        """
+        self.hf_quantizer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """Count parameters as Transformers does, those that Tandem keeps included."""
+        count = int(super().num_parameters(only_trainable, exclude_embeddings))  # type: ignore[misc]
+        if only_trainable:
+            return count
+        for layer in self.hf_quantizer.store:
+            count += sum(math.prod(shape) for shape in layer.arrivals.shapes.values())
+        for linear in self._packed_layers():
+            count += linear.out_features * (linear.in_features + (linear.packed.bias is not None))
+        return count
+
+    def get_memory_footprint(self, return_buffers: bool = True) -> int:
+        """Return the bytes that the model takes, packed weights and experts in host memory too."""
+        num_bytes = int(super().get_memory_footprint(return_buffers))  # type: ignore[misc]
+        packed = sum(linear.packed.num_bytes for linear in self._packed_layers())
+        return num_bytes + packed + int(self.hf_quantizer.store.num_bytes)
+
+    def _packed_layers(self) -> list[PackedLinear]:
+        return [linear for _, linear in packed_layers(self)]  # type: ignore[arg-type]
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse_to_copy()
+
+
+def as_offloaded(model: Any) -> None:
+    """Give a model the methods of `OffloadedModel`."""
+    if not isinstance(model, OffloadedModel):
+        model.__class__ = _offloaded_class(type(model))  # type: ignore[arg-type]
+
+
+@cache
+def _offloaded_class(kind: type) -> type:
+    # Transformers looks classes up by what they are called.
+    kept = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(kind.__name__, (OffloadedModel, kind), kept)

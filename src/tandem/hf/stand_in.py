@@ -1,0 +1,85 @@
+"""Stands in a state dict for a tensor of the host store: says its shape, refuses to be read.
+
+So a state dict has the names that it must have, and nobody writes a model without its experts.
+"""
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from tandem.core.errors import ConfigError
+
+
+def refuse_to_copy() -> NoReturn:
+    """Raise `ConfigError`: what is copied or pickled would lack the experts."""
+    raise ConfigError(
+        "the experts of this model are in Tandem's host store, so it cannot be copied, pickled or "
+        "written like other models; write it with tandem.save(model, directory)"
+    )
+
+
+class StandIn(Tensor):
+    """A tensor without values, of a shape and a dtype."""
+
+    @staticmethod
+    def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype) -> "StandIn":
+        """Take no memory."""
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Refuse whatever reads values; let `state_dict` detach."""
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        refuse_to_copy()
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        """Show the shape."""
+        return f"StandIn({tuple(self.shape)}, {self.dtype})"
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse_to_copy()
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        refuse_to_copy()
+
+    def data_ptr(self) -> NoReturn:
+        """Refuse."""
+        refuse_to_copy()
+
+    def numpy(self, **options: Any) -> NoReturn:
+        """Refuse."""
+        refuse_to_copy()
+
+    def storage(self) -> NoReturn:
+        """Refuse."""
+        refuse_to_copy()
+
+    def untyped_storage(self) -> NoReturn:
+        """Refuse."""
+        refuse_to_copy()
+
+    def contiguous(self, *args: Any, **options: Any) -> NoReturn:
+        """Refuse."""
+        refuse_to_copy()
+
+
+class ShowInStateDict:
+    """A hook by which state dicts show an experts module's tensors in their true shapes."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        """Show tensors of these names and shapes."""
+        self._shapes = shapes
+
+    def __call__(
+        self, module: nn.Module, found: dict[str, Any], prefix: str, metadata: Any
+    ) -> None:
+        """Put stand-ins into the state dict."""
+        for name, shape in self._shapes.items():
+            found[prefix + name] = StandIn(shape, module.get_parameter(name).dtype)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse_to_copy()  # met by whoever copies or pickles the module, or one that holds it
