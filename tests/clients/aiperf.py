@@ -1,0 +1,71 @@
+"""aiperf: a benchmark of a server, on synthetic prompts in the model's own tokens."""
+
+# /// script
+# dependencies = ["aiperf"]
+# ///
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.clients.trying import Served, report
+
+_OUTPUT_TOKENS = 8
+_REQUESTS = 4
+
+
+def chat_streams(served: Served) -> str:
+    return _benchmark(served, "chat", "--streaming")
+
+
+def usage_in_every_chunk(served: Served) -> str:
+    return _benchmark(
+        served, "chat", "--streaming", "--use-server-token-count", "--per-chunk-usage"
+    )
+
+
+def completions(served: Served) -> str:
+    return _benchmark(served, "completions", "--use-legacy-max-tokens")
+
+
+def _benchmark(served: Served, kind: str, *flags: str) -> str:
+    """Run a benchmark; every request must end well, and the server's metrics be read."""
+    with tempfile.TemporaryDirectory() as temporary:
+        done = subprocess.run(
+            [str(Path(sys.executable).with_name("aiperf")), "profile", "-m", served.name,
+             "--url", served.address, "--endpoint-type", kind, "--tokenizer", str(served.directory),
+             "--prompt-input-tokens-mean", "16",
+             "--prompt-output-tokens-mean", str(_OUTPUT_TOKENS),
+             "--extra-inputs", "ignore_eos:true",
+             "--extra-inputs", f"min_tokens:{_OUTPUT_TOKENS}",
+             "--request-count", str(_REQUESTS), "--concurrency", "2", "--workers-max", "1",
+             "--output-artifact-dir", temporary, "--ui", "none", "--no-gpu-telemetry", *flags],
+            env=_variables(), cwd=temporary, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, (done.stdout + done.stderr)[-2000:]
+        found = _read(temporary, "profile_export_aiperf.json")
+        metrics = _read(temporary, "server_metrics_export.json")
+    assert found["error_summary"] == []
+    assert found["request_count"]["avg"] == _REQUESTS
+    assert "tandem_generated_tokens" in str(metrics)
+    # The server's count: a text's tokens, counted again, may be fewer.
+    assert found["usage_completion_tokens"]["min"] == _OUTPUT_TOKENS
+    return f"{_REQUESTS} requests of {_OUTPUT_TOKENS} tokens"
+
+
+def _read(directory: str, name: str) -> Any:
+    return json.loads((Path(directory) / name).read_text(encoding="utf-8"))
+
+
+def _variables() -> dict[str, str]:
+    """Return the environment; told to be offline, aiperf opens no tokenizer in a directory."""
+    return {key: value for key, value in os.environ.items() if key != "HF_HUB_OFFLINE"}
+
+
+if __name__ == "__main__":
+    tries = [chat_streams, usage_in_every_chunk, completions]
+    sys.exit(report("aiperf", tries))

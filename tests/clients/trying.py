@@ -1,0 +1,63 @@
+"""What a client's script shares with the others: it tries one thing after another and reports.
+
+Runs in the client's environment, so it knows the standard library alone. The report is one JSON
+object a line, which `tests.clients.environment` reads.
+"""
+
+import json
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+_LONGEST_NOTE_CHARACTERS = 400
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The server that is tried, and the model behind it."""
+
+    address: str
+    name: str
+    directory: Path
+    """The model's files: clients read its tokenizer."""
+
+    @property
+    def base_url(self) -> str:
+        """What clients of OpenAI's API want to know."""
+        return f"{self.address}/v1"
+
+
+Try = Callable[[Served], str | None]
+"""One thing that a client does; returns what is worth a note, raises if it does not work."""
+
+
+def report(distribution: str, tries: Sequence[Try]) -> int:
+    """Try all on the server that the command line names; return the exit code."""
+    address, name, directory = sys.argv[1:]
+    served = Served(address, name, Path(directory).resolve())
+    _say(version=version(distribution))
+    for one in tries:
+        tried = one.__name__.replace("_", " ")
+        try:
+            note = one(served)
+        except (Exception, SystemExit) as error:
+            traceback.print_exc()
+            _say(tried=tried, works=False, note=_reason(error))
+        else:
+            _say(tried=tried, works=True, note=note or "")
+    return 0
+
+
+def _say(**fields: object) -> None:
+    """Write a line of the report, marked, as clients print too."""
+    print(f"\nREPORT {json.dumps(fields)}", flush=True)
+
+
+def _reason(error: BaseException) -> str:
+    """Return what went wrong in a line: the message, or the line that says what was expected."""
+    where = traceback.extract_tb(error.__traceback__)[-1].line
+    text = f"{type(error).__name__}: {error if str(error) else where}"
+    return " ".join(text.split())[:_LONGEST_NOTE_CHARACTERS]
