@@ -4,6 +4,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -19,38 +20,62 @@ namespace nb = nanobind;
 namespace tandem {
 namespace {
 
-// Some experts of a layer, by number or by address. Expert i has rows begin[i]..begin[i + 1] - 1 of
-// a call of `num_rows` rows, whose results are at out; row_token has the tokens of this batch.
-void run_batch(ExpertEngine& engine, const RoutedLayer& layer,
+// Some experts of a layer, by number or by address, computed by an engine's workers while their
+// caller does other work. Expert i has rows begin[i]..begin[i + 1] - 1 of a call of `num_rows` rows,
+// whose results are at out; row_token has the tokens of this batch. From its making to `finish`,
+// which its maker's thread calls, the engine is its own, and the tensors must live.
+class StartedBatch {
+ public:
+  StartedBatch(ExpertEngine& engine, const RoutedLayer& layer,
                const std::vector<std::uintptr_t>& experts, bool are_addresses,
                std::vector<std::int32_t> begin, std::int64_t num_tokens, std::uintptr_t row_token,
-               std::int64_t num_rows, std::uintptr_t hidden, std::uintptr_t out) {
-  if (begin.size() != experts.size() + 1 || begin.front() < 0 || begin.back() > num_rows)
-    throw std::invalid_argument("begin has " + std::to_string(begin.size()) + " rows for " +
-                                std::to_string(experts.size()) + " experts, expected one more, " +
-                                "and all of them from 0 to " + std::to_string(num_rows));
-  std::vector<const std::uint8_t*> addresses;
-  addresses.reserve(experts.size());
-  for (const std::uintptr_t expert : experts) {
-    if (!are_addresses && expert >= static_cast<std::uintptr_t>(layer.num_experts))
-      throw std::invalid_argument("expert " + std::to_string(expert) + ", expected 0 to " +
-                                  std::to_string(layer.num_experts - 1));
-    addresses.push_back(are_addresses ? pointer<const std::uint8_t>(expert)
-                                      : layer.experts + expert * layer.expert_bytes);
+               std::int64_t num_rows, std::uintptr_t hidden, std::uintptr_t out)
+      : engine_(engine), begin_(std::move(begin)) {
+    if (begin_.size() != experts.size() + 1 || begin_.front() < 0 || begin_.back() > num_rows)
+      throw std::invalid_argument("begin has " + std::to_string(begin_.size()) + " rows for " +
+                                  std::to_string(experts.size()) +
+                                  " experts, expected one more, and all of them from 0 to " +
+                                  std::to_string(num_rows));
+    addresses_.reserve(experts.size());
+    for (const std::uintptr_t expert : experts) {
+      if (!are_addresses && expert >= static_cast<std::uintptr_t>(layer.num_experts))
+        throw std::invalid_argument("expert " + std::to_string(expert) + ", expected 0 to " +
+                                    std::to_string(layer.num_experts - 1));
+      addresses_.push_back(are_addresses ? pointer<const std::uint8_t>(expert)
+                                         : layer.experts + expert * layer.expert_bytes);
+    }
+    const std::int32_t first = begin_.front();
+    for (std::int32_t& row : begin_) row -= first;
+    const ExpertCall call{static_cast<std::int64_t>(experts.size()),
+                          num_tokens,
+                          addresses_.data(),
+                          begin_.data(),
+                          pointer<const std::int32_t>(row_token),
+                          pointer<const float>(hidden),
+                          pointer<float>(out) + first * layer.layout.hidden_size};
+    require_in_range(call, begin_.back());
+    const nb::gil_scoped_release release;
+    turn_ = std::unique_lock(engine.busy());
+    engine.start(layer.layout, layer.activation, call);
   }
-  const std::int32_t first = begin.front();
-  for (std::int32_t& row : begin) row -= first;
-  const ExpertCall call{static_cast<std::int64_t>(experts.size()),
-                        num_tokens,
-                        addresses.data(),
-                        begin.data(),
-                        pointer<const std::int32_t>(row_token),
-                        pointer<const float>(hidden),
-                        pointer<float>(out) + first * layer.layout.hidden_size};
-  require_in_range(call, begin.back());
-  const Turn turn(engine);
-  engine.run(layer.layout, layer.activation, call);
-}
+  StartedBatch(const StartedBatch&) = delete;
+  StartedBatch& operator=(const StartedBatch&) = delete;
+  ~StartedBatch() { finish(); }
+
+  // Computes with the workers, and returns when all is done.
+  void finish() {
+    if (!turn_.owns_lock()) return;
+    const nb::gil_scoped_release release;
+    engine_.finish();
+    turn_.unlock();
+  }
+
+ private:
+  ExpertEngine& engine_;
+  std::vector<const std::uint8_t*> addresses_;
+  std::vector<std::int32_t> begin_;
+  std::unique_lock<std::mutex> turn_;
+};
 
 // Numbers from Python index tables: nothing is read outside.
 void require_experts(const Ids& experts, std::int32_t num_experts) {
@@ -169,7 +194,12 @@ void bind_lone_layers(nb::module_& m) {
 }  // namespace
 
 void bind_runtime(nb::module_& m) {
-  m.def("run_batch", &run_batch);
+  nb::class_<StartedBatch>(m, "StartedBatch")
+      .def(nb::init<ExpertEngine&, const RoutedLayer&, const std::vector<std::uintptr_t>&, bool,
+                    std::vector<std::int32_t>, std::int64_t, std::uintptr_t, std::int64_t,
+                    std::uintptr_t, std::uintptr_t>(),
+           nb::keep_alive<1, 2>())
+      .def("finish", &StartedBatch::finish);
   bind_tables(m);
   bind_lone_layers(m);
 }

@@ -140,22 +140,33 @@ ExpertEngine::ExpertEngine(int num_threads, const std::string& isa)
 
 void ExpertEngine::run(const ExpertLayout& layout, const ActivationSpec& activation,
                        const ExpertCall& call) {
+  start(layout, activation, call);
+  finish();
+}
+
+void ExpertEngine::start(const ExpertLayout& layout, const ActivationSpec& activation,
+                         const ExpertCall& call) {
   const std::int64_t num_rows = call.row_begin[call.num_experts];
-  if (num_rows == 0) return;
-  inner_.resize(static_cast<Format>(layout.format), num_rows, layout.inner_cols, layout.group);
-  prepare_tokens(layout, call, layout.hidden_size, layout.hidden_cols);
-  plan_tasks(layout, call);
-  pool_.run(static_cast<std::int64_t>(tasks_.size()), [&](std::int64_t i) {
-    const Task& task = tasks_[i];
-    std::atomic<std::int64_t>& up_left = up_left_[task.expert];
-    if (i < num_up_tasks_) {
-      project_up(layout, activation, call, task);
-      up_left.fetch_sub(1, std::memory_order_release);
-    } else {
-      wait_until_zero(up_left);
-      project_down(layout, call, task);
-    }
-  });
+  tasks_.clear();
+  if (num_rows > 0) {
+    inner_.resize(static_cast<Format>(layout.format), num_rows, layout.inner_cols, layout.group);
+    prepare_tokens(layout, call, layout.hidden_size, layout.hidden_cols);
+    plan_tasks(layout, call);
+  }
+  job_ = {this, layout, activation, call};
+  pool_.start(static_cast<std::int64_t>(tasks_.size()), job_);
+}
+
+void ExpertEngine::Job::operator()(std::int64_t i) const {
+  const Task& task = engine->tasks_[i];
+  std::atomic<std::int64_t>& up_left = engine->up_left_[task.expert];
+  if (i < engine->num_up_tasks_) {
+    engine->project_up(layout, activation, call, task);
+    up_left.fetch_sub(1, std::memory_order_release);
+  } else {
+    wait_until_zero(up_left);
+    engine->project_down(layout, call, task);
+  }
 }
 
 void ExpertEngine::project(const ExpertLayout& layout, bool is_up, const ExpertCall& call) {

@@ -64,6 +64,11 @@ class ExpertEngine {
 
   void run(const ExpertLayout& layout, const ActivationSpec& activation, const ExpertCall& call);
 
+  // The two halves of `run`: in between the workers compute and the caller does other work. What
+  // the call points to must live until `finish` has returned.
+  void start(const ExpertLayout& layout, const ActivationSpec& activation, const ExpertCall& call);
+  void finish() { pool_.finish(); }
+
   // One projection alone: the first (gate and up in turn, by blocks of 16) or the second, from rows
   // of inner_rows values. `call.hidden` and `call.out` have its inputs and outputs, fp32.
   void project(const ExpertLayout& layout, bool is_up, const ExpertCall& call);
@@ -98,6 +103,16 @@ class ExpertEngine {
     std::int64_t expert, begin, end;
   };
 
+  // What the threads are at, one task each time.
+  struct Job {
+    ExpertEngine* engine;
+    ExpertLayout layout;
+    ActivationSpec activation;
+    ExpertCall call;
+
+    void operator()(std::int64_t i) const;
+  };
+
   void convert(const ExpertLayout& layout, const float* values, std::int64_t count, Rows& rows,
                std::int64_t row, std::int64_t begin) const;
   void prepare_tokens(const ExpertLayout& layout, const ExpertCall& call, std::int64_t size,
@@ -113,6 +128,7 @@ class ExpertEngine {
   const Kernels* kernels_;
   ThreadPool pool_;
   Rows tokens_, gathered_, inner_;
+  Job job_{};
   std::vector<Task> tasks_;  // first projections, then second ones
   std::int64_t num_up_tasks_ = 0;
   // Per expert: tasks of its first projection that are not done yet.

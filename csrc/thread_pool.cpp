@@ -16,6 +16,7 @@ namespace {
 // Ticket: job number (24 bits) | number of tasks (20) | next task (20).
 constexpr int kTaskBits = 20;
 constexpr std::uint64_t kTaskMask = (1u << kTaskBits) - 1;
+constexpr std::int64_t kMostTasks = kTaskMask;
 
 constexpr std::uint64_t next_task(std::uint64_t ticket) { return ticket & kTaskMask; }
 constexpr std::uint64_t num_tasks(std::uint64_t ticket) { return (ticket >> kTaskBits) & kTaskMask; }
@@ -73,42 +74,38 @@ void ThreadPool::bind_workers([[maybe_unused]] const std::vector<int>& processor
 #endif
 }
 
-void ThreadPool::run_erased(std::int64_t count, Function function, const void* context) {
-  constexpr std::int64_t kMost = kTaskMask;
-  for (std::int64_t first = 0; first < count; first += kMost) {
-    const std::int64_t n = count - first < kMost ? count - first : kMost;
-    if (workers_.empty() || n == 1) {
-      for (std::int64_t i = 0; i < n; ++i) function(context, first + i);
-      continue;
-    }
-    struct Shifted {
-      Function function;
-      const void* context;
-      std::int64_t first;
-    } const shifted{function, context, first};
-    function_ = [](const void* s, std::int64_t i) {
-      const auto* job = static_cast<const Shifted*>(s);
-      job->function(job->context, job->first + i);
-    };
-    context_ = &shifted;
-    num_done_.store(0, std::memory_order_relaxed);
-    const std::uint64_t job = job_number(ticket_.load(std::memory_order_relaxed)) + 1;
-    ticket_.store((job << (2 * kTaskBits)) | (static_cast<std::uint64_t>(n) << kTaskBits),
-                  std::memory_order_release);
-    wake_.fetch_add(1);
-    wake_.notify_all();
+// Puts the job's tasks from `first` on into a ticket, as many as it holds.
+void ThreadPool::publish(std::int64_t first) {
+  const std::int64_t left = job_.count - first;
+  const std::int64_t n = left < kMostTasks ? left : kMostTasks;
+  first_ = first;
+  published_ = workers_.empty() || n <= 1 ? 0 : n;
+  if (published_ == 0) return;
+  num_done_.store(0, std::memory_order_relaxed);
+  const std::uint64_t number = job_number(ticket_.load(std::memory_order_relaxed)) + 1;
+  ticket_.store((number << (2 * kTaskBits)) | (static_cast<std::uint64_t>(n) << kTaskBits),
+                std::memory_order_release);
+  wake_.fetch_add(1);
+  wake_.notify_all();
+}
+
+void ThreadPool::finish() {
+  while (published_ > 0) {
     while (claim_and_run()) {
     }
     for (int spin = 0;; ++spin) {
       const std::uint32_t done = num_done_.load(std::memory_order_acquire);
-      if (done == static_cast<std::uint32_t>(n)) break;
+      if (done == static_cast<std::uint32_t>(published_)) break;
       if (spin < kSpins * kSpins) {
         pause();
       } else {
         num_done_.wait(done, std::memory_order_acquire);
       }
     }
+    publish(first_ + published_);
   }
+  for (std::int64_t i = first_; i < job_.count; ++i) job_.function(job_.context, i);
+  job_.count = 0;
 }
 
 void ThreadPool::wake() {
@@ -129,7 +126,7 @@ bool ThreadPool::claim_and_run() {
   } while (!ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel));
   // Read after the claim: until this task is counted below, the job cannot be replaced.
   const std::uint32_t total = static_cast<std::uint32_t>(num_tasks(ticket));
-  function_(context_, static_cast<std::int64_t>(next_task(ticket)));
+  job_.function(job_.context, first_ + static_cast<std::int64_t>(next_task(ticket)));
   if (num_done_.fetch_add(1, std::memory_order_acq_rel) + 1 == total) num_done_.notify_all();
   return true;
 }

@@ -30,9 +30,18 @@ class ThreadPool {
   // One caller at a time. Tasks must not throw.
   template <typename Task>
   void run(std::int64_t count, const Task& task) {
-    run_erased(
-        count, [](const void* t, std::int64_t i) { (*static_cast<const Task*>(t))(i); }, &task);
+    start(count, task);
+    finish();
   }
+
+  // Gives the workers the job and returns. The task must live until `finish` has returned, which
+  // works too and waits for the rest; nothing else may be started in between.
+  template <typename Task>
+  void start(std::int64_t count, const Task& task) {
+    job_ = {count, [](const void* t, std::int64_t i) { (*static_cast<const Task*>(t))(i); }, &task};
+    publish(0);
+  }
+  void finish();
 
   // Binds the workers to these processors, as a set: which of them each takes is the system's choice,
   // and the caller stays where it is. Nothing happens where the system has no such call.
@@ -64,7 +73,13 @@ class ThreadPool {
  private:
   using Function = void (*)(const void*, std::int64_t);
 
-  void run_erased(std::int64_t count, Function function, const void* context);
+  struct Job {
+    std::int64_t count = 0;
+    Function function = nullptr;
+    const void* context = nullptr;
+  };
+
+  void publish(std::int64_t first);
   void work();
   bool claim_and_run();
   bool has_task() const;
@@ -75,8 +90,9 @@ class ThreadPool {
   std::atomic<std::uint32_t> wake_{0};
   std::atomic<bool> is_closing_{false};
   std::atomic<bool> is_alert_{false};
-  Function function_ = nullptr;
-  const void* context_ = nullptr;
+  Job job_;
+  std::int64_t first_ = 0;      // of the job's tasks that are in the ticket
+  std::int64_t published_ = 0;  // how many they are; 0: the caller does them alone
   std::mutex busy_;
   std::vector<std::thread> workers_;
 };

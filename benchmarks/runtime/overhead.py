@@ -63,9 +63,11 @@ def make_store(geometry: Geometry, hidden: int, inner: int, name: str) -> HostSt
     return store
 
 
-def replay_seconds(executor: Executor, trace: RoutingTrace, steps: int) -> list[float]:
+def replay_seconds(
+    executor: Executor, trace: RoutingTrace, steps: int, hidden_size: int = TINY
+) -> list[float]:
     """Return the seconds of every layer of the trace's first tokens at batch 1."""
-    hidden = torch.randn(1, TINY)
+    hidden = torch.randn(1, hidden_size)
     seconds = []
     ids = trace.token_ids
     for token in range(steps):

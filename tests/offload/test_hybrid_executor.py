@@ -1,5 +1,6 @@
 """The hybrid step: the same bits as the CPU alone, whatever is planned."""
 
+import contextlib
 import itertools
 from collections.abc import Iterator
 
@@ -7,13 +8,21 @@ import pytest
 import torch
 
 from tandem.offload.cache_statistics import CacheStatistics
+from tandem.offload.events import LayerExecuted
 from tandem.offload.executor import CpuExecutor, Executor
 from tandem.offload.host_store import HostStore
 from tandem.policy.assignment import ASSIGNMENTS
 from tandem.policy.eviction import EVICTIONS
 from tandem.policy.prediction import PREDICTIONS
 from tandem.policy.settings import PlannerSettings
-from tests.offload.machines import FUNCTIONS, GEOMETRY, make_executor, make_store, route
+from tests.offload.machines import (
+    FUNCTIONS,
+    GEOMETRY,
+    make_executor,
+    make_real_executor,
+    make_store,
+    route,
+)
 
 NUM_EXPERTS = GEOMETRY.num_layers * GEOMETRY.num_experts
 SLOTS = (0, 1, GEOMETRY.top_k - 1, GEOMETRY.top_k, NUM_EXPERTS // 2, NUM_EXPERTS)
@@ -110,3 +119,45 @@ def test_a_resident_expert_is_a_hit_whoever_computes_it(packed_store: HostStore)
         pass
     assert statistics.hit_rate == 1.0
     assert statistics.device_share < 1.0
+
+
+def test_a_caller_that_defers_hears_the_same_a_layer_later(packed_store: HostStore) -> None:
+    """Captured steps queue the next replay first; plans, events and times stay what they are."""
+    heard: list[list[LayerExecuted]] = [[], []]
+    for is_deferring, events in enumerate(heard):
+        executor = make_executor(packed_store, 12)
+        executor.listeners.append(events.append)
+        with executor.deferring() if is_deferring else contextlib.nullcontext():
+            for number, _ in enumerate(outputs(executor, 4), 1):
+                assert len(events) == number - is_deferring
+    assert heard[0]
+    assert [with_no_clock(event) for event in heard[0]] == [with_no_clock(e) for e in heard[1]]
+
+
+def with_no_clock(event: LayerExecuted) -> LayerExecuted:
+    return event._replace(plan_seconds=0.0)
+
+
+def test_the_cpu_begins_before_the_device_is_given_work(packed_store: HostStore) -> None:
+    executor = make_real_executor(packed_store, 12)
+    order: list[str] = []
+    note_calls(executor._kernels, "start", order)
+    note_calls(executor.device, "launch", order)
+    num_both = 0
+    for _ in outputs(executor, 4, steps=30):
+        if "launch" in order and "start" in order:
+            num_both += 1
+            assert order[0] == "start"
+        order.clear()
+    executor.close()
+    assert num_both > 0
+
+
+def note_calls(owner: object, name: str, order: list[str]) -> None:
+    inner = getattr(owner, name)
+
+    def noted(*args: object) -> object:
+        order.append(name)
+        return inner(*args)
+
+    setattr(owner, name, noted)

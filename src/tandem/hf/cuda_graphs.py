@@ -232,15 +232,17 @@ class GraphedStep:
         pad: Pad = lambda index: index,
         make_room: Callable[[], bool] = lambda: False,
         unheard: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+        deferring: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         """Take the model's own step; it may be repeated. Without a capture it stays as it is.
 
         `find_uncut` is asked when the step is captured: what it finds holds as long as the pieces.
         `make_room` frees memory of the GPU if it can, for a capture that had too little. What
-        is done to capture and to compare is done inside `unheard`: it answers nobody.
+        is done to capture and to compare is done inside `unheard`: it answers nobody. Replays run
+        inside `deferring`: what experts leave to later is done behind the next replay's launch.
         """
         self._step, self._find_uncut, self._pad = step, find_uncut, pad
-        self._make_room, self._unheard = make_room, unheard
+        self._make_room, self._unheard, self._deferring = make_room, unheard, deferring
         self._tolerance = _TOLERANCES.get(dtype)
         self._make_capture = make_capture
         self._pieces: list[tuple[Graph, Cut | None]] = []
@@ -312,10 +314,11 @@ class GraphedStep:
         self._result = result
 
     def _replay(self) -> Tensor:
-        for graph, cut in self._pieces:
-            graph.replay()
-            if cut is not None:
-                cut.result.copy_(cut.function(*cut.args))
+        with self._deferring():
+            for graph, cut in self._pieces:
+                graph.replay()
+                if cut is not None:
+                    cut.result.copy_(cut.function(*cut.args))
         assert self._result is not None
         return self._result
 

@@ -249,10 +249,15 @@ class CudaRowPool:
             pad=pad,
             make_room=self._make_room,
             unheard=lambda: unheard(self._model.executor),
+            deferring=self._deferring,
         )
         if getattr(innermost(self._model.executor), "foresee", None) is not None:
             graphed.why_not = "routers are asked ahead, which captured pieces leave out"
         return _Step(graphed, uncut)
+
+    def _deferring(self) -> contextlib.AbstractContextManager[None]:
+        executor = self._model.executor
+        return contextlib.nullcontext() if executor is None else executor.deferring()
 
     def _with_room(self, work: Callable[[], Tensor]) -> Tensor:
         """Do some work; where the GPU has no memory for it, experts make room and it is repeated.

@@ -347,19 +347,22 @@ class Program:
     def num_active(self, number: int, /) -> int: ...
     def run(self) -> None: ...
 
-def run_batch(
-    engine: ExpertEngine,
-    layer: RoutedLayer,
-    experts: Sequence[int],
-    are_addresses: bool,
-    begin: Sequence[int],
-    num_tokens: int,
-    row_token: int,
-    num_rows: int,
-    hidden: int,
-    out: int,
-    /,
-) -> None: ...
+class StartedBatch:
+    def __init__(
+        self,
+        engine: ExpertEngine,
+        layer: RoutedLayer,
+        experts: Sequence[int],
+        are_addresses: bool,
+        begin: Sequence[int],
+        num_tokens: int,
+        row_token: int,
+        num_rows: int,
+        hidden: int,
+        out: int,
+        /,
+    ) -> None: ...
+    def finish(self) -> None: ...
 
 class SuccessorTable:
     def __init__(

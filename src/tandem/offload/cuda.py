@@ -34,6 +34,7 @@ class CudaDevice:
     """Memory that is counted, and the model's stream as the lane of computation."""
 
     name = "cuda"
+    computes_beside = True
 
     def __init__(
         self,

@@ -38,6 +38,8 @@ class Device(MemoryPool, Protocol):
     """An accelerator."""
 
     name: str
+    computes_beside: bool
+    """Whether launched batches run beside the host, which then begins with its own share."""
 
     def memory(self) -> DeviceMemory:
         """Return what there is, and what is left of it."""

@@ -8,6 +8,7 @@ order of the router's top-k.
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
@@ -48,6 +49,9 @@ class Executor(Protocol):
         An id outside 0..num_experts-1 is a padding of the router and adds nothing.
         """
 
+    def deferring(self) -> AbstractContextManager[None]:
+        """Return what lets layers within leave to later what their results do not need."""
+
     def close(self) -> None:
         """End all threads; the executor is not used afterwards."""
 
@@ -71,6 +75,10 @@ class StatelessExecutor(ABC):
 
     def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:  # noqa: B027
         """Need nothing."""
+
+    def deferring(self) -> AbstractContextManager[None]:
+        """Defer nothing: there is nothing but the results."""
+        return nullcontext()
 
     def close(self) -> None:  # noqa: B027
         """Need nothing: what an executor holds ends with it."""

@@ -5,6 +5,7 @@ The result of a row does not depend on the other rows' experts, nor on where the
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -56,10 +57,22 @@ class ExpertKernels:
 
     def run(self, batch: ExpertBatch, source: WeightSource | None = None) -> None:
         """Fill the batch's `out`; weights come from `source`, or from the host store."""
+        self.start(batch, source).finish()
+
+    def start(self, batch: ExpertBatch, source: WeightSource | None = None) -> "StartedWork":
+        """Let the threads begin with a batch; the caller's `finish` lends a hand.
+
+        Nothing else may be asked of these kernels in between. What the native kernels do not know
+        is computed as a whole by `finish`.
+        """
         begin = time.perf_counter() if self._on_busy else 0.0
-        self._run(batch, source)
-        if self._on_busy:
-            self._on_busy(time.perf_counter() - begin)
+        native = None
+        if isinstance(batch.layer, PackedLayer):
+            addresses = source.addresses() if source is not None else None
+            native = self.routed.start_batch(batch, addresses)
+        if native is not None:
+            return StartedWork(native.finish, batch, self._on_busy, begin)
+        return StartedWork(lambda: self._run_in_torch(batch, source), batch, self._on_busy, begin)
 
     def add_rows(self, rows: Tensor, row_of: Tensor, weights: Tensor) -> Tensor:
         """Sum weight * row over k, first to last: (n_tokens, width) fp32.
@@ -108,14 +121,13 @@ class ExpertKernels:
             self._routed = RoutedLayers(self.native)
         return self._routed
 
-    def _run(self, batch: ExpertBatch, source: WeightSource | None) -> None:
+    def _run_in_torch(self, batch: ExpertBatch, source: WeightSource | None) -> None:
+        """Compute what the kernels do not know: all of it, or the activation."""
         layer, functions = batch.layer, batch.functions
         if not isinstance(layer, PackedLayer):
             _run_reference(batch, source.images() if source is not None else None)
             return
         addresses = source.addresses() if source is not None else None
-        if self.routed.run_batch(batch, addresses):
-            return
         activate = functions.unpacked_activate or functions.activate
         dtype = batch.hidden.dtype  # the model's own code expects it
         if addresses is None:
@@ -131,6 +143,23 @@ class ExpertKernels:
             batch.token,
             batch.out,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class StartedWork:
+    """A batch that the threads are at."""
+
+    _finish: Callable[[], None]
+    _batch: ExpertBatch
+    """Its tensors must live until the end."""
+    _on_busy: Callable[[float], None] | None
+    _begin: float
+
+    def finish(self) -> None:
+        """Compute beside the threads; the batch's `out` is filled on return."""
+        self._finish()
+        if self._on_busy is not None:
+            self._on_busy(time.perf_counter() - self._begin)
 
 
 def _run_reference(batch: ExpertBatch, images: Sequence[Tensor] | None) -> None:

@@ -1,17 +1,18 @@
 """One MoE layer on two processors: the hybrid step.
 
-    routing -> load -> plan -> { hits on the device | copies on the link | the rest on the CPU }
-            -> rows added in the router's order
+    routing -> load -> plan -> { the CPU's share | hits on the device | copies on the link }
+            -> routed tokens added in the router's order -> learn, report
 
-`execute` reads from top to bottom as it happens. The device and the link work beside this thread,
-which computes the CPU's share itself; nobody waits for another before the rows are added.
+`execute` reads from top to bottom as it happens. The CPU's threads begin first, as they are the
+last to end; this thread starts the device and the link and then computes beside them. What the
+layer's result does not need (`catch_up`) can wait until the caller has queued what comes next.
 Whatever the plan, the result has the same bits as `CpuExecutor`'s.
 """
 
 import contextlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -51,6 +52,16 @@ class _LayerStep(NamedTuple):
     weights: Tensor  # (n_tokens, top_k), where the model's state lies
 
 
+class _Done(NamedTuple):
+    """A layer that has been computed, of which nobody has learned or heard yet."""
+
+    load: LayerLoad
+    plan: LayerPlan
+    begin: float
+    plan_seconds: float
+    step: _LayerStep
+
+
 class HybridExecutor:
     """Computes layers by the planner's plans. One call at a time, layers in the model's order."""
 
@@ -67,6 +78,8 @@ class HybridExecutor:
         self._last_layer = len(self.store)
         self._wanted_slots: int | None = None
         self._step_copies: tuple[Copy, ...] = ()
+        self._done: _Done | None = None
+        self._is_deferring = False
 
     @property
     def device(self) -> Device:
@@ -83,9 +96,24 @@ class HybridExecutor:
 
     def settle(self) -> None:
         """Do what waits for the next step; for whoever replays steps without this executor."""
+        self.catch_up()
         if self._wanted_slots is not None:
             wanted, self._wanted_slots = self._wanted_slots, None
             self.cache.resize(wanted)
+
+    @contextlib.contextmanager
+    def deferring(self) -> Iterator[None]:
+        """Learn and report of a layer when the next one is asked for, and of the last at the end.
+
+        For a caller that queues work between layers, which the device then does meanwhile.
+        """
+        self._is_deferring = True
+        try:
+            yield
+        finally:
+            self._is_deferring = False
+            with self._turn:
+                self.catch_up()
 
     def close(self) -> None:
         """End all threads and give the device's memory back."""
@@ -158,6 +186,7 @@ class HybridExecutor:
         top_k_weights: Tensor,
         functions: ExpertFunctions,
     ) -> Tensor:
+        self.catch_up()
         host, cache = self.store[layer], self.cache
         index, tokens = self.device.download(top_k_index, hidden)
         routing = Routing(index, host.arrivals.num_experts)
@@ -171,7 +200,6 @@ class HybridExecutor:
         hints = self.foresee(layer) if self.foresee is not None else ()
         plan = cache.planner.plan(load, begin, hints)
         plan_seconds = time.perf_counter() - asked
-        cache.cancel_unused(layer, load.experts)
         step = _LayerStep(host, functions, routing, hidden, tokens, top_k_weights)
         try:
             out = self._carry_out(step, plan)
@@ -179,10 +207,20 @@ class HybridExecutor:
             self._recover(shrink=True)
             plan = _all_on_cpu(load, plan)
             out = self._carry_out(step, plan)
-        clock.run(load, plan)
-        if self.listeners:
-            self._report(load, plan, begin, plan_seconds, step)
+        self._done = _Done(load, plan, begin, plan_seconds, step)
+        if not self._is_deferring:
+            self.catch_up()
         return out
+
+    def catch_up(self) -> None:
+        """Learn from the last layer and report it, if that has not been done."""
+        if self._done is None:
+            return
+        done, self._done = self._done, None
+        self.cache.planner.learn()
+        self.cache.clock.run(done.load, done.plan)
+        if self.listeners:
+            self._report(done)
 
     def _weights_to_read(self, top_k_weights: Tensor) -> Tensor | None:
         """Return gate weights on the host, if the eviction looks at them: few do."""
@@ -190,26 +228,35 @@ class HybridExecutor:
             return None
         return self.device.download(top_k_weights)[0]
 
-    def _carry_out(self, step: "_LayerStep", plan: LayerPlan) -> Tensor:
-        """Start the device and the link, compute the CPU's share, add up."""
-        cache = self.cache
+    def _carry_out(self, step: _LayerStep, plan: LayerPlan) -> Tensor:
+        """Start the CPU, the device and the link, compute the CPU's share, add up."""
         if plan.cpu:
-            self._kernels.wake()  # while the device and the link are started
+            self._kernels.wake()
         call = LayerCall(step.host, step.functions, step.routing, _order(plan))
         num_rows, width = step.routing.num_rows, step.hidden.shape[1]
         num_on_device = len(plan.gpu) + len(plan.arriving) + len(plan.fetch)
-        if num_on_device:
-            on_device = CallSide(step.hidden, self.device.rows(num_rows, width))
-            self._launch(call, plan, on_device)
-        cache.submit(plan.insert, is_needed=False)
-        cache.submit(plan.prefetch, is_needed=False)
-        if not plan.cpu:
-            cache.planner.learn()  # from what has been planned; the device may still be at work
+        on_device, on_host, started = None, None, None
+        if plan.cpu:
+            on_host = CallSide(step.tokens, self.device.host_rows(num_rows, width))
+            share = call.batch(num_on_device, num_on_device + len(plan.cpu), on_host)
+            if self.device.computes_beside:
+                started = self._kernels.start(share)
+        try:
+            self.cache.cancel_unused(plan.layer, step.routing.experts)
+            if num_on_device:
+                on_device = CallSide(step.hidden, self.device.rows(num_rows, width))
+                self._launch(call, plan, on_device)
+            self.cache.submit(plan.insert, is_needed=False)
+            self.cache.submit(plan.prefetch, is_needed=False)
+        finally:
+            if started is not None:
+                started.finish()
+        if on_host is None:
+            assert on_device is not None
             return call.result(on_device, step.weights, self.device.add_rows)
-        on_host = CallSide(step.tokens, self.device.host_rows(num_rows, width))
-        self._kernels.run(call.batch(num_on_device, num_on_device + len(plan.cpu), on_host))
-        cache.planner.learn()
-        if not num_on_device:
+        if started is None:
+            self._kernels.run(share)
+        if on_device is None:
             (weights,) = self.device.download(step.weights)
             return self._uploaded(call.result(on_host, weights, self._kernels.add_rows), step)
         first = call.first_row(num_on_device)
@@ -251,14 +298,8 @@ class HybridExecutor:
             self.cache.resize(int(slots * SHRINK) if shrink else slots)
         self._last_layer = len(self.store)
 
-    def _report(
-        self,
-        load: LayerLoad,
-        plan: LayerPlan,
-        begin: float,
-        plan_seconds: float,
-        step: "_LayerStep",
-    ) -> None:
+    def _report(self, done: _Done) -> None:
+        load, plan, begin, plan_seconds, step = done
         num_active = len(load.experts)
         event = LayerExecuted(
             layer=load.layer,

@@ -1,6 +1,7 @@
 """An executor around another one, for whoever wants to see or to change calls on their way."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 from torch import Tensor
 
@@ -42,6 +43,10 @@ class PassingExecutor:
         out = self.inner.execute(*call, functions)
         self.after(call)
         return out
+
+    def deferring(self) -> AbstractContextManager[None]:
+        """Let the executor within defer."""
+        return self.inner.deferring()
 
     def close(self) -> None:
         """Close the executor within."""

@@ -66,17 +66,20 @@ class RoutedLayers:
         self._run = _native.RoutedExperts(native._engine).run
         self._layers: dict[int, _Prepared] = {}
 
-    def run_batch(self, batch: ExpertBatch, addresses: Sequence[int] | None) -> bool:
-        """Fill the rows of a batch; weights are at `addresses`, or in the host store if None.
+    def start_batch(
+        self, batch: ExpertBatch, addresses: Sequence[int] | None
+    ) -> _native.StartedBatch | None:
+        """Let the threads begin to fill the rows of a batch, whose tensors live until `finish`.
 
-        Returns False, having done nothing, where the kernels do not know the layer.
+        Weights are at `addresses`, or in the host store if None. Returns None, having done nothing,
+        where the kernels do not know the layer.
         """
         native = self._prepared(batch.layer, batch.functions).native
         if native is None:
-            return False
+            return None
         hidden, rows, tokens = batch.hidden_fp32, batch.side.rows, batch.tokens
         try:
-            _native.run_batch(
+            return _native.StartedBatch(
                 self._engine, native,
                 batch.experts if addresses is None else addresses, addresses is not None,
                 batch.begin, hidden.shape[0],
@@ -85,7 +88,6 @@ class RoutedLayers:
             )  # fmt: skip
         except ValueError as error:  # rows, experts or tokens that do not exist
             raise ModelError(f"the routing of a layer is damaged: {error}") from error
-        return True
 
     def run_step(
         self,
