@@ -59,6 +59,7 @@ class LazyStreams:
         self.pauses: list[float] = []
         self.num_copies: list[int] = []  # of each call
         self.may_pin = True
+        self.l2_bytes = 0
         self.pinned_bytes = self.num_pinned = 0
         self.broken: RuntimeError | None = None
         self._lanes: dict[Lane, deque[_Step]] = {lane: deque() for lane in Lane}
@@ -114,6 +115,9 @@ class LazyStreams:
 
     def limit(self, num_bytes: int | None) -> None:
         self._limit = self._total if num_bytes is None else num_bytes
+
+    def cache_bytes(self) -> int:
+        return self.l2_bytes
 
     def taken_bytes(self) -> int:
         return 0

@@ -38,6 +38,8 @@ from tandem.sim.profiles import load_profile, save_profile
 # theirs from the expert cache when they come to it.
 KV_TOKENS = 4096
 _KV_SAMPLE_TOKENS = 64
+# Raise it when what is measured of a GPU changes: older profiles are then measured again.
+_MEASUREMENT = 2
 # Kernels that are on disk already are there sooner.
 _SHOWN_AFTER_SECONDS = 1.0
 
@@ -211,12 +213,18 @@ def _profile(
         return load_profile(config.profile)
     directory = _profile_directory(config.cache_path, device.streams.name)
     key = profile_key(model, store, geometry, kernels, call)
-    kept = directory / "profiles" / f"gpu-{model.config.model_type}-{key}.json"
+    kept = directory / "profiles" / f"gpu-{model.config.model_type}-{key}-{_MEASUREMENT}.json"
     known = kept_profile(kept)
     if known is not None:
         return known
     # Dense parts are timed on the GPU, so the CPU's part is kept apart from that of other devices.
     base = measured_profile(model, store, bound, geometry, kernels, call, cache_dir=directory)
+    if model.device.type == "cuda":  # a twin has no captures of its own
+        # Stepping needs all of Transformers, which is not there yet when this module is imported.
+        from tandem.hf.cuda_dense import with_captured_steps
+        from tandem.hf.cuda_rows import make_cuda_capture
+
+        base = with_captured_steps(base, model, store, bound, device, make_cuda_capture(model))
     profile = measure_device(
         base,
         device,
@@ -227,13 +235,6 @@ def _profile(
         dtype=call.dtype,
         hidden_size=call.hidden_size,
     )
-    if model.device.type == "cuda":  # a twin has no captures of its own
-        # Stepping needs all of Transformers, which is not there yet when this module is imported.
-        from tandem.hf.cuda_dense import with_captured_steps
-        from tandem.hf.cuda_rows import make_cuda_capture
-
-        capture = make_cuda_capture(model)
-        profile = with_captured_steps(profile, model, store, bound, device, capture)
     save_profile(profile, kept)
     return profile
 

@@ -89,6 +89,9 @@ class Streams(Protocol):
     def limit(self, num_bytes: int | None) -> None:
         """Take no more than so much memory from now on; None: as much as before all limits."""
 
+    def cache_bytes(self) -> int:
+        """Return the size of the cache between the processor and its memory."""
+
     def taken_bytes(self) -> int:
         """Return what this process has taken so far."""
 
@@ -202,6 +205,10 @@ class CudaStreams:
             self._fraction_before = torch.cuda.get_per_process_memory_fraction(self.device)
         total = torch.cuda.mem_get_info(self.device)[1]
         torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total), self.device)
+
+    def cache_bytes(self) -> int:
+        """Ask the driver."""
+        return int(torch.cuda.get_device_properties(self.device).L2_cache_size)
 
     def taken_bytes(self) -> int:
         """Ask torch's allocator."""
