@@ -254,7 +254,7 @@ def test_a_prompt_that_is_too_long_is_told_in_numbers(server: RunningServer) -> 
     error = server.chat("x" * 40_000).error
     assert error["code"] == "context_length_exceeded"
     assert "40" in error["message"]
-    assert f"may have {CONTEXT}" in error["message"]
+    assert f"this model's maximum context length is {CONTEXT} tokens" in error["message"]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tandem.server.chat import Call, ChatFormat, ChatPrompt
+from tandem.server.errors import ApiError
 from tests.hf.tiny import save_tiny_checkpoint
 
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -37,6 +38,25 @@ def read(
     pieces += reader.finish()
     calls = [piece.call for piece in pieces if piece.call is not None]
     return "".join(p.reasoning for p in pieces), "".join(p.content for p in pieces), calls
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{% for m in %}", "Expected an expression"),
+        ("{{ messages[7].content }}", "has no element 7"),
+        ("{{ raise_exception(messages[0].content) }}", "why?"),
+    ],
+)
+def test_a_broken_template_is_one_sentence_and_the_log_repeats_no_prompt(
+    tokenizer: Any, template: str, words: str
+) -> None:
+    with pytest.raises(ApiError, match="chat template cannot write this") as caught:
+        form(tokenizer, template).prompt(QUESTION, (), {})
+    assert words in str(caught.value)
+    assert caught.value.status == 400
+    assert "why" not in caught.value.reason
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])

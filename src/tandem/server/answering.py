@@ -164,8 +164,9 @@ class Questions:
         if len(ids) >= limit:
             raise ApiError(
                 400,
-                f"the prompt has {len(ids)} tokens, and prompt and answer together may have "
-                f"{limit}; shorten the prompt",
+                # Clients know a full context by OpenAI's words, which come first.
+                f"this model's maximum context length is {limit} tokens for prompt and answer "
+                f"together, and the prompt has {len(ids)}; shorten the prompt",
                 code="context_length_exceeded",
             )
         return limit - len(ids)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.core.errors import ConfigError
+from tandem.server.errors import ApiError
 from tandem.server.grammar import CallForm
 
 THINK, END_THINK = "<think>", "</think>"
@@ -95,7 +95,7 @@ class ChatFormat:
         """Write a conversation; `options` are the chat template's own.
 
         `must_not_think` closes the reasoning, for an answer whose first word is ruled. Raises
-        `ConfigError` for a conversation that the template cannot write.
+        `ApiError` for a conversation that the template cannot write.
         """
         turns = [dict(message) for message in messages]
         if must_not_think:
@@ -120,8 +120,6 @@ class ChatFormat:
     ) -> str:
         if not self._has_template:
             return "\n".join(str(turn.get("content", "")) for turn in turns)
-        from jinja2 import TemplateError
-
         try:
             text: str = self._tokenizer.apply_chat_template(
                 turns,
@@ -129,9 +127,12 @@ class ChatFormat:
                 tokenize=False,
                 **{"add_generation_prompt": True, **options},
             )
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            why = str(error).strip().partition("\n")[0][:200]
-            raise ConfigError(f"the model's chat template cannot write this: {why}") from error
+        except Exception as error:  # a template is a program that came with the model
+            why = str(error).strip().partition("\n")[0][:200] or type(error).__name__
+            what = "the model's chat template cannot write this"
+            raise ApiError(
+                400, f"{what}: {why}", reason=f"{what}: {type(error).__name__}"
+            ) from error
         return text
 
     @property

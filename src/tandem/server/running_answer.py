@@ -56,7 +56,7 @@ class RunningAnswer:
             source = _single(self._laps[0]) if len(self._laps) == 1 else _merged(self._laps)
             async for index, lap in source:
                 self._first = self._first or time.monotonic()
-                self._tokens += 1
+                self._tokens += lap.token_id is not None
                 yield index, lap
             self._end("200")
         except ApiError as error:
