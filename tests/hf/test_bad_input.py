@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import tandem
 from tandem.core.errors import ConfigError, ModelError, UnsupportedModelError
+from tandem.hf.checkpoint import open_model
 from tests.hf.tiny import save_tiny_checkpoint
 
 pytestmark = pytest.mark.seam
@@ -217,3 +218,70 @@ def test_experts_implementation_without_tandem_load(checkpoint: Path) -> None:
     model.set_experts_implementation("tandem")
     with pytest.raises(ConfigError, match="did not load"):
         model(torch.tensor([[5, 6]]))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "sentence"),
+    [
+        ("hidden_size", "big", "hidden_size is 'big', expected a whole number above 0"),
+        ("num_hidden_layers", -2, "num_hidden_layers is -2, expected a whole number above 0"),
+        ("num_key_value_heads", 0, "num_key_value_heads is 0, expected a whole number above 0"),
+        ("num_experts_per_tok", 99, "is 99 and num_local_experts is 8, expected 1 to 8 experts"),
+        ("num_experts_per_tok", 0, "is 0 and num_local_experts is 8, expected 1 to 8 experts"),
+        ("num_local_experts", 0, "is 2 and num_local_experts is 0, expected 0 to 0 experts"),
+        ("hidden_act", "sillu", "'sillu', which Transformers does not know; did you mean 'silu'"),
+        ("hidden_act", 7, "config.json cannot be a mixtral's: .*'hidden_act'.* got int"),
+        ("rms_norm_eps", "x", "config.json cannot be a mixtral's: .*'rms_norm_eps'.* got str"),
+    ],
+)
+def test_values_that_no_model_can_have(
+    checkpoint: Path, field: str, value: object, sentence: str
+) -> None:
+    edit_json(checkpoint / "config.json", **{field: value})
+    with pytest.raises(ModelError, match=sentence):
+        open_model(checkpoint)
+
+
+def test_a_config_with_which_no_prompt_runs(checkpoint: Path) -> None:
+    edit_json(checkpoint / "config.json", sliding_window=-3)
+    with pytest.raises(ModelError, match=r"cannot run a prompt with this config\.json: The size"):
+        tandem.Generator(tandem.load(checkpoint)).generate([5, 6])
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"vocab_size": 200}, r"lm_head\.weight of shape \(128, 64\), .*for \(200, 64\); use"),
+        ({"num_attention_heads": 2}, r"o_proj\.weight of shape \(64, 64\), .*for \(64, 32\); use"),
+    ],
+)
+def test_weights_of_another_shape(checkpoint: Path, changes: dict[str, int], sentence: str) -> None:
+    edit_json(checkpoint / "config.json", **changes)
+    with pytest.raises(ModelError, match=sentence):
+        tandem.load(checkpoint)
+
+
+def test_more_layers_than_the_config_counts(checkpoint: Path, tmp_path: Path) -> None:
+    edit_json(checkpoint / "config.json", num_hidden_layers=1)
+    sentence = r"does not count: model\.layers\.1\..*, where it says 1 layers; use the config\.json"
+    with pytest.raises(ModelError, match=sentence):
+        tandem.load(checkpoint)
+    edit_json(checkpoint / "config.json", num_nextn_predict_layers=3)  # of four in the file
+    tandem.load(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("{", "not valid JSON"),
+        ("[]", "holds a list, expected a JSON object"),
+        ('{"eos_token_id": "x"}', "eos_token_id is 'x', expected a token id"),
+        ('{"temperature": "hot"}', "temperature is 'hot', expected a number"),
+    ],
+)
+def test_a_generation_config_that_cannot_be_read(
+    checkpoint: Path, text: str, sentence: str
+) -> None:
+    (checkpoint / "generation_config.json").write_text(text)
+    with pytest.raises(ModelError, match=sentence):
+        tandem.load(checkpoint)

@@ -10,6 +10,11 @@ from typing import Any, Literal
 from tandem.core.errors import ModelError, UnsupportedModelError
 from tandem.core.registry import nearest_names
 from tandem.hf.config import QUANT_METHOD
+from tandem.hf.config_values import (
+    require_generation_config,
+    require_possible_values,
+    require_readable_config,
+)
 from tandem.hf.hub import is_gguf
 from tandem.hf.packed import INDEX_FILE
 from tandem.hf.sources.files import TensorFiles, open_tensors, read_json
@@ -78,6 +83,10 @@ def open_checkpoint(directory: Path, *, may_run_code: bool = False) -> Checkpoin
     """
     config = read_json(directory, "config.json")
     _check_model_type(directory, config, may_run_code=may_run_code)
+    if "auto_map" not in config:  # a model's own code gives names a meaning of its own
+        require_possible_values(directory, config)
+        require_readable_config(directory, str(config["model_type"]))
+    require_generation_config(directory)
     index_name = INDEX_FILE if (directory / INDEX_FILE).exists() else None
     return Checkpoint(directory, config, open_tensors(directory, index_name), may_run_code)
 

@@ -9,15 +9,17 @@ import transformers
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from tandem.core.config import from_mapping
-from tandem.core.errors import ConfigError, ModelError, TandemError
+from tandem.core.errors import ConfigError
 from tandem.hf.checkpoint import AnyCheckpoint, Checkpoint, GgufCheckpoint, open_model
 from tandem.hf.config import OffloadConfig, parse_dense_dtype, parse_dtype, parse_expert_dtype
+from tandem.hf.config_values import foreign_errors
 from tandem.hf.cuda_machine import device_map_for
 from tandem.hf.dense_place import on_one_device
 from tandem.hf.hub import HubOptions, find_model_path
 from tandem.hf.packed_reading import read_packed
 from tandem.hf.sources.gguf import open_gguf
 from tandem.hf.sources.source import Source, open_source
+from tandem.hf.weight_report import require_own_weights
 
 
 def load(
@@ -67,18 +69,14 @@ def load_checkpoint(
         "dtype": dtype,
         "device_map": device_map_for(offload, on_one_device(offload, device_map)),
         "output_loading_info": True,
+        "ignore_mismatched_sizes": True,  # the report names them, and then they are refused
     }
-    try:
+    with foreign_errors(f"Transformers cannot load {checkpoint.path}"):
         if checkpoint.is_packed or _is_plain(checkpoint):
             loaded, report = _from_pretrained(checkpoint, offload, num_layers, common)
         else:
             loaded, report = _from_source(checkpoint, offload, num_layers, common)
-    except TandemError:
-        raise
-    except (OSError, ValueError, RuntimeError, KeyError, AttributeError) as error:
-        first_line = str(error).strip().partition("\n")[0]
-        raise ModelError(f"Transformers cannot load {checkpoint.path}: {first_line}") from error
-    _require_all_weights(checkpoint.path, report)
+    require_own_weights(checkpoint.path, loaded, report, is_whole=num_layers is None)
     if checkpoint.is_packed:
         assemble = partial(loaded.hf_quantizer.assemble, loaded, offload)
         if num_layers is None:
@@ -171,14 +169,10 @@ def empty_model(config: Any) -> Any:
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
+    what = f"Transformers cannot build a {config.model_type} from its config"
     try:
-        with torch.device("meta"):
+        with foreign_errors(what), torch.device("meta"):
             model = class_of(config)(config)
-    except (ValueError, RuntimeError, TypeError, AttributeError, KeyError) as error:
-        first_line = str(error).strip().partition("\n")[0]
-        raise ModelError(
-            f"Transformers cannot build a {config.model_type} from its config: {first_line}"
-        ) from error
     finally:
         torch.set_default_dtype(before)
     model.tie_weights()
@@ -239,12 +233,3 @@ def model_class(config: dict[str, Any]) -> Any:
         if hasattr(transformers, name):
             return getattr(transformers, name)
     return transformers.AutoModelForCausalLM
-
-
-def _require_all_weights(directory: Path, report: dict[str, Any]) -> None:
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise ModelError(
-            f"{directory} lacks {len(missing)} of the model's weights, the first is {missing[0]}; "
-            "download the missing files again"
-        )

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tandem.core.errors import TandemError
 from tandem.hf.attention import AttentionSwitch
+from tandem.hf.config_values import foreign_errors
 from tandem.hf.norms import NormSwitch
 from tandem.hf.row_cache import NotByRowsError, RowCache, stepping, transformers_cache
 from tandem.hf.stepping import PaddedRows
@@ -111,8 +112,9 @@ def _why_other_logits(
         IndexError,
     ) as error:
         return str(error).partition("\n")[0] or type(error).__name__
-    padded = PaddedRows(model, prompts, 0)
-    theirs = [padded.prefill(), padded.decode(trial[:2])]
+    with foreign_errors(f"{type(model).__name__} cannot run a prompt with this config.json"):
+        padded = PaddedRows(model, prompts, 0)
+        theirs = [padded.prefill(), padded.decode(trial[:2])]
     for a, b in zip(ours, theirs, strict=True):
         if not (a.float() - b.float()).norm() <= tolerance * b.float().norm():
             return "its logits differ"

@@ -1,0 +1,125 @@
+"""Checks the values of config.json and generation_config.json before anything is built from them.
+
+Transformers finds some of them wrong as well, long after and in its own words; `foreign_errors`
+makes one sentence of those.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tandem.core.errors import ModelError, TandemError
+from tandem.core.registry import nearest_names
+from tandem.hf.sources.files import read_json
+
+# As Transformers' configs call them.
+_COUNTS = (
+    "hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "intermediate_size", "moe_intermediate_size", "max_position_embeddings",
+)  # fmt: skip
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
+_ACTIVATIONS = ("hidden_act", "hidden_activation")
+_TOKEN_IDS = ("eos_token_id", "bos_token_id", "pad_token_id")
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+GENERATION_CONFIG = "generation_config.json"
+
+
+def require_possible_values(directory: Path, config: dict[str, Any]) -> None:
+    """Raise `ModelError` naming the first field of a config.json that no model can have."""
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, dict) else {}):
+        where = f"{directory}/config.json"
+        for name in _COUNTS:
+            _require_count(where, name, part.get(name))
+        _require_top_k(where, part)
+        for name in _ACTIVATIONS:
+            _require_activation(where, name, part.get(name))
+
+
+def require_readable_config(directory: Path, model_type: str) -> None:
+    """Let Transformers read a config.json whose model type it knows; raises `ModelError`."""
+    from transformers import AutoConfig
+
+    with foreign_errors(f"{directory}/config.json cannot be a {model_type}'s"):
+        AutoConfig.from_pretrained(directory)
+
+
+def require_generation_config(directory: Path) -> None:
+    """Raise `ModelError` for a generation_config.json that would be left out in silence."""
+    if not (directory / GENERATION_CONFIG).exists():
+        return
+    where, config = f"{directory}/{GENERATION_CONFIG}", read_json(directory, GENERATION_CONFIG)
+    for name in _TOKEN_IDS:
+        value = config.get(name)
+        ids = value if isinstance(value, list) else [value]
+        if value is not None and not all(_is_int(one) for one in ids):
+            raise ModelError(f"{where}: {name} is {value!r}, expected a token id")
+    for name in _SAMPLING:
+        value = config.get(name)
+        if value is not None and not (_is_int(value) or isinstance(value, float)):
+            raise ModelError(f"{where}: {name} is {value!r}, expected a number")
+
+
+@contextmanager
+def foreign_errors(what: str) -> Iterator[None]:
+    """Turn what Transformers raises about a file into a `ModelError`: one sentence after `what`."""
+    try:
+        yield
+    except (TandemError, AssertionError):
+        raise
+    except Exception as error:
+        raise ModelError(f"{what}: {said(error)}") from error
+
+
+def said(error: Exception) -> str:
+    """Return the sentence in an error of somebody else's code."""
+    if isinstance(error, KeyError):
+        return f"it does not know {error}"
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    if lines[0].endswith(":") and len(lines) > 1:  # the field is in the next line once more
+        return re.sub(r"^\w+Error: ", "", lines[1])
+    return lines[0]
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _require_count(where: str, name: str, value: Any) -> None:
+    """Refuse what is neither absent nor a positive number, or a list of such, one a layer."""
+    if value is None:
+        return
+    values = value if isinstance(value, list) else [value]
+    if not all(_is_int(one) and one > 0 for one in values):
+        raise ModelError(f"{where}: {name} is {value!r}, expected a whole number above 0")
+
+
+def _require_top_k(where: str, part: dict[str, Any]) -> None:
+    counts = [(name, part[name]) for name in _EXPERTS if _is_int(part.get(name))]
+    for name, count in counts:
+        if count < 0:
+            raise ModelError(f"{where}: {name} is {count}, expected 0 or more")
+    if not counts:
+        return
+    experts, most = max(counts, key=lambda pair: pair[1])
+    least = min(most, 1)  # without experts none may be chosen: a dense model
+    for name in _TOP_K:
+        top_k: Any = part.get(name)
+        if _is_int(top_k) and not least <= top_k <= most:
+            raise ModelError(
+                f"{where}: {name} is {top_k} and {experts} is {most}, expected {least} to {most} "
+                "experts a token"
+            )
+
+
+def _require_activation(where: str, name: str, value: Any) -> None:
+    from transformers.activations import ACT2FN
+
+    if isinstance(value, str) and value not in ACT2FN:
+        hint = nearest_names(value, list(ACT2FN))
+        raise ModelError(f"{where}: {name} is {value!r}, which Transformers does not know; {hint}")

@@ -1,0 +1,49 @@
+"""Are a checkpoint's weights those of its config.json? From what Transformers reports of a load."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from tandem.core.errors import ModelError
+
+_LAYER = re.compile(r"(.*?\blayers)\.(\d+)\.")
+
+
+def require_own_weights(path: Path, model: Any, report: dict[str, Any], *, is_whole: bool) -> None:
+    """Raise `ModelError` for a weight that is missing, of another shape, or of a layer too many.
+
+    `is_whole` tells that all layers of the config were loaded.
+    """
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"{path} lacks {len(missing)} of the model's weights, the first is {missing[0]}; "
+            "download the missing files again"
+        )
+    for name, found, expected in sorted(report["mismatched_keys"], key=lambda entry: entry[0]):
+        raise ModelError(
+            f"{path} has {name} of shape {tuple(found)}, but config.json asks for "
+            f"{tuple(expected)}; use the config.json that belongs to these weights"
+        )
+    if is_whole:
+        _require_no_more_layers(path, model, report["unexpected_keys"])
+
+
+def _require_no_more_layers(path: Path, model: Any, unexpected: set[str]) -> None:
+    """Refuse weights of layers beyond the last one; a model may come with some that predict ahead.
+
+    Other weights that nobody reads are Transformers' to judge.
+    """
+    own = [match for name in model.state_dict() if (match := _LAYER.match(name))]
+    num_layers: dict[str, int] = {}
+    for match in own:
+        num_layers[match[1]] = max(num_layers.get(match[1], 0), int(match[2]) + 1)
+    ahead = getattr(model.config.get_text_config(), "num_nextn_predict_layers", None) or 0
+    for name in sorted(unexpected):
+        match = _LAYER.match(name)
+        known = None if match is None else num_layers.get(match[1])
+        if match is not None and known is not None and int(match[2]) >= known + ahead:
+            raise ModelError(
+                f"{path} has weights of layers that config.json does not count: {name}, where it "
+                f"says {known} layers; use the config.json that belongs to these weights"
+            )
