@@ -27,6 +27,7 @@ def generator(model: Any) -> tandem.Generator:
     return tandem.Generator(model, byte_tokenizer())
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_next"])
 def test_logprobs_of_a_prompt_are_the_models(name: str) -> None:
     """The second architecture keeps states beside keys, so that its prompts run padded."""

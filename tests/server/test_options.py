@@ -1,5 +1,6 @@
 """What a user may say about the server, without a model: names, strictness, dense models."""
 
+import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,8 +108,10 @@ def test_a_dense_model_is_refused_before_anything_is_loaded(
     config = LlamaConfig(**sizes, num_attention_heads=1)
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     monkeypatch.setattr("tandem.cli.serve.find_model", never_called)
-    assert main(["serve", str(tmp_path), "--port", "0"]) == 2
-    assert "holds a dense model (llama)" in capsys.readouterr().err
+    assert main(["serve", str(tmp_path), "--port", "0", "--json"]) == 2
+    said = capsys.readouterr()
+    assert "holds a dense model (llama)" in said.err
+    assert "holds a dense model" in json.loads(said.out)["error"]["message"]
     refuse_dense(tiny_checkpoint)  # has experts
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)
     refuse_dense(tmp_path)  # damaged: told by who loads it

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tandem.server.answering import Question, Questions
-from tandem.server.app import _trimming_headers
+from tandem.server.app import trimming_headers
 from tandem.server.errors import ApiError
 from tandem.server.messages import ModelInfo
 from tandem.server.reading import read_body
@@ -63,7 +63,7 @@ def test_whole_turns_are_dropped_from_the_front_and_the_system_message_stays(
 def test_what_fits_is_left_alone(tokenizer: Any) -> None:
     question = trimmed(tokenizer, [SYSTEM, *LONG[-3:]])
     assert question.num_dropped_turns == 0
-    assert _trimming_headers([question]) == {}
+    assert trimming_headers([question]) == {}
 
 
 def test_without_it_a_conversation_is_refused_and_so_is_a_last_turn_that_is_too_long(
@@ -81,7 +81,7 @@ def test_the_answer_and_the_log_say_what_was_dropped(
     question = trimmed(tokenizer, [SYSTEM, *LONG])
     number = question.num_dropped_turns
     with caplog.at_level(logging.INFO, "tandem.server"):
-        assert _trimming_headers([question]) == {"X-Tandem-Dropped-Turns": str(number)}
+        assert trimming_headers([question]) == {"X-Tandem-Dropped-Turns": str(number)}
     assert f"{number} of its oldest turns were dropped" in caplog.text
     reply = ChatReply([question], "tiny", tokenizer)
     assert reply.whole()["dropped_turns"] == number

@@ -69,7 +69,7 @@ class Server:
         reply = ChatReply(
             questions, self.model, self.tokenizer, has_running_usage=_wants_running_usage(body)
         )
-        headers = _trimming_headers(questions)
+        headers = trimming_headers(questions)
         if body.stream:
             return EventStream(self._chat_events(body, reply, answer), answer.cancel, headers)
 
@@ -251,7 +251,7 @@ def _wants_running_usage(body: Sampling) -> bool:
     )
 
 
-def _trimming_headers(questions: list[Question]) -> dict[str, str]:
+def trimming_headers(questions: list[Question]) -> dict[str, str]:
     """Say how many turns of a conversation were dropped, and log it."""
     num_turns = questions[0].num_dropped_turns
     if not num_turns:
