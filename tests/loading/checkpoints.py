@@ -180,3 +180,14 @@ def _write(directory: Path, like: Path, tensors: dict[str, Tensor], **changes: A
     (directory / "config.json").write_text(json.dumps(config | changes))
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def lose_tensors(directory: Path, prefix: str) -> None:
+    """Write a checkpoint anew, as one file, without the tensors of a prefix."""
+    files = sorted(directory.glob("*.safetensors"))
+    tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    for file in [*files, *directory.glob("*.index.json")]:
+        file.unlink()
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(prefix)}
+    assert len(kept) < len(tensors)
+    save_file(kept, directory / "model.safetensors", metadata={"format": "pt"})

@@ -16,7 +16,7 @@ from tandem.hf.checkpoint import open_checkpoint
 from tandem.hf.config import OffloadConfig
 from tandem.hf.self_check import ReferenceExecutor, check_model
 from tests.hf.tiny import save_tiny_checkpoint
-from tests.loading.checkpoints import FORMATS, write_plain, write_quantised
+from tests.loading.checkpoints import FORMATS, lose_tensors, write_plain, write_quantised
 
 NAMES = {
     *("processor", "cores", "memory", "bandwidth", "huge pages", "GPU", "native build", "torch"),
@@ -63,6 +63,15 @@ def test_checksums_of_a_packed_model(
     file.write_bytes(content)
     assert main(["doctor", str(packed)]) == 2
     assert "tandem-dense.safetensors has the SHA-256" in capsys.readouterr().err
+
+
+def test_a_lost_expert_of_any_layer_is_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = save_tiny_checkpoint(tmp_path / "tiny", "qwen3_moe")
+    lose_tensors(directory, "model.layers.3.mlp.experts.7")
+    assert main(["doctor", str(directory), "--threads", "1"]) == 2
+    assert "has 7 of the 8 tensors" in capsys.readouterr().err
 
 
 def test_a_setting_that_the_processor_has_not(

@@ -22,7 +22,7 @@ from tandem.hf.dense import packed_layers
 from tandem.hf.sizes import ModelSizes, model_sizes
 from tandem.kernels.dense import CpuThreads
 from tests.hf.tiny import save_tiny_checkpoint
-from tests.loading.checkpoints import FORMATS, write_plain, write_quantised
+from tests.loading.checkpoints import FORMATS, lose_tensors, write_plain, write_quantised
 
 JSON_KEYS = {
     *("fits", "host_bytes", "gpu_bytes", "expert_slots", "prefill_tokens_per_second"),
@@ -74,6 +74,35 @@ def test_sizes_of_a_packed_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
     found = loaded_bytes(tandem.load(tmp_path / "packed"))
     sizes = sizes_of(tmp_path / "packed")
     assert (sizes.experts_bytes, sizes.total_dense_bytes) == found
+
+
+@pytest.mark.parametrize(
+    ("architecture", "lost", "sentence"),
+    [
+        (
+            "mixtral",
+            "model.layers.2.block_sparse_moe.experts.5.w1.weight",
+            "has 7 of the 8 tensors model.layers.*.block_sparse_moe.experts.*.w1.weight of model.",
+        ),
+        ("qwen3_moe", "model.layers.1.mlp.experts", "first is model.layers.1.mlp.experts"),
+        ("gpt_oss", "model.layers.0.mlp.experts.down_proj", "the first is model.layers.0.mlp"),
+        ("qwen3_moe", "model.layers.3.self_attn.q_proj.weight", "first is model.layers.3.self_att"),
+    ],
+)
+def test_a_checkpoint_that_lacks_tensors_is_no_plan(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    architecture: str,
+    lost: str,
+    sentence: str,
+) -> None:
+    directory = save_tiny_checkpoint(tmp_path / "tiny", architecture)
+    lose_tensors(directory, lost)
+    assert main(["plan", str(directory), "--no-measure"]) == 2
+    said = capsys.readouterr()
+    assert sentence in said.err
+    assert said.err.count("\n") == 1
+    assert "fits" not in said.out
 
 
 def plan(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, dict[str, Any]]:

@@ -11,6 +11,7 @@ from tandem.bench.gpu_check import check_gpu
 from tandem.bench.kernels import KernelBench
 from tandem.core.units import format_bytes
 from tandem.hf.checkpoint import AnyCheckpoint, GgufCheckpoint
+from tandem.hf.completeness import require_complete
 from tandem.hf.config import OffloadConfig
 from tandem.hf.packed_files import require_checksums
 from tandem.hf.self_check import check_model
@@ -42,7 +43,11 @@ def check_machine(cache: Path, *, num_threads: int | None, isa: str) -> Iterator
 
 
 def check_model_files(checkpoint: AnyCheckpoint) -> Finding:
-    """Read a packed checkpoint's files against their checksums; count those of another."""
+    """Read a packed checkpoint's files against their checksums; count those of another.
+
+    Raises `ModelError` for files that are damaged, and for tensors that are missing.
+    """
+    require_complete(checkpoint)
     if isinstance(checkpoint, GgufCheckpoint):
         tensors = len(read_gguf_header(checkpoint.path).tensors)
         return Finding("files", "good", f"1 whole GGUF file with {tensors} tensors")

@@ -74,6 +74,7 @@ def _plan(
     from tandem.bench.model_plan import Plan, plan_slots
     from tandem.generate.generator import Generator  # noqa: F401  its modules are part of a run
     from tandem.hf.checkpoint import open_model
+    from tandem.hf.completeness import require_complete
     from tandem.hf.config import OffloadConfig
     from tandem.hf.sizes import model_sizes
     from tandem.offload.host_memory import available_bytes, process_bytes
@@ -89,6 +90,7 @@ def _plan(
         return model_sizes(checkpoint, config(expert_dtype))
 
     process, available = process_bytes(), available_bytes()
+    require_complete(checkpoint)
     sizes = sizes_as(offload.expert_dtype)
     others = {} if checkpoint.is_packed else {name: sizes_as(name) for name in _OTHER_FORMATS}
     chosen = config(offload.expert_dtype)

@@ -1,0 +1,91 @@
+"""Whether a checkpoint lacks tensors of some layer or expert, told from names alone."""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+from torch import nn
+
+from tandem.core.errors import ModelError
+from tandem.hf.checkpoint import AnyCheckpoint, Checkpoint
+from tandem.hf.compat import target_names
+from tandem.hf.experts import is_experts_module
+from tandem.hf.load import empty_model, open_foreign, source_config
+
+_INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")  # of a layer or an expert; not the 1 of w1
+
+
+def require_complete(checkpoint: AnyCheckpoint) -> None:
+    """Raise `ModelError` for a checkpoint that lacks tensors; packed ones were written whole."""
+    if checkpoint.is_packed:
+        return
+    if isinstance(checkpoint, Checkpoint) and checkpoint.quantization is None:
+        config, names = source_config(checkpoint), list(checkpoint.files.entries)
+    else:
+        config, source = open_foreign(checkpoint)
+        names = list(source.state_dict())
+    require_all_tensors(checkpoint.path, empty_model(config), names)
+
+
+def require_all_tensors(path: Path, model: nn.Module, names: Iterable[str]) -> None:
+    """Raise `ModelError` naming the first parameter that lacks its tensor, or an expert's.
+
+    `model` may be without memory; `names` are those of an unquantised checkpoint.
+    """
+    tensors = defaultdict(list)
+    for name, parameter in target_names(model, names).items():
+        tensors[parameter].append(name)
+    _require_parameters(path, model, set(tensors))
+    _require_experts(path, model, tensors)
+
+
+def _require_parameters(path: Path, model: nn.Module, found: set[str]) -> None:
+    """Expect of every layer what other layers have.
+
+    Some names of a few architectures are told by loading only, and then of all layers.
+    """
+    by_id: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        by_id[id(parameter)].append(name)  # tied ones need one tensor
+    kinds = set(map(_kind, found))
+    dispensable = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+    missing = [
+        names[0]
+        for names in by_id.values()
+        if not found.intersection(names)
+        and kinds.intersection(map(_kind, names))
+        and not any(re.search(pattern, name) for pattern in dispensable for name in names)
+    ]
+    if missing:
+        raise ModelError(
+            f"{path} lacks {len(missing)} of the model's weights, the first is {missing[0]}; "
+            "download the missing files again"
+        )
+
+
+def _require_experts(path: Path, model: nn.Module, tensors: dict[str, list[str]]) -> None:
+    """Compare experts that are in one tensor each with their number, layer by layer."""
+    sources = {
+        f"{module_name}.{name}": (len(parameter), Counter(map(_kind, tensors[full_name])))
+        for module_name, module in model.named_modules()
+        if is_experts_module(module)
+        for name, parameter in module.named_parameters(recurse=False)
+        if (full_name := f"{module_name}.{name}") in tensors
+    }
+    # A kind of tensor, such as w1 of experts, that some layers have is expected of all.
+    kinds: dict[str, Counter[str]] = defaultdict(Counter)
+    for name, (_, counts) in sources.items():
+        kinds[_kind(name)] |= counts
+    for name, (num_experts, counts) in sources.items():
+        for kind, most in kinds[_kind(name)].items():
+            expected = num_experts if most > 1 else 1
+            if counts[kind] < expected:
+                raise ModelError(
+                    f"{path} has {counts[kind]} of the {expected} tensors {kind} of {name}; "
+                    "download the missing files again"
+                )
+
+
+def _kind(name: str) -> str:
+    return _INDEX.sub("*", name)
