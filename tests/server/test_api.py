@@ -332,6 +332,11 @@ def test_models_health_ready_and_metrics(server: RunningServer) -> None:
     assert server.ask("GET", "/v1/models/tiny").json == model
     assert server.ask("GET", "/health").status == 200
     assert server.ask("GET", "/ready").status == 200
+    for path in ("/v1/models", "/health", "/ready", "/metrics", "/"):
+        head = server.ask("HEAD", path)
+        assert (head.status, head.body) == (200, b""), path
+    assert server.ask("HEAD", "/live").status == 405
+    assert server.ask("HEAD", "/v1/models/none").status == 404
     before = server.metric("tandem_generated_tokens_total")
     server.chat(max_tokens=7, temperature=0)
     server.wait_for("tandem_generated_tokens_total", before + 7)

@@ -14,7 +14,7 @@ from tandem.server.errors import ApiError
 from tandem.server.messages import ModelInfo
 from tandem.server.reading import read_body
 from tandem.server.replies import ChatReply
-from tandem.server.schemas import ChatRequest
+from tandem.server.schemas import ChatRequest, CompletionRequest
 
 LIMIT = 400
 INFO = ModelInfo(
@@ -73,6 +73,22 @@ def test_without_it_a_conversation_is_refused_and_so_is_a_last_turn_that_is_too_
         Questions(tokenizer, context=None).chat(asked([SYSTEM, *LONG]), INFO)
     with pytest.raises(ApiError, match="shorten the prompt"):
         trimmed(tokenizer, [*LONG, {"role": "user", "content": "x" * 500}])
+
+
+def test_transformers_says_nothing_of_its_own_about_a_long_prompt(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    logger = logging.getLogger("transformers.tokenization_utils_base")
+    monkeypatch.setattr(logger, "warning", lambda text, *_: said.append(text))
+    monkeypatch.setattr(tokenizer, "model_max_length", 9)
+    questions = Questions(tokenizer, context=None)
+    questions.chat(asked([SYSTEM]), INFO)
+    raw = json.dumps({"prompt": "x" * 20}).encode()
+    questions.completions(read_body(CompletionRequest, raw, is_strict=True).body, INFO)
+    assert said == []
+    tokenizer("x" * 20)
+    assert len(said) == 1, "without care it does"
 
 
 def test_the_answer_and_the_log_say_what_was_dropped(

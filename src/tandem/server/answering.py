@@ -127,7 +127,9 @@ class Questions:
     def _prompt_ids(self, prompt: str | list[int], *, has_special: bool) -> list[int]:
         if not isinstance(prompt, str):
             return prompt
-        return list(self._tokenizer(prompt, add_special_tokens=has_special)["input_ids"])
+        # What is too long is refused here, in better words than the tokenizer's own.
+        encoded = self._tokenizer(prompt, add_special_tokens=has_special, verbose=False)
+        return list(encoded["input_ids"])
 
     def _echo(self, prompt: str | list[int]) -> str:
         return prompt if isinstance(prompt, str) else str(self._tokenizer.decode(prompt))

@@ -109,8 +109,8 @@ class ChatFormat:
             text += f"\n{END_THINK}\n\n"
             is_thinking = False
         # The template has written the special tokens.
-        ids = self._tokenizer(text, add_special_tokens=not self._has_template)["input_ids"]
-        return ChatPrompt(text=text, ids=list(ids), is_thinking=is_thinking)
+        encoded = self._tokenizer(text, add_special_tokens=not self._has_template, verbose=False)
+        return ChatPrompt(text=text, ids=list(encoded["input_ids"]), is_thinking=is_thinking)
 
     def _render(
         self,

@@ -16,6 +16,7 @@ from tandem.server.refusals import log_refusal
 
 _OPEN_PATHS = {*PAGE_FILES, "/health", "/ready", "/favicon.ico"}
 _LONGEST_PATH = 2048
+_ENDLESS_PATH = "/live"
 
 
 class _TooLargeError(Exception):
@@ -47,6 +48,8 @@ class Gate:
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
             return
+        if scope["method"] == "HEAD" and scope["path"] != _ENDLESS_PATH:
+            scope = {**scope, "method": "GET"}  # the HTTP server sends the headers alone
         headers: dict[bytes, bytes] = dict(scope["headers"])
         if self._origin is not None:
             send = _with_headers(send, self._cors())
