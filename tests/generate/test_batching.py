@@ -67,6 +67,7 @@ def generator(model: Any) -> tandem.Generator:
     return tandem.Generator(model, byte_tokenizer())
 
 
+@pytest.mark.every_isa
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v2", "qwen3_next"])
 @pytest.mark.parametrize("max_running", [1, 3])
 def test_a_request_gets_the_same_in_any_company(name: str, max_running: int) -> None:
@@ -138,6 +139,7 @@ def test_a_long_prompt_stops_neither_streams_nor_short_prompts(generator: tandem
     assert 2 in steps[10]
 
 
+@pytest.mark.every_isa
 def test_a_long_prompt_lets_streams_through_in_shorter_parts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

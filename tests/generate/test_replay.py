@@ -10,18 +10,20 @@ import tandem
 from tandem.generate.generator import Generator
 from tandem.hf.replay import ReplayedStep
 from tandem.hf.rows import CachedRows
-from tandem.kernels.dense import CpuThreads
 from tandem.offload.events import ExpertStatistics
 from tandem.offload.executor import CpuExecutor
 from tandem.offload.forced_routing import ForcedRouting
 from tandem.trace import RoutingTrace, TraceMeta
 from tests.architectures import build_tiny_model
+from tests.threads import two_threads
+
+pytestmark = pytest.mark.every_isa
 
 TOKENS = [50, 61, 72, 83, 94, 105, 116, 41]
 
 
 def step_logits(model: Any, prompts: list[list[int]], *, has_replay: bool) -> list[torch.Tensor]:
-    rows = CachedRows(model, CpuThreads(num_threads=2), prompts, 4, has_replay=has_replay)
+    rows = CachedRows(model, two_threads(), prompts, 4, has_replay=has_replay)
     logits = [rows.prefill()]
     logits += [rows.decode([token] * len(prompts)).clone() for token in TOKENS]
     assert rows.step.is_replaying is has_replay, rows.step.why_not
@@ -99,10 +101,12 @@ def test_a_steady_step_is_replayed_with_new_inputs() -> None:
 
 
 @pytest.fixture(scope="module", params=["qwen3_moe", "gpt_oss"])
-def packed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def packed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, isa: str
+) -> Any:
     folder = tmp_path_factory.mktemp("packed")
     build_tiny_model(request.param).save_pretrained(folder)
-    return tandem.load(folder, dtype="float32", expert_dtype="int8-g32")
+    return tandem.load(folder, dtype="float32", expert_dtype="fp16")
 
 
 def test_replayed_experts_equal_the_executors_and_are_counted(packed: Any) -> None:
@@ -110,7 +114,7 @@ def test_replayed_experts_equal_the_executors_and_are_counted(packed: Any) -> No
     counts = []
     logits = []
     for has_replay in (True, False):
-        rows = CachedRows(packed, CpuThreads(num_threads=2), prompts, 4, has_replay=has_replay)
+        rows = CachedRows(packed, two_threads(), prompts, 4, has_replay=has_replay)
         rows.prefill()
         for token in TOKENS[:5]:
             rows.decode([token, token + 1])
@@ -162,7 +166,7 @@ def test_another_executor_is_recorded_anew(packed: Any) -> None:
             Counting.calls += 1
             return super().execute(*args)
 
-    rows = CachedRows(packed, CpuThreads(num_threads=2), [[40, 41, 42]], 4)
+    rows = CachedRows(packed, two_threads(), [[40, 41, 42]], 4)
     rows.prefill()
     for token in TOKENS:
         rows.decode([token])
@@ -182,7 +186,7 @@ def test_another_executor_is_recorded_anew(packed: Any) -> None:
 
 def test_routers_in_fp32_of_bf16_models_are_native_too() -> None:
     model: Any = build_tiny_model("deepseek_v2").to(torch.bfloat16)
-    rows = CachedRows(model, CpuThreads(num_threads=2), [[40, 41, 42]], 4)
+    rows = CachedRows(model, two_threads(), [[40, 41, 42]], 4)
     rows.prefill()
     for token in TOKENS:
         rows.decode([token])

@@ -17,6 +17,9 @@ from tandem.kernels.dense import CpuThreads, pack_dense
 from tandem.kernels.formats.weight_format import find_format
 from tests.architectures import build_tiny_model, result_of, tiny_inputs
 from tests.hf.tiny import save_tiny_checkpoint
+from tests.threads import two_threads
+
+pytestmark = pytest.mark.every_isa
 
 
 @pytest.fixture(autouse=True)
@@ -25,8 +28,8 @@ def pack_small_layers_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def threads() -> CpuThreads:
-    return CpuThreads(num_threads=2)
+def threads(isa: str) -> CpuThreads:
+    return two_threads()
 
 
 def logits_of(model: Any) -> torch.Tensor:

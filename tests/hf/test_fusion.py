@@ -11,7 +11,10 @@ from tandem.hf.program import NativeCall
 from tandem.hf.tape import Tape
 from tandem.kernels.dense import pack_dense
 from tandem.kernels.formats.weight_format import find_format
-from tests.hf.test_program import THREADS, norm, tape_of
+from tests.hf.test_program import norm, tape_of
+from tests.threads import two_threads
+
+pytestmark = pytest.mark.every_isa
 
 ROWS, HEADS, DIM = 3, 4, 16
 DTYPES = [torch.float32, torch.bfloat16]
@@ -19,7 +22,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 def linear(in_features: int, out_features: int, dtype: torch.dtype) -> PackedLinear:
     weight = torch.randn(out_features, in_features) / in_features**0.5
-    return PackedLinear(pack_dense(weight, None, find_format("bf16")), THREADS, dtype)
+    return PackedLinear(pack_dense(weight, None, find_format("bf16")), two_threads(), dtype)
 
 
 def check(step: Callable[[], Tensor], x: Tensor, *, num_calls: int = 1, **inputs: Tensor) -> Tape:

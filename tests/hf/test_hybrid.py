@@ -54,6 +54,7 @@ def ids_of(prompt: str) -> list[int]:
     return [ord(c) % 90 + 20 for c in prompt]
 
 
+@pytest.mark.every_isa
 @pytest.mark.seam
 @pytest.mark.parametrize("expert_dtype", ["auto", "int8"])
 def test_a_whole_model_says_the_same_to_the_bit(
@@ -236,6 +237,7 @@ def test_memory_for_all_holds_all(checkpoint: Path, profile: str, clock: str) ->
     executor.close()
 
 
+@pytest.mark.every_isa
 def test_the_real_clock_says_the_same_to_the_bit(checkpoint: Path, profile: str) -> None:
     alone = tandem.load(checkpoint, dtype="float32", expert_dtype="int8")
     options = {"clock": "real", "link_bandwidth": "200MB/s", "expert_dtype": "int8"}

@@ -12,11 +12,14 @@ from tandem.hf.stepping import PaddedRows
 from tandem.hf.windows import most_kept
 from tandem.kernels.dense import CpuThreads
 from tests.architectures import build_tiny_model
+from tests.threads import two_threads
+
+pytestmark = pytest.mark.every_isa
 
 
 @pytest.fixture(scope="module")
-def threads() -> CpuThreads:
-    return CpuThreads(num_threads=2)
+def threads(isa: str) -> CpuThreads:
+    return two_threads()
 
 
 def test_int8_keys_and_values_write_nearly_the_same(threads: CpuThreads) -> None:

@@ -7,9 +7,10 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
 from tandem.hf.norms import NormSwitch
-from tandem.kernels.dense import CpuThreads
+from tests.threads import two_threads
 
-THREADS = CpuThreads(num_threads=2)
+pytestmark = pytest.mark.every_isa
+
 SIZE = 192
 
 
@@ -38,7 +39,7 @@ def test_rows_are_the_modules(kind: type[nn.Module], dtype: torch.dtype, num_row
     module = norm(kind, dtype)
     x = torch.randn(2, num_rows, SIZE).to(dtype)
     expected = module(x)
-    with NormSwitch(module, THREADS).on():
+    with NormSwitch(module, two_threads()).on():
         assert "forward" in module.__dict__
         actual = module(x)
     assert "forward" not in module.__dict__
@@ -48,7 +49,7 @@ def test_rows_are_the_modules(kind: type[nn.Module], dtype: torch.dtype, num_row
 
 def test_a_slice_is_native_and_rows_unevenly_apart_are_the_modules() -> None:
     module = norm(Counting, torch.float32)
-    switch = NormSwitch(module, THREADS)
+    switch = NormSwitch(module, two_threads())
     wide = torch.randn(6, 3, 2 * SIZE)
     for x, own_calls in ((wide[..., :SIZE], 0), (wide[:, ::2, :SIZE], 1)):
         expected = module(x)
@@ -64,13 +65,13 @@ def test_other_modules_stay_their_own() -> None:
             return 2 * super().forward(hidden_states)
 
     for module in (norm(Doubled, torch.float32), nn.LayerNorm(SIZE, bias=False), nn.Linear(4, 4)):
-        with NormSwitch(module, THREADS).on():
+        with NormSwitch(module, two_threads()).on():
             assert "forward" not in module.__dict__
 
 
 def test_weights_may_change_and_an_error_switches_back() -> None:
     module = norm(Qwen3MoeRMSNorm, torch.float32)
-    switch = NormSwitch(module, THREADS)
+    switch = NormSwitch(module, two_threads())
     x = torch.randn(3, SIZE)
     with torch.no_grad():
         module.weight.mul_(3)  # type: ignore[operator]

@@ -10,16 +10,18 @@ from tandem.hf.dense import PackedLinear
 from tandem.hf.program import NativeCall
 from tandem.hf.step_recorder import Recorder
 from tandem.hf.tape import Tape
-from tandem.kernels.dense import CpuThreads, pack_dense
+from tandem.kernels.dense import pack_dense
 from tandem.kernels.formats.weight_format import find_format
+from tests.threads import two_threads
+
+pytestmark = pytest.mark.every_isa
 
 SIZE = 64
-THREADS = CpuThreads(num_threads=2)
 
 
 def linear(seed: int, dtype: torch.dtype) -> PackedLinear:
     weight = torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(seed)) / 8
-    return PackedLinear(pack_dense(weight, None, find_format("bf16")), THREADS, dtype)
+    return PackedLinear(pack_dense(weight, None, find_format("bf16")), two_threads(), dtype)
 
 
 def norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -47,7 +49,7 @@ def tape_of(step: Callable[[], Tensor], inputs: list[Tensor]) -> Tape:
         recorder = Recorder()
         with recorder:
             result = step()
-        return Tape(recorder.recording, result, inputs, THREADS)
+        return Tape(recorder.recording, result, inputs, two_threads())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
