@@ -223,9 +223,9 @@ def test_experts_implementation_without_tandem_load(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "sentence"),
     [
-        ("hidden_size", "big", "hidden_size is 'big', expected a whole number above 0"),
-        ("num_hidden_layers", -2, "num_hidden_layers is -2, expected a whole number above 0"),
-        ("num_key_value_heads", 0, "num_key_value_heads is 0, expected a whole number above 0"),
+        ("hidden_size", "big", "hidden_size is 'big', expected a whole number from 1"),
+        ("num_hidden_layers", -2, "num_hidden_layers is -2, expected a whole number from 1"),
+        ("num_key_value_heads", 0, "num_key_value_heads is 0, expected a whole number from 1"),
         ("num_experts_per_tok", 99, "is 99 and num_local_experts is 8, expected 1 to 8 experts"),
         ("num_experts_per_tok", 0, "is 0 and num_local_experts is 8, expected 1 to 8 experts"),
         ("num_local_experts", 0, "is 2 and num_local_experts is 0, expected 0 to 0 experts"),

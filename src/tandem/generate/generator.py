@@ -27,10 +27,12 @@ from tandem.hf.row_pool import BorrowedRows, LoneRow, RowPool
 from tandem.hf.rows import CachedRows, try_rows
 from tandem.hf.stepping import (
     PaddedRows,
+    adapter_state,
     context_tokens,
     end_of_sequence_ids,
     require_next_token_model,
     vocabulary_size,
+    without_adapters_wrapper,
 )
 from tandem.kernels.attention import require_kv_dtype
 from tandem.kernels.cpu import detect_cpu
@@ -66,8 +68,10 @@ class Generator:
         replayed without the model's Python code (its hooks included), unless `has_replay` is false.
         Raises `UnsupportedModelError` for models that do not write token by token.
         """
+        model = without_adapters_wrapper(model)
         require_next_token_model(model)
         self.model = model
+        self._adapters = adapter_state(model)
         self.tokenizer = tokenizer
         self._threads = threads or _threads_of(model)
         pack_dense_layers(model, dense_dtype, self._threads)
@@ -148,6 +152,8 @@ class Generator:
         As many prompts as last time continue the last ones, as far as they are equal. The first
         call of a generator tries a few tokens both ways.
         """
+        if (adapters := adapter_state(self.model)) != self._adapters:
+            self._adapters, self._last, self._last_on_gpu = adapters, None, None
         if self.model.device.type == "cuda":
             return self._rows_on_gpu(prompts, max_new_tokens)
         if not self._has_tried_rows:

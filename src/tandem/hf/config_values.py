@@ -17,8 +17,10 @@ from tandem.hf.sources.files import read_json
 # As Transformers' configs call them.
 _COUNTS = (
     "hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "intermediate_size", "moe_intermediate_size", "max_position_embeddings",
+    "max_position_embeddings",
 )  # fmt: skip
+# Of these, 0 says that the model has none, or finds the size elsewhere.
+_OPTIONAL_COUNTS = ("head_dim", "intermediate_size", "moe_intermediate_size")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
 _ACTIVATIONS = ("hidden_act", "hidden_activation")
@@ -33,7 +35,9 @@ def require_possible_values(directory: Path, config: dict[str, Any]) -> None:
     for part in (config, text if isinstance(text, dict) else {}):
         where = f"{directory}/config.json"
         for name in _COUNTS:
-            _require_count(where, name, part.get(name))
+            _require_count(where, name, part.get(name), least=1)
+        for name in _OPTIONAL_COUNTS:
+            _require_count(where, name, part.get(name), least=0)
         _require_top_k(where, part)
         for name in _ACTIVATIONS:
             _require_activation(where, name, part.get(name))
@@ -90,13 +94,14 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _require_count(where: str, name: str, value: Any) -> None:
-    """Refuse what is neither absent nor a positive number, or a list of such, one a layer."""
-    if value is None:
-        return
-    values = value if isinstance(value, list) else [value]
-    if not all(_is_int(one) and one > 0 for one in values):
-        raise ModelError(f"{where}: {name} is {value!r}, expected a whole number above 0")
+def _require_count(where: str, name: str, value: Any, *, least: int) -> None:
+    """Refuse what is neither absent nor a number, or a list of numbers, one a layer."""
+    if isinstance(value, list):
+        is_possible = all(_is_int(one) and one >= 0 for one in value)
+    else:
+        is_possible = value is None or (_is_int(value) and value >= least)
+    if not is_possible:
+        raise ModelError(f"{where}: {name} is {value!r}, expected a whole number from {least}")
 
 
 def _require_top_k(where: str, part: dict[str, Any]) -> None:

@@ -33,7 +33,7 @@ from tandem.hf.machine import bind_all
 from tandem.hf.mapped_files import copy_out_of_files
 from tandem.hf.offloaded_model import as_offloaded
 from tandem.hf.packed import INDEX_FILE, packed_name
-from tandem.hf.stand_in import ShowInStateDict
+from tandem.hf.stand_in import keep_elsewhere
 from tandem.hf.steps import announce_steps
 from tandem.kernels.cpu import detect_cpu
 from tandem.kernels.dense import CpuThreads
@@ -210,7 +210,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         for module, layer in self._bound:
             layer.arrivals.require_complete()
             module.config._experts_implementation = EXPERTS_IMPLEMENTATION
-            module.register_state_dict_post_hook(ShowInStateDict(layer.arrivals.shapes))
+            keep_elsewhere(module, layer.arrivals.shapes)
         as_offloaded(model)
         announce_steps(model, lambda: self.executor)
         if not self.pre_quantized:
@@ -269,8 +269,12 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
 
     @property
     def is_trainable(self) -> bool:
-        """Say no: experts in the host store have no gradients."""
-        return False
+        """Refuse: Transformers' Trainer asks, and would send users of ours to Transformers."""
+        raise ConfigError(
+            "a model whose experts Tandem keeps cannot be trained, nor can adapters on it: no "
+            "gradients come through its experts; train the model as Transformers loads it, without "
+            "an OffloadConfig"
+        )
 
 
 def _announce(

@@ -28,6 +28,11 @@ def save(model: Any, directory: str | Path, *, tokenizer: Any = None) -> Path:
     """
     target = Path(directory)
     quantizer = getattr(model, "hf_quantizer", None)
+    if hasattr(model, "peft_config"):
+        raise ModelError(
+            "tandem.save got a model with adapters, which packed files do not hold; save them with "
+            "save_pretrained, or write model.merge_and_unload()"
+        )
     if not isinstance(quantizer, OffloadQuantizer):
         raise ModelError(
             f"tandem.save got a {type(model).__name__} that Tandem did not load; "

@@ -67,7 +67,36 @@ class StandIn(Tensor):
         refuse_to_copy()
 
 
-class ShowInStateDict:
+def keep_elsewhere(module: nn.Module, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Let an experts module, whose tensors of these shapes are stored, refuse to be read."""
+    for name in shapes:
+        empty = module.get_parameter(name).data
+        setattr(module, name, KeptElsewhere(empty, requires_grad=False))
+    module.register_state_dict_post_hook(_ShowInStateDict(shapes))
+
+
+class KeptElsewhere(nn.Parameter):
+    """The empty parameter of an experts module; what would adapt the experts is refused."""
+
+    @property
+    def ndim(self) -> NoReturn:  # type: ignore[override]
+        """Refuse: PEFT asks it, or the next, before it wraps a parameter."""
+        _refuse_to_adapt()
+
+    @property
+    def ds_shape(self) -> NoReturn:
+        """Refuse."""
+        _refuse_to_adapt()
+
+
+def _refuse_to_adapt() -> NoReturn:
+    raise ConfigError(
+        "an adapter was asked for on experts that Tandem computes, which it would not reach; name "
+        "other modules, such as target_modules=['q_proj', 'v_proj'], instead of 'all-linear'"
+    )
+
+
+class _ShowInStateDict:
     """A hook by which state dicts show an experts module's tensors in their true shapes."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:

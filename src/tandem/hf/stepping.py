@@ -14,6 +14,34 @@ from tandem.core.errors import UnsupportedModelError
 from tandem.hf.finite import require_finite_logits
 
 
+def without_adapters_wrapper(model: Any) -> Any:
+    """Return the Transformers model of a PEFT model: its adapters sit in that one's layers.
+
+    Raises `UnsupportedModelError` for adapters that are something before the prompt instead.
+    """
+    if not (hasattr(model, "get_base_model") and hasattr(model, "peft_config")):
+        return model
+    for name, config in model.peft_config.items():
+        if getattr(config, "is_prompt_learning", False):
+            raise UnsupportedModelError(
+                f"adapter {name!r} is {config.peft_type} and puts something before the prompt, "
+                "which Tandem's loop does not; call model.generate(...)"
+            )
+    return model.get_base_model()
+
+
+def adapter_state(model: Any) -> tuple[Any, ...]:
+    """Return what of a model's adapters is in use; what was computed with another state is void."""
+    if not hasattr(model, "peft_config"):
+        return ()
+    return tuple(
+        (tuple(active), bool(layer.disable_adapters), bool(layer.merged))
+        for layer in model.modules()
+        # Of Transformers' models it is a method.
+        if isinstance(active := getattr(layer, "active_adapters", None), list)
+    )
+
+
 def require_next_token_model(model: Any) -> None:
     """Raise `UnsupportedModelError` unless a model writes one token after the other."""
     name = type(model).__name__
