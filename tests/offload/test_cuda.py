@@ -97,6 +97,21 @@ def test_results_are_right_in_every_order_that_events_allow(
         executor.cache.planner.residency.check_integrity()
 
 
+def test_plans_change_the_last_bits_on_a_gpu_and_no_more() -> None:
+    """Only the CPU's kernels round activations to int8: docs/runtime.md tells so."""
+    packed, outs = make_store(), []
+    call = route(3, torch.Generator().manual_seed(7))
+    for assignment in ("cpu-only", "gpu-only"):
+        settings = PlannerSettings(assignment=assignment, prediction="none", prefetch="none")
+        streams = LazyStreams(is_eager=True)
+        executor = make_twin(packed, streams, NUM_EXPERTS, settings)
+        executor.cache.resize(NUM_EXPERTS, range(NUM_EXPERTS))
+        outs.append(executor.execute(0, *call, FUNCTIONS))
+        streams.synchronize()
+    assert not torch.equal(*outs)
+    assert (outs[0] - outs[1]).norm() < 2e-2 * outs[0].norm()
+
+
 @pytest.mark.parametrize("forgotten", ["wait for the copy", "wait for the reader"])
 def test_the_twin_notices_a_forgotten_event(
     store: HostStore, forgotten: str, monkeypatch: pytest.MonkeyPatch
