@@ -55,6 +55,12 @@ def test_the_versions_that_are_switched_on_are_called() -> None:
     ]
 
 
+def test_where_the_driver_does_not_say_a_word_is_at_the_hosts_address() -> None:
+    library = make_driver([])
+    library.functions["cuMemHostGetDevicePointer", 3020] = ADDRESS(lambda *args: NOT_SUPPORTED)
+    assert StreamOps(Driver(library)).address_of(HOST) == HOST
+
+
 def test_a_refusal_and_an_old_driver_are_errors_that_name_the_function() -> None:
     library = make_driver([], NOT_SUPPORTED)
     with pytest.raises(DriverError, match="cuStreamWriteValue32 returned 801"):

@@ -26,7 +26,7 @@ class StreamOps:
         """
         self._write = driver.require("cuStreamWriteValue32", _VERSION, *_ARGUMENTS)
         self._wait = driver.require("cuStreamWaitValue32", _VERSION, *_ARGUMENTS)
-        self._address = driver.require(
+        self._address = driver.find(
             "cuMemHostGetDevicePointer",
             _VERSION,
             ctypes.POINTER(ctypes.c_uint64),
@@ -35,9 +35,14 @@ class StreamOps:
         )
 
     def address_of(self, host: int) -> int:
-        """Return where the device sees a word of pinned host memory."""
+        """Return where the device sees a word of pinned host memory.
+
+        Where the driver does not say, at the host's own address: all 64-bit systems have but one
+        space of addresses, and only registered memory may lie elsewhere in it.
+        """
         found = ctypes.c_uint64()
-        self._address(ctypes.byref(found), host, 0)
+        if self._address is None or self._address(ctypes.byref(found), host, 0) != 0:
+            return host
         return found.value
 
     def write(self, stream: int, address: int, value: int) -> None:
