@@ -10,7 +10,6 @@ import pytest
 
 from tandem.cli import simulate
 from tandem.cli.main import main
-from tandem.core.errors import TandemWarning
 
 
 def started_cold(redirections: str, *words: str) -> subprocess.CompletedProcess[str]:
@@ -65,12 +64,12 @@ def test_closed_outputs_swallow_what_is_said(redirections: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
 
 
-def test_a_warning_is_one_line_and_none_when_quiet(
+def test_warnings_are_one_line_each(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def warning(_: object) -> int:
         warnings.simplefilter("always")
-        warnings.warn("ours is known\nand long", TandemWarning, stacklevel=1)
+        warnings.warn("ours is known\nand long", stacklevel=1)
         warnings.warn_explicit("theirs", UserWarning, "/x/site-packages/foreign/a.py", 1)
         return 0
 

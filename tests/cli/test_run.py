@@ -63,6 +63,19 @@ def test_quiet_prints_the_answer_only(model: str) -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.parametrize(("words", "num_lines"), [([], 1), (["--quiet"], 0)])
+def test_a_warning_is_one_line_and_none_when_quiet(
+    tmp_path: Path, words: list[str], num_lines: int
+) -> None:
+    checkpoint = save_tiny_checkpoint(tmp_path / "tiny")
+    (checkpoint / "generation_config.json").write_text('{"num_beams": 4}')
+    done = tandem("run", str(checkpoint), "-p", "x", "--max-new-tokens", "1", *words)
+    warned = [line for line in done.stderr.splitlines() if "num_beams" in line]
+    assert len(warned) == num_lines
+    assert all(line.startswith("[warning: the model's generation config") for line in warned)
+    assert ".py" not in done.stderr
+
+
 def test_reads_a_pipe_as_the_prompt(model: str) -> None:
     flags = ("--max-new-tokens", "8", "--seed", "1", "--quiet")
     piped = tandem("run", model, *flags, stdin="hello")

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-from tandem.core.errors import ConfigError, TandemWarning
+from tandem.core.errors import ConfigError
 
 _PATIENCE_SECONDS = 2.0
 
@@ -83,17 +83,20 @@ def warnings_as_lines(*, quiet: bool) -> Iterator[None]:
         line: str | None = None,
     ) -> None:
         if not quiet:
-            print(_as_line(message, category, filename), file=sys.stderr)
+            print(f"[warning{_origin(filename)}: {_first_line(message)}]", file=sys.stderr)
 
     with warnings.catch_warnings():
         warnings.showwarning = show
         yield
 
 
-def _as_line(message: Warning | str, category: type[Warning], filename: str) -> str:
-    first_line = str(message).strip().partition("\n")[0]
-    if issubclass(category, TandemWarning):
-        return f"[warning: {first_line}]"
+def _origin(filename: str) -> str:
+    """Name the library of a source file, unless it is Tandem."""
     parts = Path(filename).parts
-    library = parts[parts.index("site-packages") + 1] if "site-packages" in parts else "Python"
-    return f"[warning of {library}: {first_line}]"
+    if "site-packages" not in parts or "tandem" in parts:
+        return ""
+    return f" of {parts[parts.index('site-packages') + 1].removesuffix('.py')}"
+
+
+def _first_line(message: Warning | str) -> str:
+    return str(message).strip().partition("\n")[0]

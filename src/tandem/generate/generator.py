@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tandem.core.config import from_mapping
-from tandem.core.errors import ConfigError
+from tandem.core.errors import ConfigError, TandemWarning
 from tandem.generate.answer import Answer
 from tandem.generate.prompt import encode_conversation, encode_text
 from tandem.generate.run import Rows, Run
@@ -87,6 +87,7 @@ class Generator:
             warnings.warn(
                 f"the model's generation config sets {', '.join(ignored)}, which Tandem's loop "
                 "does not follow; call model.generate(...) where it matters",
+                TandemWarning,
                 stacklevel=2,
             )
 

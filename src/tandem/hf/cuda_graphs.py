@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from tandem.core.errors import TandemWarning
 from tandem.hf.step_recorder import intercepted
 
 # The first steps let lazily made things (masks, compiled kernels, workspaces) come to be.
@@ -324,4 +325,6 @@ class GraphedStep:
 
     def _give_up(self, why: str) -> None:
         self._pieces, self._result, self.why_not = [], None, why
-        warnings.warn(f"decode steps run as the model's own code, slower: {why}", stacklevel=2)
+        warnings.warn(
+            f"decode steps run as the model's own code, slower: {why}", TandemWarning, stacklevel=2
+        )

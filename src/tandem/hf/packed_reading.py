@@ -12,6 +12,7 @@ from typing import Any
 from tqdm import tqdm
 from transformers.utils import logging
 
+from tandem.core.errors import TandemWarning
 from tandem.core.units import format_bytes
 from tandem.hf.checkpoint import Checkpoint
 from tandem.hf.dense import packed_layers
@@ -37,6 +38,7 @@ def read_packed(checkpoint: Checkpoint, model: Any, assemble: Callable[[], None]
             f"{checkpoint.directory} has {format_bytes(total)} and {format_bytes(available)} of "
             "memory are free: experts are read from the disk whenever they are used, which is "
             "slow; free memory or pack it in a smaller expert_dtype",
+            TandemWarning,
             stacklevel=4,
         )
         finish_dense_parts(model, assemble)
