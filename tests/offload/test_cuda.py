@@ -45,7 +45,7 @@ def make_twin(
 ) -> HybridExecutor:
     """Return a hybrid executor on the GPU's code and the twin's streams."""
     wall = WallClock()
-    device = CudaDevice(streams, TorchKernels(), on_busy=wall.add_gpu)
+    device = CudaDevice(streams, TorchKernels(), on_busy=wall.add_gpu, is_watched=wall.is_watched)
 
     def make_engine(
         store: HostStore, slots: Slots, geometry: Geometry, clock: Clock
@@ -184,8 +184,9 @@ def test_a_batch_that_claims_a_held_copy_has_it_queued(store: HostStore) -> None
 def test_lanes_say_how_long_they_worked(store: HostStore) -> None:
     streams = LazyStreams(2)
     executor = make_twin(store, streams, 8, SETTINGS[1], Link(1e9))
-    run_both(executor, store, streams)
     clock = executor.cache.clock
+    clock.watchers += 1
+    run_both(executor, store, streams)
     assert clock.gpu_busy > 0
     copies, seconds = round(clock.link_busy * 1e9 / store[0].image_bytes), clock.link_busy
     assert copies > 0
@@ -372,3 +373,19 @@ def test_this_machine_says_why_it_has_no_gpu() -> None:
         return
     with pytest.raises(CapacityError):
         require_cuda()
+
+
+def test_batches_are_timed_only_while_somebody_watches(store: HostStore) -> None:
+    """Two timed events a batch cost the host tens of microseconds a layer."""
+    streams = LazyStreams(3)
+    timed: list[bool] = []
+    record = streams.record
+    streams.record = lambda lane, is_timed=False: (timed.append(is_timed), record(lane))[1]  # type: ignore[method-assign]
+    executor = make_twin(store, streams, NUM_EXPERTS // 2, PlannerSettings())
+    clock = executor.cache.clock
+    run_both(executor, store, streams, steps=4)
+    assert not any(timed)
+    clock.watchers += 1
+    run_both(executor, store, streams, steps=4)
+    assert any(timed)
+    assert clock.gpu_busy >= 0

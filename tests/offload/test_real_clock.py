@@ -159,5 +159,6 @@ def test_size_changes_between_steps_keep_the_best_experts(store: HostStore, make
     executor.close()
 
 
-def test_a_minute_of_stress_ends_well() -> None:
-    assert stress(seconds=60.0, seed=1).steps > 50
+def test_a_quarter_of_a_minute_of_stress_ends_well() -> None:
+    """`python -m tests.offload.stress` goes on for as long as it is told."""
+    assert stress(seconds=15.0, seed=1).steps > 12

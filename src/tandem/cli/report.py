@@ -29,12 +29,16 @@ class RunReport:
         self._cache = CacheStatistics()
         self._executor.listeners += [self._experts, self._cache]
         self._is_hybrid = isinstance(self._executor, HybridExecutor)
+        if self._is_hybrid:
+            self._executor.cache.clock.watchers += 1
         self._lanes_before = self._lanes()
 
     def close(self) -> None:
         """Stop counting."""
         self._executor.listeners.remove(self._experts)
         self._executor.listeners.remove(self._cache)
+        if self._is_hybrid:
+            self._executor.cache.clock.watchers -= 1
 
     def line(self, answer: "Answer") -> str:
         """Return the statistics as one line."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tandem.generate.sampling import SamplingRule
-from tandem.kernels import _native
+from tandem.kernels import _native, engine
 from tandem.kernels.dense import VALUE_DTYPES
 
 
@@ -39,7 +39,7 @@ class Sampler:
         seeds = [None if seed is None else seed + row for row in range(num_rows)]
         self._randoms = [random.Random(row_seed) for row_seed in seeds]
         self._seen = [_SeenTokens() for _ in range(num_rows if self._has_penalty else 0)]
-        self._native = _native.TokenSampler(isa)
+        self._native = _native.TokenSampler(isa or engine.best_isa())
 
     @torch.inference_mode()
     def choose(self, logits: Tensor, histories: Sequence[Sequence[int]]) -> list[int]:

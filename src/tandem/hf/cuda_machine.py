@@ -93,6 +93,7 @@ def cuda_parts(
         streams,
         compiled_kernels(device_kernels, store, bound, call, streams),
         on_busy=clock.add_gpu,
+        is_watched=clock.is_watched,
     )
     kernels = ExpertKernels(num_threads=config.threads, isa=config.isa or "", on_busy=clock.add_cpu)
     try:

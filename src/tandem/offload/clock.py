@@ -14,12 +14,14 @@ from tandem.policy.plan import Copy, LayerLoad, LayerPlan
 class Clock(Protocol):
     """The planner's time. `run_dense`, `issue` and `run` tell a virtual one what has been done.
 
-    `cpu_busy`, `gpu_busy` and `link_busy` are the seconds that each lane has worked.
+    `cpu_busy`, `gpu_busy` and `link_busy` are the seconds that each lane has worked. A GPU's costs
+    two timed events a batch, so it is counted only while there are `watchers`.
     """
 
     cpu_busy: float
     gpu_busy: float
     link_busy: float
+    watchers: int
 
     @property
     def now(self) -> float:
@@ -44,6 +46,11 @@ class WallClock:
     def __init__(self) -> None:
         """Start with lanes that have not worked."""
         self.cpu_busy = self.gpu_busy = self.link_busy = 0.0
+        self.watchers = 0
+
+    def is_watched(self) -> bool:
+        """Tell whether somebody wants to know how long the device works."""
+        return self.watchers > 0
 
     def add_cpu(self, seconds: float) -> None:
         """Count work of the CPU's lane; each lane is counted by its own thread."""

@@ -43,10 +43,11 @@ class CudaDevice:
         *,
         pin_limit_bytes: int | None = None,
         on_busy: Callable[[float], None] | None = None,
+        is_watched: Callable[[], bool] = lambda: True,
     ) -> None:
         """Compute with `kernels` on the GPU of `streams`; pin at most `pin_limit_bytes`.
 
-        `on_busy` receives the seconds of each batch, when they are known.
+        `on_busy` receives the seconds of each batch, when they are known, while `is_watched`.
         """
         self.streams = streams
         self.events = SlotEvents()
@@ -58,7 +59,7 @@ class CudaDevice:
         self._downloads = [PinnedArena(streams) for _ in range(_DOWNLOADS_KEPT)]
         self._uploads = PinnedArena(streams)
         self._num_downloads = 0
-        self._on_busy = on_busy
+        self._on_busy, self._is_watched = on_busy, is_watched
         self._batches: list[tuple[Event, Event]] = []  # begin and end, since the last download
 
     def memory(self) -> DeviceMemory:
@@ -140,7 +141,8 @@ class CudaDevice:
 
     def launch(self, batch: ExpertBatch, use: SlotUse) -> None:
         """Queue a batch behind the copies of its experts."""
-        streams, is_timed, begin = self.streams, self._on_busy is not None, None
+        streams, begin = self.streams, None
+        is_timed = self._on_busy is not None and self._is_watched()
         try:
             work = self.prepared(batch, use)
             if is_timed:

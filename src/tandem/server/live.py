@@ -50,9 +50,11 @@ class LivePicture:
         if is_on:
             self._clear()
             listeners.append(self)
+            self._count_watchers(1)
             self._lanes_before = self._lanes()
         else:
             listeners.remove(self)
+            self._count_watchers(-1)
 
     def __call__(self, event: LayerExecuted) -> None:
         """Count the uses of one layer's experts."""
@@ -104,6 +106,10 @@ class LivePicture:
     @property
     def _is_hybrid(self) -> bool:
         return isinstance(self._executor, HybridExecutor)
+
+    def _count_watchers(self, change: int) -> None:
+        if self._is_hybrid:
+            self._executor.cache.clock.watchers += change
 
     def _lanes(self) -> tuple[float, float, float, float]:
         """Return the seconds that CPU, device and link have worked, and the planner's clock."""

@@ -30,6 +30,7 @@ class Timeline:
         self.now = 0.0
         self.costs = CostTable(shape)
         self.cpu_busy = self.gpu_busy = self.link_busy = 0.0
+        self.watchers = 0  # a virtual clock counts all lanes anyway
         self._cpu_slowdown = profile.cpu_slowdown_while_copying
         self._link_slowdown = profile.link_slowdown_while_computing
         self._link_free = 0.0
