@@ -22,7 +22,7 @@ from tandem.offload.pinning import pin_store
 from tandem.offload.slots import Slots
 from tandem.policy.plan import Copy, Geometry
 from tandem.policy.settings import PlannerSettings
-from tests.offload.lazy_streams import LazyStreams
+from tests.offload.lazy_streams import LazyEvent, LazyStreams
 from tests.offload.machines import FUNCTIONS, GEOMETRY, make_machine, make_store, route
 
 FAST = Link(1e9)
@@ -375,12 +375,19 @@ def test_this_machine_says_why_it_has_no_gpu() -> None:
         require_cuda()
 
 
-def test_batches_are_timed_only_while_somebody_watches(store: HostStore) -> None:
+def test_batches_are_timed_only_while_somebody_watches(
+    store: HostStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two timed events a batch cost the host tens of microseconds a layer."""
     streams = LazyStreams(3)
     timed: list[bool] = []
     record = streams.record
-    streams.record = lambda lane, is_timed=False: (timed.append(is_timed), record(lane))[1]  # type: ignore[method-assign]
+
+    def noted(lane: Lane, *, is_timed: bool = False) -> LazyEvent:
+        timed.append(is_timed)
+        return record(lane, is_timed=is_timed)
+
+    monkeypatch.setattr(streams, "record", noted)
     executor = make_twin(store, streams, NUM_EXPERTS // 2, PlannerSettings())
     clock = executor.cache.clock
     run_both(executor, store, streams, steps=4)
