@@ -35,6 +35,7 @@ from tandem.hf.offloaded_model import as_offloaded
 from tandem.hf.packed import INDEX_FILE, packed_name
 from tandem.hf.stand_in import keep_elsewhere
 from tandem.hf.steps import announce_steps
+from tandem.hf.weight_report import require_shapes
 from tandem.kernels.cpu import detect_cpu
 from tandem.kernels.dense import CpuThreads
 from tandem.kernels.formats.weight_format import WeightFormat
@@ -66,6 +67,8 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         self._targets: dict[str, str] = {}
         """Of the source's names, the parameters in which they end."""
         self._from_source: set[str] = set()
+        self._shapes: dict[str, torch.Size] = {}
+        """Of the dense parameters, by the config."""
         self._threads: CpuThreads | None = None
 
     def validate_environment(self, device_map: Any = None, **kwargs: Any) -> None:
@@ -124,6 +127,11 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
             expect_stored_layers(model, dense_format, stored)
         if not _on_device(kwargs.get("device_map")):
             self._writer.dense.expect(self.dense_code_formats(model))
+        self._shapes = {
+            name: parameter.shape
+            for name, parameter in model.named_parameters()
+            if not self.param_needs_quantization(model, name)
+        }
         return model
 
     def dense_code_formats(self, model: Any) -> dict[str, WeightFormat | None]:
@@ -207,6 +215,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if self._writer.error is not None:
             raise self._writer.error
+        require_shapes(model, self._shapes)
         for module, layer in self._bound:
             layer.arrivals.require_complete()
             module.config._experts_implementation = EXPERTS_IMPLEMENTATION

@@ -1,8 +1,12 @@
 """Are a checkpoint's weights those of its config.json? From what Transformers reports of a load."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import nn
 
 from tandem.core.errors import ModelError
 
@@ -21,12 +25,28 @@ def require_own_weights(path: Path, model: Any, report: dict[str, Any], *, is_wh
             "download the missing files again"
         )
     for name, found, expected in sorted(report["mismatched_keys"], key=lambda entry: entry[0]):
-        raise ModelError(
-            f"{path} has {name} of shape {tuple(found)}, but config.json asks for "
-            f"{tuple(expected)}; use the config.json that belongs to these weights"
-        )
+        raise _other_shape(str(path), name, found, expected)
     if is_whole:
         _require_no_more_layers(path, model, report["unexpected_keys"])
+
+
+def require_shapes(model: nn.Module, expected: dict[str, torch.Size]) -> None:
+    """Raise `ModelError` for a parameter that has come in another shape than it had by the config.
+
+    Transformers 5.17 does not look at the shapes of a model that has a quantizer.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.shape != expected.get(name, parameter.shape):
+            raise _other_shape("the checkpoint", name, parameter.shape, expected[name])
+
+
+def _other_shape(
+    where: str, name: str, found: Sequence[int], expected: Sequence[int]
+) -> ModelError:
+    return ModelError(
+        f"{where} has {name} of shape {tuple(found)}, but config.json asks for {tuple(expected)}; "
+        "use the config.json that belongs to these weights"
+    )
 
 
 def _require_no_more_layers(path: Path, model: Any, unexpected: set[str]) -> None:
