@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tandem.core.errors import ExecutionError, ModelError
+from tandem.kernels.finite import is_finite
 
 # Of a row's tokens, the last ones with which a spoilt layer is looked for.
 _SEARCHED_TOKENS = 2048
@@ -18,13 +19,9 @@ _SEARCHED_TOKENS = 2048
 
 def require_finite_weights(model: nn.Module) -> None:
     """Raise `ModelError` naming the first dense weight that is not finite."""
-    named = [(name, p) for name, p in model.named_parameters() if _has_values(p)]
-    # A sum in fp32 reads each weight once, and is finite if all of them are; one wait on a GPU.
-    sums = [_sum(p) for _, p in named]
-    if not sums or math.isfinite(float(torch.stack([s.to(sums[0].device) for s in sums]).sum())):
-        return
-    for (name, _), total in zip(named, sums, strict=True):
-        if not math.isfinite(float(total)):
+    for name, parameter in model.named_parameters():
+        is_there = parameter.is_floating_point() and not parameter.is_meta
+        if is_there and not is_finite(parameter):
             raise ModelError(
                 f"the weight {name} holds NaN or infinity, expected finite numbers; the checkpoint "
                 "is damaged: download it again"
@@ -48,17 +45,6 @@ def require_finite_logits(
         f"the model's output is NaN or infinite, first in {where}; its weights are damaged "
         f"(download it again) or too large for {_name(model.dtype)} (load it with another dtype)"
     )
-
-
-def _has_values(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.numel() > 0 and not tensor.is_meta
-
-
-def _sum(tensor: Tensor) -> Tensor:
-    values = tensor.detach()
-    if values.element_size() == 1:  # torch does not add fp8
-        values = values.float()
-    return values.sum(dtype=torch.float32)
 
 
 def _name(dtype: torch.dtype) -> str:

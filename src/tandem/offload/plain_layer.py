@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import ModelError
+from tandem.kernels.finite import is_finite
 from tandem.kernels.reference import ExpertWeights
 from tandem.offload.arrivals import Arrivals
 from tandem.offload.image import ALIGNMENT_BYTES, Piece, aligned
@@ -46,8 +47,7 @@ class PlainLayer:
         self.arrivals.count(tensor_name, 1)
 
     def _require_finite(self, tensor_name: str, values: Tensor) -> None:
-        # A sum in fp32 reads each value once, and is finite if all of them are.
-        if not math.isfinite(float(values.sum(dtype=torch.float32))):
+        if not is_finite(values):
             raise ModelError(
                 f"{self.arrivals.name}.{tensor_name} has weights that are NaN or infinite, "
                 "expected finite ones; the checkpoint is damaged: download it again"
