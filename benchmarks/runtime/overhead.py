@@ -29,6 +29,7 @@ from tandem.offload.expert_kernels import ExpertKernels, WeightSource
 from tandem.offload.host_store import HostStore
 from tandem.offload.hybrid_executor import HybridExecutor
 from tandem.offload.packed_layer import PackedLayer
+from tandem.offload.routing import SumRows
 from tandem.offload.slots import Claim, SlotUse
 from tandem.policy.plan import Geometry
 from tandem.sim.profiles import load_profile, shape_for
@@ -104,11 +105,9 @@ class SilentDevice(EmulatedDevice):
     def upload(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Bring nothing."""
 
-    def add_rows(
-        self, rows: torch.Tensor, row_of: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the same sums each time."""
-        return self._sums
+    def prepare_sum(self, row_of: torch.Tensor, weights: torch.Tensor) -> SumRows:
+        """Return what returns the same sums each time."""
+        return lambda rows: self._sums
 
 
 class SilentCopies(VirtualCopyEngine):

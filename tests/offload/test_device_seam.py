@@ -11,6 +11,7 @@ from tandem.offload.executor import CpuExecutor
 from tandem.offload.expert_cache import ExpertCache
 from tandem.offload.expert_kernels import ExpertKernels
 from tandem.offload.hybrid_executor import HybridExecutor
+from tandem.offload.routing import SumRows
 from tandem.offload.slots import SlotUse
 from tandem.policy.settings import PlannerSettings
 from tandem.sim.timeline import Timeline
@@ -41,11 +42,16 @@ class WatchedDevice(EmulatedDevice):
         self.uploads.append(len(source))
         super().upload(source, target)
 
-    def add_rows(self, rows: Tensor, row_of: Tensor, weights: Tensor) -> Tensor:
-        self._require_own(rows)
-        assert not rows.isnan().any(), "a row is missing on the device"
-        self.sums += 1
-        return super().add_rows(rows, row_of, weights)
+    def prepare_sum(self, row_of: Tensor, weights: Tensor) -> SumRows:
+        sum_rows = super().prepare_sum(row_of, weights)
+
+        def watched(rows: Tensor) -> Tensor:
+            self._require_own(rows)
+            assert not rows.isnan().any(), "a row is missing on the device"
+            self.sums += 1
+            return sum_rows(rows)
+
+        return watched
 
     def _require_own(self, rows: Tensor) -> None:
         own = super().rows(1, 1).untyped_storage().data_ptr()

@@ -21,6 +21,7 @@ from tandem.offload.cuda_streams import Event, Lane, Streams, Work
 from tandem.offload.device import DeviceMemory, OutOfDeviceMemoryError
 from tandem.offload.expert_cache import ExpertCache
 from tandem.offload.expert_kernels import WeightSource
+from tandem.offload.routing import SumRows
 from tandem.offload.row_memory import RowMemory
 from tandem.offload.slots import SlotUse
 
@@ -175,16 +176,22 @@ class CudaDevice:
 
         self.streams.run(Lane.COMPUTE, copy)
 
-    def add_rows(self, rows: Tensor, row_of: Tensor, weights: Tensor) -> Tensor:
-        """Queue the sum."""
-        out = rows.new_empty(row_of.shape[0], rows.shape[1])
-        table = self._staged(row_of)
+    def prepare_sum(self, row_of: Tensor, weights: Tensor) -> SumRows:
+        """Bring the table now; what is returned queues the sum."""
+        num_tokens, staged = row_of.shape[0], self._staged(row_of)
+        on_device: list[Tensor] = []
+        self.streams.run(Lane.COMPUTE, lambda: on_device.append(self._brought(staged)))
 
-        def add() -> None:
-            self._kernels.add_rows(rows, self._brought(table), weights, out)
+        def sum_rows(rows: Tensor) -> Tensor:
+            out = rows.new_empty(num_tokens, rows.shape[1])
 
-        self.streams.run(Lane.COMPUTE, add)
-        return out
+            def add() -> None:
+                self._kernels.add_rows(rows, on_device[0], weights, out)
+
+            self.streams.run(Lane.COMPUTE, add)
+            return out
+
+        return sum_rows
 
     def synchronize(self) -> None:
         """Need nothing: whoever reads results does so on the same stream, behind all batches."""

@@ -200,7 +200,7 @@ class _Bench:
         batch = call.batch(0, count, side)
         streams.run(Lane.COMPUTE, self._device.prepared(batch, self._next(count)))
         weights = self._token.new_ones(1, count)
-        return call.result(side, weights, self._device.add_rows)
+        return call.prepare_result(side, weights, self._device.prepare_sum)()
 
     def launch_seconds(self) -> float:
         """Return how long the host queues a batch of one expert, as behind each fetched one."""

@@ -6,7 +6,7 @@ state (hidden, choice, gate weights) lies on the device. In one layer, in this o
     download(choice, hidden)     one wait; the only one before the batches
       -> launch(batch, use)...   rows stay in the device's `rows`, tokens are read from its `hidden`
       -> upload(host rows)       once, if the CPU had a share: its rows are the last ones
-      -> add_rows                the sum, on the device, behind all that was launched and uploaded
+      -> prepare_sum(...)(rows)  the sum, on the device, behind all that was launched and uploaded
 
 Nothing of it need wait for the device but `download`, which also ends everything that the layers
 before have read of host memory: from then on `host_rows` may be written again. A layer that the
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tandem.core.errors import CapacityError
 from tandem.offload.batch import ExpertBatch
+from tandem.offload.routing import SumRows
 from tandem.offload.slots import MemoryPool, SlotUse
 
 
@@ -70,12 +71,13 @@ class Device(MemoryPool, Protocol):
     def upload(self, source: Tensor, target: Tensor) -> None:
         """Copy host memory to the device, before what is launched later."""
 
-    def add_rows(self, rows: Tensor, row_of: Tensor, weights: Tensor) -> Tensor:
-        """Sum weight * row over k, first to last, after all batches: (n_tokens, width) fp32.
+    def prepare_sum(self, row_of: Tensor, weights: Tensor) -> SumRows:
+        """Return what sums weight * row over k, first to last, after all batches.
 
-        `rows` (n_rows, width) fp32 and `weights` (n_tokens, top_k) fp32 are on the device, `row_of`
-        (n_tokens, top_k) int32 on the host; -1 adds nothing. A product and an addition each round
-        by themselves. Raises the first error of any batch, then or at the next call.
+        It takes rows (n_rows, width) fp32 and returns (n_tokens, width) fp32, both on the device,
+        as are `weights` (n_tokens, top_k) fp32; `row_of` (n_tokens, top_k) int32 is on the host; -1
+        adds nothing. A product and an addition each round by themselves. The sum raises the first
+        error of any batch, then or at the next call.
         """
 
     def synchronize(self) -> None:

@@ -15,6 +15,7 @@ from tandem.core.units import format_bytes
 from tandem.offload.batch import ExpertBatch
 from tandem.offload.device import DeviceMemory, OutOfDeviceMemoryError
 from tandem.offload.expert_kernels import ExpertKernels
+from tandem.offload.routing import SumRows
 from tandem.offload.row_memory import RowMemory
 from tandem.offload.slots import SlotUse
 
@@ -97,10 +98,15 @@ class EmulatedDevice:
         """Copy at once: no batch reads or writes the target."""
         target.copy_(source)
 
-    def add_rows(self, rows: Tensor, row_of: Tensor, weights: Tensor) -> Tensor:
-        """Wait for the batches and add up."""
-        self.synchronize()
-        return self._kernels.add_rows(rows, row_of, weights)
+    def prepare_sum(self, row_of: Tensor, weights: Tensor) -> SumRows:
+        """Wait for the batches when it comes to the sum."""
+        sum_rows = self._kernels.prepare_sum(row_of, weights)
+
+        def after_all(rows: Tensor) -> Tensor:
+            self.synchronize()
+            return sum_rows(rows)
+
+        return after_all
 
     def launch(self, batch: ExpertBatch, use: SlotUse) -> None:
         """Compute a batch from its slots."""

@@ -159,7 +159,7 @@ class CpuExecutor(StatelessExecutor):
                 self._kernels.run(call.batch(0, len(order), side))
             if self.listeners:
                 self.report(layer, top_k_index, len(routing.experts), routing.num_rows)
-            return call.result(side, top_k_weights, self._kernels.add_rows)
+            return call.prepare_result(side, top_k_weights, self._kernels.prepare_sum)()
 
     def report(self, layer: HostLayer, chosen: Tensor, num_active: int, num_rows: int) -> None:
         """Tell the listeners what a layer's router chose, and how much was computed for it."""

@@ -18,6 +18,7 @@ from tandem.offload.batch import ExpertBatch, ExpertFunctions
 from tandem.offload.host_store import HostLayer
 from tandem.offload.packed_layer import PackedLayer
 from tandem.offload.routed_layers import RoutedLayers
+from tandem.offload.routing import SumRows
 
 
 class WeightSource(Protocol):
@@ -74,20 +75,24 @@ class ExpertKernels:
             return StartedWork(native.finish, batch, self._on_busy, begin)
         return StartedWork(lambda: self._run_in_torch(batch, source), batch, self._on_busy, begin)
 
-    def add_rows(self, rows: Tensor, row_of: Tensor, weights: Tensor) -> Tensor:
-        """Sum weight * row over k, first to last: (n_tokens, width) fp32.
+    def prepare_sum(self, row_of: Tensor, weights: Tensor) -> SumRows:
+        """Return what sums weight * row over k, first to last: (n_tokens, width) fp32.
 
-        `rows` (n_rows, width) and `weights` (n_tokens, top_k) are fp32; `row_of` of the latter's
-        shape, int32 and contiguous, says which row, -1 none.
+        `weights` (n_tokens, top_k) are fp32 as the rows; `row_of` of the same shape, int32 and
+        contiguous, says which row, -1 none.
         """
         num_tokens, top_k = row_of.shape
-        out = torch.empty(num_tokens, rows.shape[1])
-        rows, weights = rows.contiguous(), weights.contiguous()
-        self.native._engine.add_rows(
-            num_tokens, top_k, rows.shape[1], rows.data_ptr(), row_of.data_ptr(),
-            weights.data_ptr(), out.data_ptr(),
-        )  # fmt: skip
-        return out
+        weights = weights.contiguous()
+
+        def sum_rows(rows: Tensor) -> Tensor:
+            out, rows = torch.empty(num_tokens, rows.shape[1]), rows.contiguous()
+            self.native._engine.add_rows(
+                num_tokens, top_k, rows.shape[1], rows.data_ptr(), row_of.data_ptr(),
+                weights.data_ptr(), out.data_ptr(),
+            )  # fmt: skip
+            return out
+
+        return sum_rows
 
     def run_step(
         self,

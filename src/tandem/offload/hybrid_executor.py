@@ -13,7 +13,7 @@ the CPU's; a GPU's is not (docs/runtime.md).
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -236,33 +236,38 @@ class HybridExecutor:
         call = LayerCall(step.host, step.functions, step.routing, _order(plan))
         num_rows, width = step.routing.num_rows, step.hidden.shape[1]
         num_on_device = len(plan.gpu) + len(plan.arriving) + len(plan.fetch)
-        on_device, on_host, started = None, None, None
-        if plan.cpu:
-            on_host = CallSide(step.tokens, self.device.host_rows(num_rows, width))
-            share = call.batch(num_on_device, num_on_device + len(plan.cpu), on_host)
-            if self.device.computes_beside:
-                started = self._kernels.start(share)
+        on_host = CallSide(step.tokens, self.device.host_rows(num_rows, width))
+        share = call.batch(num_on_device, num_on_device + len(plan.cpu), on_host)
+        started = None
+        if plan.cpu and self.device.computes_beside:
+            started = self._kernels.start(share)
         try:
             self.cache.cancel_unused(plan.layer, step.routing.experts)
-            if num_on_device:
-                on_device = CallSide(step.hidden, self.device.rows(num_rows, width))
-                self._launch(call, plan, on_device)
+            on_device = CallSide(step.hidden, self.device.rows(num_rows, width))
+            self._launch(call, plan, on_device)
             self.cache.submit(plan.insert, is_needed=False)
             self.cache.submit(plan.prefetch, is_needed=False)
+            if num_on_device:
+                result = call.prepare_result(on_device, step.weights, self.device.prepare_sum)
+            else:
+                result = self._prepare_result_of_host(call, step, on_host)
         finally:
             if started is not None:
                 started.finish()
-        if on_host is None:
-            assert on_device is not None
-            return call.result(on_device, step.weights, self.device.add_rows)
-        if started is None:
+        if plan.cpu and started is None:
             self._kernels.run(share)
-        if on_device is None:
-            (weights,) = self.device.download(step.weights)
-            return self._uploaded(call.result(on_host, weights, self._kernels.add_rows), step)
-        first = call.first_row(num_on_device)
-        self.device.upload(on_host.rows[first:], on_device.rows[first:])
-        return call.result(on_device, step.weights, self.device.add_rows)
+        if plan.cpu and num_on_device:
+            first = call.first_row(num_on_device)
+            self.device.upload(on_host.rows[first:], on_device.rows[first:])
+        return result()
+
+    def _prepare_result_of_host(
+        self, call: LayerCall, step: _LayerStep, side: CallSide
+    ) -> Callable[[], Tensor]:
+        """Return what adds up on the host, which has all rows, and uploads the sum."""
+        (weights,) = self.device.download(step.weights)
+        result = call.prepare_result(side, weights, self._kernels.prepare_sum)
+        return lambda: self._uploaded(result(), step)
 
     def _launch(self, call: LayerCall, plan: LayerPlan, side: CallSide) -> None:
         """Give the device its batches, in the order in which their experts are there."""

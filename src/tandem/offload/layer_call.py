@@ -5,14 +5,14 @@ rows have the same places as the other's: the host's rows are brought to the dev
 and the sum is built where the model's state lies.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from tandem.offload.batch import CallSide, ExpertBatch, ExpertFunctions
 from tandem.offload.host_store import HostLayer
 from tandem.offload.input_order import ordered_inputs
-from tandem.offload.routing import AddRows, Routing
+from tandem.offload.routing import PrepareSum, Routing
 
 
 class LayerCall:
@@ -44,13 +44,21 @@ class LayerCall:
         """Return the first row of the expert at a place of the order."""
         return self._rows.begin[place]
 
-    def result(self, side: CallSide, top_k_weights: Tensor, add: AddRows) -> Tensor:
-        """Return the weighted sums (n_tokens, hidden_size) of the rows, which are all on a side.
+    def prepare_result(
+        self, side: CallSide, top_k_weights: Tensor, prepare_sum: PrepareSum
+    ) -> Callable[[], Tensor]:
+        """Return what gives the weighted sums (n_tokens, hidden_size) once all rows are on a side.
 
         A fixed order of fp32 additions, the router's first to last: the same bits whoever computed
         the rows.
         """
-        rows, post_norm, dtype = side.rows, self._functions.post_norm, side.hidden.dtype
-        if post_norm is not None:
-            rows = post_norm(rows.to(dtype)).float()
-        return add(rows, self._rows.row_of, top_k_weights.float()).to(dtype)
+        post_norm, dtype = self._functions.post_norm, side.hidden.dtype
+        sum_rows = prepare_sum(self._rows.row_of, top_k_weights.float())
+
+        def result() -> Tensor:
+            rows = side.rows
+            if post_norm is not None:
+                rows = post_norm(rows.to(dtype)).float()
+            return sum_rows(rows).to(dtype)
+
+        return result

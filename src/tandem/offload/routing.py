@@ -128,5 +128,7 @@ class Routing:
         return self._single if self._single is not None else self.experts
 
 
-AddRows = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Sums (rows, row of each choice or -1, weights) to tokens, in the order of the choice."""
+SumRows = Callable[[Tensor], Tensor]
+"""Sums rows (n_rows, width) fp32 to tokens, in the order of a choice that it knows."""
+PrepareSum = Callable[[Tensor, Tensor], SumRows]
+"""Takes the row of each choice or -1, and the weights; does what can be done before the rows."""
