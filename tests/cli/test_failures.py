@@ -45,6 +45,14 @@ def test_without_json_standard_output_stays_empty(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize("words", [["run", "\udcff", "-p", "x"], ["pack", "x", "-o", "a\udcff"]])
+def test_paths_that_are_no_text_are_one_sentence(
+    capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    assert main(words) == 2
+    assert "holds the byte 0xff" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("flag", ["--gpu-memory", "--link-bandwidth"])
 def test_a_negative_size_is_named(capsys: pytest.CaptureFixture[str], flag: str) -> None:
     assert main(["run", "-p", "x", flag, "-1GB"]) == 2

@@ -38,7 +38,7 @@ def opened(model: Any) -> Opener:
 def typed(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
     """Let these lines be what a user types."""
     waiting = iter([*lines, "/exit"])
-    monkeypatch.setattr("builtins.input", lambda _prompt: next(waiting))
+    monkeypatch.setattr("builtins.input", lambda *_: next(waiting))
 
 
 def roles(session: Session) -> str:

@@ -52,6 +52,11 @@ def test_range_errors_name_field_value_and_range(value: float) -> None:
         require_range("share", value, 0, 1)
 
 
+def test_a_large_bound_is_written_out() -> None:
+    with pytest.raises(ConfigError, match=rf"seed is -1; expected a number in 0\.\.{2**62}"):
+        require_range("seed", -1, 0, 2**62)
+
+
 def test_registry_finds_lists_and_suggests() -> None:
     registry: Registry[str] = Registry("policy")
     registry.register("lru")(lambda: "LRU")

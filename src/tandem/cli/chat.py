@@ -10,6 +10,7 @@ from tandem.core.errors import TandemError
 if TYPE_CHECKING:
     from tandem.cli.session import Session
 
+_PROMPT = "> "
 _HELP = "/exit or Ctrl-D leaves, /clear forgets the conversation, Ctrl-C stops an answer"
 
 
@@ -52,7 +53,10 @@ def _read_line() -> str | None:
     """Return the next line; None at the end of input. Ctrl-C only drops the line."""
     while True:
         try:
-            return input("> ")
+            if sys.stdout.isatty():
+                return input(_PROMPT)  # readline must know it, to draw the line
+            print(_PROMPT, end="", file=sys.stderr, flush=True)  # answers go to a file
+            return input()
         except EOFError:
             print(file=sys.stderr)
             return None

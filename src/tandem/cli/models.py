@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.cli.paths import cache_dir
+from tandem.cli.streams import require_text
 from tandem.core.config import add_flags, option
 from tandem.core.errors import ModelError
 from tandem.offload.options import OffloadOptions
@@ -57,7 +58,7 @@ def find_model(choice: ModelChoice, *, quiet: bool) -> ModelChoice:
     """Return the choice with a path for a name: builds the demo model, downloads a hub id."""
     from tandem.hf.hub import HubOptions, find_model_path
 
-    name = choice.model
+    name = require_text(choice.model, "the model's path")  # safetensors opens no other
     if name in DEMO_MODELS:
         name = _demo_directory(name, quiet=quiet)
     hub = HubOptions(choice.revision, with_code=choice.trust_remote_code)
@@ -158,7 +159,7 @@ def _no_tokenizer(source: str, why: str) -> ModelError:
             f"{source} has no tokenizer: expected tokenizer.json, or one of "
             f"{', '.join(_TOKENIZER_FILES[1:])}; copy it from where the model comes from"
         )
-    return ModelError(f"{source} has no tokenizer that loads: {why}")
+    return ModelError(f"{source} has no tokenizer that loads ({why}); download its files again")
 
 
 def calm_transformers(quiet: bool) -> None:

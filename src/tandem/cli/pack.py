@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.cli.models import ModelChoice, add_model, calm_transformers, find_model
+from tandem.cli.streams import require_text
 from tandem.core.config import add_flags, from_flags, option
 from tandem.core.units import format_bytes
 
@@ -41,7 +42,8 @@ def run(flags: argparse.Namespace) -> int:
     """Pack; returns the exit code."""
     options = from_flags(PackOptions, flags)
     choice = from_flags(ModelChoice, flags)
-    target = Path(options.output or f"{Path(choice.model).name}-{options.expert_dtype}-tandem")
+    own_name = f"{Path(choice.model).name}-{options.expert_dtype}-tandem"
+    target = Path(require_text(options.output or own_name, "--output"))
     calm_transformers(quiet=True)
 
     from tandem.hf.pack import pack, require_new

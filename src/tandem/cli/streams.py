@@ -46,7 +46,7 @@ def require_text(text: str, what: str) -> str:
         byte = ord(text[error.start]) & 0xFF
         raise ConfigError(
             f"{what} holds the byte 0x{byte:02x} after {error.start} characters, which is not "
-            f"{sys.stdin.encoding.upper()}; convert it first, for instance with iconv"
+            f"{(sys.stdin.encoding or 'UTF-8').upper()}; convert it, for instance with iconv"
         ) from None
     return text
 

@@ -89,5 +89,9 @@ def require_range(
 ) -> None:
     """Raise `ConfigError` naming field, value and range unless low <= value <= high."""
     if isinstance(value, bool) or not low <= value <= high:
-        bound = f">= {low:g}" if high == float("inf") else f"in {low:g}..{high:g}"
+        bound = f">= {low:g}" if high == float("inf") else f"in {low:g}..{_number(high)}"
         raise ConfigError(f"{name} is {value!r}; expected {what or 'a number'} {bound}")
+
+
+def _number(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"

@@ -36,7 +36,7 @@ def _through_template(tokenizer: Any, messages: Sequence[Mapping[str, object]]) 
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
     except Exception as error:  # a template is a program that came with the model
-        why = str(error).strip().partition("\n")[0] or type(error).__name__
+        why = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
         raise ConfigError(
             f"the model's chat template cannot write this conversation: {why}; mend the template "
             "(chat_template.jinja or tokenizer_config.json), or remove it to continue plain text"
