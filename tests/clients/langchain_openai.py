@@ -4,13 +4,23 @@
 # dependencies = ["langchain-openai"]
 # ///
 
+import contextlib
 import sys
 from typing import Any
 
+from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI, OpenAI
 
-from tests.clients.tasks import INVENT, PERSON, QUESTION, WEATHER, check_person, check_weather
+from tests.clients.tasks import (
+    INVENT,
+    PERSON,
+    QUESTION,
+    TOO_LONG,
+    WEATHER,
+    check_person,
+    check_weather,
+)
 from tests.clients.trying import Served, report
 
 
@@ -73,6 +83,12 @@ def completion(served: Served) -> None:
     assert model.invoke("Once upon a time")
 
 
+def too_long_a_prompt(served: Served) -> None:
+    with contextlib.suppress(ContextOverflowError):
+        _model(served).invoke(TOO_LONG)
+        raise AssertionError("it is answered")
+
+
 def _model(served: Served, **fields: Any) -> Any:
     return ChatOpenAI(
         **{
@@ -85,6 +101,6 @@ def _model(served: Served, **fields: Any) -> Any:
 if __name__ == "__main__":
     tries = [
         chat, stream, batch, log_probabilities, required_tool, tool_result, structured_output,
-        completion,
+        completion, too_long_a_prompt,
     ]  # fmt: skip
     sys.exit(report("langchain-openai", tries))

@@ -12,7 +12,7 @@ from typing import Any
 
 import litellm
 
-from tests.clients.tasks import ASKED, PERSON, WEATHER, check_person, check_weather
+from tests.clients.tasks import ASKED, PERSON, TOO_LONG, WEATHER, check_person, check_weather
 from tests.clients.trying import Served, report
 
 
@@ -80,7 +80,7 @@ def vllm_provider(served: Served) -> None:
 
 
 def too_long_a_prompt(served: Served) -> None:
-    messages = [{"role": "user", "content": "word " * 9000}]
+    messages = [{"role": "user", "content": TOO_LONG}]
     with contextlib.suppress(litellm.exceptions.ContextWindowExceededError):
         _complete(served, messages=messages)
         raise AssertionError("it is answered")

@@ -41,6 +41,11 @@ def perplexity(served: Served) -> str:
     return _compared(served, "tandem_perplexity")
 
 
+def model_in_int8(served: Served) -> str:
+    model = tandem.load(served.directory, expert_dtype="int8", dense_dtype="int8")
+    return f"{evaluate('tandem_perplexity', _as_lm(model, served)):.4g}"
+
+
 def packed_model_by_name(served: Served) -> str:
     """Let lm-eval itself open a packed checkpoint, as its command line does."""
     with tempfile.TemporaryDirectory() as temporary:
@@ -50,7 +55,7 @@ def packed_model_by_name(served: Served) -> str:
             "device": "cpu",
             "softmax_dtype": "float32",
         }
-        return f"{evaluate('tandem_perplexity', 'hf', model_args=arguments):.4g} in int8"
+        return f"{evaluate('tandem_perplexity', 'hf', model_args=arguments):.4g}"
 
 
 def _compared(served: Served, task: str) -> str:
@@ -76,5 +81,5 @@ def _as_lm(model: Any, served: Served) -> Any:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    tries = [generation, multiple_choice, perplexity, packed_model_by_name]
+    tries = [generation, multiple_choice, perplexity, model_in_int8, packed_model_by_name]
     sys.exit(report("lm_eval", tries))

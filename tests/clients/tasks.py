@@ -5,6 +5,8 @@ from typing import Any
 QUESTION = "What is the weather in Rome?"
 # So plain that a small model's answer has the form even where no grammar rules it.
 INVENT = 'Invent a person. Answer in JSON like {"name": "Anna", "age": 3}'
+# More tokens than the server's context has.
+TOO_LONG = "word " * 4000
 ASKED: Any = [{"role": "user", "content": QUESTION}]
 
 PERSON: Any = {
