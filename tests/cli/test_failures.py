@@ -25,6 +25,7 @@ def started_cold(redirections: str, *words: str) -> subprocess.CompletedProcess[
         (["run", "-p", "x", "--tempreature", "1"], "did you mean '--temperature'"),
         (["run", "-p", "x", "--seed", "many"], "invalid int value: 'many'"),
         (["plan", "", "--no-measure"], "the model's name is empty"),
+        (["run", "-p", "x", "--stop", ""], "--stop is empty"),
         (["rum"], "invalid choice: 'rum'"),
     ],
 )

@@ -63,3 +63,9 @@ def test_files_without_prompts_are_refused(
         (tmp_path / name).write_text(content)
     with pytest.raises(FileFormatError, match=sentence):
         read_prompts(tmp_path / name)
+
+
+def test_prompts_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_bytes(b"caf\xe9\n")
+    with pytest.raises(FileFormatError, match=r"p\.txt: byte 3 is not UTF-8"):
+        read_prompts(tmp_path / "p.txt")

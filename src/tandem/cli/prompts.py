@@ -14,7 +14,12 @@ def read_prompts(path: str | Path) -> list[str]:
     source = Path(path)
     if not source.is_file():
         raise FileFormatError(f"{source}: found no such file; expected {_EXPECTED}")
-    text = source.read_text(encoding="utf-8", errors="replace")
+    try:
+        text = source.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise FileFormatError(
+            f"{source}: byte {error.start} is not UTF-8; convert it, for instance with iconv"
+        ) from None
     if source.suffix == ".json":
         prompts = _from_json(text, source)
     elif source.suffix == ".jsonl":

@@ -31,6 +31,8 @@ def run(flags: argparse.Namespace) -> int:
     """Answer or chat; returns the exit code."""
     options = from_flags(SessionOptions, flags)
     flags.stop = tuple(require_text(text, "--stop") for text in flags.stop or ())
+    if not all(flags.stop):
+        raise ConfigError("--stop is empty; give some text that ends an answer")
     sampling = from_flags(SamplingOptions, flags)
     prompt = _one_prompt(flags.prompt)
     offload = from_flags(OffloadOptions, flags)
