@@ -139,6 +139,7 @@ def test_a_head_that_is_tied_to_the_embeddings_is_packed_alone(tmp_path: Path) -
     model.tie_weights()
     model.save_pretrained(tmp_path / "tied")
     packed = tandem.load(tmp_path / "tied", expert_dtype="int8", dense_dtype="int8", threads=1)
+    packed.tie_weights()  # as lm-eval does with every model: nothing is left to tie
     again = tandem.load(tandem.save(packed, tmp_path / "packed"), threads=1)
     assert isinstance(again.lm_head, PackedLinear)
     torch.testing.assert_close(logits_of(again), logits_of(packed), rtol=0, atol=0)

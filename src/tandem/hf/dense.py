@@ -120,9 +120,12 @@ def untie(model: Any, kind: type[nn.Module]) -> None:
     A head that is tied to the embeddings becomes a packed copy of them.
     """
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
-    for key in list(tied):
-        if isinstance(model.get_submodule(key.rpartition(".")[0]), kind):
-            del tied[key]
+    kept = [key for key in tied if isinstance(model.get_submodule(key.rpartition(".")[0]), kind)]
+    for key in kept:
+        del tied[key]
+    if kept:  # else `tie_weights` would find them in the config again
+        model.config.tie_word_embeddings = False
+        model.config.get_text_config().tie_word_embeddings = False
 
 
 def packed_layers(model: nn.Module) -> Iterator[tuple[str, PackedLinear]]:

@@ -166,9 +166,9 @@ class Questions:
         if len(ids) >= limit:
             raise ApiError(
                 400,
-                # Clients know a full context by OpenAI's words, which come first.
-                f"this model's maximum context length is {limit} tokens for prompt and answer "
-                f"together, and the prompt has {len(ids)}; shorten the prompt",
+                # Clients know a full context by these words of OpenAI's and Anthropic's.
+                f"the prompt is too long: this model's maximum context length is {limit} tokens "
+                f"for prompt and answer together, and the prompt has {len(ids)}; shorten it",
                 code="context_length_exceeded",
             )
         return limit - len(ids)
