@@ -237,10 +237,11 @@ class HybridExecutor:
         num_rows, width = step.routing.num_rows, step.hidden.shape[1]
         num_on_device = len(plan.gpu) + len(plan.arriving) + len(plan.fetch)
         on_host = CallSide(step.tokens, self.device.host_rows(num_rows, width))
-        share = call.batch(num_on_device, num_on_device + len(plan.cpu), on_host)
-        started = None
-        if plan.cpu and self.device.computes_beside:
-            started = self._kernels.start(share)
+        share = started = None
+        if plan.cpu:
+            share = call.batch(num_on_device, num_on_device + len(plan.cpu), on_host)
+            if self.device.computes_beside:
+                started = self._kernels.start(share)
         try:
             self.cache.cancel_unused(plan.layer, step.routing.experts)
             on_device = CallSide(step.hidden, self.device.rows(num_rows, width))
@@ -254,9 +255,9 @@ class HybridExecutor:
         finally:
             if started is not None:
                 started.finish()
-        if plan.cpu and started is None:
+        if share is not None and started is None:
             self._kernels.run(share)
-        if plan.cpu and num_on_device:
+        if share is not None and num_on_device:
             first = call.first_row(num_on_device)
             self.device.upload(on_host.rows[first:], on_device.rows[first:])
         return result()
