@@ -6,6 +6,7 @@ A program of its own: in a test's process the kernels are interpreted. A kernel 
 each key that Triton's own launcher makes of the arguments: constants, dtypes, alignments.
 """
 
+import functools
 import json
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from tandem.offload.batch import CallSide
 from tandem.offload.cuda_kernels import TritonKernels
 from tandem.offload.host_store import HostStore
 from tandem.offload.layer_call import LayerCall
-from tandem.offload.routing import Routing
+from tandem.offload.routing import Routing, SumRows
 from tandem.policy.plan import Geometry
 from tests.kernels.compile_triton import Launch, noted_launches
 from tests.offload.machines import FUNCTIONS, HIDDEN, make_store, route
@@ -68,13 +69,16 @@ def run_prompt(kernels: TritonKernels, store: HostStore, num_tokens: int) -> Non
             if last > first:
                 prepared = kernels.prepare(call.batch(first, last, side), _Slots(last - first))
                 prepared.launch(on_device(prepared.table))
-        call.result(side, weights, lambda *given: _add(kernels, *given))
+        call.prepare_result(side, weights, functools.partial(_prepare_sum, kernels))()
 
 
-def _add(kernels: TritonKernels, rows: Tensor, row_of: Tensor, weights: Tensor) -> Tensor:
-    out = torch.empty(row_of.shape[0], rows.shape[1])
-    kernels.add_rows(rows, on_device(row_of), weights, out)
-    return out
+def _prepare_sum(kernels: TritonKernels, row_of: Tensor, weights: Tensor) -> SumRows:
+    def sum_rows(rows: Tensor) -> Tensor:
+        out = torch.empty(row_of.shape[0], rows.shape[1])
+        kernels.add_rows(rows, on_device(row_of), weights, out)
+        return out
+
+    return sum_rows
 
 
 def main() -> None:
