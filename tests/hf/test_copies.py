@@ -92,3 +92,26 @@ def test_parameters_that_tandem_keeps_are_counted(
 def test_only_what_has_gradients_is_counted_as_trainable(model: Any) -> None:
     dense = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert model.num_parameters(only_trainable=True) == dense
+
+
+META: dict[str, Callable[[Any], Any]] = {
+    "a name": lambda model: model.to("meta"),
+    "a device": lambda model: model.to(torch.device("meta"), torch.bfloat16),
+    "by keyword": lambda model: model.to(device="meta", dtype=torch.bfloat16),
+    "as a tensor": lambda model: model.to(torch.empty(0, device="meta")),
+}
+
+
+@pytest.mark.parametrize("move", META)
+def test_a_model_is_not_moved_to_where_nothing_has_values(model: Any, move: str) -> None:
+    before = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    with pytest.raises(ConfigError, match=r"moved to the device 'meta'.*model\.close\(\)"):
+        META[move](model)
+    assert {name: tensor.dtype for name, tensor in model.state_dict().items()} == before
+    assert all(parameter.device.type == "cpu" for parameter in model.parameters())
+
+
+def test_other_moves_are_torchs_own(model: Any) -> None:
+    assert model.to("cpu") is model.to(device=torch.device("cpu")) is model.to(torch.float32)
+    with pytest.raises(RuntimeError, match="nowhere"):
+        model.to("nowhere")

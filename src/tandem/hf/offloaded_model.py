@@ -9,6 +9,10 @@ from functools import cache
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
+import torch
+from torch import Tensor
+
+from tandem.core.errors import ConfigError
 from tandem.hf.dense import PackedLinear, packed_layers
 from tandem.hf.stand_in import refuse_to_copy
 
@@ -35,6 +39,24 @@ class OffloadedModel:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Move or cast the dense parts as torch does; the experts stay where Tandem keeps them.
+
+        Raises `ConfigError` for the meta device, where the dense parts would lose their values.
+        """
+        target = kwargs.get("device", args[0] if args else kwargs.get("tensor"))
+        if isinstance(target, Tensor):
+            target = target.device
+        if isinstance(target, str | torch.device) and torch.device(target).type == "meta":
+            raise ConfigError(
+                "the model was to be moved to the device 'meta', which keeps shapes and no values, "
+                "while its experts stay in Tandem's host store; model.close() gives all its memory "
+                "back, and AutoModelForCausalLM.from_config(config) under torch.device('meta') "
+                "makes a model of shapes alone"
+            )
+        super().to(*args, **kwargs)  # type: ignore[misc]
+        return self
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """Count parameters as Transformers does, those that Tandem keeps included."""
