@@ -1,11 +1,8 @@
 """`tandem run` as a user starts it: a process, with pipes or on a pseudo-terminal."""
 
-import contextlib
 import json
 import os
-import pty
 import re
-import select
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +12,7 @@ import pytest
 
 from tandem.cli.main import main
 from tandem.generate.prompt import encode_conversation
+from tests.cli.terminal import Terminal
 from tests.hf.tiny import byte_tokenizer, save_tiny_checkpoint
 from tests.programs import Program, tandem
 
@@ -190,59 +188,6 @@ def test_a_reader_that_leaves_is_no_error(model: str) -> None:
         said = errors.read()
     assert "Traceback" not in said
     assert exit_code == 0, said
-
-
-class Terminal:
-    """A program on a pseudo-terminal: type, and wait for what must appear."""
-
-    def __init__(self, words: list[str]) -> None:
-        self._fd, theirs = pty.openpty()
-        self._program = Program(words, (theirs, theirs, theirs), has_terminal=True)
-        os.close(theirs)
-        self.screen = ""
-
-    def wait_for(self, text: str, *, after: int = 0, seconds: float = 30) -> None:
-        self._read_until(lambda: text in self.screen[after:], f"{text!r}", seconds)
-
-    def type(self, text: str) -> int:
-        """Type and return where the screen stood, so that only what follows is looked at."""
-        position = len(self.screen)
-        os.write(self._fd, text.encode(errors="surrogateescape"))
-        return position
-
-    def press_until(self, key: str, text: str, *, after: int) -> None:
-        """Press a key as a person would: again, if nothing happens.
-
-        A Ctrl-C between two of readline's waits is seen by Python at the next key only.
-        """
-        for _ in range(10):
-            self.type(key)
-            with contextlib.suppress(AssertionError):
-                return self.wait_for(text, after=after, seconds=3)
-        raise AssertionError(f"{key!r} never brought {text!r}: {self.screen!r}")
-
-    def close(self) -> int:
-        with contextlib.suppress(OSError):  # the other end of a pty closes with an error
-            self._read_until(lambda: False, "the end", 60)
-        return self._program.wait()
-
-    def __enter__(self) -> "Terminal":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._program.__exit__()
-        os.close(self._fd)
-
-    def _read_until(self, is_there: Callable[[], bool], what: str, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while not is_there():
-            left = deadline - time.monotonic()
-            is_readable = select.select([self._fd], [], [], max(left, 0))[0]
-            assert is_readable, f"no {what} on the screen: {self.screen!r}"
-            piece = os.read(self._fd, 4096)
-            if not piece:
-                return
-            self.screen += piece.decode(errors="replace")
 
 
 @pytest.fixture

@@ -8,11 +8,12 @@ from huggingface_hub import constants
 from transformers import dynamic_module_utils
 
 import tandem
-from tandem.cli.main import COMMANDS, main
+from tandem.cli.main import main
+from tandem.cli.parser import COMMANDS
 from tests.hf.tiny import save_tiny_checkpoint
 
 COMMIT = "a" * 40
-WITHOUT_A_MODEL = {"simulate"}
+WITHOUT_A_MODEL = {"completion", "simulate"}
 CODE = """
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.conversion_mapping import (

@@ -1,73 +1,109 @@
-"""Chat on a terminal: line editing with history, Ctrl-C stops the answer, /exit leaves."""
+"""`tandem chat`, and the chat of `tandem run`: messages, and commands that begin with a slash."""
 
-import contextlib
+import argparse
 import sys
-from typing import TYPE_CHECKING
 
+from tandem.cli.chat_input import History, MessageReader, Typed
 from tandem.cli.failures import failure_json, sentence_of
+from tandem.cli.opening import SessionPlan, add_session_arguments
+from tandem.cli.paths import cache_dir
+from tandem.cli.session import Session
+from tandem.cli.settings import ChatSettings
 from tandem.core.errors import TandemError
+from tandem.core.registry import nearest_names
 
-if TYPE_CHECKING:
-    from tandem.cli.session import Session
+COMMANDS = {
+    "/set": "/set NAME VALUE changes an option; NAME default takes it back; alone: shows them",
+    "/regenerate": "answers the last message once more",
+    "/clear": "forgets the conversation",
+    "/help": "shows this",
+    "/exit": "leaves, as /quit and Ctrl-D do",
+}
+_OTHER_NAMES = {"/quit": "/exit"}
+_KEYS = 'Ctrl-C stops an answer; """ begins and ends a message of several lines'
+_HELP = "/exit or Ctrl-D leaves, /help shows all commands, Ctrl-C stops an answer"
 
-_PROMPT = "> "
-_HELP = "/exit or Ctrl-D leaves, /clear forgets the conversation, Ctrl-C stops an answer"
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `tandem chat`."""
+    add_session_arguments(parser)
 
 
-def chat(session: "Session") -> int:
+def run(flags: argparse.Namespace) -> int:
+    """Load the model and chat; returns the exit code."""
+    return chat(SessionPlan(flags).open())
+
+
+def chat(session: Session) -> int:
     """Talk until /exit or end of input; returns the exit code."""
-    with contextlib.suppress(ImportError):  # Windows: plain lines
-        import readline  # noqa: F401 - gives `input` line editing and the up arrow
     print(f"Chat with the model. {_HELP}.", file=sys.stderr)
+    history = History(cache_dir() / "chat-history", is_kept=session.options.history)
+    conversation = _Chat(session)
     is_open = True
     while is_open:
         try:
-            is_open = _take_turn(session)
+            is_open = conversation.take_turn()
+            history.save()
         except KeyboardInterrupt:  # before or after the answer's tokens
             print(file=sys.stderr)
     return 0
 
 
-def _take_turn(session: "Session") -> bool:
-    """Do what the next line says; return whether the chat goes on."""
-    line = _read_line()
-    if line is None:
-        return False
-    match line.strip():
-        case "":
-            pass
-        case "/exit" | "/quit":
+class _Chat:
+    """What the lines of a chat do to its session."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._settings = ChatSettings(session)
+        self._reader = MessageReader(on_interrupt=_HELP)
+
+    def take_turn(self) -> bool:
+        """Do what the next message says; return whether the chat goes on."""
+        typed = self._reader.read()
+        if typed is None:
             return False
-        case "/clear":
-            session.clear()
-        case "/help":
-            print(_HELP, file=sys.stderr)
-        case command if command.startswith("/") and " " not in command:
-            print(f"unknown command {command}; {_HELP}", file=sys.stderr)
-        case _:
-            _ask(session, line)
-    return True
-
-
-def _read_line() -> str | None:
-    """Return the next line; None at the end of input. Ctrl-C only drops the line."""
-    while True:
+        command = _command_of(typed)
+        if command == "/exit":
+            return False
         try:
-            if sys.stdout.isatty():
-                return input(_PROMPT)  # readline must know it, to draw the line
-            print(_PROMPT, end="", file=sys.stderr, flush=True)  # answers go to a file
-            return input()
-        except EOFError:
-            print(file=sys.stderr)
-            return None
-        except KeyboardInterrupt:
-            print(f"\n{_HELP}", file=sys.stderr)
+            self._do(command, typed.text)
+        except TandemError as error:  # a prompt that does not fit must not end the conversation
+            print(f"error: {error}", file=sys.stderr)
+            if self._session.options.json:
+                print(failure_json(error, sentence_of(error)), flush=True)
+        return True
+
+    def _do(self, command: str | None, text: str) -> None:
+        match command:
+            case None:
+                if text.strip():
+                    self._session.ask(text)
+            case "/set":
+                print(self._settings.set(text.strip().removeprefix("/set")), file=sys.stderr)
+            case "/regenerate":
+                self._session.regenerate()
+            case "/clear":
+                self._session.clear()
+            case "/help":
+                print(_all_commands(), file=sys.stderr)
+            case _:
+                hint = nearest_names(command, [*COMMANDS, *_OTHER_NAMES])
+                print(f"unknown command {command}; {hint}", file=sys.stderr)
 
 
-def _ask(session: "Session", line: str) -> None:
-    try:
-        session.ask(line)
-    except TandemError as error:  # a prompt that does not fit must not end the conversation
-        print(f"error: {error}", file=sys.stderr)
-        if session.options.json:
-            print(failure_json(error, sentence_of(error)), flush=True)
+def _command_of(typed: Typed) -> str | None:
+    """Return the command that a line is; None for a message.
+
+    A slash and more words, such as a path and a question about it, is a message.
+    """
+    line = typed.text.strip()
+    name, _, rest = line.partition(" ")
+    if typed.is_quoted or not line.startswith("/") or (rest and name != "/set"):
+        return None
+    return _OTHER_NAMES.get(name, name)
+
+
+def _all_commands() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"{name:<{width}}  {what.removeprefix(name + ' ')}" for name, what in COMMANDS.items()]
+    return "\n".join([*lines, _KEYS])

@@ -2,50 +2,27 @@
 
 import argparse
 
+from tandem.cli.chat import chat
 from tandem.cli.failures import EXIT_INTERRUPTED
-from tandem.cli.models import ModelChoice, add_model, load_model_and_tokenizer
-from tandem.cli.session import Session, SessionOptions
+from tandem.cli.opening import SessionPlan, add_session_arguments
 from tandem.cli.streams import has_piped_input, read_input, require_text
-from tandem.core.config import add_flags, from_flags
 from tandem.core.errors import ConfigError
-from tandem.generate.sampling import SamplingOptions
-from tandem.offload.options import OffloadOptions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `tandem run`."""
-    add_model(parser)
     parser.add_argument(
         "-p", "--prompt", help="answer this and exit; text from a pipe is put before it"
     )
-    add_flags(parser, SamplingOptions)
-    parser.add_argument(
-        "--stop", action="append", metavar="TEXT",
-        help="end the answer before this text; may be given several times",
-    )  # fmt: skip
-    add_flags(parser, OffloadOptions)
-    add_flags(parser, SessionOptions)
+    add_session_arguments(parser)
 
 
 def run(flags: argparse.Namespace) -> int:
     """Answer or chat; returns the exit code."""
-    options = from_flags(SessionOptions, flags)
-    flags.stop = tuple(require_text(text, "--stop") for text in flags.stop or ())
-    if not all(flags.stop):
-        raise ConfigError("--stop is empty; give some text that ends an answer")
-    sampling = from_flags(SamplingOptions, flags)
+    plan = SessionPlan(flags)
     prompt = _one_prompt(flags.prompt)
-    offload = from_flags(OffloadOptions, flags)
-    model, tokenizer = load_model_and_tokenizer(
-        from_flags(ModelChoice, flags),
-        offload,
-        quiet=options.quiet,
-        dense_dtype=options.dense_dtype,
-    )
-    session = Session(model, tokenizer, options, sampling)
+    session = plan.open()
     if prompt is None:
-        from tandem.cli.chat import chat
-
         return chat(session)
     return EXIT_INTERRUPTED if session.ask(prompt).is_interrupted else 0
 

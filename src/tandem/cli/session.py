@@ -1,7 +1,7 @@
 """A conversation with a loaded model: its messages, its context, and what is printed of a turn."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tandem.cli.streams import require_text
@@ -27,7 +27,7 @@ _TRIMMED_TO = 1 / 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionOptions:
-    """What `tandem run` knows beside the model, its offloading and its sampling."""
+    """What `tandem run` and `chat` know beside the model, its offloading and its sampling."""
 
     system: str | None = option(None, help="system message of the conversation", metavar="TEXT")
     context_full: str = option(
@@ -54,6 +54,7 @@ class SessionOptions:
         False, help="say why it was as fast as it was, and what one change would bring"
     )
     quiet: bool = option(False, help="only the answer: no progress, no statistics, no warnings")
+    history: bool = option(True, help="keep what is typed in a chat, for the next one's up arrow")
 
     def __post_init__(self) -> None:
         """Check that the system message is text."""
@@ -70,7 +71,7 @@ class Session:
         self._model = model
         self._tokenizer = tokenizer
         self.options = options
-        self._sampling = sampling
+        self.sampling = sampling
         self._messages: list[Message] = []
         self._generator: Generator | None = None
         self._has_said_why_slower = False
@@ -81,6 +82,29 @@ class Session:
         self._messages = []
         if self.options.system is not None:
             self._messages.append({"role": "system", "content": self.options.system})
+
+    def set_system(self, text: str | None) -> None:
+        """Put another system message, or none, before the conversation, which stays."""
+        self.options = replace(self.options, system=text)
+        messages = [message for message in self._messages if message["role"] != "system"]
+        self.clear()
+        self._messages += messages
+
+    def regenerate(self) -> "Answer":
+        """Answer the last message once more, in place of its answer.
+
+        If that raises, the conversation is as it was.
+        """
+        kept = self._messages
+        if not kept or kept[-1]["role"] != "assistant":
+            raise ConfigError("there is no answer yet; type a message first")
+        self._say_if_nothing_is_random()
+        self._messages = kept[:-2]
+        try:
+            return self.ask(kept[-2]["content"])
+        except BaseException:
+            self._messages = kept
+            raise
 
     def ask(self, text: str) -> "Answer":
         """Print the answer to a message as it comes, and keep both in the conversation.
@@ -97,7 +121,7 @@ class Session:
             generator = self._ready_generator()
             explanation = self._begin_explanation(generator)
             answer = generate_answer(
-                self._model, self._tokenizer, prompt_ids, self._sampling, _print_piece,
+                self._model, self._tokenizer, prompt_ids, self.sampling, _print_piece,
                 generator=generator,
             )  # fmt: skip
             print(flush=True)
@@ -150,7 +174,7 @@ class Session:
         if longest is None:
             return messages, prompt_ids
         if self.options.context_full == "trim":
-            room = min(self._sampling.max_new_tokens, int(longest * _ROOM_FOR_ANSWER))
+            room = min(self.sampling.max_new_tokens, int(longest * _ROOM_FOR_ANSWER))
             is_full = num_tokens + room > longest
             return self._trim(messages, longest) if is_full else (messages, prompt_ids)
         if num_tokens >= longest and len(self._messages) > 1:
@@ -179,6 +203,17 @@ class Session:
         from tandem.generate.prompt import encode_conversation
 
         return encode_conversation(self._tokenizer, messages)
+
+    def _say_if_nothing_is_random(self) -> None:
+        model_samples = bool(self._model.generation_config.do_sample)
+        if self.sampling.seed is not None:
+            why = "the seed is set; /set seed N takes another one"
+        elif not self.sampling.is_sampled(model_samples):
+            why = "the best token is always taken; /set temperature 0.8 draws them"
+        else:
+            return
+        if not self.options.quiet:
+            print(f"[the same answer comes: {why}]", file=sys.stderr)
 
     def _say_why_slower(self) -> None:
         """Say once in a session that steps run the model's own code, and why."""

@@ -11,17 +11,24 @@ def best_isa() -> str:
     return _native.available_isas()[0]
 
 
+def choose_isa(name: str) -> str:
+    """Return the instruction set of this name; "" takes the best.
+
+    Raises `ConfigError` for one that this processor does not have.
+    """
+    available = _native.available_isas()
+    if name and name not in available:
+        raise ConfigError(
+            f"instruction set {name!r} is not on this processor; {nearest_names(name, available)}"
+        )
+    return name or best_isa()
+
+
 def start_engine(*, num_threads: int, isa: str = "") -> _native.ExpertEngine:
     """Start `num_threads` - 1 threads, each on a core of its own; the caller is one more.
 
-    `isa` names an instruction set, "" takes the best. Raises `ConfigError` for one that this
-    processor does not have.
+    `isa` is what `choose_isa` takes, and raises.
     """
-    available = _native.available_isas()
-    if isa and isa not in available:
-        raise ConfigError(
-            f"instruction set {isa!r} is not on this processor; {nearest_names(isa, available)}"
-        )
-    engine = _native.ExpertEngine(num_threads, isa or best_isa())
+    engine = _native.ExpertEngine(num_threads, choose_isa(isa))
     engine.bind_workers(one_processor_per_core())
     return engine

@@ -1,0 +1,103 @@
+"""Reads a chat's messages from a terminal or a pipe: lines, or several of them in triple quotes.
+
+On a terminal lines can be edited, and those of earlier chats come back with the up arrow.
+"""
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+QUOTES = '"""'
+_PROMPT = "> "
+_PROMPT_WITHIN_QUOTES = ". "
+_HISTORY_LINES = 1000
+
+
+class Typed(NamedTuple):
+    """A message; quoted ones are no command, whatever they begin with."""
+
+    text: str
+    is_quoted: bool
+
+
+class MessageReader:
+    """Reads messages from standard input: a line, or all lines between triple quotes."""
+
+    def __init__(self, *, on_interrupt: str) -> None:
+        """Take what is said when Ctrl-C drops an unfinished message."""
+        self._on_interrupt = on_interrupt
+
+    def read(self) -> Typed | None:
+        """Return the next message; None at the end of input."""
+        while True:
+            try:
+                return self._read_message()
+            except EOFError:
+                print(file=sys.stderr)
+                return None
+            except KeyboardInterrupt:
+                print(f"\n{self._on_interrupt}", file=sys.stderr)
+
+    def _read_message(self) -> Typed:
+        line = _read_line(_PROMPT)
+        if not line.lstrip().startswith(QUOTES):
+            return Typed(line, is_quoted=False)
+        lines = [line.lstrip().removeprefix(QUOTES)]
+        while not lines[-1].rstrip().endswith(QUOTES):
+            try:
+                lines.append(_read_line(_PROMPT_WITHIN_QUOTES))
+            except EOFError:  # what is there is the message
+                lines.append(QUOTES)
+        text = "\n".join(lines).rstrip().removesuffix(QUOTES)
+        return Typed(text.strip("\n"), is_quoted=True)
+
+
+def _read_line(prompt: str) -> str:
+    if sys.stdout.isatty():
+        return input(prompt)  # readline must know it, to draw the line
+    print(prompt, end="", file=sys.stderr, flush=True)  # answers go to a file
+    return input()
+
+
+class History:
+    """Line editing for `input`, and what was typed in earlier chats for the up arrow.
+
+    It is kept in a file that only its owner can read. Without a terminal nothing is kept.
+    """
+
+    def __init__(self, file: Path, *, is_kept: bool) -> None:
+        """Read what is kept; a file that cannot be used is said, and no error."""
+        self._file: Path | None = None
+        if not (sys.stdin.isatty() and sys.stdout.isatty()):
+            return
+        try:
+            import readline  # changes what `input` does
+        except ImportError:  # some builds of Python come without: plain lines
+            return
+        if not is_kept:
+            return
+        try:
+            _create_private(file)
+            readline.read_history_file(file)
+        except OSError as error:
+            print(f"[what is typed is not kept: {file}: {error.strerror}]", file=sys.stderr)
+            return
+        readline.set_history_length(_HISTORY_LINES)
+        self._file = file
+
+    def save(self) -> None:
+        """Write what has been typed; after each message, as a closed terminal gives no notice."""
+        if self._file is not None:
+            import readline
+
+            with contextlib.suppress(OSError):  # a full disk does not end a chat
+                readline.write_history_file(self._file)
+
+
+def _create_private(file: Path) -> None:
+    """Create the file if it is not there; before a line is in it, nobody else can read it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    os.close(os.open(file, os.O_CREAT | os.O_RDWR, 0o600))
+    file.chmod(0o600)

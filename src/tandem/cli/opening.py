@@ -1,0 +1,47 @@
+"""Opens a session: the flags that `tandem run` and `tandem chat` share, and the loaded model."""
+
+import argparse
+
+from tandem.cli.models import ModelChoice, add_model, load_model_and_tokenizer
+from tandem.cli.session import Session, SessionOptions
+from tandem.cli.streams import require_text
+from tandem.core.config import add_flags, from_flags
+from tandem.core.errors import ConfigError
+from tandem.generate.sampling import SamplingOptions
+from tandem.offload.options import OffloadOptions
+
+
+def add_session_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add MODEL and the flags of a session."""
+    add_model(parser)
+    add_flags(parser, SamplingOptions)
+    parser.add_argument(
+        "--stop", action="append", metavar="TEXT",
+        help="end the answer before this text; may be given several times",
+    )  # fmt: skip
+    add_flags(parser, OffloadOptions)
+    add_flags(parser, SessionOptions)
+
+
+class SessionPlan:
+    """A session as the flags ask for it, checked before a model is loaded."""
+
+    def __init__(self, flags: argparse.Namespace) -> None:
+        """Check the flags; `ConfigError` names the one that is wrong."""
+        self._options = from_flags(SessionOptions, flags)
+        flags.stop = tuple(require_text(text, "--stop") for text in flags.stop or ())
+        if not all(flags.stop):
+            raise ConfigError("--stop is empty; give some text that ends an answer")
+        self._sampling = from_flags(SamplingOptions, flags)
+        self._offload = from_flags(OffloadOptions, flags)
+        self._choice = from_flags(ModelChoice, flags)
+
+    def open(self) -> Session:
+        """Load the model and begin."""
+        model, tokenizer = load_model_and_tokenizer(
+            self._choice,
+            self._offload,
+            quiet=self._options.quiet,
+            dense_dtype=self._options.dense_dtype,
+        )
+        return Session(model, tokenizer, self._options, self._sampling)

@@ -1,0 +1,96 @@
+"""The command line's grammar: commands, their flags, and mistakes as one sentence."""
+
+import argparse
+import importlib
+import re
+from collections.abc import Collection, Sequence
+from typing import NoReturn
+
+from tandem.cli.failures import UsageError
+from tandem.core.registry import nearest_names
+
+# Subcommand -> one line of help; the code is in the module of that name beside this file.
+COMMANDS = {
+    "run": "answer a prompt or chat (without MODEL: the demo model)",
+    "chat": "chat on a terminal; from a pipe, each line is a message",
+    "serve": "an OpenAI-compatible server, and a page that shows where experts run",
+    "plan": "what a model will take and how fast it will be, before it is loaded",
+    "doctor": "what this machine has, what is slow or broken, and what to do",
+    "pack": "write a model as a packed checkpoint, which loads at the disk's speed",
+    "bench": "measure the expert kernels against this machine's ceilings",
+    "trace": "record what a model's routers choose",
+    "calibrate": "learn a model's residual vectors from a text, and what they are worth",
+    "profile": "measure what a model's experts cost on this machine",
+    "simulate": "replay routing traces through the planner on a hardware profile",
+    "completion": "print a script that completes commands and flags in your shell",
+}
+_NEGATIVE_VALUE = re.compile(r"-[0-9.]+[^\s=]*")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports mistakes as one sentence, with the nearest flag for a mistyped one."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(self.prog, message)
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Parse a command line; `UsageError` says what is wrong with it."""
+    parser, _ = build_parser([word for word in words if not word.startswith("-")][:1])
+    flags, unknown = parser.parse_known_args(_with_negative_values(words))
+    if unknown:
+        _refuse_unknown(parser, flags, unknown)
+    if flags.verbose and not flags.version:
+        parser.error("-v goes with --version")
+    if flags.command is None and not flags.version:
+        parser.error("the following arguments are required: COMMAND")
+    return flags
+
+
+def build_parser(
+    commands: Collection[str],
+) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """Return the whole parser, and the parser of each command.
+
+    Only these commands' modules are loaded for their flags; the others have none.
+    """
+    parser = _Parser(
+        prog="tandem",
+        description="Mixture-of-Experts models on one small GPU: CPU and GPU work together.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    parser.add_argument(
+        "-v", "--verbose", action="store_true",
+        help="with --version: also of torch and Transformers, and the kernels' instruction set",
+    )  # fmt: skip
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
+    by_command: dict[str, argparse.ArgumentParser] = {}
+    for name, help_line in COMMANDS.items():
+        sub = subparsers.add_parser(name, help=help_line, description=help_line, allow_abbrev=False)
+        by_command[name] = sub
+        if name in commands:
+            importlib.import_module(f"tandem.cli.{name}").add_arguments(sub)
+            sub.set_defaults(parser=sub)
+    return parser, by_command
+
+
+def _with_negative_values(words: Sequence[str]) -> list[str]:
+    """Join `--flag -1GB` as `--flag=-1GB`: argparse takes it for a flag, and the flag for alone."""
+    joined: list[str] = []
+    for word in words:
+        if joined and re.fullmatch("--[a-z-]+", joined[-1]) and _NEGATIVE_VALUE.fullmatch(word):
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
+
+
+def _refuse_unknown(
+    parser: argparse.ArgumentParser, flags: argparse.Namespace, unknown: list[str]
+) -> NoReturn:
+    sub: argparse.ArgumentParser = getattr(flags, "parser", parser)
+    known = [name for action in sub._actions for name in action.option_strings]
+    word = unknown[0].partition("=")[0]
+    hint = f"; {nearest_names(word, known)}" if word.startswith("-") else ""
+    sub.error(f"unknown argument {word!r}{hint}")
