@@ -100,9 +100,15 @@ def tandem(
     return _run(words, stdin, env=env)
 
 
-def python(code: str, *, imports: str) -> subprocess.CompletedProcess[str]:
+def python(
+    code: str,
+    *words: str,
+    stdin: str = "",
+    env: Mapping[str, str] = ENVIRONMENT,
+    imports: str = IMPORTS,
+) -> subprocess.CompletedProcess[str]:
     """Run Python code to its end, where `imports` have been run before."""
-    return _run((), "", code=code, imports=imports)
+    return _run(words, stdin, env=env, code=code, imports=imports)
 
 
 def _run(words: Sequence[str], stdin: str, **options: Any) -> subprocess.CompletedProcess[str]:
