@@ -16,7 +16,7 @@ GPU_PYTHON ?= python3
 GPU_OUT ?= build/gpu
 SHAPE ?= qwen3-30b-a3b
 
-.PHONY: test-gpu bench-gpu demo-cut dry-gpu run test setup check lint types floors unit seam-oldest docs-models sanitize fix size clean try-clients
+.PHONY: test-gpu bench-gpu demo-cut dry-gpu run test setup check lint types floors unit seam-oldest docs-models docs-modules sanitize fix size clean try-clients
 
 run: $(VENV)/runtime.stamp  ## Answer PROMPT with MODEL (default: the demo model, built on first use)
 	@$(BIN)/tandem run $(MODEL) -p "$(PROMPT)" --max-new-tokens 100
@@ -70,6 +70,9 @@ seam-oldest: $(VENV)/transformers-$(OLDEST_TRANSFORMERS)/installed.stamp  ## The
 
 docs-models: setup  ## Write docs/models.md anew
 	$(BIN)/pytest tests/hf/test_architectures.py --write-docs
+
+docs-modules: setup  ## Write the table of modules in docs/architecture.md again
+	$(BIN)/pytest tests/test_documents.py -k table_of_modules --write-docs
 
 try-clients: setup  ## Other projects' clients, each installed on its own; writes docs/clients.md
 	$(BIN)/python -m tests.clients --write-docs

@@ -1,17 +1,30 @@
-"""Documents name things that exist."""
+"""Documents name things that exist, and what is generated is up to date.
+
+Writes the table of modules in docs/architecture.md: `pytest tests/test_documents.py --write-docs`.
+"""
 
 import importlib
 import re
-from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).parent.parent
-ARCHITECTURE = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
+from tests import modules_document
+from tests.conftest import REPOSITORY
+
+ARCHITECTURE = modules_document.PATH.read_text(encoding="utf-8")
 PACKAGE = REPOSITORY / "src" / "tandem"
+DOCUMENTS = sorted(
+    file.relative_to(REPOSITORY).as_posix()
+    for folder in (".", "docs", "docs/decisions")
+    for file in (REPOSITORY / folder).glob("*.md")
+)
+# In the others an entry, once written, stays one line.
+LONG_LINED = r"CHANGELOG|docs/(performance|clients|log)|docs/decisions"
+SHORT_LINED = [document for document in DOCUMENTS if not re.match(LONG_LINED, document)]
+MENTIONED = set(re.findall(r"`(tandem(?:\.\w+)+)`", modules_document.hand_written(ARCHITECTURE)))
 
 
-@pytest.mark.parametrize("name", sorted(set(re.findall(r"`(tandem(?:\.\w+)+)`", ARCHITECTURE))))
+@pytest.mark.parametrize("name", sorted(MENTIONED))
 def test_modules_in_architecture_exist(name: str) -> None:
     try:
         importlib.import_module(name)
@@ -20,22 +33,45 @@ def test_modules_in_architecture_exist(name: str) -> None:
         assert hasattr(importlib.import_module(home), attribute), name
 
 
-def test_architecture_has_a_sentence_for_every_package() -> None:
-    packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    missing = {name for name in packages if f"tandem.{name}" not in ARCHITECTURE}
-    assert missing == set()
+def test_table_of_modules_is_up_to_date(request: pytest.FixtureRequest) -> None:
+    text = modules_document.with_table(ARCHITECTURE)
+    if request.config.getoption("--write-docs"):
+        modules_document.PATH.write_text(text, encoding="utf-8")
+    else:
+        assert text == ARCHITECTURE, f"run `{modules_document.COMMAND}`"
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "docs/architecture.md"])
+def test_every_module_says_what_it_is() -> None:
+    silent = [file for file in PACKAGE.rglob("*.py") if not modules_document.first_line(file)]
+    assert silent == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
 def test_links_lead_somewhere(document: str) -> None:
     file = REPOSITORY / document
     links = re.findall(r"\]\((?!https?:)([^)#]+)", file.read_text(encoding="utf-8"))
     assert [link for link in links if not (file.parent / link).exists()] == []
 
 
-def test_make_targets_in_readme_exist() -> None:
-    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+def test_paths_in_contributing_exist() -> None:
+    text = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    paths = set(re.findall(r"`((?:src|csrc|tests|docs|examples)/[\w./-]+)`", text))
+    assert len(paths) > 20
+    assert {path for path in paths if not (REPOSITORY / path).exists()} == set()
+
+
+@pytest.mark.parametrize("document", SHORT_LINED)
+def test_lines_of_documents_are_short(document: str) -> None:
+    lines = (REPOSITORY / document).read_text(encoding="utf-8").splitlines()
+    long = [number for number, line in enumerate(lines, 1) if len(line) >= 300]
+    assert [number for number in long if not lines[number - 1].startswith("|")] == []
+
+
+def test_make_targets_in_documents_exist() -> None:
     makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
-    targets = set(re.findall(r"\bmake ([a-z-]+)", readme))
-    assert targets >= {"run", "test"}
-    assert {t for t in targets if f"\n{t}:" not in makefile} == set()
+    named = ("README.md", "CONTRIBUTING.md", "docs/architecture.md")
+    texts = "".join((REPOSITORY / name).read_text(encoding="utf-8") for name in named)
+    targets = set(re.findall(r"`make ([a-z-]+)|^    make ([a-z-]+)", texts, re.MULTILINE))
+    names = {first or second for first, second in targets}
+    assert names >= {"run", "test"}
+    assert {name for name in names if f"\n{name}:" not in makefile} == set()
