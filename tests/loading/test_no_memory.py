@@ -17,7 +17,7 @@ from tandem.hf.checkpoint import open_model
 from tandem.hf.config import OffloadConfig
 from tandem.hf.sizes import model_sizes
 from tandem.offload.host_memory import total_bytes
-from tests.hf.tiny import save_tiny_checkpoint
+from tests.hf.tiny import byte_tokenizer, save_tiny_checkpoint
 from tests.loading.checkpoints import FORMATS, write_plain, write_quantised
 from tests.loading.gguf_files import tiny_model, write_gguf
 
@@ -64,7 +64,7 @@ def enormous(tmp_path: Path) -> Path:
     )  # fmt: skip
     directory = tmp_path / "enormous"
     config.save_pretrained(directory)
-    (directory / "tokenizer.json").write_text("{}")  # nobody comes to read it
+    byte_tokenizer().save_pretrained(directory)
     with torch.device("meta"):
         model = MixtralForCausalLM(config)
     header: dict[str, object] = {}

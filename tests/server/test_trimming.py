@@ -69,9 +69,9 @@ def test_what_fits_is_left_alone(tokenizer: Any) -> None:
 def test_without_it_a_conversation_is_refused_and_so_is_a_last_turn_that_is_too_long(
     tokenizer: Any,
 ) -> None:
-    with pytest.raises(ApiError, match="shorten the prompt"):
+    with pytest.raises(ApiError, match="the prompt is too long"):
         Questions(tokenizer, context=None).chat(asked([SYSTEM, *LONG]), INFO)
-    with pytest.raises(ApiError, match="shorten the prompt"):
+    with pytest.raises(ApiError, match="the prompt is too long"):
         trimmed(tokenizer, [*LONG, {"role": "user", "content": "x" * 500}])
 
 

@@ -1,7 +1,9 @@
 """Decode steps from a tape: recorded once, compared with the model's own steps, then trusted.
 
 A step that cannot be recorded, or whose tape gives other logits, costs nothing but time: the model
-goes on by itself, and `why_not` says why.
+goes on by itself, and `why_not` says why. From the first step on the answer is the tape's, whose
+last digits are not the model's: else a request that joins a batch of a size that is new would be
+answered otherwise than alone.
 """
 
 from collections.abc import Callable
@@ -15,9 +17,7 @@ from tandem.hf.tape import Tape
 from tandem.kernels.dense import CpuThreads
 from tandem.offload.events import unheard
 
-# Short answers are not worth a recording, which costs about as much as four steps.
-_STEPS_BEFORE = 2
-_COMPARED_STEPS = 2
+_COMPARED_STEPS = 3
 # Fused operations may round the last digit of bf16 differently, and near ties of a router flip.
 _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
@@ -44,7 +44,6 @@ class ReplayedStep:
         self._inputs = inputs
         self._tolerance = _TOLERANCES.get(dtype)
         self._tape: Tape | None = None
-        self._num_steps = 0
         self._num_equal = 0
         self.why_not: str | None = None if self._tolerance else f"the model is {dtype}"
         """Why steps are not replayed; None: they are, or it is not known yet."""
@@ -64,13 +63,10 @@ class ReplayedStep:
         """Do the step; return what it returns."""
         if self._tape is not None and self.is_replaying:
             return self._tape.run()
-        self._num_steps += 1
-        if self.why_not is not None or self._num_steps <= _STEPS_BEFORE:
+        if self.why_not is not None:
             return self._step()
         result = self._step() if self._tape is not None else self._record()
-        if self._tape is not None:
-            self._compare(result)
-        return result
+        return result if self._tape is None else self._compared(result)
 
     def _record(self) -> Tensor:
         recorder = Recorder()
@@ -83,19 +79,22 @@ class ReplayedStep:
             return self._step()
         return result
 
-    def _compare(self, expected: Tensor) -> None:
+    def _compared(self, expected: Tensor) -> Tensor:
+        """Return what the tape gives for a step that the model has done, if that is the same."""
         assert self._tape is not None
         assert self._tolerance is not None
         try:
             with unheard(self._executor):
-                difference = (self._tape.run().float() - expected.float()).norm()
+                result = self._tape.run()
         except (RuntimeError, TypeError, ValueError, NameError) as error:
             self._give_up(str(error).partition("\n")[0])
-            return
+            return expected
+        difference = (result.float() - expected.float()).norm()
         if difference <= self._tolerance * expected.float().norm():
             self._num_equal += 1
-        else:
-            self._give_up("its tape gives other logits")
+            return result
+        self._give_up("its tape gives other logits")
+        return expected
 
     def _give_up(self, why: str) -> None:
         self._tape, self.why_not = None, why
