@@ -15,6 +15,10 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 GPU_PYTHON ?= python3
 GPU_OUT ?= build/gpu
 SHAPE ?= qwen3-30b-a3b
+# Tests with one instruction set of the CPU kernels: make test ISA=portable. Without it they run with
+# the best, and those whose results depend on the kernels with each that this processor has.
+ISA ?=
+PYTEST := $(BIN)/pytest -n 2 --dist loadgroup $(if $(ISA),--isa $(ISA))
 
 .PHONY: test-gpu bench-gpu demo-cut dry-gpu run test setup check lint types floors unit seam-oldest docs-models docs-modules sanitize fix size clean try-clients
 
@@ -41,7 +45,7 @@ floors: setup
 
 # Two processes; which tests must share one is said in tests/conftest.py.
 unit: setup
-	$(BIN)/pytest -n 2 --dist loadgroup
+	$(PYTEST)
 
 sanitize:  ## The native kernels under AddressSanitizer and UndefinedBehaviorSanitizer
 	@cmake -S csrc -B build/sanitize -DTANDEM_SANITIZE=ON -DTANDEM_WARNINGS_ARE_ERRORS=ON >/dev/null
@@ -66,7 +70,7 @@ dry-gpu: setup  ## The GPU's tests and benchmark on their CPU twins: for whoever
 		--shares 0.5 1.0 --batches 1 --prompt-tokens 8 --new-tokens 3
 
 seam-oldest: $(VENV)/transformers-$(OLDEST_TRANSFORMERS)/installed.stamp  ## The seam's tests on the oldest supported Transformers
-	PYTHONPATH=$(VENV)/transformers-$(OLDEST_TRANSFORMERS) $(BIN)/pytest -m seam -n 2 --dist loadgroup
+	PYTHONPATH=$(VENV)/transformers-$(OLDEST_TRANSFORMERS) $(PYTEST) -m seam
 
 docs-models: setup  ## Write docs/models.md anew
 	$(BIN)/pytest tests/hf/test_architectures.py --write-docs
