@@ -27,7 +27,7 @@ def test_demo_equal_through_tandem_says_what_the_dense_model_says(demo_cache: Pa
 
 @pytest.fixture(scope="module")
 def window(demo_cache: Path) -> torch.Tensor:
-    return text_windows(AutoTokenizer.from_pretrained(demo_cache / "models" / "demo"))[:1]
+    return text_windows(AutoTokenizer.from_pretrained(demo_cache / "models" / "demo"))[:1, :256]
 
 
 def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
