@@ -109,7 +109,7 @@ def test_errors_are_shown_where_the_answer_would_be(page: Page) -> None:
     page.run("own.conversation.push({role: 'user', content: 'x'.repeat(40000)})")
     page.run("own.ask('y')")
     page.wait_for("!!document.querySelector('.problem')")
-    assert "shorten the prompt" in page.run("document.querySelector('.problem').textContent")
+    assert "shorten it" in page.run("document.querySelector('.problem').textContent")
     page.problems.clear()  # the browser notes the 400 itself
 
 
