@@ -11,11 +11,11 @@ import argparse
 from collections.abc import Sequence
 
 import tandem
+from tandem.hardware.profiles import load_profile
 from tandem.policy.eviction import EVICTIONS
 from tandem.policy.eviction.lru import Lru
 from tandem.policy.plan import Geometry
 from tandem.policy.settings import PlannerSettings
-from tandem.sim.profiles import load_profile
 from tandem.sim.simulation import Conditions, simulate
 from tandem.trace import read_trace
 

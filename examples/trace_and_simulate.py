@@ -7,8 +7,8 @@ import argparse
 from pathlib import Path
 
 from tandem.cli.main import main as tandem_command
+from tandem.hardware.profiles import load_profile
 from tandem.policy.settings import PlannerSettings
-from tandem.sim.profiles import load_profile
 from tandem.sim.simulation import Conditions, simulate
 from tandem.trace import read_trace
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 CLI, SERVER, HF = "tests/cli", "tests/server", "tests/hf"
-OFFLOAD, KERNELS = "tests/offload", "tests/kernels"
+OFFLOAD, KERNELS = "tests/experts", "tests/kernels"
 
 DEFECTS: dict[str, tuple[str, ...]] = {
     "an answer depends on what else is in the batch": (
@@ -56,8 +56,8 @@ DEFECTS: dict[str, tuple[str, ...]] = {
     ),
     "INT4 is no format": (f"{CLI}/test_names.py",),
     "plan says that a checkpoint fits which lacks an expert": (
-        "tests/loading/test_plan.py::test_a_checkpoint_that_lacks_tensors_is_no_plan",
-        "tests/loading/test_doctor.py::test_a_lost_expert_of_any_layer_is_found",
+        "tests/forecast/test_plan.py::test_a_checkpoint_that_lacks_tensors_is_no_plan",
+        "tests/forecast/test_doctor.py::test_a_lost_expert_of_any_layer_is_found",
     ),
     "a broken chat template is a traceback": (
         f"{CLI}/test_session.py::test_a_broken_template_is_one_sentence",

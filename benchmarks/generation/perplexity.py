@@ -18,9 +18,9 @@ from transformers.utils.logging import disable_progress_bar
 
 import tandem
 from tandem.cli.models import ModelChoice, find_model
-from tandem.hf.attention import AttentionSwitch
-from tandem.hf.kv_cache import KvCache
-from tandem.hf.row_cache import stepping, transformers_cache
+from tandem.decode.attention import AttentionSwitch
+from tandem.decode.kv_cache.base import stepping, transformers_cache
+from tandem.decode.kv_cache.cpu import KvCache
 from tandem.kernels.attention import Segment
 
 TEXT = Path(__file__).parents[2] / "tests" / "data" / "wikitext_4096.txt"

@@ -10,8 +10,8 @@ import time
 
 from tandem.bench.model_shapes import ModelShape, find_shape
 from tandem.bench.random_model import build_random_model
+from tandem.decode.cached_rows import CachedRows
 from tandem.hf.config import OffloadConfig
-from tandem.hf.rows import CachedRows
 from tandem.kernels.dense import CpuThreads
 
 TINY = {

@@ -23,11 +23,11 @@ from benchmarks.gpu.systems import BASELINES
 from tandem.bench.model_shapes import MODEL_SHAPES, ModelShape, find_shape
 from tandem.bench.random_model import build_random_model
 from tandem.core.errors import TandemError
+from tandem.experts.devices.cuda.streams import CudaStreams, HostCopy, Lane
+from tandem.experts.tracing.forced_routing import ForcedRouting
 from tandem.hf.config import OffloadConfig
 from tandem.kernels.cpu import detect_cpu
 from tandem.kernels.dense import CpuThreads
-from tandem.offload.cuda_streams import CudaStreams, HostCopy, Lane
-from tandem.offload.forced_routing import ForcedRouting
 from tandem.trace import read_trace
 
 TRACES = Path(__file__).parents[2] / "data" / "traces"

@@ -20,8 +20,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tandem.offload.cuda_driver import DriverError, open_driver
-from tandem.offload.cuda_stream_ops import StreamOps
+from tandem.experts.devices.cuda.driver import DriverError, open_driver
+from tandem.experts.devices.cuda.stream_ops import StreamOps
 
 COUNT = 256  # numbers handed over at a time
 ROUNDS = 500
@@ -166,7 +166,7 @@ def serve(
 
 def captured(work: Callable[[], None]) -> Any:
     """Return a graph of some work; raises `NotHereError` where it cannot be captured."""
-    from tandem.hf.cuda_graphs import CudaCapture, on_capture_stream
+    from tandem.decode.cuda.graphs import CudaCapture, on_capture_stream
 
     capture = CudaCapture(torch.device("cuda", torch.cuda.current_device()))
     with on_capture_stream(capture):

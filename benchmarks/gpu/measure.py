@@ -7,9 +7,9 @@ import torch
 from benchmarks.gpu.prediction import Prediction
 
 from tandem.core.errors import TandemError
-from tandem.hf.cuda_rows import CudaRows, new_cuda_rows
-from tandem.offload.cache_statistics import CacheStatistics
-from tandem.offload.hybrid_executor import HybridExecutor
+from tandem.decode.cuda.rows import CudaRows, new_cuda_rows
+from tandem.experts.execution.hybrid_executor import HybridExecutor
+from tandem.experts.tracing.cache_statistics import CacheStatistics
 
 # Steps before the clock runs: the pieces are captured and compared, and the cache settles.
 WARM_STEPS = 12

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tandem.offload.events import LayerExecuted
-from tandem.offload.expert_cache import ExpertCache
+from tandem.experts.cache.expert_cache import ExpertCache
+from tandem.experts.tracing.events import LayerExecuted
 from tandem.sim.replay import Run, replay
 from tandem.trace import RoutingTrace, TraceMeta
 

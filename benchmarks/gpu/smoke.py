@@ -22,11 +22,11 @@ from tempfile import TemporaryDirectory
 import torch
 from benchmarks.gpu.hand_off import NOT_HERE, PIECES, NotHereError
 
+from tandem.experts.devices.cuda.batch_copy import LEAST_BYTES
+from tandem.experts.devices.cuda.checks import require_cuda
+from tandem.experts.devices.cuda.streams import CudaStreams, HostCopy, Lane
 from tandem.kernels.formats import ExpertLayout, find_format
 from tandem.kernels.native import ActivationKind, NativeActivation
-from tandem.offload.cuda_batch_copy import LEAST_BYTES
-from tandem.offload.cuda_checks import require_cuda
-from tandem.offload.cuda_streams import CudaStreams, HostCopy, Lane
 
 SWIGLU = NativeActivation(ActivationKind.SWIGLU)
 COPY_BYTES = 1 << 28
@@ -181,7 +181,7 @@ def kernels_many() -> str:
 
 def graph() -> str:
     """Capture two pieces with eager work between, and replay them."""
-    from tandem.hf.cuda_graphs import CudaCapture, on_capture_stream
+    from tandem.decode.cuda.graphs import CudaCapture, on_capture_stream
 
     x, capture = torch.zeros(4, device="cuda"), CudaCapture(torch.device("cuda"))
     with on_capture_stream(capture):
@@ -204,7 +204,7 @@ def graph() -> str:
 
 def broken_capture() -> str:
     """Break a capture; random numbers, the allocator and another capture must still work."""
-    from tandem.hf.cuda_graphs import CudaCapture, on_capture_stream
+    from tandem.decode.cuda.graphs import CudaCapture, on_capture_stream
 
     device = torch.device("cuda", 0)
     capture, x = CudaCapture(device), torch.zeros(4, device=device)
@@ -229,8 +229,8 @@ def small_model() -> str:
     from tests.hf.tiny import save_tiny_checkpoint
 
     import tandem
+    from tandem.decode.cuda.rows import new_cuda_rows
     from tandem.generate.generator import Generator
-    from tandem.hf.cuda_rows import new_cuda_rows
 
     with TemporaryDirectory() as folder:
         checkpoint = save_tiny_checkpoint(Path(folder) / "mixtral", "mixtral")

@@ -27,16 +27,16 @@ import tandem
 from tandem.bench.generation import WARM_UP_STEPS, Workload, measure
 from tandem.bench.model_shapes import MODEL_SHAPES, find_shape
 from tandem.bench.random_model import drop_experts, random_experts
-from tandem.bench.speed_forecast import PROMPT_TOKENS
+from tandem.checkpoint.mapped_files import read_ahead
+from tandem.checkpoint.packed import DENSE_FILE, experts_file, packed_name
+from tandem.checkpoint.packed_files import write_index, write_tensors
 from tandem.core.units import format_bytes
+from tandem.experts.store.host_memory import process_bytes
+from tandem.experts.store.packed_layer import STORED_NAME, PackedLayer
+from tandem.forecast.speed_forecast import PROMPT_TOKENS
 from tandem.generate.generator import Generator
 from tandem.hf.config import PACKED_FORMAT_VERSION, OffloadConfig
-from tandem.hf.mapped_files import read_ahead
-from tandem.hf.packed import DENSE_FILE, experts_file, packed_name
-from tandem.hf.packed_files import write_index, write_tensors
 from tandem.hf.quantizer import OffloadQuantizer
-from tandem.offload.host_memory import process_bytes
-from tandem.offload.packed_layer import STORED_NAME, PackedLayer
 
 _STD = 0.02
 _ROUNDS = 3  # of a prompt and tokens; the first one also tells how the first tokens come

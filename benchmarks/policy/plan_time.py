@@ -12,11 +12,11 @@ import time
 from statistics import mean, median
 from typing import NamedTuple
 
+from tandem.hardware.profiles import load_profile
 from tandem.policy.cost import CostTable
 from tandem.policy.plan import Geometry, LayerLoad
 from tandem.policy.residency import READY
 from tandem.policy.settings import RING_SLOTS, make_planner
-from tandem.sim.profiles import load_profile
 from tandem.sim.systems import TANDEM
 
 BUDGET_MICROSECONDS = {1: 60.0, 32: 500.0}  # the ceiling of a median

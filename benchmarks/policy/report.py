@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from benchmarks.policy.report_text import INTRODUCTION, NEGATIVE_RESULTS, SECTIONS
 
+from tandem.hardware.profiles import load_profile, profile_names
 from tandem.policy.assignment import ASSIGNMENTS
 from tandem.policy.eviction import EVICTIONS
 from tandem.policy.prediction import PREDICTIONS, Prediction
@@ -21,7 +22,6 @@ from tandem.policy.settings import PlannerSettings
 from tandem.sim.compare import Speed, compare, table
 from tandem.sim.hit_rate import belady_hit_rate, demand_loads, hit_rate
 from tandem.sim.picture import Chart, svg
-from tandem.sim.profiles import load_profile, profile_names
 from tandem.sim.simulation import Conditions, run_timed
 from tandem.sim.steps import LoadReader, replay_steps
 from tandem.sim.systems import TANDEM

@@ -14,7 +14,7 @@ copy on an idle link, the price of link time, token-weighted counts, no staging)
 looking at runs over whole traces; how a prompt counts in `successor` and the weight of its counts,
 at these odd sequences. So speeds and the prefetch row are not held out in the strict sense; traces
 of other models are the test.
-Machines are simulated on three lanes with the profiles in src/tandem/sim/profiles, whose sources
+Machines are simulated on three lanes with the profiles in src/tandem/hardware/profiles, whose sources
 stand in them. They are literature, not measurements: ratios mean more than absolutes.
 """
 

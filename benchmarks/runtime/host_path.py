@@ -27,13 +27,13 @@ from benchmarks.runtime.overhead import (
     replay_seconds,
 )
 
-from tandem.offload.cuda import CudaDevice
-from tandem.offload.cuda_kernels import Prepared, TritonKernels
-from tandem.offload.cuda_streams import Lane, Work
-from tandem.offload.expert_cache import ExpertCache, Machine
-from tandem.offload.expert_kernels import ExpertKernels, StartedWork
-from tandem.offload.hybrid_executor import HybridExecutor
-from tandem.sim.profiles import load_profile, shape_for
+from tandem.experts.cache.expert_cache import ExpertCache, Machine
+from tandem.experts.devices.cuda.device import CudaDevice
+from tandem.experts.devices.cuda.kernels import Prepared, TritonKernels
+from tandem.experts.devices.cuda.streams import Lane, Work
+from tandem.experts.execution.expert_kernels import ExpertKernels, StartedWork
+from tandem.experts.execution.hybrid_executor import HybridExecutor
+from tandem.hardware.profiles import load_profile, shape_for
 from tandem.sim.systems import TANDEM
 from tandem.sim.timeline import Timeline
 from tandem.trace import RoutingTrace, read_trace
@@ -52,7 +52,7 @@ class _Event:
 
 
 class _Streams:
-    """Does at once what is queued; see `tandem.offload.cuda_streams.Streams`."""
+    """Does at once what is queued; see `tandem.experts.devices.cuda.streams.Streams`."""
 
     name = "twin"
     device = torch.device("cpu")

@@ -17,22 +17,22 @@ from typing import Any
 
 import torch
 
+from tandem.experts.cache.copy_engine import VirtualCopyEngine
+from tandem.experts.cache.expert_cache import ExpertCache, Machine
+from tandem.experts.cache.slots import Claim, SlotUse
+from tandem.experts.devices.emulated import EmulatedDevice
+from tandem.experts.execution.batch import ExpertBatch, ExpertFunctions
+from tandem.experts.execution.executor import CpuExecutor, Executor
+from tandem.experts.execution.expert_kernels import ExpertKernels, WeightSource
+from tandem.experts.execution.hybrid_executor import HybridExecutor
+from tandem.experts.execution.routing import SumRows
+from tandem.experts.store.host_store import HostStore
+from tandem.experts.store.packed_layer import PackedLayer
+from tandem.experts.tracing.cache_statistics import CacheStatistics
+from tandem.hardware.profiles import load_profile, shape_for
 from tandem.kernels.formats.weight_format import find_format
 from tandem.kernels.native import ActivationKind, NativeActivation
-from tandem.offload.batch import ExpertBatch, ExpertFunctions
-from tandem.offload.cache_statistics import CacheStatistics
-from tandem.offload.copy_engine import VirtualCopyEngine
-from tandem.offload.emulated import EmulatedDevice
-from tandem.offload.executor import CpuExecutor, Executor
-from tandem.offload.expert_cache import ExpertCache, Machine
-from tandem.offload.expert_kernels import ExpertKernels, WeightSource
-from tandem.offload.host_store import HostStore
-from tandem.offload.hybrid_executor import HybridExecutor
-from tandem.offload.packed_layer import PackedLayer
-from tandem.offload.routing import SumRows
-from tandem.offload.slots import Claim, SlotUse
 from tandem.policy.plan import Geometry
-from tandem.sim.profiles import load_profile, shape_for
 from tandem.sim.systems import TANDEM
 from tandem.sim.timeline import Timeline
 from tandem.trace import RoutingTrace, read_trace

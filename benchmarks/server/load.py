@@ -115,8 +115,8 @@ def replay(server: RunningServer, arrivals: list[Arrival], stretch: float, secon
     period = arrivals[-1].seconds * stretch
     number, waiting = 0, 0.0
     while True:
-        lap, place = divmod(number, len(arrivals))
-        due = arrivals[place].seconds * stretch + lap * period
+        token_output, place = divmod(number, len(arrivals))
+        due = arrivals[place].seconds * stretch + token_output * period
         if due >= seconds:
             break
         time.sleep(max(0.0, begin + due - time.perf_counter()))

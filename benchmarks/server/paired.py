@@ -22,9 +22,9 @@ from typing import Any
 from torch import nn
 
 from tandem.cli.models import ModelChoice, find_model, load_model_and_tokenizer, load_tokenizer
+from tandem.experts.options import OffloadOptions
 from tandem.generate.generator import Generator
 from tandem.hf.dense import PackedLinear
-from tandem.offload.options import OffloadOptions
 from tandem.server.messages import EngineSettings
 from tandem.server.options import ServerOptions
 from tandem.server.serving import Source, serve

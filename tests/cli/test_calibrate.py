@@ -8,7 +8,7 @@ import pytest
 
 import tandem
 from tandem.core.errors import ConfigError
-from tandem.hf.calibration import accuracy_by_batch, calibrate
+from tandem.hf.lookahead.calibration import accuracy_by_batch, calibrate
 from tandem.trace import RoutingTrace, TraceMeta
 from tests import programs
 from tests.hf.test_hybrid import checkpoint, load, profile

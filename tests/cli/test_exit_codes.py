@@ -8,10 +8,10 @@ import signal
 
 import pytest
 
-from tandem.bench import machine_check
 from tandem.cli.doctor import EXIT_BROKEN
 from tandem.cli.failures import EXIT_INTERRUPTED, EXIT_USER_ERROR
 from tandem.cli.main import main
+from tandem.forecast import machine_check
 from tests.conftest import REPOSITORY
 
 DOCUMENT = (REPOSITORY / "docs" / "command-line.md").read_text(encoding="utf-8")

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from tandem.cli.explain import layer_table, what_if
-from tandem.offload.cache_statistics import CacheStatistics, LayerCounts
-from tandem.sim.profiles import save_profile
+from tandem.experts.tracing.cache_statistics import CacheStatistics, LayerCounts
+from tandem.hardware.profiles import save_profile
 from tandem.trace import RoutingTrace, read_trace
+from tests.experts.machines import make_executor, make_machine, make_store
 from tests.hf.tiny import save_tiny_checkpoint
-from tests.offload.machines import make_executor, make_machine, make_store
 from tests.programs import ENVIRONMENT, tandem
 
 TRACE = Path(__file__).parents[2] / "data" / "traces" / "gpt-oss-20b.npz"

@@ -17,7 +17,7 @@ from tests.programs import ENVIRONMENT, Program
 
 PROGRAM = """
 import atexit, sys, threading
-import tandem.hf.machine as machine
+import tandem.hf.machine.profile as machine
 measure = machine.measure_profile
 def measuring(*args, **options):
     print("measuring", file=sys.stderr, flush=True)

@@ -8,7 +8,7 @@ import pytest
 
 import tandem
 from tandem.core.errors import TandemWarning
-from tandem.hf.machine import kept_profile
+from tandem.hf.machine.profile import kept_profile
 from tandem.policy.cost import HardwareProfile
 from tests import programs
 from tests.hf.tiny import save_tiny_checkpoint

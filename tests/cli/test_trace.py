@@ -7,10 +7,10 @@ import pytest
 
 from tandem.cli.prompts import read_prompts
 from tandem.core.errors import FileFormatError
-from tandem.sim.profiles import save_profile
+from tandem.hardware.profiles import save_profile
 from tandem.trace import read_trace
+from tests.experts.machines import make_machine
 from tests.hf.tiny import save_tiny_checkpoint
-from tests.offload.machines import make_machine
 from tests.programs import ENVIRONMENT, tandem
 
 

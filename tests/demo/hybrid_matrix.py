@@ -20,10 +20,10 @@ from transformers import AutoTokenizer
 
 import tandem
 from tandem.cli.paths import cache_dir
+from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tandem.generate.generator import Generator
 from tandem.hf.config import OffloadConfig
 from tandem.kernels.cpu import detect_cpu
-from tandem.offload.cache_statistics import CacheStatistics
 from tandem.policy.assignment import ASSIGNMENTS
 from tandem.policy.eviction import EVICTIONS
 from tandem.policy.prediction import PREDICTIONS

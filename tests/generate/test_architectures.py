@@ -11,7 +11,7 @@ from tests.architectures import FIRST_PLAIN_TOKEN, VOCABULARY, architectures, bu
 
 pytestmark = pytest.mark.seam
 
-NEW_TOKENS = 9  # some from the model, some compared, the last ones from the tape
+NEW_TOKENS = 9  # some from the model, some compared, the last ones from the recorded graph
 # They write in blocks, or not at all.
 NOT_TOKEN_BY_TOKEN = {"diffusion_gemma", "openai_privacy_filter"}
 # They keep states, or do something of their own around attention: padded, on Transformers' caches.

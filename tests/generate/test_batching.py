@@ -10,9 +10,9 @@ from torch import Tensor
 import tandem
 from tandem.core.errors import ConfigError
 from tandem.generate.batching import Batcher, StepFailedError
-from tandem.generate.lap import Lap
 from tandem.generate.running import Request
 from tandem.generate.sampling import SamplingOptions
+from tandem.generate.token_output import TokenOutput
 from tests.architectures import VOCABULARY, build_tiny_model
 from tests.hf.tiny import byte_tokenizer
 
@@ -27,15 +27,15 @@ def request_of(number: int, prompt: list[int], **fields: Any) -> Request:
     )
 
 
-def finish(batcher: Batcher) -> dict[int, list[Lap]]:
-    found: dict[int, list[Lap]] = {}
+def finish(batcher: Batcher) -> dict[int, list[TokenOutput]]:
+    found: dict[int, list[TokenOutput]] = {}
     while batcher.has_work:
         for progress in batcher.step():
             found.setdefault(progress.request_id, []).append(progress)
     return found
 
 
-def tokens(progress: list[Lap]) -> list[int]:
+def tokens(progress: list[TokenOutput]) -> list[int]:
     return [one.token_id for one in progress if one.token_id is not None]
 
 
@@ -75,13 +75,13 @@ def test_a_request_gets_the_same_in_any_company(name: str, max_running: int) -> 
     model: Any = build_tiny_model(name)
     generator = tandem.Generator(model)
     requests = random_requests(8)
-    alone: dict[int, list[Lap]] = {}
+    alone: dict[int, list[TokenOutput]] = {}
     for request in requests:
         batcher = Batcher(generator, max_running=1, part_tokens=PART)
         batcher.add(request)
         alone |= finish(batcher)
     batcher = Batcher(generator, max_running=max_running, part_tokens=PART)
-    together: dict[int, list[Lap]] = {}
+    together: dict[int, list[TokenOutput]] = {}
     chance = random.Random(1)
     arriving = list(requests)
     while arriving or batcher.has_work:
@@ -154,14 +154,14 @@ def test_a_long_prompt_lets_streams_through_in_shorter_parts(
     alone = Batcher(packed_generator, max_running=2, part_tokens=PART)
     alone.add(long)
     expected = [alone.step() for _ in range(5)]
-    assert [len(laps) for laps in expected] == [0, 0, 0, 0, 1]
+    assert [len(token_outputs) for token_outputs in expected] == [0, 0, 0, 0, 1]
     together = Batcher(packed_generator, max_running=2, part_tokens=PART)
     together.add(request_of(1, [40, 41], max_new_tokens=60))
     together.step()
     together.add(long)
     steps = [together.step() for _ in range(17)]
     assert all(steps[i][0].request_id == 1 for i in range(16)), "the stream stood still"
-    assert [lap.request_id for lap in steps[16]] == [2, 1]
+    assert [token_output.request_id for token_output in steps[16]] == [2, 1]
     assert [steps[16][0], *finish(together)[2]] == [*expected[4], *finish(alone)[2]]
 
 
@@ -289,7 +289,7 @@ def test_who_fails_alone_is_dropped_alone(generator: tandem.Generator) -> None:
         try:
             found += batcher.step()
         except StepFailedError as failed:
-            found += failed.laps
+            found += failed.token_outputs
             failures += failed.failures
     assert [(failure.request_ids, str(failure.error)) for failure in failures] == [
         ((0,), "the constraint broke")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import tandem
-from tandem.offload.events import ExpertStatistics
+from tandem.experts.tracing.events import ExpertStatistics
 from tests.hf.tiny import save_tiny_checkpoint
 
 PROMPT, NEW_TOKENS = [20, 21, 22, 23, 24], 9

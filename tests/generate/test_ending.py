@@ -42,9 +42,12 @@ def test_logprobs_of_a_prompt_are_the_models(name: str) -> None:
         )
     with torch.no_grad():
         expected = torch.log_softmax(model(torch.tensor([PROMPT])).logits[0].float(), -1)
-    for laps in finish(batcher).values():
-        assert [lap.prompt_logprobs is None for lap in laps] == [False, True]
-        first, *others = laps[0].prompt_logprobs or ()
+    for token_outputs in finish(batcher).values():
+        assert [token_output.prompt_logprobs is None for token_output in token_outputs] == [
+            False,
+            True,
+        ]
+        first, *others = token_outputs[0].prompt_logprobs or ()
         assert first is None
         assert len(others) == len(PROMPT) - 1
         for found, token, row in zip(others, PROMPT[1:], expected, strict=False):
@@ -60,9 +63,13 @@ def test_a_prompt_alone_is_computed_and_nothing_is_chosen(generator: tandem.Gene
     batcher.add(request_of(0, PROMPT, num_top_logprobs=0, has_prompt_logprobs=True, end=end))
     batcher.add(request_of(1, [50], max_new_tokens=1))
     found = finish(batcher)
-    (lap,) = found[0]
-    assert (lap.token_id, lap.generated_tokens, lap.finish_reason) == (None, 0, "length")
-    assert len(lap.prompt_logprobs or ()) == len(PROMPT)
+    (token_output,) = found[0]
+    assert (token_output.token_id, token_output.generated_tokens, token_output.finish_reason) == (
+        None,
+        0,
+        "length",
+    )
+    assert len(token_output.prompt_logprobs or ()) == len(PROMPT)
     assert len(tokens(found[1])) == 1
 
 

@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.hf import cuda_machine, cuda_rows, load, quantizer
-from tandem.offload.cuda_checks import Gpu
-from tandem.offload.cuda_kernels import TorchKernels
+from tandem.decode.cuda import rows as cuda_rows
+from tandem.experts.devices.cuda.checks import Gpu
+from tandem.experts.devices.cuda.kernels import TorchKernels
+from tandem.hf import load, quantizer
+from tandem.hf.machine import cuda as cuda_machine
+from tests.decode.twin_capture import TwinCapture
+from tests.experts.lazy_streams import LazyStreams
 from tests.gpu.models import IS_DRY
-from tests.hf.twin_capture import TwinCapture
-from tests.offload.lazy_streams import LazyStreams
 
 HERE = Path(__file__).parent
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 import tandem
-from tandem.sim.profiles import save_profile
+from tandem.hardware.profiles import save_profile
+from tests.experts.machines import make_machine
 from tests.hf.tiny import save_tiny_checkpoint
-from tests.offload.machines import make_machine
 
 # A dry run (conftest) puts the CPU twins in the GPU's place.
 IS_DRY = os.environ.get("TANDEM_DRY_GPU") == "1"

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import tandem
+from tandem.decode.cuda.rows import new_cuda_rows
+from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tandem.generate.generator import Generator
-from tandem.hf.cuda_rows import new_cuda_rows
-from tandem.offload.cache_statistics import CacheStatistics
 from tests.gpu.demo_cut import MOST_BYTES, find_demo_cut, size_of, texts_of
 from tests.gpu.models import DEVICE, compare_logits, load_hybrid
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.hf.stepping import PaddedRows
-from tandem.offload.cache_statistics import CacheStatistics
+from tandem.decode.padded import PaddedRows
+from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tests.architectures import architectures
 from tests.gpu.models import DEVICE, compare_logits, load_pair
 

@@ -12,13 +12,13 @@ import torch
 from tandem.bench.model_shapes import ModelShape
 from tandem.bench.random_model import build_random_model
 from tandem.core.errors import CapacityError
+from tandem.decode.cuda.rows import new_cuda_rows
+from tandem.hardware.profiles import save_profile
 from tandem.hf.config import OffloadConfig
-from tandem.hf.cuda_rows import new_cuda_rows
 from tandem.kernels.dense import CpuThreads
-from tandem.sim.profiles import save_profile
+from tests.experts.machines import make_machine
 from tests.gpu.models import DEVICE, IS_DRY
 from tests.hf.tiny import save_tiny_checkpoint
-from tests.offload.machines import make_machine
 
 # About 1.6 GB of experts and 0.2 GB of dense parts.
 SHAPE = ModelShape(

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from tandem.decode.cuda.rows import CudaRows, new_cuda_rows, new_cuda_slot_pool
 from tandem.generate.generator import Generator
-from tandem.hf.cuda_rows import CudaRows, new_cuda_row_pool, new_cuda_rows
 from tests.gpu.models import DEVICE, IS_DRY, compare_logits, load_hybrid, load_pair
 from tests.hf.tiny import save_tiny_checkpoint
 
@@ -106,7 +106,7 @@ def test_the_profiler_sees_one_wait_a_layer(model: Any) -> None:
 
 def test_requests_share_captured_steps(model: Any) -> None:
     """What a row says does not depend on who is stepped with it, but for rounding."""
-    pool = new_cuda_row_pool(model, 4, has_replay=True)
+    pool = new_cuda_slot_pool(model, 4, has_replay=True)
     expected: dict[int, torch.Tensor] = {}
     for row in range(4):
         pool.prefill(row, [40 + row] * 5)
@@ -132,7 +132,7 @@ def test_an_error_in_the_middle_of_a_step_leaves_the_model_usable(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tandem.core.errors import ExecutionError
-    from tandem.offload.cuda_kernels import TorchKernels, TritonKernels
+    from tandem.experts.devices.cuda.kernels import TorchKernels, TritonKernels
 
     expected = logits_of(model, PROMPTS[0]).clone()
 

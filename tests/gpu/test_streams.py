@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tandem.hf.cuda_graphs import CudaCapture, GraphedStep, on_capture_stream
-from tandem.offload.cuda_batch_copy import LEAST_BYTES, find_batch_copy
-from tandem.offload.cuda_streams import CudaStreams, HostCopy, Lane
+from tandem.decode.cuda.graphs import CudaCapture, GraphedStep, on_capture_stream
+from tandem.experts.devices.cuda.batch_copy import LEAST_BYTES, find_batch_copy
+from tandem.experts.devices.cuda.streams import CudaStreams, HostCopy, Lane
 from tests.gpu.models import IS_DRY
 
 pytestmark = pytest.mark.skipif(IS_DRY, reason="the twins have their own tests")

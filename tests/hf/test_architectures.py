@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import tandem
-from tandem.hf.routers import find_routers
-from tandem.offload.events import LayerExecuted
+from tandem.experts.tracing.events import LayerExecuted
+from tandem.hf.lookahead.routers import find_routers
 from tests.architectures import (
     architectures,
     build_tiny_model,

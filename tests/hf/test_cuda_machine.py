@@ -11,34 +11,34 @@ import torch
 
 import tandem
 from tandem.core.errors import CapacityError, ConfigError
-from tandem.hf import cuda_machine
+from tandem.decode.cuda.dense_cost import with_captured_steps
+from tandem.experts.cache.expert_cache import ExpertCache, Machine
+from tandem.experts.cache.sizing import budget_bytes, count_slots
+from tandem.experts.devices.cuda.checks import Gpu
+from tandem.experts.devices.cuda.kernels import TorchKernels
+from tandem.experts.devices.cuda.streams import Work
+from tandem.experts.execution.executor import CpuExecutor
+from tandem.experts.execution.hybrid_executor import HybridExecutor
+from tandem.experts.options import parse_gpu_memory
+from tandem.experts.tracing.cache_statistics import CacheStatistics
+from tandem.hardware.profiles import save_profile
 from tandem.hf.assembly import assemble
 from tandem.hf.config import OffloadConfig
-from tandem.hf.cuda_dense import with_captured_steps
-from tandem.hf.cuda_machine import (
+from tandem.hf.lookahead.warm_up import ExpertsCall, Observer, forward_tokens
+from tandem.hf.machine import cuda as cuda_machine
+from tandem.hf.machine.cuda import (
     compiled_kernels,
     cuda_parts,
     device_map_for,
     kv_bytes_per_token,
     require_on_one_gpu,
 )
-from tandem.hf.machine import bind_all
-from tandem.hf.warm_up import ExpertsCall, Observer, forward_tokens
-from tandem.offload.cache_statistics import CacheStatistics
-from tandem.offload.cuda_checks import Gpu
-from tandem.offload.cuda_kernels import TorchKernels
-from tandem.offload.cuda_streams import Work
-from tandem.offload.executor import CpuExecutor
-from tandem.offload.expert_cache import ExpertCache, Machine
-from tandem.offload.hybrid_executor import HybridExecutor
-from tandem.offload.options import parse_gpu_memory
-from tandem.offload.sizing import budget_bytes, count_slots
+from tandem.hf.machine.profile import bind_all
 from tandem.policy.plan import Geometry
-from tandem.sim.profiles import save_profile
+from tests.decode.twin_capture import TwinCapture
+from tests.experts.lazy_streams import LazyStreams
+from tests.experts.machines import make_machine
 from tests.hf.tiny import save_tiny_checkpoint
-from tests.hf.twin_capture import TwinCapture
-from tests.offload.lazy_streams import LazyStreams
-from tests.offload.machines import make_machine
 
 
 @pytest.fixture(scope="module")

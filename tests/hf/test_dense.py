@@ -9,10 +9,10 @@ from transformers import AutoModelForCausalLM
 
 import tandem
 from tandem.core.errors import ConfigError
+from tandem.decode.cached_rows import CachedRows
 from tandem.generate.generator import Generator
 from tandem.hf.config import parse_dense_dtype
 from tandem.hf.dense import PackedLinear, pack_as_loaded, pack_dense_layers, packed_layers
-from tandem.hf.rows import CachedRows
 from tandem.kernels.dense import CpuThreads, pack_dense
 from tandem.kernels.formats.weight_format import find_format
 from tests.architectures import build_tiny_model, result_of, tiny_inputs

@@ -82,7 +82,7 @@ def padded(model: Any) -> Callable[[], object]:
 
 
 def pooled(model: Any) -> Callable[[], object]:
-    pool = tandem.Generator(model).row_pool(2)
+    pool = tandem.Generator(model).slot_pool(2)
     return lambda: pool.prefill(1, IDS)
 
 

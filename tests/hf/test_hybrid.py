@@ -11,18 +11,18 @@ import torch
 
 import tandem
 from tandem.core.errors import CapacityError, ConfigError, TandemError
+from tandem.experts.cache.heat import Heat
+from tandem.experts.options import OffloadOptions, parse_gpu_memory
+from tandem.experts.tracing.cache_statistics import CacheStatistics
+from tandem.experts.tracing.forced_routing import ForcedRouting
 from tandem.generate.generator import Generator
+from tandem.hardware.profiles import save_profile
 from tandem.hf.identity import model_identity
-from tandem.hf.routing_recording import recording
-from tandem.offload.cache_statistics import CacheStatistics
-from tandem.offload.forced_routing import ForcedRouting
-from tandem.offload.heat import Heat
-from tandem.offload.options import OffloadOptions, parse_gpu_memory
-from tandem.sim.profiles import save_profile
+from tandem.hf.lookahead.routing_recording import recording
 from tandem.sim.replay import Run, replay
 from tandem.trace import RoutingTrace, read_trace, write_trace
+from tests.experts.machines import make_machine
 from tests.hf.tiny import save_tiny_checkpoint
-from tests.offload.machines import make_machine
 
 PROMPTS = ["hello there", "a", "one two three four five six seven"]
 
@@ -173,7 +173,7 @@ def test_memory_that_cannot_be_is_refused(
 def test_experts_that_do_not_fit_are_refused_before_loading(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tandem.offload.host_memory.available_bytes", lambda: 600_000)
+    monkeypatch.setattr("tandem.experts.store.host_memory.available_bytes", lambda: 600_000)
     with pytest.raises(CapacityError, match=r"experts and dense parts take .* host memory and 586"):
         tandem.load(checkpoint, dtype="float32")
     with pytest.raises(CapacityError, match=r"free; expert_dtype='int4' takes [45].. KiB$"):

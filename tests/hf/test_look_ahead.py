@@ -10,11 +10,11 @@ from transformers import AutoModelForCausalLM
 
 import tandem
 from tandem.core.errors import ConfigError, FileFormatError, UnsupportedModelError
-from tandem.hf.look_ahead import LookAhead, look_ahead
-from tandem.hf.residuals import Residuals
-from tandem.hf.routers import find_routers
-from tandem.hf.routing_recording import recording
-from tandem.offload.cache_statistics import CacheStatistics
+from tandem.experts.tracing.cache_statistics import CacheStatistics
+from tandem.hf.lookahead.look_ahead import LookAhead, look_ahead
+from tandem.hf.lookahead.residuals import Residuals
+from tandem.hf.lookahead.routers import find_routers
+from tandem.hf.lookahead.routing_recording import recording
 from tandem.sim.replay import Run, replay
 from tests.architectures import architectures, build_tiny_model, tiny_inputs
 from tests.hf.test_hybrid import PROMPTS, checkpoint, ids_of, load, profile
@@ -165,7 +165,9 @@ def test_a_closed_executor_listens_no_more(checkpoint: Path, profile: str) -> No
 def test_a_model_whose_routers_cannot_be_asked_says_so(
     checkpoint: Path, profile: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tandem.hf.look_ahead.find_routers", lambda model, bound: "it is closed")
+    monkeypatch.setattr(
+        "tandem.hf.lookahead.look_ahead.find_routers", lambda model, bound: "it is closed"
+    )
     with pytest.raises(UnsupportedModelError, match="needs MixtralForCausalLM's routers, and it"):
         load(checkpoint, profile, prediction="residual")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.hf.mapped_files import read_ahead
+from tandem.checkpoint.mapped_files import read_ahead
 
 _CHUNK = 8 << 20
 

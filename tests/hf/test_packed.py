@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import tandem
-from tandem.offload.packed_layer import PackedLayer
+from tandem.experts.store.packed_layer import PackedLayer
 from tests.architectures import result_of, tiny_inputs
 from tests.hf.tiny import save_tiny_checkpoint
 
@@ -102,7 +102,7 @@ def test_save_that_fails_leaves_nothing(
     def full_disk(*args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("tandem.hf.packed_files.save_file", full_disk)
+    monkeypatch.setattr("tandem.checkpoint.packed_files.save_file", full_disk)
     with pytest.raises(tandem.TandemError, match="No space left on device"):
         tandem.save(tandem.load(packed), tmp_path / "new")
     assert list(tmp_path.iterdir()) == []

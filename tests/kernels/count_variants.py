@@ -16,14 +16,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from tandem.offload.batch import CallSide
-from tandem.offload.cuda_kernels import TritonKernels
-from tandem.offload.host_store import HostStore
-from tandem.offload.layer_call import LayerCall
-from tandem.offload.routing import Routing, SumRows
+from tandem.experts.devices.cuda.kernels import TritonKernels
+from tandem.experts.execution.batch import CallSide
+from tandem.experts.execution.layer_call import LayerCall
+from tandem.experts.execution.routing import Routing, SumRows
+from tandem.experts.store.host_store import HostStore
 from tandem.policy.plan import Geometry
+from tests.experts.machines import FUNCTIONS, HIDDEN, make_store, route
 from tests.kernels.compile_triton import Launch, noted_launches
-from tests.offload.machines import FUNCTIONS, HIDDEN, make_store, route
 
 GEOMETRY = Geometry(1, 16, 2)
 PROMPTS = (3, 17, 65, 150, 700, 1800)

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tandem.hf.sources.files import open_tensors
-from tandem.hf.sources.source import READERS
+from tandem.checkpoint.sources.files import open_tensors
+from tandem.checkpoint.sources.source import READERS
 from tests.architectures import build_tiny_model
 
 GROUP = 32

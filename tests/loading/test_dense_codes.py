@@ -11,14 +11,14 @@ from transformers import AutoModelForCausalLM
 
 import tandem
 from tandem.cli.main import main
+from tandem.forecast.sizes import model_sizes
 from tandem.hf.checkpoint import open_model
 from tandem.hf.config import OffloadConfig
 from tandem.hf.dense import packed_layers
-from tandem.hf.sizes import model_sizes
 from tests.architectures import result_of, tiny_inputs
+from tests.forecast.test_plan import loaded_bytes
 from tests.loading.checkpoints import FORMATS, write_decoded, write_plain, write_quantised
 from tests.loading.gguf_files import tiny_model, write_gguf
-from tests.loading.test_plan import loaded_bytes
 
 KEPT = {
     "gptq": "int4-g32", "gptq-zeros": "int4z-g32", "awq": "int4z-g32", "packed-int4": "int4-g32",

@@ -10,8 +10,8 @@ from gguf import GGUFWriter, TokenType
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tandem
+from tandem.checkpoint.sources.gguf_tokenizer import load_gguf_tokenizer
 from tandem.cli.main import main
-from tandem.hf.sources.gguf_tokenizer import load_gguf_tokenizer
 from tests.hf.tiny import CHAT_TEMPLATE
 from tests.loading.gguf_files import tiny_model, write_gguf
 

@@ -6,8 +6,8 @@ import pytest
 from huggingface_hub import constants
 
 import tandem
+from tandem.checkpoint.hub import HubOptions, find_model_path, local_models
 from tandem.core.errors import ModelError
-from tandem.hf.hub import HubOptions, find_model_path, local_models
 from tests.hf.tiny import save_tiny_checkpoint
 
 COMMIT = "a" * 40

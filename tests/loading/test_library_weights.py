@@ -10,8 +10,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tandem.hf.sources.files import open_tensors
-from tandem.hf.sources.source import READERS
+from tandem.checkpoint.sources.files import open_tensors
+from tandem.checkpoint.sources.source import READERS
 from tandem.kernels.formats import pack_codes, unpack
 from tandem.kernels.formats.blocks import CodedMatrix
 from tandem.kernels.formats.packed import PackedMatrix, write_codes

@@ -14,7 +14,7 @@ from pathlib import Path
 import tandem
 from tandem.hf.checkpoint import open_checkpoint
 from tandem.hf.config import OffloadConfig
-from tandem.hf.sizes import model_sizes
+from tandem.forecast.sizes import model_sizes
 
 torch.set_num_threads(1)
 directory, warm_up = sys.argv[1:]

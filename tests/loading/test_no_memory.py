@@ -13,10 +13,10 @@ import tandem
 from tandem.cli.main import main
 from tandem.core.errors import CapacityError
 from tandem.core.units import format_bytes
+from tandem.experts.store.host_memory import total_bytes
+from tandem.forecast.sizes import model_sizes
 from tandem.hf.checkpoint import open_model
 from tandem.hf.config import OffloadConfig
-from tandem.hf.sizes import model_sizes
-from tandem.offload.host_memory import total_bytes
 from tests.hf.tiny import byte_tokenizer, save_tiny_checkpoint
 from tests.loading.checkpoints import FORMATS, write_plain, write_quantised
 from tests.loading.gguf_files import tiny_model, write_gguf
@@ -44,13 +44,13 @@ def test_one_byte_less_than_the_plan_is_refused(
     model = write(tmp_path)
     sizes = model_sizes(open_model(model), OffloadConfig())
     needed = sizes.experts_bytes + sizes.total_dense_bytes
-    monkeypatch.setattr("tandem.offload.host_memory.available_bytes", lambda: needed - 1)
+    monkeypatch.setattr("tandem.experts.store.host_memory.available_bytes", lambda: needed - 1)
     numbers = re.escape(
         f"take {format_bytes(needed)} of host memory and {format_bytes(needed - 1)} are free"
     )
     with pytest.raises(CapacityError, match=numbers):
         tandem.load(model)
-    monkeypatch.setattr("tandem.offload.host_memory.available_bytes", lambda: needed)
+    monkeypatch.setattr("tandem.experts.store.host_memory.available_bytes", lambda: needed)
     assert len(tandem.load(model).hf_quantizer.store) == sizes.num_moe_layers
 
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import tandem
+from tandem.checkpoint.packed_files import require_checksums
 from tandem.cli.main import main
 from tandem.core.errors import CapacityError, ModelError
+from tandem.experts.store.host_store import HostLayer
 from tandem.hf import pack as pack_module
-from tandem.hf.packed_files import require_checksums
-from tandem.offload.host_store import HostLayer
 from tests.architectures import result_of, tiny_inputs
 from tests.hf.tiny import save_tiny_checkpoint
 

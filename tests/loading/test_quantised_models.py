@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import tandem
 from tandem.core.errors import ConfigError, ModelError, UnsupportedModelError
-from tandem.offload.packed_layer import PackedLayer
+from tandem.experts.store.packed_layer import PackedLayer
 from tests.architectures import result_of, tiny_inputs
 from tests.loading.checkpoints import (
     FORMATS,

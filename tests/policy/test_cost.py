@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tandem.core.errors import ConfigError, FileFormatError
+from tandem.hardware.profiles import load_profile, profile_names, save_profile
 from tandem.policy.cost import CostTable, HardwareProfile, interpolate
-from tandem.sim.profiles import load_profile, profile_names, save_profile
 from tests.policy.strategies import shape_costs
 
 

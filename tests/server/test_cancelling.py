@@ -40,5 +40,5 @@ def test_who_leaves_during_a_step_gets_no_other(tiny_checkpoint: Path) -> None:
     while ours.poll():
         message = ours.recv()
         if isinstance(message, Progressed):
-            served += [lap.request_id for lap in message.laps]
+            served += [token_output.request_id for token_output in message.token_outputs]
     assert served == [1] * LEAVES_IN_STEP + [2] * LEAVES_IN_STEP

@@ -17,13 +17,13 @@ def resident_bytes(process_id: int) -> int:
     return int(line.split()[1]) * 1024
 
 
-def ask_many(server: RunningServer, lap: int) -> None:
+def ask_many(server: RunningServer, token_output: int) -> None:
     """Let several clients ask for answers of the same lengths, streamed and whole."""
     statuses = []
 
     def ask(client: int) -> None:
         for number in range(EACH):
-            text = f"{lap} {client} {number:2} and the same words again and again"
+            text = f"{token_output} {client} {number:2} and the same words again and again"
             form = {"type": "json_object"} if number % 5 == 0 else {"type": "text"}
             reply = server.chat(text, max_tokens=8, seed=number, temperature=0.9, logprobs=True,
                                 response_format=form, stream=bool(number % 2))  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from tandem.server.answering import Question, Questions
+from tandem.server.answering import GenerationRequest, GenerationRequests
 from tandem.server.app import trimming_headers
 from tandem.server.errors import ApiError
 from tandem.server.messages import ModelInfo
@@ -39,38 +39,38 @@ def asked(messages: list[dict[str, str]], **fields: Any) -> ChatRequest:
     return read_body(ChatRequest, raw, is_strict=True).body
 
 
-def trimmed(tokenizer: Any, messages: list[dict[str, str]], **fields: Any) -> Question:
-    questions = Questions(tokenizer, context=None, trims=True)
-    (question,) = questions.chat(asked(messages, **fields), INFO)
-    return question
+def trimmed(tokenizer: Any, messages: list[dict[str, str]], **fields: Any) -> GenerationRequest:
+    generation_requests = GenerationRequests(tokenizer, context=None, trims=True)
+    (generation_request,) = generation_requests.chat(asked(messages, **fields), INFO)
+    return generation_request
 
 
 def test_whole_turns_are_dropped_from_the_front_and_the_system_message_stays(
     tokenizer: Any,
 ) -> None:
-    question = trimmed(tokenizer, [SYSTEM, *LONG], max_tokens=50)
-    assert 0 < question.num_dropped_turns < 9
-    assert question.prompt_tokens + 50 <= LIMIT
-    assert "be short" in question.prompt_text
-    assert "the last" in question.prompt_text
-    first = question.num_dropped_turns
-    assert f"user {first} " in question.prompt_text
-    assert f"assistant {first - 1} " not in question.prompt_text
+    generation_request = trimmed(tokenizer, [SYSTEM, *LONG], max_tokens=50)
+    assert 0 < generation_request.num_dropped_turns < 9
+    assert generation_request.prompt_tokens + 50 <= LIMIT
+    assert "be short" in generation_request.prompt_text
+    assert "the last" in generation_request.prompt_text
+    first = generation_request.num_dropped_turns
+    assert f"user {first} " in generation_request.prompt_text
+    assert f"assistant {first - 1} " not in generation_request.prompt_text
     more = trimmed(tokenizer, [SYSTEM, *LONG[2 * first - 2 :]], max_tokens=50)
     assert more.num_dropped_turns == 1, "no more is dropped than must be"
 
 
 def test_what_fits_is_left_alone(tokenizer: Any) -> None:
-    question = trimmed(tokenizer, [SYSTEM, *LONG[-3:]])
-    assert question.num_dropped_turns == 0
-    assert trimming_headers([question]) == {}
+    generation_request = trimmed(tokenizer, [SYSTEM, *LONG[-3:]])
+    assert generation_request.num_dropped_turns == 0
+    assert trimming_headers([generation_request]) == {}
 
 
 def test_without_it_a_conversation_is_refused_and_so_is_a_last_turn_that_is_too_long(
     tokenizer: Any,
 ) -> None:
     with pytest.raises(ApiError, match="the prompt is too long"):
-        Questions(tokenizer, context=None).chat(asked([SYSTEM, *LONG]), INFO)
+        GenerationRequests(tokenizer, context=None).chat(asked([SYSTEM, *LONG]), INFO)
     with pytest.raises(ApiError, match="the prompt is too long"):
         trimmed(tokenizer, [*LONG, {"role": "user", "content": "x" * 500}])
 
@@ -82,10 +82,10 @@ def test_transformers_says_nothing_of_its_own_about_a_long_prompt(
     logger = logging.getLogger("transformers.tokenization_utils_base")
     monkeypatch.setattr(logger, "warning", lambda text, *_: said.append(text))
     monkeypatch.setattr(tokenizer, "model_max_length", 9)
-    questions = Questions(tokenizer, context=None)
-    questions.chat(asked([SYSTEM]), INFO)
+    generation_requests = GenerationRequests(tokenizer, context=None)
+    generation_requests.chat(asked([SYSTEM]), INFO)
     raw = json.dumps({"prompt": "x" * 20}).encode()
-    questions.completions(read_body(CompletionRequest, raw, is_strict=True).body, INFO)
+    generation_requests.completions(read_body(CompletionRequest, raw, is_strict=True).body, INFO)
     assert said == []
     tokenizer("x" * 20)
     assert len(said) == 1, "without care it does"
@@ -94,11 +94,11 @@ def test_transformers_says_nothing_of_its_own_about_a_long_prompt(
 def test_the_answer_and_the_log_say_what_was_dropped(
     tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    question = trimmed(tokenizer, [SYSTEM, *LONG])
-    number = question.num_dropped_turns
+    generation_request = trimmed(tokenizer, [SYSTEM, *LONG])
+    number = generation_request.num_dropped_turns
     with caplog.at_level(logging.INFO, "tandem.server"):
-        assert trimming_headers([question]) == {"X-Tandem-Dropped-Turns": str(number)}
+        assert trimming_headers([generation_request]) == {"X-Tandem-Dropped-Turns": str(number)}
     assert f"{number} of its oldest turns were dropped" in caplog.text
-    reply = ChatReply([question], "tiny", tokenizer)
+    reply = ChatReply([generation_request], "tiny", tokenizer)
     assert reply.whole()["dropped_turns"] == number
     assert reply.first_chunks()[0]["dropped_turns"] == number

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from tandem.core.errors import ConfigError
+from tandem.hardware.profiles import load_profile, profile_names, shape_for
 from tandem.policy.plan import Geometry
 from tandem.policy.settings import PlannerSettings
 from tandem.sim.compare import compare, table
 from tandem.sim.picture import Chart, svg
-from tandem.sim.profiles import load_profile, profile_names, shape_for
 from tandem.sim.simulation import Conditions, hit_rates, run_timed, simulate
 from tandem.sim.start import STARTS
 from tandem.sim.systems import TANDEM

@@ -14,15 +14,15 @@ import torch
 from torch import nn
 
 from tandem.bench.kernels import Ceiling, KernelBench
+from tandem.decode.cached_rows import CachedRows
+from tandem.decode.recording.recorded_graph import RecordedGraph
+from tandem.decode.recording.recorder import Operation
+from tandem.experts.store.packed_layer import PackedLayer
+from tandem.experts.tracing.events import ExpertStatistics, LayerExecuted
 from tandem.generate.generator import Generator
 from tandem.generate.sampler import Sampler
 from tandem.generate.sampling import SamplingRule
 from tandem.hf.dense import PackedLinear
-from tandem.hf.rows import CachedRows
-from tandem.hf.step_recorder import Operation
-from tandem.hf.tape import Tape
-from tandem.offload.events import ExpertStatistics, LayerExecuted
-from tandem.offload.packed_layer import PackedLayer
 
 _CEILING_SAMPLES = 5
 WARM_UP_STEPS = 6  # recorded and compared in these
@@ -111,13 +111,13 @@ def measure(
     decoded = _decode(model, rows, sampler, prompts, max(1, work.new_tokens), tokens, bench)
     step = statistics.median(decoded.steps)
     step_bytes = decoded.expert_bytes + _dense_bytes(model) + _kv_bytes(rows)
-    tape = rows.step.tape if isinstance(rows, CachedRows) else None
+    recorded = rows.step.recorded if isinstance(rows, CachedRows) else None
     return Measured(
         time_to_first_token_seconds=first,
         speed=Speed(work.batch * work.prompt_tokens / first, work.batch / step),
         step_bytes=step_bytes,
         milliseconds=_milliseconds(
-            model, tape, step, statistics.median(decoded.sampling), decoded.plan_seconds
+            model, recorded, step, statistics.median(decoded.sampling), decoded.plan_seconds
         ),
         first_prefill_seconds=first_prefill if isinstance(rows, CachedRows) else first,
         warm_up_seconds=warm_up,
@@ -178,29 +178,29 @@ class _PlanTime:
 
 
 def _milliseconds(
-    model: Any, tape: Tape | None, step: float, sampling: float, plan: float
+    model: Any, recorded: RecordedGraph | None, step: float, sampling: float, plan: float
 ) -> dict[str, float]:
-    """Share a step's time among its parts, as a profiled run of its tape shares its own."""
+    """Share a step's time among its parts as a profiled run of its recorded graph does."""
     parts = dict.fromkeys(("router", "plan", "experts", "dense", "attention", "sampling"), 0.0)
     parts |= {"sampling": sampling * 1e3, "plan": plan * 1e3}
-    if tape is not None:
+    if recorded is not None:
         num_experts = {layer.arrivals.num_experts for layer in model.hf_quantizer.store}
-        for operation, seconds in tape.profile(_PROFILE_RUNS):
-            part = _part(operation, tape, num_experts)
+        for operation, seconds in recorded.profile(_PROFILE_RUNS):
+            part = _part(operation, recorded, num_experts)
             if part is not None:
                 parts[part] += seconds * 1e3
         parts["experts"] -= parts["plan"]
     return {**parts, "other": max(0.0, step * 1e3 - sum(parts.values()))}
 
 
-def _part(operation: Operation, tape: Tape, num_experts: set[int]) -> str | None:
+def _part(operation: Operation, recorded: RecordedGraph, num_experts: set[int]) -> str | None:
     if operation.name == "experts":
         return "experts"
     if operation.name in ("attend", "attention"):
         return "attention"
     if operation.name in ("dense", "linear", "matmul", "mm"):
         output = operation.outputs[0]
-        is_router = output is not None and tape.shape_of(output)[-1] in num_experts
+        is_router = output is not None and recorded.shape_of(output)[-1] in num_experts
         return "router" if is_router else "dense"
     return "router" if operation.name in _ROUTER_WORK else None
 

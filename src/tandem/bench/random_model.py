@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tandem.bench.model_shapes import ModelShape
 from tandem.core.errors import ConfigError
+from tandem.experts.store.packed_layer import STORED_NAME, PackedLayer
 from tandem.hf.config import OffloadConfig, parse_dense_dtype
 from tandem.hf.dense import PackedLinear, packable_layers
 from tandem.hf.experts import is_experts_module
@@ -21,7 +22,6 @@ from tandem.kernels.formats.expert import ExpertLayout
 from tandem.kernels.formats.packed import PackedMatrix
 from tandem.kernels.formats.weight_format import WeightFormat
 from tandem.kernels.memory import allocate_buffers
-from tandem.offload.packed_layer import STORED_NAME, PackedLayer
 
 # Experts that are drawn; the others of a layer are copies, at addresses of their own.
 _DRAWN_EXPERTS = 2

@@ -56,11 +56,11 @@ def run_model(options: ModelBenchOptions, choice: "ModelChoice | None") -> int:
     """Measure and print; returns the exit code."""
     from tandem.bench.generation import Workload, ceiling_of, measure, measure_machine
     from tandem.bench.kernels import KernelBench
+    from tandem.experts.tracing.forced_routing import ForcedRouting
     from tandem.generate.generator import Generator
     from tandem.hf.config import OffloadConfig
     from tandem.kernels.cpu import detect_cpu
     from tandem.kernels.dense import CpuThreads
-    from tandem.offload.forced_routing import ForcedRouting
     from tandem.trace import read_trace
 
     cpu = detect_cpu()

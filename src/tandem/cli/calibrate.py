@@ -12,10 +12,10 @@ from tandem.cli.models import ModelChoice, add_model, load_model_and_tokenizer
 from tandem.cli.paths import cache_dir
 from tandem.core.config import add_flags, from_flags, option, require_range
 from tandem.core.errors import FileFormatError
-from tandem.offload.options import OffloadOptions
+from tandem.experts.options import OffloadOptions
 
 if TYPE_CHECKING:
-    from tandem.hf.calibration import Calibration
+    from tandem.hf.lookahead.calibration import Calibration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +54,9 @@ def run(flags: argparse.Namespace) -> int:
     offload = OffloadOptions(expert_dtype=flags.expert_dtype)
     model, tokenizer = load_model_and_tokenizer(from_flags(ModelChoice, flags), offload, quiet=True)
 
-    from tandem.hf.calibration import accuracy_by_batch, calibrate
     from tandem.hf.identity import model_identity
-    from tandem.hf.look_ahead import calibrated_path
+    from tandem.hf.lookahead.calibration import accuracy_by_batch, calibrate
+    from tandem.hf.lookahead.look_ahead import calibrated_path
 
     found = calibrate(model, tokenizer(text)["input_ids"][: options.tokens], _progress)
     print(file=sys.stderr)
@@ -88,7 +88,7 @@ def _progress(done: int, total: int) -> None:
 def _report(
     found: "Calibration", accuracy: dict[str, list[float]], top: int, path: Path
 ) -> dict[str, Any]:
-    from tandem.hf.calibration import BATCHES
+    from tandem.hf.lookahead.calibration import BATCHES
 
     plain, residual = found.likeness
     return {

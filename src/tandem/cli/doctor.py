@@ -15,7 +15,7 @@ from tandem.cli.paths import cache_dir
 from tandem.core.config import add_flags, from_flags, option
 
 if TYPE_CHECKING:
-    from tandem.bench.finding import Finding
+    from tandem.forecast.finding import Finding
 
 EXIT_BROKEN = 1
 _MARKS = {"good": "ok  ", "slow": "slow", "broken": "FAIL"}
@@ -41,7 +41,7 @@ def run(flags: argparse.Namespace) -> int:
     options = from_flags(DoctorOptions, flags)
     calm_transformers(quiet=True)
 
-    from tandem.bench.machine_check import check_machine
+    from tandem.forecast.machine_check import check_machine
 
     findings: list[Finding] = []
     for finding in check_machine(
@@ -64,7 +64,7 @@ def _print(finding: "Finding") -> None:
 
 
 def _check_model(choice: ModelChoice, options: DoctorOptions) -> "list[Finding]":
-    from tandem.bench.machine_check import check_model_files, check_model_kernels
+    from tandem.forecast.machine_check import check_model_files, check_model_kernels
     from tandem.hf.checkpoint import open_model
     from tandem.hf.config import OffloadConfig
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tandem.core.errors import ConfigError
+from tandem.experts.cache.expert_cache import ExpertCache
+from tandem.experts.store.host_store import HostStore
+from tandem.experts.tracing.cache_statistics import CacheStatistics, LayerCounts
 from tandem.kernels.formats.weight_format import find_format
-from tandem.offload.cache_statistics import CacheStatistics, LayerCounts
-from tandem.offload.expert_cache import ExpertCache
-from tandem.offload.host_store import HostStore
 from tandem.policy.cost import HardwareProfile, ShapeCosts
 from tandem.sim.replay import Run, replay
 from tandem.sim.start import STARTS
@@ -142,8 +142,8 @@ class Explanation:
 
     def __init__(self, model: Any, generator: "Generator") -> None:
         """Start; `ConfigError` if the model runs without an expert cache."""
-        from tandem.offload.hybrid_executor import HybridExecutor
-        from tandem.offload.recorder import RoutingRecorder
+        from tandem.experts.execution.hybrid_executor import HybridExecutor
+        from tandem.experts.tracing.recorder import RoutingRecorder
 
         self._quantizer = model.hf_quantizer
         executor = self._quantizer.executor

@@ -15,7 +15,7 @@ from tandem.cli.paths import cache_dir
 from tandem.cli.streams import require_text
 from tandem.core.config import add_flags, option
 from tandem.core.errors import ModelError
-from tandem.offload.options import OffloadOptions
+from tandem.experts.options import OffloadOptions
 
 DEMO_MODELS = ("demo", "demo-equal")
 _TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
@@ -56,7 +56,7 @@ def add_model(
 
 def find_model(choice: ModelChoice, *, quiet: bool) -> ModelChoice:
     """Return the choice with a path for a name: builds the demo model, downloads a hub id."""
-    from tandem.hf.hub import HubOptions, find_model_path
+    from tandem.checkpoint.hub import HubOptions, find_model_path
 
     name = require_text(choice.model, "the model's path")  # safetensors opens no other
     if name in DEMO_MODELS:
@@ -139,7 +139,7 @@ def load_tokenizer(found: ModelChoice) -> Any:
     source = found.model
     try:
         if source.endswith(".gguf"):  # the tokenizer is in the file
-            from tandem.hf.sources.gguf_tokenizer import load_gguf_tokenizer
+            from tandem.checkpoint.sources.gguf_tokenizer import load_gguf_tokenizer
 
             return load_gguf_tokenizer(Path(source))
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=found.trust_remote_code)

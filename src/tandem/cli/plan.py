@@ -11,14 +11,14 @@ from tandem.cli.models import ModelChoice, add_model, calm_transformers, find_mo
 from tandem.cli.paths import cache_dir
 from tandem.core.config import add_flags, from_flags, option, require_range
 from tandem.core.units import format_bytes
-from tandem.offload.options import OffloadOptions
+from tandem.experts.options import OffloadOptions
 
 if TYPE_CHECKING:
-    from tandem.bench.gpu_forecast import GpuForecast
-    from tandem.bench.model_plan import Plan
-    from tandem.bench.speed_forecast import SpeedForecast
+    from tandem.forecast.gpu_forecast import GpuForecast
+    from tandem.forecast.model_plan import Plan
+    from tandem.forecast.sizes import ModelSizes
+    from tandem.forecast.speed_forecast import SpeedForecast
     from tandem.hf.config import OffloadConfig
-    from tandem.hf.sizes import ModelSizes
 
 # What advice is given about, largest first.
 _OTHER_FORMATS = ("int8", "int4")
@@ -55,7 +55,7 @@ def run(flags: argparse.Namespace) -> int:
     source = find_model(from_flags(ModelChoice, flags), quiet=True)
     calm_transformers(quiet=True)
 
-    from tandem.bench.model_plan import advice, as_json
+    from tandem.forecast.model_plan import advice, as_json
 
     plan, others = _plan(source, options, offload)
     lines = advice(plan, others)
@@ -70,14 +70,14 @@ def run(flags: argparse.Namespace) -> int:
 def _plan(
     source: ModelChoice, options: PlanOptions, offload: OffloadOptions
 ) -> "tuple[Plan, dict[str, ModelSizes]]":
-    from tandem.bench.gpu_forecast import device_memory
-    from tandem.bench.model_plan import Plan, plan_slots
+    from tandem.experts.store.host_memory import available_bytes, process_bytes
+    from tandem.forecast.gpu_forecast import device_memory
+    from tandem.forecast.model_plan import Plan, plan_slots
+    from tandem.forecast.sizes import model_sizes
     from tandem.generate.generator import Generator  # noqa: F401  its modules are part of a run
     from tandem.hf.checkpoint import open_model
     from tandem.hf.completeness import require_complete
     from tandem.hf.config import OffloadConfig
-    from tandem.hf.sizes import model_sizes
-    from tandem.offload.host_memory import available_bytes, process_bytes
 
     checkpoint = open_model(Path(source.model), may_run_code=source.trust_remote_code)
     dense_dtype = "none" if offload.device == "cuda" else options.dense_dtype  # packed for CPUs
@@ -118,8 +118,8 @@ def _speed(
     sizes: "ModelSizes", offload: "OffloadConfig", num_slots: int, options: PlanOptions
 ) -> "SpeedForecast | GpuForecast | str":
     """Return the forecast that was asked for, or why there is none."""
-    from tandem.bench.gpu_forecast import forecast_on_gpu, machine_for
-    from tandem.bench.speed_forecast import forecast_speed, why_not_measured
+    from tandem.forecast.gpu_forecast import forecast_on_gpu, machine_for
+    from tandem.forecast.speed_forecast import forecast_speed, why_not_measured
 
     if not options.measure:
         return "it was not asked for"
@@ -134,7 +134,7 @@ def _speed(
 
 def _table(plan: "Plan") -> str:
     """Return the plan for people."""
-    from tandem.bench.model_plan import CONTEXTS
+    from tandem.forecast.model_plan import CONTEXTS
 
     sizes = plan.sizes
     formats = ", ".join(sizes.expert_formats)
@@ -174,8 +174,8 @@ def _device_line(plan: "Plan") -> str:
 
 
 def _speed_lines(plan: "Plan") -> list[str]:
-    from tandem.bench.gpu_forecast import GpuForecast
-    from tandem.bench.speed_forecast import FIRST_TOKENS
+    from tandem.forecast.gpu_forecast import GpuForecast
+    from tandem.forecast.speed_forecast import FIRST_TOKENS
 
     speed = plan.speed
     if isinstance(speed, str):

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tandem.core.units import format_bytes
-from tandem.offload.cache_statistics import CacheStatistics
-from tandem.offload.events import ExpertStatistics
-from tandem.offload.hybrid_executor import HybridExecutor
+from tandem.experts.execution.hybrid_executor import HybridExecutor
+from tandem.experts.tracing.cache_statistics import CacheStatistics
+from tandem.experts.tracing.events import ExpertStatistics
 
 if TYPE_CHECKING:
     from tandem.generate.stream import Answer

@@ -167,7 +167,7 @@ class Session:
         Raises `ConfigError` for a conversation that is too long and is not to be trimmed; a single
         message that is too long is left to the generator.
         """
-        from tandem.hf.stepping import context_tokens
+        from tandem.decode.padded import context_tokens
 
         prompt_ids = self._encode(messages)
         num_tokens, longest = prompt_ids.shape[1], context_tokens(self._model)

@@ -84,12 +84,12 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def _print_lists(flags: argparse.Namespace) -> bool:
+    from tandem.hardware.profiles import profile_names
     from tandem.policy.assignment import ASSIGNMENTS
     from tandem.policy.eviction import EVICTIONS
     from tandem.policy.prediction import PREDICTIONS
     from tandem.policy.prefetch import PREFETCHES
     from tandem.policy.settings import POOLS
-    from tandem.sim.profiles import profile_names
     from tandem.sim.start import STARTS
 
     known: dict[str, list[str]] = {
@@ -125,7 +125,7 @@ def _settings(flags: argparse.Namespace) -> Any:
 
 
 def _conditions(flags: argparse.Namespace) -> Any:
-    from tandem.sim.profiles import load_profile
+    from tandem.hardware.profiles import load_profile
     from tandem.sim.simulation import Conditions
 
     return Conditions(

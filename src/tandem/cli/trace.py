@@ -9,7 +9,7 @@ from tandem.cli.models import ModelChoice, add_model, load_model_and_tokenizer
 from tandem.cli.prompts import read_prompts
 from tandem.core.config import add_flags, from_flags, option, require_range
 from tandem.core.errors import ConfigError
-from tandem.offload.options import OffloadOptions
+from tandem.experts.options import OffloadOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ def run(flags: argparse.Namespace) -> int:
     model, tokenizer = load_model_and_tokenizer(from_flags(ModelChoice, flags), offload, quiet=True)
 
     from tandem.generate.generator import Generator
-    from tandem.hf.routing_recording import recording
+    from tandem.hf.lookahead.routing_recording import recording
     from tandem.trace import write_trace
 
     with recording(model) as recorder:

@@ -20,16 +20,16 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from tandem.decode.padded import end_of_sequence_ids
+from tandem.decode.slots import BorrowedSlots
 from tandem.generate.ending import NotYet
 from tandem.generate.generator import Generator
-from tandem.generate.lap import BatchCounts, Lap
 from tandem.generate.penalties import Together
 from tandem.generate.running import Constraint, Request, Running, logprob_of
 from tandem.generate.sampler import Sampler
 from tandem.generate.stopping import StopStrings
 from tandem.generate.text import TextStream
-from tandem.hf.row_pool import BorrowedRows
-from tandem.hf.stepping import end_of_sequence_ids
+from tandem.generate.token_output import BatchCounts, TokenOutput
 
 # A part of a prompt is what running streams wait for; shorter parts read the experts more often.
 PART_TOKENS = 256
@@ -47,11 +47,11 @@ class Failure(NamedTuple):
 class StepFailedError(Exception):
     """A step failed for some requests, which are dropped; what it brought the others is here."""
 
-    def __init__(self, failures: list[Failure], laps: list[Lap]) -> None:
+    def __init__(self, failures: list[Failure], token_outputs: list[TokenOutput]) -> None:
         """Carry both; each failure has requests of its own."""
         super().__init__("; ".join(str(failure.error) for failure in failures))
         self.failures = failures
-        self.laps = laps
+        self.token_outputs = token_outputs
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ class Batcher:
     ) -> None:
         """Serve up to `max_running` requests at a time; more wait, in their order."""
         self._generator = generator
-        self._rows: BorrowedRows = generator.row_pool(max_running)
+        self._rows: BorrowedSlots = generator.slot_pool(max_running)
         self._part_tokens = part_tokens if self._rows.can_prefill_in_parts else 1 << 62
         self._is_alike_however_cut = self._rows.can_prefill_in_parts and not any(
             isinstance(module, nn.Linear) for module in generator.model.modules()
@@ -135,7 +135,7 @@ class Batcher:
                 return True
         return False
 
-    def step(self) -> list[Lap]:
+    def step(self) -> list[TokenOutput]:
         """Prefill a part of a prompt and decode a token for each request that is past its own.
 
         Raises `StepFailedError` if that failed for some requests. They are dropped; the others go
@@ -143,20 +143,22 @@ class Batcher:
         itself does, and alone if only the choice of their token does.
         """
         self._admit()
-        laps = []
+        token_outputs = []
         decoding = list(self._queues.decoding)
         if self._queues.prefilling:
             first = self._queues.prefilling[0]
-            laps += self._attempt([first.request], partial(self._prefill_part, first))
+            token_outputs += self._attempt([first.request], partial(self._prefill_part, first))
         if decoding:
             together = [running.request for running in decoding]
-            laps += self._attempt(together, partial(self._decode, decoding))
+            token_outputs += self._attempt(together, partial(self._decode, decoding))
         failures, self._failures = self._failures, []
         if failures:
-            raise StepFailedError(failures, laps)
-        return laps
+            raise StepFailedError(failures, token_outputs)
+        return token_outputs
 
-    def _attempt(self, requests: list[Request], work: Callable[[], list[Lap]]) -> list[Lap]:
+    def _attempt(
+        self, requests: list[Request], work: Callable[[], list[TokenOutput]]
+    ) -> list[TokenOutput]:
         """Do some requests' work; if it fails, drop them and note why."""
         try:
             return work()
@@ -173,7 +175,7 @@ class Batcher:
             request = waiting.popleft()
             self._attempt([request], partial(self._begin, request))
 
-    def _begin(self, request: Request) -> list[Lap]:
+    def _begin(self, request: Request) -> list[TokenOutput]:
         """Give a request a row; nothing is computed yet."""
         row, shared = self._borrow(request)
         end_ids = request.end.end_ids(self._end_ids)
@@ -232,7 +234,7 @@ class Batcher:
             for row in range(rows.num_rows)
         ]
 
-    def _prefill_part(self, running: Running) -> list[Lap]:
+    def _prefill_part(self, running: Running) -> list[TokenOutput]:
         """Run the next part of a prompt, up to a fixed place; after the last one, a token."""
         start = time.perf_counter()
         self._catch_up(running)
@@ -249,13 +251,15 @@ class Batcher:
         self._queues.prefilling.popleft()
         if end < len(prompt):
             self._queues.prefilling.append(running)
-            laps = []
+            token_outputs = []
         else:
             self._queues.decoding.append(running)
             is_over = running.request.end.is_prompt_only
-            laps = self._end_at_prompt(running) if is_over else self._choose(running, logits[None])
+            token_outputs = (
+                self._end_at_prompt(running) if is_over else self._choose(running, logits[None])
+            )
         self.counts.prefill_seconds += time.perf_counter() - start
-        return laps
+        return token_outputs
 
     def _catch_up(self, running: Running) -> None:
         """Copy what another row has computed of a prompt since its request began.
@@ -279,18 +283,20 @@ class Batcher:
             size = max(1, size // _SHORTER_IN_COMPANY)
         return min(len(running.request.prompt), (running.num_done // size + 1) * size)
 
-    def _decode(self, batch: list[Running]) -> list[Lap]:
+    def _decode(self, batch: list[Running]) -> list[TokenOutput]:
         start = time.perf_counter()
         batch.sort(key=lambda running: running.row)
         logits = self._rows.decode({one.row: one.history[-1] for one in batch})
-        laps = []
+        token_outputs = []
         for i, one in enumerate(batch):
-            laps += self._attempt([one.request], partial(self._choose, one, logits[i : i + 1]))
+            token_outputs += self._attempt(
+                [one.request], partial(self._choose, one, logits[i : i + 1])
+            )
         self.counts.decode_steps += 1
         self.counts.decode_seconds += time.perf_counter() - start
-        return laps
+        return token_outputs
 
-    def _choose(self, running: Running, logits: Tensor) -> list[Lap]:
+    def _choose(self, running: Running, logits: Tensor) -> list[TokenOutput]:
         """Choose the next token of a request from its logits (1, vocabulary)."""
         request, constraint = running.request, running.constraint
         scores = logits if constraint is None else constraint.restrict(logits)
@@ -302,7 +308,7 @@ class Batcher:
             logprob = logprob_of(logits[0], token, request.num_top_logprobs)
         if running.finish_reason is not None:
             self._release(running)
-        lap = Lap(
+        token_output = TokenOutput(
             request_id=request.request_id,
             text=text,
             token_id=token,
@@ -312,13 +318,13 @@ class Batcher:
             reused_tokens=running.reused_tokens,
             prompt_logprobs=running.told_prompt_logprobs(),
         )
-        return [lap]
+        return [token_output]
 
-    def _end_at_prompt(self, running: Running) -> list[Lap]:
+    def _end_at_prompt(self, running: Running) -> list[TokenOutput]:
         """End a request of which the prompt alone was to be computed."""
         self._release(running)
         return [
-            Lap(
+            TokenOutput(
                 request_id=running.request.request_id,
                 text="",
                 token_id=None,

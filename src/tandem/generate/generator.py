@@ -3,7 +3,7 @@
     generator = tandem.Generator(model, tokenizer)
     answer, = generator.generate("Once upon a time", max_new_tokens=64)
 
-Knows prompts, tokens and when to stop; how a model is stepped is `tandem.hf.stepping`'s.
+Knows prompts, tokens and when to stop; how a model is stepped is `tandem.decode.padded`'s.
 """
 
 import dataclasses
@@ -16,16 +16,9 @@ from torch import Tensor
 
 from tandem.core.config import from_mapping
 from tandem.core.errors import ConfigError, TandemWarning
-from tandem.generate.answer import Answer
-from tandem.generate.prompt import encode_conversation, encode_text
-from tandem.generate.run import Rows, Run
-from tandem.generate.sampling import SamplingOptions, not_followed
-from tandem.hf.cuda_rows import CudaRows, new_cuda_row_pool, new_cuda_rows, try_cuda_rows
-from tandem.hf.dense import pack_dense_layers
-from tandem.hf.quantizer import OffloadQuantizer
-from tandem.hf.row_pool import BorrowedRows, LoneRow, RowPool
-from tandem.hf.rows import CachedRows, try_rows
-from tandem.hf.stepping import (
+from tandem.decode.cached_rows import CachedRows, try_rows
+from tandem.decode.cuda.rows import CudaRows, new_cuda_rows, new_cuda_slot_pool, try_cuda_rows
+from tandem.decode.padded import (
     PaddedRows,
     adapter_state,
     context_tokens,
@@ -34,6 +27,13 @@ from tandem.hf.stepping import (
     vocabulary_size,
     without_adapters_wrapper,
 )
+from tandem.decode.slots import BorrowedSlots, LoneRow, SlotPool
+from tandem.generate.answer import Answer
+from tandem.generate.prompt import encode_conversation, encode_text
+from tandem.generate.run import Rows, Run
+from tandem.generate.sampling import SamplingOptions, not_followed
+from tandem.hf.dense import pack_dense_layers
+from tandem.hf.quantizer import OffloadQuantizer
 from tandem.kernels.attention import require_kv_dtype
 from tandem.kernels.cpu import detect_cpu
 from tandem.kernels.dense import CpuThreads
@@ -232,7 +232,7 @@ class Generator:
             )
         return longest - len(prompt)
 
-    def row_pool(self, num_rows: int) -> BorrowedRows:
+    def slot_pool(self, num_rows: int) -> BorrowedSlots:
         """Return rows that requests can borrow; one if the model must run padded."""
         is_on_gpu = self.model.device.type == "cuda"
         if not self._has_tried_rows:
@@ -248,8 +248,8 @@ class Generator:
                 lambda prompt: self.rows([prompt], _LONE_ANSWER_TOKENS), self._all_logits
             )
         if is_on_gpu:
-            return new_cuda_row_pool(self.model, num_rows, has_replay=self._has_replay)
-        return RowPool(
+            return new_cuda_slot_pool(self.model, num_rows, has_replay=self._has_replay)
+        return SlotPool(
             self.model, self._threads, num_rows, has_replay=self._has_replay,
             kv_dtype=self._kv_dtype,
         )  # fmt: skip

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from tandem.generate.answer import FinishReason
 from tandem.generate.ending import EndOptions
-from tandem.generate.lap import TokenLogprob
 from tandem.generate.sampler import Sampler
 from tandem.generate.sampling import SamplingOptions
 from tandem.generate.stopping import StopStrings
 from tandem.generate.text import TextStream
+from tandem.generate.token_output import TokenLogprob
 
 
 class Constraint(Protocol):

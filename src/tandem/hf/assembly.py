@@ -10,33 +10,33 @@ from typing import Any, NamedTuple
 
 from tandem.core.errors import UnsupportedModelError
 from tandem.core.units import parse_bandwidth
+from tandem.experts.cache.copy_engine import VirtualCopyEngine
+from tandem.experts.cache.copy_thread import CopyThread
+from tandem.experts.cache.expert_cache import EngineMaker, ExpertCache, Machine
+from tandem.experts.cache.heat import Heat
+from tandem.experts.cache.sizing import count_slots
+from tandem.experts.cache.slots import Slots
+from tandem.experts.cache.start import STARTS
+from tandem.experts.devices.device import Device
+from tandem.experts.devices.emulated import EmulatedDevice
+from tandem.experts.execution.clock import Clock, WallClock
+from tandem.experts.execution.executor import CpuExecutor, Executor
+from tandem.experts.execution.expert_kernels import ExpertKernels
+from tandem.experts.execution.hybrid_executor import HybridExecutor
+from tandem.experts.measuring.profiler import with_emulated_gpu, with_link
+from tandem.experts.options import MemoryShare, parse_gpu_memory
+from tandem.experts.store.host_memory import available_bytes
+from tandem.experts.store.host_store import HostStore
+from tandem.experts.store.pinning import pin_store
+from tandem.hardware.profiles import load_profile, shape_for
 from tandem.hf.config import OffloadConfig
-from tandem.hf.cuda_machine import cuda_parts
 from tandem.hf.identity import model_identity
-from tandem.hf.look_ahead import SOURCES, LookAhead, look_ahead
-from tandem.hf.machine import Bound, bind_all, measured_profile
-from tandem.hf.warm_up import WARM_UP_TOKENS, ExpertsCall, Observer, forward_tokens
-from tandem.offload.clock import Clock, WallClock
-from tandem.offload.copy_engine import VirtualCopyEngine
-from tandem.offload.copy_thread import CopyThread
-from tandem.offload.device import Device
-from tandem.offload.emulated import EmulatedDevice
-from tandem.offload.executor import CpuExecutor, Executor
-from tandem.offload.expert_cache import EngineMaker, ExpertCache, Machine
-from tandem.offload.expert_kernels import ExpertKernels
-from tandem.offload.heat import Heat
-from tandem.offload.host_memory import available_bytes
-from tandem.offload.host_store import HostStore
-from tandem.offload.hybrid_executor import HybridExecutor
-from tandem.offload.options import MemoryShare, parse_gpu_memory
-from tandem.offload.pinning import pin_store
-from tandem.offload.profiler import with_emulated_gpu, with_link
-from tandem.offload.sizing import count_slots
-from tandem.offload.slots import Slots
-from tandem.offload.start import STARTS
+from tandem.hf.lookahead.look_ahead import SOURCES, LookAhead, look_ahead
+from tandem.hf.lookahead.warm_up import WARM_UP_TOKENS, ExpertsCall, Observer, forward_tokens
+from tandem.hf.machine.cuda import cuda_parts
+from tandem.hf.machine.profile import Bound, bind_all, measured_profile
 from tandem.policy.cost import HardwareProfile
 from tandem.policy.plan import Geometry
-from tandem.sim.profiles import load_profile, shape_for
 from tandem.sim.timeline import Timeline
 
 

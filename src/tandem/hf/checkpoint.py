@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from tandem.checkpoint.hub import is_gguf
+from tandem.checkpoint.packed import INDEX_FILE
+from tandem.checkpoint.sources.files import TensorFiles, open_tensors, read_json
 from tandem.core.errors import ModelError, UnsupportedModelError
 from tandem.core.registry import nearest_names
 from tandem.hf.config import QUANT_METHOD
@@ -15,9 +18,6 @@ from tandem.hf.config_values import (
     require_possible_values,
     require_readable_config,
 )
-from tandem.hf.hub import is_gguf
-from tandem.hf.packed import INDEX_FILE
-from tandem.hf.sources.files import TensorFiles, open_tensors, read_json
 
 
 @dataclass(frozen=True, slots=True)

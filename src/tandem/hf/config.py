@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from tandem.checkpoint.sources.source import Source
 from tandem.core.config import from_mapping
 from tandem.core.errors import ConfigError
 from tandem.core.registry import nearest_names
+from tandem.experts.options import OffloadOptions
 from tandem.hf.compat import ConfigKind
-from tandem.hf.sources.source import Source
 from tandem.kernels.formats.weight_format import ALIASES, FORMATS, WeightFormat, find_format
-from tandem.offload.options import OffloadOptions
 
 QUANT_METHOD = "tandem"
 PACKED_FORMAT_VERSION = 2

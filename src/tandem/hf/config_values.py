@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tandem.checkpoint.sources.files import read_json
 from tandem.core.errors import ModelError, TandemError
 from tandem.core.registry import nearest_names
-from tandem.hf.sources.files import read_json
 
 # As Transformers' configs call them.
 _COUNTS = (

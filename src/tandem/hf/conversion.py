@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from transformers.core_model_loading import ConversionOps
 
+from tandem.checkpoint.packed import packed_name
+from tandem.checkpoint.sources.source import SourceTensor
+from tandem.checkpoint.stored_experts import put_expert, put_fused
 from tandem.core.errors import ModelError, TandemError, UnsupportedModelError
+from tandem.experts.store.arrivals import WEIGHT_NAMES
+from tandem.experts.store.host_store import HostLayer
 from tandem.hf.dense_codes import DenseCodes
-from tandem.hf.packed import packed_name
-from tandem.hf.sources.source import SourceTensor
-from tandem.hf.stored_experts import put_expert, put_fused
-from tandem.offload.arrivals import WEIGHT_NAMES
-from tandem.offload.host_store import HostLayer
 
 
 class LayerSink(Protocol):

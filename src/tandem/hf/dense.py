@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tandem.experts.store.packed_layer import PackedLayer
 from tandem.hf.config import parse_dense_dtype, plain_name, stored_format
 from tandem.hf.experts import is_experts_module
-from tandem.hf.step_recorder import DENSE, opaque
+from tandem.hf.opaque_calls import DENSE, opaque
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads, DenseWeight, multiply, pack_dense
 from tandem.kernels.formats.weight_format import WeightFormat
-from tandem.offload.packed_layer import PackedLayer
 
 _ROUTER_NAMES = ("gate", "router", "router_proj", "shared_expert_gate")
 # Smaller ones save nothing.

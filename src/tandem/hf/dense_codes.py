@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tandem.checkpoint.sources.codes import StoredWeight
+from tandem.checkpoint.sources.source import Source, SourceTensor
 from tandem.core.errors import ModelError
 from tandem.hf.dense import PackedLinear, packable_layers, untie
-from tandem.hf.sources.codes import StoredWeight
-from tandem.hf.sources.source import Source, SourceTensor
 from tandem.kernels.dense import CpuThreads, DenseWeight, padded_bias
 from tandem.kernels.formats import PackedMatrix, WeightFormat
 from tandem.kernels.formats.packed import write_codes

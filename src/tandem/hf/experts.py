@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from tandem.core.errors import ConfigError
-from tandem.hf.step_recorder import opaque
+from tandem.experts.execution.batch import ExpertFunctions
+from tandem.experts.execution.executor import Executor
+from tandem.hf.opaque_calls import opaque
 from tandem.kernels.activations import find_native_activation, interleave
-from tandem.offload.batch import ExpertFunctions
-from tandem.offload.executor import Executor
 
 EXPERTS_IMPLEMENTATION = "tandem"
 BINDING_NAME = "tandem_experts"

@@ -8,17 +8,17 @@ import torch
 import transformers
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from tandem.checkpoint.hub import HubOptions, find_model_path
+from tandem.checkpoint.sources.gguf import open_gguf
+from tandem.checkpoint.sources.source import Source, open_source
 from tandem.core.config import from_mapping
 from tandem.core.errors import ConfigError
 from tandem.hf.checkpoint import AnyCheckpoint, Checkpoint, GgufCheckpoint, open_model
 from tandem.hf.config import OffloadConfig, parse_dense_dtype, parse_dtype, parse_expert_dtype
 from tandem.hf.config_values import foreign_errors
-from tandem.hf.cuda_machine import device_map_for
 from tandem.hf.dense_place import on_one_device
-from tandem.hf.hub import HubOptions, find_model_path
+from tandem.hf.machine.cuda import device_map_for
 from tandem.hf.packed_reading import read_packed
-from tandem.hf.sources.gguf import open_gguf
-from tandem.hf.sources.source import Source, open_source
 from tandem.hf.weight_report import require_own_weights
 
 

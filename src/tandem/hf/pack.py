@@ -24,18 +24,18 @@ except ImportError:  # Windows
 from safetensors import safe_open
 from torch import Tensor
 
+from tandem.checkpoint.hub import HubOptions, find_model_path
+from tandem.checkpoint.packed import DENSE_FILE, experts_file, packed_name
+from tandem.checkpoint.packed_files import sha256_of, write_index, write_tensors
+from tandem.checkpoint.sources.gguf_tokenizer import save_gguf_tokenizer
 from tandem.core.config import from_mapping
 from tandem.core.errors import CapacityError, ModelError, TandemError
 from tandem.core.units import format_bytes
+from tandem.experts.store.host_store import HostLayer
 from tandem.hf.checkpoint import AnyCheckpoint, Checkpoint, open_model
 from tandem.hf.config import OffloadConfig
-from tandem.hf.hub import HubOptions, find_model_path
 from tandem.hf.load import load_checkpoint
-from tandem.hf.packed import DENSE_FILE, experts_file, packed_name
-from tandem.hf.packed_files import sha256_of, write_index, write_tensors
 from tandem.hf.save import dense_tensors, layer_tensors, write_configs
-from tandem.hf.sources.gguf_tokenizer import save_gguf_tokenizer
-from tandem.offload.host_store import HostLayer
 
 # (bytes of experts written, all of them); called after each layer.
 OnProgress = Callable[[int, int], None]

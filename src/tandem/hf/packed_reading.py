@@ -12,13 +12,13 @@ from typing import Any
 from tqdm import tqdm
 from transformers.utils import logging
 
+from tandem.checkpoint.mapped_files import copy_out_of_files, let_go, map_ahead, read_ahead
+from tandem.checkpoint.packed import DENSE_FILE
 from tandem.core.errors import TandemWarning
 from tandem.core.units import format_bytes
+from tandem.experts.store.host_memory import available_bytes
 from tandem.hf.checkpoint import Checkpoint
 from tandem.hf.dense import packed_layers
-from tandem.hf.mapped_files import copy_out_of_files, let_go, map_ahead, read_ahead
-from tandem.hf.packed import DENSE_FILE
-from tandem.offload.host_memory import available_bytes
 
 # From this share of the free memory on, the dense parts' file gives its place to the experts.
 _TIGHT_SHARE = 0.75

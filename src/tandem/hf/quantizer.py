@@ -11,8 +11,16 @@ from torch import nn
 from transformers.core_model_loading import WeightConverter
 from transformers.quantizers.base import HfQuantizer
 
+from tandem.checkpoint.mapped_files import copy_out_of_files
+from tandem.checkpoint.packed import INDEX_FILE, packed_name
 from tandem.core.errors import ConfigError, UnsupportedModelError
 from tandem.core.units import format_bytes
+from tandem.experts.execution.closed_executor import ClosedExecutor
+from tandem.experts.execution.executor import CpuExecutor, Executor
+from tandem.experts.store import host_memory
+from tandem.experts.store.arrivals import TENSOR_NAMES
+from tandem.experts.store.host_store import HostLayer, HostStore
+from tandem.experts.store.packed_layer import STORED_NAME, STORED_ORDER_NAME
 from tandem.hf.assembly import assemble
 from tandem.hf.compat import QuantizerHooks, is_expert_merge, target_names
 from tandem.hf.config import (
@@ -22,29 +30,21 @@ from tandem.hf.config import (
     stored_format,
 )
 from tandem.hf.conversion import ReadSource, StoreExpertwise, StoreFused, StorePacked, StoreWriter
-from tandem.hf.cuda_machine import device_map_for
 from tandem.hf.dense import has_quantised_experts, pack_dense_layers, share_threads
 from tandem.hf.dense_codes import quantised_layers
 from tandem.hf.dense_files import expect_stored_layers, take_stored_layers
 from tandem.hf.dense_place import on_one_device
 from tandem.hf.experts import EXPERTS_IMPLEMENTATION, is_experts_module
 from tandem.hf.finite import require_finite_weights
-from tandem.hf.machine import bind_all
-from tandem.hf.mapped_files import copy_out_of_files
+from tandem.hf.machine.cuda import device_map_for
+from tandem.hf.machine.profile import bind_all
 from tandem.hf.offloaded_model import as_offloaded
-from tandem.hf.packed import INDEX_FILE, packed_name
 from tandem.hf.stand_in import keep_elsewhere
 from tandem.hf.steps import announce_steps
 from tandem.hf.weight_report import require_shapes
 from tandem.kernels.cpu import detect_cpu
 from tandem.kernels.dense import CpuThreads
 from tandem.kernels.formats.weight_format import WeightFormat
-from tandem.offload import host_memory
-from tandem.offload.arrivals import TENSOR_NAMES
-from tandem.offload.closed_executor import ClosedExecutor
-from tandem.offload.executor import CpuExecutor, Executor
-from tandem.offload.host_store import HostLayer, HostStore
-from tandem.offload.packed_layer import STORED_NAME, STORED_ORDER_NAME
 
 # What a user is told to try when the experts do not fit, largest first.
 SMALLER_FORMATS = ("bf16", "int8", "int4")

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tandem.checkpoint.packed import DENSE_FILE, experts_file, packed_name
+from tandem.checkpoint.packed_files import write_index, write_tensors
 from tandem.core.errors import ModelError
+from tandem.experts.execution.closed_executor import require_open
+from tandem.experts.store.host_store import HostLayer
+from tandem.experts.store.packed_layer import PackedLayer
 from tandem.hf.config import PACKED_FORMAT_VERSION, OffloadConfig
 from tandem.hf.dense import packed_layers
 from tandem.hf.dense_files import dense_formats_of, stored_tensors
-from tandem.hf.packed import DENSE_FILE, experts_file, packed_name
-from tandem.hf.packed_files import write_index, write_tensors
 from tandem.hf.quantizer import OffloadQuantizer
-from tandem.offload.closed_executor import require_open
-from tandem.offload.host_store import HostLayer
-from tandem.offload.packed_layer import PackedLayer
 
 
 def save(model: Any, directory: str | Path, *, tokenizer: Any = None) -> Path:

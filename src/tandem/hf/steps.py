@@ -1,13 +1,16 @@
 """Tells the executor about every forward pass of a model before it begins."""
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor
 
-from tandem.hf.row_cache import current_cache
-from tandem.hf.step_recorder import is_capturing
-from tandem.offload.executor import CpuExecutor, Executor
+from tandem.experts.execution.executor import CpuExecutor, Executor
+from tandem.hf.opaque_calls import is_capturing
+
+SEQUENCES: ContextVar[Callable[[], Tensor] | None] = ContextVar("tandem_sequences", default=None)
+"""Set while tokens of several sequences lie in one row of ids: each one's sequence, (n_tokens,)."""
 
 
 def announce_steps(model: Any, executor: Callable[[], Executor]) -> None:
@@ -35,8 +38,8 @@ def _is_prefill(ids: Tensor) -> bool:
     """Tell whether any sequence adds more than one token."""
     if ids.shape[1] == 1:
         return False
-    cache = current_cache()  # of a step whose rows lie one after another in one row of ids
-    if cache is None:
+    sequences = SEQUENCES.get()
+    if sequences is None:
         return True
-    rows: list[int] = cache.rows.tolist()
-    return len(set(rows)) < len(rows)
+    of_tokens: list[int] = sequences().tolist()
+    return len(set(of_tokens)) < len(of_tokens)

@@ -25,7 +25,7 @@ _TRIMMED_ROOM = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class GenerationRequest:
     """One prompt, as `EngineClient.submit` takes it, and how its answer is read."""
 
     fields: dict[str, Any]
@@ -44,8 +44,8 @@ class Question:
         return len(self.fields["prompt"])
 
 
-class Questions:
-    """Makes questions for one model."""
+class GenerationRequests:
+    """Makes generation requests for one model."""
 
     def __init__(self, tokenizer: Any, *, context: int | None, trims: bool = False) -> None:
         """`context` limits prompt and answer together, below the model's own limit.
@@ -57,8 +57,8 @@ class Questions:
         self._format = ChatFormat(tokenizer)
         self._context = context
 
-    def chat(self, body: ChatRequest, info: ModelInfo) -> list[Question]:
-        """Return the questions of a chat, one per choice.
+    def chat(self, body: ChatRequest, info: ModelInfo) -> list[GenerationRequest]:
+        """Return the generation requests of a chat, one per choice.
 
         Raises `ApiError` or `ConfigError` for a bad one.
         """
@@ -74,7 +74,7 @@ class Questions:
         elif body.top_logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
         return [
-            Question(
+            GenerationRequest(
                 fields=one,
                 prompt_text=prompt.text,
                 reader=self._format.reader(prompt, has_tools=bool(tools), is_ruled=is_ruled),
@@ -104,12 +104,12 @@ class Questions:
         kept, num_dropped = trim_conversation(turns, lambda some: len(written(some).ids) <= longest)
         return written(kept), num_dropped
 
-    def completions(self, body: CompletionRequest, info: ModelInfo) -> list[Question]:
-        """Return the questions of a completion request, one per prompt and choice."""
+    def completions(self, body: CompletionRequest, info: ModelInfo) -> list[GenerationRequest]:
+        """Return the generation requests of a completion request, one per prompt and choice."""
         prompts: Any = body.prompt
         is_one = isinstance(prompts, str) or isinstance(prompts[0], int)
         grammar = text_grammar(body)
-        questions = []
+        generation_requests = []
         for prompt in [prompts] if is_one else prompts:
             ids = self._prompt_ids(prompt, has_special=body.add_special_tokens is not False)
             fields = self._fields(body, ids, info)
@@ -118,11 +118,11 @@ class Questions:
             fields["has_prompt_logprobs"] = bool(body.echo) and body.logprobs is not None
             text = prompt if isinstance(prompt, str) else str(prompt)
             echo = self._echo(prompt) if body.echo else ""
-            questions += [
-                Question(fields=one, prompt_text=text, echo=echo)
+            generation_requests += [
+                GenerationRequest(fields=one, prompt_text=text, echo=echo)
                 for one in _choices(fields, body.n)
             ]
-        return questions
+        return generation_requests
 
     def _prompt_ids(self, prompt: str | list[int], *, has_special: bool) -> list[int]:
         if not isinstance(prompt, str):

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 
 from tandem.core.errors import TandemError
 from tandem.core.registry import nearest_names
-from tandem.server.answering import Question, Questions
+from tandem.server.answering import GenerationRequest, GenerationRequests
 from tandem.server.engine_client import EngineClient
 from tandem.server.errors import ApiError, server_error
 from tandem.server.event_stream import EventStream
@@ -40,7 +40,7 @@ B = TypeVar("B", bound=Sampling)
 
 
 class Server:
-    """What the routes share: the engine, the questions and the counts."""
+    """What the routes share: the engine, the generation requests and the counts."""
 
     def __init__(
         self, engine: EngineClient, tokenizer: Any, options: ServerOptions, model: str
@@ -52,7 +52,7 @@ class Server:
         self.names = options.names(model)
         self.model = self.names[0]
         self.metrics = Metrics(engine)
-        self.questions = Questions(
+        self.generation_requests = GenerationRequests(
             tokenizer, context=options.context, trims=options.context_full == "trim"
         )
         self._noted: set[str] = set()
@@ -64,18 +64,21 @@ class Server:
         """Answer /v1/chat/completions."""
         with self._counted("chat"):
             body, info = await self._read(request, ChatRequest)
-            questions = await self._in_thread(self.questions.chat, body, info)
-            answer = self._begin("chat", questions)
+            generation_requests = await self._in_thread(self.generation_requests.chat, body, info)
+            answer = self._begin("chat", generation_requests)
         reply = ChatReply(
-            questions, self.model, self.tokenizer, has_running_usage=_wants_running_usage(body)
+            generation_requests,
+            self.model,
+            self.tokenizer,
+            has_running_usage=_wants_running_usage(body),
         )
-        headers = trimming_headers(questions)
+        headers = trimming_headers(generation_requests)
         if body.stream:
             return EventStream(self._chat_events(body, reply, answer), answer.cancel, headers)
 
         async def collect() -> None:
-            async for index, lap in answer:
-                reply.take(index, lap)
+            async for index, token_output in answer:
+                reply.take(index, token_output)
 
         await answer.unless_gone(request, collect())
         return JSONResponse(reply.whole(), headers=headers)
@@ -85,8 +88,8 @@ class Server:
     ) -> AsyncIterator[bytes]:
         for chunk in reply.first_chunks():
             yield event(chunk)
-        async for index, lap in answer:
-            chunks = b"".join([event(chunk) for chunk in reply.take(index, lap)])
+        async for index, token_output in answer:
+            chunks = b"".join([event(chunk) for chunk in reply.take(index, token_output)])
             if chunks:
                 yield chunks
         if _wants_usage(body):
@@ -97,17 +100,19 @@ class Server:
         """Answer /v1/completions."""
         with self._counted("completions"):
             body, info = await self._read(request, CompletionRequest)
-            questions = await self._in_thread(self.questions.completions, body, info)
-            answer = self._begin("completions", questions)
+            generation_requests = await self._in_thread(
+                self.generation_requests.completions, body, info
+            )
+            answer = self._begin("completions", generation_requests)
         reply = CompletionReply(
-            questions, self.model, self.tokenizer, body.n or 1, _wants_running_usage(body)
+            generation_requests, self.model, self.tokenizer, body.n or 1, _wants_running_usage(body)
         )
         if body.stream:
             return EventStream(self._completion_events(body, reply, answer), answer.cancel)
 
         async def collect() -> None:
-            async for index, lap in answer:
-                reply.take(index, lap)
+            async for index, token_output in answer:
+                reply.take(index, token_output)
 
         await answer.unless_gone(request, collect())
         return JSONResponse(reply.whole())
@@ -115,17 +120,21 @@ class Server:
     async def _completion_events(
         self, body: CompletionRequest, reply: CompletionReply, answer: RunningAnswer
     ) -> AsyncIterator[bytes]:
-        async for index, lap in answer:
-            chunk = reply.take(index, lap)
+        async for index, token_output in answer:
+            chunk = reply.take(index, token_output)
             if chunk is not None:
                 yield event(chunk)
         if _wants_usage(body):
             yield event(reply.usage_chunk())
         yield DONE
 
-    def _begin(self, endpoint: str, questions: list[Question]) -> RunningAnswer:
+    def _begin(self, endpoint: str, generation_requests: list[GenerationRequest]) -> RunningAnswer:
         return RunningAnswer(
-            self.engine, self.metrics, self.options, endpoint=endpoint, questions=questions
+            self.engine,
+            self.metrics,
+            self.options,
+            endpoint=endpoint,
+            generation_requests=generation_requests,
         )
 
     @contextlib.contextmanager
@@ -251,9 +260,9 @@ def _wants_running_usage(body: Sampling) -> bool:
     )
 
 
-def trimming_headers(questions: list[Question]) -> dict[str, str]:
+def trimming_headers(generation_requests: list[GenerationRequest]) -> dict[str, str]:
     """Say how many turns of a conversation were dropped, and log it."""
-    num_turns = questions[0].num_dropped_turns
+    num_turns = generation_requests[0].num_dropped_turns
     if not num_turns:
         return {}
     _log.info("a conversation did not fit: %d of its oldest turns were dropped", num_turns)

@@ -21,17 +21,17 @@ from typing import Any
 import torch
 
 from tandem.core.errors import TandemError
+from tandem.decode.padded import context_tokens, end_of_sequence_ids, vocabulary_size
+from tandem.experts.execution.hybrid_executor import HybridExecutor
+from tandem.experts.tracing.cache_statistics import CacheStatistics
+from tandem.experts.tracing.events import ExpertStatistics
 from tandem.generate.batching import Batcher, StepFailedError
 from tandem.generate.generator import Generator
-from tandem.generate.lap import BatchCounts
 from tandem.generate.penalties import PenalisedScores, Together
 from tandem.generate.running import Constraint, Request
 from tandem.generate.sampling import SamplingOptions
+from tandem.generate.token_output import BatchCounts
 from tandem.hf.dense import pack_as_loaded
-from tandem.hf.stepping import context_tokens, end_of_sequence_ids, vocabulary_size
-from tandem.offload.cache_statistics import CacheStatistics
-from tandem.offload.events import ExpertStatistics
-from tandem.offload.hybrid_executor import HybridExecutor
 from tandem.server.constraint import Grammars
 from tandem.server.live import LivePicture
 from tandem.server.messages import (
@@ -198,15 +198,15 @@ class Engine:
     def _step(self) -> None:
         start = time.perf_counter()
         try:
-            laps = self._batcher.step()
+            token_outputs = self._batcher.step()
         except StepFailedError as failed:
             # Requests are lost, the model is not: what failed is said, and the others go on.
             for numbers, error in failed.failures:
                 self._tell_failed(numbers, error)
-            laps = failed.laps
-        if laps:
-            self._connection.send(Progressed(laps))
-        self._live.step_done(time.perf_counter() - start, len(laps))
+            token_outputs = failed.token_outputs
+        if token_outputs:
+            self._connection.send(Progressed(token_outputs))
+        self._live.step_done(time.perf_counter() - start, len(token_outputs))
         self._send_picture()
         if time.perf_counter() - self._last_report > _REPORT_SECONDS:
             self._send_report()

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.core.errors import ExecutionError
-from tandem.generate.lap import Lap
+from tandem.generate.token_output import TokenOutput
 from tandem.server.engine_process import EngineProcess
 from tandem.server.errors import ApiError, busy, server_error
 from tandem.server.messages import (
@@ -52,40 +52,43 @@ class _Pending:
     """A request that has not ended."""
 
     submit: Submit
-    laps: "asyncio.Queue[Lap | ApiError]" = field(default_factory=asyncio.Queue)
+    token_outputs: "asyncio.Queue[TokenOutput | ApiError]" = field(default_factory=asyncio.Queue)
     is_running: bool = False
     began: float = field(default_factory=time.monotonic)
 
 
-class Laps:
-    """The laps of one request, as they come; the last one has a finish reason."""
+class TokenOutputs:
+    """The token outputs of one request, as they come; the last one has a finish reason."""
 
     def __init__(
-        self, client: "EngineClient", number: int, laps: "asyncio.Queue[Lap | ApiError]"
+        self,
+        client: "EngineClient",
+        number: int,
+        token_outputs: "asyncio.Queue[TokenOutput | ApiError]",
     ) -> None:
         """Read what `client` puts into the queue."""
-        self._client, self._number, self._laps = client, number, laps
+        self._client, self._number, self._token_outputs = client, number, token_outputs
         self._is_through = False
 
-    def __aiter__(self) -> "Laps":
+    def __aiter__(self) -> "TokenOutputs":
         return self
 
-    async def __anext__(self) -> Lap:
+    async def __anext__(self) -> TokenOutput:
         if self._is_through:
             raise StopAsyncIteration
-        lap = await self._laps.get()
-        if isinstance(lap, ApiError):
+        token_output = await self._token_outputs.get()
+        if isinstance(token_output, ApiError):
             self._is_through = True
-            raise lap
-        self._is_through = lap.finish_reason is not None
-        return lap
+            raise token_output
+        self._is_through = token_output.finish_reason is not None
+        return token_output
 
     def cancel(self) -> None:
         """Drop the request, if it has not ended; its place is free at once."""
         self._client.cancel(self._number)
 
     def fail(self, message: str, status: int) -> None:
-        """Drop the request, if it has not ended; who reads the laps gets an `ApiError`."""
+        """Drop the request, if it has not ended; who reads the token outputs gets an `ApiError`."""
         self._client.fail([self._number], message, status=status)
 
 
@@ -140,8 +143,8 @@ class EngineClient:
             raise ExecutionError(self._first_problem or "the decode process ended while loading")
         return self.info
 
-    def submit(self, *, is_more: bool = False, **fields: Any) -> "Laps":
-        """Submit a request (fields of `Submit`) and return its laps, whose `cancel` ends it early.
+    def submit(self, *, is_more: bool = False, **fields: Any) -> "TokenOutputs":
+        """Submit a request (fields of `Submit`); `cancel` of the outputs returned ends it early.
 
         `is_more`: it belongs to one that has been taken on, as another of its prompts or choices.
         Raises `ApiError` if the queue is full or the server ends.
@@ -161,7 +164,7 @@ class EngineClient:
         self._pending[number] = pending
         self._queue.append(number)
         self._send_waiting()
-        return Laps(self, number, pending.laps)
+        return TokenOutputs(self, number, pending.token_outputs)
 
     def cancel(self, number: int) -> None:
         """Drop a request that has not ended; its place is free for the next."""
@@ -210,8 +213,8 @@ class EngineClient:
 
     def _take(self, message: Any) -> None:
         if isinstance(message, Progressed):
-            for lap in message.laps:
-                self._hand_on(lap)
+            for token_output in message.token_outputs:
+                self._hand_on(token_output)
             self._send_waiting()
         elif isinstance(message, Report):
             self.statistics = message.statistics
@@ -228,13 +231,13 @@ class EngineClient:
             self._tell_watching()
             self._send_waiting()
 
-    def _hand_on(self, lap: Lap) -> None:
-        pending = self._pending.get(lap.request_id)
+    def _hand_on(self, token_output: TokenOutput) -> None:
+        pending = self._pending.get(token_output.request_id)
         if pending is None:
             return  # cancelled while it was under way
-        pending.laps.put_nowait(lap)
-        if lap.finish_reason is not None:
-            del self._pending[lap.request_id]
+        pending.token_outputs.put_nowait(token_output)
+        if token_output.finish_reason is not None:
+            del self._pending[token_output.request_id]
             self._restarts_in_a_row = 0
             seconds = time.monotonic() - pending.began
             self._mean_seconds += _NEWEST * (seconds - self._mean_seconds)
@@ -293,7 +296,7 @@ class EngineClient:
         for number in numbers:
             pending = self._pending.pop(number, None)
             if pending is not None:
-                pending.laps.put_nowait(server_error(message, status=status))
+                pending.token_outputs.put_nowait(server_error(message, status=status))
                 with contextlib.suppress(ValueError):
                     self._queue.remove(number)
                 if pending.is_running and self._process is not None:

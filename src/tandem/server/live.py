@@ -9,9 +9,9 @@ import time
 from collections import deque
 from typing import Any
 
-from tandem.offload.cache_statistics import CacheStatistics
-from tandem.offload.events import LayerExecuted
-from tandem.offload.hybrid_executor import HybridExecutor
+from tandem.experts.execution.hybrid_executor import HybridExecutor
+from tandem.experts.tracing.cache_statistics import CacheStatistics
+from tandem.experts.tracing.events import LayerExecuted
 from tandem.policy.residency import COPYING, READY
 
 _PERIOD_SECONDS = 0.2

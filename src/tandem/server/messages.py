@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tandem.generate.ending import EndOptions
-from tandem.generate.lap import BatchCounts, Lap
 from tandem.generate.penalties import Penalties
 from tandem.generate.sampling import SamplingOptions
+from tandem.generate.token_output import BatchCounts, TokenOutput
 
 # Loads (model, tokenizer); pickled by name, so that the decode process can call it.
 ModelLoader = Callable[[], tuple[Any, Any]]
@@ -87,7 +87,7 @@ class Ready(NamedTuple):
 class Progressed(NamedTuple):
     """What one step brought."""
 
-    laps: list[Lap]
+    token_outputs: list[TokenOutput]
 
 
 class Failed(NamedTuple):

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tandem.generate.lap import Lap, TokenLogprob
-from tandem.server.answering import Question, new_id, now_seconds
+from tandem.generate.token_output import TokenLogprob, TokenOutput
+from tandem.server.answering import GenerationRequest, new_id, now_seconds
 from tandem.server.chat import Call, Piece
 
 _LOGPROB_FIELDS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
@@ -29,11 +29,11 @@ class Tally:
     reused_tokens: int = 0
     finish_reason: str | None = None
 
-    def add(self, lap: Lap) -> None:
+    def add(self, token_output: TokenOutput) -> None:
         """Count one token."""
-        self.generated_tokens = lap.generated_tokens
-        self.reused_tokens = lap.reused_tokens
-        self.finish_reason = lap.finish_reason
+        self.generated_tokens = token_output.generated_tokens
+        self.reused_tokens = token_output.reused_tokens
+        self.finish_reason = token_output.finish_reason
 
 
 def usage(tallies: list[Tally], num_choices: int) -> dict[str, Any]:
@@ -54,19 +54,20 @@ class ChatReply:
 
     def __init__(
         self,
-        questions: list[Question],
+        generation_requests: list[GenerationRequest],
         model: str,
         tokenizer: Any,
         *,
         has_running_usage: bool = False,
     ) -> None:
-        """Begin the answer to a chat: one question per choice.
+        """Begin the answer to a chat: one generation request per choice.
 
         `has_running_usage` tells with every chunk how many tokens there are so far.
         """
         self._has_running_usage = has_running_usage
         self._choices = [
-            _ChatChoice(index, question, tokenizer) for index, question in enumerate(questions)
+            _ChatChoice(index, generation_request, tokenizer)
+            for index, generation_request in enumerate(generation_requests)
         ]
         self._head = {
             "id": new_id("chatcmpl"),
@@ -75,16 +76,16 @@ class ChatReply:
             "model": model,
             "system_fingerprint": None,
         }
-        if questions[0].num_dropped_turns:
-            self._head["dropped_turns"] = questions[0].num_dropped_turns
+        if generation_requests[0].num_dropped_turns:
+            self._head["dropped_turns"] = generation_requests[0].num_dropped_turns
 
     def first_chunks(self) -> list[dict[str, Any]]:
         """Return the chunks that begin the stream."""
         return [self._chunk(choice.first()) for choice in self._choices]
 
-    def take(self, index: int, lap: Lap) -> list[dict[str, Any]]:
+    def take(self, index: int, token_output: TokenOutput) -> list[dict[str, Any]]:
         """Take one token of a choice; return the chunks that follow from it."""
-        return [self._chunk(part) for part in self._choices[index].take(lap)]
+        return [self._chunk(part) for part in self._choices[index].take(token_output)]
 
     def usage_chunk(self) -> dict[str, Any]:
         """Return the chunk that carries the usage."""
@@ -107,9 +108,9 @@ class ChatReply:
 class _ChatChoice:
     """One choice as it comes."""
 
-    def __init__(self, index: int, question: Question, tokenizer: Any) -> None:
-        self._index, self._question, self._tokenizer = index, question, tokenizer
-        self.tally = Tally(prompt_tokens=question.prompt_tokens)
+    def __init__(self, index: int, generation_request: GenerationRequest, tokenizer: Any) -> None:
+        self._index, self._question, self._tokenizer = index, generation_request, tokenizer
+        self.tally = Tally(prompt_tokens=generation_request.prompt_tokens)
         self._text = {"content": "", "reasoning_content": ""}
         self._calls: list[dict[str, Any]] = []
         self._logprobs: list[dict[str, Any]] = []
@@ -118,15 +119,17 @@ class _ChatChoice:
         """Return what begins the choice in a stream."""
         return self._part({"role": "assistant", "content": ""})
 
-    def take(self, lap: Lap) -> Iterator[dict[str, Any]]:
+    def take(self, token_output: TokenOutput) -> Iterator[dict[str, Any]]:
         """Yield the deltas that follow from a token, its log-probabilities first; then the end."""
-        self.tally.add(lap)
-        logprob = self._logprob(lap)
-        deltas = [d for piece in self._pieces(lap) if (d := self._delta(piece)) is not None]
+        self.tally.add(token_output)
+        logprob = self._logprob(token_output)
+        deltas = [
+            d for piece in self._pieces(token_output) if (d := self._delta(piece)) is not None
+        ]
         for delta in deltas or ([{}] if logprob is not None else []):
             yield self._part(delta, logprobs=logprob)
             logprob = None
-        if lap.finish_reason is not None:
+        if token_output.finish_reason is not None:
             yield self._part({}, finish_reason=self._finish_reason)
 
     def whole(self) -> dict[str, Any]:
@@ -148,12 +151,12 @@ class _ChatChoice:
             "finish_reason": self._finish_reason,
         }
 
-    def _pieces(self, lap: Lap) -> list[Piece]:
+    def _pieces(self, token_output: TokenOutput) -> list[Piece]:
         reader = self._question.reader
         if reader is None:
-            return [Piece(content=lap.text)] if lap.text else []
-        pieces = reader.feed(lap.text) if lap.text else []
-        return pieces + reader.finish() if lap.finish_reason is not None else pieces
+            return [Piece(content=token_output.text)] if token_output.text else []
+        pieces = reader.feed(token_output.text) if token_output.text else []
+        return pieces + reader.finish() if token_output.finish_reason is not None else pieces
 
     def _delta(self, piece: Piece) -> dict[str, Any] | None:
         if piece.call is not None:
@@ -194,11 +197,13 @@ class _ChatChoice:
             "finish_reason": finish_reason,
         }
 
-    def _logprob(self, lap: Lap) -> dict[str, Any] | None:
-        if lap.logprob is None:
+    def _logprob(self, token_output: TokenOutput) -> dict[str, Any] | None:
+        if token_output.logprob is None:
             return None
-        one = self._token(lap.logprob.token_id, lap.logprob.logprob)
-        one["top_logprobs"] = [self._token(token, value) for token, value in lap.logprob.top]
+        one = self._token(token_output.logprob.token_id, token_output.logprob.logprob)
+        one["top_logprobs"] = [
+            self._token(token, value) for token, value in token_output.logprob.top
+        ]
         self._logprobs.append(one)
         return one
 
@@ -211,7 +216,7 @@ class _ChatChoice:
 class CompletionReply:
     """The answers to one completion request's prompts as they come."""
 
-    questions: list[Question]
+    generation_requests: list[GenerationRequest]
     model: str
     tokenizer: Any
     num_choices: int = 1
@@ -225,25 +230,25 @@ class CompletionReply:
     _logprobs: list["_Logprobs"] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for question in self.questions:
-            self.tallies.append(Tally(prompt_tokens=question.prompt_tokens))
+        for generation_request in self.generation_requests:
+            self.tallies.append(Tally(prompt_tokens=generation_request.prompt_tokens))
             self._texts.append("")
-            self._logprobs.append(_Logprobs(self.tokenizer, question.fields["prompt"]))
+            self._logprobs.append(_Logprobs(self.tokenizer, generation_request.fields["prompt"]))
 
-    def take(self, index: int, lap: Lap) -> dict[str, Any] | None:
+    def take(self, index: int, token_output: TokenOutput) -> dict[str, Any] | None:
         """Take one token of one prompt's answer; return its chunk, if there is something to say."""
         is_first = self.tallies[index].generated_tokens == 0
-        self.tallies[index].add(lap)
-        logprobs = self._logprobs[index].take(lap)
-        text = (self.questions[index].echo if is_first else "") + lap.text
+        self.tallies[index].add(token_output)
+        logprobs = self._logprobs[index].take(token_output)
+        text = (self.generation_requests[index].echo if is_first else "") + token_output.text
         self._texts[index] += text
-        if not text and logprobs is None and lap.finish_reason is None:
+        if not text and logprobs is None and token_output.finish_reason is None:
             return None
         choice = {
             "index": index,
             "text": text,
             "logprobs": logprobs,
-            "finish_reason": lap.finish_reason,
+            "finish_reason": token_output.finish_reason,
         }
         usage = {"usage": self._usage()} if self.has_running_usage else {}
         return {**self._object([choice]), **usage}
@@ -286,11 +291,11 @@ class _Logprobs:
         self._offset = 0
         self._all: dict[str, list[Any]] = {name: [] for name in _LOGPROB_FIELDS}
 
-    def take(self, lap: Lap) -> dict[str, list[Any]] | None:
+    def take(self, token_output: TokenOutput) -> dict[str, list[Any]] | None:
         """Take one token; return what is new, if anything is."""
-        tokens = list(zip(self._prompt, lap.prompt_logprobs or (), strict=False))
-        if lap.logprob is not None:
-            tokens.append((lap.logprob.token_id, lap.logprob))
+        tokens = list(zip(self._prompt, token_output.prompt_logprobs or (), strict=False))
+        if token_output.logprob is not None:
+            tokens.append((token_output.logprob.token_id, token_output.logprob))
         if not tokens:
             return None
         new: dict[str, list[Any]] = {name: [] for name in _LOGPROB_FIELDS}

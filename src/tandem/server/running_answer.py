@@ -8,9 +8,9 @@ from typing import Any
 
 from fastapi import Request
 
-from tandem.generate.lap import Lap
-from tandem.server.answering import Question
-from tandem.server.engine_client import EngineClient, Laps
+from tandem.generate.token_output import TokenOutput
+from tandem.server.answering import GenerationRequest
+from tandem.server.engine_client import EngineClient, TokenOutputs
 from tandem.server.errors import ApiError
 from tandem.server.metrics import Metrics
 from tandem.server.options import ServerOptions
@@ -19,7 +19,7 @@ _log = logging.getLogger("tandem.server")
 
 
 class RunningAnswer:
-    """One or several questions being answered: timed, counted, logged, and cancelled at the end."""
+    """Generation requests being answered: timed, counted, logged, and cancelled at the end."""
 
     def __init__(
         self,
@@ -28,36 +28,42 @@ class RunningAnswer:
         options: ServerOptions,
         *,
         endpoint: str,
-        questions: list[Question],
+        generation_requests: list[GenerationRequest],
     ) -> None:
         """Submit them; raises `ApiError` if the queue is full. `endpoint` is for the counts."""
         self._metrics, self._options = metrics, options
-        self._endpoint, self._questions = endpoint, questions
+        self._endpoint, self._questions = endpoint, generation_requests
         self._began = time.monotonic()
         self._first: float | None = None
         self._tokens = 0
         self._status: str | None = None
-        self._laps: list[Laps] = []
+        self._token_outputs: list[TokenOutputs] = []
         try:
-            for i, question in enumerate(questions):
-                self._laps.append(engine.submit(is_more=i > 0, **question.fields))
+            for i, generation_request in enumerate(generation_requests):
+                self._token_outputs.append(
+                    engine.submit(is_more=i > 0, **generation_request.fields)
+                )
         except ApiError:
             self._cancel_all()
             raise
         if options.log_prompts:
-            for question in questions:
-                _log.info("prompt: %r", question.prompt_text)
+            for generation_request in generation_requests:
+                _log.info("prompt: %r", generation_request.prompt_text)
 
-    async def __aiter__(self) -> AsyncIterator[tuple[int, Lap]]:
-        """Yield (which question, lap) until all have ended; raises `ApiError` if one fails."""
+    async def __aiter__(self) -> AsyncIterator[tuple[int, TokenOutput]]:
+        """Yield (request's index, token output) until all ended; raises `ApiError` if one fails."""
         seconds = self._options.request_timeout
         timer = asyncio.get_running_loop().call_later(seconds, self._give_up)
         try:
-            source = _single(self._laps[0]) if len(self._laps) == 1 else _merged(self._laps)
-            async for index, lap in source:
+            source = (
+                _single(self._token_outputs[0])
+                if len(self._token_outputs) == 1
+                else _merged(self._token_outputs)
+            )
+            async for index, token_output in source:
                 self._first = self._first or time.monotonic()
-                self._tokens += lap.token_id is not None
-                yield index, lap
+                self._tokens += token_output.token_id is not None
+                yield index, token_output
             self._end("200")
         except ApiError as error:
             self._end(str(error.status))
@@ -68,8 +74,10 @@ class RunningAnswer:
 
     def _give_up(self) -> None:
         seconds = self._options.request_timeout
-        for laps in self._laps:
-            laps.fail(f"the request took longer than {seconds:g} seconds and was given up", 504)
+        for token_outputs in self._token_outputs:
+            token_outputs.fail(
+                f"the request took longer than {seconds:g} seconds and was given up", 504
+            )
 
     def cancel(self) -> None:
         """Drop what has not ended: the client has left, or all is said."""
@@ -91,8 +99,8 @@ class RunningAnswer:
             self.cancel()
 
     def _cancel_all(self) -> None:
-        for laps in self._laps:
-            laps.cancel()
+        for token_outputs in self._token_outputs:
+            token_outputs.cancel()
 
     def _end(self, status: str) -> None:
         """Count and log, once."""
@@ -113,24 +121,26 @@ class RunningAnswer:
         )  # fmt: skip
 
 
-async def _single(laps: Laps) -> AsyncIterator[tuple[int, Lap]]:
-    async for lap in laps:
-        yield 0, lap
+async def _single(token_outputs: TokenOutputs) -> AsyncIterator[tuple[int, TokenOutput]]:
+    async for token_output in token_outputs:
+        yield 0, token_output
 
 
-async def _merged(several: list[Laps]) -> AsyncIterator[tuple[int, Lap]]:
-    """Yield the laps of several requests as they come."""
-    found: asyncio.Queue[tuple[int, Lap] | Exception | None] = asyncio.Queue()
+async def _merged(several: list[TokenOutputs]) -> AsyncIterator[tuple[int, TokenOutput]]:
+    """Yield the token outputs of several requests as they come."""
+    found: asyncio.Queue[tuple[int, TokenOutput] | Exception | None] = asyncio.Queue()
 
-    async def pump(index: int, laps: Laps) -> None:
+    async def pump(index: int, token_outputs: TokenOutputs) -> None:
         try:
-            async for lap in laps:
-                found.put_nowait((index, lap))
+            async for token_output in token_outputs:
+                found.put_nowait((index, token_output))
             found.put_nowait(None)
         except ApiError as error:
             found.put_nowait(error)
 
-    tasks = [asyncio.ensure_future(pump(i, laps)) for i, laps in enumerate(several)]
+    tasks = [
+        asyncio.ensure_future(pump(i, token_outputs)) for i, token_outputs in enumerate(several)
+    ]
     try:
         num_open = len(tasks)
         while num_open:

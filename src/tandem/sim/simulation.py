@@ -6,12 +6,12 @@ from typing import Any, TextIO
 
 from tandem.core.config import require_range
 from tandem.core.errors import ConfigError
+from tandem.hardware.profiles import shape_for
 from tandem.policy.cost import HardwareProfile, ShapeCosts
 from tandem.policy.eviction import EVICTIONS
 from tandem.policy.settings import PlannerSettings
 from tandem.sim.dump import Dump
 from tandem.sim.hit_rate import belady_hit_rate, demand_loads, hit_rate
-from tandem.sim.profiles import shape_for
 from tandem.sim.replay import COMPARE_EVERY, Run, Tally, replay
 from tandem.sim.start import STARTS
 from tandem.trace import RoutingTrace

@@ -1,0 +1,1 @@
+"""Model files: where they are, packed ones, and those that others quantised."""

@@ -1,0 +1,160 @@
+"""compressed-tensors checkpoints: packed integers, plain int8, and FP8, as llm-compressor writes.
+
+Packed: `x.weight_packed` (outputs, inputs * bits / 32) int32, lowest bits first, codes plus half
+their range; `x.weight_scale` (outputs, groups); `x.weight_zero_point` (outputs * bits / 32, groups)
+packed along the outputs; `x.weight_g_idx` (inputs,) the group of each input; `x.weight_shape`.
+Plain: `x.weight` int8 or float8 with `x.weight_scale`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.checkpoint.sources.codes import (
+    Codes,
+    StoredWeight,
+    input_order,
+    integer_formats,
+    unpack_bits,
+)
+from tandem.checkpoint.sources.files import TensorFiles
+from tandem.checkpoint.sources.found import FileWeight, Found
+from tandem.checkpoint.sources.fp8 import find_fp8
+from tandem.core.errors import ModelError, UnsupportedModelError
+
+_BITS = (4, 8)
+_PARTS = ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape")
+_UNREAD = ("weight_global_scale",)  # marks NVFP4
+
+
+def find_compressed_tensors(files: TensorFiles, config: Mapping[str, Any]) -> Found:
+    """Return the weights; raises `UnsupportedModelError` for other ways of packing."""
+    found = find_fp8(files, config)
+    widths = _widths(config)
+    for name, entry in files.entries.items():
+        prefix, _, part = name.rpartition(".")
+        if part in _UNREAD or entry.dtype == "U8":
+            raise UnsupportedModelError(
+                f"{files.directory} has {name}, which belongs to a format of compressed-tensors "
+                f"that Tandem does not read ({config.get('format')}); it reads packed integers of "
+                "4 and 8 bits, int8 and FP8"
+            )
+        if part == "weight_packed":
+            parts = [f"{prefix}.{p}" for p in _PARTS if f"{prefix}.{p}" in files]
+            found.add(_packed(files, prefix, widths, parts), parts)
+        elif part == "weight" and entry.dtype == "I8":
+            parts = [n for p in ("weight", "weight_scale") if (n := f"{prefix}.{p}") in files]
+            found.add(_plain(files, prefix, parts), parts)
+    return found
+
+
+def _widths(config: Mapping[str, Any]) -> set[int]:
+    """Return the widths in bits that the config gives to weights."""
+    groups = config.get("config_groups") or {}
+    weights = [group.get("weights") or {} for group in groups.values()]
+    return {int(weight.get("num_bits", 8)) for weight in weights}
+
+
+def _packed(
+    files: TensorFiles, prefix: str, widths: set[int], parts: list[str]
+) -> "PackedIntegers":
+    rows, words = files.shape(f"{prefix}.weight_packed")
+    if len(widths) == 1:
+        (bits,) = widths
+        cols = words * 32 // bits
+    else:
+        rows, cols = files.read(f"{prefix}.weight_shape").tolist()
+        bits = words * 32 // cols
+    if bits not in _BITS:
+        raise UnsupportedModelError(
+            f"{prefix} is packed in {bits} bits by compressed-tensors; Tandem reads 4 and 8"
+        )
+    groups = _groups(files, prefix, rows, cols)
+    has_zeros = f"{prefix}.weight_zero_point" in files
+    formats = integer_formats(bits, cols, cols // groups, has_zeros=has_zeros)
+    zeros = " with zero points" if has_zeros else ""
+    return PackedIntegers(
+        name=f"{prefix}.weight",
+        shape=(rows, cols),
+        formats=formats,
+        why_not="" if formats else f"codes of {bits} bits in groups of {cols // groups}{zeros}",
+        num_bytes=files.num_bytes(*parts),
+        files=files,
+        is_ordered=f"{prefix}.weight_g_idx" in files,
+        bits=bits,
+    )
+
+
+def _groups(files: TensorFiles, prefix: str, rows: int, cols: int) -> int:
+    shape = files.shape(f"{prefix}.weight_scale") if f"{prefix}.weight_scale" in files else None
+    groups = 1 if shape in ((), (1,), (rows,), (1, 1)) else shape[-1] if shape else 0
+    if not groups or cols % groups or shape not in ((), (1,), (1, 1), (rows,), (rows, groups)):
+        raise ModelError(
+            f"{prefix}.weight_scale has shape {shape}, expected {rows} rows of groups that divide "
+            f"{cols} inputs; use the config.json that belongs to these weights"
+        )
+    return groups
+
+
+def _scales(files: TensorFiles, prefix: str, rows: int) -> Tensor:
+    scales = files.read(f"{prefix}.weight_scale")
+    if scales.numel() == 1:
+        return scales.reshape(1, 1).expand(rows, 1)
+    return scales.reshape(rows, -1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedIntegers(FileWeight):
+    """One linear layer's weight, packed into words."""
+
+    bits: int
+
+    def read(self, expert: int | None = None) -> Codes:
+        """Read codes, scales, zero points and the order of the inputs."""
+        prefix, (rows, cols) = self.name.removesuffix(".weight"), self.shape
+        codes = unpack_bits(self.files.read(f"{prefix}.weight_packed"), self.bits)[:, :cols]
+        scales = _scales(self.files, prefix, rows)
+        order = self._input_order(prefix, cols // scales.shape[1])
+        if order is not None:
+            codes = codes[:, order]
+        name = f"{prefix}.weight_zero_point"
+        if name not in self.files:
+            half = 1 << (self.bits - 1)
+            return Codes("int", codes.to(torch.int16) - half, scales, None, order)
+        zeros = unpack_bits(self.files.read(name).T.contiguous(), self.bits)[:, :rows].T
+        return Codes("int", codes, scales, zeros.contiguous(), order)
+
+    def _input_order(self, prefix: str, group_size: int) -> Tensor | None:
+        if f"{prefix}.weight_g_idx" not in self.files:
+            return None
+        group_of_input = self.files.read(f"{prefix}.weight_g_idx")
+        if (group_of_input < 0).all():  # how the library says that there is no order
+            return None
+        return input_order(group_of_input, group_size, f"{prefix}.weight_g_idx")
+
+
+def _plain(files: TensorFiles, prefix: str, parts: list[str]) -> StoredWeight:
+    rows, cols = files.shape(f"{prefix}.weight")
+    groups = _groups(files, prefix, rows, cols)
+    formats = integer_formats(8, cols, cols // groups, has_zeros=False)
+    return PlainIntegers(
+        name=f"{prefix}.weight",
+        shape=(rows, cols),
+        formats=formats,
+        why_not="" if formats else f"codes of 8 bits in groups of {cols // groups}",
+        num_bytes=files.num_bytes(*parts),
+        files=files,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainIntegers(FileWeight):
+    """One linear layer's weight as int8."""
+
+    def read(self, expert: int | None = None) -> Codes:
+        """Read codes and scales."""
+        scales = _scales(self.files, self.name.removesuffix(".weight"), self.shape[0])
+        return Codes("int", self.files.read(self.name), scales)

@@ -1,0 +1,34 @@
+"""What a source finds among the tensors of its files."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from tandem.checkpoint.sources.codes import StoredWeight
+from tandem.checkpoint.sources.files import TensorFiles
+from tandem.kernels.formats import WeightFormat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileWeight:
+    """What a `StoredWeight` of safetensors files says of itself; each format adds `read`."""
+
+    name: str
+    shape: tuple[int, ...]
+    formats: Sequence[WeightFormat]
+    why_not: str
+    num_bytes: int
+    files: TensorFiles = field(repr=False)
+    is_ordered: bool = False
+
+
+@dataclass(slots=True)
+class Found:
+    """Quantised weights by the name that they would have unquantised, and the tensors they are."""
+
+    weights: dict[str, StoredWeight] = field(default_factory=dict)
+    parts: set[str] = field(default_factory=set)
+
+    def add(self, weight: StoredWeight, parts: Iterable[str]) -> None:
+        """Note a weight that consists of these tensors."""
+        self.weights[weight.name] = weight
+        self.parts.update(parts)

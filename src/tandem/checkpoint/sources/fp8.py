@@ -1,0 +1,75 @@
+"""FP8 checkpoints: e4m3 codes with a scale for each block of 128 x 128 (DeepSeek-V3, Qwen3-FP8).
+
+`x.weight` is float8_e4m3fn, `x.weight_scale_inv` (or `x.weight_scale`) its scales. One scale for
+the whole matrix stands for all blocks; one for each row has no packed format.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.checkpoint.sources.codes import Codes
+from tandem.checkpoint.sources.files import TensorFiles
+from tandem.checkpoint.sources.found import FileWeight, Found
+from tandem.core.errors import ModelError
+from tandem.kernels.formats import find_format
+
+BLOCK = 128
+_SCALE_NAMES = ("weight_scale_inv", "weight_scale")
+
+
+def find_fp8(files: TensorFiles, config: Mapping[str, Any]) -> Found:
+    """Return the weights of an FP8 checkpoint."""
+    found = Found()
+    for name, entry in files.entries.items():
+        if entry.dtype != "F8_E4M3" or not name.endswith(".weight"):
+            continue
+        prefix = name.removesuffix(".weight")
+        scales = next((s for p in _SCALE_NAMES if (s := f"{prefix}.{p}") in files), None)
+        if scales is None:
+            raise ModelError(
+                f"{name} has no {prefix}.{_SCALE_NAMES[0]}; download the missing files again"
+            )
+        found.add(_weight(files, name, scales), (name, scales))
+        found.parts |= {f"{prefix}.input_scale", f"{prefix}.activation_scale"}  # not needed
+    return found
+
+
+def _weight(files: TensorFiles, name: str, scales: str) -> "Fp8Weight":
+    rows, cols = files.shape(name)
+    shape = files.shape(scales)
+    blocks = (-(-rows // BLOCK), -(-cols // BLOCK))
+    per_matrix = all(size == 1 for size in shape)
+    per_row = not per_matrix and shape in ((rows,), (rows, 1))
+    if not (per_matrix or per_row or shape == blocks):
+        raise ModelError(
+            f"{scales} has shape {shape}, expected {blocks} for blocks of {BLOCK} x {BLOCK}, "
+            f"{(rows, 1)} for rows or one number; other blocks are not read"
+        )
+    return Fp8Weight(
+        name=name,
+        shape=(rows, cols),
+        formats=() if per_row and shape != blocks else (find_format("fp8"),),
+        why_not="e4m3 codes with a scale for each row" if per_row and shape != blocks else "",
+        num_bytes=files.num_bytes(name, scales),
+        files=files,
+        scales=scales,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8Weight(FileWeight):
+    """One linear layer's weight."""
+
+    scales: str
+
+    def read(self, expert: int | None = None) -> Codes:
+        """Read codes and scales."""
+        rows, cols = self.shape
+        codes, scales = self.files.read(self.name), self.files.read(self.scales).float()
+        if not self.formats:  # a group for each row, as wide as the matrix
+            return Codes("int", codes.float(), scales.reshape(rows, 1))
+        blocks = (-(-rows // BLOCK), -(-cols // BLOCK))
+        if scales.numel() == 1:
+            scales = scales.reshape(1, 1).expand(blocks)
+        return Codes("fp8", codes, scales.contiguous())

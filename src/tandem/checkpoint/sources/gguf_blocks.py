@@ -1,0 +1,74 @@
+"""Blocks of 32 numbers in GGUF files: which packed format holds which, and their codes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.checkpoint.sources.codes import Codes
+
+_BLOCK = 32
+
+
+def read_blocks(data: np.ndarray[Any, Any], kind: Any, *, keep: bool) -> Codes:
+    """Return the codes of (rows, bytes) blocks; their values, with scales of one, if not `keep`.
+
+    `kind` is the gguf package's; where codes are kept it is one of `FORMATS`.
+    """
+    if not keep:
+        from gguf import dequantize
+
+        values = torch.from_numpy(np.ascontiguousarray(dequantize(data, kind)))
+        return Codes("int", values, torch.ones(values.shape[0], 1))
+    rows = data.shape[0]
+    size, read = _BLOCKS[kind.name]
+    blocks = torch.from_numpy(data.view(np.uint8)).view(rows, -1, size)
+    return read(blocks)
+
+
+def _halves(blocks: Tensor) -> Tensor:
+    """Return the numbers of (..., 16) bytes: 16 low nibbles, then the 16 high ones."""
+    return torch.cat((blocks & 0x0F, blocks >> 4), dim=-1)
+
+
+def _fp16(blocks: Tensor, first: int) -> Tensor:
+    part: Tensor = blocks[..., first : first + 2].contiguous().view(torch.float16)
+    return part[..., 0]
+
+
+def _q4_0(blocks: Tensor) -> Codes:
+    codes = _halves(blocks[..., 2:]).flatten(1).to(torch.int8) - 8
+    return Codes("int", codes, _fp16(blocks, 0))
+
+
+def _q4_1(blocks: Tensor) -> Codes:
+    codes = _halves(blocks[..., 4:]).flatten(1)
+    return Codes("int", codes, _fp16(blocks, 0), minima=_fp16(blocks, 2))
+
+
+def _q5_0(blocks: Tensor) -> Codes:
+    bits = blocks[..., 2:6].contiguous().view(torch.int32)  # one fifth bit for each number
+    fifth = (bits >> torch.arange(_BLOCK, dtype=torch.int32)) & 1
+    codes = _halves(blocks[..., 6:]).to(torch.int32) + 16 * fifth - 16
+    return Codes("int", codes.flatten(1).to(torch.int8), _fp16(blocks, 0))
+
+
+def _q8_0(blocks: Tensor) -> Codes:
+    return Codes("int", blocks[..., 2:].contiguous().view(torch.int8).flatten(1), _fp16(blocks, 0))
+
+
+def _mxfp4(blocks: Tensor) -> Codes:
+    return Codes("mxfp4", _halves(blocks[..., 1:]).flatten(1), blocks[..., 0].contiguous())
+
+
+FORMATS = {
+    "Q4_0": "int4-g32", "Q4_1": "int4z-g32", "Q5_0": "int8-g32", "Q8_0": "int8-g32",
+    "MXFP4": "mxfp4",
+}  # fmt: skip
+# Bytes of a block of 32 numbers, and what reads it.
+_BLOCKS: dict[str, tuple[int, Callable[[Tensor], Codes]]] = {
+    "Q4_0": (18, _q4_0), "Q4_1": (20, _q4_1), "Q5_0": (22, _q5_0), "Q8_0": (34, _q8_0),
+    "MXFP4": (17, _mxfp4),
+}  # fmt: skip

@@ -1,0 +1,127 @@
+"""Weights of a GGUF file, unread: in blocks, in plain numbers, or in two halves."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.checkpoint.sources.codes import Codes
+from tandem.checkpoint.sources.gguf_blocks import FORMATS, read_blocks
+from tandem.kernels.formats import WeightFormat, find_format
+
+PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufWeight:
+    """A weight of one tensor, or of several whose rows follow each other (gate, then up)."""
+
+    name: str
+    tensors: tuple[Any, ...] = field(repr=False)
+    is_interleaved: bool = False
+    """Rows of several tensors take turns instead, and matrices of plain numbers are turned."""
+    row_order: Tensor | None = field(default=None, repr=False)
+    is_ordered: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape in Transformers' order."""
+        *leading, cols = (int(size) for size in reversed(self.tensors[0].shape))
+        if len(self.tensors) > 1:
+            leading[-1] *= len(self.tensors)
+        return (*leading, cols)
+
+    @property
+    def formats(self) -> Sequence[WeightFormat]:
+        """The one format that holds these blocks exactly, if all parts have the same."""
+        kinds = {tensor.tensor_type.name for tensor in self.tensors}
+        name = FORMATS.get(kinds.pop()) if len(kinds) == 1 else None
+        return () if name is None else (find_format(name),)
+
+    @property
+    def why_not(self) -> str:
+        """What blocks these are, where no format holds them."""
+        kinds = sorted({tensor.tensor_type.name for tensor in self.tensors})
+        return "" if self.formats else f"GGUF blocks {' and '.join(kinds)}"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the file."""
+        return sum(int(tensor.n_bytes) for tensor in self.tensors)
+
+    def read(self, expert: int | None = None) -> Codes:
+        """Read the matrix, or one expert's, as codes where a format holds them, else as values."""
+        keep = bool(self.formats)
+        parts = [
+            read_blocks(_rows_of(tensor, expert), tensor.tensor_type, keep=keep)
+            for tensor in self.tensors
+        ]
+        minima = [part.minima for part in parts if part.minima is not None]
+        return Codes(
+            parts[0].kind,
+            self.in_order([part.codes for part in parts]),
+            self.in_order([part.scales for part in parts]),
+            minima=self.in_order(minima) if minima else None,
+        )
+
+    def in_order(self, parts: list[Tensor], axis: int = 0) -> Tensor:
+        """Join what each tensor has for its rows, along `axis`, in Transformers' order."""
+        if len(parts) > 1:
+            if self.is_interleaved:
+                return torch.stack(parts, dim=axis + 1).flatten(axis, axis + 1)
+            return torch.cat(parts, dim=axis)
+        return parts[0] if self.row_order is None else parts[0][self.row_order]
+
+
+class PlainTensor:
+    """Numbers that are in no blocks, read when Transformers' loader indexes them."""
+
+    def __init__(self, weight: GgufWeight, shape: torch.Size) -> None:
+        """Stand for a weight, to be read in `shape`."""
+        self.weight = weight
+        self.shape = shape
+
+    def __getitem__(self, index: Any) -> Tensor:
+        parts = [_plain_values(tensor) for tensor in self.weight.tensors]
+        axis = 1 if len(parts) > 1 else 0  # after the experts'
+        values = self.weight.in_order(parts, axis)
+        is_turned = values.dim() == 3 and self.weight.is_interleaved
+        values = values.transpose(1, 2) if is_turned else values.reshape(self.shape)
+        chosen: Tensor = values[index]
+        return chosen
+
+
+class HalvedLatent:
+    """What makes keys and values from latents, stored as two tensors, the one for keys turned."""
+
+    def __init__(self, keys: Any, values: Any) -> None:
+        """Join (heads, latents, width of keys) and (heads, width of values, latents)."""
+        self._keys, self._values = keys, values
+
+    def __getitem__(self, index: Any) -> Tensor:
+        keys, values = (_dequantised(tensor) for tensor in (self._keys, self._values))
+        joined = torch.cat((keys.transpose(1, 2), values), dim=1).flatten(0, 1)
+        chosen: Tensor = joined[index]
+        return chosen
+
+
+def _dequantised(tensor: Any) -> Tensor:
+    if tensor.tensor_type.name in PLAIN_DTYPES:
+        return _plain_values(tensor)
+    from gguf import dequantize
+
+    return torch.from_numpy(np.ascontiguousarray(dequantize(tensor.data, tensor.tensor_type)))
+
+
+def _plain_values(tensor: Any) -> Tensor:
+    data = torch.from_numpy(np.array(tensor.data))  # a copy: the file is mapped for reading only
+    dtype = PLAIN_DTYPES[tensor.tensor_type.name]
+    values = data if data.dtype == dtype else data.view(dtype)
+    return values.view([int(size) for size in reversed(tensor.shape)])
+
+
+def _rows_of(tensor: Any, expert: int | None) -> np.ndarray[Any, Any]:
+    return np.array(tensor.data if expert is None else tensor.data[expert])

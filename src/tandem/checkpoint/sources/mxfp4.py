@@ -1,0 +1,58 @@
+"""MXFP4 checkpoints (gpt-oss): e2m1 codes with one E8M0 exponent for 32 inputs.
+
+`x_blocks` (num_experts, outputs, groups, 16) holds two codes a byte, the first in the low bits;
+`x_scales` (num_experts, outputs, groups) are the exponents' bytes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tandem.checkpoint.sources.codes import Codes
+from tandem.checkpoint.sources.files import TensorFiles
+from tandem.checkpoint.sources.found import FileWeight, Found
+from tandem.core.errors import ModelError
+from tandem.kernels.formats import find_format
+
+_BLOCKS, _SCALES = "_blocks", "_scales"
+
+
+def find_mxfp4(files: TensorFiles, config: Mapping[str, Any]) -> Found:
+    """Return the weights of an MXFP4 checkpoint."""
+    found = Found()
+    for blocks in files.entries:
+        if not blocks.endswith(_BLOCKS):
+            continue
+        name = blocks.removesuffix(_BLOCKS)
+        scales = name + _SCALES
+        if scales not in files or files.shape(scales) != files.shape(blocks)[:-1]:
+            raise ModelError(
+                f"{blocks} has shape {files.shape(blocks)} and no {scales} of shape "
+                f"{files.shape(blocks)[:-1]}; download the missing files again"
+            )
+        *leading, rows, groups, _ = files.shape(blocks)
+        weight = Mxfp4Weight(
+            name=name,
+            shape=(*leading, rows, groups * 32),
+            formats=(find_format("mxfp4"),),
+            why_not="",
+            num_bytes=files.num_bytes(blocks, scales),
+            files=files,
+        )
+        found.add(weight, (blocks, scales))
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mxfp4Weight(FileWeight):
+    """The fused weight of a layer's experts; rows are the outputs, whatever the model's order."""
+
+    def read(self, expert: int | None = None) -> Codes:
+        """Read one expert's codes and exponents."""
+        blocks, scales = (self.files.read(self.name + part) for part in (_BLOCKS, _SCALES))
+        if expert is not None:
+            blocks, scales = blocks[expert], scales[expert]
+        nibbles = torch.stack((blocks & 0x0F, blocks >> 4), dim=-1)  # (rows, groups, 16, 2)
+        return Codes("mxfp4", nibbles.flatten(1), scales.contiguous())

@@ -1,0 +1,115 @@
+"""A quantised checkpoint as Transformers' loader and the host store take it."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.checkpoint.sources.awq import find_awq
+from tandem.checkpoint.sources.codes import StoredWeight, values_of
+from tandem.checkpoint.sources.compressed_tensors import find_compressed_tensors
+from tandem.checkpoint.sources.files import TensorFiles
+from tandem.checkpoint.sources.found import Found
+from tandem.checkpoint.sources.fp8 import find_fp8
+from tandem.checkpoint.sources.gptq import find_gptq
+from tandem.checkpoint.sources.mxfp4 import find_mxfp4
+from tandem.core.errors import ModelError, UnsupportedModelError
+from tandem.kernels.formats import WeightFormat
+
+# `quant_method` of config.json -> what finds the weights.
+READERS: dict[str, Callable[[TensorFiles, Mapping[str, Any]], Found]] = {
+    "gptq": find_gptq,
+    "awq": find_awq,
+    "compressed-tensors": find_compressed_tensors,
+    "fp8": find_fp8,
+    "mxfp4": find_mxfp4,
+}
+
+
+class SourceTensor:
+    """A weight that Transformers passes on unread, until an operation of ours takes it.
+
+    Its loader indexes a tensor to read it, and then casts it; here neither reads anything.
+    """
+
+    def __init__(self, weight: StoredWeight, dtype: torch.dtype | None = None) -> None:
+        """Stand for a weight; `dtype` is what its values are wanted in."""
+        self.weight = weight
+        self.dtype = dtype or torch.float32
+        self.shape = torch.Size(weight.shape)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SourceTensor":
+        return self
+
+    def __getitem__(self, index: Any) -> "SourceTensor":
+        return self
+
+    def to(self, device: Any = None, dtype: torch.dtype | None = None) -> "SourceTensor":
+        """Remember a dtype; the values are made where they are used, on the CPU."""
+        return self if dtype is None else SourceTensor(self.weight, dtype)
+
+    def values(self) -> Tensor:
+        """Read the weight and return its values."""
+        return values_of(self.weight).to(self.dtype)
+
+
+class Source:
+    """The weights of a quantised checkpoint, and its tensors that are not quantised."""
+
+    def __init__(
+        self, method: str, weights: Mapping[str, StoredWeight], plain: dict[str, Any]
+    ) -> None:
+        """`plain` holds the unquantised tensors in the form in which Transformers takes them."""
+        self.method = method
+        self.weights = weights
+        self._plain = plain
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Source":
+        return self  # Transformers copies configs, and files are not copied
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all tensors by the names that they would have in an unquantised checkpoint."""
+        return self._plain | {name: SourceTensor(weight) for name, weight in self.weights.items()}
+
+    def expert_format(self, targets: Mapping[str, str], module: str) -> WeightFormat | None:
+        """Return the packed format that holds a module's experts exactly.
+
+        `targets` says in which parameter each checkpoint name ends. None if these experts are not
+        quantised; `UnsupportedModelError` if no format holds all of them.
+        """
+        parameters = {f"{module}.{name}" for name in ("gate_up_proj", "up_proj", "down_proj")}
+        weights = [w for name, w in self.weights.items() if targets.get(name) in parameters]
+        if not weights:
+            return None
+        for fmt in weights[0].formats:
+            if all(fmt in weight.formats for weight in weights):
+                return fmt
+        odd = next((weight for weight in weights if weight.why_not), weights[-1])
+        raise UnsupportedModelError(
+            f"{odd.name} has {odd.why_not or 'another format than its neighbours'}, which no "
+            "packed format holds exactly; give an expert_dtype such as int8, int4 or bf16, to "
+            "which its values are rounded"
+        )
+
+
+def open_source(files: TensorFiles, quantization: Mapping[str, Any]) -> Source:
+    """Return a quantised checkpoint; `UnsupportedModelError` for methods that are not read."""
+    method = str(quantization.get("quant_method"))
+    if method not in READERS:
+        raise UnsupportedModelError(
+            f"{files.directory} is quantized with {method!r}, which Tandem does not read; it reads "
+            f"{', '.join(READERS)} and unquantised checkpoints"
+        )
+    found = READERS[method](files, quantization)
+    if not found.weights:
+        raise ModelError(
+            f"{files.directory}/config.json says that the model is quantized with {method!r}, but "
+            "no tensor is; use the config.json that belongs to these weights"
+        )
+    names = (name for name in files.entries if name not in found.parts)
+    return Source(method, found.weights, _slices(files, names))
+
+
+def _slices(files: TensorFiles, names: Iterable[str]) -> dict[str, Any]:
+    return {name: files.slice_of(name) for name in names}

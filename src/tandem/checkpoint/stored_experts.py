@@ -1,0 +1,79 @@
+"""Hands experts to their layer in the host store: as codes where the layer keeps them exactly."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tandem.checkpoint.sources.codes import Codes
+from tandem.checkpoint.sources.source import SourceTensor
+from tandem.core.errors import ModelError
+from tandem.experts.store.host_store import HostLayer
+from tandem.experts.store.packed_layer import PackedLayer
+from tandem.kernels.formats import CodedMatrix
+
+
+def put_fused(layer: HostLayer, tensor_name: str, fused: Tensor | SourceTensor) -> None:
+    """Store the tensor (num_experts, ...) of one projection or bias; raises `ModelError`."""
+    if not isinstance(fused, SourceTensor):
+        layer.put(tensor_name, fused)
+        return
+    for expert in range(fused.shape[0]):
+        _put_codes(layer, tensor_name, expert, [(fused, fused.weight.read(expert))])
+
+
+def put_expert(
+    layer: HostLayer, tensor_name: str, expert: int, parts: Sequence[Tensor | SourceTensor]
+) -> None:
+    """Store one expert's tensor, given in parts that are stacked; raises `ModelError`."""
+    sources = [part for part in parts if isinstance(part, SourceTensor)]
+    if len(sources) == len(parts):
+        read = [(part, part.weight.read()) for part in sources]
+        _put_codes(layer, tensor_name, expert, read)
+        return
+    tensors = [part.values() if isinstance(part, SourceTensor) else part for part in parts]
+    layer.put_expert(tensor_name, expert, tensors)
+
+
+def _put_codes(
+    layer: HostLayer, tensor_name: str, expert: int, parts: list[tuple[SourceTensor, Codes]]
+) -> None:
+    """Store an expert's parts as codes if the layer's format holds all of them, else by value."""
+    if isinstance(layer, PackedLayer):
+        fmt = layer.layout.format
+        if all(fmt in source.weight.formats for source, _ in parts):
+            coded = [codes.coded(fmt, source.weight.name) for source, codes in parts]
+            layer.put_codes(tensor_name, expert, _stacked(coded), _common_order(parts))
+            return
+    values = [codes.values(source.weight.name).to(source.dtype) for source, codes in parts]
+    if layer.is_transposed:  # codes are given row by row of the outputs
+        values = [torch.cat(values).T]
+    layer.put_expert(tensor_name, expert, values)
+
+
+def _stacked(parts: list[CodedMatrix]) -> CodedMatrix:
+    if len(parts) == 1:
+        return parts[0]
+    scales = [part.scales for part in parts if part.scales is not None]
+    minima = [part.minima for part in parts if part.minima is not None]
+    return CodedMatrix(
+        torch.cat([part.codes for part in parts]),
+        torch.cat(scales) if scales else None,
+        torch.cat(minima) if minima else None,
+    )
+
+
+def _common_order(parts: list[tuple[SourceTensor, Codes]]) -> Tensor | None:
+    """Return the order of the inputs, which parts that read the same inputs must share."""
+    first, *others = (codes.input_order for _, codes in parts)
+    for other in others:
+        is_same = other is first or (
+            other is not None and first is not None and torch.equal(other, first)
+        )
+        if not is_same:
+            names = " and ".join(source.weight.name for source, _ in parts)
+            raise ModelError(
+                f"{names} order their inputs differently (activation order), expected one order "
+                "for both; give an expert_dtype such as int8, to which they are rounded anew"
+            )
+    return first

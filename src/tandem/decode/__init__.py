@@ -1,0 +1,1 @@
+"""The decode engine: one model, many sequences, step by step."""

@@ -1,0 +1,92 @@
+"""The attention function: what runs in place of a model's attention while Tandem steps it.
+
+Transformers looks it up by the name "tandem" among its attention functions. No mask belongs to it:
+every token sees what is before it in its row, within the layer's window.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from tandem.core.errors import ConfigError
+from tandem.decode.kv_cache.base import NotByRowsError, current_cache
+from tandem.kernels.attention import AttentionForm
+
+ATTENTION_IMPLEMENTATION = "tandem"
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend with the KV cache of the step: (b, heads, n, dim) -> (b, n, heads, dim).
+
+    One sequence of n tokens, of all rows one after the other; or b rows with one token each. `key`
+    and `value` are those of the step's tokens alone.
+    """
+    cache = current_cache()
+    if cache is None:
+        raise ConfigError(
+            "attn_implementation='tandem' works only inside tandem.Generator; leave the model's "
+            "attention as it was loaded"
+        )
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if attention_mask is not None or position_bias is not None or not causal:
+        raise NotByRowsError("attention has a mask or a bias of the model's own")
+    form = AttentionForm(
+        num_heads=query.shape[1],
+        num_kv_heads=key.shape[1],
+        key_dim=key.shape[-1],
+        value_dim=value.shape[-1],
+        scale=key.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        softcap=float(softcap or 0),
+        window=sliding_window or 0,
+    )
+    batch, _, num_tokens, _ = query.shape
+    # (heads, all tokens, dim), a view in either case
+    query, key, value = (x.transpose(0, 1).flatten(1, 2) for x in (query, key, value))
+    out = cache.attend(form, query, key, value, s_aux)
+    return out.view(batch, num_tokens, *out.shape[1:]), None
+
+
+def register_attention() -> None:
+    """Make the attention function known to Transformers."""
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION_IMPLEMENTATION, attention_forward)
+
+
+class AttentionSwitch:
+    """Sets a model's attention to Tandem's for the length of a forward, and back."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Find the configurations that the model's modules look at."""
+        register_attention()
+        configs = [getattr(module, "config", None) for module in model.modules()]
+        found = [config for config in configs if isinstance(config, PreTrainedConfig)]
+        self._configs = list({id(config): config for config in found}.values())
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Let the model's attention be Tandem's inside the context."""
+        before = [config._attn_implementation for config in self._configs]
+        for config in self._configs:
+            config._attn_implementation = ATTENTION_IMPLEMENTATION
+        try:
+            yield
+        finally:
+            for config, name in zip(self._configs, before, strict=True):
+                config._attn_implementation = name

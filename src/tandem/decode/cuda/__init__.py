@@ -1,0 +1,1 @@
+"""Sequences on a GPU: their slots, and steps as captured graphs."""

@@ -1,0 +1,86 @@
+"""What a decode step on a GPU costs beside its experts: timed as it will run, in captured pieces.
+
+The model's own code takes several times as long, which is the host's time and not the GPU's. With
+each layer goes what every layer costs whatever is planned: one wait for the router's choice.
+"""
+
+import dataclasses
+import gc
+import time
+from typing import Any
+
+from torch import Tensor
+
+from tandem.decode.cuda.rows import CudaRows
+from tandem.decode.cuda.slots import MakeCapture
+from tandem.decode.kv_cache.base import NotByRowsError
+from tandem.experts.devices.device import Device
+from tandem.experts.execution.executor import RoutedCall
+from tandem.experts.store.host_store import HostStore
+from tandem.hf.lookahead.warm_up import NoExperts, warm_up_ids
+from tandem.hf.machine.profile import Bound, bind_all
+from tandem.policy.cost import HardwareProfile, interpolate
+
+STEP_ROWS = (1, 8)
+_PROMPT_TOKENS, _STEPS_BEFORE, _STEPS = 16, 8, 12
+
+
+class _HandOver(NoExperts):
+    """Learns what the routers chose, and computes nothing."""
+
+    def __init__(self, store: HostStore, device: Device) -> None:
+        super().__init__(store)
+        self._device = device
+
+    def compute(self, call: RoutedCall, functions: Any) -> Tensor:
+        self._device.download(call.top_k_index, call.hidden)
+        return super().compute(call, functions)
+
+
+def with_captured_steps(
+    profile: HardwareProfile,
+    model: Any,
+    store: HostStore,
+    bound: Bound,
+    device: Device,
+    make_capture: MakeCapture,
+) -> HardwareProfile:
+    """Return a profile whose dense parts, for few tokens, are those of captured steps.
+
+    As it was where a model's steps cannot be captured. The experts modules are bound to nothing
+    useful afterwards.
+    """
+    bind_all(bound, _HandOver(store, device))
+    found = [_step_seconds(model, rows, make_capture) for rows in STEP_ROWS]
+    gc.collect()  # rows and their steps know each other, and their memory is counted next
+    seconds = [each / len(store) for each in found if each is not None]
+    if len(seconds) < len(STEP_ROWS):
+        return profile
+    (shape,) = profile.shapes
+    dense = tuple(
+        interpolate(STEP_ROWS, seconds, tokens)
+        if tokens <= STEP_ROWS[-1]
+        else max(seconds[-1], before)
+        for tokens, before in zip(shape.tokens, shape.dense_seconds, strict=True)
+    )
+    return dataclasses.replace(profile, shapes=(dataclasses.replace(shape, dense_seconds=dense),))
+
+
+def _step_seconds(model: Any, num_rows: int, make_capture: MakeCapture) -> float | None:
+    """Time a decode step of so many rows; None if it is not captured."""
+    prompt = warm_up_ids(model, _PROMPT_TOKENS).tolist()
+    try:
+        rows = CudaRows(
+            model, [prompt] * num_rows, _STEPS_BEFORE + _STEPS, make_capture=make_capture
+        )
+        rows.prefill()
+        for _ in range(_STEPS_BEFORE):
+            rows.decode(prompt[:1] * num_rows)[0, 0].item()
+        if not rows.step.is_replaying:
+            return None
+        begin = time.perf_counter()
+        for _ in range(_STEPS):
+            rows.decode(prompt[:1] * num_rows)[0, 0].item()  # as a loop that reads every token
+        return (time.perf_counter() - begin) / _STEPS
+    except NotByRowsError:
+        return None

@@ -1,0 +1,95 @@
+"""Layers that are computed inside a captured piece, and what is told of them afterwards.
+
+A step that is captured whole runs nothing of the executor, so nobody would hear of its layers. What
+the routers chose stays in the step's memory; it is copied to the host behind each replay, and told
+before the next one: a step late, and without a wait.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.experts.devices.cuda.device import CudaDevice
+from tandem.experts.devices.cuda.resident import ResidentLayers, resident_event
+from tandem.experts.devices.cuda.streams import Event, Lane
+from tandem.experts.execution.hybrid_executor import HybridExecutor
+
+
+class UncutLayers:
+    """Computes resident layers for one captured step."""
+
+    def __init__(
+        self, executor: HybridExecutor, device: CudaDevice, layers: ResidentLayers
+    ) -> None:
+        """Compute with `layers`, in the name of `executor`."""
+        self._executor, self._device, self._layers = executor, device, layers
+        self._chosen: dict[int, Tensor] = {}  # by layer: (n_tokens, top_k) in the step's memory
+        self._host: Tensor | None = None
+        self._begin: Event | None = None
+        self._end: Event | None = None
+
+    def prepare(self, num_tokens: int) -> None:
+        """Make what must be there before a step is captured."""
+        self._layers.prepare(num_tokens)
+
+    def __call__(
+        self, layer: int, hidden: Tensor, index: Tensor, weights: Tensor, functions: Any
+    ) -> Tensor | None:
+        """Queue a layer; None if it must be cut."""
+        if not self._layers.serves(layer, functions, len(hidden)):
+            return None
+        self._chosen[layer] = index
+        return self._layers.execute(layer, hidden, index, weights, functions)
+
+    def begin_step(self) -> None:
+        """Note when a replay begins."""
+        if not self._chosen:  # too many tokens: all layers were cut
+            return
+        self._begin = self._device.streams.record(Lane.COMPUTE, is_timed=True)
+
+    def end_step(self) -> None:
+        """Queue the copy of what the replay's routers chose."""
+        if not self._chosen:
+            return
+        streams = self._device.streams
+        chosen = torch.stack([self._chosen[layer] for layer in sorted(self._chosen)])
+        if self._host is None:
+            with torch.inference_mode(False):
+                memory = streams.pinned(chosen.nbytes)
+                self._host = memory.view(chosen.dtype).view(chosen.shape)
+        host = self._host
+
+        def bring() -> None:
+            host.copy_(chosen, non_blocking=True)
+
+        streams.run(Lane.COMPUTE, bring)
+        self._end = streams.record(Lane.COMPUTE, is_timed=True)
+
+    def tell(self) -> None:
+        """Report the layers of the last replay, if that has not been done."""
+        end, self._end = self._end, None
+        if end is None or self._host is None or self._begin is None:
+            return
+        if not end.query():  # its logits have been read, so it is about to be done
+            end.synchronize()
+        clock = self._executor.cache.clock
+        self._device.add_busy(self._device.streams.between(self._begin, end))
+        for layer, chosen in zip(sorted(self._chosen), self._host, strict=True):
+            event = resident_event(self._executor.store[layer], chosen, clock.now)
+            for listener in self._executor.listeners:
+                listener(event)
+
+
+def uncut_layers(executor: Any) -> UncutLayers | None:
+    """Return what computes layers inside a piece, where all experts are resident; else None.
+
+    Not behind executors that pass calls on: these may change the router's choice.
+    """
+    device = getattr(executor, "device", None)
+    if not isinstance(device, CudaDevice):
+        return None
+    layers = device.resident(executor.cache)
+    if layers is None or not layers.is_whole():
+        return None
+    return UncutLayers(executor, device, layers)

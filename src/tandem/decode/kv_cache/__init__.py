@@ -1,0 +1,1 @@
+"""Keys and values of sequences, on the CPU and on CUDA."""

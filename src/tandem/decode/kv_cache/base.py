@@ -1,0 +1,139 @@
+"""What a model and its attention ask of a KV cache by rows, wherever its keys and values lie.
+
+A layer's keys and values are kept when attention is called, not when the model "updates the cache":
+what a model does to them in between (expanding a latent, say) is done once per token.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+
+from tandem.hf.steps import SEQUENCES
+from tandem.kernels.attention import AttentionForm
+
+
+class NotByRowsError(Exception):
+    """A model does something around its attention that rows of one sequence cannot have."""
+
+
+class RowCache(ABC):
+    """Lengths of rows, and the order in which a model must ask: keys of a layer, its attention."""
+
+    rows: Tensor
+    """The row of each token of the step that is under way, on the host."""
+
+    def __init__(self, num_rows: int) -> None:
+        """Hold rows without tokens."""
+        self.lengths = [0] * num_rows
+        self.num_layers = 1
+        """Layers that are expected: their memory is asked for together."""
+        self.num_sliding_layers = 0
+        """How many of them see a window alone."""
+        self._awaited: int | None = None
+
+    @abstractmethod
+    def attend(
+        self, form: AttentionForm, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+    ) -> Tensor:
+        """Append the new keys and values of the expected layer and attend.
+
+        All are (heads, n_tokens, dim) in the order of the step; returns (n_tokens, heads, dim).
+        """
+
+    def expect(self, layer: int) -> None:
+        """Note that a layer has new keys and values: its attention comes next."""
+        if self._awaited is not None:
+            raise NotByRowsError("keys were given twice before attention was asked for")
+        self._awaited = layer
+
+    def truncate(self, row: int, length: int) -> None:
+        """Forget a row's tokens from `length` on."""
+        assert 0 <= length <= self.lengths[row]
+        self.lengths[row] = length
+
+    def _expected_layer(self) -> int:
+        """Return the layer whose attention is asked for now."""
+        layer, self._awaited = self._awaited, None
+        if layer is None:
+            raise NotByRowsError("attention was asked for without new keys")
+        return layer
+
+    def _require_through(self) -> None:
+        """Raise `NotByRowsError` if a layer gave keys and never asked for attention."""
+        if self._awaited is not None:
+            raise NotByRowsError("keys were given, but attention was not asked for")
+
+
+class _Layer(CacheLayerMixin):  # type: ignore[misc]
+    """What Transformers' cache holds for a layer: it only passes the word on."""
+
+    is_sliding = False
+
+    def __init__(self, cache: RowCache, layer: int) -> None:
+        super().__init__()
+        self._cache = cache
+        self._layer = layer
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Need nothing: the cache has its own tensors."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return what is new alone; attention knows the rest."""
+        self._cache.expect(self._layer)
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return max(self._cache.lengths)
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+def transformers_cache(model: Any, cache: RowCache) -> DynamicCache:
+    """Return the cache object for a forward; raises `NotByRowsError` where layers keep states.
+
+    Layers of linear attention, of compressed or indexed caches and the like need their own kind.
+    """
+    shell = DynamicCache(config=model.config.get_text_config(decoder=True))
+    if not shell.layers or any(
+        type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in shell.layers
+    ):
+        raise NotByRowsError("the model keeps states beside keys and values")
+    cache.num_sliding_layers = sum(
+        type(layer) is DynamicSlidingWindowLayer for layer in shell.layers
+    )
+    shell.layers = [_Layer(cache, number) for number in range(len(shell.layers))]
+    cache.num_layers = len(shell.layers)
+    return shell
+
+
+# Attention functions are registered by name and called by the model's code with the module alone:
+# the step that is under way reaches them here.
+_CURRENT: ContextVar[RowCache | None] = ContextVar("tandem_kv_cache", default=None)
+
+
+def current_cache() -> RowCache | None:
+    """Return the cache of the step that is under way in this thread."""
+    return _CURRENT.get()
+
+
+@contextmanager
+def stepping(cache: RowCache) -> Iterator[None]:
+    """Make a cache the current one."""
+    token, of_tokens = _CURRENT.set(cache), SEQUENCES.set(lambda: cache.rows)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+        SEQUENCES.reset(of_tokens)

@@ -1,0 +1,289 @@
+"""A KV cache by rows: each row has a length of its own, and a step costs what is filled.
+
+Tokens of several rows go through the model as one sequence; only attention tells them apart. So a
+batch needs no padding, and rows may be at any position. Layers with a sliding window keep no more
+than it can reach ([windows](windows.py)).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tandem.core.errors import CapacityError
+from tandem.core.units import format_bytes
+from tandem.decode.kv_cache.base import NotByRowsError, RowCache
+from tandem.decode.kv_cache.windows import KeptWindow
+from tandem.experts.store import host_memory
+from tandem.hf.opaque_calls import ATTENTION, opaque
+from tandem.kernels.attention import (
+    AttentionForm,
+    CachedAttention,
+    Segment,
+    require_kv_dtype,
+)
+from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
+
+# Capacity grows in steps, so that it is copied rarely and never much too large.
+_GRANULE_TOKENS = 256
+_PRETENDED_TOKENS = 1024  # that are made up at once
+
+
+class KvCache(RowCache):
+    """Keys and values of all layers for a fixed number of rows, grown as they get longer."""
+
+    def __init__(
+        self, threads: CpuThreads, num_rows: int, capacity: int, *, kv_dtype: str = "auto"
+    ) -> None:
+        """Hold `num_rows` rows, with room for `capacity` tokens each before growing.
+
+        `kv_dtype` is "fp32", "bf16" or "int8"; "auto" keeps what the model computes in.
+        """
+        kv_dtype = require_kv_dtype(kv_dtype)
+        super().__init__(num_rows)
+        self.threads = threads
+        self._kv_dtype = kv_dtype
+        self._capacity = _rounded(capacity)
+        self._layers: dict[int, CachedAttention] = {}
+        self._windows: dict[int, KeptWindow] = {}
+        self._expected_bytes = 0
+        self._segments: list[Segment] = []
+        # One token per row is so common that its tensors stay: a recorded step refers to them.
+        with torch.inference_mode(False):
+            self._all_rows = torch.arange(num_rows)
+            self._next_positions = torch.zeros(num_rows, dtype=torch.int64)
+        self.rows, self.positions = self._all_rows, self._next_positions
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the cache takes now."""
+        return sum(layer.num_bytes for layer in self._layers.values())
+
+    @property
+    def filled_bytes(self) -> int:
+        """Bytes of the tokens that a step reads: of all that are held, within a layer's window."""
+        return sum(
+            layer.bytes_of(min(length, layer.form.window or length))
+            for layer in self._layers.values()
+            for length in self.lengths
+        )
+
+    def begin(self, segments: Sequence[Segment]) -> None:
+        """Announce the tokens of the next forward, which follow what their rows hold."""
+        self._segments = list(segments)
+        self.rows = torch.tensor([s.row for s in segments for _ in range(s.num_tokens)])
+        self.positions = torch.cat(
+            [torch.arange(s.first_position, s.first_position + s.num_tokens) for s in segments]
+        )
+        self._awaited = None
+        self.reserve(max(s.first_position + s.num_tokens for s in segments))
+        self._place(is_kept=False)
+
+    def begin_decode(self) -> None:
+        """Announce one token for every row."""
+        self._segments = [Segment(row, length, 1) for row, length in enumerate(self.lengths)]
+        self.reserve(max(self.lengths) + 1)
+        self.rows, self.positions = self._all_rows, self._next_positions
+        self.positions.copy_(torch.tensor(self.lengths))
+        self._place(is_kept=True)
+        self._awaited = None
+
+    def begin_rows(self, numbers: Sequence[int], rows: Tensor, positions: Tensor) -> None:
+        """Announce one token for some rows; their tensors (n,) int64 are filled here.
+
+        A recorded step refers to these tensors, so the caller keeps them, one pair per n.
+        """
+        lengths = [self.lengths[row] for row in numbers]
+        self._segments = [
+            Segment(row, length, 1) for row, length in zip(numbers, lengths, strict=True)
+        ]
+        self.reserve(max(lengths) + 1)
+        rows.copy_(torch.tensor(numbers))
+        positions.copy_(torch.tensor(lengths))
+        self.rows, self.positions = rows, positions
+        self._place(is_kept=True)
+        self._awaited = None
+
+    def commit(self) -> None:
+        """Count the announced tokens as held: the forward is through."""
+        self._require_through()
+        for segment in self._segments:
+            self.lengths[segment.row] = segment.first_position + segment.num_tokens
+
+    @torch.inference_mode()
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        """Let a row hold the first tokens of another one, in place of what it held."""
+        assert length == self.usable(source, length)
+        for layer in self._layers.values():
+            window = self._windows.get(layer.form.window)
+            kept = length if window is None else max(0, length - window.first(source))
+            layer.copy_prefix(source, target, kept)
+        for window in self._windows.values():
+            window.follow(source, target)
+        self.lengths[target] = length
+
+    def usable(self, row: int, length: int) -> int:
+        """Return with how many of its first `length` tokens a row can go on: all of them, or none.
+
+        None where layers with a window no longer have what the next token sees.
+        """
+        assert length <= self.lengths[row]
+        is_there = all(window.reaches(row, length) for window in self._windows.values())
+        return length if is_there else 0
+
+    def truncate(self, row: int, length: int) -> None:
+        """Forget a row's tokens from `length` on, which is `usable`."""
+        assert length == self.usable(row, length)
+        super().truncate(row, length)
+        if length == 0:
+            for window in self._windows.values():
+                window.begin_anew(row)
+
+    @torch.inference_mode()
+    def pretend(self, length: int) -> None:
+        """Let every row hold `length` tokens that nobody said: random keys and values, to time.
+
+        Needs a forward before it, which makes the layers.
+        """
+        self.reserve(length + 1)
+        for window in self._windows.values():
+            for row in range(len(self.lengths)):
+                window.begin_anew(row, length)
+            window.place([Segment(0, length, 1)], torch.tensor([length]), is_kept=False)
+        for layer in self._layers.values():
+            kept = self._windows.get(layer.form.window)
+            for row in range(len(self.lengths)):
+                first = 0 if kept is None else kept.first(row)
+                _pretend(layer, self.threads, row, length - first)
+        self.lengths[:] = [length] * len(self.lengths)
+
+    def attend(
+        self, form: AttentionForm, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+    ) -> Tensor:
+        """Append the new keys and values of the expected layer and attend.
+
+        All are (heads, n_tokens, dim) in the order of `begin`; returns (n_tokens, heads, dim).
+        """
+        layer = self._expected_layer()
+        if key.dtype not in VALUE_DTYPES or key.shape[1] != len(self.positions):
+            raise NotByRowsError(f"keys are {key.dtype} of shape {tuple(key.shape)}")
+        attention = self._layers.get(layer) or self._add_layer(layer, form, key.dtype, sinks)
+        result: Tensor = opaque(ATTENTION, _attend_layer, self, attention, query, key, value)
+        return result
+
+    def attend_layer(
+        self, attention: CachedAttention, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        """The same for a layer that is known."""
+        rows, positions = self.rows, self.positions_of(attention)
+        attention.append(self.threads, rows, positions, key, value)
+        return attention.attend(self.threads, rows, positions, query)
+
+    def positions_of(self, attention: CachedAttention) -> Tensor:
+        """Return the places (n_tokens,) of the step's tokens in a layer's rows.
+
+        As long as `positions` are the same tensor, so are these.
+        """
+        window = self._windows.get(attention.form.window)
+        return self.positions if window is None or window.positions is None else window.positions
+
+    def _place(self, *, is_kept: bool) -> None:
+        for window in self._windows.values():
+            window.place(self._segments, self.positions, is_kept=is_kept)
+
+    def _add_layer(
+        self, layer: int, form: AttentionForm, dtype: torch.dtype, sinks: Tensor | None
+    ) -> CachedAttention:
+        attention = CachedAttention(
+            form, dtype if self._kv_dtype == "auto" else self._kv_dtype, sinks
+        )
+        window = self._window_of(form.window)
+        if all(known.form.window != form.window for known in self._layers.values()):
+            self._expect_kind(attention, self._capacity if window is None else window.capacity)
+        if window is None:
+            self._grow(attention, self._capacity, 0)
+        else:
+            window.add(attention)
+        self._layers[layer] = attention
+        return attention
+
+    def _window_of(self, size: int) -> KeptWindow | None:
+        if size and size not in self._windows:
+            window = self._windows[size] = KeptWindow(size, len(self.lengths), self._grow)
+            window.capacity = min(self._capacity, window.capacity_for(self._segments))
+        return self._windows.get(size)
+
+    def reserve(self, needed: int) -> None:
+        """Make room for `needed` tokens in each row; raises `CapacityError` if there is none."""
+        if needed <= self._capacity:
+            return
+        before = self._capacity
+        self._capacity = _rounded(max(needed, self._capacity * 3 // 2))
+        layers = [layer for layer in self._layers.values() if not layer.form.window]
+        try:
+            self._require_memory(layers)
+        except CapacityError:
+            self._capacity = before
+            raise
+        for layer in layers:
+            self._grow(layer, self._capacity, max(self.lengths))
+
+    def _require_memory(self, layers: list[CachedAttention]) -> None:
+        """Raise `CapacityError` unless there is room for layers of the present capacity.
+
+        Layers grow one after the other, so that one of them is there twice for a moment.
+        """
+        needed = sum(layer.bytes_of(self._capacity) for layer in layers) * len(self.lengths)
+        held = sum(layer.num_bytes for layer in layers)
+        available = host_memory.available_bytes()
+        if needed - held > available:
+            raise self._no_memory(needed, available + held)
+
+    def _expect_kind(self, attention: CachedAttention, capacity: int) -> None:
+        """Raise `CapacityError` unless there is room for all layers of this one's kind.
+
+        They are as large as this one, or smaller.
+        """
+        sliding = self.num_sliding_layers or self.num_layers
+        count = sliding if attention.form.window else self.num_layers - self.num_sliding_layers
+        self._expected_bytes += max(1, count) * attention.bytes_of(capacity) * len(self.lengths)
+        available = host_memory.available_bytes()
+        if self._expected_bytes > available:
+            raise self._no_memory(self._expected_bytes, available)
+
+    def _grow(self, layer: CachedAttention, capacity: int, used: int) -> None:
+        try:
+            layer.reserve(len(self.lengths), capacity, used)
+        except RuntimeError as error:  # torch's own words for "no memory" name a C++ file
+            size = layer.bytes_of(capacity) * len(self.lengths) * self.num_layers
+            raise self._no_memory(size, host_memory.available_bytes()) from error
+
+    def _no_memory(self, num_bytes: int, available: int) -> CapacityError:
+        return CapacityError(
+            f"a KV cache of {len(self.lengths)} rows of {self._capacity} tokens takes "
+            f"{format_bytes(num_bytes)} and {format_bytes(available)} of host memory are free; use "
+            "fewer prompts at once, shorter ones, a smaller max_new_tokens or kv_dtype='int8'"
+        )
+
+
+def _attend_layer(
+    cache: KvCache, attention: CachedAttention, query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    return cache.attend_layer(attention, query, key, value)
+
+
+def _rounded(tokens: int) -> int:
+    return -(-tokens // _GRANULE_TOKENS) * _GRANULE_TOKENS
+
+
+def _pretend(layer: CachedAttention, threads: CpuThreads, row: int, length: int) -> None:
+    form = layer.form
+    count = min(length, _PRETENDED_TOKENS)
+    key, value = (
+        torch.randn(form.num_kv_heads, count, dim) * 0.1 for dim in (form.key_dim, form.value_dim)
+    )
+    for first in range(0, length, _PRETENDED_TOKENS):
+        positions = torch.arange(first, min(first + count, length))
+        part = slice(0, len(positions))
+        rows = torch.full_like(positions, row)
+        layer.append(threads, rows, positions, key[:, part], value[:, part])

@@ -1,0 +1,270 @@
+"""Keys and values on a GPU, at addresses that stay: what a captured decode step can read.
+
+As `KvCache`, by rows and without padding; a step reads the filled part rounded up to a power of
+two (the *reach*), masked by position. All of it is torch, so it runs, and is tested, on the CPU.
+"""
+
+import gc
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tandem.core.errors import CapacityError
+from tandem.decode.kv_cache.base import NotByRowsError, RowCache
+from tandem.kernels.attention import AttentionForm, Segment
+
+_SHORTEST_REACH = 256
+# Bounds the scores of attention that no fused kernel computes; several copies live at a time.
+_MOST_SCORE_BYTES = 64 << 20
+
+
+class StaticKvCache(RowCache):
+    """Keys and values of all layers for a fixed number of rows."""
+
+    def __init__(
+        self,
+        num_rows: int,
+        capacity: int,
+        device: torch.device,
+        make_room: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Hold `num_rows` rows of `capacity` tokens; `make_room` frees memory if it can."""
+        super().__init__(num_rows)
+        self.capacity = _rounded(capacity)
+        self.generation = 0
+        """Grows when the cache gets other memory: whatever was captured is then void."""
+        self.reach = _SHORTEST_REACH
+        """Positions that a decode step reads, whatever the rows hold."""
+        self._device = device
+        self._make_room = make_room
+        self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
+        self._masks: dict[int, Tensor] = {}  # by window; (rows, 1, 1, capacity), True is seen
+        self._segment: Segment | None = None  # None: a decode step
+        self._decoded: Sequence[int] = ()
+        self._count = num_rows
+        with torch.inference_mode(False):
+            self._rows = torch.arange(num_rows, device=device)
+            self.positions = torch.zeros(num_rows, dtype=torch.int64, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the cache takes now."""
+        return sum(k.nbytes + v.nbytes for k, v in self._tensors.values())
+
+    def begin(self, segment: Segment) -> None:
+        """Announce a prompt's next tokens, of one row."""
+        assert segment.first_position == self.lengths[segment.row]
+        self._segment, self._awaited = segment, None
+        self.rows = torch.full((segment.num_tokens,), segment.row)
+        self.reserve(segment.first_position + segment.num_tokens)
+
+    def begin_decode(self, rows: Sequence[int], count: int) -> None:
+        """Announce one token for some rows among the first `count`; queues what the step will read.
+
+        The others of the first `count` go through the step too, so that it has one of few sizes:
+        they write behind what they hold, and that does not count.
+        """
+        assert max(rows) < count <= len(self.lengths)
+        self._segment, self._awaited = None, None
+        self._decoded, self._count, self.rows = rows, count, torch.arange(count)
+        self.reserve(max(self.lengths[:count]) + 1)
+        longest = max(self.lengths[row] for row in rows)
+        self.reach = min(max(_SHORTEST_REACH, 1 << longest.bit_length()), self.capacity)
+        self.positions.copy_(on_its_way(self.lengths, self._device), non_blocking=True)
+        for window, mask in self._masks.items():
+            mask.copy_(self._seen(window))
+
+    def commit(self) -> None:
+        """Count the announced tokens as held."""
+        self._require_through()
+        if self._segment is not None:
+            self.lengths[self._segment.row] += self._segment.num_tokens
+            return
+        for row in self._decoded:
+            self.lengths[row] += 1
+
+    @torch.inference_mode()
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        """Let a row hold the first tokens of another one, in place of what it held."""
+        assert length <= self.lengths[source]
+        for tensors in self._tensors.values():
+            for tensor in tensors:
+                tensor[target, :, :length] = tensor[source, :, :length]
+        self.lengths[target] = length
+
+    @torch.inference_mode()
+    def pretend(self, length: int) -> None:
+        """Let every row hold `length` tokens that nobody said, to time what follows."""
+        self.reserve(length + 1)
+        for tensors in self._tensors.values():
+            for tensor in tensors:
+                tensor[:, :, :length].normal_(std=0.1)
+        self.lengths[:] = [length] * len(self.lengths)
+
+    def attend(
+        self, form: AttentionForm, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+    ) -> Tensor:
+        """Append the new keys and values of the expected layer and attend.
+
+        All are (heads, n_tokens, dim); returns (n_tokens, heads, dim).
+        """
+        layer = self._expected_layer()
+        keys, values = self._layer(layer, form, key.dtype)
+        if self._segment is None:
+            count = self._count
+            rows, positions = self._rows[:count], self.positions[:count]
+            keys[rows, :, positions] = key.transpose(0, 1)
+            values[rows, :, positions] = value.transpose(0, 1)
+            return self._decode(form, query, keys[:count], values[:count], sinks)
+        row, first, count = self._segment
+        if key.shape[1] != count:
+            raise NotByRowsError(f"{count} tokens were announced and {key.shape[1]} came")
+        keys[row, :, first : first + count] = key
+        values[row, :, first : first + count] = value
+        end = first + count
+        return self._prefill(form, query, keys[row, :, :end], values[row, :, :end], sinks)
+
+    def _decode(
+        self, form: AttentionForm, query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None
+    ) -> Tensor:
+        num_rows, group = keys.shape[0], form.num_heads // form.num_kv_heads
+        # Heads that share keys stand as several queries of one head: all see the same positions.
+        q = query.transpose(0, 1).reshape(num_rows, form.num_kv_heads, group, form.key_dim)
+        mask = self._mask(form.window)[:num_rows, ..., : self.reach]
+        out = _attention(
+            form, q, keys[:, :, : self.reach], values[:, :, : self.reach], mask,
+            None if sinks is None else sinks.reshape(form.num_kv_heads, group, 1),
+        )  # fmt: skip
+        return out.reshape(num_rows, form.num_heads, form.value_dim)
+
+    def _prefill(
+        self, form: AttentionForm, query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None
+    ) -> Tensor:
+        count, total = query.shape[1], keys.shape[1]
+        group = form.num_heads // form.num_kv_heads
+        keys = keys.repeat_interleave(group, 0)  # (heads, total, dim)
+        values = values.repeat_interleave(group, 0)
+        is_whole = count == total and not (form.window and form.window < total)
+        if is_whole and not form.softcap and sinks is None:  # needs no mask, and has fast kernels
+            out = F.scaled_dot_product_attention(
+                query[None], keys[None], values[None], is_causal=True, scale=form.scale
+            )
+            return out[0].transpose(0, 1)
+        place = torch.arange(total - count, total, device=self._device)[:, None]
+        mask = _visible(place, torch.arange(total, device=self._device)[None], form.window)
+        heads = None if sinks is None else sinks.reshape(form.num_heads, 1, 1)
+        out = _attention(form, query[None], keys[None], values[None], mask, heads)[0]
+        return out.transpose(0, 1)
+
+    def _layer(self, layer: int, form: AttentionForm, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        if layer not in self._tensors:
+            lead = (len(self.lengths), form.num_kv_heads, self.capacity)
+            with torch.inference_mode(False):
+                self._tensors[layer] = (
+                    self._zeros((*lead, form.key_dim), dtype),
+                    self._zeros((*lead, form.value_dim), dtype),
+                )
+        return self._tensors[layer]
+
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        has_collected = False
+        while True:
+            try:
+                return torch.zeros(shape, dtype=dtype, device=self._device)
+            except torch.OutOfMemoryError as error:
+                if not has_collected:  # rows and their steps know each other: earlier ones may wait
+                    has_collected = True
+                    gc.collect()
+                elif not self._make_room():
+                    raise CapacityError(
+                        f"the GPU has no memory for a KV cache of {shape[0]} rows of {shape[2]} "
+                        "tokens; use fewer prompts at once, shorter ones or more gpu_memory"
+                    ) from error
+
+    def reserve(self, needed: int) -> None:
+        """Make room for `needed` tokens in each row; raises `CapacityError` if there is none."""
+        if needed <= self.capacity:
+            return
+        capacity, used = _rounded(max(needed, self.capacity * 3 // 2)), max(self.lengths)
+        self.generation += 1
+        self._masks.clear()
+        with torch.inference_mode(False):
+            for layer, tensors in self._tensors.items():
+                self._tensors[layer] = (
+                    self._grown(tensors[0], capacity, used),
+                    self._grown(tensors[1], capacity, used),
+                )
+        self.capacity = capacity  # only now: without memory for all layers the old one holds
+
+    def _grown(self, old: Tensor, capacity: int, used: int) -> Tensor:
+        new = self._zeros((*old.shape[:2], capacity, old.shape[3]), old.dtype)
+        new[:, :, :used] = old[:, :, :used]
+        return new
+
+    def _mask(self, window: int) -> Tensor:
+        if window not in self._masks:
+            with torch.inference_mode(False):
+                self._masks[window] = self._seen(window)
+        return self._masks[window]
+
+    def _seen(self, window: int) -> Tensor:
+        place = self.positions[:, None, None, None]
+        return _visible(place, torch.arange(self.capacity, device=self._device), window)
+
+
+def _visible(place: Tensor, position: Tensor, window: int) -> Tensor:
+    """Tell which positions the token at a place sees."""
+    seen = position <= place
+    return seen & (position > place - window) if window else seen
+
+
+def _attention(
+    form: AttentionForm, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | None
+) -> Tensor:
+    """Attend (b, h, n, d) to (b, h, m, d); `sinks` (h, n or 1, 1) are scores of nothing."""
+    if not form.softcap and sinks is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=form.scale)
+    # fp32 scores of 2,048 queries of gpt-oss at 8,192 positions are 4 GB, and there are copies.
+    bytes_per_query = 4 * q.shape[0] * q.shape[1] * k.shape[2]
+    count = max(1, _MOST_SCORE_BYTES // bytes_per_query)
+    pieces = []
+    for first in range(0, q.shape[2], count):
+        some = slice(first, first + count)
+        sink = None if sinks is None else _of_queries(sinks, some)
+        pieces.append(
+            _attention_by_scores(form, q[:, :, some], k, v, _of_queries(mask, some), sink)
+        )
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
+
+
+def _of_queries(tensor: Tensor, some: slice) -> Tensor:
+    """Return some queries' part of (..., n, m); with n = 1 it is that of all."""
+    return tensor if tensor.shape[-2] == 1 else tensor[..., some, :]
+
+
+def _attention_by_scores(
+    form: AttentionForm, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | None
+) -> Tensor:
+    """As `_attention`, with all scores in memory: what fused kernels do not know."""
+    scores = torch.matmul(q, k.transpose(-1, -2)).float() * form.scale
+    if form.softcap:
+        scores = form.softcap * torch.tanh(scores / form.softcap)
+    scores = scores.masked_fill_(~mask, float("-inf"))
+    if sinks is not None:
+        nothing = sinks.float().expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, nothing], -1).softmax(-1)[..., :-1]
+    else:
+        scores = scores.softmax(-1)
+    return torch.matmul(scores.to(v.dtype), v)
+
+
+def on_its_way(numbers: list[int] | list[bool], device: torch.device) -> Tensor:
+    """Return numbers on the host, pinned if they go to a GPU: copies of them do not wait then."""
+    host = torch.tensor(numbers)
+    return host.pin_memory() if device.type == "cuda" else host
+
+
+def _rounded(tokens: int) -> int:
+    return -(-tokens // _SHORTEST_REACH) * _SHORTEST_REACH

@@ -1,0 +1,1 @@
+"""A decode step as a recorded graph: recorded once, compared, then replayed."""

@@ -1,0 +1,55 @@
+"""Replaces well-known groups of recorded operations by one native call each.
+
+Groups are known by what they compute, not by the model that they come from. What does not match in
+every detail stays as it is; the recorded graph is compared with the model's own step before it is
+trusted.
+"""
+
+from collections.abc import Callable, Iterator
+
+from torch import Tensor
+
+from tandem.decode.recording.fusion.calls import find_attentions, find_dense_groups, find_experts
+from tandem.decode.recording.fusion.copies import find_joins
+from tandem.decode.recording.fusion.elementwise import find_elementwise
+from tandem.decode.recording.fusion.graph import Found, Graph
+from tandem.decode.recording.fusion.norms import find_norms
+from tandem.decode.recording.fusion.ranked_choices import find_ranked_choices
+from tandem.decode.recording.fusion.rotary import find_pair_rotaries, find_rotaries
+from tandem.decode.recording.fusion.routers import (
+    find_choices,
+    find_choices_first,
+    find_small_linears,
+)
+from tandem.decode.recording.recorder import Operation
+from tandem.kernels.dense import CpuThreads
+
+_FINDERS: tuple[Callable[[Graph, CpuThreads], Iterator[Found]], ...] = (
+    find_norms,
+    find_rotaries,
+    find_pair_rotaries,
+    find_choices,
+    find_choices_first,
+    find_ranked_choices,
+    find_attentions,
+    find_experts,
+    find_small_linears,
+    find_dense_groups,
+    find_joins,
+    find_elementwise,
+)
+
+
+def fuse(
+    operations: list[Operation], tensors: list[Tensor], fixed: set[int], threads: CpuThreads
+) -> list[Operation]:
+    """Return the operations with groups replaced; `fixed` numbers the tensors that never change.
+
+    `threads` compute what had none of its own.
+    """
+    for finder in _FINDERS:
+        graph = Graph(operations, tensors, fixed)
+        for group, fused in finder(graph, threads):
+            graph.replace(group, fused)
+        operations = graph.result()
+    return operations

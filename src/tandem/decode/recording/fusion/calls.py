@@ -1,0 +1,103 @@
+"""Calls that are native already, without the Python code around them: dense, attention, experts."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.decode.kv_cache.cpu import KvCache
+from tandem.decode.recording.fusion.graph import Found, Graph
+from tandem.decode.recording.program import NativeCall, require_contiguous
+from tandem.decode.recording.recorder import Operation
+from tandem.decode.routed import routed_call
+from tandem.hf.opaque_calls import ATTENTION, DENSE, EXPERTS
+from tandem.kernels import _native
+from tandem.kernels.attention import CachedAttention
+from tandem.kernels.dense import CpuThreads, DenseWeight
+
+_MAX_MATRICES = 8  # of one call
+
+
+def find_dense_groups(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
+    """Find packed matrices that read the same input: it is rounded for them once."""
+    groups: dict[tuple[Any, ...], list[Operation]] = {}
+    for operation in graph.operations:
+        if operation.name == DENSE:
+            owner, weight, x = operation.args
+            key = (x, id(owner), weight.matrix.format, weight.in_features)
+            groups.setdefault(key, []).append(operation)
+    for group in groups.values():
+        yield _dense_group(graph, group[:_MAX_MATRICES])
+
+
+def _dense_group(graph: Graph, group: list[Operation]) -> Found:
+    threads: CpuThreads = group[0].args[0]
+    weights: list[DenseWeight] = [operation.args[1] for operation in group]
+    source = group[0].args[2]
+    outputs = [operation.outputs[0] for operation in group]
+    call = _dense_call(threads, weights)
+    fused = Operation(call, (source,), {}, outputs, DENSE, [source], returns_sequence=True)
+    return Found(_first_last(group), fused)
+
+
+def _dense_call(threads: CpuThreads, weights: list[DenseWeight]) -> NativeCall:
+    def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        (x,), cols = inputs, weights[0].in_features
+        require_contiguous(x)
+        program.add_dense(
+            [weight.native for weight in weights], x.numel() // cols, cols,
+            x.dtype == torch.bfloat16, x.data_ptr(), [out.data_ptr() for out in outputs],
+        )  # fmt: skip
+
+    return NativeCall(add, threads)
+
+
+def _first_last(group: list[Operation]) -> list[Operation]:
+    """Order a group so that the fused call stands where its first operation does."""
+    return [*group[1:], group[0]]
+
+
+def find_attentions(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
+    """Find the attention of one token per row."""
+    for operation in graph.operations:
+        if operation.name == ATTENTION:
+            cache, attention, *refs = operation.args
+            tensors = [graph.tensor(ref) for ref in refs]
+            if len(cache.positions) == tensors[0].shape[1]:
+                if not all(x.stride(-1) == 1 for x in tensors):
+                    continue
+                call = _attention_call(cache, attention)
+                outputs = operation.outputs
+                fused = Operation(call, tuple(refs), {}, outputs, "attend", refs, has_effects=True)
+                yield Found([operation], fused)
+
+
+def _attention_call(cache: KvCache, attention: CachedAttention) -> NativeCall:
+    """Return the call for tensors (heads, rows, dim), whose last dimension is dense."""
+    rows, positions = cache.rows, cache.positions_of(attention)
+
+    def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        (q, k, v), (out,) = inputs, outputs
+        program.add_attention(
+            attention.native, q.dtype == torch.bfloat16, q.shape[1], rows.data_ptr(),
+            positions.data_ptr(), q.data_ptr(), q.stride(1), q.stride(0), k.data_ptr(),
+            k.stride(1), k.stride(0), v.data_ptr(), v.stride(1), v.stride(0), out.data_ptr(),
+        )  # fmt: skip
+
+    return NativeCall(add, cache.threads)
+
+
+def find_experts(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
+    """Find the layers whose experts are one native call; `threads` compute them."""
+    for operation in graph.operations:
+        if operation.name != EXPERTS:
+            continue
+        layer, *refs, functions = operation.args
+        call = routed_call(
+            threads, operation.function, layer, functions, *(graph.tensor(ref) for ref in refs)
+        )
+        if call is not None:
+            outputs = operation.outputs
+            fused = Operation(call, tuple(refs), {}, outputs, EXPERTS, refs, has_effects=True)
+            yield Found([operation], fused)

@@ -1,0 +1,88 @@
+"""A recording as a graph: who makes and who reads each tensor, and which groups are replaced."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from tandem.decode.recording.recorder import Operation, Ref
+
+
+class Found(NamedTuple):
+    """A group of operations, in an order whose last one gives the place, and what replaces it."""
+
+    group: list[Operation]
+    fused: Operation
+
+
+class Graph:
+    """Operations with who makes and who reads each tensor."""
+
+    def __init__(self, operations: list[Operation], tensors: list[Tensor], fixed: set[int]) -> None:
+        self.operations = operations
+        self.tensors = tensors
+        self.fixed = fixed
+        self.maker: dict[Ref, Operation] = {}
+        self.users: dict[Ref, list[Operation]] = {}
+        for operation in operations:
+            for ref in operation.outputs:
+                if ref is not None and ref not in operation.inputs:
+                    self.maker[ref] = operation
+            for ref in set(operation.inputs):
+                self.users.setdefault(ref, []).append(operation)
+        self._place = {id(operation): index for index, operation in enumerate(operations)}
+        self._replaced: dict[int, Operation | None] = {}
+
+    def made_by(self, ref: Any, name: str) -> Operation | None:
+        """Return the operation of that name that makes a tensor, if that is who does."""
+        operation = self.maker.get(ref) if isinstance(ref, Ref) else None
+        is_it = operation is not None and operation.name == name and not operation.has_effects
+        return operation if is_it else None
+
+    def only_user(self, ref: Ref | None, name: str) -> Operation | None:
+        """Return the only operation that reads a tensor, if it has that name."""
+        users = self.users.get(ref, []) if ref is not None else []
+        return users[0] if len(users) == 1 and users[0].name == name else None
+
+    def found_around(
+        self, name: str, match: Callable[[Operation], Found | None]
+    ) -> Iterator[Found]:
+        """Yield what `match` finds around each operation of a name."""
+        for operation in self.operations:
+            found = match(operation) if operation.name == name else None
+            if found is not None:
+                yield found
+
+    def is_read_outside(self, group: list[Operation], results: Iterable[Ref | None]) -> bool:
+        """Tell whether somebody outside a group reads what it makes, apart from its results."""
+        made = {ref for operation in group for ref in operation.outputs} - {None, *results}
+        return any(user not in group for ref in made if ref for user in self.users.get(ref, []))
+
+    def tensor(self, ref: Ref) -> Tensor:
+        """Return a tensor as it was when it was recorded."""
+        return self.tensors[ref.number]
+
+    def replace(self, group: list[Operation], fused: Operation) -> None:
+        """Put `fused` where the last of a group stands; leave the others out.
+
+        Nothing happens if one is replaced already, or if somebody reads a result before that place.
+        """
+        if any(id(operation) in self._replaced for operation in group):
+            return
+        place = self._place[id(group[-1])]
+        readers = (op for ref in fused.outputs if ref for op in self.users.get(ref, []))
+        if any(self._place[id(op)] < place and op not in group for op in readers):
+            return
+        self._replaced |= dict.fromkeys(map(id, group[:-1]))
+        self._replaced[id(group[-1])] = fused
+
+    def result(self) -> list[Operation]:
+        """Return the operations with the replacements in place."""
+        found = (self._replaced.get(id(op), op) for op in self.operations)
+        return [operation for operation in found if operation is not None]
+
+
+def other(operation: Operation, ref: Ref) -> Any:
+    """Return the other argument of a two-argument operation."""
+    first, second = operation.args[:2]
+    return second if first == ref else first

@@ -1,0 +1,100 @@
+"""Root mean square norms: square, mean, root, scaling, rounding and weight as one call."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.decode.recording.fusion.graph import Found, Graph, other
+from tandem.decode.recording.program import NativeCall
+from tandem.decode.recording.recorder import NotRecordableError, Operation, Ref
+from tandem.kernels import _native
+from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
+from tandem.kernels.rows import row_stride
+
+
+def find_norms(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
+    """Find the norms around each reciprocal root."""
+    return graph.found_around("rsqrt", lambda root: _match_norm(graph, root, threads))
+
+
+def _match_norm(graph: Graph, root: Operation, threads: CpuThreads) -> Found | None:
+    shift = graph.made_by(root.args[0], "add")
+    mean = graph.made_by(shift.args[0], "mean") if shift else None
+    square = graph.made_by(mean.args[0], "pow") if mean else None
+    if not (shift and mean and square) or not isinstance(shift.args[1], float):
+        return None
+    if mean.args[1:] != ([-1], True) or square.args[1] != 2:
+        return None
+    wide = square.args[0]
+    scaled = graph.only_user(root.outputs[0], "mul")
+    if scaled is None or other(scaled, root.outputs[0]) != wide:  # type: ignore[arg-type]
+        return None
+    cast = graph.made_by(wide, "to")
+    source = cast.args[0] if cast else wide
+    chain = [*([cast] if cast else []), square, mean, shift, root, scaled]
+    if graph.is_read_outside(chain, scaled.outputs):
+        return None
+    end = _follow(graph, chain, source)
+    if end is None:
+        return None
+    chain, weight, rounds_first = end
+    result = chain[-1].outputs
+    call = _norm_call(threads, weight, float(shift.args[1]), rounds_first)
+    return Found(chain, Operation(call, (source,), {}, result, "rms_norm", [source]))
+
+
+def _follow(
+    graph: Graph, chain: list[Operation], source: Ref
+) -> tuple[list[Operation], Tensor | None, bool] | None:
+    """Follow what comes after the scaling: rounding, then the weight, or the other way round.
+
+    Return the whole chain, the weight in fp32, and whether rounding comes before it.
+    """
+    x = graph.tensor(source)
+    if x.dtype not in VALUE_DTYPES or row_stride(x) is None:
+        return None
+    weight: Tensor | None = None
+    rounds_first = False
+    while True:
+        last = chain[-1].outputs[0]
+        users = graph.users.get(last, []) if last is not None else []
+        step = users[0] if len(users) == 1 else None
+        if step is None or last is None:
+            break
+        if step.name == "to" and step.outputs[0] and graph.tensor(step.outputs[0]).dtype == x.dtype:
+            rounds_first = weight is None
+        elif step.name == "mul" and weight is None and _is_weight(graph, other(step, last), x):
+            weight = graph.tensor(other(step, last)).float().contiguous()
+        else:
+            break
+        chain.append(step)
+    result = chain[-1].outputs[0]
+    if result is None or graph.tensor(result).dtype != x.dtype:
+        return None
+    return chain, weight, rounds_first
+
+
+def _is_weight(graph: Graph, ref: Any, x: Tensor) -> bool:
+    return (
+        isinstance(ref, Ref)
+        and ref.number in graph.fixed
+        and graph.tensor(ref).shape == x.shape[-1:]
+    )
+
+
+def _norm_call(
+    threads: CpuThreads, weight: Tensor | None, eps: float, rounds_first: bool
+) -> NativeCall:
+    def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        (x,), (out,) = inputs, outputs
+        stride = row_stride(x)
+        if stride is None:
+            raise NotRecordableError("a norm's rows do not lie evenly apart")
+        program.add_norm(
+            x.numel() // x.shape[-1], x.shape[-1], eps, rounds_first, x.dtype == torch.bfloat16,
+            x.data_ptr(), stride, 0 if weight is None else weight.data_ptr(), out.data_ptr(),
+        )  # fmt: skip
+
+    return NativeCall(add, threads)

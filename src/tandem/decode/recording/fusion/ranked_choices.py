@@ -1,0 +1,142 @@
+"""Routers that rank experts by other numbers than their weights: biased, and group by group.
+
+As DeepSeek-V3, GLM-4 and MiniMax do it: scores, ranks = scores + bias, perhaps only the groups of
+experts whose best ranks have the greatest sum, the greatest ranks, their scores as weights.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tandem.decode.recording.fusion.graph import Found, Graph
+from tandem.decode.recording.fusion.routers import takes_largest
+from tandem.decode.recording.program import NativeCall, require_contiguous
+from tandem.decode.recording.recorder import Operation
+from tandem.kernels import _native
+from tandem.kernels.dense import CpuThreads
+
+
+class _Groups(NamedTuple):
+    """Which experts may be chosen."""
+
+    groups: int = 1
+    kept: int = 1
+    best_of_group: int = 1
+
+
+class _Weights(NamedTuple):
+    """What becomes of the chosen scores."""
+
+    is_normalised: bool = False
+    epsilon: float = 0.0
+    scale: float = 1.0
+
+
+def find_ranked_choices(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
+    """Find the choices around each gathering of scores."""
+    return graph.found_around("gather", lambda gathered: _match(graph, gathered, threads))
+
+
+def _match(graph: Graph, gathered: Operation, threads: CpuThreads) -> Found | None:
+    scores, index = gathered.args[0], gathered.args[2]
+    best = graph.made_by(index, "topk")
+    if best is None or not takes_largest(best) or best.outputs[1] != index:
+        return None
+    if gathered.args[1] not in (-1, 1):
+        return None
+    masked = graph.made_by(best.args[0], "masked_fill")
+    ranks, groups = best.args[0], _Groups()
+    before: list[Operation] = []
+    if masked is not None:
+        found = _match_groups(graph, masked)
+        if found is None:
+            return None
+        ranks = masked.args[0]
+        before, groups = found
+    after, weights = _follow(graph, gathered)
+    result = after[-1].outputs[0]
+    group = [*before, best, *after]
+    if graph.is_read_outside(group, [index, result]):
+        return None
+    tensors = [graph.tensor(ref) for ref in (scores, ranks, result)]  # type: ignore[arg-type]
+    if not all(x.dtype == torch.float32 and x.dim() == 2 for x in tensors):
+        return None
+    if not all(x.is_contiguous() for x in tensors):
+        return None
+    args = (scores, ranks)
+    call = _ranked_call(threads, best.args[1], groups, weights)
+    fused = Operation(call, args, {}, [result, index], "topk", list(args), returns_sequence=True)
+    return Found(group, fused)
+
+
+def _match_groups(graph: Graph, masked: Operation) -> tuple[list[Operation], _Groups] | None:
+    """Match what leaves out groups: their best ranks summed, the best sums, a mask of the rest."""
+    if masked.args[2] != -math.inf:  # what is left out could still be chosen
+        return None
+    chain: list[Operation] = [masked]
+    ref: Any = masked.args[1]
+    for name in ("bitwise_not", "to", "reshape", "expand", "unsqueeze"):
+        made = graph.made_by(ref, name)
+        if made is None:
+            return None
+        chain.append(made)
+        ref = made.args[0]
+    marked = next((op for op in graph.users.get(ref, []) if op.name == "scatter_"), None)
+    if marked is None or marked.args[:2] != (ref, 1) or marked.args[3] != 1:
+        return None
+    chain.append(marked)
+    kept = graph.made_by(marked.args[2], "topk")
+    summed = graph.made_by(kept.args[0], "sum") if kept else None
+    each = graph.made_by(summed.args[0], "topk") if summed else None
+    grouped = graph.made_by(each.args[0], "view") if each else None
+    if not (kept and summed and each and grouped) or grouped.args[0] != masked.args[0]:
+        return None
+    if summed.args[1:] != ([-1],) or kept.outputs[1] != marked.args[2]:
+        return None
+    if not takes_largest(kept) or not takes_largest(each, num_dimensions=3):
+        return None
+    blank: Any = ref
+    while (made := graph.maker.get(blank)) is not None and made.name in ("detach", "zeros_like"):
+        chain.append(made)
+        blank = made.args[0]
+    if chain[-1].name != "zeros_like" or blank != kept.args[0]:
+        return None
+    chain += [kept, summed, each, grouped]
+    groups = graph.tensor(each.args[0]).shape[1]
+    return chain, _Groups(groups, kept.args[1], each.args[1])
+
+
+def _follow(graph: Graph, gathered: Operation) -> tuple[list[Operation], _Weights]:
+    """Follow the division by the sum of the weights, and a factor."""
+    chain, values = [gathered], gathered.outputs[0]
+    weights = _Weights()
+    users = graph.users.get(values, []) if values is not None else []
+    if len(users) >= 2 and users[0].name == "sum" and users[0].args[1:] == ([-1], True):
+        total, divided = users[0], users[1]
+        shifted = graph.only_user(total.outputs[0], "add")
+        divisor = (shifted or total).outputs[0]
+        if divided.name in ("div", "div_") and divided.args == (values, divisor):
+            chain += [total, *([shifted] if shifted else []), divided]
+            epsilon = float(shifted.args[1]) if shifted else 0.0
+            weights = _Weights(is_normalised=True, epsilon=epsilon)
+            values = divided.outputs[0]
+            users = [op for op in graph.users.get(values, []) if op not in chain]  # type: ignore[arg-type]
+    if len(users) == 1 and users[0].name == "mul" and isinstance(users[0].args[1], float):
+        chain.append(users[0])
+        weights = weights._replace(scale=users[0].args[1])
+    return chain, weights
+
+
+def _ranked_call(threads: CpuThreads, top_k: int, groups: _Groups, weights: _Weights) -> NativeCall:
+    def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        (scores, ranks), (chosen, index) = inputs, outputs
+        require_contiguous(scores, ranks)
+        program.add_ranked_choice(
+            scores.shape[0], scores.shape[1], top_k, *groups, *weights, scores.data_ptr(),
+            ranks.data_ptr(), chosen.data_ptr(), index.data_ptr(),
+        )  # fmt: skip
+
+    return NativeCall(add, threads)

@@ -1,0 +1,150 @@
+"""Routers: their small matrices, and the choice that follows the scores."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from tandem.decode.recording.fusion.graph import Found, Graph
+from tandem.decode.recording.program import NativeCall, require_contiguous
+from tandem.decode.recording.recorder import Operation, Ref
+from tandem.hf.opaque_calls import DENSE
+from tandem.kernels import _native
+from tandem.kernels.dense import VALUE_DTYPES, CpuThreads, pack_dense
+from tandem.kernels.formats.weight_format import find_format
+
+# Their copy in packed form costs no memory worth speaking of.
+_SMALL_WEIGHTS = 1 << 21
+_BF16 = find_format("bf16")
+
+
+def find_small_linears(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
+    """Take small bf16 matrices as they are: the same products, without torch's threads."""
+    for operation in graph.operations:
+        if operation.name != "linear" or operation.kwargs:
+            continue
+        source, *rest = operation.args
+        refs = [ref for ref in rest if isinstance(ref, Ref)]
+        weights = [graph.tensor(ref) for ref in refs]
+        is_small = bool(weights) and weights[0].numel() <= _SMALL_WEIGHTS
+        if not is_small or any(ref.number not in graph.fixed for ref in refs):
+            continue
+        if _holds_bf16(graph, source) and all(map(_is_exact_in_bf16, weights)):
+            packed = pack_dense(weights[0], weights[1] if len(weights) > 1 else None, _BF16)
+            args = (threads, packed, source)
+            outputs = operation.outputs
+            fused = Operation(operation.function, args, {}, outputs, DENSE, [source])
+            yield Found([operation], fused)
+
+
+def _holds_bf16(graph: Graph, ref: Ref) -> bool:
+    """Tell whether a tensor's values are those of a bf16 tensor, whatever its own dtype."""
+    if graph.tensor(ref).dtype == torch.bfloat16:
+        return True
+    cast = graph.made_by(ref, "to")
+    is_wider = graph.tensor(ref).dtype == torch.float32
+    return is_wider and cast is not None and graph.tensor(cast.args[0]).dtype == torch.bfloat16
+
+
+def _is_exact_in_bf16(x: Tensor) -> bool:
+    if x.dtype == torch.bfloat16:
+        return True
+    return x.dtype == torch.float32 and torch.equal(x.bfloat16().float(), x)
+
+
+def find_choices(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
+    """Softmax, the largest, perhaps divided by their sum, perhaps scaled, perhaps rounded."""
+    for softmax in graph.operations:
+        best = graph.only_user(softmax.outputs[0], "topk") if softmax.name == "softmax" else None
+        if best is None or best.kwargs or not takes_largest(best):
+            continue
+        logits = graph.tensor(softmax.args[0])
+        is_plain = (
+            logits.dim() == 2
+            and logits.is_contiguous()
+            and logits.dtype in VALUE_DTYPES
+            and softmax.args[1] in (-1, 1)
+            and graph.tensor(best.args[0]).dtype == torch.float32
+        )
+        if is_plain:
+            yield _fuse_choice(graph, softmax, best, threads)
+
+
+def find_choices_first(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
+    """The largest, then softmax over these: softmax over all, divided by the sum of the chosen."""
+    for best in graph.operations:
+        if best.name != "topk" or best.kwargs or not takes_largest(best):
+            continue
+        values, index = best.outputs
+        softmax = graph.only_user(values, "softmax")
+        logits = graph.tensor(best.args[0])
+        is_plain = logits.dim() == 2 and logits.is_contiguous() and logits.dtype in VALUE_DTYPES
+        if softmax is None or softmax.args[1] not in (-1, 1) or not is_plain:
+            continue
+        weights = softmax.outputs[0]
+        if weights is None or graph.tensor(weights).dtype not in VALUE_DTYPES:
+            continue
+        call = _choice_call(threads, best.args[1], 1.0, is_normalised=True)
+        source, outputs = best.args[0], [weights, index]
+        fused = Operation(call, (source,), {}, outputs, "topk", [source], returns_sequence=True)
+        yield Found([best, softmax], fused)
+
+
+def takes_largest(best: Operation, num_dimensions: int = 2) -> bool:
+    """Tell whether it is of the last dimension; any order is as good as the best first."""
+    dim = best.args[2] if len(best.args) > 2 else -1
+    is_largest = best.args[3] if len(best.args) > 3 else True
+    return dim in (-1, num_dimensions - 1) and bool(is_largest)
+
+
+def _fuse_choice(graph: Graph, softmax: Operation, best: Operation, threads: CpuThreads) -> Found:
+    chain, (values, index) = [softmax, best], best.outputs
+    assert values is not None
+    quotient = _division_by_sum(graph, values)
+    if quotient is not None:
+        chain += quotient
+        values = quotient[-1].outputs[0] or values
+    scale = 1.0
+    users = [user for user in graph.users.get(values, []) if user not in chain]
+    if len(users) == 1 and users[0].name == "mul" and isinstance(users[0].args[1], float):
+        scale = users[0].args[1]
+        chain.append(users[0])
+        values = users[0].outputs[0] or values
+        users = graph.users.get(values, [])
+    if len(users) == 1 and users[0].name == "to":
+        rounded = users[0].outputs[0]
+        if rounded is not None and graph.tensor(rounded).dtype in VALUE_DTYPES:
+            chain.append(users[0])
+            values = rounded
+    source = softmax.args[0]
+    call = _choice_call(threads, best.args[1], scale, is_normalised=quotient is not None)
+    fused = Operation(call, (source,), {}, [values, index], "topk", [source], returns_sequence=True)
+    return Found(chain, fused)
+
+
+def _division_by_sum(graph: Graph, values: Ref) -> list[Operation] | None:
+    """Return the sum of the chosen weights and the division by it, if they come next."""
+    users = graph.users.get(values, [])
+    if len(users) < 2 or users[0].name != "sum" or users[1].name not in ("div", "div_"):
+        return None
+    total, quotient = users[:2]
+    is_row = total.args[1:] in (([-1], True), ([1], True))
+    is_it = graph.only_user(total.outputs[0], quotient.name) is quotient
+    is_last = quotient.name == "div_" or len(users) == 2
+    is_whole = quotient.args == (values, total.outputs[0])
+    return [total, quotient] if is_row and is_it and is_last and is_whole else None
+
+
+def _choice_call(
+    threads: CpuThreads, top_k: int, scale: float, *, is_normalised: bool
+) -> NativeCall:
+    def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        (logits,), (weights, index) = inputs, outputs
+        require_contiguous(logits)
+        program.add_choice(
+            logits.shape[0], logits.shape[1], top_k, is_normalised, scale,
+            logits.dtype == torch.bfloat16, logits.data_ptr(), weights.dtype == torch.bfloat16,
+            weights.data_ptr(), index.data_ptr(),
+        )  # fmt: skip
+
+    return NativeCall(add, threads)

@@ -1,0 +1,194 @@
+"""Native operations of a recorded graph as programs: neighbours are one call, in fixed memory.
+
+A step's tensors have the same shapes each time, so what native operations read and write gets a
+place once; views of it are made once too. Places are used again as soon as nobody reads them.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from tandem.decode.recording.recorder import NotRecordableError, Operation, Ref
+from tandem.kernels import _native
+from tandem.kernels.dense import CpuThreads
+
+_GRANULE_BYTES = 64  # a line of the cache
+
+Report = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class NativeCall:
+    """What a native operation adds to a program: it stands where a recorded function does."""
+
+    add: Callable[[_native.Program, list[Tensor], list[Tensor]], Report | None]
+    """Takes the operation's inputs and outputs; may return what is to be called after each run."""
+    threads: CpuThreads
+    """Whose program it joins."""
+
+    def __call__(self, *args: Any) -> Any:
+        """Stand for a function; never called."""
+        raise AssertionError("a native operation runs as part of a program")
+
+
+def require_contiguous(*tensors: Tensor) -> None:
+    """Refuse tensors whose values do not lie side by side."""
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        raise NotRecordableError("a native operation would read a tensor that has gaps")
+
+
+def may_alias(operation: Operation) -> bool:
+    """Tell whether results may share memory with what the operation reads."""
+    schema = getattr(operation.function, "_schema", None)
+    return schema is not None and any(r.alias_info is not None for r in schema.returns)
+
+
+class Places:
+    """The fixed memory of a recorded graph: by tensor number, besides its constants."""
+
+    def __init__(
+        self,
+        operations: Sequence[Operation],
+        tensors: Sequence[Tensor],
+        constants: dict[int, Tensor],
+        result: Ref,
+    ) -> None:
+        """Give a place to whatever native operations read or write; `tensors` tell the shapes."""
+        self.tensors: dict[int, Tensor] = dict(constants)
+        self.views: set[int] = set()
+        """Indices of operations that need not run: their results are views of places."""
+        self._groups = _Groups(operations, tensors)
+        self._wanted = {
+            self._groups.of(ref.number)
+            for operation in operations
+            if isinstance(operation.function, NativeCall)
+            for ref in (*operation.inputs, *filter(None, operation.outputs))
+        }
+        self._memory = _Memory()
+        last_use = self._groups.last_uses(operations)
+        last_use[self._groups.of(result.number)] = len(operations)
+        for index, operation in enumerate(operations):
+            self._place(index, operation, tensors)
+            self._memory.release(index, last_use)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that were taken for places."""
+        return self._memory.num_bytes
+
+    def _place(self, index: int, operation: Operation, tensors: Sequence[Tensor]) -> None:
+        if may_alias(operation) and self._is_view(operation):
+            self.views.add(index)
+            return
+        for ref in operation.outputs:
+            if ref is None or ref in operation.inputs:
+                continue
+            group = self._groups.of(ref.number)
+            if group in self._wanted:
+                self.tensors[ref.number] = self._memory.take(tensors[ref.number], group)
+
+    def _is_view(self, operation: Operation) -> bool:
+        """Do a view's operation now, if what it looks at has a place."""
+        if operation.has_effects or any(r.number not in self.tensors for r in operation.inputs):
+            return False
+
+        def place(value: Any) -> Any:
+            return self.tensors[value.number] if isinstance(value, Ref) else value
+
+        args, kwargs = tree_map(
+            place, (operation.args, operation.kwargs), is_leaf=lambda x: isinstance(x, Ref)
+        )
+        results = operation.function(*args, **kwargs)
+        results = list(results) if operation.returns_sequence else [results]
+        memory = {_storage(self.tensors[ref.number]) for ref in operation.inputs}
+        if any(_storage(result) not in memory for result in results):
+            return False
+        for ref, result in zip(operation.outputs, results, strict=True):
+            if ref is not None:
+                self.tensors[ref.number] = result
+        return True
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class _Groups:
+    """Tensors that may share memory, by what operations say or what was seen."""
+
+    def __init__(self, operations: Iterable[Operation], tensors: Sequence[Tensor]) -> None:
+        self._parent: dict[int, int] = {}
+        for operation in operations:
+            for ref in filter(None, operation.outputs):
+                for source in operation.inputs:
+                    is_shared = _storage(tensors[ref.number]) == _storage(tensors[source.number])
+                    if may_alias(operation) or is_shared:
+                        self._parent[self.of(ref.number)] = self.of(source.number)
+
+    def of(self, number: int) -> int:
+        """Return the number that stands for a tensor's group."""
+        while (parent := self._parent.get(number, number)) != number:
+            number = parent
+        return number
+
+    def last_uses(self, operations: Sequence[Operation]) -> dict[int, int]:
+        """Return, by group, the index of the last operation that reads or writes it."""
+        return {
+            self.of(ref.number): index
+            for index, operation in enumerate(operations)
+            for ref in (*operation.inputs, *filter(None, operation.outputs))
+        }
+
+
+class _Memory:
+    """Hands out memory and takes it back."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[Tensor]] = {}
+        self._used: list[tuple[int, Tensor]] = []  # by group
+        self.num_bytes = 0
+
+    def take(self, like: Tensor, group: int) -> Tensor:
+        """Return a contiguous tensor of the shape and dtype of another one."""
+        num_bytes = max(1, -(-like.nbytes // _GRANULE_BYTES)) * _GRANULE_BYTES
+        free = self._free.setdefault(num_bytes, [])
+        if not free:
+            free.append(torch.empty(num_bytes, dtype=torch.uint8))
+            self.num_bytes += num_bytes
+        memory = free.pop()
+        self._used.append((group, memory))
+        return memory[: like.nbytes].view(like.dtype).view(like.shape)
+
+    def release(self, index: int, last_use: dict[int, int]) -> None:
+        """Take back what no operation after this one reads."""
+        for group, memory in self._used:
+            if last_use[group] <= index:
+                self._free[memory.nbytes].append(memory)
+        self._used = [(group, memory) for group, memory in self._used if last_use[group] > index]
+
+
+def compile_program(operations: Sequence[Operation], places: Places) -> Callable[[], None]:
+    """Return one call that runs native operations, all with the same threads."""
+    threads = operations[0].function.threads  # type: ignore[attr-defined]
+    program = threads.program()
+    reports: list[Report] = []
+    for operation in operations:
+        inputs = [places.tensors[ref.number] for ref in operation.inputs]
+        outputs = [places.tensors[ref.number] for ref in filter(None, operation.outputs)]
+        report = operation.function.add(program, inputs, outputs)  # type: ignore[attr-defined]
+        if report is not None:
+            reports.append(report)
+    return _reporting(program.run, reports) if reports else program.run
+
+
+def _reporting(run: Callable[[], None], reports: list[Report]) -> Callable[[], None]:
+    def run_and_report() -> None:
+        run()
+        for report in reports:
+            report()
+
+    return run_and_report

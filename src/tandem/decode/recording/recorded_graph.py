@@ -1,0 +1,249 @@
+"""Runs a recorded step again as one flat Python function, without the model's own code around it.
+
+Of a step's 4,000 operations most are views and small arithmetic, which the model's Python code
+calls through modules, wrappers and checks. The recorded graph calls them directly, leaves out
+what nobody reads, computes once what never changes, frees each tensor after its last use, and
+hands what is native to programs (`tandem.decode.recording.program`).
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tandem.decode.recording.fusion import fuse
+from tandem.decode.recording.program import NativeCall, Places, compile_program
+from tandem.decode.recording.recorder import Operation, Recording, Ref
+from tandem.kernels.dense import CpuThreads
+
+# Public functions that do what an ATen overload does with the same positional arguments, and cost
+# a third of calling the overload.
+_DIRECT: dict[str, Callable[..., Any]] = {
+    "add.Tensor": torch.add,
+    "sub.Tensor": torch.sub,
+    "mul.Tensor": torch.mul,
+    "div.Tensor": torch.div,
+    "neg.default": torch.neg,
+    "rsqrt.default": torch.rsqrt,
+    "pow.Tensor_Scalar": torch.pow,
+    "mean.dim": torch.mean,
+    "sum.dim_IntList": torch.sum,
+    "sigmoid.default": torch.sigmoid,
+    "silu.default": F.silu,
+    "cos.default": torch.cos,
+    "sin.default": torch.sin,
+    "cat.default": torch.cat,
+    "linear.default": F.linear,
+    "matmul.default": torch.matmul,
+    "mm.default": torch.mm,
+    "softmax.int": torch.softmax,
+    "topk.default": torch.topk,
+    "gather.default": torch.gather,
+    "embedding.default": torch.embedding,
+    "transpose.int": torch.transpose,
+    "unsqueeze.default": torch.unsqueeze,
+    "select.int": torch.select,
+    "reshape.default": torch.reshape,
+    "view.default": Tensor.view,
+    "expand.default": Tensor.expand,
+    "to.dtype": Tensor.to,
+    "to.device": Tensor.to,
+    "chunk.default": torch.chunk,
+    "clone.default": torch.clone,
+}
+
+
+class RecordedGraph:
+    """A recorded step as a function without arguments: it reads and writes fixed tensors."""
+
+    def __init__(
+        self,
+        recording: Recording,
+        result: Tensor,
+        inputs: Iterable[Tensor],
+        threads: CpuThreads | None = None,
+    ) -> None:
+        """Compile a recording whose `inputs` change between runs; `result` is what it returns.
+
+        With `threads`, what the kernels know is native.
+        """
+        self._operations = _live(recording.operations, recording.ref(result))
+        changing = {recording.ref(x).number for x in inputs if _is_among(x, recording.tensors)}
+        self._operations, constants = _fold(
+            self._operations, recording, changing | recording.produced
+        )
+        if threads is not None:
+            fixed = set(constants) - changing
+            self._operations = fuse(self._operations, recording.tensors, fixed, threads)
+        self._places = Places(self._operations, recording.tensors, constants, recording.ref(result))
+        self._result = recording.ref(result)
+        self._shapes = [tuple(tensor.shape) for tensor in recording.tensors]
+        self._function = _compile(self._operations, self._places, self._result)
+
+    def __len__(self) -> int:
+        return len(self._operations)
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that a run makes: programs, and operations that are none's."""
+        return len(_parts(self._operations, self._places, are_apart=False))
+
+    @property
+    def place_bytes(self) -> int:
+        """Bytes of the fixed memory between native operations."""
+        return self._places.num_bytes
+
+    @torch.inference_mode()
+    def run(self) -> Tensor:
+        """Do the step once more; return its result."""
+        return self._function()
+
+    @torch.inference_mode()
+    def profile(self, num_runs: int) -> list[tuple[Operation, float]]:
+        """Run several times; return each operation with its mean seconds. Slower than `run`."""
+        seconds = [0.0] * len(self._operations)
+        timed = _compile(self._operations, self._places, self._result, seconds)
+        for _ in range(num_runs):
+            timed()
+        return [(op, total / num_runs) for op, total in zip(self._operations, seconds, strict=True)]
+
+    def shape_of(self, ref: Ref) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return self._shapes[ref.number]
+
+
+def _is_among(tensor: Tensor, tensors: list[Tensor]) -> bool:
+    return any(tensor is other for other in tensors)
+
+
+def _live(operations: list[Operation], result: Ref) -> list[Operation]:
+    """Leave out operations that change nothing and whose results nobody reads."""
+    needed = {result}
+    kept = []
+    for operation in reversed(operations):
+        if operation.has_effects or any(output in needed for output in operation.outputs):
+            kept.append(operation)
+            needed.update(operation.inputs)
+    return kept[::-1]
+
+
+def _fold(
+    operations: list[Operation], recording: Recording, varying: set[int]
+) -> tuple[list[Operation], dict[int, Tensor]]:
+    """Take what never changes as it was recorded; return the other operations and constants."""
+    written = {ref.number for op in operations if op.has_effects for ref in op.inputs}
+    fixed = {n for n in range(len(recording.tensors)) if n not in varying}
+    kept = []
+    for operation in operations:
+        numbers = [ref.number for ref in operation.inputs]
+        outputs = [o.number for o in operation.outputs if o is not None]
+        is_fixed = bool(numbers) and all(n in fixed for n in numbers)
+        if operation.has_effects or not is_fixed or any(n in written for n in numbers):
+            kept.append(operation)
+        else:
+            fixed.update(outputs)
+    read = {ref.number for op in kept for ref in op.inputs}
+    still_produced = {o.number for op in kept for o in op.outputs if o is not None}
+    constants = {n: recording.tensors[n] for n in read - still_produced}
+    return kept, constants
+
+
+def _compile(
+    operations: list[Operation], places: Places, result: Ref, seconds: list[float] | None = None
+) -> Callable[[], Tensor]:
+    """Write the operations as a function; with `seconds`, one that adds each one's time there."""
+    namespace: dict[str, Any] = {f"v{number}": tensor for number, tensor in places.tensors.items()}
+    namespace |= {"now": time.perf_counter, "seconds": seconds}
+    last_use = {ref.number: i for i, op in enumerate(operations) for ref in op.inputs}
+    lines = []
+    local: set[int] = set()
+    for part in _parts(operations, places, are_apart=seconds is not None):
+        index = part[0]
+        namespace[f"f{index}"] = _function(operations, part, places)
+        if isinstance(operations[index].function, NativeCall):
+            lines.append(f"f{index}()")
+        else:
+            operation = operations[index]
+            lines += _lines(index, operation, places, namespace)
+            outputs = [o.number for o in operation.outputs if o and o not in operation.inputs]
+            local.update(number for number in outputs if number not in places.tensors)
+            read = {ref.number for ref in operation.inputs} | set(outputs)
+            ended = [n for n in read if n in local and last_use.get(n, index) <= index]
+            ended = sorted(n for n in ended if n != result.number)
+            if ended:
+                lines.append("del " + ", ".join(f"v{n}" for n in ended))
+                local.difference_update(ended)
+        if seconds is not None:
+            lines.append(f"end = now(); seconds[{index}] += end - begin; begin = end")
+    # A place is written again by the next run, and the result belongs to the caller.
+    copy = ".clone()" if result.number in places.tensors else ""
+    body = "\n".join(f"    {line}" for line in lines)
+    exec(f"def step():\n    begin = now()\n{body}\n    return v{result.number}{copy}\n", namespace)
+    function: Callable[[], Tensor] = namespace["step"]
+    return function
+
+
+def _parts(operations: list[Operation], places: Places, *, are_apart: bool) -> list[list[int]]:
+    """Cut the operations that run into programs and single ones, as indices."""
+    parts: list[list[int]] = []
+    for index, operation in enumerate(operations):
+        if index in places.views:
+            continue
+        before = operations[parts[-1][-1]].function if parts else None
+        joins = (
+            not are_apart
+            and isinstance(operation.function, NativeCall)
+            and isinstance(before, NativeCall)
+            and before.threads is operation.function.threads
+        )
+        if joins:
+            parts[-1].append(index)
+        else:
+            parts.append([index])
+    return parts
+
+
+def _function(operations: list[Operation], part: list[int], places: Places) -> Callable[..., Any]:
+    first = operations[part[0]]
+    if isinstance(first.function, NativeCall):
+        return compile_program([operations[index] for index in part], places)
+    return _direct(first)
+
+
+def _direct(operation: Operation) -> Callable[..., Any]:
+    overload = str(operation.function).removeprefix("aten.")
+    if operation.kwargs and overload not in ("softmax.int",):
+        return operation.function
+    return _DIRECT.get(overload, operation.function)
+
+
+def _lines(
+    index: int, operation: Operation, places: Places, namespace: dict[str, Any]
+) -> list[str]:
+    parts = [_expression(arg, namespace) for arg in operation.args]
+    parts += [f"{name}={_expression(v, namespace)}" for name, v in operation.kwargs.items()]
+    call = f"f{index}({', '.join(parts)})"
+    # What an operation writes to in place keeps its name.
+    new = [o.number if o and o not in operation.inputs else None for o in operation.outputs]
+    placed = [number for number in new if number in places.tensors]
+    names = ["_" if n is None else f"t{n}" if n in placed else f"v{n}" for n in new]
+    targets = f"{', '.join(names)}," if operation.returns_sequence else names[0]
+    return [f"{targets} = {call}", *(f"v{n}.copy_(t{n}); del t{n}" for n in placed)]
+
+
+def _expression(value: Any, namespace: dict[str, Any]) -> str:
+    if isinstance(value, Ref):
+        return f"v{value.number}"
+    if isinstance(value, list):
+        return "[" + ", ".join(_expression(v, namespace) for v in value) + "]"
+    if value is None or isinstance(value, bool | int):
+        return repr(value)
+    if isinstance(value, float) and math.isfinite(value):
+        return repr(value)
+    name = f"k{len(namespace)}"
+    namespace[name] = value
+    return name

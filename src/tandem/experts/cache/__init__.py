@@ -1,0 +1,1 @@
+"""A device's expert cache: slots, copies, what it starts with."""

@@ -1,0 +1,122 @@
+"""Brings experts from the host store into slots. The order that makes it right:
+
+    submit(copy)            the slot's next generation begins: from now on no batch can claim the
+                            old content, and every claim made before is known
+      -> end of all claims on the old content
+      -> first byte .. last byte
+      -> the generation lands: batches that claimed it run
+      -> `arrivals` reports it, and only then may the planner give the slot away
+
+`submit`, `use` and `arrivals` are called by the executor's thread alone. Two engines: this file's
+moves bytes on a virtual clock, at the last moment at which they may come, so that a batch which
+does not wait computes with the wrong expert; `CopyThread` moves them on a thread of its own.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from tandem.experts.cache.slots import Claim, Slots, SlotUse
+from tandem.experts.execution.clock import Clock
+from tandem.experts.store.host_store import HostStore
+from tandem.policy.plan import Copy, Geometry
+
+
+class CopyEngine(Protocol):
+    """The link from the host store to one device's slots."""
+
+    slots: Slots
+
+    def submit(self, copy: Copy, *, is_needed: bool) -> None:
+        """Queue a copy; those that a layer waits for go before those for later."""
+
+    def flush(self) -> None:
+        """Begin with what has been submitted, as far as it may: the last of several is in."""
+
+    def use(self, slots: Sequence[int], keys: Sequence[int]) -> SlotUse:
+        """Claim slots for a batch that is about to be launched."""
+
+    def arrivals(self) -> Iterable[tuple[int, int, float]]:
+        """Return (layer, expert, seconds) of copies that have ended, each once, in their order."""
+
+    def cancel(self, layer: int, experts: Sequence[int]) -> list[int]:
+        """Give up copies of a layer that have not begun; returns their experts."""
+
+    def drain(self) -> None:
+        """Return when every copy has ended or failed."""
+
+    def close(self) -> None:
+        """End the engine's threads."""
+
+
+class VirtualCopyEngine:
+    """Copies whose durations a virtual clock knows; the bytes move when something waits."""
+
+    def __init__(self, store: HostStore, slots: Slots, geometry: Geometry, clock: Clock) -> None:
+        """Copy from `store` to `slots`."""
+        self.slots = slots
+        self._store = store
+        self._geometry = geometry
+        self._clock = clock
+        self._pending: dict[Claim, tuple[int, int]] = {}  # -> layer, expert
+        self._claim_of: dict[tuple[int, int], Claim] = {}
+
+    def submit(self, copy: Copy, *, is_needed: bool) -> None:
+        """Note a copy; its bytes come when a batch waits for them, or when it arrives."""
+        generation = self.slots.plan_copy(copy.slot, self._geometry.key(copy.layer, copy.expert))
+        self._finish_older(copy.slot, generation)
+        claim = copy.slot, generation
+        self._pending[claim] = copy.layer, copy.expert
+        self._claim_of[copy.layer, copy.expert] = claim
+
+    def flush(self) -> None:
+        """Need nothing: bytes come when somebody waits for them."""
+
+    def use(self, slots: Sequence[int], keys: Sequence[int]) -> SlotUse:
+        """Claim slots; pending bytes come when their images are asked for."""
+        return self.slots.begin_use(slots, keys, self._bring if self._pending else None)
+
+    def arrivals(self) -> Iterable[tuple[int, int, float]]:
+        """Return the clock's arrivals, their bytes in place."""
+        for arrival in self._clock.arrivals():
+            claim = self._claim_of.pop(arrival[:2], None)
+            if claim in self._pending:
+                assert claim is not None
+                self._write(claim)
+            yield arrival
+
+    def cancel(self, layer: int, experts: Sequence[int]) -> list[int]:
+        """Cancel nothing: the virtual link carries whatever was planned, as the simulator's."""
+        return []
+
+    def drain(self) -> None:
+        """Move all bytes now."""
+        self._bring(list(self._pending))
+
+    def close(self) -> None:
+        """Have no threads."""
+
+    def _bring(self, claims: Sequence[Claim]) -> None:
+        for claim in claims:
+            if claim in self._pending:
+                self._write(claim)
+
+    def _finish_older(self, slot: int, generation: int) -> None:
+        """Land a generation that nobody waited for before its slot is planned anew."""
+        older = slot, generation - 1
+        if older in self._pending:
+            self._write(older)
+
+    def _write(self, claim: Claim) -> None:
+        slot, generation = claim
+        assert self.slots.can_write(slot, generation), f"slot {slot} is in use"
+        layer, expert = self._pending.pop(claim)
+        copy_image(self._store, layer, expert, self.slots.memory(slot))
+        self.slots.land(slot, generation)
+
+
+def copy_image(store: HostStore, layer: int, expert: int, memory: Tensor) -> None:
+    """Copy one expert whole; to a GPU, on the current stream and without waiting."""
+    for piece in store[layer].pieces(expert):
+        memory[piece.offset : piece.offset + len(piece.data)].copy_(piece.data, non_blocking=True)

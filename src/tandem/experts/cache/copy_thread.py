@@ -1,0 +1,201 @@
+"""The link on the wall clock: a thread that copies chunk by chunk, the needed experts first.
+
+The order of `copy_engine` is kept by two rules, both checked under one lock (`Slots.changed`):
+a copy's first chunk is written only if `Slots.can_write` says so, and it lands after its last.
+Between chunks the thread takes the most urgent copy anew, so a prefetch under way gives way to an
+expert that a layer waits for, and goes on afterwards.
+"""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from tandem.experts.cache.slots import Slots, SlotUse
+from tandem.experts.execution.clock import WallClock
+from tandem.experts.store.host_store import HostStore
+from tandem.policy.plan import Copy, Geometry
+
+CHUNK_BYTES = 4 << 20
+
+
+@dataclass(slots=True)
+class _Job:
+    """A copy and how far it has come."""
+
+    copy: Copy
+    generation: int
+    is_needed: bool
+    chunks: list[tuple[int, Tensor]] = field(default_factory=list)  # where, what; last one first
+    has_begun: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Disturbance:
+    """Makes a link irregular, for stress tests: random pauses, random order, faults."""
+
+    random: random.Random
+    longest_pause_seconds: float = 0.0
+    is_unordered: bool = False
+    fault: Callable[[Copy], None] | None = None  # called before each chunk; may raise
+
+    def before_chunk(self, copy: Copy) -> None:
+        """Pause or fail."""
+        if self.fault is not None:
+            self.fault(copy)
+        if self.longest_pause_seconds:
+            time.sleep(self.random.uniform(0.0, self.longest_pause_seconds))
+
+
+class CopyThread:
+    """Copies on a thread of its own, at a settable bandwidth."""
+
+    def __init__(
+        self,
+        store: HostStore,
+        slots: Slots,
+        geometry: Geometry,
+        clock: WallClock,
+        *,
+        bytes_per_second: float | None = None,
+        disturbance: Disturbance | None = None,
+    ) -> None:
+        """Start the thread; `bytes_per_second` None copies as fast as the memory does."""
+        self.slots = slots
+        self._store = store
+        self._geometry = geometry
+        self._clock = clock
+        self._rate = bytes_per_second
+        self._disturbance = disturbance
+        self._queue: list[_Job] = []
+        self._arrived: list[tuple[int, int, float]] = []
+        self._error: BaseException | None = None
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._loop, name="tandem-link", daemon=True)
+        self._thread.start()
+
+    def submit(self, copy: Copy, *, is_needed: bool) -> None:
+        """Queue a copy; raises the error that has stopped the link, if one has."""
+        key = self._geometry.key(copy.layer, copy.expert)
+        with self.slots.changed:
+            self._raise_error()
+            generation = self.slots.plan_copy(copy.slot, key)
+            self._queue.append(_Job(copy, generation, is_needed))
+            self.slots.changed.notify_all()
+
+    def flush(self) -> None:
+        """Need nothing: the thread has begun."""
+
+    def use(self, slots: Sequence[int], keys: Sequence[int]) -> SlotUse:
+        """Claim slots; copies into them that somebody now waits for become urgent."""
+        use = self.slots.begin_use(slots, keys)
+        with self.slots.changed:
+            for job in self._queue:
+                if (job.copy.slot, job.generation) in use.claims:
+                    job.is_needed = True
+        return use
+
+    def arrivals(self) -> Iterable[tuple[int, int, float]]:
+        """Return the copies that have ended since the last call."""
+        with self.slots.changed:
+            self._raise_error()
+            arrived, self._arrived = self._arrived, []
+        return arrived
+
+    def cancel(self, layer: int, experts: Sequence[int]) -> list[int]:
+        """Give up copies of a layer that have not begun and that nobody waits for."""
+        cancelled = []
+        with self.slots.changed:
+            for job in [*self._queue]:
+                copy, slot = job.copy, job.copy.slot
+                is_meant = copy.layer == layer and copy.expert in experts
+                is_idle = not job.has_begun and not job.is_needed
+                if is_meant and is_idle and self.slots.can_write(slot, job.generation):
+                    self.slots.void(slot, job.generation)
+                    self._queue.remove(job)
+                    cancelled.append(copy.expert)
+        return cancelled
+
+    def drain(self) -> None:
+        """Return when every copy has ended; raises the error that has stopped the link."""
+        with self.slots.changed:
+            self.slots.changed.wait_for(lambda: not self._queue or self._error)
+            self._raise_error()
+
+    def close(self) -> None:
+        """End the thread; copies that have not ended are dropped."""
+        with self.slots.changed:
+            self._is_closing = True
+            self.slots.changed.notify_all()
+        if self._thread is not threading.current_thread():  # garbage is collected on any thread
+            self._thread.join()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise RuntimeError(f"the link has stopped: {self._error}") from self._error
+
+    def _loop(self) -> None:
+        changed, behind = self.slots.changed, 0.0
+        while True:
+            with changed:
+                changed.wait_for(lambda: self._is_closing or self._next() is not None)
+                job = self._next()
+                if self._is_closing or job is None:
+                    return
+                job.has_begun = True
+            try:
+                behind = self._copy_chunk(job, behind)
+            except BaseException as error:  # told to whoever waits, submits or asks
+                self._error = error
+                self.slots.fail(error)
+                return
+            if not job.chunks:
+                self._finish(job)
+
+    def _next(self) -> _Job | None:
+        """Return the most urgent copy that may be written now."""
+        ready = [
+            job
+            for job in self._queue
+            if job.has_begun or self.slots.can_write(job.copy.slot, job.generation)
+        ]
+        if self._disturbance is not None and self._disturbance.is_unordered and ready:
+            return self._disturbance.random.choice(ready)
+        return min(ready, key=lambda job: not job.is_needed, default=None)
+
+    def _copy_chunk(self, job: _Job, behind: float) -> float:
+        """Copy one chunk; returns how far the link is behind its bandwidth, in seconds."""
+        begin = time.perf_counter()
+        if not job.chunks:
+            job.chunks = self._cut(job.copy)
+        if self._disturbance is not None:
+            self._disturbance.before_chunk(job.copy)
+        offset, data = job.chunks.pop()
+        self.slots.memory(job.copy.slot)[offset : offset + len(data)].copy_(data)
+        if self._rate is not None:
+            behind += len(data) / self._rate - (time.perf_counter() - begin)
+            if behind > 1e-4:  # a shorter sleep is not kept by the system
+                time.sleep(behind)
+                behind = 0.0
+            behind = max(behind, 0.0)
+        self._clock.add_link(time.perf_counter() - begin)
+        return behind
+
+    def _cut(self, copy: Copy) -> list[tuple[int, Tensor]]:
+        chunks = [
+            (piece.offset + start, piece.data[start : start + CHUNK_BYTES])
+            for piece in self._store[copy.layer].pieces(copy.expert)
+            for start in range(0, len(piece.data), CHUNK_BYTES)
+        ]
+        chunks.reverse()
+        return chunks
+
+    def _finish(self, job: _Job) -> None:
+        copy = job.copy
+        with self.slots.changed:
+            self._queue.remove(job)
+            self._arrived.append((copy.layer, copy.expert, self._clock.now))
+            self.slots.land(copy.slot, job.generation)

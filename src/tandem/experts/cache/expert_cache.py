@@ -1,0 +1,177 @@
+"""The expert cache of one device: slots, the copies into them, and the planner that decides.
+
+The three belong together because a slot's number means the same to all of them. A new size is a new
+set of the three; what the planner's policies have learned is kept.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from tandem.experts.cache.copy_engine import CopyEngine
+from tandem.experts.cache.policy_tables import NATIVE_TABLES
+from tandem.experts.cache.slots import Slots
+from tandem.experts.devices.device import Device, OutOfDeviceMemoryError
+from tandem.experts.execution.clock import Clock
+from tandem.experts.store.host_store import HostStore
+from tandem.policy.cost import HardwareProfile, ShapeCosts
+from tandem.policy.plan import Copy, Geometry
+from tandem.policy.planner import Planner
+from tandem.policy.residency import READY
+from tandem.policy.settings import PlannerSettings, make_planner_on
+
+# A cache that does not fit is tried again with this share of its slots.
+SHRINK = 0.9
+
+EngineMaker = Callable[[HostStore, Slots, Geometry, Clock], CopyEngine]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Machine:
+    """What things cost here, for this model."""
+
+    profile: HardwareProfile
+    shape: ShapeCosts
+
+
+class ExpertCache:
+    """Slots, copy engine and planner of one size at a time."""
+
+    def __init__(
+        self,
+        store: HostStore,
+        device: Device,
+        clock: Clock,
+        geometry: Geometry,
+        machine: Machine,
+        settings: PlannerSettings,
+        make_engine: EngineMaker,
+    ) -> None:
+        """Start without slots; `resize` makes them."""
+        self.store = store
+        self.device = device
+        self.clock = clock
+        self.geometry = geometry
+        self.machine = machine
+        self.settings = settings
+        self.slot_bytes = max(layer.image_bytes for layer in store)
+        self._make_engine = make_engine
+        self._under_way: set[tuple[int, int]] = set()
+        self._is_closed = False
+        self._install(0, (), None)
+
+    def _install(self, num_slots: int, resident: Sequence[int], like: Planner | None) -> None:
+        slots = Slots(self.device, num_slots, self.slot_bytes)
+        self.engine = self._make_engine(self.store, slots, self.geometry, self.clock)
+        self.planner = make_planner_on(
+            self.machine.profile,
+            self.machine.shape,
+            self.settings,
+            self.geometry,
+            num_slots,
+            resident=resident,
+            like=like,
+            tables=NATIVE_TABLES,
+        )
+        self._under_way.clear()
+        slot_of = self.planner.residency.slot_of
+        for key in resident:
+            layer, expert = self.geometry.expert_id(key)
+            self.engine.submit(Copy(layer, expert, slot_of[key], None), is_needed=True)
+        self.engine.drain()
+
+    @property
+    def num_slots(self) -> int:
+        """Slots now."""
+        return self.engine.slots.num_slots
+
+    def set_sizes(self, num_slots: int) -> list[int]:
+        """Return how the planner would share so many slots."""
+        return self.settings.set_sizes(self.geometry, num_slots)
+
+    def resident(self) -> list[int]:
+        """Return the keys of the experts that are there, best last, without staged ones."""
+        residency = self.planner.residency
+        keys = [
+            key
+            for members in residency.members[: residency.staging]
+            for key in members
+            if residency.state[key] == READY
+        ]
+        worth = dict(zip(keys, self.planner.eviction.worth(keys), strict=True))
+        return sorted(keys, key=lambda key: (worth[key], key))
+
+    def resize(self, num_slots: int, resident: Sequence[int] | None = None) -> None:
+        """Change the number of slots between steps; the most valuable experts stay.
+
+        `resident` are the keys to start with instead. If the device lacks the memory, the cache
+        becomes as large as it can. If experts cannot be copied, it is left empty, and that is
+        raised.
+        """
+        keep = self.resident() if resident is None else list(reversed(resident))
+        planner = self.planner
+        self.discard()
+        while True:
+            try:
+                self._install(num_slots, self._fitting(keep, num_slots), planner)
+                return
+            except OutOfDeviceMemoryError:
+                if num_slots == 0:
+                    raise
+                num_slots = int(num_slots * SHRINK)
+            except BaseException:
+                self.discard()
+                self._install(num_slots, (), planner)
+                raise
+
+    def discard(self) -> None:
+        """Give all slots back; copies that have not ended are dropped."""
+        with contextlib.suppress(Exception):  # an error of what is thrown away has been told
+            self.device.synchronize()
+        self.engine.slots.forget_uses()
+        self.engine.close()
+        self.engine.slots.release()
+
+    def close(self) -> None:
+        """Give all slots back and end all threads; once is enough, twice is no error."""
+        if not self._is_closed:
+            self._is_closed = True
+            self.discard()
+            self.device.close()
+
+    def _fitting(self, keys: Sequence[int], num_slots: int) -> list[int]:
+        """Return as many keys as the new sets hold, the most valuable (last) ones."""
+        room = self.set_sizes(num_slots)
+        chosen = []
+        for key in reversed(keys):
+            set_id = key // self.geometry.num_experts if len(room) > 1 else 0
+            if room[set_id]:
+                room[set_id] -= 1
+                chosen.append(key)
+        return chosen
+
+    def submit(self, copies: Sequence[Copy], *, is_needed: bool) -> None:
+        """Hand planned copies to the link."""
+        for copy in copies:
+            self._under_way.add((copy.layer, copy.expert))
+            self.engine.submit(copy, is_needed=is_needed)
+        if copies and not is_needed:
+            self.engine.flush()
+
+    def take_arrivals(self) -> None:
+        """Tell the planner which copies have ended."""
+        for layer, expert, seconds in self.engine.arrivals():
+            if (layer, expert) in self._under_way:  # else of a cache that is gone
+                self._under_way.discard((layer, expert))
+                self.planner.copy_finished(layer, expert, seconds)
+
+    def cancel_unused(self, layer: int, used: Sequence[int]) -> None:
+        """Give up copies ahead of a layer that have not begun and that the layer does not use."""
+        stale = [e for at, e in self._under_way if at == layer and e not in used]
+        if not stale:
+            return
+        residency = self.planner.residency
+        for expert in self.engine.cancel(layer, stale):
+            self._under_way.discard((layer, expert))
+            self.planner.copy_finished(layer, expert, self.clock.now)
+            residency.remove(self.geometry.key(layer, expert))

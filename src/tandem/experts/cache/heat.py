@@ -1,0 +1,63 @@
+"""Routing heat: how often each expert was used, kept across runs, for the cache's first content."""
+
+from pathlib import Path
+
+import numpy as np
+
+from tandem.experts.tracing.events import LayerExecuted
+from tandem.policy.plan import Geometry
+
+# What a run counts for when the next one starts; older runs fade.
+KEEP = 0.5
+
+
+class Heat:
+    """Token counts by expert key; add it to an executor's listeners."""
+
+    def __init__(self, geometry: Geometry, path: Path) -> None:
+        """Begin with what earlier runs have left in `path`; a damaged file counts as none."""
+        self._num_experts = geometry.num_experts
+        self._path = path
+        self._size = geometry.num_layers * geometry.num_experts
+        self.before = self._read()
+        self._counts = [0] * self._size
+
+    def __call__(self, event: LayerExecuted) -> None:
+        """Count what a layer used."""
+        load = event.load
+        if load is None:
+            return
+        counts, first = self._counts, load.layer * self._num_experts
+        for expert, tokens in zip(load.experts, load.tokens, strict=True):
+            counts[first + expert] += tokens
+
+    def values(self) -> list[float]:
+        """Return the heat now, as shares of all uses; the present run and the older ones."""
+        now = np.array(self._counts, dtype=np.float64)
+        total = now.sum()
+        if not total:
+            return self.before
+        older = np.array(self.before)
+        return [float(value) for value in KEEP * older + now / total]
+
+    def save(self) -> None:
+        """Write the heat for the next run; a cache directory that cannot be written is no error."""
+        if not any(self._counts):
+            return
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            partial = self._path.with_suffix(".partial")
+            with partial.open("wb") as file:
+                np.save(file, np.array(self.values()))
+            partial.replace(self._path)
+        except OSError:
+            return
+
+    def _read(self) -> list[float]:
+        try:
+            found = np.load(self._path, allow_pickle=False)
+        except (OSError, ValueError, EOFError):
+            return [0.0] * self._size
+        if found.shape != (self._size,) or not np.isfinite(found).all():
+            return [0.0] * self._size
+        return [float(value) for value in found]

@@ -1,0 +1,202 @@
+"""The expert cache's memory: equal slots on a device, and what each of them holds.
+
+Contents are numbered: every planned copy begins a new *generation* of its slot. A use belongs to
+the generation that was planned when it began, so it can read neither older nor newer bytes:
+
+    plan_copy(g) -> begin_use(g) -> [bytes of g] -> land(g) -> images of the use -> end of the use
+                 -> plan_copy(g + 1) may come at any time after begin_use(g), but
+    the first byte of g + 1 comes after land(g) and after the end of every use of g (`can_write`).
+
+Who copies is not decided here; all methods may be called from any thread.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from tandem.experts.store.image import aligned
+
+# Memory is taken in blocks, so that a large cache needs no single contiguous piece of the device.
+BLOCK_BYTES = 1 << 28
+NOTHING = -1
+
+Claim = tuple[int, int]  # slot, generation
+Bring = Callable[[Sequence[Claim]], None]
+
+
+class MemoryPool(Protocol):
+    """Where the slots' memory comes from: a device."""
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Return uint8 memory, aligned to 64 bytes; raises `OutOfDeviceMemoryError`."""
+
+    def release(self, memory: Tensor) -> None:
+        """Take memory back."""
+
+
+class SlotUse:
+    """A batch's claim on the slots that it reads."""
+
+    __slots__ = ("_bring", "_slots", "claims")
+
+    def __init__(self, slots: "Slots", claims: list[Claim], bring: Bring | None) -> None:
+        """Hold claims; `bring` is called before the contents are waited for."""
+        self._slots = slots
+        self._bring = bring
+        self.claims = claims
+
+    def images(self) -> list[Tensor]:
+        """Return the slots' memory once their contents have landed."""
+        if self._bring is not None:
+            self._bring(self.claims)
+        return self._slots.wait_landed(self.claims)
+
+    def addresses(self) -> list[int]:
+        """Return where that memory is."""
+        if self._bring is not None:
+            self._bring(self.claims)
+        return self._slots.wait_addresses(self.claims)
+
+    def end(self) -> None:
+        """Let go: nothing reads the slots for this batch any more."""
+        self._slots.end_use(self.claims)
+
+
+class Slots:
+    """`num_slots` slots of `slot_bytes` on a device."""
+
+    def __init__(self, pool: MemoryPool, num_slots: int, slot_bytes: int) -> None:
+        """Take the memory; raises `OutOfDeviceMemoryError`, holding nothing."""
+        self.slot_bytes = aligned(slot_bytes)
+        self.num_slots = num_slots
+        self.changed = threading.Condition()
+        self._pool = pool
+        self._blocks: list[Tensor] = []
+        self._memory: list[Tensor] = []
+        self._addresses: list[int] = []
+        self._key = [NOTHING] * num_slots  # of the planned generation
+        self._planned = [0] * num_slots
+        self._landed = [0] * num_slots
+        self._uses: dict[Claim, int] = {}
+        self._error: BaseException | None = None
+        try:
+            self._allocate()
+        except BaseException:
+            self.release()
+            raise
+
+    def _allocate(self) -> None:
+        per_block = max(1, BLOCK_BYTES // self.slot_bytes)
+        while len(self._memory) < self.num_slots:
+            count = min(per_block, self.num_slots - len(self._memory))
+            block = self._pool.allocate(count * self.slot_bytes)
+            self._blocks.append(block)
+            self._memory += block.view(count, self.slot_bytes).unbind()
+        self._addresses = [memory.data_ptr() for memory in self._memory]
+
+    def release(self) -> None:
+        """Give the memory back; no slot is used afterwards."""
+        for block in self._blocks:
+            self._pool.release(block)
+        self._blocks, self._memory = [], []
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory that the slots take."""
+        return self.num_slots * self.slot_bytes
+
+    def memory(self, slot: int) -> Tensor:
+        """Return a slot's bytes, for whoever copies into it."""
+        return self._memory[slot]
+
+    def key_in(self, slot: int) -> int:
+        """Return the key of the expert that the slot holds or is about to; NOTHING if none."""
+        return self._key[slot]
+
+    def plan_copy(self, slot: int, key: int) -> int:
+        """Begin the slot's next generation, for an expert; returns its number."""
+        with self.changed:
+            self._key[slot] = key
+            self._planned[slot] += 1
+            return self._planned[slot]
+
+    def begin_use(
+        self, slots: Sequence[int], keys: Sequence[int], bring: Bring | None = None
+    ) -> SlotUse:
+        """Claim slots whose planned contents are these experts."""
+        claims = []
+        with self.changed:
+            for slot, key in zip(slots, keys, strict=True):
+                held = self._key[slot]
+                assert held == key, f"slot {slot} is for expert {held}, not for {key}"
+                claim = (slot, self._planned[slot])
+                self._uses[claim] = self._uses.get(claim, 0) + 1
+                claims.append(claim)
+        return SlotUse(self, claims, bring)
+
+    def end_use(self, claims: Sequence[Claim]) -> None:
+        """Drop claims."""
+        with self.changed:
+            for claim in claims:
+                if self._uses.get(claim, 0) <= 1:
+                    self._uses.pop(claim, None)
+                else:
+                    self._uses[claim] -= 1
+            self.changed.notify_all()
+
+    def can_write(self, slot: int, generation: int) -> bool:
+        """Tell whether a generation's bytes may come: the one before has landed and is unused."""
+        before = generation - 1
+        return self._landed[slot] == before and (slot, before) not in self._uses
+
+    def land(self, slot: int, generation: int) -> None:
+        """Note that a generation's last byte is in the slot."""
+        with self.changed:
+            assert self._landed[slot] == generation - 1, f"slot {slot} skips a generation"
+            self._landed[slot] = generation
+            self.changed.notify_all()
+
+    def void(self, slot: int, generation: int) -> None:
+        """Give a planned generation up that nobody uses; the slot then holds nothing."""
+        with self.changed:
+            assert (slot, generation) not in self._uses, f"slot {slot} is used"
+            if self._planned[slot] == generation:
+                self._key[slot] = NOTHING
+            self._landed[slot] = generation
+            self.changed.notify_all()
+
+    def wait_landed(self, claims: Sequence[Claim]) -> list[Tensor]:
+        """Wait until claimed generations are complete; returns their slots' memory."""
+        self._wait(claims)
+        return [self._memory[slot] for slot, _ in claims]
+
+    def wait_addresses(self, claims: Sequence[Claim]) -> list[int]:
+        """Do the same; returns where that memory is."""
+        self._wait(claims)
+        return [self._addresses[slot] for slot, _ in claims]
+
+    def _wait(self, claims: Sequence[Claim]) -> None:
+        landed = self._landed
+        for slot, generation in claims:
+            if landed[slot] != generation:
+                break
+        else:
+            return
+        with self.changed:
+            self.changed.wait_for(lambda: self._error or all(landed[s] == g for s, g in claims))
+            if self._error is not None:
+                raise self._error
+
+    def forget_uses(self) -> None:
+        """Drop all claims, when nothing that is launched is left: some may never have been."""
+        with self.changed:
+            self._uses.clear()
+            self.changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Wake all who wait for contents: they will not come."""
+        with self.changed:
+            self._error = error
+            self.changed.notify_all()

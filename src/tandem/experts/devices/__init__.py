@@ -1,0 +1,1 @@
+"""What can compute experts beside the CPU."""

@@ -1,0 +1,255 @@
+"""A GPU as a device of the hybrid runtime: its memory, and batches on the model's own stream.
+
+Everything is queued, in the order of `device`; the one wait of a layer is `download`, for the
+router's choice. Host memory that is read by queued copies (rows, tables) is written again only
+after the next `download`, which is behind all of them on the same stream.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from tandem.core.errors import ExecutionError
+from tandem.core.units import format_bytes
+from tandem.experts.cache.expert_cache import ExpertCache
+from tandem.experts.cache.slots import SlotUse
+from tandem.experts.devices.cuda.copies import SlotEvents
+from tandem.experts.devices.cuda.kernels import DeviceKernels
+from tandem.experts.devices.cuda.resident import ResidentLayers
+from tandem.experts.devices.cuda.streams import Event, Lane, Streams, Work
+from tandem.experts.devices.device import DeviceMemory, OutOfDeviceMemoryError
+from tandem.experts.execution.batch import ExpertBatch
+from tandem.experts.execution.expert_kernels import WeightSource
+from tandem.experts.execution.routing import SumRows
+from tandem.experts.execution.row_memory import RowMemory
+
+# Tensors of a `download` stay valid until so many more: a layer makes three at most.
+_DOWNLOADS_KEPT = 4
+# Sections of an upload start at multiples of this, so that views of any dtype fit.
+_ALIGNMENT_BYTES = 64
+
+
+class CudaDevice:
+    """Memory that is counted, and the model's stream as the lane of computation."""
+
+    name = "cuda"
+    computes_beside = True
+
+    def __init__(
+        self,
+        streams: Streams,
+        kernels: DeviceKernels,
+        *,
+        pin_limit_bytes: int | None = None,
+        on_busy: Callable[[float], None] | None = None,
+        is_watched: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Compute with `kernels` on the GPU of `streams`; pin at most `pin_limit_bytes`.
+
+        `on_busy` receives the seconds of each batch, when they are known, while `is_watched`.
+        """
+        self.streams = streams
+        self.events = SlotEvents()
+        self._kernels = kernels
+        self._may_pin_bytes = pin_limit_bytes
+        self._pinned: list[Tensor] = []
+        self._rows = RowMemory(lambda count: streams.empty(4 * count).view(torch.float32))
+        self._host_rows = RowMemory(lambda count: streams.pinned(4 * count).view(torch.float32))
+        self._downloads = [PinnedArena(streams) for _ in range(_DOWNLOADS_KEPT)]
+        self._uploads = PinnedArena(streams)
+        self._num_downloads = 0
+        self._on_busy, self._is_watched = on_busy, is_watched
+        self._batches: list[tuple[Event, Event]] = []  # begin and end, since the last download
+
+    def memory(self) -> DeviceMemory:
+        """Return what there is, and what is left of it."""
+        return self.streams.memory()
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Return memory for slots; raises `OutOfDeviceMemoryError`."""
+        with torch.inference_mode(False):  # else only inference mode could write to it
+            try:
+                memory = self.streams.empty(num_bytes)
+            except OutOfDeviceMemoryError as error:
+                left = format_bytes(self.memory().free_bytes)
+                raise OutOfDeviceMemoryError(
+                    f"{self.streams.name} has {left} left for Tandem and {format_bytes(num_bytes)} "
+                    "were asked for; lower gpu_memory"
+                ) from error
+        # It may have been the model's a moment ago, and copies do not run on the model's stream.
+        self.streams.synchronize()
+        return memory
+
+    def release(self, memory: Tensor) -> None:
+        """Need nothing: memory goes back to torch's allocator with its last reference."""
+
+    def pin(self, memory: Tensor) -> bool:
+        """Pin host memory until the device is closed; False if a limit or the system forbids it."""
+        if any(memory.data_ptr() == pinned.data_ptr() for pinned in self._pinned):
+            return True
+        if self._may_pin_bytes is not None and memory.nbytes > self._may_pin_bytes:
+            return False
+        if not self.streams.pin(memory):
+            return False
+        if self._may_pin_bytes is not None:
+            self._may_pin_bytes -= memory.nbytes
+        self._pinned.append(memory)
+        return True
+
+    def download(self, *tensors: Tensor) -> Sequence[Tensor]:
+        """Return host copies; the wait of a layer."""
+        streams = self.streams
+        self._num_downloads += 1
+        arena = self._downloads[self._num_downloads % _DOWNLOADS_KEPT]
+        arena.reset()
+        hosts = [arena.take_like(tensor) for tensor in tensors]
+
+        def copy() -> None:
+            for host, tensor in zip(hosts, tensors, strict=True):
+                host.copy_(tensor, non_blocking=True)
+
+        streams.run(Lane.COMPUTE, copy)
+        streams.record(Lane.COMPUTE).synchronize()
+        self._uploads.reset()
+        if self._on_busy is not None:  # all batches are done by now: they are before the copies
+            for first, last in self._batches:
+                self._on_busy(streams.between(first, last))
+            self._batches.clear()
+        return hosts
+
+    def add_busy(self, seconds: float) -> None:
+        """Count work of the compute lane that was not launched here."""
+        if self._on_busy is not None:
+            self._on_busy(seconds)
+
+    def rows(self, num_rows: int, width: int) -> Tensor:
+        """Return device memory for rows."""
+        return self._rows.rows(num_rows, width)
+
+    def host_rows(self, num_rows: int, width: int) -> Tensor:
+        """Return pinned memory for rows."""
+        return self._host_rows.rows(num_rows, width)
+
+    def forget_rows(self) -> None:
+        """Take new memory next time, once nothing on the device uses the present one."""
+        self._batches.clear()
+        with contextlib.suppress(RuntimeError):
+            self.streams.synchronize()
+        self._rows.forget()
+        self._host_rows.forget()
+
+    def launch(self, batch: ExpertBatch, use: SlotUse) -> None:
+        """Queue a batch behind the copies of its experts."""
+        streams, begin = self.streams, None
+        is_timed = self._on_busy is not None and self._is_watched()
+        try:
+            work = self.prepared(batch, use)
+            if is_timed:
+                begin = streams.record(Lane.COMPUTE, is_timed=True)
+            streams.run(Lane.COMPUTE, work)
+        except torch.OutOfMemoryError as error:
+            raise OutOfDeviceMemoryError(str(error).partition("\n")[0]) from error
+        finally:
+            end = streams.record(Lane.COMPUTE, is_timed=is_timed)
+            self.events.note_read(use.claims, end)
+            use.end()
+        if begin is not None:
+            self._batches.append((begin, end))
+
+    def prepared(self, batch: ExpertBatch, source: WeightSource) -> Work:
+        """Do the host's part of a batch; return what is left to queue in the compute lane.
+
+        The lane waits from here on for the bytes that `source` claims.
+        """
+        prepared = self._kernels.prepare(batch, source)
+        table = self._staged(prepared.table)
+        return lambda: prepared.launch(self._brought(table))
+
+    def upload(self, source: Tensor, target: Tensor) -> None:
+        """Queue a copy; what is not in `host_rows` is brought to pinned memory before."""
+        host = source if self._host_rows.holds(source) else self._staged(source)
+
+        def copy() -> None:
+            target.copy_(host, non_blocking=True)
+
+        self.streams.run(Lane.COMPUTE, copy)
+
+    def prepare_sum(self, row_of: Tensor, weights: Tensor) -> SumRows:
+        """Bring the table now; what is returned queues the sum."""
+        num_tokens, staged = row_of.shape[0], self._staged(row_of)
+        on_device: list[Tensor] = []
+        self.streams.run(Lane.COMPUTE, lambda: on_device.append(self._brought(staged)))
+
+        def sum_rows(rows: Tensor) -> Tensor:
+            out = rows.new_empty(num_tokens, rows.shape[1])
+
+            def add() -> None:
+                self._kernels.add_rows(rows, on_device[0], weights, out)
+
+            self.streams.run(Lane.COMPUTE, add)
+            return out
+
+        return sum_rows
+
+    def synchronize(self) -> None:
+        """Need nothing: whoever reads results does so on the same stream, behind all batches."""
+
+    def close(self) -> None:
+        """Wait for the GPU, unpin what was pinned, and lift the limit on its memory."""
+        with contextlib.suppress(RuntimeError):  # an error of a GPU that is given up
+            self.streams.synchronize()
+        while self._pinned:
+            self.streams.unpin(self._pinned.pop())
+        self.streams.limit(None)
+
+    def resident(self, cache: ExpertCache) -> ResidentLayers | None:
+        """Return what computes a cache's layers without a plan, once all of them are resident."""
+        return self._kernels.resident(cache, self.streams.device)
+
+    def require_usable(self) -> None:
+        """Raise `ExecutionError` if an error has left the GPU unusable for this process."""
+        try:
+            self.streams.synchronize()
+        except RuntimeError as error:
+            first_line = str(error).partition("\n")[0]
+            raise ExecutionError(
+                f"the GPU has stopped working for this program ({first_line}); start it again"
+            ) from error
+
+    def _staged(self, source: Tensor) -> Tensor:
+        host = self._uploads.take_like(source)
+        host.copy_(source)
+        return host
+
+    def _brought(self, host: Tensor) -> Tensor:
+        memory = torch.empty_like(host, device=self.streams.device)
+        return memory.copy_(host, non_blocking=True)
+
+
+class PinnedArena:
+    """Pinned memory that is handed out piece by piece and taken back as a whole."""
+
+    def __init__(self, streams: Streams) -> None:
+        """Take memory from `streams` when it is first needed."""
+        self._streams = streams
+        self._memory: Tensor | None = None
+        self._used_bytes = 0
+
+    def reset(self) -> None:
+        """Hand the same memory out again; nothing may still read or write it."""
+        self._used_bytes = 0
+
+    def take_like(self, tensor: Tensor) -> Tensor:
+        """Return pinned memory of a tensor's shape and dtype, contiguous."""
+        size = tensor.numel() * tensor.element_size()
+        end = self._used_bytes + size
+        if self._memory is None or end > self._memory.numel():
+            # What was handed out before lives on by its views.
+            with torch.inference_mode(False):
+                self._memory = self._streams.pinned(max(1 << 16, 2 * size))
+            self._used_bytes, end = 0, size
+        piece = self._memory[self._used_bytes : end].view(tensor.dtype).view(tensor.shape)
+        self._used_bytes = -(-end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        return piece

@@ -1,0 +1,174 @@
+"""A batch's experts on a GPU: Triton kernels for packed ones, plain torch for everything else.
+
+Work is queued on the current stream; nothing waits.
+"""
+
+import importlib.util
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from tandem.experts.cache.expert_cache import ExpertCache
+from tandem.experts.devices.cuda.checks import TRITON_MATRIX_CAPABILITY, Gpu
+from tandem.experts.devices.cuda.resident import ResidentLayers
+from tandem.experts.execution.batch import ExpertBatch, ExpertFunctions
+from tandem.experts.execution.expert_kernels import WeightSource
+from tandem.experts.store.host_store import HostLayer
+from tandem.experts.store.packed_layer import PackedLayer
+from tandem.kernels.reference import expert_ffn
+
+if TYPE_CHECKING:
+    from tandem.kernels.triton.experts import TritonExperts
+
+
+class Prepared(NamedTuple):
+    """A batch whose host part is done."""
+
+    table: Tensor
+    """What the device must be told, on the host: it is brought there first."""
+    launch: Callable[[Tensor], None]
+    """Queues the batch, given the table on the device."""
+
+
+LayerFunctions = tuple[HostLayer, ExpertFunctions]
+
+
+class DeviceKernels(Protocol):
+    """Computes batches on a device and adds rows up there."""
+
+    name: str
+
+    def compilations(
+        self, layers: Sequence[LayerFunctions], dtype: torch.dtype, top_k: int, device: torch.device
+    ) -> Sequence[Callable[[], None]]:
+        """Return works for the current stream after which no batch of the layers compiles any."""
+
+    def prepare(self, batch: ExpertBatch, use: WeightSource) -> Prepared:
+        """Do the host's part of filling the batch's `out` from the slots of `use`."""
+
+    def add_rows(self, rows: Tensor, row_of: Tensor, weights: Tensor, out: Tensor) -> None:
+        """Write sum over k of weight * row, first to last; all on the device, -1 adds nothing."""
+
+    def resident(self, cache: ExpertCache, device: torch.device) -> ResidentLayers | None:
+        """Return what computes layers that are all resident without a plan; None: nothing."""
+
+
+class TorchKernels:
+    """Expert by expert in torch: works wherever torch does, unpacks weights for every call."""
+
+    name = "torch"
+
+    def compilations(
+        self, layers: Sequence[LayerFunctions], dtype: torch.dtype, top_k: int, device: torch.device
+    ) -> Sequence[Callable[[], None]]:
+        """Compile nothing."""
+        return ()
+
+    def prepare(self, batch: ExpertBatch, use: WeightSource) -> Prepared:
+        """Take the slots' memory; the batch is one expert after the other."""
+        images = use.images()
+        return Prepared(batch.token, lambda token: _compute(batch, images, token))
+
+    def add_rows(self, rows: Tensor, row_of: Tensor, weights: Tensor, out: Tensor) -> None:
+        """Add place by place."""
+        padded = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])  # -1 finds the zeros
+        total = torch.zeros_like(out, dtype=torch.float32)
+        for k in range(row_of.shape[1]):
+            total += weights[:, k, None].float() * padded[row_of[:, k].long()]
+        out.copy_(total)
+
+    def resident(self, cache: ExpertCache, device: torch.device) -> None:
+        """Have nothing: a loop over experts must know on the host which they are."""
+
+
+class TritonKernels:
+    """All experts of a packed batch in two launches; batches of plain experts go through torch."""
+
+    name = "triton"
+
+    def __init__(self, experts: "TritonExperts") -> None:
+        """Launch the kernels of `experts`."""
+        self._experts = experts
+        self._torch = TorchKernels()
+
+    def compilations(
+        self, layers: Sequence[LayerFunctions], dtype: torch.dtype, top_k: int, device: torch.device
+    ) -> Sequence[Callable[[], None]]:
+        """Return the launches of every kernel, once for each layout and activation."""
+        from tandem.kernels.triton.variants import variants
+
+        different = {
+            (host.layout, functions.native): functions
+            for host, functions in layers
+            if isinstance(host, PackedLayer)
+        }
+        return [
+            launch
+            for (layout, native), functions in different.items()
+            for launch in variants(
+                self._experts,
+                layout,
+                native,
+                functions.unpacked_activate or functions.activate,
+                dtype=dtype,
+                top_k=top_k,
+                device=device,
+            )
+        ]
+
+    def prepare(self, batch: ExpertBatch, use: WeightSource) -> Prepared:
+        """Lay the rows out."""
+        from tandem.kernels.triton.rows import row_table
+
+        layer, functions = batch.layer, batch.functions
+        if not isinstance(layer, PackedLayer):
+            return self._torch.prepare(batch, use)
+        layout, table = layer.layout, row_table(use.addresses(), batch.begin, batch.token)
+
+        def launch(memory: Tensor) -> None:
+            self._experts.compute(
+                layout,
+                functions.native,
+                batch.hidden.contiguous(),
+                table.on(memory),
+                batch.out,
+                functions.unpacked_activate or functions.activate,
+            )
+
+        return Prepared(table.memory, launch)
+
+    def add_rows(self, rows: Tensor, row_of: Tensor, weights: Tensor, out: Tensor) -> None:
+        """Launch the sum."""
+        self._experts.add_rows(rows.contiguous(), row_of, weights.contiguous(), out)
+
+    def resident(self, cache: ExpertCache, device: torch.device) -> ResidentLayers:
+        """Return layers on these kernels."""
+        return ResidentLayers(cache, self._experts, device)
+
+
+def _compute(batch: ExpertBatch, images: Sequence[Tensor], token: Tensor) -> None:
+    layer, functions, first = batch.layer, batch.functions, batch.begin[0]
+    is_packed = isinstance(layer, PackedLayer)
+    activate = (functions.unpacked_activate if is_packed else None) or functions.activate
+    for place, image in enumerate(images):
+        rows = slice(batch.begin[place] - first, batch.begin[place + 1] - first)
+        weights = layer.weights_in(image)
+        batch.out[rows] = expert_ffn(batch.hidden[token[rows]], weights, activate).float()
+
+
+def best_kernels(gpu: Gpu | None = None) -> DeviceKernels:
+    """Return the Triton kernels for a GPU; where Triton is missing, torch's, which says so."""
+    if importlib.util.find_spec("triton") is None:
+        warnings.warn(
+            "Triton is not installed, so the GPU computes experts with torch, many times slower; "
+            "pip install triton",
+            stacklevel=2,
+        )
+        return TorchKernels()
+    from tandem.kernels.triton.experts import TritonExperts
+
+    has_matrix_units = gpu is None or gpu.capability >= TRITON_MATRIX_CAPABILITY
+    return TritonKernels(TritonExperts(has_matrix_units=has_matrix_units))

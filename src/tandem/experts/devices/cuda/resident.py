@@ -1,0 +1,158 @@
+"""Layers whose experts are all on the GPU: no plan, no wait, nothing of the host.
+
+Every (token, expert) row is computed as if it had an expert of its own, whose address the router's
+choice looks up; experts that several tokens share are read again from the GPU's own cache. Only for
+few tokens, and all of it can be captured. It holds as long as the cache keeps its size: where every
+expert has a slot, none is ever evicted.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from tandem.experts.cache.expert_cache import ExpertCache
+from tandem.experts.execution.batch import ExpertFunctions
+from tandem.experts.execution.routing import Routing
+from tandem.experts.store.host_store import HostLayer
+from tandem.experts.store.packed_layer import PackedLayer
+from tandem.experts.tracing.events import LayerExecuted
+from tandem.kernels.formats.expert import ExpertLayout
+from tandem.kernels.native import NativeActivation
+from tandem.kernels.triton.rows import GroupedRows
+from tandem.policy.plan import LayerPlan
+
+MAX_TOKENS = 8  # more are worth sorting by expert
+
+
+class GroupedExperts(Protocol):
+    """The kernels: see `kernels.triton.experts.TritonExperts`."""
+
+    def compute(
+        self,
+        layout: ExpertLayout,
+        activation: NativeActivation | None,
+        hidden: Tensor,
+        rows: GroupedRows,
+        out: Tensor,
+    ) -> None:
+        """Write one fp32 row per (token, expert)."""
+
+    def add_rows(self, rows: Tensor, row_of: Tensor, weights: Tensor, out: Tensor) -> None:
+        """Write sum over k of weight * row."""
+
+
+class _Places(NamedTuple):
+    """What is the same in every call of a size."""
+
+    begin: Tensor
+    row_token: Tensor
+    row_of: Tensor
+    none: Tensor
+
+
+class ResidentLayers:
+    """The layers of a cache that has a slot for every expert."""
+
+    def __init__(self, cache: ExpertCache, experts: GroupedExperts, device: torch.device) -> None:
+        """Compute with `experts` from a cache's slots on `device`."""
+        self._cache, self._experts, self._device = cache, experts, device
+        self._tables: dict[int, Tensor] = {}
+        self._is_packed = all(
+            isinstance(host, PackedLayer) and host.input_order is None for host in cache.store
+        )
+
+    def is_whole(self) -> bool:
+        """Tell whether every layer's experts are packed and resident, so that no plan is left.
+
+        A plan for one layer could give the slots of all others back.
+        """
+        return self._is_packed and self._cache.planner.residency.has_every_expert()
+
+    def serves(self, layer: int, functions: ExpertFunctions, num_tokens: int) -> bool:
+        """Tell whether a layer is computed here: of a whole cache, and plainly gated."""
+        if functions.native is None or functions.post_norm is not None:
+            return False
+        return num_tokens <= MAX_TOKENS and self.is_whole()
+
+    def execute(
+        self,
+        layer: int,
+        hidden: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        functions: ExpertFunctions,
+    ) -> Tensor:
+        """Queue a layer; see `Executor`."""
+        host = self._cache.store[layer]
+        assert isinstance(host, PackedLayer)
+        num_tokens, top_k = top_k_index.shape
+        table = self._table(layer)
+        known = top_k_index.clamp(0, len(table) - 1)  # others are padding
+        places = _places(num_tokens, top_k, self._device)
+        rows = GroupedRows(
+            table[known.reshape(-1)],
+            places.begin,
+            places.row_token,
+            tile_expert=places.none,
+            tile_first=places.none,
+            most_tokens=1,
+            block_rows=0,
+        )
+        computed = hidden.new_empty(num_tokens * top_k, hidden.shape[1], dtype=torch.float32)
+        self._experts.compute(host.layout, functions.native, hidden.contiguous(), rows, computed)
+        row_of = places.row_of.masked_fill(known != top_k_index, -1)
+        out = torch.empty_like(hidden)
+        self._experts.add_rows(computed, row_of, top_k_weights.float().contiguous(), out)
+        return out
+
+    def prepare(self, num_tokens: int) -> None:
+        """Make what must be there before a step is captured."""
+        _places(num_tokens, self._cache.geometry.top_k, self._device)
+        if self.is_whole():
+            for layer in range(len(self._cache.store)):
+                self._table(layer)
+
+    def _table(self, layer: int) -> Tensor:
+        """Return the addresses of a layer's experts: (num_experts,) int64, on the device."""
+        if layer not in self._tables:
+            cache, first = self._cache, layer * self._cache.geometry.num_experts
+            slot_of, slots = cache.planner.residency.slot_of, cache.engine.slots
+            addresses = [
+                slots.memory(slot_of[first + expert]).data_ptr()
+                for expert in range(cache.store[layer].arrivals.num_experts)
+            ]
+            self._tables[layer] = torch.tensor(addresses, device=self._device)
+        return self._tables[layer]
+
+
+def resident_event(host: HostLayer, chosen: Tensor, now: float) -> LayerExecuted:
+    """Return what has happened in a layer whose experts are all resident; `chosen` on the host."""
+    routing = Routing(chosen, host.arrivals.num_experts)
+    experts = routing.experts
+    plan = LayerPlan(host.layer, experts, (), (), (), (), (), 0.0, 0.0, len(experts))
+    return LayerExecuted(
+        layer=host.layer,
+        num_tokens=routing.num_tokens,
+        num_active_experts=len(routing.experts),
+        num_expert_rows=routing.num_rows,
+        touched_bytes=len(routing.experts) * host.image_bytes,
+        load=routing.load(host.layer, None),
+        plan=plan,
+        begin_seconds=now,
+        end_seconds=now,
+    )
+
+
+@lru_cache(maxsize=64)
+def _places(num_tokens: int, top_k: int, device: torch.device) -> _Places:
+    count = num_tokens * top_k
+    with torch.inference_mode(False):
+        every = torch.arange(count + 1, dtype=torch.int32, device=device)
+        return _Places(
+            every,
+            torch.div(every[:count], top_k, rounding_mode="floor"),
+            every[:count].view(num_tokens, top_k),
+            every[:0],
+        )

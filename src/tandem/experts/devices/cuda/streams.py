@@ -1,0 +1,262 @@
+"""What Tandem asks of CUDA, in a dozen calls: lanes of work, events between them, memory.
+
+Everything that can be wrong about the order of copies and computation is decided above this seam,
+so that it is tested without a GPU: a twin on the CPU runs the lanes' work late and in any order
+that the events leave open (`tests/experts/lazy_streams.py`).
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from tandem.experts.devices.cuda.batch_copy import CopyPiece, find_batch_copy, is_worth_a_batch
+from tandem.experts.devices.device import DeviceMemory, OutOfDeviceMemoryError
+
+Work = Callable[[], None]
+
+# Cycles that are timed once to learn how long a cycle is: about 5 ms.
+_PROBE_CYCLES = 10_000_000
+# Work that is timed queues behind a pause of this length, so that launching it is not timed.
+_TIMING_PAUSE_SECONDS = 3e-4
+
+
+class Lane(Enum):
+    """Where work runs in order. Lanes wait for each other only by events."""
+
+    COMPUTE = "compute"
+    """The stream on which the model runs."""
+    FETCH = "fetch"
+    """Copies that a layer waits for."""
+    AHEAD = "ahead"
+    """Copies for later, of lower priority."""
+
+
+class HostCopy(NamedTuple):
+    """Bytes on the host and where they go: both (n,) uint8."""
+
+    target: Tensor
+    source: Tensor
+
+
+class Event(Protocol):
+    """A place in a lane's order."""
+
+    def query(self) -> bool:
+        """Tell whether everything before it is done; does not wait."""
+
+    def synchronize(self) -> None:
+        """Wait until everything before it is done."""
+
+
+class Streams(Protocol):
+    """One GPU."""
+
+    name: str
+    device: torch.device
+
+    def run(self, lane: Lane, work: Work) -> None:
+        """Queue what `work` does in a lane. What it allocates belongs to that lane."""
+
+    def copy(self, lane: Lane, pieces: Sequence[HostCopy]) -> None:
+        """Queue copies from the host in a lane, in any order; the host goes on."""
+
+    def record(self, lane: Lane, *, is_timed: bool = False) -> Event:
+        """Return an event behind everything that is queued in a lane."""
+
+    def between(self, first: Event, last: Event) -> float:
+        """Return the seconds from one timed event to a later one, both of them done."""
+
+    def wait(self, lane: Lane, event: Event) -> None:
+        """Hold a lane until an event; the host goes on."""
+
+    def pause(self, lane: Lane, seconds: float) -> None:
+        """Let a lane do nothing for a time; the host goes on."""
+
+    def seconds(self, lane: Lane, work: Work) -> float:
+        """Return the time that some work takes in a lane, without the host's part; waits."""
+
+    def synchronize(self) -> None:
+        """Wait for all lanes; raises what any of them met."""
+
+    def memory(self) -> DeviceMemory:
+        """Return the memory of the device, what this process can still take counted as free."""
+
+    def limit(self, num_bytes: int | None) -> None:
+        """Take no more than so much memory from now on; None: as much as before all limits."""
+
+    def cache_bytes(self) -> int:
+        """Return the size of the cache between the processor and its memory."""
+
+    def taken_bytes(self) -> int:
+        """Return what this process has taken so far."""
+
+    def peak_bytes(self, work: Work) -> int:
+        """Return how much memory some work takes beside what was taken before it; waits."""
+
+    def empty(self, num_bytes: int) -> Tensor:
+        """Return device memory (num_bytes,) uint8; raises `OutOfDeviceMemoryError`."""
+
+    def pinned(self, num_bytes: int) -> Tensor:
+        """Return pinned host memory (num_bytes,) uint8."""
+
+    def pin(self, memory: Tensor) -> bool:
+        """Pin memory that is there; False if the system does not let."""
+
+    def unpin(self, memory: Tensor) -> None:
+        """Undo `pin`."""
+
+
+class CudaStreams:
+    """A real GPU, by way of torch; it need not be the current one."""
+
+    def __init__(self, index: int = 0) -> None:
+        """Make the lanes of a GPU; `cuda_checks.require_cuda` says first whether there is one."""
+        self.device = torch.device("cuda", index)
+        self._batch_copy = find_batch_copy()
+        self._fraction_before: float | None = None
+        self.name = torch.cuda.get_device_name(self.device)
+        self._lanes = {
+            Lane.FETCH: torch.cuda.Stream(self.device, priority=-1),
+            Lane.AHEAD: torch.cuda.Stream(self.device, priority=0),
+        }
+
+    def run(self, lane: Lane, work: Work) -> None:
+        """Queue work on the lane's stream."""
+        if lane is Lane.COMPUTE:  # the stream that is current anyway, on this GPU
+            with torch.cuda.device(self.device):
+                work()
+            return
+        with torch.cuda.stream(self._lanes[lane]):
+            work()
+
+    def copy(self, lane: Lane, pieces: Sequence[HostCopy]) -> None:
+        """Copy in one call of the driver where that is worth it and the memory is pinned."""
+        if self._batch_copy is not None and lane is not Lane.COMPUTE:
+            batch = [
+                CopyPiece(target.data_ptr(), source.data_ptr(), source.nbytes)
+                for target, source in pieces
+            ]
+            if is_worth_a_batch(batch) and all(piece.source.is_pinned() for piece in pieces):
+                with torch.cuda.device(self.device):  # its context is the driver's current one
+                    code = self._batch_copy(batch, self._stream(lane).cuda_stream)
+                if code == 0:
+                    return
+                self._batch_copy = None  # refused before anything was queued: one by one, for good
+
+        def one_by_one() -> None:
+            for target, source in pieces:
+                target.copy_(source, non_blocking=True)
+
+        self.run(lane, one_by_one)
+
+    def record(self, lane: Lane, *, is_timed: bool = False) -> Event:
+        """Record an event; one without a clock is the cheaper kind."""
+        event: Any = torch.cuda.Event(enable_timing=is_timed)
+        event.record(self._stream(lane))
+        return event  # type: ignore[no-any-return]
+
+    def between(self, first: Event, last: Event) -> float:
+        """Ask the events' clocks, which tick in half microseconds."""
+        assert isinstance(first, torch.cuda.Event)
+        assert isinstance(last, torch.cuda.Event)
+        return float(first.elapsed_time(last)) / 1e3
+
+    def wait(self, lane: Lane, event: Event) -> None:
+        """Let the stream wait."""
+        self._stream(lane).wait_event(event)  # type: ignore[arg-type]
+
+    def pause(self, lane: Lane, seconds: float) -> None:
+        """Spin one thread of the GPU."""
+        cycles = int(seconds * self._cycles_per_second)
+        self.run(lane, lambda: torch.cuda._sleep(cycles))
+
+    def seconds(self, lane: Lane, work: Work) -> float:
+        """Time work by events, behind a pause."""
+        self.pause(lane, _TIMING_PAUSE_SECONDS)
+        first = self.record(lane, is_timed=True)
+        self.run(lane, work)
+        last = self.record(lane, is_timed=True)
+        last.synchronize()
+        return self.between(first, last)
+
+    def synchronize(self) -> None:
+        """Wait for the whole device."""
+        torch.cuda.synchronize(self.device)
+
+    def memory(self) -> DeviceMemory:
+        """Ask the driver; what torch's allocator holds unused is free for us."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        held = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return DeviceMemory(total, free + held)
+
+    def limit(self, num_bytes: int | None) -> None:
+        """Limit torch's allocator; it raises its own error beyond."""
+        if num_bytes is None:
+            if self._fraction_before is not None:
+                torch.cuda.set_per_process_memory_fraction(self._fraction_before, self.device)
+                self._fraction_before = None
+            return
+        if self._fraction_before is None:
+            self._fraction_before = torch.cuda.get_per_process_memory_fraction(self.device)
+        total = torch.cuda.mem_get_info(self.device)[1]
+        torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total), self.device)
+
+    def cache_bytes(self) -> int:
+        """Ask the driver."""
+        return int(torch.cuda.get_device_properties(self.device).L2_cache_size)
+
+    def taken_bytes(self) -> int:
+        """Ask torch's allocator."""
+        return torch.cuda.memory_allocated(self.device)
+
+    def peak_bytes(self, work: Work) -> int:
+        """Ask torch's allocator for its peak."""
+        self.synchronize()
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        work()
+        self.synchronize()
+        return torch.cuda.max_memory_allocated(self.device) - before
+
+    def empty(self, num_bytes: int) -> Tensor:
+        """Take memory from torch's allocator."""
+        try:
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        except torch.OutOfMemoryError as error:
+            raise OutOfDeviceMemoryError(str(error).partition("\n")[0]) from error
+
+    def pinned(self, num_bytes: int) -> Tensor:
+        """Take memory from torch's allocator of pinned memory."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def pin(self, memory: Tensor) -> bool:
+        """Register memory with the driver."""
+        code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+        if int(code) == 0:
+            return True
+        # The driver's refusal stays noted until somebody asks: else torch would raise it later.
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=self.device)
+        return False
+
+    def unpin(self, memory: Tensor) -> None:
+        """Give the registration back."""
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+    def _stream(self, lane: Lane) -> torch.cuda.Stream:
+        return self._lanes.get(lane) or torch.cuda.current_stream(self.device)
+
+    @functools.cached_property
+    def _cycles_per_second(self) -> float:
+        with torch.cuda.device(self.device):
+            torch.cuda._sleep(_PROBE_CYCLES)  # the clock rises to where it stays
+            first = self.record(Lane.COMPUTE, is_timed=True)
+            torch.cuda._sleep(_PROBE_CYCLES)
+            last = self.record(Lane.COMPUTE, is_timed=True)
+        last.synchronize()
+        return _PROBE_CYCLES / self.between(first, last)

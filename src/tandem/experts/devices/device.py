@@ -1,0 +1,90 @@
+"""What an accelerator must be able to do: give memory, and compute batches beside the host.
+
+A device owns its lane of computation; copies into its slots are the copy engine's. The model's
+state (hidden, choice, gate weights) lies on the device. In one layer, in this order:
+
+    download(choice, hidden)     one wait; the only one before the batches
+      -> launch(batch, use)...   rows stay in the device's `rows`, tokens are read from its `hidden`
+      -> upload(host rows)       once, if the CPU had a share: its rows are the last ones
+      -> prepare_sum(...)(rows)  the sum, on the device, behind all that was launched and uploaded
+
+Nothing of it need wait for the device but `download`, which also ends everything that the layers
+before have read of host memory: from then on `host_rows` may be written again. A layer that the
+plan gives to the CPU alone is added up on the host, and only its result is uploaded.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from tandem.core.errors import CapacityError
+from tandem.experts.cache.slots import MemoryPool, SlotUse
+from tandem.experts.execution.batch import ExpertBatch
+from tandem.experts.execution.routing import SumRows
+
+
+class OutOfDeviceMemoryError(CapacityError):
+    """The device has no memory left for a slot or for work; the cache shrinks and goes on."""
+
+
+class DeviceMemory(NamedTuple):
+    """A device's memory now."""
+
+    total_bytes: int
+    free_bytes: int
+
+
+class Device(MemoryPool, Protocol):
+    """An accelerator."""
+
+    name: str
+    computes_beside: bool
+    """Whether launched batches run beside the host, which then begins with its own share."""
+
+    def memory(self) -> DeviceMemory:
+        """Return what there is, and what is left of it."""
+
+    def pin(self, memory: Tensor) -> bool:
+        """Make host memory fast to copy from; False if the system does not let."""
+
+    def download(self, *tensors: Tensor) -> Sequence[Tensor]:
+        """Return host copies of the device's tensors, as the model has left them; one wait."""
+
+    def rows(self, num_rows: int, width: int) -> Tensor:
+        """Return device memory for (num_rows, width) fp32, which the next such call reuses."""
+
+    def host_rows(self, num_rows: int, width: int) -> Tensor:
+        """Return host memory for the same, which `upload` is fast from."""
+
+    def forget_rows(self) -> None:
+        """Hand out none of that memory again: a broken call may still write to it."""
+
+    def launch(self, batch: ExpertBatch, use: SlotUse) -> None:
+        """Compute a batch after those launched before it; may return before it is done.
+
+        `batch.hidden` and `batch.out` are in the device's memory, `batch.token` on the host.
+        The device waits for `use.images()`, an expert each, and calls `use.end` when it has read
+        them, also after an error. Raises `OutOfDeviceMemoryError` if there is no room to work.
+        """
+
+    def upload(self, source: Tensor, target: Tensor) -> None:
+        """Copy host memory to the device, before what is launched later."""
+
+    def prepare_sum(self, row_of: Tensor, weights: Tensor) -> SumRows:
+        """Return what sums weight * row over k, first to last, after all batches.
+
+        It takes rows (n_rows, width) fp32 and returns (n_tokens, width) fp32, both on the device,
+        as are `weights` (n_tokens, top_k) fp32; `row_of` (n_tokens, top_k) int32 is on the host; -1
+        adds nothing. A product and an addition each round by themselves. The sum raises the first
+        error of any batch, then or at the next call.
+        """
+
+    def synchronize(self) -> None:
+        """Return when all launched batches are done; raises the first error of any of them."""
+
+    def require_usable(self) -> None:
+        """Raise `ExecutionError` if an error has left the device unusable for this program."""
+
+    def close(self) -> None:
+        """End the device's threads."""

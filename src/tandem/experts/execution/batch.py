@@ -1,0 +1,84 @@
+"""The experts that one lane computes in one call: what goes in, and where the rows go."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tandem.experts.store.host_store import HostLayer
+from tandem.kernels.native import NativeActivation
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertFunctions:
+    """What surrounds the two matrix products of an expert: the model's own code.
+
+    `native` is the same activation in the kernels' form, where they have it; `unpacked_activate`
+    takes [gate; up] whatever order the model's own experts have.
+    """
+
+    activate: Callable[[Tensor], Tensor]
+    post_norm: Callable[[Tensor], Tensor] | None = None
+    native: NativeActivation | None = None
+    unpacked_activate: Callable[[Tensor], Tensor] | None = None
+
+
+class CallSide:
+    """What one processor reads and writes in a call, in its own memory: the tokens and the rows."""
+
+    __slots__ = ("_hidden_fp32", "hidden", "rows")
+
+    def __init__(self, hidden: Tensor, rows: Tensor) -> None:
+        """Read `hidden` (n_tokens, hidden_size), write `rows` (num_rows, hidden_size) fp32."""
+        self.hidden = hidden
+        self.rows = rows
+        self._hidden_fp32: Tensor | None = None
+
+    @property
+    def hidden_fp32(self) -> Tensor:
+        """The tokens in fp32, converted when a lane first asks."""
+        if self._hidden_fp32 is None:
+            self._hidden_fp32 = self.hidden.float().contiguous()
+        return self._hidden_fp32
+
+
+@dataclass(slots=True)
+class ExpertBatch:
+    """Some experts of a layer with their rows; not changed once it is made.
+
+    Expert `experts[i]` has rows `begin[i]`..`begin[i + 1]` - 1 of the call, and the rows
+    `begin[i] - begin[0]`.. of `token` and `out`, which are slices of the call's.
+    """
+
+    layer: HostLayer
+    functions: ExpertFunctions
+    side: CallSide  # of the lane that computes it
+    experts: Sequence[int]
+    begin: Sequence[int]
+    tokens: Tensor  # of the rows, int32, contiguous, on the host; other batches' may be among them
+    first_token: int  # where this batch's begin in it
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of this batch."""
+        return self.begin[-1] - self.begin[0]
+
+    @property
+    def token(self) -> Tensor:
+        """The token of each row: (num_rows,) int32, on the host."""
+        return self.tokens[self.first_token : self.first_token + self.num_rows]
+
+    @property
+    def out(self) -> Tensor:
+        """Where the rows go: (num_rows, hidden_size) fp32, a piece of the side's rows."""
+        return self.side.rows[self.begin[0] : self.begin[-1]]
+
+    @property
+    def hidden(self) -> Tensor:
+        """The tokens (n_tokens, hidden_size) in the model's dtype."""
+        return self.side.hidden
+
+    @property
+    def hidden_fp32(self) -> Tensor:
+        """The tokens in fp32."""
+        return self.side.hidden_fp32

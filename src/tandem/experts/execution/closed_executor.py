@@ -1,0 +1,32 @@
+"""What stands in a model that has been closed: every use of it is one sentence."""
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+from torch import Tensor
+
+from tandem.core.errors import ConfigError
+from tandem.experts.execution.batch import ExpertFunctions
+from tandem.experts.execution.executor import Executor, RoutedCall, StatelessExecutor
+
+
+class ClosedExecutor(StatelessExecutor):
+    """Computes nothing."""
+
+    def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> NoReturn:
+        """Raise `ConfigError`."""
+        _refuse()
+
+    def compute(self, call: RoutedCall, functions: ExpertFunctions) -> Tensor:
+        """Raise `ConfigError`."""
+        _refuse()
+
+
+def require_open(executor: Executor) -> None:
+    """Raise `ConfigError` if a model has been closed."""
+    if isinstance(executor, ClosedExecutor):
+        _refuse()
+
+
+def _refuse() -> NoReturn:
+    raise ConfigError("the model has been closed; load it again")

@@ -1,0 +1,175 @@
+"""Computes a MoE layer's experts. This one, `CpuExecutor`, runs every expert on the CPU.
+
+It is the simplest implementation of the seam and the baseline of all others. The result does not
+depend on who computed what: each (token, expert) gives one fp32 row, and rows are added in the
+order of the router's top-k.
+"""
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from tandem.experts.execution.batch import CallSide, ExpertFunctions
+from tandem.experts.execution.expert_kernels import ExpertKernels
+from tandem.experts.execution.layer_call import LayerCall
+from tandem.experts.execution.routing import Routing
+from tandem.experts.execution.row_memory import RowMemory
+from tandem.experts.store.host_store import HostLayer, HostStore
+from tandem.experts.tracing.events import LayerExecuted, Listener
+
+# Bounds the fp32 rows of a long prompt: 2048 tokens x top-8 x 2048 values are 128 MiB.
+MAX_TOKENS_AT_ONCE = 2048
+
+
+class Executor(Protocol):
+    """The seam between a model's experts modules and whatever computes them."""
+
+    store: HostStore
+    listeners: list[Listener]
+
+    def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:
+        """Announce the tokens of the forward pass that comes; ids are empty if unknown."""
+
+    def execute(
+        self,
+        layer: int,
+        hidden: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        functions: ExpertFunctions,
+    ) -> Tensor:
+        """Compute the sum over k of weight * expert(hidden), in the shape and dtype of `hidden`.
+
+        `hidden` is (n_tokens, hidden_size), `top_k_index` and `top_k_weights` (n_tokens, top_k).
+        An id outside 0..num_experts-1 is a padding of the router and adds nothing.
+        """
+
+    def deferring(self) -> AbstractContextManager[None]:
+        """Return what lets layers within leave to later what their results do not need."""
+
+    def close(self) -> None:
+        """End all threads; the executor is not used afterwards."""
+
+
+class RoutedCall(NamedTuple):
+    """One call of a layer: its tokens and what the router chose for them."""
+
+    layer: int
+    hidden: Tensor  # (n_tokens, hidden_size)
+    top_k_index: Tensor  # (n_tokens, top_k)
+    top_k_weights: Tensor  # (n_tokens, top_k)
+
+
+class StatelessExecutor(ABC):
+    """What executors share to which steps mean nothing."""
+
+    def __init__(self, store: HostStore) -> None:
+        """Serve a store's layers."""
+        self.store = store
+        self.listeners: list[Listener] = []
+
+    def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:  # noqa: B027
+        """Need nothing."""
+
+    def deferring(self) -> AbstractContextManager[None]:
+        """Defer nothing: there is nothing but the results."""
+        return nullcontext()
+
+    def close(self) -> None:  # noqa: B027
+        """Need nothing: what an executor holds ends with it."""
+
+    def execute(
+        self,
+        layer: int,
+        hidden: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        functions: ExpertFunctions,
+    ) -> Tensor:
+        """Compute a layer; see `Executor`."""
+        return self.compute(RoutedCall(layer, hidden, top_k_index, top_k_weights), functions)
+
+    @abstractmethod
+    def compute(self, call: RoutedCall, functions: ExpertFunctions) -> Tensor:
+        """Compute a call, as `execute`."""
+
+
+class CpuExecutor(StatelessExecutor):
+    """Runs every active expert on the CPU: packed ones natively, plain ones in torch."""
+
+    def __init__(self, store: HostStore, *, num_threads: int | None = None, isa: str = "") -> None:
+        """Serve the layers of a store; threads start with the first packed layer."""
+        super().__init__(store)
+        self._kernels = ExpertKernels(num_threads=num_threads, isa=isa)
+        self._rows = RowMemory()
+        self._rows_lock = threading.Lock()  # several Python threads may call one model
+
+    def compute(self, call: RoutedCall, functions: ExpertFunctions) -> Tensor:
+        """Compute a call, as `execute`."""
+        layer, hidden, top_k_index, top_k_weights = call
+        if hidden.requires_grad or top_k_weights.requires_grad:  # to ask costs less than to detach
+            hidden, top_k_weights = hidden.detach(), top_k_weights.detach()
+        if hidden.is_cpu and top_k_index.is_cpu and top_k_weights.is_cpu:
+            return self._execute(self.store[layer], hidden, top_k_index, top_k_weights, functions)
+        on_host = hidden.to("cpu"), top_k_index.to("cpu"), top_k_weights.to("cpu")
+        return self._execute(self.store[layer], *on_host, functions).to(hidden.device)
+
+    def _execute(
+        self,
+        layer: HostLayer,
+        hidden: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        functions: ExpertFunctions,
+    ) -> Tensor:
+        step = self._kernels.run_step(layer, functions, hidden, top_k_index, top_k_weights)
+        if step is not None:
+            out, num_active = step
+            if self.listeners:
+                self.report(layer, top_k_index, num_active, top_k_index.numel())
+            return out
+        most = MAX_TOKENS_AT_ONCE
+        if hidden.shape[0] <= most:
+            return self._execute_chunk(layer, hidden, top_k_index, top_k_weights, functions)
+        chunks = zip(
+            hidden.split(most), top_k_index.split(most), top_k_weights.split(most), strict=True
+        )
+        return torch.cat([self._execute_chunk(layer, *chunk, functions) for chunk in chunks])
+
+    def _execute_chunk(
+        self,
+        layer: HostLayer,
+        hidden: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        functions: ExpertFunctions,
+    ) -> Tensor:
+        self._kernels.wake()  # while the rows are sorted
+        routing = Routing(top_k_index, layer.arrivals.num_experts)
+        order = routing.lone_order()
+        with self._rows_lock:
+            side = CallSide(hidden, self._rows.rows(routing.num_rows, hidden.shape[1]))
+            call = LayerCall(layer, functions, routing, order)
+            if order:
+                self._kernels.run(call.batch(0, len(order), side))
+            if self.listeners:
+                self.report(layer, top_k_index, len(routing.experts), routing.num_rows)
+            return call.prepare_result(side, top_k_weights, self._kernels.prepare_sum)()
+
+    def report(self, layer: HostLayer, chosen: Tensor, num_active: int, num_rows: int) -> None:
+        """Tell the listeners what a layer's router chose, and how much was computed for it."""
+        event = LayerExecuted(
+            layer=layer.layer,
+            num_tokens=len(chosen),
+            num_active_experts=num_active,
+            num_expert_rows=num_rows,
+            touched_bytes=num_active * (layer.num_bytes // layer.arrivals.num_experts),
+            chosen=chosen,
+        )
+        for listener in self.listeners:
+            listener(event)

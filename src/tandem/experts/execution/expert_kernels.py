@@ -1,0 +1,177 @@
+"""Computes a batch of experts on the CPU: packed ones natively, others in torch.
+
+The result of a row does not depend on the other rows' experts, nor on where the weights lie.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tandem.experts.execution.batch import ExpertBatch, ExpertFunctions
+from tandem.experts.execution.routed_layers import RoutedLayers
+from tandem.experts.execution.routing import SumRows
+from tandem.experts.store.host_store import HostLayer
+from tandem.experts.store.packed_layer import PackedLayer
+from tandem.kernels.cpu import detect_cpu
+from tandem.kernels.native import NativeExperts
+from tandem.kernels.reference import expert_ffn
+
+
+class WeightSource(Protocol):
+    """Where a batch's weights lie, if not in the host store."""
+
+    def images(self) -> Sequence[Tensor]:
+        """Return the memory of each expert, once it is filled."""
+
+    def addresses(self) -> Sequence[int]:
+        """Return where that memory is."""
+
+
+class ExpertKernels:
+    """The kernels and their threads, which start with the first packed batch. One call a time."""
+
+    def __init__(
+        self,
+        *,
+        num_threads: int | None = None,
+        isa: str = "",
+        on_busy: Callable[[float], None] | None = None,
+    ) -> None:
+        """Compute with `num_threads` threads; None takes all physical cores.
+
+        `on_busy` is told the seconds of every batch.
+        """
+        self._on_busy = on_busy
+        self.num_threads = num_threads or detect_cpu().physical_cores
+        self.isa = isa
+        self._native: NativeExperts | None = None
+        self._routed: RoutedLayers | None = None
+
+    def wake(self) -> None:
+        """Wake the threads while a call is prepared, if they have been started."""
+        if self._native is not None:
+            self._native.wake()
+
+    def run(self, batch: ExpertBatch, source: WeightSource | None = None) -> None:
+        """Fill the batch's `out`; weights come from `source`, or from the host store."""
+        self.start(batch, source).finish()
+
+    def start(self, batch: ExpertBatch, source: WeightSource | None = None) -> "StartedWork":
+        """Let the threads begin with a batch; the caller's `finish` lends a hand.
+
+        Nothing else may be asked of these kernels in between. What the native kernels do not know
+        is computed as a whole by `finish`.
+        """
+        begin = time.perf_counter() if self._on_busy else 0.0
+        native = None
+        if isinstance(batch.layer, PackedLayer):
+            addresses = source.addresses() if source is not None else None
+            native = self.routed.start_batch(batch, addresses)
+        if native is not None:
+            return StartedWork(native.finish, batch, self._on_busy, begin)
+        return StartedWork(lambda: self._run_in_torch(batch, source), batch, self._on_busy, begin)
+
+    def prepare_sum(self, row_of: Tensor, weights: Tensor) -> SumRows:
+        """Return what sums weight * row over k, first to last: (n_tokens, width) fp32.
+
+        `weights` (n_tokens, top_k) are fp32 as the rows; `row_of` of the same shape, int32 and
+        contiguous, says which row, -1 none.
+        """
+        num_tokens, top_k = row_of.shape
+        weights = weights.contiguous()
+
+        def sum_rows(rows: Tensor) -> Tensor:
+            out, rows = torch.empty(num_tokens, rows.shape[1]), rows.contiguous()
+            self.native._engine.add_rows(
+                num_tokens, top_k, rows.shape[1], rows.data_ptr(), row_of.data_ptr(),
+                weights.data_ptr(), out.data_ptr(),
+            )  # fmt: skip
+            return out
+
+        return sum_rows
+
+    def run_step(
+        self,
+        layer: HostLayer,
+        functions: ExpertFunctions,
+        hidden: Tensor,
+        index: Tensor,
+        weights: Tensor,
+    ) -> tuple[Tensor, int] | None:
+        """Compute all experts of a layer on the CPU for few tokens; see `RoutedLayers.run_step`."""
+        if not isinstance(layer, PackedLayer):
+            return None
+        if self._on_busy is None:
+            return self.routed.run_step(layer, functions, hidden, index, weights)
+        begin = time.perf_counter()
+        found = self.routed.run_step(layer, functions, hidden, index, weights)
+        self._on_busy(time.perf_counter() - begin)
+        return found
+
+    @property
+    def native(self) -> NativeExperts:
+        """The native kernels; their threads start here."""
+        if self._native is None:
+            self._native = NativeExperts(num_threads=self.num_threads, isa=self.isa)
+        return self._native
+
+    @property
+    def routed(self) -> RoutedLayers:
+        """The native calls by layer."""
+        if self._routed is None:
+            self._routed = RoutedLayers(self.native)
+        return self._routed
+
+    def _run_in_torch(self, batch: ExpertBatch, source: WeightSource | None) -> None:
+        """Compute what the kernels do not know: all of it, or the activation."""
+        layer, functions = batch.layer, batch.functions
+        if not isinstance(layer, PackedLayer):
+            _run_reference(batch, source.images() if source is not None else None)
+            return
+        addresses = source.addresses() if source is not None else None
+        activate = functions.unpacked_activate or functions.activate
+        dtype = batch.hidden.dtype  # the model's own code expects it
+        if addresses is None:
+            first, size = layer.buffers.data_ptr(), layer.layout.num_bytes
+            addresses = [first + expert * size for expert in batch.experts]
+        begin = torch.tensor([row - batch.begin[0] for row in batch.begin], dtype=torch.int32)
+        self.native.compute_with(
+            layer.layout,
+            torch.tensor(addresses, dtype=torch.int64),
+            lambda up: activate(up.to(dtype)).float(),
+            batch.hidden_fp32,
+            begin,
+            batch.token,
+            batch.out,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StartedWork:
+    """A batch that the threads are at."""
+
+    _finish: Callable[[], None]
+    _batch: ExpertBatch
+    """Its tensors must live until the end."""
+    _on_busy: Callable[[float], None] | None
+    _begin: float
+
+    def finish(self) -> None:
+        """Compute beside the threads; the batch's `out` is filled on return."""
+        self._finish()
+        if self._on_busy is not None:
+            self._on_busy(time.perf_counter() - self._begin)
+
+
+def _run_reference(batch: ExpertBatch, images: Sequence[Tensor] | None) -> None:
+    """Compute expert by expert in torch."""
+    layer, first = batch.layer, batch.begin[0]
+    for i, expert in enumerate(batch.experts):
+        chosen = slice(batch.begin[i] - first, batch.begin[i + 1] - first)
+        weights = layer.weights(expert) if images is None else layer.weights_in(images[i])
+        rows = batch.hidden[batch.token[chosen]]
+        batch.out[chosen] = expert_ffn(rows, weights, batch.functions.activate)

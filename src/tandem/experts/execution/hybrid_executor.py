@@ -1,0 +1,337 @@
+"""One MoE layer on two processors: the hybrid step.
+
+    routing -> load -> plan -> { the CPU's share | hits on the device | copies on the link }
+            -> routed tokens added in the router's order -> learn, report
+
+`execute` reads from top to bottom as it happens. The CPU's threads begin first, as they are the
+last to end; this thread starts the device and the link and then computes beside them. What the
+layer's result does not need (`catch_up`) can wait until the caller has queued what comes next.
+Whatever the plan, the result has the same bits as `CpuExecutor`'s where the device's arithmetic is
+the CPU's; a GPU's is not (docs/runtime.md).
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from tandem.core.errors import ExecutionError
+from tandem.experts.cache.expert_cache import SHRINK, ExpertCache
+from tandem.experts.devices.device import Device, OutOfDeviceMemoryError
+from tandem.experts.execution import executor as cpu_executor
+from tandem.experts.execution.batch import CallSide, ExpertFunctions
+from tandem.experts.execution.expert_kernels import ExpertKernels
+from tandem.experts.execution.layer_call import LayerCall
+from tandem.experts.execution.routing import Routing
+from tandem.experts.store.host_store import HostLayer, HostStore
+from tandem.experts.tracing.events import LayerExecuted, Listener
+from tandem.policy.plan import Copy, Hint, LayerLoad, LayerPlan
+
+
+class Foresee(Protocol):
+    """Says what the layer after the one that is about to be planned will want."""
+
+    def __call__(self, layer: int) -> Sequence[Hint]:
+        """Return hints about the layer after `layer`, whose router has just run."""
+
+    def close(self) -> None:
+        """Stop listening to the model."""
+
+
+class _LayerStep(NamedTuple):
+    """One call of a layer as the model made it."""
+
+    host: HostLayer
+    functions: ExpertFunctions
+    routing: Routing
+    hidden: Tensor  # (n_tokens, hidden_size), where the model's state lies
+    tokens: Tensor  # the same on the host
+    weights: Tensor  # (n_tokens, top_k), where the model's state lies
+
+
+class _Done(NamedTuple):
+    """A layer that has been computed, of which nobody has learned or heard yet."""
+
+    load: LayerLoad
+    plan: LayerPlan
+    begin: float
+    plan_seconds: float
+    step: _LayerStep
+
+
+class HybridExecutor:
+    """Computes layers by the planner's plans. One call at a time, layers in the model's order."""
+
+    def __init__(self, cache: ExpertCache, kernels: ExpertKernels) -> None:
+        """Serve the cache's store; `kernels` compute the CPU's share."""
+        self.store: HostStore = cache.store
+        self.cache = cache
+        self.listeners: list[Listener] = []
+        self.foresee: Foresee | None = None
+        """Asked, for each layer that is about to be planned, what the next one will want."""
+        self._kernels = kernels
+        self._turn = threading.Lock()
+        self._announced: tuple[Sequence[int], bool] | None = None
+        self._last_layer = len(self.store)
+        self._wanted_slots: int | None = None
+        self._step_copies: tuple[Copy, ...] = ()
+        self._done: _Done | None = None
+        self._is_deferring = False
+
+    @property
+    def device(self) -> Device:
+        """The device that the cache is on."""
+        return self.cache.device
+
+    def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:
+        """Announce the tokens of the forward pass that comes; ids are empty if unknown."""
+        self._announced = token_ids, is_prefill
+
+    def resize(self, num_slots: int) -> None:
+        """Change the number of slots; it happens before the next step."""
+        self._wanted_slots = num_slots
+
+    def settle(self) -> None:
+        """Do what waits for the next step; for whoever replays steps without this executor."""
+        self.catch_up()
+        if self._wanted_slots is not None:
+            wanted, self._wanted_slots = self._wanted_slots, None
+            self.cache.resize(wanted)
+
+    @contextlib.contextmanager
+    def deferring(self) -> Iterator[None]:
+        """Learn and report of a layer when the next one is asked for, and of the last at the end.
+
+        For a caller that queues work between layers, which the device then does meanwhile.
+        """
+        self._is_deferring = True
+        try:
+            yield
+        finally:
+            self._is_deferring = False
+            with self._turn:
+                self.catch_up()
+
+    def close(self) -> None:
+        """End all threads and give the device's memory back."""
+        if self.foresee is not None:
+            self.foresee.close()
+        self.cache.close()
+
+    def execute(
+        self,
+        layer: int,
+        hidden: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        functions: ExpertFunctions,
+    ) -> Tensor:
+        """Compute a layer; see `Executor`. Callers from several Python threads take turns."""
+        if hidden.requires_grad or top_k_weights.requires_grad:  # to ask costs less than to detach
+            hidden, top_k_weights = hidden.detach(), top_k_weights.detach()
+        with self._turn:
+            try:
+                if layer <= self._last_layer or self._announced is not None:
+                    self._begin_step(hidden.shape[0])
+                self._last_layer = layer
+                return self._execute(layer, hidden, top_k_index, top_k_weights, functions)
+            except Exception as error:
+                self._recover(shrink=False)
+                self.device.require_usable()
+                raise ExecutionError(
+                    f"MoE layer {layer} could not be computed ({error}); the request is lost, the "
+                    "model can be used again"
+                ) from error
+            except BaseException:  # Ctrl-C: no error, but the layer is half done all the same
+                self._recover(shrink=False)
+                raise
+
+    def _execute(
+        self,
+        layer: int,
+        hidden: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        functions: ExpertFunctions,
+    ) -> Tensor:
+        most = cpu_executor.MAX_TOKENS_AT_ONCE
+        if hidden.shape[0] <= most:
+            return self._execute_chunk(layer, hidden, top_k_index, top_k_weights, functions)
+        chunks = zip(
+            hidden.split(most), top_k_index.split(most), top_k_weights.split(most), strict=True
+        )
+        return torch.cat([self._execute_chunk(layer, *chunk, functions) for chunk in chunks])
+
+    def _begin_step(self, num_tokens: int) -> None:
+        self.settle()
+        token_ids, is_prefill = self._announced or ((), False)
+        self._announced = None
+        cache = self.cache
+        ahead = cache.planner.begin_step(
+            num_tokens, cache.clock.now, token_ids=token_ids, is_prefill=is_prefill
+        )
+        self._step_copies = ahead
+        if ahead:
+            cache.clock.issue(ahead)
+            cache.submit(ahead, is_needed=False)
+
+    def _execute_chunk(
+        self,
+        layer: int,
+        hidden: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        functions: ExpertFunctions,
+    ) -> Tensor:
+        self.catch_up()
+        host, cache = self.store[layer], self.cache
+        index, tokens = self.device.download(top_k_index, hidden)
+        routing = Routing(index, host.arrivals.num_experts)
+        clock = cache.clock
+        clock.run_dense(hidden.shape[0])
+        if not routing.experts:
+            return torch.zeros_like(hidden)
+        load = routing.load(layer, self._weights_to_read(top_k_weights))
+        cache.take_arrivals()
+        begin, asked = clock.now, time.perf_counter()
+        hints = self.foresee(layer) if self.foresee is not None else ()
+        plan = cache.planner.plan(load, begin, hints)
+        plan_seconds = time.perf_counter() - asked
+        step = _LayerStep(host, functions, routing, hidden, tokens, top_k_weights)
+        try:
+            out = self._carry_out(step, plan)
+        except (OutOfDeviceMemoryError, torch.OutOfMemoryError):
+            self._recover(shrink=True)
+            plan = _all_on_cpu(load, plan)
+            out = self._carry_out(step, plan)
+        self._done = _Done(load, plan, begin, plan_seconds, step)
+        if not self._is_deferring:
+            self.catch_up()
+        return out
+
+    def catch_up(self) -> None:
+        """Learn from the last layer and report it, if that has not been done."""
+        if self._done is None:
+            return
+        done, self._done = self._done, None
+        self.cache.planner.learn()
+        self.cache.clock.run(done.load, done.plan)
+        if self.listeners:
+            self._report(done)
+
+    def _weights_to_read(self, top_k_weights: Tensor) -> Tensor | None:
+        """Return gate weights on the host, if the eviction looks at them: few do."""
+        if not getattr(self.cache.planner.eviction, "reads_weights", False):
+            return None
+        return self.device.download(top_k_weights)[0]
+
+    def _carry_out(self, step: _LayerStep, plan: LayerPlan) -> Tensor:
+        """Start the CPU, the device and the link, compute the CPU's share, add up."""
+        if plan.cpu:
+            self._kernels.wake()
+        call = LayerCall(step.host, step.functions, step.routing, _order(plan))
+        num_rows, width = step.routing.num_rows, step.hidden.shape[1]
+        num_on_device = len(plan.gpu) + len(plan.arriving) + len(plan.fetch)
+        on_host = CallSide(step.tokens, self.device.host_rows(num_rows, width))
+        share = started = None
+        if plan.cpu:
+            share = call.batch(num_on_device, num_on_device + len(plan.cpu), on_host)
+            if self.device.computes_beside:
+                started = self._kernels.start(share)
+        try:
+            self.cache.cancel_unused(plan.layer, step.routing.experts)
+            on_device = CallSide(step.hidden, self.device.rows(num_rows, width))
+            self._launch(call, plan, on_device)
+            self.cache.submit(plan.insert, is_needed=False)
+            self.cache.submit(plan.prefetch, is_needed=False)
+            if num_on_device:
+                result = call.prepare_result(on_device, step.weights, self.device.prepare_sum)
+            else:
+                result = self._prepare_result_of_host(call, step, on_host)
+        finally:
+            if started is not None:
+                started.finish()
+        if share is not None and started is None:
+            self._kernels.run(share)
+        if share is not None and num_on_device:
+            first = call.first_row(num_on_device)
+            self.device.upload(on_host.rows[first:], on_device.rows[first:])
+        return result()
+
+    def _prepare_result_of_host(
+        self, call: LayerCall, step: _LayerStep, side: CallSide
+    ) -> Callable[[], Tensor]:
+        """Return what adds up on the host, which has all rows, and uploads the sum."""
+        (weights,) = self.device.download(step.weights)
+        result = call.prepare_result(side, weights, self._kernels.prepare_sum)
+        return lambda: self._uploaded(result(), step)
+
+    def _launch(self, call: LayerCall, plan: LayerPlan, side: CallSide) -> None:
+        """Give the device its batches, in the order in which their experts are there."""
+        cache, launch, use = self.cache, self.device.launch, self.cache.engine.use
+        first = plan.layer * cache.geometry.num_experts
+        slot_of = cache.planner.residency.slot_of
+        at = len(plan.gpu)
+        if at:
+            keys = [first + expert for expert in plan.gpu]
+            launch(call.batch(0, at, side), use([slot_of[key] for key in keys], keys))
+        for expert in plan.arriving:  # each runs as it lands
+            key = first + expert
+            launch(call.batch(at, at + 1, side), use((slot_of[key],), (key,)))
+            at += 1
+        for copy in plan.fetch:
+            cache.submit((copy,), is_needed=True)
+            claim = use((copy.slot,), (first + copy.expert,))
+            launch(call.batch(at, at + 1, side), claim)
+            at += 1
+
+    def _uploaded(self, result: Tensor, step: "_LayerStep") -> Tensor:
+        """Return a result of the host where the model's state lies."""
+        if step.hidden.device == result.device:
+            return result
+        out = torch.empty_like(step.hidden)
+        self.device.upload(result, out)
+        return out
+
+    def _recover(self, *, shrink: bool) -> None:
+        """Make the engine usable after an error in the middle of a layer."""
+        self.device.forget_rows()
+        slots = self.cache.num_slots
+        with contextlib.suppress(Exception):  # then the cache is left empty
+            self.cache.resize(int(slots * SHRINK) if shrink else slots)
+        self._last_layer = len(self.store)
+
+    def _report(self, done: _Done) -> None:
+        load, plan, begin, plan_seconds, step = done
+        num_active = len(load.experts)
+        event = LayerExecuted(
+            layer=load.layer,
+            num_tokens=step.routing.num_tokens,
+            num_active_experts=num_active,
+            num_expert_rows=step.routing.num_rows,
+            touched_bytes=num_active * step.host.image_bytes,
+            load=load,
+            plan=plan,
+            step_copies=self._step_copies,
+            begin_seconds=begin,
+            end_seconds=self.cache.clock.now,
+            plan_seconds=plan_seconds,
+        )
+        self._step_copies = ()
+        for listener in self.listeners:
+            listener(event)
+
+
+def _order(plan: LayerPlan) -> Sequence[int]:
+    """Return the experts lane by lane, as `_carry_out` launches them."""
+    if not plan.arriving and not plan.fetch:
+        return (*plan.gpu, *plan.cpu)
+    return (*plan.gpu, *plan.arriving, *[copy.expert for copy in plan.fetch], *plan.cpu)
+
+
+def _all_on_cpu(load: LayerLoad, plan: LayerPlan) -> LayerPlan:
+    return plan._replace(gpu=(), arriving=(), fetch=(), cpu=load.experts, insert=(), prefetch=())

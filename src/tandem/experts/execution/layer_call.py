@@ -1,0 +1,64 @@
+"""One call of a layer: its rows in the order of a plan, cut into batches, and added up.
+
+Rows lie lane by lane. A processor with memory of its own has a side of its own (`CallSide`), whose
+rows have the same places as the other's: the host's rows are brought to the device in one piece,
+and the sum is built where the model's state lies.
+"""
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from tandem.experts.execution.batch import CallSide, ExpertBatch, ExpertFunctions
+from tandem.experts.execution.routing import PrepareSum, Routing
+from tandem.experts.store.host_store import HostLayer
+from tandem.experts.store.input_order import ordered_inputs
+
+
+class LayerCall:
+    """What all batches of a call share; each batch fills a contiguous piece of its side's rows."""
+
+    __slots__ = ("_functions", "_order", "_rows", "host", "routing")
+
+    def __init__(
+        self, host: HostLayer, functions: ExpertFunctions, routing: Routing, order: Sequence[int]
+    ) -> None:
+        """Lay the rows out with the active experts in this order."""
+        self.host = host
+        self.routing = routing
+        self._functions = functions
+        self._order = order
+        self._rows = routing.rows(order)
+
+    def batch(self, first: int, last: int, side: CallSide) -> ExpertBatch:
+        """Return the batch of the order's experts first .. last - 1, computed on a side."""
+        token, first_token = self._rows.token, self._rows.begin[first]
+        experts, begin = self._order[first:last], self._rows.begin[first : last + 1]
+        if self.host.input_order is not None:
+            own, first_token = token[first_token : begin[-1]], 0
+            hidden, token = ordered_inputs(side.hidden, self.host.input_order, experts, begin, own)
+            side = CallSide(hidden, side.rows)
+        return ExpertBatch(self.host, self._functions, side, experts, begin, token, first_token)
+
+    def first_row(self, place: int) -> int:
+        """Return the first row of the expert at a place of the order."""
+        return self._rows.begin[place]
+
+    def prepare_result(
+        self, side: CallSide, top_k_weights: Tensor, prepare_sum: PrepareSum
+    ) -> Callable[[], Tensor]:
+        """Return what gives the weighted sums (n_tokens, hidden_size) once all rows are on a side.
+
+        A fixed order of fp32 additions, the router's first to last: the same bits whoever computed
+        the rows.
+        """
+        post_norm, dtype = self._functions.post_norm, side.hidden.dtype
+        sum_rows = prepare_sum(self._rows.row_of, top_k_weights.float())
+
+        def result() -> Tensor:
+            rows = side.rows
+            if post_norm is not None:
+                rows = post_norm(rows.to(dtype)).float()
+            return sum_rows(rows).to(dtype)
+
+        return result

@@ -1,0 +1,53 @@
+"""An executor around another one, for whoever wants to see or to change calls on their way."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+from torch import Tensor
+
+from tandem.experts.execution.batch import ExpertFunctions
+from tandem.experts.execution.executor import Executor, RoutedCall
+from tandem.experts.tracing.events import Listener
+
+
+class PassingExecutor:
+    """Hands everything to the executor within. A subclass overrides `before` or `after`."""
+
+    def __init__(self, inner: Executor) -> None:
+        """Stand before `inner`, with its store and its listeners."""
+        self.inner = inner
+        self.store = inner.store
+        self.listeners: list[Listener] = inner.listeners
+
+    def before(self, call: RoutedCall) -> RoutedCall:
+        """Return the call that is computed."""
+        return call
+
+    def after(self, call: RoutedCall) -> None:
+        """See the call that has been computed."""
+
+    def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:
+        """Announce the step."""
+        self.inner.begin_step(token_ids, is_prefill=is_prefill)
+
+    def execute(
+        self,
+        layer: int,
+        hidden: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        functions: ExpertFunctions,
+    ) -> Tensor:
+        """Compute a layer; see `Executor`."""
+        call = self.before(RoutedCall(layer, hidden, top_k_index, top_k_weights))
+        out = self.inner.execute(*call, functions)
+        self.after(call)
+        return out
+
+    def deferring(self) -> AbstractContextManager[None]:
+        """Let the executor within defer."""
+        return self.inner.deferring()
+
+    def close(self) -> None:
+        """Close the executor within."""
+        self.inner.close()

@@ -1,0 +1,122 @@
+"""Packed layers as the native calls take them: one call for a batch, or for a whole small step.
+
+Where the kernels know the layer's format and the model's activation; the rest goes the long way.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tandem.core.errors import ModelError
+from tandem.experts.execution.batch import ExpertBatch, ExpertFunctions
+from tandem.experts.store.host_store import HostLayer
+from tandem.experts.store.packed_layer import PackedLayer
+from tandem.kernels import _native
+from tandem.kernels.dense import VALUE_DTYPES
+from tandem.kernels.native import NativeExperts, native_layout
+
+_TOKEN_BYTES = torch.int32.itemsize
+MAX_TOKENS = 64  # more are a prompt's, where sorting in Python costs nothing
+
+
+def native_layer(layer: HostLayer, functions: ExpertFunctions) -> _native.RoutedLayer | None:
+    """Return a layer as the native calls take it; None where the kernels do not know it."""
+    activation = functions.native
+    if activation is None or not isinstance(layer, PackedLayer):
+        return None
+    return _native.RoutedLayer(
+        native_layout(layer.layout), activation.kind, activation.alpha, activation.limit,
+        activation.offset, layer.arrivals.num_experts, layer.buffers.data_ptr(),
+        layer.layout.num_bytes,
+    )  # fmt: skip
+
+
+def can_run_steps(layer: HostLayer, functions: ExpertFunctions) -> bool:
+    """Tell whether nothing lies between the router's choice and the sum that native code lacks."""
+    return functions.post_norm is None and layer.input_order is None
+
+
+def can_read(hidden: Tensor, index: Tensor, weights: Tensor) -> bool:
+    """Tell whether native code reads a call's tensors as they are, but for gaps."""
+    return (
+        hidden.shape[0] <= MAX_TOKENS
+        and hidden.dtype in VALUE_DTYPES
+        and weights.dtype in VALUE_DTYPES
+        and index.dtype is torch.int64
+    )
+
+
+class _Prepared(NamedTuple):
+    """A layer that was seen before."""
+
+    layer: HostLayer
+    functions: ExpertFunctions
+    native: _native.RoutedLayer | None
+    runs_steps: bool
+
+
+class RoutedLayers:
+    """The layers of a store as the native calls take them, prepared once."""
+
+    def __init__(self, native: NativeExperts) -> None:
+        """Compute with the threads of `native`, which must be idle."""
+        self._engine = native._engine
+        self._run = _native.RoutedExperts(native._engine).run
+        self._layers: dict[int, _Prepared] = {}
+
+    def start_batch(
+        self, batch: ExpertBatch, addresses: Sequence[int] | None
+    ) -> _native.StartedBatch | None:
+        """Let the threads begin to fill the rows of a batch, whose tensors live until `finish`.
+
+        Weights are at `addresses`, or in the host store if None. Returns None, having done nothing,
+        where the kernels do not know the layer.
+        """
+        native = self._prepared(batch.layer, batch.functions).native
+        if native is None:
+            return None
+        hidden, rows, tokens = batch.hidden_fp32, batch.side.rows, batch.tokens
+        try:
+            return _native.StartedBatch(
+                self._engine, native,
+                batch.experts if addresses is None else addresses, addresses is not None,
+                batch.begin, hidden.shape[0],
+                tokens.data_ptr() + _TOKEN_BYTES * batch.first_token,
+                rows.shape[0], hidden.data_ptr(), rows.data_ptr(),
+            )  # fmt: skip
+        except ValueError as error:  # rows, experts or tokens that do not exist
+            raise ModelError(f"the routing of a layer is damaged: {error}") from error
+
+    def run_step(
+        self,
+        layer: HostLayer,
+        functions: ExpertFunctions,
+        hidden: Tensor,
+        index: Tensor,
+        weights: Tensor,
+    ) -> tuple[Tensor, int] | None:
+        """Return a layer's result and how many experts were active; None if it cannot.
+
+        Sorts, computes and adds up natively, with every expert on the CPU.
+        """
+        native = self._prepared(layer, functions)
+        if native.native is None or not native.runs_steps or not can_read(hidden, index, weights):
+            return None
+        hidden, index, weights = hidden.contiguous(), index.contiguous(), weights.contiguous()
+        out = torch.empty_like(hidden)
+        num_tokens, top_k = index.shape
+        active = self._run(
+            native.native, num_tokens, top_k,
+            hidden.dtype is torch.bfloat16, hidden.data_ptr(), index.data_ptr(),
+            weights.dtype is torch.bfloat16, weights.data_ptr(), out.data_ptr(),
+        )  # fmt: skip
+        return out, active
+
+    def _prepared(self, layer: HostLayer, functions: ExpertFunctions) -> _Prepared:
+        known = self._layers.get(layer.layer)
+        if known is None or known.layer is not layer or known.functions is not functions:
+            native, runs_steps = native_layer(layer, functions), can_run_steps(layer, functions)
+            known = self._layers[layer.layer] = _Prepared(layer, functions, native, runs_steps)
+        return known

@@ -1,0 +1,1 @@
+"""Measures what things cost on this machine."""

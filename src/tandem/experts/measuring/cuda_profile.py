@@ -1,0 +1,243 @@
+"""Measures what a GPU and its link cost: the GPU's part of a `HardwareProfile`, in seconds.
+
+GPU times are those of the GPU alone (events behind a pause), of experts that lie in its memory and
+not in its cache. Link times are those of pinned copies, alone and while the CPU computes. All are
+of the model's own experts, several at a time.
+
+What the host does for a layer is part of what it costs, as the GPU waits for it:
+
+    routing, tables, launches and the sum -> the layer's dense part
+    the CPU's rows, brought to the GPU    -> the first expert on the CPU
+    a launch of its own                   -> a fetched expert takes at least as long
+"""
+
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tandem.experts.cache.copy_engine import copy_image
+from tandem.experts.devices.cuda.device import CudaDevice
+from tandem.experts.devices.cuda.streams import Lane
+from tandem.experts.execution.batch import CallSide, ExpertBatch, ExpertFunctions
+from tandem.experts.execution.expert_kernels import ExpertKernels
+from tandem.experts.execution.layer_call import LayerCall
+from tandem.experts.execution.routing import Routing
+from tandem.experts.measuring.profiler import EXPERTS_AT_ONCE, REPETITIONS, beside, seconds_each
+from tandem.experts.store.host_store import HostStore
+from tandem.experts.store.image import aligned
+from tandem.policy.cost import HardwareProfile
+from tandem.policy.plan import Geometry
+
+# So many times the GPU's cache lie between two uses of an expert, which is then read from memory.
+CACHES_BETWEEN_USES = 4
+
+
+class _Held(NamedTuple):
+    """Experts that lie in device memory, for the length of a measurement."""
+
+    memory: Sequence[Tensor]
+
+    def images(self) -> Sequence[Tensor]:
+        """Return the experts' memory."""
+        return self.memory
+
+    def addresses(self) -> Sequence[int]:
+        """Return where it is."""
+        return [memory.data_ptr() for memory in self.memory]
+
+
+def measure_device(
+    profile: HardwareProfile,
+    device: CudaDevice,
+    store: HostStore,
+    geometry: Geometry,
+    functions: ExpertFunctions,
+    kernels: ExpertKernels,
+    *,
+    dtype: torch.dtype,
+    hidden_size: int,
+) -> HardwareProfile:
+    """Return a profile with the GPU, the link and the host's work as they are; the CPU's stays.
+
+    Dense parts in `profile` are the GPU's already. The store should be pinned; `kernels` are the
+    CPU's.
+    """
+    bench = _Bench(device, store, geometry, functions, kernels, dtype, hidden_size)
+    (shape,) = profile.shapes
+    link = bench.link_seconds()
+    cpu_slowdown, link_slowdown = bench.slowdowns(link)
+    hand_off = bench.host_seconds(bench.hand_off)
+    shape = dataclasses.replace(
+        shape,
+        gpu_seconds=bench.gpu_table(shape.tokens),
+        dense_seconds=tuple(seconds + hand_off for seconds in shape.dense_seconds),
+        cpu_first_expert_seconds=shape.cpu_first_expert_seconds + bench.bring_seconds(),
+        link_seconds_per_expert=max(link, bench.launch_seconds()),
+    )
+    return dataclasses.replace(
+        profile,
+        source="measured by tandem profile",
+        gpu=device.streams.name,
+        gpu_memory_bytes=device.memory().total_bytes,
+        link_bytes_per_second=shape.expert_bytes / link,  # of the link alone
+        cpu_slowdown_while_copying=cpu_slowdown,
+        link_slowdown_while_computing=link_slowdown,
+        shapes=(shape,),
+    )
+
+
+class _Bench:
+    """Runs batches and copies of one layer's experts."""
+
+    def __init__(
+        self,
+        device: CudaDevice,
+        store: HostStore,
+        geometry: Geometry,
+        functions: ExpertFunctions,
+        kernels: ExpertKernels,
+        dtype: torch.dtype,
+        hidden_size: int,
+    ) -> None:
+        self._device, self._store, self._functions = device, store, functions
+        self._kernels, self._dtype, self._hidden_size = kernels, dtype, hidden_size
+        self._several = min(EXPERTS_AT_ONCE, geometry.num_experts)
+        self._top_k = geometry.top_k
+        slot_bytes = aligned(max(layer.image_bytes for layer in store))
+        count = _count_held(self._several, slot_bytes, device)
+        self._held = device.allocate(count * slot_bytes).view(count, slot_bytes).unbind()
+        self._turns = itertools.cycle(self._held)
+        self._token = torch.zeros(1, hidden_size, device=device.streams.device).to(dtype)
+        self._copies = itertools.cycle(
+            [
+                (layer, expert)
+                for expert in range(geometry.num_experts)
+                for layer in range(len(store))
+            ]
+        )
+        for place, image in enumerate(self._held):
+            copy_image(store, 0, place % geometry.num_experts, image)
+
+    def gpu_table(self, tokens: Sequence[int]) -> tuple[float, ...]:
+        """Return the seconds of one more expert, by token count."""
+        seconds: list[float] = []
+        for count in tokens:
+            one, many = self._batch_seconds(1, count), self._batch_seconds(self._several, count)
+            least = seconds[-1] if seconds else 0.0
+            seconds.append(seconds_each(one, many, self._several, least))
+        return tuple(seconds)
+
+    def link_seconds(self) -> float:
+        """Return the seconds of copying one expert into device memory."""
+        self._copy_seconds()
+        return median(self._copy_seconds() for _ in range(REPETITIONS))
+
+    def slowdowns(self, link: float) -> tuple[float, float]:
+        """Return how much CPU and link slow each other down: factors of at least 1."""
+        batch = self._batch(self._several, 1, torch.device("cpu"))
+        alone = median(self._cpu_seconds(batch) for _ in range(REPETITIONS))
+        computed = list[float]()
+        copies = beside(
+            lambda: computed.append(self._cpu_seconds(batch)),
+            lambda: median(self._copy_seconds() for _ in range(4 * REPETITIONS)),
+        )
+        return max(1.0, median(computed or [alone]) / alone), max(1.0, copies / link)
+
+    def _batch(self, num_experts: int, num_tokens: int, where: torch.device) -> ExpertBatch:
+        """Return a batch in which every expert has every token."""
+        host = self._store[0]
+        index = torch.arange(num_experts).expand(num_tokens, num_experts).contiguous()
+        call = LayerCall(
+            host, self._functions, Routing(index, host.arrivals.num_experts), range(num_experts)
+        )
+        hidden = torch.randn(num_tokens, self._hidden_size, device=where).to(self._dtype)
+        rows = torch.empty(num_tokens * num_experts, self._hidden_size, device=where)
+        return call.batch(0, num_experts, CallSide(hidden, rows))
+
+    def _batch_seconds(self, num_experts: int, num_tokens: int) -> float:
+        streams = self._device.streams
+        batch = self._batch(num_experts, num_tokens, streams.device)
+
+        def once() -> float:
+            launch = self._device.prepared(batch, self._next(num_experts))
+            seconds = streams.seconds(Lane.COMPUTE, launch)
+            self._device.download()  # its table is not read any more
+            return seconds
+
+        once()  # compiles
+        return median(once() for _ in range(REPETITIONS))
+
+    def _next(self, num_experts: int) -> _Held:
+        return _Held([next(self._turns) for _ in range(num_experts)])
+
+    def host_seconds(self, work: Callable[[], object]) -> float:
+        """Return how long the host queues some work."""
+
+        def once() -> float:
+            begin = time.perf_counter()
+            work()
+            seconds = time.perf_counter() - begin
+            self._device.download()  # waits for it
+            return seconds
+
+        once()
+        return median(once() for _ in range(REPETITIONS))
+
+    def hand_off(self) -> Tensor:
+        """Queue a layer of one token whose experts are all there, from its choice on."""
+        streams, count = self._device.streams, min(self._several, self._top_k)
+        index = torch.arange(count)[None]
+        routing = Routing(index, self._store[0].arrivals.num_experts)
+        call = LayerCall(self._store[0], self._functions, routing, range(count))
+        side = CallSide(self._token, self._device.rows(count, self._hidden_size))
+        batch = call.batch(0, count, side)
+        streams.run(Lane.COMPUTE, self._device.prepared(batch, self._next(count)))
+        weights = self._token.new_ones(1, count)
+        return call.prepare_result(side, weights, self._device.prepare_sum)()
+
+    def launch_seconds(self) -> float:
+        """Return how long the host queues a batch of one expert, as behind each fetched one."""
+        batch = self._batch(1, 1, self._device.streams.device)
+
+        def launch() -> None:
+            work = self._device.prepared(batch, self._next(1))
+            self._device.streams.run(Lane.COMPUTE, work)
+
+        return self.host_seconds(launch)
+
+    def bring_seconds(self) -> float:
+        """Return how long a layer's rows of the CPU take to the GPU; waits for them."""
+        count = self._top_k
+        host = self._device.host_rows(count, self._hidden_size)
+        there = self._device.rows(count, self._hidden_size)
+
+        def bring() -> None:
+            self._device.upload(host, there)
+            self._device.streams.synchronize()
+
+        return self.host_seconds(bring)
+
+    def _copy_seconds(self) -> float:
+        def copy() -> None:
+            for image in self._held[: self._several]:
+                copy_image(self._store, *next(self._copies), image)
+
+        return self._device.streams.seconds(Lane.FETCH, copy) / self._several
+
+    def _cpu_seconds(self, batch: ExpertBatch) -> float:
+        begin = time.perf_counter()
+        self._kernels.run(batch)
+        return time.perf_counter() - begin
+
+
+def _count_held(several: int, slot_bytes: int, device: CudaDevice) -> int:
+    """Return how many experts must take turns; half of the memory that is free at most."""
+    beside = math.ceil(CACHES_BETWEEN_USES * device.streams.cache_bytes() / slot_bytes)
+    return max(several, min(several + beside, device.memory().free_bytes // 2 // slot_bytes))

@@ -1,0 +1,228 @@
+"""Measures what things cost on this machine: a `HardwareProfile` for one model, in a few seconds.
+
+Real kernels, real shapes, the model's own experts: each repetition takes other ones, so that
+weights come from memory and not from a processor's caches. Times are medians.
+"""
+
+import dataclasses
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from statistics import median
+
+import torch
+
+from tandem.experts.cache.copy_engine import copy_image
+from tandem.experts.execution.batch import CallSide, ExpertFunctions
+from tandem.experts.execution.expert_kernels import ExpertKernels
+from tandem.experts.execution.layer_call import LayerCall
+from tandem.experts.execution.routing import Routing
+from tandem.experts.execution.row_memory import RowMemory
+from tandem.experts.store.host_memory import total_bytes
+from tandem.experts.store.host_store import HostStore
+from tandem.kernels.cpu import detect_cpu
+from tandem.policy.cost import HardwareProfile, ShapeCosts
+from tandem.policy.plan import Geometry
+
+TOKEN_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+EXPERTS_AT_ONCE = 8
+REPETITIONS = 7
+# A count whose batch takes longer is the last; the tables go on in a straight line.
+LONGEST_BATCH_SECONDS = 0.4
+
+DenseSeconds = Callable[[int], float]  # of one layer, by token count
+
+
+def measure_profile(
+    store: HostStore,
+    geometry: Geometry,
+    functions: ExpertFunctions,
+    kernels: ExpertKernels,
+    *,
+    name: str,
+    dtype: torch.dtype,
+    hidden_size: int,
+    dense_seconds: DenseSeconds,
+) -> HardwareProfile:
+    """Measure a model's experts on the CPU, the link, and both at once; the GPU table is the CPU's.
+
+    What a device computes in is measured by the device, or said by the user of an emulated one.
+    """
+    bench = _Bench(store, geometry, functions, kernels, dtype, hidden_size)
+    tokens, cpu, first = bench.cpu_tables()
+    link = bench.link_seconds()
+    cpu_slowdown, link_slowdown = bench.slowdowns()
+    expert_bytes = max(layer.image_bytes for layer in store)
+    features = detect_cpu()
+    shape = ShapeCosts(
+        shape=name,
+        num_moe_layers=geometry.num_layers,
+        num_experts=geometry.num_experts,
+        top_k=geometry.top_k,
+        expert_bytes=expert_bytes,
+        tokens=tokens,
+        cpu_seconds=cpu,
+        gpu_seconds=cpu,
+        dense_seconds=tuple(dense_seconds(count) for count in tokens),
+        cpu_first_expert_seconds=first,
+        link_seconds_per_expert=link,
+    )
+    return HardwareProfile(
+        name="this machine",
+        source="measured by tandem profile; the GPU is emulated",
+        cpu=features.model_name,
+        gpu="emulated",
+        cpu_threads=kernels.num_threads,
+        gpu_memory_bytes=total_bytes(),
+        host_memory_bytes=total_bytes(),
+        link_bytes_per_second=expert_bytes / link,
+        cpu_slowdown_while_copying=cpu_slowdown,
+        link_slowdown_while_computing=link_slowdown,
+        shapes=(shape,),
+    )
+
+
+def with_emulated_gpu(profile: HardwareProfile, speed: float) -> HardwareProfile:
+    """Return the profile of a machine with a device `speed` times as fast as its CPU."""
+    shapes = tuple(
+        dataclasses.replace(
+            shape,
+            gpu_seconds=tuple(seconds / speed for seconds in shape.cpu_seconds),
+            dense_seconds=tuple(seconds / speed for seconds in shape.dense_seconds),
+        )
+        for shape in profile.shapes
+    )
+    return dataclasses.replace(profile, shapes=shapes)
+
+
+def with_link(profile: HardwareProfile, bytes_per_second: float) -> HardwareProfile:
+    """Return the profile of the same machine with another link.
+
+    The memory that the CPU leaves to copies stays as it was: a link slower than that is not slowed.
+    """
+    left = profile.link_bytes_per_second / profile.link_slowdown_while_computing
+    shapes = tuple(
+        dataclasses.replace(shape, link_seconds_per_expert=shape.expert_bytes / bytes_per_second)
+        for shape in profile.shapes
+    )
+    return dataclasses.replace(
+        profile,
+        link_bytes_per_second=bytes_per_second,
+        link_slowdown_while_computing=max(1.0, bytes_per_second / left),
+        shapes=shapes,
+    )
+
+
+def seconds_each(one: float, many: float, several: int, least: float) -> float:
+    """Return what one more expert costs, from batches of one and of several of them.
+
+    It is at least `least`, what fewer tokens cost: noise must not make the table fall.
+    """
+    each = (many - one) / (several - 1) if several > 1 else one
+    return max(each, many / several / 2, least)
+
+
+def beside(other: Callable[[], object], work: Callable[[], float]) -> float:
+    """Return what `work` measures while a thread does something else over and over."""
+    stop = threading.Event()
+
+    def keep_on() -> None:
+        while not stop.is_set():
+            other()
+
+    thread = threading.Thread(target=keep_on, name="tandem-profiler")
+    thread.start()
+    try:
+        return work()
+    finally:
+        stop.set()
+        thread.join()
+
+
+class _Bench:
+    """Runs batches of a store's experts by turns."""
+
+    def __init__(
+        self,
+        store: HostStore,
+        geometry: Geometry,
+        functions: ExpertFunctions,
+        kernels: ExpertKernels,
+        dtype: torch.dtype,
+        hidden_size: int,
+    ) -> None:
+        self._store, self._geometry = store, geometry
+        self._functions, self._kernels = functions, kernels
+        self._dtype, self._hidden_size = dtype, hidden_size
+        self._turns = self._next_experts()
+        self._rows = RowMemory()
+
+    def _next_experts(self) -> Iterator[tuple[int, int]]:
+        pairs = itertools.product(range(len(self._store)), range(self._geometry.num_experts))
+        yield from itertools.cycle(list(pairs))
+
+    def _batch_seconds(self, num_experts: int, num_tokens: int) -> float:
+        """Time one batch of experts with so many tokens each."""
+        layer, first = next(self._turns)
+        for _ in range(num_experts - 1):
+            next(self._turns)
+        total = self._geometry.num_experts
+        experts = [(first + i) % total for i in range(num_experts)]
+        index = torch.tensor([experts] * num_tokens)
+        hidden = torch.randn(num_tokens, self._hidden_size).to(self._dtype)
+        routing = Routing(index, total)
+        order = routing.lone_order()
+        side = CallSide(hidden, self._rows.rows(routing.num_rows, self._hidden_size))
+        batch = LayerCall(self._store[layer], self._functions, routing, order).batch(
+            0, len(order), side
+        )
+        begin = time.perf_counter()
+        self._kernels.run(batch)
+        return time.perf_counter() - begin
+
+    def _median_batch(self, num_experts: int, num_tokens: int) -> float:
+        self._batch_seconds(num_experts, num_tokens)  # memory and threads warm up
+        return median(self._batch_seconds(num_experts, num_tokens) for _ in range(REPETITIONS))
+
+    def cpu_tables(self) -> tuple[tuple[int, ...], tuple[float, ...], float]:
+        """Return (token counts, seconds of one more expert, surcharge of the first)."""
+        several = min(EXPERTS_AT_ONCE, self._geometry.num_experts)
+        tokens: list[int] = []
+        seconds: list[float] = []
+        first = 0.0
+        for count in TOKEN_COUNTS:
+            one, many = self._median_batch(1, count), self._median_batch(several, count)
+            each = seconds_each(one, many, several, seconds[-1] if seconds else 0.0)
+            if count == 1:
+                first = max(0.0, one - each)
+            tokens.append(count)
+            seconds.append(each)
+            if many > LONGEST_BATCH_SECONDS:
+                break
+        return tuple(tokens), tuple(seconds), first
+
+    def link_seconds(self) -> float:
+        """Return the seconds of copying one expert to other memory."""
+        memory = self._slot()
+        return median(self._copy_seconds(memory) for _ in range(4 * REPETITIONS))
+
+    def slowdowns(self) -> tuple[float, float]:
+        """Return how much CPU and link slow each other down: factors of at least 1."""
+        several = min(EXPERTS_AT_ONCE, self._geometry.num_experts)
+        alone, copy_alone = self._median_batch(several, 1), self.link_seconds()
+        memory, copies = self._slot(), list[float]()
+        both = beside(
+            lambda: copies.append(self._copy_seconds(memory)),
+            lambda: self._median_batch(several, 1),
+        )
+        return max(1.0, both / alone), max(1.0, median(copies or [copy_alone]) / copy_alone)
+
+    def _slot(self) -> torch.Tensor:
+        return torch.zeros(max(layer.image_bytes for layer in self._store), dtype=torch.uint8)
+
+    def _copy_seconds(self, memory: torch.Tensor) -> float:
+        layer, expert = next(self._turns)
+        begin = time.perf_counter()
+        copy_image(self._store, layer, expert, memory)
+        return time.perf_counter() - begin

@@ -1,0 +1,142 @@
+"""What a user says about offloading: names and sizes. Loads no torch, so that `--help` is fast."""
+
+import dataclasses
+
+from tandem.core.config import option, require_range
+from tandem.core.errors import ConfigError
+from tandem.core.registry import nearest_names
+from tandem.core.units import parse_bandwidth, parse_bytes
+from tandem.experts.cache.start import STARTS
+from tandem.policy.assignment import ASSIGNMENTS
+from tandem.policy.eviction import EVICTIONS
+from tandem.policy.prediction import PREDICTIONS
+from tandem.policy.prefetch import PREFETCHES
+from tandem.policy.settings import POOLS, PlannerSettings
+
+DEVICES = ("cpu", "cuda", "emulated")
+CLOCKS = ("virtual", "real")
+
+
+@dataclasses.dataclass(kw_only=True, repr=False)
+class OffloadOptions:
+    """Where a model's experts live and who computes them."""
+
+    expert_dtype: str = option(
+        "auto",
+        help="experts in host memory: auto (as loaded), bf16, fp16, fp32, int8, int4, mxfp4, ...",
+        metavar="DTYPE",
+    )
+    threads: int | None = option(
+        None, help="CPU threads that compute experts (default: all physical cores)", metavar="N"
+    )
+    device: str = option(
+        "cpu",
+        help="cpu: every expert there; cuda: a GPU; emulated: a device that is none",
+        choices=DEVICES,
+    )
+    gpu_memory: str = option(
+        "auto",
+        help="the device's memory that Tandem may use: 8GiB, 300MB, 0.5 (of it), auto (nine "
+        "tenths of what is free)",
+        metavar="SIZE",
+    )
+    link_bandwidth: str | None = option(
+        None, help="let the link be no faster than this (default: as measured)", metavar="RATE"
+    )
+    emulated_speed: float = option(
+        8.0, help="how many times faster than this CPU the emulated device computes", metavar="X"
+    )
+    clock: str = option(
+        "virtual",
+        help="time of the emulated device: virtual (decisions repeat exactly) or real",
+        choices=CLOCKS,
+    )
+    profile: str | None = option(
+        None, help="hardware profile: a name or a file (default: as measured)", metavar="PROFILE"
+    )
+    start_content: str = option(
+        "heat", help="what the expert cache starts with", choices=STARTS.names()
+    )
+    assignment: str = option(
+        "balanced", help="who computes each active expert", choices=ASSIGNMENTS.names()
+    )
+    eviction: str = option(
+        "successor", help="what stays in the expert cache", choices=EVICTIONS.names()
+    )
+    prediction: str = option(
+        "foresight", help="what the next layers will want", choices=PREDICTIONS.names()
+    )
+    look_ahead: bool = option(
+        False, help="let prediction foresight ask the next layer's router too"
+    )
+    residuals: str | None = option(
+        None, help="residual vectors of tandem calibrate (default: this model's)", metavar="FILE"
+    )
+    prefetch: str = option(
+        "pays", help="which foreseen experts are copied ahead", choices=PREFETCHES.names()
+    )
+    prefetch_count: int = option(2, help="experts copied ahead per layer, at most", metavar="N")
+    pool: str = option("by-layer", help="how slots are shared over layers", choices=POOLS)
+
+    def __post_init__(self) -> None:
+        """Check every field; `ConfigError` names the field, the value and what is expected."""
+        if self.threads is not None:
+            require_range("threads", self.threads, 1, 1024, what="a number of threads")
+        if self.device not in DEVICES:
+            hint = nearest_names(self.device, list(DEVICES))
+            raise ConfigError(f"device is {self.device!r}, which Tandem does not know; {hint}")
+        if self.clock not in CLOCKS:
+            raise ConfigError(f"clock is {self.clock!r}; expected virtual or real")
+        require_range("emulated_speed", self.emulated_speed, 0.01, 1e6, what="a factor")
+        if self.link_bandwidth is not None:
+            parse_bandwidth(self.link_bandwidth, name="link_bandwidth")
+        STARTS.factory(self.start_content)
+        parse_gpu_memory(self.gpu_memory)
+        self.planner_settings()
+
+    def planner_settings(self) -> PlannerSettings:
+        """Return the planner's part of the options."""
+        return PlannerSettings(
+            assignment=self.assignment,
+            eviction=self.eviction,
+            prediction=self.prediction,
+            prefetch=self.prefetch,
+            prefetch_count=self.prefetch_count,
+            pool=self.pool,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MemoryShare:
+    """How much of a device Tandem may use; both None: what is free, less a margin."""
+
+    num_bytes: int | None = None
+    fraction: float | None = None
+
+
+def parse_gpu_memory(value: object) -> MemoryShare:
+    """Parse "8GiB", a number of bytes, "0.5" (a fraction of the device), "50%" or "auto"."""
+    text = str(value).strip()
+    if text == "auto":
+        return MemoryShare()
+    wanted = "expected a size such as 8GiB, a fraction such as 0.5, or auto"
+    if isinstance(value, float) or _is_fraction(text):
+        fraction = float(text.rstrip("%")) / (100.0 if text.endswith("%") else 1.0)
+        if not 0.0 < fraction <= 1.0:
+            raise ConfigError(f"gpu_memory is {value!r}; {wanted}")
+        return MemoryShare(fraction=fraction)
+    try:
+        return MemoryShare(num_bytes=parse_bytes(text, name="gpu_memory"))
+    except ConfigError:
+        raise ConfigError(f"gpu_memory is {value!r}; {wanted}") from None
+
+
+def _is_fraction(text: str) -> bool:
+    number = text.rstrip("%")
+    if not (text.endswith("%") or "." in text):
+        return False
+    try:
+        float(number)
+    except ValueError:
+        return False
+    return True

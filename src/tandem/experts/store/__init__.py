@@ -1,0 +1,1 @@
+"""All experts, once, in host memory."""

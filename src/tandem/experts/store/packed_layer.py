@@ -1,0 +1,184 @@
+"""A layer's experts in a packed format: one buffer per expert, which the native kernels read.
+
+Checkpoints with activation order (GPTQ's desc_act) sort the inputs of each matrix into groups of
+their own. Between the two projections that is an order of rows, and done while packing; the order
+of an expert's inputs is kept in `input_order`.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tandem.core.errors import ModelError
+from tandem.experts.store.arrivals import Arrivals
+from tandem.experts.store.image import Piece
+from tandem.kernels.formats.blocks import CodedMatrix
+from tandem.kernels.formats.coded_expert import order_inner_rows, pack_coded_down, pack_coded_up
+from tandem.kernels.formats.expert import ExpertLayout, unpack_expert
+from tandem.kernels.formats.parts import pack_down, pack_down_bias, pack_up, pack_up_bias
+from tandem.kernels.formats.weight_format import WeightFormat
+from tandem.kernels.memory import allocate_buffers
+from tandem.kernels.reference import ExpertWeights
+
+STORED_NAME = "experts"
+STORED_ORDER_NAME = "input_order"
+
+
+class PackedLayer:
+    """All experts of a layer as one (num_experts, expert bytes) tensor; packed as they arrive."""
+
+    def __init__(
+        self,
+        layer: int,
+        arrivals: Arrivals,
+        fmt: WeightFormat,
+        *,
+        is_transposed: bool,
+        is_interleaved: bool,
+    ) -> None:
+        """Describe a layer by its source's orientation; memory is taken on arrival."""
+        self.layer = layer
+        self.arrivals = arrivals
+        self.layout = _layout(arrivals, fmt, is_transposed=is_transposed)
+        self.is_transposed = is_transposed
+        self.input_order: Tensor | None = None
+        self._is_interleaved = is_interleaved
+        self._buffers: Tensor | None = None
+        self._has_up: set[int] = set()
+        self._inner_order: dict[int, Tensor] = {}
+
+    @property
+    def buffers(self) -> Tensor:
+        """The packed experts: (num_experts, layout.num_bytes) uint8."""
+        if self._buffers is None:
+            self._buffers = allocate_buffers(self.arrivals.num_experts, self.layout.num_bytes)
+        return self._buffers
+
+    def put(self, tensor_name: str, fused: Tensor) -> None:
+        """Pack the fused tensor (num_experts, ...) of one projection or bias."""
+        self.arrivals.check_fused(tensor_name, tuple(fused.shape))
+        for expert, tensor in enumerate(fused):
+            self.put_expert(tensor_name, expert, [tensor])
+
+    def put_expert(self, tensor_name: str, expert: int, parts: Sequence[Tensor]) -> None:
+        """Pack one expert's tensor, given in parts that are stacked along its first axis."""
+        tensor = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
+        self.arrivals.check_expert(tensor_name, tuple(tensor.shape))
+        try:
+            self._pack(tensor_name, self.buffers[expert], tensor)
+        except ModelError as error:
+            raise ModelError(f"{self.arrivals.name}, expert {expert}: {error}") from error
+        self.arrivals.count(tensor_name, 1)
+
+    def put_codes(
+        self, tensor_name: str, expert: int, coded: CodedMatrix, input_order: Tensor | None = None
+    ) -> None:
+        """Place one expert's projection that is quantised already, row by row of its outputs.
+
+        Column j of the codes belongs to input `input_order[j]`. For the second projection, the
+        first one's rows are put into that order; for the first, `LayerCall` orders the inputs.
+        """
+        rows, cols = coded.codes.shape
+        self.arrivals.check_expert(
+            tensor_name, (cols, rows) if self.is_transposed else (rows, cols)
+        )
+        if input_order is not None and len(self.arrivals.shapes) > 2:
+            raise ModelError(
+                f"{self.arrivals.name} has biases and activation order, which Tandem does not read "
+                "together; give an expert_dtype such as int8, to which it is rounded anew"
+            )
+        buffer = self.buffers[expert]
+        if tensor_name == "down_proj":
+            pack_coded_down(self.layout, coded, out=buffer)
+            if input_order is not None:
+                self._inner_order[expert] = input_order
+                if expert in self._has_up:
+                    order_inner_rows(self.layout, buffer, input_order)
+        else:
+            pack_coded_up(self.layout, coded, is_interleaved=self._is_interleaved, out=buffer)
+            self._has_up.add(expert)
+            if expert in self._inner_order:
+                order_inner_rows(self.layout, buffer, self._inner_order[expert])
+            if input_order is not None:
+                self._orders()[expert] = input_order
+        self.arrivals.count(tensor_name, 1)
+
+    def _orders(self) -> Tensor:
+        """Return the orders of all experts' inputs (num_experts, hidden_size), to be written."""
+        if self.input_order is None:
+            in_order = torch.arange(self.layout.hidden_size, dtype=torch.int32)
+            self.input_order = in_order.repeat(self.arrivals.num_experts, 1)
+        return self.input_order
+
+    def adopt(self, stored_name: str, tensor: Tensor) -> None:
+        """Keep the buffers of a packed checkpoint as they are (they may be a mapped file)."""
+        if stored_name == STORED_ORDER_NAME:
+            self._orders().copy_(tensor)
+            return
+        expected = (self.arrivals.num_experts, self.layout.num_bytes)
+        if stored_name != STORED_NAME or tuple(tensor.shape) != expected:
+            raise ModelError(
+                f"{self.arrivals.name} holds {stored_name} of shape {tuple(tensor.shape)}, "
+                f"expected {STORED_NAME} of shape {expected} in {self.layout.format.name}"
+            )
+        self._buffers = tensor
+        for tensor_name in self.arrivals.shapes:
+            self.arrivals.count(tensor_name, self.arrivals.num_experts)
+
+    def move_to(self, stored: dict[str, Tensor]) -> None:
+        """Read from these tensors from now on, which hold what `stored` returned."""
+        self._buffers = stored[STORED_NAME]
+        self.input_order = stored.get(STORED_ORDER_NAME)
+
+    def weights(self, expert: int) -> ExpertWeights:
+        """Return one expert's values in fp32, [gate; up] and not transposed. Slow: unpacks."""
+        return unpack_expert(self.layout, self.buffers[expert])
+
+    def pieces(self, expert: int) -> list[Piece]:
+        """Return the whole buffer: a packed expert is its own image."""
+        return [Piece(0, self.buffers[expert])]
+
+    def weights_in(self, image: Tensor) -> ExpertWeights:
+        """Return the values of the expert that a slot holds. Slow: unpacks."""
+        return unpack_expert(self.layout, image[: self.layout.num_bytes])
+
+    def expected_bytes(self, source_dtype: torch.dtype) -> int:
+        """Return the bytes of the packed layer, whatever it is packed from."""
+        return self.num_bytes
+
+    @property
+    def image_bytes(self) -> int:
+        """Bytes that one expert takes in a slot."""
+        return self.layout.num_bytes
+
+    def stored(self) -> dict[str, Tensor]:
+        """Return what a packed checkpoint holds of this layer, by name."""
+        order = {} if self.input_order is None else {STORED_ORDER_NAME: self.input_order}
+        return {STORED_NAME: self.buffers, **order}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the layer takes in host memory."""
+        return self.arrivals.num_experts * self.layout.num_bytes
+
+    def _pack(self, tensor_name: str, buffer: Tensor, tensor: Tensor) -> None:
+        interleaved = self._is_interleaved
+        if tensor_name == "down_proj_bias":
+            pack_down_bias(self.layout, tensor, out=buffer)
+        elif tensor_name.endswith("_bias"):
+            pack_up_bias(self.layout, tensor, is_interleaved=interleaved, out=buffer)
+        else:
+            weight = tensor.T if self.is_transposed else tensor
+            if tensor_name == "down_proj":
+                pack_down(self.layout, weight, out=buffer)
+            else:
+                pack_up(self.layout, weight, is_interleaved=interleaved, out=buffer)
+
+
+def _layout(arrivals: Arrivals, fmt: WeightFormat, *, is_transposed: bool) -> ExpertLayout:
+    _, rows, cols = arrivals.shapes["down_proj"]
+    hidden, inner = (cols, rows) if is_transposed else (rows, cols)
+    is_gated = arrivals.up_name == "gate_up_proj"
+    has_bias = "down_proj_bias" in arrivals.shapes
+    return ExpertLayout(fmt, hidden, inner, is_gated=is_gated, has_bias=has_bias)

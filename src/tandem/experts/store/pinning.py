@@ -1,0 +1,107 @@
+"""Pins the host store after it is filled, layer by layer, as far as the device and the system let.
+
+Copies from pinned memory are faster and do not hold the CPU up; without it all works, slower.
+
+One rule for what is pinned where. A layer in memory of its own is pinned where it lies. A layer in
+a mapped file (a packed checkpoint) is copied into memory of its own first, if so much of it is
+free: pages of a file cannot be pinned on every system, and where they can the system copies them
+too. So is a layer that the driver refuses where it lies, because its pages are not its alone. The
+first layer that cannot be pinned either way is the last one tried.
+"""
+
+import mmap
+import warnings
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from tandem.core.units import format_bytes
+from tandem.experts.store.host_memory import available_bytes
+from tandem.experts.store.host_store import HostLayer, HostStore
+from tandem.kernels.memory import allocate
+
+# Left for everybody else when experts are copied out of their files.
+KEPT_FREE_BYTES = 1 << 30
+
+Pin = Callable[[Tensor], bool]
+
+
+class Pinned(NamedTuple):
+    """How much of a store is pinned."""
+
+    num_bytes: int
+    total_bytes: int
+    moved_bytes: int = 0
+    """Of it, what was copied out of mapped files or away from others' pages before."""
+    why_not_all: str | None = None
+
+
+def pin_store(
+    store: HostStore,
+    pin: Pin,
+    *,
+    is_mapped: Callable[[Tensor], bool] = lambda tensor: False,
+    free_bytes: Callable[[], int] = available_bytes,
+) -> Pinned:
+    """Pin layers in order until one cannot be, and say loudly why if some are left.
+
+    `is_mapped` tells whether a tensor lies in a mapped file.
+    """
+    total = sum(_stored_bytes(layer) for layer in store)
+    done = moved = 0
+    why: str | None = None
+    for layer in store:
+        if any(is_mapped(tensor) for tensor in layer.stored().values()):
+            free = free_bytes()
+            if _stored_bytes(layer) + KEPT_FREE_BYTES > free:
+                why = (
+                    f"they lie in mapped files, and {format_bytes(free)} of host memory are too "
+                    "few to copy them out; close other programs"
+                )
+                break
+            moved += _move(layer)
+        pinned = _pin_layer(layer, pin)
+        if pinned == 0:
+            moved += _move(layer)
+            pinned = _pin_layer(layer, pin)
+        done += pinned
+        if pinned < _stored_bytes(layer):
+            why = "the system allows no more pinned memory; raise the limit (ulimit -l)"
+            break
+    if why is not None:
+        warnings.warn(
+            f"only {format_bytes(done)} of {format_bytes(total)} of experts could be pinned, and "
+            f"copies of the others are slower: {why}",
+            stacklevel=2,
+        )
+    return Pinned(done, total, moved, why)
+
+
+def _pin_layer(layer: HostLayer, pin: Pin) -> int:
+    """Pin a layer's tensors in order; returns the bytes that are pinned now."""
+    done = 0
+    for tensor in layer.stored().values():
+        if not pin(tensor):
+            break
+        done += tensor.nbytes
+    return done
+
+
+def _move(layer: HostLayer) -> int:
+    """Give a layer memory of its own, on pages of its own; returns its bytes."""
+    layer.move_to({name: _on_own_pages(tensor) for name, tensor in layer.stored().items()})
+    return _stored_bytes(layer)
+
+
+def _stored_bytes(layer: HostLayer) -> int:
+    return sum(tensor.nbytes for tensor in layer.stored().values())
+
+
+def _on_own_pages(tensor: Tensor) -> Tensor:
+    """Return a copy in the memory of packed weights, which shares no page with anything else."""
+    page = mmap.PAGESIZE
+    memory = allocate(-(-tensor.nbytes // page) * page + page)
+    begin = -memory.data_ptr() % page
+    own = memory[begin : begin + tensor.nbytes]
+    return own.view(tensor.dtype).view(tensor.shape).copy_(tensor)

@@ -1,0 +1,1 @@
+"""What the executor reports, and what is made of it."""

@@ -1,0 +1,102 @@
+"""Forces a recorded routing onto a model, so that speed is measured under what real routers chose.
+
+Wraps an executor: the model's own choice is replaced on its way to the experts. What the model then
+says means nothing.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.core.errors import ConfigError
+from tandem.experts.execution.executor import Executor, RoutedCall
+from tandem.experts.execution.passing_executor import PassingExecutor
+from tandem.trace import RoutingTrace
+
+_Tokens = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+
+class ForcedRouting(PassingExecutor):
+    """An executor in which every token is routed as the next token of a trace, from its begin."""
+
+    def __init__(self, inner: Executor, trace: RoutingTrace) -> None:
+        """Hand everything to `inner`; `ConfigError` for a trace of another shape."""
+        super().__init__(inner)
+        meta = trace.meta
+        num_experts = max(layer.arrivals.num_experts for layer in inner.store)
+        if (meta.n_moe_layers, meta.n_experts) != (len(inner.store), num_experts):
+            raise ConfigError(
+                f"the trace is of a model with {meta.n_moe_layers} MoE layers of {meta.n_experts} "
+                f"experts, and this one has {len(inner.store)} of {num_experts}; replay it on a "
+                "model of the same shape"
+            )
+        self._trace = trace
+        self._at = 0
+        self._tokens: _Tokens | None = None
+        self._choices: dict[int, tuple[Tensor, Tensor]] = {}  # by number of tokens
+        self._there: tuple[Tensor, Tensor] | None = None  # of the step, where the model's state is
+
+    def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:
+        """Let the next layer begin with the trace's next tokens."""
+        self._tokens = self._take(len(token_ids)) if token_ids else None
+        self._there = None
+        if len(token_ids) in self._choices:
+            self._fill(*self._choices[len(token_ids)])
+        super().begin_step(token_ids, is_prefill=is_prefill)
+
+    def before(self, call: RoutedCall) -> RoutedCall:
+        """Take the trace's experts instead; weights are the trace's, or all equal."""
+        num_tokens, device = len(call.hidden), call.top_k_index.device
+        if self._tokens is None or len(self._tokens) != num_tokens:
+            self._tokens = self._take(num_tokens)
+            self._there = None
+        if self._there is None:
+            self._there = self._brought(self._tokens, device)
+        index, weights = self._there
+        return call._replace(top_k_index=index[call.layer], top_k_weights=weights[call.layer])
+
+    def _brought(self, tokens: _Tokens, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Bring the choices of all layers to a device at once; to a GPU without a wait.
+
+        Layer by layer they would wait twice in each, which is timed with it.
+        """
+        kept = []
+        for choice in self._choice(tokens, slice(None)):
+            of_layers = choice.transpose(0, 1).contiguous()  # (n_layers, n_tokens, top_k)
+            host = of_layers.pin_memory() if device.type == "cuda" else of_layers
+            kept.append(host.to(device, non_blocking=True))
+        return kept[0], kept[1]
+
+    def choices(self, layer: int, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Return experts and weights (num_tokens, top_k) for a layer of a step that is replayed.
+
+        They are tensors that stay; every step of so many tokens fills them as it begins.
+        """
+        if num_tokens not in self._choices:
+            shape = (self._trace.meta.n_moe_layers, num_tokens, self._trace.experts.shape[-1])
+            with torch.inference_mode(False):  # steps write to them wherever they begin
+                kept = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
+            if self._tokens is not None and len(self._tokens) == num_tokens:
+                self._fill(*kept)
+            self._choices[num_tokens] = kept
+        index, weights = self._choices[num_tokens]
+        return index[layer], weights[layer]
+
+    def _take(self, num_tokens: int) -> _Tokens:
+        taken = np.arange(self._at, self._at + num_tokens) % self._trace.num_tokens
+        self._at += num_tokens
+        return taken
+
+    def _fill(self, index: Tensor, weights: Tensor) -> None:
+        assert self._tokens is not None
+        of_all = self._choice(self._tokens, slice(None))
+        for kept, now in zip((index, weights), of_all, strict=True):
+            kept.copy_(now.transpose(0, 1))
+
+    def _choice(self, tokens: _Tokens, layers: int | slice) -> tuple[Tensor, Tensor]:
+        index = torch.from_numpy(self._trace.experts[tokens, layers].astype(np.int64))
+        if self._trace.weights is None:
+            return index, torch.full(index.shape, 1.0 / index.shape[-1])
+        return index, torch.from_numpy(self._trace.weights[tokens, layers]).float()

@@ -1,0 +1,156 @@
+"""Notes what the routers choose while a model runs, and makes a routing trace of it.
+
+Wraps an executor: the routing is read on its way to the experts.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tandem.core.errors import ModelError
+from tandem.experts.execution.executor import Executor, RoutedCall
+from tandem.experts.execution.passing_executor import PassingExecutor
+from tandem.trace import RoutingTrace, TraceMeta
+
+Array = npt.NDArray[Any]
+# Under this key of a trace's meta stands how many tokens of each sequence ran as its prompt.
+PROMPT_TOKENS = "prompt_tokens"
+
+
+# What is foreseen for the layer after the one that was just computed: by predictor (n_tokens, k).
+Guesses = Callable[[int], Mapping[str, Tensor]]
+
+
+class _Step(NamedTuple):
+    """What the layers of one step chose; arrays are (n_tokens, ...)."""
+
+    ids: Array
+    experts: list[Array]
+    weights: list[Array]
+    guesses: list[dict[str, Array]]  # of each layer for the next
+
+
+class _Sequence(NamedTuple):
+    """One finished sequence."""
+
+    ids: Array  # (n_tokens,)
+    experts: Array  # (n_tokens, n_layers, top_k)
+    weights: Array
+    predicted: Array | None  # (n_tokens, n_layers, predictors, k)
+    prompt_tokens: int
+
+
+class RoutingRecorder(PassingExecutor):
+    """An executor that records sequences, one after the other or several side by side."""
+
+    def __init__(
+        self, inner: Executor, guesses: Guesses | None = None, predictors: Sequence[str] = ()
+    ) -> None:
+        """Hand everything to `inner`; `guesses` tells what `predictors` foresaw."""
+        super().__init__(inner)
+        self.foresee = guesses
+        self._predictors = tuple(predictors)
+        self._batch = 1
+        self._is_recording = False
+        self._steps: list[_Step] = []
+        self._sequences: list[_Sequence] = []
+
+    def begin_sequences(self, batch: int = 1) -> None:
+        """Begin `batch` sequences side by side; those before have ended."""
+        self._finish()
+        self._batch = batch
+        self._is_recording = True
+
+    def pause(self) -> None:
+        """End the sequences; record nothing until the next ones begin."""
+        self._finish()
+        self._is_recording = False
+
+    def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:
+        """Note the tokens of a step."""
+        if self._is_recording:
+            self._steps.append(_Step(np.array(token_ids, dtype=np.int32), [], [], []))
+        super().begin_step(token_ids, is_prefill=is_prefill)
+
+    def after(self, call: RoutedCall) -> None:
+        """Note the routing of a layer."""
+        layer = call.layer
+        # A layer that comes again before the next step begins is somebody's second look at it.
+        if self._is_recording and len(self._steps[-1].experts) == layer:
+            step = self._steps[-1]
+            step.experts.append(call.top_k_index.to("cpu").numpy().copy())
+            weights = call.top_k_weights.detach().to("cpu", torch.float16)
+            step.weights.append(weights.numpy().copy())
+            guesses = self.foresee(layer) if self.foresee is not None else {}
+            step.guesses.append({name: ids.numpy().copy() for name, ids in guesses.items()})
+
+    def trace(self, model: str, **more: Any) -> RoutingTrace:
+        """Return everything recorded so far as a trace; `more` goes into its meta."""
+        self._finish()
+        found = self._sequences
+        if not found:
+            raise ModelError(
+                "nothing was recorded: the model has not run since the recording began"
+            )
+        num_experts = max(layer.arrivals.num_experts for layer in self.store)
+        small = np.uint8 if num_experts <= 256 else np.uint16
+        predicted = [s.predicted.astype(small) for s in found if s.predicted is not None]
+        has_guesses = len(predicted) == len(found)
+        meta = TraceMeta(
+            model=model,
+            n_moe_layers=found[0].experts.shape[1],
+            n_experts=num_experts,
+            top_k=found[0].experts.shape[2],
+            predictors=self._predictors if has_guesses else (),
+            more={PROMPT_TOKENS: [s.prompt_tokens for s in found], **more},
+        )
+        trace = RoutingTrace(
+            meta=meta,
+            experts=np.concatenate([s.experts for s in found]).astype(small),
+            seq_offsets=np.cumsum([0, *(len(s.ids) for s in found)]).astype(np.int64),
+            weights=np.concatenate([s.weights for s in found]),
+            token_ids=np.concatenate([s.ids for s in found]),
+            predicted=np.concatenate(predicted) if has_guesses else None,
+        )
+        trace.check("the recording")
+        return trace
+
+    def _finish(self) -> None:
+        """Turn the steps since `begin_sequences` into sequences: rows of the batch by turns."""
+        steps = [step for step in self._steps if step.experts]
+        self._steps = []
+        if not steps:
+            return
+        predicted = [self._predicted(step) for step in steps]
+
+        def row_of(arrays: Sequence[Array], row: int) -> Array:
+            return np.concatenate([np.array_split(a, self._batch)[row] for a in arrays])
+
+        for row in range(self._batch):
+            known = [array for array in predicted if array is not None]
+            self._sequences.append(
+                _Sequence(
+                    row_of([step.ids for step in steps], row),
+                    row_of([np.stack(step.experts, axis=1) for step in steps], row),
+                    row_of([np.stack(step.weights, axis=1) for step in steps], row),
+                    row_of(known, row) if len(known) == len(steps) else None,
+                    len(steps[0].ids) // self._batch,
+                )
+            )
+
+    def _predicted(self, step: _Step) -> Array | None:
+        """Return (n_tokens, n_layers, predictors, k) of a step; None if a guess is missing.
+
+        Nothing is foreseen for the first layer: zeros stand there.
+        """
+        ahead = step.guesses[:-1]
+        if not self._predictors or any(set(g) != set(self._predictors) for g in ahead):
+            return None
+        by_layer = [np.stack([g[name] for name in self._predictors], axis=1) for g in ahead]
+        if not by_layer:
+            return None
+        return np.stack([np.zeros_like(by_layer[0]), *by_layer], axis=1)

@@ -1,0 +1,203 @@
+"""How fast a model will be with a GPU: its own planner on the simulator's virtual clock.
+
+Times come from a hardware profile, one that is named or one measured on two layers with random
+weights; routing is `typical_routing`. These forecasts have not been compared with a GPU yet.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoConfig
+
+from tandem.bench.model_shapes import MODEL_SHAPES, ModelShape
+from tandem.bench.random_model import build_random_model
+from tandem.core.errors import CapacityError
+from tandem.core.units import parse_bandwidth
+from tandem.experts.devices.cuda.checks import require_cuda
+from tandem.experts.devices.cuda.streams import CudaStreams
+from tandem.experts.devices.device import DeviceMemory
+from tandem.experts.measuring.profiler import with_emulated_gpu, with_link
+from tandem.experts.store.host_memory import available_bytes
+from tandem.forecast.sizes import ModelSizes, config_sizes
+from tandem.forecast.speed_forecast import PROMPT_TOKENS, cpu_threads, cut_shape
+from tandem.forecast.typical_routing import typical_routing
+from tandem.hardware.profiles import load_profile, shape_for
+from tandem.hf.assembly import profile_of
+from tandem.hf.config import OffloadConfig
+from tandem.policy.cost import HardwareProfile, ShapeCosts
+from tandem.policy.plan import Geometry
+from tandem.policy.settings import PlannerSettings
+from tandem.sim.replay import Run, Tally, replay
+from tandem.sim.start import STARTS
+
+_DECODE_STEPS = 128
+_HEAT_SEQUENCES = 2  # what earlier runs have learned about popularity
+_MEASURED_LAYERS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class GpuForecast:
+    """What the virtual clock says of one conversation."""
+
+    profile: str
+    costs_of: str
+    """The shape in the profile whose times were taken, in proportion to bytes."""
+    prompt_tokens: int
+    prefill_seconds: float
+    decode_seconds: float
+    hit_rate: float
+    """Of the active experts, those that ran from the device's memory without a copy."""
+
+    @property
+    def prefill_tokens_per_second(self) -> float:
+        """Tokens of the prompt per second."""
+        return self.prompt_tokens / self.prefill_seconds
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        """Tokens written per second."""
+        return 1.0 / self.decode_seconds
+
+
+def machine_for(sizes: ModelSizes, offload: OffloadConfig) -> HardwareProfile:
+    """Return the machine that the options name, or this one, measured on two layers.
+
+    Raises `CapacityError` for a GPU that is neither here nor named by a profile.
+    """
+    if offload.profile is not None:
+        profile = load_profile(offload.profile)
+    elif offload.device == "cuda":
+        require_gpu_here()
+        profile = _measured_gpu(sizes, offload)
+    else:
+        profile = with_emulated_gpu(_measured_cpu(sizes, offload), offload.emulated_speed)
+    if offload.link_bandwidth is not None:
+        profile = with_link(profile, parse_bandwidth(offload.link_bandwidth))
+    return profile
+
+
+def require_gpu_here() -> None:
+    """Raise `CapacityError` with the way to plan for a GPU that is elsewhere, if none is here."""
+    try:
+        require_cuda()
+    except CapacityError as error:
+        raise CapacityError(
+            f"{error}; to plan for another machine, name its profile (--profile desktop-12gb, "
+            "laptop-8gb, or the file of its tandem profile)"
+        ) from error
+
+
+def device_memory(offload: OffloadConfig) -> DeviceMemory:
+    """Return the memory of the device that the options name; raises as `machine_for` does."""
+    if offload.profile is not None and offload.device == "cuda":
+        total = load_profile(offload.profile).gpu_memory_bytes
+        return DeviceMemory(total, total)
+    if offload.device == "cuda":
+        require_gpu_here()
+        return CudaStreams(0).memory()
+    available = available_bytes()
+    return DeviceMemory(available, available)
+
+
+def _measured_cpu(sizes: ModelSizes, offload: OffloadConfig) -> HardwareProfile:
+    """Measure the CPU and the memory on a few layers; what was measured is kept."""
+    here = dataclasses.replace(offload, device="cpu", expert_dtype=sizes.expert_formats[0])
+    shape = cut_shape(sizes, _MEASURED_LAYERS)
+    model = build_random_model(shape, here, cpu_threads(offload), dense_dtype=offload.dense_dtype)
+    profile = profile_of(model)
+    model.hf_quantizer.executor.close()
+    return profile
+
+
+def _measured_gpu(sizes: ModelSizes, offload: OffloadConfig) -> HardwareProfile:
+    """Measure this machine's GPU as loading does, on a few layers."""
+    here = dataclasses.replace(offload, expert_dtype=sizes.expert_formats[0])
+    shape = cut_shape(sizes, _MEASURED_LAYERS)
+    model = build_random_model(shape, here, cpu_threads(offload), dense_dtype="none", device="cuda")
+    executor = model.hf_quantizer.executor
+    profile: HardwareProfile = executor.cache.machine.profile
+    executor.close()
+    return profile
+
+
+def forecast_on_gpu(
+    sizes: ModelSizes, profile: HardwareProfile, settings: PlannerSettings, num_slots: int
+) -> GpuForecast:
+    """Return the speed of a prompt and of the tokens after it, with so many expert slots."""
+    geometry = geometry_of(sizes)
+    costs = costs_for(sizes, profile)
+    trace = typical_routing(
+        geometry,
+        num_sequences=_HEAT_SEQUENCES + 1,
+        num_tokens=PROMPT_TOKENS + _DECODE_STEPS,
+    )
+    heat = trace.sequences(0, _HEAT_SEQUENCES)
+    if num_slots >= sizes.num_experts:  # as loading has it: all of them, and room for copies
+        num_slots += settings.extra_slots(num_slots)
+    run = Run(
+        settings=settings,
+        profile=profile,
+        shape=costs,
+        num_slots=num_slots,
+        prompt=PROMPT_TOKENS,
+        compare_every=0,
+    )
+    set_sizes = settings.set_sizes(geometry, num_slots)
+    resident = STARTS.factory("hottest")(geometry, set_sizes, heat)
+    tally = replay(trace.sequences(_HEAT_SEQUENCES, _HEAT_SEQUENCES + 1), run, resident=resident)
+    return _forecast(profile, costs, tally)
+
+
+def _forecast(profile: HardwareProfile, costs: ShapeCosts, tally: Tally) -> GpuForecast:
+    return GpuForecast(
+        profile=profile.name,
+        costs_of=costs.shape,
+        prompt_tokens=tally.prefill_tokens,
+        prefill_seconds=tally.prefill_seconds,
+        decode_seconds=tally.decode_seconds / tally.decode_tokens,
+        hit_rate=tally.hits / tally.demands,
+    )
+
+
+def geometry_of(sizes: ModelSizes) -> Geometry:
+    """Return the numbers that a planner decides by; of several sizes of layers, their mean."""
+    num_experts = math.ceil(sizes.num_experts / sizes.num_moe_layers)
+    return Geometry(sizes.num_moe_layers, num_experts, min(sizes.top_k, num_experts))
+
+
+def costs_for(sizes: ModelSizes, profile: HardwareProfile) -> ShapeCosts:
+    """Return a model's times: those of the profile's nearest shape, in proportion to bytes."""
+    geometry = geometry_of(sizes)
+    near = shape_for(profile, str(sizes.config.model_type), geometry)
+    ratio = sizes.expert_image_bytes / near.expert_bytes
+    is_same = ratio == 1.0 and (near.num_experts, near.top_k) == geometry[1:]
+    dense_ratio = 1.0
+    if near.shape in MODEL_SHAPES and not is_same:
+        dense_ratio = _layer_bytes(sizes) / _layer_bytes(_shape_sizes(MODEL_SHAPES[near.shape]))
+    return dataclasses.replace(
+        near,
+        num_moe_layers=geometry.num_layers,
+        num_experts=geometry.num_experts,
+        top_k=geometry.top_k,
+        expert_bytes=sizes.expert_image_bytes,
+        cpu_seconds=tuple(seconds * ratio for seconds in near.cpu_seconds),
+        gpu_seconds=tuple(seconds * ratio for seconds in near.gpu_seconds),
+        dense_seconds=tuple(seconds * dense_ratio for seconds in near.dense_seconds),
+        link_seconds_per_expert=near.link_seconds_per_expert * ratio,
+    )
+
+
+def _shape_sizes(shape: ModelShape) -> ModelSizes:
+    config = AutoConfig.for_model(shape.model_type, **shape.values)
+    config.dtype = torch.bfloat16
+    return config_sizes(config, OffloadConfig())
+
+
+def _layer_bytes(sizes: ModelSizes) -> float:
+    """Return the bytes of the dense parts of a layer, without embeddings and head."""
+    return (
+        sum(num_bytes for part, num_bytes in sizes.dense_bytes.items() if "embeddings" not in part)
+        / sizes.num_layers
+    )

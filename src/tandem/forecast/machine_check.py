@@ -1,0 +1,200 @@
+"""What this machine has for Tandem, measured: good, slow or broken, each with its remedy."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+from tandem.bench.kernels import KernelBench
+from tandem.checkpoint.packed_files import require_checksums
+from tandem.checkpoint.sources.gguf import read_gguf_header
+from tandem.core.units import format_bytes
+from tandem.experts.store import host_memory
+from tandem.forecast.finding import Finding
+from tandem.forecast.gpu_check import check_gpu
+from tandem.hf.checkpoint import AnyCheckpoint, GgufCheckpoint
+from tandem.hf.completeness import require_complete
+from tandem.hf.config import OffloadConfig
+from tandem.hf.machine.self_check import check_model
+from tandem.kernels import _native
+from tandem.kernels.cpu import detect_cpu
+
+_OLDEST_TRANSFORMERS = (5, 17)
+_OLDEST_TORCH = (2, 9)
+# A DDR4 channel gives about 20 GB/s; below this, decoding is slower than reading aloud.
+_SLOW_READ_GIGABYTES = 10.0
+_LITTLE_DISK_BYTES = 20 << 30
+_LITTLE_MEMORY_SHARE = 0.25
+_SAMPLES = 5
+
+
+def check_machine(cache: Path, *, num_threads: int | None, isa: str) -> Iterator[Finding]:
+    """Yield what is found, in the order in which it matters; takes a second or two."""
+    yield _processor(isa)
+    yield _cores()
+    yield _memory()
+    yield _bandwidth(num_threads or detect_cpu().physical_cores, isa)
+    yield _huge_pages()
+    yield from check_gpu()
+    yield from _versions()
+    yield _disk(cache)
+    yield _cache(cache)
+
+
+def check_model_files(checkpoint: AnyCheckpoint) -> Finding:
+    """Read a packed checkpoint's files against their checksums; count those of another.
+
+    Raises `ModelError` for files that are damaged, and for tensors that are missing.
+    """
+    require_complete(checkpoint)
+    if isinstance(checkpoint, GgufCheckpoint):
+        tensors = len(read_gguf_header(checkpoint.path).tensors)
+        return Finding("files", "good", f"1 whole GGUF file with {tensors} tensors")
+    if not checkpoint.is_packed:
+        files, tensors = len(checkpoint.weight_files), len(checkpoint.files.entries)
+        return Finding("files", "good", f"{files} whole files with {tensors} tensors")
+    checked = require_checksums(checkpoint.directory)
+    if not checked:
+        return Finding("files", "slow", "packed without checksums", "pack it again to have them")
+    return Finding("files", "good", f"{checked} files have their checksums")
+
+
+def check_model_kernels(checkpoint: AnyCheckpoint, offload: OffloadConfig) -> Finding:
+    """Compare the kernels with the reference on a model's first layers."""
+    found = check_model(checkpoint, offload)
+    text = (
+        f"{found.layers} layers, {found.tokens} tokens: KL {found.kl:.2g} nats, top-1 "
+        f"{found.top1:.0%} against the reference"
+    )
+    if found.is_good:
+        return Finding("kernels", "good", text)
+    remedy = (
+        "the kernels compute wrongly here: try TANDEM_ISA=portable, and report this line with the "
+        "processor's name"
+    )
+    return Finding("kernels", "broken", text, remedy)
+
+
+def _processor(isa: str) -> Finding:
+    cpu, available = detect_cpu(), _native.available_isas()
+    if isa and isa not in available:
+        return Finding(
+            "processor", "broken", f"TANDEM_ISA is {isa}, the processor has {', '.join(available)}",
+            "unset TANDEM_ISA",
+        )  # fmt: skip
+    engine = _native.ExpertEngine(1, isa).isa
+    text = f"{cpu.model_name}; kernels for {engine} (of {', '.join(available)})"
+    if engine == "portable":
+        return Finding(
+            "processor", "slow", text,
+            "without vector kernels expect a tenth of the speed; AVX2 or newer is needed",
+        )  # fmt: skip
+    return Finding("processor", "good", text)
+
+
+def _cores() -> Finding:
+    cpu = detect_cpu()
+    text = f"{cpu.physical_cores} physical, {cpu.logical_cores} logical"
+    quota = _cpu_quota()
+    if quota is not None and quota < cpu.physical_cores:
+        return Finding(
+            "cores", "slow", f"{text}, but a container's limit of {quota:.1f}",
+            f"raise the limit, or give --threads {max(1, int(quota))}",
+        )  # fmt: skip
+    return Finding("cores", "good", text)
+
+
+def _cpu_quota() -> float | None:
+    try:
+        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return None
+    return None if limit == "max" else int(limit) / int(period)
+
+
+def _memory() -> Finding:
+    total, free = host_memory.total_bytes(), host_memory.available_bytes()
+    text = f"{format_bytes(free)} free of {format_bytes(total)}"
+    if free < _LITTLE_MEMORY_SHARE * total:
+        return Finding("memory", "slow", text, "close other programs before loading a model")
+    return Finding("memory", "good", text)
+
+
+def _bandwidth(num_threads: int, isa: str) -> Finding:
+    available = _native.available_isas()
+    bench = KernelBench(num_threads=num_threads, isa=isa if isa in available else "")
+    best = max((bench.ceiling() for _ in range(_SAMPLES)), key=_read_rate)
+    rate = _read_rate(best)
+    text = f"reads {rate:.1f} GB/s, {best.int8_gops:.0f} int8 Gop/s with {num_threads} threads"
+    if rate < _SLOW_READ_GIGABYTES:
+        return Finding(
+            "bandwidth", "slow", text,
+            "decoding is bound by it: use all memory channels, stop other programs, or choose "
+            "smaller experts (int4)",
+        )  # fmt: skip
+    return Finding("bandwidth", "good", text)
+
+
+def _read_rate(ceiling: object) -> float:
+    return float(getattr(ceiling, "read_gigabytes_per_second"))  # noqa: B009
+
+
+def _huge_pages() -> Finding:
+    try:
+        text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text().strip()
+    except OSError:
+        return Finding("huge pages", "good", "not Linux's, or hidden")
+    if "[never]" in text:
+        return Finding(
+            "huge pages", "slow", text,
+            "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled",
+        )  # fmt: skip
+    return Finding("huge pages", "good", text)
+
+
+def _versions() -> Iterator[Finding]:
+    native = f"instruction sets {', '.join(_native.available_isas())}"
+    yield Finding("native build", "good", native)
+    for name, oldest in (("torch", _OLDEST_TORCH), ("transformers", _OLDEST_TRANSFORMERS)):
+        found = version(name)
+        if tuple(int(part) for part in found.split(".")[:2]) < oldest:
+            wanted = ".".join(map(str, oldest))
+            yield Finding(
+                name, "broken", f"{found}, older than {wanted}",
+                f"pip install --upgrade '{name}>={wanted}'",
+            )  # fmt: skip
+        else:
+            yield Finding(name, "good", found)
+
+
+def _disk(cache: Path) -> Finding:
+    place = next(p for p in (cache, *cache.parents) if p.exists())
+    free = shutil.disk_usage(place).free
+    text = f"{format_bytes(free)} free at {cache}"
+    if not os.access(place, os.W_OK):
+        return Finding(
+            "disk",
+            "broken",
+            f"{cache} cannot be written",
+            "set TANDEM_CACHE to a directory of yours",
+        )
+    if free < _LITTLE_DISK_BYTES:
+        return Finding(
+            "disk", "slow", text, "set TANDEM_CACHE and HF_HOME to a larger disk before downloading"
+        )
+    return Finding("disk", "good", text)
+
+
+def _cache(cache: Path) -> Finding:
+    sizes = (
+        {
+            child.name: sum(file.stat().st_size for file in child.rglob("*") if file.is_file())
+            for child in sorted(cache.iterdir())
+            if child.is_dir()
+        }
+        if cache.is_dir()
+        else {}
+    )
+    text = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
+    return Finding("cache", "good", text or "empty")

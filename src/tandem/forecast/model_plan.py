@@ -1,0 +1,223 @@
+"""What will happen when a model is loaded here: bytes, slots, speed, and what would help.
+
+Arithmetic on sizes and on measured speeds; loads nothing.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+from tandem.core.units import format_bytes
+from tandem.experts.cache.sizing import count_slots
+from tandem.experts.devices.device import DeviceMemory
+from tandem.experts.options import parse_gpu_memory
+from tandem.forecast.gpu_forecast import GpuForecast
+from tandem.forecast.sizes import ModelSizes
+from tandem.forecast.speed_forecast import SpeedForecast
+
+# Activations of a prompt: fp32 rows of its (token, expert) pairs, twice the hidden states.
+_PROMPT_CHUNK_TOKENS = 2048
+CONTEXTS = (2048, 8192, 32768, 131072)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The forecast for one choice of options."""
+
+    sizes: ModelSizes
+    context_tokens: int
+    process_bytes: int
+    """Of the program itself: Python, torch, Transformers."""
+    available_bytes: int
+    device: str
+    gpu_bytes: dict[str, int]
+    gpu_available_bytes: int
+    """Of the device, before the model is there; 0 without one."""
+    expert_slots: int
+    speed: SpeedForecast | GpuForecast | str
+    """Measured on this CPU, simulated with a GPU, or why it is not told."""
+    can_be_packed: bool
+    """Whether it is not packed yet."""
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Bytes of keys and values at the context."""
+        return self.sizes.kv_bytes(self.context_tokens)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes that a prompt's activations take at most."""
+        return workspace_bytes(self.sizes, self.context_tokens)
+
+    @property
+    def load_bytes(self) -> int:
+        """Host memory once the model is loaded, before a prompt."""
+        here = self.process_bytes + self.sizes.experts_bytes
+        return here + (0 if self.is_dense_on_gpu else self.sizes.total_dense_bytes)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory with a full context."""
+        if self.is_dense_on_gpu:
+            return self.load_bytes + self.workspace_bytes
+        return self.load_bytes + self.kv_cache_bytes + self.workspace_bytes
+
+    @property
+    def is_dense_on_gpu(self) -> bool:
+        """Whether attention, KV cache and the rest are on the device; the emulated one has none."""
+        return self.device == "cuda"
+
+    @property
+    def needed_bytes(self) -> int:
+        """Host memory beyond what this program, which plans, has taken already."""
+        return self.host_bytes - self.process_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether the free memory holds it."""
+        return self.needed_bytes <= self.available_bytes
+
+
+def workspace_bytes(sizes: ModelSizes, context_tokens: int) -> int:
+    """Return the bytes that a prompt's activations take at most."""
+    rows = min(_PROMPT_CHUNK_TOKENS, context_tokens) * (sizes.top_k + 2)
+    return rows * int(sizes.config.hidden_size) * 4
+
+
+def plan_slots(
+    sizes: ModelSizes, *, device: str, gpu_memory: str, memory: DeviceMemory, context_tokens: int
+) -> tuple[int, dict[str, int]]:
+    """Return how many slots the device has and what its memory goes to; raises `CapacityError`."""
+    parts = {"dense": 0, "kv_cache": 0, "experts": 0, "workspace": 0}
+    if device == "cpu":
+        return 0, parts
+    if device == "cuda":  # the emulated device keeps nothing but experts
+        parts |= {
+            "dense": sizes.total_dense_bytes,
+            "kv_cache": context_tokens * sizes.kv_bytes_per_token,
+            "workspace": workspace_bytes(sizes, context_tokens),
+        }
+    slots = count_slots(
+        parse_gpu_memory(gpu_memory),
+        memory,
+        slot_bytes=sizes.expert_image_bytes,
+        num_experts=sizes.num_experts,
+        reserved_bytes=sum(parts.values()),
+    )
+    return slots, parts | {"experts": slots * sizes.expert_image_bytes}
+
+
+def advice(plan: Plan, others: dict[str, ModelSizes]) -> list[str]:
+    """Say what would make it fit or run faster; `others` are its sizes in other formats."""
+    lines = []
+    if not plan.fits:
+        lines += _to_fit(plan, others)
+    if plan.can_be_packed and plan.fits:
+        lines.append(
+            "pack it once (tandem pack) and it loads at the disk's speed, without the original"
+        )
+    here = plan.sizes.experts_bytes
+    for name, sizes in others.items():
+        ratio = sizes.experts_bytes / here
+        if plan.fits and ratio < 0.7:
+            faster = ""
+            if isinstance(plan.speed, SpeedForecast):
+                faster = f", up to {_decode_with(plan.speed, plan.sizes, sizes):.1f} tok/s"
+            lines.append(
+                f"with {name} experts: {format_bytes(sizes.experts_bytes)} instead of "
+                f"{format_bytes(here)}{faster} (answers change a little)"
+            )
+    lines += _rounded_dense_layers(plan.sizes)
+    if plan.device != "cpu" and plan.expert_slots < plan.sizes.num_experts:
+        share = plan.expert_slots / plan.sizes.num_experts
+        lines.append(
+            f"{share:.0%} of the experts stay on the device; more of its memory (--gpu-memory) or "
+            "a smaller context means more hits"
+        )
+    return lines
+
+
+def _rounded_dense_layers(sizes: ModelSizes) -> list[str]:
+    """Say of a quantised checkpoint which linear layers do not keep its codes."""
+    kept, others = sizes.dense_layers_with_codes, sizes.dense_layers_without
+    if not others:
+        return []
+    if not kept:
+        return [
+            f"the {others} linear layers that the checkpoint has quantised are dequantised; codes "
+            "are kept on the CPU, with --dense-dtype auto, where a packed format holds them"
+        ]
+    return [
+        f"{kept} linear layers keep the checkpoint's codes; {others} that no packed format holds "
+        "are dequantised and rounded anew"
+    ]
+
+
+def _to_fit(plan: Plan, others: dict[str, ModelSizes]) -> list[str]:
+    missing = plan.needed_bytes - plan.available_bytes
+    lines = [f"{format_bytes(missing)} of memory are missing"]
+    for name, sizes in others.items():
+        smaller = dataclasses.replace(plan, sizes=sizes)
+        if smaller.fits:
+            lines.append(
+                f"with {name} experts it fits: {format_bytes(smaller.needed_bytes)} of "
+                f"{format_bytes(plan.available_bytes)}"
+            )
+            break
+    room = plan.available_bytes - (plan.needed_bytes - plan.kv_cache_bytes)
+    tokens = room // max(1, plan.sizes.kv_bytes_per_token)
+    if tokens >= 512:
+        lines.append(f"with --context {tokens // 256 * 256} it fits as it is")
+    return lines
+
+
+def _decode_with(speed: SpeedForecast, before: ModelSizes, after: ModelSizes) -> float:
+    """Return the decode speed if experts' bytes were what a step costs beside the dense parts."""
+    now, then = (
+        sizes.top_k * sizes.num_moe_layers * sizes.expert_image_bytes + sizes.total_dense_bytes
+        for sizes in (before, after)
+    )
+    return speed.decode_tokens_per_second * now / then
+
+
+def as_json(plan: Plan, lines: list[str]) -> dict[str, object]:
+    """Return the plan for scripts; units are in the names."""
+    speed = plan.speed
+    known = None if isinstance(speed, str) else speed
+    return {
+        "fits": plan.fits,
+        "host_bytes": plan.host_bytes,
+        "load_host_bytes": plan.load_bytes,
+        "host_available_bytes": plan.available_bytes + plan.process_bytes,
+        "gpu_bytes": plan.gpu_bytes,
+        "gpu_available_bytes": plan.gpu_available_bytes,
+        "expert_slots": plan.expert_slots,
+        "experts": plan.sizes.num_experts,
+        "dense_layers": {
+            "with_codes": plan.sizes.dense_layers_with_codes,
+            "dequantised": plan.sizes.dense_layers_without,
+        },
+        "expert_formats": list(plan.sizes.expert_formats),
+        "parts_bytes": {"experts": plan.sizes.experts_bytes, **plan.sizes.dense_bytes},
+        "kv_cache_bytes": plan.kv_cache_bytes,
+        "kv_cache_bytes_by_context": {
+            str(tokens): plan.sizes.kv_bytes(tokens) for tokens in CONTEXTS
+        },
+        "context_tokens": plan.context_tokens,
+        "time_to_first_token_seconds": known and known.prefill_seconds,
+        "prefill_tokens_per_second": known and known.prefill_tokens_per_second,
+        "decode_tokens_per_second": known and known.decode_tokens_per_second,
+        **_more_of_speed(speed),
+        "advice": lines,
+    }
+
+
+def _more_of_speed(speed: SpeedForecast | GpuForecast | str) -> dict[str, object]:
+    """Return what one kind of forecast has beside the others."""
+    if isinstance(speed, str):
+        return {"speed_unknown": speed}
+    if isinstance(speed, GpuForecast):
+        return {"profile": speed.profile, "hit_rate": speed.hit_rate}
+    return {
+        "first_time_to_first_token_seconds": speed.first_prefill_seconds,
+        "first_tokens_per_second": speed.first_tokens_per_second,
+    }

@@ -1,0 +1,195 @@
+"""What a checkpoint will take, by part, before anything is loaded: reads headers only."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tandem.decode.cached_rows import MAX_STEP_TOKENS
+from tandem.decode.kv_cache.windows import most_kept
+from tandem.experts.store.host_store import HostStore
+from tandem.experts.store.packed_layer import PackedLayer
+from tandem.hf.checkpoint import AnyCheckpoint, Checkpoint, GgufCheckpoint
+from tandem.hf.config import OffloadConfig, parse_dense_dtype
+from tandem.hf.dense import has_quantised_experts, packable_layers
+from tandem.hf.experts import is_experts_module
+from tandem.hf.load import empty_model, open_foreign, source_config
+from tandem.hf.quantizer import OffloadQuantizer
+from tandem.hf.save import stored_name
+from tandem.kernels.formats.weight_format import WeightFormat, find_format
+
+# Words in the names of modules -> the part that their weights belong to; the first that fits.
+_PARTS = (
+    ("embeddings and head", ("embed", "lm_head", "wte")),
+    ("routers", ("gate.", "router")),
+    ("attention", ("attn", "attention", "mixer", "conv", "ssm", "mamba")),
+    ("shared experts and feed-forward", ("mlp", "feed_forward", "expert", "ffn")),
+    ("images and sound", ("visual", "vision", "audio", "image")),
+)
+_OTHER = "norms and the rest"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """A checkpoint's sizes under some options; bytes in host memory unless a name says else."""
+
+    config: Any
+    """The text model's Transformers config."""
+    experts_bytes: int
+    expert_image_bytes: int
+    """Bytes of the largest expert, which is what a slot takes."""
+    expert_formats: tuple[str, ...]
+    num_experts: int
+    """Of all MoE layers together."""
+    num_moe_layers: int
+    num_layers: int
+    dense_bytes: dict[str, int]
+    """By part, as the options pack them."""
+    dense_layers_with_codes: int
+    """Linear layers that are quantised in the checkpoint and keep their codes."""
+    dense_layers_without: int
+    """Linear layers that are quantised in the checkpoint and are dequantised."""
+    kv_bytes_per_token: int
+    """In all layers, whatever they see."""
+    sliding_window: int
+    """Positions that the layers with a window see; 0: there are none."""
+    sliding_share: float
+    """How much of `kv_bytes_per_token` is of layers with a window."""
+    are_experts_mapped: bool = False
+    """Whether experts stay where the checkpoint's files are mapped, on small pages."""
+
+    def kv_bytes(self, num_tokens: int) -> int:
+        """Return what the keys and values of so many tokens of one row take on the CPU."""
+        kept = min(num_tokens, most_kept(self.sliding_window, MAX_STEP_TOKENS))
+        sliding = self.kv_bytes_per_token * self.sliding_share
+        return round(num_tokens * (self.kv_bytes_per_token - sliding) + kept * sliding)
+
+    @property
+    def top_k(self) -> int:
+        """Experts that a token is sent to in each layer."""
+        return int(getattr(self.config, "num_experts_per_tok", 1) or 1)
+
+    @property
+    def total_dense_bytes(self) -> int:
+        """Bytes of everything but the experts."""
+        return sum(self.dense_bytes.values())
+
+
+def model_sizes(checkpoint: AnyCheckpoint, offload: OffloadConfig) -> ModelSizes:
+    """Add up what a checkpoint takes with these options; raises `UnsupportedModelError`."""
+    if isinstance(checkpoint, GgufCheckpoint) or _is_foreign(checkpoint):
+        config, offload.source = open_foreign(checkpoint)
+        return config_sizes(config, offload)
+    if checkpoint.is_packed:
+        wanted = offload.dense_dtype
+        offload = OffloadConfig.from_dict(checkpoint.quantization or {})
+        if offload.dense_dtype == "none":  # then loading packs what the files have not
+            offload.dense_dtype = wanted
+    sizes = config_sizes(source_config(checkpoint), offload)
+    return dataclasses.replace(sizes, are_experts_mapped=checkpoint.is_packed)
+
+
+def _is_foreign(checkpoint: Checkpoint) -> bool:
+    """Whether others have quantised it."""
+    return checkpoint.quantization is not None and not checkpoint.is_packed
+
+
+def config_sizes(config: Any, offload: OffloadConfig) -> ModelSizes:
+    """Add up what a model of a config takes with these options, whose `source` is let go."""
+    model = empty_model(config)
+    quantizer = OffloadQuantizer(offload)
+    quantizer.announce_layers(model)
+    codes = quantizer.dense_code_formats(model)
+    offload.source = None
+    store, text = quantizer.store, config.get_text_config()
+    dtype = next(model.parameters()).dtype
+    return ModelSizes(
+        config=text,
+        experts_bytes=store.expected_bytes(dtype),
+        expert_image_bytes=max(
+            layer.expected_bytes(dtype) // layer.arrivals.num_experts for layer in store
+        ),
+        expert_formats=tuple(dict.fromkeys(_format_name(layer, dtype) for layer in store)),
+        num_experts=sum(layer.arrivals.num_experts for layer in store),
+        num_moe_layers=len(store),
+        num_layers=int(getattr(text, "num_hidden_layers", len(store))),
+        dense_bytes=_dense_bytes(model, _packed_formats(model, store, offload, codes)),
+        dense_layers_with_codes=sum(fmt is not None for fmt in codes.values()),
+        dense_layers_without=sum(fmt is None for fmt in codes.values()),
+        kv_bytes_per_token=_kv_bytes_per_token(text, dtype),
+        sliding_window=int(getattr(text, "sliding_window", None) or 0),
+        sliding_share=_sliding_share(text),
+    )
+
+
+def _format_name(layer: Any, dtype: torch.dtype) -> str:
+    if isinstance(layer, PackedLayer):
+        return stored_name(layer)
+    return str(dtype).removeprefix("torch.")
+
+
+def _packed_formats(
+    model: nn.Module,
+    store: HostStore,
+    offload: OffloadConfig,
+    codes: Mapping[str, WeightFormat | None],
+) -> dict[str, WeightFormat]:
+    """Return the formats of the linear layers that will be packed, by path."""
+    fmt = parse_dense_dtype(offload.dense_dtype)
+    if fmt is None or (offload.dense_dtype == "auto" and not has_quantised_experts(store)):
+        return {}
+    paths = {id(module): path for path, module in model.named_modules()}
+    formats = {paths[id(linear)]: fmt for _, _, linear in packable_layers(model)}
+    formats |= {p: find_format(name) for p, name in (offload.dense_formats or {}).items()}
+    kept = {name.removesuffix(".weight"): own for name, own in codes.items() if own is not None}
+    return formats | kept
+
+
+def _dense_bytes(model: nn.Module, packed: Mapping[str, WeightFormat]) -> dict[str, int]:
+    """Return the bytes of what is not an expert, by part."""
+    totals = {name: 0 for name, _ in _PARTS} | {_OTHER: 0}
+    for name, num_bytes in _dense_parts(model, packed):
+        part = next((p for p, words in _PARTS if any(w in name for w in words)), _OTHER)
+        totals[part] += num_bytes
+    return {part: total for part, total in totals.items() if total}
+
+
+def _dense_parts(model: nn.Module, packed: Mapping[str, WeightFormat]) -> Iterator[tuple[str, int]]:
+    """Yield (name, bytes) of parameters and buffers; linear layers that are packed by format."""
+    experts = {id(p) for m in model.modules() if is_experts_module(m) for p in m.parameters()}
+    in_fp32 = getattr(model, "_keep_in_fp32_modules_strict", None) or ()  # whatever the dtype
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        if path in packed:
+            fmt, rows, cols = packed[path], module.out_features, module.in_features
+            yield f"{path}.weight", fmt.data_bytes(rows, cols) + fmt.scale_bytes(rows, cols)
+            continue
+        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        for name, tensor in own:
+            if id(tensor) not in experts and id(tensor) not in seen:
+                seen.add(id(tensor))
+                itemsize = 4 if any(word in f"{path}.{name}" for word in in_fp32) else 0
+                yield f"{path}.{name}", tensor.numel() * max(itemsize, tensor.itemsize)
+
+
+def _sliding_share(config: Any) -> float:
+    """Return the share of layers with a window, as Transformers' caches count them."""
+    if not getattr(config, "sliding_window", None):
+        return 0.0
+    kinds: list[str] = getattr(config, "layer_types", None) or ["sliding_attention"]
+    return sum(kind == "sliding_attention" for kind in kinds) / len(kinds)
+
+
+def _kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
+    """Return what a token's keys and values take in all layers; windows are not counted off."""
+    layers = int(config.num_hidden_layers)
+    heads = int(getattr(config, "num_attention_heads", 1))
+    if getattr(config, "kv_lora_rank", None):  # latent attention is kept expanded
+        width = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+        return layers * heads * int(width) * dtype.itemsize
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    return layers * 2 * kv_heads * head_dim * dtype.itemsize

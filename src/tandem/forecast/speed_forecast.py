@@ -1,0 +1,212 @@
+"""How fast a model will be on this machine: measured on a few of its layers with random weights.
+
+A layer costs the same whatever its weights are, so two models of few layers are timed and the time
+of the others follows: first + (layers - few) * difference. They are timed in turns, and the median
+of the turns counts: a forecast is of a usual minute, not of the machine's best one. Small models
+are built whole. What was measured is kept by processor, shape and format.
+"""
+
+import dataclasses
+import hashlib
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tandem.bench.generation import WARM_UP_STEPS, Workload, measure
+from tandem.bench.model_shapes import ModelShape
+from tandem.bench.random_model import build_random_model
+from tandem.experts.store.host_memory import available_bytes
+from tandem.forecast.sizes import ModelSizes
+from tandem.generate.generator import Generator
+from tandem.hf.config import OffloadConfig
+from tandem.kernels.cpu import detect_cpu
+from tandem.kernels.dense import CpuThreads
+
+# Raise it when what is measured changes: older forecasts are then made anew.
+MEASUREMENT = 5
+PROMPT_TOKENS = 256
+DECODE_STEPS = 24
+FIRST_TOKENS = WARM_UP_STEPS
+# An error of timing counts (layers - more) / (more - few) times, hence not fewer.
+_FEW_LAYERS, _MORE_LAYERS = 2, 12
+_WHOLE_BYTES = 2 << 30  # models up to this are built whole
+_SHARE_OF_MEMORY = 0.5  # of what is free, for the layers that are built
+_ROUNDS = 7
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SpeedForecast:
+    """Seconds of a prompt and of a decode step, and how many layers they were measured on.
+
+    "First" is what a user sees right after loading: nothing is prepared, and steps are recorded.
+    """
+
+    prompt_tokens: int
+    prefill_seconds: float
+    decode_seconds: float
+    measured_layers: int
+    first_prefill_seconds: float
+    first_tokens_seconds: float
+    """Of the first `FIRST_TOKENS` decode steps together."""
+
+    @property
+    def prefill_tokens_per_second(self) -> float:
+        """Tokens of the prompt per second."""
+        return self.prompt_tokens / self.prefill_seconds
+
+    @property
+    def first_tokens_per_second(self) -> float:
+        """Tokens written per second, over the first `FIRST_TOKENS`."""
+        return FIRST_TOKENS / self.first_tokens_seconds
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        """Tokens written per second."""
+        return 1.0 / self.decode_seconds
+
+
+def forecast_speed(
+    sizes: ModelSizes, offload: OffloadConfig, *, cache_dir: Path, refresh: bool = False
+) -> SpeedForecast | str:
+    """Return the speed on the CPU, kept or measured; a reason in words where it cannot be told."""
+    reason = why_not_measured(sizes)
+    if reason:
+        return reason
+    path = cache_dir / "forecasts" / f"{sizes.config.model_type}-{_key(sizes, offload)}.json"
+    if path.is_file() and not refresh:
+        try:
+            return SpeedForecast(**json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            pass  # damaged: measured anew
+    forecast = _measure(sizes, offload)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(dataclasses.asdict(forecast)), encoding="utf-8")
+    return forecast
+
+
+def extrapolate(few: tuple[int, float], more: tuple[int, float], layers: int) -> float:
+    """Return the seconds of `layers` layers from (layers, seconds) of two smaller models."""
+    (few_layers, few_seconds), (more_layers, more_seconds) = few, more
+    if more_layers == few_layers:
+        return more_seconds
+    each = max(0.0, more_seconds - few_seconds) / (more_layers - few_layers)
+    return more_seconds + (layers - more_layers) * each
+
+
+def why_not_measured(sizes: ModelSizes) -> str:
+    """Return why a few layers of a model cannot be timed here; empty if they can."""
+    if len(sizes.expert_formats) > 1:
+        return "its layers are in several formats"
+    if sizes.expert_formats[0] == "float32":
+        return "experts in fp32 run on the torch reference, which is for tests"
+    layer_bytes = sizes.experts_bytes / sizes.num_moe_layers
+    if (2 * _FEW_LAYERS + 1) * layer_bytes > _SHARE_OF_MEMORY * available_bytes():
+        return "the memory that is free does not hold a few of its layers"
+    return ""
+
+
+class _Times(NamedTuple):
+    """What is measured of one model; names as in `SpeedForecast`."""
+
+    prefill_seconds: float
+    decode_seconds: float
+    first_prefill_seconds: float
+    first_tokens_seconds: float
+
+
+def _measure(sizes: ModelSizes, offload: OffloadConfig) -> SpeedForecast:
+    counts = _layers_to_time(sizes)
+    models = [_build(sizes, offload, count) for count in counts]
+    rounds = [[_time(model) for model in models] for _ in range(_ROUNDS)]
+    for model in models:
+        model.hf_quantizer.executor.close()
+    usual = _median([_extrapolate(counts, times, sizes.num_layers) for times in rounds])
+    # What a process does once came with its first prompt and first steps, on the smallest model.
+    few = [times[0] for times in rounds]
+    once = [max(0.0, first - median) for first, median in zip(few[0], _median(few), strict=True)]
+    first_prefill, first_tokens = _Times(*once)[2:]
+    return SpeedForecast(
+        PROMPT_TOKENS, usual.prefill_seconds, usual.decode_seconds, counts[-1],
+        usual.first_prefill_seconds + first_prefill, usual.first_tokens_seconds + first_tokens,
+    )  # fmt: skip
+
+
+def _extrapolate(counts: Sequence[int], times: Sequence[_Times], num_layers: int) -> _Times:
+    """Return the times of the whole model from those of models with so many layers."""
+    ends = zip(times[0], times[-1], strict=True)
+    return _Times(*(extrapolate((counts[0], a), (counts[-1], b), num_layers) for a, b in ends))
+
+
+def _median(times: Sequence[_Times]) -> _Times:
+    return _Times(*(statistics.median(values) for values in zip(*times, strict=True)))
+
+
+def _layers_to_time(sizes: ModelSizes) -> list[int]:
+    """Return of how many layers the models are that are timed; small ones are whole."""
+    if sizes.experts_bytes <= _WHOLE_BYTES:
+        return [sizes.num_layers]
+    dense_layers = sizes.num_layers - sizes.num_moe_layers
+    layer_bytes = sizes.experts_bytes / sizes.num_moe_layers
+    room = int(_SHARE_OF_MEMORY * available_bytes() / layer_bytes) - _FEW_LAYERS
+    more = min(_MORE_LAYERS, room, sizes.num_moe_layers)
+    return [dense_layers + min(_FEW_LAYERS, more - 1), dense_layers + more]
+
+
+def _build(sizes: ModelSizes, offload: OffloadConfig, num_layers: int) -> Any:
+    """Return a model of so many layers with random weights."""
+    options = OffloadConfig(
+        expert_dtype=sizes.expert_formats[0], threads=offload.threads, isa=offload.isa
+    )
+    shape = cut_shape(sizes, num_layers)
+    return build_random_model(
+        shape, options, cpu_threads(offload), dense_dtype=offload.dense_dtype,
+        has_huge_pages=not sizes.are_experts_mapped,
+    )  # fmt: skip
+
+
+def _time(model: Any) -> _Times:
+    """Return what a prompt and decode steps take."""
+    work = Workload(prompt_tokens=PROMPT_TOKENS, new_tokens=DECODE_STEPS)
+    measured = measure(model, Generator(model), work)
+    return _Times(
+        measured.time_to_first_token_seconds,
+        1 / measured.speed.decode_tokens_per_second,
+        measured.first_prefill_seconds,
+        measured.warm_up_seconds,
+    )
+
+
+def cpu_threads(offload: OffloadConfig) -> CpuThreads:
+    """Return the threads that the options ask for."""
+    num_threads = offload.threads or detect_cpu().physical_cores
+    return CpuThreads(num_threads=num_threads, isa=offload.isa or "")
+
+
+def cut_shape(sizes: ModelSizes, num_layers: int) -> ModelShape:
+    """Return a model's shape with its first layers only."""
+    return ModelShape(str(sizes.config.model_type), _cut(sizes.config.to_dict(), num_layers))
+
+
+def _cut(values: dict[str, Any], num_layers: int) -> dict[str, Any]:
+    """Return a config's values with its first layers only."""
+    dropped = ("model_type", "architectures", "dtype", "torch_dtype", "transformers_version")
+    kept = {k: v for k, v in values.items() if k not in dropped and not k.startswith("_")}
+    total = int(kept.get("num_hidden_layers", num_layers))
+    kept["num_hidden_layers"] = num_layers
+    kept["tie_word_embeddings"] = False  # the head is packed, and reads the same bytes
+    for key, value in kept.items():
+        if isinstance(value, list) and len(value) == total and total > num_layers:
+            kept[key] = value[:num_layers]
+    return kept
+
+
+def _key(sizes: ModelSizes, offload: OffloadConfig) -> str:
+    cpu = detect_cpu()
+    config = json.dumps(_cut(sizes.config.to_dict(), sizes.num_layers), sort_keys=True, default=str)
+    parts = (
+        MEASUREMENT, cpu.model_name, cpu.instruction_sets, offload.threads or cpu.physical_cores,
+        offload.isa, sizes.expert_formats, sizes.are_experts_mapped, offload.dense_dtype, config,
+    )  # fmt: skip
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

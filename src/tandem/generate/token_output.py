@@ -1,0 +1,42 @@
+"""What a step brings a request, and what a batch has done. Loads no torch: it goes by pipe."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tandem.generate.answer import FinishReason
+
+
+class TokenLogprob(NamedTuple):
+    """How likely a token was, and the likeliest ones in its place, by the model's own logits."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+class TokenOutput(NamedTuple):
+    """One token of one request, with the text that is now certain."""
+
+    request_id: int
+    text: str
+    token_id: int | None
+    """None: the request asked for none, and this is its end."""
+    logprob: TokenLogprob | None
+    finish_reason: FinishReason | None
+    """None: it goes on."""
+    generated_tokens: int
+    reused_tokens: int
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    """Of all the prompt's tokens, with the first token output of a request that asked for them."""
+
+
+@dataclass(slots=True)
+class BatchCounts:
+    """What a batcher has done since it was made."""
+
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    generated_tokens: int = 0
+    decode_steps: int = 0
+    decode_seconds: float = 0.0
+    prefill_seconds: float = 0.0

@@ -1,0 +1,1 @@
+"""What things cost on one machine: profiles and their files."""

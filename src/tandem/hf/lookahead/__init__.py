@@ -1,0 +1,1 @@
+"""Asks the next layer's router ahead."""

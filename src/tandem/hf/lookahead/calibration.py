@@ -1,0 +1,154 @@
+"""Fixes a model's residual vectors from a text, and measures what they are worth.
+
+The text is cut in windows. The first part teaches; the rest is foreseen, with and without the
+residual, and compared with what the routers then chose (DALI's tables 5 and 8).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tandem.core.errors import ConfigError, UnsupportedModelError
+from tandem.experts.execution.executor import CpuExecutor
+from tandem.hf.lookahead.look_ahead import SOURCES, LookAhead
+from tandem.hf.lookahead.residuals import Residuals
+from tandem.hf.lookahead.routers import find_routers
+from tandem.hf.lookahead.routing_recording import recording
+from tandem.trace import RoutingTrace
+
+WINDOW_TOKENS = 256
+BATCHES = (1, 2, 4, 8, 16, 32)
+
+Progress = Callable[[int, int], None]  # windows done, windows in all
+Ints = npt.NDArray[Any]
+
+
+class Likeness(NamedTuple):
+    """Cosine of a foreseen and the true router input, by layer, without and with the residual."""
+
+    plain: list[float]
+    residual: list[float]
+
+
+class Calibration(NamedTuple):
+    """What a calibration has found."""
+
+    residuals: Residuals
+    taught_tokens: int
+    judged: RoutingTrace
+    likeness: Likeness
+
+
+def calibrate(
+    model: Any, token_ids: Sequence[int], progress: Progress | None = None
+) -> Calibration:
+    """Learn a model's residuals from the first three quarters of a text; judge them on the rest.
+
+    Raises `UnsupportedModelError` where routers cannot be asked ahead, `ConfigError` for a text of
+    less than four windows.
+    """
+    windows = [
+        token_ids[at : at + WINDOW_TOKENS]
+        for at in range(0, len(token_ids) - WINDOW_TOKENS + 1, WINDOW_TOKENS)
+    ]
+    if len(windows) < 4:
+        raise ConfigError(
+            f"the text has {len(token_ids)} tokens; expected at least {4 * WINDOW_TOKENS}"
+        )
+    num_taught = 3 * len(windows) // 4
+    with _on_cpu(model) as quantizer:
+        routers = find_routers(model, quantizer.bound())
+        if isinstance(routers, str):
+            name = type(model).__name__
+            raise UnsupportedModelError(f"the routers of {name} cannot be asked ahead: {routers}")
+        residuals = Residuals(len(routers), routers[0].hidden_size)
+        ahead = LookAhead(routers, residuals, SOURCES)
+        try:
+            for number, window in enumerate(windows[:num_taught]):
+                _run(model, window)
+                _tell(progress, number + 1, len(windows))
+            residuals.is_fixed = True
+            ahead.cosines = []
+            with recording(model, ahead) as recorder:
+                for number, window in enumerate(windows[num_taught:], num_taught):
+                    recorder.begin_sequences()
+                    _run(model, window)
+                    _tell(progress, number + 1, len(windows))
+                judged = recorder.trace(str(model.config.model_type))
+        finally:
+            ahead.close()
+    likeness = _likeness(ahead.cosines, len(routers) - 1)
+    return Calibration(residuals, num_taught * WINDOW_TOKENS, judged, likeness)
+
+
+@contextmanager
+def _on_cpu(model: Any) -> Iterator[Any]:
+    """Let the CPU compute all experts, inside: nothing is planned for a calibration."""
+    quantizer = model.hf_quantizer
+    before = quantizer.executor
+    options = quantizer.options
+    quantizer.use(CpuExecutor(quantizer.store, num_threads=options.threads, isa=options.isa or ""))
+    try:
+        yield quantizer
+    finally:
+        quantizer.use(before)
+
+
+@torch.no_grad()
+def _run(model: Any, window: Sequence[int]) -> None:
+    ids: Tensor = torch.tensor([list(window)])
+    model(input_ids=ids.to(model.device), use_cache=False)
+
+
+def _tell(progress: Progress | None, done: int, total: int) -> None:
+    if progress is not None:
+        progress(done, total)
+
+
+def _likeness(cosines: Sequence[tuple[float, float]], num_pairs: int) -> Likeness:
+    values = np.array(cosines).reshape(-1, num_pairs, 2).mean(axis=0)
+    return Likeness(values[:, 0].tolist(), values[:, 1].tolist())
+
+
+def accuracy_by_batch(
+    trace: RoutingTrace, count: int, batches: Sequence[int] = BATCHES
+) -> dict[str, list[float]]:
+    """Return by predictor how often the `count` experts of highest foreseen workload are among
+    those of highest true workload, for each batch size: tokens of different places as one step.
+
+    Of experts with equal true workload any counts, as any would have been as good to copy.
+    """
+    assert trace.predicted is not None
+    draw = np.random.default_rng(0)
+    found: dict[str, list[float]] = {}
+    for place, name in enumerate(trace.meta.predictors):
+        found[name] = [
+            float(
+                np.mean(
+                    [
+                        _top_accuracy(trace, place, layer, tokens, count)
+                        for tokens in np.array_split(
+                            draw.permutation(trace.num_tokens), trace.num_tokens // batch
+                        )[:256]
+                        for layer in range(1, trace.meta.n_moe_layers)
+                    ]
+                )
+            )
+            for batch in batches
+        ]
+    return found
+
+
+def _top_accuracy(trace: RoutingTrace, place: int, layer: int, tokens: Ints, count: int) -> float:
+    assert trace.predicted is not None
+    num_experts = trace.meta.n_experts
+    foreseen = np.bincount(trace.predicted[tokens, layer, place].ravel(), minlength=num_experts)
+    true = np.bincount(trace.experts[tokens, layer].ravel(), minlength=num_experts)
+    chosen = np.argsort(-foreseen, kind="stable")[:count]
+    least = max(1, int(np.sort(true)[-count]))
+    return float((true[chosen] >= least).mean())

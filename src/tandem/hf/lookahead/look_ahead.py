@@ -1,0 +1,134 @@
+"""Looking ahead: asks the next MoE layer's router what it would choose for this layer's state.
+
+"gate" asks with the state as it is (HybriMoE), "residual" adds the mean difference first (DALI,
+equation 10). Runs between a layer's router and its experts; changes nothing in the model.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.experts.store.host_store import HostStore
+from tandem.hf.identity import model_identity
+from tandem.hf.lookahead.residuals import Residuals
+from tandem.hf.lookahead.routers import Bound, Router, find_routers
+from tandem.policy.plan import Hint, LayerLoad
+
+SOURCES = ("gate", "residual")
+
+
+class LookAhead:
+    """Follows a model's routers through every step; give it to a hybrid executor as `foresee`."""
+
+    def __init__(
+        self, routers: Sequence[Router], residuals: Residuals, sources: Sequence[str]
+    ) -> None:
+        """Listen to `routers`, in the order of the MoE layers; `close` ends it."""
+        self.residuals = residuals
+        self.guesses: dict[str, Tensor] = {}
+        """By source, the experts (n_tokens, top_k) foreseen for the layer after the last call's."""
+        self.cosines: list[tuple[float, float]] | None = None
+        """Set to a list, it receives for each call of a next router how like the guess's input was
+        to the true one, on average over the tokens: (without, with the residual)."""
+        self._routers = routers
+        self.sources = tuple(sources)
+        self._hidden: Tensor | None = None  # what the last router read: (n_tokens, hidden_size)
+        self._layer = -1
+        self._token_ids: Tensor | None = None  # of this step, once a router has read them
+        self._handles = [
+            router.module.register_forward_pre_hook(self._listener(layer), with_kwargs=True)
+            for layer, router in enumerate(routers)
+        ]
+
+    def close(self) -> None:
+        """Stop listening."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _listener(self, layer: int) -> Any:
+        def listen(module: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+            if layer == 0:
+                self._token_ids = None
+            if self._routers[layer].reads_tokens:
+                self._token_ids = self._routers[layer].token_ids(args, options)
+            hidden = args[0].detach().reshape(-1, args[0].shape[-1])
+            before = self._hidden
+            if self._layer == layer - 1 and before is not None and before.shape == hidden.shape:
+                if self.cosines is not None:
+                    self.cosines.append(self._likeness(layer - 1, before, hidden))
+                self.residuals.learn(layer - 1, before, hidden)
+            self._hidden, self._layer = hidden, layer
+
+        return listen
+
+    def _likeness(self, layer: int, before: Tensor, hidden: Tensor) -> tuple[float, float]:
+        before, hidden = before.float(), hidden.float()
+        corrected = before + self.residuals.means[layer]
+        likeness = torch.nn.functional.cosine_similarity
+        return (
+            float(likeness(before, hidden, dim=-1).mean()),
+            float(likeness(corrected, hidden, dim=-1).mean()),
+        )
+
+    def __call__(self, layer: int) -> tuple[Hint, ...]:
+        """Return what is foreseen for the layer after this one, whose router has just run."""
+        self.guesses = {}
+        if self._hidden is None or self._layer != layer or layer + 1 >= len(self._routers):
+            return ()
+        if self._routers[layer + 1].reads_tokens and self._token_ids is None:
+            return ()
+        for source in self.sources:
+            self.guesses[source] = self._ask(source, layer, self._hidden)
+        return tuple(
+            Hint(source, _load(layer + 1, choice)) for source, choice in self.guesses.items()
+        )
+
+    @torch.no_grad()
+    def _ask(self, source: str, layer: int, hidden: Tensor) -> Tensor:
+        if source == "residual":
+            hidden = hidden + self.residuals.means[layer].to(hidden.dtype)
+        return self._routers[layer + 1].choose(hidden, self._token_ids)
+
+
+def calibrated_path(model: Any, cache_path: Path) -> Path:
+    """Return where `tandem calibrate` keeps a model's residual vectors."""
+    name = f"{model.config.model_type}-{model_identity(model)}.npz"
+    return cache_path / "residuals" / name
+
+
+def look_ahead(
+    model: Any,
+    bound: Bound,
+    store: HostStore,
+    sources: Sequence[str],
+    *,
+    cache_path: Path,
+    residuals_path: str | None = None,
+) -> LookAhead | str:
+    """Return what looks ahead in a model, or why nothing can.
+
+    Residual vectors are read from `residuals_path`, else from where a calibration has left them,
+    else they are learned as the model runs.
+    """
+    routers = find_routers(model, bound)
+    if isinstance(routers, str):
+        return routers
+    shape = len(store), routers[0].hidden_size
+    given = Path(residuals_path) if residuals_path else calibrated_path(model, cache_path)
+    if residuals_path or given.is_file():
+        residuals = Residuals.load(given, model_identity(model), *shape)
+    else:
+        residuals = Residuals(*shape)
+    return LookAhead(routers, residuals, sources)
+
+
+def _load(layer: int, choice: Tensor) -> LayerLoad:
+    if len(choice) == 1:
+        experts = sorted(choice[0].tolist())
+        return LayerLoad(layer, tuple(experts), (1,) * len(experts))
+    ids, counts = np.unique(choice.numpy(), return_counts=True)
+    return LayerLoad(layer, tuple(ids.tolist()), tuple(counts.tolist()))

@@ -1,0 +1,167 @@
+"""Finds a model's routers by watching one tiny forward pass; knows no architecture.
+
+A router is the submodule, near the experts, that returned the very choice which the experts then
+received. It can be asked again with another hidden state if the rest of what it takes is stored in
+the model, or the ids of the step's tokens, or no tensor at all.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tandem.hf.lookahead.warm_up import WARM_UP_TOKENS, forward_tokens, warm_up_ids
+
+Bound = Sequence[tuple[nn.Module, int]]  # experts modules and their layers in the store
+
+
+TOKEN_IDS = object()  # stands among a router's arguments for the ids of the step's tokens
+
+
+class Router(NamedTuple):
+    """A router that can be asked about a hidden state that is not its own."""
+
+    module: Any
+    rest: tuple[Any, ...]
+    """What it takes after the hidden state; TOKEN_IDS where ids belong."""
+    options: dict[str, Any]
+    place: int
+    """Where in its outputs the choice stands."""
+    hidden_size: int
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether it wants the ids of the step's tokens."""
+        return any(part is TOKEN_IDS for part in (*self.rest, *self.options.values()))
+
+    def token_ids(self, args: Sequence[Any], options: dict[str, Any]) -> Tensor | None:
+        """Return the ids among the arguments of a call of it."""
+        given = [*zip(self.rest, args[1:], strict=False)]
+        given += [(part, options.get(name)) for name, part in self.options.items()]
+        return next((found for part, found in given if part is TOKEN_IDS), None)
+
+    def choose(self, hidden: Tensor, token_ids: Tensor | None = None) -> Tensor:
+        """Return the experts (n_tokens, top_k) that it chooses for a hidden state.
+
+        Calls `forward`, so that nothing that listens to the module hears of it.
+        """
+        rest = [token_ids if part is TOKEN_IDS else part for part in self.rest]
+        options = {k: token_ids if v is TOKEN_IDS else v for k, v in self.options.items()}
+        outputs = self.module.forward(hidden, *rest, **options)
+        choice: Tensor = outputs[self.place] if isinstance(outputs, tuple | list) else outputs
+        return choice.reshape(-1, choice.shape[-1])
+
+
+class _Call(NamedTuple):
+    module: nn.Module
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+    outputs: Sequence[Any]
+
+
+def find_routers(model: Any, bound: Bound) -> list[Router] | str:
+    """Return every layer's router, in the store's order, or why there is no looking ahead."""
+    names = {module: name for name, module in model.named_modules()}
+    experts = {names[module]: layer for module, layer in bound}
+    with _watch(model, experts, names) as (calls, choices):
+        try:
+            forward_tokens(model, WARM_UP_TOKENS)
+        except Exception as error:  # whatever a model's own code raises
+            return f"the model does not run on text alone ({error})"
+    ids = warm_up_ids(model, WARM_UP_TOKENS)
+    stored = {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    routers: dict[int, Router] = {}
+    for name, layer in experts.items():
+        if name not in choices:
+            return f"{name} was not used for a text"
+        call = _nearest(calls, name, experts, names, choices[name])
+        if call is None:
+            return f"no module returned what {name} received"
+        if not call.args or not _is_replayable(call, stored, ids):
+            return f"the router of {name} takes more than a hidden state"
+        outputs = [_matches(output, choices[name]) for output in call.outputs]
+        rest = tuple(_kept(part, ids) for part in call.args[1:])
+        options = {key: _kept(part, ids) for key, part in call.options.items()}
+        width, place = call.args[0].shape[-1], outputs.index(True)
+        routers[layer] = Router(call.module, rest, options, place, width)
+    return [routers[layer] for layer in sorted(routers)]
+
+
+@contextmanager
+def _watch(
+    model: Any, experts: dict[str, int], names: dict[nn.Module, str]
+) -> Iterator[tuple[list[_Call], dict[str, Tensor]]]:
+    """Note what every module returns and what the experts receive."""
+    calls: list[_Call] = []
+    choices: dict[str, Tensor] = {}
+
+    def returned(module: nn.Module, args: Any, options: Any, outputs: Any) -> None:
+        parts = outputs if isinstance(outputs, tuple | list) else (outputs,)
+        if any(isinstance(part, Tensor) and not part.is_floating_point() for part in parts):
+            calls.append(_Call(module, args, options, parts))
+
+    def received(module: nn.Module, args: Any, options: Any) -> None:
+        choice = args[1] if len(args) > 1 else options["top_k_index"]
+        choices.setdefault(names[module], choice.detach().clone())
+
+    handles = [
+        module.register_forward_pre_hook(received, with_kwargs=True)
+        if name in experts
+        else module.register_forward_hook(returned, with_kwargs=True)
+        for module, name in names.items()
+    ]
+    try:
+        yield calls, choices
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _nearest(
+    calls: Sequence[_Call],
+    name: str,
+    experts: dict[str, int],
+    names: dict[nn.Module, str],
+    choice: Tensor,
+) -> _Call | None:
+    """Return the call that made a choice, in the smallest block that holds these experts only."""
+    block = name
+    while block:
+        block = block.rpartition(".")[0]
+        if sum(other.startswith(f"{block}.") for other in experts) > 1:
+            return None
+        found = [
+            call
+            for call in calls
+            if names[call.module].startswith(f"{block}.")
+            and any(_matches(output, choice) for output in call.outputs)
+        ]
+        if found:
+            return min(found, key=lambda call: len(list(call.module.modules())))
+    return None
+
+
+def _matches(output: Any, choice: Tensor) -> bool:
+    if not isinstance(output, Tensor) or output.is_floating_point():
+        return False
+    return output.numel() == choice.numel() and torch.equal(
+        output.reshape(choice.shape).long(), choice.long()
+    )
+
+
+def _is_replayable(call: _Call, stored: set[int], ids: Tensor) -> bool:
+    """Tell whether all but the hidden state is stored in the model, or token ids, or no tensor."""
+    rest = (*call.args[1:], *call.options.values())
+    is_hidden = isinstance(call.args[0], Tensor) and call.args[0].is_floating_point()
+    return is_hidden and all(
+        part.data_ptr() in stored or _matches(part, ids)
+        for part in rest
+        if isinstance(part, Tensor)
+    )
+
+
+def _kept(part: Any, ids: Tensor) -> Any:
+    """Return an argument as it is kept: of token ids only that they belong there."""
+    return TOKEN_IDS if _matches(part, ids) else part

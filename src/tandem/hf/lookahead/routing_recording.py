@@ -1,0 +1,69 @@
+"""Records what a loaded model's routers choose while it runs, and what was foreseen of it."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from tandem.experts.execution.executor import CpuExecutor
+from tandem.experts.execution.hybrid_executor import HybridExecutor
+from tandem.experts.tracing.recorder import RoutingRecorder
+from tandem.hf.lookahead.look_ahead import SOURCES, LookAhead, look_ahead
+
+
+@contextmanager
+def recording(model: Any, given: LookAhead | None = None) -> Iterator[RoutingRecorder]:
+    """Record everything that runs inside; each sequence begins with `begin_sequences`.
+
+    Where the model's routers can be asked ahead, their guesses are recorded too; `given` asks them
+    if the caller does that already.
+    """
+    quantizer = model.hf_quantizer
+    inner = quantizer.executor
+    own = inner.foresee if isinstance(inner, HybridExecutor) else None
+    ahead: LookAhead | str
+    if isinstance(own, LookAhead):
+        ahead = own  # the executor asks it, and must not be given other guesses
+    elif given is not None:
+        ahead = given
+    else:
+        quantizer.use(CpuExecutor(quantizer.store))  # the search's steps are nobody's
+        ahead = look_ahead(
+            model,
+            quantizer.bound(),
+            quantizer.store,
+            SOURCES,
+            cache_path=quantizer.options.cache_path,
+            residuals_path=quantizer.options.residuals,
+        )
+
+    def guesses(layer: int) -> Mapping[str, Tensor]:
+        if isinstance(ahead, str):
+            return {}
+        if ahead is not own:
+            ahead(layer)
+        return ahead.guesses
+
+    recorder = RoutingRecorder(inner, guesses, SOURCES)
+    quantizer.use(recorder)
+    try:
+        with _all_sources(ahead, ends=ahead is not own and ahead is not given):
+            yield recorder
+    finally:
+        quantizer.use(inner)
+
+
+@contextmanager
+def _all_sources(ahead: LookAhead | str, *, ends: bool) -> Iterator[None]:
+    """Let every source be asked, inside; at the end stop listening, or ask as before."""
+    if isinstance(ahead, str):
+        yield
+        return
+    before, ahead.sources = ahead.sources, SOURCES
+    try:
+        yield
+    finally:
+        ahead.sources = before
+        if ends:
+            ahead.close()

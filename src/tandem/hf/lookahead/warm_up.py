@@ -1,0 +1,86 @@
+"""One tiny forward pass that tells what a model's config names in many ways, or not at all.
+
+It is observed how the experts modules are called: in which dtype and width, with how many experts a
+token. Nothing here lists architectures.
+"""
+
+import dataclasses
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.experts.execution.batch import ExpertFunctions
+from tandem.experts.execution.executor import Executor, RoutedCall, StatelessExecutor
+from tandem.experts.execution.passing_executor import PassingExecutor
+
+WARM_UP_TOKENS = 4
+
+
+@dataclasses.dataclass(slots=True)
+class ExpertsCall:
+    """How one experts module was called."""
+
+    layer: int
+    top_k: int
+    hidden_size: int
+    dtype: torch.dtype
+    top_k_index: Tensor  # (n_tokens, top_k)
+    hidden: Tensor  # (n_tokens, hidden_size)
+
+
+class Observer(PassingExecutor):
+    """An executor that notes its calls and lets the one within compute them."""
+
+    def __init__(self, inner: Executor) -> None:
+        """Hand everything to `inner`."""
+        super().__init__(inner)
+        self.calls: list[ExpertsCall] = []
+
+    def after(self, call: RoutedCall) -> None:
+        """Note a call."""
+        hidden, index = call.hidden, call.top_k_index
+        self.calls.append(
+            ExpertsCall(
+                call.layer,
+                index.shape[1],
+                hidden.shape[1],
+                hidden.dtype,
+                index.detach().clone(),
+                hidden.detach().clone(),
+            )
+        )
+
+
+class NoExperts(StatelessExecutor):
+    """An executor that computes nothing, to time everything else."""
+
+    def compute(self, call: RoutedCall, functions: ExpertFunctions) -> Tensor:
+        """Return zeros."""
+        return torch.zeros_like(call.hidden)
+
+
+def warm_up_ids(model: Any, num_tokens: int) -> Tensor:
+    """Return the token ids (num_tokens,) of a warm-up's prompt, where the model is."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    # Ordinary ids: multimodal models keep those that stand for images at either end.
+    ids = (torch.arange(num_tokens) * 7 + 11) % max(1, vocabulary // 2)
+    there: Tensor = ids.to(model.device)
+    return there
+
+
+def forward_tokens(model: Any, num_tokens: int, *, num_logits: int | None = None) -> float:
+    """Run one prompt of so many tokens; returns the seconds that it took.
+
+    With `num_logits` only the last tokens' are computed, where the model can leave the others out.
+    """
+    ids = warm_up_ids(model, num_tokens)
+    supports = getattr(model, "_supports_logits_to_keep", lambda: False)
+    can_leave_out = num_logits is not None and supports()
+    begin = time.perf_counter()
+    with torch.no_grad():
+        model(input_ids=ids[None], **({"logits_to_keep": num_logits} if can_leave_out else {}))
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+    return time.perf_counter() - begin

@@ -1,0 +1,244 @@
+"""A GPU for a loaded model: its lanes, its measured profile, and how its memory is shared out."""
+
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from tqdm import tqdm
+from transformers.utils import logging
+
+from tandem.checkpoint.mapped_files import find_mapped
+from tandem.core.errors import ConfigError
+from tandem.core.units import parse_bandwidth
+from tandem.experts.cache.expert_cache import EngineMaker
+from tandem.experts.cache.sizing import budget_bytes
+from tandem.experts.cache.slots import Slots
+from tandem.experts.devices.cuda.checks import Gpu, require_cuda, require_dtype
+from tandem.experts.devices.cuda.copies import CudaCopyEngine, Link
+from tandem.experts.devices.cuda.device import CudaDevice
+from tandem.experts.devices.cuda.kernels import DeviceKernels, TorchKernels, best_kernels
+from tandem.experts.devices.cuda.streams import CudaStreams, Lane, Streams
+from tandem.experts.execution import executor as cpu_executor
+from tandem.experts.execution.clock import Clock, WallClock
+from tandem.experts.execution.expert_kernels import ExpertKernels
+from tandem.experts.measuring.cuda_profile import measure_device
+from tandem.experts.options import MemoryShare, parse_gpu_memory
+from tandem.experts.store.host_store import HostStore
+from tandem.experts.store.pinning import pin_store
+from tandem.hardware.profiles import load_profile, save_profile
+from tandem.hf.config import OffloadConfig
+from tandem.hf.experts import expert_functions
+from tandem.hf.lookahead.warm_up import ExpertsCall, NoExperts, forward_tokens
+from tandem.hf.machine.profile import Bound, bind_all, kept_profile, measured_profile, profile_key
+from tandem.policy.cost import HardwareProfile
+from tandem.policy.plan import Geometry
+
+# Tokens of KV cache for which memory is kept before the rest goes to experts; longer texts take
+# theirs from the expert cache when they come to it.
+KV_TOKENS = 4096
+_KV_SAMPLE_TOKENS = 64
+# Raise it when what is measured of a GPU changes: older profiles are then measured again.
+_MEASUREMENT = 2
+# Kernels that are on disk already are there sooner.
+_SHOWN_AFTER_SECONDS = 1.0
+
+
+def device_map_for(config: OffloadConfig, device_map: Any) -> Any:
+    """Return where the dense parts go: what the user says, else the GPU if the options name it."""
+    if device_map is not None or config.device != "cuda":
+        return device_map
+    require_cuda()
+    return {"": 0}
+
+
+class CudaParts(NamedTuple):
+    """What a hybrid executor on a GPU is made from."""
+
+    device: CudaDevice
+    clock: WallClock
+    kernels: ExpertKernels
+    make_engine: EngineMaker
+    profile: HardwareProfile
+    share: MemoryShare
+    reserved_bytes: int
+    """Of the share, for dense parts, KV cache and workspace."""
+
+
+def cuda_parts(
+    model: Any,
+    store: HostStore,
+    bound: Bound,
+    config: OffloadConfig,
+    geometry: Geometry,
+    call: ExpertsCall,
+    *,
+    streams: Streams | None = None,
+    device_kernels: DeviceKernels | None = None,
+) -> CudaParts:
+    """Compile the kernels, pin the store, measure the GPU and share its memory out.
+
+    Raises `CapacityError` or `ConfigError` for what is missing; nothing is then left pinned or
+    limited. `streams` and `device_kernels` stand for the GPU in tests. The experts modules are
+    bound to nothing useful afterwards.
+    """
+    gpu: Gpu | None = None
+    if streams is None:
+        gpu = require_cuda(index=require_on_one_gpu(model))
+        require_dtype(gpu, model.dtype)
+        streams = CudaStreams(model.device.index or 0)
+    device_kernels = device_kernels or best_kernels(gpu)
+    clock = WallClock()
+    device = CudaDevice(
+        streams,
+        compiled_kernels(device_kernels, store, bound, call, streams),
+        on_busy=clock.add_gpu,
+        is_watched=clock.is_watched,
+    )
+    kernels = ExpertKernels(num_threads=config.threads, isa=config.isa or "", on_busy=clock.add_cpu)
+    try:
+        pin_store(store, device.pin, is_mapped=find_mapped())
+        profile = _profile(model, store, bound, config, geometry, call, device, kernels)
+        share, reserved = _share(model, store, bound, config, call, streams)
+    except BaseException:
+        device.close()
+        raise
+    wanted = None if config.link_bandwidth is None else parse_bandwidth(config.link_bandwidth)
+    link = Link(profile.link_bytes_per_second, wanted)
+
+    def make_engine(store: HostStore, slots: Slots, geometry: Geometry, _: Clock) -> CudaCopyEngine:
+        return CudaCopyEngine(store, slots, geometry, clock, streams, device.events, link)
+
+    return CudaParts(device, clock, kernels, make_engine, profile, share, reserved)
+
+
+def compiled_kernels(
+    kernels: DeviceKernels, store: HostStore, bound: Bound, call: ExpertsCall, streams: Streams
+) -> DeviceKernels:
+    """Return kernels that have been compiled for a model's layers; torch's if that cannot be."""
+    layers = [(store[layer], expert_functions(module)) for module, layer in bound]
+    works = kernels.compilations(layers, call.dtype, call.top_k, streams.device)
+    is_hidden = not logging.is_progress_bar_enabled()
+    bar = tqdm(works, "Compiling GPU kernels", disable=is_hidden, delay=_SHOWN_AFTER_SECONDS)
+    try:
+        for work in bar:
+            streams.run(Lane.COMPUTE, work)
+        streams.synchronize()
+    except Exception as error:  # Triton's compilers and tools raise what they like
+        first_line = str(error).partition("\n")[0]
+        warnings.warn(
+            f"Triton cannot compile its kernels here ({first_line}), so the GPU computes experts "
+            "with torch, many times slower; Triton needs a C compiler (Debian, Ubuntu: apt install "
+            "gcc) and Python's headers (python3-dev)",
+            stacklevel=2,
+        )
+        return TorchKernels()
+    return kernels
+
+
+def require_on_one_gpu(model: Any) -> int:
+    """Return which GPU the dense parts are on; `ConfigError` if on none, or on several."""
+    if model.device.type != "cuda":
+        raise ConfigError(
+            f"device is cuda, but the model's dense parts are on {model.device}; load it with "
+            "device_map='cuda'"
+        )
+    # One stream keeps the order; the experts' placeholders stay on the CPU.
+    gpus = sorted({str(p.device) for p in model.parameters() if p.device.type == "cuda"})
+    if len(gpus) > 1:
+        raise ConfigError(
+            f"the model's dense parts are on {', '.join(gpus)}, and Tandem uses one GPU; load it "
+            "with device_map={'': 0}"
+        )
+    return int(model.device.index or 0)
+
+
+def _share(
+    model: Any,
+    store: HostStore,
+    bound: Bound,
+    config: OffloadConfig,
+    call: ExpertsCall,
+    streams: Streams,
+) -> tuple[MemoryShare, int]:
+    """Return how much of the GPU is for Tandem and what of it is not for experts; keep to it."""
+    bind_all(bound, NoExperts(store))
+    tokens = cpu_executor.MAX_TOKENS_AT_ONCE
+
+    def read_prompt() -> None:
+        forward_tokens(model, tokens, num_logits=1)  # as prompts are read
+
+    workspace = streams.peak_bytes(read_prompt)
+    workspace += workspace_bytes(store, call, tokens)
+    share, memory = parse_gpu_memory(config.gpu_memory), streams.memory()
+    taken = streams.taken_bytes()
+    if share.num_bytes is None and share.fraction is None:  # auto: of what is left
+        share = MemoryShare(num_bytes=taken + budget_bytes(share, memory))
+    budget = budget_bytes(share, memory)
+    streams.limit(budget)
+    return share, taken + workspace + KV_TOKENS * kv_bytes_per_token(model)
+
+
+def workspace_bytes(store: HostStore, call: ExpertsCall, num_tokens: int) -> int:
+    """Return what the experts of one layer need for so many tokens beside their weights."""
+    inner = max(layer.arrivals.shapes["down_proj"][1:] for layer in store)
+    num_rows, itemsize = num_tokens * call.top_k, call.dtype.itemsize
+    rows = num_rows * (4 * call.hidden_size + itemsize * max(inner))
+    return rows + num_tokens * call.hidden_size * (4 + itemsize)
+
+
+def kv_bytes_per_token(model: Any) -> int:
+    """Return what a token adds to the model's own KV cache: found by looking at one."""
+    ids = torch.arange(_KV_SAMPLE_TOKENS, device=model.device)[None] + 11
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    with torch.no_grad():
+        cache = model(input_ids=ids % vocabulary, use_cache=True).past_key_values
+    layers = getattr(cache, "layers", ())
+    tensors = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
+    num_bytes = sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
+    return -(-num_bytes // _KV_SAMPLE_TOKENS)
+
+
+def _profile(
+    model: Any,
+    store: HostStore,
+    bound: Bound,
+    config: OffloadConfig,
+    geometry: Geometry,
+    call: ExpertsCall,
+    device: CudaDevice,
+    kernels: ExpertKernels,
+) -> HardwareProfile:
+    """Return the profile that the options name, or this machine's, kept or measured."""
+    if config.profile is not None:
+        return load_profile(config.profile)
+    directory = _profile_directory(config.cache_path, device.streams.name)
+    key = profile_key(model, store, geometry, kernels, call)
+    kept = directory / "profiles" / f"gpu-{model.config.model_type}-{key}-{_MEASUREMENT}.json"
+    known = kept_profile(kept)
+    if known is not None:
+        return known
+    # Dense parts are timed on the GPU, so the CPU's part is kept apart from that of other devices.
+    base = measured_profile(model, store, bound, geometry, kernels, call, cache_dir=directory)
+    if model.device.type == "cuda":  # a twin has no captures of its own
+        # Stepping needs all of Transformers, which is not there yet when this module is imported.
+        from tandem.decode.cuda.dense_cost import with_captured_steps
+        from tandem.decode.cuda.rows import make_cuda_capture
+
+        base = with_captured_steps(base, model, store, bound, device, make_cuda_capture(model))
+    profile = measure_device(
+        base,
+        device,
+        store,
+        geometry,
+        expert_functions(bound[0][0]),
+        kernels,
+        dtype=call.dtype,
+        hidden_size=call.hidden_size,
+    )
+    save_profile(profile, kept)
+    return profile
+
+
+def _profile_directory(cache: Path, name: str) -> Path:
+    return cache / "".join(c if c.isalnum() else "-" for c in name.lower())

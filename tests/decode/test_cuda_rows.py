@@ -1,0 +1,502 @@
+"""The GPU's KV cache and captured steps on the CPU, with the twin of CUDA's graphs."""
+
+import gc
+import weakref
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import tandem
+from tandem.core.errors import CapacityError
+from tandem.decode.cuda.graphs import GraphedStep
+from tandem.decode.cuda.resident_layers import UncutLayers
+from tandem.decode.cuda.rows import CudaRows, try_cuda_rows
+from tandem.decode.cuda.slots import CudaSlotPool
+from tandem.decode.padded import PaddedRows
+from tandem.experts.cache.expert_cache import ExpertCache
+from tandem.experts.devices.cuda.device import CudaDevice
+from tandem.experts.devices.cuda.kernels import TorchKernels
+from tandem.experts.execution.batch import ExpertFunctions
+from tandem.experts.execution.clock import WallClock
+from tandem.experts.execution.executor import CpuExecutor
+from tandem.experts.tracing.events import LayerExecuted
+from tandem.generate.batching import Batcher
+from tandem.generate.generator import Generator
+from tandem.generate.running import Request
+from tandem.generate.sampling import SamplingOptions
+from tandem.hf.experts import expert_functions
+from tandem.hf.machine.profile import bind_all
+from tandem.hf.opaque_calls import opaque
+from tandem.kernels.reference import expert_ffn
+from tests.decode.twin_capture import TwinCapture, looks
+from tests.experts.lazy_streams import LazyStreams
+from tests.hf.tiny import save_tiny_checkpoint
+
+# Full attention; windows and sinks; a latent; windows, softcaps and several kinds of layers.
+NAMES = ("mixtral", "gpt_oss", "deepseek_v2", "gemma4")
+TOKENS = [50, 61, 72, 83, 94, 105, 116, 41]
+PROMPTS = [[40, 41, 42], [60] * 9]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("models")
+    return {
+        name: tandem.load(save_tiny_checkpoint(directory / name, name), dtype="float32")
+        for name in NAMES
+    }
+
+
+def logits_of(rows: Any) -> list[torch.Tensor]:
+    return [rows.prefill().clone(), *(rows.decode([t] * len(PROMPTS)).clone() for t in TOKENS)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_captured_pieces_give_the_models_logits(models: dict[str, Any], name: str) -> None:
+    model = models[name]
+    events: list[LayerExecuted] = []
+    executor = model.hf_quantizer.executor
+    executor.listeners.append(events.append)
+    rows = CudaRows(model, PROMPTS, 20, make_capture=TwinCapture)
+    found = logits_of(rows)
+    executor.listeners.clear()
+    assert rows.step.is_replaying, rows.step.why_not
+    num_layers = len(model.hf_quantizer.store)
+    assert rows.step.num_pieces == num_layers + 1
+    # Experts run between the pieces; what is captured and compared beside answers nobody.
+    assert len(events) == num_layers * (len(PROMPTS) + len(TOKENS))
+    for ours, theirs in zip(found, logits_of(PaddedRows(model, PROMPTS, 0)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-4)
+
+
+def test_a_longer_reach_and_a_larger_cache_are_captured_anew(models: dict[str, Any]) -> None:
+    model = models["mixtral"]
+    prompt = [40 + i % 70 for i in range(250)]
+    plain, graphed = (
+        CudaRows(model, [prompt], 4, make_capture=capture) for capture in (None, TwinCapture)
+    )
+    torch.testing.assert_close(graphed.prefill(), plain.prefill())
+    pieces = []
+    for step in range(20):  # passes 256 tokens: another reach, and more than was reserved
+        ours, theirs = graphed.decode([40 + step]), plain.decode([40 + step])
+        torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-4)
+        pieces.append((graphed.cache.reach, graphed.step.is_replaying))
+    assert (256, True) in pieces
+    assert (512, True) in pieces
+
+
+def test_a_longer_conversation_reuses_what_the_cache_holds(models: dict[str, Any]) -> None:
+    model = models["mixtral"]
+    rows = CudaRows(model, [[40, 41, 42, 43]], 20, make_capture=TwinCapture)
+    rows.prefill()
+    for token in TOKENS:
+        rows.decode([token])
+    longer = [40, 41, 42, 43, *TOKENS[:5], 99, 98]
+    rows.continue_with([longer])
+    assert rows.reused_tokens == [9]
+    fresh = CudaRows(model, [longer], 20)
+    torch.testing.assert_close(rows.prefill(), fresh.prefill(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(rows.decode([77]), fresh.decode([77]), rtol=1e-4, atol=1e-4)
+
+
+def test_every_served_model_is_found_by_trying(models: dict[str, Any]) -> None:
+    for name, model in models.items():
+        assert try_cuda_rows(model, [50, 51, 52]) is None, name
+
+
+def test_a_step_that_cannot_be_captured_stays_the_models_and_says_why() -> None:
+    x = torch.zeros(4)
+
+    def step() -> torch.Tensor:
+        return x * 2 if looks(x) else x + 1
+
+    graphed = GraphedStep(step, torch.float32, TwinCapture)
+    with pytest.warns(UserWarning, match=r"own code, slower: called a synchronizing"):
+        results = [graphed().tolist() for _ in range(5)]
+    assert results == [[1.0] * 4] * 5
+    assert not graphed.is_replaying
+
+
+def test_a_capture_that_breaks_is_undone() -> None:
+    x, calls = torch.zeros(4), [0]
+    captures: list[TwinCapture] = []
+
+    class Capture(TwinCapture):
+        def begin(self) -> None:
+            captures.append(self)
+            super().begin()
+
+    def step() -> torch.Tensor:
+        calls[0] += 1
+        result = x + 1
+        if captures:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return result
+
+    graphed = GraphedStep(step, torch.float32, Capture)
+    for _ in range(2):
+        graphed()
+    with pytest.warns(UserWarning, match="operation not permitted"):
+        graphed()
+    assert captures[0].broken is not None
+    recorded = len(captures[0].broken.operations)
+    captures.clear()
+    assert graphed().tolist() == [1.0] * 4
+    assert recorded == 1
+    assert calls == [6]  # three steps, a dry run, a capture, a step
+
+
+def test_what_is_not_cut_runs_once_before_it_is_captured() -> None:
+    x, captures, seen = torch.ones(4), [], []
+
+    class Capture(TwinCapture):
+        def begin(self) -> None:
+            captures.append(self)
+            super().begin()
+
+    def experts(layer: int, hidden: torch.Tensor, *args: object) -> torch.Tensor:
+        return hidden * 2
+
+    def uncut(layer: int, hidden: torch.Tensor, *args: object) -> torch.Tensor:
+        seen.append(len(captures))
+        return hidden * 2
+
+    def step() -> torch.Tensor:
+        hidden: torch.Tensor = opaque("experts", experts, 0, x + 1, x, x, None)
+        return hidden + 1
+
+    graphed = GraphedStep(step, torch.float32, Capture, lambda: uncut)
+    results = [graphed().tolist() for _ in range(6)]
+    assert results == [[5.0] * 4] * 6
+    assert seen == [0, 1]  # compiled outside of the capture, then captured
+    assert graphed.num_pieces == 1
+    assert graphed.is_replaying
+
+
+class WholeLayers:
+    """Layers that are all resident, of operations that the twin captures."""
+
+    def __init__(self, cache: ExpertCache, functions: ExpertFunctions) -> None:
+        self._store, self._functions = cache.store, functions
+        self.have_arrived = True
+
+    def is_whole(self) -> bool:
+        return self.have_arrived
+
+    def prepare(self, num_tokens: int) -> None:
+        pass
+
+    def serves(self, layer: int, functions: ExpertFunctions, num_tokens: int) -> bool:
+        return True
+
+    def execute(
+        self, layer: int, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, _: Any
+    ) -> torch.Tensor:
+        host, out = self._store[layer], torch.zeros_like(hidden)
+        for expert in range(host.arrivals.num_experts):
+            share = torch.where(index == expert, weights, 0).sum(1, keepdim=True)
+            row = expert_ffn(hidden, host.weights(expert), self._functions.activate)
+            out = out + share * row
+        return out
+
+
+def test_a_model_that_fits_the_device_is_captured_whole(
+    models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = models["mixtral"]
+    quantizer = model.hf_quantizer
+    expected = logits_of(PaddedRows(model, PROMPTS, 0))
+    functions = expert_functions(quantizer.bound()[0][0])
+    busy: list[float] = []
+    device = CudaDevice(LazyStreams(is_eager=True), TorchKernels(), on_busy=busy.append)
+    monkeypatch.setattr(device, "resident", lambda cache: WholeLayers(cache, functions))
+
+    class Executor(CpuExecutor):  # what computes the prompt; it need not have a cache
+        cache = SimpleNamespace(store=quantizer.store, clock=WallClock())
+
+    before, executor = quantizer.executor, Executor(quantizer.store)
+    executor.device = device  # type: ignore[attr-defined]
+    events: list[LayerExecuted] = []
+    quantizer.use(executor)
+    try:
+        rows = CudaRows(model, PROMPTS, 20, make_capture=TwinCapture)
+        found = logits_of(rows)
+        executor.listeners.append(events.append)
+        for token in (70, 80):
+            rows.decode([token] * len(PROMPTS))
+        num_layers = len(quantizer.store)
+        assert [event.layer for event in events] == [*range(num_layers)] * 2  # a step late
+        rows.continue_with([[40, 41, 42, 43]] * 2)
+        rows.pool._tell()
+        assert [event.layer for event in events] == [*range(num_layers)] * 3
+        for event in events:
+            assert event.plan is not None
+            assert event.plan.gpu == event.load.experts  # type: ignore[union-attr]
+            assert event.num_tokens == len(PROMPTS)
+        assert busy
+    finally:
+        quantizer.use(before)
+    assert rows.step.is_replaying, rows.step.why_not
+    assert rows.step.num_pieces == 1
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-4)
+
+
+def test_pieces_follow_what_is_resident_and_how_many_slots_there_are(
+    models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cut pieces become whole when all experts have arrived; a size that was asked for is taken."""
+    model = models["mixtral"]
+    quantizer = model.hf_quantizer
+    device = CudaDevice(LazyStreams(is_eager=True), TorchKernels())
+    cache = SimpleNamespace(store=quantizer.store, clock=WallClock(), engine=object())
+    layers = WholeLayers(cache, expert_functions(quantizer.bound()[0][0]))  # type: ignore[arg-type]
+    layers.have_arrived = False
+    monkeypatch.setattr(device, "resident", lambda cache: layers)
+    executor, before = CpuExecutor(quantizer.store), quantizer.executor
+    executor.cache, executor.device = cache, device  # type: ignore[attr-defined]
+    settled: list[bool] = []
+    executor.settle = lambda: settled.append(True)  # type: ignore[attr-defined]
+    quantizer.use(executor)
+
+    def make_room() -> bool:
+        cache.engine = object()
+        return True
+
+    try:
+        rows = CudaRows(model, PROMPTS, 40, make_capture=TwinCapture)
+        monkeypatch.setattr(rows.pool, "_make_room", make_room)
+        rows.prefill()
+        pieces = []
+        for step in range(18):
+            layers.have_arrived = step >= 6
+            if step == 12:
+                cache.engine = object()  # as a new size makes one
+            rows.decode([50 + step] * len(PROMPTS))
+            pieces.append(rows.step.num_pieces)
+        # Slots that make room in the middle of a step take its pieces with them.
+        right, failures = UncutLayers.end_step, iter([True])
+
+        def scarce(self: UncutLayers) -> None:
+            if next(failures, False):
+                raise torch.OutOfMemoryError("made up")
+            right(self)
+
+        monkeypatch.setattr(UncutLayers, "end_step", scarce)
+        assert rows.step.is_replaying
+        rows.decode([50] * len(PROMPTS))
+        assert rows.step.num_pieces == 0
+    finally:
+        quantizer.use(before)
+    assert pieces == [0, 0, 5, 5, 5, 5, 0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1]
+    assert len(settled) == 18 + 2
+
+
+def test_steps_that_ask_routers_ahead_are_not_captured(models: dict[str, Any]) -> None:
+    quantizer = models["mixtral"].hf_quantizer
+    before, executor = quantizer.executor, CpuExecutor(quantizer.store)
+    executor.foresee = lambda layer: ()  # type: ignore[attr-defined]
+    quantizer.use(executor)
+    try:
+        rows = CudaRows(models["mixtral"], PROMPTS, 20, make_capture=TwinCapture)
+        logits_of(rows)
+        assert not rows.step.is_replaying
+        assert rows.step.why_not == "routers are asked ahead, which captured pieces leave out"
+    finally:
+        quantizer.use(before)
+
+
+def test_a_kv_cache_that_cannot_grow_goes_on_as_it_is(
+    models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = CudaRows(models["mixtral"], [[40, 41, 42]], 4)
+    rows.prefill()
+    expected, capacity, zeros = rows.decode([50]).clone(), rows.cache.capacity, torch.zeros
+    made = []
+
+    def scarce(*args: Any, **options: Any) -> torch.Tensor:
+        made.append(args)
+        if len(made) > 1:  # memory for some of the layers
+            raise torch.OutOfMemoryError("made up")
+        return zeros(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros", scarce)
+        with pytest.raises(CapacityError, match=f"1 rows of {2 * capacity} tokens"):
+            rows.cache.reserve(capacity + 1)
+    assert rows.cache.capacity == capacity
+    rows.continue_with([[40, 41, 42, 50, 51]])
+    rows.cache.lengths[0] = 3
+    torch.testing.assert_close(rows.decode([50]), expected)
+
+
+def test_rows_that_nobody_has_any_more_make_room_before_experts_do(
+    models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, zeros = models["mixtral"], torch.zeros
+    earlier = CudaRows(model, PROMPTS, 4, make_capture=TwinCapture)
+    logits_of(earlier)
+    held = weakref.ref(earlier)
+    rows = CudaRows(model, [[40, 41, 42]], 4)
+    rows.cache._make_room = lambda: pytest.fail("experts were to make room")
+
+    def scarce(*args: Any, **options: Any) -> torch.Tensor:
+        if held() is not None:
+            raise torch.OutOfMemoryError("made up")
+        return zeros(*args, **options)
+
+    gc.disable()
+    try:
+        del earlier
+        monkeypatch.setattr(torch, "zeros", scarce)
+        rows.prefill()
+    finally:
+        gc.enable()
+    assert held() is None
+
+
+def test_rows_are_stepped_in_any_company(models: dict[str, Any]) -> None:
+    """The same tokens as alone, in captured steps of one, two and four rows."""
+    model = models["mixtral"]
+    texts = {0: [40, 41, 42, 50, 51, 52], 1: [60] * 5 + [61, 62], 3: [70, 71, 72, 73, 74, 75]}
+    alone = {
+        row: CudaRows(model, [text[:3]], 20, make_capture=TwinCapture)
+        for row, text in texts.items()
+    }
+    expected = {row: [rows.prefill()[0].clone()] for row, rows in alone.items()}
+    pool = CudaSlotPool(model, 4, make_capture=TwinCapture)
+    found = {row: [pool.prefill(row, text[:3]).clone()] for row, text in texts.items()}
+    events: list[LayerExecuted] = []
+    model.hf_quantizer.executor.listeners.append(events.append)
+    companies = [(0,), (0, 1), (0, 1, 3), (3,), (1, 3)] * 6  # enough to be captured
+    for turn, company in enumerate(companies):
+        events.clear()
+        logits = pool.decode({row: 40 + (turn + row) % 50 for row in company})
+        top_k = model.config.num_experts_per_tok
+        assert events[-1].num_expert_rows == len(company) * top_k  # idle rows choose no expert
+        for row, row_logits in zip(company, logits, strict=True):
+            found[row].append(row_logits.clone())
+            expected[row].append(alone[row].decode([40 + (turn + row) % 50])[0].clone())
+    model.hf_quantizer.executor.listeners.clear()
+    assert {key[0] for key, step in pool._steps.items() if step.graphed.is_replaying} == {1, 2, 4}
+    for row in texts:
+        assert list(pool.held(row)[:3]) == texts[row][:3]
+        for ours, theirs in zip(found[row], expected[row], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-4)
+
+
+def test_requests_are_answered_alike_on_both_pools(
+    models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server's loop: five requests on three rows, prompts in parts, beginnings reused."""
+    model = models["mixtral"]
+    beginning = [40 + i % 50 for i in range(11)]
+    prompts = [beginning, [*beginning, 60, 61], [70] * 3, [*beginning[:6], 90], [50, 51, 52, 53]]
+
+    def answers(generator: Generator) -> tuple[dict[int, list[int | None]], int]:
+        batcher = Batcher(generator, max_running=3, part_tokens=4)
+        tokens: dict[int, list[int | None]] = {}
+        for number, prompt in enumerate(prompts):
+            options = SamplingOptions(max_new_tokens=8 + 3 * number, temperature=0)
+            batcher.add(Request(request_id=number, prompt=tuple(prompt), options=options))
+        while batcher.has_work:
+            for progress in batcher.step():
+                tokens.setdefault(progress.request_id, []).append(progress.token_id)
+        return tokens, batcher.counts.reused_tokens
+
+    monkeypatch.setattr(model.generation_config, "eos_token_id", None)
+    expected = answers(Generator(model, has_replay=False))
+    generator = Generator(model, has_replay=False)
+    pool = CudaSlotPool(model, 3, make_capture=TwinCapture)
+    monkeypatch.setattr(generator, "row_pool", lambda num_rows: pool)
+    assert answers(generator) == expected
+    assert any(step.graphed.is_replaying for step in pool._steps.values())
+
+
+def test_all_logits_of_a_prompt_end_with_those_of_its_last_token(models: dict[str, Any]) -> None:
+    text = [40 + i % 9 for i in range(7)]
+    pool = CudaSlotPool(models["mixtral"], 2, make_capture=TwinCapture)
+    last = pool.prefill(0, text).clone()
+    every = pool.prefill_with_logits(1, text)
+    assert len(every) == len(text)
+    torch.testing.assert_close(every[-1], last)
+    assert list(pool.held(1)) == text
+
+
+def test_each_step_is_announced_once_with_the_tokens_of_its_rows(models: dict[str, Any]) -> None:
+    quantizer = models["mixtral"].hf_quantizer
+    announced: list[tuple[list[int], bool]] = []
+
+    class Executor(CpuExecutor):
+        def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:
+            announced.append((list(token_ids), is_prefill))
+
+    before = quantizer.executor
+    quantizer.use(Executor(quantizer.store))
+    try:
+        pool = CudaSlotPool(models["mixtral"], 4, make_capture=TwinCapture)
+        for row in (0, 2):
+            pool.prefill(row, [40, 41, 42])
+        for _ in range(6):
+            pool.decode({0: 50, 2: 60})
+    finally:
+        quantizer.use(before)
+    assert announced == [([40, 41, 42], True)] * 2 + [([50, 60], False)] * 6
+
+
+def test_a_row_goes_on_with_what_another_holds(models: dict[str, Any]) -> None:
+    pool = CudaSlotPool(models["gpt_oss"], 2)
+    prompt = [40, 41, 42, 43, 44]
+    expected = pool.prefill(0, prompt).clone()
+    pool.copy(0, 1, 3)
+    assert list(pool.held(1)) == prompt[:3]
+    torch.testing.assert_close(pool.prefill(1, prompt[3:]), expected, rtol=1e-4, atol=1e-4)
+    pool.keep(0, 2)
+    torch.testing.assert_close(pool.prefill(0, prompt[2:]), expected, rtol=1e-4, atol=1e-4)
+    assert pool.num_bytes > 0
+
+
+def test_a_prompt_without_memory_lets_experts_make_room(
+    models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, room = models["mixtral"], [2, 1]
+    pool = CudaSlotPool(model, 1)
+    expected = pool.prefill(0, [40, 41, 42]).clone()
+    pool.keep(0, 0)
+    executor, right = model.hf_quantizer.executor, model.hf_quantizer.executor.execute
+
+    def scarce(*args: Any) -> torch.Tensor:
+        if room:
+            raise torch.OutOfMemoryError("made up\nhints")
+        result: torch.Tensor = right(*args)
+        return result
+
+    monkeypatch.setattr(executor, "execute", scarce)
+    bind_all(model.hf_quantizer.bound(), executor)
+    monkeypatch.setattr(pool, "_make_room", lambda: bool(room and room.pop()))
+    try:
+        torch.testing.assert_close(pool.prefill(0, [40, 41, 42]), expected)
+        room.append(0)
+        pool.keep(0, 0)
+        with pytest.raises(CapacityError, match=r"no memory left for this step \(made up\)"):
+            pool.prefill(0, [40, 41, 42])
+    finally:
+        monkeypatch.undo()
+        bind_all(model.hf_quantizer.bound(), executor)
+
+
+def test_pieces_that_give_other_logits_are_given_up() -> None:
+    calls = [0]
+
+    def step() -> torch.Tensor:
+        calls[0] += 1
+        return torch.full((4,), float(calls[0]))
+
+    graphed = GraphedStep(step, torch.float32, TwinCapture)
+    with pytest.warns(UserWarning, match="other logits"):
+        results = [graphed()[0].item() for _ in range(6)]
+    assert graphed.why_not is not None
+    assert results == sorted(results)

@@ -1,0 +1,126 @@
+"""The KV cache under a model: int8 is near, and what does not fit is refused with its size."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.core.errors import CapacityError
+from tandem.decode.cached_rows import CachedRows
+from tandem.decode.kv_cache.windows import most_kept
+from tandem.decode.padded import PaddedRows
+from tandem.decode.slots import SlotPool
+from tandem.kernels.dense import CpuThreads
+from tests.architectures import build_tiny_model
+from tests.threads import two_threads
+
+pytestmark = pytest.mark.every_isa
+
+
+@pytest.fixture(scope="module")
+def threads(isa: str) -> CpuThreads:
+    return two_threads()
+
+
+def test_int8_keys_and_values_write_nearly_the_same(threads: CpuThreads) -> None:
+    model: Any = build_tiny_model("qwen3_moe")
+    logits, sizes = [], []
+    for kv_dtype in ("auto", "int8"):
+        rows = CachedRows(model, threads, [[40, 41, 42], [60] * 90], 8, kv_dtype=kv_dtype)
+        steps = [rows.prefill(), *(rows.decode([50 + i, 60 + i]).clone() for i in range(8))]
+        logits.append(torch.stack(steps))
+        sizes.append(rows.cache.num_bytes)
+        assert rows.step.is_replaying
+    error = (logits[1] - logits[0]).norm() / logits[0].norm()
+    assert 0 < error < 0.02
+    assert sizes[1] < 0.4 * sizes[0]  # fp32 before
+
+
+def test_a_kv_cache_larger_than_memory_is_refused_with_its_size(
+    monkeypatch: pytest.MonkeyPatch, threads: CpuThreads
+) -> None:
+    model: Any = build_tiny_model("qwen3_moe")
+    rows = CachedRows(model, threads, [[40, 41]] * 2, 8)
+    rows.prefill()
+    per_token = rows.cache.num_bytes / 2 / 256
+    monkeypatch.setattr("tandem.experts.store.host_memory.available_bytes", lambda: 1 << 20)
+    with pytest.raises(CapacityError, match=r"2 rows of \d+ tokens takes .* 1 MiB .*='int8'"):
+        CachedRows(model, threads, [[40] * int((1 << 20) / per_token)] * 2, 8).prefill()
+    before = rows.decode([50, 51]).clone()
+    with pytest.raises(CapacityError):
+        rows.cache.pretend(int((2 << 20) / per_token))
+    rows.cache.truncate(0, 2)  # it goes on with what it has
+    rows.cache.truncate(1, 2)
+    torch.testing.assert_close(rows.decode([50, 51]), before)
+
+
+@pytest.fixture
+def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let rows slide after some dozens of tokens."""
+    monkeypatch.setattr("tandem.decode.kv_cache.windows.MARGIN_TOKENS", 16)
+    monkeypatch.setattr("tandem.decode.kv_cache.windows.LEAST_SLACK_TOKENS", 16)
+    monkeypatch.setattr("tandem.decode.kv_cache.windows.GRANULE_TOKENS", 64)
+
+
+def tokens_of(seed: int, count: int) -> list[int]:
+    return torch.randint(32, 128, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma4"])
+@pytest.mark.usefixtures("small_windows")
+def test_windows_keep_what_they_reach_and_change_nothing(name: str, threads: CpuThreads) -> None:
+    model: Any = build_tiny_model(name)
+    prompts = [tokens_of(1, 90), tokens_of(2, 5)]
+    ours, theirs = CachedRows(model, threads, prompts, 8), PaddedRows(model, prompts, 0)
+    logits, expected = ours.prefill(), theirs.prefill()
+    sizes = []
+    for i in range(140):
+        torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
+        tokens = [32 + (7 * i + row) % 90 for row in range(2)]
+        logits, expected = ours.decode(tokens).clone(), theirs.decode(tokens)
+        sizes.append({w: kept.capacity for w, kept in ours.cache._windows.items()})
+    assert ours.step.is_replaying
+    assert sizes[-1] == sizes[0]
+    assert max(sizes[-1].values()) <= most_kept(4, 90)
+    assert ours.cache._windows[4].first(0) >= 128  # it has slid
+
+
+@pytest.mark.usefixtures("small_windows")
+def test_rows_go_on_from_what_their_windows_still_reach(threads: CpuThreads) -> None:
+    model: Any = build_tiny_model("gpt_oss")
+    prompt = tokens_of(3, 40)
+    rows = CachedRows(model, threads, [prompt], 8)
+    rows.prefill()
+    said = tokens_of(4, 150)
+    for token in said:
+        rows.decode([token])
+    held = prompt + said
+    for shared, reused in ((len(held) - 10, len(held) - 10), (60, 0)):
+        again = held[:shared] + tokens_of(5, 12)
+        rows.continue_with([again])
+        assert rows.reused_tokens == [reused]
+        logits = [rows.prefill(), *(rows.decode([50 + i]).clone() for i in range(3))]
+        fresh = CachedRows(model, threads, [again], 8)
+        expected = [fresh.prefill(), *(fresh.decode([50 + i]).clone() for i in range(3))]
+        torch.testing.assert_close(torch.stack(logits), torch.stack(expected), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.usefixtures("small_windows")
+def test_borrowed_rows_copy_what_windows_keep(threads: CpuThreads) -> None:
+    model: Any = build_tiny_model("gpt_oss")
+    pool, tokens = SlotPool(model, threads, 3), tokens_of(6, 200)
+    for first in range(0, 200, 25):
+        pool.prefill(0, tokens[first : first + 25])
+    assert pool.usable(0, 30) == 0
+    assert pool.usable(0, 190) == 190
+    pool.copy(0, 2, 190)
+    alone = SlotPool(model, threads, 1)
+    alone.prefill(0, tokens[:190])
+    for i in range(8):
+        got, wanted = pool.decode({0: 40, 2: 50 + i}), alone.decode({0: 50 + i})
+        torch.testing.assert_close(got[1], wanted[0], rtol=1e-3, atol=1e-3)
+    pool.keep(2, 0)
+    torch.testing.assert_close(
+        pool.prefill(2, tokens[:50]), SlotPool(model, threads, 1).prefill(0, tokens[:50]),
+        rtol=1e-3, atol=1e-3,
+    )  # fmt: skip

@@ -1,0 +1,83 @@
+"""Norms that are native while a prompt runs: the same rows, and the module's own afterwards."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
+
+from tandem.decode.norms import NormSwitch
+from tests.threads import two_threads
+
+pytestmark = pytest.mark.every_isa
+
+SIZE = 192
+
+
+class Counting(Qwen3MoeRMSNorm):  # type: ignore[misc]
+    """Counts how often the module's own code runs."""
+
+    calls = 0
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        Counting.calls += 1
+        result: Tensor = super().forward(hidden_states)
+        return result
+
+
+def norm(kind: type[nn.Module], dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    module = kind(SIZE)
+    nn.init.uniform_(module.weight, 0.5, 1.5)  # type: ignore[arg-type]
+    return module.to(dtype)
+
+
+@pytest.mark.parametrize("kind", [Qwen3MoeRMSNorm, Gemma2RMSNorm])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_rows", [1, 3, 1500])  # the last one on all threads
+def test_rows_are_the_modules(kind: type[nn.Module], dtype: torch.dtype, num_rows: int) -> None:
+    module = norm(kind, dtype)
+    x = torch.randn(2, num_rows, SIZE).to(dtype)
+    expected = module(x)
+    with NormSwitch(module, two_threads()).on():
+        assert "forward" in module.__dict__
+        actual = module(x)
+    assert "forward" not in module.__dict__
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_a_slice_is_native_and_rows_unevenly_apart_are_the_modules() -> None:
+    module = norm(Counting, torch.float32)
+    switch = NormSwitch(module, two_threads())
+    wide = torch.randn(6, 3, 2 * SIZE)
+    for x, own_calls in ((wide[..., :SIZE], 0), (wide[:, ::2, :SIZE], 1)):
+        expected = module(x)
+        Counting.calls = 0
+        with switch.on():
+            torch.testing.assert_close(module(x), expected)
+        assert Counting.calls == own_calls
+
+
+def test_other_modules_stay_their_own() -> None:
+    class Doubled(Qwen3MoeRMSNorm):  # type: ignore[misc]
+        def forward(self, hidden_states: Tensor) -> Tensor:
+            return 2 * super().forward(hidden_states)
+
+    for module in (norm(Doubled, torch.float32), nn.LayerNorm(SIZE, bias=False), nn.Linear(4, 4)):
+        with NormSwitch(module, two_threads()).on():
+            assert "forward" not in module.__dict__
+
+
+def test_weights_may_change_and_an_error_switches_back() -> None:
+    module = norm(Qwen3MoeRMSNorm, torch.float32)
+    switch = NormSwitch(module, two_threads())
+    x = torch.randn(3, SIZE)
+    with torch.no_grad():
+        module.weight.mul_(3)  # type: ignore[operator]
+    expected = module(x)
+    with switch.on():
+        torch.testing.assert_close(module(x), expected)
+    with pytest.raises(KeyboardInterrupt), switch.on():
+        raise KeyboardInterrupt
+    assert "forward" not in module.__dict__

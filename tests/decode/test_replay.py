@@ -1,0 +1,197 @@
+"""Decode steps from a recorded graph equal the model's own; others say why they cannot be."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tandem
+from tandem.decode.cached_rows import CachedRows
+from tandem.decode.recording.replay import ReplayedStep
+from tandem.experts.execution.executor import CpuExecutor
+from tandem.experts.tracing.events import ExpertStatistics
+from tandem.experts.tracing.forced_routing import ForcedRouting
+from tandem.generate.generator import Generator
+from tandem.trace import RoutingTrace, TraceMeta
+from tests.architectures import build_tiny_model
+from tests.threads import two_threads
+
+pytestmark = pytest.mark.every_isa
+
+TOKENS = [50, 61, 72, 83, 94, 105, 116, 41]
+
+
+def step_logits(model: Any, prompts: list[list[int]], *, has_replay: bool) -> list[torch.Tensor]:
+    rows = CachedRows(model, two_threads(), prompts, 4, has_replay=has_replay)
+    logits = [rows.prefill()]
+    logits += [rows.decode([token] * len(prompts)).clone() for token in TOKENS]
+    assert rows.step.is_replaying is has_replay, rows.step.why_not
+    return logits
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v2", "gemma4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_replayed_logits_equal_the_models(name: str, dtype: torch.dtype) -> None:
+    model: Any = build_tiny_model(name).to(dtype)
+    prompts = [[40, 41, 42], [60] * 9]
+    replayed = step_logits(model, prompts, has_replay=True)
+    for a, b in zip(replayed, step_logits(model, prompts, has_replay=False), strict=True):
+        tolerance = 1e-5 if dtype == torch.float32 else 0.05
+        assert (a.float() - b.float()).norm() <= tolerance * b.float().norm()
+
+
+def test_a_replayed_step_survives_the_growth_of_the_kv_cache() -> None:
+    model: Any = build_tiny_model("mixtral")
+    model.generation_config.eos_token_id = None
+    prompt = [40 + i % 70 for i in range(240)]  # the cache is made for 256 tokens
+
+    def answer(*, has_replay: bool) -> list[int]:
+        generator = Generator(model, has_replay=has_replay)
+        generator.generate(prompt, max_new_tokens=1)
+        return generator.generate(prompt, max_new_tokens=16)[0].token_ids
+
+    model.config.max_position_embeddings = 4096
+    generator = Generator(model)
+    generator.generate([40, 41], max_new_tokens=10)  # recorded while the cache is small
+    longer = generator.generate([45] * 700, max_new_tokens=10)[0].token_ids
+    assert (
+        longer
+        == Generator(model, has_replay=False).generate([45] * 700, max_new_tokens=10)[0].token_ids
+    )
+    assert answer(has_replay=True) == answer(has_replay=False)
+
+
+def counting_step(*, looks: bool, differs: bool) -> tuple[ReplayedStep, torch.Tensor]:
+    x, calls = torch.zeros(4), [0]
+
+    def step() -> torch.Tensor:
+        calls[0] += 1
+        y = x * 2 + 1
+        if looks and float(y[0]) > 5:
+            y = y * 10
+        return y + (calls[0] if differs else 0)
+
+    return ReplayedStep(step, [x], torch.float32), x
+
+
+def test_a_step_that_looks_at_values_stays_the_models() -> None:
+    step, x = counting_step(looks=True, differs=False)
+    for i in range(8):
+        x.fill_(i)
+        assert step().tolist() == [i * 2 + 1 if i * 2 + 1 <= 5 else (i * 2 + 1) * 10] * 4
+    assert step.why_not is not None
+    assert "looks at values" in step.why_not
+
+
+def test_a_step_that_changes_from_call_to_call_is_given_up() -> None:
+    step, _ = counting_step(looks=False, differs=True)
+    for _ in range(6):
+        step()
+    assert not step.is_replaying
+    assert step.why_not == "its recorded graph gives other logits"
+
+
+def test_a_steady_step_is_replayed_with_new_inputs() -> None:
+    step, x = counting_step(looks=False, differs=False)
+    for i in range(8):
+        x.fill_(i)
+        assert step().tolist() == [i * 2 + 1] * 4
+    assert step.is_replaying
+
+
+@pytest.fixture(scope="module", params=["qwen3_moe", "gpt_oss"])
+def packed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, isa: str
+) -> Any:
+    folder = tmp_path_factory.mktemp("packed")
+    build_tiny_model(request.param).save_pretrained(folder)
+    return tandem.load(folder, dtype="float32", expert_dtype="fp16")
+
+
+def test_replayed_experts_equal_the_executors_and_are_counted(packed: Any) -> None:
+    prompts = [[40, 41, 42], [60] * 9]
+    counts = []
+    logits = []
+    for has_replay in (True, False):
+        rows = CachedRows(packed, two_threads(), prompts, 4, has_replay=has_replay)
+        rows.prefill()
+        for token in TOKENS[:5]:
+            rows.decode([token, token + 1])
+        statistics = ExpertStatistics()
+        packed.hf_quantizer.executor.listeners.append(statistics)
+        logits.append(rows.decode([TOKENS[5]] * 2).clone())
+        packed.hf_quantizer.executor.listeners.remove(statistics)
+        assert rows.step.is_replaying is has_replay
+        counts.append(statistics)
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-5)
+    assert counts[0] == counts[1]
+    assert counts[0].expert_rows > 0
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_a_forced_routing_is_replayed_in_programs(packed: Any, num_rows: int) -> None:
+    quantizer, text = packed.hf_quantizer, packed.config
+    inner, layers = quantizer.executor, len(quantizer.store)
+    num_experts = quantizer.store[0].arrivals.num_experts
+    random = np.random.default_rng(0)
+    experts = random.random((50, layers, num_experts)).argsort(-1)[..., : text.num_experts_per_tok]
+    trace = RoutingTrace(
+        meta=TraceMeta(
+            model="made up", n_moe_layers=layers, n_experts=num_experts, top_k=experts.shape[-1]
+        ),
+        experts=experts.astype(np.uint8),
+        weights=random.random(experts.shape).astype(np.float16),
+        seq_offsets=np.array([0, 50]),
+    )
+    prompts = [[40, 41, 42]] * num_rows
+    free = step_logits(packed, prompts, has_replay=True)
+    try:
+        quantizer.use(ForcedRouting(inner, trace))
+        replayed = step_logits(packed, prompts, has_replay=True)
+        quantizer.use(ForcedRouting(inner, trace))
+        stepped = step_logits(packed, prompts, has_replay=False)
+    finally:
+        quantizer.use(inner)
+    for a, b in zip(replayed, stepped, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(replayed[-1], free[-1], rtol=1e-2)
+
+
+def test_another_executor_is_recorded_anew(packed: Any) -> None:
+    class Counting(CpuExecutor):
+        calls = 0
+
+        def execute(self, *args: Any) -> torch.Tensor:
+            Counting.calls += 1
+            return super().execute(*args)
+
+    rows = CachedRows(packed, two_threads(), [[40, 41, 42]], 4)
+    rows.prefill()
+    for token in TOKENS:
+        rows.decode([token])
+    quantizer = packed.hf_quantizer
+    before = quantizer.executor
+    quantizer.use(Counting(before.store))
+    try:
+        for token in TOKENS:
+            rows.decode([token])
+        assert rows.step.is_replaying
+        so_far = Counting.calls
+        rows.decode([50])
+        assert Counting.calls > so_far  # a class of its own is not taken for CpuExecutor
+    finally:
+        quantizer.use(before)
+
+
+def test_routers_in_fp32_of_bf16_models_are_native_too() -> None:
+    model: Any = build_tiny_model("deepseek_v2").to(torch.bfloat16)
+    rows = CachedRows(model, two_threads(), [[40, 41, 42]], 4)
+    rows.prefill()
+    for token in TOKENS:
+        rows.decode([token])
+    recorded = rows.step.recorded
+    assert recorded is not None
+    names = [operation.name for operation, _ in recorded.profile(1)]
+    assert "dense" in names
+    assert "linear" not in names

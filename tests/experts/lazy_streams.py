@@ -1,0 +1,168 @@
+"""A GPU that is none, and as unkind as the rules allow: the CPU twin of `CudaStreams`.
+
+Work is only noted when it is queued. It runs when somebody waits, in an order that is drawn at
+random from those that lanes and events leave open, and "pinned" host memory that is still being
+read is not protected: an executor that forgets an event computes with other bytes.
+"""
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tandem.experts.devices.cuda.streams import Event, HostCopy, Lane, Work
+from tandem.experts.devices.device import DeviceMemory, OutOfDeviceMemoryError
+
+
+class LazyEvent:
+    """A place in a lane's order."""
+
+    def __init__(self, streams: "LazyStreams", lane: Lane) -> None:
+        self._streams, self.lane = streams, lane
+        self.is_done = False
+
+    def query(self) -> bool:
+        self._streams.maybe_run()
+        return self.is_done
+
+    def synchronize(self) -> None:
+        self._streams.num_waits += 1
+        self._streams.require_whole()
+        while not self.is_done:
+            self._streams.run_one()
+
+
+class _Step(NamedTuple):
+    """What a lane does next: some work, an event to wait for, or an event to set."""
+
+    work: Work | None = None
+    wait: LazyEvent | None = None
+    done: LazyEvent | None = None
+
+
+class LazyStreams:
+    """Lanes whose work runs late."""
+
+    name = "lazy"
+    device = torch.device("cpu")
+
+    def __init__(
+        self, seed: int = 0, total_bytes: int = 1 << 30, *, is_eager: bool = False
+    ) -> None:
+        """With `is_eager` work runs at once: for models, which read results without a lane."""
+        self._is_eager = is_eager
+        self.random = random.Random(seed)
+        self.num_waits = 0
+        self.pauses: list[float] = []
+        self.num_copies: list[int] = []  # of each call
+        self.may_pin = True
+        self.l2_bytes = 0
+        self.pinned_bytes = self.num_pinned = 0
+        self.broken: RuntimeError | None = None
+        self._lanes: dict[Lane, deque[_Step]] = {lane: deque() for lane in Lane}
+        self._limit = self._total = total_bytes
+        self._taken: list[tuple[int, Tensor]] = []
+
+    def run(self, lane: Lane, work: Work) -> None:
+        self._lanes[lane].append(_Step(work=work))
+        if self._is_eager:
+            self.synchronize()
+
+    def copy(self, lane: Lane, pieces: Sequence[HostCopy]) -> None:
+        shuffled = self.random.sample(pieces, len(pieces))
+        self.num_copies.append(len(pieces))
+
+        def work() -> None:
+            for target, source in shuffled:
+                target.copy_(source)
+
+        self.run(lane, work)
+
+    def record(self, lane: Lane, *, is_timed: bool = False) -> LazyEvent:
+        event = LazyEvent(self, lane)
+        self._lanes[lane].append(_Step(done=event))
+        return event
+
+    def between(self, first: Event, last: Event) -> float:
+        assert isinstance(first, LazyEvent)
+        assert isinstance(last, LazyEvent)
+        assert first.is_done, "its time is not known yet"
+        assert last.is_done, "its time is not known yet"
+        return 1e-3
+
+    def wait(self, lane: Lane, event: Event) -> None:
+        assert isinstance(event, LazyEvent)
+        self._lanes[lane].append(_Step(wait=event))
+
+    def pause(self, lane: Lane, seconds: float) -> None:
+        self.pauses.append(seconds)
+
+    def seconds(self, lane: Lane, work: Work) -> float:
+        self.synchronize()
+        work()
+        return 1e-3
+
+    def synchronize(self) -> None:
+        self.require_whole()
+        while any(self._lanes.values()):
+            self.run_one()
+
+    def memory(self) -> DeviceMemory:
+        return DeviceMemory(self._limit, self._limit)
+
+    def limit(self, num_bytes: int | None) -> None:
+        self._limit = self._total if num_bytes is None else num_bytes
+
+    def cache_bytes(self) -> int:
+        return self.l2_bytes
+
+    def taken_bytes(self) -> int:
+        return 0
+
+    def peak_bytes(self, work: Work) -> int:
+        work()
+        return 1 << 20
+
+    def empty(self, num_bytes: int) -> Tensor:
+        if num_bytes > self._limit:
+            raise OutOfDeviceMemoryError("no memory")
+        return torch.full((num_bytes,), 0xFF, dtype=torch.uint8)  # NaN in every format of floats
+
+    def pinned(self, num_bytes: int) -> Tensor:
+        return torch.full((num_bytes,), 0xFF, dtype=torch.uint8)
+
+    def pin(self, memory: Tensor) -> bool:
+        self.pinned_bytes += memory.nbytes if self.may_pin else 0
+        self.num_pinned += self.may_pin
+        return self.may_pin
+
+    def unpin(self, memory: Tensor) -> None:
+        self.pinned_bytes -= memory.nbytes
+
+    def require_whole(self) -> None:
+        """Raise as CUDA does once an error has broken it: at every wait."""
+        if self.broken is not None:
+            raise self.broken
+
+    def maybe_run(self) -> None:
+        """Let some work run, as a GPU does while the host is at other things."""
+        for _ in range(self.random.randrange(4)):
+            if any(self._lanes.values()):
+                self.run_one()
+
+    def run_one(self) -> None:
+        """Run the next step of a lane that need not wait, drawn at random."""
+        ready = [
+            lane
+            for lane, steps in self._lanes.items()
+            if steps and (steps[0].wait is None or steps[0].wait.is_done)
+        ]
+        assert ready, "the lanes wait for each other"
+        step = self._lanes[self.random.choice(ready)].popleft()
+        if step.work is not None:
+            step.work()
+        if step.done is not None:
+            step.done.is_done = True

@@ -1,0 +1,30 @@
+"""Every choice of policies, size and batch against the CPU alone: python -m tests.experts.matrix"""
+
+import itertools
+import sys
+
+import torch
+
+from tandem.policy.eviction import EVICTIONS
+from tandem.policy.prediction import PREDICTIONS
+from tandem.policy.prefetch import PREFETCHES
+from tests.experts.machines import make_store
+from tests.experts.test_hybrid_executor import BATCHES, POLICIES, SLOTS, check_equal, settings_of
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    store = make_store()
+    names = (POLICIES, EVICTIONS.names(), PREDICTIONS.names(), PREFETCHES.names())
+    # Without a prediction nothing is copied ahead, and the other way round: those are the same.
+    choices = dict.fromkeys(itertools.starmap(settings_of, itertools.product(*names)))
+    for done, settings in enumerate(choices, 1):
+        for num_slots, batch in itertools.product(SLOTS, BATCHES):
+            check_equal(store, settings, num_slots, batch)
+        print(f"\r{done} of {len(choices)} choices of policies", end="", flush=True)
+    print(f"\nall equal: {len(choices) * len(SLOTS) * len(BATCHES)} runs")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

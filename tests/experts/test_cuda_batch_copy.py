@@ -1,0 +1,84 @@
+"""The driver's batched copy: what it is called with, on a function with the driver's signature."""
+
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from tandem.experts.devices.cuda.batch_copy import (
+    LEAST_BYTES,
+    BatchCopy,
+    CopyPiece,
+    find_batch_copy,
+    is_worth_a_batch,
+)
+from tests.experts.fake_driver import FakeDriver
+
+POINTER, SIZE = ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_size_t)
+# CUresult cuMemcpyBatchAsync(CUdeviceptr*, CUdeviceptr*, size_t*, size_t count,
+#     CUmemcpyAttributes*, size_t* attrsIdxs, size_t numAttrs, size_t* failIdx, CUstream)
+DRIVER = ctypes.CFUNCTYPE(
+    ctypes.c_int, POINTER, POINTER, SIZE, ctypes.c_size_t, ctypes.c_void_p,
+    SIZE, ctypes.c_size_t, SIZE, ctypes.c_void_p,
+)  # fmt: skip
+
+
+def piece(target: torch.Tensor, source: torch.Tensor) -> CopyPiece:
+    return CopyPiece(target.data_ptr(), source.data_ptr(), source.nbytes)
+
+
+def test_the_driver_is_given_every_copy_and_one_set_of_attributes() -> None:
+    seen: dict[str, Any] = {}
+
+    def copy(*args: Any) -> int:
+        targets, sources, sizes, count, attributes, first, num_attributes, _, stream = args
+        for i in range(count):
+            ctypes.memmove(targets[i], sources[i], sizes[i])
+        # Access order, two hints that say nothing, flags: 24 bytes as in cuda.h.
+        seen.update(
+            attributes=list((ctypes.c_int32 * 6).from_address(attributes)),
+            first=first[0],
+            number=num_attributes,
+        )
+        seen.update(stream=stream)
+        return 0
+
+    sources = [torch.randint(256, (size,), dtype=torch.uint8) for size in (10, 300, 7)]
+    targets = [torch.zeros_like(source) for source in sources]
+    batch = BatchCopy(DRIVER(copy))
+    pieces = [piece(target, source) for target, source in zip(targets, sources, strict=True)]
+    assert batch(pieces, 0x7F00) == 0
+    for target, source in zip(targets, sources, strict=True):
+        assert torch.equal(target, source)
+    assert seen == {"attributes": [1, 0, 0, 0, 0, 1], "first": 0, "number": 1, "stream": 0x7F00}
+
+
+def test_a_refusal_is_the_drivers_code() -> None:
+    assert BatchCopy(DRIVER(lambda *args: 801))([CopyPiece(1, 1, 1)], 2) == 801
+
+
+def test_the_version_is_asked_for_whose_signature_is_meant() -> None:
+    """CUDA 13 has another function of this name, and dlsym finds whichever was first."""
+    driver = FakeDriver()
+    driver.functions["cuMemcpyBatchAsync", 12080] = DRIVER(lambda *args: 0)
+    batch = find_batch_copy(lambda name: driver)
+    assert batch is not None
+    target, source = torch.zeros(8, dtype=torch.uint8), torch.ones(8, dtype=torch.uint8)
+    assert batch([piece(target, source)], 0x7F00) == 0
+
+
+def test_without_a_driver_or_with_an_old_one_there_is_none() -> None:
+    def missing(name: str) -> Any:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    assert find_batch_copy(missing) is None
+    assert find_batch_copy(lambda name: SimpleNamespace()) is None
+    assert find_batch_copy(lambda name: FakeDriver()) is None
+
+
+def test_small_entries_and_lone_copies_go_by_themselves() -> None:
+    large, small = CopyPiece(1, 1, LEAST_BYTES), CopyPiece(1, 1, LEAST_BYTES - 1)
+    assert is_worth_a_batch([large, large])
+    assert not is_worth_a_batch([large])
+    assert not is_worth_a_batch([large, small])

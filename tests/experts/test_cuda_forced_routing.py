@@ -1,0 +1,89 @@
+"""Forced routing on a GPU: a step's choices are brought there once, so that timing sees no wait."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tandem.experts.execution.batch import ExpertFunctions
+from tandem.experts.execution.executor import RoutedCall, StatelessExecutor
+from tandem.experts.tracing.forced_routing import ForcedRouting
+from tandem.trace import RoutingTrace, TraceMeta
+from tests.experts.machines import FUNCTIONS, GEOMETRY, HIDDEN, make_store
+
+NUM_LAYERS = 6
+# Memory without contents that lies elsewhere: copies to it are as to a GPU, for who counts them.
+ELSEWHERE = torch.device("meta")
+
+
+class Copies(TorchDispatchMode):
+    """Notes the copies from one device to another, and whether they let the host go on."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.goes_on: list[bool] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.name == "aten::_to_copy" and kwargs.get("device") == ELSEWHERE:
+            self.goes_on.append(bool(kwargs.get("non_blocking")))
+        return func(*args, **kwargs)
+
+
+class Noting(StatelessExecutor):
+    """Computes nothing, and notes what it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__(make_store(GEOMETRY._replace(num_layers=NUM_LAYERS)))
+        self.calls: list[RoutedCall] = []
+
+    def compute(self, call: RoutedCall, functions: ExpertFunctions) -> Tensor:
+        self.calls.append(call)
+        return torch.zeros_like(call.hidden)
+
+
+def make_trace(num_tokens: int) -> RoutingTrace:
+    random = np.random.default_rng(0)
+    experts = random.random((num_tokens, NUM_LAYERS, GEOMETRY.num_experts)).argsort(-1)
+    return RoutingTrace(
+        meta=TraceMeta(
+            model="made up",
+            n_moe_layers=NUM_LAYERS,
+            n_experts=GEOMETRY.num_experts,
+            top_k=GEOMETRY.top_k,
+        ),
+        experts=experts[..., : GEOMETRY.top_k].astype(np.uint8),
+        seq_offsets=np.array([0, num_tokens]),
+    )
+
+
+def run_step(forced: ForcedRouting, num_tokens: int, device: torch.device) -> None:
+    forced.begin_step(list(range(num_tokens)), is_prefill=num_tokens > 1)
+    hidden = torch.zeros(num_tokens, HIDDEN, device=device)
+    index = torch.zeros(num_tokens, GEOMETRY.top_k, dtype=torch.int64, device=device)
+    for layer in range(NUM_LAYERS):
+        forced.execute(layer, hidden, index, index.float(), FUNCTIONS)
+
+
+def test_a_steps_choices_are_brought_once_and_nobody_waits() -> None:
+    forced = ForcedRouting(Noting(), make_trace(20))
+    for num_tokens in (8, 1, 1):
+        with Copies() as copies:
+            run_step(forced, num_tokens, ELSEWHERE)
+        assert copies.goes_on == [True, True]  # experts and weights
+
+
+def test_every_layer_gets_its_own_choice_of_the_traces_next_tokens() -> None:
+    inner, trace = Noting(), make_trace(20)
+    forced, at = ForcedRouting(inner, trace), 0
+    for num_tokens in (8, 1, 3):
+        inner.calls.clear()
+        run_step(forced, num_tokens, torch.device("cpu"))
+        for call in inner.calls:
+            wanted = trace.experts[at : at + num_tokens, call.layer]
+            assert call.top_k_index.tolist() == wanted.tolist()
+        at += num_tokens

@@ -1,0 +1,121 @@
+"""What is measured of a GPU: experts that lie in memory and not in a cache, and the host's work."""
+
+import time
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.experts.devices.cuda.device import CudaDevice
+from tandem.experts.devices.cuda.kernels import Prepared, TorchKernels
+from tandem.experts.devices.cuda.streams import Lane, Work
+from tandem.experts.execution.batch import ExpertBatch
+from tandem.experts.execution.expert_kernels import ExpertKernels, WeightSource
+from tandem.experts.measuring.cuda_profile import measure_device
+from tandem.experts.store.host_store import HostStore
+from tandem.policy.cost import HardwareProfile
+from tests.experts.lazy_streams import LazyStreams
+from tests.experts.machines import FUNCTIONS, GEOMETRY, HIDDEN, make_machine, make_store
+
+CACHE_BYTES = 100_000
+PREPARING_SECONDS, SENDING_SECONDS = 3.0, 0.5
+
+
+class Clock:
+    """Time that passes where this file says so, and a little whenever it is asked for."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1e-6
+        return self.now
+
+
+class Noting(TorchKernels):
+    """Notes which experts' memory it reads; to prepare a batch takes the host a while."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.read: list[int] = []
+        self._clock = clock
+
+    def prepare(self, batch: ExpertBatch, use: WeightSource) -> Prepared:
+        self._clock.now += PREPARING_SECONDS
+        self.read += [image.data_ptr() for image in use.images()]
+        return super().prepare(batch, use)
+
+
+class SlowUploads(CudaDevice):
+    """A GPU to which the host's rows take a while."""
+
+    clock: Clock
+
+    def upload(self, source: Tensor, target: Tensor) -> None:
+        self.clock.now += SENDING_SECONDS
+        super().upload(source, target)
+
+
+class Streams(LazyStreams):
+    """Streams whose copies take a hundredth of what a launch costs the host."""
+
+    def seconds(self, lane: Lane, work: Work) -> float:
+        super().seconds(lane, work)
+        return PREPARING_SECONDS / 100 if lane is Lane.FETCH else 1e-3
+
+
+@pytest.fixture(scope="module")
+def store() -> HostStore:
+    return make_store()
+
+
+def measured(
+    store: HostStore, monkeypatch: pytest.MonkeyPatch, kernels: Noting, clock: Clock
+) -> tuple[HardwareProfile, HardwareProfile]:
+    """Return a profile before and after the GPU has been measured."""
+    streams = Streams(is_eager=True)
+    streams.l2_bytes = CACHE_BYTES
+    device = SlowUploads(streams, kernels)
+    device.clock = clock
+    monkeypatch.setattr(time, "perf_counter", clock)
+    before = make_machine(cpu=1e-3, gpu=1e-3, link=1e-3, dense=1e-3).profile
+    after = measure_device(
+        before, device, store, GEOMETRY, FUNCTIONS, ExpertKernels(num_threads=1),
+        dtype=torch.float32, hidden_size=HIDDEN,
+    )  # fmt: skip
+    return before, after
+
+
+def bytes_between_uses(read: Sequence[int], image_bytes: int) -> int:
+    """Return how many bytes are read at least from one use of an expert's memory to the next."""
+    last: dict[int, int] = {}
+    least = len(read)
+    for place, address in enumerate(read):
+        if address in last:
+            least = min(least, len(set(read[last[address] : place])))
+        last[address] = place
+    return least * image_bytes
+
+
+def test_more_than_four_caches_lie_between_two_uses_of_an_expert(
+    store: HostStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = Noting(clock := Clock())
+    measured(store, monkeypatch, kernels, clock)
+    assert len(set(kernels.read)) < len(kernels.read)
+    assert bytes_between_uses(kernels.read, store[0].image_bytes) > 4 * CACHE_BYTES
+
+
+def test_the_hosts_work_is_part_of_what_layers_fetches_and_cpu_experts_cost(
+    store: HostStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, after = measured(store, monkeypatch, Noting(clock := Clock()), clock)
+    (was,), (now,) = before.shapes, after.shapes
+    grown = [a - b for a, b in zip(now.dense_seconds, was.dense_seconds, strict=True)]
+    assert grown == pytest.approx([PREPARING_SECONDS] * len(grown), rel=1e-3)
+    assert now.cpu_first_expert_seconds - was.cpu_first_expert_seconds == pytest.approx(
+        SENDING_SECONDS, rel=1e-3
+    )
+    assert now.link_seconds_per_expert == pytest.approx(PREPARING_SECONDS, rel=1e-3)
+    # Copies ahead are queued by what the link itself can do.
+    link = PREPARING_SECONDS / 100 / 8
+    assert after.link_bytes_per_second == pytest.approx(now.expert_bytes / link)

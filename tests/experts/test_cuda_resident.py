@@ -1,0 +1,62 @@
+"""Layers that are all on the GPU, without a plan: the kernels interpreted on the CPU."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.experts.devices.cuda.resident import MAX_TOKENS, ResidentLayers
+from tandem.experts.store.host_store import HostStore
+from tandem.kernels.reference import expert_ffn
+from tandem.policy.settings import PlannerSettings
+from tests.experts.machines import FUNCTIONS, GEOMETRY, gate, make_executor, make_store, route
+
+pytest.importorskip("triton")
+NUM_EXPERTS = GEOMETRY.num_layers * GEOMETRY.num_experts
+
+
+@pytest.fixture(scope="module")
+def experts() -> Iterator[Any]:
+    """Import the kernels while Triton interprets."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(os.environ, "TRITON_INTERPRET", "1")
+        from tandem.kernels.triton.experts import TritonExperts
+
+        yield TritonExperts()
+
+
+@pytest.fixture(scope="module")
+def store() -> HostStore:
+    return make_store()
+
+
+def resident_layers(store: HostStore, experts: Any, num_slots: int) -> ResidentLayers:
+    num_slots += PlannerSettings().extra_slots(num_slots)
+    executor = make_executor(store, num_slots, resident=range(NUM_EXPERTS))
+    return ResidentLayers(executor.cache, experts, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_results_are_those_of_the_reference(
+    store: HostStore, experts: Any, num_tokens: int
+) -> None:
+    layers = resident_layers(store, experts, NUM_EXPERTS)
+    hidden, index, weights = route(num_tokens, torch.Generator().manual_seed(3))
+    index[0, 1] = GEOMETRY.num_experts  # padding of a router
+    for layer in range(GEOMETRY.num_layers):
+        assert layers.serves(layer, FUNCTIONS, num_tokens)
+        expected = torch.zeros_like(hidden)
+        for token in range(num_tokens):
+            for k, expert in enumerate(index[token].tolist()):
+                if expert < GEOMETRY.num_experts:
+                    row = expert_ffn(hidden[token, None], store[layer].weights(expert), gate)
+                    expected[token] += weights[token, k] * row[0]
+        found = layers.execute(layer, hidden, index, weights, FUNCTIONS)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_only_what_stays_resident_is_served(store: HostStore, experts: Any) -> None:
+    assert not resident_layers(store, experts, NUM_EXPERTS - 1).serves(0, FUNCTIONS, 1)
+    assert not resident_layers(store, experts, NUM_EXPERTS).serves(0, FUNCTIONS, MAX_TOKENS + 1)

@@ -1,0 +1,85 @@
+"""The device's side of a layer: rows that stay there, the host's rows brought to it once."""
+
+import torch
+from torch import Tensor
+
+from tandem.experts.cache.copy_engine import VirtualCopyEngine
+from tandem.experts.cache.expert_cache import ExpertCache
+from tandem.experts.cache.slots import SlotUse
+from tandem.experts.devices.emulated import EmulatedDevice
+from tandem.experts.execution.batch import ExpertBatch
+from tandem.experts.execution.executor import CpuExecutor
+from tandem.experts.execution.expert_kernels import ExpertKernels
+from tandem.experts.execution.hybrid_executor import HybridExecutor
+from tandem.experts.execution.routing import SumRows
+from tandem.experts.tracing.events import LayerExecuted
+from tandem.policy.settings import PlannerSettings
+from tandem.sim.timeline import Timeline
+from tests.experts.machines import FUNCTIONS, GEOMETRY, make_machine, make_store, route
+
+
+class WatchedDevice(EmulatedDevice):
+    """Spoils all memory that it hands out, and notes what is brought to it."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 30, ExpertKernels(num_threads=1))
+        self.uploads: list[int] = []
+        self.sums = 0
+
+    def rows(self, num_rows: int, width: int) -> Tensor:
+        return super().rows(num_rows, width).fill_(torch.nan)
+
+    def host_rows(self, num_rows: int, width: int) -> Tensor:
+        return super().host_rows(num_rows, width).fill_(torch.nan)
+
+    def launch(self, batch: ExpertBatch, use: SlotUse) -> None:
+        self._require_own(batch.out)
+        super().launch(batch, use)
+
+    def upload(self, source: Tensor, target: Tensor) -> None:
+        self._require_own(target)
+        assert not source.isnan().any(), "rows are uploaded that nobody computed"
+        self.uploads.append(len(source))
+        super().upload(source, target)
+
+    def prepare_sum(self, row_of: Tensor, weights: Tensor) -> SumRows:
+        sum_rows = super().prepare_sum(row_of, weights)
+
+        def watched(rows: Tensor) -> Tensor:
+            self._require_own(rows)
+            assert not rows.isnan().any(), "a row is missing on the device"
+            self.sums += 1
+            return sum_rows(rows)
+
+        return watched
+
+    def _require_own(self, rows: Tensor) -> None:
+        own = super().rows(1, 1).untyped_storage().data_ptr()
+        assert rows.untyped_storage().data_ptr() == own, "rows of the device lie elsewhere"
+
+
+def test_host_rows_are_brought_to_the_device_once_a_layer_and_added_there() -> None:
+    store, machine, device = make_store(), make_machine(link=9.0), WatchedDevice()
+    clock = Timeline(machine.profile, machine.shape)
+    settings = PlannerSettings()
+    cache = ExpertCache(store, device, clock, GEOMETRY, machine, settings, VirtualCopyEngine)
+    cache.resize(8, [0, 1, 2, 8, 9, 10])
+    executor, alone = HybridExecutor(cache, ExpertKernels(num_threads=1)), CpuExecutor(store)
+    events: list[LayerExecuted] = []
+    executor.listeners.append(events.append)
+    generator = torch.Generator().manual_seed(0)
+    for batch in [1, 4, 1, 1, 3] * 4:
+        for layer in range(GEOMETRY.num_layers):
+            call = route(batch, generator)
+            expected = alone.execute(layer, *call, FUNCTIONS)
+            assert torch.equal(executor.execute(layer, *call, FUNCTIONS), expected)
+    plans = [(event.load, event.plan) for event in events]
+    wanted = []
+    for load, plan in plans:
+        assert load is not None
+        assert plan is not None
+        tokens = dict(zip(load.experts, load.tokens, strict=True))
+        if plan.cpu and len(plan.cpu) < len(load.experts):
+            wanted.append(sum(tokens[expert] for expert in plan.cpu))
+    assert device.uploads == wanted != []
+    assert device.sums == sum(len(p.cpu) < len(d.experts) for d, p in plans if d and p)

@@ -1,0 +1,186 @@
+"""The live engine on the virtual clock and the simulator: the same decisions at the same times."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from tandem.experts.cache.expert_cache import Machine
+from tandem.experts.execution.hybrid_executor import HybridExecutor
+from tandem.experts.store.host_store import HostStore
+from tandem.experts.tracing.cache_statistics import CacheStatistics
+from tandem.experts.tracing.events import LayerExecuted
+from tandem.hardware.profiles import load_profile, profile_names, shape_for
+from tandem.policy.assignment import ASSIGNMENTS
+from tandem.policy.eviction import EVICTIONS
+from tandem.policy.plan import LayerPlan
+from tandem.policy.settings import PlannerSettings
+from tandem.sim.replay import Run, Tally, replay
+from tandem.sim.start import STARTS
+from tandem.sim.steps import replay_steps
+from tandem.sim.systems import TANDEM
+from tandem.trace import RoutingTrace, read_trace
+from tests.experts.machines import FUNCTIONS, HIDDEN, make_executor, make_store
+
+TRACES = Path(__file__).parents[2] / "data" / "traces"
+STEPS = 40
+DALI = PlannerSettings(
+    assignment="dali",
+    eviction="dali-window",
+    prediction="transitions",
+    prefetch="top-k",
+    prefetch_count=2,
+)
+
+
+@pytest.fixture(scope="module")
+def trace() -> RoutingTrace:
+    whole = read_trace(TRACES / "deepseek-v2-lite.npz")
+    return dataclasses.replace(
+        whole,
+        meta=dataclasses.replace(whole.meta, n_moe_layers=6),
+        experts=whole.experts[:, :6],
+        weights=None if whole.weights is None else whole.weights[:, :6],
+        predicted=None,
+    )
+
+
+@pytest.fixture(scope="module")
+def store(trace: RoutingTrace) -> HostStore:
+    return make_store(trace.meta.geometry)
+
+
+def machine_of(name: str, trace: RoutingTrace) -> Machine:
+    profile = load_profile(name)
+    return Machine(profile, shape_for(profile, trace.meta.model, trace.meta.geometry))
+
+
+def start_of(trace: RoutingTrace, settings: PlannerSettings, num_slots: int) -> list[int]:
+    sizes = settings.set_sizes(trace.meta.geometry, num_slots)
+    return STARTS.factory("random")(trace.meta.geometry, sizes, None)
+
+
+def live(
+    executor: HybridExecutor, trace: RoutingTrace, batch: int
+) -> tuple[CacheStatistics, list[LayerPlan]]:
+    """Run the trace's first steps through the executor."""
+    statistics, plans = CacheStatistics(), list[LayerPlan]()
+
+    def note(event: LayerExecuted) -> None:
+        assert event.plan is not None
+        plans.append(event.plan)
+
+    executor.listeners += [statistics, note]
+    for number, step in enumerate(replay_steps(trace, batch, prompt=8)):
+        if number == STEPS:
+            break
+        ids = [] if trace.token_ids is None else trace.token_ids[step.tokens].tolist()
+        executor.begin_step(ids, is_prefill=step.is_prefill)
+        hidden = torch.randn(len(step.tokens), HIDDEN)
+        for layer in range(trace.meta.n_moe_layers):
+            index = torch.from_numpy(trace.experts[step.tokens, layer].astype("int64"))
+            weights = torch.full(index.shape, 0.125)
+            if trace.weights is not None:
+                weights = torch.from_numpy(trace.weights[step.tokens, layer]).float()
+            executor.execute(layer, hidden, index, weights, FUNCTIONS)
+    return statistics, plans
+
+
+def simulated(
+    trace: RoutingTrace, machine: Machine, settings: PlannerSettings, num_slots: int, batch: int
+) -> tuple[Tally, list[LayerPlan]]:
+    plans: list[LayerPlan] = []
+    steps = list(replay_steps(trace, batch, prompt=8))[:STEPS]
+    run = Run(
+        settings=settings,
+        profile=machine.profile,
+        shape=machine.shape,
+        num_slots=num_slots,
+        batch=batch,
+        prompt=8,
+        limit=sum(len(step.tokens) for step in steps),
+        compare_every=0,
+    )
+    tally = replay(
+        trace,
+        run,
+        resident=start_of(trace, settings, num_slots),
+        watch=lambda step, load, plan, compared, now: plans.append(plan),
+    )
+    return tally, plans
+
+
+def check_same(
+    store: HostStore, trace: RoutingTrace, machine: Machine, settings: PlannerSettings, batch: int
+) -> tuple[CacheStatistics, float]:
+    num_slots = trace.meta.geometry.num_layers * trace.meta.geometry.num_experts // 3
+    executor = make_executor(
+        store,
+        num_slots,
+        settings,
+        machine=machine,
+        geometry=trace.meta.geometry,
+        resident=start_of(trace, settings, num_slots),
+    )
+    statistics, plans = live(executor, trace, batch)
+    tally, expected = simulated(trace, machine, settings, num_slots, batch)
+    clock = executor.cache.clock
+    assert len(plans) == STEPS * trace.meta.n_moe_layers
+    assert plans == expected
+    assert (statistics.active, statistics.hits, statistics.copies) == (
+        tally.demands,
+        tally.hits,
+        tally.copies,
+    )
+    assert (statistics.prefetch_issued, statistics.prefetch_useful) == (
+        tally.prefetch_issued,
+        tally.prefetch_useful,
+    )
+    assert (clock.now, clock.cpu_busy, clock.gpu_busy, clock.link_busy) == (
+        tally.total_seconds,
+        tally.cpu_busy_seconds,
+        tally.gpu_busy_seconds,
+        tally.link_busy_seconds,
+    )
+    return statistics, clock.now
+
+
+@pytest.mark.parametrize("hardware", profile_names())
+@pytest.mark.parametrize("batch", [1, 4])
+def test_same_plans_and_times_on_every_profile(
+    store: HostStore, trace: RoutingTrace, hardware: str, batch: int
+) -> None:
+    statistics, _ = check_same(store, trace, machine_of(hardware, trace), TANDEM, batch)
+    assert 0 < statistics.hits < statistics.active
+
+
+@pytest.mark.parametrize("eviction", EVICTIONS.names())
+def test_same_plans_for_every_eviction(
+    store: HostStore, trace: RoutingTrace, eviction: str
+) -> None:
+    settings = dataclasses.replace(DALI, eviction=eviction)
+    statistics, _ = check_same(store, trace, machine_of("dali-testbed", trace), settings, 4)
+    assert statistics.prefetch_issued > 0
+
+
+@pytest.mark.parametrize("assignment", [n for n in ASSIGNMENTS if not n.startswith("exact")])
+def test_same_plans_for_every_assignment(
+    store: HostStore, trace: RoutingTrace, assignment: str
+) -> None:
+    settings = dataclasses.replace(DALI, assignment=assignment)
+    check_same(store, trace, machine_of("laptop-8gb", trace), settings, 4)
+
+
+@pytest.mark.parametrize("hardware", profile_names())
+@pytest.mark.parametrize("batch", [1, 4])
+def test_never_slower_than_the_cpu_alone_or_fetching_on_demand(
+    store: HostStore, trace: RoutingTrace, hardware: str, batch: int
+) -> None:
+    machine = machine_of(hardware, trace)
+    _, seconds = check_same(store, trace, machine, TANDEM, batch)
+    num_slots = trace.meta.geometry.num_layers * trace.meta.geometry.num_experts // 3
+    for assignment in ("cpu-only", "gpu-only"):
+        alone = PlannerSettings(assignment=assignment, eviction="lru", never_worse_than_cpu=False)
+        tally, _ = simulated(trace, machine, alone, num_slots, batch)
+        assert seconds <= tally.total_seconds, assignment

@@ -1,0 +1,110 @@
+"""`tandem doctor`: every line has a state, and a model whose kernels were wrong would be found."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tandem
+from tandem.cli.main import main
+from tandem.forecast import machine_check
+from tandem.forecast.finding import Finding
+from tandem.hf.checkpoint import open_checkpoint
+from tandem.hf.config import OffloadConfig
+from tandem.hf.machine.self_check import ReferenceExecutor, check_model
+from tests.hf.tiny import save_tiny_checkpoint
+from tests.loading.checkpoints import FORMATS, lose_tensors, write_plain, write_quantised
+
+NAMES = {
+    *("processor", "cores", "memory", "bandwidth", "huge pages", "GPU", "native build", "torch"),
+    *("transformers", "disk", "cache"),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny", "qwen3_moe")
+
+
+def doctor(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, dict[str, str]]:
+    assert main(["doctor", *words, "--threads", "1", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return {finding["what"]: finding for finding in report["findings"]}
+
+
+def test_every_line_has_a_state_and_bad_ones_a_remedy(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path))
+    findings = doctor(capsys)
+    assert set(findings) >= NAMES
+    for finding in findings.values():
+        assert finding["state"] in ("good", "slow", "broken")
+        assert bool(finding["remedy"]) == (finding["state"] != "good"), finding
+
+
+def test_a_model_is_checked(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    findings = doctor(capsys, str(checkpoint), "--expert-dtype", "int8")
+    assert "top-1" in findings["kernels"]["found"]
+    assert "3 whole files" in findings["files"]["found"]
+
+
+def test_checksums_of_a_packed_model(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packed = tandem.pack(checkpoint, tmp_path / "packed", expert_dtype="int8").directory
+    assert "have their checksums" in doctor(capsys, str(packed))["files"]["found"]
+    file = packed / "tandem-dense.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert main(["doctor", str(packed)]) == 2
+    assert "tandem-dense.safetensors has the SHA-256" in capsys.readouterr().err
+
+
+def test_a_lost_expert_of_any_layer_is_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = save_tiny_checkpoint(tmp_path / "tiny", "qwen3_moe")
+    lose_tensors(directory, "model.layers.3.mlp.experts.7")
+    assert main(["doctor", str(directory), "--threads", "1"]) == 2
+    assert "has 7 of the 8 tensors" in capsys.readouterr().err
+
+
+def test_a_setting_that_the_processor_has_not(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TANDEM_ISA", "avx1024")
+    assert main(["doctor"]) == 1
+    assert "FAIL processor" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("options", [{"expert_dtype": "int4"}, {"expert_dtype": "bf16"}])
+def test_kernels_agree_with_the_reference(checkpoint: Path, options: dict[str, Any]) -> None:
+    found = check_model(open_checkpoint(checkpoint), OffloadConfig(**options))
+    assert found.kl < 0.01
+    assert found.top1 > 0.9
+
+
+def test_kernels_agree_in_activation_order(tmp_path: Path) -> None:
+    plain = write_plain(tmp_path / "plain", "qwen3_moe")
+    directory = write_quantised(tmp_path / "q", plain, FORMATS["gptq-order"])
+    assert check_model(open_checkpoint(directory), OffloadConfig()).is_good
+
+
+def test_a_wrong_expert_is_found(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = ReferenceExecutor._rows
+
+    def of_the_next(self: Any, host: Any, expert: int, *rest: Any) -> Tensor:
+        return rows(self, host, (expert + 1) % host.arrivals.num_experts, *rest)
+
+    monkeypatch.setattr(ReferenceExecutor, "_rows", of_the_next)
+    torch.manual_seed(0)
+    offload = OffloadConfig(expert_dtype="int8")
+    finding = machine_check.check_model_kernels(open_checkpoint(checkpoint), offload)
+    assert isinstance(finding, Finding)
+    assert finding.state == "broken"
+    assert "TANDEM_ISA" in finding.remedy

@@ -1,0 +1,105 @@
+"""`tandem plan` for a GPU: slots, and a speed from a profile, the planner and typical routing."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig
+
+from tandem.bench.model_shapes import MODEL_SHAPES
+from tandem.cli.main import main
+from tandem.forecast.gpu_forecast import costs_for, forecast_on_gpu, geometry_of
+from tandem.forecast.sizes import ModelSizes, config_sizes
+from tandem.forecast.typical_routing import typical_routing
+from tandem.hardware.profiles import load_profile
+from tandem.hf.config import OffloadConfig
+from tandem.policy.plan import Geometry
+from tandem.policy.settings import PlannerSettings
+from tests.hf.tiny import save_tiny_checkpoint
+
+DESKTOP = load_profile("desktop-12gb")
+
+
+def sizes_of(name: str, **changes: Any) -> ModelSizes:
+    shape = MODEL_SHAPES[name]
+    config = AutoConfig.for_model(shape.model_type, **(shape.values | changes))
+    config.dtype = torch.bfloat16
+    return config_sizes(config, OffloadConfig(expert_dtype="int4"))
+
+
+def test_a_shape_of_the_profile_costs_what_the_profile_says() -> None:
+    assert costs_for(sizes_of("qwen3-30b-a3b"), DESKTOP) == DESKTOP.shape("qwen3-30b-a3b")
+
+
+def test_another_shape_costs_in_proportion_to_its_bytes() -> None:
+    known = DESKTOP.shape("qwen3-30b-a3b")
+    costs = costs_for(sizes_of("qwen3-30b-a3b", moe_intermediate_size=1536), DESKTOP)
+    assert costs.expert_bytes == 2 * known.expert_bytes
+    assert costs.cpu_seconds == tuple(2 * seconds for seconds in known.cpu_seconds)
+    assert costs.link_seconds_per_expert == 2 * known.link_seconds_per_expert
+    assert costs.dense_seconds == known.dense_seconds  # attention is the same
+
+
+def test_more_slots_make_it_faster() -> None:
+    sizes = sizes_of("qwen3-30b-a3b", num_hidden_layers=6)
+    all_experts = sizes.num_experts
+    slots = (all_experts // 8, all_experts // 2, all_experts)
+    found = [forecast_on_gpu(sizes, DESKTOP, PlannerSettings(), count) for count in slots]
+    hits = [forecast.hit_rate for forecast in found]
+    seconds = [forecast.decode_seconds for forecast in found]
+    assert hits == sorted(hits)
+    assert hits[-1] > 0.8  # the CPU helps with the prompt
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_typical_routing_is_like_recorded_routing() -> None:
+    trace = typical_routing(Geometry(4, 64, 6), num_sequences=1, num_tokens=400)
+    trace.check("typical")
+    pairs = zip(trace.experts[1:], trace.experts[:-1], strict=True)
+    kept = [
+        len(np.intersect1d(a, b)) / 6 for now, then in pairs for a, b in zip(now, then, strict=True)
+    ]
+    assert 0.2 < float(np.mean(kept)) < 0.45  # at random: 0.09
+
+
+def test_geometry_of_layers_with_several_sizes() -> None:
+    sizes = dataclasses.replace(sizes_of("qwen3-30b-a3b"), num_experts=48 * 128 - 1)
+    assert geometry_of(sizes) == Geometry(48, 128, 8)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny", "qwen3_moe")
+
+
+def test_a_plan_for_a_gpu_that_is_elsewhere(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--device", "cuda", "--profile", "desktop-12gb", "--expert-dtype", "int4"]
+    assert main(["plan", str(checkpoint), *words, "--json"]) == 0
+    out = capsys.readouterr().out
+    assert "on desktop-12gb and typical routing" in out
+    assert "have not been compared with a GPU" in out.replace("\n", " ")
+    report = json.loads(out.splitlines()[-1])
+    assert report["expert_slots"] == report["experts"]  # tiny: all of them
+    assert (
+        report["gpu_bytes"]["dense"]
+        == sum(report["parts_bytes"].values()) - report["parts_bytes"]["experts"]
+    )
+    assert report["gpu_bytes"]["kv_cache"] == report["kv_cache_bytes"]
+    assert report["decode_tokens_per_second"] > 0
+    assert report["profile"] == "desktop-12gb"
+    assert report["gpu_available_bytes"] == DESKTOP.gpu_memory_bytes
+    assert "left free" in out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_a_plan_for_a_gpu_that_is_not_here(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(checkpoint), "--device", "cuda"]) == 2
+    assert "name its profile (--profile desktop-12gb" in capsys.readouterr().err

@@ -1,0 +1,222 @@
+"""`tandem plan`: its sizes are those of the load, its advice fits, its JSON has the keys."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tandem
+from tandem.bench.model_shapes import MODEL_SHAPES, ModelShape
+from tandem.bench.random_model import build_random_model
+from tandem.cli.main import main
+from tandem.cli.paths import cache_dir
+from tandem.demo import ensure_demo_model
+from tandem.forecast.sizes import ModelSizes, model_sizes
+from tandem.forecast.speed_forecast import extrapolate
+from tandem.hf.checkpoint import open_checkpoint
+from tandem.hf.config import OffloadConfig
+from tandem.hf.dense import packed_layers
+from tandem.kernels.dense import CpuThreads
+from tests.hf.tiny import save_tiny_checkpoint
+from tests.loading.checkpoints import FORMATS, lose_tensors, write_plain, write_quantised
+
+JSON_KEYS = {
+    *("fits", "host_bytes", "gpu_bytes", "expert_slots", "prefill_tokens_per_second"),
+    *("decode_tokens_per_second", "advice"),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny", "qwen3_moe")
+
+
+def sizes_of(directory: Path, **options: Any) -> ModelSizes:
+    return model_sizes(open_checkpoint(directory), OffloadConfig(**options))
+
+
+def loaded_bytes(model: Any) -> tuple[int, int]:
+    """Return the bytes of a loaded model's experts and of everything else."""
+    dense = sum(layer.packed.num_bytes for _, layer in packed_layers(model))
+    tensors = {id(t): t for t in [*model.parameters(), *model.buffers()]}
+    return model.hf_quantizer.store.num_bytes, dense + sum(t.nbytes for t in tensors.values())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"expert_dtype": "int4", "dense_dtype": "auto"}, {"expert_dtype": "fp32"}],
+    ids=["as-it-is", "int4", "fp32"],
+)
+@pytest.mark.parametrize("architecture", ["mixtral", "deepseek_v3", "gpt_oss", "qwen3_next"])
+def test_sizes_are_those_of_the_load(
+    architecture: str, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    directory = save_tiny_checkpoint(tmp_path / "tiny", architecture)
+    sizes = sizes_of(directory, **options)
+    found = loaded_bytes(tandem.load(directory, **options))
+    assert (sizes.experts_bytes, sizes.total_dense_bytes) == found
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq"])
+def test_sizes_of_a_quantised_checkpoint(name: str, tmp_path: Path) -> None:
+    fmt = FORMATS[name]
+    plain = write_plain(tmp_path / "plain", fmt.architecture)
+    directory = write_quantised(tmp_path / "quantised", plain, fmt)
+    assert sizes_of(directory).experts_bytes == loaded_bytes(tandem.load(directory))[0]
+
+
+def test_sizes_of_a_packed_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
+    tandem.pack(checkpoint, tmp_path / "packed", expert_dtype="int4", dense_dtype="int8")
+    found = loaded_bytes(tandem.load(tmp_path / "packed"))
+    sizes = sizes_of(tmp_path / "packed")
+    assert (sizes.experts_bytes, sizes.total_dense_bytes) == found
+
+
+@pytest.mark.parametrize(
+    ("architecture", "lost", "sentence"),
+    [
+        (
+            "mixtral",
+            "model.layers.2.block_sparse_moe.experts.5.w1.weight",
+            "has 7 of the 8 tensors model.layers.*.block_sparse_moe.experts.*.w1.weight of model.",
+        ),
+        ("qwen3_moe", "model.layers.1.mlp.experts", "first is model.layers.1.mlp.experts"),
+        ("gpt_oss", "model.layers.0.mlp.experts.down_proj", "the first is model.layers.0.mlp"),
+        ("qwen3_moe", "model.layers.3.self_attn.q_proj.weight", "first is model.layers.3.self_att"),
+    ],
+)
+def test_a_checkpoint_that_lacks_tensors_is_no_plan(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    architecture: str,
+    lost: str,
+    sentence: str,
+) -> None:
+    directory = save_tiny_checkpoint(tmp_path / "tiny", architecture)
+    lose_tensors(directory, lost)
+    assert main(["plan", str(directory), "--no-measure"]) == 2
+    said = capsys.readouterr()
+    assert sentence in said.err
+    assert said.err.count("\n") == 1
+    assert "fits" not in said.out
+
+
+def plan(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, dict[str, Any]]:
+    assert main(["plan", *words, "--json"]) == 0
+    out = capsys.readouterr().out
+    return out, json.loads(out.splitlines()[-1])
+
+
+def test_says_bytes_and_verdict(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, report = plan(capsys, str(checkpoint), "--no-measure", "--context", "1000")
+    assert set(report) >= JSON_KEYS
+    assert report["fits"] is True
+    assert report["kv_cache_bytes"] == 1000 * sizes_of(checkpoint).kv_bytes_per_token
+    assert report["decode_tokens_per_second"] is None
+    assert "fits:" in out
+    assert any("tandem pack" in line for line in report["advice"])
+
+
+def test_windows_bound_what_their_layers_keep(tmp_path: Path) -> None:
+    sizes = sizes_of(write_plain(tmp_path / "plain", "gpt_oss"))
+    assert sizes.kv_bytes(1000) == 1000 * sizes.kv_bytes_per_token
+    more = sizes.kv_bytes(200_000) - sizes.kv_bytes(100_000)
+    assert more == 100_000 * sizes.kv_bytes_per_token / 2  # every other layer has a window
+
+
+def test_slots_of_a_device(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    image = sizes_of(checkpoint, expert_dtype="int4").expert_image_bytes
+    words = ["--device", "emulated", "--expert-dtype", "int4", "--gpu-memory", str(5 * image)]
+    _, report = plan(capsys, str(checkpoint), *words)
+    assert report["expert_slots"] == 5
+    assert report["gpu_bytes"]["experts"] == 5 * image
+    assert set(report["gpu_bytes"]) == {"dense", "kv_cache", "experts", "workspace"}
+    assert report["decode_tokens_per_second"] > 0
+    assert 0 < report["hit_rate"] < 1
+
+
+def test_what_would_make_it_fit(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = sizes_of(checkpoint)
+    words = [str(checkpoint), "--no-measure", "--context", "16"]
+    _, report = plan(capsys, *words)
+    rest = report["host_bytes"] - report["load_host_bytes"] + sizes.total_dense_bytes
+    room = rest + sizes.experts_bytes // 2
+    monkeypatch.setattr("tandem.experts.store.host_memory.available_bytes", lambda: room)
+    _, report = plan(capsys, *words)
+    assert report["fits"] is False
+    assert any(
+        "with int8 experts it fits" in line or "with int4" in line for line in report["advice"]
+    )
+
+
+def test_speed_is_measured_once_and_kept(
+    checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path))
+    words = [str(checkpoint), "--expert-dtype", "int4", "--threads", "1"]
+    _, report = plan(capsys, *words)
+    assert report["decode_tokens_per_second"] > 0
+    kept = list((tmp_path / "forecasts").iterdir())
+    assert len(kept) == 1
+    assert plan(capsys, *words)[1]["decode_tokens_per_second"] == report["decode_tokens_per_second"]
+
+
+def test_layers_are_extrapolated_in_a_straight_line() -> None:
+    assert extrapolate((2, 1.0), (6, 2.0), 48) == pytest.approx(2.0 + 42 * 0.25)
+    assert extrapolate((4, 1.0), (4, 1.0), 4) == 1.0
+    assert extrapolate((2, 1.0), (6, 0.9), 48) == 0.9  # noise must not make it faster
+
+
+MEASURE = """
+import sys, tandem, json
+from tandem.generate.generator import Generator
+from tandem.hf.checkpoint import open_checkpoint
+from tandem.hf.config import OffloadConfig
+from tandem.forecast.sizes import model_sizes
+from tandem.experts.store.host_memory import process_bytes
+from pathlib import Path
+options = {"dense_dtype": "auto"}
+sizes = model_sizes(open_checkpoint(Path(sys.argv[1])), OffloadConfig(**options))
+before = process_bytes()
+model = tandem.load(sys.argv[1], **options)
+print(json.dumps([before + sizes.experts_bytes + sizes.total_dense_bytes, process_bytes()]))
+"""
+
+
+def memory_of(checkpoint: Path) -> tuple[int, int]:
+    """Return what a load in a fresh process was forecast to take, and what it took."""
+    words = [sys.executable, "-c", MEASURE, str(checkpoint)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    forecast, taken = json.loads(done.stdout.splitlines()[-1])
+    return forecast, taken
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are entered ahead on Linux only")
+def test_a_packed_shape_takes_what_was_forecast(tmp_path: Path) -> None:
+    shape = MODEL_SHAPES["qwen3-30b-a3b"]
+    cut = {"num_hidden_layers": 4, "num_experts": 16, "vocab_size": 8_000}  # 390 MB of files
+    model = build_random_model(
+        ModelShape(shape.model_type, shape.values | cut),
+        OffloadConfig(expert_dtype="int4"),
+        CpuThreads(num_threads=1),
+        dense_dtype="none",
+    )
+    forecast, taken = memory_of(tandem.save(model, tmp_path / "packed"))
+    assert taken == pytest.approx(forecast, rel=0.05)
+
+
+@pytest.mark.demo
+def test_the_demo_model_takes_what_was_forecast() -> None:
+    source = os.environ.get("TANDEM_DEMO_SOURCE")
+    demo = ensure_demo_model("demo", cache_dir=cache_dir(), source=Path(source) if source else None)
+    forecast, taken = memory_of(demo)
+    assert taken == pytest.approx(forecast, rel=0.05)
