@@ -411,7 +411,7 @@ def test_requests_are_answered_alike_on_both_pools(
     expected = answers(Generator(model, has_replay=False))
     generator = Generator(model, has_replay=False)
     pool = CudaSlotPool(model, 3, make_capture=TwinCapture)
-    monkeypatch.setattr(generator, "row_pool", lambda num_rows: pool)
+    monkeypatch.setattr(generator, "slot_pool", lambda num_rows: pool)
     assert answers(generator) == expected
     assert any(step.graphed.is_replaying for step in pool._steps.values())
 
