@@ -13,6 +13,7 @@ from tandem.decode.kv_cache.base import NotByRowsError, RowCache, stepping, tran
 from tandem.decode.norms import NormSwitch
 from tandem.decode.padded import PaddedRows
 from tandem.experts.tracing.events import unheard
+from tandem.hf.compat import takes_logits_to_keep
 from tandem.hf.config_values import foreign_errors
 from tandem.kernels.dense import CpuThreads
 
@@ -37,7 +38,7 @@ class ModelRunner:
         self._switch = AttentionSwitch(model)
         self._norms = None if threads is None else NormSwitch(model, threads)
         self._shell = transformers_cache(model, cache)
-        self.keeps_logits = bool(model._supports_logits_to_keep())
+        self.keeps_logits = takes_logits_to_keep(model)
         """Whether logits can be asked for some of the tokens alone."""
 
     @property

@@ -11,6 +11,12 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationMixin
 
 from tandem.core.errors import UnsupportedModelError
+from tandem.hf.compat import (
+    first_position_ids,
+    has_dynamic_cache,
+    next_step_kwargs,
+    takes_logits_to_keep,
+)
 from tandem.hf.finite import require_finite_logits
 
 
@@ -94,14 +100,12 @@ class PaddedRows:
             "attention_mask": torch.tensor(mask, device=model.device), "use_cache": True,
         }  # fmt: skip
         if "position_ids" in inspect.signature(model.forward).parameters:
-            self._kwargs["position_ids"] = model._prepare_position_ids_for_generation(
-                self._ids, dict(self._kwargs)
-            )
+            self._kwargs["position_ids"] = first_position_ids(model, self._ids, self._kwargs)
         if len(set(map(len, prompts))) == 1:  # a mask of ones only costs time
             self._kwargs["attention_mask"] = None
-        if model._supports_logits_to_keep():
+        if takes_logits_to_keep(model):
             self._kwargs["logits_to_keep"] = 1
-        if model._supports_default_dynamic_cache():
+        if has_dynamic_cache(model):
             config = model.config.get_text_config(decoder=True)
             self._kwargs["past_key_values"] = DynamicCache(config=config)
 
@@ -124,7 +128,7 @@ class PaddedRows:
             **self._kwargs,
         )
         outputs = self._model(**inputs, return_dict=True)
-        self._kwargs = self._model._update_model_kwargs_for_generation(outputs, self._kwargs)
+        self._kwargs = next_step_kwargs(self._model, outputs, self._kwargs)
         logits: Tensor = outputs.logits[:, -1]
         require_finite_logits(self._model, logits, lambda row: self._ids[row].tolist())
         return logits

@@ -1,8 +1,10 @@
 """All that differs between the supported versions of Transformers (5.17 to today)."""
 
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
+from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -98,3 +100,28 @@ def target_names(model: Any, names: Iterable[str]) -> dict[str, str]:
             target, _ = rename_source_key(name, [], [], prefix, parameters)
         found[name] = target
     return found
+
+
+def takes_logits_to_keep(model: Any) -> bool:
+    """Tell whether a forward can compute some tokens' logits alone.
+
+    Stands in for `_supports_logits_to_keep` (5.17 to today), which only `generate`'s models have.
+    """
+    return "logits_to_keep" in inspect.signature(model.forward).parameters
+
+
+def has_dynamic_cache(model: Any) -> bool:
+    """Tell whether `generate` would make a `DynamicCache` for a model (5.17 to today)."""
+    return bool(model._supports_default_dynamic_cache())
+
+
+def first_position_ids(model: Any, ids: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    """Return the positions that `generate` gives a prompt's tokens (5.17 to today)."""
+    positions: Tensor = model._prepare_position_ids_for_generation(ids, dict(kwargs))
+    return positions
+
+
+def next_step_kwargs(model: Any, outputs: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the step after `outputs`, as `generate` does (5.17 to today)."""
+    updated: dict[str, Any] = model._update_model_kwargs_for_generation(outputs, kwargs)
+    return updated

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tandem.core.errors import TandemWarning
 from tandem.hf.opaque_calls import intercepted
+from tandem.kernels.torch_private import end_allocation_to_pool
 
 # The first steps let lazily made things (masks, compiled kernels, workspaces) come to be.
 _STEPS_BEFORE = 2
@@ -103,10 +104,8 @@ class CudaCapture:
         device = self.stream.device
         with contextlib.suppress(RuntimeError):
             graph.capture_end()
-        end_pool = getattr(torch._C, "_cuda_endAllocateToPool", None)
-        if end_pool is not None:  # an error: the allocator has been told, or was never
-            with contextlib.suppress(RuntimeError):
-                end_pool(device.index, self._pool)
+        with contextlib.suppress(RuntimeError):  # the allocator has been told, or was never
+            end_allocation_to_pool(device.index, self._pool)
         generator = torch.cuda.default_generators[device.index]
         with contextlib.suppress(RuntimeError):
             generator.graphsafe_set_state(generator.clone_state())

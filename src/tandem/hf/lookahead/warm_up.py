@@ -14,6 +14,7 @@ from torch import Tensor
 from tandem.experts.execution.batch import ExpertFunctions
 from tandem.experts.execution.executor import Executor, RoutedCall, StatelessExecutor
 from tandem.experts.execution.passing_executor import PassingExecutor
+from tandem.hf.compat import takes_logits_to_keep
 
 WARM_UP_TOKENS = 4
 
@@ -76,8 +77,7 @@ def forward_tokens(model: Any, num_tokens: int, *, num_logits: int | None = None
     With `num_logits` only the last tokens' are computed, where the model can leave the others out.
     """
     ids = warm_up_ids(model, num_tokens)
-    supports = getattr(model, "_supports_logits_to_keep", lambda: False)
-    can_leave_out = num_logits is not None and supports()
+    can_leave_out = num_logits is not None and takes_logits_to_keep(model)
     begin = time.perf_counter()
     with torch.no_grad():
         model(input_ids=ids[None], **({"logits_to_keep": num_logits} if can_leave_out else {}))
