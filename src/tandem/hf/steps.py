@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tandem.experts.execution.executor import CpuExecutor, Executor
+from tandem.experts.execution.executor import Executor
 from tandem.hf.opaque_calls import is_capturing
 
 SEQUENCES: ContextVar[Callable[[], Tensor] | None] = ContextVar("tandem_sequences", default=None)
@@ -21,8 +21,8 @@ def announce_steps(model: Any, executor: Callable[[], Executor]) -> None:
 
     def announce(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         current = executor()
-        if isinstance(current, CpuExecutor):
-            return  # nothing is planned; a compiled model stays whole
+        if not current.needs_steps:
+            return  # a compiled model stays whole
         if is_capturing():
             return  # what is captured is announced with every replay
         ids = kwargs.get("input_ids", args[0] if args else None)

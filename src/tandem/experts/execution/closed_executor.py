@@ -13,6 +13,8 @@ from tandem.experts.execution.executor import Executor, RoutedCall, StatelessExe
 class ClosedExecutor(StatelessExecutor):
     """Computes nothing."""
 
+    needs_steps = True  # so that a step is refused before the model's own layers run
+
     def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> NoReturn:
         """Raise `ConfigError`."""
         _refuse()

@@ -7,23 +7,45 @@ order of the router's top-k.
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from tandem.experts.cache.expert_cache import ExpertCache
 from tandem.experts.execution.batch import CallSide, ExpertFunctions
 from tandem.experts.execution.expert_kernels import ExpertKernels
 from tandem.experts.execution.layer_call import LayerCall
+from tandem.experts.execution.routed_layers import can_read, can_run_steps, native_layer
 from tandem.experts.execution.routing import Routing
 from tandem.experts.execution.row_memory import RowMemory
 from tandem.experts.store.host_store import HostLayer, HostStore
 from tandem.experts.tracing.events import LayerExecuted, Listener
+from tandem.kernels import _native
 
 # Bounds the fp32 rows of a long prompt: 2048 tokens x top-8 x 2048 values are 128 MiB.
 MAX_TOKENS_AT_ONCE = 2048
+
+
+class RoutedCall(NamedTuple):
+    """One call of a layer: its tokens and what the router chose for them."""
+
+    layer: int
+    hidden: Tensor  # (n_tokens, hidden_size)
+    top_k_index: Tensor  # (n_tokens, top_k)
+    top_k_weights: Tensor  # (n_tokens, top_k)
+
+
+class DirectCall(NamedTuple):
+    """A layer's call that native code does alone, from the router's choice to the sum."""
+
+    layer: _native.RoutedLayer
+    choice: tuple[Tensor, Tensor] | None
+    """Index and weights to read instead of the router's; every step fills them as it begins."""
+    report: Callable[[Tensor, int], None]
+    """Takes the index and the number of active experts once a call is done."""
 
 
 class Executor(Protocol):
@@ -31,6 +53,18 @@ class Executor(Protocol):
 
     store: HostStore
     listeners: list[Listener]
+
+    @property
+    def cache(self) -> ExpertCache | None:
+        """The expert cache on a device; None if the CPU computes every expert."""
+
+    @property
+    def needs_steps(self) -> bool:
+        """Whether each forward pass must be announced by `begin_step`, also a replayed one."""
+
+    @property
+    def needs_hooks(self) -> bool:
+        """Whether hooks on the model's modules must run in each step, as replays do not."""
 
     def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:
         """Announce the tokens of the forward pass that comes; ids are empty if unknown."""
@@ -49,24 +83,25 @@ class Executor(Protocol):
         An id outside 0..num_experts-1 is a padding of the router and adds nothing.
         """
 
+    def settle(self) -> None:
+        """Do what waits for the next step, before a step that is replayed without `execute`."""
+
     def deferring(self) -> AbstractContextManager[None]:
         """Return what lets layers within leave to later what their results do not need."""
+
+    def direct_call(self, call: RoutedCall, functions: ExpertFunctions) -> DirectCall | None:
+        """Return what does calls like this one without the executor; None: it takes part."""
 
     def close(self) -> None:
         """End all threads; the executor is not used afterwards."""
 
 
-class RoutedCall(NamedTuple):
-    """One call of a layer: its tokens and what the router chose for them."""
-
-    layer: int
-    hidden: Tensor  # (n_tokens, hidden_size)
-    top_k_index: Tensor  # (n_tokens, top_k)
-    top_k_weights: Tensor  # (n_tokens, top_k)
-
-
 class StatelessExecutor(ABC):
     """What executors share to which steps mean nothing."""
+
+    cache: ExpertCache | None = None
+    needs_steps = False
+    needs_hooks = False
 
     def __init__(self, store: HostStore) -> None:
         """Serve a store's layers."""
@@ -74,14 +109,21 @@ class StatelessExecutor(ABC):
         self.listeners: list[Listener] = []
 
     def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:  # noqa: B027
-        """Need nothing."""
+        """No-op."""
+
+    def settle(self) -> None:  # noqa: B027
+        """No-op."""
 
     def deferring(self) -> AbstractContextManager[None]:
         """Defer nothing: there is nothing but the results."""
         return nullcontext()
 
+    def direct_call(self, call: RoutedCall, functions: ExpertFunctions) -> DirectCall | None:
+        """Return None."""
+        return None
+
     def close(self) -> None:  # noqa: B027
-        """Need nothing: what an executor holds ends with it."""
+        """No-op: what an executor holds ends with it."""
 
     def execute(
         self,
@@ -118,6 +160,23 @@ class CpuExecutor(StatelessExecutor):
             return self._execute(self.store[layer], hidden, top_k_index, top_k_weights, functions)
         on_host = hidden.to("cpu"), top_k_index.to("cpu"), top_k_weights.to("cpu")
         return self._execute(self.store[layer], *on_host, functions).to(hidden.device)
+
+    def direct_call(self, call: RoutedCall, functions: ExpertFunctions) -> DirectCall | None:
+        """Return the direct call of a packed layer; None for what the kernels do not know."""
+        if type(self) is not CpuExecutor:  # a subclass computes in a way of its own
+            return None
+        layer = self.store[call.layer]
+        native, tensors = native_layer(layer, functions), call[1:]
+        if native is None or not can_run_steps(layer, functions) or not can_read(*tensors):
+            return None
+        if not all(tensor.is_contiguous() for tensor in tensors):
+            return None
+
+        def report(index: Tensor, num_active: int) -> None:
+            if self.listeners:
+                self.report(layer, index, num_active, index.numel())
+
+        return DirectCall(native, None, report)
 
     def _execute(
         self,

@@ -24,6 +24,7 @@ from tandem.experts.cache.expert_cache import SHRINK, ExpertCache
 from tandem.experts.devices.device import Device, OutOfDeviceMemoryError
 from tandem.experts.execution import executor as cpu_executor
 from tandem.experts.execution.batch import CallSide, ExpertFunctions
+from tandem.experts.execution.executor import DirectCall, RoutedCall
 from tandem.experts.execution.expert_kernels import ExpertKernels
 from tandem.experts.execution.layer_call import LayerCall
 from tandem.experts.execution.routing import Routing
@@ -66,6 +67,8 @@ class _Done(NamedTuple):
 class HybridExecutor:
     """Computes layers by the planner's plans. One call at a time, layers in the model's order."""
 
+    needs_steps = True
+
     def __init__(self, cache: ExpertCache, kernels: ExpertKernels) -> None:
         """Serve the cache's store; `kernels` compute the CPU's share."""
         self.store: HostStore = cache.store
@@ -87,6 +90,11 @@ class HybridExecutor:
         """The device that the cache is on."""
         return self.cache.device
 
+    @property
+    def needs_hooks(self) -> bool:
+        """Whether routers are asked ahead, by what hooks on them have seen."""
+        return self.foresee is not None
+
     def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:
         """Announce the tokens of the forward pass that comes; ids are empty if unknown."""
         self._announced = token_ids, is_prefill
@@ -96,7 +104,7 @@ class HybridExecutor:
         self._wanted_slots = num_slots
 
     def settle(self) -> None:
-        """Do what waits for the next step; for whoever replays steps without this executor."""
+        """Learn and report of the last layer, and take the size that was asked for."""
         self.catch_up()
         if self._wanted_slots is not None:
             wanted, self._wanted_slots = self._wanted_slots, None
@@ -115,6 +123,10 @@ class HybridExecutor:
             self._is_deferring = False
             with self._turn:
                 self.catch_up()
+
+    def direct_call(self, call: RoutedCall, functions: ExpertFunctions) -> DirectCall | None:
+        """Return None: each layer is planned."""
+        return None
 
     def close(self) -> None:
         """End all threads and give the device's memory back."""

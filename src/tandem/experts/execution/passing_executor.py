@@ -5,19 +5,32 @@ from contextlib import AbstractContextManager
 
 from torch import Tensor
 
+from tandem.experts.cache.expert_cache import ExpertCache
 from tandem.experts.execution.batch import ExpertFunctions
-from tandem.experts.execution.executor import Executor, RoutedCall
+from tandem.experts.execution.executor import DirectCall, Executor, RoutedCall
 from tandem.experts.tracing.events import Listener
 
 
 class PassingExecutor:
     """Hands everything to the executor within. A subclass overrides `before` or `after`."""
 
+    needs_steps = True
+
     def __init__(self, inner: Executor) -> None:
         """Stand before `inner`, with its store and its listeners."""
         self.inner = inner
         self.store = inner.store
         self.listeners: list[Listener] = inner.listeners
+
+    @property
+    def cache(self) -> ExpertCache | None:
+        """The expert cache of the executor within."""
+        return self.inner.cache
+
+    @property
+    def needs_hooks(self) -> bool:
+        """Whether the executor within needs hooks."""
+        return self.inner.needs_hooks
 
     def before(self, call: RoutedCall) -> RoutedCall:
         """Return the call that is computed."""
@@ -43,6 +56,14 @@ class PassingExecutor:
         out = self.inner.execute(*call, functions)
         self.after(call)
         return out
+
+    def settle(self) -> None:
+        """Let the executor within do what waits."""
+        self.inner.settle()
+
+    def direct_call(self, call: RoutedCall, functions: ExpertFunctions) -> DirectCall | None:
+        """Return None: `before` and `after` are part of each call."""
+        return None
 
     def deferring(self) -> AbstractContextManager[None]:
         """Let the executor within defer."""

@@ -3,12 +3,14 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from tandem.policy.plan import Copy, LayerLoad, LayerPlan
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from tandem.experts.execution.executor import Executor
 
 
 class LayerExecuted(NamedTuple):
@@ -40,7 +42,7 @@ Listener = Callable[[LayerExecuted], None]
 
 
 @contextmanager
-def unheard(executor: Any) -> Iterator[None]:
+def unheard(executor: "Executor | None") -> Iterator[None]:
     """Keep steps that only try something from an executor's listeners (None: there is none).
 
     What listeners sum up, learn from or show is what answers took.
@@ -48,7 +50,7 @@ def unheard(executor: Any) -> Iterator[None]:
     if executor is None:
         yield
         return
-    listeners: list[Listener] = executor.listeners
+    listeners = executor.listeners
     kept = listeners[:]
     listeners.clear()  # in place: recorded steps hold this very list
     try:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import ConfigError
-from tandem.experts.execution.executor import Executor, RoutedCall
+from tandem.experts.execution.batch import ExpertFunctions
+from tandem.experts.execution.executor import DirectCall, Executor, RoutedCall
 from tandem.experts.execution.passing_executor import PassingExecutor
 from tandem.trace import RoutingTrace
 
@@ -56,6 +57,13 @@ class ForcedRouting(PassingExecutor):
             self._there = self._brought(self._tokens, device)
         index, weights = self._there
         return call._replace(top_k_index=index[call.layer], top_k_weights=weights[call.layer])
+
+    def direct_call(self, call: RoutedCall, functions: ExpertFunctions) -> DirectCall | None:
+        """Return the direct call of the executor within, which reads the trace's choice."""
+        choice = self.choices(call.layer, len(call.hidden))
+        forced = RoutedCall(call.layer, call.hidden, *choice)
+        native = self.inner.direct_call(forced, functions)
+        return None if native is None else native._replace(choice=choice)
 
     def _brought(self, tokens: _Tokens, device: torch.device) -> tuple[Tensor, Tensor]:
         """Bring the choices of all layers to a device at once; to a GPU without a wait.
