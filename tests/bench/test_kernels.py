@@ -1,13 +1,17 @@
 """Tandem's kernels and other systems', timed in turn: that it works, not how fast."""
 
+import json
 import time
 from pathlib import Path
 
 import pytest
+from benchmarks.kernels.peers import PEERS
+from benchmarks.kernels.peers.__main__ import start_peers
+from benchmarks.kernels.peers.process import PeerProcess
+from benchmarks.kernels.peers.torch_linear import TorchLinear
 
-from tandem.bench.kernels import KernelBench
-from tandem.bench.peers import PEERS, Work
-from tandem.bench.peers.process import PeerProcess
+from tandem.bench.kernels import KernelBench, Work
+from tests.programs import python
 
 SMALL = Work(256, 256, "bf16", num_active=2, num_threads=1, store_bytes=4_000_000, max_tokens=5)
 
@@ -50,13 +54,36 @@ def _state(peer: PeerProcess) -> str:
     return status
 
 
-def test_a_peer_that_fails_is_named_and_the_others_are_measured() -> None:
+def test_a_peer_that_fails_is_named_and_the_others_are_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in set(PEERS) - {"torch"}:
+        monkeypatch.delitem(PEERS, name)
+    monkeypatch.setitem(PEERS, "nobody", TorchLinear())  # a name that its process does not know
     bench = KernelBench(num_threads=1, store_bytes=1_000_000)
-    cases = list(bench.cases("olmoe", "bf16", [1], ["torch", "nobody"]))
+    with start_peers(bench.work("olmoe", "bf16", [1]), bench.failures) as peers:
+        cases = list(bench.cases("olmoe", "bf16", [1], peers))
     assert [case.peer for case in cases] == [None, "torch"]
     assert cases[1].ratio == pytest.approx(cases[1].microseconds / cases[0].microseconds)
     assert list(bench.failures) == ["nobody, bf16"]
     assert "nobody" in bench.failures["nobody, bf16"]
+
+
+def test_peers_are_timed_beside_each_case_or_named_as_missing() -> None:
+    words = ["--shape", "olmoe", "--format", "bf16", "--tokens", "1", "--threads", "1", "--json"]
+    command = "import runpy; runpy.run_module('benchmarks.kernels.peers', run_name='__main__')"
+    done = python(command, *words)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    own, *others = report["cases"]
+    assert own["peer"] is None
+    timed = {case["peer"] for case in others}
+    assert "torch" in timed
+    assert timed | set(report["missing_peers"]) == {
+        *("torch", "llama.cpp", "kt-kernel", "kt-kernel, 1 thread fewer")
+    }
+    for case in others:
+        assert case["ratio"] == pytest.approx(case["microseconds"] / own["microseconds"])
 
 
 def test_every_case_reads_other_experts_than_the_one_before() -> None:

@@ -1,4 +1,4 @@
-"""Times the expert kernels against what this machine can do, and against other systems', in turn.
+"""Times the expert kernels against what this machine can do, and in turn with others'.
 
 The ceilings drift on shared machines, so every round of a case measures them again: bytes read per
 second with the same threads, int8 and bf16 multiplications per second. Weights are random and cold:
@@ -7,15 +7,13 @@ each call takes the next experts of a store that is larger than the caches.
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from tandem.bench.peers import Work
-from tandem.bench.peers.process import PeerProcess
 from tandem.core.errors import ConfigError
 from tandem.core.registry import nearest_names
 from tandem.kernels.formats.expert import ExpertLayout
@@ -59,6 +57,27 @@ class Ceiling:
 
 
 @dataclass(frozen=True, slots=True)
+class Work:
+    """Gated experts of one shape: each call sends every token to the next `num_active` of them."""
+
+    hidden_size: int
+    intermediate_size: int
+    format: str
+    """Tandem's name of the format; another system takes its own nearest one."""
+    num_active: int
+    num_threads: int
+    store_bytes: int
+    """Weights to keep at least, so that each call finds its experts in memory, not in a cache."""
+    max_tokens: int
+
+    def num_experts(self, bits_per_weight: float) -> int:
+        """Return how many experts fill the store, whole calls of them."""
+        one = 3 * self.hidden_size * self.intermediate_size * bits_per_weight / 8
+        calls = max(2, round(self.store_bytes / one / self.num_active))
+        return calls * self.num_active
+
+
+@dataclass(frozen=True, slots=True)
 class Case:
     """One measured case: medians over calls; `share_of_ceiling` of the bound that is nearer."""
 
@@ -79,13 +98,15 @@ class Case:
     """Tandem's speed divided by the peer's."""
 
 
-class _Timed(Protocol):
-    """Tandem's kernels, or a peer's, with weights in place."""
+class Timed(Protocol):
+    """Tandem's kernels, or another system's, with weights in place."""
 
     bytes_per_call: int
     format: str
 
-    def time_calls(self, tokens: int, num_calls: int) -> list[float]: ...
+    def time_calls(self, tokens: int, num_calls: int) -> list[float]:
+        """Return the seconds of some calls, each on the next experts."""
+        ...
 
 
 class KernelBench:
@@ -112,33 +133,30 @@ class KernelBench:
         """Return the bytes read per nanosecond now; takes a few milliseconds."""
         return _rate(lambda: self.experts.read_all(self._memory[:, :_SAMPLE_BYTES]))
 
-    def cases(
-        self, shape: str, format_name: str, tokens: Sequence[int], peers: Sequence[str] = ()
-    ) -> Iterator[Case]:
-        """Measure one format of a shape; each of Tandem's cases is followed by the peers'."""
+    def work(self, shape: str, format_name: str, tokens: Sequence[int]) -> Work:
+        """Return what is computed for one format of a shape: what a peer is to compute too."""
         layout = _layout(shape, format_name)
-        work = Work(
+        return Work(
             layout.hidden_size, layout.intermediate_size, layout.format.name, _NUM_ACTIVE,
             self.experts.num_threads, self._store_bytes, max(tokens),
         )  # fmt: skip
-        timed: dict[str | None, _Timed] = {None: _Own(self.experts, layout, work)}
-        processes: list[PeerProcess] = []
-        try:
-            for name in peers:
-                try:
-                    processes.append(PeerProcess(name, work))
-                except OSError as error:
-                    self.failures[f"{name}, {layout.format.name}"] = str(error)
-                else:
-                    timed[name] = processes[-1]
-            for count in tokens:
-                yield from self._compare(shape, layout, count, timed)
-        finally:
-            for process in processes:
-                process.close()
+
+    def cases(
+        self,
+        shape: str,
+        format_name: str,
+        tokens: Sequence[int],
+        peers: Mapping[str, Timed] | None = None,
+    ) -> Iterator[Case]:
+        """Measure one format of a shape; each of Tandem's cases is followed by the peers'."""
+        layout, work = _layout(shape, format_name), self.work(shape, format_name, tokens)
+        timed: dict[str | None, Timed] = {None: _Own(self.experts, layout, work)}
+        timed.update(peers or {})
+        for count in tokens:
+            yield from self._compare(shape, layout, count, timed)
 
     def _compare(
-        self, shape: str, layout: ExpertLayout, tokens: int, timed: dict[str | None, _Timed]
+        self, shape: str, layout: ExpertLayout, tokens: int, timed: dict[str | None, Timed]
     ) -> Iterator[Case]:
         """Time all in turn, several rounds with a measurement of the ceilings in each."""
         seconds: dict[str | None, list[float]] = {name: [] for name in timed}
@@ -198,7 +216,7 @@ def _judge(
     layout: ExpertLayout,
     tokens: int,
     seconds: float,
-    timed: _Timed,
+    timed: Timed,
     ceilings: list[Ceiling],
     peer: str | None,
     own_seconds: float,

@@ -5,26 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Gated experts of one shape: each call sends every token to the next `num_active` of them."""
-
-    hidden_size: int
-    intermediate_size: int
-    format: str
-    """Tandem's name of the format; a peer takes its own nearest one."""
-    num_active: int
-    num_threads: int
-    store_bytes: int
-    """Weights to keep at least, so that each call finds its experts in memory, not in a cache."""
-    max_tokens: int
-
-    def num_experts(self, bits_per_weight: float) -> int:
-        """Return how many experts fill the store, whole calls of them."""
-        one = 3 * self.hidden_size * self.intermediate_size * bits_per_weight / 8
-        calls = max(2, round(self.store_bytes / one / self.num_active))
-        return calls * self.num_active
+from tandem.bench.kernels import Work
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from benchmarks.kernels.peers.peer import Prepared, why_not_installed
 from torch import Tensor
 
-from tandem.bench.peers.peer import Prepared, Work, why_not_installed
+from tandem.bench.kernels import Work
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from benchmarks.kernels.peers.peer import Prepared, why_not_installed
 
-from tandem.bench.peers.peer import Prepared, Work, why_not_installed
+from tandem.bench.kernels import Work
 
 _F32, _I32 = 0, 26
 _CPU_DEVICE = 0

@@ -11,7 +11,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from tandem.bench.peers.peer import Work
+from tandem.bench.kernels import Work
 
 _START_SECONDS = 120.0
 _CALL_SECONDS = 60.0
@@ -71,7 +71,7 @@ class PeerProcess:
 
 def _serve(connection: Connection, name: str, work: Work) -> None:
     """Answer requests until the other side closes; what fails is sent as a sentence."""
-    from tandem.bench.peers import PEERS
+    from benchmarks.kernels.peers import PEERS
 
     # Their messages are for nobody here, and standard output may end with our JSON.
     quiet = os.open(os.devnull, os.O_WRONLY)

@@ -1,9 +1,13 @@
 """Other systems' expert kernels on the same shapes: one module per system, each optional."""
 
-from tandem.bench.peers.kt_kernel import KtKernel
-from tandem.bench.peers.llama_cpp import LlamaCpp
-from tandem.bench.peers.peer import Peer, Prepared, Work
-from tandem.bench.peers.torch_linear import TorchLinear
+import os
+
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as tandem sets it: before torch is loaded
+
+from benchmarks.kernels.peers.kt_kernel import KtKernel
+from benchmarks.kernels.peers.llama_cpp import LlamaCpp
+from benchmarks.kernels.peers.peer import Peer
+from benchmarks.kernels.peers.torch_linear import TorchLinear
 
 PEERS: dict[str, Peer] = {
     peer.name: peer
@@ -15,5 +19,3 @@ PEERS: dict[str, Peer] = {
         KtKernel(num_spared=1),
     )
 }
-
-__all__ = ["PEERS", "Peer", "Prepared", "Work"]

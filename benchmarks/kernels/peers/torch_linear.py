@@ -1,9 +1,10 @@
 """PyTorch: an expert as three bf16 `linear`s, as Transformers' eager experts are."""
 
 import torch
+from benchmarks.kernels.peers.peer import Prepared
 from torch.nn.functional import linear, silu
 
-from tandem.bench.peers.peer import Prepared, Work
+from tandem.bench.kernels import Work
 
 
 class TorchLinear:
