@@ -104,12 +104,16 @@ class RecordedGraph:
 
     @torch.inference_mode()
     def profile(self, num_runs: int) -> list[tuple[Operation, float]]:
-        """Run several times; return each operation with its mean seconds. Slower than `run`."""
+        """Run several times; return what runs with its mean seconds. Slower than `run`."""
         seconds = [0.0] * len(self._operations)
         timed = _compile(self._operations, self._places, self._result, seconds)
         for _ in range(num_runs):
             timed()
-        return [(op, total / num_runs) for op, total in zip(self._operations, seconds, strict=True)]
+        return [
+            (operation, seconds[index] / num_runs)
+            for index, operation in enumerate(self._operations)
+            if index not in self._places.views
+        ]
 
     def shape_of(self, ref: Ref) -> tuple[int, ...]:
         """Return the shape of a tensor."""

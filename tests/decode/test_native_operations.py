@@ -1,0 +1,131 @@
+"""Recorded decode steps of real architectures stay as native as they are.
+
+Pinned in `native_operations.json`: how many calls a step makes (native programs, and operations
+that are left to torch), and how often it has each operation, native or not. Written again by
+`pytest tests/decode/test_native_operations.py --write-docs`; its diff is what to look at.
+"""
+
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+import tandem
+from tandem.decode.recording.coverage import coverage_of
+from tandem.decode.recording.recorded_graph import RecordedGraph
+from tandem.generate.generator import Generator
+from tests.architectures import build_tiny_model
+
+TABLE = Path(__file__).with_name("native_operations.json")
+COMMAND = "pytest tests/decode/test_native_operations.py --write-docs"
+ARCHITECTURES = [
+    *("deepseek_v3", "ernie4_5_moe", "gemma4", "glm4_moe", "gpt_oss", "hunyuan_v1_moe"),
+    *("minimax_m2", "mistral4", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"),
+]
+PADDED = ["phimoe", "qwen3_next"]  # nothing of them is replayed
+NEWEST = (5, 23)  # the Transformers that the table was written on
+IS_OLDER = tuple(map(int, transformers.__version__.split(".")[:2])) < NEWEST
+PADDED_ON_THE_OLDEST = {"ernie4_5_moe"}
+TOKENS = 6  # of an answer: some steps are recorded and compared
+
+Step = dict[str, Any]
+
+
+def recorded_graph_of(generator: Generator) -> RecordedGraph | None:
+    return generator._last.step.recorded if generator._last is not None else None
+
+
+def step_of(name: str) -> Step | None:
+    """Return what one decode step of a tiny model is, loaded as users do; None: it is padded."""
+    with tempfile.TemporaryDirectory() as folder:
+        build_tiny_model(name).save_pretrained(folder)
+        model: Any = tandem.load(
+            folder, dtype="bfloat16", expert_dtype="int8", dense_dtype="int8", threads=1
+        )
+    model.generation_config.eos_token_id = None
+    generator = Generator(model)
+    generator.generate([40, 41, 42], max_new_tokens=TOKENS, temperature=0)
+    recorded = recorded_graph_of(generator)
+    if recorded is None:
+        assert generator.why_padded is not None, generator.why_slower
+        return None
+    coverage = coverage_of(recorded)
+    left = {entry.operation: entry.calls for entry in coverage.not_native}
+    return {
+        "calls": coverage.num_calls,
+        "native": coverage.native,
+        "torch": dict(sorted(left.items())),
+    }
+
+
+def differences(was: Step, now: Step) -> Iterator[str]:
+    """Say what a step has lost, then what else is different."""
+    for name in sorted(was["native"].keys() | now["native"].keys()):
+        before, after = was["native"].get(name, 0), now["native"].get(name, 0)
+        if after < before:
+            yield f"{name} is no longer native: {after} times where it was {before}"
+        elif after > before:
+            yield f"{name} is native {after} times where it was {before}"
+    for name in sorted(was["torch"].keys() | now["torch"].keys()):
+        before, after = was["torch"].get(name, 0), now["torch"].get(name, 0)
+        if after != before:
+            yield f"{name} is left to torch {after} times where it was {before}"
+    if now["calls"] != was["calls"]:
+        yield f"a step makes {now['calls']} calls where it made {was['calls']}"
+
+
+def written(table: dict[str, Step]) -> str:
+    """Return the table with one line for each kind, for diffs that can be read."""
+    steps = []
+    for name, step in table.items():
+        lines = [f"    {json.dumps(key)}: {json.dumps(value)}" for key, value in step.items()]
+        steps.append(f"  {json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n  }")
+    return "{\n" + ",\n".join(steps) + "\n}\n"
+
+
+@pytest.fixture(scope="module")
+def table(request: pytest.FixtureRequest) -> dict[str, Step]:
+    if request.config.getoption("--write-docs"):
+        steps = {name: step for name in ARCHITECTURES if (step := step_of(name)) is not None}
+        TABLE.write_text(written(steps), encoding="utf-8")
+    read: dict[str, Step] = json.loads(TABLE.read_text(encoding="utf-8"))
+    return read
+
+
+@pytest.mark.seam
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_decode_step_is_as_native_as_it_was(name: str, table: dict[str, Step]) -> None:
+    step = step_of(name)
+    if step is None:
+        assert IS_OLDER, f"{name}: steps are no longer replayed, they run padded"
+        assert name in PADDED_ON_THE_OLDEST
+        return
+    found = list(differences(table[name], step))
+    if IS_OLDER:  # leaves a little more to torch
+        found = [line for line in found if "no longer native" in line]
+    assert not found, "\n  ".join([f"{name}:", *found, f"if that is meant: {COMMAND}"])
+
+
+@pytest.mark.seam
+@pytest.mark.parametrize("name", PADDED)
+def test_architectures_that_are_not_replayed_yet(name: str) -> None:
+    assert step_of(name) is None, f"{name} is replayed now: add it to ARCHITECTURES; then {COMMAND}"
+
+
+def test_the_table_names_what_is_tested(table: dict[str, Step]) -> None:
+    assert list(table) == ARCHITECTURES
+
+
+def test_a_loss_is_named() -> None:
+    was = {"calls": 11, "native": {"rms_norm": 9, "topk": 4}, "torch": {"cos": 1}}
+    now = {"calls": 31, "native": {"rms_norm": 9}, "torch": {"cos": 1, "topk": 4}}
+    assert list(differences(was, now)) == [
+        "topk is no longer native: 0 times where it was 4",
+        "topk is left to torch 4 times where it was 0",
+        "a step makes 31 calls where it made 11",
+    ]
+    assert list(differences(was, was)) == []
