@@ -10,12 +10,12 @@ import pytest
 
 from tandem.experts.cache.policy_tables import NATIVE_TABLES
 from tandem.policy.cost import CostTable
-from tandem.policy.eviction.successor import Successor
+from tandem.policy.eviction.next_use import NextUse
 from tandem.policy.plan import Copy, Geometry, LayerLoad
 from tandem.policy.planner import UNLIMITED
-from tandem.policy.prediction.foresight import Foresight
+from tandem.policy.prediction.regression_predictor import RegressionPredictor
 from tandem.policy.settings import make_planner
-from tandem.policy.tables import DecideLone, LoneDecision, LoneTerms
+from tandem.policy.tables import DecideSingleToken, SingleTokenDecision, SingleTokenTerms
 from tandem.sim.steps import LoadReader, replay_steps
 from tandem.sim.systems import TANDEM
 from tandem.trace import RoutingTrace, read_trace
@@ -43,7 +43,7 @@ def trace(request: pytest.FixtureRequest) -> RoutingTrace:
 def test_evictions_rank_alike(trace: RoutingTrace, batch: int) -> None:
     """Both are asked and may learn at other moments: that changes no answer."""
     draw, geometry = random.Random(batch), trace.meta.geometry
-    plain, native = Successor(geometry), Successor(geometry, tables=NATIVE_TABLES)
+    plain, native = NextUse(geometry), NextUse(geometry, tables=NATIVE_TABLES)
     for _, is_prefill, loads in steps_of(trace, batch):
         plain.begin_step(is_prefill=is_prefill)
         native.begin_step(is_prefill=is_prefill)
@@ -55,13 +55,16 @@ def test_evictions_rank_alike(trace: RoutingTrace, batch: int) -> None:
             if draw.random() < 0.3:
                 first = load.layer * geometry.num_experts
                 keys = range(first, first + geometry.num_experts)
-                assert native.worth(keys) == plain.worth(keys)
+                assert native.scores(keys) == plain.scores(keys)
 
 
 @pytest.mark.parametrize("batch", [1, 5])
-def test_predictions_foresee_alike(trace: RoutingTrace, batch: int) -> None:
+def test_predictions_are_alike(trace: RoutingTrace, batch: int) -> None:
     draw, geometry = random.Random(batch), trace.meta.geometry
-    plain, native = Foresight(geometry), Foresight(geometry, tables=NATIVE_TABLES)
+    plain, native = (
+        RegressionPredictor(geometry),
+        RegressionPredictor(geometry, tables=NATIVE_TABLES),
+    )
     compared = 0
     for ids, _, loads in steps_of(trace, batch):
         plain.begin_step(ids)
@@ -83,7 +86,7 @@ def test_predictions_foresee_alike(trace: RoutingTrace, batch: int) -> None:
 
 @pytest.mark.parametrize("link", [0.0, 0.3, 3.0])
 @pytest.mark.parametrize(("never_worse", "max_fetches"), [(True, UNLIMITED), (False, 2)])
-def test_lone_layers_are_planned_alike(link: float, never_worse: bool, max_fetches: int) -> None:
+def test_single_tokens_are_planned_alike(link: float, never_worse: bool, max_fetches: int) -> None:
     """Random routing, with layers of two tokens between and copies that end at random.
 
     Now and then more experts are chosen than the model would: a trace may be forced onto it.
@@ -95,12 +98,12 @@ def test_lone_layers_are_planned_alike(link: float, never_worse: bool, max_fetch
     costs = CostTable(make_machine(geometry, link=link, gpu=0.3).shape)
     asked = 0
 
-    def counting(terms: LoneTerms) -> DecideLone:
-        native = NATIVE_TABLES.lone
+    def counting(terms: SingleTokenTerms) -> DecideSingleToken:
+        native = NATIVE_TABLES.single_token
         assert native is not None
         decide = native(terms)
 
-        def count(*layer: Any) -> LoneDecision:
+        def count(*layer: Any) -> SingleTokenDecision:
             nonlocal asked
             asked += 1
             return decide(*layer)
@@ -109,7 +112,7 @@ def test_lone_layers_are_planned_alike(link: float, never_worse: bool, max_fetch
 
     plain, native = (
         make_planner(settings, geometry, costs, 30, resident=range(0, 72, 5), tables=tables)
-        for tables in (None, NATIVE_TABLES._replace(lone=counting))
+        for tables in (None, NATIVE_TABLES._replace(single_token=counting))
     )
     now, under_way = 0.0, list[Copy]()
     for step in range(150):
@@ -146,11 +149,14 @@ def random_load(draw: random.Random, layer: int, num_tokens: int, top_k: int) ->
 def test_any_integer_may_be_a_token_id() -> None:
     """Models mark images by negative ids; -1 was what an empty place said."""
     geometry = Geometry(2, 8, 2)
-    plain, native = Foresight(geometry), Foresight(geometry, tables=NATIVE_TABLES)
+    plain, native = (
+        RegressionPredictor(geometry),
+        RegressionPredictor(geometry, tables=NATIVE_TABLES),
+    )
     for step, token in enumerate([-1, 1023, -200, -1, 824, -1, 2**40, -(2**40)] * 3):
-        for foresight in (plain, native):
-            foresight.begin_step([token])
-            foresight.observe(LayerLoad(0, (step % 4, 4 + step % 3), (1, 1)))
+        for predictor in (plain, native):
+            predictor.begin_step([token])
+            predictor.observe(LayerLoad(0, (step % 4, 4 + step % 3), (1, 1)))
         for layer in range(2):
             expected, actual = plain.predict(layer), native.predict(layer)
             assert expected is not None
@@ -159,9 +165,9 @@ def test_any_integer_may_be_a_token_id() -> None:
 
 
 def test_numbers_that_do_not_exist_are_refused() -> None:
-    table = NATIVE_TABLES.successor(Geometry(2, 8, 2), 1)
+    table = NATIVE_TABLES.next_use(Geometry(2, 8, 2), 1)
     with pytest.raises(ValueError, match="expert 8, expected 0 to 7"):
         table.note(LayerLoad(1, (3, 8), (1, 1)), 1, (3, 8), ())
-    tables = NATIVE_TABLES.foresight(Geometry(2, 8, 2))
+    tables = NATIVE_TABLES.prediction(Geometry(2, 8, 2))
     with pytest.raises(ValueError, match="layer 2, expected 0 to 1"):
         tables.scores(2, (), ())

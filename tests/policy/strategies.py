@@ -25,7 +25,7 @@ def problems(draw: st.DrawFn, max_experts: int = 8) -> LayerProblem:
         cpu=draw(st.lists(TIMES, min_size=count, max_size=count)),
         gpu=draw(st.lists(TIMES, min_size=count, max_size=count)),
         wait=draw(st.lists(wait, min_size=count, max_size=count)),
-        worth=[0.0] * count,
+        scores=[0.0] * count,
         cpu_first=draw(st.floats(0.0, 1e-3)),
         link=link,
         link_busy=draw(st.floats(0.0, 0.01)),

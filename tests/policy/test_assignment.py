@@ -38,7 +38,7 @@ def problem(
         cpu=cpu,
         gpu=gpu,
         wait=wait,
-        worth=[0.0] * count,
+        scores=[0.0] * count,
         cpu_first=more.get("cpu_first", 0.0),
         link=link,
         link_busy=more.get("link_busy", 0.0),
@@ -176,7 +176,7 @@ def test_balanced_waits_for_a_prefetch_in_flight_only_if_it_pays() -> None:
 
 
 def test_balanced_fetches_what_the_cache_wants_among_equals() -> None:
-    layer = problem([5.0] * 3, [0.1] * 3, [-1.0] * 3)._replace(worth=[0.0, 2.0, 1.0])
+    layer = problem([5.0] * 3, [0.1] * 3, [-1.0] * 3)._replace(scores=[0.0, 2.0, 1.0])
     assert Balanced().assign(layer).fetch == [1, 2]
 
 

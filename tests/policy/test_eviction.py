@@ -8,7 +8,7 @@ from tandem.policy.eviction.fifo import Fifo
 from tandem.policy.eviction.hybrimoe import HybriMoeScore
 from tandem.policy.eviction.lfu import Lfu
 from tandem.policy.eviction.lru import Lru
-from tandem.policy.eviction.successor import Successor
+from tandem.policy.eviction.next_use import NextUse
 from tandem.policy.plan import Geometry, LayerLoad
 
 ONE_LAYER = Geometry(num_layers=1, num_experts=8, top_k=2)
@@ -23,17 +23,17 @@ def test_lru_ranks_by_last_use() -> None:
     for experts in ((1, 2), (3,), (1,)):
         policy.begin_step(is_prefill=False)
         policy.touch(load(*experts))
-    assert policy.worth([1, 2, 3, 4]) == [3, 1, 2, -1]
+    assert policy.scores([1, 2, 3, 4]) == [3, 1, 2, -1]
 
 
 def test_fifo_ranks_by_arrival_and_lfu_by_tokens() -> None:
     fifo, lfu = Fifo(ONE_LAYER), Lfu(ONE_LAYER)
     for key in (5, 2):
         fifo.inserted(key)
-    assert fifo.worth([2, 5]) == [2, 1]
+    assert fifo.scores([2, 5]) == [2, 1]
     lfu.touch(load(1, 2, tokens=(4, 1)))
     lfu.touch(load(2, tokens=(2,)))
-    assert lfu.worth([1, 2, 3]) == [4, 3, 0]
+    assert lfu.scores([1, 2, 3]) == [4, 3, 0]
 
 
 def test_dali_window_follows_figure_11() -> None:
@@ -45,12 +45,12 @@ def test_dali_window_follows_figure_11() -> None:
         policy.touch(load(*experts))
         assert policy.candidates(0, [], slot_of) == ()
     policy.touch(load(4, 5, 6, tokens=(1, 2, 1)))
-    assert policy.worth([0, 1, 2, 3]) == [2, 1, 0, 0]
+    assert policy.scores([0, 1, 2, 3]) == [2, 1, 0, 0]
     assert policy.candidates(0, [], slot_of) == [4, 5]  # both 3: the lower id first
     assert policy.admits(3, 0)
     assert not policy.admits(2, 2)
     policy.touch(load(7))
-    assert policy.worth([0, 4, 7]) == [0, 0, 1]
+    assert policy.scores([0, 4, 7]) == [0, 0, 1]
 
 
 def test_dali_window_counts_in_decode_only() -> None:
@@ -64,7 +64,7 @@ def test_hybrimoe_score_is_a_moving_average_of_router_scores() -> None:
     policy = HybriMoeScore(ONE_LAYER, alpha=0.5)
     policy.touch(load(0, 1, weights=(0.75, 0.25)))
     policy.touch(load(1, weights=(1.0,)))
-    assert policy.worth([0, 1, 2]) == pytest.approx([0.1875, 0.5625, 0.0])
+    assert policy.scores([0, 1, 2]) == pytest.approx([0.1875, 0.5625, 0.0])
 
 
 def test_copy_on_miss_keeps_to_its_quota() -> None:
@@ -76,40 +76,40 @@ def test_copy_on_miss_keeps_to_its_quota() -> None:
     assert policy.candidates(0, [1], []) == []
 
 
-def test_successor_learns_what_follows() -> None:
-    policy = Successor(ONE_LAYER)
+def test_next_use_learns_what_follows() -> None:
+    policy = NextUse(ONE_LAYER)
     for _ in range(300):
         for expert in (0, 3, 6, 1, 4, 7, 2, 5):
             policy.begin_step(is_prefill=False)
             policy.touch(load(expert))
     policy.begin_step(is_prefill=False)
     policy.touch(load(0))
-    worth = policy.worth(list(range(8)))
-    ranking = sorted(range(8), key=lambda expert: -worth[expert])
+    scores = policy.scores(list(range(8)))
+    ranking = sorted(range(8), key=lambda expert: -scores[expert])
     assert ranking[:4] == [3, 6, 1, 4]
 
 
-def test_successor_counts_a_prompt_as_one_sequence_among_those_that_run() -> None:
-    def worth_after(batch: int) -> list[float]:
-        policy = Successor(ONE_LAYER)
+def test_next_use_counts_a_prompt_as_one_sequence_among_those_that_run() -> None:
+    def scores_after(batch: int) -> list[float]:
+        policy = NextUse(ONE_LAYER)
         for _ in range(3):
             policy.begin_step(is_prefill=False)
             policy.touch(LayerLoad(0, (0,), (batch,), (), ((0,),) * batch))
         policy.begin_step(is_prefill=True)
         policy.touch(LayerLoad(0, (6, 7), (8, 1), (), ((6,),) * 8 + ((7,),)))
-        return policy.worth([0, 6])
+        return policy.scores([0, 6])
 
-    alone, busy = worth_after(1), worth_after(16)
+    alone, busy = scores_after(1), scores_after(16)
     assert alone[1] > alone[0]  # the prompt's busy expert, against what ran before
     assert busy[1] < busy[0]
 
 
-def test_successor_survives_many_experts_and_long_runs() -> None:
+def test_next_use_survives_many_experts_and_long_runs() -> None:
     geometry = Geometry(num_layers=2, num_experts=512, top_k=10)
-    policy = Successor(geometry)
+    policy = NextUse(geometry)
     everyone = tuple(range(512))
     for step in range(40):
         policy.begin_step(is_prefill=step == 0)
         for layer in range(2):
             policy.touch(LayerLoad(layer, everyone, (3,) * 512))
-    assert len(set(policy.worth(list(range(512))))) == 1
+    assert len(set(policy.scores(list(range(512))))) == 1

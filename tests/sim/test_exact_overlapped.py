@@ -63,7 +63,7 @@ def test_64_experts_are_exact_and_more_have_a_bound() -> None:
     wait = np.where(draw.uniform(size=65) < 0.5, 0.0, -1.0).tolist()
     most = LayerProblem(0, range(65), [2] * 65, cpu, gpu, wait, [0.0] * 65, 0.1, 1.0, 0.5, 1 << 30)
     layer = most._replace(experts=range(64), tokens=[2] * 64, cpu=cpu[:64], gpu=gpu[:64])
-    layer = layer._replace(wait=wait[:64], worth=[0.0] * 64)
+    layer = layer._replace(wait=wait[:64], scores=[0.0] * 64)
     best = ExactOverlapped().assign(layer).seconds
     assert overlapped_lower_bound(layer) <= best <= Balanced().assign(layer).seconds
     with pytest.raises(AssertionError, match="65 active experts"):

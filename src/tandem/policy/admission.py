@@ -10,7 +10,7 @@ class Admission:
     """Finds who leaves for whom in one layer's set; changes nothing itself."""
 
     def __init__(self, residency: Residency, eviction: Eviction) -> None:
-        """Read slots from `residency` and worths from `eviction`."""
+        """Read slots from `residency` and scores from `eviction`."""
         self._residency = residency
         self._eviction = eviction
 
@@ -35,24 +35,24 @@ class Admission:
         evictable = [key for key in members if state[key] == READY and key not in in_use]
         if not evictable:
             return
-        worths = eviction.worth(evictable)
-        newcomers = eviction.worth(wanted[place:])
+        scores = eviction.scores(evictable)
+        newcomers = eviction.scores(wanted[place:])
         if len(newcomers) == 1:
-            least = min(worths)
-            ranked = [(least, evictable[worths.index(least)])]
+            least = min(scores)
+            ranked = [(least, evictable[scores.index(least)])]
         else:
-            ranked = sorted(zip(worths, evictable, strict=True))
-        for key, newcomer, (victim_worth, victim) in zip(
+            ranked = sorted(zip(scores, evictable, strict=True))
+        for key, newcomer, (victim_score, victim) in zip(
             wanted[place:], newcomers, ranked, strict=False
         ):
-            if not eviction.admits(newcomer, victim_worth):
+            if not eviction.admits(newcomer, victim_score):
                 return
             yield key, victim
 
     def least_pairs(
         self, set_id: int, wanted: Sequence[int], in_use: Container[int]
     ) -> Iterator[tuple[int, int]]:
-        """Yield newcomers, in order, with the residents of least worth; asks for no admission."""
+        """Yield newcomers, in order, with the residents of lowest score; asks for no admission."""
         residency = self._residency
         free = len(residency.free[set_id])
         for key in wanted[:free]:
@@ -61,7 +61,7 @@ class Admission:
             return
         state, members = residency.state, residency.members[set_id]
         evictable = [key for key in members if state[key] == READY and key not in in_use]
-        worths = self._eviction.worth(evictable)
-        ranked = sorted(zip(worths, evictable, strict=True))
+        scores = self._eviction.scores(evictable)
+        ranked = sorted(zip(scores, evictable, strict=True))
         for key, (_, victim) in zip(wanted[free:], ranked, strict=False):
             yield key, victim

@@ -54,7 +54,7 @@ class ShapeCosts:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareProfile:
-    """One machine: its memories, how its lanes disturb each other, and times of model shapes."""
+    """One machine: its memories, how CPU and link slow each other, and times of model shapes."""
 
     name: str
     source: str  # where each number comes from
@@ -188,7 +188,7 @@ class CostTable:
         self.grow(64)
 
     def grow(self, tokens: int) -> None:
-        """Make the lists reach to `tokens`."""
+        """Extend the lists up to `tokens`."""
         steps = self.costs.tokens
         for count in range(len(self.cpu), tokens + 1):
             self.cpu.append(interpolate(steps, self.costs.cpu_seconds, count))

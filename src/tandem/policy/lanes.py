@@ -1,8 +1,8 @@
-"""Many small numbers in one Python integer: adding two rows of 128 numbers costs one addition.
+"""SIMD within one Python integer (SWAR): adding two rows of 128 numbers costs one addition.
 
-A row holds one 32-bit lane per expert, a fraction of 1 scaled by `ONE`. This is what makes tables
-of all pairs of experts affordable between two layers of a decode step (0.1 microseconds a row).
-Lanes never go below 0 or over 32 bits, or they would borrow from their neighbours: whoever
+A row holds one 32-bit SIMD lane per expert, a fraction of 1 scaled by `ONE`. This makes tables of
+all pairs of experts affordable between two layers of a decode step (0.1 microseconds a row).
+A lane must never go below 0 or over 32 bits, or it would borrow from its neighbour: a caller that
 subtracts adds an offset first.
 """
 

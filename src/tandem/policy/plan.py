@@ -36,7 +36,7 @@ class LayerLoad(NamedTuple):
 
 
 class Hint(NamedTuple):
-    """Another layer's load as somebody foresees it before that layer's router has run."""
+    """Another layer's load, predicted before that layer's router has run."""
 
     source: str  # "gate" (the next router on this hidden state) or "residual" (DALI's correction)
     load: LayerLoad
@@ -68,7 +68,7 @@ class LayerPlan(NamedTuple):
     prefetch: tuple[Copy, ...]  # copy for later layers
     gpu_seconds: float  # expected, by the planner's own costs
     cpu_seconds: float
-    hits: int = 0  # active experts that were resident and ready, whoever runs them
+    hits: int = 0  # active experts that were resident and ready, on either processor
 
     @property
     def seconds(self) -> float:

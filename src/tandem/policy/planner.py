@@ -18,12 +18,12 @@ from tandem.policy.cost import CostTable
 from tandem.policy.eviction.policy import Eviction
 from tandem.policy.learner import Learner
 from tandem.policy.link_queue import LinkQueue
-from tandem.policy.lone_layers import LoneLayers
 from tandem.policy.plan import Copy, Geometry, Hint, LayerLoad, LayerPlan
 from tandem.policy.prediction.policy import Hintable, Prediction
 from tandem.policy.prefetch.policy import PrefetchChoice, PrefetchTerms
 from tandem.policy.prefetch.recurrence import Recurrence
 from tandem.policy.residency import COPYING, NOWHERE, READY, Residency
+from tandem.policy.single_token_layers import SingleTokenLayers
 
 UNLIMITED = 1 << 30
 _READY_STATE = bytes([READY])
@@ -47,14 +47,14 @@ class Planner:
         never_worse_than_cpu: bool = True,
         can_prefetch: bool = False,
         copy_price_seconds: float = 0.0,
-        lone: LoneLayers | None = None,
+        single_token: SingleTokenLayers | None = None,
     ) -> None:
         """Wire the policies together.
 
         `ring_slots` take fetched experts that are not admitted to the cache, in turn; without any,
         only admitted experts can be fetched. `max_fetches` is equation 9 for one layer.
-        `copy_price_seconds` is what one copy costs the other lanes. `lone` decides about lone
-        layers sooner, and the same.
+        `copy_price_seconds` is the time that one copy costs CPU and GPU. `single_token`
+        decides about single-token layers faster, and the same.
         """
         self.geometry = geometry
         self.costs = costs
@@ -68,7 +68,7 @@ class Planner:
         self._admission = Admission(residency, eviction)
         self._ring = tuple(ring_slots)
         self._max_fetches = max_fetches if self._ring else 0
-        self._lone = lone
+        self._single_token = single_token
         self._never_worse_than_cpu = never_worse_than_cpu
         self._copy_price = copy_price_seconds
         self._can_prefetch = can_prefetch
@@ -108,9 +108,9 @@ class Planner:
             self.residency.finish(key)
 
     def learn(self) -> None:
-        """Learn from the layers planned so far, while the lanes work on them.
+        """Learn from the layers planned so far, while CPU and GPU compute them.
 
-        Nobody has to call this: what is not learned here is learned in a later `plan`, which then
+        Calling this is optional: what is not learned here is learned in a later `plan`, which then
         takes longer. Plans are the same.
         """
         for policy in self._learners:
@@ -137,7 +137,7 @@ class Planner:
         ahead: tuple[Copy, ...] = ()
         if self._can_prefetch and layer + 1 < self.geometry.num_layers:
             ahead = self._copies_ahead(layer + 1, in_use, now, next_plan)
-        gpu, arriving, cpu = self._lanes(load, states, split)
+        gpu, arriving, cpu = self._by_processor(load, states, split)
         seconds, hits = (split.gpu_seconds, split.cpu_seconds), states.count(READY)
         return LayerPlan(layer, gpu, arriving, fetch, cpu, insert, ahead, *seconds, hits)
 
@@ -154,9 +154,9 @@ class Planner:
         if states.count(READY) == len(keys):
             split = self._split_resident(load, keys, states, now)
         else:
-            if self._lone is not None:
+            if self._single_token is not None:
                 busy, dense = self.link.busy_seconds(now), self._dense_seconds
-                decision = self._lone.decision(load, states, now, dense, busy)
+                decision = self._single_token.decision(load, states, now, dense, busy)
                 if decision is not None:
                     return Split(*decision[:4]), decision.admitted
             split = self._split(self._problem(load, keys, states, now))
@@ -171,7 +171,7 @@ class Planner:
         keys = [first + expert for expert in load.experts]
         states = _READY_STATE * len(keys)
         split = self._split_resident(load, keys, states, now)
-        gpu, _, cpu = self._lanes(load, states, split)
+        gpu, _, cpu = self._by_processor(load, states, split)
         seconds = split.gpu_seconds, split.cpu_seconds
         return LayerPlan(load.layer, gpu, (), (), cpu, (), (), *seconds, len(keys))
 
@@ -201,7 +201,7 @@ class Planner:
             [cpu_table[n] for n in tokens],
             [gpu_table[n] for n in tokens],
             wait,
-            self.eviction.worth(keys),
+            self.eviction.scores(keys),
             costs.cpu_first,
             costs.link,
             link.busy_seconds(now),
@@ -325,7 +325,7 @@ class Planner:
     def _copies_ahead(
         self, layer: int, in_use: frozenset[int], now: float, next_plan: float
     ) -> tuple[Copy, ...]:
-        """Copy experts that a layer to come is expected to want."""
+        """Copy experts that a layer to come is expected to use."""
         residency, link, experts = self.residency, self.link, self.geometry.num_experts
         first, set_id = layer * experts, residency.set_of(layer)
         self.chances.layer_passed()
@@ -347,7 +347,7 @@ class Planner:
             evicts = None
             if victim != NOWHERE:
                 if victim // experts != layer:
-                    continue  # the forecast knows nothing about it
+                    continue  # the forecast is about another layer
                 if not self._prefetch.replaces(forecast, terms, key - first, victim - first):
                     continue
             if not is_staged and not self.chances.note_chance():
@@ -368,7 +368,7 @@ class Planner:
             if passed and residency.state[key] == READY:
                 residency.remove(key)
 
-    def _lanes(
+    def _by_processor(
         self, load: LayerLoad, states: bytes, split: Split
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         """Return (gpu, arriving, cpu) experts of a split."""

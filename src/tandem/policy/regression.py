@@ -1,8 +1,8 @@
-"""Online linear regression for all experts of a layer at once: foreseen = sum of active rows.
+"""Online linear regression for all experts of a layer at once: predicted = sum of active rows.
 
 What happened says which rows are active: each expert in use has a row, each token may have one.
 When the truth is known, each active row is moved by a part of the error (the delta rule). Rows are
-lanes (see `lanes`); offsets keep lanes above 0: values stay within +-16, errors within +-256.
+SIMD lanes (see `lanes`); offsets keep lanes above 0: values stay within +-16, errors within +-256.
 """
 
 from collections.abc import Sequence
@@ -37,11 +37,11 @@ class Regression:
         return (total + bias) << shift
 
     def read(self, total: int, num_rows: int) -> memoryview:
-        """Return by expert ONE times the foreseen value, plus SUM_OFFSET."""
+        """Return by expert ONE times the predicted value, plus SUM_OFFSET."""
         return self._lanes.read(self.shifted_sum(total, num_rows, 0))
 
     def change(self, truth: int, total: int, num_rows: int, shift: int) -> int:
-        """Return what to add to each of the rows: (truth - foreseen) / 2**shift, rounded."""
+        """Return what to add to each of the rows: (truth - predicted) / 2**shift, rounded."""
         biases = self._error_bias.get((num_rows, shift))
         if biases is None:
             half = 1 << shift >> 1
@@ -61,6 +61,6 @@ def rate_shift(rate: float, num_rows: int) -> int:
     return min(shift, 16)
 
 
-def sum_rows(table: Sequence[int], places: Sequence[int]) -> int:
-    """Return the sum of the rows at these places."""
-    return sum([table[place] for place in places])
+def sum_rows(table: Sequence[int], indices: Sequence[int]) -> int:
+    """Return the sum of the rows at these indices."""
+    return sum([table[idx] for idx in indices])

@@ -80,7 +80,7 @@ class Residency:
         return slot
 
     def adopt(self, key: int, set_id: int) -> None:
-        """Move a staged expert into a set with a free slot, without a copy: slots trade places."""
+        """Move a staged expert into a set with a free slot, without a copy: slots are exchanged."""
         assert self.set_of_key[key] == self.staging, f"expert {key} is not staged"
         spare = self.free[set_id].pop()
         self.free[self.staging].append(spare)

@@ -9,16 +9,16 @@ from tandem.core.errors import ConfigError
 from tandem.policy.assignment import ASSIGNMENTS
 from tandem.policy.cost import CostTable, HardwareProfile, ShapeCosts
 from tandem.policy.eviction import EVICTIONS, Eviction
-from tandem.policy.eviction.successor import Successor
-from tandem.policy.lone_layers import LoneLayers
+from tandem.policy.eviction.next_use import NextUse
 from tandem.policy.plan import Geometry
 from tandem.policy.planner import UNLIMITED, Planner
 from tandem.policy.prediction import PREDICTIONS
 from tandem.policy.prefetch import PREFETCHES
 from tandem.policy.residency import Residency, sets_by_layer
+from tandem.policy.single_token_layers import SingleTokenLayers
 from tandem.policy.tables import Tables
 
-# A second of the link is worth so much of a second of computation: others may want it.
+# The price of a second of the link, in seconds of computation: other copies may need it.
 LINK_SHARE = 0.15
 RING_SLOTS = 2  # double buffer for experts that are fetched for one use
 POOLS = ("by-layer", "shared")
@@ -115,7 +115,9 @@ def make_planner(
         never_worse_than_cpu=settings.never_worse_than_cpu,
         can_prefetch=settings.prefetch_count > 0 and settings.prediction != "none",
         copy_price_seconds=copy_price_seconds,
-        lone=_lone_layers(settings, costs, residency, eviction, tables) if ring else None,
+        single_token=_single_token_layers(settings, costs, residency, eviction, tables)
+        if ring
+        else None,
     )
     for key in resident:
         residency.insert(key, residency.set_of(key // geometry.num_experts))
@@ -149,23 +151,23 @@ def make_planner_on(
     )
 
 
-def _lone_layers(
+def _single_token_layers(
     settings: PlannerSettings,
     costs: CostTable,
     residency: Residency,
     eviction: Eviction,
     tables: Tables | None,
-) -> LoneLayers | None:
-    """Return what decides about lone layers with a ring; None for other policies than ours."""
-    if tables is None or tables.lone is None or not isinstance(eviction, Successor):
+) -> SingleTokenLayers | None:
+    """Return what decides about single-token layers; None for other policies than Tandem's."""
+    if tables is None or tables.single_token is None or not isinstance(eviction, NextUse):
         return None
     has_staging = residency.capacity[residency.staging] > 0
     if settings.assignment != "balanced" or settings.assignment_options or has_staging:
         return None
     if settings.pool != "by-layer":
         return None
-    return LoneLayers(
-        tables.lone,
+    return SingleTokenLayers(
+        tables.single_token,
         costs,
         residency,
         eviction,

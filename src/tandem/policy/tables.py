@@ -1,6 +1,6 @@
 """The tables of rows that policies learn in, as seams: slow and pure here, faster ones elsewhere.
 
-Whoever drives a planner live may give it other tables; they answer the same to the last bit.
+The engine gives the planner native tables; they answer the same to the last bit.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,8 +9,8 @@ from typing import NamedTuple, Protocol
 from tandem.policy.plan import Geometry, LayerLoad
 
 
-class SuccessorTable(Protocol):
-    """What `eviction.successor` learns of one layer."""
+class NextUseTable(Protocol):
+    """What `eviction.next_use` learns of one layer."""
 
     def note(
         self, load: LayerLoad, divisor: int, experts: Sequence[int], above: Sequence[int]
@@ -23,16 +23,16 @@ class SuccessorTable(Protocol):
         ...
 
     def learn(self) -> None:
-        """Settle what was foreseen some steps before what was noted last; nothing if all is."""
+        """Learn from what was predicted some steps before the last note; no-op if that is done."""
         ...
 
     def values(self) -> memoryview:
-        """Return by expert what keeping it is worth, 32 bits each; the same until the next note."""
+        """Return the scores by expert, 32 bits each; the same until the next note."""
         ...
 
 
-class ForesightTables(Protocol):
-    """What `prediction.foresight` learns of all layers."""
+class PredictionTables(Protocol):
+    """What `prediction.regression_predictor` learns of all layers."""
 
     def begin_step(self, token_ids: Sequence[int]) -> None:
         """Find the rows of a step's tokens, which hold until the next one."""
@@ -43,12 +43,12 @@ class ForesightTables(Protocol):
         ...
 
     def teach(self, load: LayerLoad, above: Sequence[int], before: Sequence[int]) -> None:
-        """Move the rows that had a share in foreseeing a load by a part of the error."""
+        """Move the rows that had a share in predicting a load by a part of the error."""
         ...
 
 
-class LoneTerms(NamedTuple):
-    """What stays the same between decisions about lone layers; times in seconds."""
+class SingleTokenTerms(NamedTuple):
+    """What stays the same between decisions about single-token layers; times in seconds."""
 
     cpu: float  # one expert, one token
     gpu: float
@@ -58,8 +58,8 @@ class LoneTerms(NamedTuple):
     never_worse_than_cpu: bool
 
 
-class LoneDecision(NamedTuple):
-    """Who computes the experts of a lone layer, and who gets a slot."""
+class SingleTokenDecision(NamedTuple):
+    """Who computes the experts of a single-token layer, and which get a slot."""
 
     fetch: Sequence[int]  # absent experts that the device takes, in the order of their copies
     spill: Sequence[int]  # ready ones that the CPU takes
@@ -68,14 +68,14 @@ class LoneDecision(NamedTuple):
     admitted: Sequence[tuple[int, int]]  # keys of newcomer and victim; NOWHERE: a free slot
 
 
-class DecideLone(Protocol):
-    """Decides in one call what `Planner` decides with its policies; see `LoneLayers`."""
+class DecideSingleToken(Protocol):
+    """Decides in one call what `Planner` decides with its policies; see `SingleTokenLayers`."""
 
     def __call__(
         self,
         experts: Sequence[int],
         states: bytearray,
-        worth: memoryview,
+        scores: memoryview,
         first: int,
         members: Sequence[int],
         free_slots: int,
@@ -84,10 +84,10 @@ class DecideLone(Protocol):
         dense: float,
         link_busy: float,
         /,
-    ) -> LoneDecision:
+    ) -> SingleTokenDecision:
         """Return the decision.
 
-        `states` and `worth` are by expert; `members` are the keys with a slot, `first` the key of
+        `states` and `scores` are by expert; `members` are the keys with a slot, `first` the key of
         expert 0. The last four are seconds: all experts on the CPU, the time, the dense part of
         the next layer, and how long the link still works.
         """
@@ -95,8 +95,8 @@ class DecideLone(Protocol):
 
 
 class Tables(NamedTuple):
-    """Makers of both kinds, and of decisions about lone layers, which may be missing."""
+    """Makers of both kinds, and of decisions about single-token layers, which may be missing."""
 
-    successor: Callable[[Geometry, int], SuccessorTable]  # model, layer
-    foresight: Callable[[Geometry], ForesightTables]
-    lone: Callable[[LoneTerms], DecideLone] | None = None
+    next_use: Callable[[Geometry, int], NextUseTable]  # model, layer
+    prediction: Callable[[Geometry], PredictionTables]
+    single_token: Callable[[SingleTokenTerms], DecideSingleToken] | None = None

@@ -98,8 +98,8 @@ class ExpertCache:
             for key in members
             if residency.state[key] == READY
         ]
-        worth = dict(zip(keys, self.planner.eviction.worth(keys), strict=True))
-        return sorted(keys, key=lambda key: (worth[key], key))
+        scores = dict(zip(keys, self.planner.eviction.scores(keys), strict=True))
+        return sorted(keys, key=lambda key: (scores[key], key))
 
     def resize(self, num_slots: int, resident: Sequence[int] | None = None) -> None:
         """Change the number of slots between steps; the most valuable experts stay.

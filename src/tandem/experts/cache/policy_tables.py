@@ -4,29 +4,29 @@ from collections.abc import Sequence
 from functools import partial
 
 from tandem.kernels import _native
-from tandem.policy.eviction import successor
+from tandem.policy.eviction import next_use
 from tandem.policy.lanes import ONE
 from tandem.policy.plan import Geometry, LayerLoad
-from tandem.policy.prediction import foresight
-from tandem.policy.tables import DecideLone, LoneDecision, LoneTerms, Tables
+from tandem.policy.prediction import regression_predictor
+from tandem.policy.tables import DecideSingleToken, SingleTokenDecision, SingleTokenTerms, Tables
 
 
-class _SuccessorTable:
-    """See `tandem.policy.tables.SuccessorTable`."""
+class _NextUseTable:
+    """See `tandem.policy.tables.NextUseTable`."""
 
     def __init__(self, geometry: Geometry, layer: int) -> None:
         sources = 2 if layer else 1
         share = geometry.top_k / geometry.num_experts
         native = _native.SuccessorTable(
             geometry.num_experts,
-            round(ONE * (successor.prior_of(geometry) / (geometry.top_k * sources))),
+            round(ONE * (next_use.prior_of(geometry) / (geometry.top_k * sources))),
             int(ONE * share),
-            successor.losses(),
-            successor.RATE,
-            successor.FAST_SHIFT,
-            successor.SLOW_SHIFT,
-            successor.FORESEEN_SHIFT,
-            successor.MAX_TOKENS,
+            next_use.losses(),
+            next_use.RATE,
+            next_use.FAST_SHIFT,
+            next_use.SLOW_SHIFT,
+            next_use.PREDICTED_SHIFT,
+            next_use.MAX_TOKENS,
         )
         self._note, self.learn, self._read = native.note, native.learn, native.values
         self._values: memoryview | None = None  # since the last note
@@ -43,17 +43,17 @@ class _SuccessorTable:
         return self._values
 
 
-class _ForesightTables:
-    """See `tandem.policy.tables.ForesightTables`."""
+class _PredictionTables:
+    """See `tandem.policy.tables.PredictionTables`."""
 
     def __init__(self, geometry: Geometry) -> None:
         native = _native.ForesightTables(
             geometry.num_layers,
             geometry.num_experts,
-            round(ONE * foresight.prior_of(geometry)),
-            foresight.BUCKETS,
-            foresight.RATE,
-            foresight.TOKEN_RATE,
+            round(ONE * regression_predictor.prior_of(geometry)),
+            regression_predictor.BUCKETS,
+            regression_predictor.RATE,
+            regression_predictor.TOKEN_RATE,
         )
         self._teach, self.begin_step, self._scores = native.teach, native.begin_step, native.scores
 
@@ -64,9 +64,9 @@ class _ForesightTables:
         self._teach(load.layer, load.experts, load.tokens, above, before)
 
 
-def _decide_lone(terms: LoneTerms) -> DecideLone:
+def _decide_single_token(terms: SingleTokenTerms) -> DecideSingleToken:
     native = partial(_native.decide_lone_layer, _native.LoneTerms(*terms))
-    return lambda *layer: LoneDecision(*native(*layer))
+    return lambda *layer: SingleTokenDecision(*native(*layer))
 
 
-NATIVE_TABLES = Tables(_SuccessorTable, _ForesightTables, _decide_lone)
+NATIVE_TABLES = Tables(_NextUseTable, _PredictionTables, _decide_single_token)

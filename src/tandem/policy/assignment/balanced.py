@@ -21,15 +21,15 @@ class Balanced:
         self.pipelined = pipelined
 
     def assign(self, problem: LayerProblem) -> Split:
-        """Return the best split; ties fetch the expert that the cache values more."""
-        wait, cpu, worth = problem.wait, problem.cpu, problem.worth
+        """Return the best split; ties fetch the expert with the higher cache score."""
+        wait, cpu, scores = problem.wait, problem.cpu, problem.scores
         absent = [i for i, seconds in enumerate(wait) if seconds < 0]
         resident = [i for i, seconds in enumerate(wait) if seconds >= 0]
         if max(problem.tokens) == 1 and max(wait) <= 0.0:
             return self._assign_equals(problem, absent, resident)
-        absent.sort(key=lambda i: (-cpu[i], -worth[i]))
-        gpu_fetched, arrival = self._fetch_lanes(problem, absent)
-        by_ratio, held_left, floor = self._resident_lanes(problem, resident)
+        absent.sort(key=lambda i: (-cpu[i], -scores[i]))
+        gpu_fetched, arrival = self._fetch_seconds(problem, absent)
+        by_ratio, held_left, floor = self._resident_seconds(problem, resident)
         spilled = [0.0]
         for i in by_ratio:
             spilled.append(spilled[-1] + cpu[i])
@@ -74,7 +74,7 @@ class Balanced:
         fetch, spill, on_gpu, on_cpu = best
         experts = problem.experts
         if fetch:
-            absent = sorted(absent, key=problem.worth.__getitem__, reverse=True)
+            absent = sorted(absent, key=problem.scores.__getitem__, reverse=True)
         return Split(
             [experts[i] for i in absent[:fetch]],
             [experts[i] for i in resident[:spill]],
@@ -82,7 +82,7 @@ class Balanced:
             on_cpu,
         )
 
-    def _resident_lanes(
+    def _resident_seconds(
         self, problem: LayerProblem, resident: Sequence[int]
     ) -> tuple[list[int], list[float], list[float]]:
         """Return residents, first spilled first; by spills: GPU seconds left, end of arrivals."""
@@ -104,7 +104,7 @@ class Balanced:
                 floor.append(floor[-1])
         return order, left[::-1], floor[::-1]
 
-    def _fetch_lanes(
+    def _fetch_seconds(
         self, problem: LayerProblem, absent: Sequence[int]
     ) -> tuple[list[float], list[float]]:
         """Return by number of fetches: GPU seconds of the fetched, and when the last is done."""
@@ -132,7 +132,7 @@ class Balanced:
         floor: Sequence[float],
         spilled: Sequence[float],
     ) -> tuple[int, int, float, float]:
-        """Return (fetches, spills, gpu, cpu seconds) with the least maximum of both lanes."""
+        """Return (fetches, spills, gpu, cpu seconds) with the least maximum of both times."""
         surcharge = problem.cpu_first if self.pipelined else 0.0
         last = len(held_left) - 1
         left = sum(cpu_absent)
@@ -161,7 +161,7 @@ class Balanced:
 
 
 def _one_after_another(arrivals: Sequence[tuple[float, float]]) -> float:
-    """Return when experts that arrive at these times are done, if the GPU has nothing else."""
+    """Return when experts that arrive at these times are done, if the GPU computes nothing else."""
     done = 0.0
     for arrival, seconds in arrivals:
         done = (arrival if arrival > done else done) + seconds

@@ -1,4 +1,4 @@
-"""DALI's Algorithm 1, greedy assignment: experts whose lanes differ most choose first."""
+"""DALI's Algorithm 1, greedy assignment: experts whose CPU and GPU times differ most come first."""
 
 from tandem.policy.assignment.problem import (
     LayerProblem,
@@ -10,7 +10,7 @@ from tandem.policy.assignment.problem import (
 
 
 class Dali:
-    """Gives each expert, by descending |t_gpu - t_cpu|, to the lane that would finish sooner."""
+    """Gives each expert, by descending |t_gpu - t_cpu|, to whichever processor finishes sooner."""
 
     pipelined = False
 

@@ -9,7 +9,7 @@ class Fiddler:
     pipelined = False
 
     def assign(self, problem: LayerProblem) -> Split:
-        """Return the split expert by expert, without looking at the lanes' totals."""
+        """Return the split expert by expert, without looking at either processor's total."""
         link = problem.link
         on_gpu = [
             i

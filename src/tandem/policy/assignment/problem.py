@@ -1,9 +1,9 @@
 """One layer's assignment problem, its answers, and what an answer costs.
 
-Two cost models stand side by side. `equation_seconds` is DALI's program (equations 3 to 9): lanes
-are sums, a fetched expert takes max(transfer, computation). `pipeline_seconds` is what an executor
-does: copies run one after another beside the GPU's computation, and the first expert on the CPU
-costs a surcharge.
+Two cost models stand side by side. `equation_seconds` is DALI's program (equations 3 to 9): each
+processor's time is a sum, a fetched expert takes max(transfer, computation). `pipeline_seconds` is
+what an executor does: copies run one after another beside the GPU's computation, and the first
+expert on the CPU costs a surcharge.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ class LayerProblem(NamedTuple):
     cpu: Sequence[float]  # CPU seconds
     gpu: Sequence[float]  # GPU seconds, computation only
     wait: Sequence[float]  # seconds until the weights are on the GPU: 0 ready; negative: absent
-    worth: Sequence[float]  # how much the cache wants the expert; breaks ties among fetches
+    scores: Sequence[float]  # by the eviction policy; they break ties among fetches
     cpu_first: float  # surcharge of the first CPU expert
     link: float  # seconds to copy one expert
     link_busy: float  # seconds until the link can start a new copy
@@ -40,7 +40,7 @@ class Split(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Return when both lanes are done."""
+        """Return when both processors are done."""
         return max(self.gpu_seconds, self.cpu_seconds)
 
 
@@ -63,10 +63,9 @@ def equation_gpu(problem: LayerProblem) -> list[float]:
     ]
 
 
-Lanes = tuple[list[int], list[int], list[int]]
-
-
-def lanes_of(problem: LayerProblem, fetch: Sequence[int], spill: Sequence[int]) -> Lanes:
+def by_processor(
+    problem: LayerProblem, fetch: Sequence[int], spill: Sequence[int]
+) -> tuple[list[int], list[int], list[int]]:
     """Return the positions of residents on the GPU, fetches in order, and experts on the CPU."""
     place = {expert: i for i, expert in enumerate(problem.experts)}
     fetched = [place[expert] for expert in fetch]
@@ -80,7 +79,7 @@ def equation_seconds(
     problem: LayerProblem, fetch: Sequence[int], spill: Sequence[int]
 ) -> tuple[float, float]:
     """Return (T_gpu, T_cpu) of equations 4 to 6."""
-    on_gpu, fetched, on_cpu = lanes_of(problem, fetch, spill)
+    on_gpu, fetched, on_cpu = by_processor(problem, fetch, spill)
     gpu = equation_gpu(problem)
     return sum(gpu[i] for i in on_gpu + fetched), sum(problem.cpu[i] for i in on_cpu)
 
@@ -89,7 +88,7 @@ def pipeline_seconds(
     problem: LayerProblem, fetch: Sequence[int], spill: Sequence[int]
 ) -> tuple[float, float]:
     """Return when the GPU and the CPU are done if copies overlap with computation."""
-    on_gpu, fetched, on_cpu = lanes_of(problem, fetch, spill)
+    on_gpu, fetched, on_cpu = by_processor(problem, fetch, spill)
     wait, gpu = problem.wait, problem.gpu
     done = sum(gpu[i] for i in on_gpu if wait[i] == 0)
     for i in sorted((i for i in on_gpu if wait[i] > 0), key=wait.__getitem__):
@@ -118,8 +117,8 @@ def all_on_cpu(problem: LayerProblem, *, pipelined: bool) -> Split:
 
 
 def limit_fetches(problem: LayerProblem, on_gpu: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Turn positions wanted on the GPU into (fetch, spill); fetches over the limit are dropped."""
-    wanted = set(on_gpu)
+    """Turn positions for the GPU into (fetch, spill); fetches over the limit are dropped."""
+    kept = set(on_gpu)
     fetch = [problem.experts[i] for i in on_gpu if problem.wait[i] < 0][: problem.max_fetches]
-    spill = [e for i, e in enumerate(problem.experts) if problem.wait[i] >= 0 and i not in wanted]
+    spill = [e for i, e in enumerate(problem.experts) if problem.wait[i] >= 0 and i not in kept]
     return fetch, spill

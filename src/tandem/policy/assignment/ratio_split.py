@@ -1,4 +1,4 @@
-"""Ratio split: sort by t_gpu / t_cpu; the GPU takes the prefix that balances both lanes best.
+"""Ratio split: sort by t_gpu / t_cpu; the GPU takes the prefix that balances CPU and GPU best.
 
 It is the integral rounding of the linear relaxation of equations 3 to 8.
 """

@@ -8,14 +8,14 @@ from tandem.policy.eviction.fifo import Fifo
 from tandem.policy.eviction.hybrimoe import HybriMoeScore
 from tandem.policy.eviction.lfu import Lfu
 from tandem.policy.eviction.lru import Lru
+from tandem.policy.eviction.next_use import NextUse
 from tandem.policy.eviction.policy import Eviction
 from tandem.policy.eviction.static import Static
-from tandem.policy.eviction.successor import Successor
 
 __all__ = ["EVICTIONS", "Eviction"]
 
 EVICTIONS: Registry[Eviction] = Registry("eviction")
-EVICTIONS.register("successor")(Successor)
+EVICTIONS.register("successor")(NextUse)
 EVICTIONS.register("lru")(Lru)
 EVICTIONS.register("fifo")(Fifo)
 EVICTIONS.register("lfu")(Lfu)

@@ -34,13 +34,13 @@ class CopyOnMiss:
         self._left -= len(misses)
         return misses[:allowed]
 
-    def worth(self, keys: Sequence[int]) -> list[float]:
+    def scores(self, keys: Sequence[int]) -> list[float]:
         """Return the step of the last use."""
-        return self._lru.worth(keys)
+        return self._lru.scores(keys)
 
     def admits(self, newcomer: float, victim: float) -> bool:
         """Admit always."""
         return True
 
     def inserted(self, key: int) -> None:
-        """Need nothing."""
+        """No-op."""

@@ -43,7 +43,7 @@ class DaliWindow:
     def candidates(
         self, layer: int, misses: Sequence[int], slot_of: Sequence[int]
     ) -> Sequence[int]:
-        """Return the `swaps` best absent experts at the end of a window, nobody else."""
+        """Return the `swaps` best absent experts at the end of a window, else none."""
         if self._is_prefill or self._steps_of_layer[layer] < self._window:
             return ()
         first, score = layer * self._geometry.num_experts, self._score
@@ -52,7 +52,7 @@ class DaliWindow:
         absent.sort(key=lambda key: (-score[key], key))
         return absent[: self._swaps]
 
-    def worth(self, keys: Sequence[int]) -> list[float]:
+    def scores(self, keys: Sequence[int]) -> list[float]:
         """Return the tokens within the window."""
         score = self._score
         return [score[key] for key in keys]
@@ -62,4 +62,4 @@ class DaliWindow:
         return newcomer > victim
 
     def inserted(self, key: int) -> None:
-        """Need nothing."""
+        """No-op."""

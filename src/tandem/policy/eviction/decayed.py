@@ -1,4 +1,4 @@
-"""Decayed counts: how often an expert occurred, recent steps weighing more; admission by worth."""
+"""Decayed counts: how often an expert occurred, recent steps weighing more; admission by score."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ class Decayed:
         self._counts = DecayedCounts(geometry.num_layers, geometry.num_experts, decay)
 
     def begin_step(self, *, is_prefill: bool) -> None:
-        """Need nothing."""
+        """No-op."""
 
     def touch(self, load: LayerLoad) -> None:
         """Count the tokens."""
@@ -30,7 +30,7 @@ class Decayed:
         """Return every miss."""
         return misses
 
-    def worth(self, keys: Sequence[int]) -> list[float]:
+    def scores(self, keys: Sequence[int]) -> list[float]:
         """Return the decayed counts."""
         return self._counts.of(keys)
 
@@ -39,4 +39,4 @@ class Decayed:
         return newcomer > victim
 
     def inserted(self, key: int) -> None:
-        """Need nothing."""
+        """No-op."""

@@ -16,10 +16,10 @@ class Fifo:
         self._inserted = 0
 
     def begin_step(self, *, is_prefill: bool) -> None:
-        """Need nothing."""
+        """No-op."""
 
     def touch(self, load: LayerLoad) -> None:
-        """Need nothing."""
+        """No-op."""
 
     def candidates(
         self, layer: int, misses: Sequence[int], slot_of: Sequence[int]
@@ -27,7 +27,7 @@ class Fifo:
         """Return every miss."""
         return misses
 
-    def worth(self, keys: Sequence[int]) -> list[float]:
+    def scores(self, keys: Sequence[int]) -> list[float]:
         """Return the number of the insertion."""
         arrival = self._arrival
         return [arrival[key] for key in keys]

@@ -21,7 +21,7 @@ class HybriMoeScore:
         self._scores = DecayedCounts(geometry.num_layers, geometry.num_experts, 1.0 - alpha)
 
     def begin_step(self, *, is_prefill: bool) -> None:
-        """Need nothing."""
+        """No-op."""
 
     def touch(self, load: LayerLoad) -> None:
         """Fold this step's scores in, averaged over the tokens."""
@@ -38,7 +38,7 @@ class HybriMoeScore:
         """Return every miss."""
         return misses
 
-    def worth(self, keys: Sequence[int]) -> list[float]:
+    def scores(self, keys: Sequence[int]) -> list[float]:
         """Return S."""
         return self._scores.of(keys)
 
@@ -47,4 +47,4 @@ class HybriMoeScore:
         return True
 
     def inserted(self, key: int) -> None:
-        """Need nothing."""
+        """No-op."""

@@ -16,7 +16,7 @@ class Lfu:
         self._count = [0] * (geometry.num_layers * geometry.num_experts)
 
     def begin_step(self, *, is_prefill: bool) -> None:
-        """Need nothing."""
+        """No-op."""
 
     def touch(self, load: LayerLoad) -> None:
         """Count the tokens."""
@@ -30,7 +30,7 @@ class Lfu:
         """Return every miss."""
         return misses
 
-    def worth(self, keys: Sequence[int]) -> list[float]:
+    def scores(self, keys: Sequence[int]) -> list[float]:
         """Return the tokens so far."""
         count = self._count
         return [count[key] for key in keys]
@@ -40,4 +40,4 @@ class Lfu:
         return True
 
     def inserted(self, key: int) -> None:
-        """Need nothing."""
+        """No-op."""

@@ -32,7 +32,7 @@ class Lru:
         """Return every miss."""
         return misses
 
-    def worth(self, keys: Sequence[int]) -> list[float]:
+    def scores(self, keys: Sequence[int]) -> list[float]:
         """Return the step of the last use."""
         last_use = self._last_use
         return [last_use[key] for key in keys]
@@ -42,4 +42,4 @@ class Lru:
         return True
 
     def inserted(self, key: int) -> None:
-        """Need nothing."""
+        """No-op."""

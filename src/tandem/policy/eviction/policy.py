@@ -1,4 +1,4 @@
-"""The question of the expert cache: what is an expert worth, and may a newcomer have a slot."""
+"""Eviction and admission: which expert leaves a full expert cache, and which miss may enter it."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -7,7 +7,7 @@ from tandem.policy.plan import LayerLoad
 
 
 class Eviction(Protocol):
-    """Ranks experts by what keeping them is worth. Experts are named by key (`Geometry.key`)."""
+    """Ranks experts by a score. Experts are named by key (`Geometry.key`)."""
 
     # Whether a miss that the CPU computes is copied for later: "always", "never", or "idle": if the
     # link has time.
@@ -27,12 +27,12 @@ class Eviction(Protocol):
         """Return absent keys of the layer (slot_of < 0) that should enter, best first."""
         ...
 
-    def worth(self, keys: Sequence[int]) -> list[float]:
-        """Return what keeping each expert is worth; the least is evicted first."""
+    def scores(self, keys: Sequence[int]) -> list[float]:
+        """Return each expert's score; the lowest is evicted first."""
         ...
 
     def admits(self, newcomer: float, victim: float) -> bool:
-        """Tell by their worths whether a newcomer may replace the victim."""
+        """Tell by their scores whether a newcomer may replace the victim."""
         ...
 
     def inserted(self, key: int) -> None:

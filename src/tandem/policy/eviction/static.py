@@ -6,7 +6,7 @@ from tandem.policy.plan import Geometry, LayerLoad
 
 
 class Static:
-    """Admits nobody."""
+    """Admits no expert."""
 
     background = "never"
 
@@ -14,24 +14,24 @@ class Static:
         """Keep nothing."""
 
     def begin_step(self, *, is_prefill: bool) -> None:
-        """Need nothing."""
+        """No-op."""
 
     def touch(self, load: LayerLoad) -> None:
-        """Need nothing."""
+        """No-op."""
 
     def candidates(
         self, layer: int, misses: Sequence[int], slot_of: Sequence[int]
     ) -> Sequence[int]:
-        """Return nobody."""
+        """Return no expert."""
         return ()
 
-    def worth(self, keys: Sequence[int]) -> list[float]:
+    def scores(self, keys: Sequence[int]) -> list[float]:
         """Return the same for all."""
         return [0.0] * len(keys)
 
     def admits(self, newcomer: float, victim: float) -> bool:
-        """Admit nobody."""
+        """Admit no expert."""
         return False
 
     def inserted(self, key: int) -> None:
-        """Need nothing."""
+        """No-op."""

@@ -35,7 +35,7 @@ class Calibration:
         self, forecast: Forecast, active: Sequence[int], levels: Mapping[int, int] | None = None
     ) -> None:
         """Count how a forecast came out; `levels` by expert, 0 where it says nothing."""
-        wanted = set(active)
+        used = set(active)
         base, scale = forecast.base, forecast.scale * CHANCE_BINS
         seen, true = self._seen, self._true
         for expert, score in enumerate(forecast.scores):
@@ -43,7 +43,7 @@ class Calibration:
             if levels and expert in levels:
                 place += levels[expert] * CHANCE_BINS
             seen[place] += 1.0
-            true[place] += expert in wanted
+            true[place] += expert in used
         self.frequencies = [t / s for t, s in zip(true, seen, strict=True)]
         if seen[0] > _HALVE_AT:
             self._seen = [s / 2 for s in seen]

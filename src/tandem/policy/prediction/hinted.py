@@ -12,7 +12,7 @@ from tandem.policy.prediction.policy import Forecast
 
 
 class Hinted:
-    """Foresees what hints of one source say."""
+    """Predicts what hints of one source say."""
 
     def __init__(self, geometry: Geometry, *, source: str) -> None:
         """Listen to hints of `source`."""

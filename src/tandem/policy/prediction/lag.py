@@ -15,7 +15,7 @@ RATE = 1 / 256
 
 
 class Lag:
-    """Foresees the load of the layer that lies the found distance above."""
+    """Predicts the load of the layer that lies the found distance above."""
 
     def __init__(self, geometry: Geometry) -> None:
         """Start without a distance."""
@@ -31,10 +31,10 @@ class Lag:
         self._masks.clear()
 
     def hint(self, hint: Hint) -> None:
-        """Need nothing."""
+        """No-op."""
 
     def observe(self, load: LayerLoad) -> None:
-        """Measure the overlap with the layers above at one distance, taking turns."""
+        """Measure the overlap with each layer above, by distance."""
         layer, count = load.layer, len(load.experts)
         mask = 0
         for expert in load.experts:

@@ -7,19 +7,19 @@ from tandem.policy.prediction.policy import Forecast
 
 
 class Nothing:
-    """Foresees nothing."""
+    """Predicts nothing."""
 
     def __init__(self, geometry: Geometry) -> None:
-        """Keep nothing."""
+        """Ignore the geometry."""
 
     def begin_step(self, token_ids: Sequence[int]) -> None:
-        """Need nothing."""
+        """No-op."""
 
     def hint(self, hint: Hint) -> None:
-        """Need nothing."""
+        """No-op."""
 
     def observe(self, load: LayerLoad) -> None:
-        """Need nothing."""
+        """No-op."""
 
     def predict(self, layer: int) -> Forecast | None:
         """Return no forecast."""

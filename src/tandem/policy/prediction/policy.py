@@ -1,4 +1,4 @@
-"""The question ahead: how much will a layer want each of its experts, before its router has run."""
+"""Expert prediction: how many tokens each expert of a layer will get, before its router has run."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -33,18 +33,18 @@ class Forecast(NamedTuple):
 
 
 class Prediction(Protocol):
-    """Foresees loads; learns from every load it observes."""
+    """Predicts loads; learns from every load it observes."""
 
     def begin_step(self, token_ids: Sequence[int]) -> None:
         """Note the tokens of a new step; empty if they are unknown."""
         ...
 
     def hint(self, hint: Hint) -> None:
-        """Take what the engine computed about a layer to come."""
+        """Take a load that the engine predicted with a router, for a layer to come."""
         ...
 
     def observe(self, load: LayerLoad) -> None:
-        """Learn what a layer really wanted; layers come in order within a step."""
+        """Learn a layer's real load; layers come in order within a step."""
         ...
 
     def predict(self, layer: int) -> Forecast | None:
@@ -54,7 +54,7 @@ class Prediction(Protocol):
 
 @runtime_checkable
 class Hintable(Protocol):
-    """A prediction that uses what a router said when it was asked ahead."""
+    """A prediction that uses hints: what later layers' routers say about this layer's state."""
 
     def is_hinted(self, layer: int) -> bool:
         """Tell whether the layer's own router has been asked in this step."""

@@ -1,4 +1,4 @@
-"""Popularity: what a layer has wanted most over the run (EdgeMoE's statistics, learned online)."""
+"""Popularity: what a layer has used most over the run (EdgeMoE's statistics, learned online)."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ DECAY = 0.995
 
 
 class Popularity:
-    """Foresees the decayed mean load."""
+    """Predicts the decayed mean load."""
 
     def __init__(self, geometry: Geometry) -> None:
         """Start with nothing seen."""
@@ -19,10 +19,10 @@ class Popularity:
         self._weight = [0.0] * geometry.num_layers
 
     def begin_step(self, token_ids: Sequence[int]) -> None:
-        """Need nothing."""
+        """No-op."""
 
     def hint(self, hint: Hint) -> None:
-        """Need nothing."""
+        """No-op."""
 
     def observe(self, load: LayerLoad) -> None:
         """Add a layer's load."""

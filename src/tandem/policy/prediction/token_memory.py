@@ -1,6 +1,6 @@
-"""Token memory: a bounded table from token id to the experts that it wanted, in every layer.
+"""Token memory: a bounded table from token id to the experts that it was routed to, in every layer.
 
-The token is known before any layer runs, so all layers can be foreseen at the start of a step.
+The token is known before any layer runs, so all layers can be predicted at the start of a step.
 """
 
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ from tandem.policy.plan import Geometry, Hint, LayerLoad
 from tandem.policy.prediction.policy import Forecast
 
 BUCKETS = 1024  # one token each, replaced by the next token that falls into it
-SHIFT = 2  # a row moves by a quarter towards what the token wanted
+SHIFT = 2  # a row moves by a quarter towards the token's experts
 
 
 class TokenMemory:
-    """Foresees what each of the step's tokens wanted before; popularity for tokens not seen."""
+    """Predicts the experts that each of the step's tokens had before; popularity for new tokens."""
 
     def __init__(self, geometry: Geometry, *, buckets: int = BUCKETS) -> None:
         """Start with all experts equally likely."""
@@ -35,10 +35,10 @@ class TokenMemory:
                 self._rows[bucket] = list(self._mean)
 
     def hint(self, hint: Hint) -> None:
-        """Need nothing."""
+        """No-op."""
 
     def observe(self, load: LayerLoad) -> None:
-        """Move each token's row towards what it wanted; needs the routes of the tokens."""
+        """Move each token's row towards its experts; needs the routes of the tokens."""
         layer, lanes = load.layer, self._lanes
         self._mean[layer] = lanes.moved(self._mean[layer], lanes.used(load.experts), 6)
         if len(load.routes) != len(self._tokens):

@@ -1,4 +1,4 @@
-"""Transition tables learned online: what a layer wants after what the layer above wanted."""
+"""Transition tables learned online: which experts follow those of the layer above."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ SHIFT = 5  # a row moves by 1/32 towards what followed
 
 
 class Transitions:
-    """Foresees the mean of what followed each expert that the layer above uses now."""
+    """Predicts the mean of what followed each expert that the layer above uses now."""
 
     def __init__(self, geometry: Geometry) -> None:
         """Start with all experts equally likely."""
@@ -25,7 +25,7 @@ class Transitions:
         self._last = None
 
     def hint(self, hint: Hint) -> None:
-        """Need nothing."""
+        """No-op."""
 
     def observe(self, load: LayerLoad) -> None:
         """Move the rows of the layer above towards this load."""

@@ -1,4 +1,4 @@
-"""Which foreseen experts are copied ahead: one protocol, one file per choice, names in order."""
+"""Which predicted experts are copied ahead: one protocol, one file per choice, names in order."""
 
 from tandem.core.registry import Registry
 from tandem.policy.prefetch.nothing import Nothing

@@ -1,4 +1,4 @@
-"""Which of the foreseen experts are copied ahead."""
+"""Which of the predicted experts are copied ahead."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -13,7 +13,7 @@ class PrefetchTerms(NamedTuple):
     room: int  # slots that it may take
     idle_copies: int  # copies the link can carry before the layer to come needs it
     link_seconds: float  # one copy
-    price_seconds: float  # what one copy costs the other lanes
+    price_seconds: float  # the time that one copy costs CPU and GPU
     gain_seconds: float  # what one more resident expert saves if it is used
 
 
@@ -27,5 +27,5 @@ class PrefetchChoice(Protocol):
         ...
 
     def replaces(self, forecast: Forecast, terms: PrefetchTerms, expert: int, victim: int) -> bool:
-        """Tell whether an expert is worth the slot of a resident of its layer, if not staged."""
+        """Tell whether an expert may take the slot of a resident of its layer, if not staged."""
         ...

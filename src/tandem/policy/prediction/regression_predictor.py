@@ -1,4 +1,4 @@
-"""Tandem's own prediction: transitions, the step before and the token's memory in one regression.
+"""Tandem's own predictor (`foresight`): transitions, last step and token memory in one regression.
 
 Expected tokens of each expert = sum of rows: one per expert that the layer above uses now, one per
 expert that the layer used one step before, one per token of the step (if token ids are known). The
@@ -12,10 +12,10 @@ from typing import NamedTuple
 from tandem.policy.lanes import ONE, Lanes
 from tandem.policy.plan import Geometry, Hint, LayerLoad
 from tandem.policy.prediction.calibration import Calibration
-from tandem.policy.prediction.look_ahead import LookAhead
+from tandem.policy.prediction.hint_blend import HintBlend
 from tandem.policy.prediction.policy import Forecast
 from tandem.policy.regression import SUM_OFFSET, Regression, rate_shift, sum_rows
-from tandem.policy.tables import ForesightTables, Tables
+from tandem.policy.tables import PredictionTables, Tables
 
 RATE = 0.08  # of the error, shared by the rows of experts
 TOKEN_RATE = 1 / 8  # of a token's share of the error, to its row
@@ -29,25 +29,25 @@ def prior_of(geometry: Geometry) -> float:
 
 
 class _Lesson(NamedTuple):
-    """A load that came out, with the experts whose rows had a share in foreseeing it."""
+    """A load that came out, with the experts whose rows had a share in its prediction."""
 
     load: LayerLoad
     above: Sequence[int]
     before: Sequence[int]
 
 
-class Foresight:
-    """Foresees the next layer at every layer, and the first layer at the start of a step.
+class RegressionPredictor:
+    """Predicts the next layer at every layer, and the first layer at the start of a step.
 
-    A layer's lesson is learned when `learn` is called or the layer is foreseen again: when that is
-    changes no forecast.
+    A layer's lesson is learned when `learn` is called or the layer is predicted again, whichever
+    comes first; the forecasts are the same.
     """
 
     has_tables = True
 
     def __init__(self, geometry: Geometry, *, tables: Tables | None = None) -> None:
         """Start with all experts equally likely; None learns in tables of plain Python."""
-        self._tables: ForesightTables = (PureTables if tables is None else tables.foresight)(
+        self._tables: PredictionTables = (PureTables if tables is None else tables.prediction)(
             geometry
         )
         self._before: list[tuple[int, ...]] = [()] * geometry.num_layers
@@ -55,24 +55,24 @@ class Foresight:
         self._has_tokens = False
         self._lessons: dict[int, _Lesson] = {}
         self._calibration = Calibration()
-        self._look_ahead = LookAhead()
+        self._hints = HintBlend()
 
     def begin_step(self, token_ids: Sequence[int]) -> None:
         """Find the tokens' rows; a token that is new takes its bucket over."""
         self.learn()  # with the rows of the tokens that were
         self._above = ()
-        self._look_ahead.begin_step()
+        self._hints.begin_step()
         if len(token_ids) > MAX_TOKENS:
             token_ids = ()
         self._has_tokens = len(token_ids) > 0
         self._tables.begin_step(token_ids)
 
     def hint(self, hint: Hint) -> None:
-        """Keep what a gate ahead says; what it is worth is counted."""
-        self._look_ahead.hint(hint)
+        """Keep a hint; how often hints come true is counted."""
+        self._hints.hint(hint)
 
     def observe(self, load: LayerLoad) -> None:
-        """Note a lesson for the rows that foresaw this layer."""
+        """Note a lesson for the rows that predicted this layer."""
         layer, experts = load.layer, load.experts
         if max(load.tokens) <= MAX_TOKENS:
             self._note(load)
@@ -84,13 +84,13 @@ class Foresight:
         if not self._has_rows(layer):
             return None
         forecast = self._forecast(layer)
-        if self._look_ahead.knows(layer):
-            return self._look_ahead.blend(forecast, layer)
+        if self._hints.knows(layer):
+            return self._hints.blend(forecast, layer)
         return forecast
 
     def is_hinted(self, layer: int) -> bool:
         """Tell whether hints join in."""
-        return self._look_ahead.knows(layer)
+        return self._hints.knows(layer)
 
     def learn(self) -> None:
         """Learn the lessons noted since the last call."""
@@ -112,20 +112,20 @@ class Foresight:
         layer = load.layer
         if not self._has_rows(layer):
             return
-        is_counted, levels = self._calibration.is_due(), self._look_ahead.take(layer)
+        is_counted, levels = self._calibration.is_due(), self._hints.take(layer)
         if is_counted or levels:
             forecast = self._forecast(layer)
             if is_counted:
                 self._calibration.observe(forecast, load.experts)
             if levels:
-                self._look_ahead.observe(forecast, load.experts, levels)
+                self._hints.observe(forecast, load.experts, levels)
         if layer in self._lessons:
             self._tables.teach(*self._lessons[layer])
         self._lessons[layer] = _Lesson(load, self._above, self._before[layer])
 
 
 class PureTables:
-    """The rows of all layers; see `ForesightTables`."""
+    """The rows of all layers; see `PredictionTables`."""
 
     def __init__(self, geometry: Geometry) -> None:
         """Start with all experts equally likely."""
@@ -140,12 +140,12 @@ class PureTables:
         self._tags: list[int | None] = [None] * BUCKETS  # whose token's each bucket is
         self._rows_of_bucket: list[list[int]] = [[] for _ in range(BUCKETS)]
         self._token_rows: list[list[int]] = []  # of the step's tokens, each by layer
-        self._foreseen: dict[int, tuple[int, int]] = {}  # by layer: total, rows; until it is taught
+        self._predicted: dict[int, tuple[int, int]] = {}  # by layer: total, rows; until taught
 
     def begin_step(self, token_ids: Sequence[int]) -> None:
         """Find the tokens' rows; a token that is new takes its bucket over."""
         self._token_rows = []
-        self._foreseen.clear()
+        self._predicted.clear()
         for token in token_ids:
             bucket = token % BUCKETS
             if self._tags[bucket] != token:
@@ -155,14 +155,14 @@ class PureTables:
 
     def scores(self, layer: int, above: Sequence[int], before: Sequence[int]) -> memoryview:
         """Return the sum of a layer's active rows."""
-        self._foreseen[layer] = found = self._sum(layer, above, before)
+        self._predicted[layer] = found = self._sum(layer, above, before)
         return self._regression.read(*found)
 
     def teach(self, load: LayerLoad, above: Sequence[int], before: Sequence[int]) -> None:
         """Move the active rows by a part of the error."""
         layer = load.layer
-        foreseen = self._foreseen.pop(layer, None)
-        total, num_rows = foreseen or self._sum(layer, above, before)
+        predicted = self._predicted.pop(layer, None)
+        total, num_rows = predicted or self._sum(layer, above, before)
         if max(load.tokens) == 1:
             truth = self._lanes.used(load.experts)
         else:

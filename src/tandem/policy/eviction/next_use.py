@@ -1,11 +1,11 @@
-"""Tandem's own policy: keep the experts that soon follow those in use; learned online.
+"""Eviction by predicted next use (`successor`): an online regression of Belady's criterion.
 
-What keeping expert e is worth: DISCOUNT**(d - 1) if e is used next in d steps, 0 beyond HORIZON
-steps; Belady's criterion made smooth. Each layer foresees it for all experts at once, as the sum
-of one row per expert that the layer used just now and one row per expert that the layer above
-used. HORIZON steps later the truth is known, and a part of the error is added to each row that
-had a share in it (the delta rule). Two decayed counts steady the sum. A miss is admitted only if
-it is worth more than the resident that would leave.
+The score of expert e: DISCOUNT**(d - 1) if e is used next in d steps, 0 beyond HORIZON steps.
+Each layer predicts it for all experts at once, as the sum of one row per expert that the layer
+used just now and one row per expert that the layer above used. HORIZON steps later the true score
+is known, and a part of the error is added to each row of that sum (the delta rule). Two decayed
+counts steady the sum. A miss is admitted only if its score is above that of the expert that it
+would evict.
 """
 
 from collections import deque
@@ -17,7 +17,7 @@ from typing import NamedTuple
 from tandem.policy.lanes import ONE, Lanes
 from tandem.policy.plan import Geometry, LayerLoad
 from tandem.policy.regression import Regression, rate_shift, sum_rows
-from tandem.policy.tables import SuccessorTable, Tables
+from tandem.policy.tables import NextUseTable, Tables
 
 # Fitted on every second sequence of the traces, reported on the others (docs/policies.md).
 HORIZON, DISCOUNT = 8, 0.8
@@ -25,7 +25,7 @@ RATE = 0.06  # of the error, shared by the rows
 FAST_SHIFT, SLOW_SHIFT = 2, 4
 MAX_TOKENS = 64  # of one expert in one step that the counts look at
 PROMPT_TOKENS = 16  # a prompt counts as at most so many steps of one token
-FORESEEN_SHIFT = 2  # weight of the sum against each count: 4 to 1
+PREDICTED_SHIFT = 2  # weight of the sum against each count: 4 to 1
 
 
 class _Use(NamedTuple):
@@ -38,19 +38,19 @@ class _Use(NamedTuple):
 
 
 def prior_of(geometry: Geometry) -> float:
-    """Return what keeping an expert is worth if all are equally likely."""
+    """Return the score of an expert if all are equally likely."""
     share = geometry.top_k / geometry.num_experts
     return sum(share * ((1 - share) * DISCOUNT) ** step for step in range(HORIZON))
 
 
 def losses() -> list[int]:
-    """Return what each step of waiting for the next use takes off, as lanes hold it."""
+    """Return what each step until the next use takes off the score, as fixed-point numbers."""
     targets = [*(round(ONE * DISCOUNT**step) for step in range(HORIZON)), 0]
     return [now - later for now, later in pairwise(targets)]
 
 
-class _Foresight(NamedTuple):
-    """What a layer foresaw at one step, kept until the truth is known."""
+class _Pending(NamedTuple):
+    """What a layer predicted at one step, kept until the true scores are known."""
 
     experts: Sequence[int]
     above: Sequence[int]
@@ -58,11 +58,11 @@ class _Foresight(NamedTuple):
     used: int
 
 
-class Successor:
-    """Ranks experts by their discounted next use.
+class NextUse:
+    """Ranks experts by their predicted discounted next use.
 
-    Nothing is computed before somebody asks what an expert of the layer is worth, or calls `learn`,
-    or the layer is touched again: when that is changes no answer.
+    A layer's rows are computed lazily: when a score of the layer is read, when `learn` is called,
+    or when the layer is touched again. Which of these comes first changes no score.
     """
 
     background = "idle"
@@ -70,15 +70,15 @@ class Successor:
 
     def __init__(self, geometry: Geometry, *, tables: Tables | None = None) -> None:
         """Start with all experts equally likely; None learns in tables of plain Python."""
-        make = PureTable if tables is None else tables.successor
+        make = PureTable if tables is None else tables.next_use
         self._num_experts = geometry.num_experts
-        self._tables: list[SuccessorTable] = [
+        self._tables: list[NextUseTable] = [
             make(geometry, layer) for layer in range(geometry.num_layers)
         ]
         self._above: Sequence[int] = ()
         self._is_prefill = False
         self._batch = 1  # tokens of the last decode step
-        self._unlearned: list[SuccessorTable] = []
+        self._unlearned: list[NextUseTable] = []
 
     def begin_step(self, *, is_prefill: bool) -> None:
         """Note the phase; nothing is above the first layer."""
@@ -112,11 +112,11 @@ class Successor:
         """Return the misses, the most promising first."""
         if len(misses) < 2:
             return misses
-        ranked = sorted(zip([-worth for worth in self.worth(misses)], misses, strict=True))
+        ranked = sorted(zip([-score for score in self.scores(misses)], misses, strict=True))
         return [key for _, key in ranked]
 
-    def worth(self, keys: Sequence[int]) -> list[float]:
-        """Return the foreseen value; its scale is the same in all layers."""
+    def scores(self, keys: Sequence[int]) -> list[float]:
+        """Return the predicted scores; their scale is the same in all layers."""
         if not keys:
             return []
         experts = self._num_experts
@@ -128,7 +128,7 @@ class Successor:
         return [self._tables[key // experts].values()[key % experts] for key in keys]
 
     def values(self, layer: int) -> memoryview:
-        """Return what every expert of a layer is worth, 32 bits each."""
+        """Return the score of every expert of a layer, 32 bits each."""
         return self._tables[layer].values()
 
     def admits(self, newcomer: float, victim: float) -> bool:
@@ -136,7 +136,7 @@ class Successor:
         return newcomer > victim
 
     def inserted(self, key: int) -> None:
-        """Need nothing."""
+        """No-op."""
 
 
 @lru_cache(maxsize=8)
@@ -145,7 +145,7 @@ def _lanes(num_experts: int) -> Lanes:
 
 
 class PureTable:
-    """The regression of one layer; see `SuccessorTable`."""
+    """The regression of one layer; see `NextUseTable`."""
 
     def __init__(self, geometry: Geometry, layer: int) -> None:
         """Start with all experts equally likely."""
@@ -159,7 +159,7 @@ class PureTable:
         self._after = [row] * geometry.num_experts  # rows by expert used in this layer
         self._below = [row] * geometry.num_experts  # rows by expert used in the layer above
         self._losses = losses()
-        self._past: deque[_Foresight] = deque()
+        self._past: deque[_Pending] = deque()
         self._fast = self._slow = lanes.filled(share)
         self._noted: _Use | None = None
         self._values: memoryview | None = None
@@ -172,21 +172,21 @@ class PureTable:
         self._noted = _Use(load, divisor, experts, above)
 
     def learn(self) -> None:
-        """Look at what was noted, and settle what was foreseen HORIZON steps before it."""
+        """Look at what was noted, and learn from what was predicted HORIZON steps before it."""
         self._observe()
         if len(self._past) > HORIZON:
             self._settle(self._past.popleft())
 
     def values(self) -> memoryview:
-        """Return by expert what is foreseen from the experts in use, and the counts."""
+        """Return the scores by expert: predicted from the experts in use, plus the counts."""
         self._observe()
         if self._values is None:
             total = num_rows = 0
             if self._past:
                 last = self._past[-1]
                 total, num_rows = last.total, len(last.experts) + len(last.above)
-            foreseen = self._regression.shifted_sum(total, num_rows, FORESEEN_SHIFT)
-            self._values = self._lanes.read(foreseen + self._fast + self._slow)
+            predicted = self._regression.shifted_sum(total, num_rows, PREDICTED_SHIFT)
+            self._values = self._lanes.read(predicted + self._fast + self._slow)
         return self._values
 
     def _observe(self) -> None:
@@ -199,7 +199,7 @@ class PureTable:
         if max(load.tokens) > 1:
             weighed = self._weighed(load, divisor)
         total = sum_rows(self._after, experts) + sum_rows(self._below, above)
-        self._past.append(_Foresight(experts, above, total, used))
+        self._past.append(_Pending(experts, above, total, used))
         self._fast = lanes.moved(self._fast, weighed, FAST_SHIFT)
         self._slow = lanes.moved(self._slow, weighed, SLOW_SHIFT)
         self._values = None
@@ -210,17 +210,17 @@ class PureTable:
         pairs = zip(load.experts, load.tokens, strict=True)
         return sum([unit[e] * min((tokens + half) // divisor, MAX_TOKENS) for e, tokens in pairs])
 
-    def _settle(self, foresight: _Foresight) -> None:
-        """Add a part of the error to each row that had a share in a foresight."""
-        num_rows = len(foresight.experts) + len(foresight.above)
+    def _settle(self, pending: _Pending) -> None:
+        """Add a part of the error to each row of a prediction."""
+        num_rows = len(pending.experts) + len(pending.above)
         shift = rate_shift(RATE, num_rows)
         truth = seen = 0
         for loss, later in zip(self._losses, self._past, strict=True):
             seen |= later.used
             truth += seen * loss
-        change = self._regression.change(truth, foresight.total, num_rows, shift)
+        change = self._regression.change(truth, pending.total, num_rows, shift)
         after, below = self._after, self._below
-        for expert in foresight.experts:
+        for expert in pending.experts:
             after[expert] += change
-        for expert in foresight.above:
+        for expert in pending.above:
             below[expert] += change

@@ -1,28 +1,28 @@
-"""Lone layers: each active expert has one token, at least one is absent, none is on its way.
+"""Single-token layers: each active expert has one token, some are absent, none is being copied.
 
-That is a decode step at batch 1, where a plan takes the largest share of a layer's time. With
-Tandem's own policies everything about such a layer can be decided in one call; what is decided is
-what `Planner` decides without.
+That is a decode step at batch 1, where planning takes the largest share of a layer's time. With
+Tandem's own policies one native call decides everything about such a layer, and it decides what
+`Planner` decides without it.
 """
 
 from collections.abc import Callable
 
 from tandem.policy.cost import CostTable
-from tandem.policy.eviction.successor import Successor
+from tandem.policy.eviction.next_use import NextUse
 from tandem.policy.plan import LayerLoad
 from tandem.policy.residency import COPYING, Residency
-from tandem.policy.tables import DecideLone, LoneDecision, LoneTerms
+from tandem.policy.tables import DecideSingleToken, SingleTokenDecision, SingleTokenTerms
 
 
-class LoneLayers:
-    """Asks for decisions about lone layers."""
+class SingleTokenLayers:
+    """Asks for decisions about single-token layers."""
 
     def __init__(
         self,
-        make: Callable[[LoneTerms], DecideLone],
+        make: Callable[[SingleTokenTerms], DecideSingleToken],
         costs: CostTable,
         residency: Residency,
-        eviction: Successor,
+        eviction: NextUse,
         *,
         max_fetches: int,
         never_worse_than_cpu: bool,
@@ -31,7 +31,9 @@ class LoneLayers:
         assert residency.num_sets == residency.geometry.num_layers
         assert residency.capacity[residency.staging] == 0
         cpu, gpu, first, link = costs.cpu[1], costs.gpu[1], costs.cpu_first, costs.link
-        self._decide = make(LoneTerms(cpu, gpu, first, link, max_fetches, never_worse_than_cpu))
+        self._decide = make(
+            SingleTokenTerms(cpu, gpu, first, link, max_fetches, never_worse_than_cpu)
+        )
         self._residency = residency
         self._eviction = eviction
         # By number of experts: added up, as the planner does. Forced routing may exceed top_k.
@@ -44,8 +46,8 @@ class LoneLayers:
         now: float,
         dense_seconds: float,
         link_busy_seconds: float,
-    ) -> LoneDecision | None:
-        """Return what to do with a layer that has misses; None if it is not a lone one.
+    ) -> SingleTokenDecision | None:
+        """Return what to do with a layer that has misses; None if it is not a single-token one.
 
         `states` are those of the active experts.
         """

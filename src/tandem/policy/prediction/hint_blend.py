@@ -1,4 +1,4 @@
-"""What gate look-ahead adds to a forecast: chances counted by expectation and by what hints say.
+"""Adds router hints to a forecast: chances counted by expected tokens and by what the hints say.
 
 How often does an expert come that was expected so much and that the hints named, or did not name?
 A perfect hint makes the first certain and the second impossible, whatever was expected; a hint that
@@ -11,16 +11,16 @@ from tandem.policy.plan import Hint
 from tandem.policy.prediction.calibration import COUNT_HINTED_EVERY, Calibration
 from tandem.policy.prediction.policy import CHANCE_BINS, Forecast
 
-MAX_SOURCES = 2  # "gate" and "residual"; whoever comes first
+MAX_SOURCES = 2  # "gate" and "residual", in the order of their first hints
 WEIGHTS = 3  # not named, named by one token, by several
 TIE_BREAK = 1.0 / 1024  # of the expected tokens, among equal chances
 
 
-class LookAhead:
-    """Keeps the hints of a step, and what hints have been worth."""
+class HintBlend:
+    """Keeps the hints of a step, and how often hints came true."""
 
     def __init__(self) -> None:
-        """Start with hints of no worth."""
+        """Start with hints that change nothing."""
         self._sources: list[str] = []
         self._levels: dict[int, dict[int, int]] = {}  # layer -> expert -> level
         self._calibration = Calibration(
