@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from tandem.experts.cache.copy_engine import VirtualCopyEngine
-from tandem.experts.cache.copy_thread import CopyThread, Disturbance
+from tandem.experts.cache.copy_thread import CopyThread
 from tandem.experts.cache.expert_cache import ExpertCache, Machine
 from tandem.experts.cache.slots import Slots
-from tandem.experts.devices.emulated import EmulatedDevice
 from tandem.experts.execution.batch import ExpertFunctions
 from tandem.experts.execution.clock import Clock, WallClock
 from tandem.experts.execution.expert_kernels import ExpertKernels
@@ -21,6 +20,7 @@ from tandem.policy.cost import HardwareProfile, ShapeCosts
 from tandem.policy.plan import Geometry
 from tandem.policy.settings import PlannerSettings
 from tandem.sim.timeline import Timeline
+from tests.experts.faults import Disturbance, DisturbedLink, FaultyDevice
 
 HIDDEN, INTERMEDIATE = 32, 32
 GEOMETRY = Geometry(2, 8, 3)
@@ -108,7 +108,7 @@ def make_executor(
     kernels = ExpertKernels(num_threads=1)
     cache = ExpertCache(
         store,
-        EmulatedDevice(device_bytes, kernels),
+        FaultyDevice(device_bytes, kernels),
         Timeline(machine.profile, machine.shape),
         geometry,
         machine,
@@ -134,19 +134,15 @@ def make_real_executor(
 
     def make_engine(store: HostStore, slots: Slots, geometry: Geometry, clock: Clock) -> CopyThread:
         assert isinstance(clock, WallClock)
-        return CopyThread(
-            store,
-            slots,
-            geometry,
-            clock,
-            bytes_per_second=bytes_per_second,
-            disturbance=disturbance,
-        )
+        parts = (store, slots, geometry, clock)
+        if disturbance is None:
+            return CopyThread(*parts, bytes_per_second=bytes_per_second)
+        return DisturbedLink(*parts, bytes_per_second=bytes_per_second, disturbance=disturbance)
 
     device_kernels = ExpertKernels(num_threads=1, on_busy=clock.add_gpu)
     cache = ExpertCache(
         store,
-        EmulatedDevice(1 << 30, device_kernels, has_thread=True),
+        FaultyDevice(1 << 30, device_kernels, has_thread=True),
         clock,
         geometry,
         machine,

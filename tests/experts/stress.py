@@ -16,9 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tandem.core.errors import ExecutionError
-from tandem.experts.cache.copy_thread import Disturbance
 from tandem.experts.devices.device import OutOfDeviceMemoryError
-from tandem.experts.devices.emulated import EmulatedDevice
 from tandem.experts.execution.executor import CpuExecutor
 from tandem.experts.execution.hybrid_executor import HybridExecutor
 from tandem.policy.assignment import ASSIGNMENTS
@@ -26,6 +24,7 @@ from tandem.policy.eviction import EVICTIONS
 from tandem.policy.plan import Copy
 from tandem.policy.prediction import PREDICTIONS
 from tandem.policy.settings import PlannerSettings
+from tests.experts.faults import Disturbance, FaultyDevice
 from tests.experts.machines import FUNCTIONS, GEOMETRY, make_real_executor, make_store, route
 
 NUM_EXPERTS = GEOMETRY.num_layers * GEOMETRY.num_experts
@@ -91,7 +90,7 @@ def _one_engine(draw: random.Random, outcome: Outcome) -> None:
         disturbance=disturbance,
         bytes_per_second=draw.choice((None, 1e7, 1e9)),
     )
-    assert isinstance(executor.device, EmulatedDevice)
+    assert isinstance(executor.device, FaultyDevice)
     wrong = (RuntimeError("a bit fell over"), OutOfDeviceMemoryError("no room"))
     executor.device.fault = _Trouble(draw, draw.choice(wrong), draw.choice((0.0, 0.02)))
     generator = torch.Generator().manual_seed(draw.randrange(1 << 30))

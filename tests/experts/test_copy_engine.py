@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tandem.experts.cache import copy_thread
 from tandem.experts.cache.copy_engine import VirtualCopyEngine, copy_image
-from tandem.experts.cache.copy_thread import CopyThread, Disturbance
+from tandem.experts.cache.copy_thread import CopyThread
 from tandem.experts.cache.slots import Slots
 from tandem.experts.devices.emulated import EmulatedDevice
 from tandem.experts.execution.clock import WallClock
@@ -18,6 +18,7 @@ from tandem.experts.execution.expert_kernels import ExpertKernels
 from tandem.experts.store.host_store import HostStore
 from tandem.policy.plan import Copy
 from tandem.sim.timeline import Timeline
+from tests.experts.faults import Disturbance, DisturbedLink
 from tests.experts.machines import GEOMETRY, make_machine, make_store
 
 NUM_SLOTS = 4
@@ -62,7 +63,7 @@ def gate() -> Gate:
 @pytest.fixture
 def link(store: HostStore, slots: Slots, gate: Gate) -> Iterator[CopyThread]:
     disturbance = Disturbance(random.Random(0), fault=gate)
-    engine = CopyThread(store, slots, GEOMETRY, WallClock(), disturbance=disturbance)
+    engine = DisturbedLink(store, slots, GEOMETRY, WallClock(), disturbance=disturbance)
     yield engine
     gate.open()
     slots.forget_uses()
@@ -227,7 +228,7 @@ def test_an_error_on_the_link_reaches_whoever_waits_submits_or_asks(
         raise OSError("the bus is gone")
 
     disturbance = Disturbance(random.Random(0), fault=fail)
-    link = CopyThread(store, slots, GEOMETRY, WallClock(), disturbance=disturbance)
+    link = DisturbedLink(store, slots, GEOMETRY, WallClock(), disturbance=disturbance)
     link.submit(copy(0, slot=0), is_needed=True)
     with pytest.raises(OSError, match="the bus is gone"):
         link.use([0], [0]).images()

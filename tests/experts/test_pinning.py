@@ -10,18 +10,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tandem.checkpoint.mapped_files import find_mapped
-from tandem.experts.devices.emulated import EmulatedDevice
 from tandem.experts.execution.executor import CpuExecutor
 from tandem.experts.execution.expert_kernels import ExpertKernels
 from tandem.experts.store.host_store import HostStore
 from tandem.experts.store.pinning import KEPT_FREE_BYTES, pin_store
 from tandem.kernels.memory import allocate
+from tests.experts.faults import FaultyDevice
 from tests.experts.machines import FUNCTIONS, make_store, route
 
 
 def test_all_is_pinned_without_a_limit() -> None:
     store = make_store()
-    device = EmulatedDevice(1 << 20, ExpertKernels(num_threads=1))
+    device = FaultyDevice(1 << 20, ExpertKernels(num_threads=1))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pinned = pin_store(store, device.pin)
@@ -31,7 +31,8 @@ def test_all_is_pinned_without_a_limit() -> None:
 def test_a_limit_is_respected_and_told() -> None:
     store = make_store()
     limit = store[0].num_bytes + 10
-    device = EmulatedDevice(1 << 20, ExpertKernels(num_threads=1), pin_limit_bytes=limit)
+    device = FaultyDevice(1 << 20, ExpertKernels(num_threads=1))
+    device.may_pin_bytes = limit
     with pytest.warns(UserWarning, match=r"only .* of .* of experts could be pinned.*ulimit -l"):
         pinned = pin_store(store, device.pin)
     assert (pinned.num_bytes, pinned.total_bytes) == (store[0].num_bytes, store.num_bytes)

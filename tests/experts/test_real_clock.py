@@ -8,15 +8,14 @@ import pytest
 import torch
 
 from tandem.core.errors import ExecutionError
-from tandem.experts.cache.copy_thread import Disturbance
 from tandem.experts.devices.device import OutOfDeviceMemoryError
-from tandem.experts.devices.emulated import EmulatedDevice
 from tandem.experts.execution.executor import CpuExecutor
 from tandem.experts.execution.hybrid_executor import HybridExecutor
 from tandem.experts.store.host_store import HostStore
 from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tandem.policy.plan import Copy
 from tandem.policy.settings import PlannerSettings
+from tests.experts.faults import Disturbance, FaultyDevice
 from tests.experts.machines import (
     GEOMETRY,
     make_executor,
@@ -99,7 +98,7 @@ def test_an_error_on_the_device_fails_one_request_and_leaves_the_engine_usable(
     store: HostStore, make: Make
 ) -> None:
     executor = make(store, 8, LOOK_AHEAD)
-    assert isinstance(executor.device, EmulatedDevice)
+    assert isinstance(executor.device, FaultyDevice)
     executor.device.fault = FailOnce(RuntimeError("a bit fell over"), after=7)
     with pytest.raises(ExecutionError, match=r"a bit fell over\); the request is lost"):
         check(executor, store)
@@ -127,7 +126,7 @@ def test_control_c_in_the_middle_leaves_the_engine_usable(store: HostStore) -> N
 @pytest.mark.parametrize("make", [make_executor, make_real_executor])
 def test_no_memory_for_work_shrinks_the_cache_and_goes_on(store: HostStore, make: Make) -> None:
     executor = make(store, 10, LOOK_AHEAD)
-    assert isinstance(executor.device, EmulatedDevice)
+    assert isinstance(executor.device, FaultyDevice)
     executor.device.fault = FailOnce(OutOfDeviceMemoryError("no room"), after=5)
     check(executor, store)
     assert executor.cache.num_slots == 9

@@ -6,10 +6,9 @@ Between chunks the thread takes the most urgent copy anew, so a prefetch under w
 expert that a layer waits for, and goes on afterwards.
 """
 
-import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -23,7 +22,7 @@ CHUNK_BYTES = 4 << 20
 
 
 @dataclass(slots=True)
-class _Job:
+class Job:
     """A copy and how far it has come."""
 
     copy: Copy
@@ -31,23 +30,6 @@ class _Job:
     is_needed: bool
     chunks: list[tuple[int, Tensor]] = field(default_factory=list)  # where, what; last one first
     has_begun: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Disturbance:
-    """Makes a link irregular, for stress tests: random pauses, random order, faults."""
-
-    random: random.Random
-    longest_pause_seconds: float = 0.0
-    is_unordered: bool = False
-    fault: Callable[[Copy], None] | None = None  # called before each chunk; may raise
-
-    def before_chunk(self, copy: Copy) -> None:
-        """Pause or fail."""
-        if self.fault is not None:
-            self.fault(copy)
-        if self.longest_pause_seconds:
-            time.sleep(self.random.uniform(0.0, self.longest_pause_seconds))
 
 
 class CopyThread:
@@ -61,7 +43,6 @@ class CopyThread:
         clock: WallClock,
         *,
         bytes_per_second: float | None = None,
-        disturbance: Disturbance | None = None,
     ) -> None:
         """Start the thread; `bytes_per_second` None copies as fast as the memory does."""
         self.slots = slots
@@ -69,8 +50,7 @@ class CopyThread:
         self._geometry = geometry
         self._clock = clock
         self._rate = bytes_per_second
-        self._disturbance = disturbance
-        self._queue: list[_Job] = []
+        self._queue: list[Job] = []
         self._arrived: list[tuple[int, int, float]] = []
         self._error: BaseException | None = None
         self._is_closing = False
@@ -83,7 +63,7 @@ class CopyThread:
         with self.slots.changed:
             self._raise_error()
             generation = self.slots.plan_copy(copy.slot, key)
-            self._queue.append(_Job(copy, generation, is_needed))
+            self._queue.append(Job(copy, generation, is_needed))
             self.slots.changed.notify_all()
 
     def flush(self) -> None:
@@ -147,7 +127,7 @@ class CopyThread:
                     return
                 job.has_begun = True
             try:
-                behind = self._copy_chunk(job, behind)
+                behind = self.copy_chunk(job, behind)
             except BaseException as error:  # told to whoever waits, submits or asks
                 self._error = error
                 self.slots.fail(error)
@@ -155,24 +135,24 @@ class CopyThread:
             if not job.chunks:
                 self._finish(job)
 
-    def _next(self) -> _Job | None:
+    def _next(self) -> Job | None:
         """Return the most urgent copy that may be written now."""
         ready = [
             job
             for job in self._queue
             if job.has_begun or self.slots.can_write(job.copy.slot, job.generation)
         ]
-        if self._disturbance is not None and self._disturbance.is_unordered and ready:
-            return self._disturbance.random.choice(ready)
+        return self.most_urgent(ready)
+
+    def most_urgent(self, ready: list[Job]) -> Job | None:
+        """Return which of the copies that may be written now is written first."""
         return min(ready, key=lambda job: not job.is_needed, default=None)
 
-    def _copy_chunk(self, job: _Job, behind: float) -> float:
+    def copy_chunk(self, job: Job, behind: float) -> float:
         """Copy one chunk; returns how far the link is behind its bandwidth, in seconds."""
         begin = time.perf_counter()
         if not job.chunks:
             job.chunks = self._cut(job.copy)
-        if self._disturbance is not None:
-            self._disturbance.before_chunk(job.copy)
         offset, data = job.chunks.pop()
         self.slots.memory(job.copy.slot)[offset : offset + len(data)].copy_(data)
         if self._rate is not None:
@@ -193,7 +173,7 @@ class CopyThread:
         chunks.reverse()
         return chunks
 
-    def _finish(self, job: _Job) -> None:
+    def _finish(self, job: Job) -> None:
         copy = job.copy
         with self.slots.changed:
             self._queue.remove(job)

@@ -19,8 +19,6 @@ from tandem.experts.execution.expert_kernels import ExpertKernels
 from tandem.experts.execution.routing import SumRows
 from tandem.experts.execution.row_memory import RowMemory
 
-Fault = Callable[[], None]
-
 
 class EmulatedDevice:
     """Memory that is counted, and a lane of computation."""
@@ -28,26 +26,15 @@ class EmulatedDevice:
     name = "emulated"
 
     def __init__(
-        self,
-        total_bytes: int,
-        kernels: ExpertKernels,
-        *,
-        has_thread: bool = False,
-        pin_limit_bytes: int | None = None,
+        self, total_bytes: int, kernels: ExpertKernels, *, has_thread: bool = False
     ) -> None:
-        """Own `total_bytes` of (host) memory; compute with `kernels`.
-
-        `pin_limit_bytes` stands for a system's limit on pinned memory.
-        """
+        """Own `total_bytes` of (host) memory; compute with `kernels`."""
         self.total_bytes = total_bytes
         self.computes_beside = has_thread
-        self._may_pin_bytes = pin_limit_bytes
         self.used_bytes = 0
-        self.fault: Fault | None = None
-        """Called before every batch; what it raises happens to the batch. For tests."""
         self._kernels = kernels
         self._rows, self._host_rows = RowMemory(), RowMemory()
-        self._lane = _Lane(self._run) if has_thread else None
+        self._lane = _Lane(self.run) if has_thread else None
 
     def memory(self) -> DeviceMemory:
         """Return what there is, and what is left of it."""
@@ -69,12 +56,7 @@ class EmulatedDevice:
         self.used_bytes -= memory.nbytes
 
     def pin(self, memory: Tensor) -> bool:
-        """Do nothing: a copy within one memory is not faster; only the limit is kept."""
-        if self._may_pin_bytes is None:
-            return True
-        if memory.nbytes > self._may_pin_bytes:
-            return False
-        self._may_pin_bytes -= memory.nbytes
+        """No-op: a copy within one memory is not faster."""
         return True
 
     def download(self, *tensors: Tensor) -> Sequence[Tensor]:
@@ -113,7 +95,7 @@ class EmulatedDevice:
         if self._lane is not None:
             self._lane.put(batch, use)
         else:
-            self._run(batch, use)
+            self.run(batch, use)
 
     def synchronize(self) -> None:
         """Return when all launched batches are done; raises the first error of any of them."""
@@ -129,10 +111,9 @@ class EmulatedDevice:
             self._lane.close()
             self._lane = None  # it holds this device
 
-    def _run(self, batch: ExpertBatch, use: SlotUse) -> None:
+    def run(self, batch: ExpertBatch, use: SlotUse) -> None:
+        """Compute a batch now, on this thread."""
         try:
-            if self.fault is not None:
-                self.fault()
             self._kernels.run(batch, use)
         finally:
             use.end()

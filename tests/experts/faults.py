@@ -1,0 +1,70 @@
+"""A link and a device that go wrong on demand: pauses, another order, errors, limits."""
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from tandem.experts.cache.copy_thread import CopyThread, Job
+from tandem.experts.cache.slots import SlotUse
+from tandem.experts.devices.emulated import EmulatedDevice
+from tandem.experts.execution.batch import ExpertBatch
+from tandem.policy.plan import Copy
+
+
+@dataclass(frozen=True, slots=True)
+class Disturbance:
+    """Makes a link irregular: random pauses, random order, errors."""
+
+    random: random.Random
+    longest_pause_seconds: float = 0.0
+    is_unordered: bool = False
+    fault: Callable[[Copy], None] | None = None  # called before each chunk; may raise
+
+
+class DisturbedLink(CopyThread):
+    """Copies on a thread of its own, with a disturbance."""
+
+    def __init__(self, *parts: Any, disturbance: Disturbance, **options: Any) -> None:
+        self.disturbance = disturbance  # before the thread starts
+        super().__init__(*parts, **options)
+
+    def most_urgent(self, ready: list[Job]) -> Job | None:
+        if self.disturbance.is_unordered and ready:
+            return self.disturbance.random.choice(ready)
+        return super().most_urgent(ready)
+
+    def copy_chunk(self, job: Job, behind: float) -> float:
+        if self.disturbance.fault is not None:
+            self.disturbance.fault(job.copy)
+        if longest := self.disturbance.longest_pause_seconds:
+            time.sleep(self.disturbance.random.uniform(0.0, longest))
+        return super().copy_chunk(job, behind)
+
+
+class FaultyDevice(EmulatedDevice):
+    """An emulated device whose batches fail on demand, and which pins no more than it is let."""
+
+    fault: Callable[[], None] | None = None
+    """Called before every batch; what it raises happens to the batch."""
+    may_pin_bytes: int | None = None
+
+    def run(self, batch: ExpertBatch, use: SlotUse) -> None:
+        try:
+            if self.fault is not None:
+                self.fault()
+        except BaseException:
+            use.end()
+            raise
+        super().run(batch, use)
+
+    def pin(self, memory: Tensor) -> bool:
+        if self.may_pin_bytes is None:
+            return True
+        if memory.nbytes > self.may_pin_bytes:
+            return False
+        self.may_pin_bytes -= memory.nbytes
+        return True
