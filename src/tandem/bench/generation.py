@@ -23,6 +23,7 @@ from tandem.generate.generator import Generator
 from tandem.generate.sampler import Sampler
 from tandem.generate.sampling import SamplingRule
 from tandem.hf.dense import PackedLinear
+from tandem.hf.runtime import require_runtime
 
 _CEILING_SAMPLES = 5
 WARM_UP_STEPS = 6  # recorded and compared in these
@@ -149,7 +150,7 @@ def _decode(
     tokens: list[int], bench: KernelBench | None,
 ) -> _Decoded:  # fmt: skip
     decoded, experts, plans = _Decoded(), ExpertStatistics(), _PlanTime()
-    listeners = model.hf_quantizer.executor.listeners
+    listeners = require_runtime(model).executor.listeners
     listeners += [experts, plans]
     for number in range(num_steps):
         start = time.perf_counter()
@@ -184,7 +185,7 @@ def _milliseconds(
     parts = dict.fromkeys(("router", "plan", "experts", "dense", "attention", "sampling"), 0.0)
     parts |= {"sampling": sampling * 1e3, "plan": plan * 1e3}
     if recorded is not None:
-        num_experts = {layer.arrivals.num_experts for layer in model.hf_quantizer.store}
+        num_experts = {layer.arrivals.num_experts for layer in require_runtime(model).store}
         for operation, seconds in recorded.profile(_PROFILE_RUNS):
             part = _part(operation, recorded, num_experts)
             if part is not None:
@@ -230,7 +231,7 @@ def _weights_per_token(model: Any) -> Iterator[tuple[int, bool]]:
             num = module.in_features * module.out_features
             yield num, isinstance(module, PackedLinear) and module.packed.matrix.format.bits <= 8
     top_k = getattr(model.config.get_text_config(), "num_experts_per_tok", 1)
-    for layer in model.hf_quantizer.store:
+    for layer in require_runtime(model).store:
         if isinstance(layer, PackedLayer):
             layout = layer.layout
             num = (layout.num_halves + 1) * layout.hidden_size * layout.intermediate_size

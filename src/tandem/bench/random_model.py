@@ -54,7 +54,7 @@ def build_random_model(
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     quantizer = OffloadQuantizer(offload)
     quantizer._process_model_before_weight_loading(model)
-    for layer in quantizer.store:
+    for layer in quantizer.runtime.store:
         if not isinstance(layer, PackedLayer):
             raise ConfigError(
                 f"expert_dtype is {offload.expert_dtype!r}; random experts are packed, so choose "
@@ -69,7 +69,6 @@ def build_random_model(
     model.to_empty(device=device)
     model.init_weights()  # also the tables of rotary embeddings, which no checkpoint holds
     quantizer._process_model_after_weight_loading(model)
-    model.hf_quantizer = quantizer
     model.generation_config.eos_token_id = None
     return model.eval().requires_grad_(False)
 

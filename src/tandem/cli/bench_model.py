@@ -59,6 +59,7 @@ def run_model(options: ModelBenchOptions, choice: "ModelChoice | None") -> int:
     from tandem.experts.tracing.forced_routing import ForcedRouting
     from tandem.generate.generator import Generator
     from tandem.hf.config import OffloadConfig
+    from tandem.hf.runtime import require_runtime
     from tandem.kernels.cpu import detect_cpu
     from tandem.kernels.dense import CpuThreads
     from tandem.trace import read_trace
@@ -75,8 +76,8 @@ def run_model(options: ModelBenchOptions, choice: "ModelChoice | None") -> int:
     trace = read_trace(options.replay) if options.replay is not None else None
     name, model = _model(options, choice, offload, threads)
     if trace is not None:
-        quantizer = model.hf_quantizer
-        quantizer.use(ForcedRouting(quantizer.executor, trace))
+        runtime = require_runtime(model)
+        runtime.use(ForcedRouting(runtime.executor, trace))
     bench = KernelBench(num_threads=num_threads, isa=isa)
     machine = measure_machine(bench)
     generator = Generator(model, kv_dtype=options.kv_dtype, has_replay=options.compile)

@@ -142,28 +142,28 @@ class Explanation:
 
     def __init__(self, model: Any, generator: "Generator") -> None:
         """Start; `ConfigError` if the model runs without an expert cache."""
-        from tandem.experts.execution.hybrid_executor import HybridExecutor
         from tandem.experts.tracing.recorder import RoutingRecorder
+        from tandem.hf.runtime import require_runtime
 
-        self._quantizer = model.hf_quantizer
-        executor = self._quantizer.executor
-        if not isinstance(executor, HybridExecutor):
+        self._runtime = require_runtime(model)
+        executor = self._runtime.executor
+        if executor.cache is None:
             raise ConfigError(
                 "--explain is about the expert cache, and device cpu has none; give --device "
                 "emulated"
             )
-        self._executor = executor
+        self._executor, self._expert_cache = executor, executor.cache
         self._statistics = CacheStatistics()
         self._recorder = RoutingRecorder(executor)
-        self._quantizer.use(self._recorder)
+        self._runtime.use(self._recorder)
         generator.rows([[0]], 1)  # its trial of the model's steps is no part of the run
         executor.listeners.append(self._statistics)
         self._recorder.begin_sequences()
 
     def text(self) -> str:
         """End the watch; return the tables."""
-        self._quantizer.use(self._executor)
+        self._runtime.use(self._executor)
         self._executor.listeners.remove(self._statistics)
         trace = self._recorder.trace("this run")
-        changes = what_if(trace, self._executor.cache)
+        changes = what_if(trace, self._expert_cache)
         return f"{layer_table(self._statistics)}\n\n{change_table(changes, trace.num_tokens)}"

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tandem.core.units import format_bytes
-from tandem.experts.execution.hybrid_executor import HybridExecutor
 from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tandem.experts.tracing.events import ExpertStatistics
 
@@ -23,22 +22,24 @@ class RunReport:
 
     def __init__(self, model: Any) -> None:
         """Start counting the events of a model that Tandem loaded."""
-        self._executor = model.hf_quantizer.executor
+        from tandem.hf.runtime import require_runtime
+
+        self._executor = require_runtime(model).executor
+        self._expert_cache = self._executor.cache
         self._device = model.device
         self._experts = ExpertStatistics()
         self._cache = CacheStatistics()
         self._executor.listeners += [self._experts, self._cache]
-        self._is_hybrid = isinstance(self._executor, HybridExecutor)
-        if self._is_hybrid:
-            self._executor.cache.clock.watchers += 1
+        if self._expert_cache is not None:
+            self._expert_cache.clock.watchers += 1
         self._lanes_before = self._lanes()
 
     def close(self) -> None:
         """Stop counting."""
         self._executor.listeners.remove(self._experts)
         self._executor.listeners.remove(self._cache)
-        if self._is_hybrid:
-            self._executor.cache.clock.watchers -= 1
+        if self._expert_cache is not None:
+            self._expert_cache.clock.watchers -= 1
 
     def line(self, answer: "Answer") -> str:
         """Return the statistics as one line."""
@@ -53,7 +54,7 @@ class RunReport:
         if answer.is_interrupted:
             parts.append("interrupted")
         lines = ["[" + " | ".join(parts) + "]"]
-        if self._is_hybrid:
+        if self._expert_cache is not None:
             lines.append("[" + " | ".join(self._cache_parts()) + "]")
         return "\n".join(lines)
 
@@ -62,7 +63,7 @@ class RunReport:
         cache, busy = self._cache, self._busy()
         useful = f", {cache.prefetch_useful} useful" if cache.prefetch_issued else ""
         return [
-            f"{self._device_name} {self._executor.cache.num_slots} slots",
+            f"{self._device_name} {self._num_slots} slots",
             f"hits {cache.hit_rate:.0%} ({cache.hits} of {cache.active})",
             f"copies {cache.copies} ({format_bytes(self._copied_bytes())})",
             f"ahead {cache.prefetch_issued}{useful}",
@@ -71,13 +72,17 @@ class RunReport:
         ]
 
     def _copied_bytes(self) -> int:
-        return self._cache.copies * self._executor.cache.slot_bytes if self._is_hybrid else 0
+        return self._cache.copies * self._expert_cache.slot_bytes if self._expert_cache else 0
+
+    @property
+    def _num_slots(self) -> int:
+        return self._expert_cache.num_slots if self._expert_cache else 0
 
     def _lanes(self) -> tuple[float, float, float, float]:
         """Return the clock and the seconds that CPU, device and link have worked."""
-        if not self._is_hybrid:
+        if self._expert_cache is None:
             return (0.0, 0.0, 0.0, 0.0)
-        clock = self._executor.cache.clock
+        clock = self._expert_cache.clock
         return clock.now, clock.cpu_busy, clock.gpu_busy, clock.link_busy
 
     def _busy(self) -> dict[str, float]:
@@ -90,7 +95,7 @@ class RunReport:
 
     @property
     def _device_name(self) -> str:
-        return self._executor.device.name if self._is_hybrid else str(self._device)
+        return self._expert_cache.device.name if self._expert_cache else str(self._device)
 
     def json(self, answer: "Answer") -> str:
         """Return the statistics as one line of JSON; units are in the names."""
@@ -107,7 +112,7 @@ class RunReport:
                 "is_interrupted": answer.is_interrupted,
                 "device": self._device_name,
                 "expert_cache": {
-                    "slots": self._executor.cache.num_slots if self._is_hybrid else 0,
+                    "slots": self._num_slots,
                     "hits": cache.hits,
                     "misses": misses,
                     "hit_rate": cache.hit_rate,

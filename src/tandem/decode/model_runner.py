@@ -12,9 +12,11 @@ from tandem.decode.attention import AttentionSwitch
 from tandem.decode.kv_cache.base import NotByRowsError, RowCache, stepping, transformers_cache
 from tandem.decode.norms import NormSwitch
 from tandem.decode.padded import PaddedRows
+from tandem.experts.execution.executor import Executor
 from tandem.experts.tracing.events import unheard
 from tandem.hf.compat import takes_logits_to_keep
 from tandem.hf.config_values import foreign_errors
+from tandem.hf.runtime import runtime_of
 from tandem.kernels.dense import CpuThreads
 
 # How far logits may be from those of Transformers' own caches, relative to their size. Mistakes
@@ -42,9 +44,10 @@ class ModelRunner:
         """Whether logits can be asked for some of the tokens alone."""
 
     @property
-    def executor(self) -> Any:
+    def executor(self) -> Executor | None:
         """What computes the model's experts now; None for a model that Tandem did not load."""
-        return getattr(getattr(self.model, "hf_quantizer", None), "executor", None)
+        runtime = runtime_of(self.model)
+        return None if runtime is None else runtime.executor
 
     def logits(self, ids: Tensor, positions: Tensor, keep: Tensor | int | None = None) -> Tensor:
         """Return the logits (b, n_tokens, vocabulary) of ids (b, n_tokens) at their positions.
@@ -87,7 +90,8 @@ def why_not_by_rows(
     tolerance = _TOLERANCES.get(model.dtype)
     if tolerance is None:
         return f"the model is {model.dtype}"
-    with unheard(getattr(getattr(model, "hf_quantizer", None), "executor", None)):
+    runtime = runtime_of(model)
+    with unheard(None if runtime is None else runtime.executor):
         return _why_other_logits(model, prompt, start, tolerance)
 
 

@@ -26,6 +26,7 @@ from tandem.forecast.typical_routing import typical_routing
 from tandem.hardware.profiles import load_profile, shape_for
 from tandem.hf.assembly import profile_of
 from tandem.hf.config import OffloadConfig
+from tandem.hf.runtime import require_runtime
 from tandem.policy.cost import HardwareProfile, ShapeCosts
 from tandem.policy.plan import Geometry
 from tandem.policy.settings import PlannerSettings
@@ -107,7 +108,7 @@ def _measured_cpu(sizes: ModelSizes, offload: OffloadConfig) -> HardwareProfile:
     shape = cut_shape(sizes, _MEASURED_LAYERS)
     model = build_random_model(shape, here, cpu_threads(offload), dense_dtype=offload.dense_dtype)
     profile = profile_of(model)
-    model.hf_quantizer.executor.close()
+    require_runtime(model).executor.close()
     return profile
 
 
@@ -116,10 +117,10 @@ def _measured_gpu(sizes: ModelSizes, offload: OffloadConfig) -> HardwareProfile:
     here = dataclasses.replace(offload, expert_dtype=sizes.expert_formats[0])
     shape = cut_shape(sizes, _MEASURED_LAYERS)
     model = build_random_model(shape, here, cpu_threads(offload), dense_dtype="none", device="cuda")
-    executor = model.hf_quantizer.executor
-    profile: HardwareProfile = executor.cache.machine.profile
+    executor = require_runtime(model).executor
     executor.close()
-    return profile
+    assert executor.cache is not None
+    return executor.cache.machine.profile
 
 
 def forecast_on_gpu(

@@ -84,10 +84,10 @@ def model_sizes(checkpoint: AnyCheckpoint, offload: OffloadConfig) -> ModelSizes
         config, offload.source = open_foreign(checkpoint)
         return config_sizes(config, offload)
     if checkpoint.is_packed:
-        wanted = offload.dense_dtype
+        dense_dtype = offload.dense_dtype
         offload = OffloadConfig.from_dict(checkpoint.quantization or {})
         if offload.dense_dtype == "none":  # then loading packs what the files have not
-            offload.dense_dtype = wanted
+            offload.dense_dtype = dense_dtype
     sizes = config_sizes(source_config(checkpoint), offload)
     return dataclasses.replace(sizes, are_experts_mapped=checkpoint.is_packed)
 
@@ -104,7 +104,7 @@ def config_sizes(config: Any, offload: OffloadConfig) -> ModelSizes:
     quantizer.announce_layers(model)
     codes = quantizer.dense_code_formats(model)
     offload.source = None
-    store, text = quantizer.store, config.get_text_config()
+    store, text = quantizer.runtime.store, config.get_text_config()
     dtype = next(model.parameters()).dtype
     return ModelSizes(
         config=text,

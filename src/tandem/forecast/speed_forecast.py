@@ -1,9 +1,9 @@
 """How fast a model will be on this machine: measured on a few of its layers with random weights.
 
 A layer costs the same whatever its weights are, so two models of few layers are timed and the time
-of the others follows: first + (layers - few) * difference. They are timed in turns, and the median
-of the turns counts: a forecast is of a usual minute, not of the machine's best one. Small models
-are built whole. What was measured is kept by processor, shape and format.
+of the others follows: first + (layers - few) * difference. They are timed in alternation, and the
+median of the rounds counts: a forecast is of a usual minute, not of the machine's best one. Small
+models are built whole. What was measured is kept by processor, shape and format.
 """
 
 import dataclasses
@@ -21,10 +21,11 @@ from tandem.experts.store.host_memory import available_bytes
 from tandem.forecast.sizes import ModelSizes
 from tandem.generate.generator import Generator
 from tandem.hf.config import OffloadConfig
+from tandem.hf.runtime import require_runtime
 from tandem.kernels.cpu import detect_cpu
 from tandem.kernels.dense import CpuThreads
 
-# Raise it when what is measured changes: older forecasts are then made anew.
+# Raise it when what is measured changes: older forecasts are then measured again.
 MEASUREMENT = 5
 PROMPT_TOKENS = 256
 DECODE_STEPS = 24
@@ -70,7 +71,7 @@ class SpeedForecast:
 def forecast_speed(
     sizes: ModelSizes, offload: OffloadConfig, *, cache_dir: Path, refresh: bool = False
 ) -> SpeedForecast | str:
-    """Return the speed on the CPU, kept or measured; a reason in words where it cannot be told."""
+    """Return the speed on the CPU, kept or measured; else a sentence why not."""
     reason = why_not_measured(sizes)
     if reason:
         return reason
@@ -79,7 +80,7 @@ def forecast_speed(
         try:
             return SpeedForecast(**json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
-            pass  # damaged: measured anew
+            pass  # damaged: measured again
     forecast = _measure(sizes, offload)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(dataclasses.asdict(forecast)), encoding="utf-8")
@@ -121,7 +122,7 @@ def _measure(sizes: ModelSizes, offload: OffloadConfig) -> SpeedForecast:
     models = [_build(sizes, offload, count) for count in counts]
     rounds = [[_time(model) for model in models] for _ in range(_ROUNDS)]
     for model in models:
-        model.hf_quantizer.executor.close()
+        require_runtime(model).executor.close()
     usual = _median([_extrapolate(counts, times, sizes.num_layers) for times in rounds])
     # What a process does once came with its first prompt and first steps, on the smallest model.
     few = [times[0] for times in rounds]

@@ -33,7 +33,7 @@ from tandem.generate.prompt import encode_conversation, encode_text
 from tandem.generate.run import Rows, Run
 from tandem.generate.sampling import SamplingOptions, not_followed
 from tandem.hf.dense import pack_dense_layers
-from tandem.hf.quantizer import OffloadQuantizer
+from tandem.hf.runtime import runtime_of
 from tandem.kernels.attention import require_kv_dtype
 from tandem.kernels.cpu import detect_cpu
 from tandem.kernels.dense import CpuThreads
@@ -270,9 +270,9 @@ class Generator:
 
 def _threads_of(model: Any) -> CpuThreads:
     """Return the threads of a model that Tandem loaded; start some for another."""
-    quantizer = getattr(model, "hf_quantizer", None)
-    if isinstance(quantizer, OffloadQuantizer):
-        return quantizer.cpu_threads()
+    runtime = runtime_of(model)
+    if runtime is not None:
+        return runtime.threads
     return CpuThreads(num_threads=detect_cpu().physical_cores)
 
 

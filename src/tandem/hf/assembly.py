@@ -20,7 +20,7 @@ from tandem.experts.cache.start import STARTS
 from tandem.experts.devices.device import Device
 from tandem.experts.devices.emulated import EmulatedDevice
 from tandem.experts.execution.clock import Clock, WallClock
-from tandem.experts.execution.executor import CpuExecutor, Executor
+from tandem.experts.execution.executor import CpuExecutor
 from tandem.experts.execution.expert_kernels import ExpertKernels
 from tandem.experts.execution.hybrid_executor import HybridExecutor
 from tandem.experts.measuring.profiler import with_emulated_gpu, with_link
@@ -30,37 +30,41 @@ from tandem.experts.store.host_store import HostStore
 from tandem.experts.store.pinning import pin_store
 from tandem.hardware.profiles import load_profile, shape_for
 from tandem.hf.config import OffloadConfig
+from tandem.hf.dense import pack_dense_layers, share_threads
+from tandem.hf.dense_files import take_stored_layers
+from tandem.hf.experts import bind_all
 from tandem.hf.identity import model_identity
 from tandem.hf.lookahead.look_ahead import SOURCES, LookAhead, look_ahead
 from tandem.hf.lookahead.warm_up import WARM_UP_TOKENS, ExpertsCall, Observer, forward_tokens
 from tandem.hf.machine.cuda import cuda_parts
-from tandem.hf.machine.profile import Bound, bind_all, measured_profile
+from tandem.hf.machine.profile import measured_profile
+from tandem.hf.runtime import Runtime, require_runtime
 from tandem.policy.cost import HardwareProfile
 from tandem.policy.plan import Geometry
 from tandem.sim.timeline import Timeline
 
 
-def assemble(model: Any, store: HostStore, bound: Bound, config: OffloadConfig) -> Executor:
-    """Return the executor that the options ask for, with the model's modules bound to it."""
-    cpu = CpuExecutor(store, num_threads=config.threads, isa=config.isa or "")
-    if config.device == "cpu":
-        bind_all(bound, cpu)
-        return cpu
-    hybrid = _Assembly(model, store, bound, config, cpu).hybrid()
-    bind_all(bound, hybrid)
-    return hybrid
+def assemble(model: Any, runtime: Runtime, options: OffloadConfig) -> None:
+    """Make a model's experts run as the options say, from now on; raises `TandemError`."""
+    runtime.executor.close()
+    runtime.choose(options)
+    take_stored_layers(model, runtime.threads)
+    pack_dense_layers(model, options.dense_dtype, runtime.threads)
+    share_threads(model, runtime.threads)
+    runtime.look_ahead = None
+    cpu = runtime.cpu_executor()
+    if options.device == "cpu":
+        runtime.use(cpu)
+    else:
+        runtime.use(_Assembly(model, runtime, cpu).hybrid())
 
 
 def profile_of(model: Any, *, refresh: bool = False) -> HardwareProfile:
-    """Return this machine's profile for a loaded model; measure it if there is none, or anew."""
-    quantizer = model.hf_quantizer
-    options, before = quantizer.options, quantizer.executor
-    cpu = CpuExecutor(quantizer.store, num_threads=options.threads, isa=options.isa or "")
-    try:
-        parts = _Assembly(model, quantizer.store, quantizer.bound(), options, cpu)
-        return parts.measured(refresh=refresh)
-    finally:
-        quantizer.use(before)
+    """Return this machine's profile for a loaded model; measure it if there is none, or again."""
+    runtime = require_runtime(model)
+    cpu = runtime.cpu_executor()
+    with runtime.using(cpu):
+        return _Assembly(model, runtime, cpu).measured(refresh=refresh)
 
 
 class _Lanes(NamedTuple):
@@ -86,12 +90,12 @@ class _Assembly:
     def __init__(
         self,
         model: Any,
-        store: HostStore,
-        bound: Bound,
-        config: OffloadConfig,
+        runtime: Runtime,
         cpu: CpuExecutor,
     ) -> None:
-        self.model, self.store, self.bound, self.config = model, store, bound, config
+        self.model, self.runtime = model, runtime
+        self.store, self.bound, self.config = runtime.store, runtime.bound, runtime.options
+        config, store = self.config, self.store
         self.call = self._observe(cpu)
         most_experts = max(layer.arrivals.num_experts for layer in store)
         self.geometry = Geometry(len(store), most_experts, self.call.top_k)
@@ -155,7 +159,7 @@ class _Assembly:
         executor.listeners.append(heat)
         sources = (config.prediction,) if config.prediction in SOURCES else ("residual",)
         if config.prediction in SOURCES or config.look_ahead:
-            executor.foresee = self._look_ahead(sources)
+            executor.foresee = self.runtime.look_ahead = self._look_ahead(sources)
         weakref.finalize(executor, _end, cache, heat)
         return executor
 

@@ -36,8 +36,8 @@ class LayerSink(Protocol):
 class StoreWriter:
     """Finds the host layer of a parameter name and keeps the first error of a load."""
 
-    def __init__(self) -> None:
-        self.layers: dict[str, HostLayer] = {}
+    def __init__(self, layers: dict[str, HostLayer]) -> None:
+        self.layers = layers  # by the names of the experts modules
         self.exact: set[str] = set()
         """Names of the layers whose weights are to come as the codes of a source."""
         self.dense = DenseCodes()

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tandem.experts.store.host_store import HostLayer
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.hf.config import parse_dense_dtype, plain_name, stored_format
 from tandem.hf.experts import is_experts_module
 from tandem.hf.opaque_calls import DENSE, opaque
+from tandem.hf.runtime import runtime_of
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads, DenseWeight, multiply, pack_dense
 from tandem.kernels.formats.weight_format import WeightFormat
 
@@ -75,7 +77,8 @@ def pack_dense_layers(model: Any, dense_dtype: str, threads: CpuThreads) -> int:
     fmt = parse_dense_dtype(dense_dtype)
     if fmt is None or model.device.type != "cpu":
         return 0
-    store = getattr(getattr(model, "hf_quantizer", None), "store", ())
+    runtime = runtime_of(model)
+    store = () if runtime is None else runtime.store
     if plain_name(dense_dtype) == "auto" and not has_quantised_experts(store):
         return 0
     return _replace(model, threads, lambda dtype: fmt)
@@ -139,7 +142,7 @@ def share_threads(model: nn.Module, threads: CpuThreads) -> None:
         layer.threads = threads
 
 
-def has_quantised_experts(store: Iterable[Any]) -> bool:
+def has_quantised_experts(store: Iterable[HostLayer]) -> bool:
     """Whether some of a store's layers are packed in eight bits or fewer."""
     return any(isinstance(x, PackedLayer) and x.layout.format.bits <= 8 for x in store)
 

@@ -6,7 +6,7 @@ model's own activation and norm) and hands the tokens to the executor of the mod
 
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -21,6 +21,7 @@ from tandem.kernels.activations import find_native_activation, interleave
 
 EXPERTS_IMPLEMENTATION = "tandem"
 BINDING_NAME = "tandem_experts"
+Bound = Sequence[tuple[nn.Module, int]]  # experts modules and their layers in the store
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,12 @@ def is_experts_module(module: nn.Module) -> bool:
 def bind(module: nn.Module, executor: Executor, layer: int) -> None:
     """Make a module compute its experts through an executor from now on."""
     module.tandem_experts = ExpertsBinding(executor, layer, expert_functions(module))  # type: ignore[assignment]
+
+
+def bind_all(bound: Bound, executor: Executor) -> None:
+    """Make all experts modules compute through an executor from now on."""
+    for module, layer in bound:
+        bind(module, executor, layer)
 
 
 def expert_functions(module: Any) -> ExpertFunctions:

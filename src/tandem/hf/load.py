@@ -13,12 +13,14 @@ from tandem.checkpoint.sources.gguf import open_gguf
 from tandem.checkpoint.sources.source import Source, open_source
 from tandem.core.config import from_mapping
 from tandem.core.errors import ConfigError
+from tandem.hf.assembly import assemble
 from tandem.hf.checkpoint import AnyCheckpoint, Checkpoint, GgufCheckpoint, open_model
 from tandem.hf.config import OffloadConfig, parse_dense_dtype, parse_dtype, parse_expert_dtype
 from tandem.hf.config_values import foreign_errors
 from tandem.hf.dense_place import on_one_device
 from tandem.hf.machine.cuda import device_map_for
 from tandem.hf.packed_reading import read_packed
+from tandem.hf.runtime import require_runtime
 from tandem.hf.weight_report import require_own_weights
 
 
@@ -78,11 +80,11 @@ def load_checkpoint(
             loaded, report = _from_source(checkpoint, offload, num_layers, common)
     require_own_weights(checkpoint.path, loaded, report, is_whole=num_layers is None)
     if checkpoint.is_packed:
-        assemble = partial(loaded.hf_quantizer.assemble, loaded, offload)
+        again = partial(assemble, loaded, require_runtime(loaded), offload)
         if num_layers is None:
-            read_packed(checkpoint, loaded, assemble)
+            read_packed(checkpoint, loaded, again)
         else:
-            assemble()
+            again()
     return loaded.eval()
 
 

@@ -14,20 +14,19 @@ from torch import Tensor
 
 from tandem.core.errors import ConfigError
 from tandem.hf.dense import PackedLinear, packed_layers
+from tandem.hf.runtime import require_runtime
 from tandem.hf.stand_in import refuse_to_copy
 
 
 class OffloadedModel:
     """Methods of every model that Tandem has loaded, before those of its Transformers class."""
 
-    hf_quantizer: Any
-
     def close(self) -> None:
         """Give the experts' memory back and end their threads; twice is no error.
 
         The model cannot be run afterwards. Not needed where nobody holds it any more.
         """
-        self.hf_quantizer.close()
+        require_runtime(self).close()
 
     def __enter__(self) -> Self:
         return self
@@ -63,7 +62,7 @@ class OffloadedModel:
         count = int(super().num_parameters(only_trainable, exclude_embeddings))  # type: ignore[misc]
         if only_trainable:
             return count
-        for layer in self.hf_quantizer.store:
+        for layer in require_runtime(self).store:
             count += sum(math.prod(shape) for shape in layer.arrivals.shapes.values())
         for linear in self._packed_layers():
             count += linear.out_features * (linear.in_features + (linear.packed.bias is not None))
@@ -73,7 +72,7 @@ class OffloadedModel:
         """Return the bytes that the model takes, packed weights and experts in host memory too."""
         num_bytes = int(super().get_memory_footprint(return_buffers))  # type: ignore[misc]
         packed = sum(linear.packed.num_bytes for linear in self._packed_layers())
-        return num_bytes + packed + int(self.hf_quantizer.store.num_bytes)
+        return num_bytes + packed + require_runtime(self).store.num_bytes
 
     def _packed_layers(self) -> list[PackedLinear]:
         return [linear for _, linear in packed_layers(self)]  # type: ignore[arg-type]

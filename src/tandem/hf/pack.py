@@ -35,6 +35,7 @@ from tandem.experts.store.host_store import HostLayer
 from tandem.hf.checkpoint import AnyCheckpoint, Checkpoint, open_model
 from tandem.hf.config import OffloadConfig
 from tandem.hf.load import load_checkpoint
+from tandem.hf.runtime import require_runtime
 from tandem.hf.save import dense_tensors, layer_tensors, write_configs
 
 # (bytes of experts written, all of them); called after each layer.
@@ -106,7 +107,7 @@ def _pack(
     offload.sink = sink
     model = load_checkpoint(source, offload)
     num_bytes = sink.finish(model)
-    model.hf_quantizer.executor.close()
+    require_runtime(model).executor.close()
     if isinstance(source, Checkpoint):
         _copy_small_files(source, partial)
     else:
@@ -183,7 +184,7 @@ class FileSink:
 
     def finish(self, model: Any) -> int:
         """Write the dense parts, the index and the config; return the bytes of all tensors."""
-        dense = dense_tensors(model, model.hf_quantizer)
+        dense = dense_tensors(model, require_runtime(model))
         self.checksums[DENSE_FILE] = write_tensors(self.directory, DENSE_FILE, dense)
         sizes = {name: tensor.nbytes for name, tensor in dense.items()}
         files = {DENSE_FILE: sizes, **dict(sorted(self.files.items()))}

@@ -19,6 +19,7 @@ from tandem.core.units import format_bytes
 from tandem.experts.store.host_memory import available_bytes
 from tandem.hf.checkpoint import Checkpoint
 from tandem.hf.dense import packed_layers
+from tandem.hf.runtime import require_runtime
 
 # From this share of the free memory on, the dense parts' file gives its place to the experts.
 _TIGHT_SHARE = 0.75
@@ -51,7 +52,8 @@ def read_packed(checkpoint: Checkpoint, model: Any, assemble: Callable[[], None]
         if finish_dense_parts(model, assemble) and total > _TIGHT_SHARE * available:
             let_go(dense)
         read_ahead(experts, bar.update)
-    stored = [tensor for layer in model.hf_quantizer.store for tensor in layer.stored().values()]
+    store = require_runtime(model).store
+    stored = [tensor for layer in store for tensor in layer.stored().values()]
     map_ahead([*stored, *(tensor for tensor in model.parameters() if tensor.device.type == "cpu")])
 
 

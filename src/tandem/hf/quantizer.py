@@ -7,7 +7,6 @@ layers), for each expert tensor (move it into the host store) and after (bind mo
 from typing import Any
 
 import torch
-from torch import nn
 from transformers.core_model_loading import WeightConverter
 from transformers.quantizers.base import HfQuantizer
 
@@ -15,8 +14,7 @@ from tandem.checkpoint.mapped_files import copy_out_of_files
 from tandem.checkpoint.packed import INDEX_FILE, packed_name
 from tandem.core.errors import ConfigError, UnsupportedModelError
 from tandem.core.units import format_bytes
-from tandem.experts.execution.closed_executor import ClosedExecutor
-from tandem.experts.execution.executor import CpuExecutor, Executor
+from tandem.experts.execution.executor import CpuExecutor
 from tandem.experts.store import host_memory
 from tandem.experts.store.arrivals import TENSOR_NAMES
 from tandem.experts.store.host_store import HostLayer, HostStore
@@ -30,20 +28,18 @@ from tandem.hf.config import (
     stored_format,
 )
 from tandem.hf.conversion import ReadSource, StoreExpertwise, StoreFused, StorePacked, StoreWriter
-from tandem.hf.dense import has_quantised_experts, pack_dense_layers, share_threads
+from tandem.hf.dense import has_quantised_experts
 from tandem.hf.dense_codes import quantised_layers
-from tandem.hf.dense_files import expect_stored_layers, take_stored_layers
+from tandem.hf.dense_files import expect_stored_layers
 from tandem.hf.dense_place import on_one_device
 from tandem.hf.experts import EXPERTS_IMPLEMENTATION, is_experts_module
 from tandem.hf.finite import require_finite_weights
 from tandem.hf.machine.cuda import device_map_for
-from tandem.hf.machine.profile import bind_all
 from tandem.hf.offloaded_model import as_offloaded
+from tandem.hf.runtime import Runtime
 from tandem.hf.stand_in import keep_elsewhere
 from tandem.hf.steps import announce_steps
 from tandem.hf.weight_report import require_shapes
-from tandem.kernels.cpu import detect_cpu
-from tandem.kernels.dense import CpuThreads
 from tandem.kernels.formats.weight_format import WeightFormat
 
 # What a user is told to try when the experts do not fit, largest first.
@@ -59,17 +55,14 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         super().__init__(quantization_config, **kwargs)
         # `merge_quantization_configs` marks every model whose config.json names us as quantized.
         self.pre_quantized = quantization_config.packed_format is not None
-        self.store = HostStore()
-        self.options = quantization_config
-        self.executor: Executor = CpuExecutor(self.store)
-        self._writer = StoreWriter()
-        self._bound: list[tuple[Any, HostLayer]] = []
+        store = HostStore()
+        self.runtime = Runtime(quantization_config, store, CpuExecutor(store))
+        self._writer = StoreWriter(self.runtime.layers)
         self._targets: dict[str, str] = {}
         """Of the source's names, the parameters in which they end."""
         self._from_source: set[str] = set()
         self._shapes: dict[str, torch.Size] = {}
         """Of the dense parameters, by the config."""
-        self._threads: CpuThreads | None = None
 
     def validate_environment(self, device_map: Any = None, **kwargs: Any) -> None:
         """Refuse device maps that split the model: dense parts stay together on one device."""
@@ -103,24 +96,25 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         own = {name: module for name, module in modules.items() if sources[name] == name}
         formats = self._expert_formats(model, list(own))
         for name, module in own.items():
-            self._writer.layers[name] = _announce(self.store, name, module, formats[name])
+            self._writer.layers[name] = _announce(self.runtime.store, name, module, formats[name])
         for name, module in modules.items():
             layer = self._writer.layers[sources[name]]
             self._writer.layers[name] = layer
-            self._bound.append((module, layer))
+            self.runtime.bound.append((module, layer.layer))
         return own
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        own = self.announce_layers(model)
+        model.hf_quantizer = self  # as Transformers does it a little later
+        own, store = self.announce_layers(model), self.runtime.store
         self._writer.sink = self.quantization_config.sink
         if self._writer.sink is not None:
             source_dtype = next(iter(own.values())).down_proj.dtype
-            self._writer.sink.begin(self.store.expected_bytes(source_dtype))
-            for layer in self.store:
+            self._writer.sink.begin(store.expected_bytes(source_dtype))
+            for layer in store:
                 self._writer.sink.resume(layer)
         elif not self.pre_quantized:  # a packed file is mapped, and need not be in memory whole
             dense_bytes = _dense_bytes(model, kwargs.get("device_map"))
-            _require_memory(self.store, own, dense_bytes)
+            _require_memory(store, own, dense_bytes)
         dense_format = parse_dense_dtype(self.quantization_config.dense_dtype)
         if self.pre_quantized and dense_format is not None:
             stored = self.quantization_config.dense_formats or {}
@@ -145,7 +139,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
             return {}
         found = quantised_layers(model, source, self._targets)
         is_auto = self.quantization_config.dense_dtype == "auto"
-        keeps_codes = is_auto and has_quantised_experts(self.store)
+        keeps_codes = is_auto and has_quantised_experts(self.runtime.store)
         return found if keeps_codes else dict.fromkeys(found)
 
     def _expert_formats(
@@ -216,59 +210,52 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         if self._writer.error is not None:
             raise self._writer.error
         require_shapes(model, self._shapes)
-        for module, layer in self._bound:
-            layer.arrivals.require_complete()
-            module.config._experts_implementation = EXPERTS_IMPLEMENTATION
-            keep_elsewhere(module, layer.arrivals.shapes)
+        runtime = self.runtime
+        for module, layer in runtime.bound:
+            arrivals = runtime.store[layer].arrivals
+            arrivals.require_complete()
+            config: Any = module.config
+            config._experts_implementation = EXPERTS_IMPLEMENTATION
+            keep_elsewhere(module, arrivals.shapes)
         as_offloaded(model)
-        announce_steps(model, lambda: self.executor)
+        announce_steps(model, lambda: runtime.executor)
         if not self.pre_quantized:
             copy_out_of_files(model)
             require_finite_weights(model)
         # Files need not stay open.
         self.quantization_config.source = self.quantization_config.sink = None
         self._targets, self._from_source = {}, set()
-        self._writer.dense.put_in(model, self.cpu_threads())
-        self.assemble(model, self.quantization_config)
+        self._writer.dense.put_in(model, runtime.threads)
+        assemble(model, runtime, self.quantization_config)
         return model
 
-    def assemble(self, model: Any, options: OffloadConfig) -> None:
-        """Make the experts run as the options say, from now on; raises `TandemError`."""
-        self.executor.close()
-        if (options.threads, options.isa) != (self.options.threads, self.options.isa):
-            self._threads = None
-        self.options = options
-        take_stored_layers(model, self.cpu_threads())
-        pack_dense_layers(model, options.dense_dtype, self.cpu_threads())
-        share_threads(model, self.cpu_threads())
-        self.executor = assemble(model, self.store, self.bound(), options)
+    # TRANSITION: to go with the last test and caller that asks the quantizer.
+    @property
+    def store(self) -> HostStore:
+        """As of the runtime."""
+        return self.runtime.store
 
-    def cpu_threads(self) -> CpuThreads:
-        """Return the threads that packed linear layers and attention share."""
-        if self._threads is None:
-            num_threads = self.options.threads or detect_cpu().physical_cores
-            self._threads = CpuThreads(num_threads=num_threads, isa=self.options.isa or "")
-        return self._threads
+    @property
+    def executor(self) -> Any:
+        """As of the runtime."""
+        return self.runtime.executor
 
-    def use(self, executor: Executor) -> None:
-        """Make the experts run through another executor, such as one around the present one."""
-        self.executor = executor
-        bind_all(self.bound(), executor)
+    @property
+    def options(self) -> OffloadConfig:
+        """As of the runtime."""
+        return self.runtime.options
 
-    def close(self) -> None:
-        """Give the experts' memory back and end all threads; the model is not run afterwards."""
-        if isinstance(self.executor, ClosedExecutor):
-            return
-        self.executor.close()
-        self.use(ClosedExecutor(HostStore()))
-        self.store = self.executor.store
-        self._bound.clear()
-        self._writer.layers.clear()  # Transformers keeps the operations that it loaded with
-        self._threads = None
+    def use(self, executor: Any) -> None:
+        """As of the runtime."""
+        self.runtime.use(executor)
 
-    def bound(self) -> list[tuple[nn.Module, int]]:
-        """Return the experts modules with their layers in the store."""
-        return [(module, layer.layer) for module, layer in self._bound]
+    def bound(self) -> Any:
+        """As of the runtime."""
+        return self.runtime.bound
+
+    def cpu_threads(self) -> Any:
+        """As of the runtime."""
+        return self.runtime.threads
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
         """Refuse `save_pretrained`: it would write the empty placeholders."""

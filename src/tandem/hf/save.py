@@ -12,13 +12,12 @@ from torch import Tensor
 from tandem.checkpoint.packed import DENSE_FILE, experts_file, packed_name
 from tandem.checkpoint.packed_files import write_index, write_tensors
 from tandem.core.errors import ModelError
-from tandem.experts.execution.closed_executor import require_open
 from tandem.experts.store.host_store import HostLayer
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.hf.config import PACKED_FORMAT_VERSION, OffloadConfig
 from tandem.hf.dense import packed_layers
 from tandem.hf.dense_files import dense_formats_of, stored_tensors
-from tandem.hf.quantizer import OffloadQuantizer
+from tandem.hf.runtime import Runtime, require_runtime, runtime_of
 
 
 def save(model: Any, directory: str | Path, *, tokenizer: Any = None) -> Path:
@@ -27,25 +26,25 @@ def save(model: Any, directory: str | Path, *, tokenizer: Any = None) -> Path:
     The directory appears at once when everything is written, or not at all.
     """
     target = Path(directory)
-    quantizer = getattr(model, "hf_quantizer", None)
+    runtime = runtime_of(model)
     if hasattr(model, "peft_config"):
         raise ModelError(
             "tandem.save got a model with adapters, which packed files do not hold; save them with "
             "save_pretrained, or write model.merge_and_unload()"
         )
-    if not isinstance(quantizer, OffloadQuantizer):
+    if runtime is None:
         raise ModelError(
             f"tandem.save got a {type(model).__name__} that Tandem did not load; "
             "use its own save_pretrained"
         )
-    require_open(quantizer.executor)
+    runtime.require_open()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ModelError(f"{target} exists and is not an empty directory; name a new one")
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        _write(model, quantizer, partial)
+        _write(model, runtime, partial)
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
         partial.replace(target)
@@ -56,9 +55,9 @@ def save(model: Any, directory: str | Path, *, tokenizer: Any = None) -> Path:
     return target
 
 
-def _write(model: Any, quantizer: OffloadQuantizer, directory: Path) -> None:
+def _write(model: Any, runtime: Runtime, directory: Path) -> None:
     files, checksums = {}, {}
-    for file, tensors in _files(model, quantizer):
+    for file, tensors in _files(model, runtime):
         checksums[file] = write_tensors(directory, file, tensors)
         files[file] = {name: tensor.nbytes for name, tensor in tensors.items()}
     write_index(directory, files, checksums)
@@ -72,10 +71,10 @@ def write_configs(model: Any, directory: Path) -> None:
         model.generation_config.save_pretrained(directory)
 
 
-def _files(model: Any, quantizer: OffloadQuantizer) -> Iterator[tuple[str, dict[str, Tensor]]]:
+def _files(model: Any, runtime: Runtime) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Yield (file name, tensors): the dense parts, then one file per MoE layer."""
-    yield DENSE_FILE, dense_tensors(model, quantizer)
-    for layer in quantizer.executor.store:
+    yield DENSE_FILE, dense_tensors(model, runtime)
+    for layer in runtime.store:
         yield experts_file(layer.layer), layer_tensors(layer)
 
 
@@ -85,15 +84,16 @@ def layer_tensors(layer: HostLayer) -> dict[str, Tensor]:
     return {f"{name}.{packed_name(part)}": tensor for part, tensor in layer.stored().items()}
 
 
-def dense_tensors(model: Any, quantizer: OffloadQuantizer) -> dict[str, Tensor]:
+def dense_tensors(model: Any, runtime: Runtime) -> dict[str, Tensor]:
     """Return the state dict without experts; of tied tensors only the first, loading ties again."""
     tensors: dict[str, Tensor] = {}
     seen: set[tuple[int, torch.Size]] = set()
     packed = [path for path, _ in packed_layers(model)]
+    experts = {
+        f"{name}.{x}" for name, layer in runtime.layers.items() for x in layer.arrivals.shapes
+    }
     for name, tensor in model.state_dict().items():
-        if name.rpartition(".")[0] in packed:
-            continue
-        if quantizer.param_needs_quantization(model, name):
+        if name.rpartition(".")[0] in packed or name in experts:
             continue
         place = (tensor.data_ptr(), tensor.shape)
         if tensor.numel() and place in seen:
@@ -106,7 +106,7 @@ def dense_tensors(model: Any, quantizer: OffloadQuantizer) -> dict[str, Tensor]:
 def _packed_config(model: Any) -> Any:
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
-    formats = [stored_name(layer) for layer in model.hf_quantizer.store]
+    formats = [stored_name(layer) for layer in require_runtime(model).store]
     dense_dtype, dense_formats = dense_formats_of(model)
     config.quantization_config = OffloadConfig(
         expert_dtype=formats[0] if len(set(formats)) == 1 else "auto",

@@ -22,7 +22,6 @@ import torch
 
 from tandem.core.errors import TandemError
 from tandem.decode.padded import context_tokens, end_of_sequence_ids, vocabulary_size
-from tandem.experts.execution.hybrid_executor import HybridExecutor
 from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tandem.experts.tracing.events import ExpertStatistics
 from tandem.generate.batching import Batcher, StepFailedError
@@ -32,6 +31,7 @@ from tandem.generate.running import Constraint, Request
 from tandem.generate.sampling import SamplingOptions
 from tandem.generate.token_output import BatchCounts
 from tandem.hf.dense import pack_as_loaded
+from tandem.hf.runtime import require_runtime
 from tandem.server.constraint import Grammars
 from tandem.server.live import LivePicture
 from tandem.server.messages import (
@@ -77,10 +77,10 @@ class Engine:
     def __init__(self, load: ModelLoader, settings: EngineSettings, connection: Connection) -> None:
         """Load the model and say that it is there."""
         model, tokenizer = load()
-        quantizer = model.hf_quantizer
-        if quantizer.options.dense_dtype == "auto":
+        runtime = require_runtime(model)
+        if runtime.options.dense_dtype == "auto":
             # Answers that do not depend on company are worth more here than a few per cent.
-            pack_as_loaded(model, quantizer.cpu_threads())
+            pack_as_loaded(model, runtime.threads)
         self._model = model
         self._connection = connection
         generator = Generator(model, tokenizer, has_replay=settings.has_replay)
@@ -89,7 +89,7 @@ class Engine:
         )
         vocabulary = vocabulary_size(model)
         self._grammars = Grammars(tokenizer, vocabulary, sorted(end_of_sequence_ids(model)))
-        executor = quantizer.executor
+        executor = runtime.executor
         self._executor = executor
         self._experts, self._cache = ExpertStatistics(), CacheStatistics()
         self._live = LivePicture(executor)
@@ -98,7 +98,7 @@ class Engine:
         self._warm_up()
         # An event a layer and step: without slots there is nothing to count of them.
         executor.listeners.append(self._experts)
-        if isinstance(executor, HybridExecutor):
+        if executor.cache is not None:
             executor.listeners.append(self._cache)
         connection.send(Ready(self._info(generator, vocabulary)))
 
@@ -111,8 +111,7 @@ class Engine:
         self._batcher.counts = BatchCounts()
 
     def _info(self, generator: Generator, vocabulary: int) -> ModelInfo:
-        executor = self._executor
-        is_hybrid = isinstance(executor, HybridExecutor)
+        executor, cache = self._executor, self._executor.cache
         return ModelInfo(
             model_type=str(self._model.config.model_type),
             vocabulary=vocabulary,
@@ -120,7 +119,7 @@ class Engine:
             max_running=self._batcher.max_running,
             num_layers=len(executor.store),
             num_experts=max(layer.arrivals.num_experts for layer in executor.store),
-            device=executor.device.name if is_hybrid else str(self._model.device),
+            device=str(self._model.device) if cache is None else cache.device.name,
             why_padded=generator.why_padded,
         )
 
@@ -221,20 +220,19 @@ class Engine:
         self._connection.send(Report(self._statistics()))
 
     def _statistics(self) -> EngineStatistics:
-        cache, experts = self._cache, self._experts
-        executor = self._executor
-        is_hybrid = isinstance(executor, HybridExecutor)
+        cache, experts, expert_cache = self._cache, self._experts, self._executor.cache
+        slot_bytes = 0 if expert_cache is None else expert_cache.slot_bytes
         return EngineStatistics(
             batch=self._batcher.counts,
             active_experts=experts.active_experts,
             hits=cache.hits,
-            fetched_bytes=cache.copies * executor.cache.slot_bytes if is_hybrid else 0,
+            fetched_bytes=cache.copies * slot_bytes,
             prefetch_issued=cache.prefetch_issued,
             prefetch_useful=cache.prefetch_useful,
             rows_on_device=cache.device_rows,
             rows_on_cpu=experts.expert_rows - cache.device_rows,
             expert_bytes_read=experts.touched_bytes,
-            slots=executor.cache.num_slots if is_hybrid else 0,
+            slots=0 if expert_cache is None else expert_cache.num_slots,
             memory_bytes=self._memory(),
         )
 

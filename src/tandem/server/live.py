@@ -7,9 +7,8 @@ import base64
 import json
 import time
 from collections import deque
-from typing import Any
 
-from tandem.experts.execution.hybrid_executor import HybridExecutor
+from tandem.experts.execution.executor import Executor
 from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tandem.experts.tracing.events import LayerExecuted
 from tandem.policy.residency import COPYING, READY
@@ -24,7 +23,7 @@ ON_HOST, ARRIVING, ON_DEVICE = 0, 1, 2
 class LivePicture:
     """What has happened since the last picture, and the state now."""
 
-    def __init__(self, executor: Any) -> None:
+    def __init__(self, executor: Executor) -> None:
         """Draw an executor's model; see `watch`."""
         self._executor = executor
         self._num_layers = len(executor.store)
@@ -79,7 +78,7 @@ class LivePicture:
         cpu, device, link, clock = (
             now - then for now, then in zip(self._lanes_before, before, strict=True)
         )
-        if not self._is_hybrid:
+        if self._executor.cache is None:
             cpu = clock = seconds
         self._steps.append(
             {
@@ -103,29 +102,24 @@ class LivePicture:
         self._last_sent = now
         return self._draw(now)
 
-    @property
-    def _is_hybrid(self) -> bool:
-        return isinstance(self._executor, HybridExecutor)
-
     def _count_watchers(self, change: int) -> None:
-        if self._is_hybrid:
+        if self._executor.cache is not None:
             self._executor.cache.clock.watchers += change
 
     def _lanes(self) -> tuple[float, float, float, float]:
         """Return the seconds that CPU, device and link have worked, and the planner's clock."""
-        if not self._is_hybrid:
+        if self._executor.cache is None:
             return (0.0, 0.0, 0.0, 0.0)
         clock = self._executor.cache.clock
         return clock.cpu_busy, clock.gpu_busy, clock.link_busy, clock.now
 
     def _draw(self, now: float) -> str:
-        seconds = now - self._since
-        is_hybrid = self._is_hybrid
+        seconds, cache = now - self._since, self._executor.cache
         picture = {
             "layers": self._num_layers,
             "experts": self._num_experts,
-            "device": self._executor.device.name if is_hybrid else None,
-            "slots": self._executor.cache.num_slots if is_hybrid else 0,
+            "device": None if cache is None else cache.device.name,
+            "slots": 0 if cache is None else cache.num_slots,
             "where": _text(self._where()),
             "by_host": _text(self._by_host),
             "by_device": _text(self._by_device),
@@ -140,7 +134,7 @@ class LivePicture:
 
     def _where(self) -> bytes:
         """Return a byte per expert: where it lives."""
-        if not self._is_hybrid:
+        if self._executor.cache is None:
             return bytes(self._num_layers * self._num_experts)
         places = {READY: ON_DEVICE, COPYING: ARRIVING}
         return bytes(places.get(s, ON_HOST) for s in self._executor.cache.planner.residency.state)

@@ -17,8 +17,8 @@ from tandem.decode.kv_cache.base import NotByRowsError
 from tandem.experts.devices.device import Device
 from tandem.experts.execution.executor import RoutedCall
 from tandem.experts.store.host_store import HostStore
+from tandem.hf.experts import Bound, bind_all
 from tandem.hf.lookahead.warm_up import NoExperts, warm_up_ids
-from tandem.hf.machine.profile import Bound, bind_all
 from tandem.policy.cost import HardwareProfile, interpolate
 
 STEP_ROWS = (1, 8)

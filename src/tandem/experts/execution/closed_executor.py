@@ -7,7 +7,9 @@ from torch import Tensor
 
 from tandem.core.errors import ConfigError
 from tandem.experts.execution.batch import ExpertFunctions
-from tandem.experts.execution.executor import Executor, RoutedCall, StatelessExecutor
+from tandem.experts.execution.executor import RoutedCall, StatelessExecutor
+
+CLOSED = "the model has been closed; load it again"
 
 
 class ClosedExecutor(StatelessExecutor):
@@ -24,11 +26,5 @@ class ClosedExecutor(StatelessExecutor):
         _refuse()
 
 
-def require_open(executor: Executor) -> None:
-    """Raise `ConfigError` if a model has been closed."""
-    if isinstance(executor, ClosedExecutor):
-        _refuse()
-
-
 def _refuse() -> NoReturn:
-    raise ConfigError("the model has been closed; load it again")
+    raise ConfigError(CLOSED)

@@ -4,8 +4,7 @@ The text is cut in windows. The first part teaches; the rest is foreseen, with a
 residual, and compared with what the routers then chose (DALI's tables 5 and 8).
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,11 +13,11 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import ConfigError, UnsupportedModelError
-from tandem.experts.execution.executor import CpuExecutor
 from tandem.hf.lookahead.look_ahead import SOURCES, LookAhead
 from tandem.hf.lookahead.residuals import Residuals
 from tandem.hf.lookahead.routers import find_routers
 from tandem.hf.lookahead.routing_recording import recording
+from tandem.hf.runtime import require_runtime
 from tandem.trace import RoutingTrace
 
 WINDOW_TOKENS = 256
@@ -61,8 +60,9 @@ def calibrate(
             f"the text has {len(token_ids)} tokens; expected at least {4 * WINDOW_TOKENS}"
         )
     num_taught = 3 * len(windows) // 4
-    with _on_cpu(model) as quantizer:
-        routers = find_routers(model, quantizer.bound())
+    runtime = require_runtime(model)
+    with runtime.using(runtime.cpu_executor()):  # nothing is planned for a calibration
+        routers = find_routers(model, runtime.bound)
         if isinstance(routers, str):
             name = type(model).__name__
             raise UnsupportedModelError(f"the routers of {name} cannot be asked ahead: {routers}")
@@ -84,19 +84,6 @@ def calibrate(
             ahead.close()
     likeness = _likeness(ahead.cosines, len(routers) - 1)
     return Calibration(residuals, num_taught * WINDOW_TOKENS, judged, likeness)
-
-
-@contextmanager
-def _on_cpu(model: Any) -> Iterator[Any]:
-    """Let the CPU compute all experts, inside: nothing is planned for a calibration."""
-    quantizer = model.hf_quantizer
-    before = quantizer.executor
-    options = quantizer.options
-    quantizer.use(CpuExecutor(quantizer.store, num_threads=options.threads, isa=options.isa or ""))
-    try:
-        yield quantizer
-    finally:
-        quantizer.use(before)
 
 
 @torch.no_grad()

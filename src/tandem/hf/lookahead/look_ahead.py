@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from tandem.experts.store.host_store import HostStore
+from tandem.hf.experts import Bound
 from tandem.hf.identity import model_identity
 from tandem.hf.lookahead.residuals import Residuals
-from tandem.hf.lookahead.routers import Bound, Router, find_routers
+from tandem.hf.lookahead.routers import Router, find_routers
 from tandem.policy.plan import Hint, LayerLoad
 
 SOURCES = ("gate", "residual")

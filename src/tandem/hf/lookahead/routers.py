@@ -12,10 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from tandem.hf.experts import Bound
 from tandem.hf.lookahead.warm_up import WARM_UP_TOKENS, forward_tokens, warm_up_ids
-
-Bound = Sequence[tuple[nn.Module, int]]  # experts modules and their layers in the store
-
 
 TOKEN_IDS = object()  # stands among a router's arguments for the ids of the step's tokens
 

@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from tandem.experts.execution.executor import CpuExecutor
-from tandem.experts.execution.hybrid_executor import HybridExecutor
 from tandem.experts.tracing.recorder import RoutingRecorder
 from tandem.hf.lookahead.look_ahead import SOURCES, LookAhead, look_ahead
+from tandem.hf.runtime import require_runtime
 
 
 @contextmanager
@@ -19,24 +19,23 @@ def recording(model: Any, given: LookAhead | None = None) -> Iterator[RoutingRec
     Where the model's routers can be asked ahead, their guesses are recorded too; `given` asks them
     if the caller does that already.
     """
-    quantizer = model.hf_quantizer
-    inner = quantizer.executor
-    own = inner.foresee if isinstance(inner, HybridExecutor) else None
+    runtime = require_runtime(model)
+    inner, own = runtime.executor, runtime.look_ahead
     ahead: LookAhead | str
-    if isinstance(own, LookAhead):
+    if own is not None and inner.needs_hooks:
         ahead = own  # the executor asks it, and must not be given other guesses
     elif given is not None:
         ahead = given
     else:
-        quantizer.use(CpuExecutor(quantizer.store))  # the search's steps are nobody's
-        ahead = look_ahead(
-            model,
-            quantizer.bound(),
-            quantizer.store,
-            SOURCES,
-            cache_path=quantizer.options.cache_path,
-            residuals_path=quantizer.options.residuals,
-        )
+        with runtime.using(CpuExecutor(runtime.store)):  # the search's steps are nobody's
+            ahead = look_ahead(
+                model,
+                runtime.bound,
+                runtime.store,
+                SOURCES,
+                cache_path=runtime.options.cache_path,
+                residuals_path=runtime.options.residuals,
+            )
 
     def guesses(layer: int) -> Mapping[str, Tensor]:
         if isinstance(ahead, str):
@@ -46,12 +45,9 @@ def recording(model: Any, given: LookAhead | None = None) -> Iterator[RoutingRec
         return ahead.guesses
 
     recorder = RoutingRecorder(inner, guesses, SOURCES)
-    quantizer.use(recorder)
-    try:
-        with _all_sources(ahead, ends=ahead is not own and ahead is not given):
-            yield recorder
-    finally:
-        quantizer.use(inner)
+    ends = ahead is not own and ahead is not given
+    with runtime.using(recorder), _all_sources(ahead, ends=ends):
+        yield recorder
 
 
 @contextmanager

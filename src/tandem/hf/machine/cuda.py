@@ -28,9 +28,9 @@ from tandem.experts.store.host_store import HostStore
 from tandem.experts.store.pinning import pin_store
 from tandem.hardware.profiles import load_profile, save_profile
 from tandem.hf.config import OffloadConfig
-from tandem.hf.experts import expert_functions
+from tandem.hf.experts import Bound, bind_all, expert_functions
 from tandem.hf.lookahead.warm_up import ExpertsCall, NoExperts, forward_tokens
-from tandem.hf.machine.profile import Bound, bind_all, kept_profile, measured_profile, profile_key
+from tandem.hf.machine.profile import kept_profile, measured_profile, profile_key
 from tandem.policy.cost import HardwareProfile
 from tandem.policy.plan import Geometry
 

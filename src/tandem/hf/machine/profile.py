@@ -2,36 +2,28 @@
 
 import hashlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from tandem.core.errors import FileFormatError, TandemWarning
-from tandem.experts.execution.executor import Executor
 from tandem.experts.execution.expert_kernels import ExpertKernels
 from tandem.experts.measuring.profiler import measure_profile
 from tandem.experts.store.host_store import HostStore
 from tandem.hardware.profiles import load_profile, save_profile
 from tandem.hf.dense import packed_layers
-from tandem.hf.experts import bind, expert_functions
+from tandem.hf.experts import Bound, bind_all, expert_functions
 from tandem.hf.lookahead.warm_up import ExpertsCall, NoExperts, forward_tokens
 from tandem.kernels.cpu import detect_cpu
 from tandem.policy.cost import HardwareProfile, interpolate
 from tandem.policy.plan import Geometry
 
-Bound = Sequence[tuple[nn.Module, int]]  # experts modules and their layers in the store
 # Raise it when what is measured changes: older profiles are then measured anew.
 MEASUREMENT = 1
 DENSE_TOKEN_COUNTS = (1, 32, 256)
 DENSE_REPETITIONS = 3
-
-
-def bind_all(bound: Bound, executor: Executor) -> None:
-    """Make all experts modules compute through an executor from now on."""
-    for module, layer in bound:
-        bind(module, executor, layer)
 
 
 def measured_profile(

@@ -17,6 +17,7 @@ from tandem.hf.checkpoint import AnyCheckpoint
 from tandem.hf.config import OffloadConfig
 from tandem.hf.finite import require_finite_logits
 from tandem.hf.load import load_checkpoint
+from tandem.hf.runtime import require_runtime
 from tandem.kernels.reference import expert_ffn
 
 CHECKED_LAYERS = 4
@@ -50,12 +51,11 @@ def check_model(checkpoint: AnyCheckpoint, offload: OffloadConfig) -> Agreement:
     vocabulary = model.get_input_embeddings().weight.shape[0]
     random = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary, (1, CHECKED_TOKENS), generator=random)
-    quantizer = model.hf_quantizer
+    runtime = require_runtime(model)
     found = _log_probabilities(model, ids)
-    executor = quantizer.executor
-    quantizer.use(ReferenceExecutor(quantizer.store))
-    expected = _log_probabilities(model, ids)
-    executor.close()
+    with runtime.using(ReferenceExecutor(runtime.store)):
+        expected = _log_probabilities(model, ids)
+    runtime.executor.close()
     kl = F.kl_div(found, expected, reduction="batchmean", log_target=True)
     same = found.argmax(-1) == expected.argmax(-1)
     layers = int(model.config.get_text_config().num_hidden_layers)

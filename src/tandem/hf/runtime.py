@@ -1,0 +1,106 @@
+"""What a loaded model's experts run on: found by `runtime_of`, whoever asks.
+
+The quantizer makes it while Transformers loads the model; nothing else asks a model for that.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from tandem.core.errors import ConfigError, ModelError
+from tandem.experts.execution.closed_executor import CLOSED, ClosedExecutor
+from tandem.experts.execution.executor import CpuExecutor, Executor
+from tandem.experts.store.host_store import HostLayer, HostStore
+from tandem.hf.config import OffloadConfig
+from tandem.hf.experts import bind_all
+from tandem.hf.lookahead.look_ahead import LookAhead
+from tandem.kernels.cpu import detect_cpu
+from tandem.kernels.dense import CpuThreads
+
+
+@dataclass(eq=False)
+class Runtime:
+    """A model's experts, what computes them, and the options that chose it."""
+
+    options: OffloadConfig
+    store: HostStore
+    executor: Executor
+    bound: list[tuple[nn.Module, int]] = field(default_factory=list)
+    """The experts modules with their layers in the store."""
+    layers: dict[str, HostLayer] = field(default_factory=dict)
+    """The layers by the names of all experts modules, tied ones included."""
+    look_ahead: LookAhead | None = None
+    """What the executor asks about the next layer, if it does."""
+    is_closed: bool = False
+    _threads: CpuThreads | None = None
+
+    @property
+    def threads(self) -> CpuThreads:
+        """The threads that packed linear layers and attention share."""
+        if self._threads is None:
+            num_threads = self.options.threads or detect_cpu().physical_cores
+            self._threads = CpuThreads(num_threads=num_threads, isa=self.options.isa or "")
+        return self._threads
+
+    def choose(self, options: OffloadConfig) -> None:
+        """Follow other options from now on."""
+        if (options.threads, options.isa) != (self.options.threads, self.options.isa):
+            self._threads = None
+        self.options = options
+
+    def cpu_executor(self) -> CpuExecutor:
+        """Return a new executor that computes every expert on the CPU, as the options say."""
+        options = self.options
+        return CpuExecutor(self.store, num_threads=options.threads, isa=options.isa or "")
+
+    def use(self, executor: Executor) -> None:
+        """Make the experts run through another executor, such as one around the present one."""
+        self.executor = executor
+        bind_all(self.bound, executor)
+
+    @contextmanager
+    def using(self, executor: Executor) -> Iterator[None]:
+        """Make the experts run through another executor, inside."""
+        before = self.executor
+        self.use(executor)
+        try:
+            yield
+        finally:
+            self.use(before)
+
+    def require_open(self) -> None:
+        """Raise `ConfigError` if the model has been closed."""
+        if self.is_closed:
+            raise ConfigError(CLOSED)
+
+    def close(self) -> None:
+        """Give the experts' memory back and end all threads; the model is not run afterwards."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        self.executor.close()
+        self.store = HostStore()
+        self.use(ClosedExecutor(self.store))
+        self.bound.clear()
+        self.layers.clear()  # Transformers keeps the operations that it loaded with
+        self._threads = self.look_ahead = None
+
+
+def runtime_of(model: Any) -> Runtime | None:
+    """Return the runtime of a model that Tandem loaded; None for another."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    runtime = getattr(quantizer, "runtime", None)  # quantizers of other methods have none
+    return runtime if isinstance(runtime, Runtime) else None
+
+
+def require_runtime(model: Any) -> Runtime:
+    """Return the runtime of a model that Tandem loaded; raises `ModelError` for another."""
+    runtime = runtime_of(model)
+    if runtime is None:
+        raise ModelError(
+            f"Tandem did not load this {type(model).__name__}; load it with tandem.load(...)"
+        )
+    return runtime
