@@ -1,4 +1,4 @@
-"""The optimum of overlapped lanes against every subset and every order of copies."""
+"""The optimum of overlapped copies against every subset and every order of copies."""
 
 import itertools
 

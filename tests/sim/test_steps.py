@@ -28,7 +28,7 @@ def test_one_sequence_after_another_covers_every_token() -> None:
     assert [step.tokens.tolist() for step in steps] == [[0], [1], [2], [3], [4]]
 
 
-def test_prompts_run_at_once_and_lanes_are_refilled() -> None:
+def test_prompts_run_at_once_and_slots_are_refilled() -> None:
     steps = list(replay_steps(trace([3, 5, 4]), 2, prompt=2))
     assert [(step.tokens.tolist(), step.is_prefill) for step in steps] == [
         ([0, 1, 3, 4], True),

@@ -24,9 +24,9 @@ def timeline(slowdown: float = 1.0) -> Timeline:
     return Timeline(profile, costs)
 
 
-def plan(**lanes: Any) -> LayerPlan:
+def plan(**fields: Any) -> LayerPlan:
     empty = LayerPlan(0, (), (), (), (), (), (), 0.0, 0.0)
-    return empty._replace(**lanes)
+    return empty._replace(**fields)
 
 
 def test_cpu_and_gpu_work_side_by_side() -> None:
@@ -69,7 +69,7 @@ def test_an_arriving_expert_waits_for_its_copy() -> None:
     assert clock.now == 2.25
 
 
-def test_lanes_slow_each_other_down() -> None:
+def test_cpu_and_link_slow_each_other_down() -> None:
     clock = timeline(slowdown=1.5)
     clock.run(LayerLoad(0, (1,), (1,)), plan(cpu=(1,), insert=(Copy(0, 4, 0, None),)))
     assert clock.link_busy == 3.0

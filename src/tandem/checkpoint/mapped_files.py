@@ -61,7 +61,7 @@ def read_ahead(files: Sequence[Path], on_bytes: Callable[[int], None]) -> None:
     """Read files into the system's page cache, as fast as the disk gives them.
 
     Mapped pages that are read one by one, where experts are first used, come at a fraction of the
-    disk's speed. What is in memory already is not read again. `on_bytes` is told what is there,
+    disk's speed. What is in memory already is not read again. `on_bytes` gets what is there,
     from several threads.
     """
     buffers: SimpleQueue[mmap.mmap] = SimpleQueue()
@@ -102,7 +102,7 @@ def read_ahead(files: Sequence[Path], on_bytes: Callable[[int], None]) -> None:
 
 
 def let_go(files: Iterable[Path]) -> None:
-    """Let the system forget files that it has read, as far as nobody maps them."""
+    """Let the system forget files that it has read, as far as no process maps them."""
     if not hasattr(os, "posix_fadvise"):  # not Linux
         return
     for file in files:

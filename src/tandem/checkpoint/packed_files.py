@@ -50,7 +50,7 @@ def write_index(
 
 
 def sha256_of(file: Path, on_bytes: Callable[[int], None] | None = None) -> str:
-    """Return a file's SHA-256 in hex; `on_bytes` is told how many were read."""
+    """Return a file's SHA-256 in hex; `on_bytes` gets how many were read."""
     digest = hashlib.sha256()
     with file.open("rb") as stream:
         while chunk := stream.read(_CHUNK_BYTES):

@@ -74,6 +74,6 @@ def _common_order(parts: list[tuple[SourceTensor, Codes]]) -> Tensor | None:
             names = " and ".join(source.weight.name for source, _ in parts)
             raise ModelError(
                 f"{names} order their inputs differently (activation order), expected one order "
-                "for both; give an expert_dtype such as int8, to which they are rounded anew"
+                "for both; give an expert_dtype such as int8, to which they are rounded again"
             )
     return first

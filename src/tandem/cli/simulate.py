@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--costs",
         choices=("pipeline", "equations"),
         default="pipeline",
-        help="what `balanced` minimises: overlapped lanes, or DALI's equations 3-9 (%(default)s)",
+        help="what `balanced` minimises: overlapped copies, or DALI's equations 3-9 (%(default)s)",
     )
     parser.add_argument(
         "--prompt", type=int, default=16, help="tokens of each sequence run at once (%(default)s)"
@@ -188,7 +188,7 @@ def _print_summary(path: str, result: dict[str, Any]) -> None:
         shares = [f"{round(share, 6) + 0.0:.2%}" for share in (over, overlapped)]  # no -0.00%
         print(
             f"  plans by equations 3-9 are {shares[0]} above the optimum, executed plans "
-            f"{shares[1]} above that of overlapped lanes"
+            f"{shares[1]} above that of overlapped copies"
         )
 
 

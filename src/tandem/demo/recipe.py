@@ -11,7 +11,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """Numbers of one recipe; whoever changes one, or the code that reads it, raises `version`."""
+    """Numbers of one recipe; a change of one, or of the code that reads it, raises `version`."""
 
     version: int = 1
     seed: int = 0

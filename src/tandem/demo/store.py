@@ -149,7 +149,7 @@ def _build_and_publish(
 
 
 def _sync(directory: Path) -> None:
-    """Force every file to disk, so that after a power cut no rename has overtaken its content."""
+    """Force every file to disk, so that after a power failure no rename overtakes its content."""
     for path in directory.iterdir():
         with path.open("rb+") as file:
             os.fsync(file.fileno())

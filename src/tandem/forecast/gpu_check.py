@@ -1,4 +1,4 @@
-"""What the GPU, its driver and the link to it are worth: lines of `tandem doctor`."""
+"""Checks the GPU, its driver and the PCIe link to it: lines of `tandem doctor`."""
 
 import resource
 import shutil
@@ -15,7 +15,7 @@ from tandem.experts.devices.cuda.streams import CudaStreams, Lane, Streams
 from tandem.experts.devices.device import OutOfDeviceMemoryError
 from tandem.forecast.finding import Finding
 
-# Under PCIe 3 with 16 lanes, which gives about 12 GB/s.
+# Under PCIe 3 with 16 PCIe lanes, which gives about 12 GB/s.
 _SLOW_LINK_GIGABYTES = 10.0
 _LITTLE_MEMORY_SHARE = 0.25
 _SAMPLES = 5

@@ -159,10 +159,10 @@ def _versions() -> Iterator[Finding]:
     for name, oldest in (("torch", _OLDEST_TORCH), ("transformers", _OLDEST_TRANSFORMERS)):
         found = version(name)
         if tuple(int(part) for part in found.split(".")[:2]) < oldest:
-            wanted = ".".join(map(str, oldest))
+            least = ".".join(map(str, oldest))
             yield Finding(
-                name, "broken", f"{found}, older than {wanted}",
-                f"pip install --upgrade '{name}>={wanted}'",
+                name, "broken", f"{found}, older than {least}",
+                f"pip install --upgrade '{name}>={least}'",
             )  # fmt: skip
         else:
             yield Finding(name, "good", found)

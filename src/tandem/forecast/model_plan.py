@@ -34,7 +34,7 @@ class Plan:
     """Of the device, before the model is there; 0 without one."""
     expert_slots: int
     speed: SpeedForecast | GpuForecast | str
-    """Measured on this CPU, simulated with a GPU, or why it is not told."""
+    """Measured on this CPU, simulated with a GPU, or why there is none."""
     can_be_packed: bool
     """Whether it is not packed yet."""
 
@@ -148,7 +148,7 @@ def _rounded_dense_layers(sizes: ModelSizes) -> list[str]:
         ]
     return [
         f"{kept} linear layers keep the checkpoint's codes; {others} that no packed format holds "
-        "are dequantised and rounded anew"
+        "are dequantised and rounded again"
     ]
 
 

@@ -1,7 +1,7 @@
 """DALI's 0-1 program (equations 3 to 9) solved exactly, and a lower bound for layers too large.
 
 Experts are decided one after another; of the partial answers only those are kept that no other
-beats in both lanes (a Pareto frontier), and whose linear relaxation can still beat the best answer
+beats in both times (a Pareto frontier), and whose linear relaxation can still beat the best answer
 known. With an upper bound that is nearly optimal (`Balanced`) frontiers stay short.
 """
 
@@ -67,7 +67,7 @@ class Relaxation:
     """What the experts that are not decided yet must add at least, if they could be divided."""
 
     def __init__(self, cpu: Floats, gpu: Floats) -> None:
-        """Sort by ratio; keep the lanes' sums by the share that is on the GPU."""
+        """Sort by ratio; keep the processors' sums by the share that is on the GPU."""
         ratio = np.divide(gpu, cpu, out=np.full(len(cpu), np.inf), where=cpu > 0)
         order = np.argsort(ratio, kind="stable")
         self._gpu = np.concatenate(([0.0], np.cumsum(gpu[order])))
@@ -78,9 +78,9 @@ class Relaxation:
         # On the line between neighbouring prefixes gpu rises and cpu falls; where they are equal
         # is the bound, by interpolation of their difference.
         difference = self._gpu - self._cpu  # rising
-        wanted = cpu - gpu
-        at_gpu = np.interp(wanted, difference, self._gpu)
-        at_cpu = np.interp(wanted, difference, self._cpu)
+        gap = cpu - gpu
+        at_gpu = np.interp(gap, difference, self._gpu)
+        at_cpu = np.interp(gap, difference, self._cpu)
         return np.maximum(gpu + at_gpu, cpu + at_cpu)
 
 

@@ -3,7 +3,7 @@
 Residents are decided first, in the order in which the GPU runs them, then absent experts by
 descending GPU time, which is the best order of their copies: what still has to run after a copy has
 arrived is then the least. Of the partial answers those are kept that no other answer with as many
-fetches beats in both lanes, and whose relaxation can still beat the best answer known.
+fetches beats in both times, and whose relaxation can still beat the best answer known.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class ExactOverlapped:
-    """The oracle of the overlapped lanes: the least `pipeline_seconds` of any split."""
+    """The oracle of overlapped copies: the least `pipeline_seconds` of any split."""
 
     pipelined = True
 
@@ -75,11 +75,9 @@ class _Partial(NamedTuple):
     fetches: Ints
     mask: npt.NDArray[np.uint64]  # of experts on the GPU
 
-    def keep(self, places: Ints) -> "_Partial":
-        """Return the answers at these places."""
-        return _Partial(
-            self.done[places], self.cpu[places], self.fetches[places], self.mask[places]
-        )
+    def keep(self, kept: Ints) -> "_Partial":
+        """Return the answers with these indices."""
+        return _Partial(self.done[kept], self.cpu[kept], self.fetches[kept], self.mask[kept])
 
 
 class _Rest:
@@ -134,7 +132,7 @@ class _Search:
         )
 
     def run(self) -> list[bool] | None:
-        """Return who is on the GPU in an answer below `best`; None if there is none."""
+        """Return which experts are on the GPU in an answer below `best`; None if there is none."""
         partial = self.start()
         order = self._residents + self._absent
         for decided, i in enumerate(order, 1):

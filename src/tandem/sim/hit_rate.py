@@ -79,12 +79,12 @@ def _admit(
     keys: Sequence[int],
     misses: Sequence[int],
 ) -> list[tuple[int, int]]:
-    wanted = eviction.candidates(layer, misses, residency.slot_of)
-    if not wanted:
+    newcomers = eviction.candidates(layer, misses, residency.slot_of)
+    if not newcomers:
         return []
     changes = []
     set_id = residency.set_of(layer)
-    for key, victim in admission.pairs(set_id, wanted, set(keys)):
+    for key, victim in admission.pairs(set_id, newcomers, set(keys)):
         if victim != NOWHERE:
             residency.remove(victim)
         residency.insert(key, set_id)
@@ -145,10 +145,10 @@ def _next_uses(order: Sequence[list[list[int]]], geometry: Geometry) -> list[lis
         keys = np.fromiter((key for row in layers for key in row), dtype=np.int64)
         uses = upcoming[keys].tolist()
         upcoming[keys] = number * geometry.num_layers + keys // geometry.num_experts
-        cut, rows = 0, []
+        start, rows = 0, []
         for row in layers:
-            rows.append(uses[cut : cut + len(row)])
-            cut += len(row)
+            rows.append(uses[start : start + len(row)])
+            start += len(row)
         result.append(rows)
     result.reverse()
     return result

@@ -32,7 +32,7 @@ class Compared(NamedTuple):
 
 
 Watch = Callable[[int, LayerLoad, LayerPlan, Compared, float], None]
-# Every so many-th layer is compared with the exact optimum; prime, so that all layers take turns.
+# Every so many-th layer is compared with the exact optimum; prime, so that it reaches all layers.
 COMPARE_EVERY = 31
 
 
@@ -42,8 +42,8 @@ class Tally:
 
     Of the layers compared: `over_optimal`, the policy's answer under equations 3 to 9 over their
     optimum; `executed_over_optimal`, the plan that was executed over the same;
-    `overlapped_over_optimal`, the plan that was executed over the optimum of overlapped lanes, both
-    by `pipeline_seconds`.
+    `overlapped_over_optimal`, the plan that was executed over the optimum of overlapped copies,
+    both by `pipeline_seconds`.
     """
 
     tokens: int = 0
@@ -78,7 +78,7 @@ class Tally:
     def plan_microseconds(self) -> dict[str, float]:
         """Return median and p99 of the time that one plan took on this machine.
 
-        `learning_median`: what is learned from a layer while the lanes work on it.
+        `learning_median`: what is learned from a layer while CPU and GPU compute it.
         """
         times = sorted(self.plan_seconds) or [0.0]
         at = min(len(times) - 1, int(0.99 * len(times)))

@@ -63,8 +63,9 @@ def split_trace(trace: RoutingTrace, hold_out: int) -> tuple[RoutingTrace, Routi
             f"hold_out is {hold_out}; expected less than {trace.num_sequences}, "
             "the sequences of the trace"
         )
-    cut = trace.num_sequences - hold_out
-    return trace.sequences(0, cut), trace.sequences(cut, trace.num_sequences)
+    num_replayed = trace.num_sequences - hold_out
+    replayed = trace.sequences(0, num_replayed)
+    return replayed, trace.sequences(num_replayed, trace.num_sequences)
 
 
 def run_timed(
@@ -138,7 +139,7 @@ def simulate(
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Return everything that `tandem simulate` reports about one trace."""
-    conditions.costs(trace)  # an unknown shape is told before a long replay
+    conditions.costs(trace)  # raises for an unknown shape before a long replay
     dump = None
     if dump_to is not None:
         dump = Dump(dump_to, trace.meta.geometry)

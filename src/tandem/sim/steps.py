@@ -1,4 +1,4 @@
-"""Cut a trace into steps: sequences side by side, prompts at once, then token after token."""
+"""Splits a trace into steps: sequences side by side, prompts at once, then token after token."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -26,28 +26,28 @@ def replay_steps(trace: RoutingTrace, batch: int, prompt: int | None) -> Iterato
     """Yield steps of `batch` sequences side by side; the first `prompt` tokens of each at once.
 
     With `prompt` None they are as long as when they were recorded (meta `prompt_tokens`).
-    A sequence that ends gives its lane to the next one, whose prompt then runs as a step. When
-    no sequence is left for a free lane, the replay ends: every decode step is a full batch.
-    A trace of fewer sequences than lanes has its longest ones cut in halves until there are enough.
+    A sequence that ends gives its slot to the next one, whose prompt then runs as a step. When
+    no sequence is left for a free slot, the replay ends: every decode step is a full batch.
+    A trace of fewer sequences than slots has its longest ones halved until there are enough.
     """
     waiting = _spans(trace, batch)
     prompts = _prompts(trace, prompt)
-    lanes: list[tuple[int, int]] = []
+    running_slots: list[tuple[int, int]] = []
     while True:
-        lanes = [(at, end) for at, end in lanes if at < end]
-        joining = [waiting.pop(0) for _ in range(min(batch - len(lanes), len(waiting)))]
-        if len(lanes) + len(joining) < batch:
+        running_slots = [(at, end) for at, end in running_slots if at < end]
+        joining = [waiting.pop(0) for _ in range(min(batch - len(running_slots), len(waiting)))]
+        if len(running_slots) + len(joining) < batch:
             return
         if joining and any(prompts[at] for at, _ in joining):
-            cut = [(at, min(at + prompts[at], end), end) for at, end in joining]
-            yield Step(np.concatenate([np.arange(at, mid) for at, mid, _ in cut]), True)
-            joining = [(mid, end) for _, mid, end in cut]
-        lanes += joining
-        running = [(at, end) for at, end in lanes if at < end]
+            split = [(at, min(at + prompts[at], end), end) for at, end in joining]
+            yield Step(np.concatenate([np.arange(at, mid) for at, mid, _ in split]), True)
+            joining = [(mid, end) for _, mid, end in split]
+        running_slots += joining
+        running = [(at, end) for at, end in running_slots if at < end]
         if len(running) < batch:
             continue
-        yield Step(np.array([at for at, _ in lanes]), False)
-        lanes = [(at + 1, end) for at, end in lanes]
+        yield Step(np.array([at for at, _ in running_slots]), False)
+        running_slots = [(at + 1, end) for at, end in running_slots]
 
 
 def _prompts(trace: RoutingTrace, prompt: int | None) -> Mapping[int, int]:
@@ -106,7 +106,7 @@ class LoadReader:
         ]
 
     def hints(self, step: Step) -> list[list[Hint]]:
-        """Return by layer what the trace's predictors foresaw for it; empty lists without any."""
+        """Return by layer what the trace's predictors predicted; empty lists without any."""
         layers = self._geometry.num_layers
         predicted, names = self._trace.predicted, self._trace.meta.predictors
         hints: list[list[Hint]] = [[] for _ in range(layers)]

@@ -1,4 +1,4 @@
-"""Three lanes on a virtual clock: what a plan takes when CPU, GPU and link work side by side.
+"""CPU, GPU and link on a virtual clock: how long a plan takes when they work at the same time.
 
 A layer: its dense part on the GPU, then the plan; residents run on the GPU, fetched experts after
 their copies, the CPU works beside; the layer ends when both are done. The link serves copies one
@@ -23,14 +23,14 @@ class Arrival(NamedTuple):
 
 
 class Timeline:
-    """The clock and the lanes; `now` is when everything before the next layer is done."""
+    """The clock of CPU, GPU and link; `now` is when everything before the next layer is done."""
 
     def __init__(self, profile: HardwareProfile, shape: ShapeCosts) -> None:
-        """Start at time 0 with idle lanes."""
+        """Start at time 0 with everything idle."""
         self.now = 0.0
         self.costs = CostTable(shape)
         self.cpu_busy = self.gpu_busy = self.link_busy = 0.0
-        self.watchers = 0  # a virtual clock counts all lanes anyway
+        self.watchers = 0  # a virtual clock counts all busy times anyway
         self._cpu_slowdown = profile.cpu_slowdown_while_copying
         self._link_slowdown = profile.link_slowdown_while_computing
         self._link_free = 0.0

@@ -1,7 +1,7 @@
 """A routing trace in memory, and the checks that make it one. Knows no files.
 
-Sequences lie one after another; `seq_offsets` cuts them. `weights`, `token_ids` and `predicted`
-are optional. `predicted[t, l, p]` are the experts that predictor `p` foresaw for token t in MoE
+Sequences lie one after another, split by `seq_offsets`. `weights`, `token_ids` and `predicted`
+are optional. `predicted[t, l, p]` are the experts that predictor `p` named for token t in MoE
 layer l before that layer's router ran; `meta.predictors` names the predictors.
 """
 
@@ -62,20 +62,20 @@ class RoutingTrace:
         """Return the sequences first .. last - 1 as a trace of their own; arrays are views."""
         start, end = int(self.seq_offsets[first]), int(self.seq_offsets[last])
 
-        def cut(array: Array | None) -> Array | None:
+        def part_of(array: Array | None) -> Array | None:
             return None if array is None else array[start:end]
 
         return RoutingTrace(
             meta=self.meta,
             experts=self.experts[start:end],
             seq_offsets=self.seq_offsets[first : last + 1] - start,
-            weights=cut(self.weights),
-            token_ids=cut(self.token_ids),
-            predicted=cut(self.predicted),
+            weights=part_of(self.weights),
+            token_ids=part_of(self.token_ids),
+            predicted=part_of(self.predicted),
         )
 
     def check(self, where: str) -> None:
-        """Raise `FileFormatError` naming `where`, the place, what was found and what expected."""
+        """Raise `FileFormatError` naming `where`, the index, what was found and what expected."""
         meta = self.meta
         shape = (self.num_tokens, meta.n_moe_layers, meta.top_k)
         _require_kind(where, "experts", self.experts, "u", "uint8 or uint16")
@@ -142,9 +142,9 @@ def _require_shape(where: str, name: str, array: Array, shape: tuple[int, ...]) 
 
 def _check_range(where: str, name: str, ids: Array, num_experts: int) -> None:
     if int(ids.max(initial=0)) >= num_experts:
-        place = tuple(int(i) for i in np.argwhere(ids >= num_experts)[0])
+        at = tuple(int(i) for i in np.argwhere(ids >= num_experts)[0])
         raise FileFormatError(
-            f"{where}: {name}{list(place)} is {ids[place]}; expected ids of 0..{num_experts - 1}"
+            f"{where}: {name}{list(at)} is {ids[at]}; expected ids of 0..{num_experts - 1}"
         )
 
 

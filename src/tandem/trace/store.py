@@ -17,7 +17,7 @@ _COUNTS = ("n_moe_layers", "n_experts", "top_k")
 
 
 def read_trace(path: str | Path) -> RoutingTrace:
-    """Read and check a trace; `FileFormatError` names file, place, what was found and expected."""
+    """Read and check a trace; `FileFormatError` names file, field, what was found and expected."""
     where = str(path)
     arrays = _read_arrays(Path(path), where)
     for name in ("experts", "seq_offsets", "meta"):

@@ -138,7 +138,7 @@ def integer_formats(
 ) -> list[WeightFormat]:
     """Return the formats that hold integer codes of a group size exactly, the smallest first.
 
-    A scale may stand several times, so groups may be cut; one scale for all `cols` fits any size.
+    A scale may stand several times, so groups may be split; one scale for all `cols` fits any size.
     """
     sizes = [size for size in GROUP_SIZES if group_size % size == 0 or group_size >= cols]
     if bits not in (4, 8) or (bits == 8 and has_zeros):

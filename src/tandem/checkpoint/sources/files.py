@@ -118,7 +118,7 @@ def read_header(file: Path) -> dict[str, Any]:
 
 
 def read_json(directory: Path, name: str) -> dict[str, Any]:
-    """Return a JSON object of a directory; raises `ModelError` for what is none.
+    """Return a JSON object of a directory; raises `ModelError` if it is not one.
 
     A key that stands twice is an error, too: of an index it would name a tensor twice.
     """

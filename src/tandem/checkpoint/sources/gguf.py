@@ -163,6 +163,6 @@ def _row_order(name: str, architecture: Architecture, config: Any) -> Tensor | N
         return None
     is_query = ".attn_q." in name
     heads = config.num_attention_heads if is_query else config.num_key_value_heads
-    # llama.cpp turns pairs of neighbours, Transformers the two halves of a head.
+    # llama.cpp rotates pairs of neighbours, Transformers the two halves of a head.
     rows = torch.arange(heads * config.head_dim).view(heads, config.head_dim // 2, 2)
     return rows.transpose(1, 2).flatten()

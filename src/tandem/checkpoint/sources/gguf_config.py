@@ -206,7 +206,7 @@ class Architecture:
     """Whether Transformers keeps gate and up row by row in turn, and experts' matrices turned."""
 
 
-# By `general.architecture`. llama.cpp only renames these, but for the rows that are told above.
+# By `general.architecture`. llama.cpp only renames these, but for the rows listed above.
 ARCHITECTURES = {
     "qwen2moe": Architecture(by_transformers),
     "qwen3moe": Architecture(by_transformers, names="qwen3moe"),

@@ -22,7 +22,7 @@ class GgufWeight:
     name: str
     tensors: tuple[Any, ...] = field(repr=False)
     is_interleaved: bool = False
-    """Rows of several tensors take turns instead, and matrices of plain numbers are turned."""
+    """Rows of several tensors are interleaved instead; matrices of plain numbers are transposed."""
     row_order: Tensor | None = field(default=None, repr=False)
     is_ordered: bool = False
 

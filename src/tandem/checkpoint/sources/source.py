@@ -34,7 +34,7 @@ class SourceTensor:
     """
 
     def __init__(self, weight: StoredWeight, dtype: torch.dtype | None = None) -> None:
-        """Stand for a weight; `dtype` is what its values are wanted in."""
+        """Stand for a weight; `dtype` is the type that its values are read as."""
         self.weight = weight
         self.dtype = dtype or torch.float32
         self.shape = torch.Size(weight.shape)

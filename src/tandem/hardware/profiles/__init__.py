@@ -40,9 +40,9 @@ def save_profile(profile: HardwareProfile, path: str | Path) -> None:
 
 def shape_for(profile: HardwareProfile, model: str, geometry: Geometry) -> ShapeCosts:
     """Return the costs of a traced model: by its name, else those of the most similar shape."""
-    wanted = model.lower().rsplit("/", 1)[-1]
+    name = model.lower().rsplit("/", 1)[-1]
     for costs in profile.shapes:
-        if costs.shape in wanted or wanted in costs.shape:
+        if costs.shape in name or name in costs.shape:
             return costs
     return min(profile.shapes, key=lambda costs: _distance(costs, geometry))
 
