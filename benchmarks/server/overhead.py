@@ -52,14 +52,14 @@ class Turns:
     """The two ways to answer, one after the other; neither does anything while the other works."""
 
     def __init__(self, server: RunningServer) -> None:
-        """Find the decode process of a server as `paired` starts it."""
+        """Find the engine process of a server as `paired` starts it."""
         self._server = server
         self._results = Path(server.said["results"])
         self._decode_process = server.decode_process
         self.step_bytes: dict[str, float] = {}
 
     def of_generator(self) -> list[float]:
-        """Let the decode process answer by itself; return the seconds between tokens."""
+        """Let the engine process answer by itself; return the seconds between tokens."""
         num_before = len(self._lines())
         os.kill(self._decode_process, signal.SIGUSR1)
         while len(lines := self._lines()) == num_before:

@@ -1,6 +1,6 @@
-"""A server whose decode process also answers without it: python -m benchmarks.server.paired MODEL
+"""A server whose engine process also answers without it: python -m benchmarks.server.paired MODEL
 
-On SIGUSR1 the decode process lets `Generator` write one answer with the very model, memory and
+On SIGUSR1 the engine process lets `Generator` write one answer with the very model, memory and
 threads that serve, and writes the seconds between its tokens to a file, as a line of JSON with the
 bytes that a step touches. So two turns differ by nothing but the server: experts are counted in
 both, as `tandem bench` counts them. Prints what `tandem serve
@@ -25,6 +25,7 @@ from tandem.cli.models import ModelChoice, find_model, load_model_and_tokenizer,
 from tandem.experts.options import OffloadOptions
 from tandem.generate.generator import Generator
 from tandem.hf.dense import PackedLinear
+from tandem.hf.runtime import require_runtime
 from tandem.server.messages import EngineSettings
 from tandem.server.options import ServerOptions
 from tandem.server.serving import Source, serve
@@ -55,7 +56,7 @@ def step_bytes(model: Any, num_rows: int) -> float:
             touched += module.packed.num_bytes
         elif isinstance(module, nn.Linear):
             touched += module.weight.nbytes
-    for layer in model.hf_quantizer.store:
+    for layer in require_runtime(model).store:
         count = layer.arrivals.num_experts
         touched += layer.num_bytes * (1 - (1 - top_k / count) ** num_rows)
     return touched

@@ -1,4 +1,4 @@
-"""The decode process frees a cancelled request's row within one step: its steps are counted."""
+"""The engine process frees a cancelled request's row within one step: its steps are counted."""
 
 import multiprocessing
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A step fails inside the decode process: who asked is told, the others and the server go on."""
+"""A step fails inside the engine process: who asked is told, the others and the server go on."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

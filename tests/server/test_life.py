@@ -49,7 +49,7 @@ def small(
 def wait_for_end(process_id: int) -> None:
     end = time.monotonic() + 60
     while Path(f"/proc/{process_id}").exists():
-        assert time.monotonic() < end, "the decode process outlives its server"
+        assert time.monotonic() < end, "the engine process outlives its server"
         time.sleep(0.02)
 
 
@@ -61,7 +61,7 @@ def in_background(function: Any, *args: Any, **kwargs: Any) -> tuple[threading.T
 
 
 def settled(server: RunningServer, name: str) -> float:
-    """Return a number of the decode process once it stands still: reports come twice a second."""
+    """Return a number of the engine process once it stands still: reports come twice a second."""
     value = server.metric(name)
     while True:
         time.sleep(0.8)
@@ -78,7 +78,7 @@ def test_a_client_that_leaves_frees_its_place(server: RunningServer) -> None:
         while server.metric("tandem_generated_tokens_total") == before:
             assert response.readline()  # the answer goes on: its tokens will be reported
     server.wait_for("tandem_requests_running", 0)
-    # The decode process stops too; test_cancelling.py counts its steps.
+    # The engine process stops too; test_cancelling.py counts its steps.
     generated = settled(server, "tandem_generated_tokens_total") - before
     assert 0 < generated < LONG["max_tokens"]
 

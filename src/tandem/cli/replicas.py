@@ -65,7 +65,7 @@ def _build_app(
     choice: ModelChoice,
     api_key: str | None,
 ) -> Any:
-    """Return one replica's application; its decode process begins and ends with it."""
+    """Return one replica's application; its engine process begins and ends with it."""
     from tandem.server.app import Server, create_app
     from tandem.server.engine_client import EngineClient
     from tandem.server.messages import EngineSettings

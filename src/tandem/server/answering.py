@@ -1,4 +1,4 @@
-"""From a checked body to what the decode process is asked for."""
+"""Turns a checked body into a generation request for the engine process."""
 
 import dataclasses
 import json
@@ -156,7 +156,7 @@ class GenerationRequests:
         }
 
     def _room(self, ids: list[int], info: ModelInfo) -> int:
-        """Return how long an answer may be; checks what the decode process would refuse."""
+        """Return how long an answer may be; checks what the engine process would refuse."""
         if not ids:
             raise ApiError(400, "the prompt is empty; give some text")
         _require_known(ids, info, "prompt")
@@ -221,7 +221,7 @@ def _turn(message: Message) -> dict[str, Any]:
 
 
 def _parsed(arguments: str) -> Any:
-    """Return the object that arguments write; templates write it anew in the model's own form."""
+    """Return the object that arguments write; templates write it again in the model's own form."""
     try:
         return json.loads(arguments)
     except (ValueError, RecursionError):

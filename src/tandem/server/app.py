@@ -181,12 +181,12 @@ class Server:
         )
 
     def _note_ignored(self, found: ReadBody[Any]) -> None:
-        """Log what a request said in vain, with the field that may have been meant."""
+        """Log the fields of a request that are ignored, with the field that may have been meant."""
         news = [name for name in found.ignored if self._is_news(f"field {name}")]
         if news:
             known = sorted(known_names(type(found.body)))
-            told = (_with_hint(plain(name, 64), known) for name in sorted(news))
-            _log.warning("ignored from now on: the fields %s of requests", ", ".join(told))
+            names = (_with_hint(plain(name, 64), known) for name in sorted(news))
+            _log.warning("ignored from now on: the fields %s of requests", ", ".join(names))
 
     def _is_news(self, what: str) -> bool:
         """Tell whether something is to be logged: once, and not without end."""
@@ -232,15 +232,15 @@ class Server:
         }
 
     def live(self) -> Response:
-        """Stream pictures for the page."""
-        return EventStream(self._pictures())
+        """Stream snapshots for the page."""
+        return EventStream(self._snapshots())
 
-    async def _pictures(self) -> AsyncIterator[bytes]:
-        async with self.engine.watching() as pictures:
+    async def _snapshots(self) -> AsyncIterator[bytes]:
+        async with self.engine.watching() as snapshots:
             while True:
                 try:
-                    picture = await asyncio.wait_for(pictures.get(), _KEEP_ALIVE_SECONDS)
-                    yield b"data: " + picture.encode() + b"\n\n"
+                    snapshot = await asyncio.wait_for(snapshots.get(), _KEEP_ALIVE_SECONDS)
+                    yield b"data: " + snapshot.encode() + b"\n\n"
                 except TimeoutError:
                     yield b": nothing new\n\n"
 
@@ -351,23 +351,23 @@ def _add_rest(app: FastAPI, server: Server) -> None:
 
 
 async def _tell(request: Request, error: Exception) -> Response:
-    told = error if isinstance(error, ApiError) else ApiError(400, str(error))
-    log_refusal(request.scope, told)
-    return JSONResponse(told.body, told.status, told.headers)
+    answer = error if isinstance(error, ApiError) else ApiError(400, str(error))
+    log_refusal(request.scope, answer)
+    return JSONResponse(answer.body, answer.status, answer.headers)
 
 
 async def _tell_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path[:200]}: {error.detail}"
-    told = ApiError(
+    answer = ApiError(
         error.status_code, message, code="not_found" if error.status_code == 404 else None,
         reason=str(error.detail),
     )  # fmt: skip
-    log_refusal(request.scope, told)
-    return JSONResponse(told.body, told.status, error.headers)
+    log_refusal(request.scope, answer)
+    return JSONResponse(answer.body, answer.status, error.headers)
 
 
 async def _tell_unexpected(request: Request, error: Exception) -> Response:
-    told = server_error("the server failed; its log says why")
-    log_refusal(request.scope, told)
-    return JSONResponse(told.body, 500)
+    answer = server_error("the server failed; its log says why")
+    log_refusal(request.scope, answer)
+    return JSONResponse(answer.body, 500)

@@ -2,7 +2,7 @@
 
 The chat template writes the prompt. What comes back is taken apart by Transformers' response
 parser: by the tokenizer's own `response_template` where it has one, else by the tags that most
-models share (<think>, <tool_call>). A model whose template knows no tools is told of them in the
+models share (<think>, <tool_call>). A model whose template knows no tools reads of them in the
 system message, in that same form.
 """
 

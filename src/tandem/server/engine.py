@@ -1,4 +1,4 @@
-"""The decode process: loads the model, steps the batch, says what came of it.
+"""The engine process: loads the model, steps the batch, says what came of it.
 
 Runs in a process of its own, so that HTTP and the decode loop do not share an interpreter lock, and
 so that neither takes the other with it. Between two steps it reads what the HTTP side asks; a
@@ -33,7 +33,7 @@ from tandem.generate.token_output import BatchCounts
 from tandem.hf.dense import pack_as_loaded
 from tandem.hf.runtime import require_runtime
 from tandem.server.constraint import Grammars
-from tandem.server.live import LivePicture
+from tandem.server.live import LiveSnapshots
 from tandem.server.messages import (
     EXIT_CANNOT_LOAD,
     Cancel,
@@ -58,7 +58,7 @@ _WARM_UP_TOKENS = 8
 
 
 def run_engine(load: ModelLoader, settings: EngineSettings, connection: Connection) -> None:
-    """Be the decode process, until the other side says so or is gone."""
+    """Run as the engine process until `Stop` comes or the HTTP process is gone."""
     # Signals reach the whole group; the HTTP side decides when this process ends.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -79,7 +79,7 @@ class Engine:
         model, tokenizer = load()
         runtime = require_runtime(model)
         if runtime.options.dense_dtype == "auto":
-            # Answers that do not depend on company are worth more here than a few per cent.
+            # An answer that does not depend on its batch matters more here than a few per cent.
             pack_as_loaded(model, runtime.threads)
         self._model = model
         self._connection = connection
@@ -92,7 +92,7 @@ class Engine:
         executor = runtime.executor
         self._executor = executor
         self._experts, self._cache = ExpertStatistics(), CacheStatistics()
-        self._live = LivePicture(executor)
+        self._live = LiveSnapshots(executor)
         self._is_stopped = False
         self._last_report = 0.0
         self._warm_up()
@@ -128,7 +128,7 @@ class Engine:
         while not self._is_stopped:
             if not self._batcher.has_work:
                 self._send_report()
-                self._send_picture()
+                self._send_snapshot()
                 self._wait()
             while not self._is_stopped and self._has_message():
                 self._take(self._connection.recv())
@@ -140,7 +140,7 @@ class Engine:
         return bool(select.select([self._connection], [], [], 0)[0])
 
     def _wait(self) -> None:
-        """Wait for a message, for a moment at most while somebody watches."""
+        """Wait for a message; only a moment while a page is open."""
         self._connection.poll(_REPORT_SECONDS if self._live.is_watched else None)
 
     def _take(self, message: Any) -> None:
@@ -180,10 +180,10 @@ class Engine:
         return found[0] if len(found) == 1 else Together(found) if found else None
 
     def _tell_failed(self, numbers: Sequence[int], error: Exception) -> None:
-        """Say what may be said: an error that is none of Tandem's may name anything."""
+        """Return a sentence for the client; text of an error that is not Tandem's is withheld."""
         message = str(error)
         if not isinstance(error, TandemError):
-            _log.error("a request failed inside the decode process", exc_info=error)
+            _log.error("a request failed inside the engine process", exc_info=error)
             message = "the request failed inside the server; see its log"
         self._connection.send(Failed(list(numbers), message))
 
@@ -206,14 +206,14 @@ class Engine:
         if token_outputs:
             self._connection.send(Progressed(token_outputs))
         self._live.step_done(time.perf_counter() - start, len(token_outputs))
-        self._send_picture()
+        self._send_snapshot()
         if time.perf_counter() - self._last_report > _REPORT_SECONDS:
             self._send_report()
 
-    def _send_picture(self) -> None:
-        picture = self._live.due()
-        if picture is not None:
-            self._connection.send(Live(picture))
+    def _send_snapshot(self) -> None:
+        snapshot = self._live.due()
+        if snapshot is not None:
+            self._connection.send(Live(snapshot))
 
     def _send_report(self) -> None:
         self._last_report = time.perf_counter()

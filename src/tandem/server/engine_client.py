@@ -1,6 +1,6 @@
-"""The decode process as the HTTP side sees it: a bounded queue, answers as streams, restarts.
+"""The engine process as the HTTP side sees it: a bounded queue, answers as streams, restarts.
 
-Requests wait here, in their order, and go to the decode process when it has a place for them. So a
+Requests wait here, in their order, and go to the engine process when a sequence slot is free. So a
 process that dies takes with it only what was running.
 """
 
@@ -42,9 +42,9 @@ _RESTART_SECONDS = (0.0, 1.0, 5.0, 15.0, 60.0)
 _FIRST_GUESS_SECONDS = 5.0
 # How much the latest request counts in the mean duration.
 _NEWEST = 0.2
-# A watcher that does not read gets the newest pictures only.
-_PICTURES = 4
-_LOST = "the model cannot be loaded; the server's log says why, and it must be started anew"
+# A page that reads slowly gets the newest snapshots only.
+_SNAPSHOTS = 4
+_LOST = "the model cannot be loaded; the server's log says why; mend that and restart the server"
 
 
 @dataclass(slots=True, eq=False)
@@ -84,16 +84,16 @@ class TokenOutputs:
         return token_output
 
     def cancel(self) -> None:
-        """Drop the request, if it has not ended; its place is free at once."""
+        """Drop the request, if it has not ended; its slot is free at once."""
         self._client.cancel(self._number)
 
     def fail(self, message: str, status: int) -> None:
-        """Drop the request, if it has not ended; who reads the token outputs gets an `ApiError`."""
+        """Drop the request, if it has not ended; its token outputs end with an `ApiError`."""
         self._client.fail([self._number], message, status=status)
 
 
 class EngineClient:
-    """Submits requests to the decode process, and keeps that process alive."""
+    """Submits requests to the engine process, and keeps that process alive."""
 
     def __init__(self, load: ModelLoader, settings: EngineSettings, *, max_waiting: int) -> None:
         """Take what the process needs; `start` starts it."""
@@ -122,25 +122,25 @@ class EngineClient:
 
     @property
     def num_running(self) -> int:
-        """Requests that the decode process has."""
+        """Requests that the engine process has."""
         return sum(pending.is_running for pending in self._pending.values())
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for a place."""
+        """Requests that wait for a sequence slot."""
         return len(self._queue)
 
     @property
     def pid(self) -> int | None:
-        """The number of the decode process."""
+        """The number of the engine process."""
         return None if self._process is None else self._process.pid
 
     async def start(self) -> ModelInfo:
-        """Start the decode process and wait for the model; `ExecutionError` if it cannot load."""
+        """Start the engine process and wait for the model; `ExecutionError` if it cannot load."""
         self._begin_process()
         await self._ready.wait()
         if self.info is None:
-            raise ExecutionError(self._first_problem or "the decode process ended while loading")
+            raise ExecutionError(self._first_problem or "the engine process ended while loading")
         return self.info
 
     def submit(self, *, is_more: bool = False, **fields: Any) -> "TokenOutputs":
@@ -153,7 +153,7 @@ class EngineClient:
             raise server_error("the server is shutting down; ask again later", status=503)
         if self._is_lost:
             raise server_error(_LOST, status=503)
-        if not is_more and len(self._pending) >= self._num_places + self._max_waiting:
+        if not is_more and len(self._pending) >= self._num_slots + self._max_waiting:
             raise busy(
                 f"{len(self._pending)} requests are running or waiting, which is all this server "
                 "takes on; ask again later",
@@ -167,7 +167,7 @@ class EngineClient:
         return TokenOutputs(self, number, pending.token_outputs)
 
     def cancel(self, number: int) -> None:
-        """Drop a request that has not ended; its place is free for the next."""
+        """Drop a request that has not ended; its slot is free for the next."""
         pending = self._pending.pop(number, None)
         if pending is None:
             return
@@ -179,14 +179,14 @@ class EngineClient:
 
     @contextlib.asynccontextmanager
     async def watching(self) -> AsyncIterator["asyncio.Queue[str]"]:
-        """Yield a queue that receives pictures, newest last, while the context is open."""
-        pictures: asyncio.Queue[str] = asyncio.Queue(_PICTURES)
-        self._watchers.add(pictures)
+        """Yield a queue that receives snapshots, newest last, while the context is open."""
+        snapshots: asyncio.Queue[str] = asyncio.Queue(_SNAPSHOTS)
+        self._watchers.add(snapshots)
         self._tell_watching()
         try:
-            yield pictures
+            yield snapshots
         finally:
-            self._watchers.discard(pictures)
+            self._watchers.discard(snapshots)
             self._tell_watching()
 
     async def drain(self, seconds: float) -> None:
@@ -198,7 +198,7 @@ class EngineClient:
         self.fail(list(self._pending), "the server is shutting down", status=503)
 
     async def close(self) -> None:
-        """End the decode process; requests that are left fail."""
+        """End the engine process; requests that are left fail."""
         self._is_draining = self._is_closed = True
         self.fail(list(self._pending), "the server is shutting down", status=503)
         for task in self._tasks:
@@ -206,7 +206,7 @@ class EngineClient:
         if self._process is not None:
             await self._process.stop()
 
-    # ---- what comes from the decode process ------------------------------------------------------
+    # ---- what comes from the engine process ------------------------------------------------------
 
     def _begin_process(self) -> None:
         self._process = EngineProcess(self._load, self._settings, self._take, self._ended)
@@ -219,7 +219,7 @@ class EngineClient:
         elif isinstance(message, Report):
             self.statistics = message.statistics
         elif isinstance(message, Live):
-            self._show(message.picture)
+            self._show(message.snapshot)
         elif isinstance(message, Failed):
             if not message.request_ids:  # no request's fault: the model's, while it loads
                 self._first_problem = self._first_problem or message.message
@@ -243,7 +243,7 @@ class EngineClient:
             self._mean_seconds += _NEWEST * (seconds - self._mean_seconds)
 
     def _ended(self, process: EngineProcess) -> None:
-        """Fail what was running; start anew, unless the model cannot be loaded."""
+        """Fail what was running; start again, unless the model cannot be loaded."""
         if self._is_closed:
             return
         running = [n for n, pending in self._pending.items() if pending.is_running]
@@ -257,10 +257,10 @@ class EngineClient:
                 self._ready.set()  # wakes `start`, which finds no model
             return
         self._ready.clear()
-        _log.error("the decode process ended (exit code %s); starting it anew", process.exit_code)
+        _log.error("the engine process ended (exit code %s); starting it again", process.exit_code)
         self.fail(
             running,
-            "the decode process ended while this request was running; ask again",
+            "the engine process ended while this request was running; ask again",
             status=503,
         )
         self.num_restarts += 1
@@ -275,16 +275,16 @@ class EngineClient:
         if not self._is_closed:
             self._begin_process()
 
-    # ---- places ----------------------------------------------------------------------------------
+    # ---- slots -----------------------------------------------------------------------------------
 
     @property
-    def _num_places(self) -> int:
+    def _num_slots(self) -> int:
         return self._settings.max_running if self.info is None else self.info.max_running
 
     def _send_waiting(self) -> None:
         if not self._ready.is_set() or self._process is None or self.info is None:
             return
-        free = self._num_places - self.num_running
+        free = self._num_slots - self.num_running
         while free > 0 and self._queue:
             pending = self._pending[self._queue.popleft()]
             pending.is_running = True
@@ -292,7 +292,7 @@ class EngineClient:
             free -= 1
 
     def fail(self, numbers: list[int], message: str, *, status: int = 500) -> None:
-        """Drop requests that have not ended, with a sentence for whoever asked."""
+        """Drop requests that have not ended, with a sentence for their clients."""
         for number in numbers:
             pending = self._pending.pop(number, None)
             if pending is not None:
@@ -305,7 +305,7 @@ class EngineClient:
 
     def _retry_after(self) -> int:
         """Return the seconds in which half of those who wait should have begun."""
-        rounds = max(1.0, len(self._queue) / 2 / self._num_places)
+        rounds = max(1.0, len(self._queue) / 2 / self._num_slots)
         return max(1, min(120, math.ceil(rounds * self._mean_seconds)))
 
     # ---- watchers --------------------------------------------------------------------------------
@@ -314,8 +314,8 @@ class EngineClient:
         if self._process is not None:
             self._process.send(Watch(bool(self._watchers)))
 
-    def _show(self, picture: str) -> None:
-        for pictures in self._watchers:
-            if pictures.full():
-                pictures.get_nowait()
-            pictures.put_nowait(picture)
+    def _show(self, snapshot: str) -> None:
+        for snapshots in self._watchers:
+            if snapshots.full():
+                snapshots.get_nowait()
+            snapshots.put_nowait(snapshot)

@@ -1,4 +1,4 @@
-"""A decode process as seen from an event loop.
+"""An engine process as seen from an event loop.
 
 The loop itself reads: a thread would cost every token a change of threads. A thread writes, so that
 a full pipe never holds up HTTP. Order: what the loop sends is sent in its order, and nothing is
@@ -20,7 +20,7 @@ _KILL_AFTER_SECONDS = 10.0
 
 
 class EngineProcess:
-    """One life of the decode process."""
+    """One life of the engine process."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class EngineProcess:
 
 
 def _run(load: ModelLoader, settings: EngineSettings, connection: Connection) -> None:
-    """Be the decode process; torch is loaded there alone."""
+    """Be the engine process; torch is loaded there alone."""
     from tandem.server.engine import run_engine
 
     run_engine(load, settings, connection)

@@ -6,7 +6,7 @@ from tandem.core.errors import TandemError
 
 
 class ApiError(TandemError):
-    """What a client is told: an HTTP status and a sentence."""
+    """An error as the client gets it: an HTTP status and a sentence."""
 
     def __init__(
         self,

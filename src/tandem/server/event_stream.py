@@ -40,7 +40,7 @@ class EventStream(Response):
         try:
             await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            self._on_end()  # first, so that the place is free at once
+            self._on_end()  # first, so that the slot is free at once
             leaving.cancel()
             sending.cancel()
             with contextlib.suppress(asyncio.CancelledError, OSError):

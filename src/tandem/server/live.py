@@ -1,6 +1,6 @@
-"""The picture that the page draws: where experts live, which are used, what the lanes do.
+"""Live snapshots for the page: where experts live, which are used, how busy CPU, GPU and link are.
 
-A fold over the executor's events and the batcher's steps. It listens only while somebody watches.
+A fold over the executor's events and the batcher's steps. It listens only while a page is open.
 """
 
 import base64
@@ -20,11 +20,11 @@ _MOST_USES = 255
 ON_HOST, ARRIVING, ON_DEVICE = 0, 1, 2
 
 
-class LivePicture:
-    """What has happened since the last picture, and the state now."""
+class LiveSnapshots:
+    """What has happened since the last snapshot, and the state now."""
 
     def __init__(self, executor: Executor) -> None:
-        """Draw an executor's model; see `watch`."""
+        """Describe an executor's model; see `watch`."""
         self._executor = executor
         self._num_layers = len(executor.store)
         self._num_experts = max(layer.arrivals.num_experts for layer in executor.store)
@@ -50,7 +50,7 @@ class LivePicture:
             self._clear()
             listeners.append(self)
             self._count_watchers(1)
-            self._lanes_before = self._lanes()
+            self._busy_before = self._busy()
         else:
             listeners.remove(self)
             self._count_watchers(-1)
@@ -74,9 +74,9 @@ class LivePicture:
         if not self._is_watched:
             return
         self._tokens += num_tokens
-        before, self._lanes_before = self._lanes_before, self._lanes()
+        before, self._busy_before = self._busy_before, self._busy()
         cpu, device, link, clock = (
-            now - then for now, then in zip(self._lanes_before, before, strict=True)
+            now - then for now, then in zip(self._busy_before, before, strict=True)
         )
         if self._executor.cache is None:
             cpu = clock = seconds
@@ -91,31 +91,31 @@ class LivePicture:
 
     @property
     def is_watched(self) -> bool:
-        """Tell whether anybody watches."""
+        """Tell whether a page is open."""
         return self._is_watched
 
     def due(self) -> str | None:
-        """Return the picture as JSON if it is time for the next one."""
+        """Return a snapshot as JSON if it is time for the next one."""
         now = time.perf_counter()
         if not self._is_watched or now - self._last_sent < _PERIOD_SECONDS:
             return None
         self._last_sent = now
-        return self._draw(now)
+        return self._snapshot(now)
 
     def _count_watchers(self, change: int) -> None:
         if self._executor.cache is not None:
             self._executor.cache.clock.watchers += change
 
-    def _lanes(self) -> tuple[float, float, float, float]:
+    def _busy(self) -> tuple[float, float, float, float]:
         """Return the seconds that CPU, device and link have worked, and the planner's clock."""
         if self._executor.cache is None:
             return (0.0, 0.0, 0.0, 0.0)
         clock = self._executor.cache.clock
         return clock.cpu_busy, clock.gpu_busy, clock.link_busy, clock.now
 
-    def _draw(self, now: float) -> str:
+    def _snapshot(self, now: float) -> str:
         seconds, cache = now - self._since, self._executor.cache
-        picture = {
+        snapshot = {
             "layers": self._num_layers,
             "experts": self._num_experts,
             "device": None if cache is None else cache.device.name,
@@ -130,14 +130,14 @@ class LivePicture:
             "copies": self._cache.copies,
         }
         self._clear()
-        return json.dumps(picture, separators=(",", ":"))
+        return json.dumps(snapshot, separators=(",", ":"))
 
     def _where(self) -> bytes:
         """Return a byte per expert: where it lives."""
         if self._executor.cache is None:
             return bytes(self._num_layers * self._num_experts)
-        places = {READY: ON_DEVICE, COPYING: ARRIVING}
-        return bytes(places.get(s, ON_HOST) for s in self._executor.cache.planner.residency.state)
+        where = {READY: ON_DEVICE, COPYING: ARRIVING}
+        return bytes(where.get(s, ON_HOST) for s in self._executor.cache.planner.residency.state)
 
 
 def _count(uses: bytearray, cell: int, tokens: int) -> None:

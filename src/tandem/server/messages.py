@@ -1,4 +1,4 @@
-"""What the HTTP process and the decode process say to each other, pickled, over one pipe.
+"""What the HTTP process and the engine process say to each other, pickled, over one pipe.
 
 Order: `Ready` comes first. After `Submit` come any number of `Progressed` that name the request, or
 one `Failed`. Nothing comes for it after its finish reason, its failure or its `Cancel`, except what
@@ -14,15 +14,15 @@ from tandem.generate.penalties import Penalties
 from tandem.generate.sampling import SamplingOptions
 from tandem.generate.token_output import BatchCounts, TokenOutput
 
-# Loads (model, tokenizer); pickled by name, so that the decode process can call it.
+# Loads (model, tokenizer); pickled by name, so that the engine process can call it.
 ModelLoader = Callable[[], tuple[Any, Any]]
-# The decode process ends so when the model cannot be loaded: trying again would not help.
+# The engine process ends so when the model cannot be loaded: trying again would not help.
 EXIT_CANNOT_LOAD = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """How the decode process runs."""
+    """How the engine process runs."""
 
     max_running: int
     part_tokens: int
@@ -52,7 +52,7 @@ class Cancel(NamedTuple):
 
 
 class Watch(NamedTuple):
-    """Send `Live` pictures from now on, or no more."""
+    """Send `Live` snapshots from now on, or no more."""
 
     is_on: bool
 
@@ -75,7 +75,7 @@ class ModelInfo:
     num_experts: int
     device: str
     why_padded: str | None
-    """Why requests take turns; None: they run together."""
+    """Why requests run one after another; None: they run together."""
 
 
 class Ready(NamedTuple):
@@ -91,7 +91,7 @@ class Progressed(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """These requests are lost; the sentence may be shown to whoever asked."""
+    """These requests are lost; the sentence may be shown to their clients."""
 
     request_ids: list[int]
     message: str
@@ -99,7 +99,7 @@ class Failed(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class EngineStatistics:
-    """Sums since the decode process began."""
+    """Sums since the engine process began."""
 
     batch: BatchCounts = field(default_factory=BatchCounts)
     active_experts: int = 0
@@ -123,4 +123,4 @@ class Report(NamedTuple):
 class Live(NamedTuple):
     """What the page draws, as JSON text."""
 
-    picture: str
+    snapshot: str

@@ -29,7 +29,7 @@ _SUMS = {
 
 
 class Metrics:
-    """Counts of the HTTP side, and a view of the decode process."""
+    """Counts of the HTTP side, and a view of the engine process."""
 
     def __init__(self, engine: EngineClient) -> None:
         """Read the engine's state when asked."""
@@ -58,7 +58,7 @@ class Metrics:
 
 
 class _EngineCollector:
-    """The decode process' sums, as they are when Prometheus asks."""
+    """The engine process's sums, as they are when Prometheus asks."""
 
     def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
@@ -69,11 +69,11 @@ class _EngineCollector:
         for name, help_line in _SUMS.items():
             yield CounterMetricFamily(f"tandem_{name}", help_line, value=sums[name])
         yield CounterMetricFamily(
-            "tandem_engine_restarts", "restarts of the decode process", value=engine.num_restarts
+            "tandem_engine_restarts", "restarts of the engine process", value=engine.num_restarts
         )
         gauges = {
             "requests_running": ("requests that are being answered", engine.num_running),
-            "requests_waiting": ("requests that wait for a place", engine.num_waiting),
+            "requests_waiting": ("requests that wait for a sequence slot", engine.num_waiting),
             "ready": ("whether the model answers", int(engine.is_ready)),
             "expert_slots": ("slots of the expert cache", statistics.slots),
             "expert_hit_rate": ("hits over active experts, since the start",
@@ -90,7 +90,7 @@ class _EngineCollector:
         for name, (help_line, value) in gauges.items():
             yield GaugeMetricFamily(f"tandem_{name}", help_line, value=value)
         memory = GaugeMetricFamily(
-            "tandem_memory_bytes", "memory of the decode process", labels=["kind"]
+            "tandem_memory_bytes", "memory of the engine process", labels=["kind"]
         )
         for kind, num_bytes in statistics.memory_bytes.items():
             memory.add_metric([kind], num_bytes)

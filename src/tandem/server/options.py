@@ -28,9 +28,11 @@ class ServerOptions:
         False, help="refuse requests with unknown fields or another model's name; else they are "
         "ignored, with a line in the log"
     )  # fmt: skip
-    max_running: int = option(4, help="requests that are answered at a time", metavar="N")
+    max_running: int = option(
+        4, help="requests that are answered at a time", metavar="N"
+    )
     max_waiting: int = option(
-        32, help="requests that wait for a place; more are told to come again", metavar="N"
+        32, help="requests that wait for a sequence slot; more are refused with 429", metavar="N"
     )
     context: int | None = option(
         None, help="longest prompt with its answer, in tokens (default: the model's)", metavar="N"
@@ -79,7 +81,7 @@ class ServerOptions:
         return tuple(dict.fromkeys(name.strip() for name in given if name.strip()))
 
     def names(self, model: str) -> tuple[str, ...]:
-        """Return the names of a model that is called `model` unless something else is said."""
+        """Return the names of a model that is called `model` unless the options rename it."""
         return self._names or (model,)
 
     @property
@@ -104,7 +106,7 @@ def is_loopback(host: str) -> bool:
 
 
 def require_key(host: str, api_key: str | None) -> None:
-    """Raise `ConfigError` for a server that others reach and anybody could use."""
+    """Raise `ConfigError` for a server that other machines reach and that has no API key."""
     if api_key is not None and not api_key.strip():
         raise ConfigError("the API key is empty; set TANDEM_API_KEY to a long random string")
     if api_key is None and not is_loopback(host):

@@ -1,4 +1,4 @@
-"""One log line for each request that is refused or fails: who asked is not told, nor what."""
+"""One log line for each request that is refused or fails, without its client and its text."""
 
 import logging
 

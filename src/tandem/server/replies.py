@@ -62,7 +62,7 @@ class ChatReply:
     ) -> None:
         """Begin the answer to a chat: one generation request per choice.
 
-        `has_running_usage` tells with every chunk how many tokens there are so far.
+        `has_running_usage` reports with every chunk how many tokens there are so far.
         """
         self._has_running_usage = has_running_usage
         self._choices = [

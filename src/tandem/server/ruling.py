@@ -111,14 +111,14 @@ def _wanted(choice: ToolChoice | str, tools: list[Tool]) -> list[ToolRule]:
     """Return (name, schema) of the tools of which one must be called."""
     if not tools:
         raise ApiError(400, "tool_choice asks for a call, but there are no tools", param="tools")
-    wanted = choice.function.name if isinstance(choice, ToolChoice) else None
+    chosen = choice.function.name if isinstance(choice, ToolChoice) else None
     rules = [
         (tool.function.name, _arguments(tool))
         for tool in tools
-        if wanted in (None, tool.function.name)
+        if chosen in (None, tool.function.name)
     ]
     if not rules:
-        raise ApiError(400, f"tool_choice names {wanted!r}, which is none of the tools")
+        raise ApiError(400, f"tool_choice names {chosen!r}, which is none of the tools")
     return rules
 
 

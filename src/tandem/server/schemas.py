@@ -39,7 +39,7 @@ _UNSUPPORTED_IN_MESSAGES = {
 
 
 class StreamOptions(Body):
-    """What a stream tells beside its text."""
+    """What a stream carries beside its text."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
@@ -119,7 +119,7 @@ class Sampling(Body):
 
 
 class TextPart(Body):
-    """A piece of a message."""
+    """A part of a message's content."""
 
     type: Literal["text"]
     text: str

@@ -1,4 +1,4 @@
-"""Runs the server: uvicorn around the application, the decode process beside it."""
+"""Runs the server: uvicorn around the application, the engine process beside it."""
 
 import asyncio
 import logging
@@ -17,7 +17,7 @@ from tandem.server.options import ServerOptions, is_loopback, require_key
 
 _log = logging.getLogger("tandem.server")
 _LOCAL_NAMES = ["localhost", "127.0.0.1", "[::1]"]
-# What uvicorn gives streams to end after they were told why.
+# The seconds that uvicorn gives streams to end after they got the reason.
 _LAST_SECONDS = 3
 
 
@@ -31,7 +31,7 @@ class Source:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Lets running requests end, or tells them why they do not, before connections close."""
+    """Lets running requests end, or sends the reason if they cannot, before connections close."""
 
     def __init__(self, config: uvicorn.Config, engine: EngineClient, seconds: float) -> None:
         super().__init__(config)
@@ -107,7 +107,7 @@ async def _serve(
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Take the port now, so that a mistake is told before a model is loaded."""
+    """Take the port now, so that a mistake raises before a model is loaded."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

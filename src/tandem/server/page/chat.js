@@ -185,7 +185,7 @@ export function sendPrompt() {
   ask(text);
 }
 
-// Shows what was said before the page was loaded anew.
+// Shows the conversation from before the page was reloaded.
 export function showKept() {
   for (const { role, content } of keptConversation()) {
     conversation.push({ role, content });

@@ -1,9 +1,9 @@
-// The live picture: where every expert lives and runs, what the lanes do, hit rate and speed.
+// The live view: where every expert lives and runs, how busy CPU, GPU and link are, hit rate, speed.
 
 import { find } from "./elements.js";
 
 const GLOW_SECONDS = 1.1;
-const HISTORY = 150; // pictures, five a second
+const HISTORY = 150; // snapshots, five a second
 const LEAST_HISTORY = 40; // before so many have come, lines begin at the left
 const reducesMotion = matchMedia("(prefers-reduced-motion: reduce)");
 
@@ -16,16 +16,16 @@ function bytesOf(text) {
   return Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
 }
 
-export function takePicture(picture) {
-  const cells = picture.layers * picture.experts;
-  if (live.layers !== picture.layers || live.experts !== picture.experts) {
-    Object.assign(live, { layers: picture.layers, experts: picture.experts,
+export function takeSnapshot(snapshot) {
+  const cells = snapshot.layers * snapshot.experts;
+  if (live.layers !== snapshot.layers || live.experts !== snapshot.experts) {
+    Object.assign(live, { layers: snapshot.layers, experts: snapshot.experts,
       glow: new Float32Array(cells), byDevice: new Float32Array(cells),
       uses: new Uint32Array(cells) });
   }
-  live.where = bytesOf(picture.where);
-  live.device = picture.device;
-  const host = bytesOf(picture.by_host), device = bytesOf(picture.by_device);
+  live.where = bytesOf(snapshot.where);
+  live.device = snapshot.device;
+  const host = bytesOf(snapshot.by_host), device = bytesOf(snapshot.by_device);
   let numUsed = 0;
   for (let i = 0; i < cells; i++) {
     const uses = host[i] + device[i];
@@ -35,10 +35,10 @@ export function takePicture(picture) {
     live.byDevice[i] = device[i] / uses;
     live.uses[i] += uses;
   }
-  live.steps = [...live.steps, ...picture.steps].slice(-48);
-  push(live.speeds, picture.tokens_per_second);
-  if (picture.active) push(live.rates, picture.hits / picture.active);
-  writeFigures(picture, numUsed, cells);
+  live.steps = [...live.steps, ...snapshot.steps].slice(-48);
+  push(live.speeds, snapshot.tokens_per_second);
+  if (snapshot.active) push(live.rates, snapshot.hits / snapshot.active);
+  writeFigures(snapshot, numUsed, cells);
   animate();
 }
 
@@ -47,10 +47,10 @@ function push(list, value) {
   if (list.length > HISTORY) list.shift();
 }
 
-function writeFigures(picture, numUsed, cells) {
-  find("speed").textContent = picture.tokens_per_second.toFixed(picture.tokens_per_second < 10 ? 1 : 0);
+function writeFigures(snapshot, numUsed, cells) {
+  find("speed").textContent = snapshot.tokens_per_second.toFixed(snapshot.tokens_per_second < 10 ? 1 : 0);
   const onDevice = live.where.reduce((sum, place) => sum + (place === 2), 0);
-  if (picture.device) {
+  if (snapshot.device) {
     const rate = live.rates.length ? live.rates[live.rates.length - 1] : 0;
     find("hits").textContent = `${Math.round(rate * 100)} %`;
   } else {
@@ -58,7 +58,7 @@ function writeFigures(picture, numUsed, cells) {
     find("hits").textContent = `${Math.round(100 * numUsed / cells)} %`;
     push(live.rates, numUsed / cells);
   }
-  const where = picture.device ? `${onDevice} of ${cells} on the device` : "all on the CPU";
+  const where = snapshot.device ? `${onDevice} of ${cells} on the device` : "all on the CPU";
   find("grid-note").textContent = `${live.layers} layers × ${live.experts} experts, ${where}`;
   find("grid").setAttribute("aria-label",
     `${live.layers} layers of ${live.experts} experts, ${where}, ${numUsed} used just now`);
@@ -128,18 +128,18 @@ function outline(pen, colour) {
   pen.stroke();
 }
 
-const LANES = [["cpu", "CPU", "host"], ["device", "Device", "device"], ["link", "Link", "link"]];
+const PROCESSORS = [["cpu", "CPU", "host"], ["device", "Device", "device"], ["link", "Link", "link"]];
 
-function drawLanes(shades) {
-  const canvas = find("lanes");
+function drawProcessors(shades) {
+  const canvas = find("processors");
   if (!canvas.clientWidth) return;
-  const lanes = live.device ? LANES : LANES.slice(0, 1);
+  const processors = live.device ? PROCESSORS : PROCESSORS.slice(0, 1);
   const tall = 42, left = 54, right = 44;
-  const { pen, width } = context(canvas, lanes.length * tall);
+  const { pen, width } = context(canvas, processors.length * tall);
   const wide = (width - left - right) / 48;
   pen.font = "12.5px system-ui, sans-serif";
   pen.textBaseline = "middle";
-  lanes.forEach(([name, label, shade], row) => {
+  processors.forEach(([name, label, shade], row) => {
     const base = (row + 1) * tall - 5, most = tall - 10;
     pen.fillStyle = shades.soft;
     pen.textAlign = "left";
@@ -158,13 +158,13 @@ function drawLanes(shades) {
     pen.textAlign = "right";
     if (all > 0) pen.fillText(`${Math.round(100 * busy / all)} %`, width, base - most / 2);
   });
-  tellLanes(canvas);
+  describeProcessors(canvas);
 }
 
-function tellLanes(canvas) {
+function describeProcessors(canvas) {
   const last = live.steps[live.steps.length - 1];
   if (!last) return;
-  find("lanes-note").textContent = `last ${live.steps.length} steps, now ${last.all.toFixed(1)} ms${live.device === "emulated" ? " on its own clock" : ""}`;
+  find("processors-note").textContent = `last ${live.steps.length} steps, now ${last.all.toFixed(1)} ms${live.device === "emulated" ? " on the simulated GPU's clock" : ""}`;
   canvas.setAttribute("aria-label", `Last step ${last.all} ms: CPU ${last.cpu}, device ${last.device}, link ${last.link} ms`);
 }
 
@@ -206,7 +206,7 @@ function draw(now) {
   }
   const shades = colours();
   drawGrid(shades);
-  drawLanes(shades);
+  drawProcessors(shades);
   drawLine("speed-line", live.speeds, shades.soft);
   drawLine("hits-line", live.rates, live.device ? shades.device : shades.host, 1);
   live.isDrawing = isLit && !reducesMotion.matches;

@@ -1,6 +1,6 @@
 // Markdown as models write it, drawn by making elements: no text ever becomes markup.
 //
-// A text that grows is drawn block by block; only the blocks that changed are made anew.
+// A text that grows is drawn block by block; only the blocks that changed are drawn again.
 
 import { make } from "./elements.js";
 

@@ -1,10 +1,10 @@
-// The page of `tandem serve`: a chat, and a live picture of where experts run.
+// The page of `tandem serve`: a chat, and a live view of where experts run.
 // It needs nothing but the server that it came from.
 
 import { ask, clearConversation, fitPrompt, isAnswering, sendPrompt, showKept, stop } from "./chat.js";
 import { eventsOf, headers, keep, settings } from "./connection.js";
 import { find } from "./elements.js";
-import { animate, leaveGrid, moveCell, pointAtCell, takePicture } from "./live.js";
+import { animate, leaveGrid, moveCell, pointAtCell, takeSnapshot } from "./live.js";
 import { askModel } from "./state.js";
 
 // ---- settings -----------------------------------------------------------------------------------
@@ -21,7 +21,7 @@ function keepSettings() {
   askModel();
 }
 
-// ---- the live picture ----------------------------------------------------------------------------
+// ---- the live view -------------------------------------------------------------------------------
 
 async function watch() {
   for (;;) {
@@ -29,7 +29,7 @@ async function watch() {
       const response = await fetch("live", { headers: headers() });
       if (response.ok) {
         askModel();
-        for await (const data of eventsOf(response)) takePicture(JSON.parse(data));
+        for await (const data of eventsOf(response)) takeSnapshot(JSON.parse(data));
       }
     } catch { /* tried again below */ }
     askModel();

@@ -10,7 +10,7 @@ function showState(state, text) {
   find("model").textContent = text;
 }
 
-// Asks the server how it is, and again while it is not ready; one question at a time.
+// Asks the server for its state, and again while it is not ready; one request at a time.
 export function askModel() {
   asking = asking || ask().finally(() => { asking = null; });
   return asking;
