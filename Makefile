@@ -20,7 +20,7 @@ SHAPE ?= qwen3-30b-a3b
 ISA ?=
 PYTEST := $(BIN)/pytest -n 2 --dist loadgroup $(if $(ISA),--isa $(ISA))
 
-.PHONY: test-gpu bench-gpu demo-cut dry-gpu run test setup check lint types floors unit seam-oldest docs-models docs-modules sanitize fix size clean try-clients
+.PHONY: test-gpu bench-gpu demo-cut dry-gpu run test setup check lint types floors unit seam-oldest docs-models docs-modules api-docs sanitize fix size clean try-clients
 
 run: $(VENV)/runtime.stamp  ## Answer PROMPT with MODEL (default: the demo model, built on first use)
 	@$(BIN)/tandem run $(MODEL) -p "$(PROMPT)" --max-new-tokens 100
@@ -80,6 +80,10 @@ docs-models: setup  ## Write docs/models.md anew
 
 docs-modules: setup  ## Write the table of modules in docs/architecture.md again
 	$(BIN)/pytest tests/test_documents.py -k table_of_modules --write-docs
+
+# pdoc warns of what it cannot resolve: names that exist for type checkers only.
+api-docs: setup  ## The API reference from the docstrings, HTML in build/api
+	$(BIN)/python -W ignore -m tests.api_reference build/api
 
 try-clients: setup  ## Other projects' clients, each installed on its own; writes docs/clients.md
 	$(BIN)/python -m tests.clients --write-docs

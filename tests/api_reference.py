@@ -1,0 +1,24 @@
+"""Writes the API reference into a directory, HTML made of the docstrings: `make api-docs`."""
+
+import pkgutil
+import sys
+from pathlib import Path
+
+import pdoc
+import pdoc.render
+
+import tandem
+
+
+def main() -> None:
+    """Write all packages but the command line, whose reference is `tandem COMMAND --help`."""
+    for name in tandem.__all__:  # tandem loads them when they are used; pdoc calls nothing
+        vars(tandem)[name] = getattr(tandem, name)
+    packages = [found.name for found in pkgutil.iter_modules(tandem.__path__) if found.ispkg]
+    names = [f"tandem.{name}" for name in packages if name != "cli"]
+    pdoc.render.configure(show_source=False)
+    pdoc.pdoc("tandem", *names, output_directory=Path(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    main()
