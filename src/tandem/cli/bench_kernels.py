@@ -32,7 +32,7 @@ class KernelBenchOptions:
             require_range("threads", self.threads, 1, 1024, what="a number of threads")
 
     def token_counts(self) -> list[int]:
-        """Return the numbers of tokens; `ConfigError` for what is none."""
+        """Return the numbers of tokens; `ConfigError` if one is no number."""
         counts = []
         for word in self.tokens.split(","):
             if not word.strip().isdecimal() or not 1 <= int(word) <= 65536:

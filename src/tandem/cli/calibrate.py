@@ -1,4 +1,4 @@
-"""`tandem calibrate`: fix a model's residual vectors, and say what they are worth."""
+"""`tandem calibrate`: fix a model's residual vectors, and measure how well they predict experts."""
 
 import argparse
 import json
@@ -31,7 +31,7 @@ class CalibrateOptions:
         None, help="where to write the vectors (default: where this model finds them)",
         metavar="FILE",
     )  # fmt: skip
-    top: int = option(0, help="experts that count as foreseen (default: top-k)", metavar="K")
+    top: int = option(0, help="experts that count as predicted (default: top-k)", metavar="K")
     json: bool = option(False, help="last line of standard output: one JSON object")
 
     def __post_init__(self) -> None:

@@ -23,7 +23,7 @@ _MARKS = {"good": "ok  ", "slow": "slow", "broken": "FAIL"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorOptions:
-    """What `tandem doctor` is told."""
+    """Options of `tandem doctor`."""
 
     expert_dtype: str = option("auto", help="format in which MODEL is checked", metavar="DTYPE")
     threads: int | None = option(None, help="as in tandem run", metavar="N")

@@ -15,7 +15,7 @@ from tandem.core.units import format_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackOptions:
-    """What `tandem pack` is told."""
+    """Options of `tandem pack`."""
 
     output: str | None = option(
         None, help="new directory (default: beside the model)", metavar="DIR"

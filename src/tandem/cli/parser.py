@@ -19,7 +19,7 @@ COMMANDS = {
     "pack": "write a model as a packed checkpoint, which loads at the disk's speed",
     "bench": "measure the expert kernels against this machine's ceilings",
     "trace": "record what a model's routers choose",
-    "calibrate": "learn a model's residual vectors from a text, and what they are worth",
+    "calibrate": "learn a model's residual vectors from a text, and measure how well they predict",
     "profile": "measure what a model's experts cost on this machine",
     "simulate": "replay routing traces through the planner on a hardware profile",
     "completion": "print a script that completes commands and flags in your shell",

@@ -23,7 +23,7 @@ class ProfileOptions:
 
     expert_dtype: str = option("auto", help="as in tandem run", metavar="DTYPE")
     threads: int | None = option(None, help="as in tandem run", metavar="N")
-    refresh: bool = option(False, help="measure anew, also where a profile is kept")
+    refresh: bool = option(False, help="measure again, also where a profile is kept")
     picture: str | None = option(None, help="draw the curves into this file", metavar="FILE.svg")
     json: bool = option(False, help="last line of standard output: one JSON object, the profile")
 

@@ -30,7 +30,7 @@ class ChatSettings:
         }
 
     def set(self, words: str) -> str:
-        """Do what follows `/set`; return what to tell. `ConfigError` says what is wrong."""
+        """Do what follows `/set`; return the text to print. `ConfigError` says what is wrong."""
         name, _, text = words.strip().partition(" ")
         if not name:
             return "\n".join(self._line(each) for each in [*self._types, _SYSTEM])

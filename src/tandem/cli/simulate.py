@@ -180,7 +180,7 @@ def _print_summary(path: str, result: dict[str, Any]) -> None:
         + f", hit rate {result['hit_rate']:.3f} (LRU {result['lru_hit_rate']:.3f}, "
         f"Belady {result['belady_hit_rate']:.3f}{gap})"
     )
-    busy = ", ".join(f"{lane} {share:.0%}" for lane, share in result["busy"].items())
+    busy = ", ".join(f"{name} {share:.0%}" for name, share in result["busy"].items())
     plan = result["plan_microseconds"]
     print(f"  busy: {busy}; a plan takes {plan['median']:.0f} us (p99 {plan['p99']:.0f})")
     if over is not None:

@@ -20,7 +20,7 @@ _PATIENCE_SECONDS = 2.0
 
 
 def prepare_streams() -> None:
-    """Open streams that are closed, on nothing; let what is no text be told, not raised."""
+    """Open closed streams on /dev/null; make bytes that are no text visible instead of an error."""
     if sys.stdin is None:  # as `tandem ... <&-` leaves it
         sys.stdin = open(os.devnull)  # noqa: SIM115  (open until the end, as Python's own)
     if sys.stdout is None:
