@@ -18,9 +18,11 @@ from transformers.utils.logging import disable_progress_bar
 
 import tandem
 from tandem.cli.models import ModelChoice, find_model
-from tandem.decode.attention import AttentionSwitch
+from tandem.decode.attention import register_attention
 from tandem.decode.kv_cache.base import stepping, transformers_cache
 from tandem.decode.kv_cache.cpu import KvCache
+from tandem.decode.shallow_copy import ShallowCopy
+from tandem.hf.runtime import require_runtime
 from tandem.kernels.attention import Segment
 
 TEXT = Path(__file__).parents[2] / "tests" / "data" / "wikitext_4096.txt"
@@ -56,15 +58,16 @@ CASES = tuple(
 @torch.inference_mode()
 def perplexity(model: Any, windows: Tensor, kv_dtype: str) -> float:
     """Return the perplexity over (windows, tokens) ids, each window read from its start."""
-    threads, switch = model.hf_quantizer.cpu_threads(), AttentionSwitch(model)
+    threads = require_runtime(model).threads
+    copy = ShallowCopy(model, register_attention(), {})
     total = 0.0
     for ids in windows:
         cache = KvCache(threads, 1, len(ids), kv_dtype=kv_dtype)
         shell = transformers_cache(model, cache)
         cache.begin([Segment(0, 0, len(ids))])
-        with switch.on(), stepping(cache):
+        with stepping(cache):
             positions = cache.positions[None]
-            logits = model(
+            logits = copy.model(
                 input_ids=ids[None], position_ids=positions, past_key_values=shell, use_cache=True
             ).logits[0]
         cache.commit()

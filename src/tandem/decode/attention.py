@@ -1,15 +1,12 @@
-"""The attention function: what runs in place of a model's attention while Tandem steps it.
+"""The attention function: what runs in place of a model's attention while Tandem steps a copy.
 
 Transformers looks it up by the name "tandem" among its attention functions. No mask belongs to it:
 every token sees what is before it in its row, within the layer's window.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tandem.core.errors import ConfigError
@@ -64,29 +61,7 @@ def attention_forward(
     return out.view(batch, num_tokens, *out.shape[1:]), None
 
 
-def register_attention() -> None:
-    """Make the attention function known to Transformers."""
+def register_attention() -> str:
+    """Make the attention function known to Transformers; return its name there."""
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION_IMPLEMENTATION, attention_forward)
-
-
-class AttentionSwitch:
-    """Sets a model's attention to Tandem's for the length of a forward, and back."""
-
-    def __init__(self, model: nn.Module) -> None:
-        """Find the configurations that the model's modules look at."""
-        register_attention()
-        configs = [getattr(module, "config", None) for module in model.modules()]
-        found = [config for config in configs if isinstance(config, PreTrainedConfig)]
-        self._configs = list({id(config): config for config in found}.values())
-
-    @contextmanager
-    def on(self) -> Iterator[None]:
-        """Let the model's attention be Tandem's inside the context."""
-        before = [config._attn_implementation for config in self._configs]
-        for config in self._configs:
-            config._attn_implementation = ATTENTION_IMPLEMENTATION
-        try:
-            yield
-        finally:
-            for config, name in zip(self._configs, before, strict=True):
-                config._attn_implementation = name
+    return ATTENTION_IMPLEMENTATION

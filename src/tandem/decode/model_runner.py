@@ -1,17 +1,17 @@
 """A model that is stepped by rows: a forward on a KV cache of ours, and whether that serves it."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from tandem.core.errors import TandemError
-from tandem.decode.attention import AttentionSwitch
+from tandem.decode.attention import register_attention
 from tandem.decode.kv_cache.base import NotByRowsError, RowCache, stepping, transformers_cache
 from tandem.decode.norms import NormSwitch
 from tandem.decode.padded import PaddedRows
+from tandem.decode.shallow_copy import ShallowCopy
 from tandem.experts.execution.executor import Executor
 from tandem.experts.tracing.events import unheard
 from tandem.hf.compat import takes_logits_to_keep
@@ -37,8 +37,8 @@ class ModelRunner:
         """
         self.model = model
         self._cache = cache
-        self._switch = AttentionSwitch(model)
-        self._norms = None if threads is None else NormSwitch(model, threads)
+        self._norms = NormSwitch(model, threads)
+        self._copy = ShallowCopy(model, register_attention(), self._norms.forwards)
         self._shell = transformers_cache(model, cache)
         self.keeps_logits = takes_logits_to_keep(model)
         """Whether logits can be asked for some of the tokens alone."""
@@ -55,10 +55,9 @@ class ModelRunner:
         With `keep`, of those tokens alone, where the model can leave the others out.
         """
         is_kept = keep is not None and self.keeps_logits
-        is_prompt = ids.numel() > _STEP_TOKENS
-        norms = self._norms.on() if self._norms and is_prompt else nullcontext()
-        with self._switch.on(), norms, stepping(self._cache):
-            outputs = self.model(
+        self._norms.is_on = ids.numel() > _STEP_TOKENS
+        with stepping(self._cache):
+            outputs = self._copy.model(
                 input_ids=ids,
                 position_ids=positions,
                 past_key_values=self._shell,

@@ -4,8 +4,7 @@ Norms are known by what they compute, not by their class: a module with one vect
 does to random rows what the kernel does. Decode steps keep the model's own, which are recorded.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -30,12 +29,17 @@ class _Kind(NamedTuple):
 
 
 class NormSwitch:
-    """Lets a model's norms be native for the length of a forward."""
+    """Forwards for the norms of a model's copy: native while `is_on`, for one thread at a time."""
 
-    def __init__(self, model: nn.Module, threads: CpuThreads) -> None:
-        """Find the norms of a model on the CPU."""
+    def __init__(self, model: nn.Module, threads: CpuThreads | None) -> None:
+        """Find the norms of a model on the CPU; without threads, none."""
         kinds: dict[tuple[Any, ...], _Kind | None] = {}
-        self._forwards: list[tuple[nn.Module, Callable[[Tensor], Tensor]]] = []
+        self.forwards: dict[nn.Module, Callable[[Tensor], Tensor]] = {}
+        """What computes a norm of the model instead of its class."""
+        self.is_on = False
+        """Whether they are native now; else they are the class's."""
+        if threads is None:
+            return
         for module in model.modules():
             weight = _only_weight(module)
             eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
@@ -46,26 +50,29 @@ class NormSwitch:
                 kinds[key] = _find_kind(module, weight, eps, threads)
             kind = kinds[key]
             if kind is not None:
-                self._forwards.append((module, _forward(module, kind, threads)))
+                self.forwards[module] = self._forward(module, kind, threads)
 
-    @contextmanager
-    def on(self) -> Iterator[None]:
-        """Let norms be native inside the context."""
-        with ExitStack() as back:
-            for module, forward in self._forwards:
-                module.forward = forward
-                back.callback(module.__dict__.pop, "forward", None)
-            yield
+    def _forward(
+        self, module: nn.Module, kind: _Kind, threads: CpuThreads
+    ) -> Callable[[Tensor], Tensor]:
+        def forward(x: Tensor) -> Tensor:
+            weight: Any = module.weight
+            stride = row_stride(x) if self.is_on and x.dtype == weight.dtype else None
+            if stride is None:
+                result: Tensor = type(module).forward(module, x)
+                return result
+            return _norm(x, stride, weight, kind, threads)
+
+        return forward
 
 
 def _only_weight(module: nn.Module) -> Tensor | None:
     """Return the vector that is all a module has; None for others, and for hooked ones."""
-    is_bare = not module._modules and not any(True for _ in module.buffers(recurse=False))
-    names = [name for name, value in module._parameters.items() if value is not None]
-    if not is_bare or names != ["weight"] or "forward" in module.__dict__:
+    is_bare = not [*module.children(), *module.buffers(recurse=False)]
+    parameters = dict(module.named_parameters(recurse=False))
+    if not is_bare or list(parameters) != ["weight"] or "forward" in vars(module):
         return None
-    weight = module._parameters["weight"]
-    assert weight is not None
+    weight = parameters["weight"]
     is_fit = weight.dim() == 1 and weight.device.type == "cpu" and weight.dtype in VALUE_DTYPES
     return weight if is_fit else None
 
@@ -83,18 +90,6 @@ def _find_kind(module: nn.Module, weight: Tensor, eps: float, threads: CpuThread
             if torch.isclose(actual, expected, rtol=1e-6).float().mean() >= _EQUAL_SHARE:
                 return kind
     return None
-
-
-def _forward(module: nn.Module, kind: _Kind, threads: CpuThreads) -> Callable[[Tensor], Tensor]:
-    def forward(x: Tensor) -> Tensor:
-        weight: Any = module.weight
-        stride = row_stride(x) if x.dtype == weight.dtype else None
-        if stride is None:
-            result: Tensor = type(module).forward(module, x)
-            return result
-        return _norm(x, stride, weight, kind, threads)
-
-    return forward
 
 
 def _norm(x: Tensor, stride: int, weight: Tensor, kind: _Kind, threads: CpuThreads) -> Tensor:

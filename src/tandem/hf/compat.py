@@ -1,10 +1,12 @@
 """All that differs between the supported versions of Transformers (5.17 to today)."""
 
+import copy
 import inspect
 from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -15,6 +17,9 @@ from transformers.core_model_loading import (
 )
 
 from tandem.core.errors import ConfigError
+
+# Flags of a config for which Transformers would put hooks on modules, and again on each copy.
+_CAPTURED_OUTPUTS = {"output_hidden_states", "_output_attentions", "output_router_logits"}
 
 
 class QuantizerHooks:
@@ -125,3 +130,22 @@ def next_step_kwargs(model: Any, outputs: Any, kwargs: dict[str, Any]) -> dict[s
     """Return the arguments of the step after `outputs`, as `generate` does (5.17 to today)."""
     updated: dict[str, Any] = model._update_model_kwargs_for_generation(outputs, kwargs)
     return updated
+
+
+def config_to_step(
+    config: PreTrainedConfig, attention: str, copies: dict[int, PreTrainedConfig]
+) -> PreTrainedConfig:
+    """Return a config's copy with an attention function, for a forward that computes logits alone.
+
+    Stands in for `set_attn_implementation`, which changes the config that all others look at (5.17
+    to today). `copies` holds those of a model by `id`, as configs lie in each other.
+    """
+    if id(config) not in copies:
+        own = copies[id(config)] = copy.copy(config)
+        for name, value in vars(config).items():
+            if isinstance(value, PreTrainedConfig):
+                vars(own)[name] = config_to_step(value, attention, copies)
+            elif name in _CAPTURED_OUTPUTS:
+                vars(own)[name] = False
+        own._attn_implementation_internal = attention
+    return copies[id(config)]
