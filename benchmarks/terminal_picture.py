@@ -21,7 +21,7 @@ from html import escape
 from pathlib import Path
 
 COLUMNS = 92
-FRAME_SECONDS = 0.1  # what changes within it is one picture
+FRAME_SECONDS = 0.1  # what changes within it is one frame
 PAUSE_SECONDS = 4.0  # the last screen stays so long before the recording begins again
 LONGEST_WAIT_SECONDS = 2.0
 CHARACTER_WIDTH, LINE_HEIGHT, MARGIN = 8.43, 20, 16  # pixels, at 14 pixels a character
@@ -46,7 +46,7 @@ class Screen:
     column: int = 0
 
     def write(self, text: str) -> None:
-        """Take a piece of output."""
+        """Take a part of the output."""
         place = 0
         for control in _CONTROL.finditer(text):
             self._plain(text[place : control.start()])

@@ -161,7 +161,7 @@ class LlamaCpp:
             lib.llama_memory_seq_cp(memory, part, 0, -1, -1)
         if parts * size != lib.llama_memory_seq_pos_max(memory, 0) + 1:
             raise OSError("llama.cpp's sequence has not the length that was asked for")
-        self._decode(context, 1, parts * size)  # turns the moved keys to their positions
+        self._decode(context, 1, parts * size)  # rotates the moved keys to their positions
         lib.llama_memory_seq_rm(memory, 0, parts * size, -1)
 
     def _decode(self, context: Any, count: int, position: int) -> None:

@@ -3,7 +3,7 @@
     python -m benchmarks.gpu.hand_off operations|mapped|latency
 
 What docs/runtime.md plans rests on it: a decode step as one graph, in which the host computes some
-experts. Each check is a process of its own with a limit of time, as a wait that nobody ends cannot
+experts. Each check is a process of its own with a limit of time, as a wait that never ends cannot
 be undone. The last line says what was found; with exit code 3, what to use instead.
 
     the graph: numbers, doorbell = 1 -> wait for done == 1, done = 0 -> reads the host's numbers
@@ -32,7 +32,7 @@ _LINE = 32  # words: flags and numbers lie on lines of their own
 NOT_HERE = 3  # the exit code of a way that this machine does not have
 
 POLLING = "use kernels that set a flag and poll one (kernels.triton.hand_off)"
-PIECES = "decode steps stay captured pieces with Python between them"
+PIECES = "decode steps stay captured graph segments with Python between them"
 
 
 class NotHereError(Exception):
@@ -48,7 +48,7 @@ class Mailbox:
         self.memory = memory.pin_memory() if is_pinned else memory
         self.doorbell, self.done = self.memory[:1], self.memory[_LINE : _LINE + 1]
         self.published, self.answers = self.memory[2 * _LINE :].split(COUNT)
-        self._words = self.memory.numpy()  # reads memory anew each time
+        self._words = self.memory.numpy()  # reads memory again each time
 
     def has_rung(self) -> bool:
         """Tell whether the doorbell is set."""
@@ -112,7 +112,7 @@ class ByKernels:
     name = "polling kernels"
 
     def __init__(self) -> None:
-        """Make what the polling kernel tells."""
+        """Make what the polling kernel reports."""
         self.seen = torch.zeros(1, dtype=torch.int32, device="cuda")
 
     def ring(self, box: Mailbox, source: Tensor) -> None:

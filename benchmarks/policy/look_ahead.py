@@ -1,11 +1,11 @@
-"""What the next router foresees when it is asked ahead, with and without the residual.
+"""How well the next router predicts when it is asked ahead, with and without the residual.
 
 python -m benchmarks.policy.look_ahead
 
 DALI's tables 5 and 8 on the demo model, whose weights are trained, and on models with random
 weights but the residual streams, norms and routers of their architectures: how often the experts of
-highest foreseen workload are among those of highest true workload, by batch size, and how like the
-foreseen router input was to the true one. Three quarters of the text teach, the rest is judged.
+highest predicted workload are among those of highest true workload, by batch size, and how like the
+predicted router input was to the true one. Three quarters of the text teach, the rest is judged.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
 Everything that a layer waits for is in it: noting the load, prediction, prefetch choice,
 assignment, admission, victims, the plan object. Learning from the load is timed apart: it runs
-while the lanes work (`Planner.learn`). The routing is random, popular experts more often; half the
+while CPU and GPU work (`learn`). The routing is random, popular experts more often; half the
 experts fit.
 """
 
@@ -126,7 +126,7 @@ def main() -> None:
             f"{result['median_microseconds']:6.1f} us, p99 {result['p99_microseconds']:6.1f}{share}"
             f"; whole model resident: {result['whole_model_resident_median_microseconds']:.1f} us"
             + (f"; layer without a miss: {hits:.1f} us" if hits >= 0 else "")
-            + f"; learning: {result['learning_median_microseconds']:.1f} us beside the lanes"
+            + f"; learning: {result['learning_median_microseconds']:.1f} us beside CPU and GPU"
         )
     print(json.dumps({"plans": results}))
 

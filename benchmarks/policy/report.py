@@ -126,9 +126,9 @@ def assignment_rows(traces: dict[str, RoutingTrace], found: Found) -> Rows:
 
 
 def recall(trace: RoutingTrace, predictor: Prediction) -> float | None:
-    """Return the share of a layer's experts among the k foreseen best, one layer ahead."""
+    """Return the share of a layer's experts among the k predicted best, one layer ahead."""
     reader = LoadReader(trace)
-    found = wanted = 0
+    found = active = 0
     for number, step in enumerate(replay_steps(trace, 1, 0)):
         predictor.begin_step(reader.token_ids(step))
         for load in reader.loads(step):
@@ -137,11 +137,11 @@ def recall(trace: RoutingTrace, predictor: Prediction) -> float | None:
                 scores = forecast.scores
                 best = sorted(range(len(scores)), key=lambda e: -scores[e])
                 found += len(set(best[: len(load.experts)]) & set(load.experts))
-                wanted += len(load.experts)
+                active += len(load.experts)
             predictor.observe(load)
         if number >= 2500:
             break
-    return found / wanted if wanted else None
+    return found / active if active else None
 
 
 def prediction_rows(traces: dict[str, RoutingTrace], found: Found) -> Rows:
@@ -232,12 +232,12 @@ def summary_rows(found: Found) -> Rows:
         f"| {span('above optimum, balanced', '.2%')} | {span('above optimum, dali', '.1%')} |"
     )
     yield (
-        "| executed plans above the optimum of overlapped lanes, which they minimise "
+        "| executed plans above the optimum of overlapped copies, which they minimise "
         "| <= 2 % (0.5 %) "
         f"| {span('overlapped', '.2%')} | {span('overlapped, dali', '.1%')} |"
     )
     yield (
-        "| executed plans above the optimum of equations 3-9, whose lanes do not overlap | - "
+        "| executed plans above the optimum of equations 3-9, whose copies do not overlap | - "
         f"| {span('executed', '.1%')} | |"
     )
     yield (

@@ -14,8 +14,8 @@ copy on an idle link, the price of link time, token-weighted counts, no staging)
 looking at runs over whole traces; how a prompt counts in `successor` and the weight of its counts,
 at these odd sequences. So speeds and the prefetch row are not held out in the strict sense; traces
 of other models are the test.
-Machines are simulated on three lanes with the profiles in src/tandem/hardware/profiles, whose sources
-stand in them. They are literature, not measurements: ratios mean more than absolutes.
+Machines are simulated as CPU, GPU and link with the profiles in src/tandem/hardware/profiles, whose
+sources stand in them. They are literature, not measurements: ratios mean more than absolutes.
 """
 
 SECTIONS = {
@@ -26,9 +26,9 @@ Half the experts resident, `dali-testbed`. Time of the policy's answer under equ
 the exact optimum (a Pareto frontier with a linear-relaxation bound; above 64 active experts that
 bound itself). `balanced` here minimises the equations. By default it minimises what an executor
 really runs, where copies overlap with computation: such plans are at the exact optimum of
-overlapped lanes (second row of the first table; `tandem.sim.exact_overlapped`) and above that of
+overlapped copies (second row of the first table; `tandem.sim.exact_overlapped`) and above that of
 the equations (third row). The equations' plans were up to 11 % slower at batch 8 and 10 % at batch
-32 on the three lanes, 48 cells (docs/decisions/0002-overlapped-plans.md). `--costs equations`
+32 with CPU, GPU and link, 48 cells (docs/decisions/0002-overlapped-plans.md). `--costs equations`
 executes them; a simulation reports all three. 0.00 % rests on profiles whose GPU time hardly
 depends on the token count below 32 tokens; there the search equals brute force in property tests.
 """,
@@ -43,7 +43,7 @@ at batch 8 on both traces, at batch 32 on DeepSeek-V2-Lite only.
     "prediction": """
 ## Prediction
 
-Batch 1, experts of the next layer foreseen when the layer above is known, after 1,000 tokens of
+Batch 1, experts of the next layer predicted when the layer above is known, after 1,000 tokens of
 learning. `foresight` is one regression over transitions, the step before and the token; hints of a
 gate that looks ahead join it where the engine or a trace has them. A dash: the trace lacks what the
 predictor needs (router inputs, token ids, a recurring distance).
@@ -71,7 +71,7 @@ NEGATIVE_RESULTS = """
 - Slots set aside for prefetched experts cost more hits than prefetch brings: up to -2 % speed on
   gpt-oss-20b at two copies ahead. A copy ahead now takes the slot of a resident that is less likely
   to be used.
-- Prefetch is worth little where the CPU computes misses: at most +0.8 % here. With staging slots
+- Prefetch gains little where the CPU computes misses: at most +0.8 % here. With staging slots
   it was at most +1.8 %, and up to 2 % slower elsewhere. On slow links it is hardly ever issued.
 - Copying ahead whenever a single copy pays: cells with one to four such copies in a run ended at
   0.9999 to 1.0003 of the speed without, even where all copies were of use. It is chance: on
@@ -87,12 +87,12 @@ NEGATIVE_RESULTS = """
   DeepSeek-V2-Lite at batch 32 ours was 3 % slower in this short run (60 steps): not by its plans,
   which are the optimum of each layer, but by what it kept. The prompt of one sequence that joined
   31 others counted as 16 of their steps. Now a prompt's tokens are divided by the sequences that
-  run, and counts weigh twice as much against what is foreseen (870 to 899 tok/s; 808 to 829 over
+  run, and counts weigh twice as much against what is predicted (870 to 899 tok/s; 808 to 829 over
   6,400 tokens). HybriMoE's cache score under our plans is still 0.3 % ahead in the short run there,
   and 1.3 % behind in the long one; elsewhere it was up to 11 % behind.
 - Letting every fetched expert stay, as its copy is paid for: +1 to +2.5 % on DeepSeek-V2-Lite at
   batch 8 and 32, -1 to -2 % on gpt-oss-20b at batch 8. Faster counts (1/2 and 1/8 instead of 1/4
-  and 1/16): the same picture, -1 % on gpt-oss-20b at batch 4 and 8 on slow links.
+  and 1/16): the same result, -1 % on gpt-oss-20b at batch 4 and 8 on slow links.
 - A horizon that follows the cache's size (discount 1 - 1 / 2r, r = slots / top-k): at 50 % of
   DeepSeek-V2-Lite .52 of the gap instead of .45, on gpt-oss-20b .37 instead of .39; at 25 % no
   difference. 10 steps and .85: .48 and .40 at 50 %, but .435 instead of .448 on gpt-oss-20b at

@@ -95,7 +95,7 @@ class SilentKernels(ExpertKernels):
 class SilentDevice(EmulatedDevice):
     """Launches, uploads and adds up nothing."""
 
-    _sums = torch.zeros(1, TINY)  # of a token, as somebody would have added them up
+    _sums = torch.zeros(1, TINY)  # of a token, as eager code adds them up
 
     def launch(self, batch: ExpertBatch, use: SlotUse) -> None:
         """Let go of the slots."""

@@ -15,7 +15,7 @@ PEERS: dict[str, Peer] = {
         TorchLinear(),
         LlamaCpp(),
         KtKernel(),
-        # Its threads spin: with one for every core they and their caller take turns.
+        # Its threads spin: with one for every core they and their caller share a core.
         KtKernel(num_spared=1),
     )
 }

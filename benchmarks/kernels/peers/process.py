@@ -73,7 +73,7 @@ def _serve(connection: Connection, name: str, work: Work) -> None:
     """Answer requests until the other side closes; what fails is sent as a sentence."""
     from benchmarks.kernels.peers import PEERS
 
-    # Their messages are for nobody here, and standard output may end with our JSON.
+    # Their messages do not concern the report, and standard output may end with our JSON.
     quiet = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(quiet, stream)

@@ -167,8 +167,8 @@ class KernelBench:
                 try:
                     if name not in num_calls:
                         probe = statistics.median(timed[name].time_calls(tokens, 2))
-                        wanted = int(_ROUND_SECONDS / probe)
-                        num_calls[name] = min(max(wanted, _MIN_CALLS), _MAX_CALLS)
+                        num_fitting = int(_ROUND_SECONDS / probe)
+                        num_calls[name] = min(max(num_fitting, _MIN_CALLS), _MAX_CALLS)
                     seconds[name] += timed[name].time_calls(tokens, num_calls[name])
                 except OSError as error:
                     self.failures[f"{name}, {layout.format.name}"] = str(error)

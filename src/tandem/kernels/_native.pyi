@@ -197,7 +197,7 @@ class TokenSampler:
     ) -> int: ...
 
 class Program:
-    """Tensors are addresses; whoever adds an operation keeps its tensors, matrices and layers."""
+    """Tensors are addresses; the caller of `add_*` keeps the tensors, matrices and layers alive."""
 
     def __init__(
         self,

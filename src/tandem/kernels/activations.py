@@ -38,7 +38,7 @@ def find_native_activation(
     try:
         with torch.no_grad():
             expected = activate(given)
-    except RuntimeError:  # it wants another device, dtype or shape: not ours
+    except RuntimeError:  # it needs another device, dtype or shape: not ours
         return None
     for candidate in _candidates(is_gated, parameters):
         found = apply_activation(candidate, rows)

@@ -148,7 +148,7 @@ class NativeExperts:
         try:
             rows = _Rows(addresses, row_begin, row_token, hidden, up)
             self._engine.project(native, True, *rows.arguments())
-            # Blocks of 16 gate and 16 up values take turns.
+            # Blocks of 16 gate and 16 up values alternate.
             halves = up.view(num_rows, -1, per_column, ROWS_PER_BLOCK).transpose(1, 2)
             inner = torch.zeros(num_rows, native.inner_rows)
             flat = halves.reshape(num_rows, per_column, -1)[..., :size].reshape(num_rows, -1)

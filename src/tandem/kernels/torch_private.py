@@ -4,7 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+# What sees each operation below a model's Python code, and the walk over its arguments: public in
+# all but the names of their modules (2.11 to today), and what torch's own documentation tells of.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_map as tree_map
 
 
 def children_by_name(module: nn.Module) -> dict[str, nn.Module | None]:
@@ -41,3 +46,21 @@ def end_allocation_to_pool(device_idx: int, pool: Any) -> None:
     end = getattr(torch._C, "_cuda_endAllocateToPool", None)
     if end is not None:
         end(device_idx, pool)
+
+
+def operator_schema(function: Any) -> Any:
+    """Return what torch declares of an operator's results; None for other functions.
+
+    Stands in for a public way to ask whether they alias or change arguments (2.11 to today).
+    """
+    return getattr(function, "_schema", None)
+
+
+def spin_gpu(cycles: int) -> None:
+    """Keep the current stream busy for so many cycles; stands in for a kernel (2.11 to today)."""
+    torch.cuda._sleep(cycles)
+
+
+def tensor_without_values(kind: type[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """Make a tensor of a subclass that has no memory, which no public call makes (2.11 to today)."""
+    return Tensor._make_wrapper_subclass(kind, shape, dtype=dtype)

@@ -10,7 +10,7 @@ INT4_OFFSET, INT8_OFFSET = 8, 128
 E8M0_BIAS = 127
 E2M1_SIGN = 8
 
-# The code that padding gets: worth zero, or scaled by zero.
+# The code that padding gets: its value is zero, or it is scaled by zero.
 ZERO_CODES: dict[Kind, int] = {
     "int4": INT4_OFFSET,
     "int4z": 0,

@@ -78,7 +78,7 @@ class ExpertLayout:
 
     @property
     def num_halves(self) -> int:
-        """Matrices that share the up section by turns: gate and up, or up alone."""
+        """Matrices that share the up section in alternation: gate and up, or up alone."""
         return 2 if self.is_gated else 1
 
     def up_half(self, buffer: Tensor, half: int) -> MatrixBlocks:

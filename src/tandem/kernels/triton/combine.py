@@ -19,7 +19,7 @@ def add_rows(
 ) -> None:
     """Write sum over k of weights[t, k] * rows[row_of[t, k]] to out (n_tokens, num_cols).
 
-    `rows` is fp32; -1 in `row_of` adds nothing. A program is (piece of columns, token).
+    `rows` is fp32; -1 in `row_of` adds nothing. A program is (block of columns, token).
     """
     token = tl.program_id(1).to(tl.int64)
     col = tl.program_id(0) * block_cols + tl.arange(0, block_cols)

@@ -16,7 +16,7 @@ from tandem.kernels.native import NativeActivation
 from tandem.kernels.triton import combine, matrix, vector
 from tandem.kernels.triton.rows import GroupedRows
 
-# What `tiles.biased_values` returns is worth factor * biased + offset.
+# What `tiles.biased_values` returns stands for factor * biased + offset.
 _NUMBERS: dict[Kind, tuple[float, float]] = {
     "bf16": (1.0, 0.0),
     "fp16": (1.0, 0.0),
@@ -34,7 +34,7 @@ _COMBINE_COLS = 1024
 
 
 class Tiling(NamedTuple):
-    """How large a program's piece is. Results do not depend on it, speed does."""
+    """How large a program's tile is. Results do not depend on it, speed does."""
 
     block_lanes: int
     block_cols: int  # columns of weights in registers at once

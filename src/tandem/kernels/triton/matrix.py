@@ -127,7 +127,7 @@ def matrix_up(
         values += bias[None, :]
     row = row.to(tl.int64)
     if is_gated:
-        # Blocks of 16 gate and 16 up lanes take turns.
+        # Blocks of 16 gate and 16 up lanes alternate.
         half_lanes: constexpr = block_lanes // 2
         pairs = tl.reshape(values, (block_rows, block_lanes // 32, 2, 16))
         gate, up = tl.split(tl.permute(pairs, (0, 1, 3, 2)))

@@ -1,4 +1,4 @@
-"""Which rows belong to which expert, as one piece of memory that goes to the device in one copy."""
+"""Which rows belong to which expert, as one buffer that goes to the device in one copy."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

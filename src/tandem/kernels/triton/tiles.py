@@ -1,4 +1,4 @@
-"""Pieces of a packed matrix in registers: dwords, scales, and the numbers that codes stand for.
+"""Tiles of a packed matrix in registers: dwords, scales, and the numbers that codes stand for.
 
 `docs/formats.md` says where each byte lies. Every format is one transposition of dwords: lane n of
 a tile is row n % 16 of block n // 16, and a chunk is the dword that holds 2, 4 or 8 columns of it.
