@@ -19,7 +19,7 @@ DOCUMENTS = sorted(
     for file in (REPOSITORY / folder).glob("*.md")
 )
 # In the others an entry, once written, stays one line.
-LONG_LINED = r"CHANGELOG|docs/(performance|clients|log)|docs/decisions"
+LONG_LINED = r"CHANGELOG|docs/log"
 SHORT_LINED = [document for document in DOCUMENTS if not re.match(LONG_LINED, document)]
 MENTIONED = set(re.findall(r"`(tandem(?:\.\w+)+)`", modules_document.hand_written(ARCHITECTURE)))
 
