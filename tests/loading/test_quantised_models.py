@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import tandem
-from tandem.core.errors import ConfigError, ModelError, UnsupportedModelError
+from tandem.core.errors import ModelError, UnsupportedModelError
 from tandem.experts.store.packed_layer import PackedLayer
 from tests.architectures import result_of, tiny_inputs
 from tests.loading.checkpoints import (
@@ -112,14 +112,14 @@ def test_codes_without_a_format_name_an_expert_dtype(
 
 
 @pytest.mark.parametrize("name", ["gptq", "awq", "fp8", "packed-int4"])
-def test_from_pretrained_names_tandem_load(
+def test_from_pretrained_refuses_a_second_method_in_its_own_words(
     name: str, plain: dict[str, Path], tmp_path: Path
 ) -> None:
     if name == "packed-int4":  # Transformers wants the library even to read the config
         pytest.importorskip("compressed_tensors")
     fmt = FORMATS[name]
     quantised = write_quantised(tmp_path / "q", plain[fmt.architecture], fmt)
-    with pytest.raises(ConfigError, match=r"is quantized already \(.*\).* tandem\.load"):
+    with pytest.raises(ValueError, match=r"is quantized with .* passing a OffloadConfig"):
         AutoModelForCausalLM.from_pretrained(
             quantised, quantization_config=tandem.OffloadConfig(expert_dtype="int4")
         )

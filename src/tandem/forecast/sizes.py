@@ -13,6 +13,7 @@ from tandem.decode.kv_cache.windows import most_kept
 from tandem.experts.store.host_store import HostStore
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.hf.checkpoint import AnyCheckpoint, Checkpoint, GgufCheckpoint
+from tandem.hf.compat import parts_in_fp32
 from tandem.hf.config import OffloadConfig, parse_dense_dtype
 from tandem.hf.dense import has_quantised_experts, packable_layers
 from tandem.hf.experts import is_experts_module
@@ -160,7 +161,7 @@ def _dense_bytes(model: nn.Module, packed: Mapping[str, WeightFormat]) -> dict[s
 def _dense_parts(model: nn.Module, packed: Mapping[str, WeightFormat]) -> Iterator[tuple[str, int]]:
     """Yield (name, bytes) of parameters and buffers; linear layers that are packed by format."""
     experts = {id(p) for m in model.modules() if is_experts_module(m) for p in m.parameters()}
-    in_fp32 = getattr(model, "_keep_in_fp32_modules_strict", None) or ()  # whatever the dtype
+    in_fp32 = parts_in_fp32(model)
     seen: set[int] = set()
     for path, module in model.named_modules():
         if path in packed:

@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -15,8 +15,6 @@ from transformers.core_model_loading import (
     WeightRenaming,
     rename_source_key,
 )
-
-from tandem.core.errors import ConfigError
 
 # Flags of a config for which Transformers would put hooks on modules, and again on each copy.
 _CAPTURED_OUTPUTS = {"output_hidden_states", "_output_attentions", "output_router_logits"}
@@ -47,35 +45,6 @@ class QuantizerHooks:
     ) -> list[Any]:
         """5.17 passes no model."""
         return self.rewrite_conversions(list(weight_conversions))
-
-
-class ConfigKind(type):
-    """The class of a config class; tells what to do with a checkpoint that others have quantised.
-
-    `from_pretrained` refuses a second quantisation config in words of its own, and asks ours for
-    one thing only before: whether its class has the name of the checkpoint's config class.
-    """
-
-    @property
-    def __name__(cls) -> str:  # type: ignore[override]
-        return _ComparedName(cls.__qualname__)
-
-
-class _ComparedName(str):
-    """A name that is an error where it is compared with that of another method's config."""
-
-    __slots__ = ()
-    __hash__ = str.__hash__
-
-    def __ne__(self, other: object) -> bool:
-        if isinstance(other, str) and other.endswith("Config") and str(self) != other:
-            method = other.removesuffix("Config")
-            raise ConfigError(
-                f"the checkpoint is quantized already ({method}), and from_pretrained takes no "
-                "second quantization_config; load it with tandem.load(model, ...), which reads its "
-                "codes as they are"
-            )
-        return str.__ne__(self, other)
 
 
 def is_expert_merge(converter: Any) -> bool:
@@ -149,3 +118,36 @@ def config_to_step(
                 vars(own)[name] = False
         own._attn_implementation_internal = attention
     return copies[id(config)]
+
+
+def use_experts(config: PreTrainedConfig, name: str) -> None:
+    """Choose the experts function of the modules that look at a config.
+
+    Stands in for `set_experts_implementation`, which models have and configs have not (5.17 to
+    today).
+    """
+    config._experts_implementation = name
+
+
+def gating(module: Any) -> Any:
+    """Return an experts module's method between its projections, which has no public name.
+
+    5.17 to today.
+    """
+    return module._apply_gate
+
+
+def dispensable_weights(model: Any) -> Collection[str]:
+    """Return patterns of weights that a checkpoint may lack, which only loading reads otherwise.
+
+    5.17 to today.
+    """
+    return getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+
+
+def parts_in_fp32(model: Any) -> Collection[str]:
+    """Return words in the names of what `from_pretrained` keeps in fp32, whatever the dtype.
+
+    5.17 to today; no public name.
+    """
+    return getattr(model, "_keep_in_fp32_modules_strict", None) or ()

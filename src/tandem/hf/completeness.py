@@ -9,7 +9,7 @@ from torch import nn
 
 from tandem.core.errors import ModelError
 from tandem.hf.checkpoint import AnyCheckpoint, Checkpoint
-from tandem.hf.compat import target_names
+from tandem.hf.compat import dispensable_weights, target_names
 from tandem.hf.experts import is_experts_module
 from tandem.hf.load import empty_model, open_foreign, source_config
 
@@ -49,7 +49,7 @@ def _require_parameters(path: Path, model: nn.Module, found: set[str]) -> None:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         by_id[id(parameter)].append(name)  # tied ones need one tensor
     kinds = set(map(_kind, found))
-    dispensable = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+    dispensable = dispensable_weights(model)
     missing = [
         names[0]
         for names in by_id.values()

@@ -13,7 +13,6 @@ from tandem.core.config import from_mapping
 from tandem.core.errors import ConfigError
 from tandem.core.registry import nearest_names
 from tandem.experts.options import OffloadOptions
-from tandem.hf.compat import ConfigKind
 from tandem.kernels.formats.weight_format import ALIASES, FORMATS, WeightFormat, find_format
 
 QUANT_METHOD = "tandem"
@@ -92,11 +91,7 @@ def parse_dtype(name: str | torch.dtype, *, field: str) -> torch.dtype | None:
 
 
 @dataclass(kw_only=True, repr=False)
-class OffloadConfig(
-    OffloadOptions,
-    QuantizationConfigMixin,  # type: ignore[misc]
-    metaclass=ConfigKind,
-):
+class OffloadConfig(OffloadOptions, QuantizationConfigMixin):  # type: ignore[misc]
     """Options of a model whose experts Tandem keeps in host memory.
 
     Pass it as `quantization_config` to `from_pretrained`, or its fields to `tandem.load`.

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tandem.core.errors import ConfigError
 from tandem.experts.execution.batch import ExpertFunctions
 from tandem.experts.execution.executor import Executor
+from tandem.hf.compat import gating
 from tandem.hf.opaque_calls import opaque
 from tandem.kernels.activations import find_native_activation, interleave
 
@@ -56,7 +57,7 @@ def bind_all(bound: Bound, executor: Executor) -> None:
 def expert_functions(module: Any) -> ExpertFunctions:
     """Return the model's own code around the projections: gating or activation, and the norm."""
     has_post_norm = getattr(module, "has_post_expert_norm", False)  # absent in Transformers 5.17
-    activate = _unbound(module._apply_gate) if module.has_gate else module.act_fn
+    activate = _unbound(gating(module)) if module.has_gate else module.act_fn
     is_interleaved = module.has_gate and not module.is_concatenated
     native = find_native_activation(
         activate, is_gated=module.has_gate, is_interleaved=is_interleaved, parameters=module

@@ -129,7 +129,7 @@ def _from_source(
         quantization_config=offload,
         **common,
     )
-    loaded.name_or_path = loaded.config._name_or_path = str(checkpoint.path)
+    loaded.name_or_path = loaded.config.name_or_path = str(checkpoint.path)
     if (checkpoint.path / "generation_config.json").exists():
         loaded.generation_config = transformers.GenerationConfig.from_pretrained(checkpoint.path)
     return loaded, report
@@ -162,7 +162,7 @@ def class_of(config: Any) -> Any:
     code = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
     if code is not None and type(config).__module__.startswith("transformers_modules"):
         # The config's class is the model's own already, so the user lets its code run.
-        return get_class_from_dynamic_module(code, config._name_or_path)
+        return get_class_from_dynamic_module(code, config.name_or_path)
     return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
 

@@ -20,7 +20,7 @@ from tandem.experts.store.arrivals import TENSOR_NAMES
 from tandem.experts.store.host_store import HostLayer, HostStore
 from tandem.experts.store.packed_layer import STORED_NAME, STORED_ORDER_NAME
 from tandem.hf.assembly import assemble
-from tandem.hf.compat import QuantizerHooks, is_expert_merge, target_names
+from tandem.hf.compat import QuantizerHooks, is_expert_merge, target_names, use_experts
 from tandem.hf.config import (
     OffloadConfig,
     parse_dense_dtype,
@@ -214,8 +214,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         for module, layer in runtime.bound:
             arrivals = runtime.store[layer].arrivals
             arrivals.require_complete()
-            config: Any = module.config
-            config._experts_implementation = EXPERTS_IMPLEMENTATION
+            use_experts(module.config, EXPERTS_IMPLEMENTATION)
             keep_elsewhere(module, arrivals.shapes)
         as_offloaded(model)
         announce_steps(model, lambda: runtime.executor)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tandem.core.errors import ConfigError
+from tandem.kernels.torch_private import tensor_without_values
 
 
 def refuse_to_copy() -> NoReturn:
@@ -25,7 +26,8 @@ class StandIn(Tensor):
     @staticmethod
     def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype) -> "StandIn":
         """Take no memory."""
-        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
+        made: StandIn = tensor_without_values(cls, shape, dtype)
+        return made
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

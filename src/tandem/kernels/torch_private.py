@@ -62,5 +62,5 @@ def spin_gpu(cycles: int) -> None:
 
 
 def tensor_without_values(kind: type[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
-    """Make a tensor of a subclass that has no memory, which no public call makes (2.11 to today)."""
+    """Make a tensor of a subclass without memory, which no public call makes (2.11 to today)."""
     return Tensor._make_wrapper_subclass(kind, shape, dtype=dtype)

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from tandem.decode.recording.recorder import NotRecordableError, Operation, Ref
 from tandem.kernels import _native
 from tandem.kernels.dense import CpuThreads
+from tandem.kernels.torch_private import operator_schema, tree_map
 
 _GRANULE_BYTES = 64  # a line of the cache
 
@@ -43,7 +43,7 @@ def require_contiguous(*tensors: Tensor) -> None:
 
 def may_alias(operation: Operation) -> bool:
     """Tell whether results may share memory with what the operation reads."""
-    schema = getattr(operation.function, "_schema", None)
+    schema = operator_schema(operation.function)
     return schema is not None and any(r.alias_info is not None for r in schema.returns)
 
 

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 from tandem.hf.opaque_calls import ACTIVE
+from tandem.kernels.torch_private import TorchDispatchMode, operator_schema, tree_map
 
 # Operations whose result depends on the values of tensors, not only on their shapes: Python code
 # may have branched on them, or the shapes of what follows may change.
@@ -82,11 +81,12 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._is_paused:
             return func(*args, **kwargs)
-        name = func._schema.name.partition("::")[2]
+        schema = operator_schema(func)
+        name = schema.name.partition("::")[2]
         if name in _DATA_DEPENDENT:
             raise NotRecordableError(f"the model looks at values while it runs ({name})")
         results = func(*args, **kwargs)
-        self._note(func, name, args, kwargs, results, has_effects=func._schema.is_mutable)
+        self._note(func, name, args, kwargs, results, has_effects=schema.is_mutable)
         return results
 
     def call(self, kind: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tandem.experts.devices.cuda.batch_copy import CopyPiece, find_batch_copy, is_worth_a_batch
 from tandem.experts.devices.device import DeviceMemory, OutOfDeviceMemoryError
+from tandem.kernels.torch_private import spin_gpu
 
 Work = Callable[[], None]
 
@@ -173,7 +174,7 @@ class CudaStreams:
     def pause(self, lane: Lane, seconds: float) -> None:
         """Spin one thread of the GPU."""
         cycles = int(seconds * self._cycles_per_second)
-        self.run(lane, lambda: torch.cuda._sleep(cycles))
+        self.run(lane, lambda: spin_gpu(cycles))
 
     def seconds(self, lane: Lane, work: Work) -> float:
         """Time work by events, behind a pause."""
@@ -254,9 +255,9 @@ class CudaStreams:
     @functools.cached_property
     def _cycles_per_second(self) -> float:
         with torch.cuda.device(self.device):
-            torch.cuda._sleep(_PROBE_CYCLES)  # the clock rises to where it stays
+            spin_gpu(_PROBE_CYCLES)  # the clock rises to where it stays
             first = self.record(Lane.COMPUTE, is_timed=True)
-            torch.cuda._sleep(_PROBE_CYCLES)
+            spin_gpu(_PROBE_CYCLES)
             last = self.record(Lane.COMPUTE, is_timed=True)
         last.synchronize()
         return _PROBE_CYCLES / self.between(first, last)
