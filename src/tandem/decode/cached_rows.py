@@ -135,7 +135,7 @@ class CachedRows:
         dtype, threads = self._model.model.dtype, self.cache.threads
         step = ReplayedStep(self._decode_step, inputs, dtype, threads, self._executor)
         if not self._has_replay:
-            step.why_not = "it was not wanted"
+            step.why_not = "replay is disabled (has_replay=False)"
         elif getattr(self._executor, "foresee", None) is not None:
             step.why_not = "routers are asked ahead, which a recorded step leaves out"
         return step
@@ -162,7 +162,7 @@ class CachedRows:
 
 
 def num_shared(held: list[int], prompt: list[int]) -> int:
-    """Count the tokens that both begin with; the prompt's last one is wanted anew."""
+    """Count the tokens that both begin with; the prompt's last one is computed again."""
     most = min(len(held), len(prompt) - 1)
     return next((i for i in range(most) if held[i] != prompt[i]), most)
 

@@ -1,7 +1,7 @@
-"""Rows of a KV cache that requests borrow: any of them may be stepped, in any company.
+"""Sequence slots of a KV cache that requests borrow: any of them may be in a step's batch.
 
 A step of n rows is recorded once for each n ([replay](replay.py)); which rows they are is an input
-of the record. What a row held stays until somebody else borrows it, so that the next turn of a
+of the record. What a row held stays until another request borrows it, so that the next turn of a
 conversation finds its beginning there.
 """
 
@@ -174,7 +174,7 @@ class SlotPool:
         dtype, threads = self._model.model.dtype, self.cache.threads
         replayed = ReplayedStep(run, [ids, positions], dtype, threads, self._executor)
         if not self._has_replay:
-            replayed.why_not = "it was not wanted"
+            replayed.why_not = "replay is disabled (has_replay=False)"
         elif getattr(self._executor, "foresee", None) is not None:
             replayed.why_not = "routers are asked ahead, which a recorded step leaves out"
         self._steps[num_rows] = _Step(rows, positions, ids, replayed)

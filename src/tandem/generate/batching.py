@@ -1,14 +1,14 @@
 """Continuous batching: requests join a running batch at any step, and leave it at any step.
 
-One step is at most one part of one prompt, and then one token for every request that is past its
-prompt. Prompts take turns part by part, so a long one neither stops the streams nor the short
-prompts behind it. A request finds the beginning of its prompt in the KV cache if a row holds it.
+One step is at most one prefill chunk of one prompt, and then one token for every request that is
+past its prompt. Prompts alternate chunk by chunk, so a long one neither stops the streams nor the
+short prompts behind it. A request finds its prompt's beginning in the KV cache if a row holds it.
 
-What a request answers does not depend on its company: its prompt runs by itself, its tokens are
+An answer does not depend on what else is in the batch: its prompt runs by itself, its tokens are
 drawn from its own random numbers, and the packed kernels compute a row alike in any batch, so that
-a prompt may be cut anywhere: into shorter parts while others are answered. Where a model's linear
-layers are not packed, torch multiplies batches of other sizes in another order: there a prompt is
-cut at fixed places, and the last bits of logits may still differ.
+prefill chunks may be of any length: shorter while others are answered. Where a model's linear
+layers are not packed, torch multiplies batches of other sizes in another order: there chunks end at
+fixed positions, and the last bits of logits may still differ.
 """
 
 import time
@@ -354,6 +354,6 @@ def _constraint(request: Request, end_ids: frozenset[int]) -> Constraint | None:
 
 
 def _num_shared(held: Sequence[int], prompt: Sequence[int]) -> int:
-    """Count the tokens that both begin with; the prompt's last one is wanted anew."""
+    """Count the tokens that both begin with; the prompt's last one is computed again."""
     most = min(len(held), len(prompt) - 1)
     return next((i for i in range(most) if held[i] != prompt[i]), most)

@@ -36,7 +36,7 @@ class Request:
     num_top_logprobs: int | None = None
     """None: no log-probabilities; else how many alternatives beside each token's own."""
     keeps_special: bool = False
-    """Whether special tokens show in the text, for somebody who parses it."""
+    """Whether special tokens show in the text, for a program that parses it."""
     has_prompt_logprobs: bool = False
     """Whether the prompt's tokens have log-probabilities too; then none of it is reused."""
     end: EndOptions = field(default_factory=EndOptions)
@@ -59,7 +59,7 @@ class Running:
     end_ids: frozenset[int]
     constraint: Constraint | None
     prompt_logprobs: list[TokenLogprob | None] | None = None
-    """Of the prompt's tokens so far, until they are told."""
+    """Of the prompt's tokens so far, until they are reported."""
     generated: int = 0
     finish_reason: FinishReason | None = None
 

@@ -79,7 +79,7 @@ def foreign_errors(what: str) -> Iterator[None]:
 
 
 def said(error: Exception) -> str:
-    """Return the sentence in an error of somebody else's code."""
+    """Return the sentence in an error of another library's code."""
     if isinstance(error, KeyError):
         return f"it does not know {error}"
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]

@@ -189,8 +189,8 @@ class ReadSource(ConversionOps):  # type: ignore[misc]
 def _require_codes(layer: HostLayer, tensor_name: str) -> None:
     if tensor_name in WEIGHT_NAMES:
         raise UnsupportedModelError(
-            f"the codes of {layer.arrivals.name}.{tensor_name} are rearranged while "
-            "they load, and would be rounded anew; give an expert_dtype such as int8 to accept that"
+            f"the codes of {layer.arrivals.name}.{tensor_name} are rearranged while they load, and "
+            "would be rounded again; give an expert_dtype such as int8 to accept that"
         )
 
 

@@ -24,7 +24,7 @@ class OffloadedModel:
     def close(self) -> None:
         """Give the experts' memory back and end their threads; twice is no error.
 
-        The model cannot be run afterwards. Not needed where nobody holds it any more.
+        The model cannot be run afterwards. Not needed after its last reference is gone.
         """
         require_runtime(self).close()
 

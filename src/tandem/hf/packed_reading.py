@@ -1,7 +1,7 @@
 """Brings a packed checkpoint into memory: dense parts, what is made of them, then the experts.
 
-In this order, because packing linear layers takes memory, and leaves a file that nobody needs. Were
-the experts read first, they would be pushed out again where memory is short.
+In this order, because packing linear layers takes memory, and leaves an unneeded file. Were the
+experts read first, they would be pushed out again where memory is short.
 """
 
 import warnings

@@ -1,4 +1,4 @@
-"""What a loaded model's experts run on: found by `runtime_of`, whoever asks.
+"""What a loaded model's experts run on: `runtime_of` finds it.
 
 The quantizer makes it while Transformers loads the model; nothing else asks a model for that.
 """

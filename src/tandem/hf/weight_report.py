@@ -52,7 +52,7 @@ def _other_shape(
 def _require_no_more_layers(path: Path, model: Any, unexpected: set[str]) -> None:
     """Refuse weights of layers beyond the last one; a model may come with some that predict ahead.
 
-    Other weights that nobody reads are Transformers' to judge.
+    Other weights that are not read are Transformers' to judge.
     """
     own = [match for name in model.state_dict() if (match := _LAYER.match(name))]
     num_layers: dict[str, int] = {}

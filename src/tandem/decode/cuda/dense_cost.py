@@ -1,4 +1,4 @@
-"""What a decode step on a GPU costs beside its experts: timed as it will run, in captured pieces.
+"""What a decode step on a GPU costs beside its experts: timed as it will run, in captured segments.
 
 The model's own code takes several times as long, which is the host's time and not the GPU's. With
 each layer goes what every layer costs whatever is planned: one wait for the router's choice.

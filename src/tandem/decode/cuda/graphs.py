@@ -1,13 +1,13 @@
-"""A decode step as captured pieces: between the experts of two layers, nothing but a replay.
+"""A decode step as CUDA graph segments: between the experts of two layers, nothing but a replay.
 
-The model's own code runs once while its work is captured. It is cut at the experts: there the
-capture of a piece ends, and the next begins with a tensor that stands for the experts' result. A
-replay runs piece, experts, piece, experts, to the end. Everything lies at addresses that stay:
+The model's own code runs once while its work is captured. The experts are graph breaks: there the
+capture of a segment ends, and the next begins with a tensor that stands for the experts' result. A
+replay runs segment, experts, segment, experts, to the end. Everything lies at addresses that stay:
 
-    inputs (ids, positions, masks, KV cache) -> piece -> hidden, choice, weights (kept)
-      -> executor -> copied into the result's tensor -> next piece
+    inputs (ids, positions, masks, KV cache) -> segment -> hidden, choice, weights (kept)
+      -> executor -> copied into the result's tensor -> next segment
 
-A step that cannot be captured, or whose pieces give other logits, runs as the model's own code;
+A step that cannot be captured, or whose segments give other logits, runs as the model's own code;
 `why_not` says why.
 """
 
@@ -40,7 +40,7 @@ class Graph(Protocol):
 
 
 class Capture(Protocol):
-    """Turns work into graphs that share their memory; made anew for each step that is captured."""
+    """Turns work into graphs that share their memory; made again for each step that is captured."""
 
     def waits(self, *, allowed: bool) -> AbstractContextManager[None]:
         """Raise `RuntimeError` inside where work makes the host wait, unless that is allowed."""
@@ -94,7 +94,7 @@ class CudaCapture:
     def abandon(self) -> None:
         """Undo what a broken capture leaves: the stream, the allocator and the random numbers.
 
-        torch (as of 2.11) ends a capture that CUDA calls invalid with an error before it has told
+        torch (as of 2.11) ends a capture that CUDA calls invalid with an error before it notifies
         its allocator and its generator: the one would go on giving memory of the piece's pool, the
         other refuse to draw.
         """
@@ -104,7 +104,7 @@ class CudaCapture:
         device = self.stream.device
         with contextlib.suppress(RuntimeError):
             graph.capture_end()
-        with contextlib.suppress(RuntimeError):  # the allocator has been told, or was never
+        with contextlib.suppress(RuntimeError):  # the allocator has been notified, or was never
             end_allocation_to_pool(device.index, self._pool)
         generator = torch.cuda.default_generators[device.index]
         with contextlib.suppress(RuntimeError):
@@ -151,7 +151,7 @@ Uncut = Callable[..., Tensor | None]
 class _Padding:
     """Meets the experts of a step that is simply done: rows without a token choose none."""
 
-    is_capturing = True  # whoever steps has announced it
+    is_capturing = True  # the caller has announced the step
 
     def __init__(self, pad: Pad) -> None:
         self._pad = pad
@@ -238,8 +238,8 @@ class GraphedStep:
 
         `find_uncut` is asked when the step is captured: what it finds holds as long as the pieces.
         `make_room` frees memory of the GPU if it can, for a capture that had too little. What
-        is done to capture and to compare is done inside `unheard`: it answers nobody. Replays run
-        inside `deferring`: what experts leave to later is done behind the next replay's launch.
+        is done to capture and to compare is done inside `unheard`: no request is answered. Replays
+        run inside `deferring`: what experts leave to later is done behind the next replay's launch.
         """
         self._step, self._find_uncut, self._pad = step, find_uncut, pad
         self._make_room, self._unheard, self._deferring = make_room, unheard, deferring
@@ -251,7 +251,7 @@ class GraphedStep:
         self._num_equal = 0
         self.why_not: str | None = None
         if make_capture is None:
-            self.why_not = "it was not wanted"
+            self.why_not = "replay is disabled (has_replay=False)"
         elif self._tolerance is None:
             self.why_not = f"the model is {dtype}"
 

@@ -1,8 +1,8 @@
-"""Layers that are computed inside a captured piece, and what is told of them afterwards.
+"""Resident layers: computed inside a captured graph segment, and reported to listeners afterwards.
 
-A step that is captured whole runs nothing of the executor, so nobody would hear of its layers. What
-the routers chose stays in the step's memory; it is copied to the host behind each replay, and told
-before the next one: a step late, and without a wait.
+A step that is captured whole runs nothing of the executor, so no listener would hear of its layers.
+What the routers chose stays in the step's memory; it is copied to the host behind each replay, and
+reported before the next one: a step late, and without a wait.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""A batch of prompts on a GPU: prompts in chunks, decode steps from captured pieces.
+"""A batch of prompts on a GPU: prompts in chunks, decode steps from captured segments.
 
 For the same models as `CachedRows`; whether one is among them is found by trying.
 """
@@ -96,7 +96,7 @@ def make_cuda_capture(model: Any) -> MakeCapture:
 def new_cuda_rows(
     model: Any, prompts: list[list[int]], max_new_tokens: int, *, has_replay: bool
 ) -> CudaRows:
-    """Return rows on the model's GPU, with captured steps if they are wanted."""
+    """Return rows on the model's GPU, with captured steps unless they are disabled."""
     make_capture = make_cuda_capture(model) if has_replay else None
     return CudaRows(model, prompts, max_new_tokens, make_capture=make_capture)
 

@@ -1,4 +1,4 @@
-"""Rows of a KV cache on a GPU that requests borrow: any of them may be stepped, in any company.
+"""Sequence slots on a GPU that requests borrow: any of them may be in a step's batch.
 
 A step goes through the first 1, 2, 4, 8... rows, so that few sizes are captured. Rows among them
 that have no token take part with whatever they had last: their choice of experts becomes padding,
@@ -108,7 +108,7 @@ class CudaSlotPool:
         self._held[target] = self._held[source][:length]
 
     def pretend(self, depth: int, room: int) -> None:
-        """Let every row hold `depth` tokens that nobody said, with room for more; to time a step.
+        """Let every row hold `depth` invented tokens, with room for more; to time a step.
 
         Needs a prompt before it, which makes the KV cache's layers.
         """

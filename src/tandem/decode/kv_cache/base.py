@@ -81,7 +81,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
         self._layer = layer
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Need nothing: the cache has its own tensors."""
+        """No-op: the cache has its own tensors."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any

@@ -141,7 +141,7 @@ class KvCache(RowCache):
 
     @torch.inference_mode()
     def pretend(self, length: int) -> None:
-        """Let every row hold `length` tokens that nobody said: random keys and values, to time.
+        """Let every row hold `length` invented tokens: random keys and values, to time.
 
         Needs a forward before it, which makes the layers.
         """

@@ -1,7 +1,7 @@
 """Keys and values on a GPU, at addresses that stay: what a captured decode step can read.
 
 As `KvCache`, by rows and without padding; a step reads the filled part rounded up to a power of
-two (the *reach*), masked by position. All of it is torch, so it runs, and is tested, on the CPU.
+two (the attended length), masked by position. All of it is torch, so that it is tested on the CPU.
 """
 
 import gc
@@ -96,7 +96,7 @@ class StaticKvCache(RowCache):
 
     @torch.inference_mode()
     def pretend(self, length: int) -> None:
-        """Let every row hold `length` tokens that nobody said, to time what follows."""
+        """Let every row hold `length` invented tokens, to time what follows."""
         self.reserve(length + 1)
         for tensors in self._tensors.values():
             for tensor in tensors:

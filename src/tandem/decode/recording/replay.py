@@ -33,7 +33,7 @@ class ReplayedStep:
         threads: CpuThreads | None = None,
         executor: Any = None,
     ) -> None:
-        """Take the model's own step, whose `inputs` are tensors that the caller writes anew.
+        """Take the model's own step, whose `inputs` are tensors that the caller overwrites.
 
         A step may be done twice: what it writes to a KV cache is the same both times, and the
         listeners of `executor` hear of it once.

@@ -71,7 +71,7 @@ class VirtualCopyEngine:
         self._claim_of[copy.layer, copy.expert] = claim
 
     def flush(self) -> None:
-        """Need nothing: bytes come when somebody waits for them."""
+        """No-op: bytes come when a batch waits for them."""
 
     def use(self, slots: Sequence[int], keys: Sequence[int]) -> SlotUse:
         """Claim slots; pending bytes come when their images are asked for."""
@@ -103,7 +103,7 @@ class VirtualCopyEngine:
                 self._write(claim)
 
     def _finish_older(self, slot: int, generation: int) -> None:
-        """Land a generation that nobody waited for before its slot is planned anew."""
+        """Land a generation that no batch waited for before its slot is planned again."""
         older = slot, generation - 1
         if older in self._pending:
             self._write(older)

@@ -2,7 +2,7 @@
 
 The order of `copy_engine` is kept by two rules, both checked under one lock (`Slots.changed`):
 a copy's first chunk is written only if `Slots.can_write` says so, and it lands after its last.
-Between chunks the thread takes the most urgent copy anew, so a prefetch under way gives way to an
+Between chunks the thread takes the most urgent copy again, so a prefetch under way gives way to an
 expert that a layer waits for, and goes on afterwards.
 """
 
@@ -67,10 +67,10 @@ class CopyThread:
             self.slots.changed.notify_all()
 
     def flush(self) -> None:
-        """Need nothing: the thread has begun."""
+        """No-op: the thread has begun."""
 
     def use(self, slots: Sequence[int], keys: Sequence[int]) -> SlotUse:
-        """Claim slots; copies into them that somebody now waits for become urgent."""
+        """Claim slots; copies into them that a layer now waits for become urgent."""
         use = self.slots.begin_use(slots, keys)
         with self.slots.changed:
             for job in self._queue:
@@ -86,7 +86,7 @@ class CopyThread:
         return arrived
 
     def cancel(self, layer: int, experts: Sequence[int]) -> list[int]:
-        """Give up copies of a layer that have not begun and that nobody waits for."""
+        """Give up copies of a layer that have not begun and that no layer waits for."""
         cancelled = []
         with self.slots.changed:
             for job in [*self._queue]:
@@ -128,7 +128,7 @@ class CopyThread:
                 job.has_begun = True
             try:
                 behind = self.copy_chunk(job, behind)
-            except BaseException as error:  # told to whoever waits, submits or asks
+            except BaseException as error:  # raised in the callers that wait, submit or ask
                 self._error = error
                 self.slots.fail(error)
                 return

@@ -126,7 +126,7 @@ class ExpertCache:
 
     def discard(self) -> None:
         """Give all slots back; copies that have not ended are dropped."""
-        with contextlib.suppress(Exception):  # an error of what is thrown away has been told
+        with contextlib.suppress(Exception):  # an error of what is thrown away has been raised
             self.device.synchronize()
         self.engine.slots.forget_uses()
         self.engine.close()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tandem.experts.store.image import aligned
 
-# Memory is taken in blocks, so that a large cache needs no single contiguous piece of the device.
+# Memory is taken in blocks, so that a large cache needs no single contiguous range of the device.
 BLOCK_BYTES = 1 << 28
 NOTHING = -1
 
@@ -108,7 +108,7 @@ class Slots:
         return self.num_slots * self.slot_bytes
 
     def memory(self, slot: int) -> Tensor:
-        """Return a slot's bytes, for whoever copies into it."""
+        """Return a slot's bytes, for a copy into it."""
         return self._memory[slot]
 
     def key_in(self, slot: int) -> int:
@@ -159,7 +159,7 @@ class Slots:
             self.changed.notify_all()
 
     def void(self, slot: int, generation: int) -> None:
-        """Give a planned generation up that nobody uses; the slot then holds nothing."""
+        """Give a planned generation up that no batch uses; the slot then holds nothing."""
         with self.changed:
             assert (slot, generation) not in self._uses, f"slot {slot} is used"
             if self._planned[slot] == generation:

@@ -1,6 +1,6 @@
 """What an accelerator must be able to do: give memory, and compute batches beside the host.
 
-A device owns its lane of computation; copies into its slots are the copy engine's. The model's
+A device owns the stream that computes; copies into its slots are the copy engine's. The model's
 state (hidden, choice, gate weights) lies on the device. In one layer, in this order:
 
     download(choice, hidden)     one wait; the only one before the batches

@@ -1,4 +1,4 @@
-"""A device that is none: memory of its own and real arithmetic, all of it on the CPU.
+"""A simulated GPU on the CPU: memory of its own and real arithmetic.
 
 On a virtual clock batches run in the caller's thread, one after another. With `has_thread` they
 run on a thread of their own beside the CPU's share, for the wall clock.
@@ -21,7 +21,7 @@ from tandem.experts.execution.row_memory import RowMemory
 
 
 class EmulatedDevice:
-    """Memory that is counted, and a lane of computation."""
+    """Memory that is counted, and computation in order."""
 
     name = "emulated"
 
@@ -103,7 +103,7 @@ class EmulatedDevice:
             self._lane.wait()
 
     def require_usable(self) -> None:
-        """Need nothing: memory and threads survive an error."""
+        """No-op: memory and threads survive an error."""
 
     def close(self) -> None:
         """End the device's thread."""

@@ -1,4 +1,4 @@
-"""The experts that one lane computes in one call: what goes in, and where the rows go."""
+"""The experts that one processor computes in one call: what goes in, and where the rows go."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class CallSide:
 
     @property
     def hidden_fp32(self) -> Tensor:
-        """The tokens in fp32, converted when a lane first asks."""
+        """The tokens in fp32, converted when a processor first asks."""
         if self._hidden_fp32 is None:
             self._hidden_fp32 = self.hidden.float().contiguous()
         return self._hidden_fp32
@@ -52,7 +52,7 @@ class ExpertBatch:
 
     layer: HostLayer
     functions: ExpertFunctions
-    side: CallSide  # of the lane that computes it
+    side: CallSide  # of the processor that computes it
     experts: Sequence[int]
     begin: Sequence[int]
     tokens: Tensor  # of the rows, int32, contiguous, on the host; other batches' may be among them
@@ -70,7 +70,7 @@ class ExpertBatch:
 
     @property
     def out(self) -> Tensor:
-        """Where the rows go: (num_rows, hidden_size) fp32, a piece of the side's rows."""
+        """Where the rows go: (num_rows, hidden_size) fp32, a range of the side's rows."""
         return self.side.rows[self.begin[0] : self.begin[-1]]
 
     @property

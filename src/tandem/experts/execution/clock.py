@@ -14,8 +14,8 @@ from tandem.policy.plan import Copy, LayerLoad, LayerPlan
 class Clock(Protocol):
     """The planner's time. `run_dense`, `issue` and `run` tell a virtual one what has been done.
 
-    `cpu_busy`, `gpu_busy` and `link_busy` are the seconds that each lane has worked. A GPU's costs
-    two timed events a batch, so it is counted only while there are `watchers`.
+    `cpu_busy`, `gpu_busy` and `link_busy` are the seconds that each has worked. A GPU's costs two
+    timed events a batch, so it is counted only while there are `watchers`.
     """
 
     cpu_busy: float
@@ -41,23 +41,23 @@ class Clock(Protocol):
 
 
 class WallClock:
-    """Real time: it passes by itself, and each lane adds up its own work."""
+    """Real time: it passes by itself, and each processor adds up its own work."""
 
     def __init__(self) -> None:
-        """Start with lanes that have not worked."""
+        """Start with no work counted."""
         self.cpu_busy = self.gpu_busy = self.link_busy = 0.0
         self.watchers = 0
 
     def is_watched(self) -> bool:
-        """Tell whether somebody wants to know how long the device works."""
+        """Tell whether a watcher needs to know how long the device works."""
         return self.watchers > 0
 
     def add_cpu(self, seconds: float) -> None:
-        """Count work of the CPU's lane; each lane is counted by its own thread."""
+        """Count work of the CPU; each processor's work is counted by its own thread."""
         self.cpu_busy += seconds
 
     def add_gpu(self, seconds: float) -> None:
-        """Count work of the device's lane."""
+        """Count work of the device."""
         self.gpu_busy += seconds
 
     def add_link(self, seconds: float) -> None:

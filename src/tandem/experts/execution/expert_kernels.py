@@ -43,7 +43,7 @@ class ExpertKernels:
     ) -> None:
         """Compute with `num_threads` threads; None takes all physical cores.
 
-        `on_busy` is told the seconds of every batch.
+        `on_busy` gets the seconds of every batch.
         """
         self._on_busy = on_busy
         self.num_threads = num_threads or detect_cpu().physical_cores

@@ -1,8 +1,8 @@
-"""One call of a layer: its rows in the order of a plan, cut into batches, and added up.
+"""One call of a layer: its rows in the order of a plan, split into batches, and added up.
 
-Rows lie lane by lane. A processor with memory of its own has a side of its own (`CallSide`), whose
-rows have the same places as the other's: the host's rows are brought to the device in one piece,
-and the sum is built where the model's state lies.
+Rows lie processor by processor. A processor with memory of its own has a side of its own
+(`CallSide`), whose rows have the same indices as the other's: the host's rows go to the device in
+one copy, and the sum is built where the model's state lies.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from tandem.experts.store.input_order import ordered_inputs
 
 
 class LayerCall:
-    """What all batches of a call share; each batch fills a contiguous piece of its side's rows."""
+    """What all batches of a call share; each batch fills a contiguous range of its side's rows."""
 
     __slots__ = ("_functions", "_order", "_rows", "host", "routing")
 
@@ -49,8 +49,8 @@ class LayerCall:
     ) -> Callable[[], Tensor]:
         """Return what gives the weighted sums (n_tokens, hidden_size) once all rows are on a side.
 
-        A fixed order of fp32 additions, the router's first to last: the same bits whoever computed
-        the rows.
+        A fixed order of fp32 additions, the router's first to last: the same bits on either
+        processor.
         """
         post_norm, dtype = self._functions.post_norm, side.hidden.dtype
         sum_rows = prepare_sum(self._rows.row_of, top_k_weights.float())

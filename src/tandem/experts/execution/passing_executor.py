@@ -1,4 +1,4 @@
-"""An executor around another one, for whoever wants to see or to change calls on their way."""
+"""An executor around another one, which observes or changes its calls."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager

@@ -1,7 +1,7 @@
 """What a router chose, as counts and as rows of experts. Knows neither weights nor devices.
 
 A *row* is a (token, expert) pair. Rows lie expert by expert, in an order of experts that the
-caller chooses, so that every lane of a plan computes one contiguous piece of them.
+caller chooses, so that every processor of a plan computes one contiguous range of them.
 """
 
 import functools
@@ -51,7 +51,7 @@ class Routing:
         """Count a (n_tokens, top_k) choice, which must be on the CPU."""
         self.num_tokens, self.top_k = top_k_index.shape
         self.num_experts = num_experts
-        self._single: list[int] | None = None  # the choice of a lone token: no arrays are needed
+        self._single: list[int] | None = None  # the choice of a single token: no arrays are needed
         if self.num_tokens == 1:
             row: list[int] = top_k_index.tolist()[0]
             ordered = sorted(row)
@@ -74,7 +74,7 @@ class Routing:
         return self.top_k if self._single is not None else len(self._valid)
 
     def load(self, layer: int, top_k_weights: Tensor | None) -> LayerLoad:
-        """Return the choice as a planner wants it; with None, without gate weights.
+        """Return the choice as a planner needs it; with None, without gate weights.
 
         Gate weights are rounded to fp16, as a trace stores them: a replay decides the same.
         """

@@ -238,6 +238,6 @@ class _Bench:
 
 
 def _count_held(several: int, slot_bytes: int, device: CudaDevice) -> int:
-    """Return how many experts must take turns; half of the memory that is free at most."""
+    """Return over how many experts to rotate; half of the memory that is free at most."""
     beside = math.ceil(CACHES_BETWEEN_USES * device.streams.cache_bytes() / slot_bytes)
     return max(several, min(several + beside, device.memory().free_bytes // 2 // slot_bytes))

@@ -141,7 +141,7 @@ def beside(other: Callable[[], object], work: Callable[[], float]) -> float:
 
 
 class _Bench:
-    """Runs batches of a store's experts by turns."""
+    """Runs batches of a store's experts in alternation."""
 
     def __init__(
         self,

@@ -86,7 +86,7 @@ class PackedLayer:
         if input_order is not None and len(self.arrivals.shapes) > 2:
             raise ModelError(
                 f"{self.arrivals.name} has biases and activation order, which Tandem does not read "
-                "together; give an expert_dtype such as int8, to which it is rounded anew"
+                "together; give an expert_dtype such as int8, to which it is rounded again"
             )
         buffer = self.buffers[expert]
         if tensor_name == "down_proj":

@@ -21,7 +21,7 @@ Array = npt.NDArray[Any]
 PROMPT_TOKENS = "prompt_tokens"
 
 
-# What is foreseen for the layer after the one that was just computed: by predictor (n_tokens, k).
+# What is predicted for the layer after the one that was just computed: by predictor (n_tokens, k).
 Guesses = Callable[[int], Mapping[str, Tensor]]
 
 
@@ -50,7 +50,7 @@ class RoutingRecorder(PassingExecutor):
     def __init__(
         self, inner: Executor, guesses: Guesses | None = None, predictors: Sequence[str] = ()
     ) -> None:
-        """Hand everything to `inner`; `guesses` tells what `predictors` foresaw."""
+        """Hand everything to `inner`; `guesses` returns what `predictors` named."""
         super().__init__(inner)
         self.foresee = guesses
         self._predictors = tuple(predictors)
@@ -84,7 +84,7 @@ class RoutingRecorder(PassingExecutor):
     def after(self, call: RoutedCall) -> None:
         """Note the routing of a layer."""
         layer = call.layer
-        # A layer that comes again before the next step begins is somebody's second look at it.
+        # A layer that comes again before the next step begins is a second look at it.
         if self._is_recording and len(self._steps[-1].experts) == layer:
             step = self._steps[-1]
             step.experts.append(call.top_k_index.to("cpu").numpy().copy())
@@ -125,7 +125,7 @@ class RoutingRecorder(PassingExecutor):
         return trace
 
     def _finish(self) -> None:
-        """Turn the steps since `begin_sequences` into sequences: rows of the batch by turns."""
+        """Turn the steps since `begin_sequences` into sequences: rows of the batch one by one."""
         steps = [step for step in self._steps if step.experts]
         self._steps = []
         if not steps:
@@ -150,7 +150,7 @@ class RoutingRecorder(PassingExecutor):
     def _predicted(self, step: _Step) -> Array | None:
         """Return (n_tokens, n_layers, predictors, k) of a step; None if a guess is missing.
 
-        Nothing is foreseen for the first layer: zeros stand there.
+        Nothing is predicted for the first layer: zeros stand there.
         """
         ahead = step.guesses[:-1]
         if not self._predictors or any(set(g) != set(self._predictors) for g in ahead):

@@ -1,6 +1,6 @@
-"""Fixes a model's residual vectors from a text, and measures what they are worth.
+"""Fixes a model's residual vectors from a text, and measures how well they predict.
 
-The text is cut in windows. The first part teaches; the rest is foreseen, with and without the
+The text is split into windows. The first part teaches; the rest is predicted, with and without the
 residual, and compared with what the routers then chose (DALI's tables 5 and 8).
 """
 
@@ -28,7 +28,7 @@ Ints = npt.NDArray[Any]
 
 
 class Likeness(NamedTuple):
-    """Cosine of a foreseen and the true router input, by layer, without and with the residual."""
+    """Cosine of a predicted and the true router input, by layer, without and with the residual."""
 
     plain: list[float]
     residual: list[float]
@@ -105,7 +105,7 @@ def _likeness(cosines: Sequence[tuple[float, float]], num_pairs: int) -> Likenes
 def accuracy_by_batch(
     trace: RoutingTrace, count: int, batches: Sequence[int] = BATCHES
 ) -> dict[str, list[float]]:
-    """Return by predictor how often the `count` experts of highest foreseen workload are among
+    """Return by predictor how often the `count` experts of highest predicted workload are among
     those of highest true workload, for each batch size: tokens of different places as one step.
 
     Of experts with equal true workload any counts, as any would have been as good to copy.
@@ -134,8 +134,8 @@ def accuracy_by_batch(
 def _top_accuracy(trace: RoutingTrace, place: int, layer: int, tokens: Ints, count: int) -> float:
     assert trace.predicted is not None
     num_experts = trace.meta.n_experts
-    foreseen = np.bincount(trace.predicted[tokens, layer, place].ravel(), minlength=num_experts)
+    predicted = np.bincount(trace.predicted[tokens, layer, place].ravel(), minlength=num_experts)
     true = np.bincount(trace.experts[tokens, layer].ravel(), minlength=num_experts)
-    chosen = np.argsort(-foreseen, kind="stable")[:count]
+    chosen = np.argsort(-predicted, kind="stable")[:count]
     least = max(1, int(np.sort(true)[-count]))
     return float((true[chosen] >= least).mean())

@@ -31,7 +31,7 @@ class LookAhead:
         """Listen to `routers`, in the order of the MoE layers; `close` ends it."""
         self.residuals = residuals
         self.guesses: dict[str, Tensor] = {}
-        """By source, the experts (n_tokens, top_k) foreseen for the layer after the last call's."""
+        """By source, the experts (n_tokens, top_k) predicted for the layer after the last one."""
         self.cosines: list[tuple[float, float]] | None = None
         """Set to a list, it receives for each call of a next router how like the guess's input was
         to the true one, on average over the tokens: (without, with the residual)."""
@@ -76,7 +76,7 @@ class LookAhead:
         )
 
     def __call__(self, layer: int) -> tuple[Hint, ...]:
-        """Return what is foreseen for the layer after this one, whose router has just run."""
+        """Return what is predicted for the layer after this one, whose router has just run."""
         self.guesses = {}
         if self._hidden is None or self._layer != layer or layer + 1 >= len(self._routers):
             return ()

@@ -31,7 +31,7 @@ class Router(NamedTuple):
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether it wants the ids of the step's tokens."""
+        """Whether it reads the ids of the step's tokens."""
         return any(part is TOKEN_IDS for part in (*self.rest, *self.options.values()))
 
     def token_ids(self, args: Sequence[Any], options: dict[str, Any]) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Records what a loaded model's routers choose while it runs, and what was foreseen of it."""
+"""Records what a loaded model's routers choose while it runs, and what was predicted of it."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ def recording(model: Any, given: LookAhead | None = None) -> Iterator[RoutingRec
     elif given is not None:
         ahead = given
     else:
-        with runtime.using(CpuExecutor(runtime.store)):  # the search's steps are nobody's
+        with runtime.using(CpuExecutor(runtime.store)):  # the search's steps are not reported
             ahead = look_ahead(
                 model,
                 runtime.bound,

@@ -54,7 +54,7 @@ class Graph:
                 yield found
 
     def is_read_outside(self, group: list[Operation], results: Iterable[Ref | None]) -> bool:
-        """Tell whether somebody outside a group reads what it makes, apart from its results."""
+        """Tell whether an operation outside a group reads its tensors, apart from its results."""
         made = {ref for operation in group for ref in operation.outputs} - {None, *results}
         return any(user not in group for ref in made if ref for user in self.users.get(ref, []))
 
@@ -65,7 +65,7 @@ class Graph:
     def replace(self, group: list[Operation], fused: Operation) -> None:
         """Put `fused` where the last of a group stands; leave the others out.
 
-        Nothing happens if one is replaced already, or if somebody reads a result before that place.
+        Nothing happens if one is replaced already, or if an operation reads a result before that.
         """
         if any(id(operation) in self._replaced for operation in group):
             return

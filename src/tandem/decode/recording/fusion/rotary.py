@@ -1,7 +1,7 @@
 """Rotary embeddings of halves and of neighbours.
 
 Halves are swapped: two slices, a negation, products and a sum. Neighbours are complex numbers
-that are multiplied by their turns.
+that are multiplied by the rotary frequencies, as complex numbers of length 1.
 """
 
 from collections.abc import Iterator

@@ -2,9 +2,9 @@
 
 What `copy_engine` promises is kept on the GPU's time, not on the host's:
 
-    queue     the lane waits for the last read of the slot and for the slot's last copy,
+    queue     the stream waits for the last read of the slot and for the slot's last copy,
               then come the bytes, then an event (written)
-      -> use  the compute lane waits for that event, then the batch reads
+      -> use  the compute stream waits for that event, then the batch reads
       -> end  an event behind the batch (read), for which the next copy into the slot waits
 
 So for the host a copy *lands* when it is queued: from then on a batch may be launched that reads
@@ -107,7 +107,7 @@ class CudaCopyEngine:
         self._streams = streams
         self._events = events
         self._link = link
-        # Two lanes would share the link and double a throttled one.
+        # Two streams would share the link and double a throttled one.
         self._lane_ahead = Lane.AHEAD if link.wanted is None else Lane.FETCH
         self._most_ahead = link.most_ahead(max(layer.image_bytes for layer in store))
         self._num_ahead = 0  # of those under way
@@ -130,7 +130,7 @@ class CudaCopyEngine:
             self._queue([self._held.popleft() for _ in range(count)], self._lane_ahead)
 
     def use(self, slots: Sequence[int], keys: Sequence[int]) -> SlotUse:
-        """Claim slots; the compute lane will wait for those whose bytes are still coming."""
+        """Claim slots; the compute stream will wait for those whose bytes are still coming."""
         return self.slots.begin_use(slots, keys, self._bring)
 
     def arrivals(self) -> Iterable[tuple[int, int, float]]:
@@ -142,7 +142,7 @@ class CudaCopyEngine:
                 if self._events.written.get(copy.slot) is done:
                     del self._events.written[copy.slot]
                 self._num_ahead -= is_ahead
-                # Two lanes share the link: what it was busy is what its bytes take, not their sum.
+                # Two streams share the link: it is busy for what its bytes take, not for their sum.
                 self._clock.add_link(self._store[copy.layer].image_bytes / self._link.rate)
                 arrived.append((copy.layer, copy.expert, self._clock.now))
         self.flush()
@@ -174,7 +174,7 @@ class CudaCopyEngine:
         self._events.clear()
 
     def _queue(self, jobs: Sequence[_Job], lane: Lane) -> None:
-        """Queue copies in a lane, behind all that reads or writes their slots; they land."""
+        """Queue copies on a stream, behind all that reads or writes their slots; they land."""
         events, streams, slots = self._events, self._streams, self.slots
         pieces, num_bytes = list[HostCopy](), 0
         for copy, generation, _ in jobs:
@@ -197,7 +197,7 @@ class CudaCopyEngine:
             slots.land(job.copy.slot, job.generation)
 
     def _bring(self, claims: Sequence[Claim]) -> None:
-        """Queue claimed copies that are held, and let the compute lane wait for all claimed."""
+        """Queue claimed copies that are held, and let the compute stream wait for all claimed."""
         if self._held:
             wanted = [job for job in self._held if (job.copy.slot, job.generation) in claims]
             for job in wanted:

@@ -32,7 +32,7 @@ _ALIGNMENT_BYTES = 64
 
 
 class CudaDevice:
-    """Memory that is counted, and the model's stream as the lane of computation."""
+    """Memory that is counted, and the model's stream, on which batches run."""
 
     name = "cuda"
     computes_beside = True
@@ -83,7 +83,7 @@ class CudaDevice:
         return memory
 
     def release(self, memory: Tensor) -> None:
-        """Need nothing: memory goes back to torch's allocator with its last reference."""
+        """No-op: memory goes back to torch's allocator with its last reference."""
 
     def pin(self, memory: Tensor) -> bool:
         """Pin host memory until the device is closed; False if a limit or the system forbids it."""
@@ -120,7 +120,7 @@ class CudaDevice:
         return hosts
 
     def add_busy(self, seconds: float) -> None:
-        """Count work of the compute lane that was not launched here."""
+        """Count work of the compute stream that was not launched here."""
         if self._on_busy is not None:
             self._on_busy(seconds)
 
@@ -159,9 +159,9 @@ class CudaDevice:
             self._batches.append((begin, end))
 
     def prepared(self, batch: ExpertBatch, source: WeightSource) -> Work:
-        """Do the host's part of a batch; return what is left to queue in the compute lane.
+        """Do the host's part of a batch; return what is left to queue on the compute stream.
 
-        The lane waits from here on for the bytes that `source` claims.
+        The stream waits from here on for the bytes that `source` claims.
         """
         prepared = self._kernels.prepare(batch, source)
         table = self._staged(prepared.table)
@@ -194,7 +194,7 @@ class CudaDevice:
         return sum_rows
 
     def synchronize(self) -> None:
-        """Need nothing: whoever reads results does so on the same stream, behind all batches."""
+        """No-op: results are read on the same stream, behind all batches."""
 
     def close(self) -> None:
         """Wait for the GPU, unpin what was pinned, and lift the limit on its memory."""
@@ -229,7 +229,7 @@ class CudaDevice:
 
 
 class PinnedArena:
-    """Pinned memory that is handed out piece by piece and taken back as a whole."""
+    """Pinned memory that is handed out part by part and taken back as a whole."""
 
     def __init__(self, streams: Streams) -> None:
         """Take memory from `streams` when it is first needed."""

@@ -28,7 +28,7 @@ class Prepared(NamedTuple):
     """A batch whose host part is done."""
 
     table: Tensor
-    """What the device must be told, on the host: it is brought there first."""
+    """What the device must know, on the host: it is brought there first."""
     launch: Callable[[Tensor], None]
     """Queues the batch, given the table on the device."""
 

@@ -1,7 +1,7 @@
 """Writes and waits on words of memory, in a stream's order: how a graph and a thread hand over.
 
 They can be captured. In a graph they carry constants, so the words are flags that are reset, not
-counters. Memory on the host must be pinned. A wait that nobody ends holds its stream for ever.
+counters. Memory on the host must be pinned. A wait that is never ended holds its stream for ever.
 """
 
 import ctypes
