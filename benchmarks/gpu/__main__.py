@@ -24,8 +24,11 @@ from tandem.bench.model_shapes import MODEL_SHAPES, ModelShape, find_shape
 from tandem.bench.random_model import build_random_model
 from tandem.core.errors import TandemError
 from tandem.experts.devices.cuda.streams import CudaStreams, HostCopy, Lane
+from tandem.experts.execution.hybrid_executor import HybridExecutor
 from tandem.experts.tracing.forced_routing import ForcedRouting
+from tandem.hf.assembly import assemble
 from tandem.hf.config import OffloadConfig
+from tandem.hf.runtime import require_runtime
 from tandem.kernels.cpu import detect_cpu
 from tandem.kernels.dense import CpuThreads
 from tandem.trace import read_trace
@@ -55,7 +58,7 @@ def main() -> int:
                 gc.collect()
                 model = _build(shape, cell, options)
             elif before.system != cell.system:
-                model.hf_quantizer.assemble(model, _config(cell, options))
+                assemble(model, require_runtime(model), _config(cell, options))
             result = _measure(model, cell, options)
         except (TandemError, RuntimeError) as error:
             first_line = str(error).partition("\n")[0]
@@ -132,27 +135,29 @@ def _build(shape: ModelShape, cell: Cell, options: argparse.Namespace) -> Any:
 
 
 def _measure(model: Any, cell: Cell, options: argparse.Namespace) -> Result:
-    quantizer = model.hf_quantizer
-    executor = quantizer.executor
-    geometry = executor.cache.geometry
+    runtime = require_runtime(model)
+    executor = runtime.executor
+    assert isinstance(executor, HybridExecutor)
+    cache = executor.cache
+    geometry = cache.geometry
     num_experts = geometry.num_layers * geometry.num_experts
     num_slots = max(1, int(cell.share * num_experts))
     if cell.share == 1.0:  # all of them resident: nothing is planned, and no routing is forced
-        num_slots += executor.cache.settings.extra_slots(num_experts)
+        num_slots += cache.settings.extra_slots(num_experts)
         every = list(range(num_experts))
-        executor.cache.resize(num_slots, every)
+        cache.resize(num_slots, every)
     else:
-        executor.cache.resize(num_slots)
+        cache.resize(num_slots)
     path = _trace_path(options) if cell.share < 1.0 else None
     if path is not None:
         trace = read_trace(path)
         if trace.meta.n_moe_layers == geometry.num_layers:
-            quantizer.use(ForcedRouting(executor, trace))
+            runtime.use(ForcedRouting(executor, trace))
     try:
         work = Work(options.prompt_tokens, options.new_tokens, cell.batch)
         return measure(model, executor, work)
     finally:
-        quantizer.use(executor)
+        runtime.use(executor)
 
 
 def _trace_path(options: argparse.Namespace) -> Path | None:

@@ -25,6 +25,7 @@ from benchmarks.gpu.hand_off import NOT_HERE, PIECES, NotHereError
 from tandem.experts.devices.cuda.batch_copy import LEAST_BYTES
 from tandem.experts.devices.cuda.checks import require_cuda
 from tandem.experts.devices.cuda.streams import CudaStreams, HostCopy, Lane
+from tandem.hf.runtime import require_runtime
 from tandem.kernels.formats import ExpertLayout, find_format
 from tandem.kernels.native import ActivationKind, NativeActivation
 
@@ -246,7 +247,7 @@ def small_model() -> str:
         divergence = max(compare_logits(ours, theirs)[0] for ours, theirs in pairs)
         assert divergence < 1e-3, f"KL {divergence}"
         why, pieces = rows.step.why_not, rows.step.num_pieces
-        hybrid.hf_quantizer.executor.close()
+        require_runtime(hybrid).executor.close()
     assert why is None, f"not captured: {why}"
     return f"KL at most {divergence:.1e} from the CPU in fp32, {pieces} pieces a step"
 

@@ -13,6 +13,7 @@ from tandem.trace import RoutingTrace, TraceMeta
 from tests import programs
 from tests.hf.test_hybrid import checkpoint, load, profile
 from tests.hf.tiny import save_tiny_checkpoint
+from tests.inside import runtime_in
 from tests.programs import ENVIRONMENT
 
 __all__ = ["checkpoint", "profile"]
@@ -31,7 +32,7 @@ def test_vectors_are_written_and_used_by_the_next_run(tmp_path: Path, profile: s
     assert set(report["accuracy"]) == {"gate", "residual"}
     assert len(report["accuracy"]["gate"]) == len(report["batches"])
     options = {"prediction": "residual", "cache_dir": str(tmp_path / "cache")}
-    executor = load(model, profile, **options).hf_quantizer.executor
+    executor = runtime_in(load(model, profile, **options)).executor
     assert executor.foresee.residuals.is_fixed
     assert executor.foresee.residuals.means.any()
 

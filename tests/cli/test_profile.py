@@ -12,6 +12,7 @@ from tandem.hf.machine.profile import kept_profile
 from tandem.policy.cost import HardwareProfile
 from tests import programs
 from tests.hf.tiny import save_tiny_checkpoint
+from tests.inside import runtime_in
 from tests.programs import ENVIRONMENT
 
 
@@ -46,7 +47,7 @@ def test_a_kept_profile_is_read_and_another_format_is_measured(model: Path, tmp_
             link_bandwidth="1GB/s",
             emulated_speed=4.0,
         )
-        machine = loaded.hf_quantizer.executor.cache.machine
+        machine = runtime_in(loaded).executor.cache.machine
         assert machine.shape.link_seconds_per_expert == machine.shape.expert_bytes / 1e9
         ratio: float = machine.shape.cpu_seconds[0] / machine.shape.gpu_seconds[0]
         assert ratio == pytest.approx(4.0)

@@ -22,12 +22,14 @@ import tandem
 from tandem.cli.paths import cache_dir
 from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tandem.generate.generator import Generator
+from tandem.hf.assembly import assemble
 from tandem.hf.config import OffloadConfig
 from tandem.kernels.cpu import detect_cpu
 from tandem.policy.assignment import ASSIGNMENTS
 from tandem.policy.eviction import EVICTIONS
 from tandem.policy.prediction import PREDICTIONS
 from tandem.policy.prefetch import PREFETCHES
+from tests.inside import runtime_in
 
 NUM_EXPERTS, TOP_K = 240, 2
 SLOTS = (1, TOP_K, 30, NUM_EXPERTS // 2, NUM_EXPERTS)
@@ -97,6 +99,7 @@ class Matrix:
         self._tokenizer = AutoTokenizer.from_pretrained(directory)
         self._conversations = list(conversations)
         self._max_new_tokens = max_new_tokens
+        self._loaded: OffloadConfig = runtime_in(self.model).options
         self._expected: dict[tuple[int, ...], list[list[int]]] = {}
 
     def _answers(self, conversations: Sequence[Any]) -> list[list[int]]:
@@ -109,10 +112,10 @@ class Matrix:
 
     def check(self, row: Row, first: int, count: int) -> CacheStatistics:
         """Run some of the prompts as a batch; AssertionError for another token than the CPU's."""
-        quantizer = self.model.hf_quantizer
-        slot_bytes = max(layer.image_bytes for layer in quantizer.store)
+        runtime = runtime_in(self.model)
+        slot_bytes = max(layer.image_bytes for layer in runtime.store)
         options: OffloadConfig = dataclasses.replace(
-            quantizer.quantization_config,
+            self._loaded,
             device="emulated",
             gpu_memory=str(row.slots * slot_bytes),
             link_bandwidth="4GB/s",
@@ -125,11 +128,11 @@ class Matrix:
         chosen = tuple((first + i) % len(self._conversations) for i in range(count))
         conversations = [self._conversations[i] for i in chosen]
         if chosen not in self._expected:  # of the same batch: its size changes the dense parts
-            quantizer.assemble(self.model, quantizer.quantization_config)
+            assemble(self.model, runtime, self._loaded)
             self._expected[chosen] = self._answers(conversations)
-        quantizer.assemble(self.model, options)
+        assemble(self.model, runtime, options)
         statistics = CacheStatistics()
-        quantizer.executor.listeners.append(statistics)
+        runtime.executor.listeners.append(statistics)
         assert self._answers(conversations) == self._expected[chosen], f"{row} differs"
         return statistics
 

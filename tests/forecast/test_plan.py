@@ -22,6 +22,7 @@ from tandem.hf.config import OffloadConfig
 from tandem.hf.dense import packed_layers
 from tandem.kernels.dense import CpuThreads
 from tests.hf.tiny import save_tiny_checkpoint
+from tests.inside import runtime_in
 from tests.loading.checkpoints import FORMATS, lose_tensors, write_plain, write_quantised
 
 JSON_KEYS = {
@@ -43,7 +44,7 @@ def loaded_bytes(model: Any) -> tuple[int, int]:
     """Return the bytes of a loaded model's experts and of everything else."""
     dense = sum(layer.packed.num_bytes for _, layer in packed_layers(model))
     tensors = {id(t): t for t in [*model.parameters(), *model.buffers()]}
-    return model.hf_quantizer.store.num_bytes, dense + sum(t.nbytes for t in tensors.values())
+    return runtime_in(model).store.num_bytes, dense + sum(t.nbytes for t in tensors.values())
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import tandem
 from tandem.hardware.profiles import save_profile
 from tests.experts.machines import make_machine
 from tests.hf.tiny import save_tiny_checkpoint
+from tests.inside import runtime_in
 
 # A dry run (conftest) puts the CPU twins in the GPU's place.
 IS_DRY = os.environ.get("TANDEM_DRY_GPU") == "1"
@@ -41,7 +42,7 @@ def load_hybrid(checkpoint: Path, dtype: str, directory: Path, **options: Any) -
         "threads": 2,
     }
     model = tandem.load(checkpoint, dtype=dtype, **{**given, **options})
-    executor = model.hf_quantizer.executor
+    executor = runtime_in(model).executor
     geometry = executor.cache.geometry
     if "gpu_memory" not in options:  # half of the experts, less than any sensible budget gives
         executor.cache.resize(geometry.num_layers * geometry.num_experts // 2)

@@ -11,6 +11,7 @@ import torch
 
 from tandem.generate.generator import Generator
 from tests.gpu.models import load_hybrid
+from tests.inside import runtime_in
 
 GPU_MEMORY = "1GB"
 PROMPT = [40, 41, 42, 43]
@@ -21,7 +22,7 @@ def main() -> int:
     """Load, wait, answer; returns the exit code."""
     directory = Path(sys.argv[1])
     model = load_hybrid(directory / "mixtral", "float32", directory, gpu_memory=GPU_MEMORY)
-    cache = model.hf_quantizer.executor.cache
+    cache = runtime_in(model).executor.cache
     cache.resize(cache.geometry.num_layers * cache.geometry.num_experts // 2)
     model.generation_config.eos_token_id = None
     print("ready", flush=True)

@@ -11,6 +11,7 @@ from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tandem.generate.generator import Generator
 from tests.gpu.demo_cut import MOST_BYTES, find_demo_cut, size_of, texts_of
 from tests.gpu.models import DEVICE, compare_logits, load_hybrid
+from tests.inside import runtime_in
 
 MOST_DIVERGENCE = 1e-3
 
@@ -27,7 +28,7 @@ def cut() -> Path:
 def test_a_prompt_gives_the_cpus_logits_on_both_processors(cut: Path, tmp_path: Path) -> None:
     alone, hybrid = tandem.load(cut, dtype="float32"), load_hybrid(cut, "float32", tmp_path)
     statistics = CacheStatistics()
-    hybrid.hf_quantizer.executor.listeners.append(statistics)
+    runtime_in(hybrid).executor.listeners.append(statistics)
     ids = torch.tensor(texts_of(cut))
     with torch.no_grad():
         for part in ids.split(1):

@@ -10,6 +10,7 @@ from tandem.decode.padded import PaddedRows
 from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tests.architectures import architectures
 from tests.gpu.models import DEVICE, compare_logits, load_pair
+from tests.inside import runtime_in
 
 # Full attention, windows, sinks, latents, shared experts, un-gated and biased experts, states.
 NAMES = (
@@ -26,7 +27,7 @@ IDS = torch.arange(40, 64)[None]
 def test_logits_are_those_of_the_cpu(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
     alone, hybrid = load_pair(tmp_path, name, dtype)
     statistics = CacheStatistics()
-    hybrid.hf_quantizer.executor.listeners.append(statistics)
+    runtime_in(hybrid).executor.listeners.append(statistics)
     most, gap = LIMITS[dtype]
     with torch.no_grad():
         pairs = [(hybrid(IDS.to(DEVICE)).logits, alone(IDS).logits)]
@@ -51,7 +52,7 @@ def test_packed_experts_say_the_same_on_both_processors(tmp_path: Path, expert_d
     _, hybrid = load_pair(tmp_path, "mixtral", torch.bfloat16, expert_dtype=expert_dtype)
     with torch.no_grad():
         mixed = hybrid(IDS.to(DEVICE)).logits
-        hybrid.hf_quantizer.executor.cache.resize(0)  # the same weights, all on the CPU
+        runtime_in(hybrid).executor.cache.resize(0)  # the same weights, all on the CPU
         divergence, _ = compare_logits(mixed, hybrid(IDS.to(DEVICE)).logits)
     assert divergence <= 2e-2
 

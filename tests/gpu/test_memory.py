@@ -19,6 +19,7 @@ from tandem.kernels.dense import CpuThreads
 from tests.experts.machines import make_machine
 from tests.gpu.models import DEVICE, IS_DRY
 from tests.hf.tiny import save_tiny_checkpoint
+from tests.inside import runtime_in
 
 # About 1.6 GB of experts and 0.2 GB of dense parts.
 SHAPE = ModelShape(
@@ -59,13 +60,13 @@ def test_the_peak_stays_within_two_hundredths_of_gpu_memory(tmp_path: Path) -> N
         rows.decode([60 + step])
     torch.cuda.synchronize()
     assert torch.cuda.max_memory_reserved() <= 1.02 * limit
-    assert model.hf_quantizer.executor.cache.num_slots >= 64  # and it is used
+    assert runtime_in(model).executor.cache.num_slots >= 64  # and it is used
     torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def test_a_long_text_takes_memory_from_the_expert_cache(tmp_path: Path) -> None:
     model = build(tmp_path, "1.2GB")
-    cache = model.hf_quantizer.executor.cache
+    cache = runtime_in(model).executor.cache
     before = cache.num_slots
     rows = new_cuda_rows(model, [[50] * 100] * 16, 8000, has_replay=False)
     rows.prefill()
@@ -119,5 +120,5 @@ def answers_of(count: int, directory: Path) -> list[dict[str, Any]]:
 
 def test_closing_a_model_gives_the_limit_back(tmp_path: Path) -> None:
     model = build(tmp_path, "1.2GB")
-    model.hf_quantizer.executor.close()
+    runtime_in(model).executor.close()
     assert IS_DRY or torch.cuda.get_per_process_memory_fraction() == 1.0

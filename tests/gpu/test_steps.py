@@ -10,6 +10,7 @@ from tandem.decode.cuda.rows import CudaRows, new_cuda_rows, new_cuda_slot_pool
 from tandem.generate.generator import Generator
 from tests.gpu.models import DEVICE, IS_DRY, compare_logits, load_hybrid, load_pair
 from tests.hf.tiny import save_tiny_checkpoint
+from tests.inside import runtime_in
 
 PROMPTS = [[40, 41, 42], [60] * 9]
 CAPTURED = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v2", "gemma4")
@@ -37,13 +38,13 @@ def test_captured_steps_say_what_the_cpu_says(tmp_path: Path, name: str) -> None
         assert divergence <= 2e-2, step
         assert is_same, step
     assert captured.step.is_replaying, captured.step.why_not
-    assert captured.step.num_pieces == len(hybrid.hf_quantizer.store) + 1
+    assert captured.step.num_pieces == len(runtime_in(hybrid).store) + 1
 
 
 @pytest.mark.skipif(IS_DRY, reason="needs the Triton kernels")
 def test_a_model_that_fits_is_captured_whole(tmp_path: Path) -> None:
     alone, hybrid = load_pair(tmp_path, "mixtral", torch.bfloat16)
-    cache = hybrid.hf_quantizer.executor.cache
+    cache = runtime_in(hybrid).executor.cache
     every = list(range(cache.geometry.num_layers * cache.geometry.num_experts))
     cache.resize(len(every) + cache.settings.extra_slots(len(every)), every)
     captured = new_cuda_rows(hybrid, PROMPTS, 60, has_replay=True)
@@ -90,7 +91,7 @@ def test_a_prompt_hides_no_wait(model: Any) -> None:
 @pytest.mark.skipif(IS_DRY, reason="there is nothing to see")
 def test_the_profiler_sees_one_wait_a_layer(model: Any) -> None:
     rows, steps = replaying_rows(model), 5
-    num_layers = len(model.hf_quantizer.store)
+    num_layers = len(runtime_in(model).store)
     kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=kinds) as profile:
         for step in range(steps):

@@ -25,6 +25,7 @@ from tests.architectures import (
 )
 from tests.hf import models_document
 from tests.hf.models_document import ModelsDocument
+from tests.inside import runtime_in
 
 pytestmark = pytest.mark.seam
 
@@ -97,7 +98,7 @@ def test_logits_equal_transformers_eager(name: str, check_row: CheckRow) -> None
         eager = type(tiny).from_pretrained(folder, dtype="float32", experts_implementation="eager")
         offloaded = tandem.load(folder, dtype="float32")
         events: list[LayerExecuted] = []
-        offloaded.hf_quantizer.executor.listeners.append(events.append)
+        runtime_in(offloaded).executor.listeners.append(events.append)
         eager_calls, calls = watch_experts(eager), watch_experts(offloaded)
         expected, actual = run_steps(eager), run_steps(aligned(offloaded))
         packed = Path(folder) / "packed"
@@ -110,7 +111,7 @@ def test_logits_equal_transformers_eager(name: str, check_row: CheckRow) -> None
     for e, a, r in zip(expected, actual, reloaded, strict=True):
         torch.testing.assert_close(a, e, rtol=0, atol=1e-5)
         torch.testing.assert_close(r, a, rtol=0, atol=0)
-    routers = find_routers(offloaded, offloaded.hf_quantizer.bound())
+    routers = find_routers(offloaded, runtime_in(offloaded).bound)
     check_row(name, describe(tiny), routers if isinstance(routers, str) else None)
 
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 import tandem
 from tandem.core.errors import ConfigError
 from tests.hf.tiny import save_tiny_checkpoint
+from tests.inside import runtime_in
 
 pytestmark = pytest.mark.seam
 
@@ -86,7 +87,7 @@ def test_parameters_that_tandem_keeps_are_counted(
     if not options:
         assert found == whole
     else:
-        assert model.hf_quantizer.store.num_bytes < found < whole / 2
+        assert runtime_in(model).store.num_bytes < found < whole / 2
 
 
 def test_only_what_has_gradients_is_counted_as_trainable(model: Any) -> None:

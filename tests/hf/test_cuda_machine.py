@@ -12,7 +12,7 @@ import torch
 import tandem
 from tandem.core.errors import CapacityError, ConfigError
 from tandem.decode.cuda.dense_cost import with_captured_steps
-from tandem.experts.cache.expert_cache import ExpertCache, Machine
+from tandem.experts.cache.expert_cache import ExpertCache
 from tandem.experts.cache.sizing import budget_bytes, count_slots
 from tandem.experts.devices.cuda.checks import Gpu
 from tandem.experts.devices.cuda.kernels import TorchKernels
@@ -24,17 +24,16 @@ from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tandem.hardware.profiles import save_profile
 from tandem.hf.assembly import assemble
 from tandem.hf.config import OffloadConfig
-from tandem.hf.lookahead.warm_up import ExpertsCall, Observer, forward_tokens
+from tandem.hf.dense_place import device_map_for
 from tandem.hf.machine import cuda as cuda_machine
 from tandem.hf.machine.cuda import (
     compiled_kernels,
-    cuda_parts,
-    device_map_for,
+    device_parts,
     kv_bytes_per_token,
     require_on_one_gpu,
 )
-from tandem.hf.machine.profile import bind_all
-from tandem.policy.plan import Geometry
+from tandem.hf.machine.parts import DeviceParts, ObservedModel, observe
+from tandem.hf.runtime import require_runtime
 from tests.decode.twin_capture import TwinCapture
 from tests.experts.lazy_streams import LazyStreams
 from tests.experts.machines import make_machine
@@ -47,49 +46,42 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return tandem.load(directory, dtype="float32")
 
 
-def first_call(model: Any) -> ExpertsCall:
-    quantizer = model.hf_quantizer
-    observer = Observer(CpuExecutor(quantizer.store, num_threads=1))
-    bind_all(quantizer.bound(), observer)
-    forward_tokens(model, 4)
-    return observer.calls[0]
+@pytest.fixture
+def observed(model: Any, tmp_path: Path) -> ObservedModel:
+    config = OffloadConfig(device="cuda", gpu_memory="32MB", threads=1, cache_dir=str(tmp_path))
+    return dataclasses.replace(observe(model, require_runtime(model)), options=config)
 
 
 @pytest.fixture
-def parts(model: Any, tmp_path: Path) -> tuple[Any, ...]:
-    """Return what `cuda_parts` makes, with the geometry."""
-    quantizer = model.hf_quantizer
-    store, bound, call = quantizer.store, quantizer.bound(), first_call(model)
-    geometry = Geometry(len(store), store[0].arrivals.num_experts, call.top_k)
-    config = OffloadConfig(device="cuda", gpu_memory="32MB", threads=1, cache_dir=str(tmp_path))
-    streams = LazyStreams(is_eager=True)
-    made = cuda_parts(
-        model, store, bound, config, geometry, call, streams=streams, device_kernels=TorchKernels()
-    )
-    return made, geometry, config, streams
+def streams() -> LazyStreams:
+    return LazyStreams(is_eager=True)
 
 
-def test_the_model_says_the_same_on_the_gpus_code(model: Any, parts: tuple[Any, ...]) -> None:
-    made, geometry, config, _ = parts
-    quantizer = model.hf_quantizer
+@pytest.fixture
+def made(observed: ObservedModel, streams: LazyStreams) -> DeviceParts:
+    return device_parts(observed, streams=streams, device_kernels=TorchKernels())
+
+
+def test_the_model_says_the_same_on_the_gpus_code(
+    model: Any, observed: ObservedModel, made: DeviceParts
+) -> None:
     ids = torch.arange(20, 40)[None]
-    bind_all(quantizer.bound(), CpuExecutor(quantizer.store, num_threads=1))
+    observed.bind(CpuExecutor(observed.store, num_threads=1))
     with torch.no_grad():
         expected = model(input_ids=ids).logits
-    machine = Machine(made.profile, made.profile.shapes[0])
     cache = ExpertCache(
-        quantizer.store,
+        observed.store,
         made.device,
         made.clock,
-        geometry,
-        machine,
-        config.planner_settings(),
+        observed.geometry,
+        made.machine,
+        observed.options.planner_settings(),
         made.make_engine,
     )
     cache.resize(6, [0, 1, 2])
     executor, statistics = HybridExecutor(cache, made.kernels), CacheStatistics()
     executor.listeners.append(statistics)
-    bind_all(quantizer.bound(), executor)
+    observed.bind(executor)
     with torch.inference_mode():
         for _ in range(3):
             found = model(input_ids=ids).logits
@@ -99,11 +91,11 @@ def test_the_model_says_the_same_on_the_gpus_code(model: Any, parts: tuple[Any, 
 
 
 def test_the_profile_is_measured_once_and_memory_is_shared_out(
-    model: Any, parts: tuple[Any, ...], tmp_path: Path
+    model: Any, made: DeviceParts, streams: LazyStreams, tmp_path: Path
 ) -> None:
-    made, _, _, streams = parts
-    (shape,) = made.profile.shapes
-    assert made.profile.gpu == "lazy"
+    profile = made.machine.profile
+    (shape,) = profile.shapes
+    assert profile.gpu == "lazy"
     assert len(shape.gpu_seconds) == len(shape.tokens)
     assert [path.name for path in tmp_path.rglob("gpu-*.json")]
     kv_bytes = 4096 * kv_bytes_per_token(model)
@@ -118,7 +110,7 @@ def test_the_profile_is_measured_once_and_memory_is_shared_out(
     )
     assert slots == (32_000_000 - made.reserved_bytes) >> 20
     assert streams.memory().total_bytes == 32_000_000  # nothing beyond is taken
-    assert streams.pinned_bytes == model.hf_quantizer.store.num_bytes
+    assert streams.pinned_bytes == require_runtime(model).store.num_bytes
 
 
 class Failing(LazyStreams):
@@ -132,7 +124,7 @@ def test_a_load_that_fails_leaves_nothing_pinned_and_no_limit(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At each step: while the GPU is measured, and after its memory has been shared out."""
-    quantizer = model.hf_quantizer
+    runtime = require_runtime(model)
     streams: LazyStreams
     monkeypatch.setattr(cuda_machine, "require_on_one_gpu", lambda model: 0)
     monkeypatch.setattr(cuda_machine, "require_cuda", lambda **options: Gpu("twin", (9, 0), 1))
@@ -152,18 +144,17 @@ def test_a_load_that_fails_leaves_nothing_pinned_and_no_limit(
     ):
         config = OffloadConfig(gpu_memory=gpu_memory, **options)
         with pytest.raises(error):
-            assemble(model, quantizer.store, quantizer.bound(), config)
+            assemble(model, runtime, config)
         assert streams.num_pinned > 0
         assert streams.pinned_bytes == 0
         assert streams.memory().total_bytes == 1 << 30
 
 
 def test_the_workspace_is_measured_with_the_logits_of_one_token(
-    model: Any, parts: tuple[Any, ...]
+    model: Any, observed: ObservedModel
 ) -> None:
     """A prompt's 2,048 rows of logits would be taken off the expert cache for nothing."""
-    _, geometry, config, _ = parts
-    quantizer, seen = model.hf_quantizer, list[int]()
+    seen = list[int]()
 
     class Watching(LazyStreams):
         def peak_bytes(self, work: Work) -> int:
@@ -172,11 +163,7 @@ def test_the_workspace_is_measured_with_the_logits_of_one_token(
             with contextlib.closing(SimpleNamespace(close=hook.remove)):
                 return super().peak_bytes(work)
 
-    store, bound, call = quantizer.store, quantizer.bound(), first_call(model)
-    cuda_parts(
-        model, store, bound, config, geometry, call,
-        streams=Watching(is_eager=True), device_kernels=TorchKernels(),
-    )  # fmt: skip
+    device_parts(observed, streams=Watching(is_eager=True), device_kernels=TorchKernels())
     assert seen == [1]
 
 
@@ -195,30 +182,31 @@ class Uncompilable(TorchKernels):
         return [compile_one] * 3
 
 
-def test_kernels_are_compiled_at_load_or_torch_computes_which_is_told(model: Any) -> None:
-    quantizer, compiled = model.hf_quantizer, list[int]()
-    given = quantizer.store, quantizer.bound(), first_call(model)
+def test_kernels_are_compiled_at_load_or_torch_computes_which_is_told(
+    observed: ObservedModel, streams: LazyStreams
+) -> None:
+    compiled = list[int]()
     good = Uncompilable(compiled, None)
-    assert compiled_kernels(good, *given, LazyStreams(is_eager=True)) is good
-    assert compiled == [len(quantizer.store)] * 3
+    assert compiled_kernels(good, observed, streams) is good
+    assert compiled == [len(observed.store)] * 3
     with pytest.warns(UserWarning, match=r"cannot compile.*\(no cc\).*with torch, many times slow"):
-        found = compiled_kernels(Uncompilable([], "no cc"), *given, LazyStreams(is_eager=True))
+        found = compiled_kernels(Uncompilable([], "no cc"), observed, streams)
     assert type(found) is TorchKernels
 
 
-def test_dense_parts_are_timed_in_captured_steps(model: Any, parts: tuple[Any, ...]) -> None:
-    made, _, _, _ = parts
-    quantizer = model.hf_quantizer
-    store, bound = quantizer.store, quantizer.bound()
-    (before,) = made.profile.shapes
+def test_dense_parts_are_timed_in_captured_steps(
+    model: Any, observed: ObservedModel, made: DeviceParts
+) -> None:
+    store, bound = observed.store, observed.bound
+    (before,) = made.machine.profile.shapes
     slow = dataclasses.replace(before, dense_seconds=(9.0,) * len(before.tokens))
-    profile = dataclasses.replace(made.profile, shapes=(slow,))
+    profile = dataclasses.replace(made.machine.profile, shapes=(slow,))
     found = with_captured_steps(profile, model, store, bound, made.device, TwinCapture)
     (shape,) = found.shapes
     for tokens, seconds in zip(shape.tokens, shape.dense_seconds, strict=True):
         assert 0 < seconds < 9.0 if tokens <= 8 else seconds == 9.0
     # A step that cannot be captured leaves the profile as it is.
-    bind_all(bound, CpuExecutor(store, num_threads=1))
+    observed.bind(CpuExecutor(store, num_threads=1))
 
     class Refusing(TwinCapture):
         def begin(self) -> None:
@@ -229,18 +217,11 @@ def test_dense_parts_are_timed_in_captured_steps(model: Any, parts: tuple[Any, .
 
 
 def test_a_profile_is_not_for_another_number_of_threads(
-    model: Any, parts: tuple[Any, ...], tmp_path: Path
+    observed: ObservedModel, made: DeviceParts, tmp_path: Path
 ) -> None:
-    _, geometry, config, _ = parts
-    quantizer = model.hf_quantizer
-    call = first_call(model)
-    cuda_parts(
-        model,
-        quantizer.store,
-        quantizer.bound(),
-        dataclasses.replace(config, threads=2),
-        geometry,
-        call,
+    other = dataclasses.replace(observed.options, threads=2)
+    device_parts(
+        dataclasses.replace(observed, options=other),
         streams=LazyStreams(is_eager=True),
         device_kernels=TorchKernels(),
     )

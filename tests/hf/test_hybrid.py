@@ -23,6 +23,7 @@ from tandem.sim.replay import Run, replay
 from tandem.trace import RoutingTrace, read_trace, write_trace
 from tests.experts.machines import make_machine
 from tests.hf.tiny import save_tiny_checkpoint
+from tests.inside import runtime_in
 
 PROMPTS = ["hello there", "a", "one two three four five six seven"]
 
@@ -63,7 +64,7 @@ def test_a_whole_model_says_the_same_to_the_bit(
     alone = tandem.load(checkpoint, dtype="float32", expert_dtype=expert_dtype)
     hybrid = load(checkpoint, profile, expert_dtype=expert_dtype)
     statistics = CacheStatistics()
-    hybrid.hf_quantizer.executor.listeners.append(statistics)
+    runtime_in(hybrid).executor.listeners.append(statistics)
     for prompt in PROMPTS:
         ids = torch.tensor([ids_of(prompt)])
         with torch.no_grad():
@@ -82,7 +83,7 @@ def test_a_recorded_trace_replays_with_the_same_decisions(
     checkpoint: Path, profile: str, tmp_path: Path
 ) -> None:
     model = load(checkpoint, profile)
-    executor = model.hf_quantizer.executor
+    executor = runtime_in(model).executor
     resident = list(executor.cache.resident())
     statistics = CacheStatistics()
     executor.listeners.append(statistics)
@@ -93,7 +94,7 @@ def test_a_recorded_trace_replays_with_the_same_decisions(
             ids = torch.tensor([ids_of(prompt)])
             model.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=-1)
         trace = recorder.trace("tiny")
-    assert model.hf_quantizer.executor is executor
+    assert runtime_in(model).executor is executor
     write_trace(tmp_path / "t.npz", trace)
     trace = read_trace(tmp_path / "t.npz")
     assert trace.token_ids is not None
@@ -121,7 +122,7 @@ def test_a_recorded_trace_replays_with_the_same_decisions(
 
 def test_a_trace_forces_its_routing(checkpoint: Path, profile: str) -> None:
     model = load(checkpoint, profile)
-    quantizer = model.hf_quantizer
+    runtime = runtime_in(model)
     ids = torch.tensor([ids_of(PROMPTS[2])])
 
     def run(ids: torch.Tensor) -> RoutingTrace:
@@ -132,12 +133,12 @@ def test_a_trace_forces_its_routing(checkpoint: Path, profile: str) -> None:
 
     trace, flipped = run(ids), run(ids.flip(1))
     assert (flipped.experts != trace.experts).any()
-    quantizer.use(ForcedRouting(quantizer.executor, flipped))
+    runtime.use(ForcedRouting(runtime.executor, flipped))
     again = run(ids)
     # The recorder sits outside and sees the model's own choice, the same in the first layer.
     assert (again.experts[:, 0] == trace.experts[:, 0]).all()
     inner: list[Any] = []
-    quantizer.executor.inner.listeners.append(lambda event: inner.append(event.load.experts))
+    runtime.executor.inner.listeners.append(lambda event: inner.append(event.load.experts))
     run(ids)
     wanted = [
         tuple(sorted(set(flipped.experts[:, layer].flatten()))) for layer in range(len(inner))
@@ -149,7 +150,7 @@ def test_a_trace_of_another_shape_is_refused(checkpoint: Path, profile: str) -> 
     model = load(checkpoint, profile)
     other = read_trace(Path(__file__).parents[2] / "data" / "traces" / "gpt-oss-20b.npz")
     with pytest.raises(ConfigError, match=r"the trace is of a model with 24 MoE layers of 32"):
-        ForcedRouting(model.hf_quantizer.executor, other)
+        ForcedRouting(runtime_in(model).executor, other)
 
 
 @pytest.mark.parametrize(
@@ -187,10 +188,10 @@ def test_heat_is_kept_and_fills_the_next_run(
     model = load(checkpoint, profile, **options)
     with torch.no_grad():
         model(torch.tensor([ids_of(PROMPTS[2])]))
-    executor = model.hf_quantizer.executor
+    executor = runtime_in(model).executor
     heat = next(listener for listener in executor.listeners if isinstance(listener, Heat))
     used = heat.values()
-    model.hf_quantizer.executor = None
+    runtime_in(model).executor = None
     for module in model.modules():
         if hasattr(module, "tandem_experts"):
             del module.tandem_experts
@@ -198,7 +199,7 @@ def test_heat_is_kept_and_fills_the_next_run(
     gc.collect()
     (kept,) = (tmp_path / "heat").iterdir()
     assert np.load(kept).tolist() == used
-    again = load(checkpoint, profile, **options).hf_quantizer.executor.cache
+    again = runtime_in(load(checkpoint, profile, **options)).executor.cache
     resident = set(again.resident())
     for layer in range(again.geometry.num_layers):
         keys = range(layer * 8, layer * 8 + 8)
@@ -213,15 +214,15 @@ def test_damaged_heat_counts_as_none(checkpoint: Path, profile: str, tmp_path: P
     name = f"mixtral-{model_identity(load(checkpoint, profile, **options))}.npy"
     (tmp_path / "heat").mkdir()
     (tmp_path / "heat" / name).write_bytes(b"no array")
-    assert load(checkpoint, profile, **options).hf_quantizer.executor.cache.resident()
+    assert runtime_in(load(checkpoint, profile, **options)).executor.cache.resident()
 
 
 @pytest.mark.parametrize("clock", ["virtual", "real"])
 def test_start_contents(checkpoint: Path, profile: str, clock: str) -> None:
     def resident(content: str) -> list[int]:
         model = load(checkpoint, profile, start_content=content, clock=clock)
-        keys: list[int] = model.hf_quantizer.executor.cache.resident()
-        model.hf_quantizer.executor.close()
+        keys: list[int] = runtime_in(model).executor.cache.resident()
+        runtime_in(model).executor.close()
         return keys
 
     assert resident("none") == []
@@ -232,7 +233,7 @@ def test_start_contents(checkpoint: Path, profile: str, clock: str) -> None:
 def test_memory_for_all_holds_all(checkpoint: Path, profile: str, clock: str) -> None:
     """Experts that are fetched for one use have slots of their own beside them."""
     model = load(checkpoint, profile, gpu_memory="100MB", clock=clock)
-    executor = model.hf_quantizer.executor
+    executor = runtime_in(model).executor
     assert executor.cache.planner.residency.has_every_expert()
     executor.close()
 
@@ -246,7 +247,7 @@ def test_the_real_clock_says_the_same_to_the_bit(checkpoint: Path, profile: str)
         expected = Generator(alone).generate(ids_of(prompt), max_new_tokens=12, temperature=0)
         actual = Generator(hybrid).generate(ids_of(prompt), max_new_tokens=12, temperature=0)
         assert actual[0].token_ids == expected[0].token_ids
-    hybrid.hf_quantizer.executor.close()
+    runtime_in(hybrid).executor.close()
 
 
 @pytest.mark.parametrize(

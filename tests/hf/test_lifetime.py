@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 import tandem
 from tandem.core.errors import ConfigError
 from tests.hf.tiny import save_tiny_checkpoint
+from tests.inside import runtime_in
 
 IDS = torch.tensor([[20, 21, 22, 23]])
 EXPERTS_MB = 12
@@ -99,10 +100,10 @@ def test_nothing_holds_a_model_that_nobody_holds(
     options = {**EMULATED, "clock": clock, "expert_dtype": expert_dtype, "look_ahead": look_ahead}
     model = tandem.load(tiny, dtype="float32", cache_dir=str(tmp_path), **options)
     answer(model)
-    quantizer = model.hf_quantizer
-    parts = (model, quantizer, quantizer.executor, quantizer.store)
+    runtime = runtime_in(model)
+    parts = (model, runtime, runtime.executor, runtime.store)
     alive = [weakref.ref(part) for part in parts]
-    del model, quantizer, parts
+    del model, runtime, parts
     gc.collect()
     assert [part() for part in alive] == [None] * len(alive)
 
@@ -113,7 +114,7 @@ def test_experts_go_with_the_model_not_with_the_next_collection(
 ) -> None:
     model = tandem.load(tiny, expert_dtype="int8", cache_dir=str(tmp_path), **DEVICES[device])
     answer(model)
-    store = weakref.ref(model.hf_quantizer.store)
+    store = weakref.ref(runtime_in(model).store)
     gc.collect()
     gc.disable()
     try:

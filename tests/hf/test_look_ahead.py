@@ -18,6 +18,7 @@ from tandem.hf.lookahead.routing_recording import recording
 from tandem.sim.replay import Run, replay
 from tests.architectures import architectures, build_tiny_model, tiny_inputs
 from tests.hf.test_hybrid import PROMPTS, checkpoint, ids_of, load, profile
+from tests.inside import runtime_in
 
 __all__ = ["checkpoint", "profile"]
 
@@ -30,7 +31,7 @@ def tiny(name: str, folder: Path) -> Any:
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe"])
 def test_a_router_asked_with_its_own_input_repeats_its_choice(name: str, tmp_path: Path) -> None:
     model = tiny(name, tmp_path)
-    routers = find_routers(model, model.hf_quantizer.bound())
+    routers = find_routers(model, runtime_in(model).bound)
     assert not isinstance(routers, str), routers
     read: list[torch.Tensor] = []
     for router in routers:
@@ -56,7 +57,7 @@ def test_a_router_that_reads_token_ids_is_foreseen_exactly(tmp_path: Path) -> No
             table.copy_(scores.topk(table.shape[1]).indices)
     hashed.save_pretrained(tmp_path)
     model = tandem.load(tmp_path, dtype="float32")
-    routers = find_routers(model, model.hf_quantizer.bound())
+    routers = find_routers(model, runtime_in(model).bound)
     assert not isinstance(routers, str), routers
     exact = [layer for layer, router in enumerate(routers) if layer and router.reads_tokens]
     with recording(model) as recorder, torch.no_grad():
@@ -76,7 +77,7 @@ def test_every_architecture_is_looked_into_without_an_error(tmp_path: Path) -> N
     found, refused = [], {}
     for name in architectures()[::6]:
         model = tiny(name, tmp_path / name)
-        routers = find_routers(model, model.hf_quantizer.bound())
+        routers = find_routers(model, runtime_in(model).bound)
         if isinstance(routers, str):
             refused[name] = routers
         else:
@@ -121,7 +122,7 @@ def test_hints_are_planned_with_and_replay_exactly(
     options = {"prediction": prediction, "prefetch": "top-k", "prefetch_count": 3}
     options |= {"gpu_memory": "600kB", "look_ahead": prediction == "foresight"}
     model = load(checkpoint, profile, **options)
-    executor = model.hf_quantizer.executor
+    executor = runtime_in(model).executor
     assert isinstance(executor.foresee, LookAhead)
     resident = list(executor.cache.resident())
     statistics = CacheStatistics()
@@ -154,11 +155,11 @@ def test_hints_are_planned_with_and_replay_exactly(
 
 def test_a_closed_executor_listens_no_more(checkpoint: Path, profile: str) -> None:
     model = load(checkpoint, profile, prediction="residual")
-    found = find_routers(model, model.hf_quantizer.bound())
+    found = find_routers(model, runtime_in(model).bound)
     assert not isinstance(found, str)
     routers = [router.module for router in found]
     assert all(len(router._forward_pre_hooks) == 1 for router in routers)
-    model.hf_quantizer.executor.close()
+    runtime_in(model).executor.close()
     assert all(len(router._forward_pre_hooks) == 0 for router in routers)
 
 
@@ -183,9 +184,9 @@ def test_given_residuals_are_used_and_those_of_another_model_refused(
 
 def test_learning_makes_the_guess_more_like_the_truth(checkpoint: Path) -> None:
     model = tandem.load(checkpoint, dtype="float32")
-    quantizer = model.hf_quantizer
+    runtime = runtime_in(model)
     cache_path = checkpoint.parent / "nowhere"
-    ahead = look_ahead(model, quantizer.bound(), quantizer.store, (), cache_path=cache_path)
+    ahead = look_ahead(model, runtime.bound, runtime.store, (), cache_path=cache_path)
     assert isinstance(ahead, LookAhead)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

@@ -12,6 +12,7 @@ import tandem
 from tandem.experts.store.packed_layer import PackedLayer
 from tests.architectures import result_of, tiny_inputs
 from tests.hf.tiny import save_tiny_checkpoint
+from tests.inside import runtime_in
 
 pytestmark = pytest.mark.seam
 
@@ -44,7 +45,7 @@ def test_plain_from_pretrained_opens_a_packed_checkpoint(checkpoint: Path, packe
     expected = logits(tandem.load(checkpoint, expert_dtype="bf16"))
     model = AutoModelForCausalLM.from_pretrained(packed)
     torch.testing.assert_close(logits(model), expected, rtol=0, atol=0)
-    layer = model.hf_quantizer.executor.store[0]
+    layer = runtime_in(model).executor.store[0]
     assert isinstance(layer, PackedLayer)
     assert layer.layout.format.name == "bf16"
 

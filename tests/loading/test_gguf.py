@@ -9,6 +9,7 @@ import torch
 import tandem
 from tandem.core.errors import ModelError, UnsupportedModelError
 from tests.architectures import result_of, tiny_inputs
+from tests.inside import runtime_in
 from tests.loading.gguf_files import TINY, tiny_model, write_gguf
 
 FORMATS = {
@@ -33,14 +34,14 @@ def test_answers_are_those_of_the_decoded_blocks(
     expected, file = tiny_model(architecture), tmp_path / "model.gguf"
     write_gguf(file, expected, kind, architecture)
     model = tandem.load(file, dtype="fp32")
-    assert {x.layout.format.name for x in model.hf_quantizer.store} == {FORMATS[kind]}
+    assert {x.layout.format.name for x in runtime_in(model).store} == {FORMATS[kind]}
     # Activations are rounded to int8, and may turn a router's near tie; other weights give 1.
     assert difference(model, expected) < 0.1
     dense = expected.state_dict()
     for name, value in model.state_dict().items():
         if "experts." not in name or "shared_expert" in name:  # all but routed experts
             assert torch.equal(value, dense[name]), name
-    for layer in model.hf_quantizer.store:
+    for layer in runtime_in(model).store:
         up, down = (dense[f"{layer.arrivals.name}.{n}_proj"][3] for n in ("gate_up", "down"))
         if layer.is_transposed:  # gpt-oss: inputs first, gate and up take turns
             up, down = torch.cat((up.T[0::2], up.T[1::2])), down.T
@@ -54,7 +55,7 @@ def test_a_file_of_plain_numbers(architecture: str, tmp_path: Path) -> None:
     write_gguf(file, expected, "F16", architecture)
     model = tandem.load(file)
     assert model.dtype == torch.float16
-    assert {x.layout.format.name for x in model.hf_quantizer.store} == {"fp16"}
+    assert {x.layout.format.name for x in runtime_in(model).store} == {"fp16"}
     assert difference(model, expected) < 0.02
 
 

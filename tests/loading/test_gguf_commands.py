@@ -13,6 +13,7 @@ import tandem
 from tandem.checkpoint.sources.gguf_tokenizer import load_gguf_tokenizer
 from tandem.cli.main import main
 from tests.hf.tiny import CHAT_TEMPLATE
+from tests.inside import runtime_in
 from tests.loading.gguf_files import tiny_model, write_gguf
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
@@ -67,7 +68,7 @@ def test_the_plan_has_the_bytes_that_the_load_takes(
     model = tandem.load(file)
     parts = report["parts_bytes"]
     assert report["expert_formats"] == ["int4-g32"]
-    assert parts.pop("experts") == sum(layer.num_bytes for layer in model.hf_quantizer.store)
+    assert parts.pop("experts") == sum(layer.num_bytes for layer in runtime_in(model).store)
     dense = [*model.parameters(), *model.buffers()]
     assert sum(parts.values()) == sum(tensor.nbytes for tensor in dense)
     assert any("tandem pack" in line for line in report["advice"])

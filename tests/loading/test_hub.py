@@ -9,6 +9,7 @@ import tandem
 from tandem.checkpoint.hub import HubOptions, find_model_path, local_models
 from tandem.core.errors import ModelError
 from tests.hf.tiny import save_tiny_checkpoint
+from tests.inside import runtime_in
 
 COMMIT = "a" * 40
 
@@ -26,7 +27,7 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_downloaded_model_loads_offline(hub_cache: Path) -> None:
     model = tandem.load("somebody/tiny", hub_cache=hub_cache)
-    assert len(model.hf_quantizer.store) > 0
+    assert len(runtime_in(model).store) > 0
 
 
 def test_a_revision_is_found_by_its_commit(hub_cache: Path) -> None:

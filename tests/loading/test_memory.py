@@ -15,6 +15,7 @@ import tandem
 from tandem.hf.checkpoint import open_checkpoint
 from tandem.hf.config import OffloadConfig
 from tandem.forecast.sizes import model_sizes
+from tandem.hf.runtime import require_runtime
 
 torch.set_num_threads(1)
 directory, warm_up = sys.argv[1:]
@@ -26,7 +27,8 @@ def own_bytes():
         if line.startswith("RssAnon"):
             return int(line.split()[1]) * 1024
 
-tandem.load(warm_up, **options).hf_quantizer.executor.close()  # what is imported when first used
+# What is imported when first used.
+require_runtime(tandem.load(warm_up, **options)).executor.close()
 sizes = model_sizes(open_checkpoint(Path(directory)), OffloadConfig(**options))
 before, peak, stop = own_bytes(), [0], threading.Event()
 
@@ -41,7 +43,7 @@ model = tandem.load(directory, **options)
 stop.set()
 thread.join()
 packed = sizes.experts_bytes + sizes.total_dense_bytes
-shapes = next(iter(model.hf_quantizer.store)).arrivals.shapes.values()
+shapes = next(iter(require_runtime(model).store)).arrivals.shapes.values()
 layer = sum(torch.Size(shape).numel() for shape in shapes) * model.dtype.itemsize
 print(json.dumps([peak[0] - before, packed, layer]))
 """

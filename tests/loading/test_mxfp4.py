@@ -13,6 +13,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 import tandem
 from tandem.kernels.formats import find_format, pack
 from tests.architectures import result_of, tiny_inputs
+from tests.inside import runtime_in
 from tests.loading.checkpoints import write_plain
 
 pytestmark = pytest.mark.seam
@@ -60,8 +61,8 @@ def checkpoints(tmp_path: Path) -> tuple[Path, Path]:
 
 def test_codes_are_taken_over(checkpoints: tuple[Path, Path]) -> None:
     quantised, decoded = checkpoints
-    store = tandem.load(quantised).hf_quantizer.store
-    expected = tandem.load(decoded, expert_dtype="fp32").hf_quantizer.store
+    store = runtime_in(tandem.load(quantised)).store
+    expected = runtime_in(tandem.load(decoded, expert_dtype="fp32")).store
     for layer, plain in zip(store, expected, strict=True):
         assert layer.layout.format.name == "mxfp4"
         for expert in range(layer.arrivals.num_experts):

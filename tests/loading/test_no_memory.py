@@ -18,6 +18,7 @@ from tandem.forecast.sizes import model_sizes
 from tandem.hf.checkpoint import open_model
 from tandem.hf.config import OffloadConfig
 from tests.hf.tiny import byte_tokenizer, save_tiny_checkpoint
+from tests.inside import runtime_in
 from tests.loading.checkpoints import FORMATS, write_plain, write_quantised
 from tests.loading.gguf_files import tiny_model, write_gguf
 
@@ -51,7 +52,7 @@ def test_one_byte_less_than_the_plan_is_refused(
     with pytest.raises(CapacityError, match=numbers):
         tandem.load(model)
     monkeypatch.setattr("tandem.experts.store.host_memory.available_bytes", lambda: needed)
-    assert len(tandem.load(model).hf_quantizer.store) == sizes.num_moe_layers
+    assert len(runtime_in(tandem.load(model)).store) == sizes.num_moe_layers
 
 
 @pytest.fixture

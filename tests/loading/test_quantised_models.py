@@ -13,6 +13,7 @@ import tandem
 from tandem.core.errors import ModelError, UnsupportedModelError
 from tandem.experts.store.packed_layer import PackedLayer
 from tests.architectures import result_of, tiny_inputs
+from tests.inside import runtime_in
 from tests.loading.checkpoints import (
     FORMATS,
     Format,
@@ -53,7 +54,7 @@ def test_answers_are_those_of_the_decoded_weights(
     quantised = write_quantised(tmp_path / "quantised", plain[fmt.architecture], fmt)
     decoded = write_decoded(tmp_path / "decoded", quantised)
     model = tandem.load(quantised, dtype="fp32")
-    layers = list(model.hf_quantizer.store)
+    layers = list(runtime_in(model).store)
     assert all(isinstance(x, PackedLayer) for x in layers)
     assert {x.layout.format.name for x in layers} == {EXPERT_FORMATS[name]}
     expected = logits(AutoModelForCausalLM.from_pretrained(decoded, dtype=torch.float32))
@@ -80,7 +81,7 @@ def test_saved_and_loaded_again_it_is_the_same(
 def test_experts_are_the_checkpoints_codes(plain: dict[str, Path], tmp_path: Path) -> None:
     quantised = write_quantised(tmp_path / "q", plain["qwen3_moe"], FORMATS["packed-int4"])
     values = load_file(write_decoded(tmp_path / "d", quantised) / "model.safetensors")
-    store = tandem.load(quantised).hf_quantizer.store
+    store = runtime_in(tandem.load(quantised)).store
     for layer in store:
         for expert in range(layer.arrivals.num_experts):
             prefix = f"{layer.arrivals.name}.{expert}"
@@ -170,5 +171,5 @@ def test_activation_order_on_a_device_and_in_recorded_steps(
             generator = tandem.Generator(model, has_replay=has_replay)
             (answer,) = generator.generate(prompt, max_new_tokens=12)
             answers.append(answer.token_ids)
-        model.hf_quantizer.executor.close()
+        runtime_in(model).executor.close()
     assert all(tokens == answers[0] for tokens in answers)

@@ -26,14 +26,14 @@ _OTHER_FORMATS = ("int8", "int4")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """What `tandem plan` is told beside the options of offloading."""
+    """Options of `tandem plan` beside those of offloading."""
 
     dense_dtype: str = option("auto", help="as in tandem run", metavar="DTYPE")
     context: int = option(4096, help="tokens of a conversation", metavar="N")
     measure: bool = option(
         True, help="forecast the speed, measured once on a few layers with random weights"
     )
-    refresh: bool = option(False, help="measure anew, also where a forecast is kept")
+    refresh: bool = option(False, help="measure again, also where a forecast is kept")
     json: bool = option(False, help="last line of standard output: one JSON object")
 
     def __post_init__(self) -> None:
@@ -70,6 +70,7 @@ def run(flags: argparse.Namespace) -> int:
 def _plan(
     source: ModelChoice, options: PlanOptions, offload: OffloadOptions
 ) -> "tuple[Plan, dict[str, ModelSizes]]":
+    from tandem.experts.devices import kind_of
     from tandem.experts.store.host_memory import available_bytes, process_bytes
     from tandem.forecast.gpu_forecast import device_memory
     from tandem.forecast.model_plan import Plan, plan_slots
@@ -80,7 +81,8 @@ def _plan(
     from tandem.hf.config import OffloadConfig
 
     checkpoint = open_model(Path(source.model), may_run_code=source.trust_remote_code)
-    dense_dtype = "none" if offload.device == "cuda" else options.dense_dtype  # packed for CPUs
+    is_on_device = kind_of(offload.device).holds_dense_parts  # packed linear layers are for CPUs
+    dense_dtype = "none" if is_on_device else options.dense_dtype
 
     def config(expert_dtype: str) -> OffloadConfig:
         values = asdict(offload) | {"expert_dtype": expert_dtype, "dense_dtype": dense_dtype}
@@ -122,7 +124,7 @@ def _speed(
     from tandem.forecast.speed_forecast import forecast_speed, why_not_measured
 
     if not options.measure:
-        return "it was not asked for"
+        return "not forecast (--no-speed)"
     if offload.device == "cpu":
         return forecast_speed(sizes, offload, cache_dir=cache_dir(), refresh=options.refresh)
     reason = why_not_measured(sizes) if offload.profile is None else ""

@@ -7,13 +7,13 @@ from tandem.core.errors import ConfigError
 from tandem.core.registry import nearest_names
 from tandem.core.units import parse_bandwidth, parse_bytes
 from tandem.experts.cache.start import STARTS
+from tandem.experts.devices import DEVICES, kind_of
 from tandem.policy.assignment import ASSIGNMENTS
 from tandem.policy.eviction import EVICTIONS
 from tandem.policy.prediction import PREDICTIONS
 from tandem.policy.prefetch import PREFETCHES
 from tandem.policy.settings import POOLS, PlannerSettings
 
-DEVICES = ("cpu", "cuda", "emulated")
 CLOCKS = ("virtual", "real")
 
 
@@ -31,8 +31,8 @@ class OffloadOptions:
     )
     device: str = option(
         "cpu",
-        help="cpu: every expert there; cuda: a GPU; emulated: a device that is none",
-        choices=DEVICES,
+        help="; ".join(f"{name}: {kind_of(name).help}" for name in DEVICES),
+        choices=DEVICES.names(),
     )
     gpu_memory: str = option(
         "auto",
@@ -73,7 +73,7 @@ class OffloadOptions:
         None, help="residual vectors of tandem calibrate (default: this model's)", metavar="FILE"
     )
     prefetch: str = option(
-        "pays", help="which foreseen experts are copied ahead", choices=PREFETCHES.names()
+        "pays", help="which predicted experts are copied ahead", choices=PREFETCHES.names()
     )
     prefetch_count: int = option(2, help="experts copied ahead per layer, at most", metavar="N")
     pool: str = option("by-layer", help="how slots are shared over layers", choices=POOLS)
@@ -82,8 +82,8 @@ class OffloadOptions:
         """Check every field; `ConfigError` names the field, the value and what is expected."""
         if self.threads is not None:
             require_range("threads", self.threads, 1, 1024, what="a number of threads")
-        if self.device not in DEVICES:
-            hint = nearest_names(self.device, list(DEVICES))
+        if self.device not in DEVICES.names():
+            hint = nearest_names(self.device, DEVICES.names())
             raise ConfigError(f"device is {self.device!r}, which Tandem does not know; {hint}")
         if self.clock not in CLOCKS:
             raise ConfigError(f"clock is {self.clock!r}; expected virtual or real")

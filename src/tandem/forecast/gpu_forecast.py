@@ -15,11 +15,9 @@ from tandem.bench.model_shapes import MODEL_SHAPES, ModelShape
 from tandem.bench.random_model import build_random_model
 from tandem.core.errors import CapacityError
 from tandem.core.units import parse_bandwidth
-from tandem.experts.devices.cuda.checks import require_cuda
-from tandem.experts.devices.cuda.streams import CudaStreams
+from tandem.experts.devices import kind_of
 from tandem.experts.devices.device import DeviceMemory
 from tandem.experts.measuring.profiler import with_emulated_gpu, with_link
-from tandem.experts.store.host_memory import available_bytes
 from tandem.forecast.sizes import ModelSizes, config_sizes
 from tandem.forecast.speed_forecast import PROMPT_TOKENS, cpu_threads, cut_shape
 from tandem.forecast.typical_routing import typical_routing
@@ -69,8 +67,8 @@ def machine_for(sizes: ModelSizes, offload: OffloadConfig) -> HardwareProfile:
     """
     if offload.profile is not None:
         profile = load_profile(offload.profile)
-    elif offload.device == "cuda":
-        require_gpu_here()
+    elif kind_of(offload.device).holds_dense_parts:
+        require_here(offload.device)
         profile = _measured_gpu(sizes, offload)
     else:
         profile = with_emulated_gpu(_measured_cpu(sizes, offload), offload.emulated_speed)
@@ -79,10 +77,10 @@ def machine_for(sizes: ModelSizes, offload: OffloadConfig) -> HardwareProfile:
     return profile
 
 
-def require_gpu_here() -> None:
-    """Raise `CapacityError` with the way to plan for a GPU that is elsewhere, if none is here."""
+def require_here(device: str) -> None:
+    """Raise `CapacityError` with the way to plan for a device elsewhere, if none is here."""
     try:
-        require_cuda()
+        kind_of(device).require()
     except CapacityError as error:
         raise CapacityError(
             f"{error}; to plan for another machine, name its profile (--profile desktop-12gb, "
@@ -92,14 +90,12 @@ def require_gpu_here() -> None:
 
 def device_memory(offload: OffloadConfig) -> DeviceMemory:
     """Return the memory of the device that the options name; raises as `machine_for` does."""
-    if offload.profile is not None and offload.device == "cuda":
+    kind = kind_of(offload.device)
+    if offload.profile is not None and kind.holds_dense_parts:
         total = load_profile(offload.profile).gpu_memory_bytes
         return DeviceMemory(total, total)
-    if offload.device == "cuda":
-        require_gpu_here()
-        return CudaStreams(0).memory()
-    available = available_bytes()
-    return DeviceMemory(available, available)
+    require_here(offload.device)
+    return kind.memory()
 
 
 def _measured_cpu(sizes: ModelSizes, offload: OffloadConfig) -> HardwareProfile:
@@ -116,7 +112,9 @@ def _measured_gpu(sizes: ModelSizes, offload: OffloadConfig) -> HardwareProfile:
     """Measure this machine's GPU as loading does, on a few layers."""
     here = dataclasses.replace(offload, expert_dtype=sizes.expert_formats[0])
     shape = cut_shape(sizes, _MEASURED_LAYERS)
-    model = build_random_model(shape, here, cpu_threads(offload), dense_dtype="none", device="cuda")
+    model = build_random_model(
+        shape, here, cpu_threads(offload), dense_dtype="none", device=offload.device
+    )
     executor = require_runtime(model).executor
     executor.close()
     assert executor.cache is not None

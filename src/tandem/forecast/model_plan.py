@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from tandem.core.units import format_bytes
 from tandem.experts.cache.sizing import count_slots
+from tandem.experts.devices import kind_of
 from tandem.experts.devices.device import DeviceMemory
 from tandem.experts.options import parse_gpu_memory
 from tandem.forecast.gpu_forecast import GpuForecast
@@ -64,7 +65,7 @@ class Plan:
     @property
     def is_dense_on_gpu(self) -> bool:
         """Whether attention, KV cache and the rest are on the device; the emulated one has none."""
-        return self.device == "cuda"
+        return kind_of(self.device).holds_dense_parts
 
     @property
     def needed_bytes(self) -> int:
@@ -90,7 +91,7 @@ def plan_slots(
     parts = {"dense": 0, "kv_cache": 0, "experts": 0, "workspace": 0}
     if device == "cpu":
         return 0, parts
-    if device == "cuda":  # the emulated device keeps nothing but experts
+    if kind_of(device).holds_dense_parts:
         parts |= {
             "dense": sizes.total_dense_bytes,
             "kv_cache": context_tokens * sizes.kv_bytes_per_token,

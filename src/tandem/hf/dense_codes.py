@@ -1,7 +1,7 @@
 """Linear layers of quantised checkpoints that keep their codes: packed as they arrive.
 
 For `dense_dtype` "auto" on the CPU. A layer that no packed format holds exactly is dequantised and
-packed anew, like the layers that the checkpoint has not quantised.
+packed again, like the layers that the checkpoint has not quantised.
 """
 
 from collections import defaultdict
@@ -87,11 +87,11 @@ class DenseCodes:
         """Replace the layers whose codes were taken by packed ones."""
         for parameter, matrix in self._matrices.items():
             path = parameter.removesuffix(".weight")
-            parent = model.get_submodule(path.rpartition(".")[0])
-            name = path.rpartition(".")[2]
-            linear = getattr(parent, name)
+            linear, (above, _, name) = model.get_submodule(path), path.rpartition(".")
             weight = DenseWeight(matrix, padded_bias(linear.bias, matrix.rows))
-            setattr(parent, name, PackedLinear(weight, threads, linear.weight.dtype))
+            setattr(
+                model.get_submodule(above), name, PackedLinear(weight, threads, linear.weight.dtype)
+            )
         if self._matrices:
             untie(model, PackedLinear)
         self._matrices = {}

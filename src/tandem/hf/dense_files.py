@@ -35,7 +35,7 @@ class StoredLinear(nn.Module):
 
     def packed(self, threads: CpuThreads) -> PackedLinear:
         """Return the layer, with memory of its own, once the bytes are there."""
-        stored: Tensor = getattr(self, TENSOR_NAME)
+        stored = self.get_parameter(TENSOR_NAME)
         matrix, bias = _empty(self.shape, self.format, has_bias=self.has_bias)
         parts = [part.view(torch.uint8) for part in _parts((matrix, bias))]
         for part, piece in zip(parts, stored.split([len(part) for part in parts]), strict=True):

@@ -17,8 +17,7 @@ from tandem.hf.assembly import assemble
 from tandem.hf.checkpoint import AnyCheckpoint, Checkpoint, GgufCheckpoint, open_model
 from tandem.hf.config import OffloadConfig, parse_dense_dtype, parse_dtype, parse_expert_dtype
 from tandem.hf.config_values import foreign_errors
-from tandem.hf.dense_place import on_one_device
-from tandem.hf.machine.cuda import device_map_for
+from tandem.hf.dense_place import device_map_for
 from tandem.hf.packed_reading import read_packed
 from tandem.hf.runtime import require_runtime
 from tandem.hf.weight_report import require_own_weights
@@ -69,7 +68,7 @@ def load_checkpoint(
         _check_packed_dtype(checkpoint, offload)
     common = {
         "dtype": dtype,
-        "device_map": device_map_for(offload, on_one_device(offload, device_map)),
+        "device_map": device_map_for(offload, device_map),
         "output_loading_info": True,
         "ignore_mismatched_sizes": True,  # the report names them, and then they are refused
     }

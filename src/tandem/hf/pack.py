@@ -131,7 +131,7 @@ class FileSink:
     expected_bytes: int = 0
 
     def __post_init__(self) -> None:
-        """Read what an earlier run noted; another source or other options begin anew."""
+        """Read what an earlier run noted; another source or other options start again."""
         try:
             noted = json.loads((self.directory / _PROGRESS_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -173,7 +173,7 @@ class FileSink:
             self.checksums[name] = write_tensors(self.directory, name, tensors)
             self._write_progress()
         except OSError as error:
-            reason = getattr(error, "strerror", None) or str(error)
+            reason = error.strerror or str(error)
             raise ModelError(
                 f"cannot write {name} beside {self.directory.parent}: {reason}; make room and pack "
                 "again"

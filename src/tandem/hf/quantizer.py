@@ -31,10 +31,9 @@ from tandem.hf.conversion import ReadSource, StoreExpertwise, StoreFused, StoreP
 from tandem.hf.dense import has_quantised_experts
 from tandem.hf.dense_codes import quantised_layers
 from tandem.hf.dense_files import expect_stored_layers
-from tandem.hf.dense_place import on_one_device
+from tandem.hf.dense_place import device_map_for
 from tandem.hf.experts import EXPERTS_IMPLEMENTATION, is_experts_module
 from tandem.hf.finite import require_finite_weights
-from tandem.hf.machine.cuda import device_map_for
 from tandem.hf.offloaded_model import as_offloaded
 from tandem.hf.runtime import Runtime
 from tandem.hf.stand_in import keep_elsewhere
@@ -76,8 +75,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
 
     def update_device_map(self, device_map: Any) -> Any:
         """Put the dense parts on the GPU, if experts are to run there."""
-        config = self.quantization_config
-        return device_map_for(config, on_one_device(config, device_map))
+        return device_map_for(self.quantization_config, device_map)
 
     def prepare_config(self, config: Any) -> None:
         """Name the packed files, which Transformers alone cannot find by their usual name."""

@@ -1,1 +1,80 @@
-"""What can compute experts beside the CPU."""
+"""Where experts are computed beside the CPU: devices by name, and what the options ask of each.
+
+Loads no torch, so that `--help` is fast; a kind loads what it needs when it is asked.
+"""
+
+from typing import TYPE_CHECKING, Protocol
+
+from tandem.core.registry import Registry
+
+if TYPE_CHECKING:
+    from tandem.experts.devices.device import DeviceMemory
+
+
+class DeviceKind(Protocol):
+    """A device before any of it is loaded; `tandem.hf.machine` has its parts under its name."""
+
+    help: str
+    holds_dense_parts: bool
+    """Whether all of the model but its experts lies in the device's memory too."""
+
+    def require(self) -> None:
+        """Raise `CapacityError` where there is no such device."""
+
+    def memory(self) -> "DeviceMemory":
+        """Return its memory now; raises as `require` does."""
+
+
+DEVICES: Registry[DeviceKind] = Registry("device")
+
+
+@DEVICES.register("cpu")
+class Cpu:
+    """No device: there is nothing but the CPU."""
+
+    help = "every expert there"
+    holds_dense_parts = False
+
+    def require(self) -> None:
+        """No-op."""
+
+    def memory(self) -> "DeviceMemory":
+        """Return the host's memory."""
+        from tandem.experts.devices.device import DeviceMemory
+        from tandem.experts.store.host_memory import available_bytes
+
+        available = available_bytes()
+        return DeviceMemory(available, available)
+
+
+@DEVICES.register("cuda")
+class Cuda:
+    """The first NVIDIA GPU."""
+
+    help = "a GPU"
+    holds_dense_parts = True
+
+    def require(self) -> None:
+        """Raise `CapacityError` where there is no GPU, no driver or no CUDA in torch."""
+        from tandem.experts.devices.cuda.checks import require_cuda
+
+        require_cuda()
+
+    def memory(self) -> "DeviceMemory":
+        """Return the GPU's memory."""
+        from tandem.experts.devices.cuda.streams import CudaStreams
+
+        self.require()
+        return CudaStreams(0).memory()
+
+
+@DEVICES.register("emulated")
+class Emulated(Cpu):
+    """A simulated GPU, whose memory is the host's."""
+
+    help = "a simulated GPU on the CPU"
+
+
+def kind_of(device: str) -> DeviceKind:
+    """Return the kind of device of a name; `ConfigError` with the nearest names else."""
+    return DEVICES.factory(device)()

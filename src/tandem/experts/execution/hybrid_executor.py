@@ -55,7 +55,7 @@ class _LayerStep(NamedTuple):
 
 
 class _Done(NamedTuple):
-    """A layer that has been computed, of which nobody has learned or heard yet."""
+    """A layer that has been computed, of which no policy or listener has heard yet."""
 
     load: LayerLoad
     plan: LayerPlan
@@ -142,7 +142,7 @@ class HybridExecutor:
         top_k_weights: Tensor,
         functions: ExpertFunctions,
     ) -> Tensor:
-        """Compute a layer; see `Executor`. Callers from several Python threads take turns."""
+        """Compute a layer; see `Executor`. Callers in several Python threads run one by one."""
         if hidden.requires_grad or top_k_weights.requires_grad:  # to ask costs less than to detach
             hidden, top_k_weights = hidden.detach(), top_k_weights.detach()
         with self._turn:
@@ -237,7 +237,7 @@ class HybridExecutor:
 
     def _weights_to_read(self, top_k_weights: Tensor) -> Tensor | None:
         """Return gate weights on the host, if the eviction looks at them: few do."""
-        if not getattr(self.cache.planner.eviction, "reads_weights", False):
+        if not self.cache.planner.eviction.reads_weights:
             return None
         return self.device.download(top_k_weights)[0]
 
@@ -339,7 +339,7 @@ class HybridExecutor:
 
 
 def _order(plan: LayerPlan) -> Sequence[int]:
-    """Return the experts lane by lane, as `_carry_out` launches them."""
+    """Return the experts processor by processor, as `_carry_out` launches them."""
     if not plan.arriving and not plan.fetch:
         return (*plan.gpu, *plan.cpu)
     return (*plan.gpu, *plan.arriving, *[copy.expert for copy in plan.fetch], *plan.cpu)

@@ -1,8 +1,8 @@
-"""A GPU for a loaded model: its lanes, its measured profile, and how its memory is shared out."""
+"""A GPU for a loaded model: its streams, its measured profile, and how its memory is shared out."""
 
 import warnings
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -10,8 +10,6 @@ from transformers.utils import logging
 
 from tandem.checkpoint.mapped_files import find_mapped
 from tandem.core.errors import ConfigError
-from tandem.core.units import parse_bandwidth
-from tandem.experts.cache.expert_cache import EngineMaker
 from tandem.experts.cache.sizing import budget_bytes
 from tandem.experts.cache.slots import Slots
 from tandem.experts.devices.cuda.checks import Gpu, require_cuda, require_dtype
@@ -27,9 +25,9 @@ from tandem.experts.options import MemoryShare, parse_gpu_memory
 from tandem.experts.store.host_store import HostStore
 from tandem.experts.store.pinning import pin_store
 from tandem.hardware.profiles import load_profile, save_profile
-from tandem.hf.config import OffloadConfig
-from tandem.hf.experts import Bound, bind_all, expert_functions
+from tandem.hf.experts import expert_functions
 from tandem.hf.lookahead.warm_up import ExpertsCall, NoExperts, forward_tokens
+from tandem.hf.machine.parts import DeviceParts, ObservedModel
 from tandem.hf.machine.profile import kept_profile, measured_profile, profile_key
 from tandem.policy.cost import HardwareProfile
 from tandem.policy.plan import Geometry
@@ -44,44 +42,19 @@ _MEASUREMENT = 2
 _SHOWN_AFTER_SECONDS = 1.0
 
 
-def device_map_for(config: OffloadConfig, device_map: Any) -> Any:
-    """Return where the dense parts go: what the user says, else the GPU if the options name it."""
-    if device_map is not None or config.device != "cuda":
-        return device_map
-    require_cuda()
-    return {"": 0}
-
-
-class CudaParts(NamedTuple):
-    """What a hybrid executor on a GPU is made from."""
-
-    device: CudaDevice
-    clock: WallClock
-    kernels: ExpertKernels
-    make_engine: EngineMaker
-    profile: HardwareProfile
-    share: MemoryShare
-    reserved_bytes: int
-    """Of the share, for dense parts, KV cache and workspace."""
-
-
-def cuda_parts(
-    model: Any,
-    store: HostStore,
-    bound: Bound,
-    config: OffloadConfig,
-    geometry: Geometry,
-    call: ExpertsCall,
+def device_parts(
+    observed: ObservedModel,
     *,
     streams: Streams | None = None,
     device_kernels: DeviceKernels | None = None,
-) -> CudaParts:
+) -> DeviceParts:
     """Compile the kernels, pin the store, measure the GPU and share its memory out.
 
     Raises `CapacityError` or `ConfigError` for what is missing; nothing is then left pinned or
     limited. `streams` and `device_kernels` stand for the GPU in tests. The experts modules are
     bound to nothing useful afterwards.
     """
+    model, options = observed.model, observed.options
     gpu: Gpu | None = None
     if streams is None:
         gpu = require_cuda(index=require_on_one_gpu(model))
@@ -91,32 +64,36 @@ def cuda_parts(
     clock = WallClock()
     device = CudaDevice(
         streams,
-        compiled_kernels(device_kernels, store, bound, call, streams),
+        compiled_kernels(device_kernels, observed, streams),
         on_busy=clock.add_gpu,
         is_watched=clock.is_watched,
     )
-    kernels = ExpertKernels(num_threads=config.threads, isa=config.isa or "", on_busy=clock.add_cpu)
+    kernels = observed.cpu_kernels(clock.add_cpu)
     try:
-        pin_store(store, device.pin, is_mapped=find_mapped())
-        profile = _profile(model, store, bound, config, geometry, call, device, kernels)
-        share, reserved = _share(model, store, bound, config, call, streams)
+        pin_store(observed.store, device.pin, is_mapped=find_mapped())
+        if options.profile is not None:
+            profile = load_profile(options.profile)
+        else:
+            profile = _profile(observed, device, kernels)
+        share, reserved = _share(observed, streams)
+        machine = observed.machine(profile)  # raises for a profile without a shape like this
     except BaseException:
         device.close()
         raise
-    wanted = None if config.link_bandwidth is None else parse_bandwidth(config.link_bandwidth)
-    link = Link(profile.link_bytes_per_second, wanted)
+    link = Link(profile.link_bytes_per_second, observed.link_bytes_per_second)
 
     def make_engine(store: HostStore, slots: Slots, geometry: Geometry, _: Clock) -> CudaCopyEngine:
         return CudaCopyEngine(store, slots, geometry, clock, streams, device.events, link)
 
-    return CudaParts(device, clock, kernels, make_engine, profile, share, reserved)
+    return DeviceParts(device, clock, kernels, make_engine, machine, share, reserved)
 
 
 def compiled_kernels(
-    kernels: DeviceKernels, store: HostStore, bound: Bound, call: ExpertsCall, streams: Streams
+    kernels: DeviceKernels, observed: ObservedModel, streams: Streams
 ) -> DeviceKernels:
     """Return kernels that have been compiled for a model's layers; torch's if that cannot be."""
-    layers = [(store[layer], expert_functions(module)) for module, layer in bound]
+    call = observed.call
+    layers = [(observed.store[layer], expert_functions(x)) for x, layer in observed.bound]
     works = kernels.compilations(layers, call.dtype, call.top_k, streams.device)
     is_hidden = not logging.is_progress_bar_enabled()
     bar = tqdm(works, "Compiling GPU kernels", disable=is_hidden, delay=_SHOWN_AFTER_SECONDS)
@@ -153,24 +130,18 @@ def require_on_one_gpu(model: Any) -> int:
     return int(model.device.index or 0)
 
 
-def _share(
-    model: Any,
-    store: HostStore,
-    bound: Bound,
-    config: OffloadConfig,
-    call: ExpertsCall,
-    streams: Streams,
-) -> tuple[MemoryShare, int]:
+def _share(observed: ObservedModel, streams: Streams) -> tuple[MemoryShare, int]:
     """Return how much of the GPU is for Tandem and what of it is not for experts; keep to it."""
-    bind_all(bound, NoExperts(store))
+    model, store = observed.model, observed.store
+    observed.bind(NoExperts(store))
     tokens = cpu_executor.MAX_TOKENS_AT_ONCE
 
     def read_prompt() -> None:
         forward_tokens(model, tokens, num_logits=1)  # as prompts are read
 
     workspace = streams.peak_bytes(read_prompt)
-    workspace += workspace_bytes(store, call, tokens)
-    share, memory = parse_gpu_memory(config.gpu_memory), streams.memory()
+    workspace += workspace_bytes(store, observed.call, tokens)
+    share, memory = parse_gpu_memory(observed.options.gpu_memory), streams.memory()
     taken = streams.taken_bytes()
     if share.num_bytes is None and share.fraction is None:  # auto: of what is left
         share = MemoryShare(num_bytes=taken + budget_bytes(share, memory))
@@ -200,38 +171,31 @@ def kv_bytes_per_token(model: Any) -> int:
 
 
 def _profile(
-    model: Any,
-    store: HostStore,
-    bound: Bound,
-    config: OffloadConfig,
-    geometry: Geometry,
-    call: ExpertsCall,
-    device: CudaDevice,
-    kernels: ExpertKernels,
+    observed: ObservedModel, device: CudaDevice, kernels: ExpertKernels
 ) -> HardwareProfile:
-    """Return the profile that the options name, or this machine's, kept or measured."""
-    if config.profile is not None:
-        return load_profile(config.profile)
-    directory = _profile_directory(config.cache_path, device.streams.name)
-    key = profile_key(model, store, geometry, kernels, call)
-    kept = directory / "profiles" / f"gpu-{model.config.model_type}-{key}-{_MEASUREMENT}.json"
+    """Return this machine's profile, kept or measured."""
+    model, store, call = observed.model, observed.store, observed.call
+    directory = _profile_directory(observed.options.cache_path, device.streams.name)
+    name = f"gpu-{observed.model_type}-{profile_key(observed)}-{_MEASUREMENT}.json"
+    kept = directory / "profiles" / name
     known = kept_profile(kept)
     if known is not None:
         return known
     # Dense parts are timed on the GPU, so the CPU's part is kept apart from that of other devices.
-    base = measured_profile(model, store, bound, geometry, kernels, call, cache_dir=directory)
+    base = measured_profile(observed, cache_dir=directory)
     if model.device.type == "cuda":  # a twin has no captures of its own
         # Stepping needs all of Transformers, which is not there yet when this module is imported.
         from tandem.decode.cuda.dense_cost import with_captured_steps
         from tandem.decode.cuda.rows import make_cuda_capture
 
-        base = with_captured_steps(base, model, store, bound, device, make_cuda_capture(model))
+        capture = make_cuda_capture(model)
+        base = with_captured_steps(base, model, store, observed.bound, device, capture)
     profile = measure_device(
         base,
         device,
         store,
-        geometry,
-        expert_functions(bound[0][0]),
+        observed.geometry,
+        observed.functions(),
         kernels,
         dtype=call.dtype,
         hidden_size=call.hidden_size,

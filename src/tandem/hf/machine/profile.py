@@ -4,58 +4,44 @@ import hashlib
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-from torch import nn
 
 from tandem.core.errors import FileFormatError, TandemWarning
-from tandem.experts.execution.expert_kernels import ExpertKernels
 from tandem.experts.measuring.profiler import measure_profile
-from tandem.experts.store.host_store import HostStore
 from tandem.hardware.profiles import load_profile, save_profile
 from tandem.hf.dense import packed_layers
-from tandem.hf.experts import Bound, bind_all, expert_functions
-from tandem.hf.lookahead.warm_up import ExpertsCall, NoExperts, forward_tokens
+from tandem.hf.lookahead.warm_up import NoExperts, forward_tokens
+from tandem.hf.machine.parts import ObservedModel
 from tandem.kernels.cpu import detect_cpu
 from tandem.policy.cost import HardwareProfile, interpolate
-from tandem.policy.plan import Geometry
 
-# Raise it when what is measured changes: older profiles are then measured anew.
+# Raise it when what is measured changes: older profiles are then measured again.
 MEASUREMENT = 1
 DENSE_TOKEN_COUNTS = (1, 32, 256)
 DENSE_REPETITIONS = 3
 
 
 def measured_profile(
-    model: Any,
-    store: HostStore,
-    bound: Bound,
-    geometry: Geometry,
-    kernels: ExpertKernels,
-    call: ExpertsCall,
-    *,
-    cache_dir: Path,
-    refresh: bool = False,
+    observed: ObservedModel, *, cache_dir: Path | None = None, refresh: bool = False
 ) -> HardwareProfile:
     """Return the kept profile of this processor, format and shape; measure it where there is none.
 
-    The experts modules are bound to nothing useful afterwards: bind them anew.
+    The experts modules are bound to nothing useful afterwards: bind them again.
     """
-    name = str(model.config.model_type)
-    key = profile_key(model, store, geometry, kernels, call)
-    path = cache_dir / "profiles" / f"{name}-{key}.json"
+    name, call = observed.model_type, observed.call
+    cache_dir = cache_dir or observed.options.cache_path
+    path = cache_dir / "profiles" / f"{name}-{profile_key(observed)}.json"
     kept = None if refresh else kept_profile(path)
     if kept is not None:
         return kept
     profile = measure_profile(
-        store,
-        geometry,
-        expert_functions(bound[0][0]),
-        kernels,
+        observed.store,
+        observed.geometry,
+        observed.functions(),
+        observed.cpu_kernels(),
         name=name,
         dtype=call.dtype,
         hidden_size=call.hidden_size,
-        dense_seconds=_dense_seconds(model, store, bound),
+        dense_seconds=_dense_seconds(observed),
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     save_profile(profile, path)
@@ -77,25 +63,21 @@ def kept_profile(path: Path) -> HardwareProfile | None:
         return None
 
 
-def profile_key(
-    model: nn.Module,
-    store: HostStore,
-    geometry: Geometry,
-    kernels: ExpertKernels,
-    call: ExpertsCall,
-) -> str:
+def profile_key(observed: ObservedModel) -> str:
     """Return a hash of what measured times depend on."""
-    cpu = detect_cpu()
-    shapes = [(layer.arrivals.shapes, layer.image_bytes, type(layer).__name__) for layer in store]
-    parts = (MEASUREMENT, cpu.model_name, cpu.instruction_sets, kernels.num_threads, kernels.isa)
-    dense = sorted({linear.packed.matrix.format.name for _, linear in packed_layers(model)})
-    text = repr((*parts, geometry, shapes, str(call.dtype), *dense))
+    cpu, options, layers = detect_cpu(), observed.options, observed.store
+    shapes = [(layer.arrivals.shapes, layer.image_bytes, type(layer).__name__) for layer in layers]
+    threads, isa = options.threads or cpu.physical_cores, options.isa or ""
+    parts = (MEASUREMENT, cpu.model_name, cpu.instruction_sets, threads, isa)
+    dense = sorted({x.packed.matrix.format.name for _, x in packed_layers(observed.model)})
+    text = repr((*parts, observed.geometry, shapes, str(observed.call.dtype), *dense))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _dense_seconds(model: Any, store: HostStore, bound: Bound) -> Callable[[int], float]:
+def _dense_seconds(observed: ObservedModel) -> Callable[[int], float]:
     """Time everything but the experts, per MoE layer, and return it by token count."""
-    bind_all(bound, NoExperts(store))
+    model, store = observed.model, observed.store
+    observed.bind(NoExperts(store))
     seconds = []
     for count in DENSE_TOKEN_COUNTS:
         forward_tokens(model, count)  # memory and threads warm up

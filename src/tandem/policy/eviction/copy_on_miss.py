@@ -10,6 +10,7 @@ class CopyOnMiss:
     """LRU whose insertions are limited by a quota that is renewed at each step; decode only."""
 
     background = "always"
+    reads_weights = False
 
     def __init__(self, geometry: Geometry, *, quota: int = 64) -> None:
         """Allow `quota` - 1 copies per step: the code counts down before it compares."""

@@ -13,6 +13,7 @@ class DaliWindow:
     """Scores experts by their tokens within the window (equation 12)."""
 
     background = "always"
+    reads_weights = False
 
     def __init__(self, geometry: Geometry, *, window: int = 4, swaps: int | None = None) -> None:
         """Use w_size = `window` steps and u_size = `swaps` (paper: 1 of 8 experts, 8 of 64)."""

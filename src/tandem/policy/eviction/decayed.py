@@ -10,6 +10,7 @@ class Decayed:
     """Keeps the experts with the highest decayed token count."""
 
     background = "idle"
+    reads_weights = False
 
     def __init__(self, geometry: Geometry, *, decay: float = 0.97) -> None:
         """Weigh a step `decay` times the step after it."""

@@ -9,6 +9,7 @@ class Fifo:
     """Keeps the experts that came last."""
 
     background = "always"
+    reads_weights = False
 
     def __init__(self, geometry: Geometry) -> None:
         """Start with nothing inserted."""

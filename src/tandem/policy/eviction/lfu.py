@@ -9,6 +9,7 @@ class Lfu:
     """Keeps the experts with the most tokens so far."""
 
     background = "always"
+    reads_weights = False
 
     def __init__(self, geometry: Geometry) -> None:
         """Start all counts at zero."""

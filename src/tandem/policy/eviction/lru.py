@@ -9,6 +9,7 @@ class Lru:
     """Keeps the experts that were used last."""
 
     background = "always"
+    reads_weights = False
 
     def __init__(self, geometry: Geometry) -> None:
         """Start with nothing ever used."""

@@ -66,6 +66,7 @@ class NextUse:
     """
 
     background = "idle"
+    reads_weights = False
     has_tables = True
 
     def __init__(self, geometry: Geometry, *, tables: Tables | None = None) -> None:

@@ -12,6 +12,8 @@ class Eviction(Protocol):
     # Whether a miss that the CPU computes is copied for later: "always", "never", or "idle": if the
     # link has time.
     background: str
+    reads_weights: bool
+    """Whether `touch` reads the gate weights of a load, which else are left out."""
 
     def begin_step(self, *, is_prefill: bool) -> None:
         """Note that a new step starts."""

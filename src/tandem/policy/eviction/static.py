@@ -9,6 +9,7 @@ class Static:
     """Admits no expert."""
 
     background = "never"
+    reads_weights = False
 
     def __init__(self, geometry: Geometry) -> None:
         """Keep nothing."""

@@ -1,0 +1,104 @@
+"""What a hybrid executor is made from: the model as it was observed, and a device's parts."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.core.errors import UnsupportedModelError
+from tandem.core.units import parse_bandwidth
+from tandem.experts.cache.expert_cache import EngineMaker, Machine
+from tandem.experts.devices.device import Device
+from tandem.experts.execution.batch import ExpertFunctions
+from tandem.experts.execution.clock import Clock
+from tandem.experts.execution.executor import Executor
+from tandem.experts.execution.expert_kernels import ExpertKernels
+from tandem.experts.measuring.profiler import with_link
+from tandem.experts.options import MemoryShare
+from tandem.experts.store.host_store import HostStore
+from tandem.hardware.profiles import shape_for
+from tandem.hf.config import OffloadConfig
+from tandem.hf.experts import Bound, bind_all, expert_functions
+from tandem.hf.lookahead.warm_up import WARM_UP_TOKENS, ExpertsCall, Observer, forward_tokens
+from tandem.hf.runtime import Runtime
+from tandem.policy.cost import HardwareProfile
+from tandem.policy.plan import Geometry
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedModel:
+    """A loaded model, the options of its experts, and how its experts modules are called."""
+
+    model: Any
+    store: HostStore
+    bound: Bound
+    options: OffloadConfig
+    geometry: Geometry
+    call: ExpertsCall
+
+    @property
+    def model_type(self) -> str:
+        """What its architecture is called."""
+        return str(self.model.config.model_type)
+
+    @property
+    def link_bytes_per_second(self) -> float | None:
+        """The bandwidth that the options ask for."""
+        wanted = self.options.link_bandwidth
+        return None if wanted is None else parse_bandwidth(wanted)
+
+    def bind(self, executor: Executor) -> None:
+        """Make its experts modules compute through an executor from now on."""
+        bind_all(self.bound, executor)
+
+    def functions(self) -> ExpertFunctions:
+        """Return what surrounds the matrix products of its first experts module."""
+        return expert_functions(self.bound[0][0])
+
+    def cpu_kernels(self, on_busy: Callable[[float], None] | None = None) -> ExpertKernels:
+        """Return new kernels with the threads of the options."""
+        threads, isa = self.options.threads, self.options.isa or ""
+        return ExpertKernels(num_threads=threads, isa=isa, on_busy=on_busy)
+
+    def machine(self, profile: HardwareProfile) -> Machine:
+        """Return a profile's machine for this model, with the link that the options ask for."""
+        rate = self.link_bytes_per_second
+        profile = profile if rate is None else with_link(profile, rate)
+        return Machine(profile, shape_for(profile, self.model_type, self.geometry))
+
+
+def observe(model: Any, runtime: Runtime) -> ObservedModel:
+    """Run a few tokens and note how the experts modules are called; leaves them bound to that.
+
+    Raises `UnsupportedModelError` for a model that cannot be run on text alone.
+    """
+    observer, store = Observer(runtime.cpu_executor()), runtime.store
+    bind_all(runtime.bound, observer)
+    name = type(model).__name__
+    try:
+        forward_tokens(model, WARM_UP_TOKENS)
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{name} cannot be run on text alone ({error}), so its experts cannot be observed; "
+            "load it with device='cpu'"
+        ) from error
+    if not observer.calls:
+        raise UnsupportedModelError(
+            f"{name} used none of its experts for a text; load it with device='cpu'"
+        )
+    most_experts = max(layer.arrivals.num_experts for layer in store)
+    geometry = Geometry(len(store), most_experts, observer.calls[0].top_k)
+    return ObservedModel(model, store, runtime.bound, runtime.options, geometry, observer.calls[0])
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceParts:
+    """A device with its clock and link, the CPU's kernels, and what it all costs."""
+
+    device: Device
+    clock: Clock
+    kernels: ExpertKernels
+    make_engine: EngineMaker
+    machine: Machine
+    share: MemoryShare
+    reserved_bytes: int = 0
+    """Of the share, for dense parts, KV cache and workspace."""

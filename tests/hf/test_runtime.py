@@ -1,0 +1,62 @@
+"""The runtime of a model, and the parts of every device that can be named."""
+
+import importlib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import tandem
+from tandem.core.errors import CapacityError, ConfigError, ModelError
+from tandem.experts.devices import DEVICES, kind_of
+from tandem.experts.execution.executor import CpuExecutor
+from tandem.hf.runtime import require_runtime, runtime_of
+from tests.hf.tiny import save_tiny_checkpoint
+
+SOURCE = Path(tandem.__file__).parent
+
+
+@pytest.mark.seam
+def test_a_models_runtime_is_found_until_and_after_it_is_closed(tmp_path: Path) -> None:
+    model = tandem.load(save_tiny_checkpoint(tmp_path / "tiny"), threads=1)
+    runtime = require_runtime(model)
+    assert runtime_of(model) is runtime
+    assert runtime.options.threads == 1
+    assert isinstance(runtime.executor, CpuExecutor)
+    before = runtime.executor
+    with runtime.using(runtime.cpu_executor()):
+        assert runtime.executor is not before
+    assert runtime.executor is before
+    runtime.require_open()
+    model.close()
+    assert len(runtime.store) == 0
+    with pytest.raises(ConfigError, match="the model has been closed"):
+        runtime.require_open()
+
+
+def test_a_model_of_others_has_no_runtime() -> None:
+    for model in (torch.nn.Linear(2, 2), SimpleNamespace(hf_quantizer=object())):
+        assert runtime_of(model) is None
+    with pytest.raises(ModelError, match="Tandem did not load this Linear"):
+        require_runtime(torch.nn.Linear(2, 2))
+
+
+def test_only_the_quantizer_and_the_runtime_know_where_it_hangs() -> None:
+    found = {path.name for path in SOURCE.rglob("*.py") if "hf_quantizer" in path.read_text()}
+    assert found == {"quantizer.py", "runtime.py"}
+
+
+@pytest.mark.parametrize("name", [name for name in DEVICES if name != "cpu"])
+def test_every_device_has_parts(name: str) -> None:
+    assert callable(importlib.import_module(f"tandem.hf.machine.{name}").device_parts)
+
+
+@pytest.mark.parametrize("name", DEVICES.names())
+def test_a_device_says_its_memory_or_that_it_is_not_here(name: str) -> None:
+    kind = kind_of(name)
+    if name == "cuda" and not torch.cuda.is_available():
+        with pytest.raises(CapacityError, match="device cpu"):
+            kind.memory()
+    else:
+        assert 0 < kind.memory().free_bytes <= kind.memory().total_bytes
