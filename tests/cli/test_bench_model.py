@@ -30,6 +30,8 @@ def test_prints_the_ceiling_first_and_json_last(
         "router", "plan", "experts", "dense", "attention", "sampling", "other"
     }  # fmt: skip
     assert all(value >= 0 for value in parts.values())
+    not_native = [line for line in lines if line.startswith("not native: ")]
+    assert len(not_native) == 1
     if "--batch" in more:
         assert (report["batch"], report["depth"]) == (2, 20)
         assert parts["experts"] > 0
@@ -37,6 +39,11 @@ def test_prints_the_ceiling_first_and_json_last(
         # Two rows that choose eight experts each touch eight to sixteen.
         experts = report["step_bytes"] / (3 * 2048 * 1024 * 4.5 / 8)
         assert 8 < experts < 16 + 12
+        left = {entry["operation"]: entry["calls"] for entry in report["not_native"]}
+        assert left["cos"] == 1
+        assert "calls of a decode step" in not_native[0]
+    else:
+        assert report["not_native"] is None
 
 
 def test_experts_run_on_the_emulated_device(

@@ -1,11 +1,13 @@
 """`tandem run --explain`: tables of what happened, and of what a change would bring."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 from tandem.cli.explain import layer_table, what_if
+from tandem.cli.main import main
 from tandem.experts.tracing.cache_statistics import CacheStatistics, LayerCounts
 from tandem.hardware.profiles import save_profile
 from tandem.trace import RoutingTrace, read_trace
@@ -20,20 +22,57 @@ def test_a_run_is_explained(tmp_path: Path) -> None:
     model = save_tiny_checkpoint(tmp_path / "tiny")
     save_profile(make_machine().profile, tmp_path / "machine.json")
     words = ["run", str(model), "--explain", "-p", "hello", "--max-new-tokens", "6"]
-    words += ["--device", "emulated", "--gpu-memory", "300kB"]
+    words += ["--device", "emulated", "--gpu-memory", "300kB", "--json"]
     words += ["--profile", str(tmp_path / "machine.json")]
     done = tandem(*words, env={**ENVIRONMENT, "TANDEM_CACHE": str(tmp_path)})
     assert done.returncode == 0, done.stderr
+    assert re.search(r"not native: \d+ of the \d+ calls of a decode step", done.stderr)
     assert re.search(r"layer +active +hits", done.stderr)
     assert re.search(r"as it is .* 1\.00 x", done.stderr)
     assert "experts in int4" in done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    # What is planned is no native call; its times are no part of the run.
+    assert "experts" in {entry["operation"] for entry in report["not_native"]}
+    assert report["generated_tokens"] == 6
 
 
-def test_without_an_expert_cache_there_is_nothing_to_explain(tmp_path: Path) -> None:
+def test_without_an_expert_cache_the_decode_step_is_explained(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     model = save_tiny_checkpoint(tmp_path / "tiny")
-    done = tandem("run", str(model), "--explain", "-p", "x")
-    assert done.returncode == 2
-    assert "--explain is about the expert cache, and device cpu has none" in done.stderr
+    words = ["run", str(model), "--explain", "-p", "x", "--max-new-tokens", "6", "--json"]
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    assert re.search(
+        r"not native: \d+ of the \d+ calls of a decode step, [.\d]+ of [.\d]+ ms: ", err
+    )
+    assert "layer" not in err
+    report = json.loads(out.splitlines()[-1])
+    assert report["why_slower"] is None
+    calls = {entry["operation"]: entry["calls"] for entry in report["not_native"]}
+    assert calls["cos"] == 1
+    assert all(entry["milliseconds"] > 0 for entry in report["not_native"])
+
+
+@pytest.mark.parametrize(
+    ("architecture", "more", "why"),
+    [
+        ("mixtral", ["--max-new-tokens", "1"], "no decode step was replayed"),
+        ("mixtral", ["--no-compile"], "no decode step was replayed"),
+        ("qwen3_next", [], "steps run padded, on Transformers' own caches"),
+    ],
+)
+def test_steps_that_are_not_replayed_are_not_counted(
+    architecture: str, more: list[str], why: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    model = save_tiny_checkpoint(tmp_path / "tiny", architecture)
+    words = ["run", str(model), "--explain", "-p", "x", "--json", "--max-new-tokens", "6", *more]
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    assert f"not native: not counted, as {why}" in err
+    report = json.loads(out.splitlines()[-1])
+    assert report["not_native"] is None
+    assert (report["why_slower"] is None) == (architecture == "mixtral")
 
 
 def test_the_table_sums_over_layers() -> None:

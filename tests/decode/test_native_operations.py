@@ -16,7 +16,6 @@ import transformers
 
 import tandem
 from tandem.decode.recording.coverage import coverage_of
-from tandem.decode.recording.recorded_graph import RecordedGraph
 from tandem.generate.generator import Generator
 from tests.architectures import build_tiny_model
 
@@ -35,10 +34,6 @@ TOKENS = 6  # of an answer: some steps are recorded and compared
 Step = dict[str, Any]
 
 
-def recorded_graph_of(generator: Generator) -> RecordedGraph | None:
-    return generator._last.step.recorded if generator._last is not None else None
-
-
 def step_of(name: str) -> Step | None:
     """Return what one decode step of a tiny model is, loaded as users do; None: it is padded."""
     with tempfile.TemporaryDirectory() as folder:
@@ -49,7 +44,7 @@ def step_of(name: str) -> Step | None:
     model.generation_config.eos_token_id = None
     generator = Generator(model)
     generator.generate([40, 41, 42], max_new_tokens=TOKENS, temperature=0)
-    recorded = recorded_graph_of(generator)
+    recorded = generator.recorded_graph
     if recorded is None:
         assert generator.why_padded is not None, generator.why_slower
         return None
@@ -114,6 +109,21 @@ def test_a_decode_step_is_as_native_as_it_was(name: str, table: dict[str, Step])
 @pytest.mark.parametrize("name", PADDED)
 def test_architectures_that_are_not_replayed_yet(name: str) -> None:
     assert step_of(name) is None, f"{name} is replayed now: add it to ARCHITECTURES; then {COMMAND}"
+
+
+def test_a_profile_changes_no_answer() -> None:
+    model: Any = build_tiny_model("mixtral")
+    model.generation_config.eos_token_id = None
+    profiled, other = Generator(model), Generator(model)
+    answers = []
+    for generator in (profiled, other):
+        first = generator.generate([40, 41, 42], max_new_tokens=9)[0].token_ids
+        if generator is profiled:
+            assert generator.recorded_graph is not None
+            coverage_of(generator.recorded_graph)
+        second = generator.generate([40, 41, 42, *first, 50], max_new_tokens=9)[0].token_ids
+        answers.append(first + second)
+    assert answers[0] == answers[1]
 
 
 def test_the_table_names_what_is_tested(table: dict[str, Step]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tandem.core.config import option, require_range
+from tandem.experts.devices import DEVICES, kind_of
 
 if TYPE_CHECKING:
     from tandem.bench.generation import Measured, Speed, Workload
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from tandem.kernels.dense import CpuThreads
 
 _DEFAULT_SHAPE = "qwen3-30b-a3b"
+_DEVICES = [name for name in DEVICES if not kind_of(name).holds_dense_parts]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +32,7 @@ class ModelBenchOptions:
     expert_dtype: str = option("int4", help="format of the experts", metavar="DTYPE")
     dense_dtype: str = option("auto", help="format of linear layers: none, auto, bf16, int8, int4")
     kv_dtype: str = option("auto", help="keys and values of earlier tokens: auto, bf16, int8")
-    device: str = option("cpu", help="cpu or emulated", choices=("cpu", "emulated"))
+    device: str = option("cpu", help=" or ".join(_DEVICES), choices=_DEVICES)
     prompt: int = option(512, help="tokens of the prompt", metavar="N")
     gen: int = option(64, help="decode steps", metavar="N")
     batch: int = option(1, help="rows that are generated together", metavar="N")
@@ -56,6 +58,7 @@ def run_model(options: ModelBenchOptions, choice: "ModelChoice | None") -> int:
     """Measure and print; returns the exit code."""
     from tandem.bench.generation import Workload, ceiling_of, measure, measure_machine
     from tandem.bench.kernels import KernelBench
+    from tandem.cli.explain import decode_step
     from tandem.experts.tracing.forced_routing import ForcedRouting
     from tandem.generate.generator import Generator
     from tandem.hf.config import OffloadConfig
@@ -92,8 +95,10 @@ def run_model(options: ModelBenchOptions, choice: "ModelChoice | None") -> int:
     _print(machine, ceiling, measured)
     if generator.why_slower is not None:
         print(f"slower than it could be: {generator.why_slower}")
+    step = decode_step(generator)
+    print(step.line())
     if options.json:
-        print(json.dumps(_report(name, model, work, ceiling, measured)))
+        print(json.dumps(_report(name, model, work, ceiling, measured) | step.json()))
     return 0
 
 

@@ -1,23 +1,27 @@
 """`tandem run --explain`: why a run was as fast as it was, and what one change would bring.
 
-The first part is what happened, layer by layer. The second replays the run's routing in the
-simulator, with one thing changed at a time; its word holds as far as the profile does.
+The first part is what of a decode step is not native, and costs. With an expert cache there are two
+more: what happened, layer by layer; and the run's routing replayed in the simulator, with one thing
+changed at a time, which holds as far as the profile does.
 """
 
 import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tandem.core.errors import ConfigError
 from tandem.experts.cache.expert_cache import ExpertCache
 from tandem.experts.store.host_store import HostStore
 from tandem.experts.tracing.cache_statistics import CacheStatistics, LayerCounts
+from tandem.experts.tracing.events import unheard
 from tandem.kernels.formats.weight_format import find_format
 from tandem.policy.cost import HardwareProfile, ShapeCosts
 from tandem.sim.replay import Run, replay
 from tandem.sim.start import STARTS
 
 if TYPE_CHECKING:
+    from tandem.decode.recording.coverage import Coverage
+    from tandem.experts.tracing.recorder import RoutingRecorder
+    from tandem.generate.answer import Answer
     from tandem.generate.generator import Generator
     from tandem.trace import RoutingTrace
 
@@ -137,33 +141,76 @@ def change_table(changes: list[Change], num_tokens: int) -> str:
     return "\n".join(lines)
 
 
+class DecodeStep(NamedTuple):
+    """What of a generator's decode steps is native, if that could be found."""
+
+    coverage: "Coverage | None"
+    why_slower: str | None
+
+    def line(self) -> str:
+        """Return what is not native and what it costs."""
+        if self.coverage is not None:
+            return self.coverage.line()
+        return f"not native: not counted, as {self.why_slower or 'no decode step was replayed'}"
+
+    def json(self) -> dict[str, object]:
+        """Return the same for scripts; `not_native` is None where it is not known."""
+        entries = None if self.coverage is None else self.coverage.not_native
+        not_native = None if entries is None else [dataclasses.asdict(entry) for entry in entries]
+        return {"not_native": not_native, "why_slower": self.why_slower}
+
+
+def decode_step(generator: "Generator") -> DecodeStep:
+    """Profile the decode step that a generator has done last, if it was replayed."""
+    from tandem.decode.recording.coverage import coverage_of
+    from tandem.hf.runtime import require_runtime
+
+    recorded = generator.recorded_graph
+    with unheard(require_runtime(generator.model).executor):
+        coverage = coverage_of(recorded) if recorded is not None else None
+    return DecodeStep(coverage, generator.why_slower)
+
+
 class Explanation:
-    """Watches a run from its creation to `text`."""
+    """Watches a run from its creation to `finish`."""
 
     def __init__(self, model: Any, generator: "Generator") -> None:
-        """Start; `ConfigError` if the model runs without an expert cache."""
-        from tandem.experts.tracing.recorder import RoutingRecorder
+        """Start."""
         from tandem.hf.runtime import require_runtime
 
+        self._generator = generator
         self._runtime = require_runtime(model)
-        executor = self._runtime.executor
-        if executor.cache is None:
-            raise ConfigError(
-                "--explain is about the expert cache, and device cpu has none; give --device "
-                "emulated"
-            )
-        self._executor, self._expert_cache = executor, executor.cache
+        self._executor, self._expert_cache = self._runtime.executor, self._runtime.executor.cache
         self._statistics = CacheStatistics()
-        self._recorder = RoutingRecorder(executor)
+        self._recorder: RoutingRecorder | None = None
+        if self._expert_cache is not None:
+            self._watch()
+
+    def _watch(self) -> None:
+        from tandem.experts.tracing.recorder import RoutingRecorder
+
+        self._recorder = RoutingRecorder(self._executor)
         self._runtime.use(self._recorder)
-        generator.rows([[0]], 1)  # its trial of the model's steps is no part of the run
-        executor.listeners.append(self._statistics)
+        self._generator.rows([[0]], 1)  # its trial of the model's steps is no part of the run
+        self._executor.listeners.append(self._statistics)
         self._recorder.begin_sequences()
 
-    def text(self) -> str:
-        """End the watch; return the tables."""
+    def finish(self, answer: "Answer") -> tuple[str, dict[str, object]]:
+        """End the watch; return the explanation for people, and its numbers for scripts."""
+        tables = self._cache_tables()
+        if len(answer.token_ids) > 1:
+            step = decode_step(self._generator)
+        else:  # profiling would write into the KV cache what an earlier answer's step did
+            step = DecodeStep(None, self._generator.why_slower)
+        return "\n\n".join([step.line(), *tables]), step.json()
+
+    def _cache_tables(self) -> list[str]:
+        """Return what the expert cache did, and what changes would bring; nothing without one."""
+        if self._recorder is None or self._expert_cache is None:
+            return []
         self._runtime.use(self._executor)
         self._executor.listeners.remove(self._statistics)
+        self._recorder.pause()  # the recorded step goes on through it
         trace = self._recorder.trace("this run")
         changes = what_if(trace, self._expert_cache)
-        return f"{layer_table(self._statistics)}\n\n{change_table(changes, trace.num_tokens)}"
+        return [layer_table(self._statistics), change_table(changes, trace.num_tokens)]

@@ -1,6 +1,5 @@
 """What a run did, as one line for people and one JSON object for scripts."""
 
-import json
 import resource
 import sys
 from typing import TYPE_CHECKING, Any
@@ -32,7 +31,7 @@ class RunReport:
         self._executor.listeners += [self._experts, self._cache]
         if self._expert_cache is not None:
             self._expert_cache.clock.watchers += 1
-        self._lanes_before = self._lanes()
+        self._seconds_before = self._seconds()
 
     def close(self) -> None:
         """Stop counting."""
@@ -78,7 +77,7 @@ class RunReport:
     def _num_slots(self) -> int:
         return self._expert_cache.num_slots if self._expert_cache else 0
 
-    def _lanes(self) -> tuple[float, float, float, float]:
+    def _seconds(self) -> tuple[float, float, float, float]:
         """Return the clock and the seconds that CPU, device and link have worked."""
         if self._expert_cache is None:
             return (0.0, 0.0, 0.0, 0.0)
@@ -86,49 +85,47 @@ class RunReport:
         return clock.now, clock.cpu_busy, clock.gpu_busy, clock.link_busy
 
     def _busy(self) -> dict[str, float]:
-        """Return each lane's share of the time since the report began."""
-        passed, *lanes = (
-            now - before for now, before in zip(self._lanes(), self._lanes_before, strict=True)
+        """Return the share of the time since the report began in which CPU, GPU and link worked."""
+        passed, *worked = (
+            now - before for now, before in zip(self._seconds(), self._seconds_before, strict=True)
         )
-        shares = [min(1.0, lane / passed) if passed else 0.0 for lane in lanes]
+        shares = [min(1.0, each / passed) if passed else 0.0 for each in worked]
         return dict(zip(("cpu", "gpu", "link"), shares, strict=True))
 
     @property
     def _device_name(self) -> str:
         return self._expert_cache.device.name if self._expert_cache else str(self._device)
 
-    def json(self, answer: "Answer") -> str:
-        """Return the statistics as one line of JSON; units are in the names."""
+    def json(self, answer: "Answer") -> dict[str, object]:
+        """Return the statistics for scripts; units are in the names."""
         cache = self._cache
         misses = self._experts.active_experts - cache.hits  # without slots all are misses
-        return json.dumps(
-            {
-                "text": answer.text,
-                "prompt_tokens": answer.prompt_tokens,
-                "generated_tokens": len(answer.token_ids),
-                "time_to_first_token_seconds": answer.time_to_first_token_seconds,
-                "prefill_tokens_per_second": answer.prefill_tokens_per_second,
-                "decode_tokens_per_second": answer.decode_tokens_per_second,
-                "is_interrupted": answer.is_interrupted,
-                "device": self._device_name,
-                "expert_cache": {
-                    "slots": self._num_slots,
-                    "hits": cache.hits,
-                    "misses": misses,
-                    "hit_rate": cache.hit_rate,
-                    "copies": cache.copies,
-                    "fetched_bytes": self._copied_bytes(),
-                },
-                "prefetch": {"issued": cache.prefetch_issued, "useful": cache.prefetch_useful},
-                "device_share_of_rows": cache.device_share,
-                "busy": self._busy(),
-                "seconds_on_the_planners_clock": self._lanes()[0] - self._lanes_before[0],
-                "plan_microseconds": cache.plan_seconds / max(1, cache.calls) * 1e6,
-                "experts_read_bytes": self._experts.touched_bytes,
-                "experts_stored_bytes": self._executor.store.num_bytes,
-                "peak_memory_bytes": self._peak_memory_bytes(),
-            }
-        )  # fmt: skip
+        return {
+            "text": answer.text,
+            "prompt_tokens": answer.prompt_tokens,
+            "generated_tokens": len(answer.token_ids),
+            "time_to_first_token_seconds": answer.time_to_first_token_seconds,
+            "prefill_tokens_per_second": answer.prefill_tokens_per_second,
+            "decode_tokens_per_second": answer.decode_tokens_per_second,
+            "is_interrupted": answer.is_interrupted,
+            "device": self._device_name,
+            "expert_cache": {
+                "slots": self._num_slots,
+                "hits": cache.hits,
+                "misses": misses,
+                "hit_rate": cache.hit_rate,
+                "copies": cache.copies,
+                "fetched_bytes": self._copied_bytes(),
+            },
+            "prefetch": {"issued": cache.prefetch_issued, "useful": cache.prefetch_useful},
+            "device_share_of_rows": cache.device_share,
+            "busy": self._busy(),
+            "seconds_on_the_planners_clock": self._seconds()[0] - self._seconds_before[0],
+            "plan_microseconds": cache.plan_seconds / max(1, cache.calls) * 1e6,
+            "experts_read_bytes": self._experts.touched_bytes,
+            "experts_stored_bytes": self._executor.store.num_bytes,
+            "peak_memory_bytes": self._peak_memory_bytes(),
+        }
 
     def _peak_memory_bytes(self) -> dict[str, int]:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT_BYTES

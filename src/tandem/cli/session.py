@@ -1,5 +1,6 @@
 """A conversation with a loaded model: its messages, its context, and what is printed of a turn."""
 
+import json
 import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -121,7 +122,7 @@ class Session:
             generator = self._ready_generator()
             explanation = self._begin_explanation(generator)
             answer = generate_answer(
-                self._model, self._tokenizer, prompt_ids, self.sampling, _print_piece,
+                self._model, self._tokenizer, prompt_ids, self.sampling, _print_text,
                 generator=generator,
             )  # fmt: skip
             print(flush=True)
@@ -156,10 +157,13 @@ class Session:
         if not self.options.quiet:
             print(report.line(answer), file=sys.stderr)
             self._say_why_slower()
+        statistics = report.json(answer)
         if explanation is not None:
-            print(explanation.text(), file=sys.stderr)
+            text, numbers = explanation.finish(answer)
+            print(text, file=sys.stderr)
+            statistics |= numbers
         if self.options.json:
-            print(report.json(answer), flush=True)
+            print(json.dumps(statistics), flush=True)
 
     def _fit(self, messages: "list[Message]") -> "tuple[list[Message], Tensor]":
         """Return the messages that fit into the context, with their token ids.
@@ -223,5 +227,5 @@ class Session:
             print(f"[slower than it could be: {why}]", file=sys.stderr)
 
 
-def _print_piece(piece: str) -> None:
-    print(piece, end="", flush=True)
+def _print_text(text: str) -> None:
+    print(text, end="", flush=True)

@@ -27,6 +27,7 @@ from tandem.decode.padded import (
     vocabulary_size,
     without_adapters_wrapper,
 )
+from tandem.decode.recording.recorded_graph import RecordedGraph
 from tandem.decode.slots import BorrowedSlots, LoneRow, SlotPool
 from tandem.generate.answer import Answer
 from tandem.generate.prompt import encode_conversation, encode_text
@@ -195,6 +196,11 @@ class Generator:
         if rows is not None and self._has_replay and rows.step.why_not is not None:
             return f"decode steps are not replayed: {rows.step.why_not}"
         return None
+
+    @property
+    def recorded_graph(self) -> RecordedGraph | None:
+        """The graph of the last decode steps; None if they were not replayed, or on a GPU."""
+        return self._last.step.recorded if self._last is not None else None
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, Tensor):
