@@ -1,4 +1,4 @@
-"""Whether a checkpoint lacks tensors of some layer or expert, told from names alone."""
+"""Whether a checkpoint lacks tensors of some layer or expert, found from names alone."""
 
 import re
 from collections import Counter, defaultdict
@@ -43,7 +43,7 @@ def require_all_tensors(path: Path, model: nn.Module, names: Iterable[str]) -> N
 def _require_parameters(path: Path, model: nn.Module, found: set[str]) -> None:
     """Expect of every layer what other layers have.
 
-    Some names of a few architectures are told by loading only, and then of all layers.
+    Some names of a few architectures are found by loading only, and then of all layers.
     """
     by_id: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -88,7 +88,7 @@ def load_checkpoint(
 
 
 def _is_plain(checkpoint: AnyCheckpoint) -> TypeGuard[Checkpoint]:
-    """Whether Transformers reads the weights by itself: nobody has quantised them."""
+    """Whether Transformers reads the weights by itself: they are not quantised."""
     return isinstance(checkpoint, Checkpoint) and checkpoint.quantization is None
 
 

@@ -1,7 +1,7 @@
 """Calls with a life of their own (experts, attention, packed layers) as one operation each.
 
-Whoever records or captures a decode step puts an `Interceptor` in their way; everybody else calls
-the function.
+Code that records or captures a decode step puts an `Interceptor` in their way; other code calls the
+function.
 """
 
 from collections.abc import Callable, Iterator

@@ -41,7 +41,7 @@ from tandem.hf.steps import announce_steps
 from tandem.hf.weight_report import require_shapes
 from tandem.kernels.formats.weight_format import WeightFormat
 
-# What a user is told to try when the experts do not fit, largest first.
+# What an error advises a user to try when the experts do not fit, largest first.
 SMALLER_FORMATS = ("bf16", "int8", "int4")
 
 

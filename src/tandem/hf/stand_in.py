@@ -1,6 +1,6 @@
 """Stands in a state dict for a tensor of the host store: says its shape, refuses to be read.
 
-So a state dict has the names that it must have, and nobody writes a model without its experts.
+So a state dict has the names that it must have, and no file is written without its experts.
 """
 
 from typing import Any, NoReturn
@@ -113,4 +113,4 @@ class _ShowInStateDict:
             found[prefix + name] = StandIn(shape, module.get_parameter(name).dtype)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        refuse_to_copy()  # met by whoever copies or pickles the module, or one that holds it
+        refuse_to_copy()  # raises in code that copies or pickles the module, or one that holds it

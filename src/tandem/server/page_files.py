@@ -1,4 +1,4 @@
-"""The page at `/`: files as they are, without a build step, that need nothing but themselves."""
+"""The page at `/`: files as they are, without a build step, that fetch nothing but themselves."""
 
 from collections.abc import Awaitable, Callable
 from importlib import resources

@@ -1,7 +1,7 @@
-"""What Tandem asks of CUDA, in a dozen calls: lanes of work, events between them, memory.
+"""What Tandem asks of CUDA, in a dozen calls: streams, events between them, memory.
 
 Everything that can be wrong about the order of copies and computation is decided above this seam,
-so that it is tested without a GPU: a twin on the CPU runs the lanes' work late and in any order
+so that it is tested without a GPU: a twin on the CPU runs the streams' work late and in any order
 that the events leave open (`tests/experts/lazy_streams.py`).
 """
 
@@ -27,7 +27,7 @@ _TIMING_PAUSE_SECONDS = 3e-4
 
 
 class Lane(Enum):
-    """Where work runs in order. Lanes wait for each other only by events."""
+    """The CUDA streams in use. Streams wait for each other only by events."""
 
     COMPUTE = "compute"
     """The stream on which the model runs."""
@@ -45,7 +45,7 @@ class HostCopy(NamedTuple):
 
 
 class Event(Protocol):
-    """A place in a lane's order."""
+    """A position in a stream's order."""
 
     def query(self) -> bool:
         """Tell whether everything before it is done; does not wait."""
@@ -61,28 +61,28 @@ class Streams(Protocol):
     device: torch.device
 
     def run(self, lane: Lane, work: Work) -> None:
-        """Queue what `work` does in a lane. What it allocates belongs to that lane."""
+        """Queue what `work` does on a stream. What it allocates belongs to that stream."""
 
     def copy(self, lane: Lane, pieces: Sequence[HostCopy]) -> None:
-        """Queue copies from the host in a lane, in any order; the host goes on."""
+        """Queue copies from the host on a stream, in any order; the host goes on."""
 
     def record(self, lane: Lane, *, is_timed: bool = False) -> Event:
-        """Return an event behind everything that is queued in a lane."""
+        """Return an event behind everything that is queued on a stream."""
 
     def between(self, first: Event, last: Event) -> float:
         """Return the seconds from one timed event to a later one, both of them done."""
 
     def wait(self, lane: Lane, event: Event) -> None:
-        """Hold a lane until an event; the host goes on."""
+        """Hold a stream until an event; the host goes on."""
 
     def pause(self, lane: Lane, seconds: float) -> None:
-        """Let a lane do nothing for a time; the host goes on."""
+        """Let a stream do nothing for a time; the host goes on."""
 
     def seconds(self, lane: Lane, work: Work) -> float:
-        """Return the time that some work takes in a lane, without the host's part; waits."""
+        """Return the time that some work takes on a stream, without the host's part; waits."""
 
     def synchronize(self) -> None:
-        """Wait for all lanes; raises what any of them met."""
+        """Wait for all streams; raises what any of them met."""
 
     def memory(self) -> DeviceMemory:
         """Return the memory of the device, what this process can still take counted as free."""
@@ -116,7 +116,7 @@ class CudaStreams:
     """A real GPU, by way of torch; it need not be the current one."""
 
     def __init__(self, index: int = 0) -> None:
-        """Make the lanes of a GPU; `cuda_checks.require_cuda` says first whether there is one."""
+        """Make the streams of a GPU; `cuda_checks.require_cuda` says first whether there is one."""
         self.device = torch.device("cuda", index)
         self._batch_copy = find_batch_copy()
         self._fraction_before: float | None = None
@@ -127,7 +127,7 @@ class CudaStreams:
         }
 
     def run(self, lane: Lane, work: Work) -> None:
-        """Queue work on the lane's stream."""
+        """Queue work on a stream."""
         if lane is Lane.COMPUTE:  # the stream that is current anyway, on this GPU
             with torch.cuda.device(self.device):
                 work()
@@ -240,7 +240,7 @@ class CudaStreams:
         code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
         if int(code) == 0:
             return True
-        # The driver's refusal stays noted until somebody asks: else torch would raise it later.
+        # The driver's refusal stays noted until it is asked for: else torch would raise it later.
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device=self.device)
         return False
