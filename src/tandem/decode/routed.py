@@ -4,17 +4,15 @@ Where nothing is planned (every expert on the CPU) and the kernels know the form
 activation; the executor does everything else.
 """
 
-from typing import Any
+from types import MethodType
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from tandem.decode.recording.program import NativeCall, Report, require_contiguous
 from tandem.experts.execution.batch import ExpertFunctions
-from tandem.experts.execution.executor import CpuExecutor
-from tandem.experts.execution.routed_layers import can_read, can_run_steps, native_layer
-from tandem.experts.store.host_store import HostLayer
-from tandem.experts.tracing.forced_routing import ForcedRouting
+from tandem.experts.execution.executor import DirectCall, Executor, RoutedCall
 from tandem.kernels import _native
 from tandem.kernels.dense import CpuThreads
 
@@ -32,43 +30,26 @@ def routed_call(
 
     `execute` is the executor's method that did it when the step was recorded.
     """
-    executor = getattr(execute, "__self__", None)
-    forced = executor if isinstance(executor, ForcedRouting) else None
-    if forced is not None:
-        executor = forced.inner
-        index, weights = forced.choices(layer_number, hidden.shape[0])
-    if type(executor) is not CpuExecutor:
+    if not isinstance(execute, MethodType):
         return None
-    layer = executor.store[layer_number]
-    native = native_layer(layer, functions)
-    tensors = (hidden, index, weights)
-    if native is None or not can_run_steps(layer, functions) or not can_read(*tensors):
-        return None
-    if not all(x.is_contiguous() for x in tensors):
-        return None
-    return _call(threads, executor, layer, native, (index, weights) if forced else None)
+    executor = cast("Executor", execute.__self__)
+    direct = executor.direct_call(RoutedCall(layer_number, hidden, index, weights), functions)
+    return None if direct is None else _call(threads, direct)
 
 
-def _call(
-    threads: CpuThreads,
-    executor: CpuExecutor,
-    layer: HostLayer,
-    native: _native.RoutedLayer,
-    forced: tuple[Tensor, Tensor] | None,
-) -> NativeCall:
+def _call(threads: CpuThreads, direct: DirectCall) -> NativeCall:
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> Report:
         (hidden, *choice), (out,) = inputs, outputs
-        index, weights = forced or choice
+        index, weights = direct.choice or choice
         require_contiguous(hidden, index, weights)
         number = program.add_experts(
-            native, index.shape[0], index.shape[1], hidden.dtype == torch.bfloat16,
+            direct.layer, index.shape[0], index.shape[1], hidden.dtype == torch.bfloat16,
             hidden.data_ptr(), index.data_ptr(), weights.dtype == torch.bfloat16,
             weights.data_ptr(), out.data_ptr(),
         )  # fmt: skip
 
         def report() -> None:
-            if executor.listeners:
-                executor.report(layer, index, program.num_active(number), index.numel())
+            direct.report(index, program.num_active(number))
 
         return report
 
