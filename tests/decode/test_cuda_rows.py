@@ -27,8 +27,7 @@ from tandem.generate.batching import Batcher
 from tandem.generate.generator import Generator
 from tandem.generate.running import Request
 from tandem.generate.sampling import SamplingOptions
-from tandem.hf.experts import expert_functions
-from tandem.hf.machine.profile import bind_all
+from tandem.hf.experts import bind_all, expert_functions
 from tandem.hf.opaque_calls import opaque
 from tandem.kernels.reference import expert_ffn
 from tests.decode.twin_capture import TwinCapture, looks
@@ -215,10 +214,10 @@ def test_a_model_that_fits_the_device_is_captured_whole(
     monkeypatch.setattr(device, "resident", lambda cache: WholeLayers(cache, functions))
 
     class Executor(CpuExecutor):  # what computes the prompt; it need not have a cache
-        cache = SimpleNamespace(store=quantizer.store, clock=WallClock())
+        cache: Any = SimpleNamespace(store=quantizer.store, clock=WallClock())
 
     before, executor = quantizer.executor, Executor(quantizer.store)
-    executor.device = device  # type: ignore[attr-defined]
+    executor.device = device
     events: list[LayerExecuted] = []
     quantizer.use(executor)
     try:
@@ -252,14 +251,14 @@ def test_pieces_follow_what_is_resident_and_how_many_slots_there_are(
     model = models["mixtral"]
     quantizer = model.hf_quantizer
     device = CudaDevice(LazyStreams(is_eager=True), TorchKernels())
-    cache = SimpleNamespace(store=quantizer.store, clock=WallClock(), engine=object())
-    layers = WholeLayers(cache, expert_functions(quantizer.bound()[0][0]))  # type: ignore[arg-type]
+    cache: Any = SimpleNamespace(store=quantizer.store, clock=WallClock(), engine=object())
+    layers = WholeLayers(cache, expert_functions(quantizer.bound()[0][0]))
     layers.have_arrived = False
     monkeypatch.setattr(device, "resident", lambda cache: layers)
     executor, before = CpuExecutor(quantizer.store), quantizer.executor
-    executor.cache, executor.device = cache, device  # type: ignore[attr-defined]
+    executor.cache, executor.device = cache, device
     settled: list[bool] = []
-    executor.settle = lambda: settled.append(True)  # type: ignore[attr-defined]
+    executor.settle = lambda: settled.append(True)  # type: ignore[method-assign]
     quantizer.use(executor)
 
     def make_room() -> bool:

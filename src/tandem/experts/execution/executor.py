@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tandem.experts.cache.expert_cache import ExpertCache
+from tandem.experts.devices.device import Device
 from tandem.experts.execution.batch import CallSide, ExpertFunctions
 from tandem.experts.execution.expert_kernels import ExpertKernels
 from tandem.experts.execution.layer_call import LayerCall
@@ -59,6 +60,10 @@ class Executor(Protocol):
         """The expert cache on a device; None if the CPU computes every expert."""
 
     @property
+    def device(self) -> Device | None:
+        """The device whose slots a replay may read by itself; None if calls change on their way."""
+
+    @property
     def needs_steps(self) -> bool:
         """Whether each forward pass must be announced by `begin_step`, also a replayed one."""
 
@@ -100,6 +105,7 @@ class StatelessExecutor(ABC):
     """What executors share to which steps mean nothing."""
 
     cache: ExpertCache | None = None
+    device: Device | None = None
     needs_steps = False
     needs_hooks = False
 

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from torch import Tensor
 
 from tandem.experts.cache.expert_cache import ExpertCache
+from tandem.experts.devices.device import Device
 from tandem.experts.execution.batch import ExpertFunctions
 from tandem.experts.execution.executor import DirectCall, Executor, RoutedCall
 from tandem.experts.tracing.events import Listener
@@ -14,6 +15,7 @@ from tandem.experts.tracing.events import Listener
 class PassingExecutor:
     """Hands everything to the executor within. A subclass overrides `before` or `after`."""
 
+    device: Device | None = None
     needs_steps = True
 
     def __init__(self, inner: Executor) -> None:
