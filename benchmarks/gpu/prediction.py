@@ -6,7 +6,7 @@ import numpy as np
 
 from tandem.experts.cache.expert_cache import ExpertCache
 from tandem.experts.tracing.events import LayerExecuted
-from tandem.sim.replay import Run, replay
+from tandem.sim.replay import ReplaySettings, replay
 from tandem.trace import RoutingTrace, TraceMeta
 
 
@@ -60,7 +60,7 @@ class Prediction:
         trace = RoutingTrace(
             meta=meta, experts=experts, seq_offsets=np.arange(self._batch + 1) * num_steps
         )
-        run = Run(
+        run = ReplaySettings(
             settings=cache.settings, profile=cache.machine.profile, shape=cache.machine.shape,
             num_slots=self._num_slots, batch=self._batch, prompt=0, compare_every=0,
         )  # fmt: skip

@@ -16,8 +16,8 @@ from tandem.policy.assignment import ASSIGNMENTS
 from tandem.policy.eviction import EVICTIONS
 from tandem.policy.plan import LayerPlan
 from tandem.policy.settings import PlannerSettings
-from tandem.sim.replay import Run, Tally, replay
-from tandem.sim.start import STARTS
+from tandem.sim.replay import ReplaySettings, Tally, replay
+from tandem.sim.start import SIMULATED_STARTS
 from tandem.sim.steps import replay_steps
 from tandem.sim.systems import TANDEM
 from tandem.trace import RoutingTrace, read_trace
@@ -58,7 +58,7 @@ def machine_of(name: str, trace: RoutingTrace) -> Machine:
 
 def start_of(trace: RoutingTrace, settings: PlannerSettings, num_slots: int) -> list[int]:
     sizes = settings.set_sizes(trace.meta.geometry, num_slots)
-    return STARTS.factory("random")(trace.meta.geometry, sizes, None)
+    return SIMULATED_STARTS.factory("random")(trace.meta.geometry, sizes, None)
 
 
 def live(
@@ -92,7 +92,7 @@ def simulated(
 ) -> tuple[Tally, list[LayerPlan]]:
     plans: list[LayerPlan] = []
     steps = list(replay_steps(trace, batch, prompt=8))[:STEPS]
-    run = Run(
+    run = ReplaySettings(
         settings=settings,
         profile=machine.profile,
         shape=machine.shape,

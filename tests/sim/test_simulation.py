@@ -19,7 +19,7 @@ from tandem.policy.settings import PlannerSettings
 from tandem.sim.compare import compare, table
 from tandem.sim.picture import Chart, svg
 from tandem.sim.simulation import Conditions, hit_rates, run_timed, simulate
-from tandem.sim.start import STARTS
+from tandem.sim.start import SIMULATED_STARTS
 from tandem.sim.systems import TANDEM
 from tandem.trace import RoutingTrace, read_trace
 
@@ -131,12 +131,12 @@ def test_held_out_sequences_are_not_replayed(trace: RoutingTrace) -> None:
         hit_rates(trace, LRU, conditions(hold_out=500))
 
 
-@pytest.mark.parametrize("name", STARTS.names())
+@pytest.mark.parametrize("name", SIMULATED_STARTS.names())
 @pytest.mark.parametrize("pool", ["by-layer", "shared"])
 def test_starts_fill_no_set_above_its_size(trace: RoutingTrace, name: str, pool: str) -> None:
     geometry = trace.meta.geometry
     sizes = PlannerSettings(pool=pool).set_sizes(geometry, 100)
-    keys = STARTS.factory(name)(geometry, sizes, trace)
+    keys = SIMULATED_STARTS.factory(name)(geometry, sizes, trace)
     assert len(set(keys)) == len(keys) <= 100
     if pool == "by-layer" and name != "first-layers":
         per_layer = Counter(key // geometry.num_experts for key in keys)

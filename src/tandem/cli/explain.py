@@ -15,8 +15,8 @@ from tandem.experts.tracing.cache_statistics import CacheStatistics, LayerCounts
 from tandem.experts.tracing.events import unheard
 from tandem.kernels.formats.weight_format import find_format
 from tandem.policy.cost import HardwareProfile, ShapeCosts
-from tandem.sim.replay import Run, replay
-from tandem.sim.start import STARTS
+from tandem.sim.replay import ReplaySettings, replay
+from tandem.sim.start import SIMULATED_STARTS
 
 if TYPE_CHECKING:
     from tandem.decode.recording.coverage import Coverage
@@ -115,7 +115,7 @@ def _image_bytes(store: HostStore, name: str) -> int:
 
 def _seconds(trace: "RoutingTrace", cache: ExpertCache, conditions: _Conditions) -> float:
     profile, shape, num_slots = conditions
-    run = Run(
+    run = ReplaySettings(
         settings=cache.settings,
         profile=profile,
         shape=shape,
@@ -125,7 +125,7 @@ def _seconds(trace: "RoutingTrace", cache: ExpertCache, conditions: _Conditions)
     )
     # The same start for all: what the cache really held is known for one size only.
     sizes = cache.settings.set_sizes(cache.geometry, num_slots)
-    resident = STARTS.factory("hottest")(cache.geometry, sizes, trace)
+    resident = SIMULATED_STARTS.factory("hottest")(cache.geometry, sizes, trace)
     return replay(trace, run, resident=resident).total_seconds
 
 

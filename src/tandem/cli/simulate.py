@@ -90,7 +90,7 @@ def _print_lists(flags: argparse.Namespace) -> bool:
     from tandem.policy.prediction import PREDICTIONS
     from tandem.policy.prefetch import PREFETCHES
     from tandem.policy.settings import POOLS
-    from tandem.sim.start import STARTS
+    from tandem.sim.start import SIMULATED_STARTS
 
     known: dict[str, list[str]] = {
         "hardware": profile_names(),
@@ -98,7 +98,7 @@ def _print_lists(flags: argparse.Namespace) -> bool:
         "eviction": EVICTIONS.names(),
         "prediction": PREDICTIONS.names(),
         "prefetch_choice": PREFETCHES.names(),
-        "start": STARTS.names(),
+        "start": SIMULATED_STARTS.names(),
         "pool": list(POOLS),
     }
     asked = {name: names for name, names in known.items() if getattr(flags, name) == LISTS}

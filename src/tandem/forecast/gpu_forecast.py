@@ -28,8 +28,8 @@ from tandem.hf.runtime import require_runtime
 from tandem.policy.cost import HardwareProfile, ShapeCosts
 from tandem.policy.plan import Geometry
 from tandem.policy.settings import PlannerSettings
-from tandem.sim.replay import Run, Tally, replay
-from tandem.sim.start import STARTS
+from tandem.sim.replay import ReplaySettings, Tally, replay
+from tandem.sim.start import SIMULATED_STARTS
 
 _DECODE_STEPS = 128
 _HEAT_SEQUENCES = 2  # what earlier runs have learned about popularity
@@ -135,7 +135,7 @@ def forecast_on_gpu(
     heat = trace.sequences(0, _HEAT_SEQUENCES)
     if num_slots >= sizes.num_experts:  # as loading has it: all of them, and room for copies
         num_slots += settings.extra_slots(num_slots)
-    run = Run(
+    run = ReplaySettings(
         settings=settings,
         profile=profile,
         shape=costs,
@@ -144,7 +144,7 @@ def forecast_on_gpu(
         compare_every=0,
     )
     set_sizes = settings.set_sizes(geometry, num_slots)
-    resident = STARTS.factory("hottest")(geometry, set_sizes, heat)
+    resident = SIMULATED_STARTS.factory("hottest")(geometry, set_sizes, heat)
     tally = replay(trace.sequences(_HEAT_SEQUENCES, _HEAT_SEQUENCES + 1), run, resident=resident)
     return _forecast(profile, costs, tally)
 

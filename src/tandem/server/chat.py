@@ -55,7 +55,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class AnswerPart:
     """A part of an answer: exactly one field is there."""
 
     content: str = ""
@@ -181,28 +181,28 @@ class AnswerReader:
         if begun:
             self._parser.feed(begun)
 
-    def feed(self, text: str) -> list[Piece]:
+    def feed(self, text: str) -> list[AnswerPart]:
         """Take the next text; return the parts that are certain."""
         if self._is_broken:
-            return [Piece(content=text)] if text else []
+            return [AnswerPart(content=text)] if text else []
         try:
-            return list(self._pieces(self._parser.feed(text)))
+            return list(self._parts(self._parser.feed(text)))
         except (ValueError, KeyError, TypeError):  # the model broke its own format: plain text
             self._is_broken = True
-            return [Piece(content=self._open_call + text)]
+            return [AnswerPart(content=self._open_call + text)]
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[AnswerPart]:
         """Return what was held back."""
         if self._is_broken:
             return []
         if self._open_call:
-            return [Piece(content=self._open_call)]
+            return [AnswerPart(content=self._open_call)]
         try:
-            return list(self._pieces(self._parser.finalize()[1]))
+            return list(self._parts(self._parser.finalize()[1]))
         except (ValueError, KeyError, TypeError):
             return []
 
-    def _pieces(self, events: Sequence[Mapping[str, Any]]) -> Iterator[Piece]:
+    def _parts(self, events: Sequence[Mapping[str, Any]]) -> Iterator[AnswerPart]:
         for event in events:
             field = event.get("field")
             if field == "tool_calls":
@@ -211,13 +211,13 @@ class AnswerReader:
                 self._is_at_start["content"] = True
                 call = _call(event.get("value"))
                 if call is not None:
-                    yield Piece(call=call)
+                    yield AnswerPart(call=call)
             elif event["type"] == "region_chunk" and not event.get("dirty"):
                 text = event.get("text") or ""
                 if field in _REASONING and (text := self._stripped("reasoning", text)):
-                    yield Piece(reasoning=text)
+                    yield AnswerPart(reasoning=text)
                 elif field == "content" and (text := self._stripped("content", text)):
-                    yield Piece(content=text)
+                    yield AnswerPart(content=text)
 
     def _note_call(self, event: Mapping[str, Any]) -> None:
         if event["type"] == "region_open":

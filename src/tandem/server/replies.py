@@ -7,7 +7,7 @@ from typing import Any
 
 from tandem.generate.token_output import TokenLogprob, TokenOutput
 from tandem.server.answering import GenerationRequest, new_id, now_seconds
-from tandem.server.chat import Call, Piece
+from tandem.server.chat import AnswerPart, Call
 
 _LOGPROB_FIELDS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 DONE = b"data: [DONE]\n\n"
@@ -123,9 +123,7 @@ class _ChatChoice:
         """Yield the deltas that follow from a token, its log-probabilities first; then the end."""
         self.tally.add(token_output)
         logprob = self._logprob(token_output)
-        deltas = [
-            d for piece in self._pieces(token_output) if (d := self._delta(piece)) is not None
-        ]
+        deltas = [d for part in self._parts(token_output) if (d := self._delta(part)) is not None]
         for delta in deltas or ([{}] if logprob is not None else []):
             yield self._part(delta, logprobs=logprob)
             logprob = None
@@ -151,20 +149,18 @@ class _ChatChoice:
             "finish_reason": self._finish_reason,
         }
 
-    def _pieces(self, token_output: TokenOutput) -> list[Piece]:
+    def _parts(self, token_output: TokenOutput) -> list[AnswerPart]:
         reader = self._question.reader
         if reader is None:
-            return [Piece(content=token_output.text)] if token_output.text else []
-        pieces = reader.feed(token_output.text) if token_output.text else []
-        return pieces + reader.finish() if token_output.finish_reason is not None else pieces
+            return [AnswerPart(content=token_output.text)] if token_output.text else []
+        parts = reader.feed(token_output.text) if token_output.text else []
+        return parts + reader.finish() if token_output.finish_reason is not None else parts
 
-    def _delta(self, piece: Piece) -> dict[str, Any] | None:
-        if piece.call is not None:
-            return self._call_delta(piece.call)
+    def _delta(self, part: AnswerPart) -> dict[str, Any] | None:
+        if part.call is not None:
+            return self._call_delta(part.call)
         name, text = (
-            ("reasoning_content", piece.reasoning)
-            if piece.reasoning
-            else ("content", piece.content)
+            ("reasoning_content", part.reasoning) if part.reasoning else ("content", part.content)
         )
         if not text:
             return None

@@ -90,7 +90,7 @@ class Tally:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class ReplaySettings:
     """One replay's conditions."""
 
     settings: PlannerSettings
@@ -105,7 +105,7 @@ class Run:
 
 def replay(
     trace: RoutingTrace,
-    run: Run,
+    run: ReplaySettings,
     *,
     resident: Iterable[int] = (),
     watch: Watch | None = None,
@@ -119,7 +119,7 @@ class _Replay:
     """The loop over steps and layers."""
 
     def __init__(
-        self, trace: RoutingTrace, run: Run, resident: Iterable[int], watch: Watch | None
+        self, trace: RoutingTrace, run: ReplaySettings, resident: Iterable[int], watch: Watch | None
     ) -> None:
         profile = run.profile
         self._settings = run

@@ -12,8 +12,8 @@ from tandem.policy.eviction import EVICTIONS
 from tandem.policy.settings import PlannerSettings
 from tandem.sim.dump import Dump
 from tandem.sim.hit_rate import belady_hit_rate, demand_loads, hit_rate
-from tandem.sim.replay import COMPARE_EVERY, Run, Tally, replay
-from tandem.sim.start import STARTS
+from tandem.sim.replay import COMPARE_EVERY, ReplaySettings, Tally, replay
+from tandem.sim.start import SIMULATED_STARTS
 from tandem.trace import RoutingTrace
 
 Progress = Callable[[int], None]
@@ -40,7 +40,7 @@ class Conditions:
         require_range("prompt", self.prompt, 0)
         require_range("limit", self.limit, 1)
         require_range("hold_out", self.hold_out, 0)
-        STARTS.factory(self.start)
+        SIMULATED_STARTS.factory(self.start)
 
     def costs(self, trace: RoutingTrace) -> ShapeCosts:
         """Return the costs of the trace's model, or of the shape that was asked for."""
@@ -81,7 +81,7 @@ def run_timed(
     num_slots = conditions.num_slots(trace)
     geometry = trace.meta.geometry
     sizes = settings.set_sizes(geometry, num_slots)
-    run = Run(
+    run = ReplaySettings(
         settings=settings,
         profile=conditions.profile,
         shape=conditions.costs(trace),
@@ -94,7 +94,7 @@ def run_timed(
     return replay(
         replayed,
         run,
-        resident=STARTS.factory(conditions.start)(geometry, sizes, heat),
+        resident=SIMULATED_STARTS.factory(conditions.start)(geometry, sizes, heat),
         watch=None if dump is None else dump.plan,
         progress=progress,
     )

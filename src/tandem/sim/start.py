@@ -10,16 +10,16 @@ from tandem.policy.plan import Geometry
 from tandem.trace import RoutingTrace
 
 Start = Callable[[Geometry, list[int], RoutingTrace | None], list[int]]
-STARTS: Registry[list[int]] = Registry("start content")
+SIMULATED_STARTS: Registry[list[int]] = Registry("start content")
 
 
-@STARTS.register("empty")
+@SIMULATED_STARTS.register("empty")
 def empty(geometry: Geometry, set_sizes: list[int], heat: RoutingTrace | None) -> list[int]:
     """Return nothing: paper 2."""
     return []
 
 
-@STARTS.register("random")
+@SIMULATED_STARTS.register("random")
 def random_start(geometry: Geometry, set_sizes: list[int], heat: RoutingTrace | None) -> list[int]:
     """Fill every set with experts drawn at random, seed 0: DALI."""
     draw = random.Random(0)
@@ -32,7 +32,7 @@ def random_start(geometry: Geometry, set_sizes: list[int], heat: RoutingTrace | 
     return resident
 
 
-@STARTS.register("hottest")
+@SIMULATED_STARTS.register("hottest")
 def hottest(geometry: Geometry, set_sizes: list[int], heat: RoutingTrace | None) -> list[int]:
     """Fill every set with the experts used most in the held-out sequences: Fiddler's popularity."""
     if heat is None:
@@ -49,7 +49,7 @@ def hottest(geometry: Geometry, set_sizes: list[int], heat: RoutingTrace | None)
     return resident
 
 
-@STARTS.register("first-layers")
+@SIMULATED_STARTS.register("first-layers")
 def first_layers(geometry: Geometry, set_sizes: list[int], heat: RoutingTrace | None) -> list[int]:
     """Fill a shared pool with whole layers, the first ones: llama.cpp and KTransformers."""
     whole_layers = sum(set_sizes) // geometry.num_experts
