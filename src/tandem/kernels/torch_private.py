@@ -29,7 +29,8 @@ def copy_module(
     """
     copy: nn.Module = object.__new__(type(module))
     vars(copy).update(vars(module))
-    vars(copy).pop("_compiled_call_impl", None)  # it would run the module
+    for name in ("forward", "_compiled_call_impl"):  # bound to the module, which they would run
+        vars(copy).pop(name, None)
     copy._modules = {
         name: None if child is None else children[child] for name, child in module._modules.items()
     }
