@@ -1,4 +1,4 @@
-"""All that differs between the supported versions of Transformers (5.17 to today)."""
+"""Transformers' private parts, and all that differs between its versions (5.17 to today)."""
 
 import copy
 import inspect
