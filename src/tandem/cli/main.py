@@ -1,5 +1,6 @@
 """Entry point: parses the command line, runs one subcommand, turns errors into one sentence."""
 
+import gc
 import importlib
 import os
 import sys
@@ -10,11 +11,16 @@ from tandem.cli.parser import parse
 from tandem.cli.streams import prepare_streams, warnings_as_lines
 from tandem.core.errors import TandemError
 
+# Torch and Transformers make a million objects that stay: a look for garbage after every 700 of
+# them, as Python has it, takes a tenth of a start.
+_OBJECTS_PER_COLLECTION = 20_000
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code: 0, 1, 2 or 130 (docs/command-line.md)."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     prepare_streams()
+    gc.set_threshold(_OBJECTS_PER_COLLECTION, *gc.get_threshold()[1:])
     try:
         return _run(words)
     except BrokenPipeError:  # the reader (head, less) has gone; nothing is wrong
