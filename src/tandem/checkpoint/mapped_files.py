@@ -32,7 +32,7 @@ def copy_out_of_files(model: nn.Module) -> None:
 
 
 def find_mapped() -> Callable[[Tensor], bool]:
-    """Return what tells whether a tensor lies in a checkpoint file that is mapped now."""
+    """Return a test of whether a tensor lies in a checkpoint file that is mapped now."""
     ranges = _mapped_ranges()
     return lambda tensor: _is_inside(tensor.data_ptr(), ranges)
 

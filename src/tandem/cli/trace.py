@@ -42,7 +42,7 @@ def run(flags: argparse.Namespace) -> int:
     options = from_flags(TraceOptions, flags)
     offload = from_flags(OffloadOptions, flags)
     if not flags.output.endswith(".npz"):
-        raise ConfigError(f"the trace is to be {flags.output!r}; give a name that ends in .npz")
+        raise ConfigError(f"--output is {flags.output!r}; expected a name that ends in .npz")
     prompts = read_prompts(flags.prompts)[: options.limit]
     model, tokenizer = load_model_and_tokenizer(from_flags(ModelChoice, flags), offload, quiet=True)
 

@@ -15,7 +15,7 @@ class Admission:
         self._eviction = eviction
 
     def pairs(
-        self, set_id: int, wanted: Sequence[int], in_use: Container[int]
+        self, set_id: int, entering: Sequence[int], in_use: Container[int]
     ) -> Iterator[tuple[int, int]]:
         """Yield (newcomer, victim) keys, best newcomer first; victim NOWHERE for a free slot.
 
@@ -25,10 +25,10 @@ class Admission:
         residency, eviction = self._residency, self._eviction
         free = residency.free[set_id]
         place = 0
-        while place < len(wanted) and free:
-            yield wanted[place], NOWHERE
+        while place < len(entering) and free:
+            yield entering[place], NOWHERE
             place += 1
-        if place == len(wanted):
+        if place == len(entering):
             return
         state = residency.state
         members = residency.members[set_id]
@@ -36,32 +36,32 @@ class Admission:
         if not evictable:
             return
         scores = eviction.scores(evictable)
-        newcomers = eviction.scores(wanted[place:])
+        newcomers = eviction.scores(entering[place:])
         if len(newcomers) == 1:
             least = min(scores)
             ranked = [(least, evictable[scores.index(least)])]
         else:
             ranked = sorted(zip(scores, evictable, strict=True))
         for key, newcomer, (victim_score, victim) in zip(
-            wanted[place:], newcomers, ranked, strict=False
+            entering[place:], newcomers, ranked, strict=False
         ):
             if not eviction.admits(newcomer, victim_score):
                 return
             yield key, victim
 
     def least_pairs(
-        self, set_id: int, wanted: Sequence[int], in_use: Container[int]
+        self, set_id: int, entering: Sequence[int], in_use: Container[int]
     ) -> Iterator[tuple[int, int]]:
         """Yield newcomers, in order, with the residents of lowest score; asks for no admission."""
         residency = self._residency
         free = len(residency.free[set_id])
-        for key in wanted[:free]:
+        for key in entering[:free]:
             yield key, NOWHERE
-        if len(wanted) <= free:
+        if len(entering) <= free:
             return
         state, members = residency.state, residency.members[set_id]
         evictable = [key for key in members if state[key] == READY and key not in in_use]
         scores = self._eviction.scores(evictable)
         ranked = sorted(zip(scores, evictable, strict=True))
-        for key, (_, victim) in zip(wanted[free:], ranked, strict=False):
+        for key, (_, victim) in zip(entering[free:], ranked, strict=False):
             yield key, victim

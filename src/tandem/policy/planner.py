@@ -162,8 +162,8 @@ class Planner:
             split = self._split(self._problem(load, keys, states, now))
             misses = [key for key, held in zip(keys, states, strict=True) if not held]
         next_plan = now + split.seconds + self._dense_seconds
-        wanted = self._newcomers(load.layer, in_use, misses, split.fetch, now, next_plan)
-        return split, self._admission.pairs(self.residency.set_of(load.layer), wanted, in_use)
+        entering = self._newcomers(load.layer, in_use, misses, split.fetch, now, next_plan)
+        return split, self._admission.pairs(self.residency.set_of(load.layer), entering, in_use)
 
     def _plan_without_misses(self, load: LayerLoad, now: float) -> LayerPlan:
         """Plan where the cache holds the whole model: nothing to learn, to copy or to evict."""
@@ -341,9 +341,9 @@ class Planner:
             set_id = residency.staging
         room = len(residency.free[set_id]) if is_staged else residency.capacity[set_id]
         terms = self._terms(first, room, idle_copies)
-        wanted = [first + expert for expert in self._prefetch.choose(forecast, terms)]
+        entering = [first + expert for expert in self._prefetch.choose(forecast, terms)]
         copies = []
-        for key, victim in self._admission.least_pairs(set_id, wanted, in_use):
+        for key, victim in self._admission.least_pairs(set_id, entering, in_use):
             evicts = None
             if victim != NOWHERE:
                 if victim // experts != layer:

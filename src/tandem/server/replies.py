@@ -218,7 +218,7 @@ class CompletionReply:
     num_choices: int = 1
     """Per prompt."""
     has_running_usage: bool = False
-    """Whether every chunk tells how many tokens there are so far."""
+    """Whether every chunk reports how many tokens there are so far."""
     tallies: list[Tally] = field(default_factory=list)
     reply_id: str = field(default_factory=lambda: new_id("cmpl"))
     created: int = field(default_factory=now_seconds)

@@ -56,7 +56,7 @@ def _prompts(trace: RoutingTrace, prompt: int | None) -> Mapping[int, int]:
         return defaultdict(lambda: prompt)
     recorded = trace.meta.more.get("prompt_tokens")
     if not isinstance(recorded, list) or len(recorded) != trace.num_sequences:
-        raise ConfigError("the trace does not say how long its prompts were; give a number")
+        raise ConfigError("the trace has no prompt_tokens; expected a number as prompt")
     return dict(zip(trace.seq_offsets[:-1].tolist(), recorded, strict=True))
 
 

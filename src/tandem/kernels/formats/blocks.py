@@ -47,7 +47,7 @@ class MatrixBlocks:
     """Views of a packed matrix's memory, block by block.
 
     `words` is (blocks, dwords per row, 16) int32. `scales` is (blocks, groups, 16), for int4z
-    (blocks, 2 * groups, 16) with scales at even and minima at odd places, for fp8
+    (blocks, 2 * groups, 16) with scales at even and minima at odd indices, for fp8
     (blocks, groups, 1).
     """
 

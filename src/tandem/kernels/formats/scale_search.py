@@ -5,8 +5,8 @@ give its squared error. So a candidate costs one rounding and two sums, and the 
 refitted scale, already rounded to fp16, of least error. The plain scale of the largest magnitude
 ("absmax") is the first candidate, hence no group ever gets worse than that.
 
-Each candidate is a place among the codes where a group's peak is put before rounding. The places
-were chosen greedily by error on the demo model and on Gaussian weights (docs/formats.md).
+Each candidate is a code to which a group's peak is scaled before rounding. These codes were chosen
+greedily by error on the demo model and on Gaussian weights (docs/formats.md).
 """
 
 import torch
@@ -33,8 +33,8 @@ def fit_symmetric(
     with its sign, `importance` (groups, group_size). One code in `peak_codes`: no search. Groups
     too large for fp16 get an infinite scale.
     """
-    places = torch.tensor(peak_codes)[:, None, None]
-    scales = (peak / places).half()  # (candidates, rows, groups)
+    peaks = torch.tensor(peak_codes)[:, None, None]
+    scales = (peak / peaks).half()  # (candidates, rows, groups)
     codes = torch.empty_like(x)
     if len(peak_codes) > 1 and scales[0].isfinite().all():
         along, square = torch.empty(2, *scales.shape)

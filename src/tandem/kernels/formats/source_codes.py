@@ -107,5 +107,5 @@ def _require_shape(found: Tensor, expected: tuple[int, int], name: str) -> None:
     if tuple(found.shape) != expected:
         raise ModelError(
             f"{name} have shape {tuple(found.shape)}, expected {expected}; give one line of "
-            "groups per output row, turned if the checkpoint has them the other way round"
+            "groups per output row, transposed if the checkpoint has the other order"
         )
