@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).parent.parent
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--write-docs", action="store_true", help="write generated docs anew")
+    parser.addoption("--write-docs", action="store_true", help="write generated docs again")
     parser.addoption("--isa", help="the kernels' instruction set; the best of this processor")
 
 

@@ -183,7 +183,7 @@ def _write(directory: Path, like: Path, tensors: dict[str, Tensor], **changes: A
 
 
 def lose_tensors(directory: Path, prefix: str) -> None:
-    """Write a checkpoint anew, as one file, without the tensors of a prefix."""
+    """Write a checkpoint again, as one file, without the tensors of a prefix."""
     files = sorted(directory.glob("*.safetensors"))
     tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
     for file in [*files, *directory.glob("*.index.json")]:

@@ -1,4 +1,4 @@
-"""Predictors foresee what they are made for, and chances are frequencies."""
+"""Predictors find what they are made for, and chances are frequencies."""
 
 import random
 
@@ -76,7 +76,7 @@ def brier_score(accuracy: float | None, sources: tuple[str, ...] = ("residual",)
     total, count = 0.0, 0
     for step in range(1200):
         policy.begin_step(())
-        # A third of the steps repeats: what can be foreseen without hints is real, but little.
+        # A third of the steps repeats: what can be predicted without hints is real, but little.
         walk = step if step % 3 else 0
         for layer in range(4):
             route = random.Random(walk * 7 + layer)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 
 class Cable:
-    """Passes bytes between whoever connects and a server, until it is cut."""
+    """Passes bytes between a client and a server, until it is disconnected."""
 
     def __init__(self, port: int) -> None:
         """Lead to a port of this machine."""
