@@ -33,6 +33,7 @@ from tandem.kernels.reference import expert_ffn
 from tests.decode.twin_capture import TwinCapture, looks
 from tests.experts.lazy_streams import LazyStreams
 from tests.hf.tiny import save_tiny_checkpoint
+from tests.inside import runtime_in
 
 # Full attention; windows and sinks; a latent; windows, softcaps and several kinds of layers.
 NAMES = ("mixtral", "gpt_oss", "deepseek_v2", "gemma4")
@@ -57,13 +58,13 @@ def logits_of(rows: Any) -> list[torch.Tensor]:
 def test_captured_pieces_give_the_models_logits(models: dict[str, Any], name: str) -> None:
     model = models[name]
     events: list[LayerExecuted] = []
-    executor = model.hf_quantizer.executor
+    executor = runtime_in(model).executor
     executor.listeners.append(events.append)
     rows = CudaRows(model, PROMPTS, 20, make_capture=TwinCapture)
     found = logits_of(rows)
     executor.listeners.clear()
     assert rows.step.is_replaying, rows.step.why_not
-    num_layers = len(model.hf_quantizer.store)
+    num_layers = len(runtime_in(model).store)
     assert rows.step.num_pieces == num_layers + 1
     # Experts run between the pieces; what is captured and compared beside answers nobody.
     assert len(events) == num_layers * (len(PROMPTS) + len(TOKENS))
@@ -206,27 +207,27 @@ def test_a_model_that_fits_the_device_is_captured_whole(
     models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = models["mixtral"]
-    quantizer = model.hf_quantizer
+    runtime = runtime_in(model)
     expected = logits_of(PaddedRows(model, PROMPTS, 0))
-    functions = expert_functions(quantizer.bound()[0][0])
+    functions = expert_functions(runtime.bound[0][0])
     busy: list[float] = []
     device = CudaDevice(LazyStreams(is_eager=True), TorchKernels(), on_busy=busy.append)
     monkeypatch.setattr(device, "resident", lambda cache: WholeLayers(cache, functions))
 
     class Executor(CpuExecutor):  # what computes the prompt; it need not have a cache
-        cache: Any = SimpleNamespace(store=quantizer.store, clock=WallClock())
+        cache: Any = SimpleNamespace(store=runtime.store, clock=WallClock())
 
-    before, executor = quantizer.executor, Executor(quantizer.store)
+    before, executor = runtime.executor, Executor(runtime.store)
     executor.device = device
     events: list[LayerExecuted] = []
-    quantizer.use(executor)
+    runtime.use(executor)
     try:
         rows = CudaRows(model, PROMPTS, 20, make_capture=TwinCapture)
         found = logits_of(rows)
         executor.listeners.append(events.append)
         for token in (70, 80):
             rows.decode([token] * len(PROMPTS))
-        num_layers = len(quantizer.store)
+        num_layers = len(runtime.store)
         assert [event.layer for event in events] == [*range(num_layers)] * 2  # a step late
         rows.continue_with([[40, 41, 42, 43]] * 2)
         rows.pool._tell()
@@ -237,7 +238,7 @@ def test_a_model_that_fits_the_device_is_captured_whole(
             assert event.num_tokens == len(PROMPTS)
         assert busy
     finally:
-        quantizer.use(before)
+        runtime.use(before)
     assert rows.step.is_replaying, rows.step.why_not
     assert rows.step.num_pieces == 1
     for ours, theirs in zip(found, expected, strict=True):
@@ -249,17 +250,17 @@ def test_pieces_follow_what_is_resident_and_how_many_slots_there_are(
 ) -> None:
     """Cut pieces become whole when all experts have arrived; a size that was asked for is taken."""
     model = models["mixtral"]
-    quantizer = model.hf_quantizer
+    runtime = runtime_in(model)
     device = CudaDevice(LazyStreams(is_eager=True), TorchKernels())
-    cache: Any = SimpleNamespace(store=quantizer.store, clock=WallClock(), engine=object())
-    layers = WholeLayers(cache, expert_functions(quantizer.bound()[0][0]))
+    cache: Any = SimpleNamespace(store=runtime.store, clock=WallClock(), engine=object())
+    layers = WholeLayers(cache, expert_functions(runtime.bound[0][0]))
     layers.have_arrived = False
     monkeypatch.setattr(device, "resident", lambda cache: layers)
-    executor, before = CpuExecutor(quantizer.store), quantizer.executor
+    executor, before = CpuExecutor(runtime.store), runtime.executor
     executor.cache, executor.device = cache, device
     settled: list[bool] = []
     executor.settle = lambda: settled.append(True)  # type: ignore[method-assign]
-    quantizer.use(executor)
+    runtime.use(executor)
 
     def make_room() -> bool:
         cache.engine = object()
@@ -289,23 +290,23 @@ def test_pieces_follow_what_is_resident_and_how_many_slots_there_are(
         rows.decode([50] * len(PROMPTS))
         assert rows.step.num_pieces == 0
     finally:
-        quantizer.use(before)
+        runtime.use(before)
     assert pieces == [0, 0, 5, 5, 5, 5, 0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1]
     assert len(settled) == 18 + 2
 
 
 def test_steps_that_ask_routers_ahead_are_not_captured(models: dict[str, Any]) -> None:
-    quantizer = models["mixtral"].hf_quantizer
-    before, executor = quantizer.executor, CpuExecutor(quantizer.store)
+    runtime = runtime_in(models["mixtral"])
+    before, executor = runtime.executor, CpuExecutor(runtime.store)
     executor.foresee = lambda layer: ()  # type: ignore[attr-defined]
-    quantizer.use(executor)
+    runtime.use(executor)
     try:
         rows = CudaRows(models["mixtral"], PROMPTS, 20, make_capture=TwinCapture)
         logits_of(rows)
         assert not rows.step.is_replaying
         assert rows.step.why_not == "routers are asked ahead, which captured pieces leave out"
     finally:
-        quantizer.use(before)
+        runtime.use(before)
 
 
 def test_a_kv_cache_that_cannot_grow_goes_on_as_it_is(
@@ -369,7 +370,7 @@ def test_rows_are_stepped_in_any_company(models: dict[str, Any]) -> None:
     pool = CudaSlotPool(model, 4, make_capture=TwinCapture)
     found = {row: [pool.prefill(row, text[:3]).clone()] for row, text in texts.items()}
     events: list[LayerExecuted] = []
-    model.hf_quantizer.executor.listeners.append(events.append)
+    runtime_in(model).executor.listeners.append(events.append)
     companies = [(0,), (0, 1), (0, 1, 3), (3,), (1, 3)] * 6  # enough to be captured
     for turn, company in enumerate(companies):
         events.clear()
@@ -379,7 +380,7 @@ def test_rows_are_stepped_in_any_company(models: dict[str, Any]) -> None:
         for row, row_logits in zip(company, logits, strict=True):
             found[row].append(row_logits.clone())
             expected[row].append(alone[row].decode([40 + (turn + row) % 50])[0].clone())
-    model.hf_quantizer.executor.listeners.clear()
+    runtime_in(model).executor.listeners.clear()
     assert {key[0] for key, step in pool._steps.items() if step.graphed.is_replaying} == {1, 2, 4}
     for row in texts:
         assert list(pool.held(row)[:3]) == texts[row][:3]
@@ -426,15 +427,15 @@ def test_all_logits_of_a_prompt_end_with_those_of_its_last_token(models: dict[st
 
 
 def test_each_step_is_announced_once_with_the_tokens_of_its_rows(models: dict[str, Any]) -> None:
-    quantizer = models["mixtral"].hf_quantizer
+    runtime = runtime_in(models["mixtral"])
     announced: list[tuple[list[int], bool]] = []
 
     class Executor(CpuExecutor):
         def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:
             announced.append((list(token_ids), is_prefill))
 
-    before = quantizer.executor
-    quantizer.use(Executor(quantizer.store))
+    before = runtime.executor
+    runtime.use(Executor(runtime.store))
     try:
         pool = CudaSlotPool(models["mixtral"], 4, make_capture=TwinCapture)
         for row in (0, 2):
@@ -442,7 +443,7 @@ def test_each_step_is_announced_once_with_the_tokens_of_its_rows(models: dict[st
         for _ in range(6):
             pool.decode({0: 50, 2: 60})
     finally:
-        quantizer.use(before)
+        runtime.use(before)
     assert announced == [([40, 41, 42], True)] * 2 + [([50, 60], False)] * 6
 
 
@@ -465,7 +466,7 @@ def test_a_prompt_without_memory_lets_experts_make_room(
     pool = CudaSlotPool(model, 1)
     expected = pool.prefill(0, [40, 41, 42]).clone()
     pool.keep(0, 0)
-    executor, right = model.hf_quantizer.executor, model.hf_quantizer.executor.execute
+    executor, right = runtime_in(model).executor, runtime_in(model).executor.execute
 
     def scarce(*args: Any) -> torch.Tensor:
         if room:
@@ -474,7 +475,7 @@ def test_a_prompt_without_memory_lets_experts_make_room(
         return result
 
     monkeypatch.setattr(executor, "execute", scarce)
-    bind_all(model.hf_quantizer.bound(), executor)
+    bind_all(runtime_in(model).bound, executor)
     monkeypatch.setattr(pool, "_make_room", lambda: bool(room and room.pop()))
     try:
         torch.testing.assert_close(pool.prefill(0, [40, 41, 42]), expected)
@@ -484,7 +485,7 @@ def test_a_prompt_without_memory_lets_experts_make_room(
             pool.prefill(0, [40, 41, 42])
     finally:
         monkeypatch.undo()
-        bind_all(model.hf_quantizer.bound(), executor)
+        bind_all(runtime_in(model).bound, executor)
 
 
 def test_pieces_that_give_other_logits_are_given_up() -> None:

@@ -15,6 +15,7 @@ from tandem.experts.tracing.forced_routing import ForcedRouting
 from tandem.generate.generator import Generator
 from tandem.trace import RoutingTrace, TraceMeta
 from tests.architectures import build_tiny_model
+from tests.inside import runtime_in
 from tests.threads import two_threads
 
 pytestmark = pytest.mark.every_isa
@@ -119,9 +120,9 @@ def test_replayed_experts_equal_the_executors_and_are_counted(packed: Any) -> No
         for token in TOKENS[:5]:
             rows.decode([token, token + 1])
         statistics = ExpertStatistics()
-        packed.hf_quantizer.executor.listeners.append(statistics)
+        runtime_in(packed).executor.listeners.append(statistics)
         logits.append(rows.decode([TOKENS[5]] * 2).clone())
-        packed.hf_quantizer.executor.listeners.remove(statistics)
+        runtime_in(packed).executor.listeners.remove(statistics)
         assert rows.step.is_replaying is has_replay
         counts.append(statistics)
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-5)
@@ -131,9 +132,9 @@ def test_replayed_experts_equal_the_executors_and_are_counted(packed: Any) -> No
 
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_a_forced_routing_is_replayed_in_programs(packed: Any, num_rows: int) -> None:
-    quantizer, text = packed.hf_quantizer, packed.config
-    inner, layers = quantizer.executor, len(quantizer.store)
-    num_experts = quantizer.store[0].arrivals.num_experts
+    runtime, text = runtime_in(packed), packed.config
+    inner, layers = runtime.executor, len(runtime.store)
+    num_experts = runtime.store[0].arrivals.num_experts
     random = np.random.default_rng(0)
     experts = random.random((50, layers, num_experts)).argsort(-1)[..., : text.num_experts_per_tok]
     trace = RoutingTrace(
@@ -147,12 +148,12 @@ def test_a_forced_routing_is_replayed_in_programs(packed: Any, num_rows: int) ->
     prompts = [[40, 41, 42]] * num_rows
     free = step_logits(packed, prompts, has_replay=True)
     try:
-        quantizer.use(ForcedRouting(inner, trace))
+        runtime.use(ForcedRouting(inner, trace))
         replayed = step_logits(packed, prompts, has_replay=True)
-        quantizer.use(ForcedRouting(inner, trace))
+        runtime.use(ForcedRouting(inner, trace))
         stepped = step_logits(packed, prompts, has_replay=False)
     finally:
-        quantizer.use(inner)
+        runtime.use(inner)
     for a, b in zip(replayed, stepped, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(replayed[-1], free[-1], rtol=1e-2)
@@ -170,9 +171,9 @@ def test_another_executor_is_recorded_anew(packed: Any) -> None:
     rows.prefill()
     for token in TOKENS:
         rows.decode([token])
-    quantizer = packed.hf_quantizer
-    before = quantizer.executor
-    quantizer.use(Counting(before.store))
+    runtime = runtime_in(packed)
+    before = runtime.executor
+    runtime.use(Counting(before.store))
     try:
         for token in TOKENS:
             rows.decode([token])
@@ -181,7 +182,7 @@ def test_another_executor_is_recorded_anew(packed: Any) -> None:
         rows.decode([50])
         assert Counting.calls > so_far  # a class of its own is not taken for CpuExecutor
     finally:
-        quantizer.use(before)
+        runtime.use(before)
 
 
 def test_routers_in_fp32_of_bf16_models_are_native_too() -> None:

@@ -8,6 +8,7 @@ import pytest
 import tandem
 from tandem.experts.tracing.events import ExpertStatistics
 from tests.hf.tiny import save_tiny_checkpoint
+from tests.inside import runtime_in
 
 PROMPT, NEW_TOKENS = [20, 21, 22, 23, 24], 9
 LAYERS, TOP_K = 4, 2
@@ -32,7 +33,7 @@ def test_each_token_is_counted_once(
 ) -> None:
     model = tandem.load(checkpoint, **options)
     counts = ExpertStatistics()
-    model.hf_quantizer.executor.listeners.append(counts)
+    runtime_in(model).executor.listeners.append(counts)
     generator = tandem.Generator(model, has_replay=has_replay)
     (answer,) = generator.generate(PROMPT, max_new_tokens=NEW_TOKENS, temperature=0.0)
     steps = len(answer.token_ids) - 1  # the last token is not run through the model

@@ -19,7 +19,7 @@ from tandem.generate.generator import Generator
 from tandem.hardware.profiles import save_profile
 from tandem.hf.identity import model_identity
 from tandem.hf.lookahead.routing_recording import recording
-from tandem.sim.replay import Run, replay
+from tandem.sim.replay import ReplaySettings, replay
 from tandem.trace import RoutingTrace, read_trace, write_trace
 from tests.experts.machines import make_machine
 from tests.hf.tiny import save_tiny_checkpoint
@@ -100,7 +100,7 @@ def test_a_recorded_trace_replays_with_the_same_decisions(
     assert trace.token_ids is not None
     assert trace.token_ids[: len(PROMPTS[0])].tolist() == ids_of(PROMPTS[0])
     cache = executor.cache
-    run = Run(
+    run = ReplaySettings(
         settings=cache.settings,
         profile=cache.machine.profile,
         shape=cache.machine.shape,

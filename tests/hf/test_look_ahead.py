@@ -15,7 +15,7 @@ from tandem.hf.lookahead.look_ahead import LookAhead, look_ahead
 from tandem.hf.lookahead.residuals import Residuals
 from tandem.hf.lookahead.routers import find_routers
 from tandem.hf.lookahead.routing_recording import recording
-from tandem.sim.replay import Run, replay
+from tandem.sim.replay import ReplaySettings, replay
 from tests.architectures import architectures, build_tiny_model, tiny_inputs
 from tests.hf.test_hybrid import PROMPTS, checkpoint, ids_of, load, profile
 from tests.inside import runtime_in
@@ -136,7 +136,7 @@ def test_hints_are_planned_with_and_replay_exactly(
     assert trace.meta.predictors == ("gate", "residual")
     assert statistics.prefetch_issued > statistics.prefetch_useful > 0
     cache = executor.cache
-    run = Run(
+    run = ReplaySettings(
         settings=cache.settings,
         profile=cache.machine.profile,
         shape=cache.machine.shape,

@@ -6,7 +6,6 @@ here.
 
 import importlib
 import weakref
-from typing import Any
 
 from tandem.core.errors import UnsupportedModelError
 from tandem.experts.cache.expert_cache import ExpertCache
@@ -18,6 +17,7 @@ from tandem.hf.config import OffloadConfig
 from tandem.hf.dense import pack_dense_layers, share_threads
 from tandem.hf.dense_files import take_stored_layers
 from tandem.hf.identity import model_identity
+from tandem.hf.kinds import PreTrainedModel
 from tandem.hf.lookahead.look_ahead import SOURCES, LookAhead, look_ahead
 from tandem.hf.machine.parts import DeviceParts, ObservedModel, observe
 from tandem.hf.machine.profile import measured_profile
@@ -25,7 +25,7 @@ from tandem.hf.runtime import Runtime, require_runtime
 from tandem.policy.cost import HardwareProfile
 
 
-def assemble(model: Any, runtime: Runtime, options: OffloadConfig) -> None:
+def assemble(model: PreTrainedModel, runtime: Runtime, options: OffloadConfig) -> None:
     """Make a model's experts run as the options say, from now on; raises `TandemError`."""
     runtime.executor.close()
     runtime.choose(options)
@@ -39,7 +39,7 @@ def assemble(model: Any, runtime: Runtime, options: OffloadConfig) -> None:
         runtime.use(_hybrid(observe(model, runtime), runtime))
 
 
-def profile_of(model: Any, *, refresh: bool = False) -> HardwareProfile:
+def profile_of(model: PreTrainedModel, *, refresh: bool = False) -> HardwareProfile:
     """Return this machine's profile for a loaded model; measure it if there is none, or again."""
     runtime = require_runtime(model)
     with runtime.using(runtime.executor):  # to measure binds the experts modules to others

@@ -114,7 +114,7 @@ class OffloadConfig(OffloadOptions, QuantizationConfigMixin):  # type: ignore[mi
     source: Source | None = dataclasses.field(default=None, init=False, repr=False, compare=False)
     """The quantised checkpoint that `tandem.load` reads; never written."""
     sink: Any = dataclasses.field(default=None, init=False, repr=False, compare=False)
-    """Where `tandem.pack` wants the experts (a `LayerSink`); never written."""
+    """Where `tandem.pack` puts the experts (a `LayerSink`); never written."""
 
     def __post_init__(self) -> None:
         """Check every field; `ConfigError` names the field, the value and what is expected."""
@@ -151,8 +151,8 @@ class OffloadConfig(OffloadOptions, QuantizationConfigMixin):  # type: ignore[mi
     def to_dict(self) -> dict[str, Any]:
         """Return the fields for config.json; those that say nothing new are left out."""
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        for name in ("cache_dir", "source", "sink"):  # of one machine or load, not of the model
+            del defaults[name]
         kept = ("quant_method", "expert_dtype")
-        values = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
-        # Of one machine or one load, not of the model.
-        known = {k: v for k, v in values if k not in ("cache_dir", "source", "sink")}
-        return {k: v for k, v in known.items() if k in kept or v != defaults[k]}
+        values = {name: vars(self).get(name, default) for name, default in defaults.items()}
+        return {k: v for k, v in values.items() if k in kept or v != defaults[k]}

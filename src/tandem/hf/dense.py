@@ -14,6 +14,7 @@ from tandem.experts.store.host_store import HostLayer
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.hf.config import parse_dense_dtype, plain_name, stored_format
 from tandem.hf.experts import is_experts_module
+from tandem.hf.kinds import PreTrainedModel
 from tandem.hf.opaque_calls import DENSE, opaque
 from tandem.hf.runtime import runtime_of
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads, DenseWeight, multiply, pack_dense
@@ -68,7 +69,7 @@ def _multiply_one(threads: CpuThreads, weight: DenseWeight, x: Tensor) -> Tensor
     return multiply(threads, [weight], x)[0]
 
 
-def pack_dense_layers(model: Any, dense_dtype: str, threads: CpuThreads) -> int:
+def pack_dense_layers(model: PreTrainedModel, dense_dtype: str, threads: CpuThreads) -> int:
     """Replace a model's linear layers by packed ones, one by one; return the bytes of these.
 
     Only the layers of a model on the CPU; towers for images and sound stay. "auto" leaves a model
@@ -84,7 +85,7 @@ def pack_dense_layers(model: Any, dense_dtype: str, threads: CpuThreads) -> int:
     return _replace(model, threads, lambda dtype: fmt)
 
 
-def pack_as_loaded(model: Any, threads: CpuThreads) -> int:
+def pack_as_loaded(model: PreTrainedModel, threads: CpuThreads) -> int:
     """Pack the linear layers that are bf16 or fp16 as they are; return the bytes of these.
 
     Torch multiplies batches of other sizes in another order; packed kernels compute a row alike in
@@ -101,7 +102,9 @@ def pack_as_loaded(model: Any, threads: CpuThreads) -> int:
 
 
 def _replace(
-    model: Any, threads: CpuThreads, format_of: Callable[[torch.dtype], WeightFormat | None]
+    model: PreTrainedModel,
+    threads: CpuThreads,
+    format_of: Callable[[torch.dtype], WeightFormat | None],
 ) -> int:
     """Pack every layer whose dtype has a format."""
     num_bytes = 0
@@ -117,7 +120,7 @@ def _replace(
     return num_bytes
 
 
-def untie(model: Any, kind: type[nn.Module]) -> None:
+def untie(model: PreTrainedModel, kind: type[nn.Module]) -> None:
     """Let Transformers no longer tie the weights of layers that hold them in another form.
 
     A head that is tied to the embeddings becomes a packed copy of them.

@@ -6,7 +6,6 @@ packed again, like the layers that the checkpoint has not quantised.
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from tandem.checkpoint.sources.codes import StoredWeight
 from tandem.checkpoint.sources.source import Source, SourceTensor
 from tandem.core.errors import ModelError
 from tandem.hf.dense import PackedLinear, packable_layers, untie
+from tandem.hf.kinds import PreTrainedModel
 from tandem.kernels.dense import CpuThreads, DenseWeight, padded_bias
 from tandem.kernels.formats import PackedMatrix, WeightFormat
 from tandem.kernels.formats.packed import write_codes
@@ -83,7 +83,7 @@ class DenseCodes:
         self._matrices[parameter] = matrix
         return torch.empty(0, dtype=tensor.dtype)
 
-    def put_in(self, model: Any, threads: CpuThreads) -> None:
+    def put_in(self, model: PreTrainedModel, threads: CpuThreads) -> None:
         """Replace the layers whose codes were taken by packed ones."""
         for parameter, matrix in self._matrices.items():
             path = parameter.removesuffix(".weight")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tandem.core.errors import ExecutionError, ModelError
+from tandem.hf.kinds import PreTrainedModel
 from tandem.kernels.finite import is_finite
 
 # Of a row's tokens, the last ones with which a spoilt layer is looked for.
@@ -29,7 +30,7 @@ def require_finite_weights(model: nn.Module) -> None:
 
 
 def require_finite_logits(
-    model: Any, logits: Tensor, tokens_of: Callable[[int], Sequence[int]]
+    model: PreTrainedModel, logits: Tensor, tokens_of: Callable[[int], Sequence[int]]
 ) -> None:
     """Raise `ExecutionError` naming the first layer that spoilt logits (rows, vocabulary).
 
@@ -52,7 +53,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 @torch.inference_mode()
-def _first_spoilt(model: Any, ids: list[int]) -> str | None:
+def _first_spoilt(model: PreTrainedModel, ids: list[int]) -> str | None:
     """Run tokens once more; return the name of the first module whose output is not finite."""
     found: list[str] = []
 

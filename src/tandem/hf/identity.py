@@ -2,16 +2,17 @@
 
 import hashlib
 import json
-from typing import Any
 
 import torch
+
+from tandem.hf.kinds import PreTrainedModel
 
 # Keys that say where a model lies or how it was loaded, not what it is.
 _CIRCUMSTANCES = ("_name_or_path", "quantization_config", "transformers_version", "dtype")
 _SAMPLED_VALUES = 4096
 
 
-def model_identity(model: Any) -> str:
+def model_identity(model: PreTrainedModel) -> str:
     """Return 16 hex digits from a model's config and a sample of its embedding."""
     digest = hashlib.sha256()
     config = model.config.to_dict()

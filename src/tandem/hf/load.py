@@ -18,6 +18,7 @@ from tandem.hf.checkpoint import AnyCheckpoint, Checkpoint, GgufCheckpoint, open
 from tandem.hf.config import OffloadConfig, parse_dense_dtype, parse_dtype, parse_expert_dtype
 from tandem.hf.config_values import foreign_errors
 from tandem.hf.dense_place import device_map_for
+from tandem.hf.kinds import PreTrainedConfig
 from tandem.hf.packed_reading import read_packed
 from tandem.hf.runtime import require_runtime
 from tandem.hf.weight_report import require_own_weights
@@ -140,7 +141,7 @@ def open_foreign(checkpoint: AnyCheckpoint, num_layers: int | None = None) -> tu
     The config is as if it were not quantised, cut to `num_layers`; raises `UnsupportedModelError`.
     """
 
-    def adapt(config: Any) -> None:
+    def adapt(config: PreTrainedConfig) -> None:
         if num_layers is not None:
             keep_first_layers(config, num_layers)
 
@@ -153,7 +154,7 @@ def open_foreign(checkpoint: AnyCheckpoint, num_layers: int | None = None) -> tu
     return config, source
 
 
-def class_of(config: Any) -> Any:
+def class_of(config: PreTrainedConfig) -> Any:
     """Return the class of a config's whole model: the one that it names, or the causal one."""
     for name in getattr(config, "architectures", None) or ():
         if hasattr(transformers, name):
@@ -165,7 +166,7 @@ def class_of(config: Any) -> Any:
     return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
 
-def empty_model(config: Any) -> Any:
+def empty_model(config: PreTrainedConfig) -> Any:
     """Build a config's model without memory; raises `ModelError`."""
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     before = torch.get_default_dtype()
@@ -180,7 +181,7 @@ def empty_model(config: Any) -> Any:
     return model
 
 
-def keep_first_layers(config: Any, num_layers: int) -> None:
+def keep_first_layers(config: PreTrainedConfig, num_layers: int) -> None:
     """Cut a config's text model to its first layers, and its lists of one entry per layer."""
     text = config.get_text_config()
     total = text.num_hidden_layers

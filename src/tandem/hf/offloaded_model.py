@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tandem.core.errors import ConfigError
 from tandem.hf.dense import PackedLinear, packed_layers
+from tandem.hf.kinds import PreTrainedModel
 from tandem.hf.runtime import require_runtime
 from tandem.hf.stand_in import refuse_to_copy
 
@@ -81,7 +82,7 @@ class OffloadedModel:
         refuse_to_copy()
 
 
-def as_offloaded(model: Any) -> None:
+def as_offloaded(model: PreTrainedModel) -> None:
     """Give a model the methods of `OffloadedModel`."""
     if not isinstance(model, OffloadedModel):
         model.__class__ = _offloaded_class(type(model))  # type: ignore[arg-type]

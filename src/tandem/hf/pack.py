@@ -34,6 +34,7 @@ from tandem.core.units import format_bytes
 from tandem.experts.store.host_store import HostLayer
 from tandem.hf.checkpoint import AnyCheckpoint, Checkpoint, open_model
 from tandem.hf.config import OffloadConfig
+from tandem.hf.kinds import PreTrainedModel
 from tandem.hf.load import load_checkpoint
 from tandem.hf.runtime import require_runtime
 from tandem.hf.save import dense_tensors, layer_tensors, write_configs
@@ -182,7 +183,7 @@ class FileSink:
         layer.move_to({n.removeprefix(prefix): t for n, t in self._mapped(name).items()})
         self._note(name, layer)
 
-    def finish(self, model: Any) -> int:
+    def finish(self, model: PreTrainedModel) -> int:
         """Write the dense parts, the index and the config; return the bytes of all tensors."""
         dense = dense_tensors(model, require_runtime(model))
         self.checksums[DENSE_FILE] = write_tensors(self.directory, DENSE_FILE, dense)

@@ -7,7 +7,6 @@ experts read first, they would be pushed out again where memory is short.
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 from transformers.utils import logging
@@ -19,13 +18,16 @@ from tandem.core.units import format_bytes
 from tandem.experts.store.host_memory import available_bytes
 from tandem.hf.checkpoint import Checkpoint
 from tandem.hf.dense import packed_layers
+from tandem.hf.kinds import PreTrainedModel
 from tandem.hf.runtime import require_runtime
 
 # From this share of the free memory on, the dense parts' file gives its place to the experts.
 _TIGHT_SHARE = 0.75
 
 
-def read_packed(checkpoint: Checkpoint, model: Any, assemble: Callable[[], None]) -> None:
+def read_packed(
+    checkpoint: Checkpoint, model: PreTrainedModel, assemble: Callable[[], None]
+) -> None:
     """Read a checkpoint's files ahead if they fit into memory; `assemble` packs the dense parts.
 
     Warns if they do not fit: pages then come from the disk when experts are used.
@@ -57,7 +59,7 @@ def read_packed(checkpoint: Checkpoint, model: Any, assemble: Callable[[], None]
     map_ahead([*stored, *(tensor for tensor in model.parameters() if tensor.device.type == "cpu")])
 
 
-def finish_dense_parts(model: Any, assemble: Callable[[], None]) -> bool:
+def finish_dense_parts(model: PreTrainedModel, assemble: Callable[[], None]) -> bool:
     """Let the dense parts be packed; return whether their file is not needed any more."""
     assemble()
     if not any(packed_layers(model)):

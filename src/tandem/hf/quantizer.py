@@ -34,6 +34,7 @@ from tandem.hf.dense_files import expect_stored_layers
 from tandem.hf.dense_place import device_map_for
 from tandem.hf.experts import EXPERTS_IMPLEMENTATION, is_experts_module
 from tandem.hf.finite import require_finite_weights
+from tandem.hf.kinds import PreTrainedConfig, PreTrainedModel
 from tandem.hf.offloaded_model import as_offloaded
 from tandem.hf.runtime import Runtime
 from tandem.hf.stand_in import keep_elsewhere
@@ -77,12 +78,12 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         """Put the dense parts on the GPU, if experts are to run there."""
         return device_map_for(self.quantization_config, device_map)
 
-    def prepare_config(self, config: Any) -> None:
+    def prepare_config(self, config: PreTrainedConfig) -> None:
         """Name the packed files, which Transformers alone cannot find by their usual name."""
         if self.pre_quantized:
             config.transformers_weights = INDEX_FILE
 
-    def announce_layers(self, model: Any) -> dict[str, Any]:
+    def announce_layers(self, model: PreTrainedModel) -> dict[str, Any]:
         """Find a model's experts modules and announce a layer in the store for each of its own.
 
         Returns these modules by name; raises `UnsupportedModelError` for a model without any.
@@ -101,7 +102,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
             self.runtime.bound.append((module, layer.layer))
         return own
 
-    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> Any:
         model.hf_quantizer = self  # as Transformers does it a little later
         own, store = self.announce_layers(model), self.runtime.store
         self._writer.sink = self.quantization_config.sink
@@ -126,7 +127,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         }
         return model
 
-    def dense_code_formats(self, model: Any) -> dict[str, WeightFormat | None]:
+    def dense_code_formats(self, model: PreTrainedModel) -> dict[str, WeightFormat | None]:
         """Return in which formats linear layers keep the codes of the source, by weight.
 
         None for those that it has quantised and that do not: no format holds them, or `dense_dtype`
@@ -141,7 +142,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         return found if keeps_codes else dict.fromkeys(found)
 
     def _expert_formats(
-        self, model: Any, names: list[str]
+        self, model: PreTrainedModel, names: list[str]
     ) -> dict[str, torch.dtype | WeightFormat | None]:
         """Return what each experts module is to be kept in; None: the dtype of the source."""
         config = self.quantization_config
@@ -164,11 +165,13 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
                 return dict(exact)
         return dict.fromkeys(names, config.parsed_expert_dtype)
 
-    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+    def param_needs_quantization(
+        self, model: PreTrainedModel, param_name: str, **kwargs: Any
+    ) -> bool:
         """Tell whether a parameter belongs to the host store, or is quantised in the source."""
         return param_name in self._from_source or self._writer.find(param_name) is not None
 
-    def param_element_size(self, model: Any, param_name: str, param: Any) -> float:
+    def param_element_size(self, model: PreTrainedModel, param_name: str, param: Any) -> float:
         """Count experts as nothing: the device's memory is for the dense parts."""
         if self._writer.find(param_name) is not None:
             return 0.0
@@ -204,7 +207,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         operations = [StorePacked(self._writer)]
         return WeightConverter(sources, target, operations=operations, force_cpu=True)
 
-    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> Any:
         if self._writer.error is not None:
             raise self._writer.error
         require_shapes(model, self._shapes)
@@ -225,34 +228,6 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         self._writer.dense.put_in(model, runtime.threads)
         assemble(model, runtime, self.quantization_config)
         return model
-
-    # TRANSITION: to go with the last test and caller that asks the quantizer.
-    @property
-    def store(self) -> HostStore:
-        """As of the runtime."""
-        return self.runtime.store
-
-    @property
-    def executor(self) -> Any:
-        """As of the runtime."""
-        return self.runtime.executor
-
-    @property
-    def options(self) -> OffloadConfig:
-        """As of the runtime."""
-        return self.runtime.options
-
-    def use(self, executor: Any) -> None:
-        """As of the runtime."""
-        self.runtime.use(executor)
-
-    def bound(self) -> Any:
-        """As of the runtime."""
-        return self.runtime.bound
-
-    def cpu_threads(self) -> Any:
-        """As of the runtime."""
-        return self.runtime.threads
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
         """Refuse `save_pretrained`: it would write the empty placeholders."""
@@ -286,7 +261,7 @@ def _announce(
     )
 
 
-def _dense_bytes(model: Any, device_map: Any) -> int:
+def _dense_bytes(model: PreTrainedModel, device_map: Any) -> int:
     """Return what the parts of a model that are no experts take of host memory while it loads."""
     if _on_device(device_map):
         return 0  # on the GPU, whose own check counts them
@@ -325,13 +300,13 @@ def _targets_experts(converter: Any) -> bool:
     return all(target.rpartition(".")[2] in TENSOR_NAMES for target in converter.target_patterns)
 
 
-def _tied_to(model: Any, name: str) -> str:
+def _tied_to(model: PreTrainedModel, name: str) -> str:
     """Return the module whose experts a module shares (itself, in nearly every model)."""
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
     return tied.get(f"{name}.down_proj", f"{name}.down_proj").rpartition(".")[0]
 
 
-def _why_refused(model: Any) -> str:
+def _why_refused(model: PreTrainedModel) -> str:
     config = model.config.get_text_config()
     # Transformers' configs count experts under many names, all of which contain this.
     counts = [v for k, v in vars(config).items() if "experts" in k and isinstance(v, int)]

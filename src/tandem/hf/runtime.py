@@ -6,7 +6,6 @@ The quantizer makes it while Transformers loads the model; nothing else asks a m
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import nn
 
@@ -16,6 +15,7 @@ from tandem.experts.execution.executor import CpuExecutor, Executor
 from tandem.experts.store.host_store import HostLayer, HostStore
 from tandem.hf.config import OffloadConfig
 from tandem.hf.experts import bind_all
+from tandem.hf.kinds import PreTrainedModel
 from tandem.hf.lookahead.look_ahead import LookAhead
 from tandem.kernels.cpu import detect_cpu
 from tandem.kernels.dense import CpuThreads
@@ -89,14 +89,14 @@ class Runtime:
         self._threads = self.look_ahead = None
 
 
-def runtime_of(model: Any) -> Runtime | None:
+def runtime_of(model: PreTrainedModel) -> Runtime | None:
     """Return the runtime of a model that Tandem loaded; None for another."""
     quantizer = getattr(model, "hf_quantizer", None)
     runtime = getattr(quantizer, "runtime", None)  # quantizers of other methods have none
     return runtime if isinstance(runtime, Runtime) else None
 
 
-def require_runtime(model: Any) -> Runtime:
+def require_runtime(model: PreTrainedModel) -> Runtime:
     """Return the runtime of a model that Tandem loaded; raises `ModelError` for another."""
     runtime = runtime_of(model)
     if runtime is None:

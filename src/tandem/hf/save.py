@@ -17,10 +17,11 @@ from tandem.experts.store.packed_layer import PackedLayer
 from tandem.hf.config import PACKED_FORMAT_VERSION, OffloadConfig
 from tandem.hf.dense import packed_layers
 from tandem.hf.dense_files import dense_formats_of, stored_tensors
+from tandem.hf.kinds import PreTrainedModel
 from tandem.hf.runtime import Runtime, require_runtime, runtime_of
 
 
-def save(model: Any, directory: str | Path, *, tokenizer: Any = None) -> Path:
+def save(model: PreTrainedModel, directory: str | Path, *, tokenizer: Any = None) -> Path:
     """Write a model loaded by Tandem, and its tokenizer, to a new directory.
 
     The directory appears at once when everything is written, or not at all.
@@ -55,7 +56,7 @@ def save(model: Any, directory: str | Path, *, tokenizer: Any = None) -> Path:
     return target
 
 
-def _write(model: Any, runtime: Runtime, directory: Path) -> None:
+def _write(model: PreTrainedModel, runtime: Runtime, directory: Path) -> None:
     files, checksums = {}, {}
     for file, tensors in _files(model, runtime):
         checksums[file] = write_tensors(directory, file, tensors)
@@ -64,14 +65,14 @@ def _write(model: Any, runtime: Runtime, directory: Path) -> None:
     write_configs(model, directory)
 
 
-def write_configs(model: Any, directory: Path) -> None:
+def write_configs(model: PreTrainedModel, directory: Path) -> None:
     """Write config.json of a packed checkpoint, and the model's generation config."""
     _packed_config(model).save_pretrained(directory)
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(directory)
 
 
-def _files(model: Any, runtime: Runtime) -> Iterator[tuple[str, dict[str, Tensor]]]:
+def _files(model: PreTrainedModel, runtime: Runtime) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Yield (file name, tensors): the dense parts, then one file per MoE layer."""
     yield DENSE_FILE, dense_tensors(model, runtime)
     for layer in runtime.store:
@@ -84,7 +85,7 @@ def layer_tensors(layer: HostLayer) -> dict[str, Tensor]:
     return {f"{name}.{packed_name(part)}": tensor for part, tensor in layer.stored().items()}
 
 
-def dense_tensors(model: Any, runtime: Runtime) -> dict[str, Tensor]:
+def dense_tensors(model: PreTrainedModel, runtime: Runtime) -> dict[str, Tensor]:
     """Return the state dict without experts; of tied tensors only the first, loading ties again."""
     tensors: dict[str, Tensor] = {}
     seen: set[tuple[int, torch.Size]] = set()
@@ -103,7 +104,7 @@ def dense_tensors(model: Any, runtime: Runtime) -> dict[str, Tensor]:
     return tensors | stored_tensors(model)
 
 
-def _packed_config(model: Any) -> Any:
+def _packed_config(model: PreTrainedModel) -> Any:
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     formats = [stored_name(layer) for layer in require_runtime(model).store]

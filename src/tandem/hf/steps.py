@@ -7,13 +7,14 @@ from typing import Any
 from torch import Tensor
 
 from tandem.experts.execution.executor import Executor
+from tandem.hf.kinds import PreTrainedModel
 from tandem.hf.opaque_calls import is_capturing
 
 SEQUENCES: ContextVar[Callable[[], Tensor] | None] = ContextVar("tandem_sequences", default=None)
 """Set while tokens of several sequences lie in one row of ids: each one's sequence, (n_tokens,)."""
 
 
-def announce_steps(model: Any, executor: Callable[[], Executor]) -> None:
+def announce_steps(model: PreTrainedModel, executor: Callable[[], Executor]) -> None:
     """Announce each forward pass: its token ids, and whether it is a prompt.
 
     `executor` is asked each time, as it may be replaced while the model lives.

@@ -9,11 +9,14 @@ import torch
 from torch import nn
 
 from tandem.core.errors import ModelError
+from tandem.hf.kinds import PreTrainedModel
 
 _LAYER = re.compile(r"(.*?\blayers)\.(\d+)\.")
 
 
-def require_own_weights(path: Path, model: Any, report: dict[str, Any], *, is_whole: bool) -> None:
+def require_own_weights(
+    path: Path, model: PreTrainedModel, report: dict[str, Any], *, is_whole: bool
+) -> None:
     """Raise `ModelError` for a weight that is missing, of another shape, or of a layer too many.
 
     `is_whole` tells that all layers of the config were loaded.
@@ -49,7 +52,7 @@ def _other_shape(
     )
 
 
-def _require_no_more_layers(path: Path, model: Any, unexpected: set[str]) -> None:
+def _require_no_more_layers(path: Path, model: PreTrainedModel, unexpected: set[str]) -> None:
     """Refuse weights of layers beyond the last one; a model may come with some that predict ahead.
 
     Other weights that are not read are Transformers' to judge.

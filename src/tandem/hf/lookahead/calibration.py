@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import ConfigError, UnsupportedModelError
+from tandem.hf.kinds import PreTrainedModel
 from tandem.hf.lookahead.look_ahead import SOURCES, LookAhead
 from tandem.hf.lookahead.residuals import Residuals
 from tandem.hf.lookahead.routers import find_routers
@@ -44,7 +45,7 @@ class Calibration(NamedTuple):
 
 
 def calibrate(
-    model: Any, token_ids: Sequence[int], progress: Progress | None = None
+    model: PreTrainedModel, token_ids: Sequence[int], progress: Progress | None = None
 ) -> Calibration:
     """Learn a model's residuals from the first three quarters of a text; judge them on the rest.
 
@@ -87,7 +88,7 @@ def calibrate(
 
 
 @torch.no_grad()
-def _run(model: Any, window: Sequence[int]) -> None:
+def _run(model: PreTrainedModel, window: Sequence[int]) -> None:
     ids: Tensor = torch.tensor([list(window)])
     model(input_ids=ids.to(model.device), use_cache=False)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from tandem.experts.store.host_store import HostStore
 from tandem.hf.experts import Bound
 from tandem.hf.identity import model_identity
+from tandem.hf.kinds import PreTrainedModel
 from tandem.hf.lookahead.residuals import Residuals
 from tandem.hf.lookahead.routers import Router, find_routers
 from tandem.policy.plan import Hint, LayerLoad
@@ -95,14 +96,14 @@ class LookAhead:
         return self._routers[layer + 1].choose(hidden, self._token_ids)
 
 
-def calibrated_path(model: Any, cache_path: Path) -> Path:
+def calibrated_path(model: PreTrainedModel, cache_path: Path) -> Path:
     """Return where `tandem calibrate` keeps a model's residual vectors."""
     name = f"{model.config.model_type}-{model_identity(model)}.npz"
     return cache_path / "residuals" / name
 
 
 def look_ahead(
-    model: Any,
+    model: PreTrainedModel,
     bound: Bound,
     store: HostStore,
     sources: Sequence[str],

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tandem.hf.experts import Bound
+from tandem.hf.kinds import PreTrainedModel
 from tandem.hf.lookahead.warm_up import WARM_UP_TOKENS, forward_tokens, warm_up_ids
 
 TOKEN_IDS = object()  # stands among a router's arguments for the ids of the step's tokens
@@ -59,7 +60,7 @@ class _Call(NamedTuple):
     outputs: Sequence[Any]
 
 
-def find_routers(model: Any, bound: Bound) -> list[Router] | str:
+def find_routers(model: PreTrainedModel, bound: Bound) -> list[Router] | str:
     """Return every layer's router, in the store's order, or why there is no looking ahead."""
     names = {module: name for name, module in model.named_modules()}
     experts = {names[module]: layer for module, layer in bound}
@@ -89,7 +90,7 @@ def find_routers(model: Any, bound: Bound) -> list[Router] | str:
 
 @contextmanager
 def _watch(
-    model: Any, experts: dict[str, int], names: dict[nn.Module, str]
+    model: PreTrainedModel, experts: dict[str, int], names: dict[nn.Module, str]
 ) -> Iterator[tuple[list[_Call], dict[str, Tensor]]]:
     """Note what every module returns and what the experts receive."""
     calls: list[_Call] = []

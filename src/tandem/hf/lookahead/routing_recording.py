@@ -2,18 +2,18 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 from torch import Tensor
 
 from tandem.experts.execution.executor import CpuExecutor
 from tandem.experts.tracing.recorder import RoutingRecorder
+from tandem.hf.kinds import PreTrainedModel
 from tandem.hf.lookahead.look_ahead import SOURCES, LookAhead, look_ahead
 from tandem.hf.runtime import require_runtime
 
 
 @contextmanager
-def recording(model: Any, given: LookAhead | None = None) -> Iterator[RoutingRecorder]:
+def recording(model: PreTrainedModel, given: LookAhead | None = None) -> Iterator[RoutingRecorder]:
     """Record everything that runs inside; each sequence begins with `begin_sequences`.
 
     Where the model's routers can be asked ahead, their guesses are recorded too; `given` asks them

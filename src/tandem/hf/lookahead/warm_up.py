@@ -6,7 +6,6 @@ token. Nothing here lists architectures.
 
 import dataclasses
 import time
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from tandem.experts.execution.batch import ExpertFunctions
 from tandem.experts.execution.executor import Executor, RoutedCall, StatelessExecutor
 from tandem.experts.execution.passing_executor import PassingExecutor
 from tandem.hf.compat import takes_logits_to_keep
+from tandem.hf.kinds import PreTrainedModel
 
 WARM_UP_TOKENS = 4
 
@@ -62,7 +62,7 @@ class NoExperts(StatelessExecutor):
         return torch.zeros_like(call.hidden)
 
 
-def warm_up_ids(model: Any, num_tokens: int) -> Tensor:
+def warm_up_ids(model: PreTrainedModel, num_tokens: int) -> Tensor:
     """Return the token ids (num_tokens,) of a warm-up's prompt, where the model is."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
     # Ordinary ids: multimodal models keep those that stand for images at either end.
@@ -71,7 +71,9 @@ def warm_up_ids(model: Any, num_tokens: int) -> Tensor:
     return there
 
 
-def forward_tokens(model: Any, num_tokens: int, *, num_logits: int | None = None) -> float:
+def forward_tokens(
+    model: PreTrainedModel, num_tokens: int, *, num_logits: int | None = None
+) -> float:
     """Run one prompt of so many tokens; returns the seconds that it took.
 
     With `num_logits` only the last tokens' are computed, where the model can leave the others out.

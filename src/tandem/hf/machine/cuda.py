@@ -2,7 +2,6 @@
 
 import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -26,6 +25,7 @@ from tandem.experts.store.host_store import HostStore
 from tandem.experts.store.pinning import pin_store
 from tandem.hardware.profiles import load_profile, save_profile
 from tandem.hf.experts import expert_functions
+from tandem.hf.kinds import PreTrainedModel
 from tandem.hf.lookahead.warm_up import ExpertsCall, NoExperts, forward_tokens
 from tandem.hf.machine.parts import DeviceParts, ObservedModel
 from tandem.hf.machine.profile import kept_profile, measured_profile, profile_key
@@ -113,7 +113,7 @@ def compiled_kernels(
     return kernels
 
 
-def require_on_one_gpu(model: Any) -> int:
+def require_on_one_gpu(model: PreTrainedModel) -> int:
     """Return which GPU the dense parts are on; `ConfigError` if on none, or on several."""
     if model.device.type != "cuda":
         raise ConfigError(
@@ -158,7 +158,7 @@ def workspace_bytes(store: HostStore, call: ExpertsCall, num_tokens: int) -> int
     return rows + num_tokens * call.hidden_size * (4 + itemsize)
 
 
-def kv_bytes_per_token(model: Any) -> int:
+def kv_bytes_per_token(model: PreTrainedModel) -> int:
     """Return what a token adds to the model's own KV cache: found by looking at one."""
     ids = torch.arange(_KV_SAMPLE_TOKENS, device=model.device)[None] + 11
     vocabulary = model.get_input_embeddings().weight.shape[0]

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from tandem.core.errors import UnsupportedModelError
 from tandem.core.units import parse_bandwidth
@@ -18,6 +17,7 @@ from tandem.experts.store.host_store import HostStore
 from tandem.hardware.profiles import shape_for
 from tandem.hf.config import OffloadConfig
 from tandem.hf.experts import Bound, bind_all, expert_functions
+from tandem.hf.kinds import PreTrainedModel
 from tandem.hf.lookahead.warm_up import WARM_UP_TOKENS, ExpertsCall, Observer, forward_tokens
 from tandem.hf.runtime import Runtime
 from tandem.policy.cost import HardwareProfile
@@ -28,7 +28,7 @@ from tandem.policy.plan import Geometry
 class ObservedModel:
     """A loaded model, the options of its experts, and how its experts modules are called."""
 
-    model: Any
+    model: PreTrainedModel
     store: HostStore
     bound: Bound
     options: OffloadConfig
@@ -66,7 +66,7 @@ class ObservedModel:
         return Machine(profile, shape_for(profile, self.model_type, self.geometry))
 
 
-def observe(model: Any, runtime: Runtime) -> ObservedModel:
+def observe(model: PreTrainedModel, runtime: Runtime) -> ObservedModel:
     """Run a few tokens and note how the experts modules are called; leaves them bound to that.
 
     Raises `UnsupportedModelError` for a model that cannot be run on text alone.

@@ -1,0 +1,10 @@
+"""The types of Transformers' models for annotations: importing them loads most of Transformers."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+else:
+    PreTrainedConfig = PreTrainedModel = object
+
+__all__ = ["PreTrainedConfig", "PreTrainedModel"]
