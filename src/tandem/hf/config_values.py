@@ -122,7 +122,7 @@ def _require_top_k(where: str, part: dict[str, Any]) -> None:
             )
 
 
-def _require_activation(where: str, name: str, value: Any) -> None:
+def _require_activation(where: str, name: str, value: object) -> None:
     from transformers.activations import ACT2FN
 
     if isinstance(value, str) and value not in ACT2FN:

@@ -1,7 +1,5 @@
 """Where dense parts go: whole on one device, also if the user lets Transformers choose."""
 
-from typing import Any
-
 import torch
 
 from tandem.experts.devices import kind_of
@@ -11,7 +9,7 @@ from tandem.hf.config import OffloadConfig
 _AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
-def device_map_for(config: OffloadConfig, device_map: Any) -> Any:
+def device_map_for(config: OffloadConfig, device_map: object) -> object:
     """Return where the dense parts go: what the user says, else the GPU if the options name it."""
     device_map, kind = _on_one_device(config, device_map), kind_of(config.device)
     if device_map is not None or not kind.holds_dense_parts:
@@ -20,7 +18,7 @@ def device_map_for(config: OffloadConfig, device_map: Any) -> Any:
     return {"": 0}
 
 
-def _on_one_device(config: OffloadConfig, device_map: Any) -> Any:
+def _on_one_device(config: OffloadConfig, device_map: object) -> object:
     """Return the user's device map; in place of one that chooses, the GPU if there is one.
 
     None leaves it to the options: the GPU if they name it, else the CPU. An emulated device reads

@@ -116,11 +116,11 @@ class _ForwardOnly(torch.autograd.Function):
     """Stands between experts and their inputs: a backward pass ends here, not without them."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, *inputs: Tensor) -> Tensor:
+    def forward(ctx: object, out: Tensor, *inputs: Tensor) -> Tensor:
         return out.view_as(out)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> NoReturn:
+    def backward(ctx: object, *gradients: Tensor) -> NoReturn:
         raise ConfigError(
             "a backward pass came to experts that Tandem computes, which have no gradients; train "
             "the model as Transformers loads it, without an OffloadConfig"

@@ -78,7 +78,7 @@ class OffloadedModel:
     def _packed_layers(self) -> list[PackedLinear]:
         return [linear for _, linear in packed_layers(self)]  # type: ignore[arg-type]
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         refuse_to_copy()
 
 

@@ -100,7 +100,7 @@ def require_new(target: Path) -> None:
 
 
 def _pack(
-    source: AnyCheckpoint, partial: Path, options: dict[str, Any], on_progress: OnProgress
+    source: AnyCheckpoint, partial: Path, options: dict[str, object], on_progress: OnProgress
 ) -> tuple[int, int]:
     """Write everything; returns (bytes of all tensors, layers that were there)."""
     offload = from_mapping(OffloadConfig, options, where="tandem.pack")
@@ -140,7 +140,7 @@ class FileSink:
         if noted.get("identity") == self.identity:
             self.checksums = dict(noted["checksums"])
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "FileSink":
+    def __deepcopy__(self, memo: dict[int, object]) -> "FileSink":
         return self  # Transformers copies the config that carries it
 
     def begin(self, expected_bytes: int) -> None:
@@ -213,7 +213,7 @@ class FileSink:
         partial.replace(self.directory / _PROGRESS_FILE)
 
 
-def _identity(source: AnyCheckpoint, options: dict[str, Any]) -> str:
+def _identity(source: AnyCheckpoint, options: dict[str, object]) -> str:
     """Hash what the packed files depend on: the source's files and what is made of them."""
     stats = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in source.weight_files]
     config = source.config if isinstance(source, Checkpoint) else None

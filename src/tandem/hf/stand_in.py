@@ -31,8 +31,8 @@ class StandIn(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+        cls, func: object, types: object, args: tuple[object, ...] = (), kwargs: object = None
+    ) -> object:
         """Refuse whatever reads values; let `state_dict` detach."""
         if func is torch.ops.aten.detach.default:
             return args[0]
@@ -42,10 +42,10 @@ class StandIn(Tensor):
         """Show the shape."""
         return f"StandIn({tuple(self.shape)}, {self.dtype})"
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         refuse_to_copy()
 
-    def __deepcopy__(self, memo: Any) -> NoReturn:
+    def __deepcopy__(self, memo: object) -> NoReturn:
         refuse_to_copy()
 
     def data_ptr(self) -> NoReturn:
@@ -106,11 +106,11 @@ class _ShowInStateDict:
         self._shapes = shapes
 
     def __call__(
-        self, module: nn.Module, found: dict[str, Any], prefix: str, metadata: Any
+        self, module: nn.Module, found: dict[str, object], prefix: str, metadata: object
     ) -> None:
         """Put stand-ins into the state dict."""
         for name, shape in self._shapes.items():
             found[prefix + name] = StandIn(shape, module.get_parameter(name).dtype)
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         refuse_to_copy()  # raises in code that copies or pickles the module, or one that holds it

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any
 
 from torch import Tensor
 
@@ -20,7 +19,7 @@ def announce_steps(model: PreTrainedModel, executor: Callable[[], Executor]) -> 
     `executor` is asked each time, as it may be replaced while the model lives.
     """
 
-    def announce(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def announce(module: object, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         current = executor()
         if not current.needs_steps:
             return  # a compiled model stays whole

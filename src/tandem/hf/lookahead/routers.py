@@ -142,7 +142,7 @@ def _nearest(
     return None
 
 
-def _matches(output: Any, choice: Tensor) -> bool:
+def _matches(output: object, choice: Tensor) -> bool:
     if not isinstance(output, Tensor) or output.is_floating_point():
         return False
     return output.numel() == choice.numel() and torch.equal(
@@ -161,6 +161,6 @@ def _is_replayable(call: _Call, stored: set[int], ids: Tensor) -> bool:
     )
 
 
-def _kept(part: Any, ids: Tensor) -> Any:
+def _kept(part: object, ids: Tensor) -> object:
     """Return an argument as it is kept: of token ids only that they belong there."""
     return TOKEN_IDS if _matches(part, ids) else part

@@ -5,7 +5,7 @@ Needs a driver of CUDA 12.8 or newer; without it the caller copies one by one.
 
 import ctypes
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tandem.experts.devices.cuda.driver import Function, open_driver
 
@@ -66,7 +66,7 @@ class BatchCopy:
         )
 
 
-def find_batch_copy(load: Callable[[str], Any] = ctypes.CDLL) -> BatchCopy | None:
+def find_batch_copy(load: Callable[[str], object] = ctypes.CDLL) -> BatchCopy | None:
     """Return the driver's batched copy; None where there is no driver, or an older one."""
     driver = open_driver(load)
     # As CUDA 12.8 had it: 13.0 has another one of this name, with one argument less.

@@ -40,13 +40,13 @@ class Driver:
             return None
         return ctypes.CFUNCTYPE(ctypes.c_int, *argument_types)(address.value)
 
-    def require(self, name: str, version: int, *argument_types: Any) -> Function:
+    def require(self, name: str, version: int, *argument_types: object) -> Function:
         """Return a function that raises `DriverError` instead of returning a code."""
         function = self.find(name, version, *argument_types)
         if function is None:
             raise DriverError(f"the driver has no {name} of CUDA {version // 1000}")
 
-        def call(*arguments: Any) -> int:
+        def call(*arguments: object) -> int:
             code = function(*arguments)
             if code != 0:
                 raise DriverError(f"{name} returned {code}")
@@ -55,7 +55,7 @@ class Driver:
         return call
 
 
-def open_driver(load: Callable[[str], Any] = ctypes.CDLL) -> Driver | None:
+def open_driver(load: Callable[[str], object] = ctypes.CDLL) -> Driver | None:
     """Return the driver of this machine; None where there is none, or one older than CUDA 12."""
     try:
         return Driver(load(DRIVER_LIBRARY))
