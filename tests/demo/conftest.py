@@ -3,9 +3,11 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tandem.cli.paths import cache_dir
 from tandem.demo import DEMO_KINDS, ensure_demo_model
@@ -18,6 +20,14 @@ def demo_cache() -> Path:
     for kind in DEMO_KINDS:
         ensure_demo_model(kind, cache_dir=cache_dir(), source=Path(source) if source else None)
     return cache_dir()
+
+
+@pytest.fixture(scope="package")
+def eager_demo(demo_cache: Path) -> Any:
+    """The demo model in plain Transformers, in float32 so that only the model can differ."""
+    return AutoModelForCausalLM.from_pretrained(
+        demo_cache / "models" / "demo", dtype=torch.float32, experts_implementation="eager"
+    )
 
 
 @pytest.fixture

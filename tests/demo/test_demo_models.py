@@ -23,20 +23,16 @@ pytestmark = [pytest.mark.demo, pytest.mark.slow, pytest.mark.usefixtures("all_t
 
 
 @pytest.fixture(scope="module")
-def demo(demo_cache: Path) -> tuple[Any, Any]:
-    return load(demo_cache / "models" / "demo")
-
-
-def load(directory: Path) -> tuple[Any, Any]:
-    """Open a checkpoint with plain Transformers, in float32 so that only the model can differ."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    return model, AutoTokenizer.from_pretrained(directory)
+def demo(demo_cache: Path, eager_demo: Any) -> tuple[Any, Any]:
+    return eager_demo, AutoTokenizer.from_pretrained(demo_cache / "models" / "demo")
 
 
 def test_demo_equal_says_what_the_dense_model_says(demo_cache: Path) -> None:
     expected = dense_answers(demo_cache)
+    directory = demo_cache / "models" / "demo-equal"
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     # All prompts are put to Tandem, which is faster (test_through_tandem.py).
-    actual = answers(*load(demo_cache / "models" / "demo-equal"), num_prompts=3)
+    actual = answers(model, AutoTokenizer.from_pretrained(directory), num_prompts=3)
     assert actual.tokens == expected.tokens[:3]
     assert actual.perplexity == pytest.approx(expected.perplexity, rel=1e-3)
     print(f"perplexity: dense {expected.perplexity:.4f}, demo-equal {actual.perplexity:.4f}")

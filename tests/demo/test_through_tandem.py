@@ -36,27 +36,33 @@ def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def eager(demo_cache: Path, dtype: str) -> Any:
-    return AutoModelForCausalLM.from_pretrained(
-        demo_cache / "models" / "demo", dtype=dtype, experts_implementation="eager"
-    )
+@pytest.fixture(scope="module")
+def exact(eager_demo: Any, window: torch.Tensor) -> torch.Tensor:
+    return logits(eager_demo, window)
 
 
-def test_demo_equals_transformers_eager(demo_cache: Path, window: torch.Tensor) -> None:
-    expected = logits(eager(demo_cache, "float32"), window)
+def test_demo_equals_transformers_eager(
+    demo_cache: Path, window: torch.Tensor, exact: torch.Tensor
+) -> None:
     actual = logits(tandem.load(demo_cache / "models" / "demo", dtype="fp32"), window)
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(actual, exact, rtol=0, atol=1e-4)
 
 
-def test_demo_in_bf16_is_as_near_to_fp32_as_eager(demo_cache: Path, window: torch.Tensor) -> None:
-    exact = logits(eager(demo_cache, "float32"), window).log_softmax(-1)
+def test_demo_in_bf16_is_as_near_to_fp32_as_eager(
+    demo_cache: Path, window: torch.Tensor, exact: torch.Tensor
+) -> None:
+    exact = exact.log_softmax(-1)
 
     def divergence(model: Any) -> float:
         found = logits(model, window).log_softmax(-1)
         return float((exact.exp() * (exact - found)).sum(-1).mean())
 
-    loaded = tandem.load(demo_cache / "models" / "demo", dtype="bf16")
-    assert divergence(loaded) < 1.25 * divergence(eager(demo_cache, "bfloat16"))
+    directory = demo_cache / "models" / "demo"
+    eager = AutoModelForCausalLM.from_pretrained(
+        directory, dtype="bfloat16", experts_implementation="eager"
+    )
+    loaded = tandem.load(directory, dtype="bf16")
+    assert divergence(loaded) < 1.25 * divergence(eager)
 
 
 def test_tandem_run_answers_with_the_demo_model(demo_cache: Path) -> None:
