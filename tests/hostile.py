@@ -15,7 +15,7 @@ DEFECTS: dict[str, tuple[str, ...]] = {
     "an answer depends on what else is in the batch": (
         f"{KERNELS}/test_batch_invariance.py",
         f"{KERNELS}/test_native.py::test_a_row_does_not_depend_on_its_company_or_on_threads",
-        "tests/generate/test_batching.py::test_a_long_prompt_lets_streams_through_in_shorter_parts",
+        "tests/generate/test_scheduler.py::test_a_long_prompt_lets_streams_through_in_shorter_parts",
         f"{SERVER}/test_demo.py::test_four_at_once_are_answered_as_one_by_one",
     ),
     "memory and threads of a model never come back": (f"{HF}/test_lifetime.py",),

@@ -10,7 +10,7 @@ import time
 
 from tandem.bench.model_shapes import ModelShape, find_shape
 from tandem.bench.random_model import build_random_model
-from tandem.decode.cached_rows import CachedRows
+from tandem.decode.cpu_slots import CpuSlotPool
 from tandem.hf.config import OffloadConfig
 from tandem.kernels.dense import CpuThreads
 
@@ -36,19 +36,19 @@ def main() -> None:
         ModelShape("qwen3_moe", values), offload, threads, num_layers=options.layers,
         dense_dtype="int8-g32",
     )  # fmt: skip
-    prompts = [[1 + row, 2, 3] for row in range(options.batch)]
+    prompts = {slot: [1 + slot, 2, 3] for slot in range(options.batch)}
     for has_replay in (False, True):
-        rows = CachedRows(model, threads, prompts, STEPS, has_replay=has_replay)
-        rows.prefill()
+        pool = CpuSlotPool(model, threads, options.batch, capacity=3 + STEPS, has_replay=has_replay)
+        pool.prefill(prompts)
         first: list[float] = []
         later: list[float] = []
         for step in range(WARM_UP_STEPS + STEPS):
             start = time.perf_counter()
-            rows.decode([10 + step % 50] * options.batch)
+            pool.decode(dict.fromkeys(prompts, 10 + step % 50))
             seconds = time.perf_counter() - start
             (first if step < WARM_UP_STEPS else later).append(seconds)
         step_ms = statistics.median(later) * 1e3
-        how = "replayed" if rows.step.is_replaying else "from the model's code"
+        how = "replayed" if pool.step.is_replaying else "from the model's code"
         print(
             f"{options.layers} layers, batch {options.batch}, {how}: {step_ms:.1f} ms a step "
             f"(the first {WARM_UP_STEPS}: {sum(first):.2f} s, the longest {max(first):.2f} s)"

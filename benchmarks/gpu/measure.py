@@ -7,11 +7,11 @@ import torch
 from benchmarks.gpu.prediction import Prediction
 
 from tandem.core.errors import TandemError
-from tandem.decode.cuda.rows import CudaRows, new_cuda_rows
+from tandem.decode.cuda.slots import CudaSlotPool, new_cuda_slot_pool
 from tandem.experts.execution.hybrid_executor import HybridExecutor
 from tandem.experts.tracing.cache_statistics import CacheStatistics
 
-# Steps before the clock runs: the pieces are captured and compared, and the cache settles.
+# Steps before the clock runs: the segments are captured and compared, and the cache settles.
 WARM_STEPS = 12
 PROFILED_STEPS = 4
 
@@ -51,18 +51,26 @@ def measure(model: Any, executor: HybridExecutor, work: Work) -> Result:
         vocabulary, (work.batch, work.prompt_tokens), generator=generator
     ).tolist()
     # The first prompt compiles kernels and fills the cache; the second is timed.
-    rows = new_cuda_rows(model, prompts, work.new_tokens + 64, has_replay=torch.cuda.is_available())
-    rows.prefill()
-    rows.continue_with(
-        [[token + 1 if token + 1 < vocabulary else 0 for token in p] for p in prompts]
+    pool = new_cuda_slot_pool(
+        model,
+        work.batch,
+        capacity=work.prompt_tokens + work.new_tokens + 64,
+        has_replay=torch.cuda.is_available(),
     )
-    seconds = _timed(rows.prefill)
+    pool.prefill(dict(enumerate(prompts)))
+    others = {
+        slot: [token + 1 if token + 1 < vocabulary else 0 for token in prompt]
+        for slot, prompt in enumerate(prompts)
+    }
+    for slot in others:
+        pool.keep(slot, 0)
+    seconds = _timed(lambda: pool.prefill(others))
     prediction = Prediction(executor.cache, work.batch)
     executor.listeners.append(prediction)
-    _decode(rows, WARM_STEPS, work.batch)
+    _decode(pool, WARM_STEPS, work.batch)
     statistics = CacheStatistics()
     executor.listeners.append(statistics)
-    decode_seconds = _timed(lambda: _decode(rows, work.new_tokens, work.batch))
+    decode_seconds = _timed(lambda: _decode(pool, work.new_tokens, work.batch))
     executor.listeners.remove(statistics)
     executor.listeners.remove(prediction)
     copied = statistics.copies * executor.cache.slot_bytes
@@ -74,12 +82,12 @@ def measure(model: Any, executor: HybridExecutor, work: Work) -> Result:
         hit_rate=statistics.hit_rate if statistics.active else 1.0,
         device_share=statistics.device_share if statistics.active else 1.0,
         link_gigabytes_per_second=copied / decode_seconds / 1e9,
-        is_replaying=rows.step.is_replaying,
-        why_not=rows.step.why_not,
+        is_replaying=pool.step.is_replaying,
+        why_not=pool.step.why_not,
         slots=executor.cache.num_slots,
         plan_microseconds=statistics.plan_seconds / max(1, statistics.calls) * 1e6,
         predicted_tokens_per_second=_predicted(prediction, work.new_tokens),
-        lanes=_lanes(rows, executor, work.batch),
+        lanes=_lanes(pool, executor, work.batch),
     )
 
 
@@ -90,9 +98,9 @@ def _predicted(prediction: Prediction, steps: int) -> float | None:
         return None
 
 
-def _decode(rows: CudaRows, steps: int, batch: int) -> None:
+def _decode(pool: CudaSlotPool, steps: int, batch: int) -> None:
     for step in range(steps):
-        rows.decode([17 + step] * batch)
+        pool.decode(dict.fromkeys(range(batch), 17 + step))
 
 
 def _timed(work: Any) -> float:
@@ -103,7 +111,7 @@ def _timed(work: Any) -> float:
     return time.perf_counter() - begin
 
 
-def _lanes(rows: CudaRows, executor: HybridExecutor, batch: int) -> dict[str, float]:
+def _lanes(pool: CudaSlotPool, executor: HybridExecutor, batch: int) -> dict[str, float]:
     """Return the seconds that each lane works in a step, by the profiler and the CPU's clock."""
     clock = executor.cache.clock
     cpu_before = clock.cpu_busy
@@ -111,7 +119,7 @@ def _lanes(rows: CudaRows, executor: HybridExecutor, batch: int) -> dict[str, fl
     if torch.cuda.is_available():
         kinds.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=kinds) as profile:
-        seconds = _timed(lambda: _decode(rows, PROFILED_STEPS, batch))
+        seconds = _timed(lambda: _decode(pool, PROFILED_STEPS, batch))
     gpu = link = 0.0
     for event in profile.key_averages():
         if not str(event.device_type).endswith("CUDA"):

@@ -230,7 +230,8 @@ def small_model() -> str:
     from tests.hf.tiny import save_tiny_checkpoint
 
     import tandem
-    from tandem.decode.cuda.rows import new_cuda_rows
+    from tandem.decode.cuda.graphs import CapturedStep
+    from tandem.decode.cuda.slots import new_cuda_slot_pool
     from tandem.generate.generator import Generator
 
     with TemporaryDirectory() as folder:
@@ -238,18 +239,18 @@ def small_model() -> str:
         alone = tandem.load(checkpoint, dtype="float32", expert_dtype="mxfp4", threads=2)
         hybrid = load_hybrid(checkpoint, "float32", Path(folder), expert_dtype="mxfp4")
         prompt = list(range(40, 60))
-        rows, plain = (
-            new_cuda_rows(hybrid, [prompt], 32, has_replay=True),
-            Generator(alone).rows([prompt], 32),
-        )
-        pairs = [(rows.prefill(), plain.prefill())]
-        pairs += [(rows.decode([t]).clone(), plain.decode([t]).clone()) for t in range(60, 80)]
+        pool, plain = new_cuda_slot_pool(hybrid, 1), Generator(alone).slot_pool(1)
+        pairs = [(pool.prefill({0: prompt}), plain.prefill({0: prompt}))]
+        pairs += [
+            (pool.decode({0: t}).clone(), plain.decode({0: t}).clone()) for t in range(60, 80)
+        ]
         divergence = max(compare_logits(ours, theirs)[0] for ours, theirs in pairs)
         assert divergence < 1e-3, f"KL {divergence}"
-        why, pieces = rows.step.why_not, rows.step.num_pieces
+        why, captured = pool.step.why_not, pool.step.recording
         require_runtime(hybrid).executor.close()
-    assert why is None, f"not captured: {why}"
-    return f"KL at most {divergence:.1e} from the CPU in fp32, {pieces} pieces a step"
+    assert isinstance(captured, CapturedStep), f"not captured: {why}"
+    count = captured.num_segments
+    return f"KL at most {divergence:.1e} from the CPU in fp32, {count} graph segments a step"
 
 
 def _hand_off(check: str) -> str:

@@ -36,10 +36,10 @@ PROMPT = "Tell me a long story about a river, its people and their boats."
 def generator_gaps(generator: Generator, tokens: int) -> list[float]:
     """Return the seconds between the tokens of a greedy answer."""
     messages = [{"role": "user", "content": PROMPT}]
-    run = generator.start(messages, max_new_tokens=tokens, temperature=0.0)
+    batch = generator.start(messages, max_new_tokens=tokens, temperature=0.0)
     times = []
-    while not run.is_done:
-        run.advance()
+    while not batch.is_done:
+        batch.advance()
         times.append(time.perf_counter())
     return [b - a for a, b in itertools.pairwise(times)]
 

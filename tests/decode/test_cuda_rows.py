@@ -11,10 +11,9 @@ import torch
 
 import tandem
 from tandem.core.errors import CapacityError
-from tandem.decode.cuda.graphs import GraphedStep
-from tandem.decode.cuda.resident_layers import UncutLayers
-from tandem.decode.cuda.rows import CudaRows, try_cuda_rows
-from tandem.decode.cuda.slots import CudaSlotPool
+from tandem.decode.cuda.graphs import CapturedStep, new_graphed_step
+from tandem.decode.cuda.resident_layers import GraphedLayers
+from tandem.decode.cuda.slots import CudaSlotPool, why_no_cuda_slots
 from tandem.decode.padded import PaddedRows
 from tandem.experts.cache.expert_cache import ExpertCache
 from tandem.experts.devices.cuda.device import CudaDevice
@@ -23,7 +22,6 @@ from tandem.experts.execution.batch import ExpertFunctions
 from tandem.experts.execution.clock import WallClock
 from tandem.experts.execution.executor import CpuExecutor
 from tandem.experts.tracing.events import LayerExecuted
-from tandem.generate.batching import Batcher
 from tandem.generate.generator import Generator
 from tandem.generate.running import Request
 from tandem.generate.sampling import SamplingOptions
@@ -31,6 +29,7 @@ from tandem.hf.experts import bind_all, expert_functions
 from tandem.hf.opaque_calls import opaque
 from tandem.kernels.reference import expert_ffn
 from tests.decode.twin_capture import TwinCapture, looks
+from tests.decode.whole_pool import cuda_pool
 from tests.experts.lazy_streams import LazyStreams
 from tests.hf.tiny import save_tiny_checkpoint
 from tests.inside import runtime_in
@@ -60,12 +59,12 @@ def test_captured_pieces_give_the_models_logits(models: dict[str, Any], name: st
     events: list[LayerExecuted] = []
     executor = runtime_in(model).executor
     executor.listeners.append(events.append)
-    rows = CudaRows(model, PROMPTS, 20, make_capture=TwinCapture)
+    rows = cuda_pool(model, PROMPTS, 20, make_capture=TwinCapture)
     found = logits_of(rows)
     executor.listeners.clear()
     assert rows.step.is_replaying, rows.step.why_not
     num_layers = len(runtime_in(model).store)
-    assert rows.step.num_pieces == num_layers + 1
+    assert rows.num_segments == num_layers + 1
     # Experts run between the pieces; what is captured and compared beside answers nobody.
     assert len(events) == num_layers * (len(PROMPTS) + len(TOKENS))
     for ours, theirs in zip(found, logits_of(PaddedRows(model, PROMPTS, 0)), strict=True):
@@ -76,35 +75,35 @@ def test_a_longer_reach_and_a_larger_cache_are_captured_anew(models: dict[str, A
     model = models["mixtral"]
     prompt = [40 + i % 70 for i in range(250)]
     plain, graphed = (
-        CudaRows(model, [prompt], 4, make_capture=capture) for capture in (None, TwinCapture)
+        cuda_pool(model, [prompt], 4, make_capture=capture) for capture in (None, TwinCapture)
     )
     torch.testing.assert_close(graphed.prefill(), plain.prefill())
     pieces = []
     for step in range(20):  # passes 256 tokens: another reach, and more than was reserved
         ours, theirs = graphed.decode([40 + step]), plain.decode([40 + step])
         torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-4)
-        pieces.append((graphed.cache.reach, graphed.step.is_replaying))
+        pieces.append((graphed.cache.attended_length, graphed.step.is_replaying))
     assert (256, True) in pieces
     assert (512, True) in pieces
 
 
 def test_a_longer_conversation_reuses_what_the_cache_holds(models: dict[str, Any]) -> None:
     model = models["mixtral"]
-    rows = CudaRows(model, [[40, 41, 42, 43]], 20, make_capture=TwinCapture)
+    rows = cuda_pool(model, [[40, 41, 42, 43]], 20, make_capture=TwinCapture)
     rows.prefill()
     for token in TOKENS:
         rows.decode([token])
     longer = [40, 41, 42, 43, *TOKENS[:5], 99, 98]
     rows.continue_with([longer])
     assert rows.reused_tokens == [9]
-    fresh = CudaRows(model, [longer], 20)
+    fresh = cuda_pool(model, [longer], 20)
     torch.testing.assert_close(rows.prefill(), fresh.prefill(), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(rows.decode([77]), fresh.decode([77]), rtol=1e-4, atol=1e-4)
 
 
 def test_every_served_model_is_found_by_trying(models: dict[str, Any]) -> None:
     for name, model in models.items():
-        assert try_cuda_rows(model, [50, 51, 52]) is None, name
+        assert why_no_cuda_slots(model) is None, name
 
 
 def test_a_step_that_cannot_be_captured_stays_the_models_and_says_why() -> None:
@@ -113,9 +112,10 @@ def test_a_step_that_cannot_be_captured_stays_the_models_and_says_why() -> None:
     def step() -> torch.Tensor:
         return x * 2 if looks(x) else x + 1
 
-    graphed = GraphedStep(step, torch.float32, TwinCapture)
-    with pytest.warns(UserWarning, match=r"own code, slower: called a synchronizing"):
-        results = [graphed().tolist() for _ in range(5)]
+    graphed = new_graphed_step(step, torch.float32, TwinCapture)
+    results = [graphed().tolist() for _ in range(5)]
+    assert graphed.why_not is not None
+    assert graphed.why_not.startswith("called a synchronizing")
     assert results == [[1.0] * 4] * 5
     assert not graphed.is_replaying
 
@@ -132,21 +132,19 @@ def test_a_capture_that_breaks_is_undone() -> None:
     def step() -> torch.Tensor:
         calls[0] += 1
         result = x + 1
-        if captures:
+        if captures and captures[-1].broken is None:
             raise RuntimeError("operation not permitted when stream is capturing")
         return result
 
-    graphed = GraphedStep(step, torch.float32, Capture)
-    for _ in range(2):
-        graphed()
-    with pytest.warns(UserWarning, match="operation not permitted"):
-        graphed()
+    graphed = new_graphed_step(step, torch.float32, Capture)
+    graphed()
+    assert graphed.why_not is not None
+    assert graphed.why_not.startswith("operation not permitted")
     assert captures[0].broken is not None
     recorded = len(captures[0].broken.operations)
-    captures.clear()
     assert graphed().tolist() == [1.0] * 4
     assert recorded == 1
-    assert calls == [6]  # three steps, a dry run, a capture, a step
+    assert calls == [5]  # a step, a dry run, a capture, the step again, a step
 
 
 def test_what_is_not_cut_runs_once_before_it_is_captured() -> None:
@@ -168,11 +166,12 @@ def test_what_is_not_cut_runs_once_before_it_is_captured() -> None:
         hidden: torch.Tensor = opaque("experts", experts, 0, x + 1, x, x, None)
         return hidden + 1
 
-    graphed = GraphedStep(step, torch.float32, Capture, lambda: uncut)
+    graphed = new_graphed_step(step, torch.float32, Capture, lambda: uncut)
     results = [graphed().tolist() for _ in range(6)]
     assert results == [[5.0] * 4] * 6
     assert seen == [0, 1]  # compiled outside of the capture, then captured
-    assert graphed.num_pieces == 1
+    assert isinstance(graphed.recording, CapturedStep)
+    assert graphed.recording.num_segments == 1
     assert graphed.is_replaying
 
 
@@ -215,14 +214,14 @@ def test_a_model_that_fits_the_device_is_captured_whole(
     monkeypatch.setattr(device, "resident", lambda cache: WholeLayers(cache, functions))
 
     class Executor(CpuExecutor):  # what computes the prompt; it need not have a cache
-        cache: Any = SimpleNamespace(store=runtime.store, clock=WallClock())
+        cache: Any = SimpleNamespace(store=runtime.store, clock=WallClock(), engine=None)
 
     before, executor = runtime.executor, Executor(runtime.store)
     executor.device = device
     events: list[LayerExecuted] = []
     runtime.use(executor)
     try:
-        rows = CudaRows(model, PROMPTS, 20, make_capture=TwinCapture)
+        rows = cuda_pool(model, PROMPTS, 20, make_capture=TwinCapture)
         found = logits_of(rows)
         executor.listeners.append(events.append)
         for token in (70, 80):
@@ -230,7 +229,7 @@ def test_a_model_that_fits_the_device_is_captured_whole(
         num_layers = len(runtime.store)
         assert [event.layer for event in events] == [*range(num_layers)] * 2  # a step late
         rows.continue_with([[40, 41, 42, 43]] * 2)
-        rows.pool._tell()
+        rows.pool._report()
         assert [event.layer for event in events] == [*range(num_layers)] * 3
         for event in events:
             assert event.plan is not None
@@ -240,7 +239,7 @@ def test_a_model_that_fits_the_device_is_captured_whole(
     finally:
         runtime.use(before)
     assert rows.step.is_replaying, rows.step.why_not
-    assert rows.step.num_pieces == 1
+    assert rows.num_segments == 1
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-4)
 
@@ -267,7 +266,7 @@ def test_pieces_follow_what_is_resident_and_how_many_slots_there_are(
         return True
 
     try:
-        rows = CudaRows(model, PROMPTS, 40, make_capture=TwinCapture)
+        rows = cuda_pool(model, PROMPTS, 40, make_capture=TwinCapture)
         monkeypatch.setattr(rows.pool, "_make_room", make_room)
         rows.prefill()
         pieces = []
@@ -276,19 +275,19 @@ def test_pieces_follow_what_is_resident_and_how_many_slots_there_are(
             if step == 12:
                 cache.engine = object()  # as a new size makes one
             rows.decode([50 + step] * len(PROMPTS))
-            pieces.append(rows.step.num_pieces)
+            pieces.append(rows.num_segments)
         # Slots that make room in the middle of a step take its pieces with them.
-        right, failures = UncutLayers.end_step, iter([True])
+        right, failures = GraphedLayers.end_step, iter([True])
 
-        def scarce(self: UncutLayers) -> None:
+        def scarce(self: GraphedLayers) -> None:
             if next(failures, False):
                 raise torch.OutOfMemoryError("made up")
             right(self)
 
-        monkeypatch.setattr(UncutLayers, "end_step", scarce)
+        monkeypatch.setattr(GraphedLayers, "end_step", scarce)
         assert rows.step.is_replaying
         rows.decode([50] * len(PROMPTS))
-        assert rows.step.num_pieces == 0
+        assert rows.num_segments == 0
     finally:
         runtime.use(before)
     assert pieces == [0, 0, 5, 5, 5, 5, 0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1]
@@ -298,13 +297,13 @@ def test_pieces_follow_what_is_resident_and_how_many_slots_there_are(
 def test_steps_that_ask_routers_ahead_are_not_captured(models: dict[str, Any]) -> None:
     runtime = runtime_in(models["mixtral"])
     before, executor = runtime.executor, CpuExecutor(runtime.store)
-    executor.foresee = lambda layer: ()  # type: ignore[attr-defined]
+    executor.needs_hooks = True
     runtime.use(executor)
     try:
-        rows = CudaRows(models["mixtral"], PROMPTS, 20, make_capture=TwinCapture)
+        rows = cuda_pool(models["mixtral"], PROMPTS, 20, make_capture=TwinCapture)
         logits_of(rows)
         assert not rows.step.is_replaying
-        assert rows.step.why_not == "routers are asked ahead, which captured pieces leave out"
+        assert rows.step.why_not == "routers are asked ahead, which a recorded step leaves out"
     finally:
         runtime.use(before)
 
@@ -312,7 +311,7 @@ def test_steps_that_ask_routers_ahead_are_not_captured(models: dict[str, Any]) -
 def test_a_kv_cache_that_cannot_grow_goes_on_as_it_is(
     models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = CudaRows(models["mixtral"], [[40, 41, 42]], 4)
+    rows = cuda_pool(models["mixtral"], [[40, 41, 42]], 4)
     rows.prefill()
     expected, capacity, zeros = rows.decode([50]).clone(), rows.cache.capacity, torch.zeros
     made = []
@@ -337,10 +336,10 @@ def test_rows_that_nobody_has_any_more_make_room_before_experts_do(
     models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, zeros = models["mixtral"], torch.zeros
-    earlier = CudaRows(model, PROMPTS, 4, make_capture=TwinCapture)
+    earlier = cuda_pool(model, PROMPTS, 4, make_capture=TwinCapture)
     logits_of(earlier)
     held = weakref.ref(earlier)
-    rows = CudaRows(model, [[40, 41, 42]], 4)
+    rows = cuda_pool(model, [[40, 41, 42]], 4)
     rows.cache._make_room = lambda: pytest.fail("experts were to make room")
 
     def scarce(*args: Any, **options: Any) -> torch.Tensor:
@@ -363,12 +362,12 @@ def test_rows_are_stepped_in_any_company(models: dict[str, Any]) -> None:
     model = models["mixtral"]
     texts = {0: [40, 41, 42, 50, 51, 52], 1: [60] * 5 + [61, 62], 3: [70, 71, 72, 73, 74, 75]}
     alone = {
-        row: CudaRows(model, [text[:3]], 20, make_capture=TwinCapture)
+        row: cuda_pool(model, [text[:3]], 20, make_capture=TwinCapture)
         for row, text in texts.items()
     }
     expected = {row: [rows.prefill()[0].clone()] for row, rows in alone.items()}
     pool = CudaSlotPool(model, 4, make_capture=TwinCapture)
-    found = {row: [pool.prefill(row, text[:3]).clone()] for row, text in texts.items()}
+    found = {row: [pool.prefill({row: text[:3]})[0].clone()] for row, text in texts.items()}
     events: list[LayerExecuted] = []
     runtime_in(model).executor.listeners.append(events.append)
     companies = [(0,), (0, 1), (0, 1, 3), (3,), (1, 3)] * 6  # enough to be captured
@@ -381,7 +380,7 @@ def test_rows_are_stepped_in_any_company(models: dict[str, Any]) -> None:
             found[row].append(row_logits.clone())
             expected[row].append(alone[row].decode([40 + (turn + row) % 50])[0].clone())
     runtime_in(model).executor.listeners.clear()
-    assert {key[0] for key, step in pool._steps.items() if step.graphed.is_replaying} == {1, 2, 4}
+    assert {key[0] for key, step in pool._steps.items() if step.replayed.is_replaying} == {1, 2, 4}
     for row in texts:
         assert list(pool.held(row)[:3]) == texts[row][:3]
         for ours, theirs in zip(found[row], expected[row], strict=True):
@@ -397,29 +396,29 @@ def test_requests_are_answered_alike_on_both_pools(
     prompts = [beginning, [*beginning, 60, 61], [70] * 3, [*beginning[:6], 90], [50, 51, 52, 53]]
 
     def answers(generator: Generator) -> tuple[dict[int, list[int | None]], int]:
-        batcher = Batcher(generator, max_running=3, part_tokens=4)
+        scheduler = generator.scheduler(3, chunk_tokens=4)
         tokens: dict[int, list[int | None]] = {}
         for number, prompt in enumerate(prompts):
             options = SamplingOptions(max_new_tokens=8 + 3 * number, temperature=0)
-            batcher.add(Request(request_id=number, prompt=tuple(prompt), options=options))
-        while batcher.has_work:
-            for progress in batcher.step():
+            scheduler.add(Request(request_id=number, prompt=tuple(prompt), options=options))
+        while scheduler.has_work:
+            for progress in scheduler.step():
                 tokens.setdefault(progress.request_id, []).append(progress.token_id)
-        return tokens, batcher.counts.reused_tokens
+        return tokens, scheduler.counts.reused_tokens
 
     monkeypatch.setattr(model.generation_config, "eos_token_id", None)
     expected = answers(Generator(model, has_replay=False))
     generator = Generator(model, has_replay=False)
     pool = CudaSlotPool(model, 3, make_capture=TwinCapture)
-    monkeypatch.setattr(generator, "slot_pool", lambda num_rows: pool)
+    monkeypatch.setattr(generator, "slot_pool", lambda num_slots: pool)
     assert answers(generator) == expected
-    assert any(step.graphed.is_replaying for step in pool._steps.values())
+    assert any(step.replayed.is_replaying for step in pool._steps.values())
 
 
 def test_all_logits_of_a_prompt_end_with_those_of_its_last_token(models: dict[str, Any]) -> None:
     text = [40 + i % 9 for i in range(7)]
     pool = CudaSlotPool(models["mixtral"], 2, make_capture=TwinCapture)
-    last = pool.prefill(0, text).clone()
+    last = pool.prefill({0: text})[0].clone()
     every = pool.prefill_with_logits(1, text)
     assert len(every) == len(text)
     torch.testing.assert_close(every[-1], last)
@@ -439,7 +438,7 @@ def test_each_step_is_announced_once_with_the_tokens_of_its_rows(models: dict[st
     try:
         pool = CudaSlotPool(models["mixtral"], 4, make_capture=TwinCapture)
         for row in (0, 2):
-            pool.prefill(row, [40, 41, 42])
+            pool.prefill({row: [40, 41, 42]})
         for _ in range(6):
             pool.decode({0: 50, 2: 60})
     finally:
@@ -450,12 +449,12 @@ def test_each_step_is_announced_once_with_the_tokens_of_its_rows(models: dict[st
 def test_a_row_goes_on_with_what_another_holds(models: dict[str, Any]) -> None:
     pool = CudaSlotPool(models["gpt_oss"], 2)
     prompt = [40, 41, 42, 43, 44]
-    expected = pool.prefill(0, prompt).clone()
+    expected = pool.prefill({0: prompt})[0].clone()
     pool.copy(0, 1, 3)
     assert list(pool.held(1)) == prompt[:3]
-    torch.testing.assert_close(pool.prefill(1, prompt[3:]), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(pool.prefill({1: prompt[3:]})[0], expected, rtol=1e-4, atol=1e-4)
     pool.keep(0, 2)
-    torch.testing.assert_close(pool.prefill(0, prompt[2:]), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(pool.prefill({0: prompt[2:]})[0], expected, rtol=1e-4, atol=1e-4)
     assert pool.num_bytes > 0
 
 
@@ -464,7 +463,7 @@ def test_a_prompt_without_memory_lets_experts_make_room(
 ) -> None:
     model, room = models["mixtral"], [2, 1]
     pool = CudaSlotPool(model, 1)
-    expected = pool.prefill(0, [40, 41, 42]).clone()
+    expected = pool.prefill({0: [40, 41, 42]})[0].clone()
     pool.keep(0, 0)
     executor, right = runtime_in(model).executor, runtime_in(model).executor.execute
 
@@ -478,11 +477,11 @@ def test_a_prompt_without_memory_lets_experts_make_room(
     bind_all(runtime_in(model).bound, executor)
     monkeypatch.setattr(pool, "_make_room", lambda: bool(room and room.pop()))
     try:
-        torch.testing.assert_close(pool.prefill(0, [40, 41, 42]), expected)
+        torch.testing.assert_close(pool.prefill({0: [40, 41, 42]})[0], expected)
         room.append(0)
         pool.keep(0, 0)
         with pytest.raises(CapacityError, match=r"no memory left for this step \(made up\)"):
-            pool.prefill(0, [40, 41, 42])
+            pool.prefill({0: [40, 41, 42]})
     finally:
         monkeypatch.undo()
         bind_all(runtime_in(model).bound, executor)
@@ -495,8 +494,7 @@ def test_pieces_that_give_other_logits_are_given_up() -> None:
         calls[0] += 1
         return torch.full((4,), float(calls[0]))
 
-    graphed = GraphedStep(step, torch.float32, TwinCapture)
-    with pytest.warns(UserWarning, match="other logits"):
-        results = [graphed()[0].item() for _ in range(6)]
-    assert graphed.why_not is not None
+    graphed = new_graphed_step(step, torch.float32, TwinCapture)
+    results = [graphed()[0].item() for _ in range(6)]
+    assert graphed.why_not == "its recording gives other logits"
     assert results == sorted(results)

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from tandem.core.errors import CapacityError
-from tandem.decode.cached_rows import CachedRows
+from tandem.decode.cpu_slots import CpuSlotPool
 from tandem.decode.kv_cache.windows import most_kept
 from tandem.decode.padded import PaddedRows
-from tandem.decode.slots import SlotPool
 from tandem.kernels.dense import CpuThreads
 from tests.architectures import build_tiny_model
+from tests.decode.whole_pool import cpu_pool
 from tests.threads import two_threads
 
 pytestmark = pytest.mark.every_isa
@@ -26,7 +26,7 @@ def test_int8_keys_and_values_write_nearly_the_same(threads: CpuThreads) -> None
     model: Any = build_tiny_model("qwen3_moe")
     logits, sizes = [], []
     for kv_dtype in ("auto", "int8"):
-        rows = CachedRows(model, threads, [[40, 41, 42], [60] * 90], 8, kv_dtype=kv_dtype)
+        rows = cpu_pool(model, threads, [[40, 41, 42], [60] * 90], kv_dtype=kv_dtype)
         steps = [rows.prefill(), *(rows.decode([50 + i, 60 + i]).clone() for i in range(8))]
         logits.append(torch.stack(steps))
         sizes.append(rows.cache.num_bytes)
@@ -40,12 +40,12 @@ def test_a_kv_cache_larger_than_memory_is_refused_with_its_size(
     monkeypatch: pytest.MonkeyPatch, threads: CpuThreads
 ) -> None:
     model: Any = build_tiny_model("qwen3_moe")
-    rows = CachedRows(model, threads, [[40, 41]] * 2, 8)
+    rows = cpu_pool(model, threads, [[40, 41]] * 2)
     rows.prefill()
     per_token = rows.cache.num_bytes / 2 / 256
     monkeypatch.setattr("tandem.experts.store.host_memory.available_bytes", lambda: 1 << 20)
     with pytest.raises(CapacityError, match=r"2 rows of \d+ tokens takes .* 1 MiB .*='int8'"):
-        CachedRows(model, threads, [[40] * int((1 << 20) / per_token)] * 2, 8).prefill()
+        cpu_pool(model, threads, [[40] * int((1 << 20) / per_token)] * 2).prefill()
     before = rows.decode([50, 51]).clone()
     with pytest.raises(CapacityError):
         rows.cache.pretend(int((2 << 20) / per_token))
@@ -71,7 +71,7 @@ def tokens_of(seed: int, count: int) -> list[int]:
 def test_windows_keep_what_they_reach_and_change_nothing(name: str, threads: CpuThreads) -> None:
     model: Any = build_tiny_model(name)
     prompts = [tokens_of(1, 90), tokens_of(2, 5)]
-    ours, theirs = CachedRows(model, threads, prompts, 8), PaddedRows(model, prompts, 0)
+    ours, theirs = cpu_pool(model, threads, prompts), PaddedRows(model, prompts, 0)
     logits, expected = ours.prefill(), theirs.prefill()
     sizes = []
     for i in range(140):
@@ -89,7 +89,7 @@ def test_windows_keep_what_they_reach_and_change_nothing(name: str, threads: Cpu
 def test_rows_go_on_from_what_their_windows_still_reach(threads: CpuThreads) -> None:
     model: Any = build_tiny_model("gpt_oss")
     prompt = tokens_of(3, 40)
-    rows = CachedRows(model, threads, [prompt], 8)
+    rows = cpu_pool(model, threads, [prompt])
     rows.prefill()
     said = tokens_of(4, 150)
     for token in said:
@@ -100,7 +100,7 @@ def test_rows_go_on_from_what_their_windows_still_reach(threads: CpuThreads) -> 
         rows.continue_with([again])
         assert rows.reused_tokens == [reused]
         logits = [rows.prefill(), *(rows.decode([50 + i]).clone() for i in range(3))]
-        fresh = CachedRows(model, threads, [again], 8)
+        fresh = cpu_pool(model, threads, [again])
         expected = [fresh.prefill(), *(fresh.decode([50 + i]).clone() for i in range(3))]
         torch.testing.assert_close(torch.stack(logits), torch.stack(expected), rtol=1e-3, atol=1e-3)
 
@@ -108,19 +108,19 @@ def test_rows_go_on_from_what_their_windows_still_reach(threads: CpuThreads) -> 
 @pytest.mark.usefixtures("small_windows")
 def test_borrowed_rows_copy_what_windows_keep(threads: CpuThreads) -> None:
     model: Any = build_tiny_model("gpt_oss")
-    pool, tokens = SlotPool(model, threads, 3), tokens_of(6, 200)
+    pool, tokens = CpuSlotPool(model, threads, 3), tokens_of(6, 200)
     for first in range(0, 200, 25):
-        pool.prefill(0, tokens[first : first + 25])
+        pool.prefill({0: tokens[first : first + 25]})
     assert pool.usable(0, 30) == 0
     assert pool.usable(0, 190) == 190
     pool.copy(0, 2, 190)
-    alone = SlotPool(model, threads, 1)
-    alone.prefill(0, tokens[:190])
+    alone = CpuSlotPool(model, threads, 1)
+    alone.prefill({0: tokens[:190]})
     for i in range(8):
         got, wanted = pool.decode({0: 40, 2: 50 + i}), alone.decode({0: 50 + i})
         torch.testing.assert_close(got[1], wanted[0], rtol=1e-3, atol=1e-3)
     pool.keep(2, 0)
     torch.testing.assert_close(
-        pool.prefill(2, tokens[:50]), SlotPool(model, threads, 1).prefill(0, tokens[:50]),
+        pool.prefill({2: tokens[:50]}), CpuSlotPool(model, threads, 1).prefill({0: tokens[:50]}),
         rtol=1e-3, atol=1e-3,
     )  # fmt: skip

@@ -1,5 +1,6 @@
 """Decode steps from a recorded graph equal the model's own; others say why they cannot be."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 import tandem
-from tandem.decode.cached_rows import CachedRows
+from tandem.decode.recording.recorded_graph import RecordedGraph, record_step
 from tandem.decode.recording.replay import ReplayedStep
 from tandem.experts.execution.executor import CpuExecutor
 from tandem.experts.tracing.events import ExpertStatistics
@@ -15,6 +16,7 @@ from tandem.experts.tracing.forced_routing import ForcedRouting
 from tandem.generate.generator import Generator
 from tandem.trace import RoutingTrace, TraceMeta
 from tests.architectures import build_tiny_model
+from tests.decode.whole_pool import cpu_pool
 from tests.inside import runtime_in
 from tests.threads import two_threads
 
@@ -24,7 +26,7 @@ TOKENS = [50, 61, 72, 83, 94, 105, 116, 41]
 
 
 def step_logits(model: Any, prompts: list[list[int]], *, has_replay: bool) -> list[torch.Tensor]:
-    rows = CachedRows(model, two_threads(), prompts, 4, has_replay=has_replay)
+    rows = cpu_pool(model, two_threads(), prompts, has_replay=has_replay)
     logits = [rows.prefill()]
     logits += [rows.decode([token] * len(prompts)).clone() for token in TOKENS]
     assert rows.step.is_replaying is has_replay, rows.step.why_not
@@ -73,7 +75,7 @@ def counting_step(*, looks: bool, differs: bool) -> tuple[ReplayedStep, torch.Te
             y = y * 10
         return y + (calls[0] if differs else 0)
 
-    return ReplayedStep(step, [x], torch.float32), x
+    return ReplayedStep(step, partial(record_step, step, [x]), 1e-3), x
 
 
 def test_a_step_that_looks_at_values_stays_the_models() -> None:
@@ -90,7 +92,7 @@ def test_a_step_that_changes_from_call_to_call_is_given_up() -> None:
     for _ in range(6):
         step()
     assert not step.is_replaying
-    assert step.why_not == "its recorded graph gives other logits"
+    assert step.why_not == "its recording gives other logits"
 
 
 def test_a_steady_step_is_replayed_with_new_inputs() -> None:
@@ -115,7 +117,7 @@ def test_replayed_experts_equal_the_executors_and_are_counted(packed: Any) -> No
     counts = []
     logits = []
     for has_replay in (True, False):
-        rows = CachedRows(packed, two_threads(), prompts, 4, has_replay=has_replay)
+        rows = cpu_pool(packed, two_threads(), prompts, has_replay=has_replay)
         rows.prefill()
         for token in TOKENS[:5]:
             rows.decode([token, token + 1])
@@ -167,7 +169,7 @@ def test_another_executor_is_recorded_anew(packed: Any) -> None:
             Counting.calls += 1
             return super().execute(*args)
 
-    rows = CachedRows(packed, two_threads(), [[40, 41, 42]], 4)
+    rows = cpu_pool(packed, two_threads(), [[40, 41, 42]])
     rows.prefill()
     for token in TOKENS:
         rows.decode([token])
@@ -187,12 +189,12 @@ def test_another_executor_is_recorded_anew(packed: Any) -> None:
 
 def test_routers_in_fp32_of_bf16_models_are_native_too() -> None:
     model: Any = build_tiny_model("deepseek_v2").to(torch.bfloat16)
-    rows = CachedRows(model, two_threads(), [[40, 41, 42]], 4)
+    rows = cpu_pool(model, two_threads(), [[40, 41, 42]])
     rows.prefill()
     for token in TOKENS:
         rows.decode([token])
-    recorded = rows.step.recorded
-    assert recorded is not None
+    recorded = rows.step.recording
+    assert isinstance(recorded, RecordedGraph)
     names = [operation.name for operation, _ in recorded.profile(1)]
     assert "dense" in names
     assert "linear" not in names

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 import tandem
-from tandem.generate.batching import Batcher
 from tandem.generate.ending import EndOptions
 from tests.architectures import build_tiny_model
-from tests.generate.test_batching import PART, Spell, finish, request_of, tokens
+from tests.generate.test_scheduler import PART, Spell, finish, request_of, tokens
 from tests.hf.tiny import byte_tokenizer
 
 PROMPT = [40 + i * 7 % 50 for i in range(2 * PART + 5)]
@@ -33,16 +32,16 @@ def test_logprobs_of_a_prompt_are_the_models(name: str) -> None:
     """The second architecture keeps states beside keys, so that its prompts run padded."""
     model: Any = build_tiny_model(name)
     model.generation_config.eos_token_id = None
-    batcher = Batcher(tandem.Generator(model), max_running=2, part_tokens=PART)
+    scheduler = tandem.Generator(model).scheduler(2, chunk_tokens=PART)
     for number in range(2):  # the second finds the first one's keys, and must not go on with them
-        batcher.add(
+        scheduler.add(
             request_of(
                 number, PROMPT, max_new_tokens=2, num_top_logprobs=3, has_prompt_logprobs=True
             )
         )
     with torch.no_grad():
         expected = torch.log_softmax(model(torch.tensor([PROMPT])).logits[0].float(), -1)
-    for token_outputs in finish(batcher).values():
+    for token_outputs in finish(scheduler).values():
         assert [token_output.prompt_logprobs is None for token_output in token_outputs] == [
             False,
             True,
@@ -58,11 +57,11 @@ def test_logprobs_of_a_prompt_are_the_models(name: str) -> None:
 
 
 def test_a_prompt_alone_is_computed_and_nothing_is_chosen(generator: tandem.Generator) -> None:
-    batcher = Batcher(generator, max_running=1, part_tokens=PART)
+    scheduler = generator.scheduler(1, chunk_tokens=PART)
     end = EndOptions(is_prompt_only=True)
-    batcher.add(request_of(0, PROMPT, num_top_logprobs=0, has_prompt_logprobs=True, end=end))
-    batcher.add(request_of(1, [50], max_new_tokens=1))
-    found = finish(batcher)
+    scheduler.add(request_of(0, PROMPT, num_top_logprobs=0, has_prompt_logprobs=True, end=end))
+    scheduler.add(request_of(1, [50], max_new_tokens=1))
+    found = finish(scheduler)
     (token_output,) = found[0]
     assert (token_output.token_id, token_output.generated_tokens, token_output.finish_reason) == (
         None,
@@ -83,13 +82,13 @@ def test_an_end_of_sequence_is_ignored_or_put_off(model: Any, generator: tandem.
     }
     model.generation_config.eos_token_id = free.token_ids[0]
     try:
-        batcher = Batcher(generator, max_running=3, part_tokens=PART)
+        scheduler = generator.scheduler(3, chunk_tokens=PART)
     finally:
         model.generation_config.eos_token_id = None
     for number, end in ends.items():
-        batcher.add(request_of(number, PROMPT, max_new_tokens=12, end=end))
-    batcher.add(request_of(3, PROMPT, max_new_tokens=12))
-    found = finish(batcher)
+        scheduler.add(request_of(number, PROMPT, max_new_tokens=12, end=end))
+    scheduler.add(request_of(3, PROMPT, max_new_tokens=12))
+    found = finish(scheduler)
     assert tokens(found[3]) == free.token_ids[:1], "the model's own end"
     assert tokens(found[2]) == free.token_ids
     assert len(found[1]) >= 7
@@ -98,14 +97,14 @@ def test_an_end_of_sequence_is_ignored_or_put_off(model: Any, generator: tandem.
 
 def test_a_stop_string_waits_for_the_least_length(generator: tandem.Generator) -> None:
     (free,) = generator.generate(PROMPT, max_new_tokens=20)
-    batcher = Batcher(generator, max_running=1, part_tokens=PART)
+    scheduler = generator.scheduler(1, chunk_tokens=PART)
     end = EndOptions(min_tokens=10)
-    batcher.add(request_of(0, PROMPT, max_new_tokens=20, stop=(free.text[:2],), end=end))
-    assert len(finish(batcher)[0]) >= 10
+    scheduler.add(request_of(0, PROMPT, max_new_tokens=20, stop=(free.text[:2],), end=end))
+    assert len(finish(scheduler)[0]) >= 10
 
 
 def test_a_grammar_has_the_last_word_about_the_end(generator: tandem.Generator) -> None:
-    batcher = Batcher(generator, max_running=1, part_tokens=PART)
+    scheduler = generator.scheduler(1, chunk_tokens=PART)
     end = EndOptions(min_tokens=9, stop_token_ids=(66,))
-    batcher.add(request_of(0, PROMPT, constraint=Spell([77, 66, 55]), end=end))
-    assert tokens(finish(batcher)[0]) == [77, 66]
+    scheduler.add(request_of(0, PROMPT, constraint=Spell([77, 66, 55]), end=end))
+    assert tokens(finish(scheduler)[0]) == [77, 66]

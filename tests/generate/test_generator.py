@@ -67,7 +67,8 @@ def test_another_prompt_shares_only_its_beginning(model: Any) -> None:
 def test_prompts_longer_than_a_step_are_cut(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [[40 + i % 60 for i in range(n)] for n in (30, 3, 11)]
     whole = tandem.Generator(model).generate(prompts, max_new_tokens=4)
-    monkeypatch.setattr("tandem.decode.cached_rows.MAX_STEP_TOKENS", 8)
+    for module in ("generate.generator", "decode.cpu_slots"):
+        monkeypatch.setattr(f"tandem.{module}.MAX_STEP_TOKENS", 8)
     cut = tandem.Generator(model).generate(prompts, max_new_tokens=4)
     assert [a.token_ids for a in cut] == [a.token_ids for a in whole]
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.decode.cuda import rows as cuda_rows
+from tandem.decode.cuda import slots
 from tandem.experts.devices.cuda.checks import Gpu
 from tandem.experts.devices.cuda.kernels import TorchKernels
 from tandem.hf import load, quantizer
@@ -53,7 +53,7 @@ def twins_in_a_dry_run() -> Any:
             "CudaStreams",
             lambda index: LazyStreams(total_bytes=1 << 40, is_eager=True),
         )
-        patch.setattr(cuda_rows, "make_cuda_capture", lambda model: TwinCapture)
+        patch.setattr(slots, "make_cuda_capture", lambda model: TwinCapture)
         for module in (load, quantizer):
             patch.setattr(module, "device_map_for", lambda config, device_map: device_map)
         for name in ("empty_cache", "reset_peak_memory_stats", "synchronize"):

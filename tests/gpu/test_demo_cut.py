@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import tandem
-from tandem.decode.cuda.rows import new_cuda_rows
 from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tandem.generate.generator import Generator
+from tests.decode.whole_pool import WholePool, gpu_pool
 from tests.gpu.demo_cut import MOST_BYTES, find_demo_cut, size_of, texts_of
 from tests.gpu.models import DEVICE, compare_logits, load_hybrid
 from tests.inside import runtime_in
@@ -42,8 +42,8 @@ def test_a_prompt_gives_the_cpus_logits_on_both_processors(cut: Path, tmp_path: 
 def test_captured_steps_give_the_cpus_logits(cut: Path, tmp_path: Path) -> None:
     alone, hybrid = tandem.load(cut, dtype="float32"), load_hybrid(cut, "float32", tmp_path)
     text = texts_of(cut)[0]
-    captured = new_cuda_rows(hybrid, [text[:32]], 64, has_replay=True)
-    plain = Generator(alone).rows([text[:32]], 64)
+    captured = gpu_pool(hybrid, [text[:32]], 64, has_replay=True)
+    plain = WholePool(Generator(alone).slot_pool(1), [text[:32]])
     pairs = [(captured.prefill(), plain.prefill())]
     pairs += [(captured.decode([t]).clone(), plain.decode([t]).clone()) for t in text[32:64]]
     assert captured.step.is_replaying, captured.step.why_not

@@ -12,10 +12,10 @@ import torch
 from tandem.bench.model_shapes import ModelShape
 from tandem.bench.random_model import build_random_model
 from tandem.core.errors import CapacityError
-from tandem.decode.cuda.rows import new_cuda_rows
 from tandem.hardware.profiles import save_profile
 from tandem.hf.config import OffloadConfig
 from tandem.kernels.dense import CpuThreads
+from tests.decode.whole_pool import gpu_pool
 from tests.experts.machines import make_machine
 from tests.gpu.models import DEVICE, IS_DRY
 from tests.hf.tiny import save_tiny_checkpoint
@@ -54,7 +54,7 @@ def test_the_peak_stays_within_two_hundredths_of_gpu_memory(tmp_path: Path) -> N
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     model = build(tmp_path, str(limit))
-    rows = new_cuda_rows(model, [[50] * 2000], 200, has_replay=True)
+    rows = gpu_pool(model, [[50] * 2000], 200, has_replay=True)
     rows.prefill()
     for step in range(20):
         rows.decode([60 + step])
@@ -68,7 +68,7 @@ def test_a_long_text_takes_memory_from_the_expert_cache(tmp_path: Path) -> None:
     model = build(tmp_path, "1.2GB")
     cache = runtime_in(model).executor.cache
     before = cache.num_slots
-    rows = new_cuda_rows(model, [[50] * 100] * 16, 8000, has_replay=False)
+    rows = gpu_pool(model, [[50] * 100] * 16, 8000, has_replay=False)
     rows.prefill()
     rows.cache.reserve(8000)  # 16 rows of it are more than was kept for the KV cache
     rows.decode([50] * 16)

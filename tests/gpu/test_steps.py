@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.decode.cuda.rows import CudaRows, new_cuda_rows, new_cuda_slot_pool
+from tandem.decode.cuda.slots import new_cuda_slot_pool
 from tandem.generate.generator import Generator
+from tests.decode.whole_pool import WholePool, gpu_pool
 from tests.gpu.models import DEVICE, IS_DRY, compare_logits, load_hybrid, load_pair
 from tests.hf.tiny import save_tiny_checkpoint
 from tests.inside import runtime_in
@@ -16,9 +17,9 @@ PROMPTS = [[40, 41, 42], [60] * 9]
 CAPTURED = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v2", "gemma4")
 
 
-def replaying_rows(model: Any, prompts: list[list[int]] = PROMPTS) -> CudaRows:
+def replaying_rows(model: Any, prompts: list[list[int]] = PROMPTS) -> WholePool:
     """Return rows whose steps come from captured pieces."""
-    rows = new_cuda_rows(model, prompts, 60, has_replay=True)
+    rows = gpu_pool(model, prompts, 60, has_replay=True)
     rows.prefill()
     for step in range(8):
         rows.decode([50 + step] * len(prompts))
@@ -29,8 +30,8 @@ def replaying_rows(model: Any, prompts: list[list[int]] = PROMPTS) -> CudaRows:
 @pytest.mark.parametrize("name", CAPTURED)
 def test_captured_steps_say_what_the_cpu_says(tmp_path: Path, name: str) -> None:
     alone, hybrid = load_pair(tmp_path, name, torch.bfloat16)
-    captured = new_cuda_rows(hybrid, PROMPTS, 60, has_replay=True)
-    plain = Generator(alone).rows(PROMPTS, 60)
+    captured = gpu_pool(hybrid, PROMPTS, 60, has_replay=True)
+    plain = WholePool(Generator(alone).slot_pool(len(PROMPTS)), PROMPTS)
     captured.prefill(), plain.prefill()
     for step in range(16):
         tokens = [50 + step, 70 - step]
@@ -38,7 +39,7 @@ def test_captured_steps_say_what_the_cpu_says(tmp_path: Path, name: str) -> None
         assert divergence <= 2e-2, step
         assert is_same, step
     assert captured.step.is_replaying, captured.step.why_not
-    assert captured.step.num_pieces == len(runtime_in(hybrid).store) + 1
+    assert captured.num_segments == len(runtime_in(hybrid).store) + 1
 
 
 @pytest.mark.skipif(IS_DRY, reason="needs the Triton kernels")
@@ -47,8 +48,8 @@ def test_a_model_that_fits_is_captured_whole(tmp_path: Path) -> None:
     cache = runtime_in(hybrid).executor.cache
     every = list(range(cache.geometry.num_layers * cache.geometry.num_experts))
     cache.resize(len(every) + cache.settings.extra_slots(len(every)), every)
-    captured = new_cuda_rows(hybrid, PROMPTS, 60, has_replay=True)
-    plain = Generator(alone).rows(PROMPTS, 60)
+    captured = gpu_pool(hybrid, PROMPTS, 60, has_replay=True)
+    plain = WholePool(Generator(alone).slot_pool(len(PROMPTS)), PROMPTS)
     captured.prefill(), plain.prefill()
     for step in range(12):
         tokens = [50 + step, 70 - step]
@@ -56,7 +57,7 @@ def test_a_model_that_fits_is_captured_whole(tmp_path: Path) -> None:
         assert divergence <= 2e-2, step
         assert is_same, step
     assert captured.step.is_replaying, captured.step.why_not
-    assert captured.step.num_pieces == 1
+    assert captured.num_segments == 1
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +79,7 @@ def test_a_step_hides_no_wait(model: Any) -> None:
 
 
 def test_a_prompt_hides_no_wait(model: Any) -> None:
-    rows = new_cuda_rows(model, PROMPTS, 60, has_replay=False)
+    rows = gpu_pool(model, PROMPTS, 60, has_replay=False)
     rows.prefill()  # kernels are compiled, the KV cache is made
     rows.continue_with([[70 + i for i in range(20)], [90] * 11])
     torch.cuda.set_sync_debug_mode("error")
@@ -110,7 +111,7 @@ def test_requests_share_captured_steps(model: Any) -> None:
     pool = new_cuda_slot_pool(model, 4, has_replay=True)
     expected: dict[int, torch.Tensor] = {}
     for row in range(4):
-        pool.prefill(row, [40 + row] * 5)
+        pool.prefill({row: [40 + row] * 5})
     for turn in range(10):
         together = pool.decode({row: 50 + turn for row in range(4)})
         expected = {row: together[row].clone() for row in range(4)}

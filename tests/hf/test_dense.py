@@ -9,13 +9,13 @@ from transformers import AutoModelForCausalLM
 
 import tandem
 from tandem.core.errors import ConfigError
-from tandem.decode.cached_rows import CachedRows
 from tandem.generate.generator import Generator
 from tandem.hf.config import parse_dense_dtype
 from tandem.hf.dense import PackedLinear, pack_as_loaded, pack_dense_layers, packed_layers
 from tandem.kernels.dense import CpuThreads, pack_dense
 from tandem.kernels.formats.weight_format import find_format
 from tests.architectures import build_tiny_model, result_of, tiny_inputs
+from tests.decode.whole_pool import cpu_pool
 from tests.hf.tiny import save_tiny_checkpoint
 from tests.threads import two_threads
 
@@ -67,7 +67,7 @@ def test_replayed_steps_use_packed_layers_together(threads: CpuThreads) -> None:
     tokens = [50, 61, 72, 83, 94, 105]
     logits = []
     for has_replay in (True, False):
-        rows = CachedRows(model, threads, [[40, 41], [42]], 8, has_replay=has_replay)
+        rows = cpu_pool(model, threads, [[40, 41], [42]], has_replay=has_replay)
         rows.prefill()
         logits.append([rows.decode([token, token + 1]) for token in tokens])
         assert rows.step.is_replaying is has_replay

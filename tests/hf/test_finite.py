@@ -83,7 +83,7 @@ def padded(model: Any) -> Callable[[], object]:
 
 def pooled(model: Any) -> Callable[[], object]:
     pool = tandem.Generator(model).slot_pool(2)
-    return lambda: pool.prefill(1, IDS)
+    return lambda: pool.prefill({1: IDS})
 
 
 @pytest.mark.parametrize("ways", [by_rows, padded, pooled])

@@ -14,9 +14,11 @@ import torch
 from torch import nn
 
 from tandem.bench.kernels import Ceiling, KernelBench
-from tandem.decode.cached_rows import CachedRows
+from tandem.decode.cpu_slots import CpuSlotPool
 from tandem.decode.recording.recorded_graph import RecordedGraph
 from tandem.decode.recording.recorder import Operation
+from tandem.decode.recording.replay import StepRecording
+from tandem.decode.slots import CachedSlotPool, SlotPool
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.experts.tracing.events import ExpertStatistics, LayerExecuted
 from tandem.generate.generator import Generator
@@ -93,34 +95,34 @@ def measure(
 
     `bench` reads memory between the decode steps, because it changes its speed on shared machines.
     """
-    prompts = _random_prompts(model, work)
-    rows = generator.rows(prompts, work.new_tokens)
+    prompts = dict(enumerate(_random_prompts(model, work)))
+    pool = generator.slot_pool(work.batch, capacity=work.prompt_tokens + work.new_tokens)
     start = time.perf_counter()
-    if isinstance(rows, CachedRows):
-        rows.prefill()  # once for the memory of a prompt's activations
-        first_prefill = time.perf_counter() - start
-        rows.continue_with(prompts)
-        rows.pretend(work.depth)
+    pool.prefill(prompts)  # once for the memory of a prompt's activations
+    first_prefill = time.perf_counter() - start
+    if isinstance(pool, CachedSlotPool):
+        pool.pretend(work.depth, work.prompt_tokens + work.new_tokens)
     sampler = Sampler(SamplingRule(), work.batch, None)
     start = time.perf_counter()
-    tokens = sampler.choose(rows.prefill(), prompts)
+    tokens = sampler.choose(pool.prefill(prompts), ())
     first = time.perf_counter() - start
     start = time.perf_counter()
     for _ in range(WARM_UP_STEPS):
-        tokens = sampler.choose(rows.decode(tokens), prompts)
+        tokens = sampler.choose(pool.decode(dict(enumerate(tokens))), ())
     warm_up = time.perf_counter() - start
-    decoded = _decode(model, rows, sampler, prompts, max(1, work.new_tokens), tokens, bench)
+    decoded = _decode(model, pool, sampler, max(1, work.new_tokens), tokens, bench)
     step = statistics.median(decoded.steps)
-    step_bytes = decoded.expert_bytes + _dense_bytes(model) + _kv_bytes(rows)
-    recorded = rows.step.recorded if isinstance(rows, CachedRows) else None
+    kv_bytes = pool.cache.filled_bytes if isinstance(pool, CpuSlotPool) else 0
+    step_bytes = decoded.expert_bytes + _dense_bytes(model) + kv_bytes
+    recording = None if pool.step is None else pool.step.recording
     return Measured(
         time_to_first_token_seconds=first,
         speed=Speed(work.batch * work.prompt_tokens / first, work.batch / step),
         step_bytes=step_bytes,
         milliseconds=_milliseconds(
-            model, recorded, step, statistics.median(decoded.sampling), decoded.plan_seconds
+            model, recording, step, statistics.median(decoded.sampling), decoded.plan_seconds
         ),
-        first_prefill_seconds=first_prefill if isinstance(rows, CachedRows) else first,
+        first_prefill_seconds=first_prefill,
         warm_up_seconds=warm_up,
         read_gigabytes_per_second=statistics.median([rate for _, rate in decoded.reads] or [0.0]),
         decode_share=decoded.share_of_reading(step_bytes),
@@ -146,17 +148,17 @@ class _Decoded:
 
 
 def _decode(
-    model: Any, rows: Any, sampler: Sampler, prompts: list[list[int]], num_steps: int,
-    tokens: list[int], bench: KernelBench | None,
+    model: Any, pool: SlotPool, sampler: Sampler, num_steps: int, tokens: list[int],
+    bench: KernelBench | None,
 ) -> _Decoded:  # fmt: skip
     decoded, experts, plans = _Decoded(), ExpertStatistics(), _PlanTime()
     listeners = require_runtime(model).executor.listeners
     listeners += [experts, plans]
     for number in range(num_steps):
         start = time.perf_counter()
-        logits = rows.decode(tokens)
+        logits = pool.decode(dict(enumerate(tokens)))
         between = time.perf_counter()
-        tokens = sampler.choose(logits, prompts)
+        tokens = sampler.choose(logits, ())
         end = time.perf_counter()
         decoded.sampling.append(end - between)
         decoded.steps.append(end - start)
@@ -179,12 +181,12 @@ class _PlanTime:
 
 
 def _milliseconds(
-    model: Any, recorded: RecordedGraph | None, step: float, sampling: float, plan: float
+    model: Any, recorded: StepRecording | None, step: float, sampling: float, plan: float
 ) -> dict[str, float]:
     """Share a step's time among its parts as a profiled run of its recorded graph does."""
     parts = dict.fromkeys(("router", "plan", "experts", "dense", "attention", "sampling"), 0.0)
     parts |= {"sampling": sampling * 1e3, "plan": plan * 1e3}
-    if recorded is not None:
+    if isinstance(recorded, RecordedGraph):
         num_experts = {layer.arrivals.num_experts for layer in require_runtime(model).store}
         for operation, seconds in recorded.profile(_PROFILE_RUNS):
             part = _part(operation, recorded, num_experts)
@@ -215,12 +217,6 @@ def _dense_bytes(model: nn.Module) -> int:
         m.packed.num_bytes if isinstance(m, PackedLinear) else m.weight.nbytes
         for m in _linear_layers(model)
     )
-
-
-def _kv_bytes(rows: Any) -> int:
-    if not isinstance(rows, CachedRows):
-        return 0
-    return rows.cache.filled_bytes
 
 
 def _weights_per_token(model: Any) -> Iterator[tuple[int, bool]]:

@@ -191,7 +191,7 @@ class Explanation:
 
         self._recorder = RoutingRecorder(self._executor)
         self._runtime.use(self._recorder)
-        self._generator.rows([[0]], 1)  # its trial of the model's steps is no part of the run
+        self._generator.prepare()  # its trial of the model's steps is no part of the run
         self._executor.listeners.append(self._statistics)
         self._recorder.begin_sequences()
 

@@ -2,8 +2,8 @@
 
     serve run tandem.cli.replicas:application model=demo replicas=2
 
-Each replica is a whole server with a model of its own; Ray starts them, spreads requests and restarts
-what dies. The options are those of `tandem serve`, with underscores.
+Each replica is a whole server with a model of its own; Ray starts them, spreads requests and
+restarts what dies. The options are those of `tandem serve`, with underscores.
 """
 
 import contextlib

@@ -56,7 +56,7 @@ def run(flags: argparse.Namespace) -> int:
             # trial of the model's steps is no part of the sequence.
             generator = Generator(model, tokenizer)
             recorder.pause()
-            generator.rows([[0]], options.max_new_tokens)
+            generator.prepare()
             recorder.begin_sequences()
             messages = [{"role": "user", "content": prompt}]
             generator.generate([messages], max_new_tokens=options.max_new_tokens, seed=options.seed)

@@ -1,6 +1,6 @@
-"""A model that is stepped by rows: a forward on a KV cache of ours, and whether that serves it."""
+"""A model on a KV cache of Tandem's: its forward, its executor, and whether that serves it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +16,7 @@ from tandem.experts.execution.executor import Executor
 from tandem.experts.tracing.events import unheard
 from tandem.hf.compat import takes_logits_to_keep
 from tandem.hf.config_values import foreign_errors
+from tandem.hf.lookahead.warm_up import warm_up_ids
 from tandem.hf.runtime import runtime_of
 from tandem.kernels.dense import CpuThreads
 
@@ -46,8 +47,22 @@ class ModelRunner:
     @property
     def executor(self) -> Executor | None:
         """What computes the model's experts now; None for a model that Tandem did not load."""
-        runtime = runtime_of(self.model)
-        return None if runtime is None else runtime.executor
+        return _executor_of(self.model)
+
+    def why_not_replayed(
+        self, tolerances: Mapping[torch.dtype, float], *, has_replay: bool
+    ) -> str | None:
+        """Return why decode steps must be the model's own code; None: they can be replayed.
+
+        `tolerances` are how far results may be off, by the dtypes that can be replayed.
+        """
+        if not has_replay:
+            return "replay is disabled (has_replay=False)"
+        executor = self.executor
+        if executor is not None and executor.needs_hooks:
+            return "routers are asked ahead, which a recorded step leaves out"
+        dtype = self.model.dtype
+        return None if dtype in tolerances else f"the model is {dtype}"
 
     def logits(self, ids: Tensor, positions: Tensor, keep: Tensor | int | None = None) -> Tensor:
         """Return the logits (b, n_tokens, vocabulary) of ids (b, n_tokens) at their positions.
@@ -69,42 +84,41 @@ class ModelRunner:
         return logits
 
 
-class StartedRows(Protocol):
-    """A batch of prompts that is stepped."""
-
-    def prefill(self) -> Tensor:
-        """Run the prompts; return (rows, vocabulary)."""
-
-    def decode(self, tokens: list[int]) -> Tensor:
-        """Append one token per row; return (rows, vocabulary)."""
+def _executor_of(model: Any) -> Executor | None:
+    runtime = runtime_of(model)
+    return None if runtime is None else runtime.executor
 
 
-def why_not_by_rows(
-    model: Any, prompt: list[int], start: Callable[[list[list[int]]], StartedRows]
-) -> str | None:
-    """Step a few tokens by rows and padded; return why rows do not serve a model, or None.
+class Steppable(Protocol):
+    """Slots of which a trial fills all."""
 
-    `start` returns rows of prompts. Raises the `TandemError` of a model that cannot be run at all.
+    def prefill(self, prompts: Mapping[int, Sequence[int]]) -> Tensor:
+        """As of `SlotPool`."""
+
+    def decode(self, tokens: Mapping[int, int]) -> Tensor:
+        """As of `SlotPool`."""
+
+
+def why_other_logits(model: Any, new_pool: Callable[[int], Steppable]) -> str | None:
+    """Step a few tokens in slots and padded; return why slots do not serve a model, or None.
+
+    `new_pool` returns so many slots. Raises the `TandemError` of a model that cannot be run at all.
     """
     tolerance = _TOLERANCES.get(model.dtype)
     if tolerance is None:
         return f"the model is {model.dtype}"
-    runtime = runtime_of(model)
-    with unheard(None if runtime is None else runtime.executor):
-        return _why_other_logits(model, prompt, start, tolerance)
+    with unheard(_executor_of(model)):
+        return _why_other_logits(model, new_pool, tolerance)
 
 
 def _why_other_logits(
-    model: Any,
-    prompt: list[int],
-    start: Callable[[list[list[int]]], StartedRows],
-    tolerance: float,
+    model: Any, new_pool: Callable[[int], Steppable], tolerance: float
 ) -> str | None:
-    trial = (prompt * _TRIAL_TOKENS)[:_TRIAL_TOKENS]
+    trial: list[int] = warm_up_ids(model, _TRIAL_TOKENS).tolist()
     prompts = [trial, trial[:2]]
     try:
-        rows = start(prompts)
-        ours = [rows.prefill(), rows.decode(trial[:2])]
+        pool = new_pool(len(prompts))
+        ours = [pool.prefill(dict(enumerate(prompts))), pool.decode(dict(enumerate(trial[:2])))]
     except TandemError:
         raise
     except (

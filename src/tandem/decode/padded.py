@@ -4,6 +4,7 @@ Knows tensors of one step; neither sampling nor text.
 """
 
 import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -132,3 +133,56 @@ class PaddedRows:
         logits: Tensor = outputs.logits[:, -1]
         require_finite_logits(self._model, logits, lambda row: self._ids[row].tolist())
         return logits
+
+
+class PaddedSlotPool:
+    """Slots that begin together, on the model's own caches: for models that nothing else steps."""
+
+    can_prefill_in_chunks = False
+    num_bytes = None
+    step = None
+
+    def __init__(self, model: Any, num_slots: int, pad_id: int) -> None:
+        """Serve `num_slots` prompts at a time; `pad_id` stands before the shorter ones."""
+        self.num_slots = num_slots
+        self._model, self._pad_id = model, pad_id
+        self._rows: PaddedRows | None = None
+        self._tokens: dict[int, int] = {}  # by slot: the last one, in the order of the rows
+
+    def held(self, slot: int) -> Sequence[int]:
+        """Return nothing: Transformers' caches cannot be cut."""
+        return ()
+
+    def usable(self, slot: int, length: int) -> int:
+        """Return nothing, which is what is held."""
+        return 0
+
+    def keep(self, slot: int, length: int) -> None:
+        """No-op: what is held goes when other prompts begin."""
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """No-op: nothing is held."""
+
+    def prefill(self, prompts: Mapping[int, Sequence[int]]) -> Tensor:
+        """Run whole prompts in place of all earlier ones; return (slots, vocabulary)."""
+        self._rows = PaddedRows(self._model, [list(p) for p in prompts.values()], self._pad_id)
+        self._tokens = dict.fromkeys(prompts, 0)
+        return self._rows.prefill()
+
+    @torch.inference_mode()
+    def prefill_with_logits(self, slot: int, tokens: Sequence[int]) -> Tensor:
+        """Run a whole prompt twice: what goes on from it keeps the last token's logits alone."""
+        ids = torch.tensor([list(tokens)], device=self._model.device)
+        logits = self._model(input_ids=ids, use_cache=False, return_dict=True).logits[0]
+        return torch.cat([logits[:-1], self.prefill({slot: tokens})])
+
+    def decode(self, tokens: Mapping[int, int]) -> Tensor:
+        """Append one token to each of some slots; return (slots, vocabulary) in their order.
+
+        The others are stepped too, with the token that they had last.
+        """
+        assert self._rows is not None, "decode before prefill"
+        self._tokens |= tokens
+        logits = self._rows.decode(list(self._tokens.values()))
+        order = list(self._tokens)
+        return logits[[order.index(slot) for slot in tokens]]

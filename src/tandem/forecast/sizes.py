@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tandem.decode.cached_rows import MAX_STEP_TOKENS
 from tandem.decode.kv_cache.windows import most_kept
+from tandem.decode.slots import MAX_STEP_TOKENS
 from tandem.experts.store.host_store import HostStore
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.hf.checkpoint import AnyCheckpoint, Checkpoint, GgufCheckpoint

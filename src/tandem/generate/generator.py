@@ -3,7 +3,7 @@
     generator = tandem.Generator(model, tokenizer)
     answer, = generator.generate("Once upon a time", max_new_tokens=64)
 
-Knows prompts, tokens and when to stop; how a model is stepped is `tandem.decode.padded`'s.
+Prompts become requests of a `Scheduler`, the same that serves: here one call's at a time.
 """
 
 import dataclasses
@@ -11,28 +11,26 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tandem.core.config import from_mapping
 from tandem.core.errors import ConfigError, TandemWarning
-from tandem.decode.cached_rows import CachedRows, try_rows
-from tandem.decode.cuda.rows import CudaRows, new_cuda_rows, new_cuda_slot_pool, try_cuda_rows
+from tandem.decode.cpu_slots import CpuSlotPool, why_no_cpu_slots
+from tandem.decode.cuda.slots import new_cuda_slot_pool, why_no_cuda_slots
 from tandem.decode.padded import (
-    PaddedRows,
+    PaddedSlotPool,
     adapter_state,
-    context_tokens,
-    end_of_sequence_ids,
     require_next_token_model,
-    vocabulary_size,
     without_adapters_wrapper,
 )
 from tandem.decode.recording.recorded_graph import RecordedGraph
-from tandem.decode.slots import BorrowedSlots, LoneRow, SlotPool
+from tandem.decode.slots import MAX_STEP_TOKENS, SlotPool
 from tandem.generate.answer import Answer
-from tandem.generate.prompt import encode_conversation, encode_text
-from tandem.generate.run import Rows, Run
+from tandem.generate.batch import Batch
+from tandem.generate.prompt import encode_conversation, encode_text, room
+from tandem.generate.running import Request
 from tandem.generate.sampling import SamplingOptions, not_followed
+from tandem.generate.scheduler import CHUNK_TOKENS, Scheduler
 from tandem.hf.dense import pack_dense_layers
 from tandem.hf.runtime import runtime_of
 from tandem.kernels.attention import require_kv_dtype
@@ -42,8 +40,6 @@ from tandem.kernels.dense import CpuThreads
 # Text to continue, a conversation for the chat template, or token ids.
 Prompt = str | Sequence[Mapping[str, object]] | Sequence[int] | Tensor
 TextListener = Callable[[int, str], None]
-# A row that serves one request after another has room for answers of so many tokens at first.
-_LONE_ANSWER_TOKENS = 512
 
 
 class Generator:
@@ -78,11 +74,12 @@ class Generator:
         pack_dense_layers(model, dense_dtype, self._threads)
         self._kv_dtype = require_kv_dtype(kv_dtype)
         self._has_replay = has_replay
-        self._has_tried_rows = False
+        self._has_tried_slots = False
         self.why_padded: str | None = None
         """Why prompts run padded, on Transformers' caches; None: they do not, or not tried yet."""
-        self._last: CachedRows | None = None
-        self._last_on_gpu: CudaRows | None = None
+        self._pool: SlotPool | None = None
+        self._latest_pool: SlotPool | None = None
+        self._batch: Batch | None = None
         ignored = not_followed(model.generation_config)
         if ignored:
             warnings.warn(
@@ -106,19 +103,21 @@ class Generator:
         (row, piece of text) as it comes. Raises `ConfigError` for a prompt that is empty, too long
         or holds unknown token ids, before anything is computed.
         """
-        run = self.start(prompts, options, on_text=on_text, **fields)
-        while not run.is_done:
-            run.advance()
-        return run.answers()
+        batch = self.start(prompts, options, on_text=on_text, **fields)
+        while not batch.is_done:
+            batch.advance()
+        return batch.answers()
 
     def stream(
         self, prompt: Prompt, options: SamplingOptions | None = None, **fields: Any
     ) -> Iterator[str]:
         """Yield the answer to one prompt in pieces, as they come."""
         pieces: list[str] = []
-        run = self.start([prompt], options, on_text=lambda _, piece: pieces.append(piece), **fields)
-        while not run.is_done:
-            run.advance()
+        batch = self.start(
+            [prompt], options, on_text=lambda _, piece: pieces.append(piece), **fields
+        )
+        while not batch.is_done:
+            batch.advance()
             yield from pieces
             pieces.clear()
 
@@ -129,78 +128,97 @@ class Generator:
         *,
         on_text: TextListener | None = None,
         **fields: Any,
-    ) -> Run:
-        """Check the prompts and return their run, of which nothing has been computed yet."""
+    ) -> Batch:
+        """Check the prompts and return their batch, of which nothing has been computed yet.
+
+        As many prompts as last time go on with what those have left in the KV cache, as far as
+        they begin alike. A batch that has not ended is interrupted.
+        """
         options = _merged(options, fields)
         if options.stop and self.tokenizer is None:
             raise ConfigError("stop strings need a tokenizer; pass one to Generator")
         ids = [self._encode(prompt) for prompt in _as_list(prompts)]
         if not ids:
             raise ConfigError("there is no prompt; give one or several")
-        room = min(self.room(prompt, row) for row, prompt in enumerate(ids))
-        return Run(
-            self.rows(ids, min(options.max_new_tokens, room)),
-            ids,
-            dataclasses.replace(options, max_new_tokens=min(options.max_new_tokens, room)),
-            options.rule(self.model.generation_config),
-            end_of_sequence_ids(self.model),
-            self.tokenizer,
-            on_text or (lambda _row, _piece: None),
+        rooms = [room(self.model, prompt, number) for number, prompt in enumerate(ids)]
+        longest = max(map(len, ids)) + min(options.max_new_tokens, *rooms, MAX_STEP_TOKENS)
+        if self._batch is not None:
+            self._batch.interrupt()
+        requests = [
+            Request(request_id=number, prompt=tuple(prompt), options=_of_row(options, number))
+            for number, prompt in enumerate(ids)
+        ]
+        pool = self._pool_for(len(ids), longest)
+        scheduler = Scheduler(
+            self.model, self.tokenizer, pool, chunk_tokens=MAX_STEP_TOKENS, merges_prompts=True
         )
+        self._batch = Batch(scheduler, requests, on_text or (lambda _row, _piece: None))
+        return self._batch
 
-    def rows(self, prompts: list[list[int]], max_new_tokens: int) -> Rows:
-        """Return the rows of checked prompts, on the faster of the two ways that serves the model.
+    def scheduler(self, max_running: int, *, chunk_tokens: int = CHUNK_TOKENS) -> Scheduler:
+        """Return a scheduler of its own for requests that come and go: `Scheduler.add`.
 
-        As many prompts as last time continue the last ones, as far as they are equal. The first
-        call of a generator tries a few tokens both ways.
+        It runs one request at a time if the model must run padded.
         """
-        if (adapters := adapter_state(self.model)) != self._adapters:
-            self._adapters, self._last, self._last_on_gpu = adapters, None, None
-        if self.model.device.type == "cuda":
-            return self._rows_on_gpu(prompts, max_new_tokens)
-        if not self._has_tried_rows:
-            self.why_padded = try_rows(self.model, self._threads, prompts[0])
-            self._has_tried_rows = True
-        if self.why_padded is not None:
-            return PaddedRows(self.model, prompts, self._pad_id())
-        if self._last is not None and self._last.num_rows == len(prompts):
-            self._last.continue_with(prompts)
-        else:
-            self._last = CachedRows(
-                self.model, self._threads, prompts, max_new_tokens, has_replay=self._has_replay,
-                kv_dtype=self._kv_dtype,
-            )  # fmt: skip
-        return self._last
+        self.prepare()
+        num_slots = max_running if self.why_padded is None else 1
+        pool = self.slot_pool(num_slots)
+        return Scheduler(self.model, self.tokenizer, pool, chunk_tokens=chunk_tokens)
 
-    def _rows_on_gpu(self, prompts: list[list[int]], max_new_tokens: int) -> Rows:
-        """The same on a GPU, where a step is captured pieces."""
-        if not self._has_tried_rows:
-            self.why_padded = try_cuda_rows(self.model, prompts[0])
-            self._has_tried_rows = True
-        if self.why_padded is not None:
-            return PaddedRows(self.model, prompts, self._pad_id())
-        if self._last_on_gpu is not None and self._last_on_gpu.num_rows == len(prompts):
-            self._last_on_gpu.continue_with(prompts)
+    def prepare(self) -> None:
+        """Find how the model is stepped, if that is not known: tries a few tokens both ways."""
+        if self._has_tried_slots:
+            return
+        if self.model.device.type == "cuda":
+            self.why_padded = why_no_cuda_slots(self.model)
         else:
-            self._last_on_gpu = new_cuda_rows(
-                self.model, prompts, max_new_tokens, has_replay=self._has_replay
+            self.why_padded = why_no_cpu_slots(self.model, self._threads)
+        self._has_tried_slots = True
+
+    def slot_pool(self, num_slots: int, *, capacity: int = 0) -> SlotPool:
+        """Return slots for so many sequences, of the fastest kind that serves the model.
+
+        They have room for `capacity` tokens each at first.
+        """
+        self.prepare()
+        if self.why_padded is not None:
+            self._latest_pool = PaddedSlotPool(self.model, num_slots, self._pad_id())
+        elif self.model.device.type == "cuda":
+            self._latest_pool = new_cuda_slot_pool(
+                self.model, num_slots, capacity=capacity, has_replay=self._has_replay
             )
-        return self._last_on_gpu
+        else:
+            self._latest_pool = CpuSlotPool(
+                self.model, self._threads, num_slots, capacity=capacity,
+                has_replay=self._has_replay, kv_dtype=self._kv_dtype,
+            )  # fmt: skip
+        return self._latest_pool
+
+    def _pool_for(self, num_slots: int, capacity: int) -> SlotPool:
+        """Return the slots of the last call if they serve this one, else others."""
+        if (adapters := adapter_state(self.model)) != self._adapters:
+            self._adapters, self._pool, self._latest_pool = adapters, None, None
+        if self._pool is None or self._pool.num_slots != num_slots:
+            self._pool = self._latest_pool = None  # its memory goes before other memory comes
+            self._pool = self.slot_pool(num_slots, capacity=capacity)
+        return self._pool
 
     @property
     def why_slower(self) -> str | None:
         """Why decode steps run the model's own code, as one sentence; None: they do not."""
         if self.why_padded is not None:
             return f"steps run padded, on Transformers' own caches: {self.why_padded}"
-        rows = self._last or self._last_on_gpu
-        if rows is not None and self._has_replay and rows.step.why_not is not None:
-            return f"decode steps are not replayed: {rows.step.why_not}"
+        step = None if self._latest_pool is None else self._latest_pool.step
+        if self._has_replay and step is not None and step.why_not is not None:
+            return f"decode steps are not replayed: {step.why_not}"
         return None
 
     @property
     def recorded_graph(self) -> RecordedGraph | None:
-        """The graph of the last decode steps; None if they were not replayed, or on a GPU."""
-        return self._last.step.recorded if self._last is not None else None
+        """The last decode step on the CPU as it is replayed; None: it is not."""
+        step = None if self._latest_pool is None else self._latest_pool.step
+        recording = None if step is None else step.recording
+        return recording if isinstance(recording, RecordedGraph) else None
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, Tensor):
@@ -213,59 +231,6 @@ class Generator:
             return encode_text(self.tokenizer, prompt)
         ids: list[int] = encode_conversation(self.tokenizer, prompt).flatten().tolist()  # type: ignore[arg-type]
         return ids
-
-    def room(self, prompt: list[int], row: int = 0) -> int:
-        """Check a prompt; return how many tokens the context has left for its answer.
-
-        Raises `ConfigError`, which names the prompt by its row.
-        """
-        if not prompt:
-            raise ConfigError(f"prompt {row} is empty; give some text or at least one token")
-        size = vocabulary_size(self.model)
-        unknown = next((token for token in prompt if not 0 <= token < size), None)
-        if unknown is not None:
-            raise ConfigError(
-                f"prompt {row} holds token id {unknown}, but the model knows 0 to {size - 1}; "
-                "use the tokenizer that belongs to the model"
-            )
-        longest = context_tokens(self.model)
-        if longest is None:
-            return 1 << 62
-        if len(prompt) >= longest:
-            raise ConfigError(
-                f"the prompt has {len(prompt)} tokens and the model's context is {longest}; "
-                "shorten the prompt"
-            )
-        return longest - len(prompt)
-
-    def slot_pool(self, num_rows: int) -> BorrowedSlots:
-        """Return rows that requests can borrow; one if the model must run padded."""
-        is_on_gpu = self.model.device.type == "cuda"
-        if not self._has_tried_rows:
-            trial = [self._pad_id()]
-            self.why_padded = (
-                try_cuda_rows(self.model, trial)
-                if is_on_gpu
-                else try_rows(self.model, self._threads, trial)
-            )
-            self._has_tried_rows = True
-        if self.why_padded is not None:
-            return LoneRow(
-                lambda prompt: self.rows([prompt], _LONE_ANSWER_TOKENS), self._all_logits
-            )
-        if is_on_gpu:
-            return new_cuda_slot_pool(self.model, num_rows, has_replay=self._has_replay)
-        return SlotPool(
-            self.model, self._threads, num_rows, has_replay=self._has_replay,
-            kv_dtype=self._kv_dtype,
-        )  # fmt: skip
-
-    @torch.inference_mode()
-    def _all_logits(self, prompt: list[int]) -> Tensor:
-        """Run a prompt by itself; return the logits after each token: (n_tokens, vocabulary)."""
-        ids = torch.tensor([prompt], device=self.model.device)
-        logits: Tensor = self.model(input_ids=ids, use_cache=False, return_dict=True).logits[0]
-        return logits
 
     def _pad_id(self) -> int:
         pad = self.model.generation_config.pad_token_id
@@ -280,6 +245,12 @@ def _threads_of(model: Any) -> CpuThreads:
     if runtime is not None:
         return runtime.threads
     return CpuThreads(num_threads=detect_cpu().physical_cores)
+
+
+def _of_row(options: SamplingOptions, number: int) -> SamplingOptions:
+    """Let each prompt of a call draw random numbers of its own."""
+    seed = options.seed
+    return options if seed is None else dataclasses.replace(options, seed=seed + number)
 
 
 def _merged(options: SamplingOptions | None, fields: dict[str, Any]) -> SamplingOptions:

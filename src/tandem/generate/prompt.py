@@ -6,6 +6,7 @@ from typing import Any, TypedDict
 from torch import Tensor
 
 from tandem.core.errors import ConfigError
+from tandem.decode.padded import context_tokens, vocabulary_size
 
 
 class Message(TypedDict):
@@ -47,3 +48,28 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
     """Return the token ids of a text that the model is to continue, as its tokenizer makes them."""
     ids: list[int] = tokenizer(text)["input_ids"]
     return ids
+
+
+def room(model: Any, prompt: Sequence[int], number: int = 0) -> int:
+    """Check a prompt; return how many tokens the model's context has left for its answer.
+
+    Raises `ConfigError`, which names the prompt by its number.
+    """
+    if not prompt:
+        raise ConfigError(f"prompt {number} is empty; give some text or at least one token")
+    size = vocabulary_size(model)
+    unknown = next((token for token in prompt if not 0 <= token < size), None)
+    if unknown is not None:
+        raise ConfigError(
+            f"prompt {number} holds token id {unknown}, but the model knows 0 to {size - 1}; "
+            "use the tokenizer that belongs to the model"
+        )
+    longest = context_tokens(model)
+    if longest is None:
+        return 1 << 62
+    if len(prompt) >= longest:
+        raise ConfigError(
+            f"the prompt has {len(prompt)} tokens and the model's context is {longest}; "
+            "shorten the prompt"
+        )
+    return longest - len(prompt)

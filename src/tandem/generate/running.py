@@ -1,4 +1,4 @@
-"""A request in a row: its text, its end and its log-probabilities as its tokens come."""
+"""A request in a sequence slot: its text, its end and its log-probabilities as its tokens come."""
 
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -12,7 +12,7 @@ from tandem.generate.sampler import Sampler
 from tandem.generate.sampling import SamplingOptions
 from tandem.generate.stopping import StopStrings
 from tandem.generate.text import TextStream
-from tandem.generate.token_output import TokenLogprob
+from tandem.generate.token_output import TokenLogprob, TokenOutput
 
 
 class Constraint(Protocol):
@@ -44,10 +44,10 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A request in a row."""
+    """A request in a sequence slot."""
 
     request: Request
-    row: int
+    slot: int
     max_new_tokens: int
     sampler: Sampler
     stop: StopStrings
@@ -55,7 +55,7 @@ class Running:
     history: list[int]
     reused_tokens: int
     num_done: int
-    """Prompt tokens that the row holds."""
+    """Prompt tokens that the slot holds."""
     end_ids: frozenset[int]
     constraint: Constraint | None
     prompt_logprobs: list[TokenLogprob | None] | None = None
@@ -81,6 +81,27 @@ class Running:
             self.finish_reason = "length"
         return piece + self._rest() if self.finish_reason is not None else piece
 
+    def interrupt(self) -> str:
+        """End where it stands; return the text that was held back."""
+        self.finish_reason = "interrupted"
+        return self._rest()
+
+    def output(
+        self, token: int | None, text: str, logprob: TokenLogprob | None = None
+    ) -> TokenOutput:
+        """Return what a step has brought: a token (None: an end without one) and its text."""
+        told, self.prompt_logprobs = self.prompt_logprobs, None
+        return TokenOutput(
+            request_id=self.request.request_id,
+            text=text,
+            token_id=token,
+            logprob=logprob,
+            finish_reason=self.finish_reason,
+            generated_tokens=self.generated,
+            reused_tokens=self.reused_tokens,
+            prompt_logprobs=None if told is None else tuple(told),
+        )
+
     def note_prompt(self, logits: Tensor, first: int) -> None:
         """Note how likely prompt tokens were: those after each of logits (n_tokens, vocabulary)."""
         assert self.prompt_logprobs is not None
@@ -89,11 +110,6 @@ class Running:
             logprob_of(row, token, num_top)
             for row, token in zip(logits, prompt[first + 1 :], strict=False)
         ]
-
-    def told_prompt_logprobs(self) -> tuple[TokenLogprob | None, ...] | None:
-        """Return what is known of the prompt, once."""
-        found, self.prompt_logprobs = self.prompt_logprobs, None
-        return None if found is None else tuple(found)
 
     def _rest(self) -> str:
         """Return what was held back, now that nothing follows."""

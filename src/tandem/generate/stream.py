@@ -27,10 +27,10 @@ def generate_answer(
     (KeyboardInterrupt) ends the answer, not the program: what is there is returned.
     """
     generator = generator or Generator(model, tokenizer)
-    run = generator.start(prompt_ids, options, on_text=lambda _, piece: on_text(piece))
+    batch = generator.start(prompt_ids, options, on_text=lambda _, piece: on_text(piece))
     try:
-        while not run.is_done:
-            run.advance()
+        while not batch.is_done:
+            batch.advance()
     except KeyboardInterrupt:
-        run.interrupt()
-    return run.answers()[0]
+        batch.interrupt()
+    return batch.answers()[0]

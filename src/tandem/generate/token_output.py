@@ -32,7 +32,7 @@ class TokenOutput(NamedTuple):
 
 @dataclass(slots=True)
 class BatchCounts:
-    """What a batcher has done since it was made."""
+    """What a scheduler has done since it was made."""
 
     prompt_tokens: int = 0
     reused_tokens: int = 0

@@ -42,7 +42,7 @@ class Grammars:
 
 
 class GrammarConstraint:
-    """One answer on its way through a grammar; see `generate.batching.Constraint`."""
+    """One answer on its way through a grammar; see `generate.running.Constraint`."""
 
     def __init__(self, tokenizer: llguidance.LLTokenizer, grammar: str, vocabulary: int) -> None:
         """Stand at the grammar's beginning."""

@@ -24,11 +24,11 @@ from tandem.core.errors import TandemError
 from tandem.decode.padded import context_tokens, end_of_sequence_ids, vocabulary_size
 from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tandem.experts.tracing.events import ExpertStatistics
-from tandem.generate.batching import Batcher, StepFailedError
 from tandem.generate.generator import Generator
 from tandem.generate.penalties import PenalisedScores, Together
 from tandem.generate.running import Constraint, Request
 from tandem.generate.sampling import SamplingOptions
+from tandem.generate.scheduler import StepFailedError
 from tandem.generate.token_output import BatchCounts
 from tandem.hf.dense import pack_as_loaded
 from tandem.hf.runtime import require_runtime
@@ -84,8 +84,8 @@ class Engine:
         self._model = model
         self._connection = connection
         generator = Generator(model, tokenizer, has_replay=settings.has_replay)
-        self._batcher = Batcher(
-            generator, max_running=settings.max_running, part_tokens=settings.part_tokens
+        self._scheduler = generator.scheduler(
+            settings.max_running, chunk_tokens=settings.part_tokens
         )
         vocabulary = vocabulary_size(model)
         self._grammars = Grammars(tokenizer, vocabulary, sorted(end_of_sequence_ids(model)))
@@ -105,10 +105,10 @@ class Engine:
     def _warm_up(self) -> None:
         """Answer something once, so that the first request finds all that is made on first use."""
         options = SamplingOptions(max_new_tokens=_WARM_UP_TOKENS, temperature=0.0)
-        self._batcher.add(Request(request_id=0, prompt=(0,), options=options))
-        while self._batcher.has_work:
-            self._batcher.step()
-        self._batcher.counts = BatchCounts()
+        self._scheduler.add(Request(request_id=0, prompt=(0,), options=options))
+        while self._scheduler.has_work:
+            self._scheduler.step()
+        self._scheduler.counts = BatchCounts()
 
     def _info(self, generator: Generator, vocabulary: int) -> ModelInfo:
         executor, cache = self._executor, self._executor.cache
@@ -116,7 +116,7 @@ class Engine:
             model_type=str(self._model.config.model_type),
             vocabulary=vocabulary,
             context=context_tokens(self._model),
-            max_running=self._batcher.max_running,
+            max_running=self._scheduler.max_running,
             num_layers=len(executor.store),
             num_experts=max(layer.arrivals.num_experts for layer in executor.store),
             device=str(self._model.device) if cache is None else cache.device.name,
@@ -126,13 +126,13 @@ class Engine:
     def run(self) -> None:
         """Step as long as there is work, else wait for messages; returns after `Stop`."""
         while not self._is_stopped:
-            if not self._batcher.has_work:
+            if not self._scheduler.has_work:
                 self._send_report()
                 self._send_snapshot()
                 self._wait()
             while not self._is_stopped and self._has_message():
                 self._take(self._connection.recv())
-            if self._batcher.has_work and not self._is_stopped:
+            if self._scheduler.has_work and not self._is_stopped:
                 self._step()
 
     def _has_message(self) -> bool:
@@ -147,7 +147,7 @@ class Engine:
         if isinstance(message, Submit):
             self._submit(message)
         elif isinstance(message, Cancel):
-            self._batcher.cancel(message.request_id)
+            self._scheduler.cancel(message.request_id)
         elif isinstance(message, Watch):
             self._live.watch(message.is_on)
         elif isinstance(message, Stop):
@@ -155,7 +155,7 @@ class Engine:
 
     def _submit(self, message: Submit) -> None:
         try:
-            self._batcher.add(
+            self._scheduler.add(
                 Request(
                     request_id=message.request_id,
                     prompt=message.prompt,
@@ -197,7 +197,7 @@ class Engine:
     def _step(self) -> None:
         start = time.perf_counter()
         try:
-            token_outputs = self._batcher.step()
+            token_outputs = self._scheduler.step()
         except StepFailedError as failed:
             # Requests are lost, the model is not: what failed is said, and the others go on.
             for numbers, error in failed.failures:
@@ -223,7 +223,7 @@ class Engine:
         cache, experts, expert_cache = self._cache, self._experts, self._executor.cache
         slot_bytes = 0 if expert_cache is None else expert_cache.slot_bytes
         return EngineStatistics(
-            batch=self._batcher.counts,
+            batch=self._scheduler.counts,
             active_experts=experts.active_experts,
             hits=cache.hits,
             fetched_bytes=cache.copies * slot_bytes,
@@ -237,7 +237,7 @@ class Engine:
         )
 
     def _memory(self) -> dict[str, int]:
-        device, kv_cache = self._model.device, self._batcher.kv_cache_bytes
+        device, kv_cache = self._model.device, self._scheduler.kv_cache_bytes
         return {
             "host": _resident_bytes(),
             "experts": self._executor.store.num_bytes,

@@ -28,9 +28,7 @@ class ServerOptions:
         False, help="refuse requests with unknown fields or another model's name; else they are "
         "ignored, with a line in the log"
     )  # fmt: skip
-    max_running: int = option(
-        4, help="requests that are answered at a time", metavar="N"
-    )
+    max_running: int = option(4, help="requests that are answered at a time", metavar="N")
     max_waiting: int = option(
         32, help="requests that wait for a sequence slot; more are refused with 429", metavar="N"
     )

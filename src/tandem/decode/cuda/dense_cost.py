@@ -11,8 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tandem.decode.cuda.rows import CudaRows
-from tandem.decode.cuda.slots import MakeCapture
+from tandem.decode.cuda.slots import CudaSlotPool, MakeCapture
 from tandem.decode.kv_cache.base import NotByRowsError
 from tandem.experts.devices.device import Device
 from tandem.experts.execution.executor import RoutedCall
@@ -51,8 +50,8 @@ def with_captured_steps(
     useful afterwards.
     """
     bind_all(bound, _HandOver(store, device))
-    found = [_step_seconds(model, rows, make_capture) for rows in STEP_ROWS]
-    gc.collect()  # rows and their steps know each other, and their memory is counted next
+    found = [_step_seconds(model, num_slots, make_capture) for num_slots in STEP_ROWS]
+    gc.collect()  # slots and their steps know each other, and their memory is counted next
     seconds = [each / len(store) for each in found if each is not None]
     if len(seconds) < len(STEP_ROWS):
         return profile
@@ -66,21 +65,21 @@ def with_captured_steps(
     return dataclasses.replace(profile, shapes=(dataclasses.replace(shape, dense_seconds=dense),))
 
 
-def _step_seconds(model: Any, num_rows: int, make_capture: MakeCapture) -> float | None:
-    """Time a decode step of so many rows; None if it is not captured."""
+def _step_seconds(model: Any, num_slots: int, make_capture: MakeCapture) -> float | None:
+    """Time a decode step of so many slots; None if it is not captured."""
     prompt = warm_up_ids(model, _PROMPT_TOKENS).tolist()
+    capacity = _PROMPT_TOKENS + _STEPS_BEFORE + _STEPS
+    tokens = dict.fromkeys(range(num_slots), prompt[0])
     try:
-        rows = CudaRows(
-            model, [prompt] * num_rows, _STEPS_BEFORE + _STEPS, make_capture=make_capture
-        )
-        rows.prefill()
+        pool = CudaSlotPool(model, num_slots, capacity=capacity, make_capture=make_capture)
+        pool.prefill(dict.fromkeys(range(num_slots), prompt))
         for _ in range(_STEPS_BEFORE):
-            rows.decode(prompt[:1] * num_rows)[0, 0].item()
-        if not rows.step.is_replaying:
+            pool.decode(tokens)[0, 0].item()
+        if not pool.step.is_replaying:
             return None
         begin = time.perf_counter()
         for _ in range(_STEPS):
-            rows.decode(prompt[:1] * num_rows)[0, 0].item()  # as a loop that reads every token
+            pool.decode(tokens)[0, 0].item()  # as a loop that reads every token
         return (time.perf_counter() - begin) / _STEPS
     except NotByRowsError:
         return None

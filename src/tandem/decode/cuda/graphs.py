@@ -1,14 +1,11 @@
-"""A decode step as CUDA graph segments: between the experts of two layers, nothing but a replay.
+"""A decode step as CUDA graphs: between the experts of two layers, nothing but a replay.
 
-The model's own code runs once while its work is captured. The experts are graph breaks: there the
-capture of a segment ends, and the next begins with a tensor that stands for the experts' result. A
-replay runs segment, experts, segment, experts, to the end. Everything lies at addresses that stay:
+The model's own code runs once while its work is captured. Experts are graph breaks: there a graph
+segment ends, and the next begins with a tensor that stands for the experts' result. A replay runs
+segment, experts, segment, experts, to the end. Everything lies at addresses that stay:
 
     inputs (ids, positions, masks, KV cache) -> segment -> hidden, choice, weights (kept)
       -> executor -> copied into the result's tensor -> next segment
-
-A step that cannot be captured, or whose segments give other logits, runs as the model's own code;
-`why_not` says why.
 """
 
 import contextlib
@@ -21,15 +18,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from tandem.core.errors import TandemWarning
+from tandem.decode.recording.replay import ReplayedStep
+from tandem.experts.tracing.events import unheard
 from tandem.hf.opaque_calls import intercepted
 from tandem.kernels.torch_private import end_allocation_to_pool
 
-# The first steps let lazily made things (masks, compiled kernels, workspaces) come to be.
-_STEPS_BEFORE = 2
-_COMPARED_STEPS = 2
-# As in `replay`; experts on the GPU and on the CPU round differently, and plans change.
-_TOLERANCES = {torch.float32: 1e-2, torch.bfloat16: 0.1, torch.float16: 0.05}
+# How far replayed logits may be off: experts on the GPU and on the CPU round differently, and plans
+# change.
+TOLERANCES = {torch.float32: 1e-2, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
 class Graph(Protocol):
@@ -46,13 +42,13 @@ class Capture(Protocol):
         """Raise `RuntimeError` inside where work makes the host wait, unless that is allowed."""
 
     def begin(self) -> None:
-        """Begin a piece: from now on work is noted and not done."""
+        """Begin a segment: from now on work is noted and not done."""
 
     def end(self) -> Graph:
-        """End the piece."""
+        """End the segment."""
 
     def abandon(self) -> None:
-        """Give up the piece that has begun, if any: from now on work is done again."""
+        """Give up the segment that has begun, if any: from now on work is done again."""
 
 
 class CudaCapture:
@@ -95,7 +91,7 @@ class CudaCapture:
         """Undo what a broken capture leaves: the stream, the allocator and the random numbers.
 
         torch (as of 2.11) ends a capture that CUDA calls invalid with an error before it notifies
-        its allocator and its generator: the one would go on giving memory of the piece's pool, the
+        its allocator and its generator: the one would go on giving memory of the graph's pool, the
         other refuse to draw.
         """
         graph, self._graph = self._graph, None
@@ -121,7 +117,7 @@ def on_capture_stream(capture: Capture) -> Iterator[None]:
         return
     had_gc = gc.isenabled()
     gc.collect()
-    gc.disable()  # what Python frees while a piece is captured would be captured too
+    gc.disable()  # what Python frees during a capture would be captured too
     try:
         torch.cuda.synchronize(capture.stream.device)
         before = torch.cuda.current_stream(capture.stream.device)
@@ -134,8 +130,8 @@ def on_capture_stream(capture: Capture) -> Iterator[None]:
             gc.enable()
 
 
-class Cut(NamedTuple):
-    """A call of the executor between two pieces."""
+class GraphBreak(NamedTuple):
+    """A call of the executor between two graph segments."""
 
     function: Callable[..., Tensor]
     args: tuple[Any, ...]
@@ -144,8 +140,8 @@ class Cut(NamedTuple):
 
 # Returns a router's choice (n_tokens, top_k) with padding for the rows that have no token.
 Pad = Callable[[Tensor], Tensor]
-# Computes a layer as part of a piece, given the executor's arguments; None: it must be cut.
-Uncut = Callable[..., Tensor | None]
+# Computes a layer inside a segment, given the executor's arguments; None: a graph break.
+Resident = Callable[..., Tensor | None]
 
 
 class _Padding:
@@ -170,40 +166,40 @@ class _DryRun:
 
     is_capturing = True
 
-    def __init__(self, capture: Capture, uncut: Uncut | None, pad: Pad) -> None:
-        self._capture, self._uncut, self._pad = capture, uncut, pad
+    def __init__(self, capture: Capture, resident: Resident | None, pad: Pad) -> None:
+        self._capture, self._resident, self._pad = capture, resident, pad
 
     def call(self, kind: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         if kind != "experts":
             return function(*args)
         args = _padded(args, self._pad)
-        result = None if self._uncut is None else self._uncut(*args)
+        result = None if self._resident is None else self._resident(*args)
         if result is not None:
             return result
         with self._capture.waits(allowed=True):
             return function(*_handed_over(args))
 
 
-class _Cutter:
-    """Meets the model's opaque calls while it is captured, and cuts at its experts."""
+class _GraphBreaker:
+    """Meets the model's opaque calls while it is captured; its experts break the graph."""
 
     is_capturing = True
 
-    def __init__(self, capture: Capture, uncut: Uncut | None, pad: Pad) -> None:
-        self._capture, self._uncut, self._pad = capture, uncut, pad
-        self.pieces: list[tuple[Graph, Cut | None]] = []
+    def __init__(self, capture: Capture, resident: Resident | None, pad: Pad) -> None:
+        self._capture, self._resident, self._pad = capture, resident, pad
+        self.segments: list[tuple[Graph, GraphBreak | None]] = []
 
     def call(self, kind: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         if kind != "experts":
             return function(*args)  # captured like everything else
         args = _padded(args, self._pad)
-        if self._uncut is not None:
-            result = self._uncut(*args)
+        if self._resident is not None:
+            result = self._resident(*args)
             if result is not None:
                 return result
         args = _handed_over(args)
         result = torch.empty_like(args[1])
-        self.pieces.append((self._capture.end(), Cut(function, args, result)))
+        self.segments.append((self._capture.end(), GraphBreak(function, args, result)))
         self._capture.begin()
         return result
 
@@ -214,116 +210,89 @@ def _padded(args: tuple[Any, ...], pad: Pad) -> tuple[Any, ...]:
 
 
 def _handed_over(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return an executor's arguments as a piece hands them over: dense and each by itself."""
+    """Return an executor's arguments as a segment hands them over: dense and each by itself."""
     layer, hidden, index, weights, functions = args
     return layer, hidden.contiguous(), index.contiguous(), weights.contiguous(), functions
 
 
-class GraphedStep:
-    """One decode step for fixed tensors: the model's own code, or captured pieces."""
+class CapturedStep:
+    """A captured step: graph segments, and the executor's calls between them."""
 
     def __init__(
         self,
-        step: Callable[[], Tensor],
-        dtype: torch.dtype,
-        make_capture: Callable[[], Capture] | None,
-        find_uncut: Callable[[], Uncut | None] = lambda: None,
-        *,
-        pad: Pad = lambda index: index,
-        make_room: Callable[[], bool] = lambda: False,
-        unheard: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
-        deferring: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+        segments: list[tuple[Graph, GraphBreak | None]],
+        result: Tensor,
+        deferring: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Take the model's own step; it may be repeated. Without a capture it stays as it is.
-
-        `find_uncut` is asked when the step is captured: what it finds holds as long as the pieces.
-        `make_room` frees memory of the GPU if it can, for a capture that had too little. What
-        is done to capture and to compare is done inside `unheard`: no request is answered. Replays
-        run inside `deferring`: what experts leave to later is done behind the next replay's launch.
-        """
-        self._step, self._find_uncut, self._pad = step, find_uncut, pad
-        self._make_room, self._unheard, self._deferring = make_room, unheard, deferring
-        self._tolerance = _TOLERANCES.get(dtype)
-        self._make_capture = make_capture
-        self._pieces: list[tuple[Graph, Cut | None]] = []
-        self._result: Tensor | None = None
-        self._num_steps = 0
-        self._num_equal = 0
-        self.why_not: str | None = None
-        if make_capture is None:
-            self.why_not = "replay is disabled (has_replay=False)"
-        elif self._tolerance is None:
-            self.why_not = f"the model is {dtype}"
+        """Take segments with what comes after each, and the tensor that the last one writes."""
+        self._segments, self._result, self._deferring = segments, result, deferring
 
     @property
-    def is_replaying(self) -> bool:
-        """Tell whether steps come from captured pieces."""
-        return self._result is not None and self._num_equal >= _COMPARED_STEPS
+    def num_segments(self) -> int:
+        """Graphs of the step: one more than it has graph breaks."""
+        return len(self._segments)
 
-    @property
-    def num_pieces(self) -> int:
-        """Pieces of the step; 0 while it is not captured."""
-        return len(self._pieces)
-
-    def __call__(self) -> Tensor:
-        """Do the step; return what it returns. Valid until the next call."""
-        if self.is_replaying:
-            return self._replay()
-        self._num_steps += 1
-        with intercepted(_Padding(self._pad)):
-            expected = self._step()
-        if self.why_not is None and self._num_steps > _STEPS_BEFORE:
-            expected = expected.clone()
-            self._attempt(expected)
-        return expected
-
-    def _attempt(self, expected: Tensor) -> None:
-        """Capture the step if it is not yet, replay it and compare."""
-        try:
-            with self._unheard():
-                if self._result is None:
-                    self._capture_step()
-                difference = (self._replay().float() - expected.float()).norm()
-        except (RuntimeError, ValueError, TypeError, AttributeError) as error:
-            if isinstance(error, torch.OutOfMemoryError) and self._make_room():
-                self._pieces, self._result = [], None  # the next step tries again
-                return
-            self._give_up(str(error).partition("\n")[0] or type(error).__name__)
-            return
-        assert self._tolerance is not None
-        if bool(difference <= self._tolerance * expected.float().norm()):
-            self._num_equal += 1
-        else:
-            self._give_up("captured pieces give other logits")
-
-    def _capture_step(self) -> None:
-        assert self._make_capture is not None
-        uncut, capture = self._find_uncut(), self._make_capture()
-        with intercepted(_DryRun(capture, uncut, self._pad)), capture.waits(allowed=False):
-            self._step()
-        cutter = _Cutter(capture, uncut, self._pad)
-        with on_capture_stream(capture), intercepted(cutter):
-            try:
-                capture.begin()
-                result = self._step()
-                last = capture.end()
-            except BaseException:
-                capture.abandon()
-                raise
-        self._pieces = [*cutter.pieces, (last, None)]
-        self._result = result
-
-    def _replay(self) -> Tensor:
+    def run(self) -> Tensor:
+        """Queue the step once more; return its result, valid until the next call."""
         with self._deferring():
-            for graph, cut in self._pieces:
+            for graph, call in self._segments:
                 graph.replay()
-                if cut is not None:
-                    cut.result.copy_(cut.function(*cut.args))
-        assert self._result is not None
+                if call is not None:
+                    call.result.copy_(call.function(*call.args))
         return self._result
 
-    def _give_up(self, why: str) -> None:
-        self._pieces, self._result, self.why_not = [], None, why
-        warnings.warn(
-            f"decode steps run as the model's own code, slower: {why}", TandemWarning, stacklevel=2
-        )
+
+def new_graphed_step(
+    step: Callable[[], Tensor],
+    dtype: torch.dtype,
+    make_capture: Callable[[], Capture],
+    find_resident: Callable[[], Resident | None] = lambda: None,
+    *,
+    pad: Pad = lambda index: index,
+    executor: Any = None,
+    make_room: Callable[[], bool] = lambda: False,
+    deferring: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    why_not: str | None = None,
+) -> ReplayedStep:
+    """Return a decode step that is captured the first time; `step` is the model's own code.
+
+    `find_resident` is asked at the capture: what it finds holds as long as the segments. Rows
+    without a token choose no expert, by `pad`. Replays run inside `deferring`: what experts leave
+    to later is done behind the next replay's launch. The rest is as of `ReplayedStep`.
+    """
+
+    def plain() -> Tensor:
+        with intercepted(_Padding(pad)):
+            return step()
+
+    def record() -> tuple[Tensor, CapturedStep]:
+        expected = plain().clone()
+        with unheard(executor):
+            segments, result = _captured(step, make_capture(), find_resident(), pad)
+        return expected, CapturedStep(segments, result, deferring)
+
+    return ReplayedStep(
+        plain, record, TOLERANCES.get(dtype),
+        executor=executor, make_room=make_room, why_not=why_not,
+    )  # fmt: skip
+
+
+def _captured(
+    step: Callable[[], Tensor], capture: Capture, resident: Resident | None, pad: Pad
+) -> tuple[list[tuple[Graph, GraphBreak | None]], Tensor]:
+    """Capture a step; return its segments and the tensor of its result.
+
+    It runs once before, which makes what is made lazily: masks, compiled kernels, workspaces.
+    """
+    with intercepted(_DryRun(capture, resident, pad)), capture.waits(allowed=False):
+        step()
+    breaker = _GraphBreaker(capture, resident, pad)
+    with on_capture_stream(capture), intercepted(breaker):
+        try:
+            capture.begin()
+            result = step()
+            last = capture.end()
+        except BaseException:
+            capture.abandon()
+            raise
+    return [*breaker.segments, (last, None)], result

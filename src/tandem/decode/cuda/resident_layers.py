@@ -1,8 +1,8 @@
-"""Resident layers: computed inside a captured graph segment, and reported to listeners afterwards.
+"""Layers that are computed inside a graph segment, and how they are reported afterwards.
 
-A step that is captured whole runs nothing of the executor, so no listener would hear of its layers.
-What the routers chose stays in the step's memory; it is copied to the host behind each replay, and
-reported before the next one: a step late, and without a wait.
+A step that is captured whole runs nothing of the executor, so its listeners would not hear of its
+layers. What the routers chose stays in the step's memory; it is copied to the host behind each
+replay and reported before the next one: a step late, and without a wait.
 """
 
 from typing import Any
@@ -13,17 +13,19 @@ from torch import Tensor
 from tandem.experts.devices.cuda.device import CudaDevice
 from tandem.experts.devices.cuda.resident import ResidentLayers, resident_event
 from tandem.experts.devices.cuda.streams import Event, Lane
-from tandem.experts.execution.hybrid_executor import HybridExecutor
+from tandem.experts.execution.clock import Clock
+from tandem.experts.execution.executor import Executor
 
 
-class UncutLayers:
+class GraphedLayers:
     """Computes resident layers for one captured step."""
 
     def __init__(
-        self, executor: HybridExecutor, device: CudaDevice, layers: ResidentLayers
+        self, executor: Executor, device: CudaDevice, clock: Clock, layers: ResidentLayers
     ) -> None:
-        """Compute with `layers`, in the name of `executor`."""
-        self._executor, self._device, self._layers = executor, device, layers
+        """Compute with `layers` on `device`, in the name of `executor`."""
+        self._executor, self._device = executor, device
+        self._clock, self._layers = clock, layers
         self._chosen: dict[int, Tensor] = {}  # by layer: (n_tokens, top_k) in the step's memory
         self._host: Tensor | None = None
         self._begin: Event | None = None
@@ -36,7 +38,7 @@ class UncutLayers:
     def __call__(
         self, layer: int, hidden: Tensor, index: Tensor, weights: Tensor, functions: Any
     ) -> Tensor | None:
-        """Queue a layer; None if it must be cut."""
+        """Queue a layer; None if it needs a graph break."""
         if not self._layers.serves(layer, functions, len(hidden)):
             return None
         self._chosen[layer] = index
@@ -44,7 +46,7 @@ class UncutLayers:
 
     def begin_step(self) -> None:
         """Note when a replay begins."""
-        if not self._chosen:  # too many tokens: all layers were cut
+        if not self._chosen:  # too many tokens: all layers are graph breaks
             return
         self._begin = self._device.streams.record(Lane.COMPUTE, is_timed=True)
 
@@ -66,30 +68,28 @@ class UncutLayers:
         streams.run(Lane.COMPUTE, bring)
         self._end = streams.record(Lane.COMPUTE, is_timed=True)
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """Report the layers of the last replay, if that has not been done."""
         end, self._end = self._end, None
         if end is None or self._host is None or self._begin is None:
             return
         if not end.query():  # its logits have been read, so it is about to be done
             end.synchronize()
-        clock = self._executor.cache.clock
         self._device.add_busy(self._device.streams.between(self._begin, end))
         for layer, chosen in zip(sorted(self._chosen), self._host, strict=True):
-            event = resident_event(self._executor.store[layer], chosen, clock.now)
+            event = resident_event(self._executor.store[layer], chosen, self._clock.now)
             for listener in self._executor.listeners:
                 listener(event)
 
 
-def uncut_layers(executor: Any) -> UncutLayers | None:
-    """Return what computes layers inside a piece, where all experts are resident; else None.
+def graphed_layers(executor: Executor | None) -> GraphedLayers | None:
+    """Return what computes layers inside a segment, where all experts are resident; else None.
 
     Not behind executors that pass calls on: these may change the router's choice.
     """
-    device = getattr(executor, "device", None)
-    if not isinstance(device, CudaDevice):
+    if executor is None or executor.cache is None or not isinstance(executor.device, CudaDevice):
         return None
-    layers = device.resident(executor.cache)
+    layers = executor.device.resident(executor.cache)
     if layers is None or not layers.is_whole():
         return None
-    return UncutLayers(executor, device, layers)
+    return GraphedLayers(executor, executor.device, executor.cache.clock, layers)

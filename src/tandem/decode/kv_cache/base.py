@@ -52,6 +52,27 @@ class RowCache(ABC):
             raise NotByRowsError("keys were given twice before attention was asked for")
         self._awaited = layer
 
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """Bytes that the cache takes now."""
+
+    @abstractmethod
+    def reserve(self, needed: int) -> None:
+        """Make room for `needed` tokens in each row; raises `CapacityError` if there is none."""
+
+    @abstractmethod
+    def pretend(self, length: int) -> None:
+        """Let every row hold `length` tokens that nobody said; needs a forward before it."""
+
+    @abstractmethod
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        """Let a row hold the first tokens of another one, in place of what it held."""
+
+    def usable(self, row: int, length: int) -> int:
+        """Return with how many of the first `length` tokens that it holds a row can go on: all."""
+        return length
+
     def truncate(self, row: int, length: int) -> None:
         """Forget a row's tokens from `length` on."""
         assert 0 <= length <= self.lengths[row]

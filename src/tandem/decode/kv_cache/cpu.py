@@ -48,11 +48,7 @@ class KvCache(RowCache):
         self._windows: dict[int, KeptWindow] = {}
         self._expected_bytes = 0
         self._segments: list[Segment] = []
-        # One token per row is so common that its tensors stay: a recorded step refers to them.
-        with torch.inference_mode(False):
-            self._all_rows = torch.arange(num_rows)
-            self._next_positions = torch.zeros(num_rows, dtype=torch.int64)
-        self.rows, self.positions = self._all_rows, self._next_positions
+        self.rows = self.positions = torch.zeros(0, dtype=torch.int64)
 
     @property
     def num_bytes(self) -> int:
@@ -79,16 +75,7 @@ class KvCache(RowCache):
         self.reserve(max(s.first_position + s.num_tokens for s in segments))
         self._place(is_kept=False)
 
-    def begin_decode(self) -> None:
-        """Announce one token for every row."""
-        self._segments = [Segment(row, length, 1) for row, length in enumerate(self.lengths)]
-        self.reserve(max(self.lengths) + 1)
-        self.rows, self.positions = self._all_rows, self._next_positions
-        self.positions.copy_(torch.tensor(self.lengths))
-        self._place(is_kept=True)
-        self._awaited = None
-
-    def begin_rows(self, numbers: Sequence[int], rows: Tensor, positions: Tensor) -> None:
+    def begin_decode(self, numbers: Sequence[int], rows: Tensor, positions: Tensor) -> None:
         """Announce one token for some rows; their tensors (n,) int64 are filled here.
 
         A recorded step refers to these tensors, so the caller keeps them, one pair per n.

@@ -1,7 +1,8 @@
 """Keys and values on a GPU, at addresses that stay: what a captured decode step can read.
 
-As `KvCache`, by rows and without padding; a step reads the filled part rounded up to a power of
-two (the attended length), masked by position. All of it is torch, so that it is tested on the CPU.
+As `KvCache`, by slots and without padding; a step reads the filled part rounded up to a power of
+two (the *attended length*), masked by position. All of it is torch, so it runs, and is tested, on
+the CPU.
 """
 
 import gc
@@ -15,7 +16,7 @@ from tandem.core.errors import CapacityError
 from tandem.decode.kv_cache.base import NotByRowsError, RowCache
 from tandem.kernels.attention import AttentionForm, Segment
 
-_SHORTEST_REACH = 256
+_SHORTEST_LENGTH = 256
 # Bounds the scores of attention that no fused kernel computes; several copies live at a time.
 _MOST_SCORE_BYTES = 64 << 20
 
@@ -35,7 +36,7 @@ class StaticKvCache(RowCache):
         self.capacity = _rounded(capacity)
         self.generation = 0
         """Grows when the cache gets other memory: whatever was captured is then void."""
-        self.reach = _SHORTEST_REACH
+        self.attended_length = _SHORTEST_LENGTH
         """Positions that a decode step reads, whatever the rows hold."""
         self._device = device
         self._make_room = make_room
@@ -71,7 +72,7 @@ class StaticKvCache(RowCache):
         self._decoded, self._count, self.rows = rows, count, torch.arange(count)
         self.reserve(max(self.lengths[:count]) + 1)
         longest = max(self.lengths[row] for row in rows)
-        self.reach = min(max(_SHORTEST_REACH, 1 << longest.bit_length()), self.capacity)
+        self.attended_length = min(max(_SHORTEST_LENGTH, 1 << longest.bit_length()), self.capacity)
         self.positions.copy_(on_its_way(self.lengths, self._device), non_blocking=True)
         for window, mask in self._masks.items():
             mask.copy_(self._seen(window))
@@ -132,9 +133,9 @@ class StaticKvCache(RowCache):
         num_rows, group = keys.shape[0], form.num_heads // form.num_kv_heads
         # Heads that share keys stand as several queries of one head: all see the same positions.
         q = query.transpose(0, 1).reshape(num_rows, form.num_kv_heads, group, form.key_dim)
-        mask = self._mask(form.window)[:num_rows, ..., : self.reach]
+        mask = self._mask(form.window)[:num_rows, ..., : self.attended_length]
         out = _attention(
-            form, q, keys[:, :, : self.reach], values[:, :, : self.reach], mask,
+            form, q, keys[:, :, : self.attended_length], values[:, :, : self.attended_length], mask,
             None if sinks is None else sinks.reshape(form.num_kv_heads, group, 1),
         )  # fmt: skip
         return out.reshape(num_rows, form.num_heads, form.value_dim)
@@ -267,4 +268,4 @@ def on_its_way(numbers: list[int] | list[bool], device: torch.device) -> Tensor:
 
 
 def _rounded(tokens: int) -> int:
-    return -(-tokens // _SHORTEST_REACH) * _SHORTEST_REACH
+    return -(-tokens // _SHORTEST_LENGTH) * _SHORTEST_LENGTH

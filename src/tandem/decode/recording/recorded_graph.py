@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tandem.decode.recording.fusion import fuse
 from tandem.decode.recording.program import NativeCall, Places, compile_program
-from tandem.decode.recording.recorder import Operation, Recording, Ref
+from tandem.decode.recording.recorder import Operation, Recorder, Recording, Ref
 from tandem.kernels.dense import CpuThreads
 
 # Public functions that do what an ATen overload does with the same positional arguments, and cost
@@ -118,6 +118,19 @@ class RecordedGraph:
     def shape_of(self, ref: Ref) -> tuple[int, ...]:
         """Return the shape of a tensor."""
         return self._shapes[ref.number]
+
+
+def record_step(
+    step: Callable[[], Tensor], inputs: Iterable[Tensor], threads: CpuThreads | None = None
+) -> tuple[Tensor, RecordedGraph]:
+    """Do a step that reads `inputs`; return its result and its recorded graph.
+
+    Raises `NotRecordableError` for a step that reads tensors' values in Python.
+    """
+    recorder = Recorder()
+    with recorder:
+        result = step()
+    return result, RecordedGraph(recorder.recording, result, inputs, threads)
 
 
 def _is_among(tensor: Tensor, tensors: list[Tensor]) -> bool:

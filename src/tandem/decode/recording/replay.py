@@ -1,100 +1,121 @@
-"""Decode steps from a recorded graph: recorded, compared with the model's own, then trusted.
+"""A decode step that replays itself: recorded, compared with the model's own, then trusted.
 
-A step that cannot be recorded, or whose recorded graph gives other logits, costs nothing but time:
-the model goes on by itself, and `why_not` says why. From the first step on the answer is the
-recorded graph's, whose last digits are not the model's: else a request that joins a batch of a
-size that is new would be answered otherwise than alone.
+What a step becomes is a recorded graph on the CPU (`recorded_graph.record_step`) and captured CUDA
+graphs on a GPU (`tandem.decode.cuda.graphs`); when it is trusted is decided here, for both.
+
+A step that cannot be recorded, or whose recording gives other logits, costs nothing but time: the
+model goes on by itself, and `why_not` says why. From the first step on the answer is the
+recording's, whose last digits are not the model's: else a request that joins a batch of a size that
+is new would be answered otherwise than alone.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from tandem.decode.recording.recorded_graph import RecordedGraph
-from tandem.decode.recording.recorder import NotRecordableError, Recorder
+from tandem.decode.recording.recorder import NotRecordableError
 from tandem.experts.tracing.events import unheard
-from tandem.kernels.dense import CpuThreads
 
 _COMPARED_STEPS = 3
-# Fused operations may round the last digit of bf16 differently, and near ties of a router flip.
-_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+
+# What code that is recorded, compiled or captured raises where that is impossible.
+_FAILURES = (
+    NotRecordableError,
+    StopIteration,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    NameError,
+    AttributeError,
+)
+
+
+class StepRecording(Protocol):
+    """A step that can be done again without the model's code."""
+
+    def run(self) -> Tensor:
+        """Do the step; return its result, valid until the next call."""
+
+
+Record = Callable[[], tuple[Tensor, StepRecording]]
 
 
 class ReplayedStep:
-    """One decode step for a fixed number of rows, from the model or from its recorded graph."""
+    """One decode step on fixed tensors: the model's own code, or its recording."""
 
     def __init__(
         self,
         step: Callable[[], Tensor],
-        inputs: list[Tensor],
-        dtype: Any,
-        threads: CpuThreads | None = None,
+        record: Record,
+        tolerance: float | None,
+        *,
         executor: Any = None,
+        make_room: Callable[[], bool] = lambda: False,
+        why_not: str | None = None,
     ) -> None:
-        """Take the model's own step, whose `inputs` are tensors that the caller overwrites.
+        """Take the model's own `step`, and `record`, which does it and returns its recording too.
 
         A step may be done twice: what it writes to a KV cache is the same both times, and the
-        listeners of `executor` hear of it once.
+        listeners of `executor` hear of it once. Recorded results may be `tolerance` away, relative
+        to their norm. `make_room` frees memory if it can, for a recording that had too little. With
+        `why_not` the step is never recorded.
         """
-        self._executor = executor
-        self._step = step
-        self._threads = threads
-        self._inputs = inputs
-        self._tolerance = _TOLERANCES.get(dtype)
-        self._recorded: RecordedGraph | None = None
+        assert tolerance is not None or why_not is not None
+        self._step, self._record, self._tolerance = step, record, tolerance
+        self._executor, self._make_room = executor, make_room
+        self._recording: StepRecording | None = None
         self._num_equal = 0
-        self.why_not: str | None = None if self._tolerance else f"the model is {dtype}"
+        self.why_not = why_not
         """Why steps are not replayed; None: they are, or it is not known yet."""
 
     @property
     def is_replaying(self) -> bool:
-        """Tell whether steps come from the recorded graph."""
-        return self._recorded is not None and self._num_equal >= _COMPARED_STEPS
+        """Tell whether steps come from the recording alone."""
+        return self._recording is not None and self._num_equal >= _COMPARED_STEPS
 
     @property
-    def recorded(self) -> RecordedGraph | None:
-        """The recorded graph, once steps come from it."""
-        return self._recorded if self.is_replaying else None
+    def recording(self) -> StepRecording | None:
+        """The recording, once steps come from it."""
+        return self._recording if self.is_replaying else None
 
     @torch.inference_mode()
     def __call__(self) -> Tensor:
-        """Do the step; return what it returns."""
-        if self._recorded is not None and self.is_replaying:
-            return self._recorded.run()
+        """Do the step; return what it returns, valid until the next call."""
+        if self._recording is not None and self.is_replaying:
+            return self._recording.run()
         if self.why_not is not None:
             return self._step()
-        result = self._step() if self._recorded is not None else self._record()
-        return result if self._recorded is None else self._compared(result)
-
-    def _record(self) -> Tensor:
-        recorder = Recorder()
+        if self._recording is not None:
+            return self._compared(self._step(), self._recording)
         try:
-            with recorder:
-                result = self._step()
-            self._recorded = RecordedGraph(recorder.recording, result, self._inputs, self._threads)
-        except (NotRecordableError, StopIteration, RuntimeError, TypeError, ValueError) as error:
-            self.why_not = str(error).partition("\n")[0] or type(error).__name__
+            expected, recording = self._record()
+        except _FAILURES as error:
+            self._give_up(error)
             return self._step()
-        return result
+        self._recording = recording
+        return self._compared(expected, recording)
 
-    def _compared(self, expected: Tensor) -> Tensor:
-        """Return what the graph gives for a step that the model has done, if that is the same."""
-        assert self._recorded is not None
+    def _compared(self, expected: Tensor, recording: StepRecording) -> Tensor:
+        """Return what the recording gives for a step that the model has done, if that is equal."""
         assert self._tolerance is not None
         try:
             with unheard(self._executor):
-                result = self._recorded.run()
-        except (RuntimeError, TypeError, ValueError, NameError) as error:
-            self._give_up(str(error).partition("\n")[0])
+                result = recording.run()
+            difference = (result.float() - expected.float()).norm()
+        except _FAILURES as error:
+            self._give_up(error)
             return expected
-        difference = (result.float() - expected.float()).norm()
-        if difference <= self._tolerance * expected.float().norm():
+        if bool(difference <= self._tolerance * expected.float().norm()):
             self._num_equal += 1
             return result
-        self._give_up("its recorded graph gives other logits")
+        self._give_up(ValueError("its recording gives other logits"))
         return expected
 
-    def _give_up(self, why: str) -> None:
-        self._recorded, self.why_not = None, why
+    def _give_up(self, error: Exception) -> None:
+        """Forget the recording; for good, unless there was no memory for it and now is."""
+        self._recording = None
+        if isinstance(error, torch.OutOfMemoryError) and self._make_room():
+            return
+        self.why_not = str(error).partition("\n")[0] or type(error).__name__

@@ -186,7 +186,7 @@ def _profile(
     if model.device.type == "cuda":  # a twin has no captures of its own
         # Stepping needs all of Transformers, which is not there yet when this module is imported.
         from tandem.decode.cuda.dense_cost import with_captured_steps
-        from tandem.decode.cuda.rows import make_cuda_capture
+        from tandem.decode.cuda.slots import make_cuda_capture
 
         capture = make_cuda_capture(model)
         base = with_captured_steps(base, model, store, observed.bound, device, capture)

@@ -9,9 +9,9 @@ from torch import Tensor
 
 import tandem
 from tandem.core.errors import ConfigError
-from tandem.generate.batching import Batcher, StepFailedError
 from tandem.generate.running import Request
 from tandem.generate.sampling import SamplingOptions
+from tandem.generate.scheduler import Scheduler, StepFailedError
 from tandem.generate.token_output import TokenOutput
 from tests.architectures import VOCABULARY, build_tiny_model
 from tests.hf.tiny import byte_tokenizer
@@ -27,10 +27,10 @@ def request_of(number: int, prompt: list[int], **fields: Any) -> Request:
     )
 
 
-def finish(batcher: Batcher) -> dict[int, list[TokenOutput]]:
+def finish(scheduler: Scheduler) -> dict[int, list[TokenOutput]]:
     found: dict[int, list[TokenOutput]] = {}
-    while batcher.has_work:
-        for progress in batcher.step():
+    while scheduler.has_work:
+        for progress in scheduler.step():
             found.setdefault(progress.request_id, []).append(progress)
     return found
 
@@ -77,17 +77,17 @@ def test_a_request_gets_the_same_in_any_company(name: str, max_running: int) -> 
     requests = random_requests(8)
     alone: dict[int, list[TokenOutput]] = {}
     for request in requests:
-        batcher = Batcher(generator, max_running=1, part_tokens=PART)
-        batcher.add(request)
-        alone |= finish(batcher)
-    batcher = Batcher(generator, max_running=max_running, part_tokens=PART)
+        scheduler = generator.scheduler(1, chunk_tokens=PART)
+        scheduler.add(request)
+        alone |= finish(scheduler)
+    scheduler = generator.scheduler(max_running, chunk_tokens=PART)
     together: dict[int, list[TokenOutput]] = {}
     chance = random.Random(1)
     arriving = list(requests)
-    while arriving or batcher.has_work:
+    while arriving or scheduler.has_work:
         while arriving and chance.random() < 0.4:
-            batcher.add(arriving.pop(0))
-        for progress in batcher.step() if batcher.has_work else ():
+            scheduler.add(arriving.pop(0))
+        for progress in scheduler.step() if scheduler.has_work else ():
             together.setdefault(progress.request_id, []).append(progress)
     for request in requests:
         number = request.request_id
@@ -100,40 +100,40 @@ def test_a_request_gets_the_same_in_any_company(name: str, max_running: int) -> 
 def test_what_leaves_does_not_disturb_what_stays(generator: tandem.Generator) -> None:
     prompt = [40, 41, 42]
     (alone,) = generator.generate(prompt, max_new_tokens=20)
-    batcher = Batcher(generator, max_running=4, part_tokens=PART)
-    batcher.add(request_of(0, prompt, max_new_tokens=20))
+    scheduler = generator.scheduler(4, chunk_tokens=PART)
+    scheduler.add(request_of(0, prompt, max_new_tokens=20))
     found = []
     for number in range(1, 12):
-        batcher.add(request_of(number, [50 + number] * number, max_new_tokens=50))
-        found += [p for p in batcher.step() if p.request_id == 0]
+        scheduler.add(request_of(number, [50 + number] * number, max_new_tokens=50))
+        found += [p for p in scheduler.step() if p.request_id == 0]
         if number > 3:
-            assert batcher.cancel(number - 3)
-    while batcher.num_running and len(found) < 20:
-        found += [p for p in batcher.step() if p.request_id == 0]
+            assert scheduler.cancel(number - 3)
+    while scheduler.num_running and len(found) < 20:
+        found += [p for p in scheduler.step() if p.request_id == 0]
     assert tokens(found) == alone.token_ids
 
 
 def test_cancelling_frees_the_row_before_the_next_step(generator: tandem.Generator) -> None:
-    batcher = Batcher(generator, max_running=1, part_tokens=PART)
-    batcher.add(request_of(1, [40] * 50, max_new_tokens=9))
-    batcher.add(request_of(2, [41], max_new_tokens=2))
-    batcher.step()
-    assert (batcher.num_running, batcher.num_waiting) == (1, 1)
-    assert batcher.cancel(1)
-    assert not batcher.cancel(1)
-    assert batcher.num_running == 0
-    assert [p.request_id for p in batcher.step()] == [2]
-    assert batcher.cancel(2)
-    assert not batcher.has_work
+    scheduler = generator.scheduler(1, chunk_tokens=PART)
+    scheduler.add(request_of(1, [40] * 50, max_new_tokens=9))
+    scheduler.add(request_of(2, [41], max_new_tokens=2))
+    scheduler.step()
+    assert (scheduler.num_running, scheduler.num_waiting) == (1, 1)
+    assert scheduler.cancel(1)
+    assert not scheduler.cancel(1)
+    assert scheduler.num_running == 0
+    assert [p.request_id for p in scheduler.step()] == [2]
+    assert scheduler.cancel(2)
+    assert not scheduler.has_work
 
 
 def test_a_long_prompt_stops_neither_streams_nor_short_prompts(generator: tandem.Generator) -> None:
-    batcher = Batcher(generator, max_running=3, part_tokens=PART)
-    batcher.add(request_of(1, [40, 41], max_new_tokens=30))
-    batcher.step()
-    batcher.add(request_of(2, [50 + i % 9 for i in range(10 * PART)], max_new_tokens=1))
-    batcher.add(request_of(3, [60, 61], max_new_tokens=1))
-    steps = [{p.request_id for p in batcher.step()} for _ in range(11)]
+    scheduler = generator.scheduler(3, chunk_tokens=PART)
+    scheduler.add(request_of(1, [40, 41], max_new_tokens=30))
+    scheduler.step()
+    scheduler.add(request_of(2, [50 + i % 9 for i in range(10 * PART)], max_new_tokens=1))
+    scheduler.add(request_of(3, [60, 61], max_new_tokens=1))
+    steps = [{p.request_id for p in scheduler.step()} for _ in range(11)]
     assert all(1 in step for step in steps), "the stream stood still"
     assert 3 in steps[1]
     assert 2 in steps[10]
@@ -151,11 +151,11 @@ def test_a_long_prompt_lets_streams_through_in_shorter_parts(
     long = request_of(
         2, [50 + i % 9 for i in range(4 * PART + 3)], max_new_tokens=6, num_top_logprobs=3
     )
-    alone = Batcher(packed_generator, max_running=2, part_tokens=PART)
+    alone = packed_generator.scheduler(2, chunk_tokens=PART)
     alone.add(long)
     expected = [alone.step() for _ in range(5)]
     assert [len(token_outputs) for token_outputs in expected] == [0, 0, 0, 0, 1]
-    together = Batcher(packed_generator, max_running=2, part_tokens=PART)
+    together = packed_generator.scheduler(2, chunk_tokens=PART)
     together.add(request_of(1, [40, 41], max_new_tokens=60))
     together.step()
     together.add(long)
@@ -167,26 +167,26 @@ def test_a_long_prompt_lets_streams_through_in_shorter_parts(
 
 def test_a_conversation_is_not_prefilled_again(generator: tandem.Generator) -> None:
     first = [40 + i for i in range(20)]
-    batcher = Batcher(generator, max_running=3, part_tokens=PART)
-    batcher.add(request_of(0, first, max_new_tokens=5))
-    answer = tokens(finish(batcher)[0])
+    scheduler = generator.scheduler(3, chunk_tokens=PART)
+    scheduler.add(request_of(0, first, max_new_tokens=5))
+    answer = tokens(finish(scheduler)[0])
     for other in range(2):  # strangers take the other rows
-        batcher.add(request_of(1 + other, [100 - other] * 6, max_new_tokens=2))
-        finish(batcher)
+        scheduler.add(request_of(1 + other, [100 - other] * 6, max_new_tokens=2))
+        finish(scheduler)
     longer = [*first, *answer, 77, 78]
-    batcher.add(request_of(9, longer, max_new_tokens=5))
-    progress = finish(batcher)[9]
+    scheduler.add(request_of(9, longer, max_new_tokens=5))
+    progress = finish(scheduler)[9]
     assert progress[0].reused_tokens == len(first) + len(answer) - 1
     assert tokens(progress) == generator.generate(longer, max_new_tokens=5)[0].token_ids
 
 
 def test_a_beginning_in_a_busy_row_is_copied(generator: tandem.Generator) -> None:
     system = [40 + i for i in range(30)]
-    batcher = Batcher(generator, max_running=2, part_tokens=PART)
-    batcher.add(request_of(0, [*system, 90, 91], max_new_tokens=20))
-    early = [progress for _ in range(4) for progress in batcher.step()]
-    batcher.add(request_of(1, [*system, 95], max_new_tokens=6))
-    found = finish(batcher)
+    scheduler = generator.scheduler(2, chunk_tokens=PART)
+    scheduler.add(request_of(0, [*system, 90, 91], max_new_tokens=20))
+    early = [progress for _ in range(4) for progress in scheduler.step()]
+    scheduler.add(request_of(1, [*system, 95], max_new_tokens=6))
+    found = finish(scheduler)
     found[0] = early + found[0]
     assert found[1][0].reused_tokens == len(system)
     for number, prompt in ((0, [*system, 90, 91]), (1, [*system, 95])):
@@ -198,12 +198,12 @@ def test_prompts_that_come_at_once_and_begin_alike_are_computed_once(
     generator: tandem.Generator,
 ) -> None:
     prompt = [40 + i % 50 for i in range(4 * PART + 5)]
-    batcher = Batcher(generator, max_running=3, part_tokens=PART)
+    scheduler = generator.scheduler(3, chunk_tokens=PART)
     for number in range(3):
-        batcher.add(request_of(number, [*prompt, 90 + number], max_new_tokens=4))
-    found = finish(batcher)
+        scheduler.add(request_of(number, [*prompt, 90 + number], max_new_tokens=4))
+    found = finish(scheduler)
     # The shared beginning once, and each one's own last token.
-    assert batcher.counts.prompt_tokens == len(prompt) + 3
+    assert scheduler.counts.prompt_tokens == len(prompt) + 3
     assert sum(found[number][0].reused_tokens for number in range(3)) == 2 * len(prompt)
     for number in range(3):
         (alone,) = generator.generate([*prompt, 90 + number], max_new_tokens=4)
@@ -213,10 +213,10 @@ def test_prompts_that_come_at_once_and_begin_alike_are_computed_once(
 def test_text_stop_strings_and_the_rest_are_the_generators(generator: tandem.Generator) -> None:
     (free,) = generator.generate("hello", max_new_tokens=30)
     prompt = byte_tokenizer()("hello")["input_ids"]
-    batcher = Batcher(generator, max_running=2, part_tokens=PART)
-    batcher.add(request_of(0, prompt, max_new_tokens=30))
-    batcher.add(request_of(1, prompt, max_new_tokens=30, stop=(free.text[4:7],)))
-    found = finish(batcher)
+    scheduler = generator.scheduler(2, chunk_tokens=PART)
+    scheduler.add(request_of(0, prompt, max_new_tokens=30))
+    scheduler.add(request_of(1, prompt, max_new_tokens=30, stop=(free.text[4:7],)))
+    found = finish(scheduler)
     assert "".join(p.text for p in found[0]) == free.text
     assert "".join(p.text for p in found[1]) == free.text.partition(free.text[4:7])[0]
     assert [found[n][-1].finish_reason for n in (0, 1)] == ["length", "stop"]
@@ -224,9 +224,9 @@ def test_text_stop_strings_and_the_rest_are_the_generators(generator: tandem.Gen
 
 def test_logprobs_are_the_models(generator: tandem.Generator, model: Any) -> None:
     prompt = [40, 41, 42]
-    batcher = Batcher(generator, max_running=1, part_tokens=PART)
-    batcher.add(request_of(0, prompt, max_new_tokens=3, num_top_logprobs=4))
-    progress = finish(batcher)[0]
+    scheduler = generator.scheduler(1, chunk_tokens=PART)
+    scheduler.add(request_of(0, prompt, max_new_tokens=3, num_top_logprobs=4))
+    progress = finish(scheduler)[0]
     ids = torch.tensor([[*prompt, *tokens(progress)]])
     with torch.no_grad():
         expected = torch.log_softmax(model(ids).logits[0, len(prompt) - 1 : -1], -1)
@@ -254,10 +254,10 @@ class Spell:
 
 
 def test_a_constraint_rules_what_comes_and_ends_it(generator: tandem.Generator) -> None:
-    batcher = Batcher(generator, max_running=2, part_tokens=PART)
-    batcher.add(request_of(0, [40], max_new_tokens=9, constraint=Spell([77, 66, 55])))
-    batcher.add(request_of(1, [41], max_new_tokens=4))
-    found = finish(batcher)
+    scheduler = generator.scheduler(2, chunk_tokens=PART)
+    scheduler.add(request_of(0, [40], max_new_tokens=9, constraint=Spell([77, 66, 55])))
+    scheduler.add(request_of(1, [41], max_new_tokens=4))
+    found = finish(scheduler)
     assert tokens(found[0]) == [77, 66, 55]
     assert found[0][-1].finish_reason == "stop"
     (alone,) = generator.generate([41], max_new_tokens=4)
@@ -265,10 +265,10 @@ def test_a_constraint_rules_what_comes_and_ends_it(generator: tandem.Generator) 
 
 
 def test_a_prompt_that_cannot_run_is_refused_at_once(generator: tandem.Generator) -> None:
-    batcher = Batcher(generator, max_running=1)
+    scheduler = generator.scheduler(1)
     with pytest.raises(ConfigError, match="is empty"):
-        batcher.add(request_of(0, []))
-    assert not batcher.has_work
+        scheduler.add(request_of(0, []))
+    assert not scheduler.has_work
 
 
 class Breaks(Spell):
@@ -281,13 +281,13 @@ class Breaks(Spell):
 
 
 def test_who_fails_alone_is_dropped_alone(generator: tandem.Generator) -> None:
-    batcher = Batcher(generator, max_running=2, part_tokens=PART)
-    batcher.add(request_of(0, [40], max_new_tokens=9, constraint=Breaks([77, 66])))
-    batcher.add(request_of(1, [41], max_new_tokens=6))
+    scheduler = generator.scheduler(2, chunk_tokens=PART)
+    scheduler.add(request_of(0, [40], max_new_tokens=9, constraint=Breaks([77, 66])))
+    scheduler.add(request_of(1, [41], max_new_tokens=6))
     found, failures = [], []
-    while batcher.has_work:
+    while scheduler.has_work:
         try:
-            found += batcher.step()
+            found += scheduler.step()
         except StepFailedError as failed:
             found += failed.token_outputs
             failures += failed.failures

@@ -1,0 +1,172 @@
+"""Sequence slots on the CPU: tokens of any slots go through the model as one sequence.
+
+A step of n slots is recorded once for each n (`tandem.decode.recording.replay`); which slots they
+are is an input of the recorded graph. For models whose attention goes through Transformers'
+attention functions and whose layers keep nothing but keys and values: `why_no_cpu_slots` tries it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tandem.decode.kv_cache.cpu import KvCache
+from tandem.decode.model_runner import ModelRunner, why_other_logits
+from tandem.decode.recording.recorded_graph import record_step
+from tandem.decode.recording.replay import ReplayedStep
+from tandem.decode.slots import MAX_STEP_TOKENS, CachedSlotPool
+from tandem.kernels.attention import Segment
+from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
+
+# Fused operations may round the last digit of bf16 differently, and near ties of a router flip.
+_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+
+
+class _Step(NamedTuple):
+    """A decode step of so many slots, with its inputs (n,) and (n, 1)."""
+
+    slots: Tensor
+    positions: Tensor
+    ids: Tensor
+    replayed: ReplayedStep
+
+
+class CpuSlotPool(CachedSlotPool[KvCache]):
+    """Slots on the CPU's KV cache."""
+
+    def __init__(
+        self,
+        model: Any,
+        threads: CpuThreads,
+        num_slots: int,
+        *,
+        capacity: int = 0,
+        has_replay: bool = True,
+        kv_dtype: str = "auto",
+    ) -> None:
+        """Make `num_slots` slots with room for `capacity` tokens each; they grow.
+
+        Without `has_replay` the model's own code runs every step. `kv_dtype` is as of `KvCache`.
+        """
+        cache = KvCache(threads, num_slots, max(1, capacity), kv_dtype=kv_dtype)
+        super().__init__(ModelRunner(model, cache, threads), cache)
+        self._has_replay = has_replay
+        self._executor = self._model.executor
+        self._steps: dict[int, _Step] = {}
+        self._last: _Step | None = None
+
+    @property
+    def step(self) -> ReplayedStep:
+        """The decode step that was done last, or else that of all slots."""
+        return (self._last or self._step_of(self.num_slots)).replayed
+
+    @torch.inference_mode()
+    def prefill(self, prompts: Mapping[int, Sequence[int]]) -> Tensor:
+        """Append tokens to some slots; return the logits after each: (slots, vocabulary).
+
+        With packed layers what comes out depends on a slot's tokens alone, however calls cut them.
+        """
+        found: dict[int, Tensor] = {}
+        for chunk in self._chunks(prompts):
+            lasts = torch.tensor([len(tokens) for _, tokens in chunk]).cumsum(0) - 1
+            logits = self._forward(chunk, lasts)
+            logits = logits if self._model.keeps_logits else logits[lasts]
+            found |= zip((slot for slot, _ in chunk), logits, strict=True)
+        stacked = torch.stack([found[slot] for slot in prompts])
+        self._require_finite(list(prompts), stacked)
+        return stacked
+
+    @torch.inference_mode()
+    def prefill_with_logits(self, slot: int, tokens: Sequence[int]) -> Tensor:
+        """Append tokens to a slot; return the logits after each token: (n_tokens, vocabulary)."""
+        logits = self._forward([(slot, tokens)], None)
+        self._require_finite([slot], logits[-1:])
+        return logits
+
+    @torch.inference_mode()
+    def decode(self, tokens: Mapping[int, int]) -> Tensor:
+        """Append one token to each of some slots; return (slots, vocabulary) in their order."""
+        self._follow_executor()
+        step = self._last = self._step_of(len(tokens))
+        slots, ids = list(tokens), list(tokens.values())
+        self.cache.begin_decode(slots, step.slots, step.positions)
+        step.ids.copy_(torch.tensor(ids)[:, None])
+        executor = self._executor
+        if step.replayed.is_replaying and executor is not None and executor.needs_steps:
+            executor.begin_step(ids, is_prefill=False)
+        logits = step.replayed()
+        self.cache.commit()
+        for slot, token in tokens.items():
+            self._held[slot].append(token)
+        self._require_finite(slots, logits)
+        return logits
+
+    def _chunks(
+        self, prompts: Mapping[int, Sequence[int]]
+    ) -> Iterator[list[tuple[int, Sequence[int]]]]:
+        """Cut prompts into forwards of bounded size: slots with their next tokens."""
+        chunk: list[tuple[int, Sequence[int]]] = []
+        room = MAX_STEP_TOKENS
+        for slot, tokens in prompts.items():
+            first = 0
+            while first < len(tokens):
+                part = tokens[first : first + room]
+                chunk.append((slot, part))
+                first, room = first + len(part), room - len(part)
+                if room == 0:
+                    yield chunk
+                    chunk, room = [], MAX_STEP_TOKENS
+        if chunk:
+            yield chunk
+
+    def _forward(self, chunk: list[tuple[int, Sequence[int]]], keep: Tensor | None) -> Tensor:
+        """Run slots' next tokens; return the logits that `keep` chooses, or of all tokens."""
+        self._follow_executor()
+        lengths = self.cache.lengths
+        self.cache.begin([Segment(slot, lengths[slot], len(tokens)) for slot, tokens in chunk])
+        ids = torch.tensor([[token for _, tokens in chunk for token in tokens]])
+        logits = self._model.logits(ids, self.cache.positions[None], keep)
+        self.cache.commit()
+        for slot, tokens in chunk:
+            self._held[slot] += tokens
+        return logits[0]
+
+    def _step_of(self, num_slots: int) -> _Step:
+        if num_slots not in self._steps:
+            self._steps[num_slots] = self._new_step(num_slots)
+        return self._steps[num_slots]
+
+    def _new_step(self, num_slots: int) -> _Step:
+        with torch.inference_mode(False):
+            slots, positions = (torch.zeros(num_slots, dtype=torch.int64) for _ in range(2))
+            ids = torch.zeros((num_slots, 1), dtype=torch.int64)
+
+        def run() -> Tensor:
+            return self._model.logits(ids, positions[:, None])[:, -1]
+
+        replayed = ReplayedStep(
+            run,
+            partial(record_step, run, [ids, positions], self.cache.threads),
+            _TOLERANCES.get(self._model.model.dtype),
+            executor=self._executor,
+            why_not=self._model.why_not_replayed(_TOLERANCES, has_replay=self._has_replay),
+        )
+        return _Step(slots, positions, ids, replayed)
+
+    def _follow_executor(self) -> None:
+        """Forget the recorded graphs of an executor that has been replaced."""
+        executor = self._model.executor
+        if executor is not self._executor:
+            self._executor, self._last = executor, None
+            self._steps.clear()
+
+
+def why_no_cpu_slots(model: Any, threads: CpuThreads) -> str | None:
+    """Step a few tokens both ways; return why `CpuSlotPool` does not serve a model, or None."""
+    if model.device.type != "cpu" or model.dtype not in VALUE_DTYPES:
+        return f"the model is {model.dtype} on {model.device.type}"
+    return why_other_logits(
+        model, lambda num_slots: CpuSlotPool(model, threads, num_slots, has_replay=False)
+    )

@@ -1,0 +1,101 @@
+"""Some prompts that are answered together: gathers what the scheduler's steps bring them."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from tandem.generate.answer import Answer, FinishReason
+from tandem.generate.running import Request
+from tandem.generate.scheduler import Scheduler, StepFailedError
+from tandem.generate.token_output import TokenOutput
+
+
+@dataclass(slots=True)
+class _Answering:
+    """One prompt and its answer so far."""
+
+    prompt_tokens: int
+    token_ids: list[int] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    reused_tokens: int = 0
+    first: float = 0.0
+    last: float = 0.0
+
+    def take(self, output: TokenOutput) -> None:
+        """Append what a step has brought."""
+        if output.token_id is not None:
+            self.token_ids.append(output.token_id)
+        if output.text:
+            self.pieces.append(output.text)
+        self.reused_tokens = output.reused_tokens
+        self.finish_reason = output.finish_reason
+
+    def answer(self, started: float) -> Answer:
+        assert self.finish_reason is not None
+        return Answer(
+            text="".join(self.pieces),
+            token_ids=self.token_ids,
+            prompt_tokens=self.prompt_tokens,
+            time_to_first_token_seconds=max(self.first - started, 0.0),
+            decode_seconds=self.last - self.first,
+            finish_reason=self.finish_reason,
+            reused_tokens=self.reused_tokens,
+        )
+
+
+class Batch:
+    """Prompts of one call; `Generator.start` makes it. Their requests are numbered from 0."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        requests: Sequence[Request],
+        on_text: Callable[[int, str], None],
+    ) -> None:
+        """Submit the requests to a scheduler that has no other work."""
+        self._scheduler = scheduler
+        self._on_text = on_text
+        self._answers = [_Answering(len(request.prompt)) for request in requests]
+        self._started = time.perf_counter()
+        for request in requests:
+            scheduler.add(request)
+
+    @property
+    def is_done(self) -> bool:
+        """Tell whether every prompt has its answer."""
+        return all(one.finish_reason is not None for one in self._answers)
+
+    def advance(self) -> None:
+        """Do one step: prompts first, then a token for each that has not ended.
+
+        Raises what the step failed with; the other prompts are then dropped too.
+        """
+        try:
+            token_outputs = self._scheduler.step()
+        except StepFailedError as failed:
+            self.interrupt()
+            raise failed.failures[0].error from None
+        now = time.perf_counter()
+        for output in token_outputs:
+            one = self._answers[output.request_id]
+            one.first, one.last = one.first or now, now
+            self._take(output)
+
+    def interrupt(self) -> None:
+        """End every answer where it stands."""
+        for number, one in enumerate(self._answers):
+            if one.finish_reason is None:
+                one.finish_reason = "interrupted"
+                output = self._scheduler.interrupt(number)
+                if output is not None:
+                    self._take(output)
+
+    def answers(self) -> list[Answer]:
+        """Return the answers in the order of the prompts, once all have ended."""
+        return [one.answer(self._started) for one in self._answers]
+
+    def _take(self, output: TokenOutput) -> None:
+        self._answers[output.request_id].take(output)
+        if output.text:
+            self._on_text(output.request_id, output.text)

@@ -1,0 +1,369 @@
+"""Continuous batching: requests join a running batch at any step, and leave it at any step.
+
+One step is at most one prefill chunk, and then one token for every request that is past its prompt.
+Prompts take turns chunk by chunk, so a long one neither stops the streams nor the short prompts
+behind it. A request finds the beginning of its prompt in the KV cache if a slot holds it. A single
+prompt is a batch of one.
+
+What a request answers does not depend on what else is in the batch: its tokens are drawn from its
+own random numbers, and the packed kernels compute a token alike in any batch, so that a prompt may
+be cut anywhere: into shorter chunks while others are answered. Where a model's linear layers are
+not packed, torch multiplies batches of other sizes in another order: there a prompt is cut at fixed
+places and runs by itself, and the last bits of logits may still differ.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from tandem.decode.padded import end_of_sequence_ids
+from tandem.decode.slots import SlotPool, num_shared
+from tandem.generate.ending import NotYet
+from tandem.generate.penalties import Together
+from tandem.generate.prompt import room
+from tandem.generate.running import Constraint, Request, Running, logprob_of
+from tandem.generate.sampler import Sampler
+from tandem.generate.stopping import StopStrings
+from tandem.generate.text import TextStream
+from tandem.generate.token_output import BatchCounts, TokenOutput
+
+# Running streams wait for a prefill chunk; shorter chunks read the experts more often.
+CHUNK_TOKENS = 256
+# While others are answered, chunks are so much shorter: they wait less, the prompt takes longer.
+_SHORTER_BESIDE_OTHERS = 4
+
+
+class Failure(NamedTuple):
+    """What some requests came to that a step could not serve."""
+
+    request_ids: tuple[int, ...]
+    error: Exception
+
+
+class StepFailedError(Exception):
+    """A step failed for some requests, which are dropped; what it brought the others is here."""
+
+    def __init__(self, failures: list[Failure], token_outputs: list[TokenOutput]) -> None:
+        """Carry both; each failure has requests of its own."""
+        super().__init__("; ".join(str(failure.error) for failure in failures))
+        self.failures = failures
+        self.token_outputs = token_outputs
+
+
+@dataclass(slots=True)
+class _Slot:
+    """Which request has a slot, and when it was last used."""
+
+    running: Running | None = None
+    last_used: float = 0.0
+
+
+@dataclass(slots=True)
+class _Queues:
+    """Requests in the order in which they are served."""
+
+    waiting: deque[Request] = field(default_factory=deque)
+    prefilling: deque[Running] = field(default_factory=deque)
+    decoding: list[Running] = field(default_factory=list)
+
+
+class Scheduler:
+    """Answers requests together. One thread calls it."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        pool: SlotPool,
+        *,
+        chunk_tokens: int = CHUNK_TOKENS,
+        merges_prompts: bool = False,
+    ) -> None:
+        """Serve as many requests at a time as `pool` has slots; more wait, in their order.
+
+        With `merges_prompts` a prefill chunk may hold several prompts, which then fail together.
+        """
+        self._model, self._tokenizer, self._pool = model, tokenizer, pool
+        self._chunk_tokens = chunk_tokens if pool.can_prefill_in_chunks else 1 << 62
+        self._merges_prompts = merges_prompts
+        self._is_alike_however_cut = pool.can_prefill_in_chunks and not any(
+            isinstance(module, nn.Linear) for module in model.modules()
+        )
+        self._slots = [_Slot() for _ in range(pool.num_slots)]
+        self._queues = _Queues()
+        self._end_ids = end_of_sequence_ids(model)
+        self._failures: list[Failure] = []
+        self.counts = BatchCounts()
+
+    @property
+    def max_running(self) -> int:
+        """How many requests run at a time."""
+        return len(self._slots)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have a slot."""
+        return len(self._queues.prefilling) + len(self._queues.decoding)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a slot."""
+        return len(self._queues.waiting)
+
+    @property
+    def kv_cache_bytes(self) -> int | None:
+        """Bytes that the KV cache takes now; None where Tandem does not hold it."""
+        return self._pool.num_bytes
+
+    @property
+    def has_work(self) -> bool:
+        """Tell whether a step would do anything."""
+        return bool(self.num_running or self.num_waiting)
+
+    def add(self, request: Request) -> None:
+        """Take a request; it joins with the next step, if a slot is free.
+
+        Raises `ConfigError` for a prompt that the model cannot take.
+        """
+        room(self._model, request.prompt)
+        self._queues.waiting.append(request)
+
+    def cancel(self, request_id: int) -> bool:
+        """Drop a request, whose slot is free at once; return whether it was there."""
+        for request in self._queues.waiting:
+            if request.request_id == request_id:
+                self._queues.waiting.remove(request)
+                return True
+        running = self._running(request_id)
+        if running is not None:
+            self._release(running)
+        return running is not None
+
+    def interrupt(self, request_id: int) -> TokenOutput | None:
+        """Drop a request; return the text that was held back, or None if it was not running."""
+        running = self._running(request_id)
+        if running is None:
+            self.cancel(request_id)
+            return None
+        self._release(running)
+        return running.output(None, running.interrupt())
+
+    def _running(self, request_id: int) -> Running | None:
+        for running in (*self._queues.prefilling, *self._queues.decoding):
+            if running.request.request_id == request_id:
+                return running
+        return None
+
+    def step(self) -> list[TokenOutput]:
+        """Prefill a chunk and decode a token for each request that is past its own prompt.
+
+        Raises `StepFailedError` if that failed for some requests. They are dropped; the others go
+        on: a prompt that prefills alone fails alone, requests that decode together fail together
+        if the model itself does, and alone if only the choice of their token does.
+        """
+        self._admit()
+        token_outputs = []
+        decoding = list(self._queues.decoding)
+        if self._queues.prefilling:
+            chunk = self._next_chunk()
+            together = [running.request for running, _ in chunk]
+            token_outputs += self._attempt(together, partial(self._prefill, chunk))
+        if decoding:
+            together = [running.request for running in decoding]
+            token_outputs += self._attempt(together, partial(self._decode, decoding))
+        failures, self._failures = self._failures, []
+        if failures:
+            raise StepFailedError(failures, token_outputs)
+        return token_outputs
+
+    def _attempt(
+        self, requests: list[Request], work: Callable[[], list[TokenOutput]]
+    ) -> list[TokenOutput]:
+        """Do some requests' work; if it fails, drop them and note why."""
+        try:
+            return work()
+        except Exception as error:
+            numbers = tuple(request.request_id for request in requests)
+            for number in numbers:
+                self.cancel(number)
+            self._failures.append(Failure(numbers, error))
+            return []
+
+    def _admit(self) -> None:
+        waiting = self._queues.waiting
+        while waiting and self.num_running < self.max_running:
+            request = waiting.popleft()
+            self._attempt([request], partial(self._begin, request))
+
+    def _begin(self, request: Request) -> list[TokenOutput]:
+        """Give a request a slot; nothing is computed yet."""
+        slot, shared = self._take_slot(request)
+        end_ids = request.end.end_ids(self._end_ids)
+        options = request.options
+        running = Running(
+            request=request,
+            slot=slot,
+            max_new_tokens=min(options.max_new_tokens, room(self._model, request.prompt)),
+            sampler=Sampler(options.rule(self._model.generation_config), 1, options.seed),
+            stop=StopStrings(options.stop),
+            text=None
+            if self._tokenizer is None
+            else TextStream(self._tokenizer, keeps_special=request.keeps_special),
+            history=list(request.prompt),
+            reused_tokens=shared,
+            num_done=shared,
+            end_ids=end_ids,
+            constraint=_constraint(request, end_ids),
+            prompt_logprobs=[None] if request.has_prompt_logprobs else None,
+        )
+        self._slots[slot].running = running
+        self._queues.prefilling.append(running)
+        self.counts.reused_tokens += shared
+        return []
+
+    def _take_slot(self, request: Request) -> tuple[int, int]:
+        """Choose a free slot for a prompt; return it and how much of the prompt it then holds.
+
+        A slot that would go on with what it holds is the best; else the one that was free longest,
+        with what any slot, a busy one included, holds of the prompt's beginning.
+        """
+        pool = self._pool
+        shared = self._num_usable(request)
+        free = [number for number, slot in enumerate(self._slots) if slot.running is None]
+        best = max(free, key=lambda slot: shared[slot])
+        if shared[best] and 2 * shared[best] >= len(pool.held(best)):
+            pool.keep(best, shared[best])
+            return best, shared[best]
+        target = min(free, key=lambda slot: self._slots[slot].last_used)
+        source = max(range(pool.num_slots), key=lambda slot: shared[slot])
+        if shared[source] > shared[target]:
+            pool.copy(source, target, shared[source])
+            return target, shared[source]
+        pool.keep(target, shared[target])
+        return target, shared[target]
+
+    def _num_usable(self, request: Request) -> list[int]:
+        """Count, for each slot, the tokens of a prompt's beginning with which it could go on."""
+        pool = self._pool
+        if request.has_prompt_logprobs:  # no slot holds the logits of what it has read
+            return [0] * pool.num_slots
+        return [
+            pool.usable(slot, num_shared(pool.held(slot), request.prompt))
+            for slot in range(pool.num_slots)
+        ]
+
+    def _next_chunk(self) -> list[tuple[Running, int]]:
+        """Return what is prefilled now: requests, each with its prompt tokens done afterwards."""
+        size = self._chunk_tokens
+        if self._queues.decoding and self._is_alike_however_cut:
+            size = max(1, size // _SHORTER_BESIDE_OTHERS)
+        chunk: list[tuple[Running, int]] = []
+        for running in self._queues.prefilling:
+            is_alone = not self._merges_prompts or running.prompt_logprobs is not None
+            if chunk and (size <= 0 or is_alone):
+                break
+            self._catch_up(running)
+            first = running.num_done
+            # Alone at fixed places: where layers are not packed, that decides the last bits.
+            end = first + size if chunk else (first // size + 1) * size
+            end = min(len(running.request.prompt), end)
+            chunk.append((running, end))
+            size -= end - first
+            if is_alone:
+                break
+        return chunk
+
+    def _prefill(self, chunk: list[tuple[Running, int]]) -> list[TokenOutput]:
+        """Run the next tokens of some prompts; return tokens of those that are through."""
+        start = time.perf_counter()
+        new = {one.slot: one.request.prompt[one.num_done : end] for one, end in chunk}
+        first = chunk[0][0]
+        if first.prompt_logprobs is None:
+            logits = self._pool.prefill(new)
+        else:
+            all_logits = self._pool.prefill_with_logits(first.slot, new[first.slot])
+            first.note_prompt(all_logits, first.num_done)
+            logits = all_logits[-1:]
+        token_outputs: list[TokenOutput] = []
+        for row, (running, end) in enumerate(chunk):
+            self.counts.prompt_tokens += end - running.num_done
+            running.num_done = end
+            self._queues.prefilling.remove(running)
+            if end < len(running.request.prompt):
+                self._queues.prefilling.append(running)
+            else:
+                self._queues.decoding.append(running)
+                token_outputs += self._begin_answer(running, logits[row : row + 1])
+        self.counts.prefill_seconds += time.perf_counter() - start
+        return token_outputs
+
+    def _begin_answer(self, running: Running, logits: Tensor) -> list[TokenOutput]:
+        """Choose a request's first token, or end it if its prompt alone was to be computed."""
+        if not running.request.end.is_prompt_only:
+            return self._attempt([running.request], partial(self._choose, running, logits))
+        self._release(running)
+        running.finish_reason = "length"
+        return [running.output(None, "")]
+
+    def _catch_up(self, running: Running) -> None:
+        """Copy what another slot has computed of a prompt since its request began.
+
+        So prompts that came at once and begin alike are computed once, chunk by chunk.
+        """
+        pool = self._pool
+        shared = self._num_usable(running.request)
+        source = max(range(pool.num_slots), key=lambda slot: shared[slot])
+        gained = shared[source] - running.num_done
+        if gained > 0:
+            pool.copy(source, running.slot, shared[source])
+            running.num_done = shared[source]
+            running.reused_tokens += gained
+            self.counts.reused_tokens += gained
+
+    def _decode(self, batch: list[Running]) -> list[TokenOutput]:
+        start = time.perf_counter()
+        batch.sort(key=lambda running: running.slot)
+        logits = self._pool.decode({one.slot: one.history[-1] for one in batch})
+        token_outputs = []
+        for row, one in enumerate(batch):
+            token_outputs += self._attempt(
+                [one.request], partial(self._choose, one, logits[row : row + 1])
+            )
+        self.counts.decode_steps += 1
+        self.counts.decode_seconds += time.perf_counter() - start
+        return token_outputs
+
+    def _choose(self, running: Running, logits: Tensor) -> list[TokenOutput]:
+        """Choose the next token of a request from its logits (1, vocabulary)."""
+        request, constraint = running.request, running.constraint
+        scores = logits if constraint is None else constraint.restrict(logits)
+        (token,) = running.sampler.choose(scores, [running.history])
+        text = running.take(token)
+        self.counts.generated_tokens += 1
+        logprob = None
+        if request.num_top_logprobs is not None:
+            logprob = logprob_of(logits[0], token, request.num_top_logprobs)
+        if running.finish_reason is not None:
+            self._release(running)
+        return [running.output(token, text, logprob)]
+
+    def _release(self, running: Running) -> None:
+        queues, slot = self._queues, self._slots[running.slot]
+        if running in queues.decoding:
+            queues.decoding.remove(running)
+        else:
+            queues.prefilling.remove(running)
+        slot.running, slot.last_used = None, time.monotonic()
+
+
+def _constraint(request: Request, end_ids: frozenset[int]) -> Constraint | None:
+    """Return what rules the choice of a request's tokens."""
+    if not request.end.min_tokens:
+        return request.constraint
+    not_yet = NotYet(request.end.min_tokens, end_ids)
+    return not_yet if request.constraint is None else Together([not_yet, request.constraint])

@@ -1,0 +1,81 @@
+"""Slots of which all are stepped together, as a batch of prompts does."""
+
+from typing import Any
+
+from torch import Tensor
+
+from tandem.decode.cpu_slots import CpuSlotPool
+from tandem.decode.cuda.slots import CudaSlotPool, MakeCapture, new_cuda_slot_pool
+from tandem.decode.recording.replay import ReplayedStep
+from tandem.decode.slots import num_shared
+from tandem.kernels.dense import CpuThreads
+
+
+class WholePool:
+    """A pool, a prompt for each of its slots, and a token for each at every step."""
+
+    def __init__(self, pool: Any, prompts: list[list[int]]) -> None:
+        assert pool.num_slots == len(prompts)
+        self.pool, self.cache = pool, pool.cache
+        self.reused_tokens = [0] * len(prompts)
+        self._prompts = prompts
+
+    @property
+    def step(self) -> ReplayedStep:
+        step: ReplayedStep = self.pool.step
+        return step
+
+    @property
+    def num_segments(self) -> int:
+        """Graph segments of a captured step; 0: none are replayed."""
+        recording: Any = self.step.recording
+        return 0 if recording is None else recording.num_segments
+
+    def continue_with(self, prompts: list[list[int]]) -> None:
+        """Take other prompts; what a slot shares with what it holds stays."""
+        self._prompts = prompts
+        for slot, prompt in enumerate(prompts):
+            shared = self.pool.usable(slot, num_shared(self.pool.held(slot), prompt))
+            self.pool.keep(slot, shared)
+            self.reused_tokens[slot] = shared
+
+    def prefill(self) -> Tensor:
+        logits: Tensor = self.pool.prefill(
+            {slot: p[len(self.pool.held(slot)) :] for slot, p in enumerate(self._prompts)}
+        )
+        return logits
+
+    def decode(self, tokens: list[int]) -> Tensor:
+        logits: Tensor = self.pool.decode(dict(enumerate(tokens)))
+        return logits
+
+
+def cpu_pool(
+    model: Any, threads: CpuThreads, prompts: list[list[int]], **options: Any
+) -> WholePool:
+    """Return slots on the CPU with room for the prompts and a few tokens more."""
+    capacity = max(map(len, prompts)) + 8
+    pool = CpuSlotPool(model, threads, len(prompts), capacity=capacity, **options)
+    return WholePool(pool, prompts)
+
+
+def cuda_pool(
+    model: Any,
+    prompts: list[list[int]],
+    new_tokens: int,
+    *,
+    make_capture: MakeCapture | None = None,
+) -> WholePool:
+    """The same on a GPU, with room for `new_tokens` more."""
+    capacity = max(map(len, prompts)) + new_tokens
+    pool = CudaSlotPool(model, len(prompts), capacity=capacity, make_capture=make_capture)
+    return WholePool(pool, prompts)
+
+
+def gpu_pool(
+    model: Any, prompts: list[list[int]], new_tokens: int, *, has_replay: bool = True
+) -> WholePool:
+    """The same on a real GPU, as `Generator` makes it."""
+    capacity = max(map(len, prompts)) + new_tokens
+    pool = new_cuda_slot_pool(model, len(prompts), capacity=capacity, has_replay=has_replay)
+    return WholePool(pool, prompts)
