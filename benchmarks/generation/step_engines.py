@@ -187,7 +187,7 @@ def start_tandem(model: Any, _: Path, *, has_replay: bool) -> Step:
     slots = tandem.Generator(model, has_replay=has_replay).slot_pool(1)
 
     def step(token: int, position: int) -> Tensor:
-        return slots.prefill(0, [token])[None] if position == 0 else slots.decode({0: token})
+        return slots.prefill({0: [token]}) if position == 0 else slots.decode({0: token})
 
     return step
 

@@ -33,8 +33,8 @@ def test_vectors_are_written_and_used_by_the_next_run(tmp_path: Path, profile: s
     assert len(report["accuracy"]["gate"]) == len(report["batches"])
     options = {"prediction": "residual", "cache_dir": str(tmp_path / "cache")}
     executor = runtime_in(load(model, profile, **options)).executor
-    assert executor.foresee.residuals.is_fixed
-    assert executor.foresee.residuals.means.any()
+    assert executor.look_ahead.residuals.is_fixed
+    assert executor.look_ahead.residuals.means.any()
 
 
 def test_a_text_that_is_too_short_is_refused(checkpoint: Path) -> None:

@@ -123,7 +123,7 @@ def test_hints_are_planned_with_and_replay_exactly(
     options |= {"gpu_memory": "600kB", "look_ahead": prediction == "foresight"}
     model = load(checkpoint, profile, **options)
     executor = runtime_in(model).executor
-    assert isinstance(executor.foresee, LookAhead)
+    assert isinstance(executor.look_ahead, LookAhead)
     resident = list(executor.cache.resident())
     statistics = CacheStatistics()
     executor.listeners.append(statistics)

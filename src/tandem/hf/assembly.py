@@ -80,7 +80,7 @@ def _hybrid_on(parts: DeviceParts, observed: ObservedModel, runtime: Runtime) ->
     asks_one = options.prediction in SOURCES
     if asks_one or options.look_ahead:
         runtime.look_ahead = _look_ahead(observed, options.prediction if asks_one else "residual")
-        executor.foresee = runtime.look_ahead
+        executor.look_ahead = runtime.look_ahead
     weakref.finalize(executor, _end, cache, heat)
     return executor
 

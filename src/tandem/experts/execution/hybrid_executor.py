@@ -33,7 +33,7 @@ from tandem.experts.tracing.events import LayerExecuted, Listener
 from tandem.policy.plan import Copy, Hint, LayerLoad, LayerPlan
 
 
-class Foresee(Protocol):
+class AsksAhead(Protocol):
     """Says what the layer after the one that is about to be planned will want."""
 
     def __call__(self, layer: int) -> Sequence[Hint]:
@@ -74,7 +74,7 @@ class HybridExecutor:
         self.store: HostStore = cache.store
         self.cache = cache
         self.listeners: list[Listener] = []
-        self.foresee: Foresee | None = None
+        self.look_ahead: AsksAhead | None = None
         """Asked, for each layer that is about to be planned, what the next one will want."""
         self._kernels = kernels
         self._turn = threading.Lock()
@@ -93,7 +93,7 @@ class HybridExecutor:
     @property
     def needs_hooks(self) -> bool:
         """Whether routers are asked ahead, by what hooks on them have seen."""
-        return self.foresee is not None
+        return self.look_ahead is not None
 
     def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:
         """Announce the tokens of the forward pass that comes; ids are empty if unknown."""
@@ -130,8 +130,8 @@ class HybridExecutor:
 
     def close(self) -> None:
         """End all threads and give the device's memory back."""
-        if self.foresee is not None:
-            self.foresee.close()
+        if self.look_ahead is not None:
+            self.look_ahead.close()
         self.cache.close()
 
     def execute(
@@ -210,7 +210,7 @@ class HybridExecutor:
         load = routing.load(layer, self._weights_to_read(top_k_weights))
         cache.take_arrivals()
         begin, asked = clock.now, time.perf_counter()
-        hints = self.foresee(layer) if self.foresee is not None else ()
+        hints = self.look_ahead(layer) if self.look_ahead is not None else ()
         plan = cache.planner.plan(load, begin, hints)
         plan_seconds = time.perf_counter() - asked
         step = _LayerStep(host, functions, routing, hidden, tokens, top_k_weights)

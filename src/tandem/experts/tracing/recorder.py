@@ -52,7 +52,7 @@ class RoutingRecorder(PassingExecutor):
     ) -> None:
         """Hand everything to `inner`; `guesses` returns what `predictors` named."""
         super().__init__(inner)
-        self.foresee = guesses
+        self._guesses = guesses
         self._predictors = tuple(predictors)
         self._batch = 1
         self._is_recording = False
@@ -62,7 +62,7 @@ class RoutingRecorder(PassingExecutor):
     @property
     def needs_hooks(self) -> bool:
         """Whether guesses are recorded: hooks on the routers make them."""
-        return self.foresee is not None or self.inner.needs_hooks
+        return self._guesses is not None or self.inner.needs_hooks
 
     def begin_sequences(self, batch: int = 1) -> None:
         """Begin `batch` sequences side by side; those before have ended."""
@@ -90,7 +90,7 @@ class RoutingRecorder(PassingExecutor):
             step.experts.append(call.top_k_index.to("cpu").numpy().copy())
             weights = call.top_k_weights.detach().to("cpu", torch.float16)
             step.weights.append(weights.numpy().copy())
-            guesses = self.foresee(layer) if self.foresee is not None else {}
+            guesses = self._guesses(layer) if self._guesses is not None else {}
             step.guesses.append({name: ids.numpy().copy() for name, ids in guesses.items()})
 
     def trace(self, model: str, **more: Any) -> RoutingTrace:

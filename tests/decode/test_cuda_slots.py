@@ -11,7 +11,6 @@ import torch
 
 import tandem
 from tandem.core.errors import CapacityError
-from tandem.decode.cuda.graphs import CapturedStep, new_graphed_step
 from tandem.decode.cuda.resident_layers import GraphedLayers
 from tandem.decode.cuda.slots import CudaSlotPool, why_no_cuda_slots
 from tandem.decode.padded import PaddedRows
@@ -26,9 +25,8 @@ from tandem.generate.generator import Generator
 from tandem.generate.running import Request
 from tandem.generate.sampling import SamplingOptions
 from tandem.hf.experts import bind_all, expert_functions
-from tandem.hf.opaque_calls import opaque
 from tandem.kernels.reference import expert_ffn
-from tests.decode.twin_capture import TwinCapture, looks
+from tests.decode.twin_capture import TwinCapture
 from tests.decode.whole_pool import cuda_pool
 from tests.experts.lazy_streams import LazyStreams
 from tests.hf.tiny import save_tiny_checkpoint
@@ -104,75 +102,6 @@ def test_a_longer_conversation_reuses_what_the_cache_holds(models: dict[str, Any
 def test_every_served_model_is_found_by_trying(models: dict[str, Any]) -> None:
     for name, model in models.items():
         assert why_no_cuda_slots(model) is None, name
-
-
-def test_a_step_that_cannot_be_captured_stays_the_models_and_says_why() -> None:
-    x = torch.zeros(4)
-
-    def step() -> torch.Tensor:
-        return x * 2 if looks(x) else x + 1
-
-    graphed = new_graphed_step(step, torch.float32, TwinCapture)
-    results = [graphed().tolist() for _ in range(5)]
-    assert graphed.why_not is not None
-    assert graphed.why_not.startswith("called a synchronizing")
-    assert results == [[1.0] * 4] * 5
-    assert not graphed.is_replaying
-
-
-def test_a_capture_that_breaks_is_undone() -> None:
-    x, calls = torch.zeros(4), [0]
-    captures: list[TwinCapture] = []
-
-    class Capture(TwinCapture):
-        def begin(self) -> None:
-            captures.append(self)
-            super().begin()
-
-    def step() -> torch.Tensor:
-        calls[0] += 1
-        result = x + 1
-        if captures and captures[-1].broken is None:
-            raise RuntimeError("operation not permitted when stream is capturing")
-        return result
-
-    graphed = new_graphed_step(step, torch.float32, Capture)
-    graphed()
-    assert graphed.why_not is not None
-    assert graphed.why_not.startswith("operation not permitted")
-    assert captures[0].broken is not None
-    recorded = len(captures[0].broken.operations)
-    assert graphed().tolist() == [1.0] * 4
-    assert recorded == 1
-    assert calls == [5]  # a step, a dry run, a capture, the step again, a step
-
-
-def test_what_is_not_cut_runs_once_before_it_is_captured() -> None:
-    x, captures, seen = torch.ones(4), [], []
-
-    class Capture(TwinCapture):
-        def begin(self) -> None:
-            captures.append(self)
-            super().begin()
-
-    def experts(layer: int, hidden: torch.Tensor, *args: object) -> torch.Tensor:
-        return hidden * 2
-
-    def uncut(layer: int, hidden: torch.Tensor, *args: object) -> torch.Tensor:
-        seen.append(len(captures))
-        return hidden * 2
-
-    def step() -> torch.Tensor:
-        hidden: torch.Tensor = opaque("experts", experts, 0, x + 1, x, x, None)
-        return hidden + 1
-
-    graphed = new_graphed_step(step, torch.float32, Capture, lambda: uncut)
-    results = [graphed().tolist() for _ in range(6)]
-    assert results == [[5.0] * 4] * 6
-    assert seen == [0, 1]  # compiled outside of the capture, then captured
-    assert isinstance(graphed.recording, CapturedStep)
-    assert graphed.recording.num_segments == 1
-    assert graphed.is_replaying
 
 
 class WholeLayers:
@@ -485,16 +414,3 @@ def test_a_prompt_without_memory_lets_experts_make_room(
     finally:
         monkeypatch.undo()
         bind_all(runtime_in(model).bound, executor)
-
-
-def test_pieces_that_give_other_logits_are_given_up() -> None:
-    calls = [0]
-
-    def step() -> torch.Tensor:
-        calls[0] += 1
-        return torch.full((4,), float(calls[0]))
-
-    graphed = new_graphed_step(step, torch.float32, TwinCapture)
-    results = [graphed()[0].item() for _ in range(6)]
-    assert graphed.why_not == "its recording gives other logits"
-    assert results == sorted(results)

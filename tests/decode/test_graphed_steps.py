@@ -1,0 +1,89 @@
+"""Captured steps by themselves, with the twin of CUDA's graphs."""
+
+import torch
+
+from tandem.decode.cuda.graphs import CapturedStep, new_graphed_step
+from tandem.hf.opaque_calls import opaque
+from tests.decode.twin_capture import TwinCapture, looks
+
+
+def test_a_step_that_cannot_be_captured_stays_the_models_and_says_why() -> None:
+    x = torch.zeros(4)
+
+    def step() -> torch.Tensor:
+        return x * 2 if looks(x) else x + 1
+
+    graphed = new_graphed_step(step, torch.float32, TwinCapture)
+    results = [graphed().tolist() for _ in range(5)]
+    assert graphed.why_not is not None
+    assert graphed.why_not.startswith("called a synchronizing")
+    assert results == [[1.0] * 4] * 5
+    assert not graphed.is_replaying
+
+
+def test_a_capture_that_breaks_is_undone() -> None:
+    x, calls = torch.zeros(4), [0]
+    captures: list[TwinCapture] = []
+
+    class Capture(TwinCapture):
+        def begin(self) -> None:
+            captures.append(self)
+            super().begin()
+
+    def step() -> torch.Tensor:
+        calls[0] += 1
+        result = x + 1
+        if captures and captures[-1].broken is None:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return result
+
+    graphed = new_graphed_step(step, torch.float32, Capture)
+    graphed()
+    assert graphed.why_not is not None
+    assert graphed.why_not.startswith("operation not permitted")
+    assert captures[0].broken is not None
+    recorded = len(captures[0].broken.operations)
+    assert graphed().tolist() == [1.0] * 4
+    assert recorded == 1
+    assert calls == [5]  # a step, a dry run, a capture, the step again, a step
+
+
+def test_what_is_not_cut_runs_once_before_it_is_captured() -> None:
+    x, captures, seen = torch.ones(4), [], []
+
+    class Capture(TwinCapture):
+        def begin(self) -> None:
+            captures.append(self)
+            super().begin()
+
+    def experts(layer: int, hidden: torch.Tensor, *args: object) -> torch.Tensor:
+        return hidden * 2
+
+    def uncut(layer: int, hidden: torch.Tensor, *args: object) -> torch.Tensor:
+        seen.append(len(captures))
+        return hidden * 2
+
+    def step() -> torch.Tensor:
+        hidden: torch.Tensor = opaque("experts", experts, 0, x + 1, x, x, None)
+        return hidden + 1
+
+    graphed = new_graphed_step(step, torch.float32, Capture, lambda: uncut)
+    results = [graphed().tolist() for _ in range(6)]
+    assert results == [[5.0] * 4] * 6
+    assert seen == [0, 1]  # compiled outside of the capture, then captured
+    assert isinstance(graphed.recording, CapturedStep)
+    assert graphed.recording.num_segments == 1
+    assert graphed.is_replaying
+
+
+def test_pieces_that_give_other_logits_are_given_up() -> None:
+    calls = [0]
+
+    def step() -> torch.Tensor:
+        calls[0] += 1
+        return torch.full((4,), float(calls[0]))
+
+    graphed = new_graphed_step(step, torch.float32, TwinCapture)
+    results = [graphed()[0].item() for _ in range(6)]
+    assert graphed.why_not == "its recording gives other logits"
+    assert results == sorted(results)
