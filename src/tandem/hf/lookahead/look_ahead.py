@@ -24,7 +24,7 @@ SOURCES = ("gate", "residual")
 
 
 class LookAhead:
-    """Follows a model's routers through every step; give it to a hybrid executor as `look_ahead`."""
+    """Follows a model's routers through every step; a hybrid executor's `look_ahead`."""
 
     def __init__(
         self, routers: Sequence[Router], residuals: Residuals, sources: Sequence[str]
