@@ -127,18 +127,46 @@ void bind_routed(nb::module_& m) {
       });
 }
 
+// A sampler with the rule that it applies.
+struct RuledSampler {
+  TokenSampler sampler;
+  SamplingRule rule;
+};
+
+// Returns a field of a Python rule; a step that it leaves out (None) is `neutral`.
+template <typename T>
+T rule_field(nb::handle rule, const char* name, T neutral) {
+  const nb::object value = rule.attr(name);
+  return value.is_none() ? neutral : nb::cast<T>(value);
+}
+
+// Reads a tandem.generate.sampling.SamplingRule.
+SamplingRule sampling_rule(nb::handle rule) {
+  return {
+      .repetition_penalty = rule_field(rule, "repetition_penalty", 1.0F),
+      .temperature = rule_field(rule, "temperature", 0.0F),
+      .top_k = rule_field<std::int64_t>(rule, "top_k", 0),
+      .top_p = rule_field(rule, "top_p", 1.0F),
+      .min_p = rule_field(rule, "min_p", 0.0F),
+  };
+}
+
 void bind_sampling(nb::module_& m) {
-  nb::class_<TokenSampler>(m, "TokenSampler")
-      .def(nb::init<const std::string&>(), nb::arg("isa"))
-      .def("choose", [](const TokenSampler& sampler, float repetition_penalty, float temperature,
-                        std::int64_t top_k, float top_p, float min_p, bool is_bf16,
-                        std::uintptr_t logits, std::int64_t vocabulary, std::uintptr_t seen,
-                        std::int64_t num_seen, double uniform) {
+  nb::class_<RuledSampler>(m, "TokenSampler")
+      .def(
+          "__init__",
+          [](RuledSampler* self, const std::string& isa, nb::handle rule) {
+            new (self) RuledSampler{TokenSampler(isa), sampling_rule(rule)};
+          },
+          nb::arg("isa"), nb::arg("rule"))
+      .def("choose", [](const RuledSampler& self, bool is_bf16, std::uintptr_t logits,
+                        std::int64_t vocabulary, std::uintptr_t seen, std::int64_t num_seen,
+                        double uniform) {
         const nb::gil_scoped_release release;
-        return sampler.choose({repetition_penalty, temperature, top_k, top_p, min_p},
-                              {value_type(is_bf16), pointer<const void>(logits), vocabulary,
-                               pointer<const std::int64_t>(seen), num_seen},
-                              uniform);
+        return self.sampler.choose(self.rule,
+                                   {value_type(is_bf16), pointer<const void>(logits), vocabulary,
+                                    pointer<const std::int64_t>(seen), num_seen},
+                                   uniform);
       });
 }
 

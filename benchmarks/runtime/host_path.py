@@ -34,6 +34,7 @@ from tandem.experts.devices.cuda.streams import Lane, Work
 from tandem.experts.execution.expert_kernels import ExpertKernels, StartedWork
 from tandem.experts.execution.hybrid_executor import HybridExecutor
 from tandem.hardware.profiles import load_profile, shape_for
+from tandem.kernels.dense import CpuThreads
 from tandem.sim.systems import TANDEM
 from tandem.sim.timeline import Timeline
 from tandem.trace import RoutingTrace, read_trace
@@ -155,7 +156,7 @@ def make_hybrid(trace: RoutingTrace, share: float) -> tuple[HybridExecutor, Expe
     geometry = trace.meta.geometry
     profile = load_profile("laptop-8gb")
     machine = Machine(profile, shape_for(profile, trace.meta.model, geometry))
-    kernels = ExpertKernels(num_threads=2)
+    kernels = ExpertKernels(CpuThreads(num_threads=2))
     streams: Any = _Streams()
     cache = ExpertCache(
         make_store(geometry, HIDDEN, INNER, "int4"),

@@ -30,6 +30,7 @@ from tandem.experts.store.host_store import HostStore
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tandem.hardware.profiles import load_profile, shape_for
+from tandem.kernels.dense import CpuThreads
 from tandem.kernels.formats.weight_format import find_format
 from tandem.kernels.native import ActivationKind, NativeActivation
 from tandem.policy.plan import Geometry
@@ -156,7 +157,7 @@ def bookkeeping(steps: int, share: float) -> dict[str, float]:
     geometry = trace.meta.geometry
     profile = load_profile("laptop-8gb")
     machine = Machine(profile, shape_for(profile, trace.meta.model, geometry))
-    kernels = SilentKernels(num_threads=1)
+    kernels = SilentKernels(CpuThreads(num_threads=1))
     cache = ExpertCache(
         make_store(geometry, TINY, TINY, "int8"),
         SilentDevice(1 << 30, kernels),
@@ -193,7 +194,7 @@ def on_the_emulated_device(steps: int, share: float) -> dict[str, float]:
     store = make_store(geometry, TINY, TINY, "int8")
     profile = load_profile("laptop-8gb")
     machine = Machine(profile, shape_for(profile, trace.meta.model, geometry))
-    kernels = ExpertKernels(num_threads=1)
+    kernels = ExpertKernels(CpuThreads(num_threads=1))
     cache = ExpertCache(
         store,
         EmulatedDevice(1 << 30, kernels),
@@ -204,7 +205,7 @@ def on_the_emulated_device(steps: int, share: float) -> dict[str, float]:
         VirtualCopyEngine,
     )
     fill(cache, share)
-    hybrid, alone = HybridExecutor(cache, kernels), CpuExecutor(store, num_threads=1)
+    hybrid, alone = HybridExecutor(cache, kernels), CpuExecutor(store, CpuThreads(num_threads=1))
     replay_seconds(alone, trace, 20)
     replay_seconds(hybrid, trace, steps)
     cpu = median(replay_seconds(alone, trace, steps)) * 1e6
@@ -221,7 +222,7 @@ def through_executor(name: str, threads: int, repetitions: int) -> dict[str, flo
     """
     geometry = Geometry(6, QWEN_EXPERTS, QWEN_TOP_K)
     store = make_store(geometry, QWEN_HIDDEN, QWEN_INTERMEDIATE, name)
-    executor = CpuExecutor(store, num_threads=threads)
+    executor = CpuExecutor(store, CpuThreads(num_threads=threads))
     calls = (_kernel_calls(store, executor), _executor_calls(store, executor))
     seconds: tuple[list[float], list[float]] = ([], [])
     num_places = geometry.num_layers * QWEN_EXPERTS // QWEN_TOP_K

@@ -1,5 +1,6 @@
 """Captured steps by themselves, with the twin of CUDA's graphs."""
 
+import pytest
 import torch
 
 from tandem.decode.cuda.graphs import CapturedStep, new_graphed_step
@@ -14,9 +15,8 @@ def test_a_step_that_cannot_be_captured_stays_the_models_and_says_why() -> None:
         return x * 2 if looks(x) else x + 1
 
     graphed = new_graphed_step(step, torch.float32, TwinCapture)
-    results = [graphed().tolist() for _ in range(5)]
-    assert graphed.why_not is not None
-    assert graphed.why_not.startswith("called a synchronizing")
+    with pytest.warns(UserWarning, match=r"own code, slower: called a synchronizing"):
+        results = [graphed().tolist() for _ in range(5)]
     assert results == [[1.0] * 4] * 5
     assert not graphed.is_replaying
 
@@ -38,9 +38,8 @@ def test_a_capture_that_breaks_is_undone() -> None:
         return result
 
     graphed = new_graphed_step(step, torch.float32, Capture)
-    graphed()
-    assert graphed.why_not is not None
-    assert graphed.why_not.startswith("operation not permitted")
+    with pytest.warns(UserWarning, match="operation not permitted"):
+        graphed()
     assert captures[0].broken is not None
     recorded = len(captures[0].broken.operations)
     assert graphed().tolist() == [1.0] * 4
@@ -84,6 +83,7 @@ def test_pieces_that_give_other_logits_are_given_up() -> None:
         return torch.full((4,), float(calls[0]))
 
     graphed = new_graphed_step(step, torch.float32, TwinCapture)
-    results = [graphed()[0].item() for _ in range(6)]
-    assert graphed.why_not == "its recording gives other logits"
+    with pytest.warns(UserWarning, match="its recording gives other logits"):
+        results = [graphed()[0].item() for _ in range(6)]
+    assert graphed.why_not is not None
     assert results == sorted(results)

@@ -14,6 +14,7 @@ from tandem.experts.execution.clock import Clock, WallClock
 from tandem.experts.execution.expert_kernels import ExpertKernels
 from tandem.experts.execution.hybrid_executor import HybridExecutor
 from tandem.experts.store.host_store import HostStore
+from tandem.kernels.dense import CpuThreads
 from tandem.kernels.formats.weight_format import find_format
 from tandem.kernels.native import ActivationKind, NativeActivation
 from tandem.policy.cost import HardwareProfile, ShapeCosts
@@ -105,7 +106,7 @@ def make_executor(
 ) -> HybridExecutor:
     """Return a hybrid executor on the emulated device and the virtual clock."""
     machine = machine or make_machine(geometry)
-    kernels = ExpertKernels(num_threads=1)
+    kernels = ExpertKernels(CpuThreads(num_threads=1))
     cache = ExpertCache(
         store,
         FaultyDevice(device_bytes, kernels),
@@ -139,7 +140,7 @@ def make_real_executor(
             return CopyThread(*parts, bytes_per_second=bytes_per_second)
         return DisturbedLink(*parts, bytes_per_second=bytes_per_second, disturbance=disturbance)
 
-    device_kernels = ExpertKernels(num_threads=1, on_busy=clock.add_gpu)
+    device_kernels = ExpertKernels(CpuThreads(num_threads=1), on_busy=clock.add_gpu)
     cache = ExpertCache(
         store,
         FaultyDevice(1 << 30, device_kernels, has_thread=True),
@@ -150,7 +151,7 @@ def make_real_executor(
         make_engine,
     )
     cache.resize(num_slots)
-    return HybridExecutor(cache, ExpertKernels(num_threads=1, on_busy=clock.add_cpu))
+    return HybridExecutor(cache, ExpertKernels(CpuThreads(num_threads=1), on_busy=clock.add_cpu))
 
 
 def route(

@@ -19,6 +19,7 @@ from tandem.core.errors import ExecutionError
 from tandem.experts.devices.device import OutOfDeviceMemoryError
 from tandem.experts.execution.executor import CpuExecutor
 from tandem.experts.execution.hybrid_executor import HybridExecutor
+from tandem.kernels.dense import CpuThreads
 from tandem.policy.assignment import ASSIGNMENTS
 from tandem.policy.eviction import EVICTIONS
 from tandem.policy.plan import Copy
@@ -76,7 +77,7 @@ def _settings(draw: random.Random) -> PlannerSettings:
 def _one_engine(draw: random.Random, outcome: Outcome) -> None:
     """Run one engine for some steps, troubled."""
     store = make_store()
-    alone = CpuExecutor(store, num_threads=1)
+    alone = CpuExecutor(store, CpuThreads(num_threads=1))
     disturbance = Disturbance(
         random.Random(draw.random()),
         draw.choice((0.0, 1e-4, 2e-3)),

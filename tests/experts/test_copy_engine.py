@@ -16,6 +16,7 @@ from tandem.experts.devices.emulated import EmulatedDevice
 from tandem.experts.execution.clock import WallClock
 from tandem.experts.execution.expert_kernels import ExpertKernels
 from tandem.experts.store.host_store import HostStore
+from tandem.kernels.dense import CpuThreads
 from tandem.policy.plan import Copy
 from tandem.sim.timeline import Timeline
 from tests.experts.faults import Disturbance, DisturbedLink
@@ -32,7 +33,7 @@ def store() -> HostStore:
 
 @pytest.fixture
 def slots(store: HostStore) -> Slots:
-    device = EmulatedDevice(1 << 30, ExpertKernels(num_threads=1))
+    device = EmulatedDevice(1 << 30, ExpertKernels(CpuThreads(num_threads=1)))
     return Slots(device, NUM_SLOTS, store[0].image_bytes)
 
 

@@ -20,6 +20,7 @@ from tandem.experts.execution.hybrid_executor import HybridExecutor
 from tandem.experts.store.host_store import HostStore
 from tandem.experts.store.pinning import pin_store
 from tandem.experts.tracing.events import LayerExecuted
+from tandem.kernels.dense import CpuThreads
 from tandem.policy.plan import Copy, Geometry
 from tandem.policy.settings import PlannerSettings
 from tests.experts.lazy_streams import LazyEvent, LazyStreams
@@ -56,14 +57,17 @@ def make_twin(
     machine = make_machine(cpu=2e-5, gpu=1e-5, link=2e-5, dense=1e-4)
     cache = ExpertCache(store, device, wall, GEOMETRY, machine, settings, make_engine)
     cache.resize(num_slots)
-    return HybridExecutor(cache, ExpertKernels(num_threads=1))
+    return HybridExecutor(cache, ExpertKernels(CpuThreads(num_threads=1)))
 
 
 def run_both(
     executor: HybridExecutor, store: HostStore, streams: LazyStreams, *, steps: int = 12
 ) -> None:
     """Run a prompt and steps on the twin and on the CPU; every layer's result must be equal."""
-    alone, generator = CpuExecutor(store, num_threads=1), torch.Generator().manual_seed(7)
+    alone, generator = (
+        CpuExecutor(store, CpuThreads(num_threads=1)),
+        torch.Generator().manual_seed(7),
+    )
     outs, expected = [], []
     for step in range(steps):
         num_tokens = 12 if step == 0 else 3
@@ -254,7 +258,10 @@ def test_a_size_is_taken_without_a_layer_to_run(store: HostStore) -> None:
 
 def test_rows_without_a_token_are_no_part_of_what_is_planned(store: HostStore) -> None:
     streams = LazyStreams(is_eager=True)
-    executor, alone = make_twin(store, streams, 6, SETTINGS[0]), CpuExecutor(store, num_threads=1)
+    executor, alone = (
+        make_twin(store, streams, 6, SETTINGS[0]),
+        CpuExecutor(store, CpuThreads(num_threads=1)),
+    )
     generator = torch.Generator().manual_seed(4)
     events: list[LayerExecuted] = []
     executor.listeners.append(events.append)

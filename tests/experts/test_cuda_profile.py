@@ -14,6 +14,7 @@ from tandem.experts.execution.batch import ExpertBatch
 from tandem.experts.execution.expert_kernels import ExpertKernels, WeightSource
 from tandem.experts.measuring.cuda_profile import measure_device
 from tandem.experts.store.host_store import HostStore
+from tandem.kernels.dense import CpuThreads
 from tandem.policy.cost import HardwareProfile
 from tests.experts.lazy_streams import LazyStreams
 from tests.experts.machines import FUNCTIONS, GEOMETRY, HIDDEN, make_machine, make_store
@@ -79,7 +80,7 @@ def measured(
     monkeypatch.setattr(time, "perf_counter", clock)
     before = make_machine(cpu=1e-3, gpu=1e-3, link=1e-3, dense=1e-3).profile
     after = measure_device(
-        before, device, store, GEOMETRY, FUNCTIONS, ExpertKernels(num_threads=1),
+        before, device, store, GEOMETRY, FUNCTIONS, ExpertKernels(CpuThreads(num_threads=1)),
         dtype=torch.float32, hidden_size=HIDDEN,
     )  # fmt: skip
     return before, after

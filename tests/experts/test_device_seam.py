@@ -13,6 +13,7 @@ from tandem.experts.execution.expert_kernels import ExpertKernels
 from tandem.experts.execution.hybrid_executor import HybridExecutor
 from tandem.experts.execution.routing import SumRows
 from tandem.experts.tracing.events import LayerExecuted
+from tandem.kernels.dense import CpuThreads
 from tandem.policy.settings import PlannerSettings
 from tandem.sim.timeline import Timeline
 from tests.experts.machines import FUNCTIONS, GEOMETRY, make_machine, make_store, route
@@ -22,7 +23,7 @@ class WatchedDevice(EmulatedDevice):
     """Spoils all memory that it hands out, and notes what is brought to it."""
 
     def __init__(self) -> None:
-        super().__init__(1 << 30, ExpertKernels(num_threads=1))
+        super().__init__(1 << 30, ExpertKernels(CpuThreads(num_threads=1)))
         self.uploads: list[int] = []
         self.sums = 0
 
@@ -64,7 +65,10 @@ def test_host_rows_are_brought_to_the_device_once_a_layer_and_added_there() -> N
     settings = PlannerSettings()
     cache = ExpertCache(store, device, clock, GEOMETRY, machine, settings, VirtualCopyEngine)
     cache.resize(8, [0, 1, 2, 8, 9, 10])
-    executor, alone = HybridExecutor(cache, ExpertKernels(num_threads=1)), CpuExecutor(store)
+    executor, alone = (
+        HybridExecutor(cache, ExpertKernels(CpuThreads(num_threads=1))),
+        CpuExecutor(store),
+    )
     events: list[LayerExecuted] = []
     executor.listeners.append(events.append)
     generator = torch.Generator().manual_seed(0)

@@ -11,6 +11,7 @@ from tandem.experts.execution.executor import CpuExecutor, Executor
 from tandem.experts.store.host_store import HostStore
 from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tandem.experts.tracing.events import LayerExecuted
+from tandem.kernels.dense import CpuThreads
 from tandem.policy.assignment import ASSIGNMENTS
 from tandem.policy.eviction import EVICTIONS
 from tandem.policy.prediction import PREDICTIONS
@@ -69,7 +70,7 @@ POLICIES = [name for name in ASSIGNMENTS.names() if not name.startswith("exact")
 
 def check_equal(store: HostStore, settings: PlannerSettings, num_slots: int, batch: int) -> None:
     executor = make_executor(store, num_slots, settings)
-    wanted = outputs(CpuExecutor(store, num_threads=1), batch)
+    wanted = outputs(CpuExecutor(store, CpuThreads(num_threads=1)), batch)
     for actual, expected in zip(outputs(executor, batch), wanted, strict=True):
         assert torch.equal(actual, expected), f"{settings}, {num_slots} slots, batch {batch}"
     executor.cache.planner.residency.check_integrity()

@@ -14,6 +14,7 @@ from tandem.experts.execution.executor import CpuExecutor
 from tandem.experts.execution.expert_kernels import ExpertKernels
 from tandem.experts.store.host_store import HostStore
 from tandem.experts.store.pinning import KEPT_FREE_BYTES, pin_store
+from tandem.kernels.dense import CpuThreads
 from tandem.kernels.memory import allocate
 from tests.experts.faults import FaultyDevice
 from tests.experts.machines import FUNCTIONS, make_store, route
@@ -21,7 +22,7 @@ from tests.experts.machines import FUNCTIONS, make_store, route
 
 def test_all_is_pinned_without_a_limit() -> None:
     store = make_store()
-    device = FaultyDevice(1 << 20, ExpertKernels(num_threads=1))
+    device = FaultyDevice(1 << 20, ExpertKernels(CpuThreads(num_threads=1)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pinned = pin_store(store, device.pin)
@@ -31,7 +32,7 @@ def test_all_is_pinned_without_a_limit() -> None:
 def test_a_limit_is_respected_and_told() -> None:
     store = make_store()
     limit = store[0].num_bytes + 10
-    device = FaultyDevice(1 << 20, ExpertKernels(num_threads=1))
+    device = FaultyDevice(1 << 20, ExpertKernels(CpuThreads(num_threads=1)))
     device.may_pin_bytes = limit
     with pytest.warns(UserWarning, match=r"only .* of .* of experts could be pinned.*ulimit -l"):
         pinned = pin_store(store, device.pin)
@@ -53,7 +54,7 @@ def test_mapped_layers_are_copied_out_first_and_compute_the_same(tmp_path: Path)
     is_mapped = find_mapped()
     assert all(is_mapped(layer.stored()["experts"]) for layer in store)
     call = route(3, torch.Generator().manual_seed(0))
-    expected = CpuExecutor(make_store(), num_threads=1).execute(1, *call, FUNCTIONS)
+    expected = CpuExecutor(make_store(), CpuThreads(num_threads=1)).execute(1, *call, FUNCTIONS)
     pinned = list[Tensor]()
 
     def pin(tensor: Tensor) -> bool:
@@ -67,7 +68,7 @@ def test_mapped_layers_are_copied_out_first_and_compute_the_same(tmp_path: Path)
     assert [t.data_ptr() for t in pinned] == [
         layer.stored()["experts"].data_ptr() for layer in store
     ]
-    out = CpuExecutor(store, num_threads=1).execute(1, *call, FUNCTIONS)
+    out = CpuExecutor(store, CpuThreads(num_threads=1)).execute(1, *call, FUNCTIONS)
     assert torch.equal(out, expected)
 
 

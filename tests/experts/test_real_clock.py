@@ -13,6 +13,7 @@ from tandem.experts.execution.executor import CpuExecutor
 from tandem.experts.execution.hybrid_executor import HybridExecutor
 from tandem.experts.store.host_store import HostStore
 from tandem.experts.tracing.cache_statistics import CacheStatistics
+from tandem.kernels.dense import CpuThreads
 from tandem.policy.plan import Copy
 from tandem.policy.settings import PlannerSettings
 from tests.experts.faults import Disturbance, FaultyDevice
@@ -50,7 +51,7 @@ def no_thread_is_left() -> Iterator[None]:
 
 
 def check(executor: HybridExecutor, store: HostStore, batch: int = 2, steps: int = 12) -> None:
-    expected = outputs(CpuExecutor(store, num_threads=1), batch, steps)
+    expected = outputs(CpuExecutor(store, CpuThreads(num_threads=1)), batch, steps)
     for actual, wanted in zip(outputs(executor, batch, steps), expected, strict=True):
         assert torch.equal(actual, wanted)
 

@@ -96,12 +96,9 @@ def test_equal_scores_stay_or_go_together(rule: SamplingRule) -> None:
     assert len(set(tokens)) > 80
 
 
-def drawn(native: TokenSampler, scores: torch.Tensor, rule: SamplingRule, uniform: float) -> int:
-    top_p = 1.0 if rule.top_p is None else rule.top_p
-    return native.choose(
-        1.0, rule.temperature, rule.top_k or 0, top_p, rule.min_p or 0.0,
-        scores.dtype == torch.bfloat16, scores.data_ptr(), len(scores), 0, 0, uniform,
-    )  # fmt: skip
+def drawn(native: TokenSampler, scores: torch.Tensor, uniform: float) -> int:
+    is_bf16 = scores.dtype == torch.bfloat16
+    return native.choose(is_bf16, scores.data_ptr(), len(scores), 0, 0, uniform)
 
 
 @settings(deadline=None, max_examples=150)
@@ -121,7 +118,7 @@ def test_each_token_has_its_share_of_the_random_numbers(
 ) -> None:  # fmt: skip
     rule = SamplingRule(temperature=0.8, top_k=top_k, top_p=top_p, min_p=min_p)
     scores = (logits_of(seed, width=width)[0] * spread).to(dtype)
-    native, expected = TokenSampler(isa), allowed(scores.float(), rule)
+    native, expected = TokenSampler(isa, rule), allowed(scores.float(), rule)
     # Tokens lie side by side from 0 to 1, as wide as they are likely: what is in the middle of one
     # is drawn from it. Where the rule's cut meets a sum, a minimum or equal scores to the last
     # digits, one token more or fewer is left.
@@ -132,7 +129,7 @@ def test_each_token_has_its_share_of_the_random_numbers(
         if weight < 1e-4:  # sums are in fp32
             break
         middle = float(ends[token]) - weight / 2
-        got = drawn(native, scores, rule, middle)
+        got = drawn(native, scores, middle)
         assert abs(float(ends[got] - ends[token])) <= max(weight, float(expected[got])) + narrowest
         assert expected[got] > 0 or scores[got] >= scores[expected == 0].max() - 1e-6
 
@@ -144,21 +141,23 @@ def test_top_p_keeps_what_sorting_keeps(isa: str, top_p: float, spread: float) -
     # The likeliest token is the last one and the least likely of those that stay the first one: at
     # both ends of the random numbers is what the cut decided.
     scores = (logits_of(7, width=20_000)[0] * spread).sort().values
-    native, rule = TokenSampler(isa), SamplingRule(temperature=1.0, top_p=top_p)
+    rule = SamplingRule(temperature=1.0, top_p=top_p)
+    native = TokenSampler(isa, rule)
     weights = scores.double().softmax(0).flip(0)
     num_kept = int((weights.cumsum(0) - weights < top_p).sum())
-    first = drawn(native, scores, rule, 0.0)
+    first = drawn(native, scores, 0.0)
     # fp32 sums know a share to about one in a million
     slack = 1 + round(2e-6 / float(weights[num_kept - 1]))
     equal = int(((scores - scores[first]).abs() < 2e-7).sum())  # in fp32 equally likely
     assert abs(len(scores) - first - num_kept) <= max(slack, equal)
-    assert drawn(native, scores, rule, 1 - 1e-12) >= len(scores) - 1 - int(top_p > 0.5)
+    assert drawn(native, scores, 1 - 1e-12) >= len(scores) - 1 - int(top_p > 0.5)
 
 
 @pytest.mark.parametrize("top_k", [1, 40, 1499, 1500, 2000])
 def test_top_k_keeps_as_many(top_k: int) -> None:
     scores = logits_of(8, width=1500)[0].sort().values
-    first = drawn(TokenSampler(""), scores, SamplingRule(temperature=9.0, top_k=top_k), 0.0)
+    native = TokenSampler("", SamplingRule(temperature=9.0, top_k=top_k))
+    first = drawn(native, scores, 0.0)
     assert first == max(0, 1500 - top_k)
 
 

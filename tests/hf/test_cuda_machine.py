@@ -34,6 +34,7 @@ from tandem.hf.machine.cuda import (
 )
 from tandem.hf.machine.parts import DeviceParts, ObservedModel, observe
 from tandem.hf.runtime import require_runtime
+from tandem.kernels.dense import CpuThreads
 from tests.decode.twin_capture import TwinCapture
 from tests.experts.lazy_streams import LazyStreams
 from tests.experts.machines import make_machine
@@ -66,7 +67,7 @@ def test_the_model_says_the_same_on_the_gpus_code(
     model: Any, observed: ObservedModel, made: DeviceParts
 ) -> None:
     ids = torch.arange(20, 40)[None]
-    observed.bind(CpuExecutor(observed.store, num_threads=1))
+    observed.bind(CpuExecutor(observed.store, CpuThreads(num_threads=1)))
     with torch.no_grad():
         expected = model(input_ids=ids).logits
     cache = ExpertCache(
@@ -206,7 +207,7 @@ def test_dense_parts_are_timed_in_captured_steps(
     for tokens, seconds in zip(shape.tokens, shape.dense_seconds, strict=True):
         assert 0 < seconds < 9.0 if tokens <= 8 else seconds == 9.0
     # A step that cannot be captured leaves the profile as it is.
-    observed.bind(CpuExecutor(store, num_threads=1))
+    observed.bind(CpuExecutor(store, CpuThreads(num_threads=1)))
 
     class Refusing(TwinCapture):
         def begin(self) -> None:

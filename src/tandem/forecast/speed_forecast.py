@@ -181,8 +181,7 @@ def _time(model: Any) -> _Times:
 
 def cpu_threads(offload: OffloadConfig) -> CpuThreads:
     """Return the threads that the options ask for."""
-    num_threads = offload.threads or detect_cpu().physical_cores
-    return CpuThreads(num_threads=num_threads, isa=offload.isa or "")
+    return CpuThreads(num_threads=offload.threads, isa=offload.isa or "")
 
 
 def cut_shape(sizes: ModelSizes, num_layers: int) -> ModelShape:

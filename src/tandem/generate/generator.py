@@ -34,7 +34,6 @@ from tandem.generate.scheduler import CHUNK_TOKENS, Scheduler
 from tandem.hf.dense import pack_dense_layers
 from tandem.hf.runtime import runtime_of
 from tandem.kernels.attention import require_kv_dtype
-from tandem.kernels.cpu import detect_cpu
 from tandem.kernels.dense import CpuThreads
 
 # Text to continue, a conversation for the chat template, or token ids.
@@ -244,7 +243,7 @@ def _threads_of(model: Any) -> CpuThreads:
     runtime = runtime_of(model)
     if runtime is not None:
         return runtime.threads
-    return CpuThreads(num_threads=detect_cpu().physical_cores)
+    return CpuThreads()
 
 
 def _of_row(options: SamplingOptions, number: int) -> SamplingOptions:

@@ -26,20 +26,12 @@ class Sampler:
 
         `isa` names the kernels' instruction set; "" takes the best.
         """
-        penalty = rule.repetition_penalty
-        self._has_penalty = penalty not in (None, 1.0)
-        self._rule = (
-            1.0 if penalty is None else penalty,
-            rule.temperature,
-            rule.top_k or 0,
-            1.0 if rule.top_p is None else rule.top_p,
-            rule.min_p or 0.0,
-        )
+        self._has_penalty = rule.repetition_penalty not in (None, 1.0)
         self._is_greedy = rule.temperature == 0
         seeds = [None if seed is None else seed + row for row in range(num_rows)]
         self._randoms = [random.Random(row_seed) for row_seed in seeds]
         self._seen = [_SeenTokens() for _ in range(num_rows if self._has_penalty else 0)]
-        self._native = _native.TokenSampler(isa or engine.best_isa())
+        self._native = _native.TokenSampler(isa or engine.best_isa(), rule)
 
     @torch.inference_mode()
     def choose(self, logits: Tensor, histories: Sequence[Sequence[int]]) -> list[int]:
@@ -60,7 +52,6 @@ class Sampler:
     def _choose(self, row: int, scores: Tensor) -> int:
         seen, num_seen = self._seen[row].ids.buffer_info() if self._seen else (0, 0)
         return self._native.choose(
-            *self._rule,
             scores.dtype == torch.bfloat16,
             scores.data_ptr(),
             len(scores),

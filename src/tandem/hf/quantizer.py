@@ -14,7 +14,6 @@ from tandem.checkpoint.mapped_files import copy_out_of_files
 from tandem.checkpoint.packed import INDEX_FILE, packed_name
 from tandem.core.errors import ConfigError, UnsupportedModelError
 from tandem.core.units import format_bytes
-from tandem.experts.execution.executor import CpuExecutor
 from tandem.experts.store import host_memory
 from tandem.experts.store.arrivals import TENSOR_NAMES
 from tandem.experts.store.host_store import HostLayer, HostStore
@@ -56,7 +55,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         # `merge_quantization_configs` marks every model whose config.json names us as quantized.
         self.pre_quantized = quantization_config.packed_format is not None
         store = HostStore()
-        self.runtime = Runtime(quantization_config, store, CpuExecutor(store))
+        self.runtime = Runtime(quantization_config, store)
         self._writer = StoreWriter(self.runtime.layers)
         self._targets: dict[str, str] = {}
         """Of the source's names, the parameters in which they end."""

@@ -17,7 +17,6 @@ from tandem.hf.config import OffloadConfig
 from tandem.hf.experts import bind_all
 from tandem.hf.kinds import PreTrainedModel
 from tandem.hf.lookahead.look_ahead import LookAhead
-from tandem.kernels.cpu import detect_cpu
 from tandem.kernels.dense import CpuThreads
 
 
@@ -27,7 +26,7 @@ class Runtime:
 
     options: OffloadConfig
     store: HostStore
-    executor: Executor
+    executor: Executor = field(init=False)
     bound: list[tuple[nn.Module, int]] = field(default_factory=list)
     """The experts modules with their layers in the store."""
     layers: dict[str, HostLayer] = field(default_factory=dict)
@@ -37,12 +36,16 @@ class Runtime:
     is_closed: bool = False
     _threads: CpuThreads | None = None
 
+    def __post_init__(self) -> None:
+        """Let the CPU compute all experts until another executor is used."""
+        self.executor = self.cpu_executor()
+
     @property
     def threads(self) -> CpuThreads:
-        """The threads that packed linear layers and attention share."""
+        """The threads that experts, packed linear layers and attention share."""
         if self._threads is None:
-            num_threads = self.options.threads or detect_cpu().physical_cores
-            self._threads = CpuThreads(num_threads=num_threads, isa=self.options.isa or "")
+            options = self.options
+            self._threads = CpuThreads(num_threads=options.threads, isa=options.isa or "")
         return self._threads
 
     def choose(self, options: OffloadConfig) -> None:
@@ -53,8 +56,7 @@ class Runtime:
 
     def cpu_executor(self) -> CpuExecutor:
         """Return a new executor that computes every expert on the CPU, as the options say."""
-        options = self.options
-        return CpuExecutor(self.store, num_threads=options.threads, isa=options.isa or "")
+        return CpuExecutor(self.store, self.threads)
 
     def use(self, executor: Executor) -> None:
         """Make the experts run through another executor, such as one around the present one."""

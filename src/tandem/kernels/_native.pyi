@@ -179,14 +179,11 @@ class AttentionEngine:
     ) -> None: ...
 
 class TokenSampler:
-    def __init__(self, isa: str) -> None: ...
+    """`rule` is a `tandem.generate.sampling.SamplingRule`, read once."""
+
+    def __init__(self, isa: str, rule: object) -> None: ...
     def choose(
         self,
-        repetition_penalty: float,
-        temperature: float,
-        top_k: int,
-        top_p: float,
-        min_p: float,
         is_bf16: bool,
         logits: int,
         vocabulary: int,

@@ -5,12 +5,14 @@ Checks what C++ takes on trust. A row's result does not depend on the other rows
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from tandem.kernels import _native
-from tandem.kernels.engine import start_engine
+from tandem.kernels.cpu import detect_cpu
+from tandem.kernels.engine import choose_isa, start_engine
 from tandem.kernels.formats.packed import PackedMatrix, pack, unpack
 from tandem.kernels.formats.weight_format import ROWS_PER_BLOCK, WeightFormat
 from tandem.kernels.native import FORMAT_NUMBERS
@@ -19,14 +21,36 @@ VALUE_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class CpuThreads:
-    """The threads that dense matrices and attention share; callers wait for each other."""
+    """The threads that a model's experts, dense layers and attention share; callers take turns."""
 
-    def __init__(self, *, num_threads: int, isa: str = "") -> None:
-        """Start `num_threads` - 1 threads; `isa` names an instruction set, "" takes the best."""
-        self.engine = start_engine(num_threads=num_threads, isa=isa)
-        self.dense = _native.DenseEngine(self.engine)
-        self.attention = _native.AttentionEngine(self.engine)
-        self.experts = _native.RoutedExperts(self.engine)
+    def __init__(self, *, num_threads: int | None = None, isa: str = "") -> None:
+        """Start `num_threads` - 1 threads on first use; None takes one for each physical core.
+
+        `isa` names an instruction set, "" takes the best; raises `ConfigError` for one that this
+        processor does not have.
+        """
+        self.num_threads = num_threads or detect_cpu().physical_cores
+        self.isa = choose_isa(isa)
+
+    @cached_property
+    def engine(self) -> _native.ExpertEngine:
+        """The threads, which start here."""
+        return start_engine(num_threads=self.num_threads, isa=self.isa)
+
+    @cached_property
+    def dense(self) -> _native.DenseEngine:
+        """Multiplies dense matrices."""
+        return _native.DenseEngine(self.engine)
+
+    @cached_property
+    def attention(self) -> _native.AttentionEngine:
+        """Attends to keys and values that are cached."""
+        return _native.AttentionEngine(self.engine)
+
+    @cached_property
+    def experts(self) -> _native.RoutedExperts:
+        """Computes a layer's experts from the router's choice."""
+        return _native.RoutedExperts(self.engine)
 
     def program(self) -> _native.Program:
         """Return an empty program: operations that are one call on these threads."""

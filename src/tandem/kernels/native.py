@@ -60,9 +60,14 @@ class NativeActivation:
 class NativeExperts:
     """The kernels with their threads. Callers from several threads wait for each other."""
 
-    def __init__(self, *, num_threads: int, isa: str = "") -> None:
-        """Start `num_threads` - 1 threads; `isa` names an instruction set, "" takes the best."""
-        self._engine = start_engine(num_threads=num_threads, isa=isa)
+    def __init__(
+        self, *, num_threads: int = 1, isa: str = "", engine: _native.ExpertEngine | None = None
+    ) -> None:
+        """Compute on an `engine`, or start `num_threads` - 1 threads with an instruction set.
+
+        `isa` "" takes the best.
+        """
+        self._engine = engine or start_engine(num_threads=num_threads, isa=isa)
 
     @property
     def isa(self) -> str:

@@ -273,7 +273,7 @@ def new_graphed_step(
 
     return ReplayedStep(
         plain, record, TOLERANCES.get(dtype),
-        executor=executor, make_room=make_room, why_not=why_not,
+        executor=executor, make_room=make_room, warns=True, why_not=why_not,
     )  # fmt: skip
 
 

@@ -9,12 +9,14 @@ recording's, whose last digits are not the model's: else a request that joins a 
 is new would be answered otherwise than alone.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from tandem.core.errors import TandemWarning
 from tandem.decode.recording.recorder import NotRecordableError
 from tandem.experts.tracing.events import unheard
 
@@ -53,6 +55,7 @@ class ReplayedStep:
         *,
         executor: Any = None,
         make_room: Callable[[], bool] = lambda: False,
+        warns: bool = False,
         why_not: str | None = None,
     ) -> None:
         """Take the model's own `step`, and `record`, which does it and returns its recording too.
@@ -60,11 +63,11 @@ class ReplayedStep:
         A step may be done twice: what it writes to a KV cache is the same both times, and the
         listeners of `executor` hear of it once. Recorded results may be `tolerance` away, relative
         to their norm. `make_room` frees memory if it can, for a recording that had too little. With
-        `why_not` the step is never recorded.
+        `warns` a recording that fails is a `TandemWarning`; with `why_not` there is none.
         """
         assert tolerance is not None or why_not is not None
         self._step, self._record, self._tolerance = step, record, tolerance
-        self._executor, self._make_room = executor, make_room
+        self._executor, self._make_room, self._warns = executor, make_room, warns
         self._recording: StepRecording | None = None
         self._num_equal = 0
         self.why_not = why_not
@@ -119,3 +122,9 @@ class ReplayedStep:
         if isinstance(error, torch.OutOfMemoryError) and self._make_room():
             return
         self.why_not = str(error).partition("\n")[0] or type(error).__name__
+        if self._warns:
+            warnings.warn(
+                f"decode steps run as the model's own code, slower: {self.why_not}",
+                TandemWarning,
+                stacklevel=2,
+            )

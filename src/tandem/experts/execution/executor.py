@@ -25,6 +25,7 @@ from tandem.experts.execution.row_memory import RowMemory
 from tandem.experts.store.host_store import HostLayer, HostStore
 from tandem.experts.tracing.events import LayerExecuted, Listener
 from tandem.kernels import _native
+from tandem.kernels.dense import CpuThreads
 
 # Bounds the fp32 rows of a long prompt: 2048 tokens x top-8 x 2048 values are 128 MiB.
 MAX_TOKENS_AT_ONCE = 2048
@@ -150,10 +151,10 @@ class StatelessExecutor(ABC):
 class CpuExecutor(StatelessExecutor):
     """Runs every active expert on the CPU: packed ones natively, plain ones in torch."""
 
-    def __init__(self, store: HostStore, *, num_threads: int | None = None, isa: str = "") -> None:
-        """Serve the layers of a store; threads start with the first packed layer."""
+    def __init__(self, store: HostStore, threads: CpuThreads | None = None) -> None:
+        """Serve the layers of a store; None takes a thread for each physical core."""
         super().__init__(store)
-        self._kernels = ExpertKernels(num_threads=num_threads, isa=isa)
+        self._kernels = ExpertKernels(threads or CpuThreads())
         self._rows = RowMemory()
         self._rows_lock = threading.Lock()  # several Python threads may call one model
 

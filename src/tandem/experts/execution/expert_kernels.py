@@ -16,7 +16,7 @@ from tandem.experts.execution.routed_layers import RoutedLayers
 from tandem.experts.execution.routing import SumRows
 from tandem.experts.store.host_store import HostLayer
 from tandem.experts.store.packed_layer import PackedLayer
-from tandem.kernels.cpu import detect_cpu
+from tandem.kernels.dense import CpuThreads
 from tandem.kernels.native import NativeExperts
 from tandem.kernels.reference import expert_ffn
 
@@ -36,18 +36,13 @@ class ExpertKernels:
 
     def __init__(
         self,
+        threads: CpuThreads,
         *,
-        num_threads: int | None = None,
-        isa: str = "",
         on_busy: Callable[[float], None] | None = None,
     ) -> None:
-        """Compute with `num_threads` threads; None takes all physical cores.
-
-        `on_busy` gets the seconds of every batch.
-        """
+        """Compute with `threads`; `on_busy` gets the seconds of every batch."""
         self._on_busy = on_busy
-        self.num_threads = num_threads or detect_cpu().physical_cores
-        self.isa = isa
+        self.threads = threads
         self._native: NativeExperts | None = None
         self._routed: RoutedLayers | None = None
 
@@ -116,7 +111,7 @@ class ExpertKernels:
     def native(self) -> NativeExperts:
         """The native kernels; their threads start here."""
         if self._native is None:
-            self._native = NativeExperts(num_threads=self.num_threads, isa=self.isa)
+            self._native = NativeExperts(engine=self.threads.engine)
         return self._native
 
     @property

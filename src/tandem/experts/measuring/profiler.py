@@ -73,7 +73,7 @@ def measure_profile(
         source="measured by tandem profile; the GPU is emulated",
         cpu=features.model_name,
         gpu="emulated",
-        cpu_threads=kernels.num_threads,
+        cpu_threads=kernels.threads.num_threads,
         gpu_memory_bytes=total_bytes(),
         host_memory_bytes=total_bytes(),
         link_bytes_per_second=expert_bytes / link,

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from tandem.experts.execution.executor import CpuExecutor
 from tandem.experts.tracing.recorder import RoutingRecorder
 from tandem.hf.kinds import PreTrainedModel
 from tandem.hf.lookahead.look_ahead import SOURCES, LookAhead, look_ahead
@@ -27,7 +26,7 @@ def recording(model: PreTrainedModel, given: LookAhead | None = None) -> Iterato
     elif given is not None:
         ahead = given
     else:
-        with runtime.using(CpuExecutor(runtime.store)):  # the search's steps are not reported
+        with runtime.using(runtime.cpu_executor()):  # the search's steps are not reported
             ahead = look_ahead(
                 model,
                 runtime.bound,

@@ -6,6 +6,7 @@ from tandem.experts.cache.expert_cache import Machine
 from tandem.experts.cache.slots import Slots
 from tandem.experts.devices.emulated import EmulatedDevice
 from tandem.experts.execution.clock import Clock, WallClock
+from tandem.experts.execution.expert_kernels import ExpertKernels
 from tandem.experts.measuring.profiler import with_emulated_gpu
 from tandem.experts.options import parse_gpu_memory
 from tandem.experts.store.host_memory import available_bytes
@@ -13,6 +14,7 @@ from tandem.experts.store.host_store import HostStore
 from tandem.hardware.profiles import load_profile
 from tandem.hf.machine.parts import DeviceParts, ObservedModel
 from tandem.hf.machine.profile import measured_profile
+from tandem.kernels.dense import CpuThreads
 from tandem.policy.plan import Geometry
 from tandem.sim.timeline import Timeline
 
@@ -36,7 +38,9 @@ def device_parts(observed: ObservedModel) -> DeviceParts:
 def _on_the_wall_clock(observed: ObservedModel, machine: Machine) -> DeviceParts:
     """Return a device and a link with threads of their own, which share this machine's cores."""
     clock, rate = WallClock(), observed.link_bytes_per_second
-    device = EmulatedDevice(available_bytes(), observed.cpu_kernels(clock.add_gpu), has_thread=True)
+    own = CpuThreads(num_threads=observed.threads.num_threads, isa=observed.threads.isa)
+    device_kernels = ExpertKernels(own, on_busy=clock.add_gpu)
+    device = EmulatedDevice(available_bytes(), device_kernels, has_thread=True)
 
     def make_engine(store: HostStore, slots: Slots, geometry: Geometry, _: Clock) -> CopyThread:
         return CopyThread(store, slots, geometry, clock, bytes_per_second=rate)

@@ -20,6 +20,7 @@ from tandem.hf.experts import Bound, bind_all, expert_functions
 from tandem.hf.kinds import PreTrainedModel
 from tandem.hf.lookahead.warm_up import WARM_UP_TOKENS, ExpertsCall, Observer, forward_tokens
 from tandem.hf.runtime import Runtime
+from tandem.kernels.dense import CpuThreads
 from tandem.policy.cost import HardwareProfile
 from tandem.policy.plan import Geometry
 
@@ -32,6 +33,7 @@ class ObservedModel:
     store: HostStore
     bound: Bound
     options: OffloadConfig
+    threads: CpuThreads
     geometry: Geometry
     call: ExpertsCall
 
@@ -55,9 +57,8 @@ class ObservedModel:
         return expert_functions(self.bound[0][0])
 
     def cpu_kernels(self, on_busy: Callable[[float], None] | None = None) -> ExpertKernels:
-        """Return new kernels with the threads of the options."""
-        threads, isa = self.options.threads, self.options.isa or ""
-        return ExpertKernels(num_threads=threads, isa=isa, on_busy=on_busy)
+        """Return new kernels on the model's threads."""
+        return ExpertKernels(self.threads, on_busy=on_busy)
 
     def machine(self, profile: HardwareProfile) -> Machine:
         """Return a profile's machine for this model, with the link that the options ask for."""
@@ -87,7 +88,9 @@ def observe(model: PreTrainedModel, runtime: Runtime) -> ObservedModel:
         )
     most_experts = max(layer.arrivals.num_experts for layer in store)
     geometry = Geometry(len(store), most_experts, observer.calls[0].top_k)
-    return ObservedModel(model, store, runtime.bound, runtime.options, geometry, observer.calls[0])
+    return ObservedModel(
+        model, store, runtime.bound, runtime.options, runtime.threads, geometry, observer.calls[0]
+    )
 
 
 @dataclass(frozen=True, slots=True)
