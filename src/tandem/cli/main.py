@@ -12,7 +12,7 @@ from tandem.cli.streams import prepare_streams, warnings_as_lines
 from tandem.core.errors import TandemError
 
 # Torch and Transformers make a million objects that stay: a look for garbage after every 700 of
-# them, as Python has it, takes a tenth of a start.
+# them, as Python has it, takes a few per cent of a start.
 _OBJECTS_PER_COLLECTION = 20_000
 
 
