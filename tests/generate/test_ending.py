@@ -9,21 +9,8 @@ import tandem
 from tandem.generate.ending import EndOptions
 from tests.architectures import build_tiny_model
 from tests.generate.test_scheduler import PART, Spell, finish, request_of, tokens
-from tests.hf.tiny import byte_tokenizer
 
 PROMPT = [40 + i * 7 % 50 for i in range(2 * PART + 5)]
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    model: Any = build_tiny_model("qwen3_moe")
-    model.generation_config.eos_token_id = None
-    return model
-
-
-@pytest.fixture(scope="module")
-def generator(model: Any) -> tandem.Generator:
-    return tandem.Generator(model, byte_tokenizer())
 
 
 @pytest.mark.seam

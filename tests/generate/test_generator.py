@@ -15,18 +15,6 @@ from tests.hf.tiny import byte_tokenizer
 CONTEXT = 256
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
-    model: Any = build_tiny_model("qwen3_moe")
-    model.generation_config.eos_token_id = None
-    return model
-
-
-@pytest.fixture(scope="module")
-def generator(model: Any) -> tandem.Generator:
-    return tandem.Generator(model, byte_tokenizer())
-
-
 def test_a_prompt_is_text_messages_or_token_ids(generator: tandem.Generator) -> None:
     ids = byte_tokenizer()("hello")["input_ids"]
     text, plain, tensor = (
@@ -239,3 +227,27 @@ def test_control_c_ends_the_answer_and_keeps_what_is_there(generator: tandem.Gen
     assert answer.is_interrupted
     assert answer.text.startswith("".join(pieces))
     assert 3 <= len(answer.token_ids) < 20
+
+
+def test_a_new_call_interrupts_one_that_was_left(generator: tandem.Generator) -> None:
+    left = generator.start([40, 41, 42], max_new_tokens=20)
+    left.advance()
+    (answer,) = generator.generate([40, 41, 42], max_new_tokens=4)
+    assert left.is_done
+    (early,) = left.answers()
+    assert early.finish_reason == "interrupted"
+    assert early.token_ids == answer.token_ids[:1]
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_next"])
+def test_each_prompt_of_a_call_has_the_room_that_its_own_length_leaves(name: str) -> None:
+    """The second architecture runs padded, where a row that has ended is stepped on."""
+    model: Any = build_tiny_model(name)
+    model.generation_config.eos_token_id = None
+    model.config.max_position_embeddings = 24
+    generator = tandem.Generator(model)
+    prompts = [[40 + i for i in range(20)], [60] * 5]
+    answers = generator.generate(prompts, max_new_tokens=100)
+    assert [len(answer.token_ids) for answer in answers] == [4, 19]
+    assert [answer.finish_reason for answer in answers] == ["length"] * 2
+    assert (generator.why_padded is None) == (name == "qwen3_moe")

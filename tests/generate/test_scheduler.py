@@ -55,18 +55,6 @@ def random_requests(count: int) -> list[Request]:
     ]
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
-    model: Any = build_tiny_model("qwen3_moe")
-    model.generation_config.eos_token_id = None
-    return model
-
-
-@pytest.fixture(scope="module")
-def generator(model: Any) -> tandem.Generator:
-    return tandem.Generator(model, byte_tokenizer())
-
-
 @pytest.mark.every_isa
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v2", "qwen3_next"])
 @pytest.mark.parametrize("max_running", [1, 3])

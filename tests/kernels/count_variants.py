@@ -47,7 +47,7 @@ class _Slots(NamedTuple):
         return [64 * place for place in range(1, self.number + 1)]
 
     def images(self) -> list[Tensor]:
-        raise NotImplementedError
+        raise AssertionError("variants are counted without their experts' memory")
 
 
 def on_device(table: Tensor) -> Tensor:
