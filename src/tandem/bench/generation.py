@@ -238,5 +238,7 @@ def _random_prompts(model: Any, work: Workload) -> list[list[int]]:
     random = torch.Generator().manual_seed(0)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     size = (work.batch, work.prompt_tokens)
-    prompts: list[list[int]] = torch.randint(vocabulary, size, generator=random).tolist()
+    prompts: list[list[int]] = torch.randint(
+        vocabulary, size, generator=random, device="cpu"
+    ).tolist()
     return prompts

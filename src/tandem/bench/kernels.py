@@ -194,14 +194,16 @@ class _Own:
     def time_calls(self, tokens: int, num_calls: int) -> list[float]:
         """Return the seconds of some calls, each on the next experts; one before is not counted."""
         active = self._work.num_active
-        hidden = torch.randn(tokens, self._layout.hidden_size)
-        begin = torch.arange(0, tokens * active + 1, tokens, dtype=torch.int32)
-        token = torch.arange(tokens, dtype=torch.int32).repeat(active)
+        hidden = torch.randn(tokens, self._layout.hidden_size, device="cpu")
+        begin = torch.arange(0, tokens * active + 1, tokens, dtype=torch.int32, device="cpu")
+        token = torch.arange(tokens, dtype=torch.int32, device="cpu").repeat(active)
         activation = NativeActivation(ActivationKind.SWIGLU)
-        out = torch.empty(tokens * active, self._layout.hidden_size)  # an executor keeps it too
+        out = torch.empty(
+            tokens * active, self._layout.hidden_size, device="cpu"
+        )  # an executor keeps it too
         seconds = []
         for _ in range(num_calls + 1):
-            chosen = (torch.arange(active) + self._call * active) % len(self._store)
+            chosen = (torch.arange(active, device="cpu") + self._call * active) % len(self._store)
             start = time.perf_counter()
             self._experts.compute(
                 self._layout, self._store, activation, hidden, chosen, begin, token, out

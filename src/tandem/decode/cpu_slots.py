@@ -70,7 +70,7 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
         """
         found: dict[int, Tensor] = {}
         for chunk in self._chunks(prompts):
-            lasts = torch.tensor([len(tokens) for _, tokens in chunk]).cumsum(0) - 1
+            lasts = torch.tensor([len(tokens) for _, tokens in chunk], device="cpu").cumsum(0) - 1
             logits = self._forward(chunk, lasts)
             logits = logits if self._model.keeps_logits else logits[lasts]
             found |= zip((slot for slot, _ in chunk), logits, strict=True)
@@ -92,7 +92,7 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
         step = self._last = self._step_of(len(tokens))
         slots, ids = list(tokens), list(tokens.values())
         self.cache.begin_decode(slots, step.slots, step.positions)
-        step.ids.copy_(torch.tensor(ids)[:, None])
+        step.ids.copy_(torch.tensor(ids, device="cpu")[:, None])
         executor = self._executor
         if step.replayed.is_replaying and executor is not None and executor.needs_steps:
             executor.begin_step(ids, is_prefill=False)
@@ -126,7 +126,7 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
         self._follow_executor()
         lengths = self.cache.lengths
         self.cache.begin([Segment(slot, lengths[slot], len(tokens)) for slot, tokens in chunk])
-        ids = torch.tensor([[token for _, tokens in chunk for token in tokens]])
+        ids = torch.tensor([[token for _, tokens in chunk for token in tokens]], device="cpu")
         logits = self._model.logits(ids, self.cache.positions[None], keep)
         self.cache.commit()
         for slot, tokens in chunk:
@@ -140,8 +140,10 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
 
     def _new_step(self, num_slots: int) -> _Step:
         with torch.inference_mode(False):
-            slots, positions = (torch.zeros(num_slots, dtype=torch.int64) for _ in range(2))
-            ids = torch.zeros((num_slots, 1), dtype=torch.int64)
+            slots, positions = (
+                torch.zeros(num_slots, dtype=torch.int64, device="cpu") for _ in range(2)
+            )
+            ids = torch.zeros((num_slots, 1), dtype=torch.int64, device="cpu")
 
         def run() -> Tensor:
             return self._model.logits(ids, positions[:, None])[:, -1]

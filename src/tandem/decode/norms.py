@@ -79,7 +79,7 @@ def _only_weight(module: nn.Module) -> Tensor | None:
 
 def _find_kind(module: nn.Module, weight: Tensor, eps: float, threads: CpuThreads) -> _Kind | None:
     random = torch.Generator().manual_seed(0)
-    x = torch.randn(_PROBED_ROWS, len(weight), generator=random).to(weight.dtype)
+    x = torch.randn(_PROBED_ROWS, len(weight), generator=random, device="cpu").to(weight.dtype)
     expected = type(module).forward(module, x)  # without hooks, which are of real rows
     if not isinstance(expected, Tensor) or (expected.shape, expected.dtype) != (x.shape, x.dtype):
         return None
@@ -93,7 +93,7 @@ def _find_kind(module: nn.Module, weight: Tensor, eps: float, threads: CpuThread
 
 
 def _norm(x: Tensor, stride: int, weight: Tensor, kind: _Kind, threads: CpuThreads) -> Tensor:
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = torch.empty(x.shape, dtype=x.dtype, device="cpu")
     wide = weight.float() + kind.offset
     program = threads.program()
     program.add_norm(

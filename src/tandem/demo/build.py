@@ -97,8 +97,8 @@ def _layer_tensors(
 def _difference(weight: torch.Tensor, recipe: Recipe, generator: torch.Generator) -> torch.Tensor:
     """Draw a low-rank matrix whose norm is a fixed share of the weight's."""
     rows, columns = weight.shape
-    left = torch.randn(rows, recipe.difference_rank, generator=generator)
-    right = torch.randn(recipe.difference_rank, columns, generator=generator)
+    left = torch.randn(rows, recipe.difference_rank, generator=generator, device="cpu")
+    right = torch.randn(recipe.difference_rank, columns, generator=generator, device="cpu")
     product = left @ right
     product *= recipe.difference_norm * weight.norm() / product.norm()
     return product

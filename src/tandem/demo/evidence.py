@@ -36,8 +36,10 @@ def greedy_tokens(model: Any, prompts: list[list[int]], num_tokens: int) -> list
         padding = [width - len(prompts[idx]) for idx in batch]
         rows = [[0] * pad + prompts[idx] for pad, idx in zip(padding, batch, strict=True)]
         output = model.generate(
-            torch.tensor(rows),
-            attention_mask=torch.tensor([[0] * pad + [1] * (width - pad) for pad in padding]),
+            torch.tensor(rows, device="cpu"),
+            attention_mask=torch.tensor(
+                [[0] * pad + [1] * (width - pad) for pad in padding], device="cpu"
+            ),
             max_new_tokens=num_tokens,
             min_new_tokens=num_tokens,
             do_sample=False,
@@ -82,12 +84,14 @@ def _layer_routing(logits: torch.Tensor, top_k: int) -> LayerRouting:
     values, chosen = logits.topk(top_k, dim=-1)
     weights = values.softmax(-1)[..., 0].flatten()
     used = F.one_hot(chosen, num_experts).sum(-2).float()  # (windows, tokens, num_experts)
-    order = torch.randperm(weights.numel(), generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(
+        weights.numel(), generator=torch.Generator().manual_seed(0), device="cpu"
+    )
     shuffled = used.flatten(0, 1)[order].view_as(used)
     return LayerRouting(
         shares=expert_shares(logits.flatten(0, 1), top_k).tolist(),
         neighbour_ratio=float(_shared_experts(used) / _shared_experts(shuffled)),
-        top_weights=weights.quantile(torch.tensor(QUANTILES)).tolist(),
+        top_weights=weights.quantile(torch.tensor(QUANTILES, device="cpu")).tolist(),
     )
 
 

@@ -69,7 +69,7 @@ def _spherical_kmeans(
     points: torch.Tensor, recipe: Recipe, generator: torch.Generator
 ) -> torch.Tensor:
     """Cluster unit vectors by cosine; the first centroids are spread as in k-means++."""
-    first = torch.randint(len(points), (1,), generator=generator)
+    first = torch.randint(len(points), (1,), generator=generator, device="cpu")
     centroids = points[first]
     for _ in range(recipe.num_experts - 1):
         distance = (1 - (points @ centroids.T).amax(-1)).clamp_min(0)

@@ -72,7 +72,7 @@ class StoreWriter:
 
 def placeholder(like: Tensor | SourceTensor) -> Tensor:
     """Return the empty tensor that stands in the module for a parameter in the host store."""
-    return torch.empty(0, dtype=like.dtype)
+    return torch.empty(0, dtype=like.dtype, device="cpu")
 
 
 class StoreFused(ConversionOps):  # type: ignore[misc]
@@ -167,7 +167,7 @@ class StorePacked(StoreFused):
                 self.writer.keep_error(error)
             if stored_name not in layer.arrivals.shapes:  # all tensors of the layer in one
                 names |= set(layer.arrivals.shapes)
-        return {name: torch.empty(0) for name in names}
+        return {name: torch.empty(0, device="cpu") for name in names}
 
 
 class ReadSource(ConversionOps):  # type: ignore[misc]
@@ -206,4 +206,4 @@ def _put_experts(layer: HostLayer, tensor_name: str, columns: list[list[Any]]) -
     for expert in range(num_experts):
         put_expert(layer, tensor_name, expert, [column[expert] for column in columns])
         for column in columns:  # free the source as we go: a layer is never whole twice
-            column[expert] = torch.empty(0)
+            column[expert] = torch.empty(0, device="cpu")

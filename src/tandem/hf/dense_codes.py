@@ -81,7 +81,7 @@ class DenseCodes:
         matrix = PackedMatrix.empty(rows, cols, fmt)
         write_codes(matrix.blocks, fmt, coded, name=name)
         self._matrices[parameter] = matrix
-        return torch.empty(0, dtype=tensor.dtype)
+        return torch.empty(0, dtype=tensor.dtype, device="cpu")
 
     def put_in(self, model: PreTrainedModel, threads: CpuThreads) -> None:
         """Replace the layers whose codes were taken by packed ones."""

@@ -27,16 +27,21 @@ class StoredLinear(nn.Module):
         self.format = fmt
         self.has_bias = linear.bias is not None
         self.dtype = linear.weight.dtype
-        with torch.device("meta"):
-            parts = _parts(_empty(self.shape, fmt, has_bias=self.has_bias))
-        size = sum(part.nbytes for part in parts)
+        size = fmt.data_bytes(*self.shape) + fmt.scale_bytes(*self.shape)
+        if self.has_bias:
+            size += fmt.padded_rows(linear.out_features) * torch.float32.itemsize
         place = torch.empty(size, dtype=torch.uint8, device=linear.weight.device)
         setattr(self, TENSOR_NAME, nn.Parameter(place, requires_grad=False))
 
     def packed(self, threads: CpuThreads) -> PackedLinear:
         """Return the layer, with memory of its own, once the bytes are there."""
         stored = self.get_parameter(TENSOR_NAME)
-        matrix, bias = _empty(self.shape, self.format, has_bias=self.has_bias)
+        matrix = PackedMatrix.empty(*self.shape, self.format)
+        bias = (
+            torch.empty(self.format.padded_rows(self.shape[0]), device="cpu")
+            if self.has_bias
+            else None
+        )
         parts = [part.view(torch.uint8) for part in _parts((matrix, bias))]
         for part, piece in zip(parts, stored.split([len(part) for part in parts]), strict=True):
             part.copy_(piece)
@@ -85,13 +90,6 @@ def dense_formats_of(model: nn.Module) -> tuple[str, dict[str, str]]:
         return "none", {}
     ((most, _),) = Counter(names.values()).most_common(1)
     return most, {path: name for path, name in names.items() if name != most}
-
-
-def _empty(
-    shape: tuple[int, int], fmt: WeightFormat, *, has_bias: bool
-) -> tuple[PackedMatrix, Tensor | None]:
-    matrix = PackedMatrix.empty(*shape, fmt)
-    return matrix, torch.empty(fmt.padded_rows(shape[0])) if has_bias else None
 
 
 def _parts(layer: tuple[PackedMatrix, Tensor | None]) -> list[Tensor]:

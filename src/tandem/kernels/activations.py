@@ -33,7 +33,7 @@ def find_native_activation(
     """
     generator = torch.Generator().manual_seed(0)
     width = _PROBE_COLS * (1 + is_gated)
-    rows = torch.randn(16, width, generator=generator) * _PROBE_SCALE
+    rows = torch.randn(16, width, generator=generator, device="cpu") * _PROBE_SCALE
     given = interleave(rows) if is_gated and is_interleaved else rows
     try:
         with torch.no_grad():

@@ -79,7 +79,9 @@ class CachedAttention:
             form.window,
             0 if self._sinks is None else self._sinks.data_ptr(),
         )
-        self.keys, self.values = (torch.empty((0, 0, 0, 0), dtype=torch.uint8) for _ in range(2))
+        self.keys, self.values = (
+            torch.empty((0, 0, 0, 0), dtype=torch.uint8, device="cpu") for _ in range(2)
+        )
         """(rows, KV heads, blocks, bytes of a block)"""
 
     @property
@@ -102,7 +104,7 @@ class CachedAttention:
         lead = (num_rows, self.form.num_kv_heads, num_blocks)
         sizes = (self.native.key_block_bytes, self.native.value_block_bytes)
         old = (self.keys, self.values)
-        new = [torch.empty((*lead, size), dtype=torch.uint8) for size in sizes]
+        new = [torch.empty((*lead, size), dtype=torch.uint8, device="cpu") for size in sizes]
         for target, source in zip(new, old, strict=True):
             if used:
                 target[:, :, :used_blocks] = source[:, :, :used_blocks]
@@ -140,7 +142,7 @@ class CachedAttention:
         query = _dense_last(query)
         num_tokens = query.shape[1]
         shape = (num_tokens, self.form.num_heads, self.form.value_dim)
-        out = torch.empty(shape, dtype=query.dtype)
+        out = torch.empty(shape, dtype=query.dtype, device="cpu")
         threads.attention.attend(
             self.native, query.dtype == torch.bfloat16, num_tokens, rows.data_ptr(),
             positions.data_ptr(), query.data_ptr(), query.stride(1), query.stride(0),

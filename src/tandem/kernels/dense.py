@@ -119,7 +119,9 @@ def multiply(threads: CpuThreads, weights: Sequence[DenseWeight], x: Tensor) -> 
     assert all(w.matrix.format == first.format and w.matrix.cols == first.cols for w in weights)
     x = x.contiguous()
     shape = x.shape[:-1]
-    outputs = [torch.empty((*shape, weight.matrix.rows), dtype=x.dtype) for weight in weights]
+    outputs = [
+        torch.empty((*shape, weight.matrix.rows), dtype=x.dtype, device="cpu") for weight in weights
+    ]
     threads.dense.run(
         tuple([weight.native for weight in weights]),
         x.numel() // first.cols,
@@ -135,6 +137,6 @@ def padded_bias(bias: Tensor | None, rows: int) -> Tensor | None:
     """Return a layer's bias as `DenseWeight` takes it."""
     if bias is None:
         return None
-    padded = torch.zeros(-(-rows // ROWS_PER_BLOCK) * ROWS_PER_BLOCK)
+    padded = torch.zeros(-(-rows // ROWS_PER_BLOCK) * ROWS_PER_BLOCK, device="cpu")
     padded[:rows] = bias.detach().float()
     return padded

@@ -15,7 +15,7 @@ _CHUNK_BYTES = 64 << 20
 _ALIGNMENT = 64  # a line of the cache
 
 _lock = threading.Lock()
-_rest = torch.empty(0, dtype=torch.uint8)  # of the newest chunk
+_rest = torch.empty(0, dtype=torch.uint8, device="cpu")  # of the newest chunk
 
 
 def allocate(num_bytes: int) -> Tensor:
@@ -39,7 +39,7 @@ def allocate_buffers(num_experts: int, num_bytes: int, *, has_huge_pages: bool =
 
 def _new_chunk(num_bytes: int, *, has_huge_pages: bool = True) -> Tensor:
     with torch.inference_mode(False):
-        chunk = torch.empty(num_bytes, dtype=torch.uint8)
+        chunk = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
     if has_huge_pages:
         _native.advise_huge_pages(chunk.data_ptr(), num_bytes)
     return chunk

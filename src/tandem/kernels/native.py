@@ -101,7 +101,7 @@ class NativeExperts:
         assert store.shape[1] == layout.num_bytes
         assert store.is_contiguous()
         if out is None:
-            out = torch.empty(row_token.numel(), layout.hidden_size)
+            out = torch.empty(row_token.numel(), layout.hidden_size, device="cpu")
         _require_experts(experts, len(store))
         addresses = experts * layout.num_bytes + store.data_ptr()
         self.compute_at(layout, addresses, activation, hidden, row_begin, row_token, out)
@@ -148,14 +148,14 @@ class NativeExperts:
         native, size = native_layout(layout), layout.intermediate_size
         per_column = 2 if layout.is_gated else 1
         num_rows = row_token.numel()
-        up = torch.empty(num_rows, native.inner_rows * per_column)
-        every = torch.arange(num_rows, dtype=torch.int32)
+        up = torch.empty(num_rows, native.inner_rows * per_column, device="cpu")
+        every = torch.arange(num_rows, dtype=torch.int32, device="cpu")
         try:
             rows = _Rows(addresses, row_begin, row_token, hidden, up)
             self._engine.project(native, True, *rows.arguments())
             # Blocks of 16 gate and 16 up values alternate.
             halves = up.view(num_rows, -1, per_column, ROWS_PER_BLOCK).transpose(1, 2)
-            inner = torch.zeros(num_rows, native.inner_rows)
+            inner = torch.zeros(num_rows, native.inner_rows, device="cpu")
             flat = halves.reshape(num_rows, per_column, -1)[..., :size].reshape(num_rows, -1)
             inner[:, :size] = activate(flat)
             rows = _Rows(addresses, row_begin, every, inner, out)
@@ -175,7 +175,7 @@ class NativeExperts:
         assert row_of.numel() == 0 or int(row_of.max()) < len(rows)
         rows, row_of, weights = rows.contiguous(), row_of.contiguous(), weights.contiguous()
         num_tokens, top_k = weights.shape
-        out = torch.empty(num_tokens, rows.shape[1])
+        out = torch.empty(num_tokens, rows.shape[1], device="cpu")
         self._engine.add_rows(
             num_tokens, top_k, rows.shape[1], rows.data_ptr(), row_of.data_ptr(),
             weights.data_ptr(), out.data_ptr(),

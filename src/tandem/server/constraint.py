@@ -48,9 +48,9 @@ class GrammarConstraint:
         """Stand at the grammar's beginning."""
         self._matcher = llguidance.LLMatcher(tokenizer, grammar)
         self._end_id = tokenizer.eos_token
-        self._bits = torch.zeros(-(-vocabulary // 32), dtype=torch.int32)
-        self._places = torch.arange(32, dtype=torch.int32)
-        self._expanded_bits = self._expanded = torch.zeros(0, dtype=torch.int32)
+        self._bits = torch.zeros(-(-vocabulary // 32), dtype=torch.int32, device="cpu")
+        self._places = torch.arange(32, dtype=torch.int32, device="cpu")
+        self._expanded_bits = self._expanded = torch.zeros(0, dtype=torch.int32, device="cpu")
 
     def restrict(self, scores: Tensor) -> Tensor:
         """Return scores (1, vocabulary) with -inf for what the grammar forbids."""

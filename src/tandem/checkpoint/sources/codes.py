@@ -37,7 +37,7 @@ class Codes:
         if self.kind != "int":
             return coded_matrix(self.codes, self.scales, fmt, name=name)
         if self.minima is not None:
-            no_zeros = torch.zeros(self.scales.shape)
+            no_zeros = torch.zeros(self.scales.shape, device="cpu")
             coded = coded_matrix(self.codes, self.scales, fmt, zeros=no_zeros, name=name)
             return CodedMatrix(coded.codes, coded.scales, self.minima)
         assert fmt.group_size is not None
@@ -165,7 +165,7 @@ def input_order(group_of_input: Tensor, group_size: int, name: str) -> Tensor | 
     `ModelError` with `name` unless every group has `group_size` inputs.
     """
     group_of_input = group_of_input.long()
-    inputs = torch.arange(len(group_of_input))
+    inputs = torch.arange(len(group_of_input), device="cpu")
     order = torch.argsort(group_of_input, stable=True)
     if not torch.equal(group_of_input[order], inputs // group_size):
         raise ModelError(
@@ -177,6 +177,6 @@ def input_order(group_of_input: Tensor, group_size: int, name: str) -> Tensor | 
 
 def unpack_bits(words: Tensor, bits: int) -> Tensor:
     """Return the numbers in int32 words, lowest bits first: (..., n) to (..., n * 32 / bits)."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device="cpu")
     numbers = (words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
     return numbers.flatten(-2).to(torch.uint8)

@@ -164,5 +164,5 @@ def _row_order(name: str, architecture: Architecture, config: Any) -> Tensor | N
     is_query = ".attn_q." in name
     heads = config.num_attention_heads if is_query else config.num_key_value_heads
     # llama.cpp rotates pairs of neighbours, Transformers the two halves of a head.
-    rows = torch.arange(heads * config.head_dim).view(heads, config.head_dim // 2, 2)
+    rows = torch.arange(heads * config.head_dim, device="cpu").view(heads, config.head_dim // 2, 2)
     return rows.transpose(1, 2).flatten()

@@ -21,7 +21,7 @@ def read_blocks(data: np.ndarray[Any, Any], kind: Any, *, keep: bool) -> Codes:
         from gguf import dequantize
 
         values = torch.from_numpy(np.ascontiguousarray(dequantize(data, kind)))
-        return Codes("int", values, torch.ones(values.shape[0], 1))
+        return Codes("int", values, torch.ones(values.shape[0], 1, device="cpu"))
     rows = data.shape[0]
     size, read = _BLOCKS[kind.name]
     blocks = torch.from_numpy(data.view(np.uint8)).view(rows, -1, size)
@@ -50,7 +50,7 @@ def _q4_1(blocks: Tensor) -> Codes:
 
 def _q5_0(blocks: Tensor) -> Codes:
     bits = blocks[..., 2:6].contiguous().view(torch.int32)  # one fifth bit for each number
-    fifth = (bits >> torch.arange(_BLOCK, dtype=torch.int32)) & 1
+    fifth = (bits >> torch.arange(_BLOCK, dtype=torch.int32, device="cpu")) & 1
     codes = _halves(blocks[..., 6:]).to(torch.int32) + 16 * fifth - 16
     return Codes("int", codes.flatten(1).to(torch.int8), _fp16(blocks, 0))
 

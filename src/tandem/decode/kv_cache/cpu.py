@@ -48,7 +48,7 @@ class KvCache(RowCache):
         self._windows: dict[int, KeptWindow] = {}
         self._expected_bytes = 0
         self._segments: list[Segment] = []
-        self.rows = self.positions = torch.zeros(0, dtype=torch.int64)
+        self.rows = self.positions = torch.zeros(0, dtype=torch.int64, device="cpu")
 
     @property
     def num_bytes(self) -> int:
@@ -67,9 +67,14 @@ class KvCache(RowCache):
     def begin(self, segments: Sequence[Segment]) -> None:
         """Announce the tokens of the next forward, which follow what their rows hold."""
         self._segments = list(segments)
-        self.rows = torch.tensor([s.row for s in segments for _ in range(s.num_tokens)])
+        self.rows = torch.tensor(
+            [s.row for s in segments for _ in range(s.num_tokens)], device="cpu"
+        )
         self.positions = torch.cat(
-            [torch.arange(s.first_position, s.first_position + s.num_tokens) for s in segments]
+            [
+                torch.arange(s.first_position, s.first_position + s.num_tokens, device="cpu")
+                for s in segments
+            ]
         )
         self._awaited = None
         self.reserve(max(s.first_position + s.num_tokens for s in segments))
@@ -85,8 +90,8 @@ class KvCache(RowCache):
             Segment(row, length, 1) for row, length in zip(numbers, lengths, strict=True)
         ]
         self.reserve(max(lengths) + 1)
-        rows.copy_(torch.tensor(numbers))
-        positions.copy_(torch.tensor(lengths))
+        rows.copy_(torch.tensor(numbers, device="cpu"))
+        positions.copy_(torch.tensor(lengths, device="cpu"))
         self.rows, self.positions = rows, positions
         self._place(is_kept=True)
         self._awaited = None
@@ -136,7 +141,9 @@ class KvCache(RowCache):
         for window in self._windows.values():
             for row in range(len(self.lengths)):
                 window.begin_anew(row, length)
-            window.place([Segment(0, length, 1)], torch.tensor([length]), is_kept=False)
+            window.place(
+                [Segment(0, length, 1)], torch.tensor([length], device="cpu"), is_kept=False
+            )
         for layer in self._layers.values():
             kept = self._windows.get(layer.form.window)
             for row in range(len(self.lengths)):
@@ -267,10 +274,11 @@ def _pretend(layer: CachedAttention, threads: CpuThreads, row: int, length: int)
     form = layer.form
     count = min(length, _PRETENDED_TOKENS)
     key, value = (
-        torch.randn(form.num_kv_heads, count, dim) * 0.1 for dim in (form.key_dim, form.value_dim)
+        torch.randn(form.num_kv_heads, count, dim, device="cpu") * 0.1
+        for dim in (form.key_dim, form.value_dim)
     )
     for first in range(0, length, _PRETENDED_TOKENS):
-        positions = torch.arange(first, min(first + count, length))
+        positions = torch.arange(first, min(first + count, length), device="cpu")
         part = slice(0, len(positions))
         rows = torch.full_like(positions, row)
         layer.append(threads, rows, positions, key[:, part], value[:, part])

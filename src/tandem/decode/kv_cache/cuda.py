@@ -58,7 +58,7 @@ class StaticKvCache(RowCache):
         """Announce a prompt's next tokens, of one row."""
         assert segment.first_position == self.lengths[segment.row]
         self._segment, self._awaited = segment, None
-        self.rows = torch.full((segment.num_tokens,), segment.row)
+        self.rows = torch.full((segment.num_tokens,), segment.row, device="cpu")
         self.reserve(segment.first_position + segment.num_tokens)
 
     def begin_decode(self, rows: Sequence[int], count: int) -> None:
@@ -69,7 +69,7 @@ class StaticKvCache(RowCache):
         """
         assert max(rows) < count <= len(self.lengths)
         self._segment, self._awaited = None, None
-        self._decoded, self._count, self.rows = rows, count, torch.arange(count)
+        self._decoded, self._count, self.rows = rows, count, torch.arange(count, device="cpu")
         self.reserve(max(self.lengths[:count]) + 1)
         longest = max(self.lengths[row] for row in rows)
         self.attended_length = min(max(_SHORTEST_LENGTH, 1 << longest.bit_length()), self.capacity)
@@ -263,7 +263,7 @@ def _attention_by_scores(
 
 def on_its_way(numbers: list[int] | list[bool], device: torch.device) -> Tensor:
     """Return numbers on the host, pinned if they go to a GPU: copies of them do not wait then."""
-    host = torch.tensor(numbers)
+    host = torch.tensor(numbers, device="cpu")
     return host.pin_memory() if device.type == "cuda" else host
 
 

@@ -79,8 +79,8 @@ class KeptWindow:
         for segment in segments:
             self._slide(segment)
         self._grow(segments)
-        counts = torch.tensor([segment.num_tokens for segment in segments])
-        firsts = torch.tensor([self._firsts[segment.row] for segment in segments])
+        counts = torch.tensor([segment.num_tokens for segment in segments], device="cpu")
+        firsts = torch.tensor([self._firsts[segment.row] for segment in segments], device="cpu")
         relative = positions - firsts.repeat_interleave(counts)
         if not is_kept:
             self.positions = relative

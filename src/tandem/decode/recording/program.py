@@ -157,7 +157,7 @@ class _Memory:
         num_bytes = max(1, -(-like.nbytes // _GRANULE_BYTES)) * _GRANULE_BYTES
         free = self._free.setdefault(num_bytes, [])
         if not free:
-            free.append(torch.empty(num_bytes, dtype=torch.uint8))
+            free.append(torch.empty(num_bytes, dtype=torch.uint8, device="cpu"))
             self.num_bytes += num_bytes
         memory = free.pop()
         self._used.append((group, memory))

@@ -49,7 +49,7 @@ class EmulatedDevice:
                 f"{format_bytes(num_bytes)} were asked for; lower gpu_memory"
             )
         self.used_bytes += num_bytes
-        return torch.zeros(num_bytes, dtype=torch.uint8)
+        return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
 
     def release(self, memory: Tensor) -> None:
         """Give memory back."""

@@ -80,7 +80,7 @@ class ExpertKernels:
         weights = weights.contiguous()
 
         def sum_rows(rows: Tensor) -> Tensor:
-            out, rows = torch.empty(num_tokens, rows.shape[1]), rows.contiguous()
+            out, rows = torch.empty(num_tokens, rows.shape[1], device="cpu"), rows.contiguous()
             self.native._engine.add_rows(
                 num_tokens, top_k, rows.shape[1], rows.data_ptr(), row_of.data_ptr(),
                 weights.data_ptr(), out.data_ptr(),
@@ -133,10 +133,12 @@ class ExpertKernels:
         if addresses is None:
             first, size = layer.buffers.data_ptr(), layer.layout.num_bytes
             addresses = [first + expert * size for expert in batch.experts]
-        begin = torch.tensor([row - batch.begin[0] for row in batch.begin], dtype=torch.int32)
+        begin = torch.tensor(
+            [row - batch.begin[0] for row in batch.begin], dtype=torch.int32, device="cpu"
+        )
         self.native.compute_with(
             layer.layout,
-            torch.tensor(addresses, dtype=torch.int64),
+            torch.tensor(addresses, dtype=torch.int64, device="cpu"),
             lambda up: activate(up.to(dtype)).float(),
             batch.hidden_fp32,
             begin,

@@ -31,7 +31,7 @@ class Rows(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _zeros(count: int) -> Tensor:
-    return torch.zeros(count, dtype=torch.int32)
+    return torch.zeros(count, dtype=torch.int32, device="cpu")
 
 
 @functools.lru_cache(maxsize=64)
@@ -41,7 +41,7 @@ def _counting(count: int) -> list[int]:
 
 @functools.lru_cache(maxsize=4096)
 def _row_table(places: tuple[int, ...]) -> Tensor:
-    return torch.tensor([places], dtype=torch.int32)
+    return torch.tensor([places], dtype=torch.int32, device="cpu")
 
 
 class Routing:

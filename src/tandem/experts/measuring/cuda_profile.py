@@ -153,7 +153,7 @@ class _Bench:
     def _batch(self, num_experts: int, num_tokens: int, where: torch.device) -> ExpertBatch:
         """Return a batch in which every expert has every token."""
         host = self._store[0]
-        index = torch.arange(num_experts).expand(num_tokens, num_experts).contiguous()
+        index = torch.arange(num_experts, device="cpu").expand(num_tokens, num_experts).contiguous()
         call = LayerCall(
             host, self._functions, Routing(index, host.arrivals.num_experts), range(num_experts)
         )
@@ -193,7 +193,7 @@ class _Bench:
     def hand_off(self) -> Tensor:
         """Queue a layer of one token whose experts are all there, from its choice on."""
         streams, count = self._device.streams, min(self._several, self._top_k)
-        index = torch.arange(count)[None]
+        index = torch.arange(count, device="cpu")[None]
         routing = Routing(index, self._store[0].arrivals.num_experts)
         call = LayerCall(self._store[0], self._functions, routing, range(count))
         side = CallSide(self._token, self._device.rows(count, self._hidden_size))

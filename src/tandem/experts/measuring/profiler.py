@@ -169,8 +169,8 @@ class _Bench:
             next(self._turns)
         total = self._geometry.num_experts
         experts = [(first + i) % total for i in range(num_experts)]
-        index = torch.tensor([experts] * num_tokens)
-        hidden = torch.randn(num_tokens, self._hidden_size).to(self._dtype)
+        index = torch.tensor([experts] * num_tokens, device="cpu")
+        hidden = torch.randn(num_tokens, self._hidden_size, device="cpu").to(self._dtype)
         routing = Routing(index, total)
         order = routing.lone_order()
         side = CallSide(hidden, self._rows.rows(routing.num_rows, self._hidden_size))
@@ -219,7 +219,9 @@ class _Bench:
         return max(1.0, both / alone), max(1.0, median(copies or [copy_alone]) / copy_alone)
 
     def _slot(self) -> torch.Tensor:
-        return torch.zeros(max(layer.image_bytes for layer in self._store), dtype=torch.uint8)
+        return torch.zeros(
+            max(layer.image_bytes for layer in self._store), dtype=torch.uint8, device="cpu"
+        )
 
     def _copy_seconds(self, memory: torch.Tensor) -> float:
         layer, expert = next(self._turns)

@@ -22,8 +22,8 @@ def ordered_inputs(
     `experts`, `begin` and `token` are those of an `ExpertBatch`; `input_order` is the layer's
     (num_experts, hidden_size).
     """
-    counts = torch.tensor([begin[i + 1] - begin[i] for i in range(len(experts))])
-    expert_of_row = torch.tensor(experts).repeat_interleave(counts)
+    counts = torch.tensor([begin[i + 1] - begin[i] for i in range(len(experts))], device="cpu")
+    expert_of_row = torch.tensor(experts, device="cpu").repeat_interleave(counts)
     inputs = input_order[expert_of_row].long().to(hidden.device)  # (n_rows, hidden_size)
     rows = hidden[token.long().to(hidden.device)].gather(1, inputs)
-    return rows, torch.arange(len(rows), dtype=torch.int32)
+    return rows, torch.arange(len(rows), dtype=torch.int32, device="cpu")

@@ -107,7 +107,7 @@ class PackedLayer:
     def _orders(self) -> Tensor:
         """Return the orders of all experts' inputs (num_experts, hidden_size), to be written."""
         if self.input_order is None:
-            in_order = torch.arange(self.layout.hidden_size, dtype=torch.int32)
+            in_order = torch.arange(self.layout.hidden_size, dtype=torch.int32, device="cpu")
             self.input_order = in_order.repeat(self.arrivals.num_experts, 1)
         return self.input_order
 

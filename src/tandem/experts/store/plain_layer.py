@@ -128,5 +128,5 @@ class PlainLayer:
     def _allocate(self, tensor_name: str, source_dtype: torch.dtype) -> Tensor:
         if tensor_name not in self._tensors:
             shape, dtype = self.arrivals.shapes[tensor_name], self._dtype or source_dtype
-            self._tensors[tensor_name] = torch.empty(shape, dtype=dtype)
+            self._tensors[tensor_name] = torch.empty(shape, dtype=dtype, device="cpu")
         return self._tensors[tensor_name]

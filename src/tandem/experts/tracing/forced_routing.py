@@ -85,7 +85,10 @@ class ForcedRouting(PassingExecutor):
         if num_tokens not in self._choices:
             shape = (self._trace.meta.n_moe_layers, num_tokens, self._trace.experts.shape[-1])
             with torch.inference_mode(False):  # steps write to them wherever they begin
-                kept = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
+                kept = (
+                    torch.zeros(shape, dtype=torch.int64, device="cpu"),
+                    torch.zeros(shape, device="cpu"),
+                )
             if self._tokens is not None and len(self._tokens) == num_tokens:
                 self._fill(*kept)
             self._choices[num_tokens] = kept
@@ -106,5 +109,5 @@ class ForcedRouting(PassingExecutor):
     def _choice(self, tokens: _Tokens, layers: int | slice) -> tuple[Tensor, Tensor]:
         index = torch.from_numpy(self._trace.experts[tokens, layers].astype(np.int64))
         if self._trace.weights is None:
-            return index, torch.full(index.shape, 1.0 / index.shape[-1])
+            return index, torch.full(index.shape, 1.0 / index.shape[-1], device="cpu")
         return index, torch.from_numpy(self._trace.weights[tokens, layers]).float()

@@ -89,7 +89,7 @@ def calibrate(
 
 @torch.no_grad()
 def _run(model: PreTrainedModel, window: Sequence[int]) -> None:
-    ids: Tensor = torch.tensor([list(window)])
+    ids: Tensor = torch.tensor([list(window)], device="cpu")
     model(input_ids=ids.to(model.device), use_cache=False)
 
 

@@ -22,7 +22,7 @@ class Residuals:
 
     def __init__(self, num_layers: int, hidden_size: int) -> None:
         """Start with zeros, which is plain look-ahead."""
-        self.means = torch.zeros(max(0, num_layers - 1), hidden_size)
+        self.means = torch.zeros(max(0, num_layers - 1), hidden_size, device="cpu")
         self.tokens = [0] * max(0, num_layers - 1)
         self.is_fixed = False
 

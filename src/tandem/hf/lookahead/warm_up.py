@@ -66,7 +66,7 @@ def warm_up_ids(model: PreTrainedModel, num_tokens: int) -> Tensor:
     """Return the token ids (num_tokens,) of a warm-up's prompt, where the model is."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
     # Ordinary ids: multimodal models keep those that stand for images at either end.
-    ids = (torch.arange(num_tokens) * 7 + 11) % max(1, vocabulary // 2)
+    ids = (torch.arange(num_tokens, device="cpu") * 7 + 11) % max(1, vocabulary // 2)
     there: Tensor = ids.to(model.device)
     return there
 

@@ -50,7 +50,7 @@ def check_model(checkpoint: AnyCheckpoint, offload: OffloadConfig) -> Agreement:
     model = load_checkpoint(checkpoint, offload, num_layers=CHECKED_LAYERS)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     random = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocabulary, (1, CHECKED_TOKENS), generator=random)
+    ids = torch.randint(vocabulary, (1, CHECKED_TOKENS), generator=random, device="cpu")
     runtime = require_runtime(model)
     found = _log_probabilities(model, ids)
     with runtime.using(ReferenceExecutor(runtime.store)):
@@ -76,7 +76,7 @@ class ReferenceExecutor(StatelessExecutor):
         """Compute a layer expert by expert."""
         layer, hidden, top_k_index, top_k_weights = call
         host = self.store[layer]
-        out = torch.zeros(hidden.shape, dtype=torch.float32)
+        out = torch.zeros(hidden.shape, dtype=torch.float32, device="cpu")
         for expert in top_k_index.unique().tolist():
             if not 0 <= expert < host.arrivals.num_experts:
                 continue  # a router's padding

@@ -27,7 +27,7 @@ def order_inner_rows(layout: ExpertLayout, buffer: Tensor, order: Tensor) -> Non
     for half in range(layout.num_halves):
         blocks = layout.up_half(buffer, half)
         coded = blocks.read(layout.format)  # a copy, padding included
-        rows = torch.arange(coded.codes.shape[0])
+        rows = torch.arange(coded.codes.shape[0], device="cpu")
         rows[: len(order)] = order
         ordered = [
             None if part is None else part[rows]

@@ -182,7 +182,7 @@ def _write(
 
 def write_bias(lanes: Tensor, bias: Tensor) -> None:
     """Write a bias into its blocks (blocks, 16), the last one padded with zeros."""
-    padded = torch.zeros(lanes.shape)
+    padded = torch.zeros(lanes.shape, device="cpu")
     padded.view(-1)[: bias.shape[0]] = bias
     lanes.copy_(padded)
 

@@ -102,7 +102,7 @@ def write_weight(
     rows, cols = weight.shape
     width = fmt.padded_cols(cols)
     if importance is None and fmt.kind == "int4z" and width > cols:
-        importance = torch.ones(cols)  # zero points need not keep the padding at zero
+        importance = torch.ones(cols, device="cpu")  # zero points need not keep the padding at zero
     if importance is not None:
         importance = F.pad(importance.float(), (0, width - cols))
     chunk = CHUNK_WEIGHTS * torch.get_num_threads()

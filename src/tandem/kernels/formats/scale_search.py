@@ -33,11 +33,11 @@ def fit_symmetric(
     with its sign, `importance` (groups, group_size). One code in `peak_codes`: no search. Groups
     too large for fp16 get an infinite scale.
     """
-    peaks = torch.tensor(peak_codes)[:, None, None]
+    peaks = torch.tensor(peak_codes, device="cpu")[:, None, None]
     scales = (peak / peaks).half()  # (candidates, rows, groups)
     codes = torch.empty_like(x)
     if len(peak_codes) > 1 and scales[0].isfinite().all():
-        along, square = torch.empty(2, *scales.shape)
+        along, square = torch.empty(2, *scales.shape, device="cpu")
         product = torch.empty_like(x)
         for number, inverse in enumerate(_inverse(scales)):
             _round(x, inverse, limits, out=codes)
@@ -62,7 +62,7 @@ def fit_affine(
     """
     scales, minima = ((high - low) / INT4Z_STEPS[0][0]).half(), low.half()
     if has_search:
-        weights = torch.ones(()) if importance is None else importance
+        weights = torch.ones((), device="cpu") if importance is None else importance
         fits = [(scales, minima), _best_affine(x, low, high, weights)]
         # Their errors once more, from the differences: sums of squares would hide a near tie.
         errors = torch.stack([_affine_error(x, *fit, weights) for fit in fits])

@@ -48,7 +48,9 @@ def _compute(
     """Compute one expert of zeros for so many tokens."""
     image = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
     table = row_table(
-        [image.data_ptr()], [0, num_tokens], torch.zeros(num_tokens, dtype=torch.int32)
+        [image.data_ptr()],
+        [0, num_tokens],
+        torch.zeros(num_tokens, dtype=torch.int32, device="cpu"),
     )
     hidden = torch.zeros(1, layout.hidden_size, dtype=dtype, device=device)
     out = torch.empty(num_tokens, layout.hidden_size, device=device)

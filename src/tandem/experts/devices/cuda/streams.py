@@ -233,7 +233,7 @@ class CudaStreams:
 
     def pinned(self, num_bytes: int) -> Tensor:
         """Take memory from torch's allocator of pinned memory."""
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True, device="cpu")
 
     def pin(self, memory: Tensor) -> bool:
         """Register memory with the driver."""
