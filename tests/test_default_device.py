@@ -14,25 +14,10 @@ from tandem.kernels import memory
 from tests.hf.tiny import save_tiny_checkpoint
 
 SOURCE = Path(__file__).parents[1] / "src" / "tandem"
-FACTORIES = set(
-    [
-        "arange",
-        "as_tensor",
-        "empty",
-        "empty_strided",
-        "eye",
-        "full",
-        "linspace",
-        "normal",
-        "ones",
-        "rand",
-        "randint",
-        "randn",
-        "randperm",
-        "tensor",
-        "zeros",
-    ]
-)
+FACTORIES = {
+    *("arange", "as_tensor", "empty", "empty_strided", "eye", "full", "linspace", "normal"),
+    *("ones", "rand", "randint", "randn", "randperm", "tensor", "zeros"),
+}
 
 
 def calls_without_device(tree: ast.AST) -> Iterator[int]:
