@@ -1,9 +1,11 @@
 // What Python sees of programs: a recorded step's operations, added one by one, run as one call.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <array>
+#include <tuple>
 #include <vector>
 
 #include "bindings.hpp"
@@ -116,14 +118,96 @@ std::int64_t add_experts(Program& program, const RoutedLayer& layer, std::int64_
                              pointer<const void>(weights), pointer<void>(out)});
 }
 
+void add_convolution(Program& program, const ShortConvolution& layer, std::int64_t num_tokens,
+                     std::uintptr_t slots, std::uintptr_t positions, bool is_bf16,
+                     std::uintptr_t input, std::int64_t token_stride, std::uintptr_t out) {
+  ShortConvolution call = layer;
+  call.tokens = {num_tokens, pointer<const std::int64_t>(slots),
+                 pointer<const std::int64_t>(positions)};
+  call.type = value_type(is_bf16);
+  call.input = pointer<const void>(input);
+  call.token_stride = token_stride;
+  call.out = pointer<void>(out);
+  program.add(call);
+}
+
+// A tensor (tokens, heads, dim): its address and two strides.
+using Heads = std::tuple<std::uintptr_t, std::int64_t, std::int64_t>;
+
+HeadView head_view(const Heads& heads) {
+  const auto& [data, token_stride, head_stride] = heads;
+  return {pointer<const void>(data), token_stride, head_stride};
+}
+
+void add_recurrence(Program& program, const Recurrence& layer, std::int64_t num_tokens,
+                    std::uintptr_t slots, std::uintptr_t positions, bool is_bf16,
+                    const Heads& query, const Heads& key, const Heads& value,
+                    std::uintptr_t decay, bool rate_is_bf16, std::uintptr_t rate,
+                    std::uintptr_t out) {
+  Recurrence call = layer;
+  call.tokens = {num_tokens, pointer<const std::int64_t>(slots),
+                 pointer<const std::int64_t>(positions)};
+  call.type = value_type(is_bf16);
+  call.query = head_view(query);
+  call.key = head_view(key);
+  call.value = head_view(value);
+  call.decay = pointer<const float>(decay);
+  call.rate_type = value_type(rate_is_bf16);
+  call.rate = pointer<const void>(rate);
+  call.out = pointer<void>(out);
+  program.add(call);
+}
+
+void bind_recurrent(nb::module_& m) {
+  // What stays the same from step to step, by layer.
+  nb::class_<ShortConvolution>(m, "ShortConvolution")
+      .def("__init__", [](ShortConvolution* self, std::int64_t channels, std::int64_t width,
+                          std::uintptr_t weight, std::uintptr_t bias, bool has_silu,
+                          std::uintptr_t states) {
+        new (self) ShortConvolution{};
+        self->channels = channels;
+        self->width = width;
+        self->weight = pointer<const float>(weight);
+        self->bias = pointer<const float>(bias);
+        self->has_silu = has_silu;
+        self->states = pointer<float>(states);
+      });
+  nb::class_<Recurrence>(m, "Recurrence")
+      .def("__init__", [](Recurrence* self, std::int64_t num_heads, std::int64_t num_key_heads,
+                          std::int64_t key_dim, std::int64_t value_dim, int decay_kind,
+                          bool is_delta, bool is_normalised, float scale, std::uintptr_t factor,
+                          std::uintptr_t skip, std::uintptr_t states) {
+        new (self) Recurrence{};
+        self->num_heads = num_heads;
+        self->num_key_heads = num_key_heads;
+        self->key_dim = key_dim;
+        self->value_dim = value_dim;
+        self->decay_kind = static_cast<DecayKind>(decay_kind);
+        self->is_delta = is_delta;
+        self->is_normalised = is_normalised;
+        self->scale = scale;
+        self->factor = pointer<const float>(factor);
+        self->skip = pointer<const float>(skip);
+        self->states = pointer<float>(states);
+      });
+  nb::class_<RecurrentEngine>(m, "RecurrentEngine")
+      .def("__init__",
+           [](RecurrentEngine* self, ExpertEngine& engine) {
+             new (self) RecurrentEngine(engine.pool(), engine.isa());
+           },
+           nb::keep_alive<1, 2>());
+}
+
 }  // namespace
 
 void bind_program(nb::module_& m) {
+  bind_recurrent(m);
   // Matrices, layers and tensors are kept alive by the caller.
   nb::class_<Program>(m, "Program")
-      .def(nb::init<ExpertEngine&, DenseEngine&, AttentionEngine&, RoutedExperts&>(),
+      .def(nb::init<ExpertEngine&, DenseEngine&, AttentionEngine&, RoutedExperts&,
+                    RecurrentEngine&>(),
            nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
-           nb::keep_alive<1, 5>())
+           nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>())
       .def("add_norm", &add_norm)
       .def("add_rotary", &add_rotary)
       .def("add_rotary_pairs", &add_rotary_pairs)
@@ -132,6 +216,8 @@ void bind_program(nb::module_& m) {
       .def("add_elementwise", &add_elementwise)
       .def("add_copy", &add_copy)
       .def("add_dense", &add_dense)
+      .def("add_convolution", &add_convolution)
+      .def("add_recurrence", &add_recurrence)
       .def("add_attention", &add_attention, nb::keep_alive<1, 2>())
       .def("add_experts", &add_experts)
       .def("num_active", &Program::num_active)

@@ -8,6 +8,7 @@
 
 #include "attention.hpp"
 #include "dense.hpp"
+#include "recurrent.hpp"
 #include "routed.hpp"
 #include "rowwise.hpp"
 
@@ -18,9 +19,9 @@ namespace tandem {
 class Program {
  public:
   Program(ExpertEngine& experts, DenseEngine& dense, AttentionEngine& attention,
-          RoutedExperts& routed)
+          RoutedExperts& routed, RecurrentEngine& recurrent)
       : rows_(row_kernels(experts.isa())), pool_(experts.pool()), dense_(dense),
-        attention_(attention), routed_(routed) {}
+        attention_(attention), routed_(routed), recurrent_(recurrent) {}
 
   void add(const RmsNorm& call) { steps_.emplace_back(call); }
   void add(const Rotary& call) { steps_.emplace_back(call); }
@@ -29,6 +30,8 @@ class Program {
   void add(const RankedChoice& call) { steps_.emplace_back(call); }
   void add(const Elementwise& call) { steps_.emplace_back(call); }
   void add(const Copy& call) { steps_.emplace_back(call); }
+  void add(const ShortConvolution& call) { steps_.emplace_back(call); }
+  void add(const Recurrence& call) { steps_.emplace_back(call); }
 
   // One input, one or several matrices; output m is at outputs[m].
   struct Dense {
@@ -62,7 +65,7 @@ class Program {
     std::int64_t number;
   };
   using Step = std::variant<RmsNorm, Rotary, RotaryPairs, Choice, RankedChoice, Elementwise, Copy,
-                            Dense, Attention, Experts>;
+                            ShortConvolution, Recurrence, Dense, Attention, Experts>;
 
   void operator()(const RmsNorm& call);
   void operator()(const Rotary& call) { rows_.rotate(call); }
@@ -71,6 +74,8 @@ class Program {
   void operator()(const RankedChoice& call) { choose(call); }
   void operator()(const Elementwise& call) { rows_.combine(call); }
   void operator()(const Copy& call) { rows_.copy(call); }
+  void operator()(const ShortConvolution& call) { recurrent_.run(call); }
+  void operator()(const Recurrence& call) { recurrent_.run(call); }
   void operator()(const Dense& call);
   void operator()(const Attention& call);
   void operator()(const Experts& call);
@@ -80,6 +85,7 @@ class Program {
   DenseEngine& dense_;
   AttentionEngine& attention_;
   RoutedExperts& routed_;
+  RecurrentEngine& recurrent_;
   std::vector<Step> steps_;
   std::vector<std::int64_t> num_active_;
 };

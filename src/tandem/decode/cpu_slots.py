@@ -2,10 +2,12 @@
 
 A step of n slots is recorded once for each n (`tandem.decode.recording.replay`); which slots they
 are is an input of the recorded graph. For models whose attention goes through Transformers'
-attention functions and whose layers keep nothing but keys and values: `why_no_cpu_slots` tries it.
+attention functions, and whose layers keep keys and values or states that Tandem's own operations
+advance (`tandem.decode.named_operations`): `why_no_cpu_slots` tries it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -96,8 +98,9 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
         executor = self._executor
         if step.replayed.is_replaying and executor is not None and executor.needs_steps:
             executor.begin_step(ids, is_prefill=False)
-        logits = step.replayed()
-        self.cache.commit()
+        with self._forgetting(slots):
+            logits = step.replayed()
+            self.cache.commit()
         for slot, token in tokens.items():
             self._held[slot].append(token)
         self._require_finite(slots, logits)
@@ -127,11 +130,23 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
         lengths = self.cache.lengths
         self.cache.begin([Segment(slot, lengths[slot], len(tokens)) for slot, tokens in chunk])
         ids = torch.tensor([[token for _, tokens in chunk for token in tokens]], device="cpu")
-        logits = self._model.logits(ids, self.cache.positions[None], keep)
-        self.cache.commit()
+        with self._forgetting([slot for slot, _ in chunk]):
+            logits = self._model.logits(ids, self.cache.positions[None], keep)
+            self.cache.commit()
         for slot, tokens in chunk:
             self._held[slot] += tokens
         return logits[0]
+
+    @contextmanager
+    def _forgetting(self, slots: Sequence[int]) -> Iterator[None]:
+        """Let slots forget what they hold if a step breaks off, where it has changed their states."""
+        try:
+            yield
+        except BaseException:
+            if self.cache.states:
+                for slot in slots:
+                    self.keep(slot, 0)
+            raise
 
     def _step_of(self, num_slots: int) -> _Step:
         if num_slots not in self._steps:
@@ -153,6 +168,7 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
             partial(record_step, run, [ids, positions], self.cache.threads),
             _TOLERANCES.get(self._model.model.dtype),
             executor=self._executor,
+            save=lambda: self.cache.states.save(slots.tolist()),
             why_not=self._model.why_not_replayed(_TOLERANCES, has_replay=self._has_replay),
         )
         return _Step(slots, positions, ids, replayed)

@@ -34,7 +34,7 @@ class NormSwitch:
     def __init__(self, model: nn.Module, threads: CpuThreads | None) -> None:
         """Find the norms of a model on the CPU; without threads, none."""
         kinds: dict[tuple[Any, ...], _Kind | None] = {}
-        self.forwards: dict[nn.Module, Callable[[Tensor], Tensor]] = {}
+        self.forwards: dict[nn.Module, Callable[..., Tensor]] = {}
         """What computes a norm of the model instead of its class."""
         self.is_on = False
         """Whether they are native now; else they are the class's."""
@@ -54,12 +54,12 @@ class NormSwitch:
 
     def _forward(
         self, module: nn.Module, kind: _Kind, threads: CpuThreads
-    ) -> Callable[[Tensor], Tensor]:
-        def forward(x: Tensor) -> Tensor:
+    ) -> Callable[..., Tensor]:
+        def forward(x: Tensor, *others: Tensor | None) -> Tensor:
             weight: Any = module.weight
             stride = row_stride(x) if self.is_on and x.dtype == weight.dtype else None
-            if stride is None:
-                result: Tensor = type(module).forward(module, x)
+            if stride is None or any(other is not None for other in others):
+                result: Tensor = type(module).forward(module, x, *others)
                 return result
             return _norm(x, stride, weight, kind, threads)
 
@@ -80,7 +80,10 @@ def _only_weight(module: nn.Module) -> Tensor | None:
 def _find_kind(module: nn.Module, weight: Tensor, eps: float, threads: CpuThreads) -> _Kind | None:
     random = torch.Generator().manual_seed(0)
     x = torch.randn(_PROBED_ROWS, len(weight), generator=random, device="cpu").to(weight.dtype)
-    expected = type(module).forward(module, x)  # without hooks, which are of real rows
+    try:
+        expected = type(module).forward(module, x)  # without hooks, which are of real rows
+    except (TypeError, AttributeError):  # it takes a gate too, say
+        return None
     if not isinstance(expected, Tensor) or (expected.shape, expected.dtype) != (x.shape, x.dtype):
         return None
     for offset in (0.0, 1.0):

@@ -1,15 +1,18 @@
 """A shallow copy of a model: the same tensors and hooks, but modules and configs of its own.
 
 So Tandem's steps have their attention and their norms while another thread runs the model as it is.
-Only modules that differ are copied: those that ask the config for attention, and what holds them.
+Only modules that differ are copied: those that ask the config for attention or call operations that
+are native here, and what holds them.
 """
 
 from collections.abc import Callable, Mapping
+from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from tandem.decode.named_operations import forward_with_operations
 from tandem.hf.compat import config_to_step
 from tandem.hf.experts import is_experts_module
 from tandem.kernels.torch_private import children_by_name, copy_module
@@ -22,7 +25,7 @@ class ShallowCopy:
         self,
         model: nn.Module,
         attention: str,
-        forwards: Mapping[nn.Module, Callable[[Tensor], Tensor]],
+        forwards: Mapping[nn.Module, Callable[..., Tensor]],
     ) -> None:
         """Copy a model; Transformers knows `attention` by name, `forwards` are of the copies."""
         self._original, self._attention, self._forwards = model, attention, forwards
@@ -53,9 +56,12 @@ class ShallowCopy:
             own["config"] = config_to_step(module.config, self._attention, self._configs)
         if module in self._forwards:
             own["forward"] = self._forwards[module]
+        forward = None if "forward" in vars(module) else forward_with_operations(type(module))
         copy = module
-        if own or any(child is not copied for child, copied in copies.items()):
+        if own or forward or any(child is not copied for child, copied in copies.items()):
             copy = copy_module(module, copies, own)
+            if forward is not None:
+                copy.forward = MethodType(forward, copy)
             self._known.append((module, children))
         self._copies[module] = copy
         return copy

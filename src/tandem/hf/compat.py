@@ -89,6 +89,11 @@ def has_dynamic_cache(model: Any) -> bool:
     return bool(model._supports_default_dynamic_cache())
 
 
+def is_empty_cache_layer(layer: Any) -> bool:
+    """Tell whether a cache's layer belongs to a layer that keeps nothing (since 5.2x: DummyLayer)."""
+    return type(layer).__name__ == "DummyLayer"
+
+
 def first_position_ids(model: Any, ids: Tensor, kwargs: dict[str, Any]) -> Tensor:
     """Return the positions that `generate` gives a prompt's tokens (5.17 to today)."""
     positions: Tensor = model._prepare_position_ids_for_generation(ids, dict(kwargs))

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 DENSE = "dense"
 ATTENTION = "attention"
 EXPERTS = "experts"
+STATES = "states"
 
 
 class Interceptor(Protocol):

@@ -193,6 +193,42 @@ class TokenSampler:
         /,
     ) -> int: ...
 
+class ShortConvolution:
+    """A layer's convolution; the caller keeps its tensors alive."""
+
+    def __init__(
+        self,
+        channels: int,
+        width: int,
+        weight: int,
+        bias: int,
+        has_silu: bool,
+        states: int,
+        /,
+    ) -> None: ...
+
+class Recurrence:
+    """A layer's recurrence; the caller keeps its tensors alive."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_key_heads: int,
+        key_dim: int,
+        value_dim: int,
+        decay_kind: int,
+        is_delta: bool,
+        is_normalised: bool,
+        scale: float,
+        factor: int,
+        skip: int,
+        states: int,
+        /,
+    ) -> None: ...
+
+class RecurrentEngine:
+    def __init__(self, engine: ExpertEngine, /) -> None: ...
+
 class Program:
     """Tensors are addresses; the caller of `add_*` keeps the tensors, matrices and layers alive."""
 
@@ -202,6 +238,35 @@ class Program:
         dense: DenseEngine,
         attention: AttentionEngine,
         experts: RoutedExperts,
+        recurrent: RecurrentEngine,
+        /,
+    ) -> None: ...
+    def add_convolution(
+        self,
+        layer: ShortConvolution,
+        num_tokens: int,
+        slots: int,
+        positions: int,
+        is_bf16: bool,
+        input: int,
+        token_stride: int,
+        out: int,
+        /,
+    ) -> None: ...
+    def add_recurrence(
+        self,
+        layer: Recurrence,
+        num_tokens: int,
+        slots: int,
+        positions: int,
+        is_bf16: bool,
+        query: tuple[int, int, int],
+        key: tuple[int, int, int],
+        value: tuple[int, int, int],
+        decay: int,
+        rate_is_bf16: bool,
+        rate: int,
+        out: int,
         /,
     ) -> None: ...
     def add_norm(

@@ -52,9 +52,16 @@ class CpuThreads:
         """Computes a layer's experts from the router's choice."""
         return _native.RoutedExperts(self.engine)
 
+    @cached_property
+    def recurrent(self) -> _native.RecurrentEngine:
+        """Advances the states of convolutions and linear attention."""
+        return _native.RecurrentEngine(self.engine)
+
     def program(self) -> _native.Program:
         """Return an empty program: operations that are one call on these threads."""
-        return _native.Program(self.engine, self.dense, self.attention, self.experts)
+        return _native.Program(
+            self.engine, self.dense, self.attention, self.experts, self.recurrent
+        )
 
 
 @dataclass(frozen=True, slots=True)

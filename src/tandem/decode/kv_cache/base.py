@@ -5,17 +5,25 @@ what a model does to them in between (expanding a latent, say) is done once per 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+)
 
+from tandem.decode.states import StateHandle
+from tandem.hf.compat import is_empty_cache_layer
 from tandem.hf.steps import SEQUENCES
 from tandem.kernels.attention import AttentionForm
+from tandem.kernels.recurrent import LayerState
 
 
 class NotByRowsError(Exception):
@@ -35,6 +43,8 @@ class RowCache(ABC):
         """Layers that are expected: their memory is asked for together."""
         self.num_sliding_layers = 0
         """How many of them see a window alone."""
+        self.states_asked_for: StateHandle | None = None
+        """The states of the layer that the model asked for last."""
         self._awaited: int | None = None
 
     @abstractmethod
@@ -45,6 +55,15 @@ class RowCache(ABC):
 
         All are (heads, n_tokens, dim) in the order of the step; returns (n_tokens, heads, dim).
         """
+
+    def advance(
+        self, handle: StateHandle, kind: str, new: Callable[[int], LayerState], *inputs: Tensor
+    ) -> Tensor:
+        """Go on from a layer's states by the step's tokens; return what comes out, by token.
+
+        `new` makes the layer's states of a kind, for so many rows. Raises `NotByRowsError` where none are kept.
+        """
+        raise NotByRowsError("the model keeps states beside keys and values")
 
     def expect(self, layer: int) -> None:
         """Note that a layer has new keys and values: its attention comes next."""
@@ -121,22 +140,53 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
 
-def transformers_cache(model: Any, cache: RowCache) -> DynamicCache:
-    """Return the cache object for a forward; raises `NotByRowsError` where layers keep states.
+class _StateLayer(LinearAttentionLayer):  # type: ignore[misc]
+    """The same for a layer with states: what it gives out are handles of ours."""
 
-    Layers of linear attention, of compressed or indexed caches and the like need their own kind.
+    def __init__(self, cache: RowCache, layer: int, number_of_states: int) -> None:
+        super().__init__(number_of_states)
+        self._cache = cache
+        self._handles = [StateHandle(cache, layer, i) for i in range(number_of_states)]
+        self.conv_states = dict(enumerate(self._handles))
+        self.recurrent_states = dict(enumerate(self._handles))
+        self.has_previous_state = dict.fromkeys(range(number_of_states), True)
+
+    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Return what is new alone; the convolution knows the rest."""
+        self._cache.states_asked_for = self._handles[state_idx]
+        return conv_states
+
+    def update_recurrent_state(
+        self, recurrent_states: Any, state_idx: int = 0, **kwargs: Any
+    ) -> Any:
+        """No-op: the operation has written its state."""
+        return recurrent_states
+
+
+def transformers_cache(model: Any, cache: RowCache) -> DynamicCache:
+    """Return the cache object for a forward; raises `NotByRowsError` for layers of other kinds.
+
+    Compressed or indexed caches and the like need their own kind.
     """
     shell = DynamicCache(config=model.config.get_text_config(decoder=True))
-    if not shell.layers or any(
-        type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in shell.layers
-    ):
-        raise NotByRowsError("the model keeps states beside keys and values")
-    cache.num_sliding_layers = sum(
-        type(layer) is DynamicSlidingWindowLayer for layer in shell.layers
-    )
-    shell.layers = [_Layer(cache, number) for number in range(len(shell.layers))]
-    cache.num_layers = len(shell.layers)
+    kinds = [type(layer) for layer in shell.layers]
+    cache.num_sliding_layers = kinds.count(DynamicSlidingWindowLayer)
+    cache.num_layers = max(1, kinds.count(DynamicLayer) + cache.num_sliding_layers)
+    if not kinds:
+        raise NotByRowsError("the model keeps no keys and values")
+    shell.layers = [_stand_in(cache, number, layer) for number, layer in enumerate(shell.layers)]
     return shell
+
+
+def _stand_in(cache: RowCache, number: int, layer: Any) -> Any:
+    kind = type(layer)
+    if kind in (DynamicLayer, DynamicSlidingWindowLayer):
+        return _Layer(cache, number)
+    if kind is LinearAttentionLayer:
+        return _StateLayer(cache, number, layer.number_of_states)
+    if is_empty_cache_layer(layer):
+        return layer
+    raise NotByRowsError(f"a layer's cache is a {kind.__name__}")
 
 
 # Attention functions are registered by name and called by the model's code with the module alone:

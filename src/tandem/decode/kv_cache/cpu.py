@@ -5,7 +5,7 @@ batch needs no padding, and rows may be at any position. Layers with a sliding w
 than it can reach ([windows](windows.py)).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,8 +14,9 @@ from tandem.core.errors import CapacityError
 from tandem.core.units import format_bytes
 from tandem.decode.kv_cache.base import NotByRowsError, RowCache
 from tandem.decode.kv_cache.windows import KeptWindow
+from tandem.decode.states import StateHandle, StateKey, StateStore
 from tandem.experts.store import host_memory
-from tandem.hf.opaque_calls import ATTENTION, opaque
+from tandem.hf.opaque_calls import ATTENTION, STATES, opaque
 from tandem.kernels.attention import (
     AttentionForm,
     CachedAttention,
@@ -23,6 +24,7 @@ from tandem.kernels.attention import (
     require_kv_dtype,
 )
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
+from tandem.kernels.recurrent import LayerState, StateTokens
 
 # Capacity grows in steps, so that it is copied rarely and never much too large.
 _GRANULE_TOKENS = 256
@@ -46,6 +48,8 @@ class KvCache(RowCache):
         self._capacity = _rounded(capacity)
         self._layers: dict[int, CachedAttention] = {}
         self._windows: dict[int, KeptWindow] = {}
+        self.states = StateStore(num_rows)
+        """What layers keep beside keys and values."""
         self._expected_bytes = 0
         self._segments: list[Segment] = []
         self.rows = self.positions = torch.zeros(0, dtype=torch.int64, device="cpu")
@@ -53,7 +57,7 @@ class KvCache(RowCache):
     @property
     def num_bytes(self) -> int:
         """Bytes that the cache takes now."""
-        return sum(layer.num_bytes for layer in self._layers.values())
+        return sum(layer.num_bytes for layer in self._layers.values()) + self.states.num_bytes
 
     @property
     def filled_bytes(self) -> int:
@@ -76,9 +80,10 @@ class KvCache(RowCache):
                 for s in segments
             ]
         )
-        self._awaited = None
+        self._awaited = self.states_asked_for = None
         self.reserve(max(s.first_position + s.num_tokens for s in segments))
         self._place(is_kept=False)
+        self.states.begin(segments)
 
     def begin_decode(self, numbers: Sequence[int], rows: Tensor, positions: Tensor) -> None:
         """Announce one token for some rows; their tensors (n,) int64 are filled here.
@@ -94,13 +99,15 @@ class KvCache(RowCache):
         positions.copy_(torch.tensor(lengths, device="cpu"))
         self.rows, self.positions = rows, positions
         self._place(is_kept=True)
-        self._awaited = None
+        self._awaited = self.states_asked_for = None
+        self.states.begin([])
 
     def commit(self) -> None:
         """Count the announced tokens as held: the forward is through."""
         self._require_through()
         for segment in self._segments:
             self.lengths[segment.row] = segment.first_position + segment.num_tokens
+        self.states.commit()
 
     @torch.inference_mode()
     def copy_prefix(self, source: int, target: int, length: int) -> None:
@@ -112,20 +119,29 @@ class KvCache(RowCache):
             layer.copy_prefix(source, target, kept)
         for window in self._windows.values():
             window.follow(source, target)
+        if length == self.lengths[source]:
+            self.states.copy(source, target)
+        else:
+            self.states.restore(source, target, length)
         self.lengths[target] = length
 
     def usable(self, row: int, length: int) -> int:
-        """Return with how many of its first `length` tokens a row can go on: all of them, or none.
+        """Return with how many of its first `length` tokens a row can go on.
 
-        None where layers with a window no longer have what the next token sees.
+        None where layers with a window no longer have what the next token sees; where layers keep
+        states, as many as the longest checkpoint has.
         """
         assert length <= self.lengths[row]
+        if self.states and length < self.lengths[row]:
+            length = self.states.best_length(row, length)
         is_there = all(window.reaches(row, length) for window in self._windows.values())
         return length if is_there else 0
 
     def truncate(self, row: int, length: int) -> None:
         """Forget a row's tokens from `length` on, which is `usable`."""
         assert length == self.usable(row, length)
+        if length < self.lengths[row]:
+            self.states.restore(row, row, length)
         super().truncate(row, length)
         if length == 0:
             for window in self._windows.values():
@@ -150,6 +166,18 @@ class KvCache(RowCache):
                 first = 0 if kept is None else kept.first(row)
                 _pretend(layer, self.threads, row, length - first)
         self.lengths[:] = [length] * len(self.lengths)
+
+    def advance(
+        self, handle: StateHandle, kind: str, new: Callable[[int], LayerState], *inputs: Tensor
+    ) -> Tensor:
+        """Go on from a layer's states by the step's tokens; return what comes out, by token.
+
+        `new` makes the layer's states of a kind, for so many rows.
+        """
+        key = StateKey(handle.layer, kind, handle.number)
+        state = self.states.layer(key, new)
+        result: Tensor = opaque(STATES, _advance, self, state, *inputs)
+        return result
 
     def attend(
         self, form: AttentionForm, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
@@ -264,6 +292,11 @@ def _attend_layer(
     cache: KvCache, attention: CachedAttention, query: Tensor, key: Tensor, value: Tensor
 ) -> Tensor:
     return cache.attend_layer(attention, query, key, value)
+
+
+def _advance(cache: KvCache, state: LayerState, *inputs: Tensor) -> Tensor:
+    tokens = StateTokens(cache.rows, cache.positions)
+    return cache.states.advance(cache.threads, state, tokens, inputs)
 
 
 def _rounded(tokens: int) -> int:

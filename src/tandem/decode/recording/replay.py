@@ -54,6 +54,7 @@ class ReplayedStep:
         tolerance: float | None,
         *,
         executor: Any = None,
+        save: Callable[[], Callable[[], None]] = lambda: lambda: None,
         make_room: Callable[[], bool] = lambda: False,
         warns: bool = False,
         why_not: str | None = None,
@@ -61,13 +62,15 @@ class ReplayedStep:
         """Take the model's own `step`, and `record`, which does it and returns its recording too.
 
         A step may be done twice: what it writes to a KV cache is the same both times, and the
-        listeners of `executor` hear of it once. Recorded results may be `tolerance` away, relative
-        to their norm. `make_room` frees memory if it can, for a recording that had too little. With
-        `warns` a recording that fails is a `TandemWarning`; with `why_not` there is none.
+        listeners of `executor` hear of it once; `save` notes what else it changes and returns what
+        puts that back. Recorded results may be `tolerance` away, relative to their norm.
+        `make_room` frees memory if it can, for a recording that had too little. With `warns` a
+        recording that fails is a `TandemWarning`; with `why_not` there is none.
         """
         assert tolerance is not None or why_not is not None
         self._step, self._record, self._tolerance = step, record, tolerance
-        self._executor, self._make_room, self._warns = executor, make_room, warns
+        self._executor, self._save = executor, save
+        self._make_room, self._warns = make_room, warns
         self._recording: StepRecording | None = None
         self._num_equal = 0
         self.why_not = why_not
@@ -90,30 +93,38 @@ class ReplayedStep:
             return self._recording.run()
         if self.why_not is not None:
             return self._step()
+        go_back = self._save()
         if self._recording is not None:
-            return self._compared(self._step(), self._recording)
+            return self._compared(self._step(), self._recording, go_back)
         try:
             expected, recording = self._record()
         except _FAILURES as error:
             self._give_up(error)
+            go_back()
             return self._step()
         self._recording = recording
-        return self._compared(expected, recording)
+        return self._compared(expected, recording, go_back)
 
-    def _compared(self, expected: Tensor, recording: StepRecording) -> Tensor:
+    def _compared(
+        self, expected: Tensor, recording: StepRecording, go_back: Callable[[], None]
+    ) -> Tensor:
         """Return what the recording gives for a step that the model has done, if that is equal."""
         assert self._tolerance is not None
+        go_on = self._save()
+        go_back()
         try:
             with unheard(self._executor):
                 result = recording.run()
             difference = (result.float() - expected.float()).norm()
         except _FAILURES as error:
             self._give_up(error)
+            go_on()
             return expected
         if bool(difference <= self._tolerance * expected.float().norm()):
             self._num_equal += 1
             return result
         self._give_up(ValueError("its recording gives other logits"))
+        go_on()
         return expected
 
     def _give_up(self, error: Exception) -> None:

@@ -9,7 +9,12 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
-from tandem.decode.recording.fusion.calls import find_attentions, find_dense_groups, find_experts
+from tandem.decode.recording.fusion.calls import (
+    find_attentions,
+    find_dense_groups,
+    find_experts,
+    find_states,
+)
 from tandem.decode.recording.fusion.copies import find_joins
 from tandem.decode.recording.fusion.elementwise import find_elementwise
 from tandem.decode.recording.fusion.graph import Found, Graph
@@ -32,6 +37,7 @@ _FINDERS: tuple[Callable[[Graph, CpuThreads], Iterator[Found]], ...] = (
     find_choices_first,
     find_ranked_choices,
     find_attentions,
+    find_states,
     find_experts,
     find_small_linears,
     find_dense_groups,

@@ -11,10 +11,11 @@ from tandem.decode.recording.fusion.graph import Found, Graph
 from tandem.decode.recording.program import NativeCall, require_contiguous
 from tandem.decode.recording.recorder import Operation
 from tandem.decode.routed import routed_call
-from tandem.hf.opaque_calls import ATTENTION, DENSE, EXPERTS
+from tandem.hf.opaque_calls import ATTENTION, DENSE, EXPERTS, STATES
 from tandem.kernels import _native
 from tandem.kernels.attention import CachedAttention
 from tandem.kernels.dense import CpuThreads, DenseWeight
+from tandem.kernels.recurrent import LayerState, StateTokens
 
 _MAX_MATRICES = 8  # of one call
 
@@ -84,6 +85,26 @@ def _attention_call(cache: KvCache, attention: CachedAttention) -> NativeCall:
             positions.data_ptr(), q.data_ptr(), q.stride(1), q.stride(0), k.data_ptr(),
             k.stride(1), k.stride(0), v.data_ptr(), v.stride(1), v.stride(0), out.data_ptr(),
         )  # fmt: skip
+
+    return NativeCall(add, cache.threads)
+
+
+def find_states(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
+    """Find the steps of convolutions and of linear attention."""
+    for operation in graph.operations:
+        if operation.name == STATES:
+            cache, layer, *refs = operation.args
+            outputs = operation.outputs
+            call = _state_call(cache, layer)
+            fused = Operation(call, tuple(refs), {}, outputs, STATES, refs, has_effects=True)
+            yield Found([operation], fused)
+
+
+def _state_call(cache: KvCache, layer: LayerState) -> NativeCall:
+    tokens = StateTokens(cache.rows, cache.positions)
+
+    def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        layer.add(program, tokens, inputs, outputs[0])
 
     return NativeCall(add, cache.threads)
 

@@ -1,0 +1,92 @@
+#include "recurrent.hpp"
+
+#include <algorithm>
+
+namespace tandem {
+namespace {
+
+// Tokens that are prepared together: their queries and keys stay in a core's cache.
+constexpr std::int64_t kPreparedTokens = 128;
+constexpr std::int64_t kTaskChannels = 512;
+// A step's few tokens are not worth other threads.
+constexpr std::int64_t kManyValues = 1 << 16;
+
+const RecurrentKernels& recurrent_kernels([[maybe_unused]] const std::string& isa) {
+#if defined(__x86_64__)
+  if (isa == "avx512") return avx512_recurrent();
+  if (isa == "avx2" || isa == "avxvnni") return avx2_recurrent();
+#endif
+  return portable_recurrent();
+}
+
+float* room(std::vector<float>& values, std::int64_t size) {
+  if (static_cast<std::int64_t>(values.size()) < size) values.resize(size);
+  return values.data();
+}
+
+}  // namespace
+
+RecurrentEngine::RecurrentEngine(ThreadPool& pool, const std::string& isa)
+    : kernels_(recurrent_kernels(isa)), pool_(pool) {}
+
+void RecurrentEngine::cut_into_segments(const StateTokens& tokens, std::int64_t first,
+                                        std::int64_t count) {
+  segments_.clear();
+  for (std::int64_t t = first; t < first + count; ++t) {
+    if (t > first && tokens.slots[t] == tokens.slots[t - 1])
+      ++segments_.back().count;
+    else
+      segments_.push_back({t, 1, tokens.slots[t], tokens.positions[t] == 0});
+  }
+}
+
+void RecurrentEngine::run(const ShortConvolution& call) {
+  cut_into_segments(call.tokens, 0, call.tokens.count);
+  const std::int64_t parts = (call.channels + kTaskChannels - 1) / kTaskChannels;
+  const auto count = static_cast<std::int64_t>(segments_.size()) * parts;
+  const auto task = [&](std::int64_t i) {
+    const std::int64_t first = i % parts * kTaskChannels;
+    kernels_.convolve(call, segments_[i / parts], first,
+                      std::min(kTaskChannels, call.channels - first));
+  };
+  if (call.tokens.count * call.channels >= kManyValues) return pool_.run(count, task);
+  for (std::int64_t i = 0; i < count; ++i) task(i);
+}
+
+PreparedTokens RecurrentEngine::prepare(const Recurrence& call, std::int64_t first,
+                                        std::int64_t count) {
+  const std::int64_t keys = count * call.num_key_heads * call.key_dim;
+  const std::int64_t heads = count * call.num_heads;
+  const bool is_by_key = call.decay_kind == DecayKind::kByKey;
+  const PreparedTokens to{first, room(query_, keys), room(key_, keys),
+                          room(kept_, is_by_key ? heads * call.key_dim : heads),
+                          room(kept_key_, is_by_key ? heads * call.key_dim : 0)};
+  const auto task = [&](std::int64_t t) { kernels_.prepare(call, to, t); };
+  if (keys >= kManyValues) {
+    pool_.run(count, task);
+  } else {
+    for (std::int64_t t = 0; t < count; ++t) task(t);
+  }
+  return to;
+}
+
+void RecurrentEngine::run(const Recurrence& call) {
+  for (std::int64_t first = 0; first < call.tokens.count; first += kPreparedTokens) {
+    const std::int64_t count = std::min(kPreparedTokens, call.tokens.count - first);
+    cut_into_segments(call.tokens, first, count);
+    const PreparedTokens prepared = prepare(call, first, count);
+    const std::int64_t blocks = call.blocks();
+    const auto heads = static_cast<std::int64_t>(segments_.size()) * call.num_heads;
+    // A head is a task, or each of its blocks where there are few heads.
+    const std::int64_t together = heads >= 4 * pool_.num_threads() ? blocks : 1;
+    const std::int64_t parts = (blocks + together - 1) / together;
+    pool_.run(heads * parts, [&](std::int64_t i) {
+      const std::int64_t head = i / parts % call.num_heads, begin = i % parts * together;
+      const StateSegment& segment = segments_[i / parts / call.num_heads];
+      for (std::int64_t b = begin; b < std::min(begin + together, blocks); ++b)
+        kernels_.recur(call, prepared, segment, head, b);
+    });
+  }
+}
+
+}  // namespace tandem

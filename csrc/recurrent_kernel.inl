@@ -1,0 +1,250 @@
+// Convolutions and recurrences for one width of registers; each instruction set's file includes it
+// with TANDEM_LANES set, inside a namespace of its own, after vectors.inl.
+
+constexpr int kBlockVectors = kStateBlock / TANDEM_LANES;
+constexpr std::int64_t kMostWidth = 16;  // of a convolution; checked where layers are made
+
+// What a value becomes when it is kept in a tensor of this type.
+inline float rounded(float value, ValueType type) {
+  return type == ValueType::kBf16 ? bf16_to_float(float_to_bf16(value)) : value;
+}
+
+inline Vector silu(Vector x) {
+  const Vector e = exponential(x < 0 ? x : -x);
+  return x * ((x < 0 ? e : broadcast(1)) / (1.0f + e));
+}
+
+// ---- short convolutions ----
+
+// The last inputs of some channels, the oldest first: a ring of rows.
+class LastInputs {
+ public:
+  explicit LastInputs(std::int64_t width) : width_(width) {}
+
+  float* row(std::int64_t age) { return rows_[(next_ + age) % width_]; }
+  float* newest() { return row(width_ - 1); }
+  void move_on() { next_ = (next_ + 1) % width_; }
+
+ private:
+  std::int64_t width_, next_ = 0;
+  float rows_[kMostWidth][TANDEM_LANES * 8];
+};
+constexpr std::int64_t kRingChannels = TANDEM_LANES * 8;
+
+void convolve_ring(const ShortConvolution& call, const StateSegment& segment, std::int64_t first,
+                   std::int64_t count) {
+  LastInputs inputs(call.width);
+  const std::int64_t kept = call.width - 1;
+  float* state = call.states + segment.slot * kept * call.channels + first;
+  float weight[kMostWidth][kRingChannels] = {}, bias[kRingChannels] = {}, out[kRingChannels];
+  for (std::int64_t j = 0; j < call.width; ++j) {
+    std::memcpy(weight[j], call.weight + j * call.channels + first, count * sizeof(float));
+    std::fill_n(inputs.row(j), kRingChannels, 0.0f);
+    if (j < kept && !segment.is_beginning)
+      std::memcpy(inputs.row(j), state + j * call.channels, count * sizeof(float));
+  }
+  if (call.bias) std::memcpy(bias, call.bias + first, count * sizeof(float));
+  for (std::int64_t t = segment.first; t < segment.first + segment.count; ++t) {
+    load_values(value_at(call.input, call.type, t * call.token_stride + first), call.type, count,
+                inputs.newest());
+    for (std::int64_t c = 0; c < kRingChannels; c += TANDEM_LANES) {
+      Vector sum = load(bias + c);
+      for (std::int64_t j = 0; j < call.width; ++j)
+        sum += load(weight[j] + c) * load(inputs.row(j) + c);
+      store(out + c, sum);
+    }
+    if (call.has_silu) {
+      for (float& value : out) value = rounded(value, call.type);
+      for (std::int64_t c = 0; c < kRingChannels; c += TANDEM_LANES)
+        store(out + c, silu(load(out + c)));
+    }
+    store_values(out, count, call.type, value_at(call.out, call.type, t * call.channels + first));
+    inputs.move_on();
+  }
+  for (std::int64_t j = 0; j < kept; ++j)
+    std::memcpy(state + j * call.channels, inputs.row(j), count * sizeof(float));
+}
+
+void convolve(const ShortConvolution& call, const StateSegment& segment,
+              std::int64_t first_channel, std::int64_t num_channels) {
+  const std::int64_t end = first_channel + num_channels;
+  for (std::int64_t c = first_channel; c < end; c += kRingChannels)
+    convolve_ring(call, segment, c, std::min(kRingChannels, end - c));
+}
+
+// ---- recurrences ----
+
+// Divides a row by its length, as the reference does it, and multiplies it.
+inline void normalise(float* row, std::int64_t size, float scale) {
+  float total = 0;
+  for (std::int64_t i = 0; i < size; ++i) total += row[i] * row[i];
+  const float factor = scale / std::sqrt(total + 1e-6f);
+  for (std::int64_t i = 0; i < size; ++i) row[i] *= factor;
+}
+
+void prepare(const Recurrence& call, const PreparedTokens& to, std::int64_t t) {
+  const std::int64_t token = to.first + t, dim = call.key_dim;
+  for (std::int64_t h = 0; h < call.num_key_heads; ++h) {
+    float* query = to.query + (t * call.num_key_heads + h) * dim;
+    float* key = to.key + (t * call.num_key_heads + h) * dim;
+    const auto at = [&](const HeadView& view) {
+      return value_at(view.data, call.type, token * view.token_stride + h * view.head_stride);
+    };
+    load_values(at(call.query), call.type, dim, query);
+    load_values(at(call.key), call.type, dim, key);
+    if (call.is_normalised) {
+      normalise(query, dim, call.scale);
+      normalise(key, dim, 1);
+    } else if (call.scale != 1) {
+      for (std::int64_t i = 0; i < dim; ++i) query[i] *= call.scale;
+    }
+  }
+  if (call.decay_kind == DecayKind::kByPair) return;
+  if (call.decay_kind == DecayKind::kByHead) {
+    for (std::int64_t h = 0; h < call.num_heads; ++h)
+      to.kept[t * call.num_heads + h] = std::exp(call.decay[token * call.num_heads + h]);
+    return;
+  }
+  for (std::int64_t h = 0; h < call.num_heads; ++h) {
+    const std::int64_t from = (token * call.num_heads + h) * dim;
+    const std::int64_t row = (t * call.num_heads + h) * dim;
+    const std::int64_t key_head = h / (call.num_heads / call.num_key_heads);
+    const float* key = to.key + (t * call.num_key_heads + key_head) * dim;
+    for (std::int64_t i = 0; i < dim; ++i) {
+      to.kept[row + i] = std::exp(call.decay[from + i]);
+      to.kept_key[row + i] = to.kept[row + i] * key[i];
+    }
+  }
+}
+
+// Registers for a block's values, twice, so that additions do not wait for each other.
+struct BlockSums {
+  Vector even[kBlockVectors] = {}, odd[kBlockVectors] = {};
+
+  Vector total(int v) const { return even[v] + odd[v]; }
+};
+
+// What a token is to a block.
+struct BlockToken {
+  const float* query;
+  const float* key;
+  const float* next_key;    // times what is kept then, if that is by key
+  const float* kept;        // one, or one by key; or by value, to be multiplied by a factor
+  const float* factor;      // (key_dim, 16)
+  Vector change[kBlockVectors];  // rate * (value - what the state says of it)
+};
+
+// One row of a state: fades, learns, and is read for this token and for the next one's delta rule.
+template <DecayKind Kind, bool IsDelta>
+inline void step_row(float* state, std::int64_t i, const BlockToken& token,
+                     Vector (&result)[kBlockVectors], Vector (&said)[kBlockVectors]) {
+  for (int v = 0; v < kBlockVectors; ++v) {
+    const std::int64_t at = i * kStateBlock + v * TANDEM_LANES;
+    Vector kept;
+    if constexpr (Kind == DecayKind::kByHead) kept = broadcast(token.kept[0]);
+    if constexpr (Kind == DecayKind::kByKey) kept = broadcast(token.kept[i]);
+    if constexpr (Kind == DecayKind::kByPair)
+      kept = exponential(load(token.kept + v * TANDEM_LANES) * load(token.factor + at));
+    const Vector s = load(state + at) * kept + token.change[v] * token.key[i];
+    store(state + at, s);
+    result[v] += s * token.query[i];
+    if constexpr (IsDelta) said[v] += s * token.next_key[i];
+  }
+}
+
+template <DecayKind Kind, bool IsDelta>
+void step(float* state, std::int64_t rows, const BlockToken& token, BlockSums& result,
+          BlockSums& said) {
+  std::int64_t i = 0;
+  for (; i + 2 <= rows; i += 2) {
+    step_row<Kind, IsDelta>(state, i, token, result.even, said.even);
+    step_row<Kind, IsDelta>(state, i + 1, token, result.odd, said.odd);
+  }
+  if (i < rows) step_row<Kind, IsDelta>(state, i, token, result.even, said.even);
+}
+
+// What a state says of a key, in the order in which `step` adds it up.
+inline void ask(const float* state, std::int64_t rows, const float* key, BlockSums& said) {
+  for (std::int64_t i = 0; i < rows; ++i) {
+    Vector(&sums)[kBlockVectors] = i % 2 == 0 ? said.even : said.odd;
+    for (int v = 0; v < kBlockVectors; ++v)
+      sums[v] += load(state + i * kStateBlock + v * TANDEM_LANES) * key[i];
+  }
+}
+
+template <DecayKind Kind, bool IsDelta>
+void recur_as(const Recurrence& call, const PreparedTokens& prepared, const StateSegment& segment,
+              std::int64_t head, std::int64_t block) {
+  const std::int64_t dim = call.key_dim, first_value = block * kStateBlock;
+  const std::int64_t width = std::min(kStateBlock, call.value_dim - first_value);
+  const std::int64_t key_head = head / (call.num_heads / call.num_key_heads);
+  float* state = call.states + ((segment.slot * call.num_heads + head) * call.blocks() + block) *
+                                   dim * kStateBlock;
+  if (segment.is_beginning) std::fill_n(state, dim * kStateBlock, 0.0f);
+  const auto key_row = [&](std::int64_t t) {
+    return (t - prepared.first) * call.num_key_heads + key_head;
+  };
+  const auto head_row = [&](std::int64_t t) {
+    return (t - prepared.first) * call.num_heads + head;
+  };
+  const auto asked = [&](std::int64_t t) {  // the key that a token asks the state before it with
+    return Kind == DecayKind::kByKey ? prepared.kept_key + head_row(t) * dim
+                                     : prepared.key + key_row(t) * dim;
+  };
+  float value[kStateBlock] = {}, out[kStateBlock], fading[kStateBlock] = {};
+  BlockSums said;
+  if constexpr (IsDelta) ask(state, dim, asked(segment.first), said);
+  const std::int64_t last = segment.first + segment.count - 1;
+  for (std::int64_t t = segment.first; t <= last; ++t) {
+    BlockToken token{prepared.query + key_row(t) * dim, prepared.key + key_row(t) * dim,
+                     asked(std::min(t + 1, last)), nullptr, nullptr, {}};
+    if constexpr (Kind == DecayKind::kByHead) token.kept = prepared.kept + head_row(t);
+    if constexpr (Kind == DecayKind::kByKey) token.kept = prepared.kept + head_row(t) * dim;
+    if constexpr (Kind == DecayKind::kByPair) {
+      std::memcpy(fading, call.decay + t * call.value_dim + first_value, width * sizeof(float));
+      token.kept = fading;
+      token.factor = call.factor + block * dim * kStateBlock;
+    }
+    load_values(value_at(call.value.data, call.type,
+                         t * call.value.token_stride + head * call.value.head_stride + first_value),
+                call.type, width, value);
+    float rate = 1;
+    if (call.rate)
+      load_values(value_at(call.rate, call.rate_type, t * call.num_heads + head), call.rate_type,
+                  1, &rate);
+    for (int v = 0; v < kBlockVectors; ++v) {
+      Vector now = load(value + v * TANDEM_LANES);
+      if constexpr (IsDelta)
+        now -= Kind == DecayKind::kByHead ? said.total(v) * token.kept[0] : said.total(v);
+      token.change[v] = now * rate;
+    }
+    BlockSums result;
+    said = {};
+    step<Kind, IsDelta>(state, dim, token, result, said);
+    for (int v = 0; v < kBlockVectors; ++v) store(out + v * TANDEM_LANES, result.total(v));
+    if (call.skip)
+      for (std::int64_t j = 0; j < width; ++j)
+        out[j] += call.skip[head * call.value_dim + first_value + j] * value[j];
+    store_values(out, width, call.type,
+                 value_at(call.out, call.type,
+                          (t * call.num_heads + head) * call.value_dim + first_value));
+  }
+}
+
+void recur(const Recurrence& call, const PreparedTokens& prepared, const StateSegment& segment,
+           std::int64_t head, std::int64_t block) {
+  switch (call.decay_kind) {
+    case DecayKind::kByHead:
+      return call.is_delta
+                 ? recur_as<DecayKind::kByHead, true>(call, prepared, segment, head, block)
+                 : recur_as<DecayKind::kByHead, false>(call, prepared, segment, head, block);
+    case DecayKind::kByKey:
+      return call.is_delta
+                 ? recur_as<DecayKind::kByKey, true>(call, prepared, segment, head, block)
+                 : recur_as<DecayKind::kByKey, false>(call, prepared, segment, head, block);
+    case DecayKind::kByPair:
+      return recur_as<DecayKind::kByPair, false>(call, prepared, segment, head, block);
+  }
+}
+
+constexpr RecurrentKernels kRecurrentKernels{convolve, prepare, recur};

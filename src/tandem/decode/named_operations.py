@@ -1,0 +1,331 @@
+"""Native operations in place of functions that modelling files call by the same names.
+
+Transformers' models of linear attention and state spaces share a few functions: their names, their
+arguments, their meaning. In a shallow copy of a model a forward sees ours in their place
+(docs/decisions/0010-named-operations.md). Without a state of ours they are the model's own.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from types import CellType, FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tandem.decode.kv_cache.base import NotByRowsError, current_cache
+from tandem.decode.states import StateHandle
+from tandem.kernels.recurrent import ConvolutionState, RecurrenceForm, RecurrenceState
+
+Operation = Callable[..., Any]
+
+
+def forward_with_operations(kind: type) -> Operation | None:
+    """Return a class's forward with the operations here; None if it calls none of them."""
+    return _with_operations(kind.forward)  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _with_operations(function: FunctionType) -> FunctionType | None:
+    """Copy a function so that it sees the operations here; None if it calls none of them."""
+    inner = getattr(function, "__wrapped__", None)
+    if inner is not None:
+        changed = _with_operations(inner)
+        cells = function.__closure__ or ()
+        if changed is None or all(cell.cell_contents is not inner for cell in cells):
+            return None
+        new = tuple(CellType(changed) if c.cell_contents is inner else c for c in cells)
+        return _copy_function(function, {}, new)
+    names = OPERATIONS.keys() & set(function.__code__.co_names) & function.__globals__.keys()
+    own = {n: functools.partial(OPERATIONS[n], function.__globals__[n]) for n in names}
+    return _copy_function(function, own, function.__closure__) if own else None
+
+
+def _copy_function(
+    function: FunctionType, names: Mapping[str, Operation], closure: tuple[Any, ...] | None
+) -> FunctionType:
+    scope = {**function.__globals__, **names} if names else function.__globals__
+    copy = FunctionType(
+        function.__code__, scope, function.__name__, function.__defaults__, closure
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+# ---- what the names mean; the first argument is the model's own function ----
+
+
+def _convolve_prompt(
+    original: Operation,
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    cache = current_cache()
+    handle = None if cache is None else cache.states_asked_for
+    if handle is None:
+        result: Tensor = original(hidden_states, weight, bias, activation=activation, **kwargs)
+        return result
+    return _convolve(handle, hidden_states, weight, bias, activation)
+
+
+def _convolve_token(
+    original: Operation,
+    hidden_states: Tensor,
+    conv_state: Any,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    if not isinstance(conv_state, StateHandle):
+        result: Tensor = original(hidden_states, conv_state, weight, bias, activation)
+        return result
+    conv_state.cache.states_asked_for = conv_state
+    return _convolve(conv_state, hidden_states, weight, bias, activation)
+
+
+def _convolve(
+    handle: StateHandle, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
+) -> Tensor:
+    """Convolve (b, channels, n_tokens), keeping its shape."""
+    if activation not in (None, "silu", "swish"):
+        raise NotByRowsError(f"a short convolution with the activation {activation}")
+    batch, channels, num_tokens = x.shape
+    result = handle.cache.advance(
+        handle,
+        "convolution",
+        lambda slots: ConvolutionState(slots, weight, bias, has_silu=activation is not None),
+        x.transpose(1, 2).reshape(batch * num_tokens, channels),
+    )
+    return result.view(batch, num_tokens, channels).transpose(1, 2)
+
+
+def _delta_rule(
+    original: Operation,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    initial_state: Any = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, Any]:
+    """The gated delta rule; decays `g` are by head, or by key as in Kimi's delta attention."""
+    if not isinstance(initial_state, StateHandle) or kwargs.get("cu_seqlens") is not None:
+        kwargs |= {"initial_state": initial_state, "g": g, "beta": beta}
+        result: tuple[Tensor, Any] = original(
+            query, key, value, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **kwargs
+        )
+        return result
+    form = RecurrenceForm(
+        num_heads=value.shape[2],
+        num_key_heads=key.shape[2],
+        key_dim=key.shape[3],
+        value_dim=value.shape[3],
+        decay="head" if g.dim() == 3 else "key",
+        is_delta=True,
+        is_normalised=use_qk_l2norm_in_kernel,
+        scale=key.shape[3] ** -0.5,
+    )
+    out = initial_state.cache.advance(
+        initial_state,
+        "recurrence",
+        lambda slots: RecurrenceState(slots, form),
+        *(x.flatten(0, 1) for x in (value, query, key)),
+        g.float().flatten(0, 1).contiguous(),
+        beta.flatten(0, 1).contiguous(),
+    )
+    return out.view(value.shape), initial_state
+
+
+def _scan_prompt(
+    original: Operation,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    *,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Any = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    **kwargs: Any,
+) -> Any:
+    """Mamba-2 over (b, n_tokens, heads, head_dim)."""
+    if not isinstance(initial_states, StateHandle) or kwargs.get("z") is not None:
+        return original(
+            hidden_states, dt, A, B, C, chunk_size, D=D, dt_bias=dt_bias, dt_limit=dt_limit,
+            initial_states=initial_states, dt_softplus=dt_softplus, **kwargs,
+        )  # fmt: skip
+    rate = _time_steps(dt, dt_bias, has_softplus=dt_softplus, limit=dt_limit)
+    out = _scan(initial_states, *(x.flatten(0, 1) for x in (hidden_states, rate, B, C)), A, D)
+    return out.view(hidden_states.shape), initial_states
+
+
+def _scan_token(
+    original: Operation,
+    state: Any,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    z: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """Mamba-2 over one token, (b, heads, head_dim): what is by head comes spread over its values."""
+    if not isinstance(state, StateHandle) or z is not None:
+        result: Tensor = original(
+            state, hidden_states, dt, A, B, C, D=D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus,
+            **kwargs,
+        )  # fmt: skip
+        return result
+    bias = None if dt_bias is None else dt_bias[:, 0]
+    rate = _time_steps(dt[..., 0], bias, has_softplus=dt_softplus)
+    return _scan(state, hidden_states, rate, B, C, A[:, 0, 0], D)
+
+
+def _scan(
+    handle: StateHandle,
+    x: Tensor,
+    rate: Tensor,
+    key: Tensor,
+    query: Tensor,
+    a: Tensor,
+    skip: Tensor | None,
+) -> Tensor:
+    """S = e^(a rate) S + B (x) rate x; out = C S + skip x, for x (n_tokens, heads, head_dim)."""
+    num_heads, head_dim = x.shape[1:]
+    form = RecurrenceForm(num_heads, key.shape[1], key.shape[2], head_dim, "head")
+    skips = None if skip is None else skip.view(num_heads, -1).expand(num_heads, head_dim)
+    decay = (rate.float() * a.float()).contiguous()
+    out: Tensor = handle.cache.advance(
+        handle,
+        "recurrence",
+        lambda slots: RecurrenceState(slots, form, skip=skips),
+        x, query, key, decay, rate.contiguous(),
+    )  # fmt: skip
+    return out
+
+
+def _selective_scan_prompt(
+    original: Operation,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Mamba over (b, channels, n_tokens); it is not given the state, which the convolution was."""
+    cache = current_cache()
+    handle = None if cache is None else cache.states_asked_for
+    if handle is None or not return_last_state:
+        return original(
+            hidden_states, dt, A, B, C, D=D, z=z, delta_bias=delta_bias,
+            delta_softplus=delta_softplus, return_last_state=return_last_state, **kwargs,
+        )  # fmt: skip
+    x, steps, b, c = (part.transpose(1, 2).flatten(0, 1) for part in (hidden_states, dt, B, C))
+    gate = None if z is None else z.transpose(1, 2).flatten(0, 1)
+    rate = _time_steps(steps, delta_bias, has_softplus=delta_softplus)
+    out = _selective_scan(handle, x, rate, A, b, c, D, gate)
+    batch, channels, num_tokens = hidden_states.shape
+    return out.view(batch, num_tokens, channels).transpose(1, 2), handle
+
+
+def _selective_scan_token(
+    original: Operation,
+    state: Any,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    z: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """Mamba over one token, (b, channels)."""
+    if not isinstance(state, StateHandle):
+        result: Tensor = original(
+            state, hidden_states, dt, A, B, C, D=D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus,
+            **kwargs,
+        )  # fmt: skip
+        return result
+    rate = _time_steps(dt, dt_bias, has_softplus=dt_softplus)
+    return _selective_scan(state, hidden_states, rate, A, B, C, D, z)
+
+
+def _selective_scan(
+    handle: StateHandle,
+    x: Tensor,
+    rate: Tensor,
+    a: Tensor,
+    key: Tensor,
+    query: Tensor,
+    skip: Tensor | None,
+    gate: Tensor | None,
+) -> Tensor:
+    """S = e^(rate A) S + rate x (x) B; out = (C S + skip x) silu(gate), for x (n_tokens, channels)."""
+    channels, key_dim = a.shape
+    form = RecurrenceForm(1, 1, key_dim, channels, "pair")
+    wide, rate = x.float(), rate.float()
+    out = handle.cache.advance(
+        handle,
+        "recurrence",
+        lambda slots: RecurrenceState(slots, form, factor=a.float()),
+        (wide * rate)[:, None], query.float()[:, None], key.float()[:, None], rate.contiguous(),
+    )[:, 0]  # fmt: skip
+    if skip is not None:
+        out = out + wide * skip.float()
+    if gate is not None:
+        out = out * F.silu(gate.float())
+    result: Tensor = out.to(x.dtype)
+    return result
+
+
+def _time_steps(
+    dt: Tensor,
+    bias: Tensor | None,
+    *,
+    has_softplus: bool,
+    limit: tuple[float, float] = (0.0, float("inf")),
+) -> Tensor:
+    if bias is not None:
+        dt = dt + bias.to(dt.dtype)
+    if has_softplus:
+        dt = F.softplus(dt)
+    low, high = limit
+    return dt if low <= 0 and high == float("inf") else torch.clamp(dt, min=low, max=high)
+
+
+OPERATIONS: dict[str, Operation] = {
+    "causal_conv1d_fn": _convolve_prompt,
+    "causal_conv1d_update": _convolve_token,
+    "torch_chunk_gated_delta_rule": _delta_rule,
+    "torch_recurrent_gated_delta_rule": _delta_rule,
+    "chunk_kimi_delta_attention": _delta_rule,
+    "recurrent_kimi_delta_attention": _delta_rule,
+    "mamba2_chunk_scan": _scan_prompt,
+    "mamba2_selective_state_update": _scan_token,
+    "mamba_selective_scan": _selective_scan_prompt,
+    "mamba_selective_state_update": _selective_scan_token,
+}

@@ -1,0 +1,197 @@
+"""States beside keys and values: what convolutions and linear attention keep of each sequence.
+
+A state cannot be rolled back, so copies of it are kept at some lengths, within a budget: a
+conversation that goes on, branches or is edited begins again at the longest of them that fits.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tandem.experts.store import host_memory
+from tandem.kernels.attention import Segment
+from tandem.kernels.dense import CpuThreads
+from tandem.kernels.recurrent import LayerState, StateTokens
+
+# Checkpoints lie a little before where a prompt's part ends: what a chat template adds for the
+# answer is not there in the next turn.
+_BEFORE_END = 8
+_LEAST_APART = 64  # tokens
+_MOST_BYTES = 1 << 30
+_MOST_SHARE = 1 / 8  # of the memory that is free
+
+
+class StateKey(NamedTuple):
+    """Which state of a model."""
+
+    layer: int
+    kind: str
+    """"convolution" or "recurrence"."""
+    number: int
+    """Of a layer that has several."""
+
+
+class StateHandle(NamedTuple):
+    """Stands for a state while a model's code carries it from its cache to an operation."""
+
+    cache: Any
+    layer: int
+    number: int
+
+    def to(self, *args: Any, **kwargs: Any) -> "StateHandle":
+        """Return itself: what a model does to the tensor that it takes this for."""
+        return self
+
+
+class Checkpoint(NamedTuple):
+    """A slot's states after so many tokens, layer by layer."""
+
+    length: int
+    states: list[Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it takes."""
+        return sum(state.nbytes for state in self.states)
+
+
+@dataclass
+class _Cut:
+    """Where a forward leaves a checkpoint: between two of its tokens."""
+
+    slot: int
+    token: int
+    length: int
+    states: list[Tensor] = field(default_factory=list)
+
+
+class StateStore:
+    """The states of a model's layers by slot, and checkpoints of them."""
+
+    def __init__(self, num_slots: int) -> None:
+        """Hold states of so many slots; layers come as the model asks for them."""
+        self._num_slots = num_slots
+        self._layers: dict[StateKey, LayerState] = {}
+        self._checkpoints: list[list[Checkpoint]] = [[] for _ in range(num_slots)]
+        self._cuts: list[_Cut] = []
+        self._budget = min(_MOST_BYTES, int(_MOST_SHARE * host_memory.available_bytes()))
+
+    def __bool__(self) -> bool:
+        """Tell whether the model has states, as far as it was run."""
+        return bool(self._layers)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the states and of their checkpoints."""
+        return sum(layer.states.nbytes for layer in self._layers.values()) + self._kept_bytes()
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of one slot's states, which a decode step reads and writes."""
+        return sum(layer.states[0].nbytes for layer in self._layers.values())
+
+    def layer(self, key: StateKey, new: Callable[[int], LayerState]) -> LayerState:
+        """Return a state's operation, which `new` makes for all slots on first use."""
+        if key not in self._layers:
+            self._layers[key] = new(self._num_slots)
+        return self._layers[key]
+
+    def begin(self, segments: Iterable[Segment]) -> None:
+        """Announce a prompt's tokens, of which some will be followed by a checkpoint; or none."""
+        self._cuts = []
+        first = 0
+        for segment in segments:
+            before = segment.num_tokens - _BEFORE_END
+            length = segment.first_position + before
+            if before > 0 and length - self._newest(segment.row) >= _LEAST_APART:
+                self._cuts.append(_Cut(segment.row, first + before, length))
+            first += segment.num_tokens
+
+    def advance(
+        self, threads: CpuThreads, layer: LayerState, tokens: StateTokens, inputs: Sequence[Tensor]
+    ) -> Tensor:
+        """Do a layer's operation for the tokens that are announced."""
+        outputs, first = [], 0
+        for cut in self._cuts:
+            outputs.append(_part(threads, layer, tokens, inputs, slice(first, cut.token)))
+            cut.states.append(layer.states[cut.slot].clone())
+            first = cut.token
+        if not outputs:
+            return layer(threads, tokens, inputs)
+        outputs.append(_part(threads, layer, tokens, inputs, slice(first, None)))
+        return torch.cat(outputs)
+
+    def commit(self) -> None:
+        """Keep the checkpoints of the forward that is through."""
+        for cut in self._cuts:
+            if len(cut.states) == len(self._layers):
+                self._checkpoints[cut.slot].append(Checkpoint(cut.length, cut.states))
+        self._cuts = []
+        while self._kept_bytes() > self._budget:
+            self._drop_one()
+
+    def save(self, slots: Iterable[int]) -> Callable[[], None]:
+        """Copy the states of some slots; return what puts them back."""
+        saved = [
+            (layer.states, slot, layer.states[slot].clone())
+            for layer in self._layers.values()
+            for slot in slots
+        ]
+
+        def put_back() -> None:
+            for states, slot, copy in saved:
+                states[slot] = copy
+
+        return put_back
+
+    def best_length(self, slot: int, length: int) -> int:
+        """Return the greatest length up to `length` that a checkpoint of a slot has, or 0."""
+        lengths = (kept.length for kept in self._checkpoints[slot])
+        return max((kept for kept in lengths if kept <= length), default=0)
+
+    def restore(self, source: int, target: int, length: int) -> None:
+        """Put the checkpoint of `source` at a length into `target`, with those before it.
+
+        At length 0 there is none: operations begin there with zeros.
+        """
+        kept = [one for one in self._checkpoints[source] if one.length <= length]
+        self._checkpoints[target] = kept
+        if length:
+            (states,) = [one.states for one in kept if one.length == length]
+            for layer, state in zip(self._layers.values(), states, strict=True):
+                layer.states[target] = state
+
+    def copy(self, source: int, target: int) -> None:
+        """Let a slot stand where another one stands."""
+        for layer in self._layers.values():
+            layer.states[target] = layer.states[source]
+        self._checkpoints[target] = list(self._checkpoints[source])
+
+    def _newest(self, slot: int) -> int:
+        return self._checkpoints[slot][-1].length if self._checkpoints[slot] else 0
+
+    def _kept_bytes(self) -> int:
+        return sum(kept.num_bytes for slot in self._checkpoints for kept in slot)
+
+    def _drop_one(self) -> None:
+        """Drop the checkpoint whose neighbours are closest: the least is computed again for it."""
+        gaps = []
+        for slot, kept in enumerate(self._checkpoints):
+            lengths = [0, *(one.length for one in kept), float("inf")]
+            gaps += [(lengths[i + 2] - lengths[i], slot, i) for i in range(len(kept))]
+        _, slot, number = min(gaps)
+        del self._checkpoints[slot][number]
+
+
+def _part(
+    threads: CpuThreads,
+    layer: LayerState,
+    tokens: StateTokens,
+    inputs: Sequence[Tensor],
+    part: slice,
+) -> Tensor:
+    some = StateTokens(tokens.slots[part], tokens.positions[part])
+    return layer(threads, some, [x[part] for x in inputs])

@@ -1,0 +1,215 @@
+"""Layers that carry a state from token to token, on the CPU: short convolutions and recurrences.
+
+The tokens of several sequences stand one after the other; each sequence has its state in a slot, in
+fp32. Checks what C++ takes on trust (`csrc/recurrent.hpp` has the equations).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tandem.kernels import _native
+from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
+
+_BLOCK = 16  # values of a head whose states lie side by side
+MOST_WIDTH = 16  # of a convolution
+DECAY_KINDS = {"head": 0, "key": 1, "pair": 2}  # the numbers are those of DecayKind in C++
+
+
+class StateTokens(NamedTuple):
+    """Which slots a call's tokens are of, and where they stand; (n_tokens,) int64 each.
+
+    Those of one slot follow each other; at position 0 a slot begins with a state of zeros.
+    """
+
+    slots: Tensor
+    positions: Tensor
+
+
+class LayerState(ABC):
+    """One operation of a layer with the states that it keeps; calls change these."""
+
+    states: Tensor
+    """(slots, ...) fp32"""
+
+    @abstractmethod
+    def output_shape(self, num_tokens: int) -> tuple[int, ...]:
+        """Return the shape of what so many tokens give."""
+
+    @abstractmethod
+    def add(
+        self,
+        program: _native.Program,
+        tokens: StateTokens,
+        inputs: Sequence[Tensor],
+        output: Tensor,
+    ) -> None:
+        """Add a call to a program: tensors like those of `__call__`, and where its output goes."""
+
+    def __call__(
+        self, threads: CpuThreads, tokens: StateTokens, inputs: Sequence[Tensor]
+    ) -> Tensor:
+        """Go on from the slots' states by the tokens; return what comes out."""
+        first = inputs[0]
+        shape = self.output_shape(len(first))
+        output = torch.empty(shape, dtype=first.dtype, device="cpu")
+        program = threads.program()
+        self.add(program, tokens, inputs, output)
+        program.run()
+        return output
+
+
+class ConvolutionState(LayerState):
+    """A causal convolution of each channel by itself, (n_tokens, channels) -> the same shape."""
+
+    def __init__(
+        self, num_slots: int, weight: Tensor, bias: Tensor | None, *, has_silu: bool
+    ) -> None:
+        """Take `weight` (channels, width), the newest input's last, and `bias` (channels,)."""
+        channels, width = weight.shape
+        if not 2 <= width <= MOST_WIDTH:
+            raise ValueError(f"a convolution over {width} tokens is not one of 2 to {MOST_WIDTH}")
+        self._channels = channels
+        self._weight = weight.detach().float().t().contiguous()
+        self._bias = None if bias is None else bias.detach().float().contiguous()
+        self.states = torch.zeros(num_slots, width - 1, channels, device="cpu")
+        self._native = _native.ShortConvolution(
+            channels,
+            width,
+            self._weight.data_ptr(),
+            0 if self._bias is None else self._bias.data_ptr(),
+            has_silu,
+            self.states.data_ptr(),
+        )
+
+    def output_shape(self, num_tokens: int) -> tuple[int, ...]:
+        """Return the shape of what so many tokens give."""
+        return num_tokens, self._channels
+
+    def add(
+        self,
+        program: _native.Program,
+        tokens: StateTokens,
+        inputs: Sequence[Tensor],
+        output: Tensor,
+    ) -> None:
+        """Add a call to a program: `inputs` is (n_tokens, channels), fp32 or bf16."""
+        (x,) = inputs
+        _require_values(x)
+        assert x.shape == output.shape == self.output_shape(len(tokens.slots))
+        program.add_convolution(
+            self._native, len(x), tokens.slots.data_ptr(), tokens.positions.data_ptr(),
+            x.dtype == torch.bfloat16, x.data_ptr(), x.stride(0), output.data_ptr(),
+        )  # fmt: skip
+
+
+class RecurrenceForm(NamedTuple):
+    """A linear recurrence, but for its numbers."""
+
+    num_heads: int
+    num_key_heads: int
+    key_dim: int
+    value_dim: int
+    decay: str
+    """What fades alike: "head", "key", or "pair" of key and value."""
+    is_delta: bool = False
+    """Whether a value is corrected by what the state says of its key (the delta rule)."""
+    is_normalised: bool = False
+    """Whether queries and keys are divided by their lengths."""
+    scale: float = 1.0
+    """Of queries."""
+
+
+class RecurrenceState(LayerState):
+    """S = e^decay * S; S += key (x) rate * (value - key S); out = query S + skip * value."""
+
+    def __init__(
+        self,
+        num_slots: int,
+        form: RecurrenceForm,
+        *,
+        factor: Tensor | None = None,
+        skip: Tensor | None = None,
+    ) -> None:
+        """Take `skip` (heads, value_dim), and by pair the `factor` (value_dim, key_dim) of decays."""
+        self.form = form
+        self._blocks = -(-form.value_dim // _BLOCK)
+        shape = (num_slots, form.num_heads, self._blocks, form.key_dim, _BLOCK)
+        self.states = torch.zeros(shape, device="cpu")
+        self._skip = None if skip is None else skip.detach().float().contiguous()
+        self._factor = None if factor is None else self._in_blocks(factor)
+        self._native = _native.Recurrence(
+            form.num_heads,
+            form.num_key_heads,
+            form.key_dim,
+            form.value_dim,
+            DECAY_KINDS[form.decay],
+            form.is_delta,
+            form.is_normalised,
+            form.scale,
+            0 if self._factor is None else self._factor.data_ptr(),
+            0 if self._skip is None else self._skip.data_ptr(),
+            self.states.data_ptr(),
+        )
+
+    def output_shape(self, num_tokens: int) -> tuple[int, ...]:
+        """Return the shape of what so many tokens give."""
+        return num_tokens, self.form.num_heads, self.form.value_dim
+
+    def add(
+        self,
+        program: _native.Program,
+        tokens: StateTokens,
+        inputs: Sequence[Tensor],
+        output: Tensor,
+    ) -> None:
+        """Add a call to a program.
+
+        `inputs` are value (n_tokens, heads, value_dim), query and key (n_tokens, key heads,
+        key_dim), decay fp32 (n_tokens, heads), by key (n_tokens, heads, key_dim), by pair
+        (n_tokens, value_dim), and perhaps rate (n_tokens, heads).
+        """
+        value, query, key, decay, *rates = inputs
+        form, num_tokens = self.form, len(tokens.slots)
+        _require_values(value, query, key)
+        assert value.shape == output.shape == self.output_shape(num_tokens)
+        assert query.shape == key.shape == (num_tokens, form.num_key_heads, form.key_dim)
+        assert decay.dtype == torch.float32
+        assert decay.shape == self._decay_shape(num_tokens)
+        assert all(rate.shape == (num_tokens, form.num_heads) for rate in rates)
+        if not all(x.is_contiguous() for x in (decay, *rates)):
+            raise ValueError("decays and rates have gaps")
+        rate = rates[0] if rates else None
+        program.add_recurrence(
+            self._native, num_tokens, tokens.slots.data_ptr(), tokens.positions.data_ptr(),
+            value.dtype == torch.bfloat16, _heads(query), _heads(key), _heads(value),
+            decay.data_ptr(), rate is not None and rate.dtype == torch.bfloat16,
+            0 if rate is None else rate.data_ptr(), output.data_ptr(),
+        )  # fmt: skip
+
+    def _decay_shape(self, num_tokens: int) -> tuple[int, ...]:
+        form = self.form
+        if form.decay == "pair":
+            return num_tokens, form.value_dim
+        by_head = (num_tokens, form.num_heads)
+        return by_head if form.decay == "head" else (*by_head, form.key_dim)
+
+    def _in_blocks(self, factor: Tensor) -> Tensor:
+        """Turn (value_dim, key_dim) into (blocks, key_dim, values of a block)."""
+        padded = torch.zeros(self._blocks * _BLOCK, self.form.key_dim, device="cpu")
+        padded[: len(factor)] = factor.detach()
+        return padded.view(self._blocks, _BLOCK, -1).transpose(1, 2).contiguous()
+
+
+def _require_values(first: Tensor, *others: Tensor) -> None:
+    assert first.dtype in VALUE_DTYPES
+    assert all(x.dtype == first.dtype for x in others)
+    if any(x.stride(-1) != 1 for x in (first, *others)):
+        raise ValueError("the last dimension has gaps")
+
+
+def _heads(x: Tensor) -> tuple[int, int, int]:
+    return x.data_ptr(), x.stride(0), x.stride(1)

@@ -1,0 +1,193 @@
+"""Short convolutions and linear recurrences against Transformers' own functions, in fp32 and bf16."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.jamba import modeling_jamba as jamba
+from transformers.models.kimi_linear import modeling_kimi_linear as kimi
+from transformers.models.nemotron_h import modeling_nemotron_h as nemotron
+from transformers.models.qwen3_next import modeling_qwen3_next as qwen
+
+from tandem.kernels.dense import CpuThreads
+from tandem.kernels.recurrent import (
+    ConvolutionState,
+    LayerState,
+    RecurrenceForm,
+    RecurrenceState,
+    StateTokens,
+)
+from tests.threads import two_threads
+
+pytestmark = pytest.mark.every_isa
+
+CHUNK = {"chunk_size": 4}
+
+
+@pytest.fixture(scope="module")
+def threads(isa: str) -> CpuThreads:
+    return two_threads()
+
+
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def tokens_of(lengths: dict[int, int], first: int = 0) -> StateTokens:
+    """Return the tokens of slots, one slot after the other, from position `first` on."""
+    slots = torch.tensor([slot for slot, n in lengths.items() for _ in range(n)])
+    positions = torch.cat([torch.arange(first, first + n) for n in lengths.values()])
+    return StateTokens(slots, positions)
+
+
+def in_parts(layer: LayerState, threads: CpuThreads, *inputs: Tensor, cuts: list[int]) -> Tensor:
+    """Advance slot 1 by all tokens, cut into several calls."""
+    outputs = []
+    for first, end in zip([0, *cuts], [*cuts, len(inputs[0])], strict=True):
+        tokens = tokens_of({1: end - first}, first)
+        outputs.append(layer(threads, tokens, [x[first:end] for x in inputs]))
+    return torch.cat(outputs)
+
+
+def close(actual: Tensor, expected: Tensor, *, dtype: torch.dtype = torch.float32) -> None:
+    tolerance = 2e-6 if dtype == torch.float32 else 1e-2
+    error = (actual.float() - expected.float()).norm() / expected.float().norm()
+    assert error < tolerance, float(error)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_silu", [True, False])
+@pytest.mark.parametrize(("channels", "width"), [(64, 4), (200, 3), (7, 2), (1030, 4)])
+def test_convolutions(
+    channels: int, width: int, *, has_silu: bool, dtype: torch.dtype, threads: CpuThreads
+) -> None:
+    weight, bias = draw(channels, width, seed=1), draw(channels, seed=2)
+    x = draw(9, channels, dtype=dtype)
+    activation = "silu" if has_silu else None
+    expected = qwen.causal_conv1d_fn(
+        x.t()[None], weight.to(dtype), bias.to(dtype), activation=activation
+    )[0].t()
+    for cuts in ([], [1], [2, 3, 8]):
+        layer = ConvolutionState(3, weight.to(dtype), bias.to(dtype), has_silu=has_silu)
+        close(in_parts(layer, threads, x, cuts=cuts), expected, dtype=dtype)
+        assert not layer.states[0].any()
+        assert not layer.states[2].any()
+
+
+def delta_inputs(
+    n: int, keys: int, values: int, key_dim: int, value_dim: int, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    return {
+        "query": draw(1, n, keys, key_dim, seed=1, dtype=dtype),
+        "key": draw(1, n, keys, key_dim, seed=2, dtype=dtype),
+        "value": draw(1, n, values, value_dim, seed=3, dtype=dtype),
+        "g": -draw(1, n, values, seed=4).abs(),
+        "beta": draw(1, n, values, seed=5, dtype=dtype).sigmoid(),
+    }
+
+
+def rows_of(inputs: dict[str, Tensor]) -> list[Tensor]:
+    return [inputs[name][0] for name in ("value", "query", "key", "g", "beta")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 4, 16, 16), (1, 1, 128, 128), (2, 2, 33, 20), (3, 6, 8, 40)])
+def test_the_gated_delta_rule(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, threads: CpuThreads
+) -> None:
+    num_keys, num_values, key_dim, value_dim = shape
+    inputs = delta_inputs(150, num_keys, num_values, key_dim, value_dim, dtype)
+    expected, _ = qwen.torch_recurrent_gated_delta_rule(
+        **inputs, initial_state=None, output_final_state=True, use_qk_l2norm_in_kernel=True
+    )
+    form = RecurrenceForm(
+        num_values, num_keys, key_dim, value_dim, "head",
+        is_delta=True, is_normalised=True, scale=key_dim**-0.5,
+    )  # fmt: skip
+    outputs = [
+        in_parts(RecurrenceState(2, form), threads, *rows_of(inputs), cuts=cuts)
+        for cuts in ([], [1], [5, 6, 140])
+    ]
+    close(outputs[0][None], expected, dtype=dtype)
+    assert all(torch.equal(outputs[0], other) for other in outputs)
+
+
+def test_kimis_delta_attention(threads: CpuThreads) -> None:
+    inputs = delta_inputs(20, 3, 3, 32, 24, torch.float32)
+    inputs["g"] = -draw(1, 20, 3, 32, seed=4).abs()
+    expected, _ = kimi.recurrent_kimi_delta_attention(
+        **inputs, initial_state=None, output_final_state=True, use_qk_l2norm_in_kernel=True
+    )
+    form = RecurrenceForm(
+        3, 3, 32, 24, "key", is_delta=True, is_normalised=True, scale=32**-0.5
+    )  # fmt: skip
+    outputs = [
+        in_parts(RecurrenceState(2, form), threads, *rows_of(inputs), cuts=cuts)
+        for cuts in ([], [1, 7])
+    ]
+    close(outputs[0][None], expected)
+    assert torch.equal(*outputs)
+
+
+def test_mamba_2(threads: CpuThreads) -> None:
+    x, dt = draw(1, 20, 6, 24), draw(1, 20, 6, seed=1).exp()
+    a, skip = -draw(6, seed=2).abs(), draw(6, seed=3)
+    b, c = draw(1, 20, 2, 16, seed=4), draw(1, 20, 2, 16, seed=5)
+    expected = nemotron.mamba2_chunk_scan(x, dt, a, b, c, **CHUNK, D=skip)
+    form = RecurrenceForm(6, 2, 16, 24, "head")
+    for cuts in ([], [1, 7]):
+        layer = RecurrenceState(2, form, skip=skip[:, None].expand(6, 24))
+        out = in_parts(layer, threads, x[0], c[0], b[0], (dt * a)[0], dt[0], cuts=cuts)
+        close(out[None], expected)
+
+
+def test_mamba(threads: CpuThreads) -> None:
+    x, dt = draw(1, 40, 20), draw(1, 40, 20, seed=1).exp()
+    a, b, c = -draw(40, 16, seed=2).abs(), draw(1, 16, 20, seed=4), draw(1, 16, 20, seed=5)
+    expected = jamba.mamba_selective_scan(x, dt, a, b, c)
+    form = RecurrenceForm(1, 1, 16, 40, "pair")
+    for cuts in ([], [1, 7]):
+        layer = RecurrenceState(2, form, factor=a)
+        by_token = [part[0].t().contiguous() for part in (x * dt, c, b, dt)]
+        value, query, key, rate = by_token
+        out = in_parts(
+            layer, threads, value[:, None], query[:, None], key[:, None], rate, cuts=cuts
+        )
+        close(out[:, 0].t()[None], expected)
+
+
+def test_slots_do_not_disturb_each_other(threads: CpuThreads) -> None:
+    form = RecurrenceForm(2, 2, 16, 16, "head", is_delta=True)
+    inputs = rows_of(delta_inputs(12, 2, 2, 16, 16, torch.float32))
+    layer, alone = RecurrenceState(4, form), RecurrenceState(4, form)
+    together = layer(threads, tokens_of({3: 5, 0: 7}), inputs)
+    first = alone(threads, tokens_of({3: 5}), [x[:5] for x in inputs])
+    second = alone(threads, tokens_of({0: 7}), [x[5:] for x in inputs])
+    assert torch.equal(together, torch.cat([first, second]))
+    assert torch.equal(layer.states, alone.states)
+    # a slot that is taken again begins with zeros
+    assert torch.equal(layer(threads, tokens_of({3: 5}), [x[:5] for x in inputs]), first)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1])
+def test_none_and_one_token(num_tokens: int, threads: CpuThreads) -> None:
+    layer = ConvolutionState(1, draw(8, 4), None, has_silu=True)
+    assert layer(threads, tokens_of({0: num_tokens}), [draw(num_tokens, 8)]).shape == (num_tokens, 8)
+
+
+def test_what_the_kernels_cannot_read_is_refused(threads: CpuThreads) -> None:
+    layer = ConvolutionState(1, draw(8, 4), None, has_silu=True)
+    with pytest.raises(ValueError, match="gaps"):
+        layer(threads, tokens_of({0: 2}), [draw(8, 2).t()])
+    with pytest.raises(ValueError, match="over 17 tokens"):
+        ConvolutionState(1, draw(8, 17), None, has_silu=True)
+
+
+def test_values_that_are_not_finite_stay_so(threads: CpuThreads) -> None:
+    inputs: list[Any] = rows_of(delta_inputs(3, 1, 1, 16, 16, torch.float32))
+    inputs[0][1, 0, 3] = float("nan")
+    form = RecurrenceForm(1, 1, 16, 16, "head", is_delta=True)
+    out = RecurrenceState(1, form)(threads, tokens_of({0: 3}), inputs)
+    assert out[0].isfinite().all()
+    assert out[2, 0, 3].isnan()
