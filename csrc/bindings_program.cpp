@@ -65,12 +65,13 @@ void add_ranked_choice(Program& program, std::int64_t num_tokens, std::int64_t n
                            pointer<std::int64_t>(index)});
 }
 
-void add_elementwise(Program& program, int kind, const Four& sizes, bool is_bf16,
-                     std::uintptr_t a, const Four& a_strides, std::uintptr_t b,
-                     const Four& b_strides, float scalar, std::uintptr_t out) {
-  program.add(Elementwise{static_cast<ElementwiseKind>(kind), sizes, value_type(is_bf16),
-                          pointer<const void>(a), a_strides, pointer<const void>(b), b_strides,
-                          scalar, pointer<void>(out)});
+void add_elementwise(Program& program, int kind, const Four& sizes, bool a_is_bf16,
+                     std::uintptr_t a, const Four& a_strides, bool b_is_bf16, std::uintptr_t b,
+                     const Four& b_strides, float scalar, bool is_bf16, std::uintptr_t out) {
+  program.add(Elementwise{static_cast<ElementwiseKind>(kind), sizes, value_type(a_is_bf16),
+                          pointer<const void>(a), a_strides, value_type(b_is_bf16),
+                          pointer<const void>(b), b_strides, scalar, value_type(is_bf16),
+                          pointer<void>(out)});
 }
 
 void add_copy(Program& program, const Four& sizes, bool is_bf16, std::uintptr_t input,

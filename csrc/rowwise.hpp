@@ -77,24 +77,29 @@ void choose(const RankedChoice& call);
 // Four-dimensional: sizes, or how many values apart the next one is (0 repeats).
 using Four = std::array<std::int64_t, 4>;
 
-// out = a + b, a * b, a - b, a * sigmoid(a) or sigmoid(a), value by value; in bf16 rounded as a
-// tensor library does it.
+// out = a + b, a * b, a - b, a * sigmoid(a), sigmoid(a) or log(1 + e^a), value by value; in bf16
+// rounded as a tensor library does it.
 enum class ElementwiseKind : int {
   kAdd = 0,
   kMultiply = 1,
   kSubtract = 2,
   kSilu = 3,
-  kSigmoid = 4
+  kSigmoid = 4,
+  kSoftplus = 5
 };
+constexpr bool has_one_operand(ElementwiseKind kind) { return kind >= ElementwiseKind::kSilu; }
+
 struct Elementwise {
   ElementwiseKind kind;
   Four sizes;
-  ValueType type;
+  ValueType a_type;
   const void* a;
   Four a_strides;
+  ValueType b_type;
   const void* b;         // null: `scalar` everywhere
   Four b_strides;
   float scalar;
+  ValueType type;
   void* out;             // without gaps
 };
 

@@ -109,10 +109,11 @@ inline void copy_values(const Copy& call) {
   });
 }
 
-template <ValueType T>
-void load_apart(const void* from, std::int64_t stride, std::int64_t count, float* to) {
-  if (stride == 1) return load_values(from, T, count, to);
-  for (std::int64_t i = 0; i < count; ++i) load_values(value_at(from, T, i * stride), T, 1, to + i);
+inline void load_apart(const void* from, ValueType type, std::int64_t stride, std::int64_t count,
+                       float* to) {
+  if (stride == 1) return load_values(from, type, count, to);
+  for (std::int64_t i = 0; i < count; ++i)
+    load_values(value_at(from, type, i * stride), type, 1, to + i);
 }
 
 inline void combine_row(ElementwiseKind kind, std::int64_t count, float* a, const float* b) {
@@ -131,16 +132,17 @@ inline void combine_row(ElementwiseKind kind, std::int64_t count, float* a, cons
       return;
     case ElementwiseKind::kSigmoid:
       for (std::int64_t i = 0; i < count; ++i) a[i] = 1.0f / (1.0f + std::exp(-a[i]));
+      return;
+    case ElementwiseKind::kSoftplus:  // above 20 it is `a` itself to the last digit
+      for (std::int64_t i = 0; i < count; ++i) a[i] = a[i] > 20 ? a[i] : std::log1p(std::exp(a[i]));
   }
 }
 
-template <ValueType T>
-void combine_values(const Elementwise& call) {
+inline void combine_values(const Elementwise& call) {
   constexpr std::int64_t kPart = 1024;  // stays in the first-level cache
   float a[kPart], b[kPart];
   const Four &sizes = call.sizes, &from = call.a_strides, &other = call.b_strides;
-  const bool is_single = call.kind == ElementwiseKind::kSilu ||
-                         call.kind == ElementwiseKind::kSigmoid;
+  const bool is_single = has_one_operand(call.kind);
   if (!is_single && call.b == nullptr) std::fill_n(b, kPart, call.scalar);
   std::int64_t done = 0;
   for (std::int64_t i = 0; i < sizes[0] * sizes[1] * sizes[2]; ++i) {
@@ -150,11 +152,11 @@ void combine_values(const Elementwise& call) {
       const auto at = [&](const Four& s) {
         return x * s[0] + y * s[1] + z * s[2] + first * s[3];
       };
-      load_apart<T>(value_at(call.a, T, at(from)), from[3], count, a);
+      load_apart(value_at(call.a, call.a_type, at(from)), call.a_type, from[3], count, a);
       if (!is_single && call.b != nullptr)
-        load_apart<T>(value_at(call.b, T, at(other)), other[3], count, b);
+        load_apart(value_at(call.b, call.b_type, at(other)), call.b_type, other[3], count, b);
       combine_row(call.kind, count, a, b);
-      store_values(a, count, T, value_at(call.out, T, done));
+      store_values(a, count, call.type, value_at(call.out, call.type, done));
       done += count;
     }
   }
@@ -169,5 +171,5 @@ constexpr RowKernels kRowKernels{
     by_type<RmsNorm, norm_rows<ValueType::kFp32>, norm_rows<ValueType::kBf16>>,
     by_type<Rotary, rotate_heads<ValueType::kFp32>, rotate_heads<ValueType::kBf16>>,
     by_type<RotaryPairs, rotate_pairs<ValueType::kFp32>, rotate_pairs<ValueType::kBf16>>,
-    by_type<Elementwise, combine_values<ValueType::kFp32>, combine_values<ValueType::kBf16>>,
+    combine_values,
     copy_values};

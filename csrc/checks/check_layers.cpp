@@ -321,12 +321,14 @@ bool program_agrees(Random& random, tandem::ExpertEngine& engine) {
   tandem::DenseEngine dense(engine);
   tandem::AttentionEngine attention(engine.pool(), engine.isa());
   tandem::RoutedExperts routed(engine);
-  tandem::Program program(engine, dense, attention, routed);
+  tandem::RecurrentEngine recurrent(engine.pool(), engine.isa());
+  tandem::Program program(engine, dense, attention, routed, recurrent);
   const tandem::Four sizes{1, rows, 1, cols}, dense_strides{count, cols, cols, 1};
   const auto add = [&](ElementwiseKind kind, const Bytes& x, const tandem::Four& strides,
                        const Bytes* y, Bytes& to) {
-    program.add(tandem::Elementwise{kind, sizes, type, x.data(), strides, y ? y->data() : nullptr,
-                                    dense_strides, 1.5f, to.data()});
+    program.add(tandem::Elementwise{kind, sizes, type, x.data(), strides, type,
+                                    y ? y->data() : nullptr, dense_strides, 1.5f, type,
+                                    to.data()});
   };
   add(ElementwiseKind::kAdd, a.bytes, dense_strides, &b.bytes, sum);
   add(ElementwiseKind::kSilu, sum, dense_strides, nullptr, silu);

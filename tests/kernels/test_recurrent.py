@@ -1,4 +1,4 @@
-"""Short convolutions and linear recurrences against Transformers' own functions, in fp32 and bf16."""
+"""Short convolutions and linear recurrences against Transformers' own functions."""
 
 from typing import Any
 
@@ -173,7 +173,8 @@ def test_slots_do_not_disturb_each_other(threads: CpuThreads) -> None:
 @pytest.mark.parametrize("num_tokens", [0, 1])
 def test_none_and_one_token(num_tokens: int, threads: CpuThreads) -> None:
     layer = ConvolutionState(1, draw(8, 4), None, has_silu=True)
-    assert layer(threads, tokens_of({0: num_tokens}), [draw(num_tokens, 8)]).shape == (num_tokens, 8)
+    out = layer(threads, tokens_of({0: num_tokens}), [draw(num_tokens, 8)])
+    assert out.shape == (num_tokens, 8)
 
 
 def test_what_the_kernels_cannot_read_is_refused(threads: CpuThreads) -> None:

@@ -139,7 +139,7 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
 
     @contextmanager
     def _forgetting(self, slots: Sequence[int]) -> Iterator[None]:
-        """Let slots forget what they hold if a step breaks off, where it has changed their states."""
+        """Let slots with states forget what they hold if a step breaks off."""
         try:
             yield
         except BaseException:

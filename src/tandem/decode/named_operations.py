@@ -46,9 +46,7 @@ def _copy_function(
     function: FunctionType, names: Mapping[str, Operation], closure: tuple[Any, ...] | None
 ) -> FunctionType:
     scope = {**function.__globals__, **names} if names else function.__globals__
-    copy = FunctionType(
-        function.__code__, scope, function.__name__, function.__defaults__, closure
-    )
+    copy = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, closure)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 
@@ -94,7 +92,7 @@ def _convolve(
     if activation not in (None, "silu", "swish"):
         raise NotByRowsError(f"a short convolution with the activation {activation}")
     batch, channels, num_tokens = x.shape
-    result = handle.cache.advance(
+    result: Tensor = handle.cache.advance(
         handle,
         "convolution",
         lambda slots: ConvolutionState(slots, weight, bias, has_silu=activation is not None),
@@ -166,7 +164,8 @@ def _scan_prompt(
             initial_states=initial_states, dt_softplus=dt_softplus, **kwargs,
         )  # fmt: skip
     rate = _time_steps(dt, dt_bias, has_softplus=dt_softplus, limit=dt_limit)
-    out = _scan(initial_states, *(x.flatten(0, 1) for x in (hidden_states, rate, B, C)), A, D)
+    x, steps, key, query = (part.flatten(0, 1) for part in (hidden_states, rate, B, C))
+    out = _scan(initial_states, x, steps, key, query, A, D)
     return out.view(hidden_states.shape), initial_states
 
 
@@ -184,7 +183,7 @@ def _scan_token(
     z: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Mamba-2 over one token, (b, heads, head_dim): what is by head comes spread over its values."""
+    """Mamba-2 over one token, (b, heads, head_dim): all but B and C come spread over values."""
     if not isinstance(state, StateHandle) or z is not None:
         result: Tensor = original(
             state, hidden_states, dt, A, B, C, D=D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus,
@@ -284,7 +283,7 @@ def _selective_scan(
     skip: Tensor | None,
     gate: Tensor | None,
 ) -> Tensor:
-    """S = e^(rate A) S + rate x (x) B; out = (C S + skip x) silu(gate), for x (n_tokens, channels)."""
+    """S = e^(rate A) S + rate x (x) B; out = (C S + skip x) silu(gate), for x (n, channels)."""
     channels, key_dim = a.shape
     form = RecurrenceForm(1, 1, key_dim, channels, "pair")
     wide, rate = x.float(), rate.float()

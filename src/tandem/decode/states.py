@@ -152,6 +152,7 @@ class StateStore:
         lengths = (kept.length for kept in self._checkpoints[slot])
         return max((kept for kept in lengths if kept <= length), default=0)
 
+    @torch.inference_mode()
     def restore(self, source: int, target: int, length: int) -> None:
         """Put the checkpoint of `source` at a length into `target`, with those before it.
 
@@ -159,11 +160,12 @@ class StateStore:
         """
         kept = [one for one in self._checkpoints[source] if one.length <= length]
         self._checkpoints[target] = kept
-        if length:
+        if length and self._layers:
             (states,) = [one.states for one in kept if one.length == length]
             for layer, state in zip(self._layers.values(), states, strict=True):
                 layer.states[target] = state
 
+    @torch.inference_mode()
     def copy(self, source: int, target: int) -> None:
         """Let a slot stand where another one stands."""
         for layer in self._layers.values():

@@ -90,7 +90,7 @@ def has_dynamic_cache(model: Any) -> bool:
 
 
 def is_empty_cache_layer(layer: Any) -> bool:
-    """Tell whether a cache's layer belongs to a layer that keeps nothing (since 5.2x: DummyLayer)."""
+    """Tell whether a cache's layer is of a model's layer that keeps nothing (not in 5.17)."""
     return type(layer).__name__ == "DummyLayer"
 
 

@@ -134,7 +134,7 @@ class RecurrenceState(LayerState):
         factor: Tensor | None = None,
         skip: Tensor | None = None,
     ) -> None:
-        """Take `skip` (heads, value_dim), and by pair the `factor` (value_dim, key_dim) of decays."""
+        """Take `skip` (heads, value_dim); by pair, decays' `factor` (value_dim, key_dim)."""
         self.form = form
         self._blocks = -(-form.value_dim // _BLOCK)
         shape = (num_slots, form.num_heads, self._blocks, form.key_dim, _BLOCK)

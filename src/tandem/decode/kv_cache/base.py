@@ -61,7 +61,8 @@ class RowCache(ABC):
     ) -> Tensor:
         """Go on from a layer's states by the step's tokens; return what comes out, by token.
 
-        `new` makes the layer's states of a kind, for so many rows. Raises `NotByRowsError` where none are kept.
+        `new` makes the layer's states of a kind, for so many rows. Raises `NotByRowsError` where
+        none are kept.
         """
         raise NotByRowsError("the model keeps states beside keys and values")
 

@@ -14,7 +14,7 @@ from tandem.kernels import _native
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
 
 # The numbers of csrc/rowwise.hpp.
-_KINDS = {"add": 0, "mul": 1, "sub": 2, "silu": 3, "sigmoid": 4}
+_KINDS = {"add": 0, "mul": 1, "sub": 2, "silu": 3, "sigmoid": 4, "softplus": 5}
 
 
 def find_elementwise(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
@@ -54,7 +54,7 @@ def _is_cast(graph: Graph, operation: Operation) -> bool:
 
 
 def _is_elementwise(graph: Graph, operation: Operation) -> bool:
-    """Tell whether it is known, and all tensors have one dtype and broadcast to the result."""
+    """Tell whether it is known, and all tensors are values that broadcast to the result."""
     is_known = operation.name in _KINDS and not operation.kwargs and not operation.has_effects
     result = operation.outputs[0]
     if not is_known or result is None:
@@ -62,8 +62,8 @@ def _is_elementwise(graph: Graph, operation: Operation) -> bool:
     if not all(isinstance(arg, Ref | float) for arg in operation.args):
         return False
     tensors = [graph.tensor(ref) for ref in (*operation.inputs, result)]
-    is_alike = len({x.dtype for x in tensors}) == 1 and tensors[0].dtype in VALUE_DTYPES
-    return is_alike and tensors[-1].dim() <= MAX_DIMENSIONS and isinstance(operation.args[0], Ref)
+    is_known = all(x.dtype in VALUE_DTYPES for x in tensors)
+    return is_known and tensors[-1].dim() <= MAX_DIMENSIONS and isinstance(operation.args[0], Ref)
 
 
 def _elementwise_call(threads: CpuThreads, name: str, operands: tuple[Any, ...]) -> NativeCall:
@@ -77,9 +77,11 @@ def _elementwise_call(threads: CpuThreads, name: str, operands: tuple[Any, ...])
             tensors, out = [x.reshape(-1) for x in tensors], out.view(-1)
         a, b = tensors[0], tensors[1] if len(tensors) == 2 else None
         program.add_elementwise(
-            kind, in_four(out.shape, 1), out.dtype == torch.bfloat16,
-            a.data_ptr(), in_four(a.stride(), 0), 0 if b is None else b.data_ptr(),
-            in_four(() if b is None else b.stride(), 0), scalar, out.data_ptr(),
+            kind, in_four(out.shape, 1),
+            a.dtype == torch.bfloat16, a.data_ptr(), in_four(a.stride(), 0),
+            b is not None and b.dtype == torch.bfloat16, 0 if b is None else b.data_ptr(),
+            in_four(() if b is None else b.stride(), 0), scalar,
+            out.dtype == torch.bfloat16, out.data_ptr(),
         )  # fmt: skip
 
     return NativeCall(add, threads)

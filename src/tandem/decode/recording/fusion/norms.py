@@ -13,13 +13,18 @@ from tandem.kernels import _native
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
 from tandem.kernels.rows import row_stride
 
+_CASTS = ("to", "type_as", "_to_copy")
+
 
 def find_norms(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
     """Find the norms around each reciprocal root."""
-    return graph.found_around("rsqrt", lambda root: _match_norm(graph, root, threads))
+    for name in ("rsqrt", "pow"):
+        yield from graph.found_around(name, lambda root: _match_norm(graph, root, threads))
 
 
 def _match_norm(graph: Graph, root: Operation, threads: CpuThreads) -> Found | None:
+    if root.name == "pow" and root.args[1] != -0.5:
+        return None
     shift = graph.made_by(root.args[0], "add")
     mean = graph.made_by(shift.args[0], "mean") if shift else None
     square = graph.made_by(mean.args[0], "pow") if mean else None
@@ -31,18 +36,20 @@ def _match_norm(graph: Graph, root: Operation, threads: CpuThreads) -> Found | N
     scaled = graph.only_user(root.outputs[0], "mul")
     if scaled is None or other(scaled, root.outputs[0]) != wide:  # type: ignore[arg-type]
         return None
-    cast = graph.made_by(wide, "to")
-    source = cast.args[0] if cast else wide
-    chain = [*([cast] if cast else []), square, mean, shift, root, scaled]
-    if graph.is_read_outside(chain, scaled.outputs):
-        return None
-    end = _follow(graph, chain, source)
-    if end is None:
-        return None
-    chain, weight, rounds_first = end
-    result = chain[-1].outputs
-    call = _norm_call(threads, weight, float(shift.args[1]), rounds_first)
-    return Found(chain, Operation(call, (source,), {}, result, "rms_norm", [source]))
+    chain = [square, mean, shift, root, scaled]
+    casts = [cast for name in _CASTS if (cast := graph.made_by(wide, name))]
+    for before in (casts, []):  # with the rounding of what comes in, or from its wide form on
+        source = before[0].args[0] if before else wide
+        whole = [*before, *chain]
+        if graph.is_read_outside(whole, scaled.outputs):
+            continue
+        end = _follow(graph, whole, source)
+        if end is not None:
+            whole, weight, rounds_first = end
+            call = _norm_call(threads, weight, float(shift.args[1]), rounds_first)
+            fused = Operation(call, (source,), {}, whole[-1].outputs, "rms_norm", [source])
+            return Found(whole, fused)
+    return None
 
 
 def _follow(
@@ -57,13 +64,18 @@ def _follow(
         return None
     weight: Tensor | None = None
     rounds_first = False
+    chain = list(chain)
     while True:
         last = chain[-1].outputs[0]
         users = graph.users.get(last, []) if last is not None else []
         step = users[0] if len(users) == 1 else None
         if step is None or last is None:
             break
-        if step.name == "to" and step.outputs[0] and graph.tensor(step.outputs[0]).dtype == x.dtype:
+        if (
+            step.name in _CASTS
+            and step.outputs[0]
+            and graph.tensor(step.outputs[0]).dtype == x.dtype
+        ):
             rounds_first = weight is None
         elif step.name == "mul" and weight is None and _is_weight(graph, other(step, last), x):
             weight = graph.tensor(other(step, last)).float().contiguous()

@@ -1,0 +1,195 @@
+"""Models with states beside keys and values: slots give what Transformers' own caches give."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.decode.cpu_slots import CpuSlotPool
+from tandem.decode.named_operations import OPERATIONS, forward_with_operations
+from tandem.decode.padded import PaddedRows
+from tandem.decode.states import Checkpoint, StateStore
+from tandem.kernels.dense import CpuThreads
+from tests.architectures import build_tiny_model
+from tests.decode.whole_pool import WholePool, cpu_pool
+from tests.threads import two_threads
+
+pytestmark = pytest.mark.every_isa
+
+# One of each family of operations, and those that people run.
+NAMES = ["qwen3_5_moe", "qwen3_next", "kimi_linear", "nemotron_h", "jamba", "lfm2_moe"]
+LONG = [32 + i * 7 % 96 for i in range(200)]
+
+
+@pytest.fixture(scope="module")
+def threads(isa: str) -> CpuThreads:
+    return two_threads()
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    error = (actual.float() - expected.float()).norm() / expected.float().norm()
+    assert error < 1e-5, float(error)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "granitemoehybrid", "bailing_hybrid"])
+def test_prompts_and_steps_of_any_lengths_are_the_models(name: str, threads: CpuThreads) -> None:
+    model: Any = build_tiny_model(name)
+    prompts = [[40, 41, 42, 43, 44], [50], LONG[:70]]
+    pool = cpu_pool(model, threads, prompts)
+    padded = PaddedRows(model, prompts, 0)
+    close(pool.prefill(), padded.prefill())
+    for step in range(6):
+        tokens = [60 + step, 70 + step, 80 + step]
+        close(pool.decode(tokens), padded.decode(tokens))
+    assert pool.step.is_replaying, pool.step.why_not
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_prompt_in_parts_is_the_same_prompt(name: str, threads: CpuThreads) -> None:
+    model: Any = build_tiny_model(name)
+    whole, parts = (CpuSlotPool(model, threads, 2) for _ in range(2))
+    expected = whole.prefill({1: LONG})
+    for first, end in [(0, 1), (1, 2), (2, 100), (100, 200)]:
+        logits = parts.prefill({1: LONG[first:end]})
+    close(logits, expected)
+
+
+def test_requests_join_and_leave(threads: CpuThreads) -> None:
+    model: Any = build_tiny_model("qwen3_5_moe")
+    alone, shared = (CpuSlotPool(model, threads, 3) for _ in range(2))
+    alone.prefill({0: [40, 41, 42]})
+    expected = [alone.decode({0: 60 + i}).clone() for i in range(8)]
+    shared.prefill({1: [40, 41, 42]})
+    for i in range(8):
+        if i == 2:
+            shared.prefill({0: [90, 91]})
+        others = {0: 100 + i} if 2 <= i < 6 else {}
+        close(shared.decode({**others, 1: 60 + i})[-1:], expected[i])
+
+
+def continued(pool: CpuSlotPool, slot: int, length: int, tokens: list[int]) -> torch.Tensor:
+    pool.keep(slot, length)
+    return pool.prefill({slot: tokens})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_slot_goes_back_to_a_checkpoint(name: str, threads: CpuThreads) -> None:
+    model: Any = build_tiny_model(name)
+    pool, fresh = (CpuSlotPool(model, threads, 2) for _ in range(2))
+    pool.prefill({0: LONG[:120]})
+    pool.prefill({0: LONG[120:]})
+    for i in range(3):
+        pool.decode({0: 60 + i})
+    assert [pool.usable(0, n) for n in (203, 202, 192, 191, 112, 111)] == [
+        203,
+        192,
+        192,
+        112,
+        112,
+        0,
+    ]
+    other = [33, 34, 35]
+    close(continued(pool, 0, 112, other), fresh.prefill({0: LONG[:112] + other}))
+    assert pool.held(0) == LONG[:112] + other
+    # and begins anew with zeros
+    assert pool.usable(0, 50) == 0
+    close(continued(pool, 0, 0, LONG[:9]), fresh.prefill({1: LONG[:9]}))
+
+
+@pytest.mark.parametrize("length", [112, 123])
+def test_another_slot_takes_over_a_beginning(length: int, threads: CpuThreads) -> None:
+    model: Any = build_tiny_model("qwen3_5_moe")
+    pool, fresh = (CpuSlotPool(model, threads, 2) for _ in range(2))
+    pool.prefill({0: LONG[:120]})
+    for token in LONG[120:123]:
+        pool.decode({0: token})
+    assert pool.usable(0, length) == length
+    pool.copy(0, 1, length)
+    close(pool.prefill({1: [90, 91]}), fresh.prefill({0: [*LONG[:length], 90, 91]}))
+    # the slot that was copied has lost nothing
+    close(pool.decode({0: 77}), fresh.prefill({1: [*LONG[:123], 77]}))
+
+
+def test_a_step_that_breaks_off_forgets_its_slots(
+    monkeypatch: pytest.MonkeyPatch, threads: CpuThreads
+) -> None:
+    model: Any = build_tiny_model("qwen3_5_moe")
+    pool = CpuSlotPool(model, threads, 2)
+    expected = pool.prefill({0: [40, 41], 1: [50]})
+    with monkeypatch.context() as patch:
+        patch.setattr(pool.cache, "attend", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            pool.prefill({1: [51, 52]})
+    assert pool.held(1) == []
+    assert pool.held(0) == [40, 41]
+    close(pool.prefill({1: [50]}), expected[1:])
+
+
+def test_recordings_that_differ_leave_the_models_states(
+    monkeypatch: pytest.MonkeyPatch, threads: CpuThreads
+) -> None:
+    model: Any = build_tiny_model("qwen3_5_moe")
+    prompts = [[40, 41, 42]]
+    own = cpu_pool(model, threads, prompts, has_replay=False)
+    expected = [own.prefill(), *(own.decode([60 + i]).clone() for i in range(4))]
+    broken = cpu_pool(model, threads, prompts)
+    logits = [broken.prefill()]
+    monkeypatch.setattr("tandem.decode.cpu_slots._TOLERANCES", {torch.float32: 0.0})
+    logits += [broken.decode([60 + i]).clone() for i in range(4)]
+    assert broken.step.why_not == "its recording gives other logits"
+    for actual, wanted in zip(logits, expected, strict=True):
+        close(actual, wanted)
+
+
+def test_memory_counts_states_and_checkpoints_stay_within_their_budget(
+    monkeypatch: pytest.MonkeyPatch, threads: CpuThreads
+) -> None:
+    model: Any = build_tiny_model("qwen3_5_moe")
+    pool = CpuSlotPool(model, threads, 1)
+    pool.prefill({0: [40]})
+    one = pool.cache.states.step_bytes
+    assert pool.num_bytes > one > 0
+    monkeypatch.setattr("tandem.decode.states._MOST_BYTES", 2 * one)
+    pool = CpuSlotPool(model, threads, 1)
+    for first in range(0, 200, 100):
+        pool.prefill({0: LONG[first : first + 100]})
+    assert pool.usable(0, 199) == 192
+    assert pool.usable(0, 100) == 92
+    pool.prefill({0: LONG[:100]})
+    assert pool.cache.states.num_bytes <= 3 * one
+    assert pool.usable(0, 299) == 292  # the newest is kept
+
+
+def test_what_is_dropped_is_what_costs_least_to_compute_again() -> None:
+    store = StateStore(1)
+    store._checkpoints = [[Checkpoint(n, []) for n in (100, 500, 550, 1000)]]
+    store._drop_one()
+    assert [store.best_length(0, n) for n in (99, 549, 550, 999, 1000)] == [0, 100, 550, 550, 1000]
+
+
+def test_forwards_are_the_classes_own_elsewhere() -> None:
+    model: Any = build_tiny_model("qwen3_5_moe")
+    kind = type(model.model.layers[0].linear_attn)
+    ours = forward_with_operations(kind)
+    assert ours is not None
+    assert ours is forward_with_operations(kind)
+    assert forward_with_operations(type(model.lm_head)) is None
+    assert kind.forward.__wrapped__.__globals__.keys() >= OPERATIONS.keys() & {"causal_conv1d_fn"}
+    # without a state of ours it is the model's own forward
+    hidden = torch.randn(1, 5, 64)
+    layer = model.model.layers[0].linear_attn
+    with torch.no_grad():
+        assert torch.equal(ours(layer, hidden), layer(hidden))
+
+
+def test_a_conversation_is_not_computed_again(threads: CpuThreads) -> None:
+    model: Any = build_tiny_model("qwen3_5_moe")
+    pool: WholePool = cpu_pool(model, threads, [LONG[:100]])
+    pool.prefill()
+    for token in (60, 61, 62):
+        pool.decode([token])
+    pool.continue_with([[*LONG[:100], 60, 61, 62, 90, 91]])  # the next turn
+    assert pool.reused_tokens == [103]
+    pool.prefill()
+    pool.continue_with([[*LONG[:98], 90, 91]])  # the first one, edited at its end
+    assert pool.reused_tokens == [92]
