@@ -23,7 +23,7 @@ from benchmarks.gpu.systems import BASELINES
 from tandem.bench.model_shapes import MODEL_SHAPES, ModelShape, find_shape
 from tandem.bench.random_model import build_random_model
 from tandem.core.errors import TandemError
-from tandem.experts.devices.cuda.streams import CudaStreams, HostCopy, Lane
+from tandem.devices.cuda.streams import CudaStreams, HostCopy, Lane
 from tandem.experts.execution.hybrid_executor import HybridExecutor
 from tandem.experts.tracing.forced_routing import ForcedRouting
 from tandem.hf.assembly import assemble

@@ -20,8 +20,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tandem.experts.devices.cuda.driver import DriverError, open_driver
-from tandem.experts.devices.cuda.stream_ops import StreamOps
+from tandem.devices.cuda.driver import DriverError, open_driver
+from tandem.devices.cuda.stream_ops import StreamOps
 
 COUNT = 256  # numbers handed over at a time
 ROUNDS = 500

@@ -22,9 +22,9 @@ from tempfile import TemporaryDirectory
 import torch
 from benchmarks.gpu.hand_off import NOT_HERE, PIECES, NotHereError
 
-from tandem.experts.devices.cuda.batch_copy import LEAST_BYTES
-from tandem.experts.devices.cuda.checks import require_cuda
-from tandem.experts.devices.cuda.streams import CudaStreams, HostCopy, Lane
+from tandem.devices.cuda.batch_copy import LEAST_BYTES
+from tandem.devices.cuda.checks import require_cuda
+from tandem.devices.cuda.streams import CudaStreams, HostCopy, Lane
 from tandem.hf.runtime import require_runtime
 from tandem.kernels.formats import ExpertLayout, find_format
 from tandem.kernels.native import ActivationKind, NativeActivation

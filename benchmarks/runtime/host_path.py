@@ -27,10 +27,10 @@ from benchmarks.runtime.overhead import (
     replay_seconds,
 )
 
+from tandem.devices.cuda.device import CudaDevice
+from tandem.devices.cuda.kernels import Prepared, TritonKernels
+from tandem.devices.cuda.streams import Lane, Work
 from tandem.experts.cache.expert_cache import ExpertCache, Machine
-from tandem.experts.devices.cuda.device import CudaDevice
-from tandem.experts.devices.cuda.kernels import Prepared, TritonKernels
-from tandem.experts.devices.cuda.streams import Lane, Work
 from tandem.experts.execution.expert_kernels import ExpertKernels, StartedWork
 from tandem.experts.execution.hybrid_executor import HybridExecutor
 from tandem.hardware.profiles import load_profile, shape_for
@@ -53,7 +53,7 @@ class _Event:
 
 
 class _Streams:
-    """Does at once what is queued; see `tandem.experts.devices.cuda.streams.Streams`."""
+    """Does at once what is queued; see `tandem.devices.cuda.streams.Streams`."""
 
     name = "twin"
     device = torch.device("cpu")

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
+from tandem.devices.emulated import EmulatedDevice
 from tandem.experts.cache.copy_engine import VirtualCopyEngine
 from tandem.experts.cache.expert_cache import ExpertCache, Machine
 from tandem.experts.cache.slots import Claim, SlotUse
-from tandem.experts.devices.emulated import EmulatedDevice
 from tandem.experts.execution.batch import ExpertBatch, ExpertFunctions
 from tandem.experts.execution.executor import CpuExecutor, Executor
 from tandem.experts.execution.expert_kernels import ExpertKernels, WeightSource

@@ -14,9 +14,9 @@ from tandem.core.errors import CapacityError
 from tandem.decode.cuda.resident_layers import GraphedLayers
 from tandem.decode.cuda.slots import CudaSlotPool, why_no_cuda_slots
 from tandem.decode.padded import PaddedRows
+from tandem.devices.cuda.device import CudaDevice
+from tandem.devices.cuda.kernels import TorchKernels
 from tandem.experts.cache.expert_cache import ExpertCache
-from tandem.experts.devices.cuda.device import CudaDevice
-from tandem.experts.devices.cuda.kernels import TorchKernels
 from tandem.experts.execution.batch import ExpertFunctions
 from tandem.experts.execution.clock import WallClock
 from tandem.experts.execution.executor import CpuExecutor

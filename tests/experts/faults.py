@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
+from tandem.devices.emulated import EmulatedDevice
 from tandem.experts.cache.copy_thread import CopyThread, Job
 from tandem.experts.cache.slots import SlotUse
-from tandem.experts.devices.emulated import EmulatedDevice
 from tandem.experts.execution.batch import ExpertBatch
 from tandem.policy.plan import Copy
 

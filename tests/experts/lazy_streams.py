@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.experts.devices.cuda.streams import Event, HostCopy, Lane, Work
-from tandem.experts.devices.device import DeviceMemory, OutOfDeviceMemoryError
+from tandem.devices.cuda.streams import Event, HostCopy, Lane, Work
+from tandem.experts.execution.device import DeviceMemory, OutOfDeviceMemoryError
 
 
 class LazyEvent:

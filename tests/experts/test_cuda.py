@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from tandem.core.errors import CapacityError, ExecutionError, UnsupportedModelError
+from tandem.devices.cuda.checks import Gpu, require_cuda, require_dtype
+from tandem.devices.cuda.copies import CudaCopyEngine, Link
+from tandem.devices.cuda.device import CudaDevice
+from tandem.devices.cuda.kernels import TorchKernels, TritonKernels, best_kernels
+from tandem.devices.cuda.streams import Lane
 from tandem.experts.cache.expert_cache import ExpertCache
 from tandem.experts.cache.slots import Slots
-from tandem.experts.devices.cuda.checks import Gpu, require_cuda, require_dtype
-from tandem.experts.devices.cuda.copies import CudaCopyEngine, Link
-from tandem.experts.devices.cuda.device import CudaDevice
-from tandem.experts.devices.cuda.kernels import TorchKernels, TritonKernels, best_kernels
-from tandem.experts.devices.cuda.streams import Lane
 from tandem.experts.execution.clock import Clock, WallClock
 from tandem.experts.execution.executor import CpuExecutor
 from tandem.experts.execution.expert_kernels import ExpertKernels

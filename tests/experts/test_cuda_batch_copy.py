@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tandem.experts.devices.cuda.batch_copy import (
+from tandem.devices.cuda.batch_copy import (
     LEAST_BYTES,
     BatchCopy,
     CopyPiece,

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.experts.devices.cuda.device import CudaDevice
-from tandem.experts.devices.cuda.kernels import Prepared, TorchKernels
-from tandem.experts.devices.cuda.streams import Lane, Work
+from tandem.devices.cuda.device import CudaDevice
+from tandem.devices.cuda.kernels import Prepared, TorchKernels
+from tandem.devices.cuda.profile import measure_device
+from tandem.devices.cuda.streams import Lane, Work
 from tandem.experts.execution.batch import ExpertBatch
 from tandem.experts.execution.expert_kernels import ExpertKernels, WeightSource
-from tandem.experts.measuring.cuda_profile import measure_device
 from tandem.experts.store.host_store import HostStore
 from tandem.kernels.dense import CpuThreads
 from tandem.policy.cost import HardwareProfile

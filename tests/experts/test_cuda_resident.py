@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.experts.devices.cuda.resident import MAX_TOKENS, ResidentLayers
+from tandem.devices.cuda.resident import MAX_TOKENS, ResidentLayers
 from tandem.experts.store.host_store import HostStore
 from tandem.kernels.reference import expert_ffn
 from tandem.policy.settings import PlannerSettings

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from tandem.experts.devices.cuda.driver import Driver, DriverError
-from tandem.experts.devices.cuda.stream_ops import StreamOps
+from tandem.devices.cuda.driver import Driver, DriverError
+from tandem.devices.cuda.stream_ops import StreamOps
 from tests.experts.fake_driver import FakeDriver
 
 # CUresult cuStreamWriteValue32(CUstream, CUdeviceptr, cuuint32_t, unsigned int), and the wait alike

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
+from tandem.devices.emulated import EmulatedDevice
 from tandem.experts.cache.copy_engine import VirtualCopyEngine
 from tandem.experts.cache.expert_cache import ExpertCache
 from tandem.experts.cache.slots import SlotUse
-from tandem.experts.devices.emulated import EmulatedDevice
 from tandem.experts.execution.batch import ExpertBatch
 from tandem.experts.execution.executor import CpuExecutor
 from tandem.experts.execution.expert_kernels import ExpertKernels

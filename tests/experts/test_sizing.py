@@ -3,10 +3,10 @@
 import pytest
 
 from tandem.core.errors import CapacityError
+from tandem.experts.cache.memory_share import MemoryShare
 from tandem.experts.cache.sizing import count_slots
-from tandem.experts.devices.device import DeviceMemory
+from tandem.experts.execution.device import DeviceMemory
 from tandem.experts.measuring.profiler import with_emulated_gpu, with_link
-from tandem.experts.options import MemoryShare
 from tests.experts.machines import make_machine
 
 MEMORY = DeviceMemory(total_bytes=1000, free_bytes=500)

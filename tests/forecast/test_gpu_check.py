@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem.experts.devices.cuda.streams import Lane, Work
-from tandem.experts.devices.device import DeviceMemory
+from tandem.devices.cuda.streams import Lane, Work
+from tandem.experts.execution.device import DeviceMemory
 from tandem.forecast.finding import Finding
 from tandem.forecast.gpu_check import Driver, ask_nvidia_smi, check_gpu, parse_smi
 from tests.experts.lazy_streams import LazyStreams

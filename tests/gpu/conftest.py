@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from tandem.decode.cuda import slots
-from tandem.experts.devices.cuda.checks import Gpu
-from tandem.experts.devices.cuda.kernels import TorchKernels
+from tandem.devices.cuda.checks import Gpu
+from tandem.devices.cuda.kernels import TorchKernels
 from tandem.hf import load, quantizer
 from tandem.hf.machine import cuda as cuda_machine
 from tests.decode.twin_capture import TwinCapture

@@ -134,7 +134,7 @@ def test_an_error_in_the_middle_of_a_step_leaves_the_model_usable(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tandem.core.errors import ExecutionError
-    from tandem.experts.devices.cuda.kernels import TorchKernels, TritonKernels
+    from tandem.devices.cuda.kernels import TorchKernels, TritonKernels
 
     expected = logits_of(model, PROMPTS[0]).clone()
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tandem.decode.cuda.graphs import CudaCapture, new_graphed_step, on_capture_stream
-from tandem.experts.devices.cuda.batch_copy import LEAST_BYTES, find_batch_copy
-from tandem.experts.devices.cuda.streams import CudaStreams, HostCopy, Lane
+from tandem.devices.cuda.batch_copy import LEAST_BYTES, find_batch_copy
+from tandem.devices.cuda.streams import CudaStreams, HostCopy, Lane
 from tests.gpu.models import IS_DRY
 
 pytestmark = pytest.mark.skipif(IS_DRY, reason="the twins have their own tests")

@@ -12,14 +12,14 @@ import torch
 import tandem
 from tandem.core.errors import CapacityError, ConfigError
 from tandem.decode.cuda.dense_cost import with_captured_steps
+from tandem.devices.cuda.checks import Gpu
+from tandem.devices.cuda.kernels import TorchKernels
+from tandem.devices.cuda.streams import Work
 from tandem.experts.cache.expert_cache import ExpertCache
+from tandem.experts.cache.memory_share import parse_gpu_memory
 from tandem.experts.cache.sizing import budget_bytes, count_slots
-from tandem.experts.devices.cuda.checks import Gpu
-from tandem.experts.devices.cuda.kernels import TorchKernels
-from tandem.experts.devices.cuda.streams import Work
 from tandem.experts.execution.executor import CpuExecutor
 from tandem.experts.execution.hybrid_executor import HybridExecutor
-from tandem.experts.options import parse_gpu_memory
 from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tandem.hardware.profiles import save_profile
 from tandem.hf.assembly import assemble

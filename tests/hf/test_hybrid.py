@@ -11,8 +11,9 @@ import torch
 
 import tandem
 from tandem.core.errors import CapacityError, ConfigError, TandemError
+from tandem.devices.options import OffloadOptions
 from tandem.experts.cache.heat import Heat
-from tandem.experts.options import OffloadOptions, parse_gpu_memory
+from tandem.experts.cache.memory_share import parse_gpu_memory
 from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tandem.experts.tracing.forced_routing import ForcedRouting
 from tandem.generate.generator import Generator

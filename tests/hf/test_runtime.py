@@ -9,7 +9,7 @@ import torch
 
 import tandem
 from tandem.core.errors import CapacityError, ConfigError, ModelError
-from tandem.experts.devices import DEVICES, kind_of
+from tandem.devices import DEVICES, kind_of
 from tandem.experts.execution.executor import CpuExecutor
 from tandem.hf.runtime import require_runtime, runtime_of
 from tests.hf.tiny import save_tiny_checkpoint

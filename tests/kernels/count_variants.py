@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from tandem.experts.devices.cuda.kernels import TritonKernels
+from tandem.devices.cuda.kernels import TritonKernels
 from tandem.experts.execution.batch import CallSide
 from tandem.experts.execution.layer_call import LayerCall
 from tandem.experts.execution.routing import Routing, SumRows

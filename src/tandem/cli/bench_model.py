@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tandem.core.config import option, require_range
-from tandem.experts.devices import DEVICES, kind_of
+from tandem.devices import DEVICES, kind_of
 
 if TYPE_CHECKING:
     from tandem.bench.generation import Measured, Speed, Workload

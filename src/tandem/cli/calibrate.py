@@ -12,7 +12,7 @@ from tandem.cli.models import ModelChoice, add_model, load_model_and_tokenizer
 from tandem.cli.paths import cache_dir
 from tandem.core.config import add_flags, from_flags, option, require_range
 from tandem.core.errors import FileFormatError
-from tandem.experts.options import OffloadOptions
+from tandem.devices.options import OffloadOptions
 
 if TYPE_CHECKING:
     from tandem.hf.lookahead.calibration import Calibration

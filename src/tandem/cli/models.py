@@ -15,7 +15,7 @@ from tandem.cli.paths import cache_dir
 from tandem.cli.streams import require_text
 from tandem.core.config import add_flags, option
 from tandem.core.errors import ModelError
-from tandem.experts.options import OffloadOptions
+from tandem.devices.options import OffloadOptions
 
 DEMO_MODELS = ("demo", "demo-equal")
 _TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")

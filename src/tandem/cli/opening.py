@@ -7,7 +7,7 @@ from tandem.cli.session import Session, SessionOptions
 from tandem.cli.streams import require_text
 from tandem.core.config import add_flags, from_flags
 from tandem.core.errors import ConfigError
-from tandem.experts.options import OffloadOptions
+from tandem.devices.options import OffloadOptions
 from tandem.generate.sampling import SamplingOptions
 
 

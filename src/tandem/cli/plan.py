@@ -11,7 +11,7 @@ from tandem.cli.models import ModelChoice, add_model, calm_transformers, find_mo
 from tandem.cli.paths import cache_dir
 from tandem.core.config import add_flags, from_flags, option, require_range
 from tandem.core.units import format_bytes
-from tandem.experts.options import OffloadOptions
+from tandem.devices.options import OffloadOptions
 
 if TYPE_CHECKING:
     from tandem.forecast.gpu_forecast import GpuForecast
@@ -70,7 +70,7 @@ def run(flags: argparse.Namespace) -> int:
 def _plan(
     source: ModelChoice, options: PlanOptions, offload: OffloadOptions
 ) -> "tuple[Plan, dict[str, ModelSizes]]":
-    from tandem.experts.devices import kind_of
+    from tandem.devices import kind_of
     from tandem.experts.store.host_memory import available_bytes, process_bytes
     from tandem.forecast.gpu_forecast import device_memory
     from tandem.forecast.model_plan import Plan, plan_slots

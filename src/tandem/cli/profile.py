@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tandem.cli.models import ModelChoice, add_model, load_model
 from tandem.core.config import add_flags, from_flags, option
 from tandem.core.units import format_bytes
-from tandem.experts.options import OffloadOptions
+from tandem.devices.options import OffloadOptions
 from tandem.sim.picture import Chart, svg
 
 if TYPE_CHECKING:

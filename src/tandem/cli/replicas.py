@@ -19,7 +19,7 @@ from tandem.cli.models import ModelChoice, find_model, load_model_and_tokenizer,
 from tandem.core.config import field_type
 from tandem.core.errors import ConfigError
 from tandem.core.registry import nearest_names
-from tandem.experts.options import OffloadOptions
+from tandem.devices.options import OffloadOptions
 from tandem.server.options import ServerOptions
 
 _OPTIONS = (ServerOptions, OffloadOptions, ModelChoice)

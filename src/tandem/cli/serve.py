@@ -19,7 +19,7 @@ from tandem.cli.models import (
 )
 from tandem.core.config import add_flags, from_flags, option
 from tandem.core.errors import ConfigError
-from tandem.experts.options import OffloadOptions
+from tandem.devices.options import OffloadOptions
 from tandem.server.options import ServerOptions, require_key
 
 _EXTRA = {"fastapi", "uvicorn", "prometheus_client", "llguidance", "pydantic"}

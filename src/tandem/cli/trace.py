@@ -9,7 +9,7 @@ from tandem.cli.models import ModelChoice, add_model, load_model_and_tokenizer
 from tandem.cli.prompts import read_prompts
 from tandem.core.config import add_flags, from_flags, option, require_range
 from tandem.core.errors import ConfigError
-from tandem.experts.options import OffloadOptions
+from tandem.devices.options import OffloadOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

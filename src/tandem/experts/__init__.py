@@ -1,1 +1,1 @@
-"""The hybrid expert runtime: store, cache, execution, devices, measuring, tracing."""
+"""The hybrid expert runtime: store, cache, execution, measuring, tracing."""

@@ -10,9 +10,9 @@ import torch
 
 from tandem.core.errors import CapacityError
 from tandem.core.units import format_bytes
-from tandem.experts.devices.cuda.checks import Gpu, Probe, TorchProbe, require_cuda
-from tandem.experts.devices.cuda.streams import CudaStreams, Lane, Streams
-from tandem.experts.devices.device import OutOfDeviceMemoryError
+from tandem.devices.cuda.checks import Gpu, Probe, TorchProbe, require_cuda
+from tandem.devices.cuda.streams import CudaStreams, Lane, Streams
+from tandem.experts.execution.device import OutOfDeviceMemoryError
 from tandem.forecast.finding import Finding
 
 # Under PCIe 3 with 16 PCIe lanes, which gives about 12 GB/s.

@@ -7,10 +7,10 @@ import dataclasses
 from dataclasses import dataclass
 
 from tandem.core.units import format_bytes
+from tandem.devices import kind_of
+from tandem.experts.cache.memory_share import parse_gpu_memory
 from tandem.experts.cache.sizing import count_slots
-from tandem.experts.devices import kind_of
-from tandem.experts.devices.device import DeviceMemory
-from tandem.experts.options import parse_gpu_memory
+from tandem.experts.execution.device import DeviceMemory
 from tandem.forecast.gpu_forecast import GpuForecast
 from tandem.forecast.sizes import ModelSizes
 from tandem.forecast.speed_forecast import SpeedForecast

@@ -12,7 +12,7 @@ from tandem.checkpoint.sources.source import Source
 from tandem.core.config import from_mapping
 from tandem.core.errors import ConfigError
 from tandem.core.registry import nearest_names
-from tandem.experts.options import OffloadOptions
+from tandem.devices.options import OffloadOptions
 from tandem.kernels.formats.weight_format import ALIASES, FORMATS, WeightFormat, find_format
 
 QUANT_METHOD = "tandem"

@@ -2,7 +2,7 @@
 
 import torch
 
-from tandem.experts.devices import kind_of
+from tandem.devices import kind_of
 from tandem.hf.config import OffloadConfig
 
 # With these, Transformers would spread a model over GPUs, CPU and disk.

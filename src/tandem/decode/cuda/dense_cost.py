@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tandem.decode.cuda.slots import CudaSlotPool, MakeCapture
 from tandem.decode.kv_cache.base import NotByRowsError
-from tandem.experts.devices.device import Device
+from tandem.experts.execution.device import Device
 from tandem.experts.execution.executor import RoutedCall
 from tandem.experts.store.host_store import HostStore
 from tandem.hf.experts import Bound, bind_all

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.experts.devices.cuda.device import CudaDevice
-from tandem.experts.devices.cuda.resident import ResidentLayers, resident_event
-from tandem.experts.devices.cuda.streams import Event, Lane
+from tandem.devices.cuda.device import CudaDevice
+from tandem.devices.cuda.resident import ResidentLayers, resident_event
+from tandem.devices.cuda.streams import Event, Lane
 from tandem.experts.execution.clock import Clock
 from tandem.experts.execution.executor import Executor
 

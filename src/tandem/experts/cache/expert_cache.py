@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from tandem.experts.cache.copy_engine import CopyEngine
 from tandem.experts.cache.policy_tables import NATIVE_TABLES
 from tandem.experts.cache.slots import Slots
-from tandem.experts.devices.device import Device, OutOfDeviceMemoryError
 from tandem.experts.execution.clock import Clock
+from tandem.experts.execution.device import Device, OutOfDeviceMemoryError
 from tandem.experts.store.host_store import HostStore
 from tandem.policy.cost import HardwareProfile, ShapeCosts
 from tandem.policy.plan import Copy, Geometry

@@ -2,8 +2,8 @@
 
 from tandem.core.errors import CapacityError
 from tandem.core.units import format_bytes
-from tandem.experts.devices.device import DeviceMemory
-from tandem.experts.options import MemoryShare
+from tandem.experts.cache.memory_share import MemoryShare
+from tandem.experts.execution.device import DeviceMemory
 
 # Of the free memory, "auto" leaves this share alone: other programs, and what the device's driver
 # and the framework take for themselves.

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from tandem.experts.cache.expert_cache import ExpertCache
-from tandem.experts.devices.device import Device
 from tandem.experts.execution.batch import CallSide, ExpertFunctions
+from tandem.experts.execution.device import Device
 from tandem.experts.execution.expert_kernels import ExpertKernels
 from tandem.experts.execution.layer_call import LayerCall
 from tandem.experts.execution.routed_layers import can_read, can_run_steps, native_layer

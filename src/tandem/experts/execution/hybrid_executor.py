@@ -21,9 +21,9 @@ from torch import Tensor
 
 from tandem.core.errors import ExecutionError
 from tandem.experts.cache.expert_cache import SHRINK, ExpertCache
-from tandem.experts.devices.device import Device, OutOfDeviceMemoryError
 from tandem.experts.execution import executor as cpu_executor
 from tandem.experts.execution.batch import CallSide, ExpertFunctions
+from tandem.experts.execution.device import Device, OutOfDeviceMemoryError
 from tandem.experts.execution.executor import DirectCall, RoutedCall
 from tandem.experts.execution.expert_kernels import ExpertKernels
 from tandem.experts.execution.layer_call import LayerCall

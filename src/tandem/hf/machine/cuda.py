@@ -9,18 +9,18 @@ from transformers.utils import logging
 
 from tandem.checkpoint.mapped_files import find_mapped
 from tandem.core.errors import ConfigError
+from tandem.devices.cuda.checks import Gpu, require_cuda, require_dtype
+from tandem.devices.cuda.copies import CudaCopyEngine, Link
+from tandem.devices.cuda.device import CudaDevice
+from tandem.devices.cuda.kernels import DeviceKernels, TorchKernels, best_kernels
+from tandem.devices.cuda.profile import measure_device
+from tandem.devices.cuda.streams import CudaStreams, Lane, Streams
+from tandem.experts.cache.memory_share import MemoryShare, parse_gpu_memory
 from tandem.experts.cache.sizing import budget_bytes
 from tandem.experts.cache.slots import Slots
-from tandem.experts.devices.cuda.checks import Gpu, require_cuda, require_dtype
-from tandem.experts.devices.cuda.copies import CudaCopyEngine, Link
-from tandem.experts.devices.cuda.device import CudaDevice
-from tandem.experts.devices.cuda.kernels import DeviceKernels, TorchKernels, best_kernels
-from tandem.experts.devices.cuda.streams import CudaStreams, Lane, Streams
 from tandem.experts.execution import executor as cpu_executor
 from tandem.experts.execution.clock import Clock, WallClock
 from tandem.experts.execution.expert_kernels import ExpertKernels
-from tandem.experts.measuring.cuda_profile import measure_device
-from tandem.experts.options import MemoryShare, parse_gpu_memory
 from tandem.experts.store.host_store import HostStore
 from tandem.experts.store.pinning import pin_store
 from tandem.hardware.profiles import load_profile, save_profile

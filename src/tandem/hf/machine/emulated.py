@@ -1,14 +1,14 @@
 """The emulated device for a loaded model, on a virtual clock or on the wall's."""
 
+from tandem.devices.emulated import EmulatedDevice
 from tandem.experts.cache.copy_engine import VirtualCopyEngine
 from tandem.experts.cache.copy_thread import CopyThread
 from tandem.experts.cache.expert_cache import Machine
+from tandem.experts.cache.memory_share import parse_gpu_memory
 from tandem.experts.cache.slots import Slots
-from tandem.experts.devices.emulated import EmulatedDevice
 from tandem.experts.execution.clock import Clock, WallClock
 from tandem.experts.execution.expert_kernels import ExpertKernels
 from tandem.experts.measuring.profiler import with_emulated_gpu
-from tandem.experts.options import parse_gpu_memory
 from tandem.experts.store.host_memory import available_bytes
 from tandem.experts.store.host_store import HostStore
 from tandem.hardware.profiles import load_profile

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from tandem.core.errors import UnsupportedModelError
 from tandem.core.units import parse_bandwidth
 from tandem.experts.cache.expert_cache import EngineMaker, Machine
-from tandem.experts.devices.device import Device
+from tandem.experts.cache.memory_share import MemoryShare
 from tandem.experts.execution.batch import ExpertFunctions
 from tandem.experts.execution.clock import Clock
+from tandem.experts.execution.device import Device
 from tandem.experts.execution.executor import Executor
 from tandem.experts.execution.expert_kernels import ExpertKernels
 from tandem.experts.measuring.profiler import with_link
-from tandem.experts.options import MemoryShare
 from tandem.experts.store.host_store import HostStore
 from tandem.hardware.profiles import shape_for
 from tandem.hf.config import OffloadConfig

@@ -7,7 +7,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from tandem.experts.devices.cuda.driver import Function, open_driver
+from tandem.devices.cuda.driver import Function, open_driver
 
 # Smaller entries can make the driver do the whole batch before it returns.
 LEAST_BYTES = 256 << 10

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from tandem.core.registry import Registry
 
 if TYPE_CHECKING:
-    from tandem.experts.devices.device import DeviceMemory
+    from tandem.experts.execution.device import DeviceMemory
 
 
 class DeviceKind(Protocol):
@@ -40,7 +40,7 @@ class Cpu:
 
     def memory(self) -> "DeviceMemory":
         """Return the host's memory."""
-        from tandem.experts.devices.device import DeviceMemory
+        from tandem.experts.execution.device import DeviceMemory
         from tandem.experts.store.host_memory import available_bytes
 
         available = available_bytes()
@@ -56,13 +56,13 @@ class Cuda:
 
     def require(self) -> None:
         """Raise `CapacityError` where there is no GPU, no driver or no CUDA in torch."""
-        from tandem.experts.devices.cuda.checks import require_cuda
+        from tandem.devices.cuda.checks import require_cuda
 
         require_cuda()
 
     def memory(self) -> "DeviceMemory":
         """Return the GPU's memory."""
-        from tandem.experts.devices.cuda.streams import CudaStreams
+        from tandem.devices.cuda.streams import CudaStreams
 
         self.require()
         return CudaStreams(0).memory()

@@ -22,9 +22,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tandem.devices.cuda.device import CudaDevice
+from tandem.devices.cuda.streams import Lane
 from tandem.experts.cache.copy_engine import copy_image
-from tandem.experts.devices.cuda.device import CudaDevice
-from tandem.experts.devices.cuda.streams import Lane
 from tandem.experts.execution.batch import CallSide, ExpertBatch, ExpertFunctions
 from tandem.experts.execution.expert_kernels import ExpertKernels
 from tandem.experts.execution.layer_call import LayerCall

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from tandem.core.errors import ExecutionError
 from tandem.core.units import format_bytes
+from tandem.devices.cuda.copies import SlotEvents
+from tandem.devices.cuda.kernels import DeviceKernels
+from tandem.devices.cuda.resident import ResidentLayers
+from tandem.devices.cuda.streams import Event, Lane, Streams, Work
 from tandem.experts.cache.expert_cache import ExpertCache
 from tandem.experts.cache.slots import SlotUse
-from tandem.experts.devices.cuda.copies import SlotEvents
-from tandem.experts.devices.cuda.kernels import DeviceKernels
-from tandem.experts.devices.cuda.resident import ResidentLayers
-from tandem.experts.devices.cuda.streams import Event, Lane, Streams, Work
-from tandem.experts.devices.device import DeviceMemory, OutOfDeviceMemoryError
 from tandem.experts.execution.batch import ExpertBatch
+from tandem.experts.execution.device import DeviceMemory, OutOfDeviceMemoryError
 from tandem.experts.execution.expert_kernels import WeightSource
 from tandem.experts.execution.routing import SumRows
 from tandem.experts.execution.row_memory import RowMemory

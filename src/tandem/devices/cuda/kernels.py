@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from tandem.devices.cuda.checks import TRITON_MATRIX_CAPABILITY, Gpu
+from tandem.devices.cuda.resident import ResidentLayers
 from tandem.experts.cache.expert_cache import ExpertCache
-from tandem.experts.devices.cuda.checks import TRITON_MATRIX_CAPABILITY, Gpu
-from tandem.experts.devices.cuda.resident import ResidentLayers
 from tandem.experts.execution.batch import ExpertBatch, ExpertFunctions
 from tandem.experts.execution.expert_kernels import WeightSource
 from tandem.experts.store.host_store import HostLayer

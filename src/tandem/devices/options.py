@@ -5,9 +5,10 @@ import dataclasses
 from tandem.core.config import option, require_range
 from tandem.core.errors import ConfigError
 from tandem.core.registry import nearest_names
-from tandem.core.units import parse_bandwidth, parse_bytes
+from tandem.core.units import parse_bandwidth
+from tandem.devices import DEVICES, kind_of
+from tandem.experts.cache.memory_share import parse_gpu_memory
 from tandem.experts.cache.start import STARTS
-from tandem.experts.devices import DEVICES, kind_of
 from tandem.policy.assignment import ASSIGNMENTS
 from tandem.policy.eviction import EVICTIONS
 from tandem.policy.prediction import PREDICTIONS
@@ -104,39 +105,3 @@ class OffloadOptions:
             prefetch_count=self.prefetch_count,
             pool=self.pool,
         )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class MemoryShare:
-    """How much of a device Tandem may use; both None: what is free, less a margin."""
-
-    num_bytes: int | None = None
-    fraction: float | None = None
-
-
-def parse_gpu_memory(value: object) -> MemoryShare:
-    """Parse "8GiB", a number of bytes, "0.5" (a fraction of the device), "50%" or "auto"."""
-    text = str(value).strip()
-    if text == "auto":
-        return MemoryShare()
-    wanted = "expected a size such as 8GiB, a fraction such as 0.5, or auto"
-    if isinstance(value, float) or _is_fraction(text):
-        fraction = float(text.rstrip("%")) / (100.0 if text.endswith("%") else 1.0)
-        if not 0.0 < fraction <= 1.0:
-            raise ConfigError(f"gpu_memory is {value!r}; {wanted}")
-        return MemoryShare(fraction=fraction)
-    try:
-        return MemoryShare(num_bytes=parse_bytes(text, name="gpu_memory"))
-    except ConfigError:
-        raise ConfigError(f"gpu_memory is {value!r}; {wanted}") from None
-
-
-def _is_fraction(text: str) -> bool:
-    number = text.rstrip("%")
-    if not (text.endswith("%") or "." in text):
-        return False
-    try:
-        float(number)
-    except ValueError:
-        return False
-    return True

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from tandem.experts.devices.cuda.batch_copy import CopyPiece, find_batch_copy, is_worth_a_batch
-from tandem.experts.devices.device import DeviceMemory, OutOfDeviceMemoryError
+from tandem.devices.cuda.batch_copy import CopyPiece, find_batch_copy, is_worth_a_batch
+from tandem.experts.execution.device import DeviceMemory, OutOfDeviceMemoryError
 from tandem.kernels.torch_private import spin_gpu
 
 Work = Callable[[], None]

@@ -6,7 +6,7 @@ counters. Memory on the host must be pinned. A wait that is never ended holds it
 
 import ctypes
 
-from tandem.experts.devices.cuda.driver import Driver
+from tandem.devices.cuda.driver import Driver
 
 # The versions that are not switched off by default are those of CUDA 11.7.
 _VERSION = 12000
