@@ -98,9 +98,11 @@ def test_the_gated_delta_rule(
 ) -> None:
     num_keys, num_values, key_dim, value_dim = shape
     inputs = delta_inputs(150, num_keys, num_values, key_dim, value_dim, dtype)
+    spread = {k: inputs[k].repeat_interleave(num_values // num_keys, 2) for k in ("query", "key")}
     expected, _ = qwen.torch_recurrent_gated_delta_rule(
-        **inputs, initial_state=None, output_final_state=True, use_qk_l2norm_in_kernel=True
-    )
+        **{**inputs, **spread},
+        initial_state=None, output_final_state=True, use_qk_l2norm_in_kernel=True,
+    )  # fmt: skip
     form = RecurrenceForm(
         num_values, num_keys, key_dim, value_dim, "head",
         is_delta=True, is_normalised=True, scale=key_dim**-0.5,
