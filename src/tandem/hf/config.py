@@ -47,7 +47,7 @@ def parse_expert_dtype(name: str | torch.dtype) -> torch.dtype | WeightFormat | 
     name = plain_name(name)
     if name in ("auto", *_DTYPES):
         return parse_dtype(name, field="expert_dtype")
-    packed = [f.name for f in FORMATS if f.kind not in ("bf16", "fp16")] + list(ALIASES)
+    packed = [f.name for f in FORMATS if f.group_size is not None] + list(ALIASES)
     if name not in packed:
         hint = nearest_names(name, ["auto", *_DTYPES, *packed])
         raise ConfigError(f"expert_dtype is {name!r}, which Tandem does not know; {hint}")

@@ -15,7 +15,6 @@ from tandem.kernels.cpu import detect_cpu
 from tandem.kernels.engine import choose_isa, start_engine
 from tandem.kernels.formats.packed import PackedMatrix, pack, unpack
 from tandem.kernels.formats.weight_format import ROWS_PER_BLOCK, WeightFormat
-from tandem.kernels.native import FORMAT_NUMBERS
 
 VALUE_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -76,7 +75,7 @@ class DenseWeight:
     def __post_init__(self) -> None:
         fmt, matrix = self.matrix.format, self.matrix
         native = _native.make_dense_matrix(
-            FORMAT_NUMBERS[fmt.kind],
+            fmt.encoding.number,
             fmt.group_size or 0,
             matrix.rows,
             fmt.padded_cols(matrix.cols),

@@ -16,18 +16,7 @@ from tandem.core.errors import ModelError
 from tandem.kernels import _native
 from tandem.kernels.engine import start_engine
 from tandem.kernels.formats.expert import ExpertLayout
-from tandem.kernels.formats.weight_format import ROWS_PER_BLOCK, Kind
-
-# The numbers of csrc/packed.hpp.
-FORMAT_NUMBERS: dict[Kind, int] = {
-    "bf16": 0,
-    "int8": 1,
-    "int4": 2,
-    "int4z": 3,
-    "mxfp4": 4,
-    "fp16": 5,
-    "fp8": 6,
-}
+from tandem.kernels.formats.weight_format import ROWS_PER_BLOCK
 
 
 class ActivationKind(IntEnum):
@@ -235,7 +224,7 @@ def native_layout(layout: ExpertLayout) -> _native.ExpertLayout:
     """Return a layout as the kernels take it."""
     fmt = layout.format
     native = _native.ExpertLayout()
-    native.format = FORMAT_NUMBERS[fmt.kind]
+    native.format = fmt.encoding.number
     native.group = fmt.group_size or 0
     native.hidden_size = layout.hidden_size
     native.hidden_cols = fmt.padded_cols(layout.hidden_size)

@@ -43,7 +43,7 @@ class Codes:
         assert fmt.group_size is not None
         scales, zeros = self._in_groups_of(fmt.group_size, name)
         codes = self.codes
-        if zeros is not None and fmt.kind != "int4z":
+        if zeros is not None and not fmt.encoding.has_minima:
             each = zeros.repeat_interleave(fmt.group_size, dim=1)[:, : codes.shape[1]]
             codes, zeros = codes.to(torch.int16) - each.to(torch.int16), None
         return coded_matrix(codes, scales, fmt, zeros=zeros, name=name)

@@ -11,13 +11,8 @@ from torch import Tensor
 
 from tandem.kernels.formats.weight_format import ROWS_PER_BLOCK, WeightFormat
 
-SCALE_DTYPES = {
-    "int4": torch.float16,
-    "int4z": torch.float16,
-    "int8": torch.float16,
-    "mxfp4": torch.uint8,
-    "fp8": torch.float32,
-}
+SCALE_DTYPES = {"fp16": torch.float16, "fp32": torch.float32, "e8m0": torch.uint8}
+FLOAT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +57,12 @@ class MatrixBlocks:
         blocks = fmt.padded_rows(rows) // ROWS_PER_BLOCK
         dwords = fmt.padded_cols(cols) // fmt.weights_per_dword
         words = data.view(torch.int32).view(blocks, dwords, ROWS_PER_BLOCK)
-        if scales is None or fmt.group_size is None:
+        encoding = fmt.encoding
+        if scales is None or fmt.group_size is None or encoding.scale is None:
             return cls(words, None)
-        lanes = 1 if fmt.kind == "fp8" else ROWS_PER_BLOCK
-        lines = fmt.padded_cols(cols) // fmt.group_size * (2 if fmt.kind == "int4z" else 1)
-        return cls(words, scales.view(SCALE_DTYPES[fmt.kind]).view(blocks, lines, lanes))
+        lanes = ROWS_PER_BLOCK // encoding.rows_per_scale
+        lines = fmt.padded_cols(cols) // fmt.group_size * (2 if encoding.has_minima else 1)
+        return cls(words, scales.view(SCALE_DTYPES[encoding.scale]).view(blocks, lines, lanes))
 
     def every_nth(self, step: int, first: int) -> "MatrixBlocks":
         """Return views of every `step`-th block."""
@@ -82,10 +78,8 @@ class MatrixBlocks:
         if self.scales is None or coded.scales is None:
             return
         target = self.scales[first_block:stop]
-        if fmt.kind == "fp8":
-            target[:, :, 0] = coded.scales[::ROWS_PER_BLOCK]
-        elif coded.minima is None:
-            target.copy_(_to_blocks(coded.scales))
+        if coded.minima is None:
+            target.copy_(_to_blocks(coded.scales)[:, :, :: fmt.encoding.rows_per_scale])
         else:
             target[:, 0::2] = _to_blocks(coded.scales)
             target[:, 1::2] = _to_blocks(coded.minima)
@@ -95,12 +89,11 @@ class MatrixBlocks:
         codes = _from_words(fmt, _from_blocks(self.words))
         if self.scales is None:
             return CodedMatrix(codes)
-        if fmt.kind == "fp8":
-            return CodedMatrix(codes, self.scales[:, :, 0].repeat_interleave(ROWS_PER_BLOCK, dim=0))
-        if fmt.kind == "int4z":
+        if fmt.encoding.has_minima:
             even, odd = self.scales[:, 0::2], self.scales[:, 1::2]
             return CodedMatrix(codes, _from_blocks(even), _from_blocks(odd))
-        return CodedMatrix(codes, _from_blocks(self.scales))
+        of_rows = self.scales.expand(-1, -1, ROWS_PER_BLOCK)
+        return CodedMatrix(codes, _from_blocks(of_rows))
 
 
 def _to_blocks(row_major: Tensor) -> Tensor:
@@ -126,7 +119,7 @@ def _to_words(fmt: WeightFormat, codes: Tensor) -> Tensor:
 def _from_words(fmt: WeightFormat, words: Tensor) -> Tensor:
     """Undo `_to_words`: (rows, dwords) int32 -> (rows, cols) of the codes' dtype."""
     if fmt.bits == 16:
-        return words.contiguous().view(torch.bfloat16 if fmt.kind == "bf16" else torch.float16)
+        return words.contiguous().view(FLOAT_DTYPES[fmt.encoding.element])
     if fmt.bits == 4:
         words = torch.stack((words & 0x0F0F0F0F, (words >> 4) & 0x0F0F0F0F), dim=2).flatten(1)
     return words.contiguous().view(torch.uint8)

@@ -4,22 +4,10 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.formats.blocks import CodedMatrix
-from tandem.kernels.formats.weight_format import Kind, WeightFormat
+from tandem.kernels.formats.weight_format import WeightFormat
 
-INT4_OFFSET, INT8_OFFSET = 8, 128
 E8M0_BIAS = 127
 E2M1_SIGN = 8
-
-# The code that padding gets: its value is zero, or it is scaled by zero.
-ZERO_CODES: dict[Kind, int] = {
-    "int4": INT4_OFFSET,
-    "int4z": 0,
-    "int8": INT8_OFFSET,
-    "mxfp4": 0,
-    "fp8": 0,
-    "bf16": 0,
-    "fp16": 0,
-}
 
 
 def decode(coded: CodedMatrix, fmt: WeightFormat) -> Tensor:
@@ -27,7 +15,9 @@ def decode(coded: CodedMatrix, fmt: WeightFormat) -> Tensor:
     if coded.scales is None or fmt.group_size is None:
         return coded.codes.float()
     values: Tensor = _code_values(coded.codes, fmt).unflatten(1, (-1, fmt.group_size))
-    scales = power_of_two(coded.scales.int() - E8M0_BIAS) if fmt.kind == "mxfp4" else coded.scales
+    scales = coded.scales
+    if fmt.encoding.scale == "e8m0":
+        scales = power_of_two(scales.int() - E8M0_BIAS)
     values *= scales.float()[:, :, None]
     if coded.minima is not None:
         values += coded.minima.float()[:, :, None]
@@ -47,14 +37,10 @@ def e2m1_magnitude(code: Tensor) -> Tensor:
 
 def _code_values(codes: Tensor, fmt: WeightFormat) -> Tensor:
     """Return fp32 values before scaling, in memory of their own."""
-    match fmt.kind:
-        case "int4":
-            return codes.float().sub_(INT4_OFFSET)
-        case "int8":
-            return codes.float().sub_(INT8_OFFSET)
-        case "fp8":
+    match fmt.encoding.element:
+        case "e4m3":
             return codes.view(torch.float8_e4m3fn).float()
-        case "mxfp4":
+        case "e2m1":
             magnitude = e2m1_magnitude((codes & (E2M1_SIGN - 1)).float())
             return torch.where(codes < E2M1_SIGN, magnitude, -magnitude)
-    return codes.float()
+    return codes.float().sub_(fmt.encoding.offset)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tandem.core.errors import ModelError
 from tandem.kernels.formats.blocks import SCALE_DTYPES, CodedMatrix, MatrixBlocks
-from tandem.kernels.formats.codes import ZERO_CODES, decode
+from tandem.kernels.formats.codes import decode
 from tandem.kernels.formats.quantize import quantize
 from tandem.kernels.formats.source_codes import coded_matrix
 from tandem.kernels.formats.weight_format import ROWS_PER_BLOCK, WeightFormat
@@ -37,9 +37,9 @@ class PackedMatrix:
     def empty(cls, rows: int, cols: int, fmt: WeightFormat) -> "PackedMatrix":
         """Allocate the memory of a (rows, cols) matrix."""
         data = allocate(fmt.data_bytes(rows, cols))
-        if fmt.group_size is None:
+        if fmt.encoding.scale is None:
             return cls(fmt, rows, cols, data, None)
-        dtype = SCALE_DTYPES[fmt.kind]
+        dtype = SCALE_DTYPES[fmt.encoding.scale]
         return cls(fmt, rows, cols, data, allocate(fmt.scale_bytes(rows, cols)).view(dtype))
 
     @property
@@ -101,7 +101,7 @@ def write_weight(
     """Round (rows, cols) weights, of any stride, into blocks that have room for just them."""
     rows, cols = weight.shape
     width = fmt.padded_cols(cols)
-    if importance is None and fmt.kind == "int4z" and width > cols:
+    if importance is None and fmt.encoding.has_minima and width > cols:
         importance = torch.ones(cols, device="cpu")  # zero points need not keep the padding at zero
     if importance is not None:
         importance = F.pad(importance.float(), (0, width - cols))
@@ -119,22 +119,22 @@ def write_codes(
 ) -> None:
     """Place (rows, cols) codes into blocks that have room for just them."""
     rows, cols = (fmt.padded_rows(coded.codes.shape[0]), fmt.padded_cols(coded.codes.shape[1]))
-    if fmt.kind == "fp8" and coded.scales is not None:
-        _require_block_scales(coded.scales, name)
+    if fmt.encoding.rows_per_scale > 1 and coded.scales is not None:
+        _require_block_scales(coded.scales, fmt, name)
     lines = [
         None if part is None else _padded(part, rows, part.shape[1])
         for part in (coded.scales, coded.minima)
     ]
-    codes = _padded(coded.codes, rows, cols, ZERO_CODES[fmt.kind])
+    codes = _padded(coded.codes, rows, cols, fmt.encoding.offset)
     blocks.write(fmt, 0, CodedMatrix(codes, *lines))
 
 
-def _require_block_scales(scales: Tensor, name: str) -> None:
+def _require_block_scales(scales: Tensor, fmt: WeightFormat, name: str) -> None:
     of_block = scales[::ROWS_PER_BLOCK].repeat_interleave(ROWS_PER_BLOCK, dim=0)
     if not torch.equal(of_block[: scales.shape[0]], scales):
         raise ModelError(
-            f"{name} has fp8 scales that change inside a block of {ROWS_PER_BLOCK} rows, expected "
-            "one for all of them; dequantise the matrix and pack its values"
+            f"{name} has {fmt.name} scales that change inside a block of {ROWS_PER_BLOCK} rows, "
+            "expected one for all of them; dequantise the matrix and pack its values"
         )
 
 

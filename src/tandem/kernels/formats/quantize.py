@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import ModelError
-from tandem.kernels.formats.blocks import CodedMatrix
-from tandem.kernels.formats.codes import INT4_OFFSET, INT8_OFFSET
+from tandem.kernels.formats.blocks import FLOAT_DTYPES, CodedMatrix
 from tandem.kernels.formats.microfloat import fit_mxfp4, round_e4m3
 from tandem.kernels.formats.scale_search import (
     INT4_PEAKS,
@@ -16,6 +15,8 @@ from tandem.kernels.formats.scale_search import (
     fit_symmetric,
 )
 from tandem.kernels.formats.weight_format import WeightFormat
+
+_SYMMETRIC = {4: (INT4_PEAKS, INT4_RANGE), 8: (INT8_PEAKS, INT8_RANGE)}
 
 
 def quantize(
@@ -34,7 +35,7 @@ def quantize(
     Raises `ModelError` with `name` for NaN, infinity and weights too large for the format.
     """
     if fmt.group_size is None:
-        codes = weight.to(torch.bfloat16 if fmt.kind == "bf16" else torch.float16)
+        codes = weight.to(FLOAT_DTYPES[fmt.encoding.element])
         _require_finite(codes, weight, fmt, name)
         return CodedMatrix(codes)
     x = weight.unflatten(1, (-1, fmt.group_size))  # (rows, groups, group_size)
@@ -59,22 +60,19 @@ def _fit(
     has_search: bool,
 ) -> CodedMatrix:
     peak = torch.where(high > -low, high, low)  # the weight of largest magnitude, with its sign
-    match fmt.kind:
-        case "int4":
-            peaks = INT4_PEAKS if has_search else INT4_PEAKS[:1]
-            codes, scales = fit_symmetric(x, peak, importance, peaks, INT4_RANGE)
-            return CodedMatrix(_stored(codes.add_(INT4_OFFSET)), scales)
-        case "int8":
-            peaks = INT8_PEAKS if has_search else INT8_PEAKS[:1]
-            codes, scales = fit_symmetric(x, peak, importance, peaks, INT8_RANGE)
-            return CodedMatrix(_stored(codes.add_(INT8_OFFSET)), scales)
-        case "int4z":
+    match fmt.encoding.element:
+        case "integer" if fmt.encoding.has_minima:
             codes, scales, minima = fit_affine(x, low, high, importance, has_search=has_search)
             return CodedMatrix(_stored(codes), scales, minima)
-        case "mxfp4":
+        case "integer":
+            peaks, limits = _SYMMETRIC[fmt.bits]
+            peaks = peaks if has_search else peaks[:1]
+            codes, scales = fit_symmetric(x, peak, importance, peaks, limits)
+            return CodedMatrix(_stored(codes.add_(fmt.encoding.offset)), scales)
+        case "e2m1":
             codes, scales = fit_mxfp4(x, peak.abs(), importance, has_search=has_search)
             return CodedMatrix(_stored(codes), scales)
-        case "fp8":
+        case "e4m3":
             codes, scales = round_e4m3(x, peak.abs())
             return CodedMatrix(codes.flatten(1), scales)
     raise AssertionError(fmt.kind)

@@ -5,16 +5,11 @@ from torch import Tensor
 
 from tandem.core.errors import ModelError
 from tandem.kernels.formats.blocks import CodedMatrix
-from tandem.kernels.formats.codes import INT4_OFFSET, INT8_OFFSET
 from tandem.kernels.formats.microfloat import LARGEST_E8M0
 from tandem.kernels.formats.weight_format import WeightFormat
 
 FP8_BLOCK_ROWS = 128
 E4M3_NAN = 0x7F  # without the sign bit
-
-# Codes as checkpoints give them, and what is added to store them.
-_RANGES = {"int4": (-8, 7), "int4z": (0, 15), "int8": (-128, 127), "mxfp4": (0, 15)}
-_OFFSETS = {"int4": INT4_OFFSET, "int4z": 0, "int8": INT8_OFFSET, "mxfp4": 0}
 
 
 def coded_matrix(
@@ -37,15 +32,15 @@ def coded_matrix(
         raise ModelError(f"{name}: {fmt.name} has no codes and scales; use pack for its weights")
     rows, cols = codes.shape
     groups = -(-cols // fmt.group_size)
-    if fmt.kind == "fp8":
+    if fmt.encoding.element == "e4m3":
         _require_shape(scales, (-(-rows // FP8_BLOCK_ROWS), groups), f"{name}'s scales")
         return _coded_fp8(codes, scales, rows, name)
     _require_shape(scales, (rows, groups), f"{name}'s scales")
     stored = _stored_codes(codes, fmt, name)
-    if fmt.kind == "mxfp4":
+    if fmt.encoding.scale == "e8m0":
         return CodedMatrix(stored, _require_e8m0(scales, name))
     half = _exact_half(scales, f"{name}'s scales")
-    if fmt.kind != "int4z":
+    if not fmt.encoding.has_minima:
         return CodedMatrix(stored, half)
     if zeros is None:
         raise ModelError(f"{name} has no zero points, but {fmt.name} needs them; use int4")
@@ -56,13 +51,13 @@ def coded_matrix(
 
 
 def _stored_codes(codes: Tensor, fmt: WeightFormat, name: str) -> Tensor:
-    low, high = _RANGES[fmt.kind]
+    low, high = fmt.encoding.codes
     if codes.numel() and not (low <= codes.min() and codes.max() <= high):
         raise ModelError(
             f"{name} has codes from {codes.min()} to {codes.max()}, expected {low} to {high} for "
             f"{fmt.name}; unpack the checkpoint's codes to one per element, or choose its format"
         )
-    return (codes.to(torch.int16) + _OFFSETS[fmt.kind]).to(torch.uint8)
+    return (codes.to(torch.int16) + fmt.encoding.offset).to(torch.uint8)
 
 
 def _coded_fp8(codes: Tensor, scales: Tensor, rows: int, name: str) -> CodedMatrix:

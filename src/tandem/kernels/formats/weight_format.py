@@ -12,26 +12,44 @@ LAYOUT_VERSION = 1
 ROWS_PER_BLOCK = 16  # one 512-bit register holds one dword of each row
 SECTION_ALIGNMENT_BYTES = 64  # one cache line
 
-Kind = Literal["int4", "int4z", "int8", "mxfp4", "fp8", "bf16", "fp16"]
+Element = Literal["integer", "e2m1", "e4m3", "bf16", "fp16"]
+Scale = Literal["fp16", "fp32", "e8m0"]
+_SCALE_BYTES: dict[Scale, int] = {"fp16": 2, "fp32": 4, "e8m0": 1}
 
-_BITS: dict[Kind, int] = {
-    "int4": 4,
-    "int4z": 4,
-    "int8": 8,
-    "mxfp4": 4,
-    "fp8": 8,
-    "bf16": 16,
-    "fp16": 16,
-}
-# Bytes of scales per group of one row; fp8 has one fp32 scale for the 16 rows of a block.
-_SCALE_BYTES: dict[Kind, float] = {
-    "int4": 2,
-    "int4z": 4,
-    "int8": 2,
-    "mxfp4": 1,
-    "fp8": 4 / ROWS_PER_BLOCK,
-    "bf16": 0,
-    "fp16": 0,
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """What a weight is stored as, and what a group's scale is; everything else asks this record."""
+
+    number: int
+    """What `csrc/packed.hpp` calls it."""
+    bits: int
+    element: Element
+    scale: Scale | None = None
+    rows_per_scale: int = 1
+    has_minima: bool = False
+    """Whether each scale is followed by what is added after it, of the same type."""
+    codes: tuple[int, int] = (0, 0)
+    """Lowest and highest code as checkpoints give them."""
+    offset: int = 0
+    """What is added to a code to store it; the stored code of zero."""
+
+    @property
+    def scale_bytes(self) -> float:
+        """Bytes of scales and minima per group of one row."""
+        if self.scale is None:
+            return 0.0
+        return _SCALE_BYTES[self.scale] * (2 if self.has_minima else 1) / self.rows_per_scale
+
+
+_ENCODINGS = {
+    "bf16": Encoding(0, 16, "bf16"),
+    "fp16": Encoding(5, 16, "fp16"),
+    "int8": Encoding(1, 8, "integer", "fp16", codes=(-128, 127), offset=128),
+    "fp8": Encoding(6, 8, "e4m3", "fp32", rows_per_scale=ROWS_PER_BLOCK),
+    "int4": Encoding(2, 4, "integer", "fp16", codes=(-8, 7), offset=8),
+    "int4z": Encoding(3, 4, "integer", "fp16", codes=(0, 15), has_minima=True),
+    "mxfp4": Encoding(4, 4, "e2m1", "e8m0", codes=(0, 15)),
 }
 
 
@@ -40,14 +58,19 @@ class WeightFormat:
     """One way to store weights; `docs/formats.md` says where each byte lies."""
 
     name: str
-    kind: Kind
+    kind: str
     group_size: int | None = None
     """Columns that share a scale; None where there are no scales."""
 
     @property
+    def encoding(self) -> Encoding:
+        """How its kind of format stores a weight."""
+        return _ENCODINGS[self.kind]
+
+    @property
     def bits(self) -> int:
         """Bits of one weight's code, without scales."""
-        return _BITS[self.kind]
+        return self.encoding.bits
 
     @property
     def col_multiple(self) -> int:
@@ -64,7 +87,7 @@ class WeightFormat:
         """Bits of one weight with its share of the scales, without padding."""
         if self.group_size is None:
             return float(self.bits)
-        return self.bits + 8 * _SCALE_BYTES[self.kind] / self.group_size
+        return self.bits + 8 * self.encoding.scale_bytes / self.group_size
 
     def padded_rows(self, rows: int) -> int:
         """Round up to whole blocks of 16 rows."""
@@ -83,10 +106,10 @@ class WeightFormat:
         if self.group_size is None:
             return 0
         groups = self.padded_cols(cols) // self.group_size
-        return int(self.padded_rows(rows) * groups * _SCALE_BYTES[self.kind])
+        return int(self.padded_rows(rows) * groups * self.encoding.scale_bytes)
 
 
-def _grouped(kind: Kind) -> tuple[WeightFormat, ...]:
+def _grouped(kind: str) -> tuple[WeightFormat, ...]:
     return tuple(WeightFormat(f"{kind}-g{size}", kind, size) for size in (32, 64, 128))
 
 

@@ -11,21 +11,10 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.formats.expert import ExpertLayout
-from tandem.kernels.formats.weight_format import Kind
 from tandem.kernels.native import NativeActivation
-from tandem.kernels.triton import combine, matrix, vector
+from tandem.kernels.triton import combine, matrix, tiles, vector
 from tandem.kernels.triton.rows import GroupedRows
 
-# What `tiles.biased_values` returns stands for factor * biased + offset.
-_NUMBERS: dict[Kind, tuple[float, float]] = {
-    "bf16": (1.0, 0.0),
-    "fp16": (1.0, 0.0),
-    "int8": (256.0, -256.0 - 128.0),
-    "fp8": (256.0, 0.0),
-    "int4": (16.0, -16.0 - 8.0),
-    "int4z": (16.0, -16.0),
-    "mxfp4": (16384.0, 0.0),
-}
 _VECTOR_LANES = 32
 # Chunks times tokens of a vector kernel: each takes two registers of fp32, and more spill.
 _MOST_SUMS = 256
@@ -190,7 +179,7 @@ def _matrix(
     layout: ExpertLayout, sections: tuple[int, int, int], cols: int, rows: int, blocks: int
 ) -> _Matrix:
     fmt = layout.format
-    factor, offset = _NUMBERS[fmt.kind]
+    factor, offset = tiles.FACTOR_AND_OFFSET[fmt.kind]
     per_dword = fmt.weights_per_dword
     constants: dict[str, Any] = {
         "data_offset": sections[0],

@@ -10,6 +10,17 @@ import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
+# What `biased_values` returns stands for factor * biased + offset.
+FACTOR_AND_OFFSET = {
+    "bf16": (1.0, 0.0),
+    "fp16": (1.0, 0.0),
+    "int8": (256.0, -256.0 - 128.0),
+    "fp8": (256.0, 0.0),
+    "int4": (16.0, -16.0 - 8.0),
+    "int4z": (16.0, -16.0),
+    "mxfp4": (16384.0, 0.0),
+}
+
 
 @triton.jit
 def load_words(
