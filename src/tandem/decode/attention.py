@@ -52,7 +52,7 @@ def attention_forward(
         value_dim=value.shape[-1],
         scale=key.shape[-1] ** -0.5 if scaling is None else float(scaling),
         softcap=float(softcap or 0),
-        window=sliding_window or 0,
+        window=sliding_window or cache.expected_window,  # some models tell it to their mask alone
     )
     batch, _, num_tokens, _ = query.shape
     # (heads, all tokens, dim), a view in either case

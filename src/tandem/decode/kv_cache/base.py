@@ -43,6 +43,8 @@ class RowCache(ABC):
         """Layers that are expected: their memory is asked for together."""
         self.num_sliding_layers = 0
         """How many of them see a window alone."""
+        self.windows_by_layer: dict[int, int] = {}
+        """What the layers of Transformers' cache keep, where that is a window."""
         self.states_asked_for: StateHandle | None = None
         """The states of the layer that the model asked for last."""
         self._awaited: int | None = None
@@ -71,6 +73,11 @@ class RowCache(ABC):
         if self._awaited is not None:
             raise NotByRowsError("keys were given twice before attention was asked for")
         self._awaited = layer
+
+    @property
+    def expected_window(self) -> int:
+        """The window of the layer whose attention is expected, as its cache has it; 0: all."""
+        return 0 if self._awaited is None else self.windows_by_layer.get(self._awaited, 0)
 
     @property
     @abstractmethod
@@ -171,7 +178,12 @@ def transformers_cache(model: Any, cache: RowCache) -> DynamicCache:
     """
     shell = DynamicCache(config=model.config.get_text_config(decoder=True))
     kinds = [type(layer) for layer in shell.layers]
-    cache.num_sliding_layers = kinds.count(DynamicSlidingWindowLayer)
+    cache.windows_by_layer = {
+        number: layer.sliding_window
+        for number, layer in enumerate(shell.layers)
+        if type(layer) is DynamicSlidingWindowLayer
+    }
+    cache.num_sliding_layers = len(cache.windows_by_layer)
     cache.num_layers = max(1, kinds.count(DynamicLayer) + cache.num_sliding_layers)
     if not kinds:
         raise NotByRowsError("the model keeps no keys and values")
