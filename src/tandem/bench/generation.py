@@ -24,6 +24,7 @@ from tandem.experts.tracing.events import ExpertStatistics, LayerExecuted
 from tandem.generate.generator import Generator
 from tandem.generate.sampler import Sampler
 from tandem.generate.sampling import SamplingRule
+from tandem.hf.config_values import experts_per_token
 from tandem.hf.dense import PackedLinear
 from tandem.hf.runtime import require_runtime
 
@@ -60,7 +61,7 @@ class Measured:
     time_to_first_token_seconds: float
     speed: Speed
     step_bytes: int
-    """What a decode step touched: dense weights, distinct experts, KV cache."""
+    """What a decode step touched: dense weights, distinct experts, KV cache, states (twice)."""
     milliseconds: dict[str, float]
     first_prefill_seconds: float
     """Of a prompt that met nothing prepared, as a user's first one does."""
@@ -112,8 +113,7 @@ def measure(
     warm_up = time.perf_counter() - start
     decoded = _decode(model, pool, sampler, max(1, work.new_tokens), tokens, bench)
     step = statistics.median(decoded.steps)
-    kv_bytes = pool.cache.filled_bytes if isinstance(pool, CpuSlotPool) else 0
-    step_bytes = decoded.expert_bytes + _dense_bytes(model) + kv_bytes
+    step_bytes = decoded.expert_bytes + _dense_bytes(model) + _cache_bytes(pool)
     recording = None if pool.step is None else pool.step.recording
     return Measured(
         time_to_first_token_seconds=first,
@@ -219,6 +219,13 @@ def _dense_bytes(model: nn.Module) -> int:
     )
 
 
+def _cache_bytes(pool: SlotPool) -> int:
+    """Return what a step of all slots reads of keys and values, and reads and writes of states."""
+    if not isinstance(pool, CpuSlotPool):
+        return 0
+    return pool.cache.filled_bytes + 2 * pool.num_slots * pool.cache.states.step_bytes
+
+
 def _weights_per_token(model: Any) -> Iterator[tuple[int, bool]]:
     """Yield (weights, whether they are multiplied as int8) that a prompt's token meets."""
     head = model.get_output_embeddings()
@@ -226,7 +233,7 @@ def _weights_per_token(model: Any) -> Iterator[tuple[int, bool]]:
         if module is not head:
             num = module.in_features * module.out_features
             yield num, isinstance(module, PackedLinear) and module.packed.matrix.format.bits <= 8
-    top_k = getattr(model.config.get_text_config(), "num_experts_per_tok", 1)
+    top_k = experts_per_token(model.config.get_text_config())
     for layer in require_runtime(model).store:
         if isinstance(layer, PackedLayer):
             layout = layer.layout

@@ -25,13 +25,18 @@ from tandem.kernels.native import (
     NativeExperts,
 )
 
-# (hidden size, intermediate size) of one expert.
+# (hidden size, intermediate size) of one expert; Nemotron's are missing, which have no gate.
 SHAPES = {
     "qwen3-30b-a3b": (2048, 768),
     "mixtral-8x7b": (4096, 14336),
     "deepseek-v2-lite": (2048, 1408),
     "gpt-oss-20b": (2880, 2880),
     "olmoe": (2048, 1024),
+    "qwen3.6-35b-a3b": (2048, 512),
+    "qwen3-next-80b-a3b": (2048, 512),
+    "gemma4-26b-a4b": (2816, 704),
+    "lfm2-8b-a1b": (2048, 1792),
+    "glm-4.7-flash": (2048, 1536),
 }
 FORMATS = ("bf16", "int8", "int4", "mxfp4")
 TOKENS = (1, 4, 128, 512)

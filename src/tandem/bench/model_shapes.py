@@ -14,7 +14,45 @@ class ModelShape:
     model_type: str
     values: dict[str, Any] = field(default_factory=dict)
 
+    def cut(self, num_layers: int, *, first: int = 0) -> "ModelShape":
+        """Return the shape with so many of its layers, and so what it lists layer by layer."""
+        total = self.values["num_hidden_layers"]
+        end = min(first + num_layers, total)
+        values = {
+            key: value[first:end] if _is_by_layer(value, total) else value
+            for key, value in self.values.items()
+        }
+        if "per_layer_config" in values:  # what differs, by a layer's number
+            own = {int(layer) - first: one for layer, one in values["per_layer_config"].items()}
+            values["per_layer_config"] = {n: one for n, one in own.items() if 0 <= n < end - first}
+        return ModelShape(self.model_type, values | {"num_hidden_layers": end - first})
 
+    def sample(self, num_layers: int) -> "ModelShape":
+        """Return the shape with the first run of so many layers that has as many kinds as any."""
+        total = self.values["num_hidden_layers"]
+        lists = [value for value in self.values.values() if _is_by_layer(value, total)]
+        kinds = list(zip(*lists, strict=True))
+        starts = range(max(0, len(kinds) - num_layers) + 1)
+        first = max(starts, key=lambda start: len(set(kinds[start : start + num_layers])))
+        return self.cut(num_layers, first=first)
+
+
+def _is_by_layer(value: Any, num_layers: int) -> bool:
+    return isinstance(value, list) and len(value) == num_layers
+
+
+def _every(period: int, num_layers: int, others: str) -> list[str]:
+    """Return the kinds of layers of which each `period`-th one has full attention."""
+    return [others if layer % period else "full_attention" for layer in range(1, num_layers + 1)]
+
+
+# Nemotron 3 Nano's layers: Mamba-2, experts, attention.
+_NEMOTRON_LAYERS = {"M": "linear_attention", "E": "moe", "*": "full_attention"}
+_NEMOTRON_PATTERN = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+_LFM2_ATTENTION = (2, 6, 10, 14, 18, 21)  # the other layers of LFM2-8B-A1B are convolutions
+
+# Where values differ from the defaults of the architecture's configuration class, they are those
+# of the released model's config.json.
 MODEL_SHAPES = {
     "qwen3-30b-a3b": ModelShape(
         "qwen3_moe",
@@ -61,6 +99,83 @@ MODEL_SHAPES = {
             "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 16,
             "num_key_value_heads": 16, "num_experts": 64, "num_experts_per_tok": 8,
             "intermediate_size": 1024, "vocab_size": 50_304, "max_position_embeddings": 4096,
+        },
+    ),
+    "qwen3.6-35b-a3b": ModelShape(
+        "qwen3_5_moe_text",
+        {
+            "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16,
+            "num_key_value_heads": 2, "head_dim": 256,
+            "layer_types": _every(4, 40, "linear_attention"), "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "num_experts": 256,
+            "num_experts_per_tok": 8, "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512, "vocab_size": 248_320,
+            "max_position_embeddings": 262_144,
+        },
+    ),
+    "qwen3-next-80b-a3b": ModelShape(
+        "qwen3_next",
+        {
+            "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 16,
+            "num_key_value_heads": 2, "head_dim": 256,
+            "layer_types": _every(4, 48, "linear_attention"), "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "num_experts": 512,
+            "num_experts_per_tok": 10, "norm_topk_prob": True, "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512, "vocab_size": 151_936,
+            "max_position_embeddings": 262_144,
+        },
+    ),
+    "gemma4-26b-a4b": ModelShape(
+        "gemma4_text",
+        {
+            "hidden_size": 2816, "num_hidden_layers": 30, "num_attention_heads": 16,
+            "num_key_value_heads": 8, "head_dim": 256,
+            "layer_types": _every(6, 30, "sliding_attention"), "global_head_dim": 512,
+            "num_global_key_value_heads": 2, "attention_k_eq_v": True, "sliding_window": 1024,
+            "intermediate_size": 2112, "enable_moe_block": True, "num_experts": 128,
+            "top_k_experts": 8, "moe_intermediate_size": 704, "hidden_size_per_layer_input": 0,
+            "final_logit_softcapping": 30.0, "tie_word_embeddings": True, "vocab_size": 262_144,
+            "max_position_embeddings": 262_144,
+        },
+    ),
+    "lfm2-8b-a1b": ModelShape(
+        "lfm2_moe",
+        {
+            "hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "conv_L_cache": 3, "intermediate_size": 7168,
+            "num_dense_layers": 2, "num_experts": 32, "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1792, "use_expert_bias": True, "norm_topk_prob": True,
+            "layer_types": [
+                "full_attention" if layer in _LFM2_ATTENTION else "conv" for layer in range(24)
+            ],
+            "tie_word_embeddings": True, "vocab_size": 65_536, "max_position_embeddings": 128_000,
+        },
+    ),
+    "nemotron-3-nano": ModelShape(
+        "nemotron_h",
+        {
+            "hidden_size": 2688, "num_hidden_layers": 52, "num_attention_heads": 32,
+            "num_key_value_heads": 2, "head_dim": 128, "mamba_num_heads": 64, "mamba_head_dim": 64,
+            "ssm_state_size": 128, "n_groups": 8, "conv_kernel": 4, "n_routed_experts": 128,
+            "num_experts_per_tok": 6, "n_shared_experts": 1, "moe_intermediate_size": 1856,
+            "moe_shared_expert_intermediate_size": 3712, "intermediate_size": 1856, "n_group": 1,
+            "topk_group": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
+            "layers_block_type": [_NEMOTRON_LAYERS[kind] for kind in _NEMOTRON_PATTERN],
+            "vocab_size": 131_072, "max_position_embeddings": 262_144,
+        },
+    ),
+    "glm-4.7-flash": ModelShape(
+        "glm4_moe_lite",
+        {
+            "hidden_size": 2048, "num_hidden_layers": 47, "num_attention_heads": 20,
+            "num_key_value_heads": 20, "q_lora_rank": 768, "kv_lora_rank": 512,
+            "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256,
+            "n_routed_experts": 64, "n_shared_experts": 1, "num_experts_per_tok": 4, "n_group": 1,
+            "topk_group": 1, "routed_scaling_factor": 1.8, "norm_topk_prob": True,
+            "moe_intermediate_size": 1536, "intermediate_size": 10_240, "vocab_size": 154_880,
+            "max_position_embeddings": 202_752,
         },
     ),
 }  # fmt: skip

@@ -14,7 +14,7 @@ from tandem.bench.model_shapes import ModelShape
 from tandem.core.errors import ConfigError
 from tandem.experts.store.packed_layer import STORED_NAME, PackedLayer
 from tandem.hf.config import OffloadConfig, parse_dense_dtype
-from tandem.hf.dense import PackedLinear, packable_layers
+from tandem.hf.dense import PackedLinear, packable_layers, untie
 from tandem.hf.experts import is_experts_module
 from tandem.hf.quantizer import OffloadQuantizer
 from tandem.kernels.dense import CpuThreads, DenseWeight
@@ -39,17 +39,15 @@ def build_random_model(
     device: str = "cpu",
     has_huge_pages: bool = True,
 ) -> Any:
-    """Build a shape as if it had been loaded; `num_layers` and `vocabulary` cut it.
+    """Build a shape as if it had been loaded; `num_layers` and `vocabulary` make it smaller.
 
     Without huge pages experts lie as those of a mapped file do. Dense parts are on `device`; on a
     GPU they are bf16, so `dense_dtype` is "none" there.
     """
-    values = dict(shape.values)
     if num_layers is not None:
-        values["num_hidden_layers"] = min(num_layers, values["num_hidden_layers"])
-    if vocabulary is not None:
-        values["vocab_size"] = vocabulary
-    config = AutoConfig.for_model(shape.model_type, **values)
+        shape = shape.sample(num_layers)
+    cut = {} if vocabulary is None else {"vocab_size": vocabulary}
+    config = AutoConfig.for_model(shape.model_type, **shape.values | cut)
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     quantizer = OffloadQuantizer(offload)
@@ -82,13 +80,14 @@ def drop_experts(model: nn.Module) -> None:
                 setattr(module, name, nn.Parameter(empty, requires_grad=False))
 
 
-def _pack_linear_layers(model: nn.Module, fmt: WeightFormat | None, threads: CpuThreads) -> None:
+def _pack_linear_layers(model: Any, fmt: WeightFormat | None, threads: CpuThreads) -> None:
     if fmt is None:
         return
     for parent, name, linear in list(packable_layers(model)):
         rows, cols = linear.weight.shape
         weight = DenseWeight(_random_matrix(rows, cols, fmt), None)
         setattr(parent, name, PackedLinear(weight, threads, torch.bfloat16))
+    untie(model, PackedLinear)
 
 
 def _random_matrix(rows: int, cols: int, fmt: WeightFormat) -> PackedMatrix:

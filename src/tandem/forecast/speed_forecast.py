@@ -186,25 +186,20 @@ def cpu_threads(offload: OffloadConfig) -> CpuThreads:
 
 def cut_shape(sizes: ModelSizes, num_layers: int) -> ModelShape:
     """Return a model's shape with its first layers only."""
-    return ModelShape(str(sizes.config.model_type), _cut(sizes.config.to_dict(), num_layers))
-
-
-def _cut(values: dict[str, Any], num_layers: int) -> dict[str, Any]:
-    """Return a config's values with its first layers only."""
     dropped = ("model_type", "architectures", "dtype", "torch_dtype", "transformers_version")
-    kept = {k: v for k, v in values.items() if k not in dropped and not k.startswith("_")}
-    total = int(kept.get("num_hidden_layers", num_layers))
-    kept["num_hidden_layers"] = num_layers
-    kept["tie_word_embeddings"] = False  # the head is packed, and reads the same bytes
-    for key, value in kept.items():
-        if isinstance(value, list) and len(value) == total and total > num_layers:
-            kept[key] = value[:num_layers]
-    return kept
+    values = {
+        key: value
+        for key, value in sizes.config.to_dict().items()
+        if key not in dropped and not key.startswith("_")
+    }
+    whole = {"num_hidden_layers": sizes.num_layers} | values
+    return ModelShape(str(sizes.config.model_type), whole).cut(num_layers)
 
 
 def _key(sizes: ModelSizes, offload: OffloadConfig) -> str:
     cpu = detect_cpu()
-    config = json.dumps(_cut(sizes.config.to_dict(), sizes.num_layers), sort_keys=True, default=str)
+    shape = cut_shape(sizes, sizes.num_layers)
+    config = json.dumps(shape.values, sort_keys=True, default=str)
     parts = (
         MEASUREMENT, cpu.model_name, cpu.instruction_sets, offload.threads or cpu.physical_cores,
         offload.isa, sizes.expert_formats, sizes.are_experts_mapped, offload.dense_dtype, config,

@@ -51,6 +51,11 @@ def require_readable_config(directory: Path, model_type: str) -> None:
         AutoConfig.from_pretrained(directory)
 
 
+def experts_per_token(config: Any) -> int:
+    """Return to how many experts of a layer a text model's config sends a token."""
+    return next((int(k) for name in _TOP_K if (k := getattr(config, name, None))), 1)
+
+
 def require_generation_config(directory: Path) -> None:
     """Raise `ModelError` for a generation_config.json that would be left out in silence."""
     if not (directory / GENERATION_CONFIG).exists():

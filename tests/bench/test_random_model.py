@@ -1,0 +1,67 @@
+"""Models with random weights: every shape runs, and what a step touches is counted."""
+
+from typing import Any
+
+import pytest
+
+from tandem.bench.generation import Measured, Workload, measure
+from tandem.bench.model_shapes import MODEL_SHAPES, ModelShape
+from tandem.bench.random_model import build_random_model
+from tandem.generate.generator import Generator
+from tandem.hf.config import OffloadConfig
+from tandem.hf.dense import PackedLinear
+from tandem.kernels.dense import CpuThreads
+from tests.architectures import SIZES
+
+VOCABULARY = 512  # large enough that the head is packed
+WORK = Workload(prompt_tokens=8, new_tokens=2)
+
+
+def tiny(name: str, **more: Any) -> ModelShape:
+    """Return a shape with its kinds of layers and small sizes."""
+    shape = MODEL_SHAPES[name]
+    small = {key: SIZES.get(key, value) for key, value in shape.values.items()}
+    heads = min(shape.values["num_key_value_heads"], SIZES["num_attention_heads"])
+    return ModelShape(shape.model_type, small | {"num_key_value_heads": heads} | more)
+
+
+def build(shape: ModelShape, dense_dtype: str = "int8") -> Any:
+    return build_random_model(
+        shape, OffloadConfig(expert_dtype="int4", threads=1), CpuThreads(num_threads=1),
+        dense_dtype=dense_dtype, num_layers=4, vocabulary=VOCABULARY,
+    )  # fmt: skip
+
+
+def measured(model: Any, work: Workload = WORK) -> Measured:
+    return measure(model, Generator(model, threads=CpuThreads(num_threads=1)), work)
+
+
+@pytest.mark.parametrize("name", MODEL_SHAPES)
+def test_four_layers_of_every_shape_generate(name: str) -> None:
+    model = build(tiny(name))
+    assert model.config.get_text_config().num_hidden_layers == 4
+    assert isinstance(model.get_output_embeddings(), PackedLinear)
+    assert measured(model).step_bytes > 0
+
+
+@pytest.mark.parametrize("dense_dtype", ["int8", "none"])
+def test_a_head_that_is_tied_to_the_embeddings(dense_dtype: str) -> None:
+    shape = tiny("lfm2-8b-a1b")
+    assert shape.values["tie_word_embeddings"]
+    model = build(shape, dense_dtype)
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    assert isinstance(head, PackedLinear) == (dense_dtype == "int8")
+    assert (head.weight is embeddings.weight) == (dense_dtype == "none")
+    assert measured(model).step_bytes > 0
+
+
+def test_a_step_reads_and_writes_each_row_s_states() -> None:
+    # Every expert is active, so more rows touch nothing more but their own caches.
+    shape = tiny("qwen3.6-35b-a3b", num_experts_per_tok=SIZES["num_experts"])
+    one, three = (
+        measured(build(shape), Workload(prompt_tokens=8, new_tokens=2, batch=batch)).step_bytes
+        for batch in (1, 3)
+    )
+    heads, width = SIZES["linear_num_value_heads"], SIZES["linear_key_head_dim"]
+    states = 3 * heads * width * SIZES["linear_value_head_dim"] * 4  # three layers, fp32
+    assert 2 * 2 * states < three - one < 2 * 2 * states * 1.5  # convolutions, keys, values
