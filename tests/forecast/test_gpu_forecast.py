@@ -103,3 +103,23 @@ def test_a_plan_for_a_gpu_that_is_not_here(
 ) -> None:
     assert main(["plan", str(checkpoint), "--device", "cuda"]) == 2
     assert "name its profile (--profile desktop-12gb" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "num_bytes"),
+    [
+        ("qwen3.6-35b-a3b", 10 * 2 * 2 * 256 * 2),
+        ("gemma4-26b-a4b", (25 * 8 * 256 + 5 * 2 * 512) * 2 * 2),
+        ("lfm2-8b-a1b", 6 * 2 * 8 * 64 * 2),
+        ("nemotron-3-nano", 6 * 2 * 2 * 128 * 2),
+    ],
+)
+def test_layers_without_keys_take_nothing_for_tokens(name: str, num_bytes: int) -> None:
+    assert sizes_of(name).kv_bytes_per_token == num_bytes
+
+
+def test_what_windows_keep_is_counted_by_layer() -> None:
+    sizes = sizes_of("gemma4-26b-a4b")
+    whole, sliding = 5 * 2 * 512 * 2 * 2, 25 * 8 * 256 * 2 * 2
+    assert sizes.sliding_share == sliding / (whole + sliding)
+    assert sizes.top_k == 8

@@ -15,6 +15,7 @@ from tandem.experts.store.packed_layer import PackedLayer
 from tandem.hf.checkpoint import AnyCheckpoint, Checkpoint, GgufCheckpoint
 from tandem.hf.compat import parts_in_fp32
 from tandem.hf.config import OffloadConfig, parse_dense_dtype
+from tandem.hf.config_values import experts_per_token
 from tandem.hf.dense import has_quantised_experts, packable_layers
 from tandem.hf.experts import is_experts_module
 from tandem.hf.load import empty_model, open_foreign, source_config
@@ -31,6 +32,8 @@ _PARTS = (
     ("images and sound", ("visual", "vision", "audio", "image")),
 )
 _OTHER = "norms and the rest"
+# Layers of these kinds, as Transformers calls them, keep a state of one size, or nothing.
+_WITHOUT_KEYS = ("linear_attention", "conv", "moe", "mlp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,7 @@ class ModelSizes:
     @property
     def top_k(self) -> int:
         """Experts that a token is sent to in each layer."""
-        return int(getattr(self.config, "num_experts_per_tok", 1) or 1)
+        return experts_per_token(self.config)
 
     @property
     def total_dense_bytes(self) -> int:
@@ -107,6 +110,9 @@ def config_sizes(config: Any, offload: OffloadConfig) -> ModelSizes:
     offload.source = None
     store, text = quantizer.runtime.store, config.get_text_config()
     dtype = next(model.parameters()).dtype
+    layers = _kv_bytes_by_layer(text, dtype)
+    kv_bytes = sum(num_bytes for _, num_bytes in layers)
+    sliding = sum(num_bytes for kind, num_bytes in layers if kind == "sliding_attention")
     return ModelSizes(
         config=text,
         experts_bytes=store.expected_bytes(dtype),
@@ -120,9 +126,9 @@ def config_sizes(config: Any, offload: OffloadConfig) -> ModelSizes:
         dense_bytes=_dense_bytes(model, _packed_formats(model, store, offload, codes)),
         dense_layers_with_codes=sum(fmt is not None for fmt in codes.values()),
         dense_layers_without=sum(fmt is None for fmt in codes.values()),
-        kv_bytes_per_token=_kv_bytes_per_token(text, dtype),
+        kv_bytes_per_token=kv_bytes,
         sliding_window=int(getattr(text, "sliding_window", None) or 0),
-        sliding_share=_sliding_share(text),
+        sliding_share=sliding / max(1, kv_bytes),
     )
 
 
@@ -176,21 +182,24 @@ def _dense_parts(model: nn.Module, packed: Mapping[str, WeightFormat]) -> Iterat
                 yield f"{path}.{name}", tensor.numel() * max(itemsize, tensor.itemsize)
 
 
-def _sliding_share(config: Any) -> float:
-    """Return the share of layers with a window, as Transformers' caches count them."""
-    if not getattr(config, "sliding_window", None):
-        return 0.0
-    kinds: list[str] = getattr(config, "layer_types", None) or ["sliding_attention"]
-    return sum(kind == "sliding_attention" for kind in kinds) / len(kinds)
+def _kv_bytes_by_layer(config: Any, dtype: torch.dtype) -> list[tuple[str, int]]:
+    """Return each layer's kind and what a token's keys and values take in it."""
+    usual = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+    count = int(config.num_hidden_layers)
+    kinds = getattr(config, "layer_types", None) or [usual] * count
+    layers = getattr(config, "per_layer_config", [config] * count)
+    return [
+        (kind, 0 if kind in _WITHOUT_KEYS else _kv_bytes(layer, dtype))
+        for kind, layer in zip(kinds, layers, strict=True)
+    ]
 
 
-def _kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
-    """Return what a token's keys and values take in all layers; windows are not counted off."""
-    layers = int(config.num_hidden_layers)
+def _kv_bytes(config: Any, dtype: torch.dtype) -> int:
+    """Return what a token's keys and values take in a layer with this config."""
     heads = int(getattr(config, "num_attention_heads", 1))
     if getattr(config, "kv_lora_rank", None):  # latent attention is kept expanded
         width = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
-        return layers * heads * int(width) * dtype.itemsize
+        return heads * int(width) * dtype.itemsize
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-    return layers * 2 * kv_heads * head_dim * dtype.itemsize
+    return 2 * kv_heads * head_dim * dtype.itemsize
