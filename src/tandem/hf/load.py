@@ -185,10 +185,11 @@ def keep_first_layers(config: PreTrainedConfig, num_layers: int) -> None:
     """Cut a config's text model to its first layers, and its lists of one entry per layer."""
     text = config.get_text_config()
     total = text.num_hidden_layers
-    text.num_hidden_layers = min(num_layers, total)
+    kept = min(num_layers, total)
+    text.num_hidden_layers = kept  # without effect where it is the length of a list
     for name, value in vars(text).items():
         if isinstance(value, list) and len(value) == total:
-            setattr(text, name, value[: text.num_hidden_layers])
+            setattr(text, name, value[:kept])
 
 
 def _runs_code(checkpoint: Checkpoint) -> bool:
