@@ -16,20 +16,41 @@ inline Vector silu(Vector x) {
 
 // ---- short convolutions ----
 
+constexpr std::int64_t kRingChannels = 256;
+
 // The last inputs of some channels, the oldest first: a ring of rows.
 class LastInputs {
  public:
-  explicit LastInputs(std::int64_t width) : width_(width) {}
+  explicit LastInputs(std::int64_t width) : width_(width) {
+    for (std::int64_t age = 0; age < width; ++age) rows[age] = memory_[age];
+  }
 
-  float* row(std::int64_t age) { return rows_[(next_ + age) % width_]; }
-  float* newest() { return row(width_ - 1); }
-  void move_on() { next_ = (next_ + 1) % width_; }
+  float* newest() { return rows[width_ - 1]; }
+  void move_on() { std::rotate(rows, rows + 1, rows + width_); }
+
+  float* rows[kMostWidth];  // by age
 
  private:
-  std::int64_t width_, next_ = 0;
-  float rows_[kMostWidth][TANDEM_LANES * 8];
+  std::int64_t width_;
+  float memory_[kMostWidth][kRingChannels] = {};
 };
-constexpr std::int64_t kRingChannels = TANDEM_LANES * 8;
+
+// out = bias + the sum of weights times rows, for `Width` rows or, if it is 0, for `width` of them.
+template <int Width>
+void weigh(std::int64_t width, const float (*weight)[kRingChannels], const float* bias,
+           float* const* rows, float* out) {
+  const std::int64_t count = Width ? Width : width;
+  for (std::int64_t c = 0; c < kRingChannels; c += TANDEM_LANES) {
+    Vector sum = load(bias + c);
+    for (std::int64_t j = 0; j < count; ++j) sum += load(weight[j] + c) * load(rows[j] + c);
+    store(out + c, sum);
+  }
+}
+
+inline void activate(float* row, ValueType type) {
+  for (std::int64_t c = 0; c < kRingChannels; ++c) row[c] = rounded(row[c], type);
+  for (std::int64_t c = 0; c < kRingChannels; c += TANDEM_LANES) store(row + c, silu(load(row + c)));
+}
 
 void convolve_ring(const ShortConvolution& call, const StateSegment& segment, std::int64_t first,
                    std::int64_t count) {
@@ -39,30 +60,21 @@ void convolve_ring(const ShortConvolution& call, const StateSegment& segment, st
   float weight[kMostWidth][kRingChannels] = {}, bias[kRingChannels] = {}, out[kRingChannels];
   for (std::int64_t j = 0; j < call.width; ++j) {
     std::memcpy(weight[j], call.weight + j * call.channels + first, count * sizeof(float));
-    std::fill_n(inputs.row(j), kRingChannels, 0.0f);
     if (j < kept && !segment.is_beginning)
-      std::memcpy(inputs.row(j), state + j * call.channels, count * sizeof(float));
+      std::memcpy(inputs.rows[j], state + j * call.channels, count * sizeof(float));
   }
   if (call.bias) std::memcpy(bias, call.bias + first, count * sizeof(float));
+  const auto weigh_rows = call.width == 4 ? weigh<4> : call.width == 3 ? weigh<3> : weigh<0>;
   for (std::int64_t t = segment.first; t < segment.first + segment.count; ++t) {
     load_values(value_at(call.input, call.type, t * call.token_stride + first), call.type, count,
                 inputs.newest());
-    for (std::int64_t c = 0; c < kRingChannels; c += TANDEM_LANES) {
-      Vector sum = load(bias + c);
-      for (std::int64_t j = 0; j < call.width; ++j)
-        sum += load(weight[j] + c) * load(inputs.row(j) + c);
-      store(out + c, sum);
-    }
-    if (call.has_silu) {
-      for (float& value : out) value = rounded(value, call.type);
-      for (std::int64_t c = 0; c < kRingChannels; c += TANDEM_LANES)
-        store(out + c, silu(load(out + c)));
-    }
+    weigh_rows(call.width, weight, bias, inputs.rows, out);
+    if (call.has_silu) activate(out, call.type);
     store_values(out, count, call.type, value_at(call.out, call.type, t * call.channels + first));
     inputs.move_on();
   }
   for (std::int64_t j = 0; j < kept; ++j)
-    std::memcpy(state + j * call.channels, inputs.row(j), count * sizeof(float));
+    std::memcpy(state + j * call.channels, inputs.rows[j], count * sizeof(float));
 }
 
 void convolve(const ShortConvolution& call, const StateSegment& segment,
@@ -77,9 +89,12 @@ void convolve(const ShortConvolution& call, const StateSegment& segment,
 // Divides a row by its length, as the reference does it, and multiplies it.
 inline void normalise(float* row, std::int64_t size, float scale) {
   float total = 0;
-  for (std::int64_t i = 0; i < size; ++i) total += row[i] * row[i];
-  const float factor = scale / std::sqrt(total + 1e-6f);
-  for (std::int64_t i = 0; i < size; ++i) row[i] *= factor;
+  std::int64_t i = 0;
+  Vector sums = {};
+  for (; i + TANDEM_LANES <= size; i += TANDEM_LANES) sums += load(row + i) * load(row + i);
+  for (; i < size; ++i) total += row[i] * row[i];
+  const float factor = scale / std::sqrt(total + sum_of(sums) + 1e-6f);
+  for (i = 0; i < size; ++i) row[i] *= factor;
 }
 
 void prepare(const Recurrence& call, const PreparedTokens& to, std::int64_t t) {
@@ -134,33 +149,40 @@ struct BlockToken {
   Vector change[kBlockVectors];  // rate * (value - what the state says of it)
 };
 
-// One row of a state: fades, learns, and is read for this token and for the next one's delta rule.
+// A state fades, learns, and is read for this token and for the next one's delta rule.
 template <DecayKind Kind, bool IsDelta>
-inline void step_row(float* state, std::int64_t i, const BlockToken& token,
-                     Vector (&result)[kBlockVectors], Vector (&said)[kBlockVectors]) {
-  for (int v = 0; v < kBlockVectors; ++v) {
-    const std::int64_t at = i * kStateBlock + v * TANDEM_LANES;
-    Vector kept;
-    if constexpr (Kind == DecayKind::kByHead) kept = broadcast(token.kept[0]);
-    if constexpr (Kind == DecayKind::kByKey) kept = broadcast(token.kept[i]);
-    if constexpr (Kind == DecayKind::kByPair)
-      kept = exponential(load(token.kept + v * TANDEM_LANES) * load(token.factor + at));
-    const Vector s = load(state + at) * kept + token.change[v] * token.key[i];
-    store(state + at, s);
-    result[v] += s * token.query[i];
-    if constexpr (IsDelta) said[v] += s * token.next_key[i];
-  }
-}
-
-template <DecayKind Kind, bool IsDelta>
-void step(float* state, std::int64_t rows, const BlockToken& token, BlockSums& result,
+void step(float* state, std::int64_t rows, const BlockToken& of, BlockSums& result,
           BlockSums& said) {
+  const BlockToken token = of;  // a copy, and copies of the sums, which no store can change
+  Vector sums[2][kBlockVectors] = {}, next[2][kBlockVectors] = {};
+  const Vector kept_by_all = broadcast(Kind == DecayKind::kByHead ? token.kept[0] : 0);
+  const auto step_row = [&](std::int64_t i, int parity) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kBlockVectors; ++v) {
+      const std::int64_t at = i * kStateBlock + v * TANDEM_LANES;
+      Vector kept;
+      if constexpr (Kind == DecayKind::kByHead) kept = kept_by_all;
+      if constexpr (Kind == DecayKind::kByKey) kept = broadcast(token.kept[i]);
+      if constexpr (Kind == DecayKind::kByPair)
+        kept = exponential(load(token.kept + v * TANDEM_LANES) * load(token.factor + at));
+      const Vector s = load(state + at) * kept + token.change[v] * token.key[i];
+      store(state + at, s);
+      sums[parity][v] += s * token.query[i];
+      if constexpr (IsDelta) next[parity][v] += s * token.next_key[i];
+    }
+  };
   std::int64_t i = 0;
   for (; i + 2 <= rows; i += 2) {
-    step_row<Kind, IsDelta>(state, i, token, result.even, said.even);
-    step_row<Kind, IsDelta>(state, i + 1, token, result.odd, said.odd);
+    step_row(i, 0);
+    step_row(i + 1, 1);
   }
-  if (i < rows) step_row<Kind, IsDelta>(state, i, token, result.even, said.even);
+  if (i < rows) step_row(i, 0);
+  for (int v = 0; v < kBlockVectors; ++v) {
+    result.even[v] = sums[0][v];
+    result.odd[v] = sums[1][v];
+    said.even[v] = next[0][v];
+    said.odd[v] = next[1][v];
+  }
 }
 
 // What a state says of a key, in the order in which `step` adds it up.
