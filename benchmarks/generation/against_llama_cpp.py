@@ -1,6 +1,7 @@
-"""Tandem and llama.cpp on the same shape, in turn: Qwen3-30B-A3B with random weights.
+"""Tandem and llama.cpp on the same shape with random weights, in turn.
 
     python -m benchmarks.generation.against_llama_cpp --layers 4 --vocabulary 32000
+    python -m benchmarks.generation.against_llama_cpp --shape qwen3.6-35b-a3b --layers 8
     python -m benchmarks.generation.against_llama_cpp --layers 48 --one-at-a-time --rounds 1
 
 Each system is a process of its own, which stands still while the other is timed. A model of which
@@ -22,7 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import gettempdir
 
-from benchmarks.generation.gguf_file import SHAPE, write_random_gguf
+from benchmarks.generation.gguf_file import SHAPES, write_random_gguf
 from benchmarks.generation.systems import SYSTEMS, Setting, Speeds
 
 from tandem.bench.model_shapes import find_shape
@@ -133,9 +134,9 @@ def median(speeds: list[Speeds]) -> Speeds:
 def main() -> None:
     """Measure, print, and end with one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    shape = find_shape(SHAPE).values
+    parser.add_argument("--shape", default="qwen3-30b-a3b", choices=SHAPES)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--vocabulary", type=int, default=shape["vocab_size"])
+    parser.add_argument("--vocabulary", type=int, help="default: the shape's own")
     parser.add_argument("--depth", type=int, nargs="+", default=[0])
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--steps", type=int, default=32)
@@ -150,9 +151,10 @@ def main() -> None:
     parser.add_argument("--only", choices=list(SYSTEMS))
     parser.add_argument("--directory", type=Path, default=Path(gettempdir()))
     options = parser.parse_args()
-    name = f"{SHAPE}-{options.layers}-{options.vocabulary}-{options.quantisation}.gguf"
+    vocabulary = options.vocabulary or find_shape(options.shape).values["vocab_size"]
+    name = f"{options.shape}-{options.layers}-{vocabulary}-{options.quantisation}.gguf"
     setting = Setting(
-        layers=options.layers, vocabulary=options.vocabulary, threads=options.threads,
+        shape=options.shape, layers=options.layers, vocabulary=vocabulary, threads=options.threads,
         prompt=options.prompt, steps=options.steps, expert_dtype=options.expert_dtype,
         dense_dtype=options.dense_dtype, kv_dtype=options.kv_dtype,
         gguf=options.directory / name, has_flash_attention=options.flash_attention,
@@ -160,7 +162,8 @@ def main() -> None:
     names = [options.only] if options.only else list(SYSTEMS)
     if "llama.cpp" in names and not setting.gguf.exists():
         partial = setting.gguf.with_suffix(".partial")
-        write_random_gguf(partial, setting.layers, setting.vocabulary, options.quantisation)
+        shape = find_shape(setting.shape).sample(setting.layers)
+        write_random_gguf(partial, shape, setting.vocabulary, options.quantisation)
         partial.replace(setting.gguf)
     groups = [[name] for name in names] if options.one_at_a_time else [names]
     found = measure_rounds(groups, setting, options.depth, options.rounds)
@@ -177,7 +180,7 @@ def main() -> None:
                 f"{ours.prefill / theirs.prefill:.2f}, decode {ours.decode / theirs.decode:.2f}; "
                 f"decode, share of the ceiling: {shares[0]:.0%} and {shares[1]:.0%}"
             )
-    print(json.dumps({"layers": options.layers, "speeds": report}))
+    print(json.dumps({"shape": options.shape, "layers": options.layers, "speeds": report}))
 
 
 if __name__ == "__main__":

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from benchmarks.generation.gguf_file import SHAPE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """What is compared."""
 
+    shape: str
     layers: int
     vocabulary: int
     threads: int
@@ -60,7 +60,7 @@ class Tandem:
         offload = OffloadConfig(expert_dtype=setting.expert_dtype, threads=setting.threads)
         threads = CpuThreads(num_threads=setting.threads)
         self._model: Any = build_random_model(
-            find_shape(SHAPE), offload, threads, dense_dtype=setting.dense_dtype,
+            find_shape(setting.shape), offload, threads, dense_dtype=setting.dense_dtype,
             num_layers=setting.layers, vocabulary=setting.vocabulary,
         )  # fmt: skip
         self._generator = Generator(self._model, threads=threads, kv_dtype=setting.kv_dtype)
@@ -146,10 +146,16 @@ class LlamaCpp:
         return Speeds(setting.prompt / prefill, 1 / statistics.median(seconds[2:]), 0.0, 0.0)
 
     def _fill(self, context: Any, memory: Any, parts: int) -> None:
-        """Let sequence 0 hold so many parts: one is computed, moved and given to it again."""
+        """Let sequence 0 hold so many parts: one is computed, moved and given to it again.
+
+        States and windows cannot be moved: where a model has some, all parts are computed.
+        """
         if parts == 0:
             return
         lib, size = self._lib, self._PART
+        if lib.llama_model_is_hybrid(self._model) or lib.llama_model_n_swa(self._model) > 0:
+            self._decode(context, parts * size, 0)
+            return
         self._decode(context, size, 0)
         num_bytes = lib.llama_state_seq_get_size(context, 0)
         state = (ctypes.c_uint8 * num_bytes)()

@@ -17,7 +17,6 @@ from tempfile import TemporaryDirectory
 from tandem.bench.model_shapes import MODEL_SHAPES, find_shape
 from tandem.kernels.cpu import detect_cpu
 
-SHAPE = "qwen3-30b-a3b"  # of benchmarks.generation.gguf_file
 QUANTISATION = "Q4_0"
 
 
@@ -44,12 +43,14 @@ def main() -> int:
 
 
 def _why_not(options: argparse.Namespace) -> str | None:
-    if options.shape != SHAPE:
-        return f"there is a writer of GGUF files for {SHAPE} alone"
     for name, package in (("gguf", "gguf"), ("llama_cpp", "llama-cpp-python")):
         if importlib.util.find_spec(name) is None:
             return f"the package {package} is not installed"
     import llama_cpp
+    from benchmarks.generation.gguf_file import SHAPES
+
+    if options.shape not in SHAPES:
+        return f"GGUF files are written of {', '.join(SHAPES)} alone"
 
     if not (llama_cpp.llama_supports_gpu_offload() or options.without_gpu):
         return "llama-cpp-python is built without CUDA"
@@ -60,15 +61,16 @@ def _measure(options: argparse.Namespace) -> list[dict[str, float]]:
     from benchmarks.generation.gguf_file import write_random_gguf
     from benchmarks.generation.systems import LlamaCpp, Setting
 
-    layers = options.layers or find_shape(options.shape).values["num_hidden_layers"]
+    shape = find_shape(options.shape)
+    layers = options.layers or shape.values["num_hidden_layers"]
     rows = []
     with TemporaryDirectory() as folder:
         file = Path(folder) / "random.gguf"
-        write_random_gguf(file, layers, options.vocabulary, QUANTISATION)
+        write_random_gguf(file, shape.sample(layers), options.vocabulary, QUANTISATION)
         setting = Setting(
-            layers=layers, vocabulary=options.vocabulary, threads=options.threads,
-            prompt=options.prompt_tokens, steps=options.steps, expert_dtype="", dense_dtype="",
-            kv_dtype="", gguf=file, has_flash_attention=True,
+            shape=options.shape, layers=layers, vocabulary=options.vocabulary,
+            threads=options.threads, prompt=options.prompt_tokens, steps=options.steps,
+            expert_dtype="", dense_dtype="", kv_dtype="", gguf=file, has_flash_attention=True,
         )  # fmt: skip
         for share in options.shares:
             on_gpu = 0 if options.without_gpu else layers + 1 if share == 1 else int(share * layers)
