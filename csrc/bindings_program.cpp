@@ -18,10 +18,12 @@ namespace {
 
 void add_norm(Program& program, std::int64_t num_rows, std::int64_t cols, float eps,
               bool rounds_first, bool is_bf16, std::uintptr_t input, std::int64_t input_stride,
-              std::uintptr_t weight, std::uintptr_t out) {
+              std::uintptr_t weight, std::int64_t weight_rows, int gate_kind, std::uintptr_t gate,
+              std::int64_t gate_stride, std::uintptr_t out) {
   program.add(RmsNorm{num_rows, cols, eps, rounds_first, value_type(is_bf16),
-                      pointer<const void>(input), input_stride,
-                      pointer<const float>(weight), pointer<void>(out)});
+                      pointer<const void>(input), input_stride, pointer<const float>(weight),
+                      weight_rows, static_cast<GateKind>(gate_kind), pointer<const void>(gate),
+                      gate_stride, pointer<void>(out)});
 }
 
 void add_rotary(Program& program, std::int64_t num_tokens, std::int64_t num_heads,

@@ -20,12 +20,14 @@ void Program::operator()(const RmsNorm& call) {
   // A prompt's rows are worth all threads, a step's are not.
   constexpr std::int64_t kManyValues = 1 << 17;
   if (call.num_rows * call.cols < kManyValues) return rows_.norm(call);
-  const std::int64_t each = std::max<std::int64_t>(1, kManyValues / 8 / call.cols);
+  std::int64_t each = std::max<std::int64_t>(1, kManyValues / 8 / call.cols);
+  each = (each + call.weight_rows - 1) / call.weight_rows * call.weight_rows;
   pool_.run((call.num_rows + each - 1) / each, [&](std::int64_t i) {
     RmsNorm part = call;
     const std::int64_t first = i * each;
     part.num_rows = std::min(each, call.num_rows - first);
     part.input = value_at(call.input, call.type, first * call.input_stride);
+    part.gate = value_at(call.gate, call.type, first * call.gate_stride);
     part.out = value_at(call.out, call.type, first * call.cols);
     rows_.norm(part);
   });

@@ -9,6 +9,9 @@
 
 namespace tandem {
 
+// What a norm's gate does: nothing, or it multiplies as silu(gate) before, as silu or sigmoid after.
+enum class GateKind : int { kNone = 0, kSiluBefore = 1, kSiluAfter = 2, kSigmoidAfter = 3 };
+
 // out = x / sqrt(mean(x^2) + eps) * weight, row by row. In bf16 the normalised row is rounded before
 // it is multiplied if `rounds_first`, as most models do it, or only at the end.
 struct RmsNorm {
@@ -18,7 +21,11 @@ struct RmsNorm {
   ValueType type;        // of input and output
   const void* input;     // rows `input_stride` values apart
   std::int64_t input_stride;
-  const float* weight;   // (cols,), or null for none
+  const float* weight;   // (weight_rows, cols), for one row after the other; or null for none
+  std::int64_t weight_rows;
+  GateKind gate_kind;
+  const void* gate;      // rows `gate_stride` values apart
+  std::int64_t gate_stride;
   void* out;             // (num_rows, cols)
 };
 

@@ -27,18 +27,38 @@ inline float mean_square(const float* row, std::int64_t cols) {
   return total / static_cast<float>(cols);
 }
 
+// Multiplies a row by its gate.
+template <ValueType T>
+void gate_row(const RmsNorm& call, std::int64_t r, float* row) {
+  float* gate = scratch_row(1, call.cols);
+  load_values(value_at(call.gate, T, r * call.gate_stride), T, call.cols, gate);
+  const bool is_silu = call.gate_kind != GateKind::kSigmoidAfter;
+  for (std::int64_t k = 0; k < call.cols; ++k)
+    row[k] *= (is_silu ? gate[k] : 1.0f) / (1.0f + std::exp(-gate[k]));
+}
+
 template <ValueType T>
 void norm_rows(const RmsNorm& call) {
   float* row = scratch_row(0, call.cols);
+  const bool is_gated_first = call.gate_kind == GateKind::kSiluBefore;
+  const bool is_gated_last = call.gate_kind != GateKind::kNone && !is_gated_first;
   for (std::int64_t r = 0; r < call.num_rows; ++r) {
     load_values(value_at(call.input, T, r * call.input_stride), T, call.cols, row);
+    if (is_gated_first) gate_row<T>(call, r, row);
     const float scale = 1.0f / std::sqrt(mean_square(row, call.cols) + call.eps);
     if (call.rounds_first)
       for (std::int64_t k = 0; k < call.cols; ++k) row[k] = rounded<T>(row[k] * scale);
     else
       for (std::int64_t k = 0; k < call.cols; ++k) row[k] *= scale;
-    if (call.weight)
-      for (std::int64_t k = 0; k < call.cols; ++k) row[k] *= call.weight[k];
+    if (call.weight) {
+      const float* weight = call.weight + r % call.weight_rows * call.cols;
+      for (std::int64_t k = 0; k < call.cols; ++k) row[k] *= weight[k];
+    }
+    if (is_gated_last) {
+      if (call.rounds_first)
+        for (std::int64_t k = 0; k < call.cols; ++k) row[k] = rounded<T>(row[k]);
+      gate_row<T>(call, r, row);
+    }
     store_values(row, call.cols, T, value_at(call.out, T, r * call.cols));
   }
 }

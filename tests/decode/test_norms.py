@@ -1,10 +1,18 @@
 """Norms that are native while a prompt runs: the same rows, and the module's own otherwise."""
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.granitemoehybrid.modeling_granitemoehybrid import (
+    GraniteMoeHybridRMSNormGated,
+)
+from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNormGated
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHRMSNormGated
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
 from tandem.decode.norms import NormSwitch
 from tests.threads import two_threads
@@ -44,6 +52,30 @@ def test_rows_are_the_modules(kind: type[nn.Module], dtype: torch.dtype, num_row
     actual = switch.forwards[module](x)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        Qwen3NextRMSNormGated(SIZE),
+        KimiLinearRMSNormGated(SIZE),
+        NemotronHRMSNormGated(SIZE, group_size=SIZE // 3),
+        GraniteMoeHybridRMSNormGated(SIZE, group_size=SIZE),
+    ],
+    ids=lambda module: type(module).__name__,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_rows", [1, 3, 1500])
+def test_gated_rows_are_the_modules(module: nn.Module, dtype: torch.dtype, num_rows: int) -> None:
+    module = copy.deepcopy(module).to(dtype)
+    nn.init.uniform_(module.weight, 0.5, 1.5)  # type: ignore[arg-type]
+    x, wide = torch.randn(2, num_rows, SIZE).to(dtype), torch.randn(2, num_rows, 2 * SIZE).to(dtype)
+    switch = NormSwitch(module, two_threads())
+    switch.is_on = True
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    for gate in (wide[..., :SIZE].contiguous(), wide[..., SIZE:]):  # the second is a slice
+        actual = switch.forwards[module](x, gate)
+        torch.testing.assert_close(actual, module(x, gate), rtol=tolerance, atol=tolerance)
 
 
 def test_a_slice_is_native_and_rows_unevenly_apart_are_the_modules() -> None:

@@ -1,9 +1,11 @@
 """Norms of prompts in one pass: torch makes seven over a prompt's activations.
 
 Norms are known by what they compute, not by their class: a module with one vector of weights that
-does to random rows what the kernel does. Decode steps keep the model's own, which are recorded.
+does to random rows, or to rows and gates, what the kernel does. Decode steps keep the model's own,
+which are recorded.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,6 +18,9 @@ from tandem.kernels.rows import row_stride
 _PROBED_ROWS = 4
 # Of the values: the last digit of a few may differ, as sums are added up in another order.
 _EQUAL_SHARE = 0.98
+# What a gate does; the numbers are those of GateKind in csrc/rowwise.hpp.
+_NO_GATE = 0
+_GATES = (1, 2, 3)
 
 
 class _Kind(NamedTuple):
@@ -26,6 +31,9 @@ class _Kind(NamedTuple):
     """What is added to the weights: 1 where they are stored as their distance from it."""
     rounds_first: bool
     """Whether rows are rounded before they are multiplied with the weights."""
+    num_groups: int
+    """Parts of a row that are divided by roots of their own."""
+    gate: int
 
 
 class NormSwitch:
@@ -45,23 +53,27 @@ class NormSwitch:
             eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
             if weight is None or not isinstance(eps, float):
                 continue
-            key = (type(module), eps, weight.dtype)
-            if key not in kinds:
-                kinds[key] = _find_kind(module, weight, eps, threads)
-            kind = kinds[key]
-            if kind is not None:
-                self.forwards[module] = self._forward(module, kind, threads)
+            found: list[_Kind | None] = []
+            for has_gate in (False, True):
+                key = (type(module), eps, weight.dtype, len(weight), has_gate)
+                if key not in kinds:
+                    kinds[key] = _find_kind(module, weight, eps, threads, has_gate=has_gate)
+                found.append(kinds[key])
+            if any(found):
+                self.forwards[module] = self._forward(module, found, threads)
 
     def _forward(
-        self, module: nn.Module, kind: _Kind, threads: CpuThreads
+        self, module: nn.Module, kinds: list[_Kind | None], threads: CpuThreads
     ) -> Callable[..., Tensor]:
-        def forward(x: Tensor, *others: Tensor | None) -> Tensor:
+        def forward(x: Tensor, gate: Tensor | None = None) -> Tensor:
             weight: Any = module.weight
-            stride = row_stride(x) if self.is_on and x.dtype == weight.dtype else None
-            if stride is None or any(other is not None for other in others):
-                result: Tensor = type(module).forward(module, x, *others)
-                return result
-            return _norm(x, stride, weight, kind, threads)
+            kind = kinds[gate is not None]
+            if self.is_on and kind is not None and x.dtype == weight.dtype:
+                result = _norm(x, gate, weight, kind, threads)
+                if result is not None:
+                    return result
+            own: Tensor = type(module).forward(module, *((x,) if gate is None else (x, gate)))
+            return own
 
         return forward
 
@@ -77,31 +89,52 @@ def _only_weight(module: nn.Module) -> Tensor | None:
     return weight if is_fit else None
 
 
-def _find_kind(module: nn.Module, weight: Tensor, eps: float, threads: CpuThreads) -> _Kind | None:
+def _find_kind(
+    module: nn.Module, weight: Tensor, eps: float, threads: CpuThreads, *, has_gate: bool
+) -> _Kind | None:
     random = torch.Generator().manual_seed(0)
-    x = torch.randn(_PROBED_ROWS, len(weight), generator=random, device="cpu").to(weight.dtype)
-    try:
-        expected = type(module).forward(module, x)  # without hooks, which are of real rows
-    except (TypeError, AttributeError):  # it takes a gate too, say
+    shape = (_PROBED_ROWS, len(weight))
+    x, gate = (
+        torch.randn(shape, generator=random, device="cpu").to(weight.dtype) for _ in range(2)
+    )
+    try:  # without hooks, which are of real rows
+        expected = type(module).forward(module, *((x, gate) if has_gate else (x,)))
+    except (TypeError, AttributeError):  # it takes other arguments
         return None
     if not isinstance(expected, Tensor) or (expected.shape, expected.dtype) != (x.shape, x.dtype):
         return None
-    for offset in (0.0, 1.0):
-        for rounds_first in (True, False):
-            kind = _Kind(eps, offset, rounds_first)
-            actual = _norm(x, len(weight), weight, kind, threads)
-            if torch.isclose(actual, expected, rtol=1e-6).float().mean() >= _EQUAL_SHARE:
+    num_groups = len(weight) // getattr(module, "group_size", len(weight))
+    for offset, rounds_first, kind_of_gate in itertools.product(
+        (0.0, 1.0), (True, False), _GATES if has_gate else (_NO_GATE,)
+    ):
+        kind = _Kind(eps, offset, rounds_first, num_groups, kind_of_gate)
+        actual = _norm(x, gate if has_gate else None, weight, kind, threads)
+        if actual is not None:
+            is_equal = torch.isclose(actual, expected, rtol=1e-6).float().mean() >= _EQUAL_SHARE
+            if is_equal:
                 return kind
     return None
 
 
-def _norm(x: Tensor, stride: int, weight: Tensor, kind: _Kind, threads: CpuThreads) -> Tensor:
+def _norm(
+    x: Tensor, gate: Tensor | None, weight: Tensor, kind: _Kind, threads: CpuThreads
+) -> Tensor | None:
+    """Norm the rows of x, natively; None where they, or those of the gate, lie unevenly apart."""
+    cols = len(weight) // kind.num_groups
+    rows, gates = (
+        None if part is None else part.unflatten(-1, (kind.num_groups, cols)) for part in (x, gate)
+    )
+    stride, gate_stride = (0 if part is None else row_stride(part) for part in (rows, gates))
+    is_alike = gate is None or (gate.shape, gate.dtype) == (x.shape, x.dtype)
+    if stride is None or gate_stride is None or not is_alike:
+        return None
     out = torch.empty(x.shape, dtype=x.dtype, device="cpu")
     wide = weight.float() + kind.offset
     program = threads.program()
     program.add_norm(
-        x.numel() // len(weight), len(weight), kind.eps, kind.rounds_first,
-        x.dtype == torch.bfloat16, x.data_ptr(), stride, wide.data_ptr(), out.data_ptr(),
+        x.numel() // cols, cols, kind.eps, kind.rounds_first, x.dtype == torch.bfloat16,
+        x.data_ptr(), stride, wide.data_ptr(), kind.num_groups, kind.gate,
+        0 if gate is None else gate.data_ptr(), gate_stride, out.data_ptr(),
     )  # fmt: skip
     program.run()
     return out

@@ -279,6 +279,10 @@ class Program:
         input: int,
         input_stride: int,
         weight: int,
+        weight_rows: int,
+        gate_kind: int,
+        gate: int,
+        gate_stride: int,
         out: int,
         /,
     ) -> None: ...

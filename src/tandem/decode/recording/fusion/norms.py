@@ -106,7 +106,8 @@ def _norm_call(
             raise NotRecordableError("a norm's rows do not lie evenly apart")
         program.add_norm(
             x.numel() // x.shape[-1], x.shape[-1], eps, rounds_first, x.dtype == torch.bfloat16,
-            x.data_ptr(), stride, 0 if weight is None else weight.data_ptr(), out.data_ptr(),
+            x.data_ptr(), stride, 0 if weight is None else weight.data_ptr(), 1,
+            0, 0, 0, out.data_ptr(),
         )  # fmt: skip
 
     return NativeCall(add, threads)
