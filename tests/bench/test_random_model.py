@@ -3,8 +3,14 @@
 from typing import Any
 
 import pytest
+import torch
+from transformers import (
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeForConditionalGeneration,
+)
 
-from tandem.bench.generation import Measured, Workload, measure
+from tandem.bench.generation import WARM_UP_STEPS, Measured, Workload, dense_bytes, measure
 from tandem.bench.model_shapes import MODEL_SHAPES, ModelShape
 from tandem.bench.random_model import build_random_model
 from tandem.generate.generator import Generator
@@ -12,6 +18,7 @@ from tandem.hf.config import OffloadConfig
 from tandem.hf.dense import PackedLinear
 from tandem.kernels.dense import CpuThreads
 from tests.architectures import SIZES
+from tests.inside import runtime_in
 
 VOCABULARY = 512  # large enough that the head is packed
 WORK = Workload(prompt_tokens=8, new_tokens=2)
@@ -65,3 +72,22 @@ def test_a_step_reads_and_writes_each_row_s_states() -> None:
     heads, width = SIZES["linear_num_value_heads"], SIZES["linear_key_head_dim"]
     states = 3 * heads * width * SIZES["linear_value_head_dim"] * 4  # three layers, fp32
     assert 2 * 2 * states < three - one < 2 * 2 * states * 1.5  # convolutions, keys, values
+
+
+def test_a_step_reads_all_weights_but_embeddings() -> None:
+    # Every expert is active.
+    model = build(tiny("qwen3-30b-a3b", num_experts_per_tok=SIZES["num_experts"]), "none")
+    embeddings = model.get_input_embeddings().weight
+    dense = sum(weight.nbytes for weight in model.parameters()) - embeddings.nbytes
+    tokens = WORK.prompt_tokens + WARM_UP_STEPS + WORK.new_tokens
+    heads = model.config.num_key_value_heads
+    caches = 4 * 2 * heads * SIZES["head_dim"] * 2 * tokens
+    assert measured(model).step_bytes == dense + runtime_in(model).store.num_bytes + caches
+
+
+def test_towers_for_images_are_not_read() -> None:
+    config = Qwen3_5MoeConfig()
+    with torch.device("meta"):
+        whole = Qwen3_5MoeForConditionalGeneration(config)
+        text = Qwen3_5MoeForCausalLM(config.text_config)
+    assert dense_bytes(whole) == dense_bytes(text)

@@ -25,7 +25,8 @@ from tandem.generate.generator import Generator
 from tandem.generate.sampler import Sampler
 from tandem.generate.sampling import SamplingRule
 from tandem.hf.config_values import experts_per_token
-from tandem.hf.dense import PackedLinear
+from tandem.hf.dense import PackedLinear, is_tower
+from tandem.hf.experts import is_experts_module
 from tandem.hf.runtime import require_runtime
 
 _CEILING_SAMPLES = 5
@@ -113,7 +114,7 @@ def measure(
     warm_up = time.perf_counter() - start
     decoded = _decode(model, pool, sampler, max(1, work.new_tokens), tokens, bench)
     step = statistics.median(decoded.steps)
-    step_bytes = decoded.expert_bytes + _dense_bytes(model) + _cache_bytes(pool)
+    step_bytes = decoded.expert_bytes + dense_bytes(model) + _cache_bytes(pool)
     recording = None if pool.step is None else pool.step.recording
     return Measured(
         time_to_first_token_seconds=first,
@@ -208,14 +209,20 @@ def _part(operation: Operation, recorded: RecordedGraph, num_experts: set[int]) 
     return "router" if operation.name in _ROUTER_WORK else None
 
 
-def _linear_layers(model: nn.Module) -> Iterator[nn.Linear | PackedLinear]:
-    return (m for m in model.modules() if isinstance(m, nn.Linear | PackedLinear))
+def _text_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield what a token of text goes through, but experts and the embeddings of all tokens."""
+    for path, module in model.named_modules():
+        if not (is_tower(path) or is_experts_module(module) or isinstance(module, nn.Embedding)):
+            yield module
 
 
-def _dense_bytes(model: nn.Module) -> int:
+def dense_bytes(model: nn.Module) -> int:
+    """Return the bytes of the weights that every step reads."""
     return sum(
-        m.packed.num_bytes if isinstance(m, PackedLinear) else m.weight.nbytes
-        for m in _linear_layers(model)
+        module.packed.num_bytes
+        if isinstance(module, PackedLinear)
+        else sum(weight.nbytes for weight in module.parameters(recurse=False))
+        for module in _text_modules(model)
     )
 
 
@@ -229,8 +236,8 @@ def _cache_bytes(pool: SlotPool) -> int:
 def _weights_per_token(model: Any) -> Iterator[tuple[int, bool]]:
     """Yield (weights, whether they are multiplied as int8) that a prompt's token meets."""
     head = model.get_output_embeddings()
-    for module in _linear_layers(model):
-        if module is not head:
+    for module in _text_modules(model):
+        if isinstance(module, nn.Linear | PackedLinear) and module is not head:
             num = module.in_features * module.out_features
             yield num, isinstance(module, PackedLinear) and module.packed.matrix.format.bits <= 8
     top_k = experts_per_token(model.config.get_text_config())

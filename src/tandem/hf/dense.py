@@ -150,10 +150,15 @@ def has_quantised_experts(store: Iterable[HostLayer]) -> bool:
     return any(isinstance(x, PackedLayer) and x.layout.format.bits <= 8 for x in store)
 
 
+def is_tower(path: str) -> bool:
+    """Whether a module belongs to what reads images or sound."""
+    return any(word in path for word in ("vision", "visual", "audio"))
+
+
 def packable_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
     """Yield (parent, name, layer) of every linear layer that is worth packing."""
     for path, parent in model.named_modules():
-        if is_experts_module(parent) or "vision" in path or "visual" in path or "audio" in path:
+        if is_experts_module(parent) or is_tower(path):
             continue
         for name, child in parent.named_children():
             is_plain = type(child) is nn.Linear and name not in _ROUTER_NAMES
