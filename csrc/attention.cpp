@@ -16,6 +16,8 @@ constexpr std::int64_t kTasksPerThread = 4;
 constexpr std::int64_t kTileRows = 64;
 // More keys and values than this are appended by all threads: each goes to lines of its own.
 constexpr std::int64_t kManyHeads = 32;
+// More selected positions than this are marked by all threads.
+constexpr std::int64_t kManySelected = 1 << 14;
 
 const AttentionKernel& choose(const std::string& isa) {
 #if defined(__x86_64__)
@@ -101,13 +103,16 @@ void finish_row(const AttentionCall& call, const PartialAttention& total, std::i
 struct TileRows {
   std::vector<float> query;
   std::vector<std::int64_t> begin, end;
+  std::vector<const std::uint64_t*> selected;
 
+  template <typename SelectedOf>
   void fill(const AttentionCall& call, std::int64_t first_token, std::int64_t num_tokens,
-            std::int64_t kv_head) {
+            std::int64_t kv_head, const SelectedOf& selected_of) {
     const std::int64_t heads = heads_of(call), width = call.layout.key_width();
     query.resize(num_tokens * heads * width);
     begin.resize(num_tokens * heads);
     end.resize(num_tokens * heads);
+    selected.resize(num_tokens * heads);
     for (std::int64_t t = 0; t < num_tokens; ++t)
       for (std::int64_t h = 0; h < heads; ++h) {
         const std::int64_t token = first_token + t, row = t * heads + h;
@@ -119,6 +124,7 @@ struct TileRows {
         std::fill(to + call.layout.key_dim, to + width, 0.0f);
         begin[row] = first_position(call, token);
         end[row] = call.positions[token] + 1;
+        selected[row] = selected_of(token);
       }
   }
 };
@@ -135,6 +141,33 @@ void AttentionEngine::append(const AttentionCall& call) {
   } else {
     for (std::int64_t i = 0; i < tasks; ++i) append_heads(call, i / 2, i % 2 == 0);
   }
+}
+
+const std::uint64_t* AttentionEngine::selected_of(const AttentionCall& call,
+                                                std::int64_t token) const {
+  const bool sees_all = !call.selected || call.selected[token * call.num_selected] < 0;
+  return sees_all ? nullptr : selected_.data() + token * selected_words_;
+}
+
+void AttentionEngine::mark_selected(const AttentionCall& call) {
+  if (!call.selected) return;
+  const std::int64_t last = *std::max_element(call.positions, call.positions + call.num_tokens);
+  selected_words_ = last / kKvChunk + 1;
+  if (static_cast<std::int64_t>(selected_.size()) < call.num_tokens * selected_words_)
+    selected_.resize(call.num_tokens * selected_words_);
+  const auto mark = [&](std::int64_t token) {
+    if (!selected_of(call, token)) return;
+    std::uint64_t* words = selected_.data() + token * selected_words_;
+    std::fill_n(words, selected_words_, std::uint64_t{0});
+    const std::int32_t* positions = call.selected + token * call.num_selected;
+    for (std::int64_t i = 0; i < call.num_selected; ++i) {
+      const std::int64_t position = positions[i];
+      if (position >= 0 && position <= call.positions[token])
+        words[position / kKvChunk] |= std::uint64_t{1} << (position % kKvChunk);
+    }
+  };
+  if (call.num_tokens * call.num_selected > kManySelected) return pool_.run(call.num_tokens, mark);
+  for (std::int64_t t = 0; t < call.num_tokens; ++t) mark(t);
 }
 
 void AttentionEngine::plan_tiles(const AttentionCall& call) {
@@ -184,6 +217,7 @@ PartialAttention AttentionEngine::part(const AttentionCall& call, std::int64_t n
 
 void AttentionEngine::run(const AttentionCall& call) {
   if (call.num_tokens == 0) return;
+  mark_selected(call);
   plan_tiles(call);
   plan_tasks(call);
   const std::int64_t heads = heads_of(call);
@@ -206,7 +240,8 @@ void AttentionEngine::attend(const AttentionCall& call, const Task& task) {
   const Tile& tile = tiles_[task.tile];
   const std::int64_t rows = tile.num_tokens * heads_of(call), width = call.layout.value_width();
   thread_local TileRows queries;
-  queries.fill(call, tile.first_token, tile.num_tokens, tile.kv_head);
+  queries.fill(call, tile.first_token, tile.num_tokens, tile.kv_head,
+               [&](std::int64_t token) { return selected_of(call, token); });
   thread_local std::vector<float> own;  // the tile's total, and the segment to be merged with it
   own.resize(2 * part_values(call, rows));
   const bool is_whole = task.part < 0;
@@ -216,7 +251,7 @@ void AttentionEngine::attend(const AttentionCall& call, const Task& task) {
   const std::uint8_t* values =
       call.values + head_offset(call, row, tile.kv_head, call.layout.value_block_bytes());
   const QueryTile query{rows, queries.query.data(), queries.begin.data(), queries.end.data(),
-                        call.scale, call.softcap};
+                        queries.selected.data(), call.scale, call.softcap};
   const PartialAttention total = partial_at(own.data(), rows);
   const PartialAttention next = partial_at(own.data() + part_values(call, rows), rows);
   for (std::int64_t at = task.begin, i = 0; at < task.end; at += kSegment, ++i) {

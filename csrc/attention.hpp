@@ -32,15 +32,21 @@ struct AttentionCall {
   float softcap;         // scores become softcap * tanh(score / softcap); 0: they do not
   std::int64_t window;   // positions that a token sees, itself included; 0: all
   const float* sinks;    // one more score per head that takes its share of the softmax, or null
+  // Positions that a token sees, of those it could see: (num_tokens, num_selected), in any order, with
+  // -1 where there are fewer. A token whose first one is -1 sees all; so do all tokens if it is null.
+  const std::int32_t* selected;
+  std::int64_t num_selected;
   void* out;             // (num_tokens, num_heads, value_dim)
 };
 
-// Queries that share a KV head: row r is (key_width) fp32 values and sees positions begin..end-1.
+// Queries that share a KV head: row r is (key_width) fp32 values and sees positions begin..end-1, or
+// those of them whose bit is set in its words of `selected` (word p / 64, bit p % 64), unless it is null.
 struct QueryTile {
   std::int64_t num_rows;
   const float* query;
   const std::int64_t* begin;
   const std::int64_t* end;
+  const std::uint64_t* const* selected;
   float scale, softcap;
 };
 
@@ -88,6 +94,8 @@ class AttentionEngine {
     std::int64_t part;  // where its first segment's result is kept; -1: it is the tile's only task
   };
 
+  void mark_selected(const AttentionCall& call);
+  const std::uint64_t* selected_of(const AttentionCall& call, std::int64_t token) const;
   void plan_tiles(const AttentionCall& call);
   void plan_tasks(const AttentionCall& call);
   void attend(const AttentionCall& call, const Task& task);
@@ -102,6 +110,8 @@ class AttentionEngine {
   std::vector<Task> tasks_;
   std::vector<float> parts_;
   std::int64_t num_parts_ = 0;
+  std::vector<std::uint64_t> selected_;  // a bit per position, by token
+  std::int64_t selected_words_ = 0;      // of a token
 };
 
 }  // namespace tandem

@@ -148,11 +148,20 @@ struct Running {  // one row's
   float* weighted;
 };
 
-// Turns the scores of a row, of which it sees first..last-1, into weights, and scales what has been
-// summed with a smaller greatest score.
-inline void soften(float* scores, std::int64_t first, std::int64_t last, const QueryTile& tile,
-                   const Running& row, std::int64_t width) {
-  if (first >= last) {
+// Writes `value` at the places of a chunk that a row does not see.
+inline void hide(float* scores, std::uint64_t seen, float value) {
+  const std::int64_t first = std::countr_zero(seen), last = kKvChunk - std::countl_zero(seen);
+  std::fill_n(scores, first, value);
+  std::fill_n(scores + last, kKvChunk - last, value);
+  if (std::popcount(seen) == last - first) return;
+  for (std::int64_t p = first; p < last; ++p) scores[p] = seen >> p & 1 ? scores[p] : value;
+}
+
+// Turns the scores of a row, which sees the places whose bit is set, into weights, and scales what has
+// been summed with a smaller greatest score.
+inline void soften(float* scores, std::uint64_t seen, const QueryTile& tile, const Running& row,
+                   std::int64_t width) {
+  if (seen == 0) {
     std::fill_n(scores, kKvChunk, 0.0f);
     return;
   }
@@ -161,8 +170,7 @@ inline void soften(float* scores, std::int64_t first, std::int64_t last, const Q
     if (tile.softcap > 0) score = tangent(score * (1.0f / tile.softcap)) * tile.softcap;
     store(scores + p, score);
   }
-  std::fill_n(scores, first, -1e30f);
-  std::fill_n(scores + last, kKvChunk - last, -1e30f);
+  hide(scores, seen, -1e30f);
   Vector peaks = broadcast(*row.greatest);
   for (std::int64_t p = 0; p < kKvChunk; p += TANDEM_LANES) {
     const Vector score = load(scores + p);
@@ -183,8 +191,7 @@ inline void soften(float* scores, std::int64_t first, std::int64_t last, const Q
     total += weight;
   }
   *row.sum += sum_of(total);  // with e^-87 for each place that is not seen: nothing
-  std::fill_n(scores, first, 0.0f);
-  std::fill_n(scores + last, kKvChunk - last, 0.0f);
+  hide(scores, seen, 0.0f);
 }
 
 // ---- a tile with a head ----
@@ -194,14 +201,20 @@ struct Group {
   std::int64_t at;  // the chunk's first position
 };
 
-// Positions of a chunk that a row sees, as first..last-1 within the chunk.
-inline std::int64_t first_seen(const QueryTile& tile, std::int64_t row, std::int64_t at) {
-  return std::clamp<std::int64_t>(tile.begin[row] - at, 0, kKvChunk);
+static_assert(kKvChunk == 64);  // a word has a bit for each
+
+inline std::uint64_t lowest_bits(std::int64_t count) {
+  return count == kKvChunk ? ~std::uint64_t{0} : (std::uint64_t{1} << count) - 1;
 }
 
-inline std::int64_t last_seen(const QueryTile& tile, std::int64_t row, std::int64_t at,
-                              std::int64_t end) {
-  return std::clamp<std::int64_t>(std::min(tile.end[row], end) - at, 0, kKvChunk);
+// The places of a chunk that a row sees, as bits.
+inline std::uint64_t seen_of(const QueryTile& tile, std::int64_t row, std::int64_t at,
+                             std::int64_t end) {
+  const auto first = std::clamp<std::int64_t>(tile.begin[row] - at, 0, kKvChunk);
+  const auto last = std::clamp<std::int64_t>(std::min(tile.end[row], end) - at, 0, kKvChunk);
+  const std::uint64_t selected = tile.selected[row] && first < last ? tile.selected[row][at / kKvChunk]
+                                                                : ~std::uint64_t{0};
+  return lowest_bits(last) & ~lowest_bits(first) & selected;
 }
 
 template <class Math>
@@ -209,21 +222,20 @@ void attend_group(Math& math, const KvLayout& layout, const std::uint8_t* keys,
                   const std::uint8_t* values, const QueryTile& tile, const Group& group,
                   std::int64_t end, const PartialAttention& partial) {
   const std::int64_t width = layout.value_width();
-  std::int64_t seen = 0;
+  std::uint64_t seen[kGroupRows], any = 0;
   for (std::int64_t r = 0; r < group.num_rows; ++r) {
-    const std::int64_t row = group.first_row + r, last = last_seen(tile, row, group.at, end);
-    if (first_seen(tile, row, group.at) < last) seen = std::max(seen, last);
+    seen[r] = seen_of(tile, group.first_row + r, group.at, end);
+    any |= seen[r];
   }
-  if (seen == 0) return;
-  const std::int64_t blocks = (seen + kKvBlock - 1) / kKvBlock;
+  if (any == 0) return;
+  const std::int64_t blocks = (kKvChunk - std::countl_zero(any) + kKvBlock - 1) / kKvBlock;
   alignas(64) float scores[kGroupRows * kKvChunk];
   in_groups<Math::kMostRows>(group.num_rows, [&]<int R>(std::int64_t r) {
     math.template score<R>(keys, blocks, group.first_row + r, scores + r * kKvChunk);
   });
   for (std::int64_t r = 0; r < group.num_rows; ++r) {
     const std::int64_t row = group.first_row + r;
-    soften(scores + r * kKvChunk, first_seen(tile, row, group.at),
-           last_seen(tile, row, group.at, end), tile,
+    soften(scores + r * kKvChunk, seen[r], tile,
            {partial.greatest + row, partial.sum + row, partial.weighted + row * width}, width);
     math.weigh(r, scores + r * kKvChunk, values, blocks);
   }

@@ -1,5 +1,6 @@
 // Attention with registers of 4 floats.
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 

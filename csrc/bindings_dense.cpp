@@ -92,12 +92,14 @@ void bind_attention(nb::module_& m) {
       .def("attend", [](AttentionEngine& engine, AttentionCall& call, bool is_bf16,
                         std::int64_t num_tokens, std::uintptr_t rows, std::uintptr_t positions,
                         std::uintptr_t query, std::int64_t token_stride, std::int64_t head_stride,
-                        std::uintptr_t out) {
+                        std::uintptr_t selected, std::int64_t num_selected, std::uintptr_t out) {
         call.type = value_type(is_bf16);
         call.num_tokens = num_tokens;
         call.rows = pointer<const std::int64_t>(rows);
         call.positions = pointer<const std::int64_t>(positions);
         call.query = {pointer<const void>(query), token_stride, head_stride};
+        call.selected = pointer<const std::int32_t>(selected);
+        call.num_selected = num_selected;
         call.out = pointer<void>(out);
         const Turn turn(engine);
         engine.run(call);

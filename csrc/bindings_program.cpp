@@ -99,7 +99,7 @@ void add_attention(Program& program, const AttentionCall& layer, bool is_bf16,
                    std::uintptr_t query, std::int64_t query_token, std::int64_t query_head,
                    std::uintptr_t key, std::int64_t key_token, std::int64_t key_head,
                    std::uintptr_t value, std::int64_t value_token, std::int64_t value_head,
-                   std::uintptr_t out) {
+                   std::uintptr_t selected, std::int64_t num_selected, std::uintptr_t out) {
   AttentionCall step = layer;
   step.type = value_type(is_bf16);
   step.num_tokens = num_tokens;
@@ -108,6 +108,8 @@ void add_attention(Program& program, const AttentionCall& layer, bool is_bf16,
   step.query = {pointer<const void>(query), query_token, query_head};
   step.new_key = {pointer<const void>(key), key_token, key_head};
   step.new_value = {pointer<const void>(value), value_token, value_head};
+  step.selected = pointer<const std::int32_t>(selected);
+  step.num_selected = num_selected;
   step.out = pointer<void>(out);
   program.add(Program::Attention{&layer, step});
 }

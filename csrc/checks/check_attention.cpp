@@ -48,7 +48,26 @@ struct History {
 struct Step {
   std::vector<std::int64_t> rows, positions;
   std::vector<float> query, key, value;
+  std::int64_t num_selected = 0;
+  std::vector<std::int32_t> selected;  // (tokens, num_selected), or empty
 };
+
+// Some positions of each token, its own among them; every fourth token sees all.
+void select(Random& random, Step& step) {
+  step.num_selected = random.between(1, 20);
+  for (std::size_t t = 0; t < step.rows.size(); ++t)
+    for (std::int64_t i = 0; i < step.num_selected; ++i) {
+      const auto any = static_cast<std::int32_t>(random.between(-1, step.positions[t] + 3));
+      const auto own = static_cast<std::int32_t>(step.positions[t]);
+      step.selected.push_back(i > 0 ? any : t % 4 == 0 ? -1 : own);
+    }
+}
+
+bool is_seen(const Step& step, std::size_t token, std::int64_t position) {
+  if (step.selected.empty() || step.selected[token * step.num_selected] < 0) return true;
+  const auto first = step.selected.begin() + static_cast<std::int64_t>(token) * step.num_selected;
+  return std::find(first, first + step.num_selected, position) != first + step.num_selected;
+}
 
 // `count` more tokens of one row, or of every row.
 Step make_step(Random& random, const Shape& s, const History& history, std::int64_t only_row,
@@ -68,6 +87,7 @@ Step make_step(Random& random, const Shape& s, const History& history, std::int6
   step.query = random.normals(tokens * s.heads * s.layout.key_dim);
   step.key = random.normals(tokens * s.kv_heads * s.layout.key_dim);
   step.value = random.normals(tokens * s.kv_heads * s.layout.value_dim);
+  if (s.window == 0 && random.between(0, 1)) select(random, step);
   return step;
 }
 
@@ -90,13 +110,15 @@ double score(const Shape& s, const float* query, const float* key) {
 }
 
 // One token and head.
-void attend(const Shape& s, const History& history, std::int64_t row, std::int64_t position,
+void attend(const Shape& s, const History& history, const Step& step, std::size_t token,
             std::int64_t head, const float* query, float* out) {
+  const std::int64_t row = step.rows[token], position = step.positions[token];
   const std::int64_t kv_head = head / (s.heads / s.kv_heads);
   std::vector<double> sums(s.layout.value_dim, 0.0);
   double total = s.sinks.empty() ? 0 : std::exp(double{s.sinks[head]});
   const std::int64_t first = s.window > 0 ? std::max<std::int64_t>(0, position + 1 - s.window) : 0;
   for (std::int64_t p = first; p <= position; ++p) {
+    if (!is_seen(step, token, p)) continue;
     const std::int64_t at = p * s.kv_heads + kv_head;
     const double weight =
         std::exp(score(s, query, history.keys[row].data() + at * s.layout.key_dim));
@@ -113,8 +135,8 @@ std::vector<float> expected(const Shape& s, const History& history, const Step& 
   for (std::size_t t = 0; t < step.rows.size(); ++t)
     for (std::int64_t head = 0; head < s.heads; ++head) {
       const std::int64_t at = static_cast<std::int64_t>(t) * s.heads + head;
-      attend(s, history, step.rows[t], step.positions[t], head,
-             step.query.data() + at * s.layout.key_dim, out.data() + at * s.layout.value_dim);
+      attend(s, history, step, t, head, step.query.data() + at * s.layout.key_dim,
+             out.data() + at * s.layout.value_dim);
     }
   return out;
 }
@@ -137,7 +159,8 @@ std::vector<float> run(tandem::AttentionEngine& engine, const Shape& s, Cache& c
       cache.keys.data(), cache.values.data(), s.capacity_blocks, step.rows.data(),
       step.positions.data(), {step.query.data(), s.heads * key, key},
       {step.key.data(), s.kv_heads * key, key}, {step.value.data(), s.kv_heads * value, value},
-      s.scale, s.softcap, s.window, s.sinks.empty() ? nullptr : s.sinks.data(), out.data()};
+      s.scale, s.softcap, s.window, s.sinks.empty() ? nullptr : s.sinks.data(),
+      step.selected.empty() ? nullptr : step.selected.data(), step.num_selected, out.data()};
   engine.append(call);
   engine.run(call);
   return out;

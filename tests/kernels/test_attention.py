@@ -184,6 +184,32 @@ def test_what_is_no_number_stays_to_be_seen(isa: str, kv_dtype: str, what: str) 
     assert not out[1].isnan().any()
 
 
+@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("kv_dtype", ["fp32", "bf16", "int8"])
+def test_tokens_see_the_selected_positions_alone(isa: str, kv_dtype: str) -> None:
+    threads = CpuThreads(num_threads=2, isa=isa)
+    rows = torch.tensor([1] * 70 + [2, 0, 2])
+    positions = torch.cat([torch.arange(600, 670), torch.tensor([30, 699, 699])])
+    selected = torch.stack([torch.randperm(699)[:60] for _ in rows]).to(torch.int32)
+    selected[70] = torch.randperm(60)  # later positions than its own are not seen
+    selected[70, 0] = 30
+    selected[71, 20:] = -1
+    selected[72, 0] = -1  # sees all
+    for form in [form_of(8, 2, 64), form_of(4, 4, 24, 16), form_of(4, 2, 32, softcap=3.0)]:
+        attention, keys, values = filled(form, torch.float32, sinks_of(form, True), kv_dtype)
+        query = torch.randn(len(rows), form.num_heads, form.key_dim).transpose(0, 1)
+        actual = attention.attend(threads, rows, positions, query, selected)
+        for token, (row, position) in enumerate(
+            zip(rows.tolist(), positions.tolist(), strict=True)
+        ):
+            seen = {p for p in selected[token].tolist() if 0 <= p <= position}
+            some = sorted(seen) if selected[token, 0] >= 0 else list(range(position + 1))
+            k, v = keys[row][:, some], values[row][:, some]
+            wanted = plain(form, query[:, token], k, v, len(some) - 1, sinks_of(form, True))
+            tolerance = {"fp32": 1e-5, "bf16": 0.02, "int8": 0.04}[kv_dtype]
+            assert (actual[token] - wanted).norm() < tolerance * wanted.norm()
+
+
 def test_rows_keep_what_they_hold_when_they_grow_or_are_copied() -> None:
     form = form_of(4, 2, 24, 16)
     attention, keys, values = filled(form, torch.float32)

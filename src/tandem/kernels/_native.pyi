@@ -174,6 +174,8 @@ class AttentionEngine:
         query: int,
         token_stride: int,
         head_stride: int,
+        selected: int,
+        num_selected: int,
         out: int,
         /,
     ) -> None: ...
@@ -396,6 +398,8 @@ class Program:
         value: int,
         value_token_stride: int,
         value_head_stride: int,
+        selected: int,
+        num_selected: int,
         out: int,
         /,
     ) -> None: ...

@@ -134,10 +134,19 @@ class CachedAttention:
             value.stride(1), value.stride(0),
         )  # fmt: skip
 
-    def attend(self, threads: CpuThreads, rows: Tensor, positions: Tensor, query: Tensor) -> Tensor:
+    def attend(
+        self,
+        threads: CpuThreads,
+        rows: Tensor,
+        positions: Tensor,
+        query: Tensor,
+        selected: Tensor | None = None,
+    ) -> Tensor:
         """Attend: query (heads, n_tokens, key dim) -> (n_tokens, heads, value dim).
 
-        Tokens of one row that follow each other read what they see together.
+        Tokens of one row that follow each other read what they see together. With `selected`
+        (n_tokens, most) int32 a token sees those positions alone, in any order; -1 stands where
+        there are fewer. A token whose first one is -1 sees all.
         """
         query = _dense_last(query)
         num_tokens = query.shape[1]
@@ -146,9 +155,18 @@ class CachedAttention:
         threads.attention.attend(
             self.native, query.dtype == torch.bfloat16, num_tokens, rows.data_ptr(),
             positions.data_ptr(), query.data_ptr(), query.stride(1), query.stride(0),
-            out.data_ptr(),
+            *selected_arguments(selected), out.data_ptr(),
         )  # fmt: skip
         return out
+
+
+def selected_arguments(selected: Tensor | None = None) -> tuple[int, int]:
+    """Return selected positions (n_tokens, most) as native calls take them."""
+    if selected is None:
+        return 0, 0
+    assert selected.dtype == torch.int32
+    assert selected.is_contiguous()
+    return selected.data_ptr(), selected.shape[-1]
 
 
 def _dense_last(x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from tandem.decode.recording.recorder import Operation
 from tandem.decode.routed import routed_call
 from tandem.hf.opaque_calls import ATTENTION, DENSE, EXPERTS, STATES
 from tandem.kernels import _native
-from tandem.kernels.attention import CachedAttention
+from tandem.kernels.attention import CachedAttention, selected_arguments
 from tandem.kernels.dense import CpuThreads, DenseWeight
 from tandem.kernels.recurrent import LayerState, StateTokens
 
@@ -75,15 +75,19 @@ def find_attentions(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
 
 
 def _attention_call(cache: KvCache, attention: CachedAttention) -> NativeCall:
-    """Return the call for tensors (heads, rows, dim), whose last dimension is dense."""
+    """Return the call for tensors (heads, rows, dim), whose last dimension is dense.
+
+    Selected positions (rows, most) may follow them.
+    """
     rows, positions = cache.rows, cache.positions_of(attention)
 
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        (q, k, v), (out,) = inputs, outputs
+        (q, k, v, *selected), (out,) = inputs, outputs
         program.add_attention(
             attention.native, q.dtype == torch.bfloat16, q.shape[1], rows.data_ptr(),
             positions.data_ptr(), q.data_ptr(), q.stride(1), q.stride(0), k.data_ptr(),
-            k.stride(1), k.stride(0), v.data_ptr(), v.stride(1), v.stride(0), out.data_ptr(),
+            k.stride(1), k.stride(0), v.data_ptr(), v.stride(1), v.stride(0),
+            *selected_arguments(*selected), out.data_ptr(),
         )  # fmt: skip
 
     return NativeCall(add, cache.threads)
