@@ -1,7 +1,8 @@
 """The attention function: what runs in place of a model's attention while Tandem steps a copy.
 
 Transformers looks it up by the name "tandem" among its attention functions. No mask belongs to it:
-every token sees what is before it in its row, within the layer's window.
+every token sees what is before it in its row, within the layer's window, or of that what an indexer
+selected.
 """
 
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tandem.core.errors import ConfigError
+from tandem.decode.indexers import SeesAllBefore
 from tandem.decode.kv_cache.base import NotByRowsError, current_cache
 from tandem.kernels.attention import AttentionForm
 
@@ -21,7 +23,7 @@ def attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | SeesAllBefore | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -29,12 +31,14 @@ def attention_forward(
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
+    indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend with the KV cache of the step: (b, heads, n, dim) -> (b, n, heads, dim).
 
     One sequence of n tokens, of all rows one after the other; or b rows with one token each. `key`
-    and `value` are those of the step's tokens alone.
+    and `value` are those of the step's tokens alone; `indices` (b, n, most) are the positions that
+    an indexer selected for each, as of `RowCache.select`.
     """
     cache = current_cache()
     if cache is None:
@@ -43,8 +47,10 @@ def attention_forward(
             "attention as it was loaded"
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if attention_mask is not None or position_bias is not None or not causal:
+    has_mask = attention_mask is not None and not isinstance(attention_mask, SeesAllBefore)
+    if has_mask or position_bias is not None or not causal:
         raise NotByRowsError("attention has a mask or a bias of the model's own")
+    cache.expect_sharing(module)
     form = AttentionForm(
         num_heads=query.shape[1],
         num_kv_heads=key.shape[1],
@@ -57,7 +63,8 @@ def attention_forward(
     batch, _, num_tokens, _ = query.shape
     # (heads, all tokens, dim), a view in either case
     query, key, value = (x.transpose(0, 1).flatten(1, 2) for x in (query, key, value))
-    out = cache.attend(form, query, key, value, s_aux)
+    selected = None if indices is None else indices.flatten(0, 1)
+    out = cache.attend(form, query, key, value, s_aux, selected)
     return out.view(batch, num_tokens, *out.shape[1:]), None
 
 

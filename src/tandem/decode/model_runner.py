@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tandem.core.errors import TandemError
 from tandem.decode.attention import register_attention
+from tandem.decode.indexers import masks_by_layer_type
 from tandem.decode.kv_cache.base import NotByRowsError, RowCache, stepping, transformers_cache
 from tandem.decode.norms import NormSwitch
 from tandem.decode.padded import PaddedRows
@@ -41,6 +42,8 @@ class ModelRunner:
         self._norms = NormSwitch(model, threads)
         self._copy = ShallowCopy(model, register_attention(), self._norms.forwards)
         self._shell = transformers_cache(model, cache)
+        masks = masks_by_layer_type(model, self._shell.layers)
+        self._masks = {"attention_mask": masks} if masks else {}
         self.keeps_logits = takes_logits_to_keep(model)
         """Whether logits can be asked for some of the tokens alone."""
 
@@ -78,6 +81,7 @@ class ModelRunner:
                 past_key_values=self._shell,
                 use_cache=True,
                 return_dict=True,
+                **self._masks,
                 **({"logits_to_keep": keep} if is_kept else {}),
             )
         logits: Tensor = outputs.logits

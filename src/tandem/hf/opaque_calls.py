@@ -14,6 +14,7 @@ DENSE = "dense"
 ATTENTION = "attention"
 EXPERTS = "experts"
 STATES = "states"
+SELECTION = "selection"
 
 
 class Interceptor(Protocol):

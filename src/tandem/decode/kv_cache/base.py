@@ -8,17 +8,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import (
     CacheLayerMixin,
+    DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionLayer,
 )
 
+from tandem.decode.index_keys import Selection
+from tandem.decode.indexers import IndexScores
 from tandem.decode.states import StateHandle
 from tandem.hf.compat import is_empty_cache_layer
 from tandem.hf.steps import SEQUENCES
@@ -51,11 +55,18 @@ class RowCache(ABC):
 
     @abstractmethod
     def attend(
-        self, form: AttentionForm, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+        self,
+        form: AttentionForm,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        selected: Tensor | None = None,
     ) -> Tensor:
         """Append the new keys and values of the expected layer and attend.
 
         All are (heads, n_tokens, dim) in the order of the step; returns (n_tokens, heads, dim).
+        `selected` (n_tokens, most) are the positions that tokens see, as of `select`.
         """
 
     def advance(
@@ -68,11 +79,28 @@ class RowCache(ABC):
         """
         raise NotByRowsError("the model keeps states beside keys and values")
 
+    def select(
+        self, layer: int, selection: Selection, key: Tensor, query: Tensor, weights: Tensor
+    ) -> Tensor:
+        """Keep the step's new index keys of a layer; return the positions that its tokens see.
+
+        As of `IndexStore.select`. Raises `NotByRowsError` where no index keys are kept.
+        """
+        raise NotByRowsError("the model keeps index keys beside keys and values")
+
     def expect(self, layer: int) -> None:
         """Note that a layer has new keys and values: its attention comes next."""
         if self._awaited is not None:
             raise NotByRowsError("keys were given twice before attention was asked for")
         self._awaited = layer
+
+    def expect_sharing(self, module: Any) -> None:
+        """Expect the layer of an attention module that gave no keys: it has those of another one.
+
+        They are kept for it too, since what a model makes of them differs from layer to layer.
+        """
+        if self._awaited is None:
+            self._awaited = getattr(module, "layer_idx", None)
 
     @property
     def expected_window(self) -> int:
@@ -148,6 +176,14 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
 
+class _IndexedLayer(_Layer):
+    """The same for a layer whose indexer selects the positions that attention sees."""
+
+    def update_indexer(self, key_states: Tensor) -> IndexScores:
+        """Return what stands for the index keys of each token's slot."""
+        return IndexScores(partial(self._cache.select, self._layer), key_states)
+
+
 class _StateLayer(LinearAttentionLayer):  # type: ignore[misc]
     """The same for a layer with states: what it gives out are handles of ours."""
 
@@ -174,7 +210,7 @@ class _StateLayer(LinearAttentionLayer):  # type: ignore[misc]
 def transformers_cache(model: Any, cache: RowCache) -> DynamicCache:
     """Return the cache object for a forward; raises `NotByRowsError` for layers of other kinds.
 
-    Compressed or indexed caches and the like need their own kind.
+    Compressed caches and the like need their own kind.
     """
     shell = DynamicCache(config=model.config.get_text_config(decoder=True))
     kinds = [type(layer) for layer in shell.layers]
@@ -184,7 +220,8 @@ def transformers_cache(model: Any, cache: RowCache) -> DynamicCache:
         if type(layer) is DynamicSlidingWindowLayer
     }
     cache.num_sliding_layers = len(cache.windows_by_layer)
-    cache.num_layers = max(1, kinds.count(DynamicLayer) + cache.num_sliding_layers)
+    full = kinds.count(DynamicLayer) + kinds.count(DynamicIndexedLayer)
+    cache.num_layers = max(1, full + cache.num_sliding_layers)
     if not kinds:
         raise NotByRowsError("the model keeps no keys and values")
     shell.layers = [_stand_in(cache, number, layer) for number, layer in enumerate(shell.layers)]
@@ -195,6 +232,8 @@ def _stand_in(cache: RowCache, number: int, layer: Any) -> Any:
     kind = type(layer)
     if kind in (DynamicLayer, DynamicSlidingWindowLayer):
         return _Layer(cache, number)
+    if kind is DynamicIndexedLayer:
+        return _IndexedLayer(cache, number)
     if kind is LinearAttentionLayer:
         return _StateLayer(cache, number, layer.number_of_states)
     if is_empty_cache_layer(layer):

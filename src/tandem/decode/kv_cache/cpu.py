@@ -12,11 +12,12 @@ from torch import Tensor
 
 from tandem.core.errors import CapacityError
 from tandem.core.units import format_bytes
+from tandem.decode.index_keys import IndexStore, Selection
 from tandem.decode.kv_cache.base import NotByRowsError, RowCache
 from tandem.decode.kv_cache.windows import KeptWindow
 from tandem.decode.states import StateHandle, StateKey, StateStore
 from tandem.experts.store import host_memory
-from tandem.hf.opaque_calls import ATTENTION, STATES, opaque
+from tandem.hf.opaque_calls import ATTENTION, SELECTION, STATES, opaque
 from tandem.kernels.attention import (
     AttentionForm,
     CachedAttention,
@@ -49,7 +50,9 @@ class KvCache(RowCache):
         self._layers: dict[int, CachedAttention] = {}
         self._windows: dict[int, KeptWindow] = {}
         self.states = StateStore(num_rows)
-        """What layers keep beside keys and values."""
+        """What layers keep in place of keys and values."""
+        self.index_keys = IndexStore(num_rows)
+        """What layers with an indexer keep beside them."""
         self._expected_bytes = 0
         self._segments: list[Segment] = []
         self.rows = self.positions = torch.zeros(0, dtype=torch.int64, device="cpu")
@@ -57,7 +60,8 @@ class KvCache(RowCache):
     @property
     def num_bytes(self) -> int:
         """Bytes that the cache takes now."""
-        return sum(layer.num_bytes for layer in self._layers.values()) + self.states.num_bytes
+        kept = sum(layer.num_bytes for layer in self._layers.values())
+        return kept + self.states.num_bytes + self.index_keys.num_bytes
 
     @property
     def filled_bytes(self) -> int:
@@ -66,7 +70,7 @@ class KvCache(RowCache):
             layer.bytes_of(min(length, layer.form.window or length))
             for layer in self._layers.values()
             for length in self.lengths
-        )
+        ) + sum(map(self.index_keys.read_bytes, self.lengths))
 
     def begin(self, segments: Sequence[Segment]) -> None:
         """Announce the tokens of the next forward, which follow what their rows hold."""
@@ -117,6 +121,7 @@ class KvCache(RowCache):
             window = self._windows.get(layer.form.window)
             kept = length if window is None else max(0, length - window.first(source))
             layer.copy_prefix(source, target, kept)
+        self.index_keys.copy_prefix(source, target, length)
         for window in self._windows.values():
             window.follow(source, target)
         if length == self.lengths[source]:
@@ -165,6 +170,7 @@ class KvCache(RowCache):
             for row in range(len(self.lengths)):
                 first = 0 if kept is None else kept.first(row)
                 _pretend(layer, self.threads, row, length - first)
+        self.index_keys.pretend(length)
         self.lengths[:] = [length] * len(self.lengths)
 
     def advance(
@@ -179,27 +185,59 @@ class KvCache(RowCache):
         result: Tensor = opaque(STATES, _advance, self, state, *inputs)
         return result
 
+    def select(
+        self, layer: int, selection: Selection, key: Tensor, query: Tensor, weights: Tensor
+    ) -> Tensor:
+        """Keep the step's new index keys of a layer; return the positions that its tokens see.
+
+        As of `IndexStore.select`, in the order of `begin`.
+        """
+        result: Tensor = opaque(SELECTION, _select, self, layer, selection, key, query, weights)
+        return result
+
+    def select_of_layer(
+        self, layer: int, selection: Selection, key: Tensor, query: Tensor, weights: Tensor
+    ) -> Tensor:
+        """The same; whether it is recorded is the caller's business."""
+        kept = self.index_keys.append(layer, self._capacity, self.rows, self.positions, key)
+        return self.index_keys.select(kept, self._segments, selection, query, weights)
+
     def attend(
-        self, form: AttentionForm, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+        self,
+        form: AttentionForm,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        selected: Tensor | None = None,
     ) -> Tensor:
         """Append the new keys and values of the expected layer and attend.
 
         All are (heads, n_tokens, dim) in the order of `begin`; returns (n_tokens, heads, dim).
+        `selected` (n_tokens, most) are the positions that tokens see, as of `select`.
         """
         layer = self._expected_layer()
         if key.dtype not in VALUE_DTYPES or key.shape[1] != len(self.positions):
             raise NotByRowsError(f"keys are {key.dtype} of shape {tuple(key.shape)}")
+        if selected is not None and form.window:
+            raise NotByRowsError("positions are selected within a window")
         attention = self._layers.get(layer) or self._add_layer(layer, form, key.dtype, sinks)
-        result: Tensor = opaque(ATTENTION, _attend_layer, self, attention, query, key, value)
+        more = [] if selected is None else [selected]
+        result: Tensor = opaque(ATTENTION, _attend_layer, self, attention, query, key, value, *more)
         return result
 
     def attend_layer(
-        self, attention: CachedAttention, query: Tensor, key: Tensor, value: Tensor
+        self,
+        attention: CachedAttention,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        selected: Tensor | None = None,
     ) -> Tensor:
         """The same for a layer that is known."""
         rows, positions = self.rows, self.positions_of(attention)
         attention.append(self.threads, rows, positions, key, value)
-        return attention.attend(self.threads, rows, positions, query)
+        return attention.attend(self.threads, rows, positions, query, selected)
 
     def positions_of(self, attention: CachedAttention) -> Tensor:
         """Return the places (n_tokens,) of the step's tokens in a layer's rows.
@@ -249,14 +287,16 @@ class KvCache(RowCache):
             raise
         for layer in layers:
             self._grow(layer, self._capacity, max(self.lengths))
+        self.index_keys.reserve(self._capacity, max(self.lengths))
 
     def _require_memory(self, layers: list[CachedAttention]) -> None:
         """Raise `CapacityError` unless there is room for layers of the present capacity.
 
         Layers grow one after the other, so that one of them is there twice for a moment.
         """
-        needed = sum(layer.bytes_of(self._capacity) for layer in layers) * len(self.lengths)
-        held = sum(layer.num_bytes for layer in layers)
+        needed = sum(layer.bytes_of(self._capacity) for layer in layers)
+        needed = (needed + self.index_keys.bytes_of(self._capacity)) * len(self.lengths)
+        held = sum(layer.num_bytes for layer in layers) + self.index_keys.num_bytes
         available = host_memory.available_bytes()
         if needed - held > available:
             raise self._no_memory(needed, available + held)
@@ -289,9 +329,20 @@ class KvCache(RowCache):
 
 
 def _attend_layer(
-    cache: KvCache, attention: CachedAttention, query: Tensor, key: Tensor, value: Tensor
+    cache: KvCache,
+    attention: CachedAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *more: Tensor,
 ) -> Tensor:
-    return cache.attend_layer(attention, query, key, value)
+    return cache.attend_layer(attention, query, key, value, *more)
+
+
+def _select(
+    cache: KvCache, layer: int, selection: Selection, key: Tensor, query: Tensor, weights: Tensor
+) -> Tensor:
+    return cache.select_of_layer(layer, selection, key, query, weights)
 
 
 def _advance(cache: KvCache, state: LayerState, *inputs: Tensor) -> Tensor:

@@ -105,12 +105,19 @@ class StaticKvCache(RowCache):
         self.lengths[:] = [length] * len(self.lengths)
 
     def attend(
-        self, form: AttentionForm, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+        self,
+        form: AttentionForm,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        selected: Tensor | None = None,
     ) -> Tensor:
         """Append the new keys and values of the expected layer and attend.
 
         All are (heads, n_tokens, dim); returns (n_tokens, heads, dim).
         """
+        assert selected is None  # `select` has refused
         layer = self._expected_layer()
         keys, values = self._layer(layer, form, key.dtype)
         if self._segment is None:

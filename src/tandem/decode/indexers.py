@@ -1,0 +1,152 @@
+"""Stand-ins for what an indexer's code computes with its keys: they note it, and attention asks.
+
+The code of DeepSeek-V3.2's indexer and its like takes the index keys of all tokens from its cache,
+scores them, adds a mask, and returns the positions of the best. In sequence slots each token has
+keys of its own, so what comes from the cache stands for them: it takes part in exactly these
+operations, and selects at the end (`tandem.decode.index_keys`). Any other use is refused.
+"""
+
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tandem.decode.index_keys import Selection
+
+# Selects for a layer: new index keys (n_tokens, dim), queries (n_tokens, heads, dim), weights
+# (n_tokens, heads) -> (n_tokens, most) int32.
+Select = Callable[[Selection, Tensor, Tensor, Tensor], Tensor]
+
+
+class UnknownIndexerError(TypeError):
+    """An indexer does something else with its keys than Tandem knows."""
+
+
+class SeesAllBefore:
+    """Stands for a mask where every token sees what is before it in its slot."""
+
+    dtype = torch.bool
+
+    def __getitem__(self, part: Any) -> "SeesAllBefore":
+        """Return itself, for whichever part."""
+        return self
+
+    def __invert__(self) -> "SeesAllBefore":
+        """Return itself: what is hidden is as well known as what is seen."""
+        return self
+
+
+def masks_by_layer_type(model: Any, layers: Iterable[Any]) -> dict[str, SeesAllBefore | None]:
+    """Return the masks for a model with indexers, whose code adds them to scores; else nothing.
+
+    `layers` are those of its cache.
+    """
+    kinds: list[str] = (
+        getattr(model.config.get_text_config(decoder=True), "layer_types", None) or []
+    )
+    indexed = {
+        k for k, layer in zip(kinds, layers, strict=False) if hasattr(layer, "update_indexer")
+    }
+    return {k: SeesAllBefore() if k in indexed else None for k in kinds} if indexed else {}
+
+
+@dataclass(frozen=True, slots=True)
+class IndexScores:
+    """What has been done so far with the index keys of each token's slot."""
+
+    select: Select
+    key: Tensor
+    """Of the step's tokens, (b, n_tokens, dim)."""
+    query: Tensor | None = None
+    """(b, n_tokens, heads, dim)"""
+    scale: float = 1.0
+    is_positive: bool = False
+    """Whether what was below zero is zero."""
+    weights: Tensor | None = None
+    """(b, n_tokens, 1, heads)"""
+    is_masked: bool = False
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> "IndexScores":
+        """Do what `function` of torch asks for, with one of these among its arguments."""
+        scores: IndexScores
+        if function is torch.matmul and isinstance(args[1], cls):
+            scores = args[1]
+            return scores._multiplied(args[0])
+        if function in (F.relu, torch.relu):
+            scores = args[0]
+            return replace(scores._shaped(scores.query is not None), is_positive=True)
+        raise UnknownIndexerError(f"an indexer calls {getattr(function, '__name__', function)}")
+
+    def _multiplied(self, left: Any) -> "IndexScores":
+        if not isinstance(left, Tensor):
+            raise UnknownIndexerError("an indexer multiplies its keys with each other")
+        if self.query is None:
+            return replace(self, query=left)
+        if self.weights is not None or not self.is_positive:
+            raise UnknownIndexerError("an indexer weighs scores that may be negative")
+        return replace(self, weights=left)
+
+    def __mul__(self, factor: float) -> "IndexScores":
+        """Scale the scores."""
+        if self.query is None or self.weights is not None or not factor > 0:
+            raise UnknownIndexerError("an indexer scales something else than scores")
+        return replace(self, scale=self.scale * factor)
+
+    def transpose(self, first: int, second: int) -> "IndexScores":
+        """Return the keys as they are multiplied: (b, dim, n_positions)."""
+        return self._shaped({first, second} == {-1, -2} and self.query is None)
+
+    def unsqueeze(self, dim: int) -> "IndexScores":
+        """Return the keys as all heads meet them: (b, 1, dim, n_positions)."""
+        return self._shaped(dim == 1 and self.query is None)
+
+    def squeeze(self, dim: int) -> "IndexScores":
+        """Return the weighted scores without a dimension for heads: (b, n_tokens, n_positions)."""
+        return self._shaped(dim == -2 and self.weights is not None)
+
+    def _shaped(self, is_known: bool) -> "IndexScores":
+        if not is_known:
+            raise UnknownIndexerError("an indexer arranges its keys or scores in another way")
+        return self
+
+    def masked_fill(self, mask: Any, value: float) -> "IndexScores":
+        """Hide what tokens do not see."""
+        if not isinstance(mask, SeesAllBefore) or value > -1e30:
+            raise UnknownIndexerError("an indexer has a mask of its own")
+        return replace(self, is_masked=True)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Positions, last: more than an indexer selects, so that it asks for as many as it may."""
+        return (sys.maxsize,)
+
+    def topk(self, most: int, dim: int = -1) -> "Selected":
+        """Select the positions of the greatest scores."""
+        if self.query is None or self.weights is None or not self.is_masked or dim != -1:
+            raise UnknownIndexerError("an indexer selects by something else than weighted scores")
+        lead, heads = self.query.shape[:2], self.query.shape[2]
+        indices = self.select(
+            Selection(self.scale, most),
+            self.key.flatten(0, 1),
+            self.query.flatten(0, 1),
+            self.weights.reshape(-1, heads),
+        )
+        return Selected(indices.view(*lead, most))
+
+    def float(self) -> "IndexScores":
+        """Return itself: index keys are kept in fp32."""
+        return self
+
+
+class Selected(NamedTuple):
+    """What `topk` returns, as far as an indexer looks at it."""
+
+    indices: Tensor
+    """(b, n_tokens, most) int32"""

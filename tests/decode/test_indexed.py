@@ -1,0 +1,165 @@
+"""Models whose indexers select what attention sees: slots give what Transformers computes.
+
+The tiny models select 4 positions, so that all but the first steps leave some out.
+"""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicIndexedLayer
+
+from tandem.decode.cpu_slots import CpuSlotPool, why_no_cpu_slots
+from tandem.decode.indexers import IndexScores, UnknownIndexerError
+from tandem.kernels.dense import CpuThreads
+from tests.architectures import architectures, build_tiny_model
+from tests.threads import two_threads
+
+pytestmark = pytest.mark.every_isa
+
+
+def has_indexer(name: str) -> bool:
+    cache = DynamicCache(config=build_tiny_model(name).config.get_text_config(decoder=True))
+    return DynamicIndexedLayer in map(type, cache.layers)
+
+
+# They select blocks of positions, and are not here yet.
+IN_BLOCKS = {"glm5_next", "qwen4_exp"}
+NAMES = [name for name in architectures() if has_indexer(name) and name not in IN_BLOCKS]
+
+
+@pytest.fixture(scope="module")
+def threads(isa: str) -> CpuThreads:
+    return two_threads()
+
+
+class Own:
+    """One sequence in Transformers' own cache."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+
+    @torch.no_grad()
+    def next(self, tokens: list[int]) -> Tensor:
+        """Return the logits after more tokens: (vocabulary,)."""
+        outputs = self.model(torch.tensor([tokens]), past_key_values=self.cache, use_cache=True)
+        logits: Tensor = outputs.logits[0, -1]
+        return logits
+
+
+def tokens_of(seed: int, count: int) -> list[int]:
+    return torch.randint(32, 128, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def require_near(actual: Tensor, wanted: Tensor) -> None:
+    assert (actual - wanted).norm() <= 1e-5 * wanted.norm()
+
+
+def decode_and_compare(pool: CpuSlotPool, own: dict[int, Own], count: int) -> None:
+    for i in range(count):
+        tokens = {slot: 32 + (7 * i + 13 * slot) % 90 for slot in own}
+        logits = pool.decode(tokens)
+        for row, (slot, token) in enumerate(tokens.items()):
+            require_near(logits[row], own[slot].next([token]))
+
+
+def filled(model: Any, threads: CpuThreads, lengths: list[int]) -> tuple[CpuSlotPool, list[Own]]:
+    """Slots that hold prompts of some lengths, each compared with Transformers' own."""
+    pool = CpuSlotPool(model, threads, len(lengths))
+    prompts = {slot: tokens_of(slot, length) for slot, length in enumerate(lengths)}
+    logits = pool.prefill(prompts)
+    own = [Own(model) for _ in lengths]
+    for slot, prompt in prompts.items():
+        require_near(logits[slot], own[slot].next(prompt))
+    return pool, own
+
+
+@pytest.mark.seam
+@pytest.mark.parametrize("name", NAMES)
+def test_prompts_and_replayed_steps_are_transformers_own(name: str, threads: CpuThreads) -> None:
+    model: Any = build_tiny_model(name)
+    assert why_no_cpu_slots(model, threads) is None
+    pool, own = filled(model, threads, [7, 2, 23])
+    decode_and_compare(pool, dict(enumerate(own)), 6)
+    assert pool.step.why_not is None
+    assert pool.step.is_replaying
+    decode_and_compare(pool, {2: own[2], 0: own[0]}, 5)
+    assert pool.step.is_replaying
+    more = tokens_of(9, 12)
+    require_near(pool.prefill({1: more})[0], own[1].next(more))
+    decode_and_compare(pool, dict(enumerate(own)), 2)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_slots_go_back_and_begin_with_what_others_hold(name: str, threads: CpuThreads) -> None:
+    model: Any = build_tiny_model(name)
+    pool, own = filled(model, threads, [21, 3, 5])
+    decode_and_compare(pool, {0: own[0]}, 2)
+    held = list(pool.held(0))
+    pool.copy(0, 1, pool.usable(0, 9))
+    pool.keep(0, pool.usable(0, 14))
+    for slot, most in ((0, 14), (1, 9)):
+        prompt = held[: len(pool.held(slot))] + tokens_of(10 + slot, 6)
+        assert len(prompt) <= most + 6
+        own[slot] = Own(model)
+        logits = pool.prefill({slot: prompt[len(pool.held(slot)) :]})[0]
+        require_near(logits, own[slot].next(prompt))
+    decode_and_compare(pool, dict(enumerate(own)), 3)
+
+
+def test_index_keys_grow_with_the_slots(threads: CpuThreads) -> None:
+    model: Any = build_tiny_model("deepseek_v32")
+    pool, own = filled(model, threads, [250, 6])
+    before, keys_before = pool.num_bytes, pool.cache.index_keys.num_bytes
+    decode_and_compare(pool, dict(enumerate(own)), 10)  # over 256 tokens
+    assert pool.num_bytes > before
+    assert pool.cache.index_keys.num_bytes == 2 * keys_before
+
+
+# Released models have layers that see what the layer before them selected; Mistral's may also have
+# the keys of an earlier one.
+SHARING: dict[str, dict[str, Any]] = {
+    "glm_moe_dsa": {"indexer_types": ["full", "shared", "full", "shared"]},
+    "mistral_large4": {
+        "indexer_types": ["full", "shared", "full", "full"],
+        "kv_source_layers": [0, 0, 0, 3],
+    },
+}
+
+
+def sharing_model(name: str) -> Any:
+    model: Any = build_tiny_model(name)
+    config = copy.deepcopy(model.config)
+    for key, value in SHARING[name].items():
+        setattr(config.get_text_config(decoder=True), key, value)
+    shared = type(model)(config).train(False)
+    shared.load_state_dict(model.state_dict(), strict=False)
+    return shared
+
+
+@pytest.mark.seam
+@pytest.mark.parametrize("name", sorted(SHARING.keys() & set(NAMES)))
+def test_layers_share_what_was_selected_and_keys(name: str, threads: CpuThreads) -> None:
+    model = sharing_model(name)
+    assert why_no_cpu_slots(model, threads) is None
+    pool, own = filled(model, threads, [7, 2, 23])
+    decode_and_compare(pool, dict(enumerate(own)), 6)
+    assert pool.step.is_replaying
+
+
+def test_an_indexer_of_another_kind_is_refused(threads: CpuThreads) -> None:
+    """Six tokens would not show it: a trial selects them all where 2048 may be seen."""
+    scores: Any = IndexScores(lambda *args: torch.zeros(0), torch.zeros(1, 3, 8))
+    query = torch.zeros(1, 3, 2, 8)
+    with pytest.raises(UnknownIndexerError, match="calls softmax"):
+        torch.softmax(torch.matmul(query, scores.transpose(-1, -2)), -1)
+    with pytest.raises(UnknownIndexerError, match="arranges"):
+        scores.transpose(0, 1)
+    with pytest.raises(UnknownIndexerError, match="may be negative"):
+        torch.matmul(query, torch.matmul(query, scores))
+    with pytest.raises(UnknownIndexerError, match="selects by something else"):
+        torch.matmul(query, scores).topk(4)
