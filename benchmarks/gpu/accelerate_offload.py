@@ -68,10 +68,9 @@ def _step_seconds(options: argparse.Namespace, num_layers: int) -> float:
 
 
 def _model(options: argparse.Namespace, num_layers: int) -> Any:
-    values = dict(find_shape(options.shape).values) | {"num_hidden_layers": num_layers}
-    if options.vocabulary is not None:
-        values["vocab_size"] = options.vocabulary
-    config = AutoConfig.for_model(find_shape(options.shape).model_type, **values)
+    shape = find_shape(options.shape).sample(num_layers)
+    own = {} if options.vocabulary is None else {"vocab_size": options.vocabulary}
+    config = AutoConfig.for_model(shape.model_type, **shape.values | own)
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.to_empty(device="cpu")

@@ -45,8 +45,9 @@ _ROUNDS = 3  # of a prompt and tokens; the first one also tells how the first to
 def write(directory: Path, shape_name: str, num_layers: int | None, expert_dtype: str) -> None:
     """Write a shape's packed checkpoint."""
     shape = find_shape(shape_name)
-    values = shape.values | ({"num_hidden_layers": num_layers} if num_layers else {})
-    config = AutoConfig.for_model(shape.model_type, **values)
+    if num_layers:
+        shape = shape.sample(num_layers)
+    config = AutoConfig.for_model(shape.model_type, **shape.values)
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     offload = OffloadConfig(expert_dtype=expert_dtype)

@@ -12,7 +12,12 @@ from transformers import AutoConfig
 
 from tandem.bench.model_shapes import MODEL_SHAPES
 from tandem.cli.main import main
-from tandem.forecast.gpu_forecast import costs_for, forecast_on_gpu, geometry_of
+from tandem.forecast.gpu_forecast import (
+    costs_for,
+    forecast_on_gpu,
+    geometry_of,
+    measured_shape,
+)
 from tandem.forecast.sizes import ModelSizes, config_sizes
 from tandem.forecast.typical_routing import typical_routing
 from tandem.hardware.profiles import load_profile
@@ -123,3 +128,11 @@ def test_what_windows_keep_is_counted_by_layer() -> None:
     whole, sliding = 5 * 2 * 512 * 2 * 2, 25 * 8 * 256 * 2 * 2
     assert sizes.sliding_share == sliding / (whole + sliding)
     assert sizes.top_k == 8
+
+
+@pytest.mark.parametrize("name", MODEL_SHAPES)
+def test_a_machine_is_measured_on_layers_with_experts(name: str) -> None:
+    shape = measured_shape(sizes_of(name))
+    config = AutoConfig.for_model(shape.model_type, **shape.values)
+    config.dtype = torch.bfloat16
+    assert 1 <= config_sizes(config, OffloadConfig()).num_moe_layers <= 2

@@ -98,10 +98,15 @@ def device_memory(offload: OffloadConfig) -> DeviceMemory:
     return kind.memory()
 
 
+def measured_shape(sizes: ModelSizes) -> ModelShape:
+    """Return the shape of a model's first layers, of which some hold experts."""
+    return cut_shape(sizes, sizes.first_moe_layer + _MEASURED_LAYERS)
+
+
 def _measured_cpu(sizes: ModelSizes, offload: OffloadConfig) -> HardwareProfile:
     """Measure the CPU and the memory on a few layers; what was measured is kept."""
     here = dataclasses.replace(offload, device="cpu", expert_dtype=sizes.expert_formats[0])
-    shape = cut_shape(sizes, _MEASURED_LAYERS)
+    shape = measured_shape(sizes)
     model = build_random_model(shape, here, cpu_threads(offload), dense_dtype=offload.dense_dtype)
     profile = profile_of(model)
     require_runtime(model).executor.close()
@@ -111,7 +116,7 @@ def _measured_cpu(sizes: ModelSizes, offload: OffloadConfig) -> HardwareProfile:
 def _measured_gpu(sizes: ModelSizes, offload: OffloadConfig) -> HardwareProfile:
     """Measure this machine's GPU as loading does, on a few layers."""
     here = dataclasses.replace(offload, expert_dtype=sizes.expert_formats[0])
-    shape = cut_shape(sizes, _MEASURED_LAYERS)
+    shape = measured_shape(sizes)
     model = build_random_model(
         shape, here, cpu_threads(offload), dense_dtype="none", device=offload.device
     )

@@ -1,6 +1,7 @@
 """What a checkpoint will take, by part, before anything is loaded: reads headers only."""
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +50,8 @@ class ModelSizes:
     num_experts: int
     """Of all MoE layers together."""
     num_moe_layers: int
+    first_moe_layer: int
+    """The number of the first layer that holds experts."""
     num_layers: int
     dense_bytes: dict[str, int]
     """By part, as the options pack them."""
@@ -122,6 +125,7 @@ def config_sizes(config: Any, offload: OffloadConfig) -> ModelSizes:
         expert_formats=tuple(dict.fromkeys(_format_name(layer, dtype) for layer in store)),
         num_experts=sum(layer.arrivals.num_experts for layer in store),
         num_moe_layers=len(store),
+        first_moe_layer=min(_layer_number(layer.arrivals.name) for layer in store),
         num_layers=int(getattr(text, "num_hidden_layers", len(store))),
         dense_bytes=_dense_bytes(model, _packed_formats(model, store, offload, codes)),
         dense_layers_with_codes=sum(fmt is not None for fmt in codes.values()),
@@ -130,6 +134,12 @@ def config_sizes(config: Any, offload: OffloadConfig) -> ModelSizes:
         sliding_window=int(getattr(text, "sliding_window", None) or 0),
         sliding_share=sliding / max(1, kv_bytes),
     )
+
+
+def _layer_number(name: str) -> int:
+    """Return which layer of its model an experts module is in; 0 where its name has no number."""
+    found = re.search(r"\.(\d+)\.", name)
+    return int(found[1]) if found else 0
 
 
 def _format_name(layer: Any, dtype: torch.dtype) -> str:
