@@ -108,19 +108,30 @@ bool dense_agrees(Random& random, tandem::ExpertEngine& engine) {
 }
 
 bool norm_agrees(Random& random, const std::string& isa) {
-  const std::int64_t rows = random.between(1, 5), cols = random.between(1, 70);
+  const std::int64_t weight_rows = random.between(1, 2);
+  const std::int64_t rows = weight_rows * random.between(1, 3), cols = random.between(1, 70);
   const ValueType type = any_type(random);
-  const Values input(random.normals(rows * cols), type);
-  const std::vector<float> weight = random.normals(cols);
+  const Values input(random.normals(rows * cols), type), gate(random.normals(rows * cols), type);
+  const std::vector<float> weight = random.normals(weight_rows * cols);
+  const auto kind = static_cast<tandem::GateKind>(random.between(0, 3));
   std::vector<std::uint8_t> out(input.bytes.size());
-  tandem::row_kernels(isa).norm({rows, cols, 1e-6f, random.between(0, 1) == 1, type, input.bytes.data(), cols,
-                    weight.data(), out.data()});
+  tandem::row_kernels(isa).norm({rows, cols, 1e-6f, random.between(0, 1) == 1, type,
+                                 input.bytes.data(), cols, weight.data(), weight_rows, kind,
+                                 gate.bytes.data(), cols, out.data()});
   std::vector<float> wanted(input.numbers);
   for (std::int64_t r = 0; r < rows; ++r) {
     float* row = wanted.data() + r * cols;
+    std::vector<float> factor(gate.numbers.begin() + r * cols,
+                              gate.numbers.begin() + (r + 1) * cols);
+    for (float& g : factor)
+      g = (kind == tandem::GateKind::kSigmoidAfter ? 1 : g) / (1 + std::exp(-g));
+    for (std::int64_t c = 0; kind == tandem::GateKind::kSiluBefore && c < cols; ++c)
+      row[c] *= factor[c];
     const float square = std::inner_product(row, row + cols, row, 0.0f);
+    const bool is_gated_last = kind > tandem::GateKind::kSiluBefore;
     for (std::int64_t c = 0; c < cols; ++c)
-      row[c] *= weight[c] / std::sqrt(square / static_cast<float>(cols) + 1e-6f);
+      row[c] *= weight[r % weight_rows * cols + c] * (is_gated_last ? factor[c] : 1) /
+                std::sqrt(square / static_cast<float>(cols) + 1e-6f);
   }
   return is_near(read(out, type), wanted, 1e-2);
 }

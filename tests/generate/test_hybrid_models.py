@@ -1,4 +1,4 @@
-"""Models with states beside keys and values: answers together, and after what was computed before."""
+"""Models with states beside keys and values: together, and after what was computed before."""
 
 from typing import Any
 

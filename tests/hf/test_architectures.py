@@ -3,6 +3,7 @@
 Writes docs/models.md: `pytest tests/hf/test_architectures.py --write-docs`.
 """
 
+import json
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,8 @@ from tests.architectures import (
     takes_cache,
     tiny_inputs,
 )
+from tests.decode.test_native_operations import TABLE
+from tests.generate.test_architectures import NOT_TOKEN_BY_TOKEN, ON_THEIR_OWN_CACHES
 from tests.hf import models_document
 from tests.hf.models_document import ModelsDocument
 from tests.inside import runtime_in
@@ -71,7 +74,7 @@ def run_steps(model: Any) -> list[torch.Tensor]:
     return results
 
 
-def describe(model: Any) -> str:
+def describe(name: str, model: Any) -> str:
     experts: Any = experts_modules(model)[0]
     words = ["gated" if experts.has_gate else "un-gated"]
     words += ["biased"] if experts.has_bias else []
@@ -79,7 +82,20 @@ def describe(model: Any) -> str:
     words += [] if experts.is_concatenated else ["interleaved"]
     words += ["post-norm"] if getattr(experts, "has_post_expert_norm", False) else []
     steps = "prompt, decode" if takes_cache(model) else "prompt (no cache)"
-    return f"{type(model).__name__} | {', '.join(words)} | {steps}"
+    return f"{type(model).__name__} | {', '.join(words)} | {steps} | {decode_step(name)}"
+
+
+def decode_step(name: str) -> str:
+    """Say how a decode step runs: what `tests/generate` and `tests/decode` find."""
+    if name in NOT_TOKEN_BY_TOKEN:
+        return "none"
+    if name in ON_THEIR_OWN_CACHES:
+        return "the model's own code, padded"
+    pinned = json.loads(TABLE.read_text(encoding="utf-8")).get(name)
+    if pinned is None:
+        return "recorded, in slots"
+    left = sum(pinned["torch"].values())
+    return f"recorded, in slots: {pinned['calls']} calls, {left} of torch's operations"
 
 
 def aligned(model: Any) -> Any:
@@ -112,7 +128,7 @@ def test_logits_equal_transformers_eager(name: str, check_row: CheckRow) -> None
         torch.testing.assert_close(a, e, rtol=0, atol=1e-5)
         torch.testing.assert_close(r, a, rtol=0, atol=0)
     routers = find_routers(offloaded, runtime_in(offloaded).bound)
-    check_row(name, describe(tiny), routers if isinstance(routers, str) else None)
+    check_row(name, describe(name, tiny), routers if isinstance(routers, str) else None)
 
 
 @pytest.mark.parametrize("name", architectures())

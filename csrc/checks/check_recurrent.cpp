@@ -1,0 +1,197 @@
+// Convolutions and recurrences of random shapes on every instruction set against their definitions
+// in double precision, in fp32: slots go on in turns, by prompts and by steps. Buffers are exactly as
+// large as the calls say, so that a read or write outside is found. Built with sanitizers.
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include "experts.hpp"
+#include "random.hpp"
+#include "recurrent.hpp"
+
+namespace {
+
+using tandem::DecayKind;
+using tandem::ValueType;
+using tandem::checks::Random;
+using Index = std::int64_t;
+
+constexpr int kRounds = 60;
+constexpr Index kSlots = 3;
+
+// Tokens of some slots, one slot after the other; `lengths` grow.
+struct Tokens {
+  std::vector<Index> slots, positions;
+
+  tandem::StateTokens view() const {
+    return {static_cast<Index>(slots.size()), slots.data(), positions.data()};
+  }
+};
+
+Tokens some_tokens(Random& random, std::vector<Index>& lengths) {
+  Tokens tokens;
+  for (Index slot = 0; slot < kSlots; ++slot) {
+    if (random.between(0, 5) == 0) lengths[slot] = 0;  // another sequence takes it
+    const Index count = random.between(0, 2) ? random.between(0, 1) : random.between(0, 150);
+    for (Index i = 0; i < count; ++i) {
+      tokens.slots.push_back(slot);
+      tokens.positions.push_back(lengths[slot]++);
+    }
+  }
+  return tokens;
+}
+
+bool is_near(const std::vector<float>& actual, const std::vector<double>& expected) {
+  double error = 0, size = 0;
+  for (std::size_t i = 0; i < expected.size(); ++i) {
+    error += (actual[i] - expected[i]) * (actual[i] - expected[i]);
+    size += expected[i] * expected[i];
+  }
+  return error <= 1e-9 * size + 1e-12;
+}
+
+bool convolutions_agree(Random& random, tandem::RecurrentEngine& engine) {
+  const Index channels = random.between(1, 700), width = random.between(2, 6);
+  const auto weight = random.normals(width * channels), bias = random.normals(channels);
+  std::vector<float> states(kSlots * (width - 1) * channels);
+  std::vector<std::vector<float>> inputs(kSlots);
+  std::vector<Index> lengths(kSlots);
+  const bool has_silu = random.between(0, 1) == 1;
+  for (int call = 0; call < 4; ++call) {
+    const Tokens tokens = some_tokens(random, lengths);
+    const Index count = tokens.view().count, stride = channels + random.between(0, 3);
+    const auto x = random.normals(std::max<Index>(1, count) * stride);
+    std::vector<float> out(count * channels);
+    engine.run(tandem::ShortConvolution{channels, width, weight.data(), bias.data(), has_silu,
+                                        states.data(), tokens.view(), ValueType::kFp32, x.data(),
+                                        stride, out.data()});
+    std::vector<double> expected(out.size());
+    for (Index t = 0; t < count; ++t) {
+      auto& past = inputs[tokens.slots[t]];
+      if (tokens.positions[t] == 0) past.clear();
+      past.insert(past.end(), x.begin() + t * stride, x.begin() + t * stride + channels);
+      for (Index c = 0; c < channels; ++c) {
+        double sum = bias[c];
+        for (Index j = 0; j < width && j <= tokens.positions[t]; ++j)
+          sum += double{weight[(width - 1 - j) * channels + c]} *
+                 past[(tokens.positions[t] - j) * channels + c];
+        expected[t * channels + c] = has_silu ? sum / (1 + std::exp(-sum)) : sum;
+      }
+    }
+    if (!is_near(out, expected)) return false;
+  }
+  return true;
+}
+
+// What the equations of a recurrence say for one token and head, with its state in double precision.
+struct Head {
+  std::vector<double> state;  // (key_dim, value_dim)
+
+  double advance(const tandem::Recurrence& r, const float* q, const float* k, double q_size,
+                 double k_size, double value, double rate, double skip, Index j,
+                 const std::vector<double>& kept) {
+    double said = 0, out = skip * value;
+    for (Index i = 0; i < r.key_dim; ++i) {
+      state[i * r.value_dim + j] *= kept[i];
+      said += state[i * r.value_dim + j] * k[i] / k_size;
+    }
+    for (Index i = 0; i < r.key_dim; ++i) {
+      double& s = state[i * r.value_dim + j];
+      s += k[i] / k_size * rate * (r.is_delta ? value - said : value);
+      out += s * q[i] / q_size * r.scale;
+    }
+    return out;
+  }
+};
+
+double size_of(const float* row, Index dim, bool is_normalised) {
+  double total = 1e-6;
+  for (Index i = 0; i < dim; ++i) total += double{row[i]} * row[i];
+  return is_normalised ? std::sqrt(total) : 1;
+}
+
+bool recurrences_agree(Random& random, tandem::RecurrentEngine& engine, DecayKind kind) {
+  tandem::Recurrence r{};
+  const bool is_pair = kind == DecayKind::kByPair;
+  r.num_key_heads = is_pair ? 1 : random.between(1, 3);
+  r.num_heads = is_pair ? 1 : r.num_key_heads * random.between(1, 3);
+  r.key_dim = random.between(1, 40);
+  r.value_dim = random.between(1, 40);
+  r.decay_kind = kind;
+  r.is_delta = !is_pair && random.between(0, 1) == 1;
+  r.is_normalised = r.is_delta;  // as models have it: else the delta rule grows without bounds
+  r.scale = 0.5f;
+  const Index blocks = r.blocks(), values = r.num_heads * r.value_dim;
+  const auto a = random.normals(values * r.key_dim), skip = random.normals(values);
+  std::vector<float> factor(blocks * r.key_dim * tandem::kStateBlock);
+  for (Index i = 0; i < r.key_dim; ++i)
+    for (Index j = 0; is_pair && j < r.value_dim; ++j)
+      factor[(j / 16 * r.key_dim + i) * 16 + j % 16] = -std::fabs(a[i * r.value_dim + j]);
+  r.factor = factor.data();
+  r.skip = skip.data();
+  std::vector<float> states(kSlots * r.num_heads * blocks * r.key_dim * tandem::kStateBlock);
+  r.states = states.data();
+  std::vector<Head> heads(kSlots * r.num_heads);
+  std::vector<Index> lengths(kSlots);
+  for (int call = 0; call < 4; ++call) {
+    const Tokens tokens = some_tokens(random, lengths);
+    const Index count = tokens.view().count, keys = r.num_key_heads * r.key_dim;
+    const Index decays = is_pair ? r.value_dim : r.num_heads * (kind == DecayKind::kByKey ? r.key_dim : 1);
+    const auto q = random.normals(count * keys), k = random.normals(count * keys);
+    const auto v = random.normals(count * values);
+    auto decay = random.normals(count * decays), rate = random.normals(count * r.num_heads, 0.3f);
+    for (float& d : decay) d = is_pair ? std::fabs(d) : -std::fabs(d);
+    std::vector<float> out(count * values);
+    r.tokens = tokens.view();
+    r.type = r.rate_type = ValueType::kFp32;
+    r.query = {q.data(), keys, r.key_dim};
+    r.key = {k.data(), keys, r.key_dim};
+    r.value = {v.data(), values, r.value_dim};
+    r.decay = decay.data();
+    r.rate = rate.data();
+    r.out = out.data();
+    engine.run(r);
+    std::vector<double> expected(out.size()), kept(r.key_dim);
+    for (Index t = 0; t < count; ++t)
+      for (Index h = 0; h < r.num_heads; ++h) {
+        Head& head = heads[tokens.slots[t] * r.num_heads + h];
+        if (tokens.positions[t] == 0) head.state.assign(r.key_dim * r.value_dim, 0);
+        const Index of_keys = (t * r.num_key_heads + h / (r.num_heads / r.num_key_heads)) * r.key_dim;
+        const float *query = q.data() + of_keys, *key = k.data() + of_keys;
+        for (Index j = 0; j < r.value_dim; ++j) {
+          const Index at = (t * r.num_heads + h) * r.value_dim + j;
+          for (Index i = 0; i < r.key_dim; ++i)
+            kept[i] = std::exp(
+                is_pair ? double{decay[t * r.value_dim + j]} * factor[(j / 16 * r.key_dim + i) * 16 + j % 16]
+                : kind == DecayKind::kByKey ? decay[(t * r.num_heads + h) * r.key_dim + i]
+                                            : decay[t * r.num_heads + h]);
+          expected[at] = head.advance(r, query, key, size_of(query, r.key_dim, r.is_normalised),
+                                      size_of(key, r.key_dim, r.is_normalised), v[at],
+                                      rate[t * r.num_heads + h], skip[h * r.value_dim + j], j, kept);
+        }
+      }
+    if (!is_near(out, expected)) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+int main() {
+  Random random(1357);
+  for (int round = 0; round < kRounds; ++round)
+    for (const std::string& isa : tandem::available_isas()) {
+      tandem::ThreadPool pool(static_cast<int>(random.between(1, 3)));
+      tandem::RecurrentEngine engine(pool, isa);
+      const auto kind = static_cast<DecayKind>(round % 3);
+      if (!convolutions_agree(random, engine) || !recurrences_agree(random, engine, kind)) {
+        std::printf("round %d: %s differs, decays of kind %d\n", round, isa.c_str(),
+                    static_cast<int>(kind));
+        return 1;
+      }
+    }
+  std::printf("convolutions and recurrences of %d random shapes equal their definitions\n", kRounds);
+  return 0;
+}
