@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tandem.core.config import option, require_range
 from tandem.core.errors import ConfigError
@@ -75,7 +75,7 @@ def run_kernels(options: KernelBenchOptions, start_peers: "StartPeers | None" = 
     for peer, reason in bench.failures.items():
         print(f"{peer}: {reason}")
     if options.json:
-        report: dict[str, Any] = {"machine": ceiling, "cases": [asdict(case) for case in cases]}
+        report: dict[str, object] = {"machine": ceiling, "cases": [asdict(case) for case in cases]}
         print(json.dumps({**report, "missing_peers": bench.failures}))
     return 0
 

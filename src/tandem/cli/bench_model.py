@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tandem.core.config import option, require_range
 from tandem.devices import DEVICES, kind_of
+from tandem.foreign_types import PreTrainedModel
 
 if TYPE_CHECKING:
     from tandem.bench.generation import Measured, Speed, Workload
@@ -145,7 +146,7 @@ def _print(machine: "Ceiling", ceiling: "Speed", measured: "Measured") -> None:
 
 
 def _report(
-    name: str, model: Any, work: "Workload", ceiling: "Speed", measured: "Measured"
+    name: str, model: PreTrainedModel, work: "Workload", ceiling: "Speed", measured: "Measured"
 ) -> dict[str, object]:
     return {
         "shape": name,

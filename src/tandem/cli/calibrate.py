@@ -87,7 +87,7 @@ def _progress(done: int, total: int) -> None:
 
 def _report(
     found: "Calibration", accuracy: dict[str, list[float]], top: int, path: Path
-) -> dict[str, Any]:
+) -> dict[str, object]:
     from tandem.hf.lookahead.calibration import BATCHES
 
     plain, residual = found.likeness

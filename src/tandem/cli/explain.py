@@ -7,12 +7,13 @@ changed at a time, which holds as far as the profile does.
 
 import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from tandem.experts.cache.expert_cache import ExpertCache
 from tandem.experts.store.host_store import HostStore
 from tandem.experts.tracing.cache_statistics import CacheStatistics, LayerCounts
 from tandem.experts.tracing.events import unheard
+from tandem.foreign_types import PreTrainedModel
 from tandem.kernels.formats.weight_format import find_format
 from tandem.policy.cost import HardwareProfile, ShapeCosts
 from tandem.sim.replay import ReplaySettings, replay
@@ -174,7 +175,7 @@ def decode_step(generator: "Generator") -> DecodeStep:
 class Explanation:
     """Watches a run from its creation to `finish`."""
 
-    def __init__(self, model: Any, generator: "Generator") -> None:
+    def __init__(self, model: PreTrainedModel, generator: "Generator") -> None:
         """Start."""
         from tandem.hf.runtime import require_runtime
 

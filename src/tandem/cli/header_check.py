@@ -6,7 +6,6 @@ Says nothing of what it is not sure of: the checks of loading are the careful on
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from tandem.core.errors import UnsupportedModelError
 
@@ -33,7 +32,7 @@ def refuse_dense(directory: Path) -> None:
     )
 
 
-def _counts_experts(config: Mapping[str, Any]) -> bool:
+def _counts_experts(config: Mapping[str, object]) -> bool:
     """Tell whether a config, or one inside it, names a number of experts above one."""
     return any(
         _counts_experts(value)

@@ -82,7 +82,7 @@ def progress_bar() -> Callable[[str, int, int], None]:
     """Return a callback (stage, done, total) that draws one bar per stage on standard error."""
     from tqdm import tqdm
 
-    bars: dict[str, Any] = {}
+    bars: dict[str, tqdm] = {}
 
     def update(stage: str, done: int, total: int) -> None:
         if stage not in bars:

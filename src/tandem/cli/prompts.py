@@ -47,7 +47,7 @@ def _parse(text: str, source: Path) -> Any:
         raise FileFormatError(f"{source}: not JSON ({error}); expected {_EXPECTED}") from None
 
 
-def _text(value: Any, source: Path) -> str:
+def _text(value: object, source: Path) -> str:
     if isinstance(value, dict):
         value = next((value[key] for key in ("text", "prompt", "question") if key in value), value)
     if not isinstance(value, str):

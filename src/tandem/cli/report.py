@@ -2,13 +2,14 @@
 
 import resource
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from tandem.core.units import format_bytes
 from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tandem.experts.tracing.events import ExpertStatistics
+from tandem.foreign_types import PreTrainedModel
 
 if TYPE_CHECKING:
     from tandem.generate.stream import Answer
@@ -19,7 +20,7 @@ _RSS_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024
 class RunReport:
     """Listens to a model's executor from its creation to `close`."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         """Start counting the events of a model that Tandem loaded."""
         from tandem.hf.runtime import require_runtime
 

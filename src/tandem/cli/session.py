@@ -3,11 +3,12 @@
 import json
 import sys
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tandem.cli.streams import require_text
 from tandem.core.config import option
 from tandem.core.errors import ConfigError
+from tandem.foreign_types import PreTrainedModel, Tokenizer
 from tandem.generate.conversation import trim_conversation
 from tandem.generate.sampling import SamplingOptions
 
@@ -66,7 +67,11 @@ class Session:
     """Keeps a conversation's messages, prints answers and statistics."""
 
     def __init__(
-        self, model: Any, tokenizer: Any, options: SessionOptions, sampling: SamplingOptions
+        self,
+        model: PreTrainedModel,
+        tokenizer: Tokenizer,
+        options: SessionOptions,
+        sampling: SamplingOptions,
     ) -> None:
         """Start a conversation, with the system message if there is one."""
         self._model = model

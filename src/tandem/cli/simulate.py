@@ -4,7 +4,11 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tandem.policy.settings import PlannerSettings
+    from tandem.sim.simulation import Conditions, Report
 
 LISTS = "list"
 
@@ -109,7 +113,7 @@ def _print_lists(flags: argparse.Namespace) -> bool:
     return bool(asked)
 
 
-def _settings(flags: argparse.Namespace) -> Any:
+def _settings(flags: argparse.Namespace) -> "PlannerSettings":
     from tandem.policy.settings import PlannerSettings
 
     by_equations = flags.assignment == "balanced" and flags.costs == "equations"
@@ -124,7 +128,7 @@ def _settings(flags: argparse.Namespace) -> Any:
     )
 
 
-def _conditions(flags: argparse.Namespace) -> Any:
+def _conditions(flags: argparse.Namespace) -> "Conditions":
     from tandem.hardware.profiles import load_profile
     from tandem.sim.simulation import Conditions
 
@@ -140,7 +144,7 @@ def _conditions(flags: argparse.Namespace) -> Any:
     )
 
 
-def _simulate_all(flags: argparse.Namespace) -> dict[str, dict[str, Any]]:
+def _simulate_all(flags: argparse.Namespace) -> dict[str, "Report"]:
     from contextlib import ExitStack
 
     from tandem.policy.prediction import PREDICTIONS
@@ -171,7 +175,7 @@ def _progress_bar(total: int, name: str) -> Any:
     return tqdm(total=total, desc=name, unit=" tokens", disable=None, leave=False)
 
 
-def _print_summary(path: str, result: dict[str, Any]) -> None:
+def _print_summary(path: str, result: "Report") -> None:
     over, closed = result["plan_over_optimal"]["mean"], result["gap_closed"]
     print(f"{path}: {result['tokens']} tokens of {result['model']} on {result['hardware']}")
     speed, gap = result["decode_tokens_per_second"], f", {closed:.0%} of the gap" if closed else ""
@@ -192,7 +196,7 @@ def _print_summary(path: str, result: dict[str, Any]) -> None:
         )
 
 
-def _merge(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _merge(results: dict[str, "Report"]) -> "Report":
     """Return the only result, or means over the traces with the results beside them."""
     if len(results) == 1:
         return next(iter(results.values()))

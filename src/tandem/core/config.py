@@ -75,7 +75,7 @@ def from_flags(config: type[T], flags: argparse.Namespace) -> T:
     return config(**values)
 
 
-def from_mapping(config: type[T], values: Mapping[str, Any], *, where: str) -> T:
+def from_mapping(config: type[T], values: Mapping[str, object], *, where: str) -> T:
     """Build a config from a mapping (a JSON file); an unknown key is an error with near names."""
     known = [field.name for field in dataclasses.fields(config)]  # type: ignore[arg-type]
     for key in values:

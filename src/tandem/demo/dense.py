@@ -4,20 +4,21 @@ import contextlib
 import importlib.util
 import io
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from tokenizers import pre_tokenizers
 
 from tandem.core.errors import BuildError
 from tandem.demo.recipe import Progress, ignore_progress
+from tandem.foreign_types import PreTrainedModel, Tokenizer
 
 
 class Dense(NamedTuple):
     """A dense Llama model with its tokenizer."""
 
-    model: Any
-    tokenizer: Any
+    model: PreTrainedModel
+    tokenizer: Tokenizer
 
 
 def load_dense(gguf: Path, progress: Progress = ignore_progress) -> Dense:
@@ -35,7 +36,7 @@ def load_dense(gguf: Path, progress: Progress = ignore_progress) -> Dense:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     progress("read", 0, 2)
-    where: dict[str, Any] = {
+    where: dict[str, object] = {
         "pretrained_model_name_or_path": str(gguf.parent),
         "gguf_file": gguf.name,
     }
@@ -53,7 +54,7 @@ def load_dense(gguf: Path, progress: Progress = ignore_progress) -> Dense:
     return Dense(model, tokenizer)
 
 
-def _split_digits(tokenizer: Any) -> None:
+def _split_digits(tokenizer: Tokenizer) -> None:
     """Cut digits off one by one before the byte-level split, as SmolLM2 was trained.
 
     Transformers' GGUF reader drops this step: it gives "  5" the tokens " ", " ", "5" where

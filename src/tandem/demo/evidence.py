@@ -1,11 +1,12 @@
 """Measures a demo model: its text against the dense model's, and how its tokens route."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from tandem.demo.routers import expert_shares
+from tandem.foreign_types import PreTrainedModel
 
 
 class LayerRouting(NamedTuple):
@@ -25,7 +26,9 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
 @torch.inference_mode()
-def greedy_tokens(model: Any, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+def greedy_tokens(
+    model: PreTrainedModel, prompts: list[list[int]], num_tokens: int
+) -> list[list[int]]:
     """Return each prompt's next tokens by greedy decoding, going on after an end-of-text token."""
     answers: list[list[int]] = [[] for _ in prompts]
     # Prompts of like length go together: little padding, and a fifth of the decode steps.
@@ -50,7 +53,7 @@ def greedy_tokens(model: Any, prompts: list[list[int]], num_tokens: int) -> list
 
 
 @torch.inference_mode()
-def perplexity(model: Any, windows: torch.Tensor) -> float:
+def perplexity(model: PreTrainedModel, windows: torch.Tensor) -> float:
     """Return the perplexity over (windows, tokens) ids, each window read from its start."""
     losses = [
         F.cross_entropy(model(window[None]).logits[0, :-1].float(), window[1:])
@@ -60,7 +63,7 @@ def perplexity(model: Any, windows: torch.Tensor) -> float:
 
 
 @torch.inference_mode()
-def routing(model: Any, windows: torch.Tensor) -> list[LayerRouting]:
+def routing(model: PreTrainedModel, windows: torch.Tensor) -> list[LayerRouting]:
     """Return how each layer of a Mixtral model routes (windows, tokens) ids."""
     per_window = [model.model(w[None], output_router_logits=True).router_logits for w in windows]
     return [

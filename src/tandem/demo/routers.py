@@ -12,13 +12,16 @@ import torch.nn.functional as F
 
 from tandem.core.errors import BuildError
 from tandem.demo.recipe import Progress, Recipe
+from tandem.foreign_types import PreTrainedModel
 
 _GAIN_STEP = 1.02
 _MAX_GAIN_STEPS = 400
 
 
 @torch.inference_mode()
-def gate_inputs(model: Any, windows: torch.Tensor, progress: Progress) -> list[torch.Tensor]:
+def gate_inputs(
+    model: PreTrainedModel, windows: torch.Tensor, progress: Progress
+) -> list[torch.Tensor]:
     """Return what each layer's FFN reads on (windows, tokens) ids, as (n, hidden_size) bfloat16.
 
     The first token of every window is left out: all attention drains there, and its hidden state

@@ -177,7 +177,7 @@ def _read_manifest(directory: Path) -> dict[str, Any] | None:
     return manifest if isinstance(manifest, dict) and "files" in manifest else None
 
 
-def _identity(manifest: dict[str, Any]) -> tuple[Any, Any, Any]:
+def _identity(manifest: dict[str, object]) -> tuple[object, ...]:
     return manifest.get("recipe_version"), manifest.get("kind"), manifest.get("seed")
 
 

@@ -13,6 +13,7 @@ from tandem.decode.kv_cache.windows import most_kept
 from tandem.decode.slots import MAX_STEP_TOKENS
 from tandem.experts.store.host_store import HostStore
 from tandem.experts.store.packed_layer import PackedLayer
+from tandem.foreign_types import PreTrainedConfig
 from tandem.hf.checkpoint import AnyCheckpoint, Checkpoint, GgufCheckpoint
 from tandem.hf.compat import parts_in_fp32
 from tandem.hf.config import OffloadConfig, parse_dense_dtype
@@ -41,7 +42,7 @@ _WITHOUT_KEYS = ("linear_attention", "conv", "moe", "mlp")
 class ModelSizes:
     """A checkpoint's sizes under some options; bytes in host memory unless a name says else."""
 
-    config: Any
+    config: PreTrainedConfig
     """The text model's Transformers config."""
     experts_bytes: int
     expert_image_bytes: int
@@ -104,7 +105,7 @@ def _is_foreign(checkpoint: Checkpoint) -> bool:
     return checkpoint.quantization is not None and not checkpoint.is_packed
 
 
-def config_sizes(config: Any, offload: OffloadConfig) -> ModelSizes:
+def config_sizes(config: PreTrainedConfig, offload: OffloadConfig) -> ModelSizes:
     """Add up what a model of a config takes with these options, whose `source` is let go."""
     model = empty_model(config)
     quantizer = OffloadQuantizer(offload)
@@ -192,7 +193,7 @@ def _dense_parts(model: nn.Module, packed: Mapping[str, WeightFormat]) -> Iterat
                 yield f"{path}.{name}", tensor.numel() * max(itemsize, tensor.itemsize)
 
 
-def _kv_bytes_by_layer(config: Any, dtype: torch.dtype) -> list[tuple[str, int]]:
+def _kv_bytes_by_layer(config: PreTrainedConfig, dtype: torch.dtype) -> list[tuple[str, int]]:
     """Return each layer's kind and what a token's keys and values take in it."""
     usual = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
     count = int(config.num_hidden_layers)
@@ -204,7 +205,7 @@ def _kv_bytes_by_layer(config: Any, dtype: torch.dtype) -> list[tuple[str, int]]
     ]
 
 
-def _kv_bytes(config: Any, dtype: torch.dtype) -> int:
+def _kv_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     """Return what a token's keys and values take in a layer with this config."""
     heads = int(getattr(config, "num_attention_heads", 1))
     if getattr(config, "kv_lora_rank", None):  # latent attention is kept expanded

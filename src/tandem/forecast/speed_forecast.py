@@ -12,13 +12,14 @@ import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tandem.bench.generation import WARM_UP_STEPS, Workload, measure
 from tandem.bench.model_shapes import ModelShape
 from tandem.bench.random_model import build_random_model
 from tandem.experts.store.host_memory import available_bytes
 from tandem.forecast.sizes import ModelSizes
+from tandem.foreign_types import PreTrainedModel
 from tandem.generate.generator import Generator
 from tandem.hf.config import OffloadConfig
 from tandem.hf.runtime import require_runtime
@@ -155,7 +156,7 @@ def _layers_to_time(sizes: ModelSizes) -> list[int]:
     return [dense_layers + min(_FEW_LAYERS, more - 1), dense_layers + more]
 
 
-def _build(sizes: ModelSizes, offload: OffloadConfig, num_layers: int) -> Any:
+def _build(sizes: ModelSizes, offload: OffloadConfig, num_layers: int) -> PreTrainedModel:
     """Return a model of so many layers with random weights."""
     options = OffloadConfig(
         expert_dtype=sizes.expert_formats[0], threads=offload.threads, isa=offload.isa
@@ -167,7 +168,7 @@ def _build(sizes: ModelSizes, offload: OffloadConfig, num_layers: int) -> Any:
     )  # fmt: skip
 
 
-def _time(model: Any) -> _Times:
+def _time(model: PreTrainedModel) -> _Times:
     """Return what a prompt and decode steps take."""
     work = Workload(prompt_tokens=PROMPT_TOKENS, new_tokens=DECODE_STEPS)
     measured = measure(model, Generator(model), work)

@@ -25,6 +25,7 @@ from tandem.decode.padded import (
 )
 from tandem.decode.recording.recorded_graph import RecordedGraph
 from tandem.decode.slots import MAX_STEP_TOKENS, SlotPool
+from tandem.foreign_types import PreTrainedModel, Tokenizer
 from tandem.generate.answer import Answer
 from tandem.generate.batch import Batch
 from tandem.generate.prompt import encode_conversation, encode_text, room
@@ -46,8 +47,8 @@ class Generator:
 
     def __init__(
         self,
-        model: Any,
-        tokenizer: Any = None,
+        model: PreTrainedModel,
+        tokenizer: Tokenizer | None = None,
         *,
         threads: CpuThreads | None = None,
         dense_dtype: str = "none",
@@ -94,7 +95,7 @@ class Generator:
         options: SamplingOptions | None = None,
         *,
         on_text: TextListener | None = None,
-        **fields: Any,
+        **fields: object,
     ) -> list[Answer]:
         """Answer one prompt or several at once, in their order.
 
@@ -108,7 +109,7 @@ class Generator:
         return batch.answers()
 
     def stream(
-        self, prompt: Prompt, options: SamplingOptions | None = None, **fields: Any
+        self, prompt: Prompt, options: SamplingOptions | None = None, **fields: object
     ) -> Iterator[str]:
         """Yield the answer to one prompt in pieces, as they come."""
         pieces: list[str] = []
@@ -126,7 +127,7 @@ class Generator:
         options: SamplingOptions | None = None,
         *,
         on_text: TextListener | None = None,
-        **fields: Any,
+        **fields: object,
     ) -> Batch:
         """Check the prompts and return their batch, of which nothing has been computed yet.
 
@@ -238,7 +239,7 @@ class Generator:
         return pad if pad is not None else 0  # its positions are masked
 
 
-def _threads_of(model: Any) -> CpuThreads:
+def _threads_of(model: PreTrainedModel) -> CpuThreads:
     """Return the threads of a model that Tandem loaded; start some for another."""
     runtime = runtime_of(model)
     if runtime is not None:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tandem.core.errors import ConfigError
 from tandem.decode.padded import context_tokens, vocabulary_size
+from tandem.foreign_types import PreTrainedModel, Tokenizer
 
 
 class Message(TypedDict):
@@ -16,7 +17,7 @@ class Message(TypedDict):
     content: str
 
 
-def encode_conversation(tokenizer: Any, messages: Sequence[Mapping[str, object]]) -> Tensor:
+def encode_conversation(tokenizer: Tokenizer, messages: Sequence[Mapping[str, object]]) -> Tensor:
     """Return the token ids (1, n_tokens) that ask for the next assistant message.
 
     Without a chat template the messages are joined as plain text, so base models continue it.
@@ -31,7 +32,7 @@ def encode_conversation(tokenizer: Any, messages: Sequence[Mapping[str, object]]
     return ids
 
 
-def _through_template(tokenizer: Any, messages: Sequence[Mapping[str, object]]) -> Any:
+def _through_template(tokenizer: Tokenizer, messages: Sequence[Mapping[str, object]]) -> Any:
     try:
         return tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -44,13 +45,13 @@ def _through_template(tokenizer: Any, messages: Sequence[Mapping[str, object]]) 
         ) from error
 
 
-def encode_text(tokenizer: Any, text: str) -> list[int]:
+def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
     """Return the token ids of a text that the model is to continue, as its tokenizer makes them."""
     ids: list[int] = tokenizer(text)["input_ids"]
     return ids
 
 
-def room(model: Any, prompt: Sequence[int], number: int = 0) -> int:
+def room(model: PreTrainedModel, prompt: Sequence[int], number: int = 0) -> int:
     """Check a prompt; return how many tokens the model's context has left for its answer.
 
     Raises `ConfigError`, which names the prompt by its number.

@@ -7,7 +7,7 @@ from tandem.core.config import option, require_range
 from tandem.core.errors import ConfigError
 
 # What a generation config may ask for beyond the rule below; its values there that change nothing.
-_NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
+_NOT_FOLLOWED: dict[str, tuple[object, ...]] = {
     "num_beams": (None, 1),
     "no_repeat_ngram_size": (None, 0),
     "encoder_repetition_penalty": (None, 1.0),

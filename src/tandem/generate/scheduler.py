@@ -17,12 +17,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from tandem.decode.padded import end_of_sequence_ids
 from tandem.decode.slots import SlotPool, num_shared
+from tandem.foreign_types import PreTrainedModel, Tokenizer
 from tandem.generate.ending import NotYet
 from tandem.generate.penalties import Together
 from tandem.generate.prompt import room
@@ -77,8 +78,8 @@ class Scheduler:
 
     def __init__(
         self,
-        model: Any,
-        tokenizer: Any,
+        model: PreTrainedModel,
+        tokenizer: Tokenizer,
         pool: SlotPool,
         *,
         chunk_tokens: int = CHUNK_TOKENS,

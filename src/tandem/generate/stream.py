@@ -1,10 +1,10 @@
 """One answer for the command line: streamed, timed, and ended by Ctrl-C without ending more."""
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor
 
+from tandem.foreign_types import PreTrainedModel, Tokenizer
 from tandem.generate.answer import Answer
 from tandem.generate.generator import Generator
 from tandem.generate.sampling import SamplingOptions
@@ -13,8 +13,8 @@ __all__ = ["Answer", "generate_answer"]
 
 
 def generate_answer(
-    model: Any,
-    tokenizer: Any,
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
     prompt_ids: Tensor,
     options: SamplingOptions,
     on_text: Callable[[str], None],

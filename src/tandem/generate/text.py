@@ -1,6 +1,6 @@
 """Text from tokens as they come: never half a multi-byte character, never text taken back."""
 
-from typing import Any
+from tandem.foreign_types import Tokenizer
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 # Four bytes are the longest character: more broken tokens than this are broken for good.
@@ -10,7 +10,7 @@ _MAX_HELD_TOKENS = 8
 class TextStream:
     """Turns a growing list of token ids into pieces of text whose sum is the whole text."""
 
-    def __init__(self, tokenizer: Any, *, keeps_special: bool = False) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, keeps_special: bool = False) -> None:
         """Decode with a Transformers tokenizer; special tokens are left out unless kept."""
         self._tokenizer = tokenizer
         self._skips_special = not keeps_special

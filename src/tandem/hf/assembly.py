@@ -13,11 +13,11 @@ from tandem.experts.cache.heat import Heat
 from tandem.experts.cache.sizing import count_slots
 from tandem.experts.cache.start import STARTS
 from tandem.experts.execution.hybrid_executor import HybridExecutor
+from tandem.foreign_types import PreTrainedModel
 from tandem.hf.config import OffloadConfig
 from tandem.hf.dense import pack_dense_layers, share_threads
 from tandem.hf.dense_files import take_stored_layers
 from tandem.hf.identity import model_identity
-from tandem.hf.kinds import PreTrainedModel
 from tandem.hf.lookahead.look_ahead import SOURCES, LookAhead, look_ahead
 from tandem.hf.machine.parts import DeviceParts, ObservedModel, observe
 from tandem.hf.machine.profile import measured_profile

@@ -5,11 +5,11 @@ Reads config.json and the headers of the safetensors files, never the weights.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from tandem.checkpoint.hub import is_gguf
 from tandem.checkpoint.packed import INDEX_FILE
-from tandem.checkpoint.sources.files import TensorFiles, open_tensors, read_json
+from tandem.checkpoint.sources.files import JsonObject, TensorFiles, open_tensors, read_json
 from tandem.core.errors import ModelError, UnsupportedModelError
 from tandem.core.registry import nearest_names
 from tandem.hf.config import QUANT_METHOD
@@ -25,13 +25,13 @@ class Checkpoint:
     """A directory whose files are all there and whole."""
 
     directory: Path
-    config: dict[str, Any]
+    config: JsonObject
     files: TensorFiles
     may_run_code: bool = False
     """Whether the user lets code run that comes with the model."""
 
     @property
-    def quantization(self) -> dict[str, Any] | None:
+    def quantization(self) -> JsonObject | None:
         """Return the `quantization_config`, wherever config.json keeps it."""
         return quantization_of(self.config)
 
@@ -91,16 +91,16 @@ def open_checkpoint(directory: Path, *, may_run_code: bool = False) -> Checkpoin
     return Checkpoint(directory, config, open_tensors(directory, index_name), may_run_code)
 
 
-def quantization_of(config: dict[str, Any]) -> dict[str, Any] | None:
+def quantization_of(config: JsonObject) -> JsonObject | None:
     """Return the `quantization_config` of a config.json, or of its text part; None without one."""
     for part in (config, config.get("text_config")):
         if isinstance(part, dict) and isinstance(part.get("quantization_config"), dict):
-            found: dict[str, Any] = part["quantization_config"]
+            found: JsonObject = part["quantization_config"]
             return found
     return None
 
 
-def _check_model_type(directory: Path, config: dict[str, Any], *, may_run_code: bool) -> None:
+def _check_model_type(directory: Path, config: JsonObject, *, may_run_code: bool) -> None:
     from transformers import CONFIG_MAPPING
 
     model_type = config.get("model_type")

@@ -16,6 +16,8 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from tandem.foreign_types import PreTrainedModel
+
 # Flags of a config for which Transformers would put hooks on modules, and again on each copy.
 _CAPTURED_OUTPUTS = {"output_hidden_states", "_output_attentions", "output_router_logits"}
 
@@ -23,31 +25,31 @@ _CAPTURED_OUTPUTS = {"output_hidden_states", "_output_attentions", "output_route
 class QuantizerHooks:
     """Quantizer methods whose name or signature changed; subclasses see one form of each."""
 
-    def prepare_config(self, config: Any) -> None:
+    def prepare_config(self, config: PreTrainedConfig) -> None:
         """See the model's config before the checkpoint's files are looked up."""
 
     def rewrite_conversions(self, conversions: list[Any]) -> list[Any]:
         """Change the model's weight conversions."""
         return conversions
 
-    def update_attn_implementation(self, config: Any) -> Any:
+    def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
         """Since 5.2x: the hook that sees the config."""
         self.prepare_config(config)
         return config
 
-    def update_tp_plan(self, config: Any) -> Any:
+    def update_tp_plan(self, config: PreTrainedConfig) -> PreTrainedConfig:
         """5.17: the hook that sees the config."""
         self.prepare_config(config)
         return config
 
     def update_weight_conversions(
-        self, weight_conversions: list[Any], model: Any = None
+        self, weight_conversions: list[Any], model: object = None
     ) -> list[Any]:
         """5.17 passes no model."""
         return self.rewrite_conversions(list(weight_conversions))
 
 
-def is_expert_merge(converter: Any) -> bool:
+def is_expert_merge(converter: object) -> bool:
     """Tell whether a converter only stacks separate experts (and joins gate and up, stacked)."""
     if not isinstance(converter, WeightConverter):
         return False
@@ -57,7 +59,7 @@ def is_expert_merge(converter: Any) -> bool:
     return not rest or (len(rest) == 1 and type(rest[0]) is Concatenate and rest[0].dim == 1)
 
 
-def target_names(model: Any, names: Iterable[str]) -> dict[str, str]:
+def target_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
     """Return in which parameter each name of a checkpoint ends, by the model's conversions.
 
     Where several tensors become one parameter (the experts of a layer) all have its name.
@@ -76,7 +78,7 @@ def target_names(model: Any, names: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def takes_logits_to_keep(model: Any) -> bool:
+def takes_logits_to_keep(model: PreTrainedModel) -> bool:
     """Tell whether a forward can compute some tokens' logits alone.
 
     Stands in for `_supports_logits_to_keep` (5.17 to today), which only `generate`'s models have.
@@ -84,25 +86,27 @@ def takes_logits_to_keep(model: Any) -> bool:
     return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
-def has_dynamic_cache(model: Any) -> bool:
+def has_dynamic_cache(model: PreTrainedModel) -> bool:
     """Tell whether `generate` would make a `DynamicCache` for a model (5.17 to today)."""
     return bool(model._supports_default_dynamic_cache())
 
 
-def is_empty_cache_layer(layer: Any) -> bool:
+def is_empty_cache_layer(layer: object) -> bool:
     """Tell whether a cache's layer is of a model's layer that keeps nothing (not in 5.17)."""
     return type(layer).__name__ == "DummyLayer"
 
 
-def first_position_ids(model: Any, ids: Tensor, kwargs: dict[str, Any]) -> Tensor:
+def first_position_ids(model: PreTrainedModel, ids: Tensor, kwargs: dict[str, object]) -> Tensor:
     """Return the positions that `generate` gives a prompt's tokens (5.17 to today)."""
     positions: Tensor = model._prepare_position_ids_for_generation(ids, dict(kwargs))
     return positions
 
 
-def next_step_kwargs(model: Any, outputs: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+def next_step_kwargs(
+    model: PreTrainedModel, outputs: object, kwargs: dict[str, object]
+) -> dict[str, object]:
     """Return the arguments of the step after `outputs`, as `generate` does (5.17 to today)."""
-    updated: dict[str, Any] = model._update_model_kwargs_for_generation(outputs, kwargs)
+    updated: dict[str, object] = model._update_model_kwargs_for_generation(outputs, kwargs)
     return updated
 
 
@@ -142,7 +146,7 @@ def gating(module: Any) -> Any:
     return module._apply_gate
 
 
-def dispensable_weights(model: Any) -> Collection[str]:
+def dispensable_weights(model: PreTrainedModel) -> Collection[str]:
     """Return patterns of weights that a checkpoint may lack, which only loading reads otherwise.
 
     5.17 to today.
@@ -150,7 +154,7 @@ def dispensable_weights(model: Any) -> Collection[str]:
     return getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
 
 
-def parts_in_fp32(model: Any) -> Collection[str]:
+def parts_in_fp32(model: PreTrainedModel) -> Collection[str]:
     """Return words in the names of what `from_pretrained` keeps in fp32, whatever the dtype.
 
     5.17 to today; no public name.

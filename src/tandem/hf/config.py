@@ -141,14 +141,14 @@ class OffloadConfig(OffloadOptions, QuantizationConfigMixin):  # type: ignore[mi
 
     @classmethod
     def from_dict(
-        cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any
+        cls, config_dict: dict[str, object], return_unused_kwargs: bool = False, **kwargs: object
     ) -> Any:
         """Build from config.json's `quantization_config`; an unknown key is a `ConfigError`."""
         values = {k: v for k, v in config_dict.items() if k != "quant_method"}
         config = from_mapping(cls, values | kwargs, where="quantization_config")
         return (config, {}) if return_unused_kwargs else config
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the fields for config.json; those that say nothing new are left out."""
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         for name in ("cache_dir", "source", "sink"):  # of one machine or load, not of the model

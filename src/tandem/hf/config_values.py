@@ -8,11 +8,12 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TypeGuard
 
-from tandem.checkpoint.sources.files import read_json
+from tandem.checkpoint.sources.files import JsonObject, read_json
 from tandem.core.errors import ModelError, TandemError
 from tandem.core.registry import nearest_names
+from tandem.foreign_types import PreTrainedConfig
 
 # As Transformers' configs call them.
 _COUNTS = (
@@ -29,7 +30,7 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 GENERATION_CONFIG = "generation_config.json"
 
 
-def require_possible_values(directory: Path, config: dict[str, Any]) -> None:
+def require_possible_values(directory: Path, config: JsonObject) -> None:
     """Raise `ModelError` naming the first field of a config.json that no model can have."""
     text = config.get("text_config")
     for part in (config, text if isinstance(text, dict) else {}):
@@ -51,7 +52,7 @@ def require_readable_config(directory: Path, model_type: str) -> None:
         AutoConfig.from_pretrained(directory)
 
 
-def experts_per_token(config: Any) -> int:
+def experts_per_token(config: PreTrainedConfig) -> int:
     """Return to how many experts of a layer a text model's config sends a token."""
     return next((int(k) for name in _TOP_K if (k := getattr(config, name, None))), 1)
 
@@ -95,11 +96,11 @@ def said(error: Exception) -> str:
     return lines[0]
 
 
-def _is_int(value: Any) -> bool:
+def _is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _require_count(where: str, name: str, value: Any, *, least: int) -> None:
+def _require_count(where: str, name: str, value: object, *, least: int) -> None:
     """Refuse what is neither absent nor a number, or a list of numbers, one a layer."""
     if isinstance(value, list):
         is_possible = all(_is_int(one) and one >= 0 for one in value)
@@ -109,8 +110,8 @@ def _require_count(where: str, name: str, value: Any, *, least: int) -> None:
         raise ModelError(f"{where}: {name} is {value!r}, expected a whole number from {least}")
 
 
-def _require_top_k(where: str, part: dict[str, Any]) -> None:
-    counts = [(name, part[name]) for name in _EXPERTS if _is_int(part.get(name))]
+def _require_top_k(where: str, part: dict[str, object]) -> None:
+    counts = [(name, count) for name in _EXPERTS if _is_int(count := part.get(name))]
     for name, count in counts:
         if count < 0:
             raise ModelError(f"{where}: {name} is {count}, expected 0 or more")
@@ -119,7 +120,7 @@ def _require_top_k(where: str, part: dict[str, Any]) -> None:
     experts, most = max(counts, key=lambda pair: pair[1])
     least = min(most, 1)  # without experts none may be chosen: a dense model
     for name in _TOP_K:
-        top_k: Any = part.get(name)
+        top_k = part.get(name)
         if _is_int(top_k) and not least <= top_k <= most:
             raise ModelError(
                 f"{where}: {name} is {top_k} and {experts} is {most}, expected {least} to {most} "

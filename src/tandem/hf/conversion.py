@@ -44,7 +44,7 @@ class StoreWriter:
         self.sink: LayerSink | None = None
         self.error: TandemError | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "StoreWriter":
+    def __deepcopy__(self, memo: dict[int, object]) -> "StoreWriter":
         # Transformers copies each converter per key; a copied store would be filled and lost.
         return self
 
@@ -70,7 +70,10 @@ class StoreWriter:
         self.error = self.error or error
 
 
-def placeholder(like: Tensor | SourceTensor) -> Tensor:
+Loaded = Tensor | SourceTensor
+
+
+def placeholder(like: Loaded) -> Tensor:
     """Return the empty tensor that stands in the module for a parameter in the host store."""
     return torch.empty(0, dtype=like.dtype, device="cpu")
 
@@ -86,18 +89,21 @@ class StoreFused(ConversionOps):  # type: ignore[misc]
         """Store each tensor of {parameter name: tensor} that belongs to an experts module."""
         return {name: self._store(name, value) for name, value in input_dict.items()}
 
-    def _store(self, name: str, value: Any) -> Any:
+    def _store(self, name: str, value: Loaded | list[Loaded]) -> Loaded | list[Loaded]:
         tensor = value[0] if isinstance(value, list) else value
         found = self.writer.find(name)
-        is_source = isinstance(tensor, SourceTensor)
         try:
             if found is None:
-                return self.writer.dense.take(name, tensor) if is_source else value
-            if not is_source and tensor.numel() == 0:  # `StoreExpertwise` was here before
+                if isinstance(tensor, SourceTensor):
+                    return self.writer.dense.take(name, tensor)
+                return value
+            if (
+                isinstance(tensor, Tensor) and tensor.numel() == 0
+            ):  # `StoreExpertwise` was here before
                 return value
             if self.writer.needs_nothing(found[0]):
                 return placeholder(tensor)
-            if not is_source and found[0].arrivals.name in self.writer.exact:
+            if isinstance(tensor, Tensor) and found[0].arrivals.name in self.writer.exact:
                 _require_codes(*found)
             put_fused(*found, tensor)
             self.writer.note_stored(found[0])
@@ -121,12 +127,12 @@ class StoreExpertwise(StoreFused):
 
     def convert(
         self,
-        input_dict: dict[str, Any],
+        input_dict: dict[str, list[Loaded]],
         source_patterns: list[str] | None = None,
         target_patterns: list[str] | None = None,
         full_layer_name: str = "",
-        **kwargs: Any,
-    ) -> dict[str, Any]:
+        **kwargs: object,
+    ) -> dict[str, Tensor]:
         """Store {source pattern: [one tensor per expert]} as one fused tensor of the layer."""
         assert source_patterns is not None
         assert target_patterns is not None
@@ -148,11 +154,11 @@ class StorePacked(StoreFused):
 
     def convert(
         self,
-        input_dict: dict[str, Any],
+        input_dict: dict[str, list[Tensor]],
         target_patterns: list[str] | None = None,
         full_layer_name: str = "",
-        **kwargs: Any,
-    ) -> dict[str, Any]:
+        **kwargs: object,
+    ) -> dict[str, Tensor]:
         """Adopt {packed name: [tensor]}; returns placeholders for the parameters in it."""
         assert target_patterns is not None
         found = self.writer.find(full_layer_name)
@@ -173,7 +179,9 @@ class StorePacked(StoreFused):
 class ReadSource(ConversionOps):  # type: ignore[misc]
     """Read weights of a quantised source, for the model's own operations that come after."""
 
-    def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+    def convert(
+        self, input_dict: dict[str, list[Loaded]], **kwargs: object
+    ) -> dict[str, list[Tensor]]:
         """Turn {pattern: [tensor or unread weight]} into {pattern: [tensor]}."""
         return {
             pattern: [t.values() if isinstance(t, SourceTensor) else t for t in tensors]
@@ -194,7 +202,7 @@ def _require_codes(layer: HostLayer, tensor_name: str) -> None:
         )
 
 
-def _put_experts(layer: HostLayer, tensor_name: str, columns: list[list[Any]]) -> None:
+def _put_experts(layer: HostLayer, tensor_name: str, columns: list[list[Loaded]]) -> None:
     counts = {len(column) for column in columns}
     num_experts = layer.arrivals.num_experts
     if counts != {num_experts}:

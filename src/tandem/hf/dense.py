@@ -5,16 +5,15 @@ whose few bytes decide everything, nor embeddings.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tandem.experts.store.host_store import HostLayer
 from tandem.experts.store.packed_layer import PackedLayer
+from tandem.foreign_types import PreTrainedModel
 from tandem.hf.config import parse_dense_dtype, plain_name, stored_format
 from tandem.hf.experts import is_experts_module
-from tandem.hf.kinds import PreTrainedModel
 from tandem.hf.opaque_calls import DENSE, opaque
 from tandem.hf.runtime import runtime_of
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads, DenseWeight, multiply, pack_dense
@@ -54,7 +53,9 @@ class PackedLinear(nn.Module):
         bias = self.packed.bias
         return None if bias is None else bias[: self.out_features].to(self.dtype)
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(
+        self, destination: dict[str, Tensor], prefix: str, keep_vars: bool
+    ) -> None:
         """Save the rounded weights under the names of the layer that was replaced."""
         destination[prefix + "weight"] = self.weight
         if self.bias is not None:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from tandem.checkpoint.sources.codes import StoredWeight
 from tandem.checkpoint.sources.source import Source, SourceTensor
 from tandem.core.errors import ModelError
+from tandem.foreign_types import PreTrainedModel
 from tandem.hf.dense import PackedLinear, packable_layers, untie
-from tandem.hf.kinds import PreTrainedModel
 from tandem.kernels.dense import CpuThreads, DenseWeight, padded_bias
 from tandem.kernels.formats import PackedMatrix, WeightFormat
 from tandem.kernels.formats.packed import write_codes

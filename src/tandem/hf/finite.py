@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tandem.core.errors import ExecutionError, ModelError
-from tandem.hf.kinds import PreTrainedModel
+from tandem.foreign_types import PreTrainedModel
 from tandem.kernels.finite import is_finite
 
 # Of a row's tokens, the last ones with which a spoilt layer is looked for.
@@ -58,7 +58,7 @@ def _first_spoilt(model: PreTrainedModel, ids: list[int]) -> str | None:
     found: list[str] = []
 
     def listener(name: str) -> Any:
-        def listen(module: nn.Module, args: Any, output: Any) -> None:
+        def listen(module: nn.Module, args: object, output: object) -> None:
             if not found and any(_is_spoilt(tensor) for tensor in _tensors(output)):
                 found.append(name)
 
@@ -73,7 +73,7 @@ def _first_spoilt(model: PreTrainedModel, ids: list[int]) -> str | None:
     return found[0] if found else None
 
 
-def _tensors(output: Any) -> Iterator[Tensor]:
+def _tensors(output: object) -> Iterator[Tensor]:
     parts = output if isinstance(output, tuple | list) else (output,)
     return (part for part in parts if isinstance(part, Tensor) and part.is_floating_point())
 

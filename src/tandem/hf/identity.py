@@ -5,7 +5,7 @@ import json
 
 import torch
 
-from tandem.hf.kinds import PreTrainedModel
+from tandem.foreign_types import PreTrainedModel
 
 # Keys that say where a model lies or how it was loaded, not what it is.
 _CIRCUMSTANCES = ("_name_or_path", "quantization_config", "transformers_version", "dtype")

@@ -9,32 +9,33 @@ import transformers
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from tandem.checkpoint.hub import HubOptions, find_model_path
+from tandem.checkpoint.sources.files import JsonObject
 from tandem.checkpoint.sources.gguf import open_gguf
 from tandem.checkpoint.sources.source import Source, open_source
 from tandem.core.config import from_mapping
 from tandem.core.errors import ConfigError
+from tandem.foreign_types import PreTrainedConfig, PreTrainedModel
 from tandem.hf.assembly import assemble
 from tandem.hf.checkpoint import AnyCheckpoint, Checkpoint, GgufCheckpoint, open_model
 from tandem.hf.config import OffloadConfig, parse_dense_dtype, parse_dtype, parse_expert_dtype
 from tandem.hf.config_values import foreign_errors
 from tandem.hf.dense_place import device_map_for
-from tandem.hf.kinds import PreTrainedConfig
 from tandem.hf.packed_reading import read_packed
 from tandem.hf.runtime import require_runtime
-from tandem.hf.weight_report import require_own_weights
+from tandem.hf.weight_report import LoadReport, require_own_weights
 
 
 def load(
     model: str | Path,
     *,
     dtype: str | torch.dtype = "auto",
-    device_map: Any = None,
+    device_map: object = None,
     revision: str | None = None,
     token: str | bool | None = None,
     hub_cache: str | Path | None = None,
     trust_remote_code: bool = False,
-    **options: Any,
-) -> Any:
+    **options: object,
+) -> PreTrainedModel:
     """Load a checkpoint directory, GGUF file or hub id with its experts in host memory.
 
     `dtype` is that of the dense parts ("auto": the checkpoint's); `dense_dtype` among the options
@@ -58,9 +59,9 @@ def load_checkpoint(
     offload: OffloadConfig,
     *,
     dtype: str | torch.dtype = "auto",
-    device_map: Any = None,
+    device_map: object = None,
     num_layers: int | None = None,
-) -> Any:
+) -> PreTrainedModel:
     """Load a checkpoint whose files have been checked; arguments as of `load`.
 
     `num_layers` loads the first layers only, for checks.
@@ -94,18 +95,21 @@ def _is_plain(checkpoint: AnyCheckpoint) -> TypeGuard[Checkpoint]:
 
 
 def _from_pretrained(
-    checkpoint: Checkpoint, offload: OffloadConfig, num_layers: int | None, common: dict[str, Any]
-) -> tuple[Any, dict[str, Any]]:
+    checkpoint: Checkpoint,
+    offload: OffloadConfig,
+    num_layers: int | None,
+    common: dict[str, object],
+) -> tuple[PreTrainedModel, LoadReport]:
     """Let Transformers load what it reads by itself; returns the model and what it reports."""
     # A packed checkpoint says itself how its experts are stored.
-    mine: dict[str, Any] = {} if checkpoint.is_packed else {"quantization_config": offload}
+    mine: dict[str, object] = {} if checkpoint.is_packed else {"quantization_config": offload}
     if _runs_code(checkpoint):
         mine["trust_remote_code"] = True
     if num_layers is not None:
         mine["config"] = _own_config(checkpoint)
         keep_first_layers(mine["config"], num_layers)
     loader = model_class(checkpoint.config)
-    result: tuple[Any, dict[str, Any]] = loader.from_pretrained(
+    result: tuple[PreTrainedModel, LoadReport] = loader.from_pretrained(
         str(checkpoint.directory), **mine, **common
     )
     return result
@@ -115,8 +119,8 @@ def _from_source(
     checkpoint: AnyCheckpoint,
     offload: OffloadConfig,
     num_layers: int | None,
-    common: dict[str, Any],
-) -> tuple[Any, dict[str, Any]]:
+    common: dict[str, object],
+) -> tuple[PreTrainedModel, LoadReport]:
     """Let Transformers load weights that only we read; returns the model and what it reports."""
     config, source = open_foreign(checkpoint, num_layers)
     if common["dtype"] == "auto" and isinstance(checkpoint, GgufCheckpoint):
@@ -135,7 +139,9 @@ def _from_source(
     return loaded, report
 
 
-def open_foreign(checkpoint: AnyCheckpoint, num_layers: int | None = None) -> tuple[Any, Source]:
+def open_foreign(
+    checkpoint: AnyCheckpoint, num_layers: int | None = None
+) -> tuple[PreTrainedConfig, Source]:
     """Return the config and the weights of a checkpoint that others have quantised.
 
     The config is as if it were not quantised, cut to `num_layers`; raises `UnsupportedModelError`.
@@ -166,7 +172,7 @@ def class_of(config: PreTrainedConfig) -> Any:
     return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
 
-def empty_model(config: PreTrainedConfig) -> Any:
+def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
     """Build a config's model without memory; raises `ModelError`."""
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     before = torch.get_default_dtype()
@@ -197,13 +203,13 @@ def _runs_code(checkpoint: Checkpoint) -> bool:
     return checkpoint.may_run_code and "auto_map" in checkpoint.config
 
 
-def _own_config(checkpoint: Checkpoint) -> Any:
+def _own_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     return transformers.AutoConfig.from_pretrained(
         checkpoint.directory, trust_remote_code=_runs_code(checkpoint)
     )
 
 
-def source_config(checkpoint: Checkpoint) -> Any:
+def source_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     """Return Transformers' config of a checkpoint as if it were not quantised."""
     config = _own_config(checkpoint)
     for part in (config, config.get_text_config()):
@@ -230,7 +236,7 @@ def _check_packed_dtype(checkpoint: Checkpoint, offload: OffloadConfig) -> None:
         )
 
 
-def model_class(config: dict[str, Any]) -> Any:
+def model_class(config: JsonObject) -> Any:
     """Return the class that config.json names: it keeps multimodal wrappers whole."""
     for name in config.get("architectures") or ():
         if hasattr(transformers, name):

@@ -7,14 +7,14 @@ and `copy` look at the class.
 import math
 from functools import cache
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import NoReturn, Self
 
 import torch
 from torch import Tensor
 
 from tandem.core.errors import ConfigError
+from tandem.foreign_types import PreTrainedModel
 from tandem.hf.dense import PackedLinear, packed_layers
-from tandem.hf.kinds import PreTrainedModel
 from tandem.hf.runtime import require_runtime
 from tandem.hf.stand_in import refuse_to_copy
 
@@ -40,7 +40,7 @@ class OffloadedModel:
     ) -> None:
         self.close()
 
-    def to(self, *args: Any, **kwargs: Any) -> Self:
+    def to(self, *args: object, **kwargs: object) -> Self:
         """Move or cast the dense parts as torch does; the experts stay where Tandem keeps them.
 
         Raises `ConfigError` for the meta device, where the dense parts would lose their values.

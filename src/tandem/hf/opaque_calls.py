@@ -23,7 +23,7 @@ class Interceptor(Protocol):
     is_capturing: bool
     """Whether the step is noted and not done."""
 
-    def call(self, kind: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def call(self, kind: str, function: Callable[..., Any], args: tuple[object, ...]) -> Any:
         """Return what a call returns, however that comes to be."""
 
 
@@ -46,7 +46,7 @@ def intercepted(interceptor: Interceptor) -> Iterator[None]:
         ACTIVE.reset(token)
 
 
-def opaque(kind: str, function: Callable[..., Any], *args: Any) -> Any:
+def opaque(kind: str, function: Callable[..., Any], *args: object) -> Any:
     """Call a function; while a step is recorded, as one operation of this kind.
 
     Its tensors are among `args`, not in a closure, and it does the same each time.

@@ -14,7 +14,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 try:
     import fcntl
@@ -32,9 +31,9 @@ from tandem.core.config import from_mapping
 from tandem.core.errors import CapacityError, ModelError, TandemError
 from tandem.core.units import format_bytes
 from tandem.experts.store.host_store import HostLayer
+from tandem.foreign_types import PreTrainedModel
 from tandem.hf.checkpoint import AnyCheckpoint, Checkpoint, open_model
 from tandem.hf.config import OffloadConfig
-from tandem.hf.kinds import PreTrainedModel
 from tandem.hf.load import load_checkpoint
 from tandem.hf.runtime import require_runtime
 from tandem.hf.save import dense_tensors, layer_tensors, write_configs
@@ -66,7 +65,7 @@ def pack(
     hub: HubOptions | None = None,
     trust_remote_code: bool = False,
     on_progress: OnProgress | None = None,
-    **options: Any,
+    **options: object,
 ) -> Packed:
     """Write a checkpoint (directory, GGUF file or hub id) as a packed one to a new directory.
 

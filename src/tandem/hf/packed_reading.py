@@ -16,9 +16,9 @@ from tandem.checkpoint.packed import DENSE_FILE
 from tandem.core.errors import TandemWarning
 from tandem.core.units import format_bytes
 from tandem.experts.store.host_memory import available_bytes
+from tandem.foreign_types import PreTrainedModel
 from tandem.hf.checkpoint import Checkpoint
 from tandem.hf.dense import packed_layers
-from tandem.hf.kinds import PreTrainedModel
 from tandem.hf.runtime import require_runtime
 
 # From this share of the free memory on, the dense parts' file gives its place to the experts.

@@ -7,6 +7,7 @@ layers), for each expert tensor (move it into the host store) and after (bind mo
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.core_model_loading import WeightConverter
 from transformers.quantizers.base import HfQuantizer
 
@@ -18,6 +19,7 @@ from tandem.experts.store import host_memory
 from tandem.experts.store.arrivals import TENSOR_NAMES
 from tandem.experts.store.host_store import HostLayer, HostStore
 from tandem.experts.store.packed_layer import STORED_NAME, STORED_ORDER_NAME
+from tandem.foreign_types import PreTrainedConfig, PreTrainedModel
 from tandem.hf.assembly import assemble
 from tandem.hf.compat import QuantizerHooks, is_expert_merge, target_names, use_experts
 from tandem.hf.config import (
@@ -33,7 +35,6 @@ from tandem.hf.dense_files import expect_stored_layers
 from tandem.hf.dense_place import device_map_for
 from tandem.hf.experts import EXPERTS_IMPLEMENTATION, is_experts_module
 from tandem.hf.finite import require_finite_weights
-from tandem.hf.kinds import PreTrainedConfig, PreTrainedModel
 from tandem.hf.offloaded_model import as_offloaded
 from tandem.hf.runtime import Runtime
 from tandem.hf.stand_in import keep_elsewhere
@@ -50,7 +51,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
 
     quantization_config: OffloadConfig
 
-    def __init__(self, quantization_config: OffloadConfig, **kwargs: Any) -> None:
+    def __init__(self, quantization_config: OffloadConfig, **kwargs: object) -> None:
         super().__init__(quantization_config, **kwargs)
         # `merge_quantization_configs` marks every model whose config.json names us as quantized.
         self.pre_quantized = quantization_config.packed_format is not None
@@ -63,7 +64,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         self._shapes: dict[str, torch.Size] = {}
         """Of the dense parameters, by the config."""
 
-    def validate_environment(self, device_map: Any = None, **kwargs: Any) -> None:
+    def validate_environment(self, device_map: object = None, **kwargs: object) -> None:
         """Refuse device maps that split the model: dense parts stay together on one device."""
         devices = set(device_map.values()) if isinstance(device_map, dict) else set()
         if len(devices) > 1:
@@ -73,7 +74,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
                 "one device and the experts in host memory, so pass a single device"
             )
 
-    def update_device_map(self, device_map: Any) -> Any:
+    def update_device_map(self, device_map: object) -> object:
         """Put the dense parts on the GPU, if experts are to run there."""
         return device_map_for(self.quantization_config, device_map)
 
@@ -101,7 +102,9 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
             self.runtime.bound.append((module, layer.layer))
         return own
 
-    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> Any:
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, **kwargs: Any
+    ) -> PreTrainedModel:
         model.hf_quantizer = self  # as Transformers does it a little later
         own, store = self.announce_layers(model), self.runtime.store
         self._writer.sink = self.quantization_config.sink
@@ -165,18 +168,18 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         return dict.fromkeys(names, config.parsed_expert_dtype)
 
     def param_needs_quantization(
-        self, model: PreTrainedModel, param_name: str, **kwargs: Any
+        self, model: PreTrainedModel, param_name: str, **kwargs: object
     ) -> bool:
         """Tell whether a parameter belongs to the host store, or is quantised in the source."""
         return param_name in self._from_source or self._writer.find(param_name) is not None
 
-    def param_element_size(self, model: PreTrainedModel, param_name: str, param: Any) -> float:
+    def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
         """Count experts as nothing: the device's memory is for the dense parts."""
         if self._writer.find(param_name) is not None:
             return 0.0
         return float(super().param_element_size(model, param_name, param))
 
-    def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
+    def get_new_dtype(self, converter: object, param: Tensor, dtype: torch.dtype) -> Any:
         """Leave packed experts in the dtype of the file; the dense parts follow the model's."""
         if any(isinstance(op, StoreFused) for op in getattr(converter, "operations", ())):
             return None
@@ -206,7 +209,9 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         operations = [StorePacked(self._writer)]
         return WeightConverter(sources, target, operations=operations, force_cpu=True)
 
-    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> Any:
+    def _process_model_after_weight_loading(
+        self, model: PreTrainedModel, **kwargs: Any
+    ) -> PreTrainedModel:
         if self._writer.error is not None:
             raise self._writer.error
         require_shapes(model, self._shapes)
@@ -228,7 +233,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         assemble(model, runtime, self.quantization_config)
         return model
 
-    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+    def is_serializable(self, *args: object, **kwargs: object) -> bool:
         """Refuse `save_pretrained`: it would write the empty placeholders."""
         raise ConfigError(
             "save_pretrained cannot write offloaded experts; use tandem.save(model, directory)"
@@ -260,7 +265,7 @@ def _announce(
     )
 
 
-def _dense_bytes(model: PreTrainedModel, device_map: Any) -> int:
+def _dense_bytes(model: PreTrainedModel, device_map: dict[str, object] | None) -> int:
     """Return what the parts of a model that are no experts take of host memory while it loads."""
     if _on_device(device_map):
         return 0  # on the GPU, whose own check counts them
@@ -270,7 +275,7 @@ def _dense_bytes(model: PreTrainedModel, device_map: Any) -> int:
     return sum(t.nbytes for n, t in tensors if id(t) not in experts and n not in tied)
 
 
-def _on_device(device_map: Any) -> bool:
+def _on_device(device_map: dict[str, object] | None) -> bool:
     """Whether a model's dense parts are loaded to a GPU."""
     return any(str(place) != "cpu" for place in (device_map or {}).values())
 
@@ -295,7 +300,7 @@ def _require_memory(store: HostStore, modules: dict[str, Any], dense_bytes: int)
     )
 
 
-def _targets_experts(converter: Any) -> bool:
+def _targets_experts(converter: WeightConverter) -> bool:
     return all(target.rpartition(".")[2] in TENSOR_NAMES for target in converter.target_patterns)
 
 

@@ -13,9 +13,9 @@ from tandem.core.errors import ConfigError, ModelError
 from tandem.experts.execution.closed_executor import CLOSED, ClosedExecutor
 from tandem.experts.execution.executor import CpuExecutor, Executor
 from tandem.experts.store.host_store import HostLayer, HostStore
+from tandem.foreign_types import PreTrainedModel
 from tandem.hf.config import OffloadConfig
 from tandem.hf.experts import bind_all
-from tandem.hf.kinds import PreTrainedModel
 from tandem.hf.lookahead.look_ahead import LookAhead
 from tandem.kernels.dense import CpuThreads
 

@@ -4,7 +4,6 @@ import copy
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,14 +13,19 @@ from tandem.checkpoint.packed_files import write_index, write_tensors
 from tandem.core.errors import ModelError
 from tandem.experts.store.host_store import HostLayer
 from tandem.experts.store.packed_layer import PackedLayer
+from tandem.foreign_types import PreTrainedConfig, PreTrainedModel, Tokenizer
 from tandem.hf.config import PACKED_FORMAT_VERSION, OffloadConfig
 from tandem.hf.dense import packed_layers
 from tandem.hf.dense_files import dense_formats_of, stored_tensors
-from tandem.hf.kinds import PreTrainedModel
 from tandem.hf.runtime import Runtime, require_runtime, runtime_of
 
 
-def save(model: PreTrainedModel, directory: str | Path, *, tokenizer: Any = None) -> Path:
+def save(
+    model: PreTrainedModel,
+    directory: str | Path,
+    *,
+    tokenizer: Tokenizer | None = None,
+) -> Path:
     """Write a model loaded by Tandem, and its tokenizer, to a new directory.
 
     The directory appears at once when everything is written, or not at all.
@@ -104,7 +108,7 @@ def dense_tensors(model: PreTrainedModel, runtime: Runtime) -> dict[str, Tensor]
     return tensors | stored_tensors(model)
 
 
-def _packed_config(model: PreTrainedModel) -> Any:
+def _packed_config(model: PreTrainedModel) -> PreTrainedConfig:
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     formats = [stored_name(layer) for layer in require_runtime(model).store]

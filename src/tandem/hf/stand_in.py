@@ -3,7 +3,7 @@
 So a state dict has the names that it must have, and no file is written without its experts.
 """
 
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ class StandIn(Tensor):
             return args[0]
         refuse_to_copy()
 
-    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **options: object) -> str:  # type: ignore[override]
         """Show the shape."""
         return f"StandIn({tuple(self.shape)}, {self.dtype})"
 
@@ -52,7 +52,7 @@ class StandIn(Tensor):
         """Refuse."""
         refuse_to_copy()
 
-    def numpy(self, **options: Any) -> NoReturn:
+    def numpy(self, **options: object) -> NoReturn:
         """Refuse."""
         refuse_to_copy()
 
@@ -64,7 +64,7 @@ class StandIn(Tensor):
         """Refuse."""
         refuse_to_copy()
 
-    def contiguous(self, *args: Any, **options: Any) -> NoReturn:
+    def contiguous(self, *args: object, **options: object) -> NoReturn:
         """Refuse."""
         refuse_to_copy()
 

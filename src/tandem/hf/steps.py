@@ -6,7 +6,7 @@ from contextvars import ContextVar
 from torch import Tensor
 
 from tandem.experts.execution.executor import Executor
-from tandem.hf.kinds import PreTrainedModel
+from tandem.foreign_types import PreTrainedModel
 from tandem.hf.opaque_calls import is_capturing
 
 SEQUENCES: ContextVar[Callable[[], Tensor] | None] = ContextVar("tandem_sequences", default=None)

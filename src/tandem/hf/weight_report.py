@@ -3,19 +3,27 @@
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import nn
 
 from tandem.core.errors import ModelError
-from tandem.hf.kinds import PreTrainedModel
+from tandem.foreign_types import PreTrainedModel
 
 _LAYER = re.compile(r"(.*?\blayers)\.(\d+)\.")
 
 
+class LoadReport(TypedDict):
+    """What Transformers says of the weights that it has loaded."""
+
+    missing_keys: set[str]
+    unexpected_keys: set[str]
+    mismatched_keys: set[tuple[str, Sequence[int], Sequence[int]]]
+
+
 def require_own_weights(
-    path: Path, model: PreTrainedModel, report: dict[str, Any], *, is_whole: bool
+    path: Path, model: PreTrainedModel, report: LoadReport, *, is_whole: bool
 ) -> None:
     """Raise `ModelError` for a weight that is missing, of another shape, or of a layer too many.
 

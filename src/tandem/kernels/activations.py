@@ -5,7 +5,6 @@ result compared with the native candidates; without a match the torch reference 
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +22,11 @@ _LIMITS = ("limit", "swiglu_limit")
 
 
 def find_native_activation(
-    activate: Callable[[Tensor], Tensor], *, is_gated: bool, is_interleaved: bool, parameters: Any
+    activate: Callable[[Tensor], Tensor],
+    *,
+    is_gated: bool,
+    is_interleaved: bool,
+    parameters: object,
 ) -> NativeActivation | None:
     """Return the native form of a model's activation, or None.
 
@@ -61,7 +64,7 @@ def apply_activation(activation: NativeActivation, rows: Tensor) -> Tensor:
     return gate * torch.sigmoid(activation.alpha * gate) * (up + activation.offset)
 
 
-def _candidates(is_gated: bool, parameters: Any) -> Iterator[NativeActivation]:
+def _candidates(is_gated: bool, parameters: object) -> Iterator[NativeActivation]:
     if not is_gated:
         yield NativeActivation(ActivationKind.RELU2)
         return
@@ -73,7 +76,7 @@ def _candidates(is_gated: bool, parameters: Any) -> Iterator[NativeActivation]:
             yield NativeActivation(ActivationKind.SWIGLU, alpha, limit, offset=1.0)
 
 
-def _numbers(parameters: Any, names: tuple[str, ...]) -> list[float]:
+def _numbers(parameters: object, names: tuple[str, ...]) -> list[float]:
     values = [getattr(parameters, name, None) for name in names]
     return [float(value) for value in values if isinstance(value, int | float)]
 

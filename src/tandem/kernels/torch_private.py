@@ -21,7 +21,7 @@ def children_by_name(module: nn.Module) -> dict[str, nn.Module | None]:
 
 
 def copy_module(
-    module: nn.Module, children: Mapping[nn.Module, nn.Module], attributes: Mapping[str, Any]
+    module: nn.Module, children: Mapping[nn.Module, nn.Module], attributes: Mapping[str, object]
 ) -> nn.Module:
     """Return a module with the same tensors and hooks, but other children and attributes.
 

@@ -7,9 +7,9 @@ machine; its `ShapeCosts` hold the times of one model shape; `CostTable` is what
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeGuard
 
 from tandem.core.errors import ConfigError, FileFormatError
 from tandem.core.registry import nearest_names
@@ -119,7 +119,7 @@ class HardwareProfile:
         return profile
 
 
-def _build(kind: Any, values: Any, where: str) -> Any:
+def _build(kind: Any, values: object, where: str) -> Any:
     if not isinstance(values, dict):
         raise FileFormatError(f"{where}: found {values!r}; expected an object")
     fields = {field.name: field for field in dataclasses.fields(kind)}
@@ -141,23 +141,23 @@ def _build(kind: Any, values: Any, where: str) -> Any:
         raise FileFormatError(f"{where}: {error}") from None
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _is_time(value: Any) -> bool:
-    return _is_number(value) and bool(value >= 0)
+def _is_time(value: object) -> bool:
+    return _is_number(value) and value >= 0
 
 
-def _is_factor(value: Any) -> bool:
-    return _is_number(value) and bool(value >= 1)
+def _is_factor(value: object) -> bool:
+    return _is_number(value) and value >= 1
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def _require(name: str, value: object, expected: str, holds: Any) -> None:
+def _require(name: str, value: object, expected: str, holds: Callable[[object], bool]) -> None:
     if not holds(value):
         raise ConfigError(f"{name} is {value!r}; expected {expected}")
 

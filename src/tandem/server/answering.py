@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tandem.foreign_types import Tokenizer
 from tandem.generate.conversation import trim_conversation
 from tandem.generate.ending import EndOptions
 from tandem.generate.penalties import Penalties
@@ -47,7 +48,7 @@ class GenerationRequest:
 class GenerationRequests:
     """Makes generation requests for one model."""
 
-    def __init__(self, tokenizer: Any, *, context: int | None, trims: bool = False) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, context: int | None, trims: bool = False) -> None:
         """`context` limits prompt and answer together, below the model's own limit.
 
         `trims` drops the oldest turns of a conversation that does not fit.
@@ -93,7 +94,7 @@ class GenerationRequests:
         ]
         options = _template_options(body)
 
-        def written(turns: list[dict[str, Any]]) -> ChatPrompt:
+        def written(turns: list[dict[str, object]]) -> ChatPrompt:
             return self._format.prompt(turns, described, options, must_not_think=is_ruled)
 
         turns = [_turn(message) for message in body.messages]
@@ -195,13 +196,13 @@ def _tools(body: ChatRequest) -> list[Tool]:
     return [] if body.tool_choice == "none" else body.tools or []
 
 
-def _turn(message: Message) -> dict[str, Any]:
+def _turn(message: Message) -> dict[str, object]:
     """Return a message as chat templates read it."""
     content = message.content
     if isinstance(content, list):
         content = "\n".join(part.text for part in content)
     role = "system" if message.role == "developer" else message.role
-    turn: dict[str, Any] = {"role": role, "content": content or ""}
+    turn: dict[str, object] = {"role": role, "content": content or ""}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if (value := getattr(message, name)) is not None:
             turn[name] = value
@@ -220,7 +221,7 @@ def _turn(message: Message) -> dict[str, Any]:
     return turn
 
 
-def _parsed(arguments: str) -> Any:
+def _parsed(arguments: str) -> object:
     """Return the object that arguments write; templates write it again in the model's own form."""
     try:
         return json.loads(arguments)
@@ -228,7 +229,7 @@ def _parsed(arguments: str) -> Any:
         return arguments
 
 
-def _template_options(body: ChatRequest) -> Mapping[str, Any]:
+def _template_options(body: ChatRequest) -> Mapping[str, object]:
     options = dict(body.chat_template_kwargs or {})
     reserved = {"messages", "tools", "tokenize", "chat_template", "return_dict"}
     for name in options:

@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect
 
 from tandem.core.errors import TandemError
 from tandem.core.registry import nearest_names
+from tandem.foreign_types import Tokenizer
 from tandem.server.answering import GenerationRequest, GenerationRequests
 from tandem.server.engine_client import EngineClient
 from tandem.server.errors import ApiError, server_error
@@ -43,7 +44,11 @@ class Server:
     """What the routes share: the engine, the generation requests and the counts."""
 
     def __init__(
-        self, engine: EngineClient, tokenizer: Any, options: ServerOptions, model: str
+        self,
+        engine: EngineClient,
+        tokenizer: Tokenizer,
+        options: ServerOptions,
+        model: str,
     ) -> None:
         """Serve `model`, by that name unless the options give it others."""
         self.engine = engine
@@ -195,7 +200,7 @@ class Server:
             self._noted.add(what)
         return is_news
 
-    async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
+    async def _in_thread(self, function: Callable[..., T], *args: object) -> T:
         """Run what may take long, such as writing a long prompt, beside the event loop."""
         try:
             return await asyncio.to_thread(function, *args)
@@ -214,11 +219,11 @@ class Server:
 
     # ---- the rest --------------------------------------------------------------------------------
 
-    def models(self) -> dict[str, Any]:
+    def models(self) -> dict[str, object]:
         """Return the list of models: one, by each of its names."""
         return {"object": "list", "data": [self.one_model(name) for name in self.names]}
 
-    def one_model(self, name: str) -> dict[str, Any]:
+    def one_model(self, name: str) -> dict[str, object]:
         """Return the model object; 404 for another name."""
         if name not in self.names:
             raise self._no_model(name)

@@ -11,12 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tandem.foreign_types import Tokenizer
 from tandem.server.errors import ApiError
 from tandem.server.grammar import CallForm
 
 THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
-_FIELDS: dict[str, Any] = {
+_FIELDS: dict[str, object] = {
     "reasoning_content": {"open": THINK, "close": END_THINK, "content": "text"},
     "tool_calls": {
         "open": CALL,
@@ -66,7 +67,7 @@ class AnswerPart:
 class ChatFormat:
     """How one model's conversations are written and read."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         """Look at what the tokenizer's chat template knows."""
         self._tokenizer = tokenizer
         template = tokenizer.chat_template
@@ -86,9 +87,9 @@ class ChatFormat:
 
     def prompt(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
-        options: Mapping[str, Any],
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[Mapping[str, object]],
+        options: Mapping[str, object],
         *,
         must_not_think: bool = False,
     ) -> ChatPrompt:
@@ -114,9 +115,9 @@ class ChatFormat:
 
     def _render(
         self,
-        turns: list[dict[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
-        options: Mapping[str, Any],
+        turns: list[dict[str, object]],
+        tools: Sequence[Mapping[str, object]],
+        options: Mapping[str, object],
     ) -> str:
         if not self._has_template:
             return "\n".join(str(turn.get("content", "")) for turn in turns)
@@ -170,7 +171,7 @@ class ChatFormat:
 class AnswerReader:
     """Takes one answer apart as it comes. Spaces at a part's beginning are the format's."""
 
-    def __init__(self, template: Mapping[str, Any], prefix: str, begun: str) -> None:
+    def __init__(self, template: Mapping[str, object], prefix: str, begun: str) -> None:
         """Read by a response template; `begun` is what the prompt has opened already."""
         from transformers.utils.chat_parsing import ResponseParser
 
@@ -202,7 +203,7 @@ class AnswerReader:
         except (ValueError, KeyError, TypeError):
             return []
 
-    def _parts(self, events: Sequence[Mapping[str, Any]]) -> Iterator[AnswerPart]:
+    def _parts(self, events: Sequence[Mapping[str, object]]) -> Iterator[AnswerPart]:
         for event in events:
             field = event.get("field")
             if field == "tool_calls":
@@ -213,17 +214,17 @@ class AnswerReader:
                 if call is not None:
                     yield AnswerPart(call=call)
             elif event["type"] == "region_chunk" and not event.get("dirty"):
-                text = event.get("text") or ""
+                text = str(event.get("text") or "")
                 if field in _REASONING and (text := self._stripped("reasoning", text)):
                     yield AnswerPart(reasoning=text)
                 elif field == "content" and (text := self._stripped("content", text)):
                     yield AnswerPart(content=text)
 
-    def _note_call(self, event: Mapping[str, Any]) -> None:
+    def _note_call(self, event: Mapping[str, object]) -> None:
         if event["type"] == "region_open":
             self._open_call = CALL
         elif event["type"] == "region_chunk":
-            self._open_call += event.get("text") or ""
+            self._open_call += str(event.get("text") or "")
         else:
             self._open_call = ""
 
@@ -234,7 +235,7 @@ class AnswerReader:
         return text
 
 
-def _call(value: Any) -> Call | None:
+def _call(value: object) -> Call | None:
     function = value.get("function") if isinstance(value, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         return None
@@ -245,8 +246,8 @@ def _call(value: Any) -> Call | None:
 
 
 def _without_tools(
-    turns: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
+    turns: list[dict[str, object]], tools: Sequence[Mapping[str, object]]
+) -> list[dict[str, object]]:
     """Write tools, calls and results as text, for a template that knows none of them."""
     plain = [_plain_turn(turn) for turn in turns]
     if not tools:
@@ -259,7 +260,7 @@ def _without_tools(
     return [{"role": "system", "content": text}, *plain]
 
 
-def _plain_turn(turn: dict[str, Any]) -> dict[str, Any]:
+def _plain_turn(turn: dict[str, Any]) -> dict[str, object]:
     if turn["role"] == "tool":
         content = f"<tool_response>\n{turn['content']}\n</tool_response>"
         return {"role": "user", "content": content}

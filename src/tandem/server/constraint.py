@@ -2,19 +2,19 @@
 
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 import llguidance
 import torch
 from torch import Tensor
 
 from tandem.core.errors import ConfigError
+from tandem.foreign_types import Tokenizer
 
 
 class Grammars:
     """Makes constraints for one tokenizer, whose tables are built in the background."""
 
-    def __init__(self, tokenizer: Any, vocabulary: int, end_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocabulary: int, end_ids: Sequence[int]) -> None:
         """Begin to build the tables for a vocabulary as wide as the model's scores."""
         self._tokenizer: llguidance.LLTokenizer | None = None
         self._vocabulary = vocabulary

@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
 
@@ -143,7 +142,7 @@ class Engine:
         """Wait for a message; only a moment while a page is open."""
         self._connection.poll(_REPORT_SECONDS if self._live.is_watched else None)
 
-    def _take(self, message: Any) -> None:
+    def _take(self, message: object) -> None:
         if isinstance(message, Submit):
             self._submit(message)
         elif isinstance(message, Cancel):

@@ -211,7 +211,7 @@ class EngineClient:
     def _begin_process(self) -> None:
         self._process = EngineProcess(self._load, self._settings, self._take, self._ended)
 
-    def _take(self, message: Any) -> None:
+    def _take(self, message: object) -> None:
         if isinstance(message, Progressed):
             for token_output in message.token_outputs:
                 self._hand_on(token_output)

@@ -55,7 +55,7 @@ class EngineProcess:
         """How it ended: minus the signal's number, if one ended it."""
         return self._process.exitcode
 
-    def send(self, message: Any) -> None:
+    def send(self, message: object) -> None:
         """Send a message, or nothing if the process is gone."""
         self._outbox.put(message)
 

@@ -1,7 +1,5 @@
 """Errors of the API in OpenAI's form: {"error": {"message", "type", "param", "code"}}."""
 
-from typing import Any
-
 from tandem.core.errors import TandemError
 
 
@@ -32,7 +30,7 @@ class ApiError(TandemError):
         self.retry_after_seconds = retry_after_seconds
 
     @property
-    def body(self) -> dict[str, Any]:
+    def body(self) -> dict[str, object]:
         """The body of the answer."""
         return {
             "error": {

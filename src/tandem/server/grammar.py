@@ -26,7 +26,7 @@ _OPENING = {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneO
 _SPACE_RULE = 'space: (" " | "\\n")?'
 
 
-def json_grammar(schema: Mapping[str, Any]) -> str:
+def json_grammar(schema: Mapping[str, object]) -> str:
     """Return the grammar of a JSON schema's documents; `ConfigError` if it cannot be followed."""
     return _checked(
         llguidance.LLMatcher.grammar_from_json_schema(dict(schema), overrides=_COMPACT)  # type: ignore[arg-type]
@@ -54,13 +54,13 @@ def written_grammar(text: str) -> str:
     return _checked(llguidance.LLMatcher.grammar_from_lark(lark), "grammar")
 
 
-def closed_objects(schema: Mapping[str, Any]) -> dict[str, Any]:
+def closed_objects(schema: Mapping[str, object]) -> dict[str, object]:
     """Return a schema whose objects have no properties but those that it names.
 
     That is what OpenAI means by a strict schema. An object that says otherwise itself, or that is
     put together of several schemas, stays as it is.
     """
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for name, value in schema.items():
         if name in _NAMED_SCHEMAS and isinstance(value, dict):
             found[name] = {key: _closed(one) for key, one in value.items()}
@@ -101,11 +101,13 @@ class CallForm:
 
 
 # Tools as (name, schema of the arguments).
-Tools = Sequence[tuple[str, Mapping[str, Any]]]
+Tools = Sequence[tuple[str, Mapping[str, object]]]
 _ANY = r"(.|\n)*"
 
 
-def call_grammar(tools: Tools, form: CallForm, *, or_json: Mapping[str, Any] | None = None) -> str:
+def call_grammar(
+    tools: Tools, form: CallForm, *, or_json: Mapping[str, object] | None = None
+) -> str:
     """Return the grammar of one call of one of some tools, or of a document of `or_json`.
 
     A line may end after the mark that opens a call and before the one that closes it.
@@ -151,7 +153,7 @@ def _call_rules(tools: Tools, form: CallForm) -> str:
     return f"{_SPACE_RULE}\nrest: {' '.join(around)}\n"
 
 
-def _ruled(schema: Mapping[str, Any]) -> str:
+def _ruled(schema: Mapping[str, object]) -> str:
     return json.dumps({**schema, "x-guidance": _COMPACT})
 
 

@@ -15,7 +15,7 @@ _ERRORS = {
 }  # fmt: skip
 
 
-_ANY_JSON: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+_ANY_JSON = {"application/json": {"schema": {"type": "object"}}}
 
 
 def described_body(kind: type[BaseModel]) -> dict[str, Any]:
@@ -42,8 +42,8 @@ def describe(app: FastAPI, kinds: list[type[BaseModel]]) -> None:
     """Add the schemas of bodies to an application's description."""
     plain = app.openapi
 
-    def with_bodies() -> dict[str, Any]:
-        description: dict[str, Any] = plain()
+    def with_bodies() -> dict[str, object]:
+        description = plain()
         _, found = models_json_schema([(kind, "validation") for kind in kinds], ref_template=_REF)
         schemas = description.setdefault("components", {}).setdefault("schemas", {})
         schemas.update(found["$defs"])

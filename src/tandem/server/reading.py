@@ -47,7 +47,7 @@ _KINDS = {dict: "an object", str: "a long string"}
 class Unsupported:
     """A field that Tandem does not follow: what it may hold all the same, and what to do."""
 
-    neutral: tuple[Any, ...]
+    neutral: tuple[object, ...]
     advice: str
 
 
@@ -67,7 +67,7 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_foreign_fields(cls, data: Any, info: ValidationInfo) -> Any:
+    def _without_foreign_fields(cls, data: object, info: ValidationInfo) -> Any:
         if not isinstance(data, dict):
             return data
         given = {name: value for name, value in data.items() if value is not None}
@@ -124,7 +124,7 @@ class _Problem:
     """One of pydantic's errors, at the place in the body that it is about."""
 
     path: tuple[str | int, ...]
-    value: Any
+    value: object
     detail: ErrorDetails
 
     @property
@@ -132,7 +132,7 @@ class _Problem:
         return ".".join(str(part)[:_SHOWN] for part in self.path)[:200]
 
 
-def _in_words(details: Sequence[ErrorDetails], data: Any, known: list[str]) -> ApiError:
+def _in_words(details: Sequence[ErrorDetails], data: object, known: list[str]) -> ApiError:
     """Return the error of the first field that is wrong."""
     problems = [_located(detail, data) for detail in details]
     first = problems[0].path[:1]
@@ -185,7 +185,7 @@ def _expected(detail: ErrorDetails) -> str:
     return expected.format(**detail.get("ctx", {}))
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """Return a value as a message repeats it: a long one by its kind."""
     if isinstance(value, bool):
         return "true" if value else "false"

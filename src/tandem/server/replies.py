@@ -3,8 +3,8 @@
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from tandem.foreign_types import Tokenizer
 from tandem.generate.token_output import TokenLogprob, TokenOutput
 from tandem.server.answering import GenerationRequest, new_id, now_seconds
 from tandem.server.chat import AnswerPart, Call
@@ -13,7 +13,7 @@ _LOGPROB_FIELDS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 DONE = b"data: [DONE]\n\n"
 
 
-def event(data: Any) -> bytes:
+def event(data: object) -> bytes:
     """Return one server-sent event."""
     return (
         b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
@@ -36,7 +36,7 @@ class Tally:
         self.finish_reason = token_output.finish_reason
 
 
-def usage(tallies: list[Tally], num_choices: int) -> dict[str, Any]:
+def usage(tallies: list[Tally], num_choices: int) -> dict[str, object]:
     """Return the usage object of the answers to one or several prompts, each with its choices."""
     prompt = sum(tally.prompt_tokens for tally in tallies[::num_choices])
     generated = sum(tally.generated_tokens for tally in tallies)
@@ -56,7 +56,7 @@ class ChatReply:
         self,
         generation_requests: list[GenerationRequest],
         model: str,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         *,
         has_running_usage: bool = False,
     ) -> None:
@@ -79,28 +79,28 @@ class ChatReply:
         if generation_requests[0].num_dropped_turns:
             self._head["dropped_turns"] = generation_requests[0].num_dropped_turns
 
-    def first_chunks(self) -> list[dict[str, Any]]:
+    def first_chunks(self) -> list[dict[str, object]]:
         """Return the chunks that begin the stream."""
         return [self._chunk(choice.first()) for choice in self._choices]
 
-    def take(self, index: int, token_output: TokenOutput) -> list[dict[str, Any]]:
+    def take(self, index: int, token_output: TokenOutput) -> list[dict[str, object]]:
         """Take one token of a choice; return the chunks that follow from it."""
         return [self._chunk(part) for part in self._choices[index].take(token_output)]
 
-    def usage_chunk(self) -> dict[str, Any]:
+    def usage_chunk(self) -> dict[str, object]:
         """Return the chunk that carries the usage."""
         return {**self._head, "choices": [], "usage": self._usage()}
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> dict[str, object]:
         """Return the answer as one object."""
         choices = [choice.whole() for choice in self._choices]
         head = {**self._head, "object": "chat.completion"}
         return {**head, "choices": choices, "usage": self._usage()}
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self) -> dict[str, object]:
         return usage([choice.tally for choice in self._choices], len(self._choices))
 
-    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+    def _chunk(self, choice: dict[str, object]) -> dict[str, object]:
         usage = {"usage": self._usage()} if self._has_running_usage else {}
         return {**self._head, "choices": [choice], **usage}
 
@@ -108,18 +108,23 @@ class ChatReply:
 class _ChatChoice:
     """One choice as it comes."""
 
-    def __init__(self, index: int, generation_request: GenerationRequest, tokenizer: Any) -> None:
+    def __init__(
+        self,
+        index: int,
+        generation_request: GenerationRequest,
+        tokenizer: Tokenizer,
+    ) -> None:
         self._index, self._question, self._tokenizer = index, generation_request, tokenizer
         self.tally = Tally(prompt_tokens=generation_request.prompt_tokens)
         self._text = {"content": "", "reasoning_content": ""}
-        self._calls: list[dict[str, Any]] = []
-        self._logprobs: list[dict[str, Any]] = []
+        self._calls: list[dict[str, object]] = []
+        self._logprobs: list[dict[str, object]] = []
 
-    def first(self) -> dict[str, Any]:
+    def first(self) -> dict[str, object]:
         """Return what begins the choice in a stream."""
         return self._part({"role": "assistant", "content": ""})
 
-    def take(self, token_output: TokenOutput) -> Iterator[dict[str, Any]]:
+    def take(self, token_output: TokenOutput) -> Iterator[dict[str, object]]:
         """Yield the deltas that follow from a token, its log-probabilities first; then the end."""
         self.tally.add(token_output)
         logprob = self._logprob(token_output)
@@ -130,10 +135,10 @@ class _ChatChoice:
         if token_output.finish_reason is not None:
             yield self._part({}, finish_reason=self._finish_reason)
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> dict[str, object]:
         """Return the choice as an answer that is not streamed has it."""
         content, reasoning = self._text["content"], self._text["reasoning_content"]
-        message: dict[str, Any] = {
+        message: dict[str, object] = {
             "role": "assistant",
             "content": None if self._calls and not content else content,
             "refusal": None,
@@ -156,7 +161,7 @@ class _ChatChoice:
         parts = reader.feed(token_output.text) if token_output.text else []
         return parts + reader.finish() if token_output.finish_reason is not None else parts
 
-    def _delta(self, part: AnswerPart) -> dict[str, Any] | None:
+    def _delta(self, part: AnswerPart) -> dict[str, object] | None:
         if part.call is not None:
             return self._call_delta(part.call)
         name, text = (
@@ -167,10 +172,10 @@ class _ChatChoice:
         self._text[name] += text
         return {name: text}
 
-    def _call_delta(self, call: Call) -> dict[str, Any] | None:
+    def _call_delta(self, call: Call) -> dict[str, object] | None:
         if self._calls and self._question.has_one_call:
             return None
-        written = {
+        written: dict[str, object] = {
             "id": new_id("call"),
             "type": "function",
             "function": {"name": call.name, "arguments": call.arguments},
@@ -184,8 +189,8 @@ class _ChatChoice:
         return "tool_calls" if self._calls and reason == "stop" else reason
 
     def _part(
-        self, delta: dict[str, Any], *, finish_reason: str | None = None, logprobs: Any = None
-    ) -> dict[str, Any]:
+        self, delta: dict[str, object], *, finish_reason: str | None = None, logprobs: object = None
+    ) -> dict[str, object]:
         return {
             "index": self._index,
             "delta": delta,
@@ -193,7 +198,7 @@ class _ChatChoice:
             "finish_reason": finish_reason,
         }
 
-    def _logprob(self, token_output: TokenOutput) -> dict[str, Any] | None:
+    def _logprob(self, token_output: TokenOutput) -> dict[str, object] | None:
         if token_output.logprob is None:
             return None
         one = self._token(token_output.logprob.token_id, token_output.logprob.logprob)
@@ -203,7 +208,7 @@ class _ChatChoice:
         self._logprobs.append(one)
         return one
 
-    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+    def _token(self, token: int, logprob: float) -> dict[str, object]:
         text = self._tokenizer.decode([token])
         return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
 
@@ -214,7 +219,7 @@ class CompletionReply:
 
     generation_requests: list[GenerationRequest]
     model: str
-    tokenizer: Any
+    tokenizer: Tokenizer
     num_choices: int = 1
     """Per prompt."""
     has_running_usage: bool = False
@@ -231,7 +236,7 @@ class CompletionReply:
             self._texts.append("")
             self._logprobs.append(_Logprobs(self.tokenizer, generation_request.fields["prompt"]))
 
-    def take(self, index: int, token_output: TokenOutput) -> dict[str, Any] | None:
+    def take(self, index: int, token_output: TokenOutput) -> dict[str, object] | None:
         """Take one token of one prompt's answer; return its chunk, if there is something to say."""
         is_first = self.tallies[index].generated_tokens == 0
         self.tallies[index].add(token_output)
@@ -249,9 +254,9 @@ class CompletionReply:
         usage = {"usage": self._usage()} if self.has_running_usage else {}
         return {**self._object([choice]), **usage}
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> dict[str, object]:
         """Return all answers as one object."""
-        choices = [
+        choices: list[dict[str, object]] = [
             {
                 "index": index,
                 "text": text,
@@ -262,14 +267,14 @@ class CompletionReply:
         ]
         return {**self._object(choices), "usage": self._usage()}
 
-    def usage_chunk(self) -> dict[str, Any]:
+    def usage_chunk(self) -> dict[str, object]:
         """Return the chunk that carries the usage."""
         return {**self._object([]), "usage": self._usage()}
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self) -> dict[str, object]:
         return usage(self.tallies, self.num_choices)
 
-    def _object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _object(self, choices: list[dict[str, object]]) -> dict[str, object]:
         return {
             "id": self.reply_id,
             "object": "text_completion",
@@ -282,30 +287,30 @@ class CompletionReply:
 class _Logprobs:
     """The log-probabilities of one answer to a completion request, the prompt's before its own."""
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer, self._prompt = tokenizer, prompt
         self._offset = 0
-        self._all: dict[str, list[Any]] = {name: [] for name in _LOGPROB_FIELDS}
+        self._all: dict[str, list[object]] = {name: [] for name in _LOGPROB_FIELDS}
 
-    def take(self, token_output: TokenOutput) -> dict[str, list[Any]] | None:
+    def take(self, token_output: TokenOutput) -> dict[str, list[object]] | None:
         """Take one token; return what is new, if anything is."""
         tokens = list(zip(self._prompt, token_output.prompt_logprobs or (), strict=False))
         if token_output.logprob is not None:
             tokens.append((token_output.logprob.token_id, token_output.logprob))
         if not tokens:
             return None
-        new: dict[str, list[Any]] = {name: [] for name in _LOGPROB_FIELDS}
+        new: dict[str, list[object]] = {name: [] for name in _LOGPROB_FIELDS}
         for token, logprob in tokens:
             self._add(new, token, logprob)
         for name, values in new.items():
             self._all[name] += values
         return new
 
-    def whole(self) -> dict[str, list[Any]] | None:
+    def whole(self) -> dict[str, list[object]] | None:
         """Return all of them; None if none were asked for."""
         return self._all if self._all["tokens"] else None
 
-    def _add(self, new: dict[str, list[Any]], token: int, logprob: TokenLogprob | None) -> None:
+    def _add(self, new: dict[str, list[object]], token: int, logprob: TokenLogprob | None) -> None:
         text = self._tokenizer.decode([token])
         new["tokens"].append(text)
         new["token_logprobs"].append(None if logprob is None else _finite(logprob.logprob))

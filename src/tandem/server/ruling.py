@@ -20,9 +20,9 @@ from tandem.server.grammar import (
 )
 from tandem.server.schemas import ChatRequest, ResponseFormat, Sampling, Tool, ToolChoice
 
-_ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+_ANY_OBJECT: Mapping[str, object] = {"type": "object"}
 # (name, schema of the arguments)
-ToolRule = tuple[str, Mapping[str, Any]]
+ToolRule = tuple[str, Mapping[str, object]]
 
 
 def chat_grammar(body: ChatRequest, tools: list[Tool], marks: CallForm) -> str | None:
@@ -74,11 +74,11 @@ def _guides(body: Sampling) -> dict[str, Callable[[], str]]:
     }
 
 
-def _bound(make: Callable[[Any], str], value: Any) -> Callable[[], str]:
+def _bound(make: Callable[[Any], str], value: object) -> Callable[[], str]:
     return lambda: make(value)
 
 
-def _parsed_schema(schema: Mapping[str, Any] | str | None) -> Mapping[str, Any] | None:
+def _parsed_schema(schema: Mapping[str, object] | str | None) -> Mapping[str, object] | None:
     """Return a schema that may have been sent as text."""
     if not isinstance(schema, str):
         return schema
@@ -91,7 +91,7 @@ def _parsed_schema(schema: Mapping[str, Any] | str | None) -> Mapping[str, Any] 
     return parsed
 
 
-def _schema(form: ResponseFormat | None) -> Mapping[str, Any] | None:
+def _schema(form: ResponseFormat | None) -> Mapping[str, object] | None:
     """Return the schema that an answer must follow; None: none."""
     if form is None or form.type == "text":
         return None
@@ -140,6 +140,6 @@ def followed(tools: list[Tool]) -> list[ToolRule]:
     return found
 
 
-def _arguments(tool: Tool) -> Mapping[str, Any]:
+def _arguments(tool: Tool) -> Mapping[str, object]:
     schema = tool.function.parameters or _ANY_OBJECT
     return closed_objects(schema) if tool.function.strict else schema

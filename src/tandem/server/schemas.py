@@ -12,7 +12,7 @@ from tandem.server.reading import Body, Unsupported, sentence
 
 _Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 _Stop = Annotated[str, Field(min_length=1, max_length=256)]
-_Json = dict[str, Any]
+_Json = dict[str, object]
 _TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 # Some clients say -1 for as many as there is room for.
@@ -154,11 +154,11 @@ class Message(Body):
     tool_call_id: str | None = Field(None, max_length=128)
     reasoning_content: str | None = None
     refusal: str | None = None
-    annotations: list[Any] | None = None
+    annotations: list[object] | None = None
 
     @field_validator("content", mode="before")
     @classmethod
-    def _has_text_only(cls, content: Any) -> Any:
+    def _has_text_only(cls, content: object) -> Any:
         """Say what else a message held, rather than which types it did not match."""
         for part in content if isinstance(content, list) else ():
             kind = part.get("type") if isinstance(part, dict) else None

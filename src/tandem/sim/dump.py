@@ -13,7 +13,7 @@ The first line is the header: settings, slots and the costs that hold. Then, in 
 
 import json
 from collections.abc import Sequence
-from typing import Any, TextIO
+from typing import TextIO
 
 from tandem.policy.plan import Copy, Geometry, LayerLoad, LayerPlan
 from tandem.sim.replay import Compared
@@ -27,7 +27,7 @@ class Dump:
         self._stream = stream
         self._geometry = geometry
 
-    def header(self, **values: Any) -> None:
+    def header(self, **values: object) -> None:
         """Write the first line."""
         self._write({"format": 1, **values})
 
@@ -72,9 +72,9 @@ class Dump:
             }
         )
 
-    def _write(self, value: dict[str, Any]) -> None:
+    def _write(self, value: dict[str, object]) -> None:
         self._stream.write(json.dumps(value) + "\n")
 
 
-def _copies(copies: tuple[Copy, ...]) -> list[list[Any]]:
+def _copies(copies: tuple[Copy, ...]) -> list[list[object]]:
     return [[copy.layer, copy.expert, copy.slot, copy.evicts] for copy in copies]

@@ -17,6 +17,7 @@ from tandem.sim.start import SIMULATED_STARTS
 from tandem.trace import RoutingTrace
 
 Progress = Callable[[int], None]
+Report = dict[str, Any]  # a JSON object
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +138,7 @@ def simulate(
     *,
     dump_to: TextIO | None = None,
     progress: Progress | None = None,
-) -> dict[str, Any]:
+) -> Report:
     """Return everything that `tandem simulate` reports about one trace."""
     conditions.costs(trace)  # raises for an unknown shape before a long replay
     dump = None
@@ -164,7 +165,7 @@ def _summary(
     conditions: Conditions,
     tally: Tally,
     rates: dict[str, float],
-) -> dict[str, Any]:
+) -> Report:
     costs = conditions.costs(trace)
     issued, useful = tally.prefetch_issued, tally.prefetch_useful
     total = tally.total_seconds or 1.0

@@ -29,7 +29,7 @@ class TraceMeta:
     n_experts: int
     top_k: int
     predictors: tuple[str, ...] = ()
-    more: dict[str, Any] = dataclasses.field(default_factory=dict)
+    more: dict[str, object] = dataclasses.field(default_factory=dict)
 
     @property
     def geometry(self) -> Geometry:

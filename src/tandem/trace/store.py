@@ -5,7 +5,6 @@ import json
 import zipfile
 import zlib
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -45,9 +44,7 @@ def write_trace(path: str | Path, trace: RoutingTrace) -> None:
     }
     if trace.meta.predictors:
         meta["predictors"] = list(trace.meta.predictors)
-    arrays: dict[str, Any] = {
-        name: array for name in _OPTIONAL if (array := getattr(trace, name)) is not None
-    }
+    arrays = {name: array for name in _OPTIONAL if (array := getattr(trace, name)) is not None}
     buffer = io.BytesIO()
     np.savez_compressed(
         buffer,

@@ -4,15 +4,13 @@
 the order 0, 2, 4, 6, 1, 3, 5, 7 from the lowest bits on; `x.scales` is (groups, outputs).
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tandem.checkpoint.sources.codes import Codes, StoredWeight, integer_formats, unpack_bits
-from tandem.checkpoint.sources.files import TensorFiles
+from tandem.checkpoint.sources.files import JsonObject, TensorFiles
 from tandem.checkpoint.sources.found import FileWeight, Found
 from tandem.core.errors import ModelError, UnsupportedModelError
 
@@ -22,7 +20,7 @@ _OUTPUT_OF_NIBBLE = [0, 2, 4, 6, 1, 3, 5, 7]
 _NIBBLE_OF_OUTPUT = [_OUTPUT_OF_NIBBLE.index(output) for output in range(8)]
 
 
-def find_awq(files: TensorFiles, config: Mapping[str, Any]) -> Found:
+def find_awq(files: TensorFiles, config: JsonObject) -> Found:
     """Return the weights of an AWQ checkpoint; `UnsupportedModelError` for other versions."""
     version, bits = str(config.get("version", "gemm")).lower(), int(config.get("bits", _BITS))
     if version != "gemm" or bits != _BITS:
@@ -39,9 +37,7 @@ def find_awq(files: TensorFiles, config: Mapping[str, Any]) -> Found:
     return found
 
 
-def _weight(
-    files: TensorFiles, prefix: str, config: Mapping[str, Any], parts: list[str]
-) -> StoredWeight:
+def _weight(files: TensorFiles, prefix: str, config: JsonObject, parts: list[str]) -> StoredWeight:
     cols, words = files.shape(f"{prefix}.qweight")
     rows = words * 8
     group_size = int(config.get("group_size", 128))

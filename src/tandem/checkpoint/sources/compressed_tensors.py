@@ -6,9 +6,7 @@ packed along the outputs; `x.weight_g_idx` (inputs,) the group of each input; `x
 Plain: `x.weight` int8 or float8 with `x.weight_scale`.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +18,7 @@ from tandem.checkpoint.sources.codes import (
     integer_formats,
     unpack_bits,
 )
-from tandem.checkpoint.sources.files import TensorFiles
+from tandem.checkpoint.sources.files import JsonObject, TensorFiles
 from tandem.checkpoint.sources.found import FileWeight, Found
 from tandem.checkpoint.sources.fp8 import find_fp8
 from tandem.core.errors import ModelError, UnsupportedModelError
@@ -30,7 +28,7 @@ _PARTS = ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", 
 _UNREAD = ("weight_global_scale",)  # marks NVFP4
 
 
-def find_compressed_tensors(files: TensorFiles, config: Mapping[str, Any]) -> Found:
+def find_compressed_tensors(files: TensorFiles, config: JsonObject) -> Found:
     """Return the weights; raises `UnsupportedModelError` for other ways of packing."""
     found = find_fp8(files, config)
     widths = _widths(config)
@@ -51,7 +49,7 @@ def find_compressed_tensors(files: TensorFiles, config: Mapping[str, Any]) -> Fo
     return found
 
 
-def _widths(config: Mapping[str, Any]) -> set[int]:
+def _widths(config: JsonObject) -> set[int]:
     """Return the widths in bits that the config gives to weights."""
     groups = config.get("config_groups") or {}
     weights = [group.get("weights") or {} for group in groups.values()]

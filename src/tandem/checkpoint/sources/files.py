@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from safetensors import safe_open
 from torch import Tensor
@@ -13,6 +13,16 @@ from tandem.core.errors import ModelError
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 _HEADER_LENGTH_BYTES = 8
+
+JsonObject = dict[str, Any]
+
+
+class TensorHeader(TypedDict):
+    """A tensor as a safetensors file announces it."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +44,7 @@ class TensorFiles:
         self.entries = entries
         self._open: dict[Path, Any] = {}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "TensorFiles":
+    def __deepcopy__(self, memo: dict[int, object]) -> "TensorFiles":
         return self  # open files are not copied
 
     def read(self, name: str) -> Tensor:
@@ -97,7 +107,7 @@ def open_tensors(directory: Path, index_name: str | None = None) -> TensorFiles:
     return TensorFiles(directory, entries)
 
 
-def read_header(file: Path) -> dict[str, Any]:
+def read_header(file: Path) -> dict[str, TensorHeader]:
     """Return the tensors that a safetensors file announces; its size must agree with them."""
     size = file.stat().st_size
     damaged = f"{file} is damaged (its safetensors header cannot be read); download it again"
@@ -117,7 +127,7 @@ def read_header(file: Path) -> dict[str, Any]:
     return tensors
 
 
-def read_json(directory: Path, name: str) -> dict[str, Any]:
+def read_json(directory: Path, name: str) -> JsonObject:
     """Return a JSON object of a directory; raises `ModelError` if it is not one.
 
     A key that stands twice is an error, too: of an index it would name a tensor twice.
@@ -138,8 +148,8 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
     return content
 
 
-def _unique(file: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _unique(file: Path, pairs: list[tuple[str, object]]) -> JsonObject:
+    found: JsonObject = {}
     for key, value in pairs:
         if key in found and found[key] != value:
             raise ModelError(

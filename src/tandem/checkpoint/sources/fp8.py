@@ -4,12 +4,10 @@
 the whole matrix stands for all blocks; one for each row has no packed format.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from tandem.checkpoint.sources.codes import Codes
-from tandem.checkpoint.sources.files import TensorFiles
+from tandem.checkpoint.sources.files import JsonObject, TensorFiles
 from tandem.checkpoint.sources.found import FileWeight, Found
 from tandem.core.errors import ModelError
 from tandem.kernels.formats import find_format
@@ -18,7 +16,7 @@ BLOCK = 128
 _SCALE_NAMES = ("weight_scale_inv", "weight_scale")
 
 
-def find_fp8(files: TensorFiles, config: Mapping[str, Any]) -> Found:
+def find_fp8(files: TensorFiles, config: JsonObject) -> Found:
     """Return the weights of an FP8 checkpoint."""
     found = Found()
     for name, entry in files.entries.items():

@@ -6,7 +6,6 @@ are tensors of their own, (num_experts, rows, cols) in blocks along the columns.
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from tandem.checkpoint.sources.gguf_weight import (
 )
 from tandem.checkpoint.sources.source import Source
 from tandem.core.errors import ModelError, UnsupportedModelError
+from tandem.foreign_types import PreTrainedConfig, PreTrainedModel
 
 _UNREADABLE = "{file} cannot be read as GGUF ({reason}); download it again"
 _LATENT_KEYS = "attn_k_b."
@@ -61,8 +61,11 @@ def read_gguf_header(file: Path) -> GgufHeader:
 
 
 def open_gguf(
-    file: Path, model_of: Callable[[Any], Any], *, adapt: Callable[[Any], None] = lambda _: None
-) -> tuple[Any, Source]:
+    file: Path,
+    model_of: Callable[[PreTrainedConfig], PreTrainedModel],
+    *,
+    adapt: Callable[[PreTrainedConfig], None] = lambda _: None,
+) -> tuple[PreTrainedConfig, Source]:
     """Return Transformers' config of a GGUF file, and its weights.
 
     `model_of` builds a config's model without memory; `adapt` changes the config before. Raises as
@@ -102,12 +105,15 @@ def _dense_dtype(header: GgufHeader) -> torch.dtype:
 
 
 def _source(
-    header: GgufHeader, names: Mapping[str, str], shapes: Mapping[str, torch.Size], config: Any
+    header: GgufHeader,
+    names: Mapping[str, str],
+    shapes: Mapping[str, torch.Size],
+    config: PreTrainedConfig,
 ) -> Source:
     """Return the file's tensors by Transformers' names."""
     architecture = ARCHITECTURES[header.architecture]
     weights: dict[str, StoredWeight] = {}
-    plain: dict[str, Any] = {}
+    plain: dict[str, object] = {}
     for name in header.tensors:
         target = _target(name, names)
         if target not in shapes or target in weights or target in plain:
@@ -127,7 +133,7 @@ def _source(
     return Source("gguf", weights, plain)
 
 
-def _latents(header: GgufHeader, names: Mapping[str, str]) -> dict[str, Any]:
+def _latents(header: GgufHeader, names: Mapping[str, str]) -> dict[str, HalvedLatent]:
     """Return the second latent matrices of attention, which newer files have in halves."""
     found = {}
     for name, keys in header.tensors.items():
@@ -157,7 +163,7 @@ def _parts(name: str) -> list[str]:
     return [name]
 
 
-def _row_order(name: str, architecture: Architecture, config: Any) -> Tensor | None:
+def _row_order(name: str, architecture: Architecture, config: PreTrainedConfig) -> Tensor | None:
     """Return which row of a file's matrix each row of Transformers' is; None: they are the same."""
     if not architecture.has_ordered_heads or not (".attn_q." in name or ".attn_k." in name):
         return None

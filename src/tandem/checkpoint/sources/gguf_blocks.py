@@ -1,9 +1,11 @@
 """Blocks of 32 numbers in GGUF files: which packed format holds which, and their codes."""
 
 from collections.abc import Callable
-from typing import Any
+from enum import IntEnum
+from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -12,7 +14,18 @@ from tandem.checkpoint.sources.codes import Codes
 _BLOCK = 32
 
 
-def read_blocks(data: np.ndarray[Any, Any], kind: Any, *, keep: bool) -> Codes:
+class GgufTensor(Protocol):
+    """A tensor as the gguf package reads it."""
+
+    name: str
+    shape: npt.NDArray[np.integer]
+    tensor_type: IntEnum
+    data: npt.NDArray[np.generic]
+    data_offset: int
+    n_bytes: int
+
+
+def read_blocks(data: npt.NDArray[np.generic], kind: IntEnum, *, keep: bool) -> Codes:
     """Return the codes of (rows, bytes) blocks; their values, with scales of one, if not `keep`.
 
     `kind` is the gguf package's; where codes are kept it is one of `FORMATS`.

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tandem.checkpoint.sources.gguf_blocks import GgufTensor
 from tandem.core.errors import ModelError
+from tandem.foreign_types import PreTrainedConfig
 
 _OPTIONAL = ("clip_qkv", "q_lora_rank")
 
@@ -19,8 +21,8 @@ class GgufHeader:
 
     file: Path
     architecture: str
-    fields: Mapping[str, Any]
-    tensors: Mapping[str, Any]
+    fields: Mapping[str, object]
+    tensors: Mapping[str, GgufTensor]
 
     def value(self, key: str, default: Any = None) -> Any:
         """Return a number or text of the metadata, by its name after the architecture's."""
@@ -47,7 +49,7 @@ class GgufHeader:
         return self.rows(first)
 
 
-def by_transformers(header: GgufHeader) -> Any:
+def by_transformers(header: GgufHeader) -> PreTrainedConfig:
     """Let Transformers make the config; the widths that it leaves at defaults come from tensors."""
     from transformers import AutoConfig
 
@@ -62,7 +64,7 @@ def by_transformers(header: GgufHeader) -> Any:
     return config
 
 
-def mixtral(header: GgufHeader) -> Any:
+def mixtral(header: GgufHeader) -> PreTrainedConfig:
     """Make the config of a `llama` file with experts, which llama.cpp calls no architecture."""
     return _config(
         header,
@@ -73,7 +75,7 @@ def mixtral(header: GgufHeader) -> Any:
     )
 
 
-def olmoe(header: GgufHeader) -> Any:
+def olmoe(header: GgufHeader) -> PreTrainedConfig:
     """Make the config of an OLMoE."""
     return _config(
         header,
@@ -84,7 +86,7 @@ def olmoe(header: GgufHeader) -> Any:
     )
 
 
-def gpt_oss(header: GgufHeader) -> Any:
+def gpt_oss(header: GgufHeader) -> PreTrainedConfig:
     """Make the config of a gpt-oss; Transformers' own reading loses the scaling of positions."""
     return _config(
         header,
@@ -96,7 +98,7 @@ def gpt_oss(header: GgufHeader) -> Any:
     )
 
 
-def deepseek(header: GgufHeader) -> Any:
+def deepseek(header: GgufHeader) -> PreTrainedConfig:
     """Make the config of a DeepSeek-V2 or V3, which llama.cpp calls one architecture."""
     is_v3 = any("exp_probs_b" in name for name in header.tensors)
     rope = header.value("rope.dimension_count")
@@ -104,7 +106,7 @@ def deepseek(header: GgufHeader) -> Any:
     key = header.value("attention.key_length_mla") or header.value("attention.key_length")
     value = header.value("attention.value_length_mla") or header.value("attention.value_length")
     groups = header.value("expert_group_count", 1)
-    own: dict[str, Any] = {
+    own: dict[str, object] = {
         "num_key_value_heads": header.value("attention.head_count"),
         "num_hidden_layers": header.value("block_count") - header.value("nextn_predict_layers", 0),
         "q_lora_rank": header.value("attention.q_lora_rank"),
@@ -127,7 +129,7 @@ def deepseek(header: GgufHeader) -> Any:
     return _config(header, "deepseek_v3" if is_v3 else "deepseek_v2", **own)
 
 
-def _config(header: GgufHeader, model_type: str, **own: Any) -> Any:
+def _config(header: GgufHeader, model_type: str, **own: object) -> PreTrainedConfig:
     """Return a config with what all architectures name alike, and `own` values."""
     from transformers import AutoConfig
 
@@ -166,7 +168,7 @@ def _head_dim(header: GgufHeader) -> int:
     return int(length)
 
 
-def _rope(header: GgufHeader) -> dict[str, Any]:
+def _rope(header: GgufHeader) -> dict[str, object]:
     """Return the rotary embedding's parameters."""
     parameters = {"rope_type": "default", "rope_theta": float(header.value("rope.freq_base", 1e4))}
     kind = header.value("rope.scaling.type", "none")
@@ -197,7 +199,7 @@ def _rope(header: GgufHeader) -> dict[str, Any]:
 class Architecture:
     """How files of one architecture become a Transformers model."""
 
-    config: Callable[[GgufHeader], Any]
+    config: Callable[[GgufHeader], PreTrainedConfig]
     names: str = "qwen2moe"
     """Which of Transformers' processors knows the names of the experts' tensors."""
     has_ordered_heads: bool = False

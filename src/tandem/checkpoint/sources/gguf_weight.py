@@ -2,16 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from types import EllipsisType
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from tandem.checkpoint.sources.codes import Codes
-from tandem.checkpoint.sources.gguf_blocks import FORMATS, read_blocks
+from tandem.checkpoint.sources.gguf_blocks import FORMATS, GgufTensor, read_blocks
 from tandem.kernels.formats import WeightFormat, find_format
 
+Index = int | slice | EllipsisType | tuple[slice, ...]
 PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -20,7 +22,7 @@ class GgufWeight:
     """A weight of one tensor, or of several whose rows follow each other (gate, then up)."""
 
     name: str
-    tensors: tuple[Any, ...] = field(repr=False)
+    tensors: tuple[GgufTensor, ...] = field(repr=False)
     is_interleaved: bool = False
     """Rows of several tensors are interleaved instead; matrices of plain numbers are transposed."""
     row_order: Tensor | None = field(default=None, repr=False)
@@ -84,7 +86,7 @@ class PlainTensor:
         self.weight = weight
         self.shape = shape
 
-    def __getitem__(self, index: Any) -> Tensor:
+    def __getitem__(self, index: Index) -> Tensor:
         parts = [_plain_values(tensor) for tensor in self.weight.tensors]
         axis = 1 if len(parts) > 1 else 0  # after the experts'
         values = self.weight.in_order(parts, axis)
@@ -97,18 +99,18 @@ class PlainTensor:
 class HalvedLatent:
     """What makes keys and values from latents, stored as two tensors, the one for keys turned."""
 
-    def __init__(self, keys: Any, values: Any) -> None:
+    def __init__(self, keys: GgufTensor, values: GgufTensor) -> None:
         """Join (heads, latents, width of keys) and (heads, width of values, latents)."""
         self._keys, self._values = keys, values
 
-    def __getitem__(self, index: Any) -> Tensor:
+    def __getitem__(self, index: Index) -> Tensor:
         keys, values = (_dequantised(tensor) for tensor in (self._keys, self._values))
         joined = torch.cat((keys.transpose(1, 2), values), dim=1).flatten(0, 1)
         chosen: Tensor = joined[index]
         return chosen
 
 
-def _dequantised(tensor: Any) -> Tensor:
+def _dequantised(tensor: GgufTensor) -> Tensor:
     if tensor.tensor_type.name in PLAIN_DTYPES:
         return _plain_values(tensor)
     from gguf import dequantize
@@ -116,12 +118,12 @@ def _dequantised(tensor: Any) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(dequantize(tensor.data, tensor.tensor_type)))
 
 
-def _plain_values(tensor: Any) -> Tensor:
+def _plain_values(tensor: GgufTensor) -> Tensor:
     data = torch.from_numpy(np.array(tensor.data))  # a copy: the file is mapped for reading only
     dtype = PLAIN_DTYPES[tensor.tensor_type.name]
     values = data if data.dtype == dtype else data.view(dtype)
     return values.view([int(size) for size in reversed(tensor.shape)])
 
 
-def _rows_of(tensor: Any, expert: int | None) -> np.ndarray[Any, Any]:
+def _rows_of(tensor: GgufTensor, expert: int | None) -> npt.NDArray[np.generic]:
     return np.array(tensor.data if expert is None else tensor.data[expert])

@@ -5,9 +5,7 @@ lowest bits first, `x.scales` is (groups, outputs), `x.g_idx` (inputs,) is the g
 Zero points are stored less one, except in `checkpoint_format` gptq_v2.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -18,14 +16,14 @@ from tandem.checkpoint.sources.codes import (
     integer_formats,
     unpack_bits,
 )
-from tandem.checkpoint.sources.files import TensorFiles
+from tandem.checkpoint.sources.files import JsonObject, TensorFiles
 from tandem.checkpoint.sources.found import FileWeight, Found
 from tandem.core.errors import ModelError, UnsupportedModelError
 
 _PARTS = ("qweight", "qzeros", "scales", "g_idx")
 
 
-def find_gptq(files: TensorFiles, config: Mapping[str, Any]) -> Found:
+def find_gptq(files: TensorFiles, config: JsonObject) -> Found:
     """Return the weights of a GPTQ checkpoint; raises `UnsupportedModelError` for odd widths."""
     bits = int(config.get("bits", 4))
     if bits not in (4, 8):
@@ -42,7 +40,7 @@ def find_gptq(files: TensorFiles, config: Mapping[str, Any]) -> Found:
 
 
 def _weight(
-    files: TensorFiles, prefix: str, bits: int, config: Mapping[str, Any], parts: list[str]
+    files: TensorFiles, prefix: str, bits: int, config: JsonObject, parts: list[str]
 ) -> StoredWeight:
     words, rows = files.shape(f"{prefix}.qweight")
     cols = words * 32 // bits

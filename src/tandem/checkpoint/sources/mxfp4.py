@@ -4,14 +4,12 @@
 `x_scales` (num_experts, outputs, groups) are the exponents' bytes.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from tandem.checkpoint.sources.codes import Codes
-from tandem.checkpoint.sources.files import TensorFiles
+from tandem.checkpoint.sources.files import JsonObject, TensorFiles
 from tandem.checkpoint.sources.found import FileWeight, Found
 from tandem.core.errors import ModelError
 from tandem.kernels.formats import find_format
@@ -19,7 +17,7 @@ from tandem.kernels.formats import find_format
 _BLOCKS, _SCALES = "_blocks", "_scales"
 
 
-def find_mxfp4(files: TensorFiles, config: Mapping[str, Any]) -> Found:
+def find_mxfp4(files: TensorFiles, config: JsonObject) -> Found:
     """Return the weights of an MXFP4 checkpoint."""
     found = Found()
     for blocks in files.entries:

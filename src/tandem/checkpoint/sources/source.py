@@ -9,7 +9,7 @@ from torch import Tensor
 from tandem.checkpoint.sources.awq import find_awq
 from tandem.checkpoint.sources.codes import StoredWeight, values_of
 from tandem.checkpoint.sources.compressed_tensors import find_compressed_tensors
-from tandem.checkpoint.sources.files import TensorFiles
+from tandem.checkpoint.sources.files import JsonObject, TensorFiles
 from tandem.checkpoint.sources.found import Found
 from tandem.checkpoint.sources.fp8 import find_fp8
 from tandem.checkpoint.sources.gptq import find_gptq
@@ -18,7 +18,7 @@ from tandem.core.errors import ModelError, UnsupportedModelError
 from tandem.kernels.formats import WeightFormat
 
 # `quant_method` of config.json -> what finds the weights.
-READERS: dict[str, Callable[[TensorFiles, Mapping[str, Any]], Found]] = {
+READERS: dict[str, Callable[[TensorFiles, JsonObject], Found]] = {
     "gptq": find_gptq,
     "awq": find_awq,
     "compressed-tensors": find_compressed_tensors,
@@ -39,10 +39,10 @@ class SourceTensor:
         self.dtype = dtype or torch.float32
         self.shape = torch.Size(weight.shape)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "SourceTensor":
+    def __deepcopy__(self, memo: dict[int, object]) -> "SourceTensor":
         return self
 
-    def __getitem__(self, index: Any) -> "SourceTensor":
+    def __getitem__(self, index: object) -> "SourceTensor":
         return self
 
     def to(self, device: Any = None, dtype: torch.dtype | None = None) -> "SourceTensor":
@@ -58,17 +58,17 @@ class Source:
     """The weights of a quantised checkpoint, and its tensors that are not quantised."""
 
     def __init__(
-        self, method: str, weights: Mapping[str, StoredWeight], plain: dict[str, Any]
+        self, method: str, weights: Mapping[str, StoredWeight], plain: dict[str, object]
     ) -> None:
         """`plain` holds the unquantised tensors in the form in which Transformers takes them."""
         self.method = method
         self.weights = weights
         self._plain = plain
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Source":
+    def __deepcopy__(self, memo: dict[int, object]) -> "Source":
         return self  # Transformers copies configs, and files are not copied
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return all tensors by the names that they would have in an unquantised checkpoint."""
         return self._plain | {name: SourceTensor(weight) for name, weight in self.weights.items()}
 
@@ -93,7 +93,7 @@ class Source:
         )
 
 
-def open_source(files: TensorFiles, quantization: Mapping[str, Any]) -> Source:
+def open_source(files: TensorFiles, quantization: JsonObject) -> Source:
     """Return a quantised checkpoint; `UnsupportedModelError` for methods that are not read."""
     method = str(quantization.get("quant_method"))
     if method not in READERS:
@@ -111,5 +111,5 @@ def open_source(files: TensorFiles, quantization: Mapping[str, Any]) -> Source:
     return Source(method, found.weights, _slices(files, names))
 
 
-def _slices(files: TensorFiles, names: Iterable[str]) -> dict[str, Any]:
+def _slices(files: TensorFiles, names: Iterable[str]) -> dict[str, object]:
     return {name: files.slice_of(name) for name in names}

@@ -93,7 +93,7 @@ class RoutingRecorder(PassingExecutor):
             guesses = self._guesses(layer) if self._guesses is not None else {}
             step.guesses.append({name: ids.numpy().copy() for name, ids in guesses.items()})
 
-    def trace(self, model: str, **more: Any) -> RoutingTrace:
+    def trace(self, model: str, **more: object) -> RoutingTrace:
         """Return everything recorded so far as a trace; `more` goes into its meta."""
         self._finish()
         found = self._sequences

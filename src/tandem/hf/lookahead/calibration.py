@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import ConfigError, UnsupportedModelError
-from tandem.hf.kinds import PreTrainedModel
+from tandem.foreign_types import PreTrainedModel
 from tandem.hf.lookahead.look_ahead import SOURCES, LookAhead
 from tandem.hf.lookahead.residuals import Residuals
 from tandem.hf.lookahead.routers import find_routers

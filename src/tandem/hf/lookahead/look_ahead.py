@@ -4,18 +4,17 @@
 equation 10). Runs between a layer's router and its experts; changes nothing in the model.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tandem.experts.store.host_store import HostStore
+from tandem.foreign_types import PreTrainedModel
 from tandem.hf.experts import Bound
 from tandem.hf.identity import model_identity
-from tandem.hf.kinds import PreTrainedModel
 from tandem.hf.lookahead.residuals import Residuals
 from tandem.hf.lookahead.routers import Router, find_routers
 from tandem.policy.plan import Hint, LayerLoad
@@ -51,8 +50,8 @@ class LookAhead:
         for handle in self._handles:
             handle.remove()
 
-    def _listener(self, layer: int) -> Any:
-        def listen(module: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def _listener(self, layer: int) -> Callable[..., None]:
+        def listen(module: nn.Module, args: tuple[Tensor, ...], options: dict[str, object]) -> None:
             if layer == 0:
                 self._token_ids = None
             if self._routers[layer].reads_tokens:

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from tandem.foreign_types import PreTrainedModel
 from tandem.hf.experts import Bound
-from tandem.hf.kinds import PreTrainedModel
 from tandem.hf.lookahead.warm_up import WARM_UP_TOKENS, forward_tokens, warm_up_ids
 
 TOKEN_IDS = object()  # stands among a router's arguments for the ids of the step's tokens
@@ -22,10 +22,10 @@ TOKEN_IDS = object()  # stands among a router's arguments for the ids of the ste
 class Router(NamedTuple):
     """A router that can be asked about a hidden state that is not its own."""
 
-    module: Any
-    rest: tuple[Any, ...]
+    module: nn.Module
+    rest: tuple[object, ...]
     """What it takes after the hidden state; TOKEN_IDS where ids belong."""
-    options: dict[str, Any]
+    options: dict[str, object]
     place: int
     """Where in its outputs the choice stands."""
     hidden_size: int
@@ -35,7 +35,7 @@ class Router(NamedTuple):
         """Whether it reads the ids of the step's tokens."""
         return any(part is TOKEN_IDS for part in (*self.rest, *self.options.values()))
 
-    def token_ids(self, args: Sequence[Any], options: dict[str, Any]) -> Tensor | None:
+    def token_ids(self, args: Sequence[Any], options: dict[str, object]) -> Tensor | None:
         """Return the ids among the arguments of a call of it."""
         given = [*zip(self.rest, args[1:], strict=False)]
         given += [(part, options.get(name)) for name, part in self.options.items()]
@@ -56,8 +56,8 @@ class Router(NamedTuple):
 class _Call(NamedTuple):
     module: nn.Module
     args: tuple[Any, ...]
-    options: dict[str, Any]
-    outputs: Sequence[Any]
+    options: dict[str, object]
+    outputs: Sequence[object]
 
 
 def find_routers(model: PreTrainedModel, bound: Bound) -> list[Router] | str:
@@ -96,12 +96,14 @@ def _watch(
     calls: list[_Call] = []
     choices: dict[str, Tensor] = {}
 
-    def returned(module: nn.Module, args: Any, options: Any, outputs: Any) -> None:
+    def returned(
+        module: nn.Module, args: tuple[Any, ...], options: dict[str, object], outputs: object
+    ) -> None:
         parts = outputs if isinstance(outputs, tuple | list) else (outputs,)
         if any(isinstance(part, Tensor) and not part.is_floating_point() for part in parts):
             calls.append(_Call(module, args, options, parts))
 
-    def received(module: nn.Module, args: Any, options: Any) -> None:
+    def received(module: nn.Module, args: tuple[Tensor, ...], options: dict[str, Tensor]) -> None:
         choice = args[1] if len(args) > 1 else options["top_k_index"]
         choices.setdefault(names[module], choice.detach().clone())
 

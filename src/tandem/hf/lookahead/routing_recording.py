@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from tandem.experts.tracing.recorder import RoutingRecorder
-from tandem.hf.kinds import PreTrainedModel
+from tandem.foreign_types import PreTrainedModel
 from tandem.hf.lookahead.look_ahead import SOURCES, LookAhead, look_ahead
 from tandem.hf.runtime import require_runtime
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from tandem.experts.execution.batch import ExpertFunctions
 from tandem.experts.execution.executor import Executor, RoutedCall, StatelessExecutor
 from tandem.experts.execution.passing_executor import PassingExecutor
+from tandem.foreign_types import PreTrainedModel
 from tandem.hf.compat import takes_logits_to_keep
-from tandem.hf.kinds import PreTrainedModel
 
 WARM_UP_TOKENS = 4
 

@@ -23,9 +23,9 @@ from tandem.experts.execution.clock import Clock, WallClock
 from tandem.experts.execution.expert_kernels import ExpertKernels
 from tandem.experts.store.host_store import HostStore
 from tandem.experts.store.pinning import pin_store
+from tandem.foreign_types import PreTrainedModel
 from tandem.hardware.profiles import load_profile, save_profile
 from tandem.hf.experts import expert_functions
-from tandem.hf.kinds import PreTrainedModel
 from tandem.hf.lookahead.warm_up import ExpertsCall, NoExperts, forward_tokens
 from tandem.hf.machine.parts import DeviceParts, ObservedModel
 from tandem.hf.machine.profile import kept_profile, measured_profile, profile_key

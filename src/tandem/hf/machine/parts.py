@@ -14,10 +14,10 @@ from tandem.experts.execution.executor import Executor
 from tandem.experts.execution.expert_kernels import ExpertKernels
 from tandem.experts.measuring.profiler import with_link
 from tandem.experts.store.host_store import HostStore
+from tandem.foreign_types import PreTrainedModel
 from tandem.hardware.profiles import shape_for
 from tandem.hf.config import OffloadConfig
 from tandem.hf.experts import Bound, bind_all, expert_functions
-from tandem.hf.kinds import PreTrainedModel
 from tandem.hf.lookahead.warm_up import WARM_UP_TOKENS, ExpertsCall, Observer, forward_tokens
 from tandem.hf.runtime import Runtime
 from tandem.kernels.dense import CpuThreads

@@ -115,7 +115,11 @@ class TritonExperts:
         )
 
     def _launch_vector(
-        self, packed: _Matrix, rows: GroupedRows, tensors: tuple[Tensor, ...], more: dict[str, Any]
+        self,
+        packed: _Matrix,
+        rows: GroupedRows,
+        tensors: tuple[Tensor, ...],
+        more: dict[str, object],
     ) -> None:
         num_tokens = 1 << (rows.most_tokens - 1).bit_length()
         tiling = self._tilings.vector if num_tokens <= 2 else self._tilings.vector_many
@@ -136,7 +140,11 @@ class TritonExperts:
         )
 
     def _launch_matrix(
-        self, packed: _Matrix, rows: GroupedRows, tensors: tuple[Tensor, ...], more: dict[str, Any]
+        self,
+        packed: _Matrix,
+        rows: GroupedRows,
+        tensors: tuple[Tensor, ...],
+        more: dict[str, object],
     ) -> None:
         kernel = matrix.matrix_up if more else matrix.matrix_down
         num_lanes = 16 * packed.constants["num_blocks"]
@@ -199,7 +207,7 @@ def _matrix(
 
 
 @functools.lru_cache(maxsize=64)
-def _epilogue(layout: ExpertLayout, activation: NativeActivation | None) -> dict[str, Any]:
+def _epilogue(layout: ExpertLayout, activation: NativeActivation | None) -> dict[str, object]:
     numbers = {"alpha": 1.0, "limit": 0.0, "has_limit": False, "up_offset": 0.0}
     if activation is not None:
         numbers |= {"alpha": activation.alpha, "up_offset": activation.offset}

@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 else:
-    PreTrainedConfig = PreTrainedModel = object
+    PreTrainedConfig = PreTrainedModel = Tokenizer = object
 
-__all__ = ["PreTrainedConfig", "PreTrainedModel"]
+__all__ = ["PreTrainedConfig", "PreTrainedModel", "Tokenizer"]
