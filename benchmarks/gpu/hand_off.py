@@ -18,10 +18,10 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from benchmarks.gpu.stream_ops import StreamOps
 from torch import Tensor
 
 from tandem.devices.cuda.driver import DriverError, open_driver
-from tandem.devices.cuda.stream_ops import StreamOps
 
 COUNT = 256  # numbers handed over at a time
 ROUNDS = 500
@@ -31,7 +31,7 @@ _MOST_POLLS = 5_000_000  # of a polling kernel: some seconds
 _LINE = 32  # words: flags and numbers lie on lines of their own
 NOT_HERE = 3  # the exit code of a way that this machine does not have
 
-POLLING = "use kernels that set a flag and poll one (kernels.triton.hand_off)"
+POLLING = "use kernels that set a flag and poll one (benchmarks.gpu.hand_off_kernels)"
 PIECES = "decode steps stay captured graph segments with Python between them"
 
 
@@ -121,7 +121,7 @@ class ByKernels:
 
     def wait(self, box: Mailbox) -> None:
         """Poll."""
-        from tandem.kernels.triton import hand_off
+        from benchmarks.gpu import hand_off_kernels as hand_off
 
         hand_off.wait_for[(1,)](
             box.done, self.seen, most_polls=_MOST_POLLS, has_pause=True, num_warps=1
@@ -129,7 +129,7 @@ class ByKernels:
 
 
 def _publish(box: Mailbox, source: Tensor, *, sets_flag: bool) -> None:
-    from tandem.kernels.triton import hand_off
+    from benchmarks.gpu import hand_off_kernels as hand_off
 
     hand_off.publish[(1,)](
         box.published, box.doorbell, source, count=COUNT, sets_flag=sets_flag, num_warps=4
@@ -182,7 +182,7 @@ def captured(work: Callable[[], None]) -> Any:
 
 def load_kernels(box: Mailbox, source: Tensor) -> None:
     """Compile and load all kernels: to load one behind a wait could wait for its end."""
-    from tandem.kernels.triton import hand_off
+    from benchmarks.gpu import hand_off_kernels as hand_off
 
     seen, out = source.new_zeros(1), torch.zeros_like(source)
     for sets_flag in (False, True):
@@ -257,7 +257,7 @@ def mapped() -> str:
 
 
 def _numbers_in_order(way: Way) -> str:
-    from tandem.kernels.triton import hand_off
+    from benchmarks.gpu import hand_off_kernels as hand_off
 
     box, source = Mailbox(), torch.arange(COUNT, dtype=torch.int32, device="cuda")
     cached, past = (torch.zeros_like(source) for _ in range(2))

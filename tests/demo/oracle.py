@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from tandem.demo.dense import Dense, load_dense
-from tandem.demo.evidence import greedy_tokens, perplexity
 from tandem.demo.fetch import GGUF
+from tests.demo.evidence import greedy_tokens, perplexity
 
 DATA = Path(__file__).parent.parent / "data"
 NUM_NEW_TOKENS = 8

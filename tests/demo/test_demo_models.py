@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem.demo import verify_demo_model
-from tandem.demo.evidence import greedy_tokens, perplexity, routing, routing_table
+from tests.demo.evidence import greedy_tokens, perplexity, routing, routing_table
 from tests.demo.oracle import (
     NUM_WINDOWS,
     answers,

@@ -25,6 +25,7 @@ from tandem.policy.plan import Copy, Geometry
 from tandem.policy.settings import PlannerSettings
 from tests.experts.lazy_streams import LazyEvent, LazyStreams
 from tests.experts.machines import FUNCTIONS, GEOMETRY, make_machine, make_store, route
+from tests.policy.integrity import check_integrity
 
 FAST = Link(1e9)
 NUM_EXPERTS = GEOMETRY.num_layers * GEOMETRY.num_experts
@@ -98,7 +99,7 @@ def test_results_are_right_in_every_order_that_events_allow(
         streams = LazyStreams(seed)
         executor = make_twin(store, streams, num_slots, settings)
         run_both(executor, store, streams)
-        executor.cache.planner.residency.check_integrity()
+        check_integrity(executor.cache.planner.residency)
 
 
 def test_plans_change_the_last_bits_on_a_gpu_and_no_more() -> None:

@@ -13,6 +13,7 @@ from tandem.devices.cuda.profile import measure_device
 from tandem.devices.cuda.streams import Lane, Work
 from tandem.experts.execution.batch import ExpertBatch
 from tandem.experts.execution.expert_kernels import ExpertKernels, WeightSource
+from tandem.experts.measuring.profiler import MeasuredExperts
 from tandem.experts.store.host_store import HostStore
 from tandem.kernels.dense import CpuThreads
 from tandem.policy.cost import HardwareProfile
@@ -80,9 +81,17 @@ def measured(
     monkeypatch.setattr(time, "perf_counter", clock)
     before = make_machine(cpu=1e-3, gpu=1e-3, link=1e-3, dense=1e-3).profile
     after = measure_device(
-        before, device, store, GEOMETRY, FUNCTIONS, ExpertKernels(CpuThreads(num_threads=1)),
-        dtype=torch.float32, hidden_size=HIDDEN,
-    )  # fmt: skip
+        before,
+        device,
+        MeasuredExperts(
+            store=store,
+            geometry=GEOMETRY,
+            functions=FUNCTIONS,
+            kernels=ExpertKernels(CpuThreads(num_threads=1)),
+            dtype=torch.float32,
+            hidden_size=HIDDEN,
+        ),
+    )
     return before, after
 
 

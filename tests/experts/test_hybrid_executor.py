@@ -24,6 +24,7 @@ from tests.experts.machines import (
     make_store,
     route,
 )
+from tests.policy.integrity import check_integrity
 
 NUM_EXPERTS = GEOMETRY.num_layers * GEOMETRY.num_experts
 SLOTS = (0, 1, GEOMETRY.top_k - 1, GEOMETRY.top_k, NUM_EXPERTS // 2, NUM_EXPERTS)
@@ -73,7 +74,7 @@ def check_equal(store: HostStore, settings: PlannerSettings, num_slots: int, bat
     wanted = outputs(CpuExecutor(store, CpuThreads(num_threads=1)), batch)
     for actual, expected in zip(outputs(executor, batch), wanted, strict=True):
         assert torch.equal(actual, expected), f"{settings}, {num_slots} slots, batch {batch}"
-    executor.cache.planner.residency.check_integrity()
+    check_integrity(executor.cache.planner.residency)
 
 
 @pytest.mark.parametrize("prediction", PREDICTIONS.names())

@@ -20,6 +20,7 @@ from tandem.sim.steps import LoadReader, replay_steps
 from tandem.sim.systems import TANDEM
 from tandem.trace import RoutingTrace, read_trace
 from tests.experts.machines import make_machine
+from tests.policy.integrity import check_integrity
 
 TRACES = Path(__file__).parents[2] / "data" / "traces"
 STEPS = 60
@@ -124,7 +125,7 @@ def test_single_tokens_are_planned_alike(link: float, never_worse: bool, max_fet
             load = random_load(draw, layer, num_tokens, 6 if step % 7 == 0 else 4)
             expected, actual = plain.plan(load, now), native.plan(load, now)
             assert actual == expected
-            native.residency.check_integrity()
+            check_integrity(native.residency)
             waited_for = len(under_way) + len(expected.fetch) if expected.fetch else 0
             under_way += [*expected.fetch, *expected.insert, *expected.prefetch]
             now += draw.uniform(0.5, 1.5) * expected.seconds

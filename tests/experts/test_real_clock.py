@@ -25,6 +25,7 @@ from tests.experts.machines import (
 )
 from tests.experts.stress import stress
 from tests.experts.test_hybrid_executor import outputs
+from tests.policy.integrity import check_integrity
 
 NUM_EXPERTS = GEOMETRY.num_layers * GEOMETRY.num_experts
 LOOK_AHEAD = PlannerSettings(
@@ -150,7 +151,7 @@ def test_size_changes_between_steps_keep_the_best_experts(store: HostStore, make
         executor.resize(num_slots)
         check(executor, store)
         assert executor.cache.num_slots == num_slots
-        executor.cache.planner.residency.check_integrity()
+        check_integrity(executor.cache.planner.residency)
     executor.resize(NUM_EXPERTS)
     check(executor, store, steps=40)
     before = executor.cache.resident()

@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from benchmarks.gpu import hand_off_kernels as hand_off
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tandem.kernels.formats import ExpertLayout, find_format
 from tandem.kernels.native import ActivationKind, NativeActivation
-from tandem.kernels.triton import combine, experts, hand_off, matrix, vector
+from tandem.kernels.triton import combine, experts, matrix, vector
 from tandem.kernels.triton.rows import row_table
 
 _POINTERS = {

@@ -141,7 +141,7 @@ def test_all_kernels_of_a_model_are_compiled_when_it_is_loaded_and_are_few() -> 
 
 @pytest.fixture(scope="module")
 def hand_off(triton_experts: ModuleType) -> ModuleType:
-    from tandem.kernels.triton import hand_off
+    from benchmarks.gpu import hand_off_kernels as hand_off
 
     return hand_off
 

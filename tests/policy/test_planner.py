@@ -15,11 +15,12 @@ from tandem.policy.assignment.problem import all_on_cpu
 from tandem.policy.cost import CostTable
 from tandem.policy.eviction import EVICTIONS
 from tandem.policy.plan import Copy, Hint, LayerLoad, LayerPlan
-from tandem.policy.planner import Planner, check_plan
+from tandem.policy.planner import Planner
 from tandem.policy.prediction import PREDICTIONS
 from tandem.policy.prefetch import PREFETCHES
 from tandem.policy.prefetch.recurrence import LAYERS_PER_CHANCE, Recurrence
 from tandem.policy.settings import POOLS, PlannerSettings, make_planner
+from tests.policy.integrity import check_integrity, check_plan
 from tests.policy.strategies import GEOMETRY, shape_costs, steps
 
 NUM_SLOTS = 12
@@ -69,7 +70,7 @@ class Executor:
         while waits_for & {copy[:2] for copy in self.pending}:  # the layer ends after its copies
             self.finish(keep=len(self.pending) - 1)
         self.issue((*plan.insert, *plan.prefetch))
-        self.planner.residency.check_integrity()
+        check_integrity(self.planner.residency)
 
     def issue(self, copies: tuple[Copy, ...]) -> None:
         for copy in copies:

@@ -9,4 +9,3 @@ class Learner(Protocol):
 
     def learn(self) -> None:
         """Learn from everything noted so far."""
-        ...

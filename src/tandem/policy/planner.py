@@ -11,7 +11,6 @@ Deterministic: equal calls give equal plans. Reads no clock; all times are argum
 from collections.abc import Iterable, Sequence
 from itertools import cycle
 
-from tandem.core.ids import ExpertId
 from tandem.policy.admission import Admission
 from tandem.policy.assignment.problem import Assignment, LayerProblem, Split, all_on_cpu
 from tandem.policy.cost import CostTable
@@ -385,12 +384,3 @@ class Planner:
             elif expert not in fetch:
                 cpu.append(expert)
         return tuple(gpu), tuple(arriving), tuple(cpu)
-
-
-def check_plan(load: LayerLoad, plan: LayerPlan) -> None:
-    """Raise AssertionError unless the plan runs every active expert of the load exactly once."""
-    runs = [*plan.gpu, *plan.arriving, *(copy.expert for copy in plan.fetch), *plan.cpu]
-    assert sorted(runs) == list(load.experts), f"plan runs {sorted(runs)} of {load.experts}"
-    evicted = {copy.evicts for copy in (*plan.fetch, *plan.insert, *plan.prefetch)}
-    used = {ExpertId(load.layer, expert) for expert in load.experts}
-    assert not evicted & used, f"plan evicts {evicted & used}, which its layer uses"

@@ -92,17 +92,3 @@ class Residency:
         """Mark an expert's copy as complete."""
         assert self.state[key] == COPYING, f"expert {key} is not being copied"
         self.state[key] = READY
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless all tables agree with each other."""
-        for set_id, members in enumerate(self.members):
-            assert len(members) + len(self.free[set_id]) == self.capacity[set_id]
-            for key in members:
-                assert self.key_in[self.slot_of[key]] == key
-                assert self.set_of_key[key] == set_id
-                assert self.state[key] != EMPTY
-        resident = [key for key, slot in enumerate(self.slot_of) if slot != NOWHERE]
-        assert len(resident) == sum(map(len, self.members))
-        free = [slot for slots in self.free for slot in slots]
-        used = [self.slot_of[key] for key in resident]
-        assert sorted(free + used) == list(range(self.num_slots))

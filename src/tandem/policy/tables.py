@@ -20,15 +20,12 @@ class NextUseTable(Protocol):
         `divisor` scales the load's token counts; `experts` are in use now in this layer and `above`
         in the one above.
         """
-        ...
 
     def learn(self) -> None:
         """Learn from what was predicted some steps before the last note; no-op if that is done."""
-        ...
 
     def values(self) -> memoryview:
         """Return the scores by expert, 32 bits each; the same until the next note."""
-        ...
 
 
 class PredictionTables(Protocol):
@@ -36,15 +33,12 @@ class PredictionTables(Protocol):
 
     def begin_step(self, token_ids: Sequence[int]) -> None:
         """Find the rows of a step's tokens, which hold until the next one."""
-        ...
 
     def scores(self, layer: int, above: Sequence[int], before: Sequence[int]) -> Sequence[int]:
         """Return by expert `lanes.ONE` times the expected tokens, plus `regression.SUM_OFFSET`."""
-        ...
 
     def teach(self, load: LayerLoad, above: Sequence[int], before: Sequence[int]) -> None:
         """Move the rows that had a share in predicting a load by a part of the error."""
-        ...
 
 
 class SingleTokenTerms(NamedTuple):
@@ -91,7 +85,6 @@ class DecideSingleToken(Protocol):
         expert 0. The last four are seconds: all experts on the CPU, the time, the dense part of
         the next layer, and how long the link still works.
         """
-        ...
 
 
 class Tables(NamedTuple):

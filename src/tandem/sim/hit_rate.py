@@ -29,7 +29,6 @@ class Demand(Protocol):
         self, load: LayerLoad, hits: Sequence[int], changes: list[tuple[int, int]]
     ) -> None:
         """Take one layer's load, its hits and its (newcomer, victim or -1) keys."""
-        ...
 
 
 def demand_loads(trace: RoutingTrace, batch: int, limit: int) -> Iterator[list[LayerLoad]]:

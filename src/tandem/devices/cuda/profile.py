@@ -25,15 +25,12 @@ from torch import Tensor
 from tandem.devices.cuda.device import CudaDevice
 from tandem.devices.cuda.streams import Lane
 from tandem.experts.cache.copy_engine import copy_image
-from tandem.experts.execution.batch import CallSide, ExpertBatch, ExpertFunctions
-from tandem.experts.execution.expert_kernels import ExpertKernels
+from tandem.experts.execution.batch import CallSide, ExpertBatch
 from tandem.experts.execution.layer_call import LayerCall
 from tandem.experts.execution.routing import Routing
-from tandem.experts.measuring.profiler import EXPERTS_AT_ONCE, REPETITIONS, beside, seconds_each
-from tandem.experts.store.host_store import HostStore
+from tandem.experts.measuring.profiler import REPETITIONS, MeasuredExperts, beside, seconds_each
 from tandem.experts.store.image import aligned
 from tandem.policy.cost import HardwareProfile
-from tandem.policy.plan import Geometry
 
 # So many times the GPU's cache lie between two uses of an expert, which is then read from memory.
 CACHES_BETWEEN_USES = 4
@@ -56,20 +53,13 @@ class _Held(NamedTuple):
 def measure_device(
     profile: HardwareProfile,
     device: CudaDevice,
-    store: HostStore,
-    geometry: Geometry,
-    functions: ExpertFunctions,
-    kernels: ExpertKernels,
-    *,
-    dtype: torch.dtype,
-    hidden_size: int,
+    experts: MeasuredExperts,
 ) -> HardwareProfile:
     """Return a profile with the GPU, the link and the host's work as they are; the CPU's stays.
 
-    Dense parts in `profile` are the GPU's already. The store should be pinned; `kernels` are the
-    CPU's.
+    Dense parts in `profile` are the GPU's already. The store should be pinned.
     """
-    bench = _Bench(device, store, geometry, functions, kernels, dtype, hidden_size)
+    bench = _Bench(device, experts)
     (shape,) = profile.shapes
     link = bench.link_seconds()
     cpu_slowdown, link_slowdown = bench.slowdowns(link)
@@ -96,25 +86,15 @@ def measure_device(
 class _Bench:
     """Runs batches and copies of one layer's experts."""
 
-    def __init__(
-        self,
-        device: CudaDevice,
-        store: HostStore,
-        geometry: Geometry,
-        functions: ExpertFunctions,
-        kernels: ExpertKernels,
-        dtype: torch.dtype,
-        hidden_size: int,
-    ) -> None:
-        self._device, self._store, self._functions = device, store, functions
-        self._kernels, self._dtype, self._hidden_size = kernels, dtype, hidden_size
-        self._several = min(EXPERTS_AT_ONCE, geometry.num_experts)
-        self._top_k = geometry.top_k
+    def __init__(self, device: CudaDevice, experts: MeasuredExperts) -> None:
+        store, geometry = experts.store, experts.geometry
+        self._device, self._experts, self._store = device, experts, store
+        self._several, self._top_k = experts.num_at_once, geometry.top_k
         slot_bytes = aligned(max(layer.image_bytes for layer in store))
         count = _count_held(self._several, slot_bytes, device)
         self._held = device.allocate(count * slot_bytes).view(count, slot_bytes).unbind()
         self._turns = itertools.cycle(self._held)
-        self._token = torch.zeros(1, hidden_size, device=device.streams.device).to(dtype)
+        self._token = experts.hidden(1, device.streams.device)
         self._copies = itertools.cycle(
             [
                 (layer, expert)
@@ -154,11 +134,10 @@ class _Bench:
         """Return a batch in which every expert has every token."""
         host = self._store[0]
         index = torch.arange(num_experts, device="cpu").expand(num_tokens, num_experts).contiguous()
-        call = LayerCall(
-            host, self._functions, Routing(index, host.arrivals.num_experts), range(num_experts)
-        )
-        hidden = torch.randn(num_tokens, self._hidden_size, device=where).to(self._dtype)
-        rows = torch.empty(num_tokens * num_experts, self._hidden_size, device=where)
+        routing = Routing(index, host.arrivals.num_experts)
+        call = LayerCall(host, self._experts.functions, routing, range(num_experts))
+        hidden = self._experts.hidden(num_tokens, where)
+        rows = torch.empty(num_tokens * num_experts, self._experts.hidden_size, device=where)
         return call.batch(0, num_experts, CallSide(hidden, rows))
 
     def _batch_seconds(self, num_experts: int, num_tokens: int) -> float:
@@ -195,8 +174,8 @@ class _Bench:
         streams, count = self._device.streams, min(self._several, self._top_k)
         index = torch.arange(count, device="cpu")[None]
         routing = Routing(index, self._store[0].arrivals.num_experts)
-        call = LayerCall(self._store[0], self._functions, routing, range(count))
-        side = CallSide(self._token, self._device.rows(count, self._hidden_size))
+        call = LayerCall(self._store[0], self._experts.functions, routing, range(count))
+        side = CallSide(self._token, self._device.rows(count, self._experts.hidden_size))
         batch = call.batch(0, count, side)
         streams.run(Lane.COMPUTE, self._device.prepared(batch, self._next(count)))
         weights = self._token.new_ones(1, count)
@@ -215,8 +194,8 @@ class _Bench:
     def bring_seconds(self) -> float:
         """Return how long a layer's rows of the CPU take to the GPU; waits for them."""
         count = self._top_k
-        host = self._device.host_rows(count, self._hidden_size)
-        there = self._device.rows(count, self._hidden_size)
+        host = self._device.host_rows(count, self._experts.hidden_size)
+        there = self._device.rows(count, self._experts.hidden_size)
 
         def bring() -> None:
             self._device.upload(host, there)
@@ -233,7 +212,7 @@ class _Bench:
 
     def _cpu_seconds(self, batch: ExpertBatch) -> float:
         begin = time.perf_counter()
-        self._kernels.run(batch)
+        self._experts.kernels.run(batch)
         return time.perf_counter() - begin
 
 

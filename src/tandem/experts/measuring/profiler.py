@@ -34,26 +34,39 @@ LONGEST_BATCH_SECONDS = 0.4
 DenseSeconds = Callable[[int], float]  # of one layer, by token count
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredExperts:
+    """A model's experts as they are timed; `kernels` are the CPU's."""
+
+    store: HostStore
+    geometry: Geometry
+    functions: ExpertFunctions
+    kernels: ExpertKernels
+    dtype: torch.dtype
+    hidden_size: int
+
+    @property
+    def num_at_once(self) -> int:
+        """Experts of a batch of several."""
+        return min(EXPERTS_AT_ONCE, self.geometry.num_experts)
+
+    def hidden(self, num_tokens: int, device: torch.device | str = "cpu") -> torch.Tensor:
+        """Return a random state of the model: (num_tokens, hidden_size)."""
+        return torch.randn(num_tokens, self.hidden_size, device=device).to(self.dtype)
+
+
 def measure_profile(
-    store: HostStore,
-    geometry: Geometry,
-    functions: ExpertFunctions,
-    kernels: ExpertKernels,
-    *,
-    name: str,
-    dtype: torch.dtype,
-    hidden_size: int,
-    dense_seconds: DenseSeconds,
+    experts: MeasuredExperts, *, name: str, dense_seconds: DenseSeconds
 ) -> HardwareProfile:
     """Measure a model's experts on the CPU, the link, and both at once; the GPU table is the CPU's.
 
     What a device computes in is measured by the device, or said by the user of an emulated one.
     """
-    bench = _Bench(store, geometry, functions, kernels, dtype, hidden_size)
+    bench, geometry = _Bench(experts), experts.geometry
     tokens, cpu, first = bench.cpu_tables()
     link = bench.link_seconds()
     cpu_slowdown, link_slowdown = bench.slowdowns()
-    expert_bytes = max(layer.image_bytes for layer in store)
+    expert_bytes = max(layer.image_bytes for layer in experts.store)
     features = detect_cpu()
     shape = ShapeCosts(
         shape=name,
@@ -73,7 +86,7 @@ def measure_profile(
         source="measured by tandem profile; the GPU is emulated",
         cpu=features.model_name,
         gpu="emulated",
-        cpu_threads=kernels.threads.num_threads,
+        cpu_threads=experts.kernels.threads.num_threads,
         gpu_memory_bytes=total_bytes(),
         host_memory_bytes=total_bytes(),
         link_bytes_per_second=expert_bytes / link,
@@ -143,23 +156,14 @@ def beside(other: Callable[[], object], work: Callable[[], float]) -> float:
 class _Bench:
     """Runs batches of a store's experts in alternation."""
 
-    def __init__(
-        self,
-        store: HostStore,
-        geometry: Geometry,
-        functions: ExpertFunctions,
-        kernels: ExpertKernels,
-        dtype: torch.dtype,
-        hidden_size: int,
-    ) -> None:
-        self._store, self._geometry = store, geometry
-        self._functions, self._kernels = functions, kernels
-        self._dtype, self._hidden_size = dtype, hidden_size
+    def __init__(self, experts: MeasuredExperts) -> None:
+        self._experts, self._store = experts, experts.store
         self._turns = self._next_experts()
         self._rows = RowMemory()
 
     def _next_experts(self) -> Iterator[tuple[int, int]]:
-        pairs = itertools.product(range(len(self._store)), range(self._geometry.num_experts))
+        num_experts = self._experts.geometry.num_experts
+        pairs = itertools.product(range(len(self._store)), range(num_experts))
         yield from itertools.cycle(list(pairs))
 
     def _batch_seconds(self, num_experts: int, num_tokens: int) -> float:
@@ -167,18 +171,18 @@ class _Bench:
         layer, first = next(self._turns)
         for _ in range(num_experts - 1):
             next(self._turns)
-        total = self._geometry.num_experts
+        total = self._experts.geometry.num_experts
         experts = [(first + i) % total for i in range(num_experts)]
         index = torch.tensor([experts] * num_tokens, device="cpu")
-        hidden = torch.randn(num_tokens, self._hidden_size, device="cpu").to(self._dtype)
+        hidden = self._experts.hidden(num_tokens)
         routing = Routing(index, total)
         order = routing.lone_order()
-        side = CallSide(hidden, self._rows.rows(routing.num_rows, self._hidden_size))
-        batch = LayerCall(self._store[layer], self._functions, routing, order).batch(
+        side = CallSide(hidden, self._rows.rows(routing.num_rows, self._experts.hidden_size))
+        batch = LayerCall(self._store[layer], self._experts.functions, routing, order).batch(
             0, len(order), side
         )
         begin = time.perf_counter()
-        self._kernels.run(batch)
+        self._experts.kernels.run(batch)
         return time.perf_counter() - begin
 
     def _median_batch(self, num_experts: int, num_tokens: int) -> float:
@@ -187,7 +191,7 @@ class _Bench:
 
     def cpu_tables(self) -> tuple[tuple[int, ...], tuple[float, ...], float]:
         """Return (token counts, seconds of one more expert, surcharge of the first)."""
-        several = min(EXPERTS_AT_ONCE, self._geometry.num_experts)
+        several = self._experts.num_at_once
         tokens: list[int] = []
         seconds: list[float] = []
         first = 0.0
@@ -209,7 +213,7 @@ class _Bench:
 
     def slowdowns(self) -> tuple[float, float]:
         """Return how much CPU and link slow each other down: factors of at least 1."""
-        several = min(EXPERTS_AT_ONCE, self._geometry.num_experts)
+        several = self._experts.num_at_once
         alone, copy_alone = self._median_batch(several, 1), self.link_seconds()
         memory, copies = self._slot(), list[float]()
         both = beside(

@@ -174,7 +174,7 @@ def _profile(
     observed: ObservedModel, device: CudaDevice, kernels: ExpertKernels
 ) -> HardwareProfile:
     """Return this machine's profile, kept or measured."""
-    model, store, call = observed.model, observed.store, observed.call
+    model, store = observed.model, observed.store
     directory = _profile_directory(observed.options.cache_path, device.streams.name)
     name = f"gpu-{observed.model_type}-{profile_key(observed)}-{_MEASUREMENT}.json"
     kept = directory / "profiles" / name
@@ -190,16 +190,7 @@ def _profile(
 
         capture = make_cuda_capture(model)
         base = with_captured_steps(base, model, store, observed.bound, device, capture)
-    profile = measure_device(
-        base,
-        device,
-        store,
-        observed.geometry,
-        observed.functions(),
-        kernels,
-        dtype=call.dtype,
-        hidden_size=call.hidden_size,
-    )
+    profile = measure_device(base, device, observed.experts(kernels))
     save_profile(profile, kept)
     return profile
 

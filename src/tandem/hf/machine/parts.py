@@ -12,7 +12,7 @@ from tandem.experts.execution.clock import Clock
 from tandem.experts.execution.device import Device
 from tandem.experts.execution.executor import Executor
 from tandem.experts.execution.expert_kernels import ExpertKernels
-from tandem.experts.measuring.profiler import with_link
+from tandem.experts.measuring.profiler import MeasuredExperts, with_link
 from tandem.experts.store.host_store import HostStore
 from tandem.foreign_types import PreTrainedModel
 from tandem.hardware.profiles import shape_for
@@ -59,6 +59,17 @@ class ObservedModel:
     def cpu_kernels(self, on_busy: Callable[[float], None] | None = None) -> ExpertKernels:
         """Return new kernels on the model's threads."""
         return ExpertKernels(self.threads, on_busy=on_busy)
+
+    def experts(self, kernels: ExpertKernels) -> MeasuredExperts:
+        """Return its experts as they are timed."""
+        return MeasuredExperts(
+            store=self.store,
+            geometry=self.geometry,
+            functions=self.functions(),
+            kernels=kernels,
+            dtype=self.call.dtype,
+            hidden_size=self.call.hidden_size,
+        )
 
     def machine(self, profile: HardwareProfile) -> Machine:
         """Return a profile's machine for this model, with the link that the options ask for."""

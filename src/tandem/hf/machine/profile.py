@@ -27,22 +27,14 @@ def measured_profile(
 
     The experts modules are bound to nothing useful afterwards: bind them again.
     """
-    name, call = observed.model_type, observed.call
+    name = observed.model_type
     cache_dir = cache_dir or observed.options.cache_path
     path = cache_dir / "profiles" / f"{name}-{profile_key(observed)}.json"
     kept = None if refresh else kept_profile(path)
     if kept is not None:
         return kept
-    profile = measure_profile(
-        observed.store,
-        observed.geometry,
-        observed.functions(),
-        observed.cpu_kernels(),
-        name=name,
-        dtype=call.dtype,
-        hidden_size=call.hidden_size,
-        dense_seconds=_dense_seconds(observed),
-    )
+    experts = observed.experts(observed.cpu_kernels())
+    profile = measure_profile(experts, name=name, dense_seconds=_dense_seconds(observed))
     path.parent.mkdir(parents=True, exist_ok=True)
     save_profile(profile, path)
     return profile

@@ -51,7 +51,6 @@ class Assignment(Protocol):
 
     def assign(self, problem: LayerProblem) -> Split:
         """Return the split; fetches at most `max_fetches` absent experts, each once."""
-        ...
 
 
 def equation_gpu(problem: LayerProblem) -> list[float]:

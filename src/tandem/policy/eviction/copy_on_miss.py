@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 
 from tandem.policy.eviction.lru import Lru
+from tandem.policy.eviction.policy import Eviction
 from tandem.policy.plan import Geometry, LayerLoad
 
 
-class CopyOnMiss:
+class CopyOnMiss(Eviction):
     """LRU whose insertions are limited by a quota that is renewed at each step; decode only."""
 
     background = "always"
-    reads_weights = False
 
     def __init__(self, geometry: Geometry, *, quota: int = 64) -> None:
         """Allow `quota` - 1 copies per step: the code counts down before it compares."""
@@ -38,10 +38,3 @@ class CopyOnMiss:
     def scores(self, keys: Sequence[int]) -> list[float]:
         """Return the step of the last use."""
         return self._lru.scores(keys)
-
-    def admits(self, newcomer: float, victim: float) -> bool:
-        """Admit always."""
-        return True
-
-    def inserted(self, key: int) -> None:
-        """No-op."""

@@ -6,14 +6,14 @@ lowest), a swap needs a better score, scores restart with each window, prefill d
 
 from collections.abc import Sequence
 
+from tandem.policy.eviction.policy import Eviction
 from tandem.policy.plan import Geometry, LayerLoad
 
 
-class DaliWindow:
+class DaliWindow(Eviction):
     """Scores experts by their tokens within the window (equation 12)."""
 
     background = "always"
-    reads_weights = False
 
     def __init__(self, geometry: Geometry, *, window: int = 4, swaps: int | None = None) -> None:
         """Use w_size = `window` steps and u_size = `swaps` (paper: 1 of 8 experts, 8 of 64)."""
@@ -61,6 +61,3 @@ class DaliWindow:
     def admits(self, newcomer: float, victim: float) -> bool:
         """Swap only for a better score."""
         return newcomer > victim
-
-    def inserted(self, key: int) -> None:
-        """No-op."""

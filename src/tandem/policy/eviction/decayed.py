@@ -3,33 +3,24 @@
 from collections.abc import Sequence
 
 from tandem.policy.decay import DecayedCounts
+from tandem.policy.eviction.policy import Eviction
 from tandem.policy.plan import Geometry, LayerLoad
 
 
-class Decayed:
+class Decayed(Eviction):
     """Keeps the experts with the highest decayed token count."""
 
     background = "idle"
-    reads_weights = False
 
     def __init__(self, geometry: Geometry, *, decay: float = 0.97) -> None:
         """Weigh a step `decay` times the step after it."""
         self._counts = DecayedCounts(geometry.num_layers, geometry.num_experts, decay)
-
-    def begin_step(self, *, is_prefill: bool) -> None:
-        """No-op."""
 
     def touch(self, load: LayerLoad) -> None:
         """Count the tokens."""
         self._counts.tick(load.layer)
         for expert, tokens in zip(load.experts, load.tokens, strict=True):
             self._counts.add(load.layer, expert, tokens)
-
-    def candidates(
-        self, layer: int, misses: Sequence[int], slot_of: Sequence[int]
-    ) -> Sequence[int]:
-        """Return every miss."""
-        return misses
 
     def scores(self, keys: Sequence[int]) -> list[float]:
         """Return the decayed counts."""
@@ -38,6 +29,3 @@ class Decayed:
     def admits(self, newcomer: float, victim: float) -> bool:
         """Admit the better one."""
         return newcomer > victim
-
-    def inserted(self, key: int) -> None:
-        """No-op."""

@@ -6,10 +6,11 @@ The router's full softmax is not kept in traces: the top-k weights stand for Top
 from collections.abc import Sequence
 
 from tandem.policy.decay import DecayedCounts
+from tandem.policy.eviction.policy import Eviction
 from tandem.policy.plan import Geometry, LayerLoad
 
 
-class HybriMoeScore:
+class HybriMoeScore(Eviction):
     """Keeps the experts whose routers' scores were high of late; whatever is fetched enters."""
 
     reads_weights = True  # of `LayerLoad`; the engine leaves them out for policies that do not
@@ -20,9 +21,6 @@ class HybriMoeScore:
         self._alpha = alpha
         self._scores = DecayedCounts(geometry.num_layers, geometry.num_experts, 1.0 - alpha)
 
-    def begin_step(self, *, is_prefill: bool) -> None:
-        """No-op."""
-
     def touch(self, load: LayerLoad) -> None:
         """Fold this step's scores in, averaged over the tokens."""
         layer, scores = load.layer, self._scores
@@ -32,19 +30,6 @@ class HybriMoeScore:
         for expert, amount in zip(load.experts, amounts, strict=True):
             scores.add(layer, expert, amount * scale)
 
-    def candidates(
-        self, layer: int, misses: Sequence[int], slot_of: Sequence[int]
-    ) -> Sequence[int]:
-        """Return every miss."""
-        return misses
-
     def scores(self, keys: Sequence[int]) -> list[float]:
         """Return S."""
         return self._scores.of(keys)
-
-    def admits(self, newcomer: float, victim: float) -> bool:
-        """Admit always."""
-        return True
-
-    def inserted(self, key: int) -> None:
-        """No-op."""

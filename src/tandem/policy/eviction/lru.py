@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 
+from tandem.policy.eviction.policy import Eviction
 from tandem.policy.plan import Geometry, LayerLoad
 
 
-class Lru:
+class Lru(Eviction):
     """Keeps the experts that were used last."""
 
     background = "always"
-    reads_weights = False
 
     def __init__(self, geometry: Geometry) -> None:
         """Start with nothing ever used."""
@@ -27,20 +27,7 @@ class Lru:
         for expert in load.experts:
             last_use[first + expert] = step
 
-    def candidates(
-        self, layer: int, misses: Sequence[int], slot_of: Sequence[int]
-    ) -> Sequence[int]:
-        """Return every miss."""
-        return misses
-
     def scores(self, keys: Sequence[int]) -> list[float]:
         """Return the step of the last use."""
         last_use = self._last_use
         return [last_use[key] for key in keys]
-
-    def admits(self, newcomer: float, victim: float) -> bool:
-        """Admit always."""
-        return True
-
-    def inserted(self, key: int) -> None:
-        """No-op."""

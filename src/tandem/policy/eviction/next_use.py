@@ -14,6 +14,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
+from tandem.policy.eviction.policy import Eviction
 from tandem.policy.lanes import ONE, Lanes
 from tandem.policy.plan import Geometry, LayerLoad
 from tandem.policy.regression import Regression, rate_shift, sum_rows
@@ -58,7 +59,7 @@ class _Pending(NamedTuple):
     used: int
 
 
-class NextUse:
+class NextUse(Eviction):
     """Ranks experts by their predicted discounted next use.
 
     A layer's rows are computed lazily: when a score of the layer is read, when `learn` is called,
@@ -66,7 +67,6 @@ class NextUse:
     """
 
     background = "idle"
-    reads_weights = False
     has_tables = True
 
     def __init__(self, geometry: Geometry, *, tables: Tables | None = None) -> None:
@@ -135,9 +135,6 @@ class NextUse:
     def admits(self, newcomer: float, victim: float) -> bool:
         """Admit the better one."""
         return newcomer > victim
-
-    def inserted(self, key: int) -> None:
-        """No-op."""
 
 
 @lru_cache(maxsize=8)

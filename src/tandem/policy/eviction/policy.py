@@ -7,36 +7,38 @@ from tandem.policy.plan import LayerLoad
 
 
 class Eviction(Protocol):
-    """Ranks experts by a score. Experts are named by key (`Geometry.key`)."""
+    """Ranks experts by a score. Experts are named by key (`Geometry.key`).
+
+    What a policy does not say: no phases, every miss enters, no newcomer is refused.
+    """
 
     # Whether a miss that the CPU computes is copied for later: "always", "never", or "idle": if the
     # link has time.
     background: str
-    reads_weights: bool
+    reads_weights: bool = False
     """Whether `touch` reads the gate weights of a load, which else are left out."""
 
     def begin_step(self, *, is_prefill: bool) -> None:
         """Note that a new step starts."""
-        ...
+        return  # not abstract
 
     def touch(self, load: LayerLoad) -> None:
         """Learn what a layer uses now; called once per layer and step, before planning."""
-        ...
+        return  # not abstract
 
     def candidates(
         self, layer: int, misses: Sequence[int], slot_of: Sequence[int]
     ) -> Sequence[int]:
         """Return absent keys of the layer (slot_of < 0) that should enter, best first."""
-        ...
+        return misses
 
     def scores(self, keys: Sequence[int]) -> list[float]:
         """Return each expert's score; the lowest is evicted first."""
-        ...
 
     def admits(self, newcomer: float, victim: float) -> bool:
         """Tell by their scores whether a newcomer may replace the victim."""
-        ...
+        return True
 
     def inserted(self, key: int) -> None:
         """Learn that an expert has got a slot."""
-        ...
+        return  # not abstract

@@ -2,23 +2,17 @@
 
 from collections.abc import Sequence
 
-from tandem.policy.plan import Geometry, LayerLoad
+from tandem.policy.eviction.policy import Eviction
+from tandem.policy.plan import Geometry
 
 
-class Static:
+class Static(Eviction):
     """Admits no expert."""
 
     background = "never"
-    reads_weights = False
 
     def __init__(self, geometry: Geometry) -> None:
         """Keep nothing."""
-
-    def begin_step(self, *, is_prefill: bool) -> None:
-        """No-op."""
-
-    def touch(self, load: LayerLoad) -> None:
-        """No-op."""
 
     def candidates(
         self, layer: int, misses: Sequence[int], slot_of: Sequence[int]
@@ -33,6 +27,3 @@ class Static:
     def admits(self, newcomer: float, victim: float) -> bool:
         """Admit no expert."""
         return False
-
-    def inserted(self, key: int) -> None:
-        """No-op."""

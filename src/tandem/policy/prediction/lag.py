@@ -6,15 +6,15 @@ distance the overlap is measured, and the best is used if it is well above chanc
 
 from collections.abc import Sequence
 
-from tandem.policy.plan import Geometry, Hint, LayerLoad
-from tandem.policy.prediction.policy import Forecast
+from tandem.policy.plan import Geometry, LayerLoad
+from tandem.policy.prediction.policy import Forecast, Prediction
 
 MAX_LAG = 24
 ABOVE_CHANCE = 2.0  # times the overlap of independent choices
 RATE = 1 / 256
 
 
-class Lag:
+class Lag(Prediction):
     """Predicts the load of the layer that lies the found distance above."""
 
     def __init__(self, geometry: Geometry) -> None:
@@ -29,9 +29,6 @@ class Lag:
         """Forget the step before."""
         self._step.clear()
         self._masks.clear()
-
-    def hint(self, hint: Hint) -> None:
-        """No-op."""
 
     def observe(self, load: LayerLoad) -> None:
         """Measure the overlap with each layer above, by distance."""

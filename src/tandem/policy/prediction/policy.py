@@ -37,19 +37,18 @@ class Prediction(Protocol):
 
     def begin_step(self, token_ids: Sequence[int]) -> None:
         """Note the tokens of a new step; empty if they are unknown."""
-        ...
+        return  # not abstract
 
     def hint(self, hint: Hint) -> None:
         """Take a load that the engine predicted with a router, for a layer to come."""
-        ...
+        return  # not abstract
 
     def observe(self, load: LayerLoad) -> None:
         """Learn a layer's real load; layers come in order within a step."""
-        ...
+        return  # not abstract
 
     def predict(self, layer: int) -> Forecast | None:
         """Return the forecast of a layer that this step has not reached; None if there is none."""
-        ...
 
 
 @runtime_checkable
@@ -58,4 +57,3 @@ class Hintable(Protocol):
 
     def is_hinted(self, layer: int) -> bool:
         """Tell whether the layer's own router has been asked in this step."""
-        ...

@@ -1,15 +1,13 @@
 """Popularity: what a layer has used most over the run (EdgeMoE's statistics, learned online)."""
 
-from collections.abc import Sequence
-
 from tandem.policy.decay import DecayedCounts
-from tandem.policy.plan import Geometry, Hint, LayerLoad
-from tandem.policy.prediction.policy import Forecast
+from tandem.policy.plan import Geometry, LayerLoad
+from tandem.policy.prediction.policy import Forecast, Prediction
 
 DECAY = 0.995
 
 
-class Popularity:
+class Popularity(Prediction):
     """Predicts the decayed mean load."""
 
     def __init__(self, geometry: Geometry) -> None:
@@ -17,12 +15,6 @@ class Popularity:
         self._num_experts = geometry.num_experts
         self._counts = DecayedCounts(geometry.num_layers, geometry.num_experts, DECAY)
         self._weight = [0.0] * geometry.num_layers
-
-    def begin_step(self, token_ids: Sequence[int]) -> None:
-        """No-op."""
-
-    def hint(self, hint: Hint) -> None:
-        """No-op."""
 
     def observe(self, load: LayerLoad) -> None:
         """Add a layer's load."""

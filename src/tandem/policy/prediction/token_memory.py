@@ -6,14 +6,14 @@ The token is known before any layer runs, so all layers can be predicted at the 
 from collections.abc import Sequence
 
 from tandem.policy.lanes import ONE, Lanes
-from tandem.policy.plan import Geometry, Hint, LayerLoad
-from tandem.policy.prediction.policy import Forecast
+from tandem.policy.plan import Geometry, LayerLoad
+from tandem.policy.prediction.policy import Forecast, Prediction
 
 BUCKETS = 1024  # one token each, replaced by the next token that falls into it
 SHIFT = 2  # a row moves by a quarter towards the token's experts
 
 
-class TokenMemory:
+class TokenMemory(Prediction):
     """Predicts the experts that each of the step's tokens had before; popularity for new tokens."""
 
     def __init__(self, geometry: Geometry, *, buckets: int = BUCKETS) -> None:
@@ -33,9 +33,6 @@ class TokenMemory:
             if self._tags[bucket] != token:
                 self._tags[bucket] = token
                 self._rows[bucket] = list(self._mean)
-
-    def hint(self, hint: Hint) -> None:
-        """No-op."""
 
     def observe(self, load: LayerLoad) -> None:
         """Move each token's row towards its experts; needs the routes of the tokens."""

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 
 from tandem.policy.lanes import ONE, Lanes
-from tandem.policy.plan import Geometry, Hint, LayerLoad
-from tandem.policy.prediction.policy import Forecast
+from tandem.policy.plan import Geometry, LayerLoad
+from tandem.policy.prediction.policy import Forecast, Prediction
 from tandem.policy.regression import sum_rows
 
 SHIFT = 5  # a row moves by 1/32 towards what followed
 
 
-class Transitions:
+class Transitions(Prediction):
     """Predicts the mean of what followed each expert that the layer above uses now."""
 
     def __init__(self, geometry: Geometry) -> None:
@@ -23,9 +23,6 @@ class Transitions:
     def begin_step(self, token_ids: Sequence[int]) -> None:
         """Start above the first layer."""
         self._last = None
-
-    def hint(self, hint: Hint) -> None:
-        """No-op."""
 
     def observe(self, load: LayerLoad) -> None:
         """Move the rows of the layer above towards this load."""

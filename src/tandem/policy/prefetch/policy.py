@@ -24,8 +24,6 @@ class PrefetchChoice(Protocol):
 
     def choose(self, forecast: Forecast, terms: PrefetchTerms) -> list[int]:
         """Return absent experts, at most `terms.room`, in copy order."""
-        ...
 
     def replaces(self, forecast: Forecast, terms: PrefetchTerms, expert: int, victim: int) -> bool:
         """Tell whether an expert may take the slot of a resident of its layer, if not staged."""
-        ...
