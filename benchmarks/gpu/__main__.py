@@ -23,7 +23,7 @@ from benchmarks.gpu.systems import BASELINES
 from tandem.bench.model_shapes import MODEL_SHAPES, ModelShape, find_shape
 from tandem.bench.random_model import build_random_model
 from tandem.core.errors import TandemError
-from tandem.devices.cuda.streams import CudaStreams, HostCopy, Lane
+from tandem.devices.cuda.streams import CudaStreams, HostCopy, Stream
 from tandem.experts.execution.hybrid_executor import HybridExecutor
 from tandem.experts.tracing.forced_routing import ForcedRouting
 from tandem.hf.assembly import assemble
@@ -229,14 +229,14 @@ def _link_speed() -> dict[str, float]:
         target.copy_(host, non_blocking=True)
 
     def timed() -> float:
-        first = streams.record(Lane.FETCH, is_timed=True)
+        first = streams.record(Stream.FETCH, is_timed=True)
         for piece in pieces:
-            streams.copy(Lane.FETCH, [piece])
-        last = streams.record(Lane.FETCH, is_timed=True)
+            streams.copy(Stream.FETCH, [piece])
+        last = streams.record(Stream.FETCH, is_timed=True)
         last.synchronize()
         return streams.between(first, last)
 
-    best = min(streams.seconds(Lane.FETCH, whole) for _ in range(5))
+    best = min(streams.seconds(Stream.FETCH, whole) for _ in range(5))
     experts = min(timed() for _ in range(5))
     print(
         f"link: {LINK_BYTES / best / 1e9:.1f} GB/s in one piece; experts of 2 MiB get "

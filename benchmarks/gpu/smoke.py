@@ -24,7 +24,7 @@ from benchmarks.gpu.hand_off import NOT_HERE, PIECES, NotHereError
 
 from tandem.devices.cuda.batch_copy import LEAST_BYTES
 from tandem.devices.cuda.checks import require_cuda
-from tandem.devices.cuda.streams import CudaStreams, HostCopy, Lane
+from tandem.devices.cuda.streams import CudaStreams, HostCopy, Stream
 from tandem.hf.runtime import require_runtime
 from tandem.kernels.formats import ExpertLayout, find_format
 from tandem.kernels.native import ActivationKind, NativeActivation
@@ -97,11 +97,11 @@ def pinned_copies() -> str:
     def copy() -> None:
         target.copy_(host, non_blocking=True)
 
-    pageable = COPY_BYTES / streams.seconds(Lane.FETCH, copy) / 1e9
+    pageable = COPY_BYTES / streams.seconds(Stream.FETCH, copy) / 1e9
     assert streams.pin(host)
     assert host.is_pinned()
-    streams.seconds(Lane.FETCH, copy)
-    pinned = COPY_BYTES / streams.seconds(Lane.FETCH, copy) / 1e9
+    streams.seconds(Stream.FETCH, copy)
+    pinned = COPY_BYTES / streams.seconds(Stream.FETCH, copy) / 1e9
     small = [(host[i << 20 : (i + 1) << 20], target[i << 20 : (i + 1) << 20]) for i in range(64)]
 
     def copy_small() -> None:
@@ -109,9 +109,9 @@ def pinned_copies() -> str:
             place.copy_(source, non_blocking=True)
 
     begin = time.perf_counter()
-    streams.run(Lane.FETCH, copy_small)
+    streams.run(Stream.FETCH, copy_small)
     queued = (time.perf_counter() - begin) / len(small)
-    in_pieces = len(small) * (1 << 20) / streams.seconds(Lane.FETCH, copy_small) / 1e9
+    in_pieces = len(small) * (1 << 20) / streams.seconds(Stream.FETCH, copy_small) / 1e9
     streams.synchronize()
     streams.unpin(host)
     return (
@@ -132,13 +132,13 @@ def batched_copies() -> str:
         if not is_batched:
             said.append("one call" if streams._batch_copy else "no batched copy in this driver")
             streams._batch_copy = None
-        streams.copy(Lane.FETCH, pieces)
+        streams.copy(Stream.FETCH, pieces)
         streams.synchronize()
-        first = streams.record(Lane.FETCH, is_timed=True)
+        first = streams.record(Stream.FETCH, is_timed=True)
         begin = time.perf_counter()
-        streams.copy(Lane.FETCH, pieces)
+        streams.copy(Stream.FETCH, pieces)
         queued = time.perf_counter() - begin
-        last = streams.record(Lane.FETCH, is_timed=True)
+        last = streams.record(Stream.FETCH, is_timed=True)
         last.synchronize()
         rate = COPY_BYTES / streams.between(first, last) / 1e9
         said.append(f"{rate:.1f} GB/s at {queued / len(pieces) * 1e6:.1f} us of the host a copy")
@@ -149,10 +149,10 @@ def batched_copies() -> str:
 def throttle() -> str:
     """Check that a pause lasts as long as it should."""
     streams = CudaStreams()
-    streams.pause(Lane.FETCH, 1e-3)
+    streams.pause(Stream.FETCH, 1e-3)
     streams.synchronize()
     begin = time.perf_counter()
-    streams.pause(Lane.FETCH, 20e-3)
+    streams.pause(Stream.FETCH, 20e-3)
     queued = time.perf_counter() - begin
     streams.synchronize()
     return (
@@ -302,8 +302,8 @@ def _kernel_speed(name: str, num_tokens: int) -> str:
 def _seconds(work: Callable[[], None]) -> float:
     """Return the GPU's time for some work, the median of several."""
     streams = CudaStreams()
-    streams.seconds(Lane.COMPUTE, work)
-    return sorted(streams.seconds(Lane.COMPUTE, work) for _ in range(9))[4]
+    streams.seconds(Stream.COMPUTE, work)
+    return sorted(streams.seconds(Stream.COMPUTE, work) for _ in range(9))[4]
 
 
 STAGES: tuple[Callable[[], str], ...] = (

@@ -29,7 +29,7 @@ from benchmarks.runtime.overhead import (
 
 from tandem.devices.cuda.device import CudaDevice
 from tandem.devices.cuda.kernels import Prepared, TritonKernels
-from tandem.devices.cuda.streams import Lane, Work
+from tandem.devices.cuda.streams import Stream, Work
 from tandem.experts.cache.expert_cache import ExpertCache, Machine
 from tandem.experts.execution.expert_kernels import ExpertKernels, StartedWork
 from tandem.experts.execution.hybrid_executor import HybridExecutor
@@ -59,16 +59,16 @@ class _Streams:
     device = torch.device("cpu")
     event = _Event()
 
-    def run(self, lane: Lane, work: Work) -> None:
+    def run(self, stream: Stream, work: Work) -> None:
         work()
 
-    def record(self, lane: Lane, *, is_timed: bool = False) -> _Event:
+    def record(self, stream: Stream, *, is_timed: bool = False) -> _Event:
         return self.event
 
     def between(self, first: _Event, last: _Event) -> float:
         return 0.0
 
-    def wait(self, lane: Lane, event: _Event) -> None:
+    def wait(self, stream: Stream, event: _Event) -> None:
         pass
 
     def synchronize(self) -> None:

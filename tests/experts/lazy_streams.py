@@ -1,7 +1,7 @@
 """A GPU that is none, and as unkind as the rules allow: the CPU twin of `CudaStreams`.
 
 Work is only noted when it is queued. It runs when somebody waits, in an order that is drawn at
-random from those that lanes and events leave open, and "pinned" host memory that is still being
+random from those that streams and events leave open, and "pinned" host memory that is still being
 read is not protected: an executor that forgets an event computes with other bytes.
 """
 
@@ -13,15 +13,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.devices.cuda.streams import Event, HostCopy, Lane, Work
+from tandem.devices.cuda.streams import Event, HostCopy, Stream, Work
 from tandem.experts.execution.device import DeviceMemory, OutOfDeviceMemoryError
 
 
 class LazyEvent:
-    """A place in a lane's order."""
+    """A place in a stream's order."""
 
-    def __init__(self, streams: "LazyStreams", lane: Lane) -> None:
-        self._streams, self.lane = streams, lane
+    def __init__(self, streams: "LazyStreams", stream: Stream) -> None:
+        self._streams, self.stream = streams, stream
         self.is_done = False
 
     def query(self) -> bool:
@@ -36,7 +36,7 @@ class LazyEvent:
 
 
 class _Step(NamedTuple):
-    """What a lane does next: some work, an event to wait for, or an event to set."""
+    """What a stream does next: some work, an event to wait for, or an event to set."""
 
     work: Work | None = None
     wait: LazyEvent | None = None
@@ -44,7 +44,7 @@ class _Step(NamedTuple):
 
 
 class LazyStreams:
-    """Lanes whose work runs late."""
+    """Streams whose work runs late."""
 
     name = "lazy"
     device = torch.device("cpu")
@@ -52,7 +52,7 @@ class LazyStreams:
     def __init__(
         self, seed: int = 0, total_bytes: int = 1 << 30, *, is_eager: bool = False
     ) -> None:
-        """With `is_eager` work runs at once: for models, which read results without a lane."""
+        """With `is_eager` work runs at once: for models, which read results without a stream."""
         self._is_eager = is_eager
         self.random = random.Random(seed)
         self.num_waits = 0
@@ -62,28 +62,28 @@ class LazyStreams:
         self.l2_bytes = 0
         self.pinned_bytes = self.num_pinned = 0
         self.broken: RuntimeError | None = None
-        self._lanes: dict[Lane, deque[_Step]] = {lane: deque() for lane in Lane}
+        self._streams: dict[Stream, deque[_Step]] = {stream: deque() for stream in Stream}
         self._limit = self._total = total_bytes
         self._taken: list[tuple[int, Tensor]] = []
 
-    def run(self, lane: Lane, work: Work) -> None:
-        self._lanes[lane].append(_Step(work=work))
+    def run(self, stream: Stream, work: Work) -> None:
+        self._streams[stream].append(_Step(work=work))
         if self._is_eager:
             self.synchronize()
 
-    def copy(self, lane: Lane, pieces: Sequence[HostCopy]) -> None:
-        shuffled = self.random.sample(pieces, len(pieces))
-        self.num_copies.append(len(pieces))
+    def copy(self, stream: Stream, copies: Sequence[HostCopy]) -> None:
+        shuffled = self.random.sample(copies, len(copies))
+        self.num_copies.append(len(copies))
 
         def work() -> None:
             for target, source in shuffled:
                 target.copy_(source)
 
-        self.run(lane, work)
+        self.run(stream, work)
 
-    def record(self, lane: Lane, *, is_timed: bool = False) -> LazyEvent:
-        event = LazyEvent(self, lane)
-        self._lanes[lane].append(_Step(done=event))
+    def record(self, stream: Stream, *, is_timed: bool = False) -> LazyEvent:
+        event = LazyEvent(self, stream)
+        self._streams[stream].append(_Step(done=event))
         return event
 
     def between(self, first: Event, last: Event) -> float:
@@ -93,21 +93,21 @@ class LazyStreams:
         assert last.is_done, "its time is not known yet"
         return 1e-3
 
-    def wait(self, lane: Lane, event: Event) -> None:
+    def wait(self, stream: Stream, event: Event) -> None:
         assert isinstance(event, LazyEvent)
-        self._lanes[lane].append(_Step(wait=event))
+        self._streams[stream].append(_Step(wait=event))
 
-    def pause(self, lane: Lane, seconds: float) -> None:
+    def pause(self, stream: Stream, seconds: float) -> None:
         self.pauses.append(seconds)
 
-    def seconds(self, lane: Lane, work: Work) -> float:
+    def seconds(self, stream: Stream, work: Work) -> float:
         self.synchronize()
         work()
         return 1e-3
 
     def synchronize(self) -> None:
         self.require_whole()
-        while any(self._lanes.values()):
+        while any(self._streams.values()):
             self.run_one()
 
     def memory(self) -> DeviceMemory:
@@ -150,18 +150,18 @@ class LazyStreams:
     def maybe_run(self) -> None:
         """Let some work run, as a GPU does while the host is at other things."""
         for _ in range(self.random.randrange(4)):
-            if any(self._lanes.values()):
+            if any(self._streams.values()):
                 self.run_one()
 
     def run_one(self) -> None:
-        """Run the next step of a lane that need not wait, drawn at random."""
+        """Run the next step of a stream that need not wait, drawn at random."""
         ready = [
-            lane
-            for lane, steps in self._lanes.items()
+            stream
+            for stream, steps in self._streams.items()
             if steps and (steps[0].wait is None or steps[0].wait.is_done)
         ]
-        assert ready, "the lanes wait for each other"
-        step = self._lanes[self.random.choice(ready)].popleft()
+        assert ready, "the streams wait for each other"
+        step = self._streams[self.random.choice(ready)].popleft()
         if step.work is not None:
             step.work()
         if step.done is not None:

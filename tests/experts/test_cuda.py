@@ -10,7 +10,7 @@ from tandem.devices.cuda.checks import Gpu, require_cuda, require_dtype
 from tandem.devices.cuda.copies import CudaCopyEngine, Link
 from tandem.devices.cuda.device import CudaDevice
 from tandem.devices.cuda.kernels import TorchKernels, TritonKernels, best_kernels
-from tandem.devices.cuda.streams import Lane
+from tandem.devices.cuda.streams import Stream
 from tandem.experts.cache.expert_cache import ExpertCache
 from tandem.experts.cache.slots import Slots
 from tandem.experts.execution.clock import Clock, WallClock
@@ -29,7 +29,7 @@ from tests.policy.integrity import check_integrity
 
 FAST = Link(1e9)
 NUM_EXPERTS = GEOMETRY.num_layers * GEOMETRY.num_experts
-# Settings under which every kind of copy and every lane occurs.
+# Settings under which every kind of copy and every stream occurs.
 SETTINGS = (
     PlannerSettings(),
     PlannerSettings(assignment="gpu-only", eviction="lru", prediction="none", prefetch="none"),
@@ -122,10 +122,10 @@ def test_the_twin_notices_a_forgotten_event(
     store: HostStore, forgotten: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The test above could otherwise pass for want of disorder."""
-    lane = Lane.COMPUTE if forgotten == "wait for the copy" else Lane.FETCH
+    stream = Stream.COMPUTE if forgotten == "wait for the copy" else Stream.FETCH
     right = LazyStreams.wait
     monkeypatch.setattr(
-        LazyStreams, "wait", lambda self, at, event: at is lane or right(self, at, event)
+        LazyStreams, "wait", lambda self, at, event: at is stream or right(self, at, event)
     )
 
     def run() -> None:
@@ -157,7 +157,7 @@ def test_copies_ahead_are_held_until_the_link_needs_them_and_queued_together(
     for expert in range(6):
         slow.submit(Copy(0, expert, expert, None), is_needed=False)
     slow.flush()
-    assert streams.num_copies == [2 * len(store[0].pieces(0))]  # two experts in one call
+    assert streams.num_copies == [2 * len(store[0].extents(0))]  # two experts in one call
     assert slow.cancel(0, [0, 1, 4, 5]) == [4, 5]  # what is queued is copied
     arrived = set[int]()
     while len(arrived) < 4:
@@ -166,7 +166,7 @@ def test_copies_ahead_are_held_until_the_link_needs_them_and_queued_together(
     # A cancelled copy's slot is free for the next one.
     slow.submit(Copy(1, 7, 4, None), is_needed=True)
     slow.drain()
-    data = store[1].pieces(7)[0].data
+    data = store[1].extents(7)[0].data
     assert torch.equal(slow.slots.memory(4)[: len(data)], data)
 
 
@@ -179,10 +179,10 @@ def test_a_batch_that_claims_a_held_copy_has_it_queued(store: HostStore) -> None
     use = engine.use([3], [3])
     (memory,) = use.images()
     seen = list[torch.Tensor]()
-    streams.run(Lane.COMPUTE, lambda: seen.append(memory.clone()))
+    streams.run(Stream.COMPUTE, lambda: seen.append(memory.clone()))
     use.end()
     streams.synchronize()
-    data = store[0].pieces(3)[0].data
+    data = store[0].extents(3)[0].data
     assert torch.equal(seen[0][: len(data)], data)
 
 
@@ -312,7 +312,7 @@ def test_a_copy_reports_once_its_bytes_are_there(store: HostStore) -> None:
     engine.flush()
     arrived = [arrival for _ in range(40) for arrival in engine.arrivals()]
     assert [(layer, expert) for layer, expert, _ in arrived] == [(0, 5)]
-    piece = store[0].pieces(5)[0]
+    piece = store[0].extents(5)[0]
     assert torch.equal(engine.slots.memory(0)[: len(piece.data)], piece.data)
 
 
@@ -391,9 +391,9 @@ def test_batches_are_timed_only_while_somebody_watches(
     timed: list[bool] = []
     record = streams.record
 
-    def noted(lane: Lane, *, is_timed: bool = False) -> LazyEvent:
+    def noted(stream: Stream, *, is_timed: bool = False) -> LazyEvent:
         timed.append(is_timed)
-        return record(lane, is_timed=is_timed)
+        return record(stream, is_timed=is_timed)
 
     monkeypatch.setattr(streams, "record", noted)
     executor = make_twin(store, streams, NUM_EXPERTS // 2, PlannerSettings())

@@ -9,7 +9,7 @@ import torch
 from tandem.devices.cuda.batch_copy import (
     LEAST_BYTES,
     BatchCopy,
-    CopyPiece,
+    CopyEntry,
     find_batch_copy,
     is_worth_a_batch,
 )
@@ -24,8 +24,8 @@ DRIVER = ctypes.CFUNCTYPE(
 )  # fmt: skip
 
 
-def piece(target: torch.Tensor, source: torch.Tensor) -> CopyPiece:
-    return CopyPiece(target.data_ptr(), source.data_ptr(), source.nbytes)
+def entry(target: torch.Tensor, source: torch.Tensor) -> CopyEntry:
+    return CopyEntry(target.data_ptr(), source.data_ptr(), source.nbytes)
 
 
 def test_the_driver_is_given_every_copy_and_one_set_of_attributes() -> None:
@@ -47,15 +47,15 @@ def test_the_driver_is_given_every_copy_and_one_set_of_attributes() -> None:
     sources = [torch.randint(256, (size,), dtype=torch.uint8) for size in (10, 300, 7)]
     targets = [torch.zeros_like(source) for source in sources]
     batch = BatchCopy(DRIVER(copy))
-    pieces = [piece(target, source) for target, source in zip(targets, sources, strict=True)]
-    assert batch(pieces, 0x7F00) == 0
+    entries = [entry(target, source) for target, source in zip(targets, sources, strict=True)]
+    assert batch(entries, 0x7F00) == 0
     for target, source in zip(targets, sources, strict=True):
         assert torch.equal(target, source)
     assert seen == {"attributes": [1, 0, 0, 0, 0, 1], "first": 0, "number": 1, "stream": 0x7F00}
 
 
 def test_a_refusal_is_the_drivers_code() -> None:
-    assert BatchCopy(DRIVER(lambda *args: 801))([CopyPiece(1, 1, 1)], 2) == 801
+    assert BatchCopy(DRIVER(lambda *args: 801))([CopyEntry(1, 1, 1)], 2) == 801
 
 
 def test_the_version_is_asked_for_whose_signature_is_meant() -> None:
@@ -65,7 +65,7 @@ def test_the_version_is_asked_for_whose_signature_is_meant() -> None:
     batch = find_batch_copy(lambda name: driver)
     assert batch is not None
     target, source = torch.zeros(8, dtype=torch.uint8), torch.ones(8, dtype=torch.uint8)
-    assert batch([piece(target, source)], 0x7F00) == 0
+    assert batch([entry(target, source)], 0x7F00) == 0
 
 
 def test_without_a_driver_or_with_an_old_one_there_is_none() -> None:
@@ -78,7 +78,7 @@ def test_without_a_driver_or_with_an_old_one_there_is_none() -> None:
 
 
 def test_small_entries_and_lone_copies_go_by_themselves() -> None:
-    large, small = CopyPiece(1, 1, LEAST_BYTES), CopyPiece(1, 1, LEAST_BYTES - 1)
+    large, small = CopyEntry(1, 1, LEAST_BYTES), CopyEntry(1, 1, LEAST_BYTES - 1)
     assert is_worth_a_batch([large, large])
     assert not is_worth_a_batch([large])
     assert not is_worth_a_batch([large, small])

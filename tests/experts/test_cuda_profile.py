@@ -10,7 +10,7 @@ from torch import Tensor
 from tandem.devices.cuda.device import CudaDevice
 from tandem.devices.cuda.kernels import Prepared, TorchKernels
 from tandem.devices.cuda.profile import measure_device
-from tandem.devices.cuda.streams import Lane, Work
+from tandem.devices.cuda.streams import Stream, Work
 from tandem.experts.execution.batch import ExpertBatch
 from tandem.experts.execution.expert_kernels import ExpertKernels, WeightSource
 from tandem.experts.measuring.profiler import MeasuredExperts
@@ -60,9 +60,9 @@ class SlowUploads(CudaDevice):
 class Streams(LazyStreams):
     """Streams whose copies take a hundredth of what a launch costs the host."""
 
-    def seconds(self, lane: Lane, work: Work) -> float:
-        super().seconds(lane, work)
-        return PREPARING_SECONDS / 100 if lane is Lane.FETCH else 1e-3
+    def seconds(self, stream: Stream, work: Work) -> float:
+        super().seconds(stream, work)
+        return PREPARING_SECONDS / 100 if stream is Stream.FETCH else 1e-3
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.devices.cuda.streams import Lane, Work
+from tandem.devices.cuda.streams import Stream, Work
 from tandem.experts.execution.device import DeviceMemory
 from tandem.forecast.finding import Finding
 from tandem.forecast.gpu_check import Driver, ask_nvidia_smi, check_gpu, parse_smi
@@ -16,8 +16,8 @@ from tests.experts.test_cuda import HOPPER, OLD, TURING, FakeProbe
 class SlowStreams(LazyStreams):
     """A link on which 256 MiB take a tenth of a second, and a GPU that is nearly full."""
 
-    def seconds(self, lane: Lane, work: Work) -> float:
-        super().seconds(lane, work)
+    def seconds(self, stream: Stream, work: Work) -> float:
+        super().seconds(stream, work)
         return 0.1
 
     def memory(self) -> DeviceMemory:

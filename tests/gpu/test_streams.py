@@ -5,7 +5,7 @@ import torch
 
 from tandem.decode.cuda.graphs import CudaCapture, new_graphed_step, on_capture_stream
 from tandem.devices.cuda.batch_copy import LEAST_BYTES, find_batch_copy
-from tandem.devices.cuda.streams import CudaStreams, HostCopy, Lane
+from tandem.devices.cuda.streams import CudaStreams, HostCopy, Stream
 from tests.gpu.models import IS_DRY
 
 pytestmark = pytest.mark.skipif(IS_DRY, reason="the twins have their own tests")
@@ -14,18 +14,18 @@ PAUSE_SECONDS = 0.2
 
 @pytest.mark.parametrize("num_bytes", [LEAST_BYTES, 40_000], ids=["one call", "one by one"])
 def test_copies_do_not_wait(num_bytes: int) -> None:
-    """Queued behind a pause of the lane: had a copy waited, the pause would be over."""
+    """Queued behind a pause of the stream: had a copy waited, the pause would be over."""
     streams = CudaStreams()
     host = torch.randint(256, (8 * num_bytes,), dtype=torch.uint8)
     target = streams.empty(host.nbytes)
     assert streams.pin(host)
     try:
-        streams.pause(Lane.AHEAD, 1e-3)  # measures the clock
+        streams.pause(Stream.AHEAD, 1e-3)  # measures the clock
         streams.synchronize()
-        streams.pause(Lane.AHEAD, PAUSE_SECONDS)
+        streams.pause(Stream.AHEAD, PAUSE_SECONDS)
         pieces = zip(target.split(num_bytes), host.split(num_bytes), strict=True)
-        streams.copy(Lane.AHEAD, [HostCopy(*piece) for piece in pieces])
-        done = streams.record(Lane.AHEAD)
+        streams.copy(Stream.AHEAD, [HostCopy(*piece) for piece in pieces])
+        done = streams.record(Stream.AHEAD)
         assert not done.query()
         done.synchronize()
         assert torch.equal(target.cpu(), host)
@@ -42,7 +42,7 @@ def test_a_driver_of_cuda_12_8_copies_several_in_one_call() -> None:
     target = streams.empty(host.nbytes)
     assert streams.pin(host)
     pieces = zip(target.split(LEAST_BYTES), host.split(LEAST_BYTES), strict=True)
-    streams.copy(Lane.FETCH, [HostCopy(*piece) for piece in pieces])
+    streams.copy(Stream.FETCH, [HostCopy(*piece) for piece in pieces])
     streams.synchronize()
     streams.unpin(host)
     assert streams._batch_copy is not None, "the driver refused"
@@ -141,9 +141,9 @@ def test_lanes_of_a_gpu_that_is_not_the_current_one() -> None:
     target, seen = streams.empty(host.nbytes), list[torch.Tensor]()
     assert streams.pin(host)
     pieces = zip(target.split(LEAST_BYTES), host.split(LEAST_BYTES), strict=True)
-    streams.copy(Lane.FETCH, [HostCopy(*piece) for piece in pieces])
-    streams.wait(Lane.COMPUTE, streams.record(Lane.FETCH))
-    streams.run(Lane.COMPUTE, lambda: seen.append(target.clone()))
+    streams.copy(Stream.FETCH, [HostCopy(*piece) for piece in pieces])
+    streams.wait(Stream.COMPUTE, streams.record(Stream.FETCH))
+    streams.run(Stream.COMPUTE, lambda: seen.append(target.clone()))
     streams.synchronize()
     assert torch.cuda.current_device() == 0
     assert seen[0].device.index == 1

@@ -34,7 +34,7 @@ class EmulatedDevice:
         self.used_bytes = 0
         self._kernels = kernels
         self._rows, self._host_rows = RowMemory(), RowMemory()
-        self._lane = _Lane(self.run) if has_thread else None
+        self._worker = _Worker(self.run) if has_thread else None
 
     def memory(self) -> DeviceMemory:
         """Return what there is, and what is left of it."""
@@ -92,24 +92,24 @@ class EmulatedDevice:
 
     def launch(self, batch: ExpertBatch, use: SlotUse) -> None:
         """Compute a batch from its slots."""
-        if self._lane is not None:
-            self._lane.put(batch, use)
+        if self._worker is not None:
+            self._worker.put(batch, use)
         else:
             self.run(batch, use)
 
     def synchronize(self) -> None:
         """Return when all launched batches are done; raises the first error of any of them."""
-        if self._lane is not None:
-            self._lane.wait()
+        if self._worker is not None:
+            self._worker.wait()
 
     def require_usable(self) -> None:
         """No-op: memory and threads survive an error."""
 
     def close(self) -> None:
         """End the device's thread."""
-        if self._lane is not None:
-            self._lane.close()
-            self._lane = None  # it holds this device
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None  # it holds this device
 
     def run(self, batch: ExpertBatch, use: SlotUse) -> None:
         """Compute a batch now, on this thread."""
@@ -119,7 +119,7 @@ class EmulatedDevice:
             use.end()
 
 
-class _Lane:
+class _Worker:
     """A thread that runs batches in order."""
 
     def __init__(self, run: Callable[[ExpertBatch, SlotUse], None]) -> None:

@@ -11,7 +11,7 @@ import torch
 from tandem.core.errors import CapacityError
 from tandem.core.units import format_bytes
 from tandem.devices.cuda.checks import Gpu, Probe, TorchProbe, require_cuda
-from tandem.devices.cuda.streams import CudaStreams, Lane, Streams
+from tandem.devices.cuda.streams import CudaStreams, Stream, Streams
 from tandem.experts.execution.device import OutOfDeviceMemoryError
 from tandem.forecast.finding import Finding
 
@@ -100,7 +100,7 @@ def _link(streams: Streams, driver: Driver) -> Finding:
     def copy() -> None:
         device.copy_(host, non_blocking=True)
 
-    seconds = [streams.seconds(Lane.FETCH, copy) for _ in range(_SAMPLES)]
+    seconds = [streams.seconds(Stream.FETCH, copy) for _ in range(_SAMPLES)]
     rate = _COPY_BYTES / min(seconds) / 1e9
     text = f"{rate:.1f} GB/s to the GPU{_lanes(driver)}"
     if driver.lanes and driver.most_lanes and driver.lanes < driver.most_lanes:

@@ -1,5 +1,6 @@
 """`tandem.load`: open a checkpoint with its experts in host memory."""
 
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -9,7 +10,6 @@ import transformers
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from tandem.checkpoint.hub import HubOptions, find_model_path
-from tandem.checkpoint.sources.files import JsonObject
 from tandem.checkpoint.sources.gguf import open_gguf
 from tandem.checkpoint.sources.source import Source, open_source
 from tandem.core.config import from_mapping
@@ -108,7 +108,8 @@ def _from_pretrained(
     if num_layers is not None:
         mine["config"] = _own_config(checkpoint)
         keep_first_layers(mine["config"], num_layers)
-    loader = model_class(checkpoint.config)
+    named = _named_class(checkpoint.config.get("architectures"))
+    loader = named or transformers.AutoModelForCausalLM
     result: tuple[PreTrainedModel, LoadReport] = loader.from_pretrained(
         str(checkpoint.directory), **mine, **common
     )
@@ -162,9 +163,9 @@ def open_foreign(
 
 def class_of(config: PreTrainedConfig) -> Any:
     """Return the class of a config's whole model: the one that it names, or the causal one."""
-    for name in getattr(config, "architectures", None) or ():
-        if hasattr(transformers, name):
-            return getattr(transformers, name)
+    named = _named_class(getattr(config, "architectures", None))
+    if named is not None:
+        return named
     code = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
     if code is not None and type(config).__module__.startswith("transformers_modules"):
         # The config's class is the model's own already, so the user lets its code run.
@@ -236,9 +237,7 @@ def _check_packed_dtype(checkpoint: Checkpoint, offload: OffloadConfig) -> None:
         )
 
 
-def model_class(config: JsonObject) -> Any:
-    """Return the class that config.json names: it keeps multimodal wrappers whole."""
-    for name in config.get("architectures") or ():
-        if hasattr(transformers, name):
-            return getattr(transformers, name)
-    return transformers.AutoModelForCausalLM
+def _named_class(architectures: Iterable[str] | None) -> Any:
+    """Return the class that a config names, which keeps multimodal wrappers whole; None: none."""
+    names = (name for name in architectures or () if hasattr(transformers, name))
+    return next((getattr(transformers, name) for name in names), None)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tandem.checkpoint.sources.codes import Codes, StoredWeight, integer_formats, unpack_bits
 from tandem.checkpoint.sources.files import JsonObject, TensorFiles
-from tandem.checkpoint.sources.found import FileWeight, Found
-from tandem.core.errors import ModelError, UnsupportedModelError
+from tandem.checkpoint.sources.found import FileWeight, Found, checked_group_size
+from tandem.core.errors import UnsupportedModelError
 
 _BITS = 4
 _PARTS = ("qweight", "qzeros", "scales")
@@ -40,14 +40,7 @@ def find_awq(files: TensorFiles, config: JsonObject) -> Found:
 def _weight(files: TensorFiles, prefix: str, config: JsonObject, parts: list[str]) -> StoredWeight:
     cols, words = files.shape(f"{prefix}.qweight")
     rows = words * 8
-    group_size = int(config.get("group_size", 128))
-    group_size = cols if group_size <= 0 else group_size
-    shape = files.shape(f"{prefix}.scales")
-    if cols % group_size or shape != (cols // group_size, rows):
-        raise ModelError(
-            f"{prefix}.scales has shape {shape}, expected {(cols // group_size, rows)} for groups "
-            f"of {group_size} of {cols} inputs; use the config.json that belongs to these weights"
-        )
+    group_size = checked_group_size(files, prefix, int(config.get("group_size", 128)), rows, cols)
     has_zeros = f"{prefix}.qzeros" in files
     formats = integer_formats(_BITS, cols, group_size, has_zeros=has_zeros)
     return AwqWeight(

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from tandem.checkpoint.sources.codes import StoredWeight
 from tandem.checkpoint.sources.files import TensorFiles
+from tandem.core.errors import ModelError
 from tandem.kernels.formats import WeightFormat
 
 
@@ -32,3 +33,15 @@ class Found:
         """Note a weight that consists of these tensors."""
         self.weights[weight.name] = weight
         self.parts.update(parts)
+
+
+def checked_group_size(files: TensorFiles, prefix: str, said: int, rows: int, cols: int) -> int:
+    """Return how many inputs share a scale, 0 and less being all; `ModelError` by the scales."""
+    group_size = cols if said <= 0 else said
+    shape = files.shape(f"{prefix}.scales")
+    if cols % group_size or shape != (cols // group_size, rows):
+        raise ModelError(
+            f"{prefix}.scales has shape {shape}, expected {(cols // group_size, rows)} for groups "
+            f"of {group_size} of {cols} inputs; use the config.json that belongs to these weights"
+        )
+    return group_size

@@ -66,13 +66,7 @@ def by_transformers(header: GgufHeader) -> PreTrainedConfig:
 
 def mixtral(header: GgufHeader) -> PreTrainedConfig:
     """Make the config of a `llama` file with experts, which llama.cpp calls no architecture."""
-    return _config(
-        header,
-        "mixtral",
-        num_local_experts=header.value("expert_count"),
-        intermediate_size=header.expert_width,
-        head_dim=_head_dim(header),
-    )
+    return _with_local_experts(header, "mixtral")
 
 
 def olmoe(header: GgufHeader) -> PreTrainedConfig:
@@ -88,13 +82,18 @@ def olmoe(header: GgufHeader) -> PreTrainedConfig:
 
 def gpt_oss(header: GgufHeader) -> PreTrainedConfig:
     """Make the config of a gpt-oss; Transformers' own reading loses the scaling of positions."""
+    window = header.value("attention.sliding_window")
+    return _with_local_experts(header, "gpt_oss", sliding_window=window)
+
+
+def _with_local_experts(header: GgufHeader, model_type: str, **own: object) -> PreTrainedConfig:
     return _config(
         header,
-        "gpt_oss",
+        model_type,
         num_local_experts=header.value("expert_count"),
         intermediate_size=header.expert_width,
         head_dim=_head_dim(header),
-        sliding_window=header.value("attention.sliding_window"),
+        **own,
     )
 
 

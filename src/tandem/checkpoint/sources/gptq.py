@@ -17,7 +17,7 @@ from tandem.checkpoint.sources.codes import (
     unpack_bits,
 )
 from tandem.checkpoint.sources.files import JsonObject, TensorFiles
-from tandem.checkpoint.sources.found import FileWeight, Found
+from tandem.checkpoint.sources.found import FileWeight, Found, checked_group_size
 from tandem.core.errors import ModelError, UnsupportedModelError
 
 _PARTS = ("qweight", "qzeros", "scales", "g_idx")
@@ -44,15 +44,8 @@ def _weight(
 ) -> StoredWeight:
     words, rows = files.shape(f"{prefix}.qweight")
     cols = words * 32 // bits
-    group_size = int(config.get("group_size", -1))
-    group_size = cols if group_size <= 0 else group_size
+    group_size = checked_group_size(files, prefix, int(config.get("group_size", -1)), rows, cols)
     is_symmetric = bool(config.get("sym", True))
-    shape = files.shape(f"{prefix}.scales")
-    if cols % group_size or shape != (cols // group_size, rows):
-        raise ModelError(
-            f"{prefix}.scales has shape {shape}, expected {(cols // group_size, rows)} for groups "
-            f"of {group_size} of {cols} inputs; use the config.json that belongs to these weights"
-        )
     formats = integer_formats(bits, cols, group_size, has_zeros=not is_symmetric)
     what = f"GPTQ codes of {bits} bits in groups of {group_size}"
     return GptqWeight(

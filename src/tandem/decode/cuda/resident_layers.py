@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tandem.devices.cuda.device import CudaDevice
 from tandem.devices.cuda.resident import ResidentLayers, resident_event
-from tandem.devices.cuda.streams import Event, Lane
+from tandem.devices.cuda.streams import Event, Stream
 from tandem.experts.execution.clock import Clock
 from tandem.experts.execution.executor import Executor
 
@@ -48,7 +48,7 @@ class GraphedLayers:
         """Note when a replay begins."""
         if not self._chosen:  # too many tokens: all layers are graph breaks
             return
-        self._begin = self._device.streams.record(Lane.COMPUTE, is_timed=True)
+        self._begin = self._device.streams.record(Stream.COMPUTE, is_timed=True)
 
     def end_step(self) -> None:
         """Queue the copy of what the replay's routers chose."""
@@ -65,8 +65,8 @@ class GraphedLayers:
         def bring() -> None:
             host.copy_(chosen, non_blocking=True)
 
-        streams.run(Lane.COMPUTE, bring)
-        self._end = streams.record(Lane.COMPUTE, is_timed=True)
+        streams.run(Stream.COMPUTE, bring)
+        self._end = streams.record(Stream.COMPUTE, is_timed=True)
 
     def report(self) -> None:
         """Report the layers of the last replay, if that has not been done."""

@@ -18,7 +18,7 @@ _VERSION = 12080
 _POINTERS, _SIZES = ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_size_t)
 
 
-class CopyPiece(NamedTuple):
+class CopyEntry(NamedTuple):
     """Bytes that go from one address to another."""
 
     target: int
@@ -44,19 +44,19 @@ class BatchCopy:
         """Call `function`, which has the driver's signature and returns its code."""
         self._function = function
 
-    def __call__(self, pieces: Sequence[CopyPiece], stream: int) -> int:
+    def __call__(self, entries: Sequence[CopyEntry], stream: int) -> int:
         """Queue copies on a stream, not the default one; return the driver's code, 0 if it did.
 
         Pieces may be copied in any order. Memory on the host must be pinned.
         """
-        count = len(pieces)
+        count = len(entries)
         pointers, sizes = ctypes.c_void_p * count, ctypes.c_size_t * count
         attributes = _Attributes(source_access_order=_IN_STREAM_ORDER, flags=_BESIDE_COMPUTE)
         first_of_attributes, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
         return self._function(
-            pointers(*[piece.target for piece in pieces]),
-            pointers(*[piece.source for piece in pieces]),
-            sizes(*[piece.num_bytes for piece in pieces]),
+            pointers(*[entry.target for entry in entries]),
+            pointers(*[entry.source for entry in entries]),
+            sizes(*[entry.num_bytes for entry in entries]),
             ctypes.c_size_t(count),
             ctypes.byref(attributes),
             ctypes.byref(first_of_attributes),
@@ -77,6 +77,6 @@ def find_batch_copy(load: Callable[[str], object] = ctypes.CDLL) -> BatchCopy | 
     return BatchCopy(function) if function else None
 
 
-def is_worth_a_batch(pieces: Sequence[CopyPiece]) -> bool:
+def is_worth_a_batch(entries: Sequence[CopyEntry]) -> bool:
     """Tell whether one call is faster and stays asynchronous."""
-    return len(pieces) > 1 and all(piece.num_bytes >= LEAST_BYTES for piece in pieces)
+    return len(entries) > 1 and all(entry.num_bytes >= LEAST_BYTES for entry in entries)

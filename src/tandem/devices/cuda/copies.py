@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from tandem.devices.cuda.streams import Event, HostCopy, Lane, Streams
+from tandem.devices.cuda.streams import Event, HostCopy, Stream, Streams
 from tandem.experts.cache.slots import Claim, Slots, SlotUse
 from tandem.experts.execution.clock import WallClock
 from tandem.experts.store.host_store import HostStore
@@ -108,18 +108,21 @@ class CudaCopyEngine:
         self._events = events
         self._link = link
         # Two streams would share the link and double a throttled one.
-        self._lane_ahead = Lane.AHEAD if link.wanted is None else Lane.FETCH
+        self._stream_ahead = Stream.AHEAD if link.wanted is None else Stream.FETCH
         self._most_ahead = link.most_ahead(max(layer.image_bytes for layer in store))
         self._num_ahead = 0  # of those under way
         self._held: deque[_Job] = deque()
-        self._under_way: dict[Lane, deque[_UnderWay]] = {Lane.FETCH: deque(), Lane.AHEAD: deque()}
+        self._under_way: dict[Stream, deque[_UnderWay]] = {
+            Stream.FETCH: deque(),
+            Stream.AHEAD: deque(),
+        }
         events.clear()
 
     def submit(self, copy: Copy, *, is_needed: bool) -> None:
         """Queue a copy; one for later is held until `flush`."""
         generation = self.slots.plan_copy(copy.slot, self._geometry.key(copy.layer, copy.expert))
         if is_needed:
-            self._queue([_Job(copy, generation, is_ahead=False)], Lane.FETCH)
+            self._queue([_Job(copy, generation, is_ahead=False)], Stream.FETCH)
         else:
             self._held.append(_Job(copy, generation, is_ahead=True))
 
@@ -127,7 +130,7 @@ class CudaCopyEngine:
         """Queue what is held, as far as the link is about to run out of work."""
         count = min(len(self._held), self._most_ahead - self._num_ahead)
         if count > 0:
-            self._queue([self._held.popleft() for _ in range(count)], self._lane_ahead)
+            self._queue([self._held.popleft() for _ in range(count)], self._stream_ahead)
 
     def use(self, slots: Sequence[int], keys: Sequence[int]) -> SlotUse:
         """Claim slots; the compute stream will wait for those whose bytes are still coming."""
@@ -161,7 +164,7 @@ class CudaCopyEngine:
     def drain(self) -> None:
         """Queue and wait for every copy."""
         if self._held:
-            self._queue(list(self._held), self._lane_ahead)
+            self._queue(list(self._held), self._stream_ahead)
             self._held.clear()
         for queue in self._under_way.values():
             if queue:
@@ -173,26 +176,26 @@ class CudaCopyEngine:
         self._streams.synchronize()
         self._events.clear()
 
-    def _queue(self, jobs: Sequence[_Job], lane: Lane) -> None:
+    def _queue(self, jobs: Sequence[_Job], stream: Stream) -> None:
         """Queue copies on a stream, behind all that reads or writes their slots; they land."""
         events, streams, slots = self._events, self._streams, self.slots
-        pieces, num_bytes = list[HostCopy](), 0
+        copies, num_bytes = list[HostCopy](), 0
         for copy, generation, _ in jobs:
             assert slots.can_write(copy.slot, generation), f"slot {copy.slot} is in use"
             for before in (events.read.pop(copy.slot, None), events.written.get(copy.slot)):
                 if before is not None:
-                    streams.wait(lane, before)
+                    streams.wait(stream, before)
             host, memory = self._store[copy.layer], slots.memory(copy.slot)
             num_bytes += host.image_bytes
-            for offset, data in host.pieces(copy.expert):
-                pieces.append(HostCopy(memory[offset : offset + len(data)], data))
-        streams.copy(lane, pieces)
+            for offset, data in host.extents(copy.expert):
+                copies.append(HostCopy(memory[offset : offset + len(data)], data))
+        streams.copy(stream, copies)
         if self._link.wanted is not None:
-            streams.pause(lane, self._link.pause_seconds(num_bytes))
-        done = streams.record(lane)
+            streams.pause(stream, self._link.pause_seconds(num_bytes))
+        done = streams.record(stream)
         for job in jobs:
             events.written[job.copy.slot] = done
-            self._under_way[lane].append(_UnderWay(job, done))
+            self._under_way[stream].append(_UnderWay(job, done))
             self._num_ahead += job.is_ahead
             slots.land(job.copy.slot, job.generation)
 
@@ -203,8 +206,8 @@ class CudaCopyEngine:
             for job in wanted:
                 self._held.remove(job)
             if wanted:
-                self._queue(wanted, Lane.FETCH)
+                self._queue(wanted, Stream.FETCH)
         for slot, _ in claims:
             written = self._events.written.get(slot)
             if written is not None:
-                self._streams.wait(Lane.COMPUTE, written)
+                self._streams.wait(Stream.COMPUTE, written)

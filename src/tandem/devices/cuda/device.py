@@ -16,7 +16,7 @@ from tandem.core.units import format_bytes
 from tandem.devices.cuda.copies import SlotEvents
 from tandem.devices.cuda.kernels import DeviceKernels
 from tandem.devices.cuda.resident import ResidentLayers
-from tandem.devices.cuda.streams import Event, Lane, Streams, Work
+from tandem.devices.cuda.streams import Event, Stream, Streams, Work
 from tandem.experts.cache.expert_cache import ExpertCache
 from tandem.experts.cache.slots import SlotUse
 from tandem.experts.execution.batch import ExpertBatch
@@ -110,8 +110,8 @@ class CudaDevice:
             for host, tensor in zip(hosts, tensors, strict=True):
                 host.copy_(tensor, non_blocking=True)
 
-        streams.run(Lane.COMPUTE, copy)
-        streams.record(Lane.COMPUTE).synchronize()
+        streams.run(Stream.COMPUTE, copy)
+        streams.record(Stream.COMPUTE).synchronize()
         self._uploads.reset()
         if self._on_busy is not None:  # all batches are done by now: they are before the copies
             for first, last in self._batches:
@@ -147,12 +147,12 @@ class CudaDevice:
         try:
             work = self.prepared(batch, use)
             if is_timed:
-                begin = streams.record(Lane.COMPUTE, is_timed=True)
-            streams.run(Lane.COMPUTE, work)
+                begin = streams.record(Stream.COMPUTE, is_timed=True)
+            streams.run(Stream.COMPUTE, work)
         except torch.OutOfMemoryError as error:
             raise OutOfDeviceMemoryError(str(error).partition("\n")[0]) from error
         finally:
-            end = streams.record(Lane.COMPUTE, is_timed=is_timed)
+            end = streams.record(Stream.COMPUTE, is_timed=is_timed)
             self.events.note_read(use.claims, end)
             use.end()
         if begin is not None:
@@ -174,13 +174,13 @@ class CudaDevice:
         def copy() -> None:
             target.copy_(host, non_blocking=True)
 
-        self.streams.run(Lane.COMPUTE, copy)
+        self.streams.run(Stream.COMPUTE, copy)
 
     def prepare_sum(self, row_of: Tensor, weights: Tensor) -> SumRows:
         """Bring the table now; what is returned queues the sum."""
         num_tokens, staged = row_of.shape[0], self._staged(row_of)
         on_device: list[Tensor] = []
-        self.streams.run(Lane.COMPUTE, lambda: on_device.append(self._brought(staged)))
+        self.streams.run(Stream.COMPUTE, lambda: on_device.append(self._brought(staged)))
 
         def sum_rows(rows: Tensor) -> Tensor:
             out = rows.new_empty(num_tokens, rows.shape[1])
@@ -188,7 +188,7 @@ class CudaDevice:
             def add() -> None:
                 self._kernels.add_rows(rows, on_device[0], weights, out)
 
-            self.streams.run(Lane.COMPUTE, add)
+            self.streams.run(Stream.COMPUTE, add)
             return out
 
         return sum_rows

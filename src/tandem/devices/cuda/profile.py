@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from tandem.devices.cuda.device import CudaDevice
-from tandem.devices.cuda.streams import Lane
+from tandem.devices.cuda.streams import Stream
 from tandem.experts.cache.copy_engine import copy_image
 from tandem.experts.execution.batch import CallSide, ExpertBatch
 from tandem.experts.execution.layer_call import LayerCall
@@ -146,7 +146,7 @@ class _Bench:
 
         def once() -> float:
             launch = self._device.prepared(batch, self._next(num_experts))
-            seconds = streams.seconds(Lane.COMPUTE, launch)
+            seconds = streams.seconds(Stream.COMPUTE, launch)
             self._device.download()  # its table is not read any more
             return seconds
 
@@ -177,7 +177,7 @@ class _Bench:
         call = LayerCall(self._store[0], self._experts.functions, routing, range(count))
         side = CallSide(self._token, self._device.rows(count, self._experts.hidden_size))
         batch = call.batch(0, count, side)
-        streams.run(Lane.COMPUTE, self._device.prepared(batch, self._next(count)))
+        streams.run(Stream.COMPUTE, self._device.prepared(batch, self._next(count)))
         weights = self._token.new_ones(1, count)
         return call.prepare_result(side, weights, self._device.prepare_sum)()
 
@@ -187,7 +187,7 @@ class _Bench:
 
         def launch() -> None:
             work = self._device.prepared(batch, self._next(1))
-            self._device.streams.run(Lane.COMPUTE, work)
+            self._device.streams.run(Stream.COMPUTE, work)
 
         return self.host_seconds(launch)
 
@@ -208,7 +208,7 @@ class _Bench:
             for image in self._held[: self._several]:
                 copy_image(self._store, *next(self._copies), image)
 
-        return self._device.streams.seconds(Lane.FETCH, copy) / self._several
+        return self._device.streams.seconds(Stream.FETCH, copy) / self._several
 
     def _cpu_seconds(self, batch: ExpertBatch) -> float:
         begin = time.perf_counter()

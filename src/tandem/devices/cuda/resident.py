@@ -43,7 +43,7 @@ class GroupedExperts(Protocol):
         """Write sum over k of weight * row."""
 
 
-class _Places(NamedTuple):
+class _RowTables(NamedTuple):
     """What is the same in every call of a size."""
 
     begin: Tensor
@@ -90,26 +90,26 @@ class ResidentLayers:
         num_tokens, top_k = top_k_index.shape
         table = self._table(layer)
         known = top_k_index.clamp(0, len(table) - 1)  # others are padding
-        places = _places(num_tokens, top_k, self._device)
+        tables = _row_tables(num_tokens, top_k, self._device)
         rows = GroupedRows(
             table[known.reshape(-1)],
-            places.begin,
-            places.row_token,
-            tile_expert=places.none,
-            tile_first=places.none,
+            tables.begin,
+            tables.row_token,
+            tile_expert=tables.none,
+            tile_first=tables.none,
             most_tokens=1,
             block_rows=0,
         )
         computed = hidden.new_empty(num_tokens * top_k, hidden.shape[1], dtype=torch.float32)
         self._experts.compute(host.layout, functions.native, hidden.contiguous(), rows, computed)
-        row_of = places.row_of.masked_fill(known != top_k_index, -1)
+        row_of = tables.row_of.masked_fill(known != top_k_index, -1)
         out = torch.empty_like(hidden)
         self._experts.add_rows(computed, row_of, top_k_weights.float().contiguous(), out)
         return out
 
     def prepare(self, num_tokens: int) -> None:
         """Make what must be there before a step is captured."""
-        _places(num_tokens, self._cache.geometry.top_k, self._device)
+        _row_tables(num_tokens, self._cache.geometry.top_k, self._device)
         if self.is_whole():
             for layer in range(len(self._cache.store)):
                 self._table(layer)
@@ -146,11 +146,11 @@ def resident_event(host: HostLayer, chosen: Tensor, now: float) -> LayerExecuted
 
 
 @lru_cache(maxsize=64)
-def _places(num_tokens: int, top_k: int, device: torch.device) -> _Places:
+def _row_tables(num_tokens: int, top_k: int, device: torch.device) -> _RowTables:
     count = num_tokens * top_k
     with torch.inference_mode(False):
         every = torch.arange(count + 1, dtype=torch.int32, device=device)
-        return _Places(
+        return _RowTables(
             every,
             torch.div(every[:count], top_k, rounding_mode="floor"),
             every[:count].view(num_tokens, top_k),

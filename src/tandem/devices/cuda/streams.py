@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from tandem.devices.cuda.batch_copy import CopyPiece, find_batch_copy, is_worth_a_batch
+from tandem.devices.cuda.batch_copy import CopyEntry, find_batch_copy, is_worth_a_batch
 from tandem.experts.execution.device import DeviceMemory, OutOfDeviceMemoryError
 from tandem.kernels.torch_private import spin_gpu
 
@@ -26,7 +26,7 @@ _PROBE_CYCLES = 10_000_000
 _TIMING_PAUSE_SECONDS = 3e-4
 
 
-class Lane(Enum):
+class Stream(Enum):
     """The CUDA streams in use. Streams wait for each other only by events."""
 
     COMPUTE = "compute"
@@ -60,25 +60,25 @@ class Streams(Protocol):
     name: str
     device: torch.device
 
-    def run(self, lane: Lane, work: Work) -> None:
+    def run(self, stream: Stream, work: Work) -> None:
         """Queue what `work` does on a stream. What it allocates belongs to that stream."""
 
-    def copy(self, lane: Lane, pieces: Sequence[HostCopy]) -> None:
+    def copy(self, stream: Stream, copies: Sequence[HostCopy]) -> None:
         """Queue copies from the host on a stream, in any order; the host goes on."""
 
-    def record(self, lane: Lane, *, is_timed: bool = False) -> Event:
+    def record(self, stream: Stream, *, is_timed: bool = False) -> Event:
         """Return an event behind everything that is queued on a stream."""
 
     def between(self, first: Event, last: Event) -> float:
         """Return the seconds from one timed event to a later one, both of them done."""
 
-    def wait(self, lane: Lane, event: Event) -> None:
+    def wait(self, stream: Stream, event: Event) -> None:
         """Hold a stream until an event; the host goes on."""
 
-    def pause(self, lane: Lane, seconds: float) -> None:
+    def pause(self, stream: Stream, seconds: float) -> None:
         """Let a stream do nothing for a time; the host goes on."""
 
-    def seconds(self, lane: Lane, work: Work) -> float:
+    def seconds(self, stream: Stream, work: Work) -> float:
         """Return the time that some work takes on a stream, without the host's part; waits."""
 
     def synchronize(self) -> None:
@@ -121,44 +121,44 @@ class CudaStreams:
         self._batch_copy = find_batch_copy()
         self._fraction_before: float | None = None
         self.name = torch.cuda.get_device_name(self.device)
-        self._lanes = {
-            Lane.FETCH: torch.cuda.Stream(self.device, priority=-1),
-            Lane.AHEAD: torch.cuda.Stream(self.device, priority=0),
+        self._streams = {
+            Stream.FETCH: torch.cuda.Stream(self.device, priority=-1),
+            Stream.AHEAD: torch.cuda.Stream(self.device, priority=0),
         }
 
-    def run(self, lane: Lane, work: Work) -> None:
+    def run(self, stream: Stream, work: Work) -> None:
         """Queue work on a stream."""
-        if lane is Lane.COMPUTE:  # the stream that is current anyway, on this GPU
+        if stream is Stream.COMPUTE:  # the stream that is current anyway, on this GPU
             with torch.cuda.device(self.device):
                 work()
             return
-        with torch.cuda.stream(self._lanes[lane]):
+        with torch.cuda.stream(self._streams[stream]):
             work()
 
-    def copy(self, lane: Lane, pieces: Sequence[HostCopy]) -> None:
+    def copy(self, stream: Stream, copies: Sequence[HostCopy]) -> None:
         """Copy in one call of the driver where that is worth it and the memory is pinned."""
-        if self._batch_copy is not None and lane is not Lane.COMPUTE:
+        if self._batch_copy is not None and stream is not Stream.COMPUTE:
             batch = [
-                CopyPiece(target.data_ptr(), source.data_ptr(), source.nbytes)
-                for target, source in pieces
+                CopyEntry(target.data_ptr(), source.data_ptr(), source.nbytes)
+                for target, source in copies
             ]
-            if is_worth_a_batch(batch) and all(piece.source.is_pinned() for piece in pieces):
+            if is_worth_a_batch(batch) and all(copy.source.is_pinned() for copy in copies):
                 with torch.cuda.device(self.device):  # its context is the driver's current one
-                    code = self._batch_copy(batch, self._stream(lane).cuda_stream)
+                    code = self._batch_copy(batch, self._cuda_stream(stream).cuda_stream)
                 if code == 0:
                     return
                 self._batch_copy = None  # refused before anything was queued: one by one, for good
 
         def one_by_one() -> None:
-            for target, source in pieces:
+            for target, source in copies:
                 target.copy_(source, non_blocking=True)
 
-        self.run(lane, one_by_one)
+        self.run(stream, one_by_one)
 
-    def record(self, lane: Lane, *, is_timed: bool = False) -> Event:
+    def record(self, stream: Stream, *, is_timed: bool = False) -> Event:
         """Record an event; one without a clock is the cheaper kind."""
         event: Any = torch.cuda.Event(enable_timing=is_timed)
-        event.record(self._stream(lane))
+        event.record(self._cuda_stream(stream))
         return event  # type: ignore[no-any-return]
 
     def between(self, first: Event, last: Event) -> float:
@@ -167,21 +167,21 @@ class CudaStreams:
         assert isinstance(last, torch.cuda.Event)
         return float(first.elapsed_time(last)) / 1e3
 
-    def wait(self, lane: Lane, event: Event) -> None:
+    def wait(self, stream: Stream, event: Event) -> None:
         """Let the stream wait."""
-        self._stream(lane).wait_event(event)  # type: ignore[arg-type]
+        self._cuda_stream(stream).wait_event(event)  # type: ignore[arg-type]
 
-    def pause(self, lane: Lane, seconds: float) -> None:
+    def pause(self, stream: Stream, seconds: float) -> None:
         """Spin one thread of the GPU."""
         cycles = int(seconds * self._cycles_per_second)
-        self.run(lane, lambda: spin_gpu(cycles))
+        self.run(stream, lambda: spin_gpu(cycles))
 
-    def seconds(self, lane: Lane, work: Work) -> float:
+    def seconds(self, stream: Stream, work: Work) -> float:
         """Time work by events, behind a pause."""
-        self.pause(lane, _TIMING_PAUSE_SECONDS)
-        first = self.record(lane, is_timed=True)
-        self.run(lane, work)
-        last = self.record(lane, is_timed=True)
+        self.pause(stream, _TIMING_PAUSE_SECONDS)
+        first = self.record(stream, is_timed=True)
+        self.run(stream, work)
+        last = self.record(stream, is_timed=True)
         last.synchronize()
         return self.between(first, last)
 
@@ -249,15 +249,15 @@ class CudaStreams:
         """Give the registration back."""
         torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
-    def _stream(self, lane: Lane) -> torch.cuda.Stream:
-        return self._lanes.get(lane) or torch.cuda.current_stream(self.device)
+    def _cuda_stream(self, stream: Stream) -> torch.cuda.Stream:
+        return self._streams.get(stream) or torch.cuda.current_stream(self.device)
 
     @functools.cached_property
     def _cycles_per_second(self) -> float:
         with torch.cuda.device(self.device):
             spin_gpu(_PROBE_CYCLES)  # the clock rises to where it stays
-            first = self.record(Lane.COMPUTE, is_timed=True)
+            first = self.record(Stream.COMPUTE, is_timed=True)
             spin_gpu(_PROBE_CYCLES)
-            last = self.record(Lane.COMPUTE, is_timed=True)
+            last = self.record(Stream.COMPUTE, is_timed=True)
         last.synchronize()
         return _PROBE_CYCLES / self.between(first, last)

@@ -118,5 +118,7 @@ class VirtualCopyEngine:
 
 def copy_image(store: HostStore, layer: int, expert: int, memory: Tensor) -> None:
     """Copy one expert whole; to a GPU, on the current stream and without waiting."""
-    for piece in store[layer].pieces(expert):
-        memory[piece.offset : piece.offset + len(piece.data)].copy_(piece.data, non_blocking=True)
+    for extent in store[layer].extents(expert):
+        memory[extent.offset : extent.offset + len(extent.data)].copy_(
+            extent.data, non_blocking=True
+        )

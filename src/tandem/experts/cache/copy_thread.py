@@ -166,9 +166,9 @@ class CopyThread:
 
     def _cut(self, copy: Copy) -> list[tuple[int, Tensor]]:
         chunks = [
-            (piece.offset + start, piece.data[start : start + CHUNK_BYTES])
-            for piece in self._store[copy.layer].pieces(copy.expert)
-            for start in range(0, len(piece.data), CHUNK_BYTES)
+            (extent.offset + start, extent.data[start : start + CHUNK_BYTES])
+            for extent in self._store[copy.layer].extents(copy.expert)
+            for start in range(0, len(extent.data), CHUNK_BYTES)
         ]
         chunks.reverse()
         return chunks

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tandem.experts.store.arrivals import Arrivals
-from tandem.experts.store.image import Piece
+from tandem.experts.store.image import Extent
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.experts.store.plain_layer import PlainLayer
 from tandem.kernels.formats.weight_format import WeightFormat
@@ -46,11 +46,11 @@ class HostLayer(Protocol):
     def stored(self) -> dict[str, Tensor]:
         """Return what a packed checkpoint holds of this layer, by name."""
 
-    def pieces(self, expert: int) -> Sequence[Piece]:
+    def extents(self, expert: int) -> Sequence[Extent]:
         """Return what a slot must receive to hold an expert: bytes and where they go."""
 
     def weights_in(self, image: Tensor) -> ExpertWeights:
-        """Return the expert whose pieces a slot (uint8) has received, for the torch reference."""
+        """Return the expert whose extents a slot (uint8) has received, for the torch reference."""
 
     def expected_bytes(self, source_dtype: torch.dtype) -> int:
         """Return the bytes that the layer will take, if the source is of this dtype."""

@@ -8,7 +8,7 @@ from torch import Tensor
 ALIGNMENT_BYTES = 64
 
 
-class Piece(NamedTuple):
+class Extent(NamedTuple):
     """Bytes in host memory that belong at `offset` of a slot."""
 
     offset: int

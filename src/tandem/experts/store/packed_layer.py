@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tandem.core.errors import ModelError
 from tandem.experts.store.arrivals import Arrivals
-from tandem.experts.store.image import Piece
+from tandem.experts.store.image import Extent
 from tandem.kernels.formats.blocks import CodedMatrix
 from tandem.kernels.formats.coded_expert import order_inner_rows, pack_coded_down, pack_coded_up
 from tandem.kernels.formats.expert import ExpertLayout, unpack_expert
@@ -135,9 +135,9 @@ class PackedLayer:
         """Return one expert's values in fp32, [gate; up] and not transposed. Slow: unpacks."""
         return unpack_expert(self.layout, self.buffers[expert])
 
-    def pieces(self, expert: int) -> list[Piece]:
+    def extents(self, expert: int) -> list[Extent]:
         """Return the whole buffer: a packed expert is its own image."""
-        return [Piece(0, self.buffers[expert])]
+        return [Extent(0, self.buffers[expert])]
 
     def weights_in(self, image: Tensor) -> ExpertWeights:
         """Return the values of the expert that a slot holds. Slow: unpacks."""

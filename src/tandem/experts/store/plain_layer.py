@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tandem.core.errors import ModelError
 from tandem.experts.store.arrivals import Arrivals
-from tandem.experts.store.image import ALIGNMENT_BYTES, Piece, aligned
+from tandem.experts.store.image import ALIGNMENT_BYTES, Extent, aligned
 from tandem.kernels.finite import is_finite
 from tandem.kernels.reference import ExpertWeights
 
@@ -72,11 +72,11 @@ class PlainLayer:
         """Return views of one expert's tensors."""
         return self._as_weights({name: tensor[expert] for name, tensor in self._tensors.items()})
 
-    def pieces(self, expert: int) -> list[Piece]:
+    def extents(self, expert: int) -> list[Extent]:
         """Return the expert's tensors, one after another."""
         offsets = self._offsets()
         return [
-            Piece(offsets[name], tensor[expert].reshape(-1).view(torch.uint8))
+            Extent(offsets[name], tensor[expert].reshape(-1).view(torch.uint8))
             for name, tensor in self._tensors.items()
         ]
 

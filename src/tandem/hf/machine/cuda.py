@@ -14,7 +14,7 @@ from tandem.devices.cuda.copies import CudaCopyEngine, Link
 from tandem.devices.cuda.device import CudaDevice
 from tandem.devices.cuda.kernels import DeviceKernels, TorchKernels, best_kernels
 from tandem.devices.cuda.profile import measure_device
-from tandem.devices.cuda.streams import CudaStreams, Lane, Streams
+from tandem.devices.cuda.streams import CudaStreams, Stream, Streams
 from tandem.experts.cache.memory_share import MemoryShare, parse_gpu_memory
 from tandem.experts.cache.sizing import budget_bytes
 from tandem.experts.cache.slots import Slots
@@ -99,7 +99,7 @@ def compiled_kernels(
     bar = tqdm(works, "Compiling GPU kernels", disable=is_hidden, delay=_SHOWN_AFTER_SECONDS)
     try:
         for work in bar:
-            streams.run(Lane.COMPUTE, work)
+            streams.run(Stream.COMPUTE, work)
         streams.synchronize()
     except Exception as error:  # Triton's compilers and tools raise what they like
         first_line = str(error).partition("\n")[0]
