@@ -117,7 +117,7 @@ class WholeLayers:
     def prepare(self, num_tokens: int) -> None:
         pass
 
-    def serves(self, layer: int, functions: ExpertFunctions, num_tokens: int) -> bool:
+    def serves(self, functions: ExpertFunctions, num_tokens: int) -> bool:
         return True
 
     def execute(

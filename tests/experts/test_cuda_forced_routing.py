@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tandem.experts.execution.batch import ExpertFunctions
-from tandem.experts.execution.executor import RoutedCall, StatelessExecutor
+from tandem.experts.execution.batch import ExpertFunctions, RoutedCall
+from tandem.experts.execution.executor import StatelessExecutor
 from tandem.experts.tracing.forced_routing import ForcedRouting
 from tandem.trace import RoutingTrace, TraceMeta
 from tests.experts.machines import FUNCTIONS, GEOMETRY, HIDDEN, make_store

@@ -46,7 +46,7 @@ def test_results_are_those_of_the_reference(
     hidden, index, weights = route(num_tokens, torch.Generator().manual_seed(3))
     index[0, 1] = GEOMETRY.num_experts  # padding of a router
     for layer in range(GEOMETRY.num_layers):
-        assert layers.serves(layer, FUNCTIONS, num_tokens)
+        assert layers.serves(FUNCTIONS, num_tokens)
         expected = torch.zeros_like(hidden)
         for token in range(num_tokens):
             for k, expert in enumerate(index[token].tolist()):
@@ -58,5 +58,5 @@ def test_results_are_those_of_the_reference(
 
 
 def test_only_what_stays_resident_is_served(store: HostStore, experts: Any) -> None:
-    assert not resident_layers(store, experts, NUM_EXPERTS - 1).serves(0, FUNCTIONS, 1)
-    assert not resident_layers(store, experts, NUM_EXPERTS).serves(0, FUNCTIONS, MAX_TOKENS + 1)
+    assert not resident_layers(store, experts, NUM_EXPERTS - 1).serves(FUNCTIONS, 1)
+    assert not resident_layers(store, experts, NUM_EXPERTS).serves(FUNCTIONS, MAX_TOKENS + 1)

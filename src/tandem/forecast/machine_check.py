@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
-from tandem.bench.kernels import KernelBench
+from tandem.bench.kernels import Ceiling, KernelBench
 from tandem.checkpoint.packed_files import require_checksums
 from tandem.checkpoint.sources.gguf import read_gguf_header
 from tandem.core.units import format_bytes
@@ -136,8 +136,8 @@ def _bandwidth(num_threads: int, isa: str) -> Finding:
     return Finding("bandwidth", "good", text)
 
 
-def _read_rate(ceiling: object) -> float:
-    return float(getattr(ceiling, "read_gigabytes_per_second"))  # noqa: B009
+def _read_rate(ceiling: Ceiling) -> float:
+    return ceiling.read_gigabytes_per_second
 
 
 def _huge_pages() -> Finding:

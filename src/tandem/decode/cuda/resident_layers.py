@@ -39,7 +39,7 @@ class GraphedLayers:
         self, layer: int, hidden: Tensor, index: Tensor, weights: Tensor, functions: Any
     ) -> Tensor | None:
         """Queue a layer; None if it needs a graph break."""
-        if not self._layers.serves(layer, functions, len(hidden)):
+        if not self._layers.serves(functions, len(hidden)):
             return None
         self._chosen[layer] = index
         return self._layers.execute(layer, hidden, index, weights, functions)

@@ -70,7 +70,7 @@ class ResidentLayers:
         """
         return self._is_packed and self._cache.planner.residency.has_every_expert()
 
-    def serves(self, layer: int, functions: ExpertFunctions, num_tokens: int) -> bool:
+    def serves(self, functions: ExpertFunctions, num_tokens: int) -> bool:
         """Tell whether a layer is computed here: of a whole cache, and plainly gated."""
         if functions.native is None or functions.post_norm is not None:
             return False

@@ -1,12 +1,34 @@
-"""The experts that one processor computes in one call: what goes in, and where the rows go."""
+"""A call of a layer, and the experts of it that one processor computes at a time."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 from tandem.experts.store.host_store import HostLayer
 from tandem.kernels.native import NativeActivation
+
+
+class RoutedCall(NamedTuple):
+    """One call of a layer: its tokens and what the router chose for them."""
+
+    layer: int
+    hidden: Tensor  # (n_tokens, hidden_size)
+    top_k_index: Tensor  # (n_tokens, top_k)
+    top_k_weights: Tensor  # (n_tokens, top_k)
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """All but the layer."""
+        return self[1:]
+
+    def detached(self) -> "RoutedCall":
+        """Return the call without its gradients."""
+        if not (self.hidden.requires_grad or self.top_k_weights.requires_grad):
+            return self  # to ask costs less than to detach
+        layer, hidden, index, weights = self
+        return RoutedCall(layer, hidden.detach(), index, weights.detach())
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from typing import NoReturn
 from torch import Tensor
 
 from tandem.core.errors import ConfigError
-from tandem.experts.execution.batch import ExpertFunctions
-from tandem.experts.execution.executor import RoutedCall, StatelessExecutor
+from tandem.experts.execution.batch import ExpertFunctions, RoutedCall
+from tandem.experts.execution.executor import StatelessExecutor
 
 CLOSED = "the model has been closed; load it again"
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tandem.experts.cache.expert_cache import ExpertCache
-from tandem.experts.execution.batch import CallSide, ExpertFunctions
+from tandem.experts.execution.batch import CallSide, ExpertFunctions, RoutedCall
 from tandem.experts.execution.device import Device
 from tandem.experts.execution.expert_kernels import ExpertKernels
 from tandem.experts.execution.layer_call import LayerCall
@@ -31,13 +31,12 @@ from tandem.kernels.dense import CpuThreads
 MAX_TOKENS_AT_ONCE = 2048
 
 
-class RoutedCall(NamedTuple):
-    """One call of a layer: its tokens and what the router chose for them."""
-
-    layer: int
-    hidden: Tensor  # (n_tokens, hidden_size)
-    top_k_index: Tensor  # (n_tokens, top_k)
-    top_k_weights: Tensor  # (n_tokens, top_k)
+def computed_in_chunks(call: RoutedCall, compute: Callable[[RoutedCall], Tensor]) -> Tensor:
+    """Return what `compute` makes of a call, which gets at most `MAX_TOKENS_AT_ONCE` at a time."""
+    if len(call.hidden) <= MAX_TOKENS_AT_ONCE:
+        return compute(call)
+    parts = zip(*[tensor.split(MAX_TOKENS_AT_ONCE) for tensor in call.tensors], strict=True)
+    return torch.cat([compute(RoutedCall(call.layer, *part)) for part in parts])
 
 
 class DirectCall(NamedTuple):
@@ -160,23 +159,21 @@ class CpuExecutor(StatelessExecutor):
 
     def compute(self, call: RoutedCall, functions: ExpertFunctions) -> Tensor:
         """Compute a call, as `execute`."""
-        layer, hidden, top_k_index, top_k_weights = call
-        if hidden.requires_grad or top_k_weights.requires_grad:  # to ask costs less than to detach
-            hidden, top_k_weights = hidden.detach(), top_k_weights.detach()
-        if hidden.is_cpu and top_k_index.is_cpu and top_k_weights.is_cpu:
-            return self._execute(self.store[layer], hidden, top_k_index, top_k_weights, functions)
-        on_host = hidden.to("cpu"), top_k_index.to("cpu"), top_k_weights.to("cpu")
-        return self._execute(self.store[layer], *on_host, functions).to(hidden.device)
+        call = call.detached()
+        if all(tensor.is_cpu for tensor in call.tensors):
+            return self._execute(call, functions)
+        on_host = RoutedCall(call.layer, *[tensor.to("cpu") for tensor in call.tensors])
+        return self._execute(on_host, functions).to(call.hidden.device)
 
     def direct_call(self, call: RoutedCall, functions: ExpertFunctions) -> DirectCall | None:
         """Return the direct call of a packed layer; None for what the kernels do not know."""
         if type(self) is not CpuExecutor:  # a subclass computes in a way of its own
             return None
         layer = self.store[call.layer]
-        native, tensors = native_layer(layer, functions), call[1:]
-        if native is None or not can_run_steps(layer, functions) or not can_read(*tensors):
+        native = native_layer(layer, functions)
+        if native is None or not can_run_steps(layer, functions) or not can_read(call):
             return None
-        if not all(tensor.is_contiguous() for tensor in tensors):
+        if not all(tensor.is_contiguous() for tensor in call.tensors):
             return None
 
         def report(index: Tensor, num_active: int) -> None:
@@ -185,47 +182,30 @@ class CpuExecutor(StatelessExecutor):
 
         return DirectCall(native, None, report)
 
-    def _execute(
-        self,
-        layer: HostLayer,
-        hidden: Tensor,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-        functions: ExpertFunctions,
-    ) -> Tensor:
-        step = self._kernels.run_step(layer, functions, hidden, top_k_index, top_k_weights)
+    def _execute(self, call: RoutedCall, functions: ExpertFunctions) -> Tensor:
+        layer = self.store[call.layer]
+        step = self._kernels.run_step(layer, functions, call)
         if step is not None:
             out, num_active = step
             if self.listeners:
-                self.report(layer, top_k_index, num_active, top_k_index.numel())
+                self.report(layer, call.top_k_index, num_active, call.top_k_index.numel())
             return out
-        most = MAX_TOKENS_AT_ONCE
-        if hidden.shape[0] <= most:
-            return self._execute_chunk(layer, hidden, top_k_index, top_k_weights, functions)
-        chunks = zip(
-            hidden.split(most), top_k_index.split(most), top_k_weights.split(most), strict=True
-        )
-        return torch.cat([self._execute_chunk(layer, *chunk, functions) for chunk in chunks])
+        return computed_in_chunks(call, lambda chunk: self._execute_chunk(layer, chunk, functions))
 
     def _execute_chunk(
-        self,
-        layer: HostLayer,
-        hidden: Tensor,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-        functions: ExpertFunctions,
+        self, layer: HostLayer, call: RoutedCall, functions: ExpertFunctions
     ) -> Tensor:
         self._kernels.wake()  # while the rows are sorted
-        routing = Routing(top_k_index, layer.arrivals.num_experts)
+        routing = Routing(call.top_k_index, layer.arrivals.num_experts)
         order = routing.lone_order()
         with self._rows_lock:
-            side = CallSide(hidden, self._rows.rows(routing.num_rows, hidden.shape[1]))
-            call = LayerCall(layer, functions, routing, order)
+            rows = self._rows.rows(routing.num_rows, call.hidden.shape[1])
+            side, work = CallSide(call.hidden, rows), LayerCall(layer, functions, routing, order)
             if order:
-                self._kernels.run(call.batch(0, len(order), side))
+                self._kernels.run(work.batch(0, len(order), side))
             if self.listeners:
-                self.report(layer, top_k_index, len(routing.experts), routing.num_rows)
-            return call.prepare_result(side, top_k_weights, self._kernels.prepare_sum)()
+                self.report(layer, call.top_k_index, len(routing.experts), routing.num_rows)
+            return work.prepare_result(side, call.top_k_weights, self._kernels.prepare_sum)()
 
     def report(self, layer: HostLayer, chosen: Tensor, num_active: int, num_rows: int) -> None:
         """Tell the listeners what a layer's router chose, and how much was computed for it."""

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tandem.experts.execution.batch import ExpertBatch, ExpertFunctions
+from tandem.experts.execution.batch import ExpertBatch, ExpertFunctions, RoutedCall
 from tandem.experts.execution.routed_layers import RoutedLayers
 from tandem.experts.execution.routing import SumRows
 from tandem.experts.store.host_store import HostLayer
@@ -90,20 +90,15 @@ class ExpertKernels:
         return sum_rows
 
     def run_step(
-        self,
-        layer: HostLayer,
-        functions: ExpertFunctions,
-        hidden: Tensor,
-        index: Tensor,
-        weights: Tensor,
+        self, layer: HostLayer, functions: ExpertFunctions, call: RoutedCall
     ) -> tuple[Tensor, int] | None:
         """Compute all experts of a layer on the CPU for few tokens; see `RoutedLayers.run_step`."""
         if not isinstance(layer, PackedLayer):
             return None
         if self._on_busy is None:
-            return self.routed.run_step(layer, functions, hidden, index, weights)
+            return self.routed.run_step(layer, functions, call)
         begin = time.perf_counter()
-        found = self.routed.run_step(layer, functions, hidden, index, weights)
+        found = self.routed.run_step(layer, functions, call)
         self._on_busy(time.perf_counter() - begin)
         return found
 

@@ -21,10 +21,9 @@ from torch import Tensor
 
 from tandem.core.errors import ExecutionError
 from tandem.experts.cache.expert_cache import SHRINK, ExpertCache
-from tandem.experts.execution import executor as cpu_executor
-from tandem.experts.execution.batch import CallSide, ExpertFunctions
+from tandem.experts.execution.batch import CallSide, ExpertFunctions, RoutedCall
 from tandem.experts.execution.device import Device, OutOfDeviceMemoryError
-from tandem.experts.execution.executor import DirectCall, RoutedCall
+from tandem.experts.execution.executor import DirectCall, computed_in_chunks
 from tandem.experts.execution.expert_kernels import ExpertKernels
 from tandem.experts.execution.layer_call import LayerCall
 from tandem.experts.execution.routing import Routing
@@ -143,14 +142,13 @@ class HybridExecutor:
         functions: ExpertFunctions,
     ) -> Tensor:
         """Compute a layer; see `Executor`. Callers in several Python threads run one by one."""
-        if hidden.requires_grad or top_k_weights.requires_grad:  # to ask costs less than to detach
-            hidden, top_k_weights = hidden.detach(), top_k_weights.detach()
+        call = RoutedCall(layer, hidden, top_k_index, top_k_weights).detached()
         with self._turn:
             try:
                 if layer <= self._last_layer or self._announced is not None:
                     self._begin_step(hidden.shape[0])
                 self._last_layer = layer
-                return self._execute(layer, hidden, top_k_index, top_k_weights, functions)
+                return computed_in_chunks(call, lambda chunk: self._execute_chunk(chunk, functions))
             except Exception as error:
                 self._recover(shrink=False)
                 self.device.require_usable()
@@ -161,22 +159,6 @@ class HybridExecutor:
             except BaseException:  # Ctrl-C: no error, but the layer is half done all the same
                 self._recover(shrink=False)
                 raise
-
-    def _execute(
-        self,
-        layer: int,
-        hidden: Tensor,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-        functions: ExpertFunctions,
-    ) -> Tensor:
-        most = cpu_executor.MAX_TOKENS_AT_ONCE
-        if hidden.shape[0] <= most:
-            return self._execute_chunk(layer, hidden, top_k_index, top_k_weights, functions)
-        chunks = zip(
-            hidden.split(most), top_k_index.split(most), top_k_weights.split(most), strict=True
-        )
-        return torch.cat([self._execute_chunk(layer, *chunk, functions) for chunk in chunks])
 
     def _begin_step(self, num_tokens: int) -> None:
         self.settle()
@@ -191,15 +173,9 @@ class HybridExecutor:
             cache.clock.issue(ahead)
             cache.submit(ahead, is_needed=False)
 
-    def _execute_chunk(
-        self,
-        layer: int,
-        hidden: Tensor,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-        functions: ExpertFunctions,
-    ) -> Tensor:
+    def _execute_chunk(self, call: RoutedCall, functions: ExpertFunctions) -> Tensor:
         self.catch_up()
+        layer, hidden, top_k_index, top_k_weights = call
         host, cache = self.store[layer], self.cache
         index, tokens = self.device.download(top_k_index, hidden)
         routing = Routing(index, host.arrivals.num_experts)

@@ -6,9 +6,9 @@ from contextlib import AbstractContextManager
 from torch import Tensor
 
 from tandem.experts.cache.expert_cache import ExpertCache
-from tandem.experts.execution.batch import ExpertFunctions
+from tandem.experts.execution.batch import ExpertFunctions, RoutedCall
 from tandem.experts.execution.device import Device
-from tandem.experts.execution.executor import DirectCall, Executor, RoutedCall
+from tandem.experts.execution.executor import DirectCall, Executor
 from tandem.experts.tracing.events import Listener
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import ModelError
-from tandem.experts.execution.batch import ExpertBatch, ExpertFunctions
+from tandem.experts.execution.batch import ExpertBatch, ExpertFunctions, RoutedCall
 from tandem.experts.store.host_store import HostLayer
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.kernels import _native
@@ -38,8 +38,9 @@ def can_run_steps(layer: HostLayer, functions: ExpertFunctions) -> bool:
     return functions.post_norm is None and layer.input_order is None
 
 
-def can_read(hidden: Tensor, index: Tensor, weights: Tensor) -> bool:
+def can_read(call: RoutedCall) -> bool:
     """Tell whether native code reads a call's tensors as they are, but for gaps."""
+    _, hidden, index, weights = call
     return (
         hidden.shape[0] <= MAX_TOKENS
         and hidden.dtype in VALUE_DTYPES
@@ -90,21 +91,16 @@ class RoutedLayers:
             raise ModelError(f"the routing of a layer is damaged: {error}") from error
 
     def run_step(
-        self,
-        layer: HostLayer,
-        functions: ExpertFunctions,
-        hidden: Tensor,
-        index: Tensor,
-        weights: Tensor,
+        self, layer: HostLayer, functions: ExpertFunctions, call: RoutedCall
     ) -> tuple[Tensor, int] | None:
         """Return a layer's result and how many experts were active; None if it cannot.
 
         Sorts, computes and adds up natively, with every expert on the CPU.
         """
         native = self._prepared(layer, functions)
-        if native.native is None or not native.runs_steps or not can_read(hidden, index, weights):
+        if native.native is None or not native.runs_steps or not can_read(call):
             return None
-        hidden, index, weights = hidden.contiguous(), index.contiguous(), weights.contiguous()
+        hidden, index, weights = [tensor.contiguous() for tensor in call.tensors]
         out = torch.empty_like(hidden)
         num_tokens, top_k = index.shape
         active = self._run(

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import ConfigError
-from tandem.experts.execution.batch import ExpertFunctions
-from tandem.experts.execution.executor import DirectCall, Executor, RoutedCall
+from tandem.experts.execution.batch import ExpertFunctions, RoutedCall
+from tandem.experts.execution.executor import DirectCall, Executor
 from tandem.experts.execution.passing_executor import PassingExecutor
 from tandem.trace import RoutingTrace
 

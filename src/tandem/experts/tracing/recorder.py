@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import ModelError
-from tandem.experts.execution.executor import Executor, RoutedCall
+from tandem.experts.execution.batch import RoutedCall
+from tandem.experts.execution.executor import Executor
 from tandem.experts.execution.passing_executor import PassingExecutor
 from tandem.trace import RoutingTrace, TraceMeta
 

@@ -64,7 +64,7 @@ def find_routers(model: PreTrainedModel, bound: Bound) -> list[Router] | str:
     """Return every layer's router, in the store's order, or why there is no looking ahead."""
     names = {module: name for name, module in model.named_modules()}
     experts = {names[module]: layer for module, layer in bound}
-    with _watch(model, experts, names) as (calls, choices):
+    with _watch(experts, names) as (calls, choices):
         try:
             forward_tokens(model, WARM_UP_TOKENS)
         except Exception as error:  # whatever a model's own code raises
@@ -90,7 +90,7 @@ def find_routers(model: PreTrainedModel, bound: Bound) -> list[Router] | str:
 
 @contextmanager
 def _watch(
-    model: PreTrainedModel, experts: dict[str, int], names: dict[nn.Module, str]
+    experts: dict[str, int], names: dict[nn.Module, str]
 ) -> Iterator[tuple[list[_Call], dict[str, Tensor]]]:
     """Note what every module returns and what the experts receive."""
     calls: list[_Call] = []

@@ -10,8 +10,8 @@ import time
 import torch
 from torch import Tensor
 
-from tandem.experts.execution.batch import ExpertFunctions
-from tandem.experts.execution.executor import Executor, RoutedCall, StatelessExecutor
+from tandem.experts.execution.batch import ExpertFunctions, RoutedCall
+from tandem.experts.execution.executor import Executor, StatelessExecutor
 from tandem.experts.execution.passing_executor import PassingExecutor
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.compat import takes_logits_to_keep

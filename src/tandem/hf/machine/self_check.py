@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.experts.execution.batch import ExpertFunctions
-from tandem.experts.execution.executor import RoutedCall, StatelessExecutor
+from tandem.experts.execution.batch import ExpertFunctions, RoutedCall
+from tandem.experts.execution.executor import StatelessExecutor
 from tandem.experts.store.host_store import HostLayer
 from tandem.hf.checkpoint import AnyCheckpoint
 from tandem.hf.config import OffloadConfig
