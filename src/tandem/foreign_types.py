@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
     from transformers import PreTrainedTokenizerBase as Tokenizer
 else:
-    PreTrainedConfig = PreTrainedModel = Tokenizer = object
+    GenerationConfig = PreTrainedConfig = PreTrainedModel = Tokenizer = object
 
-__all__ = ["PreTrainedConfig", "PreTrainedModel", "Tokenizer"]
+__all__ = ["GenerationConfig", "PreTrainedConfig", "PreTrainedModel", "Tokenizer"]

@@ -9,13 +9,13 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from tandem.cli.paths import cache_dir
 from tandem.cli.streams import require_text
 from tandem.core.config import add_flags, option
 from tandem.core.errors import ModelError
 from tandem.devices.options import OffloadOptions
+from tandem.foreign_types import PreTrainedModel, Tokenizer
 
 DEMO_MODELS = ("demo", "demo-equal")
 _TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
@@ -98,7 +98,7 @@ def progress_bar() -> Callable[[str, int, int], None]:
 
 def load_model_and_tokenizer(
     choice: ModelChoice, offload: OffloadOptions, *, quiet: bool, dense_dtype: str = "none"
-) -> tuple[Any, Any]:
+) -> tuple[PreTrainedModel, Tokenizer]:
     """Load a model through Tandem, and its tokenizer; progress goes to standard error."""
     from tandem.hf.checkpoint import open_model
 
@@ -111,14 +111,14 @@ def load_model_and_tokenizer(
 
 def load_model(
     choice: ModelChoice, offload: OffloadOptions, *, quiet: bool, dense_dtype: str = "none"
-) -> Any:
+) -> PreTrainedModel:
     """Load a model through Tandem, for what needs no tokenizer."""
     found = find_model(choice, quiet=quiet)
     calm_transformers(quiet)
     return _load(found, offload, dense_dtype)
 
 
-def _load(found: ModelChoice, offload: OffloadOptions, dense_dtype: str) -> Any:
+def _load(found: ModelChoice, offload: OffloadOptions, dense_dtype: str) -> PreTrainedModel:
     import tandem
 
     names = [field.name for field in dataclasses.fields(OffloadOptions)]
@@ -132,7 +132,7 @@ def _load(found: ModelChoice, offload: OffloadOptions, dense_dtype: str) -> Any:
     )
 
 
-def load_tokenizer(found: ModelChoice) -> Any:
+def load_tokenizer(found: ModelChoice) -> Tokenizer:
     """Load the tokenizer of a model that has been found; `ModelError` if there is none."""
     from transformers import AutoTokenizer
 

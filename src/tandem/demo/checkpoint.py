@@ -2,13 +2,13 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from tandem.demo.recipe import Recipe
+from tandem.foreign_types import GenerationConfig, PreTrainedConfig
 
 INDEX = "model.safetensors.index.json"
 ROUTER = "block_sparse_moe.gate.weight"
@@ -76,7 +76,7 @@ def read_routers(directory: Path) -> list[torch.Tensor]:
     return routers
 
 
-def mixtral_config(dense: Any, recipe: Recipe) -> Any:
+def mixtral_config(dense: PreTrainedConfig, recipe: Recipe) -> PreTrainedConfig:
     """Return the Mixtral config of a dense Llama config with each FFN made into experts."""
     from transformers import MixtralConfig
 
@@ -96,7 +96,7 @@ def mixtral_config(dense: Any, recipe: Recipe) -> Any:
     )
 
 
-def generation_config(dense: Any) -> Any:
+def generation_config(dense: PreTrainedConfig) -> GenerationConfig:
     """Return the generation config that goes with a dense Llama config: its special tokens."""
     from transformers import GenerationConfig
 

@@ -5,7 +5,7 @@ meaning, without training.
 """
 
 import math
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,7 @@ def gate_inputs(
     """
     seen: list[list[torch.Tensor]] = [[] for _ in model.model.layers]
 
-    def keep(layer: int) -> Any:
+    def keep(layer: int) -> Callable[..., None]:
         return lambda module, args, output: seen[layer].append(output[0, 1:].bfloat16())
 
     hooks = [

@@ -5,6 +5,7 @@ from typing import Any
 
 from tandem.core.config import option, require_range
 from tandem.core.errors import ConfigError
+from tandem.foreign_types import GenerationConfig
 
 # What a generation config may ask for beyond the rule below; its values there that change nothing.
 _NOT_FOLLOWED: dict[str, tuple[object, ...]] = {
@@ -90,7 +91,7 @@ class SamplingOptions:
             return True
         return model_samples and self.seed is None
 
-    def rule(self, generation_config: Any) -> SamplingRule:
+    def rule(self, generation_config: GenerationConfig) -> SamplingRule:
         """Return the rule: what is given here, else what the model's generation config says."""
         penalty = self._given_or("repetition_penalty", generation_config)
         if not self.is_sampled(bool(generation_config.do_sample)):
@@ -105,12 +106,12 @@ class SamplingOptions:
             min_p=self._given_or("min_p", generation_config),
         )
 
-    def _given_or(self, name: str, generation_config: Any) -> Any:
+    def _given_or(self, name: str, generation_config: GenerationConfig) -> Any:
         given = getattr(self, name)
         return getattr(generation_config, name, None) if given is None else given
 
 
-def not_followed(generation_config: Any) -> list[str]:
+def not_followed(generation_config: GenerationConfig) -> list[str]:
     """Name what a model's generation config asks for and Tandem's loop does not do."""
     return [
         name

@@ -5,7 +5,6 @@ A step costs one pass over its logits. Only when they are spoilt are the layers 
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +56,7 @@ def _first_spoilt(model: PreTrainedModel, ids: list[int]) -> str | None:
     """Run tokens once more; return the name of the first module whose output is not finite."""
     found: list[str] = []
 
-    def listener(name: str) -> Any:
+    def listener(name: str) -> Callable[..., None]:
         def listen(module: nn.Module, args: object, output: object) -> None:
             if not found and any(_is_spoilt(tensor) for tensor in _tensors(output)):
                 found.append(name)

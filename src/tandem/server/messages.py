@@ -7,15 +7,16 @@ was under way already: the receiver drops that.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from tandem.foreign_types import PreTrainedModel, Tokenizer
 from tandem.generate.ending import EndOptions
 from tandem.generate.penalties import Penalties
 from tandem.generate.sampling import SamplingOptions
 from tandem.generate.token_output import BatchCounts, TokenOutput
 
 # Loads (model, tokenizer); pickled by name, so that the engine process can call it.
-ModelLoader = Callable[[], tuple[Any, Any]]
+ModelLoader = Callable[[], tuple[PreTrainedModel, Tokenizer]]
 # The engine process ends so when the model cannot be loaded: trying again would not help.
 EXIT_CANNOT_LOAD = 3
 

@@ -5,11 +5,11 @@ import logging
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import uvicorn
 
 from tandem.core.errors import ConfigError, TandemError
+from tandem.foreign_types import Tokenizer
 from tandem.server.app import Server, create_app
 from tandem.server.engine_client import EngineClient
 from tandem.server.messages import EngineSettings, ModelLoader
@@ -27,7 +27,7 @@ class Source:
 
     name: str
     load_model: ModelLoader
-    load_tokenizer: Callable[[], Any]
+    load_tokenizer: Callable[[], Tokenizer]
 
 
 class _Uvicorn(uvicorn.Server):
