@@ -56,14 +56,15 @@ void add_choice(Program& program, std::int64_t num_tokens, std::int64_t num_expe
 void add_ranked_choice(Program& program, std::int64_t num_tokens, std::int64_t num_experts,
                        std::int64_t top_k, std::int64_t groups, std::int64_t kept_groups,
                        std::int64_t best_of_group, bool is_normalised, float epsilon, float scale,
-                       std::uintptr_t scores, std::uintptr_t ranks, std::uintptr_t weights,
-                       std::uintptr_t index) {
+                       bool scores_are_bf16, std::uintptr_t scores, std::uintptr_t ranks,
+                       bool weights_are_bf16, std::uintptr_t weights, std::uintptr_t index) {
   if (groups < 1 || num_experts % groups != 0 || best_of_group > num_experts / groups ||
       top_k > kept_groups * (num_experts / groups))
     throw std::invalid_argument("expected groups of equal size with enough experts");
   program.add(RankedChoice{num_tokens, num_experts, top_k, groups, kept_groups, best_of_group,
-                           is_normalised, epsilon, scale, pointer<const float>(scores),
-                           pointer<const float>(ranks), pointer<float>(weights),
+                           is_normalised, epsilon, scale, value_type(scores_are_bf16),
+                           pointer<const void>(scores), pointer<const float>(ranks),
+                           value_type(weights_are_bf16), pointer<void>(weights),
                            pointer<std::int64_t>(index)});
 }
 

@@ -51,6 +51,8 @@ void list_candidates(const RankedChoice& call, const float* ranks,
 
 void choose(const RankedChoice& call) {
   thread_local std::vector<std::int64_t> order;
+  thread_local std::vector<float> chosen;
+  chosen.resize(call.top_k);
   for (std::int64_t t = 0; t < call.num_tokens; ++t) {
     const float* ranks = call.ranks + t * call.num_experts;
     if (call.kept_groups < call.groups) {
@@ -60,16 +62,19 @@ void choose(const RankedChoice& call) {
       std::iota(order.begin(), order.end(), 0);
     }
     put_best_first(ranks, call.top_k, order);
-    float* weights = call.weights + t * call.top_k;
+    float* weights = chosen.data();
     float total = 0;
     for (std::int64_t k = 0; k < call.top_k; ++k) {
       call.index[t * call.top_k + k] = order[k];
-      weights[k] = call.scores[t * call.num_experts + order[k]];
+      load_values(value_at(call.scores, call.score_type, t * call.num_experts + order[k]),
+                  call.score_type, 1, weights + k);
       total += weights[k];
     }
     if (call.is_normalised)
       for (std::int64_t k = 0; k < call.top_k; ++k) weights[k] /= total + call.epsilon;
     for (std::int64_t k = 0; k < call.top_k; ++k) weights[k] *= call.scale;
+    store_values(weights, call.top_k, call.weight_type,
+                 value_at(call.weights, call.weight_type, t * call.top_k));
   }
 }
 

@@ -74,9 +74,11 @@ struct RankedChoice {
   std::int64_t groups, kept_groups, best_of_group;  // all groups are kept if they are as many
   bool is_normalised;
   float epsilon, scale;
-  const float* scores;   // (num_tokens, num_experts)
+  ValueType score_type;
+  const void* scores;    // (num_tokens, num_experts)
   const float* ranks;    // (num_tokens, num_experts)
-  float* weights;        // (num_tokens, top_k)
+  ValueType weight_type;
+  void* weights;         // (num_tokens, top_k)
   std::int64_t* index;   // (num_tokens, top_k)
 };
 void choose(const RankedChoice& call);

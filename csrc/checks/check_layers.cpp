@@ -210,7 +210,8 @@ bool ranked_agrees(Random& random) {
   std::vector<float> weights(tokens * top_k);
   std::vector<std::int64_t> index(tokens * top_k);
   tandem::choose(tandem::RankedChoice{tokens, experts, top_k, groups, kept, best, false, 0.0f, 2.5f,
-                                      scores.data(), ranks.data(), weights.data(), index.data()});
+                                      ValueType::kFp32, scores.data(), ranks.data(),
+                                      ValueType::kFp32, weights.data(), index.data()});
   for (std::int64_t t = 0; t < tokens; ++t) {
     const float* rank = ranks.data() + t * experts;
     std::vector<std::pair<float, std::int64_t>> sums, wanted;

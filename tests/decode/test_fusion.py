@@ -184,6 +184,21 @@ def test_a_choice_by_ranks(num_groups: int, has_sum: bool, filling: float) -> No
         torch.testing.assert_close(recorded.run(), step(), atol=2e-3, rtol=1e-3)
 
 
+def test_a_choice_by_ranks_with_weights_in_bf16() -> None:
+    """As LFM2 has it: the biases are fp32, the scores what the model computes in."""
+    layer, x = linear(DIM, 24, torch.bfloat16), torch.randn(ROWS, DIM).bfloat16()
+    bias, nothing = torch.randn(24), torch.zeros(ROWS, 24, dtype=torch.bfloat16)
+
+    def step() -> Tensor:
+        scores = layer(x).sigmoid()
+        experts = torch.topk(scores + bias, k=4, dim=-1)[1]
+        weights = scores.gather(1, experts)
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-6) * 1.5
+        return nothing.scatter(1, experts, weights)
+
+    check(step, x, num_calls=2)
+
+
 def test_a_result_that_is_read_too_early_is_not_replaced() -> None:
     layer, x = linear(DIM, 8, torch.float32), torch.randn(ROWS, DIM)
 

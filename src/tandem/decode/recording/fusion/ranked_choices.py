@@ -16,7 +16,7 @@ from tandem.decode.recording.fusion.routers import takes_largest
 from tandem.decode.recording.program import NativeCall, require_contiguous
 from tandem.decode.recording.recorder import Operation
 from tandem.kernels import _native
-from tandem.kernels.dense import CpuThreads
+from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
 
 
 class _Groups(NamedTuple):
@@ -62,9 +62,9 @@ def _match(graph: Graph, gathered: Operation, threads: CpuThreads) -> Found | No
     if graph.is_read_outside(group, [index, result]):
         return None
     tensors = [graph.tensor(ref) for ref in (scores, ranks, result)]  # type: ignore[arg-type]
-    if not all(x.dtype == torch.float32 and x.dim() == 2 for x in tensors):
+    if tensors[1].dtype != torch.float32 or any(x.dtype not in VALUE_DTYPES for x in tensors):
         return None
-    if not all(x.is_contiguous() for x in tensors):
+    if not all(x.dim() == 2 and x.is_contiguous() for x in tensors):
         return None
     args = (scores, ranks)
     call = _ranked_call(threads, best.args[1], groups, weights)
@@ -135,8 +135,9 @@ def _ranked_call(threads: CpuThreads, top_k: int, groups: _Groups, weights: _Wei
         (scores, ranks), (chosen, index) = inputs, outputs
         require_contiguous(scores, ranks)
         program.add_ranked_choice(
-            scores.shape[0], scores.shape[1], top_k, *groups, *weights, scores.data_ptr(),
-            ranks.data_ptr(), chosen.data_ptr(), index.data_ptr(),
+            scores.shape[0], scores.shape[1], top_k, *groups, *weights,
+            scores.dtype == torch.bfloat16, scores.data_ptr(), ranks.data_ptr(),
+            chosen.dtype == torch.bfloat16, chosen.data_ptr(), index.data_ptr(),
         )  # fmt: skip
 
     return NativeCall(add, threads)
