@@ -51,6 +51,8 @@ def attention_forward(
     if has_mask or position_bias is not None or not causal:
         raise NotByRowsError("attention has a mask or a bias of the model's own")
     cache.expect_sharing(module)
+    if query.shape[1] % key.shape[1]:
+        raise NotByRowsError(f"{query.shape[1]} query heads share {key.shape[1]} of keys")
     form = AttentionForm(
         num_heads=query.shape[1],
         num_kv_heads=key.shape[1],
