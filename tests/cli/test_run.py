@@ -39,7 +39,7 @@ def test_answers_a_prompt_and_prints_statistics(model: str) -> None:
 
 
 def test_a_model_that_keeps_states_says_why_it_is_slower(tmp_path: Path) -> None:
-    padded = str(save_tiny_checkpoint(tmp_path / "padded", "qwen3_next"))
+    padded = str(save_tiny_checkpoint(tmp_path / "padded", "deepseek_v4"))
     done = tandem("run", padded, "-p", "hello", "--max-new-tokens", "8", "--temperature", "0")
     assert "[slower than it could be: steps run padded" in done.stderr
 
