@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tandem.core.errors import ConfigError
-from tandem.decode.indexers import SeesAllBefore
+from tandem.decode.indexers import SeesAllBefore, SelectedPositions
 from tandem.decode.kv_cache.base import NotByRowsError, current_cache
 from tandem.kernels.attention import AttentionForm
 
@@ -23,7 +23,7 @@ def attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | SeesAllBefore | None,
+    attention_mask: Tensor | SeesAllBefore | SelectedPositions | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -47,6 +47,8 @@ def attention_forward(
             "attention as it was loaded"
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if isinstance(attention_mask, SelectedPositions):
+        indices, attention_mask = attention_mask.indices, None
     has_mask = attention_mask is not None and not isinstance(attention_mask, SeesAllBefore)
     if has_mask or position_bias is not None or not causal:
         raise NotByRowsError("attention has a mask or a bias of the model's own")

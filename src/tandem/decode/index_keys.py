@@ -2,10 +2,10 @@
 
 An indexer (DeepSeek-V3.2's and its like) scores every position of a token's slot, and attention
 sees the best ones alone. While a slot holds no more than so many, it sees all, and nothing is
-scored.
+scored. Some indexers score whole blocks of positions, by keys that are pooled from their tokens'.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,6 +24,26 @@ class Selection(NamedTuple):
     scale: float
     most: int
     """Positions that a token sees at most."""
+    block: int = 1
+    """Positions that are selected together; those after the last whole one are always seen."""
+
+    @classmethod
+    def of_blocks(cls, scale: float, most_blocks: int, block: int) -> "Selection":
+        """Select so many blocks, and the tail."""
+        return cls(scale, (most_blocks + 1) * block - 1, block)
+
+
+# Makes the keys (n_blocks, dim) of whole blocks from those of their tokens, (n_blocks, block, any).
+Pool = Callable[[Tensor], Tensor]
+
+
+class NewIndexKeys(NamedTuple):
+    """Where a step's index keys go, and what is selected by them."""
+
+    layer: int
+    selection: Selection
+    pool: Pool | None = None
+    """None: blocks are single positions."""
 
 
 class IndexStore:
@@ -32,8 +52,8 @@ class IndexStore:
     def __init__(self, num_slots: int) -> None:
         """Hold nothing for so many slots; layers come as the model asks for them."""
         self._num_slots = num_slots
-        self._layers: dict[int, Tensor] = {}
-        """(slots, capacity, dim)"""
+        self._layers: dict[tuple[int, int], Tensor] = {}
+        """(slots, capacity / block, dim), by a layer's number and the block that a key is of"""
         self._most = 0
 
     @property
@@ -43,40 +63,58 @@ class IndexStore:
 
     def bytes_of(self, num_tokens: int) -> int:
         """Return the bytes of so many tokens of one slot, in all layers."""
-        return sum(keys[0, :1].nbytes for keys in self._layers.values()) * num_tokens
+        kept = self._layers.items()
+        return sum(keys[0, :1].nbytes * -(-num_tokens // block) for (_, block), keys in kept)
 
     def read_bytes(self, length: int) -> int:
-        """Return the bytes that a token reads in a slot of so many tokens."""
+        """Return the bytes that a token reads at most in a slot of so many tokens."""
         return self.bytes_of(length) if length > self._most else 0
 
     def reserve(self, capacity: int, used: int) -> None:
         """Make room for `capacity` tokens in each slot, of which the first `used` are kept."""
-        for layer, keys in self._layers.items():
-            self._layers[layer] = new = self._room(capacity, keys.shape[2])
-            new[:, :used] = keys[:, :used]
+        for (layer, block), keys in self._layers.items():
+            count = -(-used // block)
+            self._layers[layer, block] = new = self._room(capacity, block, keys.shape[2])
+            new[:, :count] = keys[:, :count]
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Let a slot begin with the first `length` tokens of another one."""
-        for keys in self._layers.values():
-            keys[target, :length] = keys[source, :length]
+        for (_, block), keys in self._layers.items():
+            count = -(-length // block)
+            keys[target, :count] = keys[source, :count]
 
     def pretend(self, length: int) -> None:
         """Let every slot hold `length` invented tokens."""
-        for keys in self._layers.values():
-            keys[:, :length].normal_()
+        for (_, block), keys in self._layers.items():
+            keys[:, : -(-length // block)].normal_()
 
     def append(
-        self, layer: int, capacity: int, rows: Tensor, positions: Tensor, keys: Tensor
+        self,
+        new: NewIndexKeys,
+        capacity: int,
+        rows: Tensor,
+        positions: Tensor,
+        segments: Sequence[Segment],
+        keys: Tensor,
     ) -> Tensor:
-        """Keep (n_tokens, dim) of a layer; return the layer's (slots, capacity, dim).
+        """Keep (n_tokens, any) of a layer; return what its blocks are scored by, of all slots.
 
         `capacity` is the room of a layer that is new.
         """
-        if layer not in self._layers:
-            self._layers[layer] = self._room(capacity, keys.shape[1])
-        kept = self._layers[layer]
-        kept[rows, positions] = keys.float()
-        return kept
+        tokens = self._kept(new.layer, 1, capacity, keys.shape[1])
+        tokens[rows, positions] = keys.float()
+        if new.pool is None:
+            return tokens
+        block = new.selection.block
+        for row, first, count in segments:
+            begin, end = first // block, (first + count) // block  # that are whole now
+            if begin == end and (new.layer, block) in self._layers:
+                continue
+            whole = tokens[row, begin * block : end * block].unflatten(0, (end - begin, block))
+            pooled = new.pool(whole)
+            blocks = self._kept(new.layer, block, capacity, pooled.shape[1])
+            blocks[row, begin:end] = pooled.float()
+        return self._layers[new.layer, block]
 
     def select(
         self,
@@ -84,7 +122,7 @@ class IndexStore:
         segments: Sequence[Segment],
         selection: Selection,
         query: Tensor,
-        weights: Tensor,
+        weights: Tensor | None,
     ) -> Tensor:
         """Return the positions that tokens see: (n_tokens, most) int32; -1 first: all.
 
@@ -94,21 +132,25 @@ class IndexStore:
         self._most = most = selection.most
         selected = torch.full((len(query), most), -1, dtype=torch.int32, device="cpu")
         first = 0
-        for segment in segments:
-            end = segment.first_position + segment.num_tokens
-            some = max(0, most - segment.first_position)  # see all
-            parts = range(first + some, first + segment.num_tokens)
-            for part in _cut(parts, _MOST_SCORES // (end * query.shape[1])):
-                scores = _scores(kept[segment.row, :end], selection, query[part], weights[part])
-                seen = torch.arange(part.start, part.stop, device="cpu") - first
-                seen += segment.first_position
-                _hide_later(scores, seen)
-                selected[part] = _greatest(scores, most)
-            first += segment.num_tokens
+        for row, position, count in segments:
+            some = max(0, most - position)  # see all
+            keys = kept[row, : (position + count) // selection.block]
+            parts = range(first + some, first + count)
+            for part in _cut(parts, _MOST_SCORES // max(1, len(keys) * query.shape[1])):
+                part_weights = None if weights is None else weights[part]
+                scores = _scores(keys, selection.scale, query[part], part_weights)
+                own = torch.arange(part.start, part.stop, device="cpu") + (position - first)
+                selected[part] = _positions(scores, selection, own)
+            first += count
         return selected
 
-    def _room(self, capacity: int, dim: int) -> Tensor:
-        return torch.zeros((self._num_slots, capacity, dim), device="cpu")
+    def _kept(self, layer: int, block: int, capacity: int, dim: int) -> Tensor:
+        if (layer, block) not in self._layers:
+            self._layers[layer, block] = self._room(capacity, block, dim)
+        return self._layers[layer, block]
+
+    def _room(self, capacity: int, block: int, dim: int) -> Tensor:
+        return torch.zeros((self._num_slots, -(-capacity // block), dim), device="cpu")
 
 
 def _cut(tokens: range, count: int) -> Iterator[slice]:
@@ -117,10 +159,23 @@ def _cut(tokens: range, count: int) -> Iterator[slice]:
         yield slice(first, min(first + count, tokens.stop))
 
 
-def _scores(keys: Tensor, selection: Selection, query: Tensor, weights: Tensor) -> Tensor:
-    """Score (n_positions, dim) for some tokens: (n_tokens, n_positions)."""
-    by_head = torch.relu(torch.matmul(query.float(), keys.T) * selection.scale)
+def _scores(keys: Tensor, scale: float, query: Tensor, weights: Tensor | None) -> Tensor:
+    """Score (n_blocks, dim) for some tokens: (n_tokens, n_blocks)."""
+    by_head = torch.relu(torch.matmul(query.float(), keys.T) * scale)
+    if weights is None:
+        return by_head.sum(dim=1)
     return torch.matmul(weights.float()[:, None], by_head)[:, 0]
+
+
+def _positions(scores: Tensor, selection: Selection, own: Tensor) -> Tensor:
+    """Return the positions (n_tokens, most) of the best blocks before each token's `own`."""
+    block = selection.block
+    _hide_later(scores, (own + 1) // block)
+    best = _greatest(scores, (selection.most + 1) // block - 1)
+    selected = best[..., None] * block + torch.arange(block, device="cpu")
+    tail = ((own + 1) // block * block)[:, None] + torch.arange(block - 1, device="cpu")
+    tail = tail.masked_fill(tail > own[:, None], -1)
+    return torch.cat([selected.flatten(1), tail], dim=1)
 
 
 def _greatest(scores: Tensor, most: int) -> Tensor:
@@ -136,11 +191,11 @@ def _greatest(scores: Tensor, most: int) -> Tensor:
     return is_selected.nonzero()[:, 1].view(len(scores), most)
 
 
-def _hide_later(scores: Tensor, positions: Tensor) -> None:
-    """Give positions after the tokens' own (n_tokens,) the least score.
+def _hide_later(scores: Tensor, counts: Tensor) -> None:
+    """Give all but the first `counts` (n_tokens,) blocks the least score.
 
     What is no number gets the greatest: attention sees it too, and the logits tell.
     """
     scores.nan_to_num_(nan=float("inf"), posinf=float("inf"), neginf=float("-inf"))
-    later = torch.arange(scores.shape[1], device="cpu")[None] > positions[:, None]
+    later = torch.arange(scores.shape[1], device="cpu")[None] >= counts[:, None]
     scores.masked_fill_(later, float("-inf"))

@@ -17,13 +17,20 @@ from torch import Tensor
 
 from tandem.decode.index_keys import Selection
 
-# Selects for a layer: new index keys (n_tokens, dim), queries (n_tokens, heads, dim), weights
-# (n_tokens, heads) -> (n_tokens, most) int32.
+# Selects for a layer: new index keys (b, n_tokens, dim), queries (b, n_tokens, heads, dim), weights
+# (b, n_tokens, heads) -> (b, n_tokens, most) int32.
 Select = Callable[[Selection, Tensor, Tensor, Tensor], Tensor]
 
 
 class UnknownIndexerError(TypeError):
     """An indexer does something else with its keys than Tandem knows."""
+
+
+class SelectedPositions(NamedTuple):
+    """Stands for a mask where every token sees the positions that an indexer selected."""
+
+    indices: Tensor
+    """(b, n_tokens, most) int32"""
 
 
 class SeesAllBefore:
@@ -38,6 +45,14 @@ class SeesAllBefore:
     def __invert__(self) -> "SeesAllBefore":
         """Return itself: what is hidden is as well known as what is seen."""
         return self
+
+    def is_floating_point(self) -> bool:
+        """Return False: it is a mask of truth values."""
+        return False
+
+    def __and__(self, selected: SelectedPositions) -> SelectedPositions:
+        """Return what an indexer selected, which is never later than the token."""
+        return selected
 
 
 def masks_by_layer_type(model: Any, layers: Iterable[Any]) -> dict[str, SeesAllBefore | None]:
@@ -131,14 +146,8 @@ class IndexScores:
         """Select the positions of the greatest scores."""
         if self.query is None or self.weights is None or not self.is_masked or dim != -1:
             raise UnknownIndexerError("an indexer selects by something else than weighted scores")
-        lead, heads = self.query.shape[:2], self.query.shape[2]
-        indices = self.select(
-            Selection(self.scale, most),
-            self.key.flatten(0, 1),
-            self.query.flatten(0, 1),
-            self.weights.reshape(-1, heads),
-        )
-        return Selected(indices.view(*lead, most))
+        selection, weights = Selection(self.scale, most), self.weights.squeeze(-2)
+        return Selected(self.select(selection, self.key, self.query, weights))
 
     def float(self) -> "IndexScores":
         """Return itself: index keys are kept in fp32."""

@@ -15,7 +15,7 @@ from tandem.decode.padded import PaddedRows
 from tandem.decode.shallow_copy import ShallowCopy
 from tandem.experts.execution.executor import Executor
 from tandem.experts.tracing.events import unheard
-from tandem.hf.compat import takes_logits_to_keep
+from tandem.hf.compat import forget_positions, takes_logits_to_keep
 from tandem.hf.config_values import foreign_errors
 from tandem.hf.lookahead.warm_up import warm_up_ids
 from tandem.hf.runtime import runtime_of
@@ -74,6 +74,7 @@ class ModelRunner:
         """
         is_kept = keep is not None and self.keeps_logits
         self._norms.is_on = ids.numel() > _STEP_TOKENS
+        forget_positions(self._shell)
         with stepping(self._cache):
             outputs = self._copy.model(
                 input_ids=ids,

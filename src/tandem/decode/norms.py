@@ -103,7 +103,7 @@ def _find_kind(
         return None
     if not isinstance(expected, Tensor) or (expected.shape, expected.dtype) != (x.shape, x.dtype):
         return None
-    num_groups = len(weight) // getattr(module, "group_size", len(weight))
+    num_groups = len(weight) // (getattr(module, "group_size", None) or len(weight))
     for offset, rounds_first, kind_of_gate in itertools.product(
         (0.0, 1.0), (True, False), _GATES if has_gate else (_NO_GATE,)
     ):

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from tandem.decode.block_indexers import methods_for
 from tandem.decode.named_operations import forward_with_operations
 from tandem.hf.compat import config_to_step
 from tandem.hf.experts import is_experts_module
@@ -58,10 +59,18 @@ class ShallowCopy:
             own["forward"] = self._forwards[module]
         forward = None if "forward" in vars(module) else forward_with_operations(type(module))
         copy = module
-        if own or forward or any(child is not copied for child, copied in copies.items()):
+        methods = methods_for(module)
+        if (
+            own
+            or forward
+            or methods
+            or any(child is not copied for child, copied in copies.items())
+        ):
             copy = copy_module(module, copies, own)
             if forward is not None:
                 copy.forward = MethodType(forward, copy)
+            for name, method in methods.items():
+                setattr(copy, name, MethodType(method, copy))
             self._known.append((module, children))
         self._copies[module] = copy
         return copy

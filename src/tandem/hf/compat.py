@@ -96,6 +96,11 @@ def is_empty_cache_layer(layer: object) -> bool:
     return type(layer).__name__ == "DummyLayer"
 
 
+def forget_positions(cache: object) -> None:
+    """Forget the positions that Qwen4's code notes on a cache, to begin the next with (5.17)."""
+    vars(cache).pop("position_ids", None)
+
+
 def first_position_ids(model: PreTrainedModel, ids: Tensor, kwargs: dict[str, object]) -> Tensor:
     """Return the positions that `generate` gives a prompt's tokens (5.17 to today)."""
     positions: Tensor = model._prepare_position_ids_for_generation(ids, dict(kwargs))

@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -21,7 +20,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from tandem.decode.index_keys import Selection
+from tandem.decode.index_keys import Pool, Selection
 from tandem.decode.indexers import IndexScores
 from tandem.decode.states import StateHandle
 from tandem.hf.compat import is_empty_cache_layer
@@ -80,7 +79,13 @@ class RowCache(ABC):
         raise NotByRowsError("the model keeps states beside keys and values")
 
     def select(
-        self, layer: int, selection: Selection, key: Tensor, query: Tensor, weights: Tensor
+        self,
+        layer: int,
+        selection: Selection,
+        key: Tensor,
+        query: Tensor,
+        weights: Tensor | None,
+        pool: Pool | None = None,
     ) -> Tensor:
         """Keep the step's new index keys of a layer; return the positions that its tokens see.
 
@@ -181,7 +186,28 @@ class _IndexedLayer(_Layer):
 
     def update_indexer(self, key_states: Tensor) -> IndexScores:
         """Return what stands for the index keys of each token's slot."""
-        return IndexScores(partial(self._cache.select, self._layer), key_states)
+        return IndexScores(self.select, key_states)
+
+    def select(
+        self,
+        selection: Selection,
+        key: Tensor,
+        query: Tensor,
+        weights: Tensor | None,
+        pool: Pool | None = None,
+    ) -> Tensor:
+        """As of `RowCache.select`, for tensors (b, n_tokens, ...)."""
+        flat = None if weights is None else weights.flatten(0, 1)
+        cache, tokens = self._cache, (key.flatten(0, 1), query.flatten(0, 1), flat)
+        return cache.select(self._layer, selection, *tokens, pool).view(*key.shape[:2], -1)
+
+    @property
+    def indexer_position_ids(self) -> None:
+        """None: the positions of earlier tokens are not asked for again."""
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, position_ids: Tensor) -> None:
+        """No-op."""
 
 
 class _StateLayer(LinearAttentionLayer):  # type: ignore[misc]

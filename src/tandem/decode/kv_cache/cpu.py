@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tandem.core.errors import CapacityError
 from tandem.core.units import format_bytes
-from tandem.decode.index_keys import IndexStore, Selection
+from tandem.decode.index_keys import IndexStore, NewIndexKeys, Pool, Selection
 from tandem.decode.kv_cache.base import NotByRowsError, RowCache
 from tandem.decode.kv_cache.windows import KeptWindow
 from tandem.decode.states import StateHandle, StateKey, StateStore
@@ -186,21 +186,29 @@ class KvCache(RowCache):
         return result
 
     def select(
-        self, layer: int, selection: Selection, key: Tensor, query: Tensor, weights: Tensor
+        self,
+        layer: int,
+        selection: Selection,
+        key: Tensor,
+        query: Tensor,
+        weights: Tensor | None,
+        pool: Pool | None = None,
     ) -> Tensor:
         """Keep the step's new index keys of a layer; return the positions that its tokens see.
 
         As of `IndexStore.select`, in the order of `begin`.
         """
-        result: Tensor = opaque(SELECTION, _select, self, layer, selection, key, query, weights)
+        new = NewIndexKeys(layer, selection, pool)
+        result: Tensor = opaque(SELECTION, _select, self, new, key, query, weights)
         return result
 
     def select_of_layer(
-        self, layer: int, selection: Selection, key: Tensor, query: Tensor, weights: Tensor
+        self, new: NewIndexKeys, key: Tensor, query: Tensor, weights: Tensor | None
     ) -> Tensor:
-        """The same; whether it is recorded is the caller's business."""
-        kept = self.index_keys.append(layer, self._capacity, self.rows, self.positions, key)
-        return self.index_keys.select(kept, self._segments, selection, query, weights)
+        """The same for a layer that is known."""
+        tokens = (self.rows, self.positions, self._segments)
+        kept = self.index_keys.append(new, self._capacity, *tokens, key)
+        return self.index_keys.select(kept, self._segments, new.selection, query, weights)
 
     def attend(
         self,
@@ -340,9 +348,9 @@ def _attend_layer(
 
 
 def _select(
-    cache: KvCache, layer: int, selection: Selection, key: Tensor, query: Tensor, weights: Tensor
+    cache: KvCache, new: NewIndexKeys, key: Tensor, query: Tensor, weights: Tensor | None
 ) -> Tensor:
-    return cache.select_of_layer(layer, selection, key, query, weights)
+    return cache.select_of_layer(new, key, query, weights)
 
 
 def _advance(cache: KvCache, state: LayerState, *inputs: Tensor) -> Tensor:

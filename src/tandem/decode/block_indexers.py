@@ -1,0 +1,95 @@
+"""Indexers that select blocks of positions: Qwen4's and GLM-5.3-Flash's, for tokens of any slots.
+
+Their own code pools the keys of whole blocks, scores the blocks, and lets a token see the best ones
+and what follows the last whole block before it; but it does so sequence by sequence. In a shallow
+copy of a model the methods here stand in their place, for modules of exactly these forms.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tandem.decode.index_keys import Selection
+from tandem.decode.indexers import SelectedPositions
+
+Method = Callable[..., Any]
+
+_QWEN4 = {"index_qk_proj", "q_layernorm", "k_layernorm", "block_topk", "compress_ratio"}
+_GLM5 = {"wq_b", "wk", "k_norm", "weights_proj", "index_kpool", "index_kpool_compress_gate"}
+
+
+def methods_for(module: nn.Module) -> Mapping[str, Method]:
+    """Return what stands in place of a module's methods, by their names."""
+    if all(hasattr(module, name) for name in _QWEN4):
+        return {"forward": _select_qwen4}
+    if all(hasattr(module, name) for name in _GLM5) and module.index_kpool_always_select_tail:
+        return {"forward": _select_glm5}
+    if hasattr(module, "build_attention_mask_from_topk"):
+        return {"build_attention_mask_from_topk": _positions_as_mask}
+    return {}
+
+
+def _select_qwen4(
+    self: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Any,
+    past_key_values: Any,
+) -> SelectedPositions:
+    """Pool by means, which are normed and turned by the angles of their first position."""
+    rotate = vars(sys.modules[type(self).__module__])["apply_rotary_pos_emb"]
+    cos, sin = position_embeddings  # (b, n_tokens, width)
+    shape = (*hidden_states.shape[:2], -1, self.index_head_dim)
+    widths = [n * self.index_head_dim for n in (self.index_n_heads, self.index_kv_heads)]
+    query, key = (
+        part.reshape(shape) for part in self.index_qk_proj(hidden_states).split(widths, dim=-1)
+    )
+    query = rotate(self.q_layernorm(query), cos=cos, sin=sin, unsqueeze_dim=2)
+    dim, width, dtype = self.index_head_dim, cos.shape[-1], key.dtype
+
+    def pool(blocks: Tensor) -> Tensor:
+        keys, cos, sin = blocks.split([dim, width, width], dim=-1)  # (n_blocks, block, dim)
+        pooled = self.k_layernorm(keys.mean(dim=1).to(dtype))[:, None]
+        turned: Tensor = rotate(pooled, cos=cos[:, 0].to(dtype), sin=sin[:, 0].to(dtype))
+        return turned[:, 0]
+
+    selection = Selection.of_blocks(1 / math.sqrt(dim), self.block_topk, self.compress_ratio)
+    packed = torch.cat([key.squeeze(2), cos, sin], dim=-1)
+    layer = past_key_values.layers[self.layer_idx]
+    return SelectedPositions(layer.select(selection, packed, query, None, pool))
+
+
+def _select_glm5(
+    self: Any, hidden_states: Tensor, q_resid: Tensor, attention_mask: Any, past_key_values: Any
+) -> Tensor:
+    """Pool by weights that each token gives, for each place of its block."""
+    dim, dtype = self.head_dim, hidden_states.dtype
+    query = self.wq_b(q_resid).view(*hidden_states.shape[:2], -1, dim)
+    key = self.k_norm(self.wk(hidden_states))
+    gate = F.linear(hidden_states, self.index_kpool_compress_gate)
+    weights = self.weights_proj(hidden_states.to(self.weights_proj.weight.dtype)).float()
+
+    def pool(blocks: Tensor) -> Tensor:
+        keys, gates = blocks.split([dim, dim], dim=-1)  # (n_blocks, block, dim)
+        shares = (gates + self.index_kpool_compress_ape.float()).softmax(dim=1).to(dtype)
+        pooled: Tensor = (shares * keys.to(dtype)).sum(dim=1)
+        return pooled
+
+    selection = Selection.of_blocks(
+        self.softmax_scale, self.index_topk // self.index_kpool, self.index_kpool
+    )
+    layer = past_key_values.layers[self.layer_idx]
+    packed = torch.cat([key, gate], dim=-1)
+    selected: Tensor = layer.select(selection, packed, query, weights * self.n_heads**-0.5, pool)
+    return selected
+
+
+def _positions_as_mask(
+    self: Any, topk_indices: Tensor, query_states: Tensor, kv_length: int
+) -> SelectedPositions:
+    return SelectedPositions(topk_indices)
