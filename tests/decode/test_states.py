@@ -111,7 +111,7 @@ def test_another_slot_takes_over_a_beginning(length: int, threads: CpuThreads) -
     close(pool.decode({0: 77}), fresh.prefill({1: [*LONG[:123], 77]}))
 
 
-def test_a_step_that_breaks_off_forgets_its_slots(
+def test_a_step_that_breaks_off_goes_back_to_a_checkpoint(
     monkeypatch: pytest.MonkeyPatch, threads: CpuThreads
 ) -> None:
     model: Any = build_tiny_model("qwen3_5_moe")
@@ -124,6 +124,14 @@ def test_a_step_that_breaks_off_forgets_its_slots(
     assert pool.held(1) == []
     assert pool.held(0) == [40, 41]
     close(pool.prefill({1: [50]}), expected[1:])
+    pool.keep(0, 0)
+    expected = pool.prefill({0: LONG[:120]})
+    monkeypatch.setattr(pool.cache, "commit", lambda: 1 / 0)  # the states have moved on
+    with pytest.raises(ZeroDivisionError):
+        pool.decode({0: 60})
+    monkeypatch.undo()
+    assert pool.held(0) == LONG[:112]
+    close(pool.prefill({0: LONG[112:120]}), expected)
 
 
 def test_recordings_that_differ_leave_the_models_states(

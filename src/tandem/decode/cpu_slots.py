@@ -98,7 +98,7 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
         executor = self._executor
         if step.replayed.is_replaying and executor is not None and executor.needs_steps:
             executor.begin_step(ids, is_prefill=False)
-        with self._forgetting(slots):
+        with self._going_back(slots):
             logits = step.replayed()
             self.cache.commit()
         for slot, token in tokens.items():
@@ -130,7 +130,7 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
         lengths = self.cache.lengths
         self.cache.begin([Segment(slot, lengths[slot], len(tokens)) for slot, tokens in chunk])
         ids = torch.tensor([[token for _, tokens in chunk for token in tokens]], device="cpu")
-        with self._forgetting([slot for slot, _ in chunk]):
+        with self._going_back([slot for slot, _ in chunk]):
             logits = self._model.logits(ids, self.cache.positions[None], keep)
             self.cache.commit()
         for slot, tokens in chunk:
@@ -138,14 +138,14 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
         return logits[0]
 
     @contextmanager
-    def _forgetting(self, slots: Sequence[int]) -> Iterator[None]:
-        """Let slots with states forget what they hold if a step breaks off."""
+    def _going_back(self, slots: Sequence[int]) -> Iterator[None]:
+        """Let slots with states go back to a checkpoint if a step breaks off."""
         try:
             yield
         except BaseException:
             if self.cache.states:
                 for slot in slots:
-                    self.keep(slot, 0)
+                    self.keep(slot, self.usable(slot, max(0, self.cache.lengths[slot] - 1)))
             raise
 
     def _step_of(self, num_slots: int) -> _Step:
