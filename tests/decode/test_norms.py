@@ -1,20 +1,13 @@
 """Norms that are native while a prompt runs: the same rows, and the module's own otherwise."""
 
-import copy
-
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
-from transformers.models.granitemoehybrid.modeling_granitemoehybrid import (
-    GraniteMoeHybridRMSNormGated,
-)
-from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNormGated
-from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHRMSNormGated
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
-from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
 from tandem.decode.norms import NormSwitch
+from tests.architectures import build_tiny_model
 from tests.threads import two_threads
 
 pytestmark = pytest.mark.every_isa
@@ -54,26 +47,20 @@ def test_rows_are_the_modules(kind: type[nn.Module], dtype: torch.dtype, num_row
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        Qwen3NextRMSNormGated(SIZE),
-        KimiLinearRMSNormGated(SIZE),
-        NemotronHRMSNormGated(SIZE, group_size=SIZE // 3),
-        GraniteMoeHybridRMSNormGated(SIZE, group_size=SIZE),
-    ],
-    ids=lambda module: type(module).__name__,
-)
+@pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear", "nemotron_h", "granitemoehybrid"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_rows", [1, 3, 1500])
-def test_gated_rows_are_the_modules(module: nn.Module, dtype: torch.dtype, num_rows: int) -> None:
-    module = copy.deepcopy(module).to(dtype)
-    nn.init.uniform_(module.weight, 0.5, 1.5)  # type: ignore[arg-type]
-    x, wide = torch.randn(2, num_rows, SIZE).to(dtype), torch.randn(2, num_rows, 2 * SIZE).to(dtype)
+def test_gated_rows_are_the_modules(name: str, dtype: torch.dtype, num_rows: int) -> None:
+    modules = build_tiny_model(name).modules()
+    module = next(m for m in modules if type(m).__name__.endswith("RMSNormGated")).to(dtype)
+    (weight,) = module.parameters()
+    nn.init.uniform_(weight, 0.5, 1.5)
+    size = len(weight)
+    x, wide = torch.randn(2, num_rows, size).to(dtype), torch.randn(2, num_rows, 2 * size).to(dtype)
     switch = NormSwitch(module, two_threads())
     switch.is_on = True
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
-    for gate in (wide[..., :SIZE].contiguous(), wide[..., SIZE:]):  # the second is a slice
+    for gate in (wide[..., :size].contiguous(), wide[..., size:]):  # the second is a slice
         actual = switch.forwards[module](x, gate)
         torch.testing.assert_close(actual, module(x, gate), rtol=tolerance, atol=tolerance)
 
