@@ -1,0 +1,56 @@
+"""The next turn of a conversation against computing all: python -m benchmarks.generation.next_turn
+
+A random model of a shape reads a conversation, then goes on with it, then with one that was edited.
+"""
+
+import argparse
+import time
+
+import torch
+
+from tandem.bench.model_shapes import find_shape
+from tandem.bench.random_model import build_random_model
+from tandem.generate.generator import Generator
+from tandem.hf.config import OffloadConfig
+from tandem.kernels.dense import CpuThreads
+
+
+def main() -> None:
+    """Print the seconds to the first token of three prompts, and their ratios."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", default="qwen3.6-35b-a3b")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--new", type=int, default=64)
+    arguments = parser.parse_args()
+    threads = CpuThreads()
+    offload = OffloadConfig(expert_dtype="int4", threads=threads.num_threads)
+    model = build_random_model(
+        find_shape(arguments.shape), offload, threads,
+        num_layers=arguments.layers, vocabulary=32_000,
+    )  # fmt: skip
+    generator = Generator(model, threads=threads)
+    draw = torch.Generator().manual_seed(0)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(100, 30_000, (count,), generator=draw).tolist()
+
+    def seconds(prompt: list[int]) -> float:
+        start = time.perf_counter()
+        generator.generate(prompt, max_new_tokens=1)
+        return time.perf_counter() - start
+
+    seconds(tokens(8))  # tries how the model is stepped
+    said = tokens(arguments.tokens)
+    first = seconds(said)
+    print(f"all {arguments.tokens} tokens: {first:.2f} s", flush=True)
+    for name, prompt in (
+        ("next turn", said + tokens(arguments.new)),
+        ("edited 100 tokens before its end", said[:-100] + tokens(arguments.new)),
+    ):
+        again = seconds(prompt)
+        print(f"{name}: {again:.2f} s, {again / first:.3f} of all", flush=True)
+
+
+if __name__ == "__main__":
+    main()
