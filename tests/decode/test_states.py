@@ -8,7 +8,6 @@ import torch
 from tandem.decode.cpu_slots import CpuSlotPool
 from tandem.decode.named_operations import OPERATIONS, forward_with_operations
 from tandem.decode.padded import PaddedRows
-from tandem.decode.states import Checkpoint, StateStore
 from tandem.kernels.dense import CpuThreads
 from tests.architectures import build_tiny_model
 from tests.decode.whole_pool import WholePool, cpu_pool
@@ -169,11 +168,21 @@ def test_memory_counts_states_and_checkpoints_stay_within_their_budget(
     assert pool.usable(0, 299) == 292  # the newest is kept
 
 
-def test_what_is_dropped_is_what_costs_least_to_compute_again() -> None:
-    store = StateStore(1)
-    store._checkpoints = [[Checkpoint(n, []) for n in (100, 500, 550, 1000)]]
-    store._drop_one()
-    assert [store.best_length(0, n) for n in (99, 549, 550, 999, 1000)] == [0, 100, 550, 550, 1000]
+@pytest.mark.parametrize("name", NAMES)
+def test_checkpoints_inside_a_prompt_do_not_change_its_bits(
+    name: str, threads: CpuThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = build_tiny_model(name)
+    cut, uncut = (CpuSlotPool(model, threads, 2) for _ in range(2))
+    logits = cut.prefill_with_logits(0, LONG)
+    assert [cut.usable(0, n) for n in (200, 199, 191, 71)] == [200, 192, 72, 0]
+    monkeypatch.setattr("tandem.decode.states.cut_lengths", lambda *_: [])
+    expected = uncut.prefill_with_logits(0, LONG)
+    assert uncut.usable(0, 199) == 0
+    assert torch.equal(logits, expected)
+    assert torch.equal(cut.decode({0: 60}), uncut.decode({0: 60}))
+    # from a checkpoint inside it too, but for torch's products of other numbers of rows
+    close(continued(cut, 0, 72, LONG[72:]), expected[-1:])
 
 
 def test_forwards_are_the_classes_own_elsewhere() -> None:

@@ -1,7 +1,6 @@
 """States beside keys and values: what convolutions and linear attention keep of each sequence.
 
-A state cannot be rolled back, so copies of it are kept at some lengths, within a budget: a
-conversation that goes on, branches or is edited begins again at the longest of them that fits.
+A conversation that goes on, branches or is edited begins again at the longest checkpoint that fits.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -11,16 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tandem.decode.checkpoints import KeptCheckpoints, cut_lengths
 from tandem.experts.store import host_memory
 from tandem.kernels.attention import Segment
 from tandem.kernels.dense import CpuThreads
 from tandem.kernels.recurrent import LayerState, StateTokens
 
-# Checkpoints lie a little before where a prompt's part ends: what a chat template adds for the
-# answer is not there in the next turn.
-_BEFORE_END = 8
-_LEAST_APART = 64  # tokens
-_MOST_BYTES = 1 << 30
+_MOST_BYTES = 1 << 30  # of the checkpoints of all slots
 _MOST_SHARE = 1 / 8  # of the memory that is free
 
 
@@ -46,18 +42,6 @@ class StateHandle(NamedTuple):
         return self
 
 
-class Checkpoint(NamedTuple):
-    """A slot's states after so many tokens, layer by layer."""
-
-    length: int
-    states: list[Tensor]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that it takes."""
-        return sum(state.nbytes for state in self.states)
-
-
 @dataclass
 class _Cut:
     """Where a forward leaves a checkpoint: between two of its tokens."""
@@ -75,7 +59,7 @@ class StateStore:
         """Hold states of so many slots; layers come as the model asks for them."""
         self._num_slots = num_slots
         self._layers: dict[StateKey, LayerState] = {}
-        self._checkpoints: list[list[Checkpoint]] = [[] for _ in range(num_slots)]
+        self._checkpoints = KeptCheckpoints(num_slots)
         self._cuts: list[_Cut] = []
         self._budget = min(_MOST_BYTES, int(_MOST_SHARE * host_memory.available_bytes()))
 
@@ -86,7 +70,8 @@ class StateStore:
     @property
     def num_bytes(self) -> int:
         """Bytes of the states and of their checkpoints."""
-        return sum(layer.states.nbytes for layer in self._layers.values()) + self._kept_bytes()
+        kept = self._checkpoints.num_bytes
+        return kept + sum(layer.states.nbytes for layer in self._layers.values())
 
     @property
     def step_bytes(self) -> int:
@@ -104,10 +89,10 @@ class StateStore:
         self._cuts = []
         first = 0
         for segment in segments:
-            before = segment.num_tokens - _BEFORE_END
-            length = segment.first_position + before
-            if before > 0 and length - self._newest(segment.row) >= _LEAST_APART:
-                self._cuts.append(_Cut(segment.row, first + before, length))
+            begin, slot = segment.first_position, segment.row
+            newest = self._checkpoints.newest(slot)
+            for length in cut_lengths(begin, begin + segment.num_tokens, newest)[-self._most() :]:
+                self._cuts.append(_Cut(slot, first + length - begin, length))
             first += segment.num_tokens
 
     def advance(
@@ -128,10 +113,9 @@ class StateStore:
         """Keep the checkpoints of the forward that is through."""
         for cut in self._cuts:
             if len(cut.states) == len(self._layers):
-                self._checkpoints[cut.slot].append(Checkpoint(cut.length, cut.states))
+                self._checkpoints.add(cut.slot, cut.length, cut.states)
         self._cuts = []
-        while self._kept_bytes() > self._budget:
-            self._drop_one()
+        self._checkpoints.thin(self._budget)
 
     def save(self, slots: Iterable[int]) -> Callable[[], None]:
         """Copy the states of some slots; return what puts them back."""
@@ -149,8 +133,8 @@ class StateStore:
 
     def best_length(self, slot: int, length: int) -> int:
         """Return the greatest length up to `length` that a checkpoint of a slot has, or 0."""
-        lengths = (kept.length for kept in self._checkpoints[slot])
-        return max((kept for kept in lengths if kept <= length), default=0)
+        longest = self._checkpoints.longest(slot, length)
+        return longest.length if longest else 0
 
     @torch.inference_mode()
     def restore(self, source: int, target: int, length: int) -> None:
@@ -158,11 +142,12 @@ class StateStore:
 
         At length 0 there is none: operations begin there with zeros.
         """
-        kept = [one for one in self._checkpoints[source] if one.length <= length]
-        self._checkpoints[target] = kept
+        self._checkpoints.copy(source, target, length)
         if length and self._layers:
-            (states,) = [one.states for one in kept if one.length == length]
-            for layer, state in zip(self._layers.values(), states, strict=True):
+            kept = self._checkpoints.longest(target, length)
+            assert kept is not None
+            assert kept.length == length
+            for layer, state in zip(self._layers.values(), kept.states, strict=True):
                 layer.states[target] = state
 
     @torch.inference_mode()
@@ -170,22 +155,11 @@ class StateStore:
         """Let a slot stand where another one stands."""
         for layer in self._layers.values():
             layer.states[target] = layer.states[source]
-        self._checkpoints[target] = list(self._checkpoints[source])
+        self._checkpoints.copy(source, target, self._checkpoints.newest(source))
 
-    def _newest(self, slot: int) -> int:
-        return self._checkpoints[slot][-1].length if self._checkpoints[slot] else 0
-
-    def _kept_bytes(self) -> int:
-        return sum(kept.num_bytes for slot in self._checkpoints for kept in slot)
-
-    def _drop_one(self) -> None:
-        """Drop the checkpoint whose neighbours are closest: the least is computed again for it."""
-        gaps = []
-        for slot, kept in enumerate(self._checkpoints):
-            lengths = [0, *(one.length for one in kept), float("inf")]
-            gaps += [(lengths[i + 2] - lengths[i], slot, i) for i in range(len(kept))]
-        _, slot, number = min(gaps)
-        del self._checkpoints[slot][number]
+    def _most(self) -> int:
+        """How many checkpoints of a forward can be kept: they are there before old ones go."""
+        return max(1, self._budget // self.step_bytes) if self._layers else 1 << 62
 
 
 def _part(

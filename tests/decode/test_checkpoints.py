@@ -1,0 +1,82 @@
+"""Checkpoints of states: where a prompt leaves them, and which are kept within a budget."""
+
+import itertools
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.decode.checkpoints import KeptCheckpoints, cut_lengths
+
+
+def kept_at(*lengths: int) -> KeptCheckpoints:
+    """Return checkpoints of one slot with a byte each."""
+    kept = KeptCheckpoints(1)
+    for length in lengths:
+        kept.add(0, length, [torch.zeros(1, dtype=torch.int8)])
+    return kept
+
+
+def lengths_of(kept: KeptCheckpoints, slot: int = 0) -> list[int]:
+    """Return the lengths of a slot's checkpoints, descending."""
+    found = []
+    length = kept.newest(slot)
+    while (one := kept.longest(slot, length)) is not None:
+        found.append(one.length)
+        length = one.length - 1
+    return found
+
+
+def test_a_prompt_is_cut_every_512_tokens_and_more_often_near_its_end() -> None:
+    assert cut_lengths(0, 2048, 0) == [512, 1024, 1536, 1920, 2040]
+    assert cut_lengths(2048, 2348, 2040) == [2220, 2340]
+    assert cut_lengths(0, 72, 0) == [64]
+    assert cut_lengths(0, 71, 0) == []
+
+
+@given(st.integers(0, 5000), st.integers(1, 4096), st.integers(0, 5000))
+def test_cuts_are_inside_their_part_and_apart(first: int, count: int, newest: int) -> None:
+    newest = min(newest, first)
+    cuts = cut_lengths(first, first + count, newest)
+    assert all(first < cut < first + count for cut in cuts)
+    assert all(b - a >= 64 for a, b in zip([newest, *cuts], cuts, strict=False))
+
+
+def test_what_is_dropped_is_what_costs_least_to_compute_again() -> None:
+    kept = kept_at(100, 500, 550, 1000)
+    kept.thin(3)
+    assert lengths_of(kept) == [1000, 550, 100]
+
+
+def test_checkpoints_get_sparser_away_from_the_end() -> None:
+    kept = kept_at(*range(512, 32_768, 512))
+    kept.thin(12)
+    lengths = [*lengths_of(kept), 0]
+    gaps = [a - b for a, b in itertools.pairwise(lengths)]
+    assert len(lengths) == 13
+    assert lengths[0] == 32_256
+    assert gaps[0] == 512
+    assert gaps[-1] >= 4 * gaps[0]
+    assert sum(gaps[:6]) < sum(gaps[6:]) / 2
+
+
+def test_a_slot_loses_its_last_checkpoint_when_no_other_is_left() -> None:
+    kept = KeptCheckpoints(3)
+    for slot in (1, 0, 2):
+        for length in (100, 200):
+            kept.add(slot, length, [torch.zeros(1, dtype=torch.int8)])
+    kept.thin(3)
+    assert [kept.newest(slot) for slot in range(3)] == [200, 200, 200]
+    kept.thin(2)
+    assert [kept.newest(slot) for slot in range(3)] == [200, 0, 200]  # the oldest
+
+
+def test_checkpoints_that_slots_share_count_once() -> None:
+    kept = KeptCheckpoints(2)
+    kept.add(0, 100, [torch.zeros(4)])
+    kept.add(0, 200, [torch.zeros(4)])
+    kept.copy(0, 1, 150)
+    assert kept.num_bytes == 32
+    assert lengths_of(kept, 1) == [100]
+    kept.thin(16)
+    assert lengths_of(kept) == [200]
