@@ -58,6 +58,7 @@ sanitize:  ## The native kernels under AddressSanitizer and UndefinedBehaviorSan
 	build/sanitize/check_layers
 	build/sanitize/check_attention
 	build/sanitize/check_recurrent
+	build/sanitize/check_quantize
 
 test-gpu:  ## The tests that need a GPU, after a minute that says what works
 	PYTHON=$(GPU_PYTHON) benchmarks/gpu/session.sh $(GPU_OUT) build smoke tests

@@ -8,6 +8,7 @@
 #include "attention.hpp"
 #include "bindings.hpp"
 #include "dense.hpp"
+#include "quantize.hpp"
 #include "routed.hpp"
 #include "sampling.hpp"
 
@@ -42,6 +43,20 @@ void run_dense(DenseEngine& engine, const nb::tuple& matrices, std::int64_t num_
   const Turn turn(engine);
   engine.run({static_cast<std::int64_t>(count), chosen.data(), num_tokens, in_features,
               value_type(is_bf16), pointer<const void>(input), out.data()});
+}
+
+bool quantize_matrix(const std::string& isa, int num_threads, int format, std::int64_t group,
+                     bool has_search, std::int64_t rows, std::int64_t cols, std::int64_t padded_cols,
+                     int type, std::uintptr_t source, std::int64_t row_stride,
+                     std::int64_t col_stride, std::uintptr_t importance, std::uintptr_t data,
+                     std::int64_t data_stride, std::uintptr_t scales, std::int64_t scale_stride) {
+  const QuantizeCall call{static_cast<Format>(format), group, has_search, rows, cols, padded_cols,
+                          static_cast<SourceType>(type), pointer<const void>(source), row_stride,
+                          col_stride, pointer<const float>(importance),
+                          pointer<std::uint8_t>(data), data_stride, pointer<std::uint8_t>(scales),
+                          scale_stride};
+  const nb::gil_scoped_release release;
+  return quantize(call, isa, num_threads);
 }
 
 void bind_attention(nb::module_& m) {
@@ -175,6 +190,7 @@ void bind_sampling(nb::module_& m) {
 }  // namespace
 
 void bind_dense(nb::module_& m) {
+  m.def("quantize", &quantize_matrix);
   nb::class_<DenseMatrix>(m, "DenseMatrix");
   m.def("make_dense_matrix", &make_matrix);
   nb::class_<DenseEngine>(m, "DenseEngine")

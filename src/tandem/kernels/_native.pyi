@@ -76,6 +76,26 @@ class ExpertEngine:
 
 def detect_cpu_features() -> CpuFeatures: ...
 def available_isas() -> list[str]: ...
+def quantize(
+    isa: str,
+    num_threads: int,
+    format: int,
+    group: int,
+    has_search: bool,
+    rows: int,
+    cols: int,
+    padded_cols: int,
+    source_type: int,
+    source: int,
+    row_stride: int,
+    col_stride: int,
+    importance: int,
+    data: int,
+    data_stride: int,
+    scales: int,
+    scale_stride: int,
+    /,
+) -> bool: ...
 def advise_huge_pages(data: int, num_bytes: int, /) -> bool: ...
 
 class DenseMatrix: ...

@@ -154,13 +154,3 @@ def test_all_codes_of_four_bits_are_used(name: str) -> None:
 def test_a_group_without_spread_keeps_its_value_with_zero_points() -> None:
     weights = torch.full((16, 64), 0.375)
     assert torch.equal(unpack(pack(weights, find_format("int4z"))), weights)
-
-
-@pytest.mark.parametrize("fmt", FORMATS, ids=by_name)
-def test_the_result_does_not_depend_on_the_chunks(
-    fmt: WeightFormat, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    weights = draw_weights(100, 130)
-    whole = unpack(pack(weights, fmt))
-    monkeypatch.setattr("tandem.kernels.formats.packed.CHUNK_WEIGHTS", 1)
-    assert torch.equal(unpack(pack(weights, fmt)), whole)

@@ -9,14 +9,13 @@ from torch import Tensor
 from tandem.core.errors import ModelError
 from tandem.kernels.formats.blocks import SCALE_DTYPES, CodedMatrix, MatrixBlocks
 from tandem.kernels.formats.codes import decode
+from tandem.kernels.formats.native_quantize import quantize_natively
 from tandem.kernels.formats.quantize import quantize
 from tandem.kernels.formats.source_codes import coded_matrix
 from tandem.kernels.formats.weight_format import ROWS_PER_BLOCK, WeightFormat
 from tandem.kernels.memory import allocate
 
-# Weights that a thread quantises at once: few enough to stay in its core's cache, enough to hide
-# the cost of calling torch.
-CHUNK_WEIGHTS = 1 << 16
+_CHUNK_WEIGHTS = 1 << 18  # that the reference rounds at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +98,27 @@ def write_weight(
     name: str = "weight",
 ) -> None:
     """Round (rows, cols) weights, of any stride, into blocks that have room for just them."""
-    rows, cols = weight.shape
-    width = fmt.padded_cols(cols)
+    cols, width = weight.shape[1], fmt.padded_cols(weight.shape[1])
     if importance is None and fmt.encoding.has_minima and width > cols:
         importance = torch.ones(cols, device="cpu")  # zero points need not keep the padding at zero
     if importance is not None:
         importance = F.pad(importance.float(), (0, width - cols))
-    chunk = CHUNK_WEIGHTS * torch.get_num_threads()
-    step = max(1, chunk // width // ROWS_PER_BLOCK) * ROWS_PER_BLOCK
+    if not quantize_natively(blocks, fmt, weight, importance, has_search=has_search):
+        write_by_reference(blocks, fmt, weight, importance, has_search, name)
+
+
+def write_by_reference(
+    blocks: MatrixBlocks,
+    fmt: WeightFormat,
+    weight: Tensor,
+    importance: Tensor | None,
+    has_search: bool,
+    name: str,
+) -> None:
+    """As the torch reference does it, which says what is wrong with weights that do not fit."""
+    rows, cols = weight.shape
+    width = fmt.padded_cols(cols)
+    step = max(1, _CHUNK_WEIGHTS // width // ROWS_PER_BLOCK) * ROWS_PER_BLOCK
     for start in range(0, rows, step):
         part = weight[start : start + step].float()  # (up to step, cols)
         part = _padded(part, fmt.padded_rows(part.shape[0]), width)

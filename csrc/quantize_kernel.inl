@@ -1,0 +1,493 @@
+// One block of 16 rows in the registers of one instruction set; included after vectors.inl.
+// A lane is a row: sums run along the columns, and a dword of codes of each row is one register.
+
+constexpr int kParts = kBlockRows / TANDEM_LANES;  // registers that hold a column of a block
+constexpr std::int64_t kWidest = 128;              // columns of the largest group
+constexpr float kMagic = 12582912.0f;              // 1.5 * 2^23: adding it rounds to whole numbers
+constexpr std::int32_t kInfinity = 0x7F800000;
+
+inline Integers bits_of(Vector v) {
+  Integers bits;
+  std::memcpy(&bits, &v, sizeof bits);
+  return bits;
+}
+
+inline Vector from_bits(Integers bits) {
+  Vector v;
+  std::memcpy(&v, &bits, sizeof v);
+  return v;
+}
+
+inline Vector smaller(Vector a, Vector b) { return a < b ? a : b; }
+inline Vector larger(Vector a, Vector b) { return a > b ? a : b; }
+inline Vector size_of(Vector x) { return from_bits(bits_of(x) & 0x7FFFFFFF); }
+inline Vector rounded(Vector x) { return (x + kMagic) - kMagic; }  // |x| < 2^22
+inline Vector whole(Vector x, float low, float high) {
+  return rounded(smaller(larger(x, broadcast(low)), broadcast(high)));
+}
+inline Integers to_integers(Vector x) { return __builtin_convertvector(x, Integers); }
+
+inline bool any(Integers mask) {
+  std::int32_t lanes[TANDEM_LANES], found = 0;
+  std::memcpy(lanes, &mask, sizeof lanes);
+  for (const std::int32_t lane : lanes) found |= lane;
+  return found != 0;
+}
+
+inline bool all_finite(Vector x) { return !any((bits_of(x) & 0x7FFFFFFF) >= kInfinity); }
+
+// 1 / x, and 0 where x is 0 or next to it: such groups are zero.
+inline Vector inverse(Vector x) {
+  const Vector result = 1.0f / x;
+  return (bits_of(result) & 0x7FFFFFFF) >= kInfinity ? broadcast(0.0f) : result;
+}
+
+// The nearest fp16 number, ties to even; infinity beyond them.
+inline Vector to_half(Vector x) {
+  const Integers bits = bits_of(x), sign = bits & ~0x7FFFFFFF, size = bits & 0x7FFFFFFF;
+  const Integers normal = (size + 0xFFF + ((size >> 13) & 1)) & ~0x1FFF;
+  const Integers subnormal = bits_of((from_bits(size) + 0.5f) - 0.5f);  // in steps of 2^-24
+  Integers result = size < 0x38800000 ? subnormal : normal;             // 2^-14
+  const Integers infinite = Integers{} + kInfinity;
+  result = result >= 0x47800000 ? infinite : result;                    // 65,536
+  return from_bits(result | sign);
+}
+
+// The bits of numbers that fp16 has.
+inline Integers half_bits(Vector x) {
+  const Integers bits = bits_of(x), size = bits & 0x7FFFFFFF;
+  const Integers normal = (size >> 13) - (112 << 10);
+  const Integers subnormal = to_integers(from_bits(size) * 16777216.0f);
+  const Integers infinite = Integers{} + 0x7C00;
+  const Integers result =
+      size < 0x38800000 ? subnormal : (size >= kInfinity ? infinite : normal);
+  return result | ((bits >> 16) & 0x8000);
+}
+
+inline Integers to_bf16_bits(Vector x) {
+  const Integers bits = bits_of(x);
+  return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF;
+}
+
+inline Integers to_e4m3_bits(Vector x) {  // |x| <= 448
+  const Integers bits = bits_of(x), size = bits & 0x7FFFFFFF;
+  const Integers normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3);
+  const Integers subnormal = to_integers(rounded(from_bits(size) * 512.0f));
+  const Integers result = size < 0x3C800000 ? subnormal : normal;  // 2^-6
+  return result | ((bits >> 24) & 0x80);
+}
+
+// a0 b0 a1 b1 ... of the first halves of two registers, and of the second halves.
+#if TANDEM_LANES == 16
+#define TANDEM_FIRST 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define TANDEM_SECOND 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#elif TANDEM_LANES == 8
+#define TANDEM_FIRST 0, 8, 1, 9, 2, 10, 3, 11
+#define TANDEM_SECOND 4, 12, 5, 13, 6, 14, 7, 15
+#else
+#define TANDEM_FIRST 0, 4, 1, 5
+#define TANDEM_SECOND 2, 6, 3, 7
+#endif
+#if __has_builtin(__builtin_shufflevector)
+#define TANDEM_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else  // GCC 11
+#define TANDEM_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Integers{__VA_ARGS__})
+#endif
+
+// Rows to columns: each round deals two halves out like cards.
+inline void transpose(Integers (&v)[TANDEM_LANES]) {
+  for (int round = 1; round < TANDEM_LANES; round *= 2) {
+    Integers dealt[TANDEM_LANES];
+    for (int i = 0; i < TANDEM_LANES / 2; ++i) {
+      dealt[2 * i] = TANDEM_SHUFFLE(v[i], v[i + TANDEM_LANES / 2], TANDEM_FIRST);
+      dealt[2 * i + 1] = TANDEM_SHUFFLE(v[i], v[i + TANDEM_LANES / 2], TANDEM_SECOND);
+    }
+    std::copy(dealt, dealt + TANDEM_LANES, v);
+  }
+}
+
+// What the source is made of: one value, and the columns that a dword of each row has.
+struct Fp32 {
+  float value;
+  static constexpr int kPerDword = 1;
+  float to_float() const { return value; }
+  static void widen(Integers dwords, Vector* columns) { columns[0] = from_bits(dwords); }
+};
+
+struct Bf16 {
+  std::uint16_t bits;
+  static constexpr int kPerDword = 2;
+  float to_float() const { return bf16_to_float(bits); }
+  static void widen(Integers dwords, Vector* columns) {
+    columns[0] = from_bits(dwords << 16);
+    columns[1] = from_bits(dwords & ~0xFFFF);
+  }
+};
+
+struct Fp16 {
+  std::uint16_t bits;
+  static constexpr int kPerDword = 2;
+  float to_float() const { return half_to_float(bits); }
+  static Vector of(Integers bits) {
+    const Integers size = (bits & 0x7FFF) << 13, infinite = Integers{} + kInfinity;
+    const Integers scaled = bits_of(from_bits(size) * 0x1p112f);  // exact
+    return from_bits(scaled | (size >= 0x0F800000 ? infinite : Integers{}) | (bits & 0x8000) << 16);
+  }
+  static void widen(Integers dwords, Vector* columns) {
+    columns[0] = of(dwords & 0xFFFF);
+    columns[1] = of((dwords >> 16) & 0xFFFF);
+  }
+};
+
+// The weights of some columns of a part's rows, zeros beyond the matrix: tile[column] has its rows.
+template <typename Value>
+void load_values(const QuantizeCall& call, std::int64_t row, std::int64_t col, std::int64_t count,
+                 Vector* tile) {
+  constexpr int kColumns = TANDEM_LANES * Value::kPerDword;  // that a register has of one row
+  const std::int64_t rows = std::clamp<std::int64_t>(call.rows - row, 0, TANDEM_LANES);
+  const std::int64_t cols = std::clamp<std::int64_t>(call.cols - col, 0, count);
+  const auto* from = static_cast<const Value*>(call.source) + row * call.row_stride +
+                     col * call.col_stride;
+  std::int64_t first = 0;
+  if (rows == TANDEM_LANES && call.col_stride == 1)
+    for (; first + kColumns <= cols; first += kColumns) {
+      Integers v[TANDEM_LANES];
+      for (int r = 0; r < TANDEM_LANES; ++r)
+        std::memcpy(&v[r], from + r * call.row_stride + first, sizeof v[r]);
+      transpose(v);
+      for (int i = 0; i < TANDEM_LANES; ++i)
+        Value::widen(v[i], tile + first + i * Value::kPerDword);
+    }
+  auto* to = reinterpret_cast<float*>(tile);
+  std::fill(to + first * TANDEM_LANES, to + count * TANDEM_LANES, 0.0f);
+  for (std::int64_t r = 0; r < rows; ++r)
+    for (std::int64_t c = first; c < cols; ++c)
+      to[c * TANDEM_LANES + r] = from[r * call.row_stride + c * call.col_stride].to_float();
+}
+
+void load_tile(const QuantizeCall& call, std::int64_t row, std::int64_t col, std::int64_t count,
+               Vector* tile) {
+  switch (call.type) {
+    case SourceType::kFp32: return load_values<Fp32>(call, row, col, count, tile);
+    case SourceType::kBf16: return load_values<Bf16>(call, row, col, count, tile);
+    case SourceType::kFp16: return load_values<Fp16>(call, row, col, count, tile);
+  }
+}
+
+// A group of a part of a block.
+struct Group {
+  const Vector* tile;
+  std::int64_t size;
+  const float* importance;  // (size,) or null
+  Vector low, high;
+
+  Vector peak() const { return high > -low ? high : low; }  // the largest, with its sign
+  Vector weighed(Vector x, std::int64_t c) const { return importance ? x * importance[c] : x; }
+};
+
+// False if a weight is not finite.
+bool find_extremes(Group& group) {
+  Vector low = group.tile[0], high = low;
+  Integers largest{};
+  for (std::int64_t c = 0; c < group.size; ++c) {
+    const Vector x = group.tile[c];
+    const Integers size = bits_of(x) & 0x7FFFFFFF;
+    low = smaller(x, low);
+    high = larger(x, high);
+    largest = size > largest ? size : largest;
+  }
+  group.low = low;
+  group.high = high;
+  return !any(largest >= kInfinity);
+}
+
+// Codes by column into the dwords of a part's rows; `out` is the part's place in the first one.
+template <int kBits, typename CodeOf>
+inline void write_codes(std::uint8_t* out, std::int64_t count, const CodeOf& code_of) {
+  constexpr int kColumns = 32 / kBits;
+  for (std::int64_t c = 0; c < count; c += kColumns, out += 4 * kBlockRows) {
+    Integers word{};
+    for (int i = 0; i < kColumns; ++i) {
+      // Four-bit codes: columns 0..3 in the low halves of the bytes, 4..7 in the high ones.
+      const int shift = kBits == 4 ? 8 * (i % 4) + 4 * (i / 4) : kBits * i;
+      word |= code_of(c + i) << shift;
+    }
+    std::memcpy(out, &word, sizeof word);
+  }
+}
+
+struct SymmetricRule {
+  int num_peaks;
+  float peaks[4];  // codes to which a group's peak is scaled, in turn
+  float low, high;
+};
+
+constexpr SymmetricRule kInt4Rule{4, {7.0f, -8.0f, -8.4f, -9.0f}, -8.0f, 7.0f};
+constexpr SymmetricRule kInt8Rule{4, {127.0f, 126.0f, 125.0f, 124.0f}, -127.0f, 127.0f};
+
+// The refitted scale of least error; tandem/kernels/formats/scale_search.py has the reason.
+template <bool kIsWeighed>
+Vector search_symmetric(const Group& group, const SymmetricRule& rule) {
+  constexpr int kCandidates = 4;
+  const float low = rule.low, high = rule.high;
+  Vector inverses[kCandidates], along[kCandidates] = {}, square[kCandidates] = {};
+  const Vector peak = group.peak();
+  for (int i = 0; i < kCandidates; ++i) inverses[i] = inverse(to_half(peak / rule.peaks[i]));
+  for (std::int64_t c = 0; c < group.size; ++c) {
+    const Vector x = group.tile[c];
+    for (int i = 0; i < kCandidates; ++i) {
+      const Vector code = whole(x * inverses[i], low, high);
+      const Vector weighed = kIsWeighed ? code * group.importance[c] : code;
+      along[i] += weighed * x;
+      square[i] += weighed * code;
+    }
+  }
+  Vector best{}, least{};
+  for (int i = 0; i < kCandidates; ++i) {
+    const Vector scale = to_half(along[i] * inverse(square[i]));
+    const Vector error = scale * (scale * square[i] - 2.0f * along[i]);
+    const Integers is_better = i == 0 ? Integers{} - 1 : error < least;
+    best = is_better ? scale : best;
+    least = is_better ? error : least;
+  }
+  return best;
+}
+
+// False if the scale of the largest magnitude is beyond fp16.
+bool fit_symmetric(const QuantizeCall& call, const Group& group, const SymmetricRule& rule,
+                   Vector& scale) {
+  scale = to_half(group.peak() / rule.peaks[0]);
+  if (!all_finite(scale)) return false;
+  if (call.has_search)
+    scale = group.importance ? search_symmetric<true>(group, rule)
+                             : search_symmetric<false>(group, rule);
+  return all_finite(scale);
+}
+
+struct AffineFit {
+  Vector scale, minimum, error;
+};
+
+constexpr float kAffineHigh = 15.0f;
+constexpr double kAffineSteps[4][2] = {{15.0, 0.0}, {15.5, 0.0}, {15.5, 15.0}, {16.5, 7.5}};
+
+// The best scale and minimum for the codes of one candidate; the minimum is counted from `middle`.
+AffineFit refit_affine(const Group& group, Vector middle, const double (&steps_pivot)[2]) {
+  const auto [steps, pivot] = steps_pivot;
+  const auto offset = static_cast<float>(pivot + (7.5 - pivot) * steps / 15.0);
+  const Vector to_code = inverse((group.high - group.low) / static_cast<float>(steps));
+  Vector sum_x{}, sum_q{}, sum_qx{}, sum_qq{}, total{};
+  for (std::int64_t c = 0; c < group.size; ++c) {
+    const Vector around = group.tile[c] - middle;
+    const Vector code = whole(around * to_code + offset, 0.0f, kAffineHigh);
+    const Vector weighed = group.weighed(around, c), weighed_code = group.weighed(code, c);
+    sum_x += weighed;
+    sum_q += weighed_code;
+    sum_qx += code * weighed;
+    sum_qq += weighed_code * code;
+    total += group.importance ? group.importance[c] : 1.0f;
+  }
+  const Vector spread = inverse(total * sum_qq - sum_q * sum_q);
+  const Vector scale = to_half((total * sum_qx - sum_q * sum_x) * spread);
+  const Vector shift = (sum_x - scale * sum_q) * inverse(total);
+  const Vector error = scale * (scale * sum_qq - 2.0f * sum_qx + 2.0f * shift * sum_q);
+  return {scale, shift, error + shift * (shift * total - 2.0f * sum_x)};
+}
+
+// From the differences: sums of squares would hide a near tie.
+Vector affine_error(const Group& group, const AffineFit& fit) {
+  const Vector to_code = inverse(fit.scale);
+  Vector error{};
+  for (std::int64_t c = 0; c < group.size; ++c) {
+    const Vector shifted = group.tile[c] - fit.minimum;
+    const Vector loss = whole(shifted * to_code, 0.0f, kAffineHigh) * fit.scale - shifted;
+    error += group.weighed(loss * loss, c);
+  }
+  return error;
+}
+
+// False if scale or minimum are beyond fp16.
+bool fit_affine(const QuantizeCall& call, const Group& group, AffineFit& fit) {
+  fit = {to_half((group.high - group.low) / kAffineHigh), to_half(group.low), Vector{}};
+  if (call.has_search) {
+    const Vector middle = (group.low + group.high) / 2.0f;
+    AffineFit best = refit_affine(group, middle, kAffineSteps[0]);
+    for (int i = 1; i < 4; ++i) {
+      const AffineFit next = refit_affine(group, middle, kAffineSteps[i]);
+      const Integers is_better = next.error < best.error;
+      best.scale = is_better ? next.scale : best.scale;
+      best.minimum = is_better ? next.minimum : best.minimum;
+      best.error = is_better ? next.error : best.error;
+    }
+    best.minimum = to_half(best.minimum + middle);
+    const Integers is_better = affine_error(group, best) < affine_error(group, fit);
+    fit.scale = is_better ? best.scale : fit.scale;
+    fit.minimum = is_better ? best.minimum : fit.minimum;
+  }
+  return all_finite(fit.scale) && all_finite(fit.minimum);
+}
+
+// The magnitude as an e2m1 code 0..7 in units of a power of two: the lowest of the lines through the
+// codes at steps of 0.5, 1 and 2 counts; ties go to even codes.
+inline Vector e2m1_code(Vector scaled) {
+  const Vector code = smaller(smaller(scaled + 2.0f, scaled * 2.0f), scaled * 0.5f + 4.0f);
+  return rounded(smaller(code, broadcast(7.0f)));
+}
+
+inline Vector e2m1_magnitude(Vector code) {
+  return larger(larger(code * 0.5f, code - 2.0f), code * 2.0f - 8.0f);
+}
+
+inline Vector power_of_two(Integers exponent) {  // -126..127
+  return from_bits((exponent + 127) << 23);
+}
+
+Vector e2m1_error(const Group& group, Integers exponent) {
+  const Vector to_unit = power_of_two(-exponent);
+  Vector error{};
+  for (std::int64_t c = 0; c < group.size; ++c) {
+    const Vector scaled = size_of(group.tile[c]) * to_unit;
+    const Vector loss = e2m1_magnitude(e2m1_code(scaled)) - scaled;
+    error += group.weighed(loss * loss, c);
+  }
+  return error;
+}
+
+constexpr std::int32_t kE8m0Bias = 127, kLargestE8m0 = 252;
+
+Integers fit_exponent(const QuantizeCall& call, const Group& group) {
+  const Vector peak = larger(group.high, -group.low);
+  Integers exponent = (bits_of(peak) >> 23) - 129;  // of a peak in 4..8 times the unit
+  exponent = exponent < -kE8m0Bias ? Integers{} - kE8m0Bias : exponent;
+  exponent = peak == 0.0f ? Integers{} - 3 : exponent;
+  if (!call.has_search) return exponent;
+  const Vector near = e2m1_error(group, exponent), far = e2m1_error(group, exponent + 1);
+  exponent -= 4.0f * far < near;  // errors in units of 4^exponent; true is -1
+  const Integers largest = Integers{} + (kLargestE8m0 - kE8m0Bias);
+  return exponent > largest ? largest : exponent;
+}
+
+// The part's scales into line `line` of a block's.
+inline void write_halves(std::uint8_t* scales, std::int64_t line, int part, Vector values) {
+  std::int32_t lanes[TANDEM_LANES];
+  const Integers bits = half_bits(values);
+  std::memcpy(lanes, &bits, sizeof lanes);
+  auto* to = reinterpret_cast<std::uint16_t*>(scales) + line * kBlockRows + part * TANDEM_LANES;
+  for (int lane = 0; lane < TANDEM_LANES; ++lane) to[lane] = static_cast<std::uint16_t>(lanes[lane]);
+}
+
+inline void write_bytes(std::uint8_t* scales, std::int64_t line, int part, Integers values) {
+  std::uint8_t* to = scales + line * kBlockRows + part * TANDEM_LANES;
+  for (int lane = 0; lane < TANDEM_LANES; ++lane) to[lane] = static_cast<std::uint8_t>(values[lane]);
+}
+
+// Where a part of a group goes: the first of its dwords, the block's scales, and its number in a row.
+struct Place {
+  std::uint8_t* data;
+  std::uint8_t* scales;
+  std::int64_t number;
+  int part;
+};
+
+template <int kBits>
+bool write_symmetric(const QuantizeCall& call, const Group& group, const Place& place) {
+  constexpr SymmetricRule rule = kBits == 4 ? kInt4Rule : kInt8Rule;
+  const std::int32_t offset = code_offset(kBits == 4 ? Format::kInt4 : Format::kInt8);
+  Vector scale;
+  if (!fit_symmetric(call, group, rule, scale)) return false;
+  const Vector to_code = inverse(scale);
+  write_codes<kBits>(place.data, group.size, [&](std::int64_t c) {
+    return to_integers(whole(group.tile[c] * to_code, rule.low, rule.high)) + offset;
+  });
+  write_halves(place.scales, place.number, place.part, scale);
+  return true;
+}
+
+bool write_affine(const QuantizeCall& call, const Group& group, const Place& place) {
+  AffineFit fit;
+  if (!fit_affine(call, group, fit)) return false;
+  const Vector to_code = inverse(fit.scale);
+  write_codes<4>(place.data, group.size, [&](std::int64_t c) {
+    return to_integers(whole((group.tile[c] - fit.minimum) * to_code, 0.0f, kAffineHigh));
+  });
+  write_halves(place.scales, 2 * place.number, place.part, fit.scale);
+  write_halves(place.scales, 2 * place.number + 1, place.part, fit.minimum);
+  return true;
+}
+
+bool write_mxfp4(const QuantizeCall& call, const Group& group, const Place& place) {
+  const Integers exponent = fit_exponent(call, group);
+  const Vector to_unit = power_of_two(-exponent);
+  write_codes<4>(place.data, group.size, [&](std::int64_t c) {
+    const Vector x = group.tile[c];
+    const Integers is_negative = x < 0.0f;
+    return to_integers(e2m1_code(size_of(x) * to_unit)) | (is_negative & 8);
+  });
+  write_bytes(place.scales, place.number, place.part, exponent + kE8m0Bias);
+  return true;
+}
+
+bool write_floats(const QuantizeCall& call, const Group& group, const Place& place) {
+  Integers largest{};
+  const bool is_bf16 = call.format == Format::kBf16;
+  write_codes<16>(place.data, group.size, [&](std::int64_t c) {
+    const Integers bits =
+        is_bf16 ? to_bf16_bits(group.tile[c]) : half_bits(to_half(group.tile[c]));
+    const Integers size = bits & 0x7FFF;
+    largest = size > largest ? size : largest;
+    return bits;
+  });
+  return !any(largest >= (is_bf16 ? 0x7F80 : 0x7C00));
+}
+
+bool write_group(const QuantizeCall& call, const Group& group, const Place& place) {
+  switch (call.format) {
+    case Format::kInt4: return write_symmetric<4>(call, group, place);
+    case Format::kInt8: return write_symmetric<8>(call, group, place);
+    case Format::kInt4Zero: return write_affine(call, group, place);
+    case Format::kMxfp4: return write_mxfp4(call, group, place);
+    default: return write_floats(call, group, place);
+  }
+}
+
+// e4m3: all rows of a block share a scale.
+bool write_e4m3(const QuantizeCall& call, const Group* parts, std::uint8_t* data,
+                std::uint8_t* scales, std::int64_t number) {
+  float peak = 0.0f;
+  for (int part = 0; part < kParts; ++part)
+    peak = std::max(peak, greatest_of(larger(parts[part].high, -parts[part].low)));
+  const float scale = peak / 448.0f, divisor = scale == 0.0f ? 1.0f : scale;
+  for (int part = 0; part < kParts; ++part)
+    write_codes<8>(data + part * TANDEM_LANES * 4, call.group, [&](std::int64_t c) {
+      const Vector scaled = parts[part].tile[c] / divisor;
+      return to_e4m3_bits(smaller(larger(scaled, broadcast(-448.0f)), broadcast(448.0f)));
+    });
+  std::memcpy(scales + number * 4, &scale, sizeof scale);
+  return true;
+}
+
+bool round_block(const QuantizeCall& call, std::int64_t block) {
+  Vector tiles[kParts][kWidest];
+  Group parts[kParts];
+  std::uint8_t* data = call.data + block * call.data_stride;
+  std::uint8_t* scales = call.scales + block * call.scale_stride;
+  const std::int64_t step = call.group ? call.group : kWidest;
+  const std::int64_t line_bytes = bits_per_code(call.format) * kBlockRows;  // of eight columns
+  for (std::int64_t col = 0; col < call.padded_cols; col += step) {
+    const std::int64_t size = std::min(step, call.padded_cols - col);
+    std::uint8_t* to = data + col / 8 * line_bytes;
+    for (int part = 0; part < kParts; ++part) {
+      load_tile(call, block * kBlockRows + part * TANDEM_LANES, col, size, tiles[part]);
+      parts[part] = {tiles[part], size, call.importance ? call.importance + col : nullptr,
+                     Vector{}, Vector{}};
+      if (!find_extremes(parts[part])) return false;
+      const Place place{to + part * TANDEM_LANES * 4, scales, col / step, part};
+      if (call.format != Format::kFp8 && !write_group(call, parts[part], place)) return false;
+    }
+    if (call.format == Format::kFp8 && !write_e4m3(call, parts, to, scales, col / step))
+      return false;
+  }
+  return true;
+}
+
+constexpr QuantizeKernels kQuantizeKernels{round_block};

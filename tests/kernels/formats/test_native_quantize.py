@@ -1,0 +1,128 @@
+"""Native rounding against the torch reference; its bytes are the same on every instruction set."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tandem.kernels import engine
+from tandem.kernels._native import available_isas
+from tandem.kernels.formats import FORMATS, PackedMatrix, WeightFormat, unpack
+from tandem.kernels.formats.native_quantize import quantize_natively
+from tandem.kernels.formats.packed import write_by_reference
+from tests.kernels.formats.sources import draw_weights
+from tests.kernels.formats.test_layout import GROUPED, by_name
+
+sources = st.fixed_dictionaries(
+    {
+        "rows": st.integers(1, 70),
+        "cols": st.integers(1, 300),
+        "seed": st.integers(0, 2**32),
+        "exponent": st.integers(-40, 8),
+        "dtype": st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+        "is_transposed": st.booleans(),
+        "every": st.sampled_from([1, 2]),
+    }
+)
+
+
+def draw(
+    rows: int,
+    cols: int,
+    seed: int,
+    exponent: int,
+    dtype: torch.dtype,
+    is_transposed: bool,
+    every: int,
+) -> Tensor:
+    """Return (rows, cols) weights, of strides as checkpoints have them."""
+    weights = (draw_weights(rows * every, cols, seed) * 2.0**exponent).to(dtype)
+    return (weights.T.contiguous().T if is_transposed else weights)[::every]
+
+
+def packed_by(
+    isa: str,
+    weights: Tensor,
+    fmt: WeightFormat,
+    importance: Tensor | None = None,
+    *,
+    has_search: bool = True,
+) -> PackedMatrix:
+    packed = PackedMatrix.empty(weights.shape[0], weights.shape[1], fmt)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "best_isa", lambda: isa)
+        assert quantize_natively(packed.blocks, fmt, weights, importance, has_search=has_search)
+    return packed
+
+
+def reference(
+    weights: Tensor,
+    fmt: WeightFormat,
+    importance: Tensor | None = None,
+    *,
+    has_search: bool = True,
+) -> PackedMatrix:
+    packed = PackedMatrix.empty(weights.shape[0], weights.shape[1], fmt)
+    write_by_reference(packed.blocks, fmt, weights, importance, has_search, "weight")
+    return packed
+
+
+def assert_same(actual: PackedMatrix, expected: PackedMatrix) -> None:
+    assert torch.equal(actual.data, expected.data)
+    if expected.scales is not None and actual.scales is not None:
+        assert torch.equal(actual.scales, expected.scales)
+
+
+@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("fmt", FORMATS, ids=by_name)
+@settings(max_examples=25, deadline=None)
+@given(source=sources)
+def test_without_search_it_is_the_references(
+    fmt: WeightFormat, isa: str, source: dict[str, object]
+) -> None:
+    weights = draw(**source)  # type: ignore[arg-type]
+    ours = packed_by(isa, weights, fmt, has_search=False)
+    assert_same(ours, reference(weights, fmt, has_search=False))
+
+
+@pytest.mark.parametrize("is_weighed", [False, True])
+@pytest.mark.parametrize("fmt", GROUPED, ids=by_name)
+@settings(max_examples=25, deadline=None)
+@given(source=sources)
+def test_the_search_loses_what_the_references_loses(
+    fmt: WeightFormat, is_weighed: bool, source: dict[str, object]
+) -> None:
+    weights = draw(**source)  # type: ignore[arg-type]
+    width = fmt.padded_cols(weights.shape[1])
+    importance = torch.zeros(width)
+    importance[: weights.shape[1]] = 1 + is_weighed * torch.arange(weights.shape[1]) % 7
+    ours = [packed_by(isa, weights, fmt, importance) for isa in available_isas()]
+    for other in ours[1:]:
+        assert_same(other, ours[0])
+    square = importance[: weights.shape[1]].double()
+    losses = [
+        ((unpack(packed).double() - weights.double()).square() * square).sum()
+        for packed in (ours[0], reference(weights, fmt, importance))
+    ]
+    # Sums in another order: near ties of two scales fall to either side. A weight's own square is
+    # what fp32 sums of a group can be off by, times their precision.
+    slack = 1e-6 * (weights.double().square() * square).sum()
+    assert losses[0] <= 1.001 * losses[1] + slack
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=by_name)
+def test_threads_change_nothing(fmt: WeightFormat) -> None:
+    weights = draw_weights(1100, 1000)
+    one = packed_by(engine.best_isa(), weights, fmt)
+    torch.set_num_threads(4)
+    try:
+        assert_same(packed_by(engine.best_isa(), weights, fmt), one)
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_other_dtypes_are_left_to_the_reference() -> None:
+    fmt, weights = FORMATS[0], torch.ones(16, 8, dtype=torch.float64)
+    packed = PackedMatrix.empty(16, 8, fmt)
+    assert not quantize_natively(packed.blocks, fmt, weights, None, has_search=True)
