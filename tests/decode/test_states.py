@@ -1,11 +1,13 @@
 """Models with states beside keys and values: slots give what Transformers' own caches give."""
 
+import logging
 from typing import Any
 
 import pytest
 import torch
+from transformers.utils.logging import warning_once
 
-from tandem.decode.cpu_slots import CpuSlotPool
+from tandem.decode.cpu_slots import CpuSlotPool, why_no_cpu_slots
 from tandem.decode.named_operations import OPERATIONS, forward_with_operations
 from tandem.decode.padded import PaddedRows
 from tandem.kernels.dense import CpuThreads
@@ -52,6 +54,21 @@ def test_a_prompt_in_parts_is_the_same_prompt(name: str, threads: CpuThreads) ->
     for first, end in [(0, 1), (1, 2), (2, 100), (100, 200)]:
         logits = parts.prefill({1: LONG[first:end]})
     close(logits, expected)
+
+
+def test_reference_warnings_are_heard_only_where_the_reference_runs(
+    threads: CpuThreads, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = build_tiny_model("qwen3_5_moe")
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    for fails in (False, True):
+        warning_once.cache_clear()
+        if fails:
+            tolerances = {torch.float32: -1.0}
+            monkeypatch.setattr("tandem.decode.model_runner._TOLERANCES", tolerances)
+        with caplog.at_level(logging.WARNING, logger="transformers"):
+            assert (why_no_cpu_slots(model, threads) is not None) == fails
+        assert any("falling back" in record.message for record in caplog.records) == fails
 
 
 def test_requests_join_and_leave(threads: CpuThreads) -> None:

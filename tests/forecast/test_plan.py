@@ -14,13 +14,18 @@ from tandem.bench.model_shapes import MODEL_SHAPES, ModelShape
 from tandem.bench.random_model import build_random_model
 from tandem.cli.main import main
 from tandem.cli.paths import cache_dir
+from tandem.decode.cpu_slots import CpuSlotPool
 from tandem.demo import ensure_demo_model
+from tandem.forecast.model_plan import workspace_bytes
 from tandem.forecast.sizes import ModelSizes, model_sizes
-from tandem.forecast.speed_forecast import extrapolate
+from tandem.forecast.speed_forecast import extrapolate, prefixes_to_time
+from tandem.forecast.state_bytes import state_bytes_of
 from tandem.hf.checkpoint import open_checkpoint
 from tandem.hf.config import OffloadConfig
 from tandem.hf.dense import packed_layers
+from tandem.hf.load import empty_model
 from tandem.kernels.dense import CpuThreads
+from tests.architectures import build_tiny_model
 from tests.hf.tiny import save_tiny_checkpoint
 from tests.inside import runtime_in
 from tests.loading.checkpoints import FORMATS, lose_tensors, write_plain, write_quantised
@@ -169,6 +174,59 @@ def test_speed_is_measured_once_and_kept(
     kept = list((tmp_path / "forecasts").iterdir())
     assert len(kept) == 1
     assert plan(capsys, *words)[1]["decode_tokens_per_second"] == report["decode_tokens_per_second"]
+
+
+def as_kinds(pattern: str) -> list[tuple[bool, str]]:
+    """Return a letter for each layer; capital ones hold experts."""
+    return [(letter.isupper(), letter) for letter in pattern]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "prefixes"),
+    [
+        ("A" * 48, [2, 12]),
+        ("a" + "B" * 26, [2, 12]),
+        ("aaa" + "B" * 58, [4, 14]),
+        ("LLLF" * 10, [4, 12]),
+        ("mEmEm*EmEmEm*EmEmEm*EmEmEm*EmEmEm*EmEmEmEm*EmEmEmEmE", [6, 15]),
+        ("A" * 5, [2, 5]),
+        ("AB", [1, 2]),
+        ("A" * 20 + "B", [2, 12]),  # no other layer is like the last one
+    ],
+)
+def test_the_shortest_prefix_with_each_kind_is_timed(pattern: str, prefixes: list[int]) -> None:
+    assert prefixes_to_time(as_kinds(pattern), 1000) == prefixes
+
+
+@pytest.mark.parametrize("room", range(3, 30))
+@pytest.mark.parametrize("pattern", ["A" * 48, "aaa" + "B" * 40, "LLLF" * 10])
+def test_prefixes_fit_into_the_room(pattern: str, room: int) -> None:
+    kinds = as_kinds(pattern)
+    few, more = prefixes_to_time(kinds, room)
+    assert 0 < few < more <= len(kinds)
+    assert sum(has for n in (few, more) for has, _ in kinds[:n]) <= room
+
+
+@pytest.mark.seam
+@pytest.mark.parametrize("name", ["qwen3_5_moe", "kimi_linear", "nemotron_h", "jamba", "lfm2_moe"])
+def test_states_take_what_slots_make(name: str) -> None:
+    model = build_tiny_model(name)
+    pool = CpuSlotPool(model, CpuThreads(num_threads=1), 1, has_replay=False)
+    pool.prefill({0: [40, 41]})
+    assert state_bytes_of(empty_model(model.config)) == pool.cache.states.step_bytes > 0
+
+
+def test_a_plan_counts_states_and_their_checkpoints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = str(save_tiny_checkpoint(tmp_path / "tiny", "qwen3_5_moe"))
+    _, report = plan(capsys, directory, "--no-measure", "--context", "2048")
+    held = report["state_bytes"] + report["checkpoint_bytes"] + report["kv_cache_bytes"]
+    assert report["checkpoint_bytes"] == 5 * report["state_bytes"] > 0
+    activations = workspace_bytes(sizes_of(Path(directory)), 2048)
+    assert report["host_bytes"] == report["load_host_bytes"] + held + activations
+    _, report = plan(capsys, directory, "--no-measure", "--context", "64")
+    assert report["checkpoint_bytes"] == 0
 
 
 def test_layers_are_extrapolated_in_a_straight_line() -> None:

@@ -27,11 +27,16 @@ class ModelShape:
             values["per_layer_config"] = {n: one for n, one in own.items() if 0 <= n < end - first}
         return ModelShape(self.model_type, values | {"num_hidden_layers": end - first})
 
-    def sample(self, num_layers: int) -> "ModelShape":
-        """Return the shape with the first run of so many layers that has as many kinds as any."""
+    @property
+    def kinds(self) -> list[tuple[Any, ...]]:
+        """What the shape lists of each layer."""
         total = self.values["num_hidden_layers"]
         lists = [value for value in self.values.values() if _is_by_layer(value, total)]
-        kinds = list(zip(*lists, strict=True))
+        return list(zip(*lists, strict=True)) if lists else [()] * total
+
+    def sample(self, num_layers: int) -> "ModelShape":
+        """Return the shape with the first run of so many layers that has as many kinds as any."""
+        kinds = self.kinds
         starts = range(max(0, len(kinds) - num_layers) + 1)
         first = max(starts, key=lambda start: len(set(kinds[start : start + num_layers])))
         return self.cut(num_layers, first=first)

@@ -144,6 +144,7 @@ def _table(plan: "Plan") -> str:
     rows += [(part, num_bytes) for part, num_bytes in sizes.dense_bytes.items()]
     rows += [
         (f"KV cache, {plan.context_tokens} tokens", plan.kv_cache_bytes),
+        *_state_rows(plan),
         ("activations of a prompt, at most", plan.workspace_bytes),
         ("the program itself", plan.process_bytes),
     ]
@@ -159,6 +160,16 @@ def _table(plan: "Plan") -> str:
         lines.append(_device_line(plan))
     lines += _speed_lines(plan)
     return "\n".join(lines)
+
+
+def _state_rows(plan: "Plan") -> list[tuple[str, int]]:
+    """Return what a sequence's states take, for a model that has some."""
+    if not plan.sizes.state_bytes:
+        return []
+    rows = [("states of a sequence", plan.sizes.state_bytes)]
+    if plan.checkpoint_bytes:
+        rows.append(("checkpoints of states, at most", plan.checkpoint_bytes))
+    return rows
 
 
 def _device_line(plan: "Plan") -> str:

@@ -47,6 +47,15 @@ def cut_lengths(first: int, end: int, newest: int) -> list[int]:
     return lengths[::-1]
 
 
+def most_checkpoints(num_tokens: int, part_tokens: int) -> int:
+    """Return how many checkpoints a prompt of so many tokens leaves, if memory holds them all."""
+    count = newest = 0
+    for first in range(0, num_tokens, part_tokens):
+        lengths = cut_lengths(first, min(first + part_tokens, num_tokens), newest)
+        count, newest = count + len(lengths), lengths[-1] if lengths else newest
+    return count
+
+
 def _wanted(end: int) -> Iterator[int]:
     """Yield the lengths that are worth a checkpoint before `end`, descending."""
     yield from (end - before for before in _BEFORE_END)

@@ -15,7 +15,12 @@ from tandem.decode.padded import PaddedRows
 from tandem.decode.shallow_copy import ShallowCopy
 from tandem.experts.execution.executor import Executor
 from tandem.experts.tracing.events import unheard
-from tandem.hf.compat import forget_positions, takes_logits_to_keep
+from tandem.hf.compat import (
+    forget_positions,
+    reference_warnings_held,
+    repeat_warnings,
+    takes_logits_to_keep,
+)
 from tandem.hf.config_values import foreign_errors
 from tandem.hf.lookahead.warm_up import warm_up_ids
 from tandem.hf.runtime import runtime_of
@@ -112,8 +117,11 @@ def why_other_logits(model: Any, new_pool: Callable[[int], Steppable]) -> str | 
     tolerance = _TOLERANCES.get(model.dtype)
     if tolerance is None:
         return f"the model is {model.dtype}"
-    with unheard(_executor_of(model)):
-        return _why_other_logits(model, new_pool, tolerance)
+    with unheard(_executor_of(model)), reference_warnings_held() as held:
+        why = _why_other_logits(model, new_pool, tolerance)
+    if why is not None:
+        repeat_warnings(held)
+    return why
 
 
 def _why_other_logits(

@@ -61,7 +61,7 @@ class StateStore:
         self._layers: dict[StateKey, LayerState] = {}
         self._checkpoints = KeptCheckpoints(num_slots)
         self._cuts: list[_Cut] = []
-        self._budget = min(_MOST_BYTES, int(_MOST_SHARE * host_memory.available_bytes()))
+        self._budget = most_checkpoint_bytes(host_memory.available_bytes())
 
     def __bool__(self) -> bool:
         """Tell whether the model has states, as far as it was run."""
@@ -160,6 +160,11 @@ class StateStore:
     def _most(self) -> int:
         """How many checkpoints of a forward can be kept: they are there before old ones go."""
         return max(1, self._budget // self.step_bytes) if self._layers else 1 << 62
+
+
+def most_checkpoint_bytes(available_bytes: int) -> int:
+    """Return how much of the free memory the checkpoints of all slots may take."""
+    return min(_MOST_BYTES, int(_MOST_SHARE * max(0, available_bytes)))
 
 
 def _part(

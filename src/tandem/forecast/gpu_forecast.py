@@ -100,7 +100,7 @@ def device_memory(offload: OffloadConfig) -> DeviceMemory:
 
 def measured_shape(sizes: ModelSizes) -> ModelShape:
     """Return the shape of a model's first layers, of which some hold experts."""
-    return cut_shape(sizes, sizes.first_moe_layer + _MEASURED_LAYERS)
+    return cut_shape(sizes, min(sizes.moe_layers) + _MEASURED_LAYERS)
 
 
 def _measured_cpu(sizes: ModelSizes, offload: OffloadConfig) -> HardwareProfile:

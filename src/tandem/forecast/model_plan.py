@@ -14,6 +14,7 @@ from tandem.experts.execution.device import DeviceMemory
 from tandem.forecast.gpu_forecast import GpuForecast
 from tandem.forecast.sizes import ModelSizes
 from tandem.forecast.speed_forecast import SpeedForecast
+from tandem.forecast.state_bytes import checkpoint_bytes
 
 # Activations of a prompt: fp32 rows of its (token, expert) pairs, twice the hidden states.
 _PROMPT_CHUNK_TOKENS = 2048
@@ -45,6 +46,14 @@ class Plan:
         return self.sizes.kv_bytes(self.context_tokens)
 
     @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of the checkpoints of states at the context; there are none on a GPU."""
+        if self.is_dense_on_gpu:
+            return 0
+        free = self.available_bytes - (self.load_bytes - self.process_bytes)
+        return checkpoint_bytes(self.sizes.state_bytes, self.context_tokens, free)
+
+    @property
     def workspace_bytes(self) -> int:
         """Bytes that a prompt's activations take at most."""
         return workspace_bytes(self.sizes, self.context_tokens)
@@ -60,7 +69,8 @@ class Plan:
         """Host memory with a full context."""
         if self.is_dense_on_gpu:
             return self.load_bytes + self.workspace_bytes
-        return self.load_bytes + self.kv_cache_bytes + self.workspace_bytes
+        held = self.kv_cache_bytes + self.sizes.state_bytes + self.checkpoint_bytes
+        return self.load_bytes + held + self.workspace_bytes
 
     @property
     def is_dense_on_gpu(self) -> bool:
@@ -94,7 +104,7 @@ def plan_slots(
     if kind_of(device).holds_dense_parts:
         parts |= {
             "dense": sizes.total_dense_bytes,
-            "kv_cache": context_tokens * sizes.kv_bytes_per_token,
+            "kv_cache": context_tokens * sizes.kv_bytes_per_token + sizes.state_bytes,
             "workspace": workspace_bytes(sizes, context_tokens),
         }
     slots = count_slots(
@@ -203,6 +213,8 @@ def as_json(plan: Plan, lines: list[str]) -> dict[str, object]:
         "kv_cache_bytes_by_context": {
             str(tokens): plan.sizes.kv_bytes(tokens) for tokens in CONTEXTS
         },
+        "state_bytes": plan.sizes.state_bytes,
+        "checkpoint_bytes": plan.checkpoint_bytes,
         "context_tokens": plan.context_tokens,
         "time_to_first_token_seconds": known and known.prefill_seconds,
         "prefill_tokens_per_second": known and known.prefill_tokens_per_second,

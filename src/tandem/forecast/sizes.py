@@ -13,6 +13,7 @@ from tandem.decode.kv_cache.windows import most_kept
 from tandem.decode.slots import MAX_STEP_TOKENS
 from tandem.experts.store.host_store import HostStore
 from tandem.experts.store.packed_layer import PackedLayer
+from tandem.forecast.state_bytes import state_bytes_of
 from tandem.foreign_types import PreTrainedConfig
 from tandem.hf.checkpoint import AnyCheckpoint, Checkpoint, GgufCheckpoint
 from tandem.hf.compat import parts_in_fp32
@@ -50,9 +51,8 @@ class ModelSizes:
     expert_formats: tuple[str, ...]
     num_experts: int
     """Of all MoE layers together."""
-    num_moe_layers: int
-    first_moe_layer: int
-    """The number of the first layer that holds experts."""
+    moe_layers: tuple[int, ...]
+    """The numbers of the layers that hold experts."""
     num_layers: int
     dense_bytes: dict[str, int]
     """By part, as the options pack them."""
@@ -66,6 +66,8 @@ class ModelSizes:
     """Positions that the layers with a window see; 0: there are none."""
     sliding_share: float
     """How much of `kv_bytes_per_token` is of layers with a window."""
+    state_bytes: int
+    """Of the states that one sequence has beside keys and values, whatever its length."""
     are_experts_mapped: bool = False
     """Whether experts stay where the checkpoint's files are mapped, on small pages."""
 
@@ -74,6 +76,11 @@ class ModelSizes:
         kept = min(num_tokens, most_kept(self.sliding_window, MAX_STEP_TOKENS))
         sliding = self.kv_bytes_per_token * self.sliding_share
         return round(num_tokens * (self.kv_bytes_per_token - sliding) + kept * sliding)
+
+    @property
+    def num_moe_layers(self) -> int:
+        """How many layers hold experts."""
+        return len(self.moe_layers)
 
     @property
     def top_k(self) -> int:
@@ -125,8 +132,7 @@ def config_sizes(config: PreTrainedConfig, offload: OffloadConfig) -> ModelSizes
         ),
         expert_formats=tuple(dict.fromkeys(_format_name(layer, dtype) for layer in store)),
         num_experts=sum(layer.arrivals.num_experts for layer in store),
-        num_moe_layers=len(store),
-        first_moe_layer=min(_layer_number(layer.arrivals.name) for layer in store),
+        moe_layers=tuple(_layer_number(layer.arrivals.name) for layer in store),
         num_layers=int(getattr(text, "num_hidden_layers", len(store))),
         dense_bytes=_dense_bytes(model, _packed_formats(model, store, offload, codes)),
         dense_layers_with_codes=sum(fmt is not None for fmt in codes.values()),
@@ -134,6 +140,7 @@ def config_sizes(config: PreTrainedConfig, offload: OffloadConfig) -> ModelSizes
         kv_bytes_per_token=kv_bytes,
         sliding_window=int(getattr(text, "sliding_window", None) or 0),
         sliding_share=sliding / max(1, kv_bytes),
+        state_bytes=state_bytes_of(model),
     )
 
 

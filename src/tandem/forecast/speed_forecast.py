@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -27,12 +28,14 @@ from tandem.kernels.cpu import detect_cpu
 from tandem.kernels.dense import CpuThreads
 
 # Raise it when what is measured changes: older forecasts are then measured again.
-MEASUREMENT = 5
+MEASUREMENT = 6
 PROMPT_TOKENS = 256
 DECODE_STEPS = 24
 FIRST_TOKENS = WARM_UP_STEPS
-# An error of timing counts (layers - more) / (more - few) times, hence not fewer.
-_FEW_LAYERS, _MORE_LAYERS = 2, 12
+_FEW_LAYERS = 2
+# How many layers the larger of the two models has more. An error of timing counts (layers - more) /
+# (more - few) times, hence not fewer.
+_LEAST_MORE, _MOST_MORE = 7, 10
 _WHOLE_BYTES = 2 << 30  # models up to this are built whole
 _SHARE_OF_MEMORY = 0.5  # of what is free, for the layers that are built
 _ROUNDS = 7
@@ -149,11 +152,38 @@ def _layers_to_time(sizes: ModelSizes) -> list[int]:
     """Return of how many layers the models are that are timed; small ones are whole."""
     if sizes.experts_bytes <= _WHOLE_BYTES:
         return [sizes.num_layers]
-    dense_layers = sizes.num_layers - sizes.num_moe_layers
+    listed = cut_shape(sizes, sizes.num_layers).kinds
+    kinds = [(layer in sizes.moe_layers, kind) for layer, kind in enumerate(map(repr, listed))]
     layer_bytes = sizes.experts_bytes / sizes.num_moe_layers
-    room = int(_SHARE_OF_MEMORY * available_bytes() / layer_bytes) - _FEW_LAYERS
-    more = min(_MORE_LAYERS, room, sizes.num_moe_layers)
-    return [dense_layers + min(_FEW_LAYERS, more - 1), dense_layers + more]
+    return prefixes_to_time(kinds, int(_SHARE_OF_MEMORY * available_bytes() / layer_bytes))
+
+
+def prefixes_to_time(kinds: Sequence[tuple[bool, str]], room: int) -> list[int]:
+    """Return how long two prefixes of a model's layers are that say what the other layers take.
+
+    `kinds` says of each layer whether it holds experts, and what else it is; there are two or more.
+    The first prefix is the shortest with each kind that more than one layer has; what the second
+    has more is mixed most like the layers after the first. Together they have no more than `room`
+    layers with experts, if two such prefixes exist.
+    """
+    lengths = range(1, len(kinds) + 1)
+    num_moe = [sum(has_experts for has_experts, _ in kinds[:n]) for n in range(len(kinds) + 1)]
+    wanted = {kind for kind, count in Counter(kinds).items() if count > 1}
+    complete = next(n for n in lengths if wanted <= set(kinds[:n]))
+    smallest = next(n for n in lengths if num_moe[n])
+    few = min(max(complete, _FEW_LAYERS), len(kinds) - 1)
+    while few > smallest and num_moe[few] + num_moe[few + 1] > room:
+        few -= 1
+    ends = [n for n in lengths if few < n <= few + _MOST_MORE and num_moe[few] + num_moe[n] <= room]
+    enough = [n for n in ends if n >= few + _LEAST_MORE] or ends[-1:] or [few + 1]
+    rest = Counter(kinds[few:])
+    return [few, min(enough, key=lambda n: (_difference(Counter(kinds[few:n]), rest), -n))]
+
+
+def _difference(some: Counter[tuple[bool, str]], others: Counter[tuple[bool, str]]) -> float:
+    """Return how differently two runs of layers are mixed; 0: alike."""
+    shares = (some[kind] / some.total() - n / others.total() for kind, n in others.items())
+    return round(sum(map(abs, shares)), 6)
 
 
 def _build(sizes: ModelSizes, offload: OffloadConfig, num_layers: int) -> PreTrainedModel:

@@ -2,7 +2,9 @@
 
 import copy
 import inspect
-from collections.abc import Collection, Iterable
+import logging
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +22,9 @@ from tandem.foreign_types import PreTrainedModel
 
 # Flags of a config for which Transformers would put hooks on modules, and again on each copy.
 _CAPTURED_OUTPUTS = {"output_hidden_states", "_output_attentions", "output_router_logits"}
+
+# Says that a model's reference implementations run, at the first call of each.
+_REFERENCE_LOGGER = "transformers.integrations.hub_kernels"
 
 
 class QuantizerHooks:
@@ -165,3 +170,32 @@ def parts_in_fp32(model: PreTrainedModel) -> Collection[str]:
     5.17 to today; no public name.
     """
     return getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+
+
+@contextmanager
+def reference_warnings_held() -> Iterator[list[logging.LogRecord]]:
+    """Hold back that Transformers runs reference implementations; yield the list of what it says.
+
+    For trials of what Tandem computes itself later. Transformers says each once a process (since
+    5.2x), so what turns out to hold is for the caller to repeat.
+    """
+    logger = logging.getLogger(_REFERENCE_LOGGER)
+    held: list[logging.LogRecord] = []
+
+    def passes(record: logging.LogRecord) -> bool:
+        is_held = "falling back to its reference" in record.getMessage()
+        if is_held:
+            held.append(record)
+        return not is_held
+
+    logger.addFilter(passes)
+    try:
+        yield held
+    finally:
+        logger.removeFilter(passes)
+
+
+def repeat_warnings(held: Iterable[logging.LogRecord]) -> None:
+    """Say what was held back."""
+    for record in held:
+        logging.getLogger(record.name).handle(record)

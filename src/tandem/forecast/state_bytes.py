@@ -1,0 +1,65 @@
+"""What a sequence's states take beside keys and values: from a model without memory, run once."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from tandem.decode.checkpoints import most_checkpoints
+from tandem.decode.slots import MAX_STEP_TOKENS
+from tandem.decode.states import most_checkpoint_bytes
+from tandem.foreign_types import PreTrainedModel
+from tandem.hf.compat import reference_warnings_held
+from tandem.hf.experts import is_experts_module
+
+_STATE_BYTES = 4  # slots keep states in fp32
+
+
+def state_bytes_of(model: PreTrainedModel) -> int:
+    """Return the bytes of one sequence's states; `model` is on "meta", its experts are not run.
+
+    0 for a model without states, and for one that cannot be run without memory.
+    """
+    cache: Any = DynamicCache(config=model.config.get_text_config())
+    if not any(hasattr(layer, "conv_states") for layer in cache.layers):
+        return 0
+    for module in model.modules():
+        if is_experts_module(module):
+            module.forward = _unchanged
+    ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    try:
+        with torch.inference_mode(), torch.device("meta"), reference_warnings_held():
+            model(input_ids=ids, past_key_values=cache, use_cache=True)
+    except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError):
+        return 0
+    return _STATE_BYTES * sum(map(_num_values, cache.layers))
+
+
+def checkpoint_bytes(state_bytes: int, num_tokens: int, available_bytes: int) -> int:
+    """Return what checkpoints of a conversation's states take at most.
+
+    `available_bytes` are free when the model is loaded.
+    """
+    wanted = state_bytes * most_checkpoints(num_tokens, MAX_STEP_TOKENS)
+    return min(wanted, most_checkpoint_bytes(available_bytes))
+
+
+def _unchanged(hidden_states: Tensor, *_: Tensor) -> Tensor:
+    return hidden_states
+
+
+def _num_values(layer: object) -> int:
+    """Count the values of a layer's states; a convolution keeps one token less than it is wide."""
+    convolutions, recurrences = (
+        _tensors(getattr(layer, name, None)) for name in ("conv_states", "recurrent_states")
+    )
+    kept = sum(state.numel() // state.shape[-1] * (state.shape[-1] - 1) for state in convolutions)
+    return kept + sum(state.numel() for state in recurrences)
+
+
+def _tensors(states: object) -> list[Tensor]:
+    """Return what is there: Transformers has one tensor, or several by number."""
+    values = states.values() if isinstance(states, Mapping) else [states]
+    return [value for value in values if isinstance(value, Tensor)]
