@@ -95,6 +95,22 @@ def test_a_step_that_changes_from_call_to_call_is_given_up() -> None:
     assert step.why_not == "its recording gives other logits"
 
 
+def test_one_step_that_differs_is_the_models_and_does_not_end_it() -> None:
+    x, calls = torch.zeros(4), [0]
+
+    def step() -> torch.Tensor:
+        calls[0] += 1
+        return x + (1 if calls[0] == 3 else 0)  # as a router that chooses between equals
+
+    replayed = ReplayedStep(step, partial(record_step, step, [x]), 1e-3)
+    results = []
+    for i in range(1, 8):
+        x.fill_(i)
+        results.append(replayed()[0].item())
+    assert replayed.is_replaying
+    assert results == [1, 2, 4, 4, 5, 6, 7]
+
+
 def test_a_steady_step_is_replayed_with_new_inputs() -> None:
     step, x = counting_step(looks=False, differs=False)
     for i in range(8):
