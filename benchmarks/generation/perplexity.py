@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 import tandem
-from tandem.cli.models import ModelChoice, find_model
+from tandem.cli.model_choice import ModelChoice, find_model
 from tandem.decode.attention import register_attention
 from tandem.decode.kv_cache.base import stepping, transformers_cache
 from tandem.decode.kv_cache.cpu import KvCache

@@ -7,15 +7,18 @@ import select
 import time
 from collections.abc import Callable, Mapping
 
-from tests.programs import ENVIRONMENT, Program
+from tests.programs import COMMAND, ENVIRONMENT, Program
 
 
 class Terminal:
     """A program on a pseudo-terminal: type, and wait for what must appear."""
 
-    def __init__(self, words: list[str], env: Mapping[str, str] = ENVIRONMENT) -> None:
+    def __init__(
+        self, words: list[str], env: Mapping[str, str] = ENVIRONMENT, *, code: str = COMMAND
+    ) -> None:
         self._fd, theirs = pty.openpty()
-        self._program = Program(words, (theirs, theirs, theirs), env=env, has_terminal=True)
+        files = (theirs, theirs, theirs)
+        self._program = Program(words, files, code=code, env=env, has_terminal=True)
         os.close(theirs)
         self.screen = ""
 

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from tandem.cli.models import ModelChoice, find_model
+from tandem.cli.model_choice import ModelChoice, find_model
 from tests.clients.environment import Report, client_names, try_client
 from tests.clients.table import write_table
 from tests.clients.trying import Served

@@ -5,7 +5,7 @@ import dataclasses
 
 from tandem.cli.bench_kernels import KernelBenchOptions, run_kernels
 from tandem.cli.bench_model import ModelBenchOptions, run_model
-from tandem.cli.models import ModelChoice
+from tandem.cli.model_choice import ModelChoice
 from tandem.core.config import add_flags, from_flags
 from tandem.core.errors import ConfigError
 

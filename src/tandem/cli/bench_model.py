@@ -13,7 +13,7 @@ from tandem.foreign_types import PreTrainedModel
 if TYPE_CHECKING:
     from tandem.bench.generation import Measured, Speed, Workload
     from tandem.bench.kernels import Ceiling
-    from tandem.cli.models import ModelChoice
+    from tandem.cli.model_choice import ModelChoice
     from tandem.hf.config import OffloadConfig
     from tandem.kernels.dense import CpuThreads
 
@@ -120,7 +120,7 @@ def _model(
             shape, offload, threads, dense_dtype=options.dense_dtype, num_layers=options.layers,
             vocabulary=options.vocabulary,
         )  # fmt: skip
-    from tandem.cli.models import load_model
+    from tandem.cli.model_choice import load_model
 
     model = load_model(choice, offload, quiet=False, dense_dtype=options.dense_dtype)
     return choice.model, model

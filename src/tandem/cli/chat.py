@@ -46,6 +46,7 @@ def chat(session: Session) -> int:
             history.save()
         except KeyboardInterrupt:  # before or after the answer's tokens
             print(file=sys.stderr)
+    session.finish()
     return 0
 
 

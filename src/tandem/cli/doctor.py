@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tandem.cli.models import ModelChoice, add_model, calm_transformers, find_model
+from tandem.cli.model_choice import ModelChoice, add_model, calm_transformers, find_model
 from tandem.cli.paths import cache_dir
 from tandem.core.config import add_flags, from_flags, option
 

@@ -1,171 +1,171 @@
-"""Finds the model that a command names: the demo (built on first use), a directory, a hub id.
-
-Also its flags, which are the same wherever a command names a model.
-"""
+"""`tandem models`: what lies on this machine, its size, and when it was used; `rm` removes."""
 
 import argparse
-import dataclasses
-import os
-import sys
+import json
+import shutil
+import time
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass, field
+from functools import partial
 
+from tandem.cli.keeping import kept_copies
+from tandem.cli.model_choice import DEMO_MODELS
 from tandem.cli.paths import cache_dir
-from tandem.cli.streams import require_text
-from tandem.core.config import add_flags, option
-from tandem.core.errors import ModelError
-from tandem.devices.options import OffloadOptions
-from tandem.foreign_types import PreTrainedModel, Tokenizer
+from tandem.core.config import add_flags, from_flags, option
+from tandem.core.errors import ConfigError
+from tandem.core.registry import nearest_names
+from tandem.core.units import format_bytes
 
-DEMO_MODELS = ("demo", "demo-equal")
-_TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
+_DAY_SECONDS = 86400
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ModelChoice:
-    """A model as a command names it, or, once it is found, its path.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelsOptions:
+    """Options of `tandem models`."""
 
-    There is no flag for a token: others on the machine can read a command line. huggingface_hub
-    takes it from HF_TOKEN or from `hf auth login`.
-    """
-
-    model: str = "demo"
-    revision: str | None = option(
-        None, help="branch, tag or commit of MODEL, if it is a hub id", metavar="REVISION"
-    )
-    trust_remote_code: bool = option(
-        False, help="run the Python code that comes with MODEL, if it needs it"
-    )
+    json: bool = option(False, help="one JSON object instead of the table")
 
 
-def add_model(
-    parser: argparse.ArgumentParser,
-    *,
-    default: str | None = "demo",
-    is_required: bool = False,
-    help: str = "model directory, hub id, .gguf file, demo or demo-equal",
-) -> None:
-    """Add MODEL, which may be left out unless it is required, and the flags of `ModelChoice`."""
-    shown = "" if is_required or default is None else f" (default: {default})"
-    parser.add_argument(
-        "model", nargs=None if is_required else "?", default=default, metavar="MODEL",
-        help=help + shown,
-    )  # fmt: skip
-    add_flags(parser, ModelChoice)
+@dataclass(frozen=True, slots=True)
+class StoredModel:
+    """A model on this machine."""
+
+    name: str
+    """What `tandem run` or, for packed copies, `tandem models rm` calls it."""
+    kind: str
+    num_bytes: int
+    last_used: float
+    """Seconds since the epoch."""
+    source: str
+    remove: Callable[[], None] = field(repr=False, compare=False)
 
 
-def find_model(choice: ModelChoice, *, quiet: bool) -> ModelChoice:
-    """Return the choice with a path for a name: builds the demo model, downloads a hub id."""
-    from tandem.checkpoint.hub import HubOptions, find_model_path
-
-    name = require_text(choice.model, "the model's path")  # safetensors opens no other
-    if name in DEMO_MODELS:
-        name = _demo_directory(name, quiet=quiet)
-    hub = HubOptions(choice.revision, with_code=choice.trust_remote_code)
-    return dataclasses.replace(choice, model=str(find_model_path(name, hub)), revision=None)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `tandem models`."""
+    parser.add_argument("action", nargs="?", default="list", choices=("list", "rm"))
+    parser.add_argument("names", nargs="*", metavar="NAME", help="with rm: what is removed")
+    add_flags(parser, ModelsOptions)
 
 
-def _demo_directory(name: str, *, quiet: bool) -> str:
-    from tandem.demo import ensure_demo_model
-
-    source = os.environ.get("TANDEM_DEMO_SOURCE")
-    directory = ensure_demo_model(
-        name,
-        cache_dir=cache_dir(),
-        source=Path(source).expanduser() if source else None,
-        progress=None if quiet else progress_bar(),
-    )
-    return str(directory)
-
-
-def progress_bar() -> Callable[[str, int, int], None]:
-    """Return a callback (stage, done, total) that draws one bar per stage on standard error."""
-    from tqdm import tqdm
-
-    bars: dict[str, tqdm] = {}
-
-    def update(stage: str, done: int, total: int) -> None:
-        if stage not in bars:
-            for bar in bars.values():
-                bar.close()
-            bars[stage] = tqdm(total=total, desc=stage, unit="", file=sys.stderr, leave=True)
-        bars[stage].update(done - bars[stage].n)
-        if done >= total:
-            bars[stage].close()
-
-    return update
+def run(flags: argparse.Namespace) -> int:
+    """List or remove; returns the exit code."""
+    options = from_flags(ModelsOptions, flags)
+    stored = stored_models()
+    if flags.action == "rm":
+        return _remove(flags.names, stored, has_json=options.json)
+    if flags.names:
+        raise ConfigError(f"tandem models list takes no name, found {flags.names[0]!r}")
+    if options.json:
+        print(json.dumps({"models": [_described(model) for model in stored]}))
+    else:
+        _print_table(stored)
+    return 0
 
 
-def load_model_and_tokenizer(
-    choice: ModelChoice, offload: OffloadOptions, *, quiet: bool, dense_dtype: str = "none"
-) -> tuple[PreTrainedModel, Tokenizer]:
-    """Load a model through Tandem, and its tokenizer; progress goes to standard error."""
-    from tandem.hf.checkpoint import open_model
-
-    found = find_model(choice, quiet=quiet)
-    calm_transformers(quiet)
-    open_model(Path(found.model), may_run_code=found.trust_remote_code)  # what is wrong with it
-    tokenizer = load_tokenizer(found)  # before the model, which may take minutes
-    return _load(found, offload, dense_dtype), tokenizer
+def stored_models() -> list[StoredModel]:
+    """Return the packed copies, the demo models and what was downloaded, the latest used first."""
+    found = [*_packed_copies(), *_demo_models(), *_downloads()]
+    return sorted(found, key=lambda model: model.last_used, reverse=True)
 
 
-def load_model(
-    choice: ModelChoice, offload: OffloadOptions, *, quiet: bool, dense_dtype: str = "none"
-) -> PreTrainedModel:
-    """Load a model through Tandem, for what needs no tokenizer."""
-    found = find_model(choice, quiet=quiet)
-    calm_transformers(quiet)
-    return _load(found, offload, dense_dtype)
-
-
-def _load(found: ModelChoice, offload: OffloadOptions, dense_dtype: str) -> PreTrainedModel:
-    import tandem
-
-    names = [field.name for field in dataclasses.fields(OffloadOptions)]
-    return tandem.load(
-        found.model,
-        trust_remote_code=found.trust_remote_code,
-        isa=os.environ.get("TANDEM_ISA"),
-        cache_dir=str(cache_dir()),
-        dense_dtype=dense_dtype,
-        **{name: getattr(offload, name) for name in names},
-    )
-
-
-def load_tokenizer(found: ModelChoice) -> Tokenizer:
-    """Load the tokenizer of a model that has been found; `ModelError` if there is none."""
-    from transformers import AutoTokenizer
-
-    source = found.model
-    try:
-        if source.endswith(".gguf"):  # the tokenizer is in the file
-            from tandem.checkpoint.sources.gguf_tokenizer import load_gguf_tokenizer
-
-            return load_gguf_tokenizer(Path(source))
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=found.trust_remote_code)
-    except Exception as error:  # the tokenizers package raises no narrower class
-        first_line = str(error).partition("\n")[0]
-        raise _no_tokenizer(source, first_line) from error
-    # Without a file Transformers gives some models a tokenizer that turns every text to nothing.
-    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-        raise _no_tokenizer(source, "its vocabulary is empty")
-    return tokenizer
-
-
-def _no_tokenizer(source: str, why: str) -> ModelError:
-    directory = Path(source)
-    if directory.is_dir() and not any(any(directory.glob(name)) for name in _TOKENIZER_FILES):
-        return ModelError(
-            f"{source} has no tokenizer: expected tokenizer.json, or one of "
-            f"{', '.join(_TOKENIZER_FILES[1:])}; copy it from where the model comes from"
+def _packed_copies() -> list[StoredModel]:
+    copies = kept_copies()
+    return [
+        StoredModel(
+            copy.name,
+            "packed copy, " + ", ".join(f"{k} {v}" for k, v in sorted(copy.options.items())),
+            copy.num_bytes,
+            copy.last_used,
+            copy.source,
+            partial(copies.remove, copy),
         )
-    return ModelError(f"{source} has no tokenizer that loads ({why}); download its files again")
+        for copy in copies.all()
+    ]
 
 
-def calm_transformers(quiet: bool) -> None:
-    """Leave to Transformers its errors and its loading bar; the rest is not for this user."""
-    from transformers.utils import logging
+def _demo_models() -> list[StoredModel]:
+    found = []
+    for name in DEMO_MODELS:
+        directory = cache_dir() / "models" / name
+        if (directory / "config.json").is_file():
+            files = [file.stat() for file in directory.iterdir() if file.is_file()]
+            num_bytes, used = sum(f.st_size for f in files), max(f.st_atime for f in files)
+            remove = partial(shutil.rmtree, directory)
+            found.append(StoredModel(name, "demo model", num_bytes, used, str(directory), remove))
+    return found
 
-    logging.set_verbosity_error()
-    if quiet or not sys.stderr.isatty():
-        logging.disable_progress_bar()
+
+def _downloads() -> list[StoredModel]:
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        cache = scan_cache_dir()
+    except CacheNotFound:
+        return []
+
+    def remove(revisions: list[str]) -> None:
+        cache.delete_revisions(*revisions).execute()
+
+    return [
+        StoredModel(
+            repo.repo_id,
+            "download",
+            repo.size_on_disk,
+            repo.last_accessed,
+            str(repo.repo_path),
+            partial(remove, [revision.commit_hash for revision in repo.revisions]),
+        )
+        for repo in cache.repos
+        if repo.repo_type == "model" and repo.size_on_disk
+    ]
+
+
+def _remove(names: list[str], stored: list[StoredModel], *, has_json: bool) -> int:
+    if not names:
+        raise ConfigError("tandem models rm needs a name; tandem models lists them")
+    by_name = {model.name: model for model in stored}
+    for name in names:  # all are there, or none is removed
+        if name not in by_name:
+            raise ConfigError(
+                f"no model {name!r} on this machine; {nearest_names(name, [*by_name])}"
+            )
+    for name in names:
+        by_name[name].remove()
+    freed = sum(by_name[name].num_bytes for name in set(names))
+    if has_json:
+        print(json.dumps({"removed": names, "bytes": freed}))
+    else:
+        print(f"removed {', '.join(names)}: {format_bytes(freed)}")
+    return 0
+
+
+def _described(model: StoredModel) -> dict[str, object]:
+    return {
+        "name": model.name,
+        "kind": model.kind,
+        "bytes": model.num_bytes,
+        "last_used": model.last_used,
+        "source": model.source,
+    }
+
+
+def _print_table(stored: list[StoredModel]) -> None:
+    if not stored:
+        print("no models on this machine yet; tandem run builds the demo model")
+        return
+    rows = [
+        (model.name, format_bytes(model.num_bytes), _ago(model.last_used), model.kind, model.source)
+        for model in stored
+    ]
+    table = [("NAME", "SIZE", "LAST USED", "WHAT", "FROM"), *rows]
+    widths = [max(len(row[column]) for row in table) for column in range(4)]
+    for row in table:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        print("  ".join([*cells, row[4]]))
+    print(f"\n{format_bytes(sum(model.num_bytes for model in stored))} in all")
+
+
+def _ago(moment: float) -> str:
+    days = int((time.time() - moment) / _DAY_SECONDS)
+    return "today" if days < 1 else f"{days} day{'s' if days > 1 else ''} ago"

@@ -2,7 +2,8 @@
 
 import argparse
 
-from tandem.cli.models import ModelChoice, add_model, load_model_and_tokenizer
+from tandem.cli.keeping import Keeper, KeepOptions
+from tandem.cli.model_choice import ModelChoice, add_model, load_model_and_tokenizer
 from tandem.cli.session import Session, SessionOptions
 from tandem.cli.streams import require_text
 from tandem.core.config import add_flags, from_flags
@@ -21,6 +22,7 @@ def add_session_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add_flags(parser, OffloadOptions)
     add_flags(parser, SessionOptions)
+    add_flags(parser, KeepOptions)
 
 
 class SessionPlan:
@@ -35,13 +37,16 @@ class SessionPlan:
         self._sampling = from_flags(SamplingOptions, flags)
         self._offload = from_flags(OffloadOptions, flags)
         self._choice = from_flags(ModelChoice, flags)
+        self._keep = from_flags(KeepOptions, flags)
 
     def open(self) -> Session:
         """Load the model and begin."""
+        keeper = Keeper(self._keep, quiet=self._options.quiet)
         model, tokenizer = load_model_and_tokenizer(
             self._choice,
             self._offload,
             quiet=self._options.quiet,
             dense_dtype=self._options.dense_dtype,
+            keeper=keeper,
         )
-        return Session(model, tokenizer, self._options, self._sampling)
+        return Session(model, tokenizer, self._options, self._sampling, keeper)

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem.cli.models import ModelChoice, add_model, calm_transformers, find_model
+from tandem.cli.model_choice import ModelChoice, add_model, calm_transformers, find_model
 from tandem.cli.streams import require_text
 from tandem.core.config import add_flags, from_flags, option
 from tandem.core.units import format_bytes

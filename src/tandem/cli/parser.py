@@ -17,6 +17,7 @@ COMMANDS = {
     "plan": "what a model will take and how fast it will be, before it is loaded",
     "doctor": "what this machine has, what is slow or broken, and what to do",
     "pack": "write a model as a packed checkpoint, which loads at the disk's speed",
+    "models": "list the models on this machine, or remove some",
     "bench": "measure the expert kernels against this machine's ceilings",
     "trace": "record what a model's routers choose",
     "calibrate": "learn a model's residual vectors from a text, and measure how well they predict",

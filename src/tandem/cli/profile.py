@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tandem.cli.models import ModelChoice, add_model, load_model
+from tandem.cli.model_choice import ModelChoice, add_model, load_model
 from tandem.core.config import add_flags, from_flags, option
 from tandem.core.units import format_bytes
 from tandem.devices.options import OffloadOptions

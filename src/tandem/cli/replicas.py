@@ -15,7 +15,12 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tandem.cli.models import ModelChoice, find_model, load_model_and_tokenizer, load_tokenizer
+from tandem.cli.model_choice import (
+    ModelChoice,
+    find_model,
+    load_model_and_tokenizer,
+    load_tokenizer,
+)
 from tandem.core.config import field_type
 from tandem.core.errors import ConfigError
 from tandem.core.registry import nearest_names

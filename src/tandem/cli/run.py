@@ -24,7 +24,9 @@ def run(flags: argparse.Namespace) -> int:
     session = plan.open()
     if prompt is None:
         return chat(session)
-    return EXIT_INTERRUPTED if session.ask(prompt).is_interrupted else 0
+    is_interrupted = session.ask(prompt).is_interrupted
+    session.finish()
+    return EXIT_INTERRUPTED if is_interrupted else 0
 
 
 def _one_prompt(given: str | None) -> str | None:

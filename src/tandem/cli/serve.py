@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.cli.header_check import refuse_dense
-from tandem.cli.models import (
+from tandem.cli.keeping import Keeper, KeepOptions
+from tandem.cli.model_choice import (
     ModelChoice,
     add_model,
     find_model,
@@ -48,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, ServerOptions)
     add_flags(parser, OffloadOptions)
     add_flags(parser, ServeOptions)
+    add_flags(parser, KeepOptions)
 
 
 def run(flags: argparse.Namespace) -> int:
@@ -80,6 +82,7 @@ def run(flags: argparse.Namespace) -> int:
             offload,
             quiet=True,
             dense_dtype=own.dense_dtype,
+            keeper=Keeper(from_flags(KeepOptions, flags), quiet=own.quiet, may_ask=False),
         ),
         load_tokenizer=functools.partial(load_tokenizer, found),
     )

@@ -5,6 +5,7 @@ import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from tandem.cli.keeping import Keeper
 from tandem.cli.streams import require_text
 from tandem.core.config import option
 from tandem.core.errors import ConfigError
@@ -72,8 +73,10 @@ class Session:
         tokenizer: Tokenizer,
         options: SessionOptions,
         sampling: SamplingOptions,
+        keeper: Keeper | None = None,
     ) -> None:
         """Start a conversation, with the system message if there is one."""
+        self._keeper = keeper
         self._model = model
         self._tokenizer = tokenizer
         self.options = options
@@ -82,6 +85,11 @@ class Session:
         self._generator: Generator | None = None
         self._has_said_why_slower = False
         self.clear()
+
+    def finish(self) -> None:
+        """Wait for what is written beside the answers."""
+        if self._keeper is not None:
+            self._keeper.finish()
 
     def clear(self) -> None:
         """Forget the conversation but for the system message."""

@@ -5,7 +5,7 @@ import json
 import sys
 from dataclasses import dataclass
 
-from tandem.cli.models import ModelChoice, add_model, load_model_and_tokenizer
+from tandem.cli.model_choice import ModelChoice, add_model, load_model_and_tokenizer
 from tandem.cli.prompts import read_prompts
 from tandem.core.config import add_flags, from_flags, option, require_range
 from tandem.core.errors import ConfigError

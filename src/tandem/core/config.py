@@ -57,7 +57,8 @@ def add_flags(
         kwargs: dict[str, Any] = {"help": field.metadata["help"] + shown, "default": None}
         kind = field_type(hints[field.name])
         if kind is bool:
-            kwargs["action"] = argparse.BooleanOptionalAction if field.default else "store_true"
+            is_plain = field.default is False  # else there must be a way to say no
+            kwargs["action"] = "store_true" if is_plain else argparse.BooleanOptionalAction
         else:
             choices = field.metadata["choices"]
             kwargs.update(type=str.lower if choices else kind, choices=choices)

@@ -2,7 +2,7 @@
 
 import copy
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -25,10 +25,12 @@ def save(
     directory: str | Path,
     *,
     tokenizer: Tokenizer | None = None,
+    on_progress: Callable[[int], None] | None = None,
 ) -> Path:
     """Write a model loaded by Tandem, and its tokenizer, to a new directory.
 
-    The directory appears at once when everything is written, or not at all.
+    The directory appears at once when everything is written, or not at all. `on_progress` gets the
+    bytes of tensors written so far, after each file; what it raises ends the writing.
     """
     target = Path(directory)
     runtime = runtime_of(model)
@@ -49,7 +51,7 @@ def save(
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        _write(model, runtime, partial)
+        _write(model, runtime, partial, on_progress or (lambda _: None))
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
         partial.replace(target)
@@ -60,11 +62,15 @@ def save(
     return target
 
 
-def _write(model: PreTrainedModel, runtime: Runtime, directory: Path) -> None:
-    files, checksums = {}, {}
+def _write(
+    model: PreTrainedModel, runtime: Runtime, directory: Path, on_progress: Callable[[int], None]
+) -> None:
+    files, checksums, num_bytes = {}, {}, 0
     for file, tensors in _files(model, runtime):
         checksums[file] = write_tensors(directory, file, tensors)
         files[file] = {name: tensor.nbytes for name, tensor in tensors.items()}
+        num_bytes += sum(files[file].values())
+        on_progress(num_bytes)
     write_index(directory, files, checksums)
     write_configs(model, directory)
 

@@ -4,9 +4,9 @@ What a step becomes is a recorded graph on the CPU (`recorded_graph.record_step`
 graphs on a GPU (`tandem.decode.cuda.graphs`); when it is trusted is decided here, for both.
 
 A step that cannot be recorded, or whose recording gives other logits again and again, costs nothing
-but time: the model goes on by itself, and `why_not` says why. From the first step on the answer is the
-recording's, whose last digits are not the model's: else a request that joins a batch of a size that
-is new would be answered otherwise than alone.
+but time: the model goes on by itself, and `why_not` says why. From the first step on the answer is
+the recording's, whose last digits are not the model's: else a request that joins a batch of a size
+that is new would be answered otherwise than alone.
 """
 
 import warnings

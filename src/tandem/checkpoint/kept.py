@@ -1,0 +1,184 @@
+"""Packed copies of models that had to be converted, kept for the next start within a limit.
+
+A copy is a packed checkpoint under a name made of its source and a hash of all that it depends on
+(`Origin`), beside `NAME.json`, which says what it is; the time of that file is when the copy was
+last used. Order: a writer takes the name's lock, drops the copies that were used least lately until
+there is room, writes into a hidden directory, renames it, and writes `NAME.json` last. A reader
+takes no lock: a copy counts only with its `NAME.json` and all bytes that this names.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+from tandem.checkpoint.packed import INDEX_FILE
+from tandem.core.errors import ModelError
+from tandem.core.units import format_bytes
+
+# What stays free on the disk whatever is kept: a full disk breaks more than a slow start.
+_LEFT_FREE = 1 / 20
+_SAMPLE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a copy was made of: a source as it is now, the options, the version that converts."""
+
+    source: str
+    options: Mapping[str, str]
+    fingerprint: str
+
+    @classmethod
+    def of(
+        cls, source: str, files: Sequence[Path], options: Mapping[str, str], version: str
+    ) -> "Origin":
+        """Look at a model's files: names, sizes, times, and both ends of each."""
+        digest = hashlib.sha256(json.dumps([version, sorted(options.items())]).encode())
+        for file in sorted(files):
+            status = file.stat()
+            digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns}\n".encode())
+            with file.open("rb") as stream:
+                digest.update(stream.read(_SAMPLE_BYTES))
+                stream.seek(max(0, status.st_size - _SAMPLE_BYTES))
+                digest.update(stream.read(_SAMPLE_BYTES))
+        return cls(source, dict(options), digest.hexdigest())
+
+    @property
+    def name(self) -> str:
+        """The copy's name: readable first, then what tells it from others."""
+        return f"{Path(self.source).name}-{self.fingerprint[:12]}"
+
+
+@dataclass(frozen=True, slots=True)
+class KeptCopy:
+    """A copy that is there."""
+
+    name: str
+    directory: Path
+    source: str
+    options: Mapping[str, str]
+    num_bytes: int
+    last_used: float
+    """Seconds since the epoch."""
+
+
+class KeptCopies:
+    """The copies in a directory, which together take at most `limit_bytes`."""
+
+    def __init__(self, directory: Path, limit_bytes: int) -> None:
+        """Look into `directory`, which need not be there."""
+        self.directory = directory
+        self._limit = limit_bytes
+
+    def all(self) -> list[KeptCopy]:
+        """Return what is there, the latest used first."""
+        found = [copy for file in self.directory.glob("*.json") if (copy := _read(file))]
+        return sorted(found, key=lambda copy: copy.last_used, reverse=True)
+
+    def find(self, origin: Origin) -> Path | None:
+        """Return a whole copy of just this and note its use; a damaged one is removed."""
+        note = self._note(origin.name)
+        copy = _read(note)
+        if copy is None:
+            return None
+        if _weight_bytes(copy.directory) != copy.num_bytes:
+            self.remove(copy)
+            return None
+        with contextlib.suppress(OSError):  # a cache that cannot be written can be read
+            os.utime(note)
+        return copy.directory
+
+    def remove(self, copy: KeptCopy) -> None:
+        """Delete a copy; raises `ModelError` if the system does not let."""
+        try:
+            self._note(copy.name).unlink(missing_ok=True)  # from here on it is not there
+            shutil.rmtree(copy.directory)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise ModelError(
+                f"cannot remove {copy.directory}: {error.strerror}; delete it by hand"
+            ) from error
+
+    def write(self, origin: Origin, num_bytes: int, save: Callable[[Path], object]) -> Path | None:
+        """Let `save` write a copy of about `num_bytes`, if nobody else does; return where it is.
+
+        Raises `ModelError` if there is no room for it.
+        """
+        with self._alone(origin.name) as is_alone:
+            if not is_alone:
+                return None
+            self._make_room(num_bytes, keep=origin.name)
+            target = self.directory / origin.name
+            shutil.rmtree(target, ignore_errors=True)  # whose note was not written any more
+            save(target)
+            note = asdict(origin) | {"bytes": _weight_bytes(target)}
+            partial = target.with_suffix(".part")
+            partial.write_text(json.dumps(note, indent=1) + "\n", encoding="utf-8")
+            partial.replace(self._note(origin.name))
+            return target
+
+    def _make_room(self, num_bytes: int, *, keep: str) -> None:
+        disk = shutil.disk_usage(self.directory)
+        others = [copy for copy in self.all() if copy.name != keep]
+        while True:
+            taken = sum(copy.num_bytes for copy in others)
+            free = disk.free - disk.total * _LEFT_FREE
+            if taken + num_bytes <= self._limit and num_bytes <= free:
+                return
+            if not others or num_bytes > self._limit:
+                raise ModelError(
+                    f"no packed copy is kept: it takes {format_bytes(num_bytes)}, the limit is "
+                    f"{format_bytes(self._limit)} and {format_bytes(disk.free)} of the disk are "
+                    "free; raise --keep-limit or set TANDEM_CACHE to another disk"
+                )
+            self.remove(others.pop())
+            disk = shutil.disk_usage(self.directory)
+
+    @contextlib.contextmanager
+    def _alone(self, name: str) -> Iterator[bool]:
+        """Hold a name's lock while what killed writers left is removed and a copy is written."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        lock = os.open(self.directory / f".{name}.lock", os.O_CREAT | os.O_RDWR)
+        try:
+            if fcntl is not None:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    yield False
+                    return
+            yield True
+        finally:
+            os.close(lock)
+
+    def _note(self, name: str) -> Path:
+        return self.directory / f"{name}.json"
+
+
+def _read(note: Path) -> KeptCopy | None:
+    """Return the copy of a note; None if the note or the copy is not there or not readable."""
+    try:
+        stored = json.loads(note.read_text(encoding="utf-8"))
+        directory = note.with_suffix("")
+        if not (directory / INDEX_FILE).is_file():
+            return None
+        return KeptCopy(
+            note.stem, directory, str(stored["source"]), dict(stored["options"]),
+            int(stored["bytes"]), note.stat().st_mtime,
+        )  # fmt: skip
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _weight_bytes(directory: Path) -> int:
+    return sum(file.stat().st_size for file in directory.glob("*.safetensors"))

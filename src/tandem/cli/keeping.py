@@ -1,0 +1,182 @@
+"""Keeps a packed copy of a model that had to be converted, which the next start maps.
+
+The copy is written beside the answers. Whether one is wanted is asked once, on a terminal.
+"""
+
+import sys
+import threading
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tandem.cli.paths import cache_dir
+from tandem.core.config import option
+from tandem.core.errors import TandemError
+from tandem.core.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from tandem.checkpoint.kept import KeptCopies, Origin
+    from tandem.foreign_types import PreTrainedModel
+
+# Loading that takes less is not worth a question, nor the disk.
+_SLOW_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepOptions:
+    """What a user says about packed copies."""
+
+    keep: bool | None = option(
+        None,
+        help="write a packed copy of a model that had to be converted, which the next start maps "
+        "(default: asked once on a terminal)",
+    )
+    keep_limit: str = option(
+        "100GiB", help="all packed copies take at most this; the longest unused go", metavar="SIZE"
+    )
+
+    def __post_init__(self) -> None:
+        """Check the limit."""
+        parse_bytes(self.keep_limit, name="--keep-limit")
+
+
+def kept_copies(options: KeepOptions | None = None) -> "KeptCopies":
+    """Return the packed copies on this machine."""
+    from tandem.checkpoint.kept import KeptCopies
+
+    limit = (options or KeepOptions()).keep_limit
+    return KeptCopies(cache_dir() / "packed", parse_bytes(limit, name="--keep-limit"))
+
+
+class Keeper:
+    """Finds the packed copy of one model, or writes it."""
+
+    def __init__(self, options: KeepOptions, *, quiet: bool, may_ask: bool = True) -> None:
+        """With `quiet` nothing is said or asked."""
+        self._options = options
+        self._quiet = quiet
+        self._may_ask = may_ask and not quiet
+        self._thread: threading.Thread | None = None
+        self._is_leaving = False
+        self._done_bytes = self._total_bytes = 0
+        self._failure: TandemError | None = None
+
+    def origin(self, source: str, files: list[Path], options: dict[str, str]) -> "Origin":
+        """Return what a copy of a source would be made of."""
+        from tandem.checkpoint.kept import Origin
+
+        return Origin.of(source, files, options, version("tandem-moe"))
+
+    def find(self, origin: "Origin") -> Path | None:
+        """Return the directory of a copy that was kept."""
+        return kept_copies(self._options).find(origin)
+
+    def begin(self, origin: "Origin", model: "PreTrainedModel", seconds: float) -> None:
+        """Write a copy of a model whose loading took so long, if one is wanted."""
+        num_bytes = int(model.get_memory_footprint())
+        if not self._is_wanted(num_bytes, seconds):
+            return
+        self._total_bytes = num_bytes
+        copies = kept_copies(self._options)
+        if not self._quiet:
+            print(
+                f"[keeping a packed copy of {format_bytes(num_bytes)} in {copies.directory}, which "
+                "the next start maps; tandem models lists them]",
+                file=sys.stderr,
+            )
+
+        def work() -> None:
+            import tandem
+
+            try:
+                copies.write(
+                    origin,
+                    num_bytes,
+                    lambda path: tandem.save(model, path, on_progress=self._note),
+                )
+            except _LeftError:
+                pass
+            except TandemError as error:
+                self._failure = error
+
+        self._thread = threading.Thread(target=work, name="tandem-keep", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait until the copy is written; Ctrl-C leaves it, and nothing of it stays."""
+        if self._thread is None:
+            return
+        try:
+            self._wait(self._thread)
+        except KeyboardInterrupt:
+            self._is_leaving = True
+            self._thread.join()
+            print("\n[no packed copy is kept]", file=sys.stderr)
+        if self._failure is not None:
+            print(f"[{self._failure}]", file=sys.stderr)
+        self._thread = None
+
+    def _wait(self, thread: threading.Thread) -> None:
+        is_shown = False
+        while thread.is_alive():
+            thread.join(0.5)
+            if thread.is_alive() and not self._quiet and sys.stderr.isatty():
+                share = self._done_bytes / max(1, self._total_bytes)
+                print(f"\r[packed copy: {share:.0%}, Ctrl-C leaves it] ", end="", file=sys.stderr)
+                is_shown = True
+        if is_shown:
+            print(file=sys.stderr)
+
+    def _note(self, done_bytes: int) -> None:
+        self._done_bytes = done_bytes
+        if self._is_leaving:
+            raise _LeftError
+
+    def _is_wanted(self, num_bytes: int, seconds: float) -> bool:
+        if self._options.keep is not None:
+            return self._options.keep
+        if seconds < _SLOW_SECONDS:
+            return False
+        answer = _Answer(cache_dir() / "keep")
+        if answer.is_given is None and self._may_ask and _is_on_terminal():
+            answer.ask(num_bytes, seconds)
+        return bool(answer.is_given)
+
+
+class _LeftError(Exception):
+    """The user does not want to wait for the copy."""
+
+
+class _Answer:
+    """What the user has answered, once and for all."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        try:
+            self.is_given: bool | None = file.read_text(encoding="utf-8").strip() == "yes"
+        except OSError:
+            self.is_given = None
+
+    def ask(self, num_bytes: int, seconds: float) -> None:
+        print(
+            f"Loading took {seconds:.0f} s, most of it to convert weights. Keep packed copies of "
+            f"such models, so that the next start takes seconds? This one takes "
+            f"{format_bytes(num_bytes)} of the disk. [Y/n] ",
+            end="",
+            file=sys.stderr,
+            flush=True,
+        )
+        line = sys.stdin.readline()
+        if not line:
+            return
+        self.is_given = line.strip().lower() in ("", "y", "yes")
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            self._file.write_text("yes\n" if self.is_given else "no\n", encoding="utf-8")
+        except OSError:  # then it is asked again
+            return
+
+
+def _is_on_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stderr.isatty()

@@ -1,0 +1,196 @@
+"""Finds the model that a command names: the demo (built on first use), a directory, a hub id.
+
+Also its flags, which are the same wherever a command names a model.
+"""
+
+import argparse
+import dataclasses
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tandem.cli.keeping import Keeper
+from tandem.cli.paths import cache_dir
+from tandem.cli.streams import require_text
+from tandem.core.config import add_flags, option
+from tandem.core.errors import ModelError
+from tandem.devices.options import OffloadOptions
+from tandem.foreign_types import PreTrainedModel, Tokenizer
+
+DEMO_MODELS = ("demo", "demo-equal")
+_TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelChoice:
+    """A model as a command names it, or, once it is found, its path.
+
+    There is no flag for a token: others on the machine can read a command line. huggingface_hub
+    takes it from HF_TOKEN or from `hf auth login`.
+    """
+
+    model: str = "demo"
+    revision: str | None = option(
+        None, help="branch, tag or commit of MODEL, if it is a hub id", metavar="REVISION"
+    )
+    trust_remote_code: bool = option(
+        False, help="run the Python code that comes with MODEL, if it needs it"
+    )
+
+
+def add_model(
+    parser: argparse.ArgumentParser,
+    *,
+    default: str | None = "demo",
+    is_required: bool = False,
+    help: str = "model directory, hub id, .gguf file, demo or demo-equal",
+) -> None:
+    """Add MODEL, which may be left out unless it is required, and the flags of `ModelChoice`."""
+    shown = "" if is_required or default is None else f" (default: {default})"
+    parser.add_argument(
+        "model", nargs=None if is_required else "?", default=default, metavar="MODEL",
+        help=help + shown,
+    )  # fmt: skip
+    add_flags(parser, ModelChoice)
+
+
+def find_model(choice: ModelChoice, *, quiet: bool) -> ModelChoice:
+    """Return the choice with a path for a name: builds the demo model, downloads a hub id."""
+    from tandem.checkpoint.hub import HubOptions, find_model_path
+
+    name = require_text(choice.model, "the model's path")  # safetensors opens no other
+    if name in DEMO_MODELS:
+        name = _demo_directory(name, quiet=quiet)
+    hub = HubOptions(choice.revision, with_code=choice.trust_remote_code)
+    return dataclasses.replace(choice, model=str(find_model_path(name, hub)), revision=None)
+
+
+def _demo_directory(name: str, *, quiet: bool) -> str:
+    from tandem.demo import ensure_demo_model
+
+    source = os.environ.get("TANDEM_DEMO_SOURCE")
+    directory = ensure_demo_model(
+        name,
+        cache_dir=cache_dir(),
+        source=Path(source).expanduser() if source else None,
+        progress=None if quiet else progress_bar(),
+    )
+    return str(directory)
+
+
+def progress_bar() -> Callable[[str, int, int], None]:
+    """Return a callback (stage, done, total) that draws one bar per stage on standard error."""
+    from tqdm import tqdm
+
+    bars: dict[str, tqdm] = {}
+
+    def update(stage: str, done: int, total: int) -> None:
+        if stage not in bars:
+            for bar in bars.values():
+                bar.close()
+            bars[stage] = tqdm(total=total, desc=stage, unit="", file=sys.stderr, leave=True)
+        bars[stage].update(done - bars[stage].n)
+        if done >= total:
+            bars[stage].close()
+
+    return update
+
+
+def load_model_and_tokenizer(
+    choice: ModelChoice,
+    offload: OffloadOptions,
+    *,
+    quiet: bool,
+    dense_dtype: str = "none",
+    keeper: Keeper | None = None,
+) -> tuple[PreTrainedModel, Tokenizer]:
+    """Load a model through Tandem, and its tokenizer; progress goes to standard error.
+
+    With a `keeper`, a packed copy of a model that must be converted is read or written.
+    """
+    found = find_model(choice, quiet=quiet)
+    from tandem.hf.checkpoint import open_model
+
+    calm_transformers(quiet)
+    path = Path(found.model)
+    checkpoint = open_model(path, may_run_code=found.trust_remote_code)  # what is wrong with it
+    tokenizer = load_tokenizer(found)  # before the model, which may take minutes
+    if keeper is None or checkpoint.is_packed or found.trust_remote_code:
+        return _load(found, offload, dense_dtype), tokenizer
+    options = {
+        "expert_dtype": offload.expert_dtype,
+        # On a device the dense parts stay as they are.
+        "dense_dtype": dense_dtype if offload.device == "cpu" else "none",
+    }
+    label = choice.model if choice.model in DEMO_MODELS else str(path.resolve())
+    origin = keeper.origin(label, checkpoint.weight_files, options)
+    if (copy := keeper.find(origin)) is not None:
+        return _load(dataclasses.replace(found, model=str(copy)), offload, dense_dtype), tokenizer
+    begin = time.perf_counter()
+    model = _load(found, offload, dense_dtype)
+    keeper.begin(origin, model, time.perf_counter() - begin)
+    return model, tokenizer
+
+
+def load_model(
+    choice: ModelChoice, offload: OffloadOptions, *, quiet: bool, dense_dtype: str = "none"
+) -> PreTrainedModel:
+    """Load a model through Tandem, for what needs no tokenizer."""
+    found = find_model(choice, quiet=quiet)
+    calm_transformers(quiet)
+    return _load(found, offload, dense_dtype)
+
+
+def _load(found: ModelChoice, offload: OffloadOptions, dense_dtype: str) -> PreTrainedModel:
+    import tandem
+
+    names = [field.name for field in dataclasses.fields(OffloadOptions)]
+    return tandem.load(
+        found.model,
+        trust_remote_code=found.trust_remote_code,
+        isa=os.environ.get("TANDEM_ISA"),
+        cache_dir=str(cache_dir()),
+        dense_dtype=dense_dtype,
+        **{name: getattr(offload, name) for name in names},
+    )
+
+
+def load_tokenizer(found: ModelChoice) -> Tokenizer:
+    """Load the tokenizer of a model that has been found; `ModelError` if there is none."""
+    from transformers import AutoTokenizer
+
+    source = found.model
+    try:
+        if source.endswith(".gguf"):  # the tokenizer is in the file
+            from tandem.checkpoint.sources.gguf_tokenizer import load_gguf_tokenizer
+
+            return load_gguf_tokenizer(Path(source))
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=found.trust_remote_code)
+    except Exception as error:  # the tokenizers package raises no narrower class
+        first_line = str(error).partition("\n")[0]
+        raise _no_tokenizer(source, first_line) from error
+    # Without a file Transformers gives some models a tokenizer that turns every text to nothing.
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        raise _no_tokenizer(source, "its vocabulary is empty")
+    return tokenizer
+
+
+def _no_tokenizer(source: str, why: str) -> ModelError:
+    directory = Path(source)
+    if directory.is_dir() and not any(any(directory.glob(name)) for name in _TOKENIZER_FILES):
+        return ModelError(
+            f"{source} has no tokenizer: expected tokenizer.json, or one of "
+            f"{', '.join(_TOKENIZER_FILES[1:])}; copy it from where the model comes from"
+        )
+    return ModelError(f"{source} has no tokenizer that loads ({why}); download its files again")
+
+
+def calm_transformers(quiet: bool) -> None:
+    """Leave to Transformers its errors and its loading bar; the rest is not for this user."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    if quiet or not sys.stderr.isatty():
+        logging.disable_progress_bar()
