@@ -21,7 +21,12 @@ from typing import Any
 
 from torch import nn
 
-from tandem.cli.model_choice import ModelChoice, find_model, load_model_and_tokenizer, load_tokenizer
+from tandem.cli.model_choice import (
+    ModelChoice,
+    find_model,
+    load_model_and_tokenizer,
+    load_tokenizer,
+)
 from tandem.devices.options import OffloadOptions
 from tandem.generate.generator import Generator
 from tandem.hf.dense import PackedLinear
