@@ -65,6 +65,7 @@ def _print(finding: "Finding") -> None:
 
 def _check_model(choice: ModelChoice, options: DoctorOptions) -> "list[Finding]":
     from tandem.forecast.machine_check import check_model_files, check_model_kernels
+    from tandem.forecast.windows_check import check_place
     from tandem.hf.checkpoint import open_model
     from tandem.hf.config import OffloadConfig
 
@@ -75,4 +76,5 @@ def _check_model(choice: ModelChoice, options: DoctorOptions) -> "list[Finding]"
         threads=options.threads,
         isa=os.environ.get("TANDEM_ISA"),
     )
-    return [check_model_files(checkpoint), check_model_kernels(checkpoint, offload)]
+    place = check_place("the model", Path(found.model))
+    return [*place, check_model_files(checkpoint), check_model_kernels(checkpoint, offload)]

@@ -10,6 +10,7 @@ from tandem.cli.failures import report_failure
 from tandem.cli.parser import parse
 from tandem.cli.streams import prepare_streams, warnings_as_lines
 from tandem.core.errors import TandemError
+from tandem.hardware.windows import why_not_here
 
 # Torch and Transformers make a million objects that stay: a look for garbage after every 700 of
 # them, as Python has it, takes a few per cent of a start.
@@ -20,6 +21,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code: 0, 1, 2 or 130 (docs/command-line.md)."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     prepare_streams()
+    sentence = why_not_here(sys.platform)
+    if sentence is not None:
+        return report_failure(TandemError(sentence), has_json="--json" in words)
     gc.set_threshold(_OBJECTS_PER_COLLECTION, *gc.get_threshold()[1:])
     try:
         return _run(words)

@@ -55,10 +55,13 @@ def run(flags: argparse.Namespace) -> int:
     source = find_model(from_flags(ModelChoice, flags), quiet=True)
     calm_transformers(quiet=True)
 
+    from tandem.experts.store.host_memory import total_bytes
     from tandem.forecast.model_plan import advice, as_json
+    from tandem.forecast.windows_check import plan_advice
 
     plan, others = _plan(source, options, offload)
     lines = advice(plan, others)
+    lines += plan_advice(Path(source.model), fits=plan.fits, total_bytes=total_bytes())
     print(_table(plan))
     for line in lines:
         print(f"- {line}")

@@ -14,6 +14,7 @@ from tandem.devices.cuda.checks import Gpu, Probe, TorchProbe, require_cuda
 from tandem.devices.cuda.streams import CudaStreams, Stream, Streams
 from tandem.experts.execution.device import OutOfDeviceMemoryError
 from tandem.forecast.finding import Finding
+from tandem.forecast.windows_check import check_pinned_memory
 
 # Under PCIe 3 with 16 PCIe lanes, which gives about 12 GB/s.
 _SLOW_LINK_GIGABYTES = 10.0
@@ -52,6 +53,7 @@ def check_gpu(
         yield Finding("driver", "good", driver.version)
     yield _link(streams, driver)
     yield _locked_memory()
+    yield from check_pinned_memory()
 
 
 def parse_smi(line: str) -> Driver:

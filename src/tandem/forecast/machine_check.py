@@ -13,6 +13,7 @@ from tandem.core.units import format_bytes
 from tandem.experts.store import host_memory
 from tandem.forecast.finding import Finding
 from tandem.forecast.gpu_check import check_gpu
+from tandem.forecast.windows_check import check_place, check_windows, huge_pages
 from tandem.hf.checkpoint import AnyCheckpoint, GgufCheckpoint
 from tandem.hf.completeness import require_complete
 from tandem.hf.config import OffloadConfig
@@ -35,11 +36,13 @@ def check_machine(cache: Path, *, num_threads: int | None, isa: str) -> Iterator
     yield _cores()
     yield _memory()
     yield _bandwidth(num_threads or detect_cpu().physical_cores, isa)
-    yield _huge_pages()
+    yield huge_pages()
+    yield from check_windows(host_memory.total_bytes())
     yield from check_gpu()
     yield from _versions()
     yield _disk(cache)
     yield _cache(cache)
+    yield from check_place("the cache", cache)
 
 
 def check_model_files(checkpoint: AnyCheckpoint) -> Finding:
@@ -88,7 +91,7 @@ def _processor(isa: str) -> Finding:
     if engine == "portable":
         return Finding(
             "processor", "slow", text,
-            "without vector kernels expect a tenth of the speed; AVX2 or newer is needed",
+            "these are plain C++: expect a tenth of the speed of a processor with AVX2 or newer",
         )  # fmt: skip
     return Finding("processor", "good", text)
 
@@ -138,19 +141,6 @@ def _bandwidth(num_threads: int, isa: str) -> Finding:
 
 def _read_rate(ceiling: Ceiling) -> float:
     return ceiling.read_gigabytes_per_second
-
-
-def _huge_pages() -> Finding:
-    try:
-        text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text().strip()
-    except OSError:
-        return Finding("huge pages", "good", "not Linux's, or hidden")
-    if "[never]" in text:
-        return Finding(
-            "huge pages", "slow", text,
-            "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled",
-        )  # fmt: skip
-    return Finding("huge pages", "good", text)
 
 
 def _versions() -> Iterator[Finding]:

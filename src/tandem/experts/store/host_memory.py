@@ -5,6 +5,7 @@ from pathlib import Path
 
 from tandem.core.errors import CapacityError
 from tandem.core.units import format_bytes
+from tandem.hardware.windows import memory_advice, wsl_version
 
 
 def available_bytes() -> int:
@@ -48,7 +49,8 @@ def require_host_memory(num_bytes: int, available: int, *, what: str, formats: s
     """Raise `CapacityError` unless so many bytes are there; says what would fit."""
     if num_bytes <= available:
         return
+    more = f"; {memory_advice(total_bytes())}" if wsl_version() == 2 else ""
     raise CapacityError(
         f"{what} take {format_bytes(num_bytes)} of host memory and {format_bytes(available)} are "
-        f"free; {formats or 'close other programs or choose a smaller model'}"
+        f"free; {formats or 'close other programs or choose a smaller model'}{more}"
     )

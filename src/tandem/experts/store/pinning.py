@@ -19,6 +19,7 @@ from torch import Tensor
 from tandem.core.units import format_bytes
 from tandem.experts.store.host_memory import available_bytes
 from tandem.experts.store.host_store import HostLayer, HostStore
+from tandem.hardware.windows import wsl_version
 from tandem.kernels.memory import allocate
 
 # Left for everybody else when experts are copied out of their files.
@@ -67,7 +68,7 @@ def pin_store(
             pinned = _pin_layer(layer, pin)
         done += pinned
         if pinned < _stored_bytes(layer):
-            why = "the system allows no more pinned memory; raise the limit (ulimit -l)"
+            why = _no_more_pinned()
             break
     if why is not None:
         warnings.warn(
@@ -76,6 +77,12 @@ def pin_store(
             stacklevel=2,
         )
     return Pinned(done, total, moved, why)
+
+
+def _no_more_pinned() -> str:
+    if wsl_version() is None:
+        return "the system allows no more pinned memory; raise the limit (ulimit -l)"
+    return "Windows allows WSL2 no more pinned memory; keep more experts on the GPU (--gpu-memory)"
 
 
 def _pin_layer(layer: HostLayer, pin: Pin) -> int:

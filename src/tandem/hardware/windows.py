@@ -1,0 +1,117 @@
+"""Linux inside Windows (WSL2), and systems that are not Linux: what their files say. Nothing else.
+
+Written from Microsoft's and NVIDIA's documents and users' reports; never run on such a PC.
+"""
+
+import configparser
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+ROOT = Path("/")
+# The file that sets WSL2's memory, as Windows names it.
+WSL_CONFIG = r"%UserProfile%\.wslconfig"
+# Left for Windows itself: an eighth of the PC's memory, at least this much.
+_WINDOWS_GIB = 4
+_GIB = 1 << 30
+
+
+class Mount(NamedTuple):
+    """One line of /proc/self/mounts."""
+
+    device: str
+    point: PurePosixPath
+    kind: str
+    options: str
+
+    @property
+    def is_of_windows(self) -> bool:
+        """Tell whether it is a drive of Windows: 9p, newer virtiofs, or WSL 1's own kind."""
+        described = self.device + self.options
+        return self.kind == "drvfs" or (self.kind in ("9p", "virtiofs") and "drvfs" in described)
+
+
+def why_not_here(platform: str) -> str | None:
+    """Return one sentence for a `sys.platform` that is not Linux; None on Linux."""
+    if platform == "linux":
+        return None
+    name = {"win32": "Windows", "darwin": "macOS"}.get(platform, platform)
+    return (
+        f"this is {name} and Tandem runs on Linux; on Windows install WSL2 (wsl --install) and run "
+        "it there, on other systems use a Linux machine"
+    )
+
+
+def wsl_version(root: Path = ROOT) -> int | None:
+    """Return 1 or 2 inside Windows, None on any other machine."""
+    try:
+        release = (root / "proc/sys/kernel/osrelease").read_text().strip()
+    except OSError:
+        return None
+    if release.endswith("-Microsoft"):
+        return 1
+    # A kernel of one's own may have another name; the GPU's device is there in any case.
+    return 2 if "microsoft" in release.lower() or (root / "dev/dxg").exists() else None
+
+
+def mount_of(path: Path, mounts: str) -> Mount | None:
+    """Return the mount that holds an absolute path; `mounts` is /proc/self/mounts."""
+    found: Mount | None = None
+    for line in mounts.splitlines():
+        fields = line.split(" ")
+        if len(fields) < 4:
+            continue
+        device, point, kind, options = (_without_escapes(field) for field in fields[:4])
+        mount = Mount(device, PurePosixPath(point), kind, options)
+        is_deeper = found is None or len(mount.point.parts) >= len(found.point.parts)
+        if is_deeper and path.is_relative_to(mount.point):
+            found = mount
+    return found
+
+
+def _without_escapes(field: str) -> str:
+    """Undo the kernel's octal escapes of blanks, tabs, line ends and backslashes."""
+    for code, character in (("040", " "), ("011", "\t"), ("012", "\n"), ("134", "\\")):
+        field = field.replace(f"\\{code}", character)
+    return field
+
+
+def is_on_windows_drive(path: Path, root: Path = ROOT) -> bool:
+    """Tell whether a path lies on a drive of Windows, such as /mnt/c."""
+    try:
+        mounts = (root / "proc/self/mounts").read_text()
+    except OSError:
+        return False
+    mount = mount_of(path.absolute(), mounts)
+    return mount is not None and mount.is_of_windows
+
+
+def memory_setting(root: Path = ROOT) -> str | None:
+    """Return `memory` of the first user's .wslconfig that sets it; None if there is none.
+
+    Linux does not know which user of Windows has started it, so each one's file is read.
+    """
+    for file in sorted((root / "mnt/c/Users").glob("*/.wslconfig")):
+        parser = configparser.ConfigParser(interpolation=None, strict=False)
+        try:
+            parser.read_string(file.read_text(encoding="utf-8-sig"))
+        except (OSError, ValueError, configparser.Error):
+            continue
+        if parser.has_option("wsl2", "memory"):
+            return parser.get("wsl2", "memory")
+    return None
+
+
+def memory_advice(total_bytes: int, root: Path = ROOT) -> str:
+    """Return how WSL2 gets more of the PC's memory; `total_bytes` is what Linux sees.
+
+    Without a setting that is half of the PC's, of which all but Windows' share is proposed.
+    """
+    setting = memory_setting(root)
+    if setting is not None:
+        return f"raise memory={setting} in {WSL_CONFIG} if the PC has more, then wsl --shutdown"
+    pc_gib = round(2 * total_bytes / _GIB)
+    linux_gib = max(1, pc_gib - max(_WINDOWS_GIB, pc_gib // 8))
+    return (
+        f"write the lines [wsl2] and memory={linux_gib}GB into {WSL_CONFIG} (on a PC of {pc_gib} "
+        "GB, of which Windows keeps the rest), then wsl --shutdown"
+    )
