@@ -7,7 +7,7 @@ laid over whatever keys a configuration has. It knows nothing of Tandem.
 import importlib
 import inspect
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -220,12 +220,19 @@ def experts_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if all(hasattr(module, mark) for mark in marks)]
 
 
-def build_tiny_model(name: str, seed: int = 0) -> PreTrainedModel:
-    """Build a random model of architecture `name`: fp32, eval mode, experts that are heard."""
+def build_tiny_model(
+    name: str, seed: int = 0, *, class_name: str = "", values: Mapping[str, Any] | None = None
+) -> PreTrainedModel:
+    """Build a random model of architecture `name`: fp32, eval mode, experts that are heard.
+
+    `class_name` is of another class than the usual one; `values` are more of its config's.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for model_class in _model_classes(name):
-            model = model_class(_tiny_config(model_class))
+            if class_name not in ("", model_class.__name__):
+                continue
+            model = model_class(_tiny_config(model_class, values or {}))
             if experts_modules(model):
                 _draw_weights(model)
                 model.train(False)
@@ -289,10 +296,10 @@ def _is_model_class(value: object, module_name: str) -> bool:
     )
 
 
-def _tiny_config(model_class: type[PreTrainedModel]) -> PreTrainedConfig:
+def _tiny_config(model_class: type[PreTrainedModel], more: Mapping[str, Any]) -> PreTrainedConfig:
     config_class = model_class.config_class
     assert config_class is not None
-    return config_class(**_tiny_values(config_class()))
+    return config_class(**_tiny_values(config_class()) | dict(more))
 
 
 def _tiny_values(default: PreTrainedConfig) -> dict[str, Any]:

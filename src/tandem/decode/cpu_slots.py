@@ -31,6 +31,9 @@ class _Step(NamedTuple):
 
     slots: Tensor
     positions: Tensor
+    """Of the tokens in their slots."""
+    rotary: Tensor
+    """The positions of rotary embeddings, which behind an image are others."""
     ids: Tensor
     replayed: ReplayedStep
 
@@ -94,6 +97,10 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
         step = self._last = self._step_of(len(tokens))
         slots, ids = list(tokens), list(tokens.values())
         self.cache.begin_decode(slots, step.slots, step.positions)
+        step.rotary.copy_(step.positions)
+        deltas = self._images.deltas(slots)
+        if deltas is not None:
+            step.rotary.add_(torch.tensor(deltas, device="cpu"))
         step.ids.copy_(torch.tensor(ids, device="cpu")[:, None])
         executor = self._executor
         if step.replayed.is_replaying and executor is not None and executor.needs_steps:
@@ -128,10 +135,12 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
         """Run slots' next tokens; return the logits that `keep` chooses, or of all tokens."""
         self._follow_executor()
         lengths = self.cache.lengths
-        self.cache.begin([Segment(slot, lengths[slot], len(tokens)) for slot, tokens in chunk])
-        ids = torch.tensor([[token for _, tokens in chunk for token in tokens]], device="cpu")
+        segments = [Segment(slot, lengths[slot], len(tokens)) for slot, tokens in chunk]
+        self.cache.begin(segments)
+        keys = torch.tensor([token for _, tokens in chunk for token in tokens], device="cpu")
         with self._going_back([slot for slot, _ in chunk]):
-            logits = self._model.logits(ids, self.cache.positions[None], keep)
+            ids, positions, features = self._images.place(segments, keys, self.cache.positions)
+            logits = self._model.logits(ids[None], positions, keep, features)
             self.cache.commit()
         for slot, tokens in chunk:
             self._held[slot] += tokens
@@ -155,23 +164,23 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
 
     def _new_step(self, num_slots: int) -> _Step:
         with torch.inference_mode(False):
-            slots, positions = (
-                torch.zeros(num_slots, dtype=torch.int64, device="cpu") for _ in range(2)
+            slots, positions, rotary = (
+                torch.zeros(num_slots, dtype=torch.int64, device="cpu") for _ in range(3)
             )
             ids = torch.zeros((num_slots, 1), dtype=torch.int64, device="cpu")
 
         def run() -> Tensor:
-            return self._model.logits(ids, positions[:, None])[:, -1]
+            return self._model.logits(ids, rotary[:, None])[:, -1]
 
         replayed = ReplayedStep(
             run,
-            partial(record_step, run, [ids, positions], self.cache.threads),
+            partial(record_step, run, [ids, positions, rotary], self.cache.threads),
             _TOLERANCES.get(self._model.model.dtype),
             executor=self._executor,
             save=lambda: self.cache.states.save(slots.tolist()),
             why_not=self._model.why_not_replayed(_TOLERANCES, has_replay=self._has_replay),
         )
-        return _Step(slots, positions, ids, replayed)
+        return _Step(slots, positions, rotary, ids, replayed)
 
     def _follow_executor(self) -> None:
         """Forget the recorded graphs of an executor that has been replaced."""

@@ -17,6 +17,7 @@ from tandem.experts.execution.executor import Executor
 from tandem.experts.tracing.events import unheard
 from tandem.hf.compat import (
     forget_positions,
+    given_features,
     reference_warnings_held,
     repeat_warnings,
     takes_logits_to_keep,
@@ -72,22 +73,32 @@ class ModelRunner:
         dtype = self.model.dtype
         return None if dtype in tolerances else f"the model is {dtype}"
 
-    def logits(self, ids: Tensor, positions: Tensor, keep: Tensor | int | None = None) -> Tensor:
+    def logits(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        keep: Tensor | int | None = None,
+        features: Any = None,
+    ) -> Tensor:
         """Return the logits (b, n_tokens, vocabulary) of ids (b, n_tokens) at their positions.
 
-        With `keep`, of those tokens alone, where the model can leave the others out.
+        Positions are (b, n_tokens), or (kinds, b, n_tokens) where images have several. With `keep`,
+        of those tokens alone, where the model can leave the others out. `features` are those of
+        the image tokens among the ids, as of `SlotImages`.
         """
         is_kept = keep is not None and self.keeps_logits
         self._norms.is_on = ids.numel() > _STEP_TOKENS
         forget_positions(self._shell)
-        with stepping(self._cache):
-            outputs = self._copy.model(
+        copy = self._copy.model
+        with stepping(self._cache), given_features(copy, features) as images:
+            outputs = copy(
                 input_ids=ids,
                 position_ids=positions,
                 past_key_values=self._shell,
                 use_cache=True,
                 return_dict=True,
                 **self._masks,
+                **images,
                 **({"logits_to_keep": keep} if is_kept else {}),
             )
         logits: Tensor = outputs.logits

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationMixin
 
-from tandem.core.errors import UnsupportedModelError
+from tandem.core.errors import ConfigError, UnsupportedModelError
+from tandem.decode.images import ImagePrompt
 from tandem.hf.compat import (
     first_position_ids,
     has_dynamic_cache,
@@ -90,8 +91,17 @@ class PaddedRows:
     exactly as in `generate`. The whole prompt is one forward.
     """
 
-    def __init__(self, model: Any, prompts: list[list[int]], pad_id: int) -> None:
-        """Take the prompts as token ids, none empty; nothing is computed yet."""
+    def __init__(
+        self,
+        model: Any,
+        prompts: list[list[int]],
+        pad_id: int,
+        inputs: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Take the prompts as token ids, none empty; nothing is computed yet.
+
+        `inputs` are what else the model's `generate` takes, the pixels of images for instance.
+        """
         self._model = model
         width = max(map(len, prompts))
         padded = [[pad_id] * (width - len(prompt)) + prompt for prompt in prompts]
@@ -99,6 +109,7 @@ class PaddedRows:
         self._ids = torch.tensor(padded, device=model.device)  # (rows, n_tokens)
         self._kwargs: dict[str, Any] = {
             "attention_mask": torch.tensor(mask, device=model.device), "use_cache": True,
+            **{name: value.to(model.device) for name, value in (inputs or {}).items()},
         }  # fmt: skip
         if "position_ids" in inspect.signature(model.forward).parameters:
             self._kwargs["position_ids"] = first_position_ids(model, self._ids, self._kwargs)
@@ -147,6 +158,7 @@ class PaddedSlotPool:
         self.num_slots = num_slots
         self._model, self._pad_id = model, pad_id
         self._rows: PaddedRows | None = None
+        self._images: dict[int, ImagePrompt] = {}
         self._tokens: dict[int, int] = {}  # by slot: the last one, in the order of the rows
 
     def held(self, slot: int) -> Sequence[int]:
@@ -163,9 +175,22 @@ class PaddedSlotPool:
     def copy(self, source: int, target: int, length: int) -> None:
         """No-op: nothing is held."""
 
+    def show(self, slot: int, images: ImagePrompt | None) -> None:
+        """Say which images a slot's next prompt has."""
+        if images is not None and self.num_slots > 1:
+            raise ConfigError(
+                f"{self.num_slots} prompts are padded together, of which one has images; "
+                "give it by itself"
+            )
+        self._images = {} if images is None else {slot: images}
+
     def prefill(self, prompts: Mapping[int, Sequence[int]]) -> Tensor:
         """Run whole prompts in place of all earlier ones; return (slots, vocabulary)."""
-        self._rows = PaddedRows(self._model, [list(p) for p in prompts.values()], self._pad_id)
+        inputs: dict[str, Tensor] = {}
+        for images in self._images.values():
+            prompts, inputs = dict.fromkeys(prompts, images.ids), images.tensors()
+        rows = [list(prompt) for prompt in prompts.values()]
+        self._rows = PaddedRows(self._model, rows, self._pad_id, inputs)
         self._tokens = dict.fromkeys(prompts, 0)
         return self._rows.prefill()
 

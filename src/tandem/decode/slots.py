@@ -10,7 +10,8 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from tandem.core.errors import ExecutionError
+from tandem.core.errors import ExecutionError, UnsupportedModelError
+from tandem.decode.images import ImagePrompt, SlotImages, why_no_slot_images
 from tandem.decode.kv_cache.base import RowCache
 from tandem.decode.model_runner import ModelRunner
 from tandem.decode.recording.replay import ReplayedStep
@@ -48,6 +49,12 @@ class SlotPool(Protocol):
     def copy(self, source: int, target: int, length: int) -> None:
         """Let `target` hold the first tokens that `source` holds, which are usable."""
 
+    def show(self, slot: int, images: ImagePrompt | None) -> None:
+        """Say which images the tokens that a slot gets next are of, before a prompt begins.
+
+        The tokens are then the prompt's keys. Raises `UnsupportedModelError`.
+        """
+
     def prefill(self, prompts: Mapping[int, Sequence[int]]) -> Tensor:
         """Append tokens to some slots; return the logits after each: (slots, vocabulary)."""
 
@@ -72,6 +79,7 @@ class CachedSlotPool(ABC, Generic[_Cache]):
         self.num_slots = len(cache.lengths)
         self._model = runner
         self._held: list[list[int]] = [[] for _ in range(self.num_slots)]
+        self._images = SlotImages(runner.model)
 
     @property
     def num_bytes(self) -> int:
@@ -101,6 +109,17 @@ class CachedSlotPool(ABC, Generic[_Cache]):
         self.cache.copy_prefix(source, target, length)
         self._held[target] = self._held[source][:length]
 
+    def show(self, slot: int, images: ImagePrompt | None) -> None:
+        """Say which images the tokens that a slot gets next are of, before a prompt begins."""
+        if images is not None:
+            why = why_no_slot_images(self._model.model)
+            if why is not None:
+                raise UnsupportedModelError(
+                    f"{type(self._model.model).__name__} takes no images here: {why}; call "
+                    "model.generate(...), or Generator.generate with one prompt"
+                )
+        self._images.show(slot, images)
+
     def pretend(self, depth: int, room: int) -> None:
         """Let every slot hold `depth` invented tokens, with room for more; to time a step.
 
@@ -113,7 +132,9 @@ class CachedSlotPool(ABC, Generic[_Cache]):
     def _require_finite(self, slots: Sequence[int], logits: Tensor) -> None:
         """Raise `ExecutionError` for logits (slots, vocabulary) that are not; forget the slots."""
         try:
-            require_finite_logits(self._model.model, logits, lambda i: self._held[slots[i]])
+            require_finite_logits(
+                self._model.model, logits, lambda i: self._images.ids(self._held[slots[i]])
+            )
         except ExecutionError:
             for slot in slots:
                 self.keep(slot, 0)

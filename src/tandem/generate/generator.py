@@ -17,6 +17,7 @@ from tandem.core.config import from_mapping
 from tandem.core.errors import ConfigError, TandemWarning
 from tandem.decode.cpu_slots import CpuSlotPool, why_no_cpu_slots
 from tandem.decode.cuda.slots import new_cuda_slot_pool, why_no_cuda_slots
+from tandem.decode.images import ImagePrompt, require_images, why_no_slot_images
 from tandem.decode.padded import (
     PaddedSlotPool,
     adapter_state,
@@ -28,7 +29,8 @@ from tandem.decode.slots import MAX_STEP_TOKENS, SlotPool
 from tandem.foreign_types import PreTrainedModel, Tokenizer
 from tandem.generate.answer import Answer
 from tandem.generate.batch import Batch
-from tandem.generate.prompt import encode_conversation, encode_text, room
+from tandem.generate.images import Processor, has_images
+from tandem.generate.prompt import encode_conversation, encode_text, encode_with_images, room
 from tandem.generate.running import Request
 from tandem.generate.sampling import SamplingOptions, not_followed
 from tandem.generate.scheduler import CHUNK_TOKENS, Scheduler
@@ -37,8 +39,8 @@ from tandem.hf.runtime import runtime_of
 from tandem.kernels.attention import require_kv_dtype
 from tandem.kernels.dense import CpuThreads
 
-# Text to continue, a conversation for the chat template, or token ids.
-Prompt = str | Sequence[Mapping[str, object]] | Sequence[int] | Tensor
+# Text to continue, a conversation for the chat template, token ids, or what a processor wrote.
+Prompt = str | Sequence[Mapping[str, object]] | Sequence[int] | Tensor | ImagePrompt
 TextListener = Callable[[int, str], None]
 
 
@@ -50,6 +52,7 @@ class Generator:
         model: PreTrainedModel,
         tokenizer: Tokenizer | None = None,
         *,
+        processor: Processor | None = None,
         threads: CpuThreads | None = None,
         dense_dtype: str = "none",
         kv_dtype: str = "auto",
@@ -57,6 +60,8 @@ class Generator:
     ) -> None:
         """Take a Transformers model; without a tokenizer prompts and answers are token ids.
 
+        With the model's `processor`, messages may have images: parts of their content that are
+        {"type": "image", "image": a path, the bytes of a file, or a PIL image}.
         `threads` compute attention and packed layers (default: as many as the model's experts
         have). `dense_dtype` packs the model's linear layers for good: "int8", "int4", "bf16",
         "auto" (int8 if the experts are quantised too) or "none"; a model may also be loaded so
@@ -69,7 +74,7 @@ class Generator:
         require_next_token_model(model)
         self.model = model
         self._adapters = adapter_state(model)
-        self.tokenizer = tokenizer
+        self.tokenizer, self.processor = tokenizer, processor
         self._threads = threads or _threads_of(model)
         pack_dense_layers(model, dense_dtype, self._threads)
         self._kv_dtype = require_kv_dtype(kv_dtype)
@@ -137,18 +142,23 @@ class Generator:
         options = _merged(options, fields)
         if options.stop and self.tokenizer is None:
             raise ConfigError("stop strings need a tokenizer; pass one to Generator")
-        ids = [self._encode(prompt) for prompt in _as_list(prompts)]
-        if not ids:
+        encoded = [self._encode(prompt) for prompt in _as_list(prompts)]
+        if not encoded:
             raise ConfigError("there is no prompt; give one or several")
+        ids = [one.ids if isinstance(one, ImagePrompt) else one for one in encoded]
+        images = [one if isinstance(one, ImagePrompt) else None for one in encoded]
         rooms = [room(self.model, prompt, number) for number, prompt in enumerate(ids)]
         longest = max(map(len, ids)) + min(options.max_new_tokens, *rooms, MAX_STEP_TOKENS)
         if self._batch is not None:
             self._batch.interrupt()
         requests = [
-            Request(request_id=number, prompt=tuple(prompt), options=_of_row(options, number))
+            Request(
+                request_id=number, prompt=tuple(prompt), options=_of_row(options, number),
+                images=images[number],
+            )
             for number, prompt in enumerate(ids)
-        ]
-        pool = self._pool_for(len(ids), longest)
+        ]  # fmt: skip
+        pool = self._pool_for(len(ids), longest, has_images=any(images))
         scheduler = Scheduler(
             self.model, self.tokenizer, pool, chunk_tokens=MAX_STEP_TOKENS, merges_prompts=True
         )
@@ -194,8 +204,10 @@ class Generator:
             )  # fmt: skip
         return self._latest_pool
 
-    def _pool_for(self, num_slots: int, capacity: int) -> SlotPool:
+    def _pool_for(self, num_slots: int, capacity: int, *, has_images: bool) -> SlotPool:
         """Return the slots of the last call if they serve this one, else others."""
+        if has_images and why_no_slot_images(self.model) is not None:
+            return PaddedSlotPool(self.model, num_slots, self._pad_id())
         if (adapters := adapter_state(self.model)) != self._adapters:
             self._adapters, self._pool, self._latest_pool = adapters, None, None
         if self._pool is None or self._pool.num_slots != num_slots:
@@ -220,7 +232,10 @@ class Generator:
         recording = None if step is None else step.recording
         return recording if isinstance(recording, RecordedGraph) else None
 
-    def _encode(self, prompt: Prompt) -> list[int]:
+    def _encode(self, prompt: Prompt) -> list[int] | ImagePrompt:
+        if isinstance(prompt, ImagePrompt):
+            require_images(self.model)
+            return prompt
         if isinstance(prompt, Tensor):
             return [int(token) for token in prompt.flatten().tolist()]
         if not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt):
@@ -229,6 +244,8 @@ class Generator:
             raise ConfigError("a prompt of text needs a tokenizer; pass one to Generator")
         if isinstance(prompt, str):
             return encode_text(self.tokenizer, prompt)
+        if has_images(prompt):  # type: ignore[arg-type]
+            return encode_with_images(self.model, self.processor, prompt)  # type: ignore[arg-type]
         ids: list[int] = encode_conversation(self.tokenizer, prompt).flatten().tolist()  # type: ignore[arg-type]
         return ids
 
@@ -263,7 +280,7 @@ def _merged(options: SamplingOptions | None, fields: dict[str, Any]) -> Sampling
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Tell one prompt from several: a list of ids or of messages is one."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | ImagePrompt):
         return [prompts]
     if isinstance(prompts, Tensor):
         return list(prompts) if prompts.dim() == 2 else [prompts]

@@ -6,15 +6,18 @@ from typing import Any, TypedDict
 from torch import Tensor
 
 from tandem.core.errors import ConfigError
+from tandem.decode.images import ImagePrompt, require_images
 from tandem.decode.padded import context_tokens, vocabulary_size
 from tandem.foreign_types import PreTrainedModel, Tokenizer
+from tandem.generate.images import Processor, images_of, without_sources, write_prompt
 
 
 class Message(TypedDict):
     """One turn of a conversation, as chat templates expect it."""
 
     role: str
-    content: str
+    content: str | list[Any]
+    """Text; or parts, {"type": "text", "text": ...} and {"type": "image", "image": ...}."""
 
 
 def encode_conversation(tokenizer: Tokenizer, messages: Sequence[Mapping[str, object]]) -> Tensor:
@@ -38,11 +41,43 @@ def _through_template(tokenizer: Tokenizer, messages: Sequence[Mapping[str, obje
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
     except Exception as error:  # a template is a program that came with the model
-        why = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+        raise _cannot_write(error) from error
+
+
+def _cannot_write(error: Exception) -> ConfigError:
+    why = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+    return ConfigError(
+        f"the model's chat template cannot write this conversation: {why}; mend the template "
+        "(chat_template.jinja or tokenizer_config.json), or remove it to continue plain text"
+    )
+
+
+def encode_with_images(
+    model: PreTrainedModel, processor: Processor | None, messages: Sequence[Mapping[str, object]]
+) -> ImagePrompt:
+    """Return a conversation with images, as its model's processor writes it.
+
+    Raises `UnsupportedModelError` for a model that takes no images, else `ConfigError`.
+    """
+    require_images(model)
+    if processor is None:
         raise ConfigError(
-            f"the model's chat template cannot write this conversation: {why}; mend the template "
-            "(chat_template.jinja or tokenizer_config.json), or remove it to continue plain text"
-        ) from error
+            "a prompt with images needs the model's processor; give it to Generator "
+            "(transformers.AutoProcessor.from_pretrained(...))"
+        )
+    images = images_of(messages)
+    text = _written(processor, without_sources(messages))
+    return write_prompt(processor, text, images, int(model.config.image_token_id))
+
+
+def _written(processor: Processor, messages: Sequence[Mapping[str, object]]) -> str:
+    try:
+        text: str = processor.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False
+        )
+    except Exception as error:
+        raise _cannot_write(error) from error
+    return text
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:

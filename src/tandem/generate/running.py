@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tandem.decode.images import ImagePrompt
 from tandem.generate.answer import FinishReason
 from tandem.generate.ending import EndOptions
 from tandem.generate.sampler import Sampler
@@ -40,6 +41,13 @@ class Request:
     has_prompt_logprobs: bool = False
     """Whether the prompt's tokens have log-probabilities too; then none of it is reused."""
     end: EndOptions = field(default_factory=EndOptions)
+    images: ImagePrompt | None = None
+    """The images of the prompt, which is then `images.ids`."""
+
+    @property
+    def keys(self) -> tuple[int, ...]:
+        """The prompt as slots hold it: what is equal of two prompts' keys is shared."""
+        return self.prompt if self.images is None else self.images.keys
 
 
 @dataclass(slots=True, eq=False)

@@ -204,6 +204,7 @@ class Scheduler:
     def _begin(self, request: Request) -> list[TokenOutput]:
         """Give a request a slot; nothing is computed yet."""
         slot, shared = self._take_slot(request)
+        self._pool.show(slot, request.images)
         end_ids = request.end.end_ids(self._end_ids)
         options = request.options
         running = Running(
@@ -254,7 +255,7 @@ class Scheduler:
         if request.has_prompt_logprobs:  # no slot holds the logits of what it has read
             return [0] * pool.num_slots
         return [
-            pool.usable(slot, num_shared(pool.held(slot), request.prompt))
+            pool.usable(slot, num_shared(pool.held(slot), request.keys))
             for slot in range(pool.num_slots)
         ]
 
@@ -282,7 +283,7 @@ class Scheduler:
     def _prefill(self, chunk: list[tuple[Running, int]]) -> list[TokenOutput]:
         """Run the next tokens of some prompts; return tokens of those that are through."""
         start = time.perf_counter()
-        new = {one.slot: one.request.prompt[one.num_done : end] for one, end in chunk}
+        new = {one.slot: one.request.keys[one.num_done : end] for one, end in chunk}
         first = chunk[0][0]
         if first.prompt_logprobs is None:
             logits = self._pool.prefill(new)

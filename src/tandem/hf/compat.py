@@ -3,10 +3,11 @@
 import copy
 import inspect
 import logging
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -199,3 +200,49 @@ def repeat_warnings(held: Iterable[logging.LogRecord]) -> None:
     """Say what was held back."""
     for record in held:
         logging.getLogger(record.name).handle(record)
+
+
+def image_tower(model: Any) -> Any:
+    """Return the part of a model that turns images into features and merges them; None: none."""
+    inner = getattr(model, "model", None)
+    return inner if hasattr(inner, "get_image_features") else None
+
+
+def image_features(model: Any, inputs: Mapping[str, Tensor]) -> Any:
+    """Run the tower on what a processor made of images; return what the model's forward takes."""
+    tower = image_tower(model)
+    names = inspect.signature(tower.get_image_features).parameters
+    with torch.inference_mode():
+        own = {name: value for name, value in inputs.items() if name in names}
+        return tower.get_image_features(**own, return_dict=True)
+
+
+def image_positions(
+    model: PreTrainedModel, ids: Sequence[int], inputs: Mapping[str, Tensor]
+) -> Tensor:
+    """Return the positions (kinds, n_tokens) that `generate` gives a prompt with images.
+
+    Where there are several kinds (time, height, width) the text's own come before them: left out.
+    """
+    tokens = torch.tensor([list(ids)], device="cpu")
+    kwargs: dict[str, object] = {**inputs, "attention_mask": torch.ones_like(tokens)}
+    positions = first_position_ids(model, tokens, kwargs)
+    kinds = positions[:, 0] if positions.dim() == 3 else positions  # (kinds, n_tokens)
+    return kinds[1:] if len(kinds) > 3 else kinds
+
+
+@contextmanager
+def given_features(model: Any, features: Any) -> Iterator[dict[str, Tensor]]:
+    """Let a copy of a model take features in place of its tower's; yield its arguments for that.
+
+    5.23 has an argument for them, 5.17 has none.
+    """
+    if features is None:
+        yield {}
+        return
+    tower = image_tower(model)
+    tower.get_image_features = lambda *_, **__: features
+    try:
+        yield {"pixel_values": torch.zeros(1, device="cpu")}
+    finally:
+        del tower.get_image_features

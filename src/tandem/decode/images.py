@@ -1,0 +1,182 @@
+"""The images of prompts in sequence slots: what the model's tower makes of them, token by token.
+
+A processor writes a placeholder token for each feature of an image. In a slot such a token is a
+negative number made of the image's content, so that two prompts with other images do not share a
+beginning. The model's own code merges the features into the embeddings; here lies what it asks for.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.core.errors import UnsupportedModelError
+from tandem.hf.compat import image_features, image_positions, image_tower
+from tandem.kernels.attention import Segment
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImagePrompt:
+    """A prompt with images, as a model's processor wrote it."""
+
+    ids: tuple[int, ...]
+    keys: tuple[int, ...]
+    """The same, but negative numbers where an image is; equal ones mean equal images."""
+    inputs: Mapping[str, "np.ndarray[Any, Any]"]
+    """What the processor made beside the ids, by the names of the model's arguments."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the inputs as a model takes them."""
+        return {name: torch.from_numpy(value) for name, value in self.inputs.items()}
+
+
+@dataclass(slots=True)
+class _Shown:
+    """The images of one slot, and what the model has made of them so far."""
+
+    prompt: ImagePrompt
+    positions: Tensor
+    """(kinds of positions, n_tokens) for rotary embeddings"""
+    delta: int
+    """What is added to a later token's number for its position."""
+    is_image: Tensor
+    """(n_tokens,) bool"""
+    features: Any = None
+
+    def positions_of(self, segment: Segment) -> Tensor:
+        """Return the positions (kinds, n) of a segment's tokens, some perhaps after the prompt."""
+        first, end = segment.first_position, segment.first_position + segment.num_tokens
+        known = self.positions[:, first:end]
+        later = torch.arange(first + known.shape[1], end, device="cpu") + self.delta
+        return torch.cat([known, later.expand(len(known), -1)], 1)
+
+
+class SlotImages:
+    """Which images the slots of a pool hold."""
+
+    def __init__(self, model: Any) -> None:
+        """Hold none, for slots of a model."""
+        self._model = model
+        self._prompts: dict[int, ImagePrompt] = {}
+        self._shown: dict[int, _Shown] = {}
+
+    def show(self, slot: int, prompt: ImagePrompt | None) -> None:
+        """Say what a slot's next tokens are of, in place of what was said before."""
+        self._prompts.pop(slot, None)
+        self._shown.pop(slot, None)
+        if prompt is not None:
+            self._prompts[slot] = prompt
+
+    def ids(self, keys: Sequence[int]) -> list[int]:
+        """Return the model's token ids of what slots hold."""
+        return [key if key >= 0 else int(self._model.config.image_token_id) for key in keys]
+
+    def deltas(self, slots: Sequence[int]) -> list[int] | None:
+        """Return what slots' next positions have more than their lengths; None: nothing."""
+        if not self._shown:
+            return None
+        return [self._shown[slot].delta if slot in self._shown else 0 for slot in slots]
+
+    def place(
+        self, segments: Sequence[Segment], keys: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor, Any]:
+        """Return ids (n_tokens,), positions (1, n) or (kinds, 1, n), and features, for a forward.
+
+        `keys` and `positions` (n_tokens,) are of the segments' tokens. There are no features where
+        no token is of an image.
+        """
+        if not any(segment.row in self._prompts for segment in segments):
+            return keys, positions[None], None
+        ids = keys.where(keys >= 0, self._model.config.image_token_id)
+        shown = [self._shown_of(segment.row) for segment in segments]
+        kinds = max(len(one.positions) for one in shown if one)
+        placed = [
+            own.expand(kinds, -1) if one is None else one.positions_of(segment)
+            for segment, own, one in zip(
+                segments, positions.split([s.num_tokens for s in segments]), shown, strict=True
+            )
+        ]
+        found = [
+            self._features_of(segment, one)
+            for segment, one in zip(segments, shown, strict=True)
+            if one is not None
+        ]
+        parts = [part for part in found if part is not None]
+        together = torch.cat(placed, 1)[:, None]  # (kinds, 1, n_tokens)
+        return ids, together[0] if kinds == 1 else together, _joined(parts) if parts else None
+
+    def _shown_of(self, slot: int) -> _Shown | None:
+        if slot not in self._prompts:
+            return None
+        if slot not in self._shown:
+            prompt = self._prompts[slot]
+            positions = image_positions(self._model, prompt.ids, prompt.tensors())
+            delta = int(positions.max()) + 1 - len(prompt.ids)
+            is_image = torch.tensor(prompt.keys, device="cpu") < 0
+            self._shown[slot] = _Shown(prompt, positions, delta, is_image)
+        return self._shown[slot]
+
+    def _features_of(self, segment: Segment, shown: _Shown) -> Any:
+        """Return the features of a segment's image tokens; None if it has none.
+
+        The tower runs once a prompt, and not for images that a slot has read before.
+        """
+        first, end = segment.first_position, segment.first_position + segment.num_tokens
+        before, count = (
+            int(shown.is_image[part].sum()) for part in (slice(first), slice(first, end))
+        )
+        if not count:
+            return None
+        if shown.features is None:
+            shown.features = image_features(self._model, shown.prompt.tensors())
+        return _rows(shown.features, slice(before, before + count))
+
+
+def require_images(model: Any) -> None:
+    """Raise `UnsupportedModelError` for a model that takes no images."""
+    if image_tower(model) is None or getattr(model.config, "image_token_id", None) is None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} takes no images; leave them out, or take a vision-language "
+            "model such as Qwen3.6-35B-A3B"
+        )
+
+
+def why_no_slot_images(model: Any) -> str | None:
+    """Return why sequence slots do not take a model's images; None: they do."""
+    if model.device.type != "cpu":
+        return "images are not read in sequence slots on a GPU"
+    text = model.config.get_text_config()
+    if getattr(text, "use_bidirectional_attention", None):
+        return "the tokens of an image see each other, later ones included"
+    return None
+
+
+def _rows(features: Any, part: slice) -> Any:
+    """Return some rows of each field that a forward reads: (image tokens, hidden size) each."""
+    return _changed([features], lambda wholes: wholes[0][part])
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """Put the rows of several slots one after the other."""
+    return _changed(parts, torch.cat)
+
+
+def _changed(features: Sequence[Any], change: Callable[[list[Tensor]], Tensor]) -> Any:
+    """Change what merging reads: the features, and those of the tower's depths if it has some.
+
+    Each of them is one tensor or one for each image, by model and version of Transformers.
+    """
+
+    def changed(parts: Sequence[Any]) -> Any:
+        wholes = [part if isinstance(part, Tensor) else torch.cat(tuple(part)) for part in parts]
+        whole = change([rows.flatten(0, -2) for rows in wholes])
+        return whole if isinstance(parts[0], Tensor) else (whole,)
+
+    fields = {"pooler_output": changed([one.pooler_output for one in features])}
+    depths = [getattr(one, "deepstack_features", None) for one in features]
+    if all(depths):
+        fields["deepstack_features"] = [changed(parts) for parts in zip(*depths, strict=True)]
+    return type(features[0])(**fields)

@@ -1,0 +1,235 @@
+"""Images in prompts: opened, checked, and written into the prompt by the model's processor.
+
+Knows pixels and tokens; what the model's tower makes of them is `tandem.decode.images`'s.
+"""
+
+import hashlib
+import io
+import itertools
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from tandem.core.errors import ConfigError, ModelError
+from tandem.decode.images import ImagePrompt
+from tandem.foreign_types import Tokenizer
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+# 32 Mi pixels, 8192 x 4096: towers read far fewer, and more is a file made to fill memory.
+MOST_PIXELS = 1 << 25
+_MOST_BYTES = 4 * MOST_PIXELS  # of a file; what is longer is cut, and so damaged
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+_NEEDS = 'pip install "tandem-moe[images]"'
+
+
+class Processor(Protocol):
+    """What of Transformers' processors is used here."""
+
+    def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
+        """Write a conversation as text, with a placeholder for each image."""
+
+    def __call__(self, *, text: Sequence[str], images: Sequence[Any], **options: Any) -> Any:
+        """Return what a model's forward takes of a text with images, by name."""
+
+
+class JoinedProcessor:
+    """A tokenizer and an image processor, joined by the grid of patches of each image.
+
+    Stands in for the processors of Qwen's and GLM's models, which need torchvision for videos.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, image_processor: Any, image_token_id: int) -> None:
+        """Take both parts, and the id of the placeholder that a template writes for an image."""
+        self._tokenizer, self._images = tokenizer, image_processor
+        self._image_token_id = image_token_id
+
+    def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
+        """Write a conversation as text, with a placeholder for each image."""
+        return self._tokenizer.apply_chat_template(conversation, **options)
+
+    def __call__(self, *, text: Sequence[str], images: Sequence[Any], **options: Any) -> Any:
+        """Return the ids of one text, its placeholders repeated, and what its images are."""
+        encoded = dict(self._images(images=images, return_tensors="np"))
+        counts = encoded["image_grid_thw"].prod(-1) // self._images.merge_size**2
+        (written,) = self._tokenizer(list(text), add_special_tokens=False)["input_ids"]
+        if written.count(self._image_token_id) != len(counts):
+            raise ValueError(
+                f"the prompt has {written.count(self._image_token_id)} placeholders for "
+                f"{len(counts)} images"
+            )
+        left = iter(counts.tolist())
+        ids = [
+            token
+            for one in written
+            for token in itertools.repeat(one, next(left) if one == self._image_token_id else 1)
+        ]
+        types = np.array([[int(token == self._image_token_id) for token in ids]])
+        return {**encoded, "input_ids": np.array([ids]), "mm_token_type_ids": types}
+
+
+def load_processor(
+    source: str, tokenizer: Tokenizer, image_token_id: int, *, trust_remote_code: bool = False
+) -> Processor:
+    """Load the processor of a model's directory; raises `ModelError` if it has none."""
+    require_pillow()
+    from transformers import AutoImageProcessor, AutoProcessor
+
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    try:
+        try:
+            processor: Any = AutoProcessor.from_pretrained(source, **options)
+        except (ImportError, AttributeError):  # its part for videos needs torchvision
+            images = AutoImageProcessor.from_pretrained(source, **options)
+            if not hasattr(images, "merge_size"):
+                raise
+            return JoinedProcessor(tokenizer, images, image_token_id)
+    except Exception as error:  # Transformers raises no narrower class
+        why = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ModelError(_no_processor(source, why)) from error
+    if getattr(processor, "image_processor", None) is None:
+        raise ModelError(_no_processor(source, "its files name none"))
+    return processor  # type: ignore[no-any-return]
+
+
+def _no_processor(source: str, why: str) -> str:
+    return (
+        f"{source} has no processor for images ({why}); copy preprocessor_config.json and "
+        "processor_config.json from where the model comes from"
+    )
+
+
+def require_pillow() -> None:
+    """Raise `ConfigError` unless images can be opened."""
+    try:
+        import PIL  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"images need Pillow, which is not installed; {_NEEDS}") from error
+
+
+def open_image(source: "str | Path | bytes | Image", name: str = "") -> "Image":
+    """Return an image as RGB; `name` is what a sentence calls it.
+
+    Raises `ConfigError` for what is no image, or has more than `MOST_PIXELS` pixels.
+    """
+    require_pillow()
+    from PIL import Image, ImageOps
+
+    if isinstance(source, Image.Image):
+        found, name = source, name or "the image"
+    else:
+        name = name or (str(source) if isinstance(source, str | Path) else "the file")
+        found = _opened(source, name)
+    width, height = found.size
+    if not 0 < width * height <= MOST_PIXELS:
+        raise ConfigError(
+            f"{name} has {width} x {height} pixels and at most {MOST_PIXELS} are read; "
+            "make it smaller"
+        )
+    try:
+        return ImageOps.exif_transpose(found).convert("RGB")
+    except (OSError, ValueError, SyntaxError) as error:  # Pillow reads the pixels here
+        raise ConfigError(f"{name} is damaged ({_first_line(error)}); give another one") from error
+
+
+def _opened(source: str | Path | bytes, name: str) -> "Image":
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with warnings.catch_warnings():
+            # Pillow's own limit is a warning or an error by size; ours is checked right after.
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            data = source if isinstance(source, bytes) else _read(Path(source).expanduser())
+            return Image.open(io.BytesIO(data), formats=_FORMATS)
+    except Image.DecompressionBombError as error:
+        raise ConfigError(
+            f"{name} has far more pixels than the {MOST_PIXELS} that are read; make it smaller"
+        ) from error
+    except UnidentifiedImageError as error:
+        kinds = ", ".join(_FORMATS)
+        raise ConfigError(f"{name} is not an image; expected {kinds}") from error
+    except (OSError, ValueError, SyntaxError) as error:
+        raise ConfigError(f"{name} cannot be read: {_first_line(error)}") from error
+
+
+def _read(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(_MOST_BYTES)
+
+
+def _first_line(error: Exception) -> str:
+    reason = getattr(error, "strerror", None) or str(error)
+    return reason.strip().partition("\n")[0].rstrip(".") or type(error).__name__
+
+
+def has_images(messages: Sequence[Mapping[str, object]]) -> bool:
+    """Tell whether a conversation has an image part."""
+    return any(_is_image(part) for message in messages for part in _parts(message))
+
+
+def _parts(message: Mapping[str, object]) -> Sequence[Any]:
+    content = message.get("content")
+    return content if isinstance(content, list) else []
+
+
+def _is_image(part: object) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "image"
+
+
+def without_sources(messages: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
+    """Return a conversation as chat templates read it: that there is an image, not which."""
+    return [
+        {**message, "content": [{"type": "image"} if _is_image(p) else p for p in _parts(message)]}
+        if _parts(message)
+        else dict(message)
+        for message in messages
+    ]
+
+
+def images_of(messages: Sequence[Mapping[str, object]]) -> "list[Image]":
+    """Open the images of a conversation, in its order; raises `ConfigError`."""
+    return [
+        open_image(part["image"])
+        for message in messages
+        for part in _parts(message)
+        if _is_image(part)
+    ]
+
+
+def write_prompt(
+    processor: Processor, text: str, images: "Sequence[Image]", image_token_id: int
+) -> ImagePrompt:
+    """Let a processor write the tokens of a prompt's images; raises `ConfigError`."""
+    try:
+        encoded = dict(processor(text=[text], images=list(images), return_tensors="np"))
+    except Exception as error:  # a processor is a program that came with the model
+        raise ConfigError(
+            f"the model's processor cannot read this prompt: {_first_line(error)}"
+        ) from error
+    ids = tuple(int(token) for token in np.asarray(encoded.pop("input_ids"))[0])
+    encoded.pop("attention_mask", None)
+    keys = _keys(ids, images, image_token_id)
+    inputs = {name: np.asarray(value) for name, value in encoded.items()}
+    return ImagePrompt(ids, keys, inputs)
+
+
+def _keys(ids: tuple[int, ...], images: "Sequence[Image]", image_token_id: int) -> tuple[int, ...]:
+    """Return the ids, with negative numbers by content where the placeholders of images are.
+
+    A run of placeholders is an image; where that does not hold, all are of all images together.
+    """
+    digests = [hashlib.blake2b(f"{one.size}".encode() + one.tobytes()).digest() for one in images]
+    runs = [
+        (is_image, list(run)) for is_image, run in itertools.groupby(ids, image_token_id.__eq__)
+    ]
+    if sum(is_image for is_image, _ in runs) != len(images):
+        digests = [hashlib.blake2b(b"".join(digests)).digest()] * len(ids)
+    left = iter(digests)
+    keys: list[int] = []
+    for is_image, run in runs:
+        keys += [-1 - int.from_bytes(next(left)[:7])] * len(run) if is_image else run
+    return tuple(keys)
