@@ -13,6 +13,8 @@ namespace {
 
 #include "vectors.inl"
 
+#include "quantize_values.inl"
+
 #include "quantize_kernel.inl"
 
 }  // namespace

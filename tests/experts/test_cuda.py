@@ -1,15 +1,12 @@
 """The GPU's device and link without a GPU: their own code on `LazyStreams`, the CPU twin."""
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 
-from tandem.core.errors import CapacityError, ExecutionError, UnsupportedModelError
-from tandem.devices.cuda.checks import Gpu, require_cuda, require_dtype
+from tandem.core.errors import ExecutionError
 from tandem.devices.cuda.copies import CudaCopyEngine, Link
 from tandem.devices.cuda.device import CudaDevice
-from tandem.devices.cuda.kernels import TorchKernels, TritonKernels, best_kernels
+from tandem.devices.cuda.kernels import TorchKernels
 from tandem.devices.cuda.streams import Stream
 from tandem.experts.cache.expert_cache import ExpertCache
 from tandem.experts.cache.slots import Slots
@@ -314,73 +311,6 @@ def test_a_copy_reports_once_its_bytes_are_there(store: HostStore) -> None:
     assert [(layer, expert) for layer, expert, _ in arrived] == [(0, 5)]
     piece = store[0].extents(5)[0]
     assert torch.equal(engine.slots.memory(0)[: len(piece.data)], piece.data)
-
-
-class FakeProbe:
-    """A machine that lacks something."""
-
-    def __init__(self, gpus: Sequence[Gpu] = (), error: str = "", *, built: bool = True) -> None:
-        self._gpus, self._error, self._built = gpus, error, built
-
-    def built_for_cuda(self) -> bool:
-        return self._built
-
-    def count(self) -> int:
-        if self._error:
-            raise RuntimeError(self._error)
-        return len(self._gpus)
-
-    def gpu(self, index: int) -> Gpu:
-        return self._gpus[index]
-
-
-OLD, TURING, HOPPER = (
-    Gpu("Tesla P40", (6, 1), 24 << 30),
-    Gpu("Tesla T4", (7, 5), 16 << 30),
-    Gpu("NVIDIA H200", (9, 0), 141 << 30),
-)
-
-
-@pytest.mark.parametrize(
-    ("probe", "sentence"),
-    [
-        (FakeProbe(built=False), "without CUDA.*device cpu"),
-        (FakeProbe(error="Found no NVIDIA driver on your system."), "nvidia-smi"),
-        (FakeProbe(error="The NVIDIA driver on your system is too old (found version 11040)."),
-         "11040.*update the driver"),
-        (FakeProbe(), "this machine has 0"),
-        (FakeProbe([OLD]), r"Tesla P40 has compute capability 6\.1"),
-    ],
-)  # fmt: skip
-def test_what_is_missing_is_one_sentence(probe: FakeProbe, sentence: str) -> None:
-    with pytest.raises(CapacityError, match=sentence) as raised:
-        require_cuda(probe)
-    assert "\n" not in str(raised.value)
-
-
-def test_a_gpu_without_bf16_takes_fp16() -> None:
-    assert require_cuda(FakeProbe([HOPPER])) is HOPPER
-    require_dtype(HOPPER, torch.bfloat16)
-    require_dtype(TURING, torch.float16)
-    with pytest.raises(UnsupportedModelError, match="dtype='float16'"):
-        require_dtype(TURING, torch.bfloat16)
-
-
-def test_before_ampere_tiles_are_those_of_ordinary_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # other tests run the kernels in this process
-    for gpu, has_matrix_units in ((TURING, False), (HOPPER, True)):
-        kernels = best_kernels(gpu)
-        assert isinstance(kernels, TritonKernels)
-        assert kernels._experts.has_matrix_units is has_matrix_units
-
-
-def test_this_machine_says_why_it_has_no_gpu() -> None:
-    if torch.cuda.is_available():
-        require_cuda()
-        return
-    with pytest.raises(CapacityError):
-        require_cuda()
 
 
 def test_batches_are_timed_only_while_somebody_watches(
