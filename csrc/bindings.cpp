@@ -106,21 +106,22 @@ NB_MODULE(_native, m) {
     return tandem::advise_huge_pages(pointer<void>(data), bytes);
   });
 
+  using tandem::ProjectionLayout;
+  nb::class_<ProjectionLayout>(m, "ProjectionLayout")
+      .def(nb::init<>())
+      .def_rw("format", &ProjectionLayout::format)
+      .def_rw("group", &ProjectionLayout::group)
+      .def_rw("cols", &ProjectionLayout::cols)
+      .def_rw("data", &ProjectionLayout::data)
+      .def_rw("scales", &ProjectionLayout::scales)
+      .def_rw("bias", &ProjectionLayout::bias);
   nb::class_<ExpertLayout>(m, "ExpertLayout")
       .def(nb::init<>())
-      .def_rw("format", &ExpertLayout::format)
-      .def_rw("group", &ExpertLayout::group)
+      .def_rw("up", &ExpertLayout::up)
+      .def_rw("down", &ExpertLayout::down)
       .def_rw("hidden_size", &ExpertLayout::hidden_size)
-      .def_rw("hidden_cols", &ExpertLayout::hidden_cols)
       .def_rw("inner_rows", &ExpertLayout::inner_rows)
-      .def_rw("inner_cols", &ExpertLayout::inner_cols)
-      .def_rw("is_gated", &ExpertLayout::is_gated)
-      .def_rw("up_data", &ExpertLayout::up_data)
-      .def_rw("up_scales", &ExpertLayout::up_scales)
-      .def_rw("down_data", &ExpertLayout::down_data)
-      .def_rw("down_scales", &ExpertLayout::down_scales)
-      .def_rw("up_bias", &ExpertLayout::up_bias)
-      .def_rw("down_bias", &ExpertLayout::down_bias);
+      .def_rw("is_gated", &ExpertLayout::is_gated);
 
   nb::class_<tandem::ExpertEngine>(m, "ExpertEngine")
       .def(nb::init<int, const std::string&>(), nb::arg("num_threads"), nb::arg("isa"))

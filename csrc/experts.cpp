@@ -32,17 +32,16 @@ const Kernels& choose(const std::string& isa) {
   return portable_kernels();
 }
 
-PackedMatrix matrix(const ExpertLayout& layout, const std::uint8_t* expert, bool is_up) {
-  const std::int64_t rows = is_up ? layout.inner_rows * (layout.is_gated ? 2 : 1)
-                                  : layout.hidden_size;
-  const std::int64_t bias = is_up ? layout.up_bias : layout.down_bias;
-  return {static_cast<Format>(layout.format),
+PackedMatrix matrix(const ProjectionLayout& projection, std::int64_t rows,
+                    const std::uint8_t* expert) {
+  return {static_cast<Format>(projection.format),
           (rows + kBlockRows - 1) / kBlockRows,
-          is_up ? layout.hidden_cols : layout.inner_cols,
-          layout.group,
-          expert + (is_up ? layout.up_data : layout.down_data),
-          expert + (is_up ? layout.up_scales : layout.down_scales),
-          bias < 0 ? nullptr : reinterpret_cast<const float*>(expert + bias)};
+          projection.cols,
+          projection.group,
+          expert + projection.data,
+          expert + projection.scales,
+          projection.bias < 0 ? nullptr
+                              : reinterpret_cast<const float*>(expert + projection.bias)};
 }
 
 std::int64_t up_rows(const ExpertLayout& layout) {
@@ -51,7 +50,7 @@ std::int64_t up_rows(const ExpertLayout& layout) {
 
 // Whole blocks come out of the first projection, whole groups go into the second.
 std::int64_t inner_stride(const ExpertLayout& layout) {
-  return std::max(layout.inner_rows, layout.inner_cols);
+  return std::max(layout.inner_rows, layout.down.cols);
 }
 
 constexpr std::int64_t round_up(std::int64_t n, std::int64_t unit) {
@@ -87,10 +86,11 @@ std::vector<std::string> available_isas() {
   return names;
 }
 
-void ExpertEngine::Rows::resize(Format format, std::int64_t rows, std::int64_t new_cols,
-                                std::int64_t group) {
+void ExpertEngine::Rows::resize(const ProjectionLayout& projection, std::int64_t rows) {
+  format = static_cast<Format>(projection.format);
   form = activation_form(format);
-  cols = new_cols;
+  cols = projection.cols;
+  group = projection.group;
   stride = cols + kRowPadding;
   groups = form == ActivationForm::kInt8 ? cols / group : 0;
   const auto grow = [](auto& values, std::int64_t size) {
@@ -149,8 +149,8 @@ void ExpertEngine::start(const ExpertLayout& layout, const ActivationSpec& activ
   const std::int64_t num_rows = call.row_begin[call.num_experts];
   tasks_.clear();
   if (num_rows > 0) {
-    inner_.resize(static_cast<Format>(layout.format), num_rows, layout.inner_cols, layout.group);
-    prepare_tokens(layout, call, layout.hidden_size, layout.hidden_cols);
+    inner_.resize(layout.down, num_rows);
+    prepare_tokens(layout.up, call, layout.hidden_size);
     plan_tasks(layout, call);
   }
   job_ = {this, layout, activation, call};
@@ -171,14 +171,14 @@ void ExpertEngine::Job::operator()(std::int64_t i) const {
 
 void ExpertEngine::project(const ExpertLayout& layout, bool is_up, const ExpertCall& call) {
   const std::int64_t rows = is_up ? up_rows(layout) : layout.hidden_size;
-  prepare_tokens(layout, call, is_up ? layout.hidden_size : layout.inner_rows,
-                 is_up ? layout.hidden_cols : layout.inner_cols);
+  const ProjectionLayout& projection = is_up ? layout.up : layout.down;
+  prepare_tokens(projection, call, is_up ? layout.hidden_size : layout.inner_rows);
   tasks_.clear();
   add_tasks(call, round_up(rows, kBlockRows) / kBlockRows, kTaskBlocks);
   pool_.run(static_cast<std::int64_t>(tasks_.size()), [&](std::int64_t i) {
     const Task& task = tasks_[i];
     const std::int64_t first = call.row_begin[task.expert];
-    kernels_->matmul(matrix(layout, call.experts[task.expert], is_up), task.begin, task.end,
+    kernels_->matmul(matrix(projection, rows, call.experts[task.expert]), task.begin, task.end,
                      token_rows(call, first), call.row_begin[task.expert + 1] - first, rows,
                      call.out + first * rows, rows);
   });
@@ -220,8 +220,8 @@ std::int64_t ExpertEngine::multiply(bool is_int8, std::int64_t count_per_thread)
 }
 
 // Converts `count` values of a row, from column `begin` on: whole groups.
-void ExpertEngine::convert(const ExpertLayout& layout, const float* values, std::int64_t count,
-                           Rows& rows, std::int64_t row, std::int64_t begin) const {
+void ExpertEngine::convert(const float* values, std::int64_t count, Rows& rows, std::int64_t row,
+                           std::int64_t begin) const {
   const std::int64_t at = row * rows.stride + begin;
   switch (rows.form) {
     case ActivationForm::kFp32:
@@ -231,9 +231,8 @@ void ExpertEngine::convert(const ExpertLayout& layout, const float* values, std:
       kernels_->to_bf16(values, count, rows.bf16.data() + at);
       return;
     case ActivationForm::kInt8: {
-      const std::int64_t group = row * rows.groups + begin / layout.group;
-      kernels_->quantize(values, count, layout.group,
-                         sum_factor(static_cast<Format>(layout.format)),
+      const std::int64_t group = row * rows.groups + begin / rows.group;
+      kernels_->quantize(values, count, rows.group, sum_factor(rows.format),
                          rows.quantized.data() + at, rows.scales.data() + group,
                          rows.sums.data() + group);
     }
@@ -242,20 +241,19 @@ void ExpertEngine::convert(const ExpertLayout& layout, const float* values, std:
 
 // A token's activations are converted once, however many experts want them, and then laid out row
 // by row. A single token is not copied: all its experts read the same row.
-void ExpertEngine::prepare_tokens(const ExpertLayout& layout, const ExpertCall& call,
-                                  std::int64_t size, std::int64_t cols) {
-  const auto format = static_cast<Format>(layout.format);
-  const std::int64_t num_rows = call.row_begin[call.num_experts];
-  tokens_.resize(format, call.num_tokens, cols, layout.group);
+void ExpertEngine::prepare_tokens(const ProjectionLayout& projection, const ExpertCall& call,
+                                  std::int64_t size) {
+  const std::int64_t num_rows = call.row_begin[call.num_experts], cols = projection.cols;
+  tokens_.resize(projection, call.num_tokens);
   pool_.run(call.num_tokens, [&](std::int64_t t) {
     const float* row = call.hidden + t * size;
-    if (cols <= size) return convert(layout, row, cols, tokens_, t, 0);
+    if (cols <= size) return convert(row, cols, tokens_, t, 0);
     std::vector<float> padded(cols, 0.0f);
     std::copy_n(row, size, padded.data());
-    convert(layout, padded.data(), cols, tokens_, t, 0);
+    convert(padded.data(), cols, tokens_, t, 0);
   });
   if (call.num_tokens == 1) return;
-  gathered_.resize(format, num_rows, cols, layout.group);
+  gathered_.resize(projection, num_rows);
   pool_.run(num_rows, [&](std::int64_t i) { gathered_.copy(i, tokens_, call.row_token[i]); });
 }
 
@@ -283,7 +281,7 @@ void ExpertEngine::add_tasks(const ExpertCall& call, std::int64_t size, std::int
 // claimed, so what a second projection waits for is done, or some thread is at it.
 void ExpertEngine::plan_tasks(const ExpertLayout& layout, const ExpertCall& call) {
   tasks_.clear();
-  add_tasks(call, layout.inner_rows, std::max<std::int64_t>(layout.group, 32), kMaxTaskColumns);
+  add_tasks(call, layout.inner_rows, std::max<std::int64_t>(layout.down.group, 32), kMaxTaskColumns);
   num_up_tasks_ = static_cast<std::int64_t>(tasks_.size());
   if (num_up_left_ < call.num_experts) {
     num_up_left_ = call.num_experts;
@@ -304,7 +302,7 @@ void ExpertEngine::project_up(const ExpertLayout& layout, const ActivationSpec& 
   const std::int64_t per_column = layout.is_gated ? 2 : 1;
   const std::int64_t stride = (task.end - task.begin) * per_column;
   const bool is_last = task.end == layout.inner_rows;
-  const std::int64_t cols = (is_last ? layout.inner_cols : task.end) - task.begin;
+  const std::int64_t cols = (is_last ? layout.down.cols : task.end) - task.begin;
   if (cols <= 0) return;
   up.resize(std::max<std::size_t>(up.size(), kMaxTaskTokens * stride));
   inner.resize(std::max<std::size_t>(inner.size(), inner_stride(layout)));
@@ -312,14 +310,14 @@ void ExpertEngine::project_up(const ExpertLayout& layout, const ActivationSpec& 
   const std::int64_t last = call.row_begin[task.expert + 1];
   for (std::int64_t row = call.row_begin[task.expert]; row < last; row += kMaxTaskTokens) {
     const std::int64_t count = std::min(kMaxTaskTokens, last - row);
-    kernels_->matmul(matrix(layout, call.experts[task.expert], true), begin_row / kBlockRows,
-                     task.end * per_column / kBlockRows, token_rows(call, row), count,
-                     up_rows(layout), up.data() - begin_row, stride);
+    kernels_->matmul(matrix(layout.up, up_rows(layout), call.experts[task.expert]),
+                     begin_row / kBlockRows, task.end * per_column / kBlockRows,
+                     token_rows(call, row), count, up_rows(layout), up.data() - begin_row, stride);
     for (std::int64_t t = 0; t < count; ++t) {
       kernels_->activate(spec, up.data() + t * stride, task.end - task.begin, inner.data());
       if (cols > task.end - task.begin)
         std::fill(inner.begin() + (task.end - task.begin), inner.begin() + cols, 0.0f);
-      convert(layout, inner.data(), cols, inner_, row + t, task.begin);
+      convert(inner.data(), cols, inner_, row + t, task.begin);
     }
   }
 }
@@ -327,8 +325,8 @@ void ExpertEngine::project_up(const ExpertLayout& layout, const ActivationSpec& 
 void ExpertEngine::project_down(const ExpertLayout& layout, const ExpertCall& call,
                                 const Task& task) {
   const std::int64_t first = call.row_begin[task.expert];
-  kernels_->matmul(matrix(layout, call.experts[task.expert], false), task.begin, task.end,
-                   inner_.view(first, false), call.row_begin[task.expert + 1] - first,
+  kernels_->matmul(matrix(layout.down, layout.hidden_size, call.experts[task.expert]), task.begin,
+                   task.end, inner_.view(first, false), call.row_begin[task.expert + 1] - first,
                    layout.hidden_size, call.out + first * layout.hidden_size, layout.hidden_size);
 }
 

@@ -13,16 +13,21 @@
 
 namespace tandem {
 
-// Where the parts of one packed expert lie, in bytes from its begin; -1 for an absent bias.
-struct ExpertLayout {
+// One of an expert's two matrices: its parts' places in bytes from the expert's begin, -1 for an
+// absent bias.
+struct ProjectionLayout {
   int format;
   std::int64_t group;
+  std::int64_t cols;  // padded to whole groups
+  std::int64_t data, scales, bias;
+};
+
+// How one packed expert lies in memory.
+struct ExpertLayout {
+  ProjectionLayout up, down;
   std::int64_t hidden_size;
-  std::int64_t hidden_cols;  // columns of the first projection: hidden_size padded
-  std::int64_t inner_rows;   // intermediate size padded to blocks
-  std::int64_t inner_cols;   // columns of the second projection: intermediate size padded
+  std::int64_t inner_rows;  // intermediate size padded to blocks
   bool is_gated;
-  std::int64_t up_data, up_scales, down_data, down_scales, up_bias, down_bias;
 };
 
 // The work of one call. Rows are (token, expert) pairs in the order of the experts: expert e has
@@ -91,10 +96,12 @@ class ExpertEngine {
     std::vector<std::int32_t> sums;
     std::vector<std::uint16_t> bf16;
     std::vector<float> fp32;
+    Format format = Format::kInt8;
     ActivationForm form = ActivationForm::kInt8;
-    std::int64_t cols = 0, stride = 0, groups = 0;
+    std::int64_t cols = 0, group = 0, stride = 0, groups = 0;
 
-    void resize(Format format, std::int64_t rows, std::int64_t cols, std::int64_t group);
+    // For rows that a projection takes in.
+    void resize(const ProjectionLayout& projection, std::int64_t rows);
     void copy(std::int64_t to, const Rows& source, std::int64_t from);
     Activations view(std::int64_t row, bool is_repeated) const;
   };
@@ -113,10 +120,10 @@ class ExpertEngine {
     void operator()(std::int64_t i) const;
   };
 
-  void convert(const ExpertLayout& layout, const float* values, std::int64_t count, Rows& rows,
-               std::int64_t row, std::int64_t begin) const;
-  void prepare_tokens(const ExpertLayout& layout, const ExpertCall& call, std::int64_t size,
-                      std::int64_t cols);
+  void convert(const float* values, std::int64_t count, Rows& rows, std::int64_t row,
+               std::int64_t begin) const;
+  void prepare_tokens(const ProjectionLayout& projection, const ExpertCall& call,
+                      std::int64_t size);
   Activations token_rows(const ExpertCall& call, std::int64_t first) const;
   void plan_tasks(const ExpertLayout& layout, const ExpertCall& call);
   void add_tasks(const ExpertCall& call, std::int64_t size, std::int64_t unit,

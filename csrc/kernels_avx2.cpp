@@ -51,6 +51,20 @@ std::int32_t sum_of(__m256i values) {
   return sum;
 }
 
+// Rounds 16 numbers to int8 and adds them to `sum`.
+void quantize16(const float* x, __m256 kept, __m256 inverse, std::int8_t* out, __m256i& sum) {
+  __m256i q[2];
+  for (int i = 0; i < 2; ++i) {
+    const __m256 values = _mm256_and_ps(_mm256_loadu_ps(x + 8 * i), kept);
+    q[i] = _mm256_cvtps_epi32(_mm256_mul_ps(values, inverse));
+    sum = _mm256_add_epi32(sum, q[i]);
+  }
+  const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(q[0], q[1]), 0xD8);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out),
+                   _mm_packs_epi16(_mm256_castsi256_si128(words),
+                                   _mm256_extracti128_si256(words, 1)));
+}
+
 // Rounds 32 numbers to int8 and adds them to `sum`.
 void quantize32(const float* x, __m256 kept, __m256 inverse, std::int8_t* out, __m256i& sum) {
   __m256i q[4];
@@ -83,7 +97,8 @@ void quantize(const float* row, std::int64_t cols, std::int64_t group, std::int3
     const __m256 kept = _mm256_castsi256_ps(_mm256_set1_epi32(is_rounded ? -1 : 0));
     const __m256 inverse = _mm256_set1_ps(is_rounded ? 127.0f / top : 0.0f);
     __m256i sum = _mm256_setzero_si256();
-    for (std::int64_t k = 0; k < group; k += 32)
+    if (group == 16) quantize16(x, kept, inverse, quantized + g * group, sum);
+    for (std::int64_t k = 0; k + 32 <= group; k += 32)
       quantize32(x + k, kept, inverse, quantized + g * group + k, sum);
     scales[g] = is_finite ? top / 127.0f : NAN;  // which makes every result NaN
     sums[g] = sum_factor * sum_of(sum);

@@ -18,6 +18,9 @@ namespace {
 // Tiles of many tokens and row blocks pay where what is done once a group is done seldom: of groups
 // below 128, eight tokens and one block are up to a fifth faster, however many there are.
 template <Format F>
+constexpr bool kMayTile = !is_integer(F) || encoding(F).group == 0;
+
+template <Format F>
 bool wants_tiles(std::int64_t num_tokens, std::int64_t group) {
   return num_tokens > kFewTokens && (!is_integer(F) || group == kTileGroup);
 }
@@ -27,23 +30,19 @@ void matmul_format(const PackedMatrix& m, std::int64_t begin, std::int64_t end,
                    const Activations& x, std::int64_t num_tokens, std::int64_t num_rows, float* out,
                    std::int64_t stride) {
   end = std::min(end, (num_rows + kBlockRows - 1) / kBlockRows);
-  if constexpr (F != Format::kMxfp4)
+  if constexpr (kMayTile<F>)
     if (wants_tiles<F>(num_tokens, m.group))
       return many_tokens<F>(m, begin, end, x, num_tokens, num_rows, out, stride);
   for (std::int64_t b = begin; b < end; ++b)
     few_by_few<F>(m, b, b + 1 == end, x, num_tokens, num_rows, out, stride);
 }
 
-using Matmul = decltype(Kernels::matmul);
-
-constexpr Matmul kMatmuls[] = {  // in the order of Format
-    matmul_format<Format::kBf16>,     matmul_format<Format::kInt8>,  matmul_format<Format::kInt4>,
-    matmul_format<Format::kInt4Zero>, matmul_format<Format::kMxfp4>, matmul_format<Format::kFp16>,
-    matmul_format<Format::kFp8>};
-
 void matmul(const PackedMatrix& m, std::int64_t begin, std::int64_t end, const Activations& x,
             std::int64_t num_tokens, std::int64_t num_rows, float* out, std::int64_t stride) {
-  kMatmuls[static_cast<int>(m.format)](m, begin, end, x, num_tokens, num_rows, out, stride);
+  each<kNumFormats>([&](auto number) {
+    constexpr Format F = static_cast<Format>(decltype(number)::value);
+    if (m.format == F) matmul_format<F>(m, begin, end, x, num_tokens, num_rows, out, stride);
+  });
 }
 
 void quantize(const float* row, std::int64_t cols, std::int64_t group, std::int32_t sum_factor,

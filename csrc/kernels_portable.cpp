@@ -10,14 +10,23 @@
 namespace tandem {
 namespace {
 
-constexpr std::int8_t kE2m1Twice[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
-
+// The bits of a code lie in planes, the lowest ones first: in a strip of 32 columns a plane of b
+// bits has 64 bytes for every 32 / b columns, of which four neighbours are bytes of one row.
 std::int32_t code_at(Format format, const std::uint8_t* block, std::int64_t row, std::int64_t col) {
-  if (format == Format::kInt8) return block[(col / 4) * 64 + 4 * row + col % 4] - 128;
-  const std::uint8_t byte = block[(col / 8) * 64 + 4 * row + col % 4];
-  const int code = (col % 8) < 4 ? byte & 15 : byte >> 4;
-  if (format == Format::kMxfp4) return kE2m1Twice[code];
-  return format == Format::kInt4 ? code - 8 : code;
+  const std::uint8_t* plane = block + code_bytes(format, col / kStripCols * kStripCols);
+  const std::int64_t four = col % kStripCols / 4;
+  const int bits = encoding(format).bits;
+  int code = 0;
+  for (int done = 0; done < bits;) {
+    const int width = std::bit_floor(static_cast<unsigned>(bits - done));  // 8, 4, 2 or 1
+    const int per_byte = 8 / width;
+    const int byte = plane[four / per_byte * 64 + 4 * row + col % 4];
+    code |= (byte >> width * (four % per_byte) & ((1 << width) - 1)) << done;
+    plane += kStripCols * kBlockRows * width / 8;
+    done += width;
+  }
+  if (encoding(format).table != nullptr) code = encoding(format).table[code];
+  return code - encoding(format).offset;
 }
 
 struct Scale {
@@ -25,22 +34,30 @@ struct Scale {
   float minimum;
 };
 
+float half_at(const std::uint8_t* bytes) {
+  std::uint16_t bits;
+  std::memcpy(&bits, bytes, sizeof bits);
+  return half_to_float(bits);
+}
+
 Scale scale_at(const PackedMatrix& m, std::int64_t block, std::int64_t g, std::int64_t row) {
   const std::int64_t index = block * (m.cols / m.group) + g;
-  const auto* halves = reinterpret_cast<const std::uint16_t*>(m.scales);
-  switch (m.format) {
-    case Format::kMxfp4:  // half of 2^(e - 127): the codes are doubled
-      return {std::ldexp(1.0f, m.scales[index * 16 + row] - 128), 0};
-    case Format::kInt4Zero:
-      return {half_to_float(halves[index * 32 + row]), half_to_float(halves[index * 32 + 16 + row])};
-    default:
-      return {half_to_float(halves[index * 16 + row]), 0};
+  const Encoding& e = encoding(m.format);
+  if (e.scale == ScaleKind::kE8m0)  // half of 2^(e - 127): the codes are doubled
+    return {std::ldexp(1.0f, m.scales[index * 16 + row] - 128), 0};
+  if (e.scale == ScaleKind::kInt8OfSuper) {
+    const std::uint8_t* super = m.scales + super_begin(m.format, index);
+    const auto* own = reinterpret_cast<const std::int8_t*>(super + in_super(m.format, index));
+    return {static_cast<float>(own[row]) * half_at(super + 2 * row),
+            e.has_minima ? static_cast<float>(own[16 + row]) * half_at(super + 32 + 2 * row) : 0};
   }
+  const std::uint8_t* line = m.scales + index * scale_bytes(m.format, m.group, m.group);
+  return {half_at(line + 2 * row), e.has_minima ? half_at(line + 32 + 2 * row) : 0};
 }
 
 float dot_integer(const PackedMatrix& m, std::int64_t b, std::int64_t r, const Activations& x,
                   std::int64_t t) {
-  const std::uint8_t* block = m.data + b * m.cols * kBlockRows * bits_per_code(m.format) / 8;
+  const std::uint8_t* block = m.data + b * code_bytes(m.format, m.cols);
   const std::int8_t* q = x.quantized + t * x.stride;
   float total = 0;
   for (std::int64_t g = 0; g < m.cols / m.group; ++g) {
@@ -50,7 +67,7 @@ float dot_integer(const PackedMatrix& m, std::int64_t b, std::int64_t r, const A
     const Scale s = scale_at(m, b, g, r);
     const float x_scale = x.scales[t * x.group_stride + g];
     total += static_cast<float>(sum) * (s.scale * x_scale);
-    if (m.format == Format::kInt4Zero)
+    if (encoding(m.format).has_minima)
       total += s.minimum * (x_scale * static_cast<float>(x.sums[t * x.group_stride + g]));
   }
   return total;

@@ -5,7 +5,7 @@
 
 namespace tandem {
 
-// The numbers are those that tandem.kernels.native passes.
+// The numbers are those that tandem.kernels.native passes; `kEncodings` is in their order.
 enum class Format : int {
   kBf16 = 0,
   kInt8 = 1,
@@ -13,10 +13,49 @@ enum class Format : int {
   kInt4Zero = 3,
   kMxfp4 = 4,
   kFp16 = 5,
-  kFp8 = 6
+  kFp8 = 6,
+  kQ4K = 7,
+  kQ5K = 8,
+  kQ6K = 9
 };
 
+// How the scale of a group of columns is stored.
+enum class ScaleKind { kNone, kFp16, kE8m0, kFp32OfBlock, kInt8OfSuper };
+
+// What a format is made of; the kernels ask this, never a format's name.
+struct Encoding {
+  int bits;                          // of a code: 16, 8, or planes of 4, 2 and 1 bits
+  ScaleKind scale = ScaleKind::kNone;
+  bool has_minima = false;           // whether each scale has a minimum beside it
+  int offset = 0;                    // the unsigned code that stands for zero
+  int largest = 0;                   // the largest unsigned code, of integer formats
+  std::int64_t group = 0;            // columns that share a scale; 0: the matrix says
+  const std::uint8_t* table = nullptr;  // from 16 stored codes to unsigned ones
+};
+
+// Twice the values of e2m1, plus 12.
+constexpr std::uint8_t kE2m1Table[16] = {12, 13, 14, 15, 16, 18, 20, 24,
+                                         12, 11, 10, 9,  8,  6,  4,  0};
+
+constexpr Encoding kEncodings[] = {
+    {16},                                                    // kBf16
+    {8, ScaleKind::kFp16, false, 128, 255},                  // kInt8
+    {4, ScaleKind::kFp16, false, 8, 15},                     // kInt4
+    {4, ScaleKind::kFp16, true, 0, 15},                      // kInt4Zero
+    {4, ScaleKind::kE8m0, false, 12, 24, 32, kE2m1Table},    // kMxfp4
+    {16},                                                    // kFp16
+    {8, ScaleKind::kFp32OfBlock, false, 0, 0, 128},          // kFp8
+    {4, ScaleKind::kInt8OfSuper, true, 0, 15, 32},           // kQ4K
+    {5, ScaleKind::kInt8OfSuper, true, 0, 31, 32},           // kQ5K
+    {6, ScaleKind::kInt8OfSuper, false, 32, 63, 16},         // kQ6K
+};
+constexpr int kNumFormats = sizeof kEncodings / sizeof kEncodings[0];
+
+constexpr const Encoding& encoding(Format format) { return kEncodings[static_cast<int>(format)]; }
+
 constexpr std::int64_t kBlockRows = 16;
+constexpr std::int64_t kSuperCols = 256;  // that share a scale of their groups' scales
+constexpr std::int64_t kStripCols = 32;   // whose planes of bits follow each other
 
 // `blocks` blocks of 16 rows with `cols` columns each (padded to whole groups).
 struct PackedMatrix {
@@ -57,30 +96,42 @@ constexpr bool is_integer(Format format) {
   return activation_form(format) == ActivationForm::kInt8;
 }
 
-constexpr std::int64_t bits_per_code(Format format) {
-  switch (format) {
-    case Format::kBf16:
-    case Format::kFp16: return 16;
-    case Format::kInt8:
-    case Format::kFp8: return 8;
-    default: return 4;
-  }
+// Bytes of the codes of so many columns of a block.
+constexpr std::int64_t code_bytes(Format format, std::int64_t cols) {
+  return cols * kBlockRows * encoding(format).bits / 8;
 }
 
-// What is subtracted from a stored code to get its value: codes are unsigned for the multiplier.
-constexpr std::int32_t code_offset(Format format) {
-  switch (format) {
-    case Format::kInt8: return 128;
-    case Format::kInt4: return 8;
-    case Format::kMxfp4: return 12;  // twice the e2m1 value, plus 12
-    default: return 0;
+// Scales lie one after the other by group, those of a block's 16 rows (and then their minima) side
+// by side. With kInt8OfSuper each super-block's fp16 factors come first, then its groups' bytes.
+constexpr std::int64_t scale_bytes(Format format, std::int64_t cols, std::int64_t group) {
+  const std::int64_t lines = encoding(format).has_minima ? 2 : 1;
+  switch (encoding(format).scale) {
+    case ScaleKind::kNone: return 0;
+    case ScaleKind::kFp16: return cols / group * 32 * lines;
+    case ScaleKind::kE8m0: return cols / group * 16 * lines;
+    case ScaleKind::kFp32OfBlock: return cols / group * 4;
+    case ScaleKind::kInt8OfSuper:
+      return cols / kSuperCols * lines * (32 + kSuperCols / group * 16);
   }
+  return 0;
+}
+
+// Where the factors of a group's super-block lie, and the group's own bytes after them; `index`
+// counts groups over all blocks.
+constexpr std::int64_t super_begin(Format format, std::int64_t index) {
+  const std::int64_t group = encoding(format).group;
+  return index / (kSuperCols / group) * scale_bytes(format, kSuperCols, group);
+}
+
+constexpr std::int64_t in_super(Format format, std::int64_t index) {
+  const std::int64_t lines = encoding(format).has_minima ? 2 : 1;
+  return lines * (32 + index % (kSuperCols / encoding(format).group) * 16);
 }
 
 // What the sums of activations are stored times: what the codes' offset adds to a dot product is
 // taken off by starting the accumulator there. Zero points need the plain sum.
 constexpr std::int32_t sum_factor(Format format) {
-  return format == Format::kInt4Zero ? 1 : -code_offset(format);
+  return encoding(format).has_minima ? 1 : -encoding(format).offset;
 }
 
 }  // namespace tandem

@@ -26,7 +26,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import tandem
 from tandem.bench.generation import WARM_UP_STEPS, Workload, measure
 from tandem.bench.model_shapes import MODEL_SHAPES, find_shape
-from tandem.bench.random_model import drop_experts, random_experts
+from tandem.bench.random_model import drop_experts
+from tandem.bench.random_weights import random_experts
 from tandem.checkpoint.mapped_files import read_ahead
 from tandem.checkpoint.packed import DENSE_FILE, experts_file, packed_name
 from tandem.checkpoint.packed_files import write_index, write_tensors

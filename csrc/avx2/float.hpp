@@ -110,7 +110,7 @@ __m256 scale_of(const PackedMatrix& m, std::int64_t block, std::int64_t k) {
 
 template <Format F>
 constexpr std::int64_t bytes_of_block(std::int64_t cols) {
-  return cols * kBlockRows * bits_per_code(F) / 8;
+  return code_bytes(F, cols);
 }
 
 template <Format F, int T>
@@ -144,7 +144,7 @@ void add_columns(const Product& p, const std::uint8_t* data, std::int64_t token,
   constexpr int kStep = 4;  // columns; `cols` is a multiple of 8
   constexpr int kFirst = P == Parity::kOdd ? 1 : 0;
   constexpr int kLast = P == Parity::kEven ? 0 : 1;
-  for (std::int64_t k = begin; k < end; k += kStep, data += 16 * kStep * bits_per_code(F) / 8) {
+  for (std::int64_t k = begin; k < end; k += kStep, data += code_bytes(F, kStep)) {
 #pragma GCC unroll 2
     for (int c = 0; c < kStep; c += 2) {
       const std::uint8_t* chunk = data + 64 * (c / Code::kCols);

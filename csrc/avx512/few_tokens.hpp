@@ -22,72 +22,77 @@ TANDEM_INLINE void prefetch(const std::uint8_t* data, std::int64_t ahead) {
 // block.
 template <Format F>
 TANDEM_INLINE void prefetch_scales(const PackedMatrix& m, std::int64_t index, std::int64_t groups) {
-  const std::uint8_t* at = m.scales + (index + groups) * kScaleBytes<F>;
-  _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T0);
+  _mm_prefetch(reinterpret_cast<const char*>(scales_at<F>(m, index + groups)), _MM_HINT_T0);
 }
 
 // Few tokens need two sums each to hide the multiplier's latency; from five on they hide it.
 template <int T>
 constexpr int kIntegerChains = T < 5 ? 2 : 1;
 
-template <Format F, int T>
-TANDEM_INLINE const std::uint8_t* multiply_group(const std::uint8_t* data, std::int64_t ahead,
-                                                 std::int64_t group, const std::int8_t* q,
-                                                 std::int64_t stride,
-                                                 __m512i (&sums)[kIntegerChains<T>][T]) {
-  for (std::int64_t k = 0; k < group; k += 8) {
-    __m512i w[2];
-    prefetch(data, ahead);
-    w[0] = w[1] = _mm512_loadu_si512(data);
-    data += 64;
-    if constexpr (F == Format::kInt8) {
-      prefetch(data, ahead);
-      w[1] = _mm512_loadu_si512(data);
-      data += 64;
-    }
-    w[0] = decode_codes<F, 0>(w[0]);
-    w[1] = decode_codes<F, 1>(w[1]);
+// Adds group `Part` of a strip, or all of it.
+template <Format F, int Part, int T>
+TANDEM_INLINE void multiply_strip(const std::uint8_t* strip, std::int64_t ahead,
+                                  const std::int8_t* q, std::int64_t stride,
+                                  __m512i (&sums)[kIntegerChains<T>][T]) {
+  constexpr int kCount = kFoursOfStrip / kGroupsOfStrip<F>;
+  if constexpr (Part == 0)
+    each<kStripBytes<F> / 64>([&](auto line) TANDEM_INLINED { prefetch(strip + 64 * line, ahead); });
+  each<kCount>([&](auto i) TANDEM_INLINED {
+    constexpr int J = Part * kCount + decltype(i)::value;
+    constexpr int kChain = J % kIntegerChains<T>;
+    const __m512i w = codes_of<Bytes64, F, J>(strip);
     each<T>([&](auto t) TANDEM_INLINED {
-      const std::int8_t* at = q + t * stride + k;
-      constexpr int kLast = kIntegerChains<T> - 1;
-      sums[0][t] = multiply_add_int8(sums[0][t], w[0], broadcast4(at));
-      sums[kLast][t] = multiply_add_int8(sums[kLast][t], w[1], broadcast4(at + 4));
+      sums[kChain][t] = multiply_add_int8(sums[kChain][t], w, broadcast4(q + t * stride + 4 * J));
     });
-  }
-  return data;
+  });
+}
+
+// Adds the products of one group; `g` is its number in a row, and `Part` that in its strip.
+template <Format F, int Part, int T>
+TANDEM_INLINE void few_of_group(const PackedMatrix& m, std::int64_t block, std::int64_t g,
+                                const std::uint8_t* strips, const Activations& x,
+                                std::int64_t ahead, __m512 (&total)[T]) {
+  const std::int64_t groups = m.cols / m.group;
+  const std::int32_t* x_sums = x.sums + g;
+  __m512i sums[kIntegerChains<T>][T];
+  each<T>([&](auto t) TANDEM_INLINED {
+    sums[kIntegerChains<T> - 1][t] = _mm512_setzero_si512();
+    sums[0][t] = kHasMinima<F> ? _mm512_setzero_si512()
+                               : _mm512_set1_epi32(x_sums[t * x.group_stride]);
+  });
+  const std::int8_t* q = x.quantized + g / kGroupsOfStrip<F> * kGroupsOfStrip<F> * m.group;
+  for (std::int64_t k = 0; k < m.group; k += kStripCols)
+    multiply_strip<F, Part, T>(strips + code_bytes(F, k), ahead, q + k, x.stride, sums);
+  const std::int64_t index = block * groups + g;
+  prefetch_scales<F>(m, index, groups);
+  const __m512 w_scale = load_scales<F>(m, index);
+  [[maybe_unused]] __m512 minima;
+  if constexpr (kHasMinima<F>) minima = load_minima<F>(m, index);
+  each<T>([&](auto t) TANDEM_INLINED {
+    const float x_scale = x.scales[t * x.group_stride + g];
+    __m512i sum = sums[0][t];
+    if constexpr (kIntegerChains<T> == 2) sum = _mm512_add_epi32(sum, sums[1][t]);
+    total[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum),
+                               _mm512_mul_ps(w_scale, _mm512_set1_ps(x_scale)), total[t]);
+    if constexpr (kHasMinima<F>) {
+      const float x_sum = x_scale * static_cast<float>(x_sums[t * x.group_stride]);
+      total[t] = _mm512_fmadd_ps(minima, _mm512_set1_ps(x_sum), total[t]);
+    }
+  });
 }
 
 template <Format F, int T>
 void few_integer(const PackedMatrix& m, std::int64_t block, const Activations& x,
                  std::int64_t ahead, const Output& out) {
+  constexpr int kParts = kGroupsOfStrip<F>;
   const std::int64_t groups = m.cols / m.group;
-  const std::uint8_t* data = m.data + block * m.cols / kLineColumns<F> * 64;
+  const std::uint8_t* strips = m.data + block * code_bytes(F, m.cols);
   __m512 total[T];
   each<T>([&](auto t) TANDEM_INLINED { total[t] = _mm512_setzero_ps(); });
-  for (std::int64_t g = 0; g < groups; ++g) {
-    const std::int32_t* x_sums = x.sums + g;
-    __m512i sums[kIntegerChains<T>][T];
-    each<T>([&](auto t) TANDEM_INLINED {
-      sums[kIntegerChains<T> - 1][t] = _mm512_setzero_si512();
-      sums[0][t] = F == Format::kInt4Zero ? _mm512_setzero_si512()
-                                          : _mm512_set1_epi32(x_sums[t * x.group_stride]);
+  for (std::int64_t g = 0; g < groups; g += kParts, strips += code_bytes(F, kParts * m.group))
+    each<kParts>([&](auto part) TANDEM_INLINED {
+      few_of_group<F, decltype(part)::value, T>(m, block, g + part, strips, x, ahead, total);
     });
-    data = multiply_group<F, T>(data, ahead, m.group, x.quantized + g * m.group, x.stride, sums);
-    const std::int64_t index = block * groups + g;
-    prefetch_scales<F>(m, index, groups);
-    const __m512 w_scale = load_scales<F>(m.scales, index);
-    each<T>([&](auto t) TANDEM_INLINED {
-      const float x_scale = x.scales[t * x.group_stride + g];
-      __m512i sum = sums[0][t];
-      if constexpr (kIntegerChains<T> == 2) sum = _mm512_add_epi32(sum, sums[1][t]);
-      total[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum),
-                                 _mm512_mul_ps(w_scale, _mm512_set1_ps(x_scale)), total[t]);
-      if constexpr (F == Format::kInt4Zero) {
-        const float x_sum = x_scale * static_cast<float>(x_sums[t * x.group_stride]);
-        total[t] = _mm512_fmadd_ps(load_minima(m.scales, index), _mm512_set1_ps(x_sum), total[t]);
-      }
-    });
-  }
   each<T>([&](auto t) TANDEM_INLINED { out.store(t, total[t]); });
 }
 
@@ -138,7 +143,7 @@ void few_fp8(const PackedMatrix& m, std::int64_t block, const Activations& x, st
         sums[1][t] = multiply_add_bf16(sums[1][t], w[1], broadcast4(at + 2));
       });
     }
-    const __m512 scale = load_scales<Format::kFp8>(m.scales, block * groups + g);
+    const __m512 scale = load_scales<Format::kFp8>(m, block * groups + g);
     each<T>([&](auto t) TANDEM_INLINED {
       total[t] = _mm512_fmadd_ps(_mm512_add_ps(sums[0][t], sums[1][t]), scale, total[t]);
     });
@@ -217,7 +222,7 @@ inline Activations from_token(Activations x, std::int64_t token) {
 template <Format F>
 void few_by_few(const PackedMatrix& m, std::int64_t block, bool is_last, const Activations& x,
                 std::int64_t num_tokens, std::int64_t num_rows, float* out, std::int64_t stride) {
-  const std::int64_t block_bytes = m.cols * kBlockRows * bits_per_code(F) / 8;
+  const std::int64_t block_bytes = code_bytes(F, m.cols);
   for (std::int64_t t = 0; t < num_tokens; t += kFewTokens) {
     const std::int64_t ahead = t == 0                        ? kAheadBytes
                                : t == kFewTokens && !is_last ? block_bytes

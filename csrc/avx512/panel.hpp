@@ -34,11 +34,6 @@ struct Columns {
   std::int64_t count() const { return end - begin; }
 };
 
-// Bytes of so many columns of a block.
-constexpr std::int64_t code_bytes(Format format, std::int64_t columns) {
-  return columns * kBlockRows * bits_per_code(format) / 8;
-}
-
 inline const std::uint8_t* codes_at(const PackedMatrix& m, std::int64_t block,
                                     std::int64_t column) {
   return m.data + code_bytes(m.format, block * m.cols + column);
@@ -129,9 +124,9 @@ class Panel {
     for (int b = 0; b < blocks.count; ++b) {
       const std::int64_t first = (blocks.first + b) * groups(m, m.cols) + groups(m, columns.begin);
       for (std::int64_t g = 0; g < groups(m, columns.count()); ++g) {
-        _mm512_store_ps(scales + at(g, b), load_scales<F>(m.scales, first + g));
-        if constexpr (F == Format::kInt4Zero)
-          _mm512_store_ps(minima + at(g, b), load_minima(m.scales, first + g));
+        _mm512_store_ps(scales + at(g, b), load_scales<F>(m, first + g));
+        if constexpr (kHasMinima<F>)
+          _mm512_store_ps(minima + at(g, b), load_minima<F>(m, first + g));
       }
     }
     scales_ = scales;
@@ -175,12 +170,11 @@ class Ahead {
  public:
   template <Format F>
   static Ahead of(const PackedMatrix& m, Blocks blocks, Columns columns, std::int64_t pieces) {
-    const std::int64_t num_groups = groups(m, columns.count());
     const std::int64_t first = blocks.first * groups(m, m.cols) + groups(m, columns.begin);
     return {Region(codes_at(m, blocks.first, columns.begin), code_bytes(F, m.cols),
                    code_bytes(F, columns.count()), blocks.count, pieces),
-            Region(m.scales + first * kScaleBytes<F>, groups(m, m.cols) * kScaleBytes<F>,
-                   num_groups * kScaleBytes<F>, blocks.count, pieces)};
+            Region(m.scales + scale_bytes(F, first * m.group, m.group), scale_bytes(F, m.cols, m.group),
+                   scale_bytes(F, columns.count(), m.group), blocks.count, pieces)};
   }
 
   TANDEM_INLINE void fetch_piece() {

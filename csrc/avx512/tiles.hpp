@@ -82,7 +82,7 @@ TANDEM_INLINE void multiply_group(const Codes<B>& codes, const std::int8_t* q, s
     each<kLineColumns<F> / 4>([&](auto half) TANDEM_INLINED {
       __m512i w[B];
       each<B>([&](auto b) TANDEM_INLINED {
-        w[b] = decode_codes<F, decltype(half)::value>(codes.load(b, line));
+        w[b] = codes_of<Bytes64, F, decltype(half)::value>(codes.block[b] + line * 64);
       });
       each<T>([&](auto t) TANDEM_INLINED {
         const __m512i four = broadcast4(q + t * stride + line * kLineColumns<F> + 4 * half);
@@ -112,8 +112,8 @@ TANDEM_INLINE void integer_tile(const Panel& panel, int first_block, Columns col
     const float* x_scales = x.scales + first + g;
     __m512i sums[T][B];
     each_pair<T, B>([&](auto t, auto b) TANDEM_INLINED {
-      sums[t][b] = F == Format::kInt4Zero ? _mm512_setzero_si512()
-                                          : _mm512_set1_epi32(x_sums[t * x.group_stride]);
+      sums[t][b] = kHasMinima<F> ? _mm512_setzero_si512()
+                                 : _mm512_set1_epi32(x_sums[t * x.group_stride]);
     });
     const Codes<B> codes(panel, first_block, g * (kTileGroup / kStepColumns<F>));
     multiply_group<F, T, B>(codes, q, x.stride, sums);
@@ -122,7 +122,7 @@ TANDEM_INLINE void integer_tile(const Panel& panel, int first_block, Columns col
       const __m512 w_scale = _mm512_load_ps(panel.scales(g, first_block + b));
       const __m512 scale = _mm512_mul_ps(w_scale, _mm512_set1_ps(x_scale));
       total[t][b] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[t][b]), scale, total[t][b]);
-      if constexpr (F == Format::kInt4Zero) {
+      if constexpr (kHasMinima<F>) {
         const float x_sum = x_scale * static_cast<float>(x_sums[t * x.group_stride]);
         total[t][b] = _mm512_fmadd_ps(_mm512_load_ps(panel.minima(g, first_block + b)),
                                       _mm512_set1_ps(x_sum), total[t][b]);

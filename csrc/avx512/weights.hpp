@@ -5,26 +5,35 @@
 #include <immintrin.h>
 
 #include <cstring>
-#include <utility>
 
+#include "../codes.hpp"
 #include "../half.hpp"
-#include "../packed.hpp"
-
-// Whatever takes sums by reference must be inlined, or they live in memory.
-#define TANDEM_INLINE inline __attribute__((always_inline))
-#define TANDEM_INLINED __attribute__((always_inline))  // after a lambda's parameters
 
 namespace tandem {
 namespace {
 
-// Calls function(0) .. function(N - 1) with constants: arrays that are indexed by them become
-// registers, which those of a loop that the compiler unrolls later do not.
-template <int N, typename Function>
-TANDEM_INLINE void each(const Function& function) {
-  [&]<int... I>(std::integer_sequence<int, I...>) TANDEM_INLINED {
-    (function(std::integral_constant<int, I>{}), ...);
-  }(std::make_integer_sequence<int, N>{});
-}
+// How codes are taken apart, see codes.hpp.
+struct Bytes64 {
+  using Register = __m512i;
+
+  static __m512i load(const std::uint8_t* data) { return _mm512_loadu_si512(data); }
+  template <int Bits>
+  static __m512i shift_left(__m512i bytes) {
+    return _mm512_slli_epi16(bytes, Bits);
+  }
+  template <int Bits>
+  static __m512i shift_right(__m512i bytes) {
+    return _mm512_srli_epi16(bytes, Bits);
+  }
+  static __m512i keep(__m512i bytes, std::uint8_t bits) {
+    return _mm512_and_si512(bytes, _mm512_set1_epi8(static_cast<char>(bits)));
+  }
+  static __m512i either(__m512i a, __m512i b) { return _mm512_or_si512(a, b); }
+  static __m512i look_up(const std::uint8_t* table, __m512i bytes) {
+    const __m128i values = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(values), bytes);
+  }
+};
 
 TANDEM_INLINE __m512i broadcast4(const void* x) {
   std::int32_t four;
@@ -44,25 +53,9 @@ TANDEM_INLINE __m512 multiply_add_bf16(__m512 sum, __m512i weights, __m512i two)
   return sum;
 }
 
-// Four bits to the unsigned code that the multiplier takes.
+// Columns in 64 bytes of codes of eight bits or four.
 template <Format F>
-TANDEM_INLINE __m512i decode_nibbles(__m512i nibbles) {
-  if constexpr (F != Format::kMxfp4) return nibbles;
-  const __m128i table = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
-  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), nibbles);
-}
-
-// Columns in 64 bytes of an integer format.
-template <Format F>
-constexpr std::int64_t kLineColumns = F == Format::kInt8 ? 4 : 8;
-
-// Four of the columns in 64 bytes of an integer format: the first or, of four bits, the second.
-template <Format F, int Half>
-TANDEM_INLINE __m512i decode_codes(__m512i line) {
-  if constexpr (F == Format::kInt8) return line;
-  const __m512i nibbles = Half == 0 ? line : _mm512_srli_epi16(line, 4);
-  return decode_nibbles<F>(_mm512_and_si512(nibbles, _mm512_set1_epi8(15)));
-}
+constexpr std::int64_t kLineColumns = kBits<F> == 8 ? 4 : 8;
 
 // e4m3 to bf16 by table: the low seven bits name the number without its sign.
 struct E4m3Table {
@@ -117,37 +110,52 @@ class E4m3Decoder {
   __m512i low_[2], high_[2];
 };
 
-// Bytes of a block's scales in one group.
+// Where the scales of a block's group begin; `index` counts groups over all blocks.
 template <Format F>
-constexpr std::int64_t kScaleBytes = F == Format::kFp8        ? 4
-                                     : F == Format::kMxfp4    ? 16
-                                     : F == Format::kInt4Zero ? 64
-                                                              : 32;
+TANDEM_INLINE const std::uint8_t* scales_at(const PackedMatrix& m, std::int64_t index) {
+  if constexpr (encoding(F).scale == ScaleKind::kInt8OfSuper)
+    return m.scales + super_begin(F, index) + in_super(F, index);
+  return m.scales + index * scale_bytes(F, kSuperCols, kSuperCols);
+}
+
+TANDEM_INLINE __m512 load_halves(const std::uint8_t* data) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(data)));
+}
+
+TANDEM_INLINE __m512 load_int8(const std::uint8_t* data) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(data));
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+}
 
 // The scales of a block's 16 rows in one group.
 template <Format F>
-__m512 load_scales(const std::uint8_t* scales, std::int64_t index) {
-  if constexpr (F == Format::kFp8) {
+TANDEM_INLINE __m512 load_scales(const PackedMatrix& m, std::int64_t index) {
+  constexpr ScaleKind kKind = encoding(F).scale;
+  const std::uint8_t* at = scales_at<F>(m, index);
+  if constexpr (kKind == ScaleKind::kFp32OfBlock) {
     float scale;
-    std::memcpy(&scale, scales + index * sizeof scale, sizeof scale);
+    std::memcpy(&scale, at, sizeof scale);
     return _mm512_set1_ps(scale);
-  } else if constexpr (F == Format::kMxfp4) {
+  } else if constexpr (kKind == ScaleKind::kE8m0) {
     // 2^(e - 127) is the float with exponent e; one less, since the codes are doubled. e = 0 would
     // need a subnormal: 2^-128 of nothing is as good as nothing.
-    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(scales + index * 16));
-    const __m512i e = _mm512_cvtepu8_epi32(bytes);
+    const __m512i e = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
     const __m512i halved = _mm512_max_epi32(_mm512_sub_epi32(e, _mm512_set1_epi32(1)),
                                             _mm512_setzero_si512());
     return _mm512_castsi512_ps(_mm512_slli_epi32(halved, 23));
+  } else if constexpr (kKind == ScaleKind::kInt8OfSuper) {
+    return _mm512_mul_ps(load_int8(at), load_halves(m.scales + super_begin(F, index)));
   } else {
-    const auto* at = reinterpret_cast<const __m256i*>(scales + index * kScaleBytes<F>);
-    return _mm512_cvtph_ps(_mm256_loadu_si256(at));
+    return load_halves(at);
   }
 }
 
-inline __m512 load_minima(const std::uint8_t* scales, std::int64_t index) {
-  const auto* at = reinterpret_cast<const __m256i*>(scales + index * 64 + 32);
-  return _mm512_cvtph_ps(_mm256_loadu_si256(at));
+template <Format F>
+TANDEM_INLINE __m512 load_minima(const PackedMatrix& m, std::int64_t index) {
+  const std::uint8_t* at = scales_at<F>(m, index);
+  if constexpr (encoding(F).scale == ScaleKind::kInt8OfSuper)
+    return _mm512_mul_ps(load_int8(at + 16), load_halves(m.scales + super_begin(F, index) + 32));
+  return load_halves(at + 32);
 }
 
 // Where a row block's results go.

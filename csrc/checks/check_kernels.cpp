@@ -3,12 +3,10 @@
 // or write outside is found. Prints a line and returns 0, or stops at the first difference.
 #include <cmath>
 #include <cstdio>
-#include <cstring>
 #include <vector>
 
 #include "experts.hpp"
-#include "half.hpp"
-#include "random.hpp"
+#include "packed_random.hpp"
 
 namespace {
 
@@ -27,94 +25,65 @@ struct Model {
   std::vector<std::vector<std::uint8_t>> experts;
 };
 
-std::int64_t data_bytes(Format format, std::int64_t rows, std::int64_t cols) {
-  return rows * cols * tandem::bits_per_code(format) / 8;
+// One projection's layout, and how many bytes its parts take.
+struct Projection {
+  tandem::ProjectionLayout layout;
+  std::int64_t data_bytes, scale_bytes, bias_bytes;
+};
+
+Projection make_projection(Random& random, Format format, std::int64_t rows, std::int64_t cols,
+                           bool has_bias) {
+  const std::int64_t group = tandem::checks::random_group(random, format);
+  const std::int64_t width = padded(cols, tandem::checks::column_multiple(format, group));
+  const std::int64_t blocks = rows / tandem::kBlockRows;
+  return {{static_cast<int>(format), group, width, 0, 0, -1},
+          blocks * tandem::code_bytes(format, width),
+          blocks * tandem::scale_bytes(format, width, group),
+          has_bias ? 4 * rows : 0};
 }
 
-std::int64_t scale_bytes(Format format, std::int64_t rows, std::int64_t cols, std::int64_t group) {
-  if (format == Format::kBf16 || format == Format::kFp16) return 0;
-  if (format == Format::kFp8) return rows / 16 * (cols / group) * 4;
-  const int per_group = format == Format::kInt4Zero ? 4 : format == Format::kMxfp4 ? 1 : 2;
-  return rows * (cols / group) * per_group;
+// Places a projection's parts from `end` on, which moves behind them.
+void place(Projection& p, std::int64_t& end) {
+  const auto next = [&](std::int64_t bytes) {
+    const std::int64_t begin = end;
+    end += padded(bytes, 64);
+    return begin;
+  };
+  p.layout.data = next(p.data_bytes);
+  p.layout.scales = next(p.scale_bytes);
+  p.layout.bias = p.bias_bytes == 0 ? -1 : next(p.bias_bytes);
 }
 
-void fill_matrix(Random& random, Format format, std::uint8_t* data, std::int64_t data_size,
-                 std::uint8_t* scales, std::int64_t scale_size) {
-  if (format == Format::kBf16) {
-    for (std::int64_t i = 0; i < data_size; i += 2) {
-      const std::uint16_t bits = tandem::float_to_bf16(random.normal() * 0.1f);
-      std::memcpy(data + i, &bits, 2);
-    }
-    return;
-  }
-  if (format == Format::kFp16) {
-    for (std::int64_t i = 0; i < data_size; i += 2) {
-      const auto bits = static_cast<std::uint16_t>(0x2800 + random.between(0, 0xFFF));  // 1/32..1/2
-      data[i] = static_cast<std::uint8_t>(bits);
-      data[i + 1] = static_cast<std::uint8_t>((bits >> 8) | (random.between(0, 1) << 7));
-    }
-    return;
-  }
-  for (std::int64_t i = 0; i < data_size; ++i) data[i] = random.between(0, 255);
-  if (format == Format::kFp8) {
-    for (std::int64_t i = 0; i < data_size; ++i)
-      if ((data[i] & 0x7F) == 0x7F) data[i] = 0;  // NaN
-    const float scale = 1.0f / 4096;
-    for (std::int64_t i = 0; i < scale_size; i += 4) std::memcpy(scales + i, &scale, 4);
-    return;
-  }
-  if (format == Format::kMxfp4) {
-    for (std::int64_t i = 0; i < scale_size; ++i) scales[i] = random.between(118, 124);
-    return;
-  }
-  for (std::int64_t i = 0; i < scale_size; i += 2) {
-    const auto bits = static_cast<std::uint16_t>(0x1C00 + random.between(0, 0x3FF));  // 1/256..1/128
-    std::memcpy(scales + i, &bits, 2);
-  }
+void fill(Random& random, const Projection& p, std::uint8_t* expert) {
+  const auto format = static_cast<Format>(p.layout.format);
+  tandem::checks::fill_codes(random, format, expert + p.layout.data, p.data_bytes);
+  tandem::checks::fill_scales(random, format, p.layout.group, expert + p.layout.scales,
+                              p.scale_bytes);
 }
 
 Model make_model(Random& random) {
-  constexpr Format kFormats[] = {Format::kBf16, Format::kInt8, Format::kInt4, Format::kInt4Zero,
-                                 Format::kMxfp4, Format::kFp16, Format::kFp8};
-  const Format format = kFormats[random.between(0, 6)];
-  const bool has_groups = format != Format::kBf16 && format != Format::kFp16;
-  const std::int64_t group = format == Format::kMxfp4 ? 32
-                             : format == Format::kFp8 ? 128
-                                                      : 32 << random.between(0, 2);
-  const std::int64_t multiple = has_groups ? group : 8;
+  const auto any = [&] { return static_cast<Format>(random.between(0, tandem::kNumFormats - 1)); };
   const bool has_bias = random.between(0, 1);
   ExpertLayout l{};
-  l.format = static_cast<int>(format);
-  l.group = group;
   l.hidden_size = random.between(1, 300);
-  l.hidden_cols = padded(l.hidden_size, multiple);
   const std::int64_t inner = random.between(1, 300);
   l.inner_rows = padded(inner, 16);
-  l.inner_cols = padded(inner, multiple);
   l.is_gated = random.between(0, 3) > 0;
-  const std::int64_t up_rows = l.inner_rows * (l.is_gated ? 2 : 1);
-  const std::int64_t down_rows = padded(l.hidden_size, 16);
-  const std::int64_t sizes[] = {
-      data_bytes(format, up_rows, l.hidden_cols), scale_bytes(format, up_rows, l.hidden_cols, group),
-      data_bytes(format, down_rows, l.inner_cols),
-      scale_bytes(format, down_rows, l.inner_cols, group), has_bias ? 4 * up_rows : 0,
-      has_bias ? 4 * down_rows : 0};
-  std::int64_t* const offsets[] = {&l.up_data, &l.up_scales, &l.down_data, &l.down_scales,
-                                   &l.up_bias, &l.down_bias};
+  Projection up = make_projection(random, any(), l.inner_rows * (l.is_gated ? 2 : 1),
+                                  l.hidden_size, has_bias);
+  Projection down = make_projection(random, any(), padded(l.hidden_size, 16), inner, has_bias);
   std::int64_t end = 0;
-  for (int i = 0; i < 6; ++i) {
-    *offsets[i] = end;
-    end += padded(sizes[i], i == 5 ? 1 : 64);
-  }
+  place(up, end);
+  place(down, end);
+  l.up = up.layout;
+  l.down = down.layout;
   Model model{l, {}};
   for (std::int64_t e = random.between(1, 4); e > 0; --e) {
     std::vector<std::uint8_t> bytes(end);
-    fill_matrix(random, format, bytes.data(), sizes[0], bytes.data() + l.up_scales, sizes[1]);
-    fill_matrix(random, format, bytes.data() + l.down_data, sizes[2], bytes.data() + l.down_scales,
-                sizes[3]);
+    fill(random, up, bytes.data());
+    fill(random, down, bytes.data());
     model.experts.push_back(std::move(bytes));
   }
-  if (!has_bias) model.layout.up_bias = model.layout.down_bias = -1;
   return model;
 }
 
@@ -167,7 +136,8 @@ int main() {
       const int threads = static_cast<int>(random.between(1, 4));
       const auto actual = run(model, isa.c_str(), threads, begin, token, hidden, num_tokens, spec);
       if (!is_near(actual, expected)) {
-        std::printf("round %d: %s differs, format %d\n", round, isa.c_str(), model.layout.format);
+        std::printf("round %d: %s differs, formats %d and %d\n", round, isa.c_str(),
+                    model.layout.up.format, model.layout.down.format);
         return 1;
       }
     }

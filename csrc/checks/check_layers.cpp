@@ -271,16 +271,16 @@ struct Layer {
 Layer make_layer(Random& random) {
   Layer l{8 * random.between(1, 12), 16 * random.between(1, 6), random.between(1, 9), {}, {}, {}, {}};
   tandem::ExpertLayout layout{};
-  layout.format = static_cast<int>(Format::kBf16);
-  layout.hidden_size = layout.hidden_cols = l.hidden;
-  layout.inner_rows = layout.inner_cols = l.inner;
-  layout.up_bias = layout.down_bias = -1;
+  layout.up = {static_cast<int>(Format::kBf16), 0, l.hidden, 0, 0, -1};
+  layout.down = {static_cast<int>(Format::kBf16), 0, l.inner, 0, 0, -1};
+  layout.hidden_size = l.hidden;
+  layout.inner_rows = l.inner;
   for (std::int64_t e = 0; e < l.count; ++e) {
     l.up.push_back(Values(random.normals(l.inner * l.hidden, 0.1f), ValueType::kBf16).numbers);
     l.down.push_back(Values(random.normals(l.hidden * l.inner, 0.1f), ValueType::kBf16).numbers);
     const auto up = packed_bf16(l.up.back(), l.inner, l.hidden, l.hidden);
     const auto down = packed_bf16(l.down.back(), l.hidden, l.inner, l.inner);
-    layout.down_data = static_cast<std::int64_t>(up.size());
+    layout.down.data = static_cast<std::int64_t>(up.size());
     l.bytes.insert(l.bytes.end(), up.begin(), up.end());
     l.bytes.insert(l.bytes.end(), down.begin(), down.end());
   }

@@ -4,14 +4,13 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
-#include <cstring>
+#include <iterator>
 #include <string>
 #include <vector>
 
 #include "cpu_features.hpp"
 #include "experts.hpp"
-#include "half.hpp"
-#include "random.hpp"
+#include "packed_random.hpp"
 
 namespace {
 
@@ -30,36 +29,9 @@ struct Case {
   std::vector<float> bias, rows;
 };
 
-void fill_codes(Random& random, Case& c) {
-  for (std::uint8_t& byte : c.data) byte = static_cast<std::uint8_t>(random.between(0, 255));
-  if (c.format == Format::kFp8)
-    for (std::uint8_t& byte : c.data) byte = (byte & 0x7F) == 0x7F ? 0 : byte;  // no NaN
-  if (c.format != Format::kBf16 && c.format != Format::kFp16) return;
-  for (std::size_t i = 1; i < c.data.size(); i += 2)  // exponents in the middle of the range
-    c.data[i] = static_cast<std::uint8_t>((c.data[i] & 0x83) | 0x3C);
-}
-
-void fill_scales(Random& random, Case& c) {
-  for (std::size_t i = 0; i < c.scales.size(); ++i) {
-    const bool is_upper_byte = i % 2 == 1;
-    c.scales[i] = static_cast<std::uint8_t>(c.format == Format::kMxfp4 ? random.between(0, 130)
-                                            : is_upper_byte            ? random.between(0x1C, 0x24)
-                                                                       : random.between(0, 255));
-  }
-  if (c.format != Format::kFp8) return;
-  for (std::size_t i = 0; i < c.scales.size(); i += 4) {
-    const float scale = std::fabs(random.normal()) + 0.01f;
-    std::memcpy(c.scales.data() + i, &scale, sizeof scale);
-  }
-}
-
 Case make_case(Random& random, Format format) {
-  const bool has_group = format != Format::kBf16 && format != Format::kFp16;
-  const std::int64_t group = format == Format::kMxfp4  ? 32
-                             : format == Format::kFp8 ? 128
-                             : has_group              ? 32 << random.between(0, 2)
-                                                      : 0;
-  const std::int64_t multiple = has_group ? group : 8;
+  const std::int64_t group = tandem::checks::random_group(random, format);
+  const std::int64_t multiple = tandem::checks::column_multiple(format, group);
   // Wide ones take more columns than many tokens are multiplied with at once.
   const bool is_wide = random.between(0, 9) == 0;
   const std::int64_t cols = multiple * random.between(1, (is_wide ? 5000 : 900) / multiple);
@@ -68,14 +40,10 @@ Case make_case(Random& random, Format format) {
   c.num_tokens = is_wide                ? random.between(9, 15)
                  : random.between(0, 3) ? random.between(1, 9)
                                         : random.between(10, 150);
-  c.data.resize(c.blocks * c.cols * 16 * tandem::bits_per_code(format) / 8);
-  const std::int64_t groups = has_group ? c.blocks * (c.cols / group) : 0;
-  c.scales.resize(groups * (format == Format::kFp8          ? 4
-                            : format == Format::kMxfp4      ? 16
-                            : format == Format::kInt4Zero ? 64
-                                                            : 32));
-  fill_codes(random, c);
-  fill_scales(random, c);
+  c.data.resize(c.blocks * tandem::code_bytes(format, c.cols));
+  c.scales.resize(c.blocks * tandem::scale_bytes(format, c.cols, group));
+  tandem::checks::fill_codes(random, format, c.data.data(), std::ssize(c.data));
+  tandem::checks::fill_scales(random, format, group, c.scales.data(), std::ssize(c.scales));
   if (random.between(0, 1))
     for (std::int64_t i = 0; i < 16 * c.blocks; ++i) c.bias.push_back(random.normal());
   for (std::int64_t i = 0; i < c.num_tokens * c.cols; ++i) c.rows.push_back(random.normal());
@@ -151,7 +119,7 @@ int main() {
   Random random(4321);
   const auto all = kernels_here();
   for (int round = 0; round < kRounds; ++round) {
-    const auto format = static_cast<Format>(round % 7);
+    const auto format = static_cast<Format>(round % tandem::kNumFormats);
     const Case c = make_case(random, format);
     const Rounded x(c);
     const auto expected = multiply(tandem::portable_kernels(), c, x);

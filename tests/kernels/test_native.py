@@ -22,7 +22,7 @@ from tandem.kernels.native import ActivationKind, NativeActivation, NativeExpert
 from tandem.kernels.reference import expert_ffn
 
 FORMATS = ["bf16", "fp16", "fp8", "int8-g128", "int8-g32", "int4-g32", "int4-g64", "int4-g128",
-           "int4z-g32", "int4z-g128", "mxfp4"]  # fmt: skip
+           "int4z-g32", "int4z-g128", "mxfp4", "q4_k", "q5_k", "q6_k"]  # fmt: skip
 # Relative error of an output, from the rounding of activations alone (docs/formats.md).
 TOLERANCE = {
     "bf16": 0.01,
@@ -32,6 +32,9 @@ TOLERANCE = {
     "g64": 0.03,
     "g128": 0.035,
     "mxfp4": 0.025,
+    "q4_k": 0.025,
+    "q5_k": 0.025,
+    "q6_k": 0.025,
 }
 NUM_EXPERTS = 4
 SILU = NativeActivation(ActivationKind.SWIGLU)
@@ -127,7 +130,7 @@ def test_every_format_on_every_instruction_set(fmt: str, isa: str) -> None:
 
 @pytest.mark.parametrize("isa", _native.available_isas())
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 7, 8, 9, 16, 37])
-@pytest.mark.parametrize("fmt", ["bf16", "int4-g32", "int8-g128"])
+@pytest.mark.parametrize("fmt", ["bf16", "int4-g32", "int8-g128", "q4_k", "q6_k"])
 def test_any_number_of_tokens(fmt: str, num_tokens: int, isa: str) -> None:
     check(fmt, isa=isa, tokens_per_expert=[num_tokens] * 2, num_tokens=num_tokens)
 
@@ -143,7 +146,7 @@ def test_every_activation(activation: str, has_bias: bool, isa: str) -> None:
 @pytest.mark.parametrize(
     ("hidden", "inner"), [(16, 16), (40, 24), (72, 200), (576, 1536), (8, 120)]
 )
-@pytest.mark.parametrize("fmt", ["bf16", "int4-g32", "int4-g128", "mxfp4"])
+@pytest.mark.parametrize("fmt", ["bf16", "int4-g32", "int4-g128", "mxfp4", "q5_k", "q6_k"])
 def test_sizes_that_are_not_whole_blocks_or_groups(fmt: str, hidden: int, inner: int) -> None:
     check(fmt, hidden=hidden, inner=inner, has_bias=True, tokens_per_expert=[1, 5], num_tokens=5)
 

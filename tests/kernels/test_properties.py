@@ -53,24 +53,28 @@ class Layer:
         return list(out.split([len(tokens) for tokens in self.rows]))
 
     def expected(self, *, is_rounded: bool) -> list[Tensor]:
-        rounded = self._rounded if is_rounded else (lambda rows: rows)
+        def rounded(rows: Tensor, fmt: WeightFormat) -> Tensor:
+            return round_for(rows, fmt) if is_rounded else rows
 
         def activate(rows: Tensor) -> Tensor:
-            return rounded(apply_activation(self.activation, rows.float())).double()
+            inner = apply_activation(self.activation, rows.float())
+            return rounded(inner, self.layout.down_format).double()
 
         outputs = []
         for expert, tokens in enumerate(self.rows):
             weights = unpack_expert(self.layout, self.store[expert])
-            outputs.append(expert_ffn(rounded(self.hidden[tokens]).double(), weights, activate))
+            rows = rounded(self.hidden[tokens], self.layout.format).double()
+            outputs.append(expert_ffn(rows, weights, activate))
         return outputs
 
-    def _rounded(self, rows: Tensor) -> Tensor:
-        fmt = self.layout.format
-        if fmt.kind == "fp16":
-            return rows
-        if fmt.kind in ("bf16", "fp8"):
-            return rows.bfloat16().float()
-        return round_to_int8(rows, fmt)
+
+def round_for(rows: Tensor, fmt: WeightFormat) -> Tensor:
+    """Round activations as the kernels do for a format."""
+    if fmt.kind == "fp16":
+        return rows
+    if fmt.kind in ("bf16", "fp8"):
+        return rows.bfloat16().float()
+    return round_to_int8(rows, fmt)
 
 
 def round_to_int8(rows: Tensor, fmt: WeightFormat) -> Tensor:
@@ -91,9 +95,10 @@ def make_layer(
     activation: NativeActivation = SILU,
     has_bias: bool = False,
     seed: int = 0,
+    second_format: WeightFormat | None = None,
 ) -> Layer:
     torch.manual_seed(seed)
-    layout = ExpertLayout(fmt, hidden, inner, activation.is_gated, has_bias)
+    layout = ExpertLayout(fmt, hidden, inner, activation.is_gated, has_bias, second_format)
     up_rows = inner * (1 + activation.is_gated)
     store = torch.empty(len(rows), layout.num_bytes, dtype=torch.uint8)
     for buffer in store:
@@ -127,7 +132,7 @@ def layers(draw: st.DrawFn) -> Layer:
     return make_layer(
         draw(st.sampled_from(FORMATS)), hidden, inner, rows,
         activation=draw(st.sampled_from(ACTIVATIONS)), has_bias=draw(st.booleans()),
-        seed=draw(st.integers(0, 99)),
+        seed=draw(st.integers(0, 99)), second_format=draw(st.none() | st.sampled_from(FORMATS)),
     )  # fmt: skip
 
 

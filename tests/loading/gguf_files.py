@@ -6,8 +6,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import ExpertGatingFuncType, GGMLQuantizationType, GGUFWriter, RopeScalingType
+from gguf import (
+    GGML_QUANT_SIZES,
+    ExpertGatingFuncType,
+    GGMLQuantizationType,
+    GGUFWriter,
+    RopeScalingType,
+)
 from gguf.quants import dequantize, quantize
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -73,11 +80,19 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def tiny_model(architecture: str = "qwen3moe") -> Any:
+# Sizes for blocks of 256 numbers.
+WIDE = {
+    "hidden_size": 256, "head_dim": 64, "moe_intermediate_size": 256, "num_experts": 4,
+}  # fmt: skip
+# llama.cpp's Q4_K_M: half of the second projections and the values are of a larger type.
+_LARGER = ("blk.0.ffn_down_exps.weight", "blk.0.attn_v.weight", "output.weight")
+
+
+def tiny_model(architecture: str = "qwen3moe", sizes: dict[str, int] | None = None) -> Any:
     """Return a tiny model with random weights, whose answers are far from uniform."""
     torch.manual_seed(0)
     model_type, values = TINY[architecture]
-    config = AutoConfig.for_model(model_type, **(_COMMON | values))
+    config = AutoConfig.for_model(model_type, **(_COMMON | values | (sizes or {})))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -96,11 +111,13 @@ def write_gguf(
     architecture: str = "qwen3moe",
     also: Callable[[GGUFWriter], None] = lambda _: None,
 ) -> None:
-    """Write a model with its matrices in blocks, and give it the values that these stand for."""
+    """Write a model with its matrices in blocks, and give it the values that these stand for.
+
+    "Q4_K_M" is a mixture as llama.cpp writes it.
+    """
     writer = GGUFWriter(file, architecture.partition(" ")[0])
     _write_metadata(writer, model.config)
     also(writer)
-    block = GGMLQuantizationType[kind]
     with torch.no_grad():
         for name, tensor in _tensors(model).items():
             values = np.ascontiguousarray(tensor.numpy(), dtype=np.float32)
@@ -110,13 +127,38 @@ def write_gguf(
             if is_vector or "ffn_gate_inp" in name or kind == "F32":
                 writer.add_tensor(name, values)
                 continue
-            data = quantize(values, block)
+            block = GGMLQuantizationType[_kind_of(name, kind)]
+            data = _blocks(values, block)
             writer.add_tensor(name, data, raw_dtype=block)
             tensor.copy_(torch.from_numpy(dequantize(data, block)).view(tensor.shape))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _kind_of(name: str, kind: str) -> str:
+    if kind != "Q4_K_M":
+        return kind
+    return "Q6_K" if name in _LARGER else "Q4_K"
+
+
+# Where blocks that the gguf package does not write have their fp16 factors.
+_FACTORS = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+
+
+def _blocks(values: NDArray[np.float32], block: GGMLQuantizationType) -> NDArray[np.uint8]:
+    """Return (..., bytes): rounded values, or random blocks whose values are of usual size."""
+    if block.name not in _FACTORS:
+        return quantize(values, block)
+    numbers, size = GGML_QUANT_SIZES[block]
+    count = values.size // numbers
+    random = np.random.default_rng(count + values.shape[-1])
+    drawn = random.integers(0, 256, (count, size), dtype=np.uint8)
+    for place in _FACTORS[block.name]:
+        factors = random.uniform(1e-4, 2e-4, (count, 1)).astype(np.float16)
+        drawn[:, place : place + 2] = factors.view(np.uint8)
+    return drawn.reshape(*values.shape[:-1], -1)
 
 
 def _write_metadata(writer: GGUFWriter, config: Any) -> None:

@@ -3,6 +3,7 @@
 import json
 import string
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import tandem
 from tandem.checkpoint.sources.gguf_tokenizer import load_gguf_tokenizer
 from tandem.cli.main import main
+from tandem.hf.dense import packed_layers
 from tests.hf.tiny import CHAT_TEMPLATE
 from tests.inside import runtime_in
-from tests.loading.gguf_files import tiny_model, write_gguf
+from tests.loading.gguf_files import WIDE, tiny_model, write_gguf
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
 # A space and a line's end as byte-level tokenizers write them, and one pair.
@@ -82,6 +84,35 @@ def test_the_plan_of_blocks_without_a_format(
     assert main(["plan", str(file), "--no-measure"]) == 2
     assert "give an expert_dtype" in capsys.readouterr().err
     assert main(["plan", str(file), "--no-measure", "--expert-dtype", "int8"]) == 0
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file like llama.cpp's Q4_K_M: its layers and projections have different blocks."""
+    file = tmp_path_factory.mktemp("gguf") / "mixed.gguf"
+    write_gguf(file, tiny_model(sizes=WIDE), "Q4_K_M", also=add_tokenizer)
+    return file
+
+
+def test_a_mixed_file_is_planned_run_and_packed(
+    mixed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def report(*words: str) -> Any:
+        assert main([*words, "--json"]) == 0
+        return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    packed = tmp_path / "packed"
+    plan = report("plan", str(mixed), "--no-measure")
+    assert plan["expert_formats"] == ["q4_k+q6_k", "q4_k"]
+    to_packed = ["pack", str(mixed), "-o", str(packed), "--dense-dtype", "auto", "--quiet"]
+    assert main(to_packed) == 0
+    words = ("-p", "hello", "--max-new-tokens", "6", "--temperature", "0", "--quiet")
+    from_blocks, from_packed = (report("run", str(m), *words) for m in (mixed, packed))
+    assert from_blocks["text"] == from_packed["text"]
+    assert from_blocks["generated_tokens"] == 6
+    model = AutoModelForCausalLM.from_pretrained(packed)
+    formats = {x.packed.matrix.format.name for _, x in packed_layers(model)}
+    assert formats == {"q4_k", "q6_k"}
 
 
 @pytest.mark.parametrize("architecture", ["qwen3moe", "llama", "olmoe", "gpt-oss"])

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
+from tandem.bench.random_weights import random_experts
 from tandem.core.errors import ConfigError
 from tandem.core.registry import nearest_names
 from tandem.kernels.formats.expert import ExpertLayout
@@ -49,7 +49,6 @@ _STORE_BYTES = 500_000_000  # several times the largest last-level caches of one
 _ROUNDS = 5
 _ROUND_SECONDS = 0.12
 _MIN_CALLS, _MAX_CALLS = 2, 40
-_SCALE = 0.01  # of the random weights; nothing overflows, nothing becomes subnormal
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +141,7 @@ class KernelBench:
         """Return what is computed for one format of a shape: what a peer is to compute too."""
         layout = _layout(shape, format_name)
         return Work(
-            layout.hidden_size, layout.intermediate_size, layout.format.name, _NUM_ACTIVE,
+            layout.hidden_size, layout.intermediate_size, layout.format_name, _NUM_ACTIVE,
             self.experts.num_threads, self._store_bytes, max(tokens),
         )  # fmt: skip
 
@@ -176,7 +175,7 @@ class KernelBench:
                         num_calls[name] = min(max(num_fitting, _MIN_CALLS), _MAX_CALLS)
                     seconds[name] += timed[name].time_calls(tokens, num_calls[name])
                 except OSError as error:
-                    self.failures[f"{name}, {layout.format.name}"] = str(error)
+                    self.failures[f"{name}, {layout.format_name}"] = str(error)
                     del timed[name], seconds[name]
             ceilings.append(self.ceiling())
         own = statistics.median(seconds[None])
@@ -191,10 +190,10 @@ class _Own:
 
     def __init__(self, experts: NativeExperts, layout: ExpertLayout, work: Work) -> None:
         self._experts, self._layout, self._work = experts, layout, work
-        self._store = _random_store(layout, work)
+        self._store = random_experts(layout, work.num_experts(layout.format.bits_per_weight))
         self._call = 0
         self.bytes_per_call = work.num_active * layout.num_bytes
-        self.format = layout.format.name
+        self.format = layout.format_name
 
     def time_calls(self, tokens: int, num_calls: int) -> list[float]:
         """Return the seconds of some calls, each on the next experts; one before is not counted."""
@@ -236,7 +235,7 @@ def _judge(
     shares = {"memory": gigabytes / read, "arithmetic": gops / peak}
     bound = max(shares, key=lambda name: shares[name])
     case = Case(
-        shape, layout.format.name, tokens, seconds * 1e6, gigabytes, gops, shares[bound], bound
+        shape, layout.format_name, tokens, seconds * 1e6, gigabytes, gops, shares[bound], bound
     )
     if peer is None:
         return case
@@ -266,28 +265,6 @@ def _layout(shape: str, format_name: str) -> ExpertLayout:
     hidden, inner = SHAPES[shape]
     layout = ExpertLayout(find_format(format_name), hidden, inner, is_gated=True, has_bias=False)
     return layout
-
-
-def _random_store(layout: ExpertLayout, work: Work) -> Tensor:
-    """Fill buffers with random codes and one fixed scale: the bits do not change the speed."""
-    store = allocate_buffers(work.num_experts(layout.format.bits_per_weight), layout.num_bytes)
-    one = store[0]
-    if layout.format.bits == 16:
-        dtype = torch.bfloat16 if layout.format.kind == "bf16" else torch.float16
-        one.view(dtype).normal_(std=_SCALE)
-    else:
-        # e4m3 without the NaN, and without the subnormal numbers that few weights are.
-        one.random_(*((0x20, 0x78) if layout.format.kind == "fp8" else (0, 256)))
-        for section in (layout.up_scales, layout.down_scales):
-            scales = section.of(one)
-            if layout.format.kind == "mxfp4":
-                scales.fill_(120)  # 2^-7
-            else:
-                scales.view(torch.float32 if layout.format.kind == "fp8" else torch.float16).fill_(
-                    _SCALE
-                )
-    store[1:] = one
-    return store
 
 
 def _rate(work: Callable[[], int]) -> float:

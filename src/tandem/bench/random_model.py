@@ -7,10 +7,11 @@ packed buffers, and only what is left is allocated. Random codes cost the kernel
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tandem.bench.model_shapes import ModelShape
+from tandem.bench.random_weights import random_experts, random_matrix
 from tandem.core.errors import ConfigError
 from tandem.experts.store.packed_layer import STORED_NAME, PackedLayer
 from tandem.hf.config import OffloadConfig, parse_dense_dtype
@@ -18,14 +19,7 @@ from tandem.hf.dense import PackedLinear, packable_layers, untie
 from tandem.hf.experts import is_experts_module
 from tandem.hf.quantizer import OffloadQuantizer
 from tandem.kernels.dense import CpuThreads, DenseWeight
-from tandem.kernels.formats.expert import ExpertLayout
-from tandem.kernels.formats.packed import PackedMatrix
 from tandem.kernels.formats.weight_format import WeightFormat
-from tandem.kernels.memory import allocate_buffers
-
-# Experts that are drawn; the others of a layer are copies, at addresses of their own.
-_DRAWN_EXPERTS = 2
-_STD = 0.02
 
 
 def build_random_model(
@@ -85,48 +79,6 @@ def _pack_linear_layers(model: Any, fmt: WeightFormat | None, threads: CpuThread
         return
     for parent, name, linear in list(packable_layers(model)):
         rows, cols = linear.weight.shape
-        weight = DenseWeight(_random_matrix(rows, cols, fmt), None)
+        weight = DenseWeight(random_matrix(rows, cols, fmt), None)
         setattr(parent, name, PackedLinear(weight, threads, torch.bfloat16))
     untie(model, PackedLinear)
-
-
-def _random_matrix(rows: int, cols: int, fmt: WeightFormat) -> PackedMatrix:
-    matrix = PackedMatrix.empty(rows, cols, fmt)
-    _draw_codes(matrix.data, fmt)
-    if matrix.scales is not None:
-        _fill_scales(matrix.scales.view(torch.uint8), fmt)
-    return matrix
-
-
-def random_experts(
-    layout: ExpertLayout, num_experts: int, *, has_huge_pages: bool = True
-) -> Tensor:
-    """Return packed experts (num_experts, bytes): random codes with scales of usual size."""
-    store = allocate_buffers(num_experts, layout.num_bytes, has_huge_pages=has_huge_pages)
-    for drawn in store[:_DRAWN_EXPERTS]:
-        _draw_codes(drawn, layout.format)
-        for section in (layout.up_scales, layout.down_scales):
-            _fill_scales(section.of(drawn), layout.format)
-        for section in (layout.up_bias, layout.down_bias):
-            section.of(drawn).zero_()
-    for expert in range(_DRAWN_EXPERTS, num_experts):
-        store[expert] = store[expert % _DRAWN_EXPERTS]
-    return store
-
-
-def _draw_codes(buffer: Tensor, fmt: WeightFormat) -> None:
-    if fmt.kind in ("bf16", "fp16"):
-        buffer.view(torch.bfloat16 if fmt.kind == "bf16" else torch.float16).normal_(std=_STD)
-    elif fmt.kind == "fp8":
-        buffer.random_(0, 0x7E)  # without e4m3's NaN
-    else:
-        buffer.view(torch.int64).random_()  # 63 bits; eight times as fast as byte by byte
-
-
-def _fill_scales(scales: Tensor, fmt: WeightFormat) -> None:
-    if fmt.kind == "mxfp4":
-        scales.fill_(120)  # 2^-7
-    elif fmt.kind == "fp8":
-        scales.view(torch.float32).fill_(_STD / 100)
-    elif scales.numel():
-        scales.view(torch.float16).fill_(_STD / 2 ** (fmt.bits - 1))

@@ -40,27 +40,16 @@ def _put_codes(
 ) -> None:
     """Store an expert's parts as codes if the layer's format holds all of them, else by value."""
     if isinstance(layer, PackedLayer):
-        fmt = layer.layout.format
+        is_down = tensor_name == "down_proj"
+        fmt = layer.layout.down_format if is_down else layer.layout.format
         if all(fmt in source.weight.formats for source, _ in parts):
             coded = [codes.coded(fmt, source.weight.name) for source, codes in parts]
-            layer.put_codes(tensor_name, expert, _stacked(coded), _common_order(parts))
+            layer.put_codes(tensor_name, expert, CodedMatrix.stacked(coded), _common_order(parts))
             return
     values = [codes.values(source.weight.name).to(source.dtype) for source, codes in parts]
     if layer.is_transposed:  # codes are given row by row of the outputs
         values = [torch.cat(values).T]
     layer.put_expert(tensor_name, expert, values)
-
-
-def _stacked(parts: list[CodedMatrix]) -> CodedMatrix:
-    if len(parts) == 1:
-        return parts[0]
-    scales = [part.scales for part in parts if part.scales is not None]
-    minima = [part.minima for part in parts if part.minima is not None]
-    return CodedMatrix(
-        torch.cat([part.codes for part in parts]),
-        torch.cat(scales) if scales else None,
-        torch.cat(minima) if minima else None,
-    )
 
 
 def _common_order(parts: list[tuple[SourceTensor, Codes]]) -> Tensor | None:

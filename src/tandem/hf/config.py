@@ -13,7 +13,14 @@ from tandem.core.config import from_mapping
 from tandem.core.errors import ConfigError
 from tandem.core.registry import nearest_names
 from tandem.devices.options import OffloadOptions
-from tandem.kernels.formats.weight_format import ALIASES, FORMATS, WeightFormat, find_format
+from tandem.kernels.formats.weight_format import (
+    ALIASES,
+    FORMATS,
+    ExpertFormat,
+    WeightFormat,
+    find_expert_format,
+    find_format,
+)
 
 QUANT_METHOD = "tandem"
 PACKED_FORMAT_VERSION = 2
@@ -39,19 +46,20 @@ def plain_name(dtype: str | torch.dtype) -> str:
     return str(dtype).removeprefix("torch.").lower()
 
 
-def parse_expert_dtype(name: str | torch.dtype) -> torch.dtype | WeightFormat | None:
+def parse_expert_dtype(name: str | torch.dtype) -> torch.dtype | ExpertFormat | None:
     """Return a torch dtype for "bf16" and the like, a packed format for "int4" and the like.
 
-    None for "auto": the dtype in which the experts are loaded.
+    "q4_k+q6_k" is one format for the first projection and one for the second. None for "auto": the
+    dtype in which the experts are loaded.
     """
     name = plain_name(name)
     if name in ("auto", *_DTYPES):
         return parse_dtype(name, field="expert_dtype")
     packed = [f.name for f in FORMATS if f.group_size is not None] + list(ALIASES)
-    if name not in packed:
+    if any(part not in packed for part in name.split("+", 1)):
         hint = nearest_names(name, ["auto", *_DTYPES, *packed])
         raise ConfigError(f"expert_dtype is {name!r}, which Tandem does not know; {hint}")
-    return find_format(name)
+    return find_expert_format(name)
 
 
 def parse_dense_dtype(name: str) -> WeightFormat | None:
@@ -69,8 +77,8 @@ def parse_dense_dtype(name: str) -> WeightFormat | None:
 
 
 def stored_format(
-    expert_dtype: torch.dtype | WeightFormat | None, source_dtype: torch.dtype
-) -> torch.dtype | WeightFormat:
+    expert_dtype: torch.dtype | ExpertFormat | None, source_dtype: torch.dtype
+) -> torch.dtype | ExpertFormat:
     """Return what experts are kept in: packed wherever the kernels have a format for the dtype.
 
     fp32 stays as it is, for the torch reference.
@@ -130,7 +138,7 @@ class OffloadConfig(OffloadOptions, QuantizationConfigMixin):  # type: ignore[mi
             )
 
     @property
-    def parsed_expert_dtype(self) -> torch.dtype | WeightFormat | None:
+    def parsed_expert_dtype(self) -> torch.dtype | ExpertFormat | None:
         """The experts' dtype or packed format in host memory; None keeps the source's dtype."""
         return parse_expert_dtype(self.expert_dtype)
 

@@ -40,7 +40,7 @@ from tandem.hf.runtime import Runtime
 from tandem.hf.stand_in import keep_elsewhere
 from tandem.hf.steps import announce_steps
 from tandem.hf.weight_report import require_shapes
-from tandem.kernels.formats.weight_format import WeightFormat
+from tandem.kernels.formats.weight_format import ExpertFormat, WeightFormat
 
 # What an error advises a user to try when the experts do not fit, largest first.
 SMALLER_FORMATS = ("bf16", "int8", "int4")
@@ -145,7 +145,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
 
     def _expert_formats(
         self, model: PreTrainedModel, names: list[str]
-    ) -> dict[str, torch.dtype | WeightFormat | None]:
+    ) -> dict[str, torch.dtype | ExpertFormat | None]:
         """Return what each experts module is to be kept in; None: the dtype of the source."""
         config = self.quantization_config
         if config.expert_formats is not None:
@@ -253,7 +253,7 @@ def _announce(
     store: HostStore,
     name: str,
     module: Any,
-    expert_dtype: torch.dtype | WeightFormat | None,
+    expert_dtype: torch.dtype | ExpertFormat | None,
 ) -> HostLayer:
     shapes = {p: tuple(t.shape) for p, t in module.named_parameters(recurse=False)}
     return store.add_layer(

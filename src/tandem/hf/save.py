@@ -134,6 +134,6 @@ def _packed_config(model: PreTrainedModel) -> PreTrainedConfig:
 def stored_name(layer: HostLayer) -> str:
     """Name what a layer is kept in, as `expert_dtype` does."""
     if isinstance(layer, PackedLayer):
-        return layer.layout.format.name
+        return layer.layout.format_name
     dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in layer.stored().values()}
     return dtypes.pop()

@@ -7,20 +7,21 @@ class CpuFeatures:
     l2_bytes: int
     l3_bytes: int
 
-class ExpertLayout:
+class ProjectionLayout:
     format: int
     group: int
+    cols: int
+    data: int
+    scales: int
+    bias: int
+    def __init__(self) -> None: ...
+
+class ExpertLayout:
+    up: ProjectionLayout
+    down: ProjectionLayout
     hidden_size: int
-    hidden_cols: int
     inner_rows: int
-    inner_cols: int
     is_gated: bool
-    up_data: int
-    up_scales: int
-    down_data: int
-    down_scales: int
-    up_bias: int
-    down_bias: int
     def __init__(self) -> None: ...
 
 class ExpertEngine:

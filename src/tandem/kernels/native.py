@@ -15,8 +15,8 @@ from torch import Tensor
 from tandem.core.errors import ModelError
 from tandem.kernels import _native
 from tandem.kernels.engine import start_engine
-from tandem.kernels.formats.expert import ExpertLayout
-from tandem.kernels.formats.weight_format import ROWS_PER_BLOCK
+from tandem.kernels.formats.expert import ExpertLayout, Section
+from tandem.kernels.formats.weight_format import ROWS_PER_BLOCK, WeightFormat
 
 
 class ActivationKind(IntEnum):
@@ -222,17 +222,27 @@ def _require_experts(experts: Tensor, num_experts: int) -> None:
 @functools.lru_cache(maxsize=64)
 def native_layout(layout: ExpertLayout) -> _native.ExpertLayout:
     """Return a layout as the kernels take it."""
-    fmt = layout.format
     native = _native.ExpertLayout()
-    native.format = fmt.encoding.number
-    native.group = fmt.group_size or 0
+    native.up = _native_projection(
+        layout.format, layout.hidden_size, layout.up, layout.up_scales,
+        layout.up_bias if layout.has_bias else None,
+    )  # fmt: skip
+    native.down = _native_projection(
+        layout.down_format, layout.intermediate_size, layout.down, layout.down_scales,
+        layout.down_bias if layout.has_bias else None,
+    )  # fmt: skip
     native.hidden_size = layout.hidden_size
-    native.hidden_cols = fmt.padded_cols(layout.hidden_size)
-    native.inner_rows = fmt.padded_rows(layout.intermediate_size)
-    native.inner_cols = fmt.padded_cols(layout.intermediate_size)
+    native.inner_rows = layout.format.padded_rows(layout.intermediate_size)
     native.is_gated = layout.is_gated
-    native.up_data, native.up_scales = layout.up.offset, layout.up_scales.offset
-    native.down_data, native.down_scales = layout.down.offset, layout.down_scales.offset
-    native.up_bias = layout.up_bias.offset if layout.has_bias else -1
-    native.down_bias = layout.down_bias.offset if layout.has_bias else -1
     return native
+
+
+def _native_projection(
+    fmt: WeightFormat, cols: int, data: Section, scales: Section, bias: Section | None
+) -> _native.ProjectionLayout:
+    projection = _native.ProjectionLayout()
+    projection.format, projection.group = fmt.encoding.number, fmt.group_size or 0
+    projection.cols = fmt.padded_cols(cols)
+    projection.data, projection.scales = data.offset, scales.offset
+    projection.bias = -1 if bias is None else bias.offset
+    return projection

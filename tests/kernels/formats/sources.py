@@ -3,11 +3,14 @@
 import torch
 from torch import Tensor
 
-from tandem.kernels.formats import WeightFormat, pack_codes
+from tandem.kernels.formats import FORMATS, WeightFormat, pack_codes
 from tandem.kernels.formats.packed import PackedMatrix
 
 # Whole blocks, one less, one more, one weight.
 SHAPES = [(16, 32), (16, 128), (15, 127), (37, 75), (1, 1), (48, 257), (130, 300)]
+
+# Formats that `pack_codes` fills; blocks of GGUF files bring the others.
+CODED = [fmt for fmt in FORMATS if fmt.group_size and not fmt.encoding.super_cols]
 
 
 def draw_weights(rows: int, cols: int, seed: int = 0) -> Tensor:

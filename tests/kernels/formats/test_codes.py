@@ -6,8 +6,8 @@ from torch import Tensor
 
 from tandem.core.errors import ModelError
 from tandem.kernels.formats import WeightFormat, find_format, pack_codes, unpack
-from tests.kernels.formats.sources import SHAPES, draw_codes
-from tests.kernels.formats.test_layout import E2M1, GROUPED, by_name
+from tests.kernels.formats.sources import CODED, SHAPES, draw_codes
+from tests.kernels.formats.test_layout import E2M1, by_name
 
 
 def spread(scales: Tensor, fmt: WeightFormat, cols: int) -> Tensor:
@@ -33,7 +33,7 @@ def expected_values(
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("fmt", GROUPED, ids=by_name)
+@pytest.mark.parametrize("fmt", CODED, ids=by_name)
 def test_codes_keep_their_values(fmt: WeightFormat, shape: tuple[int, int]) -> None:
     codes, scales, zeros = draw_codes(*shape, fmt)
     packed = pack_codes(codes, scales, fmt, zeros=zeros)
@@ -58,7 +58,7 @@ def test_other_zero_points_are_within_a_hundredth_of_a_step() -> None:
     assert ((values - exact).abs() <= 15 * 2.0**-11 * step.abs() + 1e-7).all()
 
 
-@pytest.mark.parametrize("fmt", GROUPED, ids=by_name)
+@pytest.mark.parametrize("fmt", CODED, ids=by_name)
 def test_bfloat16_scales_are_taken_where_fp16_holds_them(fmt: WeightFormat) -> None:
     if fmt.kind in ("mxfp4", "fp8"):
         return  # their scales have types of their own

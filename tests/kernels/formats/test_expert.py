@@ -18,8 +18,8 @@ from tandem.kernels.formats import (
     unpack_expert,
 )
 from tandem.kernels.formats.packed import PackedMatrix, write_codes
-from tests.kernels.formats.sources import draw_codes, draw_weights
-from tests.kernels.formats.test_layout import GROUPED, by_name
+from tests.kernels.formats.sources import CODED, draw_codes, draw_weights
+from tests.kernels.formats.test_layout import by_name
 
 HIDDEN, INNER = 75, 37
 
@@ -140,7 +140,7 @@ def draw_coded(rows: int, cols: int, fmt: WeightFormat) -> CodedMatrix:
 
 
 @pytest.mark.parametrize("is_interleaved", [False, True])
-@pytest.mark.parametrize("fmt", GROUPED, ids=by_name)
+@pytest.mark.parametrize("fmt", CODED, ids=by_name)
 def test_codes_go_into_an_expert_without_rounding(fmt: WeightFormat, is_interleaved: bool) -> None:
     inner = 80  # fp8's second block has rows of both halves
     layout = ExpertLayout(fmt, HIDDEN, inner, is_gated=True, has_bias=False)

@@ -13,7 +13,11 @@ from tests.kernels.formats.test_layout import GROUPED, by_name
 
 # Largest distance of a weight to its value without the search, as a share of its group's largest
 # magnitude: half a step, and for the minima, fp16's rounding of a number as large as the range.
-BOUNDS = {"int4": 0.5 / 7, "int8": 0.5 / 127, "int4z": 1 / 15, "mxfp4": 0.25, "fp8": 2**-4}
+# With super-blocks scales and minima are off by half of a 127th of the super-block's largest.
+BOUNDS = {
+    "int4": 0.5 / 7, "int8": 0.5 / 127, "int4z": 1 / 15, "mxfp4": 0.25, "fp8": 2**-4,
+    "q4_k": 1 / 15 + 1.5 / 127, "q5_k": 1 / 31 + 1.5 / 127, "q6_k": 0.5 / 31 + 0.5 / 127,
+}  # fmt: skip
 FP16_SLACK = 2**-9
 
 
@@ -28,9 +32,10 @@ def group_errors(weights: Tensor, values: Tensor, fmt: WeightFormat) -> Tensor:
     return rows.unflatten(0, (-1, 16)).sum(1)
 
 
-@pytest.mark.parametrize(
-    "fmt", [fmt for fmt in FORMATS if fmt.kind not in ("fp8", "int4z")], ids=by_name
-)
+ONE_SCALE = [f for f in FORMATS if f.kind not in ("fp8", "int4z") and not f.encoding.super_cols]
+
+
+@pytest.mark.parametrize("fmt", ONE_SCALE, ids=by_name)
 def test_values_of_a_format_survive_it(fmt: WeightFormat) -> None:
     values = unpack(pack(draw_weights(40, 200), fmt))
     again = unpack(pack(values, fmt))
@@ -71,7 +76,9 @@ def test_no_weight_is_further_than_half_a_step(fmt: WeightFormat, weights: Tenso
     if fmt.kind == "fp8":  # 16 rows share a scale
         peak[:] = torch.cat([part.amax(0).expand_as(part) for part in peak.split(16)])
     limit = peak.repeat_interleave(fmt.col_multiple, 1)[:, : weights.shape[1]]
-    bound = (BOUNDS[fmt.kind] + FP16_SLACK) * limit + 2.0**-24 * 128
+    # fp16's smallest step, times the largest byte and code that it may be multiplied with.
+    step = 2.0**-24 * 128 * (32 if fmt.encoding.super_cols else 1)
+    bound = (BOUNDS[fmt.kind] + FP16_SLACK) * limit + step
     assert ((weights - values).abs() <= bound).all()
 
 
@@ -114,7 +121,7 @@ def test_nan_and_infinity_are_refused_by_name(fmt: WeightFormat, bad: float) -> 
         pack(weights, fmt, name="experts.3.up")
 
 
-@pytest.mark.parametrize("name", ["fp16", "int4", "int4z", "int8-g32", "int8"])
+@pytest.mark.parametrize("name", ["fp16", "int4", "int4z", "int8-g32", "int8", "q4_k", "q6_k"])
 def test_weights_too_large_for_fp16_scales_are_refused(name: str) -> None:
     weights = torch.full((16, 128), 1e30)
     with pytest.raises(
@@ -138,7 +145,7 @@ def test_tiny_weights_lose_at_most_themselves_and_fp16s_step(
 ) -> None:
     weights = torch.randn(16, 128, generator=torch.Generator().manual_seed(3)) * scale
     values = unpack(pack(weights, fmt))
-    step = 2.0**-24 * (128 if fmt.kind in ("int4", "int4z", "int8") else 1)
+    step = 2.0**-24 * (128 if fmt.encoding.element == "integer" else 1)
     assert (
         (values - weights).abs() <= torch.maximum(weights.abs().amax(), torch.tensor(step))
     ).all()

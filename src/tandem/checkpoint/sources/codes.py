@@ -1,8 +1,9 @@
 """One weight matrix as a quantised checkpoint stores it: codes, scales, and what they stand for."""
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from tandem.core.errors import ModelError
 from tandem.kernels.formats import CodedMatrix, WeightFormat, coded_matrix, find_format
 from tandem.kernels.formats.codes import decode
+from tandem.kernels.formats.source_codes import coded_super_blocks
 
 GROUP_SIZES = (128, 64, 32)  # of the packed formats, the fewest scales first
 
@@ -19,21 +21,33 @@ class Codes:
     """A (rows, cols) matrix row by row; rows are the outputs.
 
     `codes` is, by `kind`: "int" whole numbers, of which value = (code - zero) * scale, "mxfp4"
-    uint8 e2m1 bits, "fp8" float8_e4m3fn. `scales` is (rows, groups), and for fp8
-    (rows / 128, cols / 128), rounded up; `zeros` is like it, None where codes are signed.
+    uint8 e2m1 bits, "fp8" float8_e4m3fn; of a format with super-blocks, whose name `kind` then is,
+    uint8 as it stores them. `scales` is (rows, groups), and for fp8 (rows / 128, cols / 128),
+    rounded up; `zeros` is like it, None where codes are signed. With super-blocks, scales and
+    minima are int8 and have fp16 factors (rows, super-blocks).
     `input_order` (cols,) says which input of the layer each column belongs to; None: in order.
     """
 
-    kind: Literal["int", "mxfp4", "fp8"]
+    kind: str
     codes: Tensor
     scales: Tensor
     zeros: Tensor | None = None
     input_order: Tensor | None = None
     minima: Tensor | None = None
     """Instead of zero points, (rows, groups): value = code * scale + minimum."""
+    super_scales: Tensor | None = None
+    super_minima: Tensor | None = None
 
     def coded(self, fmt: WeightFormat, name: str) -> CodedMatrix:
         """Return the codes as a packed format stores them; `ModelError` where they do not fit."""
+        if self.super_scales is not None:
+            assert fmt.name == self.kind, "super-blocks fit one format"
+            return coded_super_blocks(
+                CodedMatrix(
+                    self.codes, self.scales, self.minima, self.super_scales, self.super_minima
+                ),
+                name,
+            )
         if self.kind != "int":
             return coded_matrix(self.codes, self.scales, fmt, name=name)
         if self.minima is not None:
@@ -63,7 +77,7 @@ class Codes:
             coded = self.coded(fmt, name)
             padding = fmt.padded_cols(coded.codes.shape[1]) - coded.codes.shape[1]
             codes = torch.nn.functional.pad(coded.codes, (0, padding))
-            values = decode(CodedMatrix(codes, coded.scales), fmt)
+            values = decode(dataclasses.replace(coded, codes=codes), fmt)
             return values[:, : self.codes.shape[1]]
         if not self.scales.isfinite().all():
             raise ModelError(

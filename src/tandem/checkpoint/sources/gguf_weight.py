@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import EllipsisType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,7 @@ from tandem.checkpoint.sources.gguf_blocks import FORMATS, GgufTensor, read_bloc
 from tandem.kernels.formats import WeightFormat, find_format
 
 Index = int | slice | EllipsisType | tuple[slice, ...]
+_BY_ROW = ("codes", "scales", "minima", "super_scales", "super_minima")  # of `Codes`
 PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -61,13 +63,12 @@ class GgufWeight:
             read_blocks(_rows_of(tensor, expert), tensor.tensor_type, keep=keep)
             for tensor in self.tensors
         ]
-        minima = [part.minima for part in parts if part.minima is not None]
-        return Codes(
-            parts[0].kind,
-            self.in_order([part.codes for part in parts]),
-            self.in_order([part.scales for part in parts]),
-            minima=self.in_order(minima) if minima else None,
-        )
+
+        def joined(name: str) -> Any:
+            found = [getattr(part, name) for part in parts]
+            return None if found[0] is None else self.in_order(found)
+
+        return Codes(parts[0].kind, **{name: joined(name) for name in _BY_ROW})
 
     def in_order(self, parts: list[Tensor], axis: int = 0) -> Tensor:
         """Join what each tensor has for its rows, along `axis`, in Transformers' order."""

@@ -1,6 +1,6 @@
 """A quantised checkpoint as Transformers' loader and the host store take it."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from tandem.checkpoint.sources.gptq import find_gptq
 from tandem.checkpoint.sources.mxfp4 import find_mxfp4
 from tandem.core.errors import ModelError, UnsupportedModelError
 from tandem.kernels.formats import WeightFormat
+from tandem.kernels.formats.weight_format import ExpertFormat, expert_format
 
 # `quant_method` of config.json -> what finds the weights.
 READERS: dict[str, Callable[[TensorFiles, JsonObject], Found]] = {
@@ -72,13 +73,19 @@ class Source:
         """Return all tensors by the names that they would have in an unquantised checkpoint."""
         return self._plain | {name: SourceTensor(weight) for name, weight in self.weights.items()}
 
-    def expert_format(self, targets: Mapping[str, str], module: str) -> WeightFormat | None:
-        """Return the packed format that holds a module's experts exactly.
+    def expert_format(self, targets: Mapping[str, str], module: str) -> ExpertFormat | None:
+        """Return the packed formats that hold a module's experts exactly.
 
         `targets` says in which parameter each checkpoint name ends. None if these experts are not
-        quantised; `UnsupportedModelError` if no format holds all of them.
+        quantised; `UnsupportedModelError` if no format holds all of a projection.
         """
-        parameters = {f"{module}.{name}" for name in ("gate_up_proj", "up_proj", "down_proj")}
+        up = self._common_format(targets, [f"{module}.{n}" for n in ("gate_up_proj", "up_proj")])
+        down = self._common_format(targets, [f"{module}.down_proj"])
+        return None if up is None or down is None else expert_format(up, down)
+
+    def _common_format(
+        self, targets: Mapping[str, str], parameters: Sequence[str]
+    ) -> WeightFormat | None:
         weights = [w for name, w in self.weights.items() if targets.get(name) in parameters]
         if not weights:
             return None

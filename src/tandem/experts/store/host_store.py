@@ -14,7 +14,7 @@ from tandem.experts.store.arrivals import Arrivals
 from tandem.experts.store.image import Extent
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.experts.store.plain_layer import PlainLayer
-from tandem.kernels.formats.weight_format import WeightFormat
+from tandem.kernels.formats.weight_format import ExpertFormat
 from tandem.kernels.reference import ExpertWeights
 
 
@@ -75,7 +75,7 @@ class HostStore:
         name: str,
         shapes: dict[str, tuple[int, ...]],
         *,
-        expert_dtype: torch.dtype | WeightFormat | None,
+        expert_dtype: torch.dtype | ExpertFormat | None,
         is_transposed: bool = False,
         is_interleaved: bool = False,
     ) -> HostLayer:
@@ -85,7 +85,7 @@ class HostStore:
         """
         arrivals, number = Arrivals(name, shapes), len(self._layers)
         layer: HostLayer
-        if isinstance(expert_dtype, WeightFormat):
+        if isinstance(expert_dtype, ExpertFormat):
             layer = PackedLayer(
                 number,
                 arrivals,

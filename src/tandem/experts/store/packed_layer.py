@@ -17,7 +17,7 @@ from tandem.kernels.formats.blocks import CodedMatrix
 from tandem.kernels.formats.coded_expert import order_inner_rows, pack_coded_down, pack_coded_up
 from tandem.kernels.formats.expert import ExpertLayout, unpack_expert
 from tandem.kernels.formats.parts import pack_down, pack_down_bias, pack_up, pack_up_bias
-from tandem.kernels.formats.weight_format import WeightFormat
+from tandem.kernels.formats.weight_format import ExpertFormat, formats_of
 from tandem.kernels.memory import allocate_buffers
 from tandem.kernels.reference import ExpertWeights
 
@@ -32,7 +32,7 @@ class PackedLayer:
         self,
         layer: int,
         arrivals: Arrivals,
-        fmt: WeightFormat,
+        fmt: ExpertFormat,
         *,
         is_transposed: bool,
         is_interleaved: bool,
@@ -120,7 +120,7 @@ class PackedLayer:
         if stored_name != STORED_NAME or tuple(tensor.shape) != expected:
             raise ModelError(
                 f"{self.arrivals.name} holds {stored_name} of shape {tuple(tensor.shape)}, "
-                f"expected {STORED_NAME} of shape {expected} in {self.layout.format.name}"
+                f"expected {STORED_NAME} of shape {expected} in {self.layout.format_name}"
             )
         self._buffers = tensor
         for tensor_name in self.arrivals.shapes:
@@ -176,9 +176,10 @@ class PackedLayer:
                 pack_up(self.layout, weight, is_interleaved=interleaved, out=buffer)
 
 
-def _layout(arrivals: Arrivals, fmt: WeightFormat, *, is_transposed: bool) -> ExpertLayout:
+def _layout(arrivals: Arrivals, fmt: ExpertFormat, *, is_transposed: bool) -> ExpertLayout:
     _, rows, cols = arrivals.shapes["down_proj"]
     hidden, inner = (cols, rows) if is_transposed else (rows, cols)
     is_gated = arrivals.up_name == "gate_up_proj"
     has_bias = "down_proj_bias" in arrivals.shapes
-    return ExpertLayout(fmt, hidden, inner, is_gated=is_gated, has_bias=has_bias)
+    up, down = formats_of(fmt)
+    return ExpertLayout(up, hidden, inner, is_gated=is_gated, has_bias=has_bias, second_format=down)

@@ -2,8 +2,10 @@
 
 Every format is one transposition: four bytes of one row (2, 4 or 8 columns) make a dword, and a
 block holds its 16 rows' first dwords, then their second ones, and so on. Scales go the same way.
+Codes of 5 or 6 bits lie in planes of 4, 2 and 1 bits, strip by strip of 32 columns.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +13,13 @@ from torch import Tensor
 
 from tandem.kernels.formats.weight_format import ROWS_PER_BLOCK, WeightFormat
 
-SCALE_DTYPES = {"fp16": torch.float16, "fp32": torch.float32, "e8m0": torch.uint8}
+SCALE_DTYPES = {
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "e8m0": torch.uint8,
+    "int8": torch.uint8,
+}
+_BYTES = 0x01010101  # one bit of each byte of a dword
 FLOAT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -19,22 +27,45 @@ FLOAT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class CodedMatrix:
     """Weights as codes, row by row: what quantising gives and what packing places.
 
-    `codes` is (rows, cols): uint8 as the layout stores them (int4 and int8 with their offsets 8 and
-    128 added, mxfp4's e2m1 bits, fp8's e4m3 bits), or bfloat16 / float16 for formats without
-    groups. `scales` and `minima` are (rows, groups); fp8's scales are repeated for every row.
+    `codes` is (rows, cols): uint8 as the layout stores them (whole numbers with their offset added,
+    mxfp4's e2m1 bits, fp8's e4m3 bits), or bfloat16 / float16 for formats without groups.
+    `scales` and `minima` are (rows, groups); fp8's scales are repeated for every row. Of formats
+    with super-blocks they are int8, to be multiplied by `super_scales` and `super_minima`, fp16
+    (rows, super-blocks).
     """
 
     codes: Tensor
     scales: Tensor | None = None
     minima: Tensor | None = None
+    super_scales: Tensor | None = None
+    super_minima: Tensor | None = None
 
-    def rows(self, chosen: slice) -> "CodedMatrix":
-        """Return views of some rows."""
-        return CodedMatrix(
-            self.codes[chosen],
-            None if self.scales is None else self.scales[chosen],
-            None if self.minima is None else self.minima[chosen],
+    def rows(self, chosen: slice | Tensor) -> "CodedMatrix":
+        """Return some rows: views for a slice."""
+        return self.with_each(lambda part: part[chosen])
+
+    def with_each(self, change: Callable[[Tensor], Tensor]) -> "CodedMatrix":
+        """Return the matrix with every part changed."""
+        changed = (None if part is None else change(part) for part in self.parts[1:])
+        return CodedMatrix(change(self.codes), *changed)
+
+    @classmethod
+    def stacked(cls, matrices: Sequence["CodedMatrix"]) -> "CodedMatrix":
+        """Return the rows of several matrices of one format."""
+        first, *others = matrices
+        if not others:
+            return first
+        codes, *lines = (
+            None if parts[0] is None else torch.cat(parts)
+            for parts in zip(*(matrix.parts for matrix in matrices), strict=True)
         )
+        assert codes is not None, "every matrix has codes"
+        return cls(codes, *lines)
+
+    @property
+    def parts(self) -> tuple[Tensor | None, ...]:
+        """All parts, the codes first."""
+        return (self.codes, self.scales, self.minima, self.super_scales, self.super_minima)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +74,7 @@ class MatrixBlocks:
 
     `words` is (blocks, dwords per row, 16) int32. `scales` is (blocks, groups, 16), for int4z
     (blocks, 2 * groups, 16) with scales at even and minima at odd indices, for fp8
-    (blocks, groups, 1).
+    (blocks, groups, 1); with super-blocks it is (blocks, super-blocks, bytes) uint8.
     """
 
     words: Tensor
@@ -55,13 +86,15 @@ class MatrixBlocks:
     ) -> "MatrixBlocks":
         """View flat `data` (uint8) and `scales` (uint8 or the scales' dtype) as blocks."""
         blocks = fmt.padded_rows(rows) // ROWS_PER_BLOCK
-        dwords = fmt.padded_cols(cols) // fmt.weights_per_dword
-        words = data.view(torch.int32).view(blocks, dwords, ROWS_PER_BLOCK)
+        words = data.view(torch.int32).view(blocks, fmt.dwords(cols), ROWS_PER_BLOCK)
         encoding = fmt.encoding
         if scales is None or fmt.group_size is None or encoding.scale is None:
             return cls(words, None)
+        if encoding.super_cols:
+            supers = fmt.padded_cols(cols) // encoding.super_cols
+            return cls(words, scales.view(torch.uint8).view(blocks, supers, -1))
         lanes = ROWS_PER_BLOCK // encoding.rows_per_scale
-        lines = fmt.padded_cols(cols) // fmt.group_size * (2 if encoding.has_minima else 1)
+        lines = fmt.padded_cols(cols) // fmt.group_size * encoding.lines
         return cls(words, scales.view(SCALE_DTYPES[encoding.scale]).view(blocks, lines, lanes))
 
     def every_nth(self, step: int, first: int) -> "MatrixBlocks":
@@ -78,7 +111,9 @@ class MatrixBlocks:
         if self.scales is None or coded.scales is None:
             return
         target = self.scales[first_block:stop]
-        if coded.minima is None:
+        if fmt.encoding.super_cols:
+            _SuperLines.over(fmt, target).write(coded)
+        elif coded.minima is None:
             target.copy_(_to_blocks(coded.scales)[:, :, :: fmt.encoding.rows_per_scale])
         else:
             target[:, 0::2] = _to_blocks(coded.scales)
@@ -89,11 +124,48 @@ class MatrixBlocks:
         codes = _from_words(fmt, _from_blocks(self.words))
         if self.scales is None:
             return CodedMatrix(codes)
+        if fmt.encoding.super_cols:
+            return _SuperLines.over(fmt, self.scales).read(codes)
         if fmt.encoding.has_minima:
             even, odd = self.scales[:, 0::2], self.scales[:, 1::2]
             return CodedMatrix(codes, _from_blocks(even), _from_blocks(odd))
         of_rows = self.scales.expand(-1, -1, ROWS_PER_BLOCK)
         return CodedMatrix(codes, _from_blocks(of_rows))
+
+
+@dataclass(frozen=True, slots=True)
+class _SuperLines:
+    """Views of super-blocks' scales: first the fp16 super-scales, then the groups' bytes.
+
+    `supers` is (blocks, super-blocks, lines, 16) fp16, `groups` (blocks, super-blocks, groups,
+    lines, 16) int8; line 0 has the scales, line 1 the minima.
+    """
+
+    supers: Tensor
+    groups: Tensor
+
+    @classmethod
+    def over(cls, fmt: WeightFormat, scales: Tensor) -> "_SuperLines":
+        lines = fmt.encoding.lines
+        first = fmt.encoding.super_bytes * ROWS_PER_BLOCK
+        supers = scales[..., :first].view(torch.float16).unflatten(-1, (lines, ROWS_PER_BLOCK))
+        groups = scales[..., first:].view(torch.int8).unflatten(-1, (-1, lines, ROWS_PER_BLOCK))
+        return cls(supers, groups)
+
+    def write(self, coded: CodedMatrix) -> None:
+        parts = ((coded.scales, coded.super_scales), (coded.minima, coded.super_minima))
+        for line, (own, factors) in enumerate(parts):
+            if own is not None and factors is not None:
+                self.supers[:, :, line] = _to_blocks(factors)
+                by_super = _to_blocks(own).unflatten(1, self.groups.shape[1:3])
+                self.groups[:, :, :, line] = by_super
+
+    def read(self, codes: Tensor) -> CodedMatrix:
+        own = [_from_blocks(part.flatten(1, 2)) for part in self.groups.unbind(3)]
+        factors = [_from_blocks(part) for part in self.supers.unbind(2)]
+        if len(own) == 1:
+            return CodedMatrix(codes, own[0], None, factors[0])
+        return CodedMatrix(codes, own[0], own[1], factors[0], factors[1])
 
 
 def _to_blocks(row_major: Tensor) -> Tensor:
@@ -110,16 +182,33 @@ def _from_blocks(blocks: Tensor) -> Tensor:
 def _to_words(fmt: WeightFormat, codes: Tensor) -> Tensor:
     """Join the codes of each row into dwords: (rows, cols) -> (rows, dwords) int32."""
     words = codes.contiguous().view(torch.int32)
-    if fmt.bits != 4:
+    if fmt.bits >= 8:
         return words
-    first: Tensor = words[:, 0::2]  # columns 0..3 of each chunk
-    return first | (words[:, 1::2] << 4)
+    fours: Tensor = words.unflatten(1, (-1, 8))  # (rows, strips, 8), four columns each
+    planes, done = [], 0
+    for width in fmt.encoding.planes:
+        bits = (fours >> done) & (_BYTES * ((1 << width) - 1))
+        lines = bits.unflatten(2, (-1, 8 // width))
+        plane = lines[..., 0]
+        for place in range(1, 8 // width):
+            plane = plane | (lines[..., place] << width * place)
+        planes.append(plane)
+        done += width
+    return torch.cat(planes, dim=2).flatten(1)
 
 
 def _from_words(fmt: WeightFormat, words: Tensor) -> Tensor:
     """Undo `_to_words`: (rows, dwords) int32 -> (rows, cols) of the codes' dtype."""
     if fmt.bits == 16:
         return words.contiguous().view(FLOAT_DTYPES[fmt.encoding.element])
-    if fmt.bits == 4:
-        words = torch.stack((words & 0x0F0F0F0F, (words >> 4) & 0x0F0F0F0F), dim=2).flatten(1)
-    return words.contiguous().view(torch.uint8)
+    if fmt.bits == 8:
+        return words.contiguous().view(torch.uint8)
+    widths = fmt.encoding.planes
+    strips: Tensor = words.unflatten(1, (-1, fmt.bits))  # a plane has `width` dwords of a strip
+    fours, done = torch.zeros_like(strips[..., :1]), 0
+    for width, plane in zip(widths, strips.split(widths, dim=2), strict=True):
+        places = [(plane >> width * place) for place in range(8 // width)]
+        bits = torch.stack(places, dim=3).flatten(2) & (_BYTES * ((1 << width) - 1))
+        fours = fours | (bits << done)
+        done += width
+    return fours.flatten(1).contiguous().view(torch.uint8)

@@ -19,7 +19,7 @@ def pack_coded_up(
 
 def pack_coded_down(layout: ExpertLayout, down: CodedMatrix, *, out: Tensor) -> None:
     """Write the second projection's codes (hidden_size, intermediate_size)."""
-    write_codes(layout.down_blocks(out), layout.format, down, name="the second projection")
+    write_codes(layout.down_blocks(out), layout.down_format, down, name="the second projection")
 
 
 def order_inner_rows(layout: ExpertLayout, buffer: Tensor, order: Tensor) -> None:
@@ -29,9 +29,4 @@ def order_inner_rows(layout: ExpertLayout, buffer: Tensor, order: Tensor) -> Non
         coded = blocks.read(layout.format)  # a copy, padding included
         rows = torch.arange(coded.codes.shape[0], device="cpu")
         rows[: len(order)] = order
-        ordered = [
-            None if part is None else part[rows]
-            for part in (coded.codes, coded.scales, coded.minima)
-        ]
-        assert ordered[0] is not None
-        blocks.write(layout.format, 0, CodedMatrix(ordered[0], ordered[1], ordered[2]))
+        blocks.write(layout.format, 0, coded.rows(rows))

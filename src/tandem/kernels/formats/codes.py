@@ -18,10 +18,22 @@ def decode(coded: CodedMatrix, fmt: WeightFormat) -> Tensor:
     scales = coded.scales
     if fmt.encoding.scale == "e8m0":
         scales = power_of_two(scales.int() - E8M0_BIAS)
-    values *= scales.float()[:, :, None]
+    values *= of_groups(scales, coded.super_scales)[:, :, None]
     if coded.minima is not None:
-        values += coded.minima.float()[:, :, None]
+        values += of_groups(coded.minima, coded.super_minima)[:, :, None]
     return values.flatten(1)
+
+
+def of_groups(numbers: Tensor, factors: Tensor | None) -> Tensor:
+    """Return scales or minima (rows, groups) in fp32, times their super-blocks' `factors`.
+
+    An fp16 factor times a byte is exact in fp32.
+    """
+    values = numbers.float()
+    if factors is None:
+        return values
+    each = values.shape[1] // factors.shape[1]
+    return values * factors.float().repeat_interleave(each, dim=1)
 
 
 def power_of_two(exponent: Tensor) -> Tensor:

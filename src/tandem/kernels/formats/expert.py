@@ -13,6 +13,7 @@ from tandem.kernels.formats.weight_format import (
     ROWS_PER_BLOCK,
     SECTION_ALIGNMENT_BYTES,
     WeightFormat,
+    expert_format,
 )
 from tandem.kernels.reference import ExpertWeights
 
@@ -34,7 +35,8 @@ class ExpertLayout:
     """Where the parts of an expert lie in its buffer; the same for all experts of a layer.
 
     Every section starts at a multiple of 64 bytes, and `num_bytes` is one too: experts that follow
-    each other in a (num_experts, num_bytes) tensor stay aligned.
+    each other in a (num_experts, num_bytes) tensor stay aligned. `format` is the first
+    projection's, and the second's too unless `second_format` is given.
     """
 
     format: WeightFormat
@@ -42,6 +44,7 @@ class ExpertLayout:
     intermediate_size: int
     is_gated: bool
     has_bias: bool
+    second_format: WeightFormat | None = None
     up: Section = field(init=False)
     up_scales: Section = field(init=False)
     down: Section = field(init=False)
@@ -55,8 +58,8 @@ class ExpertLayout:
         sizes = {
             "up": fmt.data_bytes(self.up_rows, hidden),
             "up_scales": fmt.scale_bytes(self.up_rows, hidden),
-            "down": fmt.data_bytes(hidden, inner),
-            "down_scales": fmt.scale_bytes(hidden, inner),
+            "down": self.down_format.data_bytes(hidden, inner),
+            "down_scales": self.down_format.scale_bytes(hidden, inner),
             "up_bias": 4 * self.up_rows * self.has_bias,
             "down_bias": 4 * self.down_rows * self.has_bias,
         }
@@ -65,6 +68,16 @@ class ExpertLayout:
             object.__setattr__(self, name, Section(offset, size))
             offset += -(-size // SECTION_ALIGNMENT_BYTES) * SECTION_ALIGNMENT_BYTES
         object.__setattr__(self, "num_bytes", offset)
+
+    @property
+    def down_format(self) -> WeightFormat:
+        """The second projection's format."""
+        return self.second_format or self.format
+
+    @property
+    def format_name(self) -> str:
+        """Name the formats as an `expert_dtype` does."""
+        return expert_format(self.format, self.down_format).name
 
     @property
     def up_rows(self) -> int:
@@ -96,7 +109,7 @@ class ExpertLayout:
         """View the blocks of the down matrix."""
         data, scales = self.down.of(buffer), self.down_scales.of(buffer)
         return MatrixBlocks.over(
-            self.format, self.hidden_size, self.intermediate_size, data, scales
+            self.down_format, self.hidden_size, self.intermediate_size, data, scales
         )
 
 
@@ -136,7 +149,7 @@ def pack_expert(
         _write(layout.up_half(out, half), layout.format, part, has_search, f"{name}'s up")
         if up_bias is not None:
             write_bias(layout.up_bias_half(out, half), up_bias[rows])
-    _write(layout.down_blocks(out), layout.format, down, has_search, f"{name}'s down")
+    _write(layout.down_blocks(out), layout.down_format, down, has_search, f"{name}'s down")
     if down_bias is not None:
         layout.down_bias.of(out).view(torch.float32)[:hidden] = down_bias
 
@@ -146,7 +159,7 @@ def unpack_expert(layout: ExpertLayout, buffer: Tensor) -> ExpertWeights:
     fmt, hidden, inner = layout.format, layout.hidden_size, layout.intermediate_size
     halves = range(layout.num_halves)
     up = [decode(layout.up_half(buffer, half).read(fmt), fmt) for half in halves]
-    down = decode(layout.down_blocks(buffer).read(fmt), fmt)
+    down = decode(layout.down_blocks(buffer).read(layout.down_format), layout.down_format)
     up_bias = down_bias = None
     if layout.has_bias:
         up_bias = torch.cat([layout.up_bias_half(buffer, h).flatten()[:inner] for h in halves])

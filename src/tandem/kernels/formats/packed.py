@@ -1,5 +1,6 @@
 """One packed matrix: from weights, from codes, and back to values."""
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -22,8 +23,8 @@ _CHUNK_WEIGHTS = 1 << 18  # that the reference rounds at once
 class PackedMatrix:
     """A (rows, cols) matrix in the layout that the kernels read.
 
-    `data` is flat uint8, `scales` flat in its own dtype (float16; uint8 for mxfp4's E8M0; float32
-    for fp8), or None for formats without groups.
+    `data` is flat uint8, `scales` flat in its own dtype (float16; uint8 for mxfp4's E8M0 and for
+    super-blocks; float32 for fp8), or None for formats without groups.
     """
 
     format: WeightFormat
@@ -133,12 +134,14 @@ def write_codes(
     rows, cols = (fmt.padded_rows(coded.codes.shape[0]), fmt.padded_cols(coded.codes.shape[1]))
     if fmt.encoding.rows_per_scale > 1 and coded.scales is not None:
         _require_block_scales(coded.scales, fmt, name)
-    lines = [
-        None if part is None else _padded(part, rows, part.shape[1])
-        for part in (coded.scales, coded.minima)
-    ]
+    if fmt.encoding.super_cols and coded.codes.shape[1] != cols:
+        raise ModelError(
+            f"{name} has {coded.codes.shape[1]} columns, expected whole super-blocks of "
+            f"{fmt.encoding.super_cols} for {fmt.name}; dequantise the matrix and pack its values"
+        )
     codes = _padded(coded.codes, rows, cols, fmt.encoding.offset)
-    blocks.write(fmt, 0, CodedMatrix(codes, *lines))
+    padded = dataclasses.replace(coded, codes=codes)
+    blocks.write(fmt, 0, padded.with_each(lambda part: _padded(part, rows, part.shape[1])))
 
 
 def _require_block_scales(scales: Tensor, fmt: WeightFormat, name: str) -> None:

@@ -16,7 +16,7 @@ def pack_up(layout: ExpertLayout, up: Tensor, *, is_interleaved: bool, out: Tens
 
 def pack_down(layout: ExpertLayout, down: Tensor, *, out: Tensor) -> None:
     """Write the second projection (hidden_size, intermediate_size), not transposed."""
-    write_weight(layout.down_blocks(out), layout.format, down, name="the second projection")
+    write_weight(layout.down_blocks(out), layout.down_format, down, name="the second projection")
 
 
 def pack_up_bias(layout: ExpertLayout, bias: Tensor, *, is_interleaved: bool, out: Tensor) -> None:

@@ -9,14 +9,21 @@ from tandem.kernels.formats.microfloat import fit_mxfp4, round_e4m3
 from tandem.kernels.formats.scale_search import (
     INT4_PEAKS,
     INT4_RANGE,
+    INT6_PEAKS,
+    INT6_RANGE,
     INT8_PEAKS,
     INT8_RANGE,
     fit_affine,
     fit_symmetric,
 )
+from tandem.kernels.formats.super_blocks import round_to_supers
 from tandem.kernels.formats.weight_format import WeightFormat
 
-_SYMMETRIC = {4: (INT4_PEAKS, INT4_RANGE), 8: (INT8_PEAKS, INT8_RANGE)}
+_SYMMETRIC = {
+    4: (INT4_PEAKS, INT4_RANGE),
+    6: (INT6_PEAKS, INT6_RANGE),
+    8: (INT8_PEAKS, INT8_RANGE),
+}
 
 
 def quantize(
@@ -45,7 +52,7 @@ def quantize(
     for extreme in (low, high):
         _require_finite(extreme, extreme, fmt, name)
     coded = _fit(x, low, high, fmt, importance, has_search)
-    for part in (coded.scales, coded.minima):
+    for part in coded.parts[1:]:
         if part is not None and part.is_floating_point():
             _require_finite(part, torch.maximum(-low, high), fmt, name)
     return coded
@@ -61,14 +68,14 @@ def _fit(
 ) -> CodedMatrix:
     peak = torch.where(high > -low, high, low)  # the weight of largest magnitude, with its sign
     match fmt.encoding.element:
-        case "integer" if fmt.encoding.has_minima:
-            codes, scales, minima = fit_affine(x, low, high, importance, has_search=has_search)
-            return CodedMatrix(_stored(codes), scales, minima)
+        case "integer" if fmt.encoding.super_cols:
+            searches = (False, True) if has_search else (False,)
+            fits = [_fit_integers(x, low, high, peak, fmt, importance, s)[1:] for s in searches]
+            supers = fmt.encoding.super_cols // x.shape[-1]
+            return round_to_supers(x, fits, importance, fmt.encoding.codes, supers)
         case "integer":
-            peaks, limits = _SYMMETRIC[fmt.bits]
-            peaks = peaks if has_search else peaks[:1]
-            codes, scales = fit_symmetric(x, peak, importance, peaks, limits)
-            return CodedMatrix(_stored(codes.add_(fmt.encoding.offset)), scales)
+            fit = _fit_integers(x, low, high, peak, fmt, importance, has_search)
+            return CodedMatrix(_stored(fit[0]), *fit[1:])
         case "e2m1":
             codes, scales = fit_mxfp4(x, peak.abs(), importance, has_search=has_search)
             return CodedMatrix(_stored(codes), scales)
@@ -76,6 +83,26 @@ def _fit(
             codes, scales = round_e4m3(x, peak.abs())
             return CodedMatrix(codes.flatten(1), scales)
     raise AssertionError(fmt.kind)
+
+
+def _fit_integers(
+    x: Tensor,
+    low: Tensor,
+    high: Tensor,
+    peak: Tensor,
+    fmt: WeightFormat,
+    importance: Tensor | None,
+    has_search: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return stored codes, fp16 scales, and fp16 minima where the format has them."""
+    encoding = fmt.encoding
+    if encoding.has_minima:
+        top = encoding.codes[1]
+        return fit_affine(x, low, high, importance, top, has_search=has_search)
+    peaks, limits = _SYMMETRIC[fmt.bits]
+    peaks = peaks if has_search else peaks[:1]
+    codes, scales = fit_symmetric(x, peak, importance, peaks, limits)
+    return codes.add_(encoding.offset), scales, None
 
 
 def _stored(codes: Tensor) -> Tensor:

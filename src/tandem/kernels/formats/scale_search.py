@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 # The signed peak goes to these codes; beyond the range it saturates, and the rest gets finer steps.
-INT4_RANGE, INT8_RANGE, INT4Z_RANGE = (-8, 7), (-127, 127), (0, 15)
+INT4_RANGE, INT6_RANGE, INT8_RANGE = (-8, 7), (-32, 31), (-127, 127)
 INT4_PEAKS: tuple[float, ...] = (7.0, -8.0, -8.4, -9.0)
+INT6_PEAKS: tuple[float, ...] = (31.0, -32.0, -33.0)
 INT8_PEAKS: tuple[float, ...] = (127.0, 126.0, 125.0, 124.0)
-# A group's range takes this many steps, with this code's place held fixed.
-INT4Z_STEPS = ((15.0, 0.0), (15.5, 0.0), (15.5, 15.0), (16.5, 7.5))
+# A group's range takes this many steps more than the largest code, with the code at this share of
+# the codes held fixed.
+AFFINE_STEPS = ((0.0, 0.0), (0.5, 0.0), (0.5, 1.0), (1.5, 0.5))
 
 
 def fit_symmetric(
@@ -54,37 +56,46 @@ def fit_symmetric(
 
 
 def fit_affine(
-    x: Tensor, low: Tensor, high: Tensor, importance: Tensor | None, *, has_search: bool
+    x: Tensor,
+    low: Tensor,
+    high: Tensor,
+    importance: Tensor | None,
+    top: int,
+    *,
+    has_search: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes 0..15 (like `x`), fp16 scales and fp16 minima (rows, groups).
+    """Return codes 0..`top` (like `x`), fp16 scales and fp16 minima (rows, groups).
 
     `x` is (rows, groups, group_size) fp32, `low` and `high` are its extremes per group.
     """
-    scales, minima = ((high - low) / INT4Z_STEPS[0][0]).half(), low.half()
+    scales, minima = ((high - low) / top).half(), low.half()
     if has_search:
         weights = torch.ones((), device="cpu") if importance is None else importance
-        fits = [(scales, minima), _best_affine(x, low, high, weights)]
+        fits = [(scales, minima), _best_affine(x, low, high, weights, top)]
         # Their errors once more, from the differences: sums of squares would hide a near tie.
-        errors = torch.stack([_affine_error(x, *fit, weights) for fit in fits])
+        errors = torch.stack([_affine_error(x, *fit, weights, top) for fit in fits])
         best = errors.min(0, keepdim=True).indices
         scales, minima = (
             torch.stack(parts).gather(0, best)[0] for parts in zip(*fits, strict=True)
         )
     codes = torch.sub(x, minima.float()[..., None])
-    return _round(codes, _inverse(scales), INT4Z_RANGE, out=codes), scales, minima
+    return _round(codes, _inverse(scales), (0, top), out=codes), scales, minima
 
 
-def _best_affine(x: Tensor, low: Tensor, high: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the refitted scales and minima of least error among `INT4Z_STEPS`."""
+def _best_affine(
+    x: Tensor, low: Tensor, high: Tensor, weights: Tensor, top: int
+) -> tuple[Tensor, Tensor]:
+    """Return the refitted scales and minima of least error among `AFFINE_STEPS`."""
     middle = (low + high) / 2  # sums of squares must not drown in what all weights share
     around = x - middle[..., None]
     weighted = around * weights
     sum_x = weighted.sum(-1)
     fits = []
-    for steps, pivot in INT4Z_STEPS:
-        offset = pivot + (INT4Z_RANGE[1] / 2 - pivot) * steps / INT4Z_RANGE[1]  # the middle's code
+    for more, share in AFFINE_STEPS:
+        steps, pivot = top + more, top * share
+        offset = pivot + (top / 2 - pivot) * steps / top  # the middle's code
         codes = around.mul(_inverse((high - low) / steps)[..., None]).add_(offset)
-        codes.round_().clamp_(*INT4Z_RANGE)
+        codes.round_().clamp_(0, top)
         fits.append(_refit_affine(codes, weighted, sum_x, weights))
     best = torch.stack([error for _, _, error in fits]).min(0, keepdim=True).indices
     scales = torch.stack([scale for scale, _, _ in fits]).gather(0, best)[0]
@@ -111,10 +122,10 @@ def _refit_affine(
     return scales, shift, error + shift * (shift * total - 2 * sum_x)
 
 
-def _affine_error(x: Tensor, scales: Tensor, minima: Tensor, weights: Tensor) -> Tensor:
+def _affine_error(x: Tensor, scales: Tensor, minima: Tensor, weights: Tensor, top: int) -> Tensor:
     """Return the squared error (rows, groups) that rounding with a scale and a minimum leaves."""
     shifted = x - minima.float()[..., None]
-    codes = _round(shifted, _inverse(scales), INT4Z_RANGE, out=torch.empty_like(shifted))
+    codes = _round(shifted, _inverse(scales), (0, top), out=torch.empty_like(shifted))
     loss = codes.mul_(scales.float()[..., None]).sub_(shifted)
     return loss.square_().mul_(weights).sum(-1)
 

@@ -50,6 +50,14 @@ def coded_matrix(
     return CodedMatrix(stored, half, minima)
 
 
+def coded_super_blocks(coded: CodedMatrix, name: str) -> CodedMatrix:
+    """Return a matrix of super-blocks, whose codes are stored ones; `ModelError` for NaN."""
+    for factors in (coded.super_scales, coded.super_minima):
+        if factors is not None:
+            _require_finite(factors, f"{name}'s scales")
+    return coded
+
+
 def _stored_codes(codes: Tensor, fmt: WeightFormat, name: str) -> Tensor:
     low, high = fmt.encoding.codes
     if codes.numel() and not (low <= codes.min() and codes.max() <= high):

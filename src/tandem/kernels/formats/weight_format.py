@@ -13,8 +13,9 @@ ROWS_PER_BLOCK = 16  # one 512-bit register holds one dword of each row
 SECTION_ALIGNMENT_BYTES = 64  # one cache line
 
 Element = Literal["integer", "e2m1", "e4m3", "bf16", "fp16"]
-Scale = Literal["fp16", "fp32", "e8m0"]
-_SCALE_BYTES: dict[Scale, int] = {"fp16": 2, "fp32": 4, "e8m0": 1}
+Scale = Literal["fp16", "fp32", "e8m0", "int8"]
+_SCALE_BYTES: dict[Scale, int] = {"fp16": 2, "fp32": 4, "e8m0": 1, "int8": 1}
+_SUPER_SCALE_BYTES = 2  # fp16
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +34,41 @@ class Encoding:
     """Lowest and highest code as checkpoints give them."""
     offset: int = 0
     """What is added to a code to store it; the stored code of zero."""
+    super_cols: int = 0
+    """Columns whose scales (and minima) are whole numbers of an fp16 super-scale; 0: none."""
 
     @property
     def scale_bytes(self) -> float:
         """Bytes of scales and minima per group of one row."""
         if self.scale is None:
             return 0.0
-        return _SCALE_BYTES[self.scale] * (2 if self.has_minima else 1) / self.rows_per_scale
+        return _SCALE_BYTES[self.scale] * self.lines / self.rows_per_scale
+
+    @property
+    def lines(self) -> int:
+        """Numbers of a group beside its codes: a scale, or a scale and a minimum."""
+        return 2 if self.has_minima else 1
+
+    @property
+    def super_bytes(self) -> int:
+        """Bytes of the super-scales of one row and super-block."""
+        return _SUPER_SCALE_BYTES * self.lines if self.super_cols else 0
+
+    @property
+    def planes(self) -> tuple[int, ...]:
+        """Widths of the planes that a code's bits lie in, the lowest bits first."""
+        widths = (16, 8, 4, 2, 1)
+        return tuple(width for width in widths if self.bits & width)
+
+
+def _super_blocks(
+    number: int, bits: int, *, codes: tuple[int, int], has_minima: bool = False
+) -> Encoding:
+    """Return the encoding of a K-quant of llama.cpp."""
+    return Encoding(
+        number, bits, "integer", "int8", has_minima=has_minima, codes=codes, offset=-codes[0],
+        super_cols=256,
+    )  # fmt: skip
 
 
 _ENCODINGS = {
@@ -50,6 +79,9 @@ _ENCODINGS = {
     "int4": Encoding(2, 4, "integer", "fp16", codes=(-8, 7), offset=8),
     "int4z": Encoding(3, 4, "integer", "fp16", codes=(0, 15), has_minima=True),
     "mxfp4": Encoding(4, 4, "e2m1", "e8m0", codes=(0, 15)),
+    "q4_k": _super_blocks(7, 4, codes=(0, 15), has_minima=True),
+    "q5_k": _super_blocks(8, 5, codes=(0, 31), has_minima=True),
+    "q6_k": _super_blocks(9, 6, codes=(-32, 31)),
 }
 
 
@@ -75,19 +107,27 @@ class WeightFormat:
     @property
     def col_multiple(self) -> int:
         """Columns are padded with zeros to a multiple of this."""
-        return self.group_size or 8
+        return self.encoding.super_cols or self.group_size or 8
 
     @property
     def weights_per_dword(self) -> int:
-        """Columns of one row that lie in one 4-byte word."""
+        """Columns of one row that lie in one 4-byte word, of formats whose bits are one plane."""
         return 32 // self.bits
+
+    def dwords(self, cols: int) -> int:
+        """Return the 4-byte words of one row's codes, padding included."""
+        return self.padded_cols(cols) * self.bits // 32
 
     @property
     def bits_per_weight(self) -> float:
         """Bits of one weight with its share of the scales, without padding."""
         if self.group_size is None:
             return float(self.bits)
-        return self.bits + 8 * self.encoding.scale_bytes / self.group_size
+        encoding = self.encoding
+        share = encoding.scale_bytes / self.group_size
+        if encoding.super_cols:
+            share += encoding.super_bytes / encoding.super_cols
+        return self.bits + 8 * share
 
     def padded_rows(self, rows: int) -> int:
         """Round up to whole blocks of 16 rows."""
@@ -105,8 +145,38 @@ class WeightFormat:
         """Bytes that the scales (and minima) of a (rows, cols) matrix take, padding included."""
         if self.group_size is None:
             return 0
-        groups = self.padded_cols(cols) // self.group_size
-        return int(self.padded_rows(rows) * groups * self.encoding.scale_bytes)
+        width, encoding = self.padded_cols(cols), self.encoding
+        one_row = width // self.group_size * encoding.scale_bytes
+        if encoding.super_cols:
+            one_row += width // encoding.super_cols * encoding.super_bytes
+        return int(self.padded_rows(rows) * one_row)
+
+
+@dataclass(frozen=True, slots=True)
+class MixedFormat:
+    """The formats of experts whose first and second projections have different ones."""
+
+    up: WeightFormat
+    down: WeightFormat
+
+    @property
+    def name(self) -> str:
+        """Both names, as an `expert_dtype` gives them."""
+        return f"{self.up.name}{_AND}{self.down.name}"
+
+
+ExpertFormat = WeightFormat | MixedFormat
+_AND = "+"
+
+
+def formats_of(fmt: ExpertFormat) -> tuple[WeightFormat, WeightFormat]:
+    """Return the formats of the first and the second projection."""
+    return (fmt.up, fmt.down) if isinstance(fmt, MixedFormat) else (fmt, fmt)
+
+
+def expert_format(up: WeightFormat, down: WeightFormat) -> ExpertFormat:
+    """Return one format for both projections, or a mixed one."""
+    return up if up == down else MixedFormat(up, down)
 
 
 def _grouped(kind: str) -> tuple[WeightFormat, ...]:
@@ -121,9 +191,18 @@ FORMATS: tuple[WeightFormat, ...] = (
     *_grouped("int4"),
     *_grouped("int4z"),
     WeightFormat("mxfp4", "mxfp4", 32),
+    WeightFormat("q4_k", "q4_k", 32),
+    WeightFormat("q5_k", "q5_k", 32),
+    WeightFormat("q6_k", "q6_k", 16),
 )
 
 ALIASES = {"int4": "int4-g32", "int4z": "int4z-g32", "int8": "int8-g128"}
+
+
+def find_expert_format(name: str) -> ExpertFormat:
+    """Return the format of a name, or of two with a "+" between them; raises as `find_format`."""
+    up, _, down = name.partition(_AND)
+    return expert_format(find_format(up), find_format(down or up))
 
 
 def find_format(name: str) -> WeightFormat:

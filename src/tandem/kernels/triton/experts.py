@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tandem.core.errors import UnsupportedModelError
 from tandem.kernels.formats.expert import ExpertLayout
+from tandem.kernels.formats.weight_format import WeightFormat
 from tandem.kernels.native import NativeActivation
 from tandem.kernels.triton import combine, matrix, tiles, vector
 from tandem.kernels.triton.rows import GroupedRows
@@ -173,20 +175,29 @@ class TritonExperts:
 def _up(layout: ExpertLayout) -> _Matrix:
     sections = (layout.up.offset, layout.up_scales.offset, layout.up_bias.offset)
     cols, blocks = layout.hidden_size, layout.up_rows // 16
-    return _matrix(layout, sections, cols, layout.intermediate_size, blocks)
+    return _matrix(layout.format, layout, sections, cols, layout.intermediate_size, blocks)
 
 
 @functools.lru_cache(maxsize=64)
 def _down(layout: ExpertLayout) -> _Matrix:
     sections = (layout.down.offset, layout.down_scales.offset, layout.down_bias.offset)
     cols, blocks = layout.intermediate_size, layout.down_rows // 16
-    return _matrix(layout, sections, cols, layout.hidden_size, blocks)
+    return _matrix(layout.down_format, layout, sections, cols, layout.hidden_size, blocks)
 
 
 def _matrix(
-    layout: ExpertLayout, sections: tuple[int, int, int], cols: int, rows: int, blocks: int
+    fmt: WeightFormat,
+    layout: ExpertLayout,
+    sections: tuple[int, int, int],
+    cols: int,
+    rows: int,
+    blocks: int,
 ) -> _Matrix:
-    fmt = layout.format
+    if fmt.kind not in tiles.FACTOR_AND_OFFSET:
+        raise UnsupportedModelError(
+            f"experts in {fmt.name} have no kernels on a GPU; run them with device='cpu', or give "
+            "an expert_dtype such as int8, to which they are rounded"
+        )
     factor, offset = tiles.FACTOR_AND_OFFSET[fmt.kind]
     per_dword = fmt.weights_per_dword
     constants: dict[str, Any] = {

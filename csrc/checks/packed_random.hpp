@@ -1,0 +1,68 @@
+// Random packed matrices of every format, in buffers that are exactly as large as they must be.
+#pragma once
+
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "half.hpp"
+#include "packed.hpp"
+#include "random.hpp"
+
+namespace tandem::checks {
+
+// Columns that share a scale; 0 for formats without scales.
+inline std::int64_t random_group(Random& random, Format format) {
+  if (encoding(format).scale == ScaleKind::kNone) return 0;
+  return encoding(format).group != 0 ? encoding(format).group : 32 << random.between(0, 2);
+}
+
+// What columns are padded to.
+inline std::int64_t column_multiple(Format format, std::int64_t group) {
+  if (encoding(format).scale == ScaleKind::kInt8OfSuper) return kSuperCols;
+  return group == 0 ? 8 : group;
+}
+
+inline void put_half(Random& random, std::uint8_t* at) {  // 1/256 .. 1/128
+  const auto bits = static_cast<std::uint16_t>(0x1C00 + random.between(0, 0x3FF));
+  std::memcpy(at, &bits, sizeof bits);
+}
+
+inline void fill_codes(Random& random, Format format, std::uint8_t* data, std::int64_t bytes) {
+  for (std::int64_t i = 0; i < bytes; ++i) data[i] = static_cast<std::uint8_t>(random.between(0, 255));
+  if (format == Format::kFp8)
+    for (std::int64_t i = 0; i < bytes; ++i) data[i] = (data[i] & 0x7F) == 0x7F ? 0 : data[i];  // NaN
+  if (format != Format::kBf16 && format != Format::kFp16) return;
+  const std::uint8_t exponent = format == Format::kBf16 ? 0x3C : 0x28;  // numbers of middle size
+  for (std::int64_t i = 1; i < bytes; i += 2)
+    data[i] = static_cast<std::uint8_t>((data[i] & 0x83) | exponent);
+}
+
+inline void fill_scales(Random& random, Format format, std::int64_t group, std::uint8_t* scales,
+                        std::int64_t bytes) {
+  const std::int64_t super = bytes == 0 ? 0 : scale_bytes(format, kSuperCols, group);
+  const std::int64_t factors = encoding(format).has_minima ? 64 : 32;
+  switch (encoding(format).scale) {
+    case ScaleKind::kNone: return;
+    case ScaleKind::kFp16:
+      for (std::int64_t i = 0; i < bytes; i += 2) put_half(random, scales + i);
+      return;
+    case ScaleKind::kE8m0:
+      for (std::int64_t i = 0; i < bytes; ++i)
+        scales[i] = static_cast<std::uint8_t>(random.between(118, 124));
+      return;
+    case ScaleKind::kFp32OfBlock:
+      for (std::int64_t i = 0; i < bytes; i += 4) {
+        const float scale = (std::fabs(random.normal()) + 0.01f) / 4096;
+        std::memcpy(scales + i, &scale, sizeof scale);
+      }
+      return;
+    case ScaleKind::kInt8OfSuper:
+      for (std::int64_t i = 0; i < bytes; ++i)
+        scales[i] = static_cast<std::uint8_t>(random.between(0, 255));
+      for (std::int64_t s = 0; s < bytes; s += super)
+        for (std::int64_t i = 0; i < factors; i += 2) put_half(random, scales + s + i);
+  }
+}
+
+}  // namespace tandem::checks
