@@ -7,6 +7,7 @@
 
 #include "attention.hpp"
 #include "bindings.hpp"
+#include "blocks.hpp"
 #include "dense.hpp"
 #include "quantize.hpp"
 #include "routed.hpp"
@@ -57,6 +58,17 @@ bool quantize_matrix(const std::string& isa, int num_threads, int format, std::i
                           scale_stride};
   const nb::gil_scoped_release release;
   return quantize(call, isa, num_threads);
+}
+
+bool rearrange_blocks(int num_threads, int format, std::uintptr_t source, std::uintptr_t order,
+                      std::int64_t rows, std::int64_t cols, std::uintptr_t data,
+                      std::int64_t data_stride, std::uintptr_t scales, std::int64_t scale_stride) {
+  const Rearrangement work{static_cast<Format>(format), pointer<const std::uint8_t>(source),
+                           pointer<const std::int64_t>(order), rows, cols,
+                           pointer<std::uint8_t>(data), pointer<std::uint8_t>(scales),
+                           data_stride, scale_stride};
+  const nb::gil_scoped_release release;
+  return rearrange(work, num_threads);
 }
 
 void bind_attention(nb::module_& m) {
@@ -191,6 +203,8 @@ void bind_sampling(nb::module_& m) {
 
 void bind_dense(nb::module_& m) {
   m.def("quantize", &quantize_matrix);
+  m.def("block_bytes", [](int format) { return source_bytes(static_cast<Format>(format)); });
+  m.def("rearrange_blocks", &rearrange_blocks);
   nb::class_<DenseMatrix>(m, "DenseMatrix");
   m.def("make_dense_matrix", &make_matrix);
   nb::class_<DenseEngine>(m, "DenseEngine")

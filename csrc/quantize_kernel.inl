@@ -219,7 +219,7 @@ struct Place {
 template <int kBits>
 bool write_symmetric(const QuantizeCall& call, const Group& group, const Place& place) {
   constexpr SymmetricRule rule = kBits == 4 ? kInt4Rule : kInt8Rule;
-  const std::int32_t offset = code_offset(kBits == 4 ? Format::kInt4 : Format::kInt8);
+  const std::int32_t offset = encoding(kBits == 4 ? Format::kInt4 : Format::kInt8).offset;
   Vector scale;
   if (!fit_symmetric(call, group, rule, scale)) return false;
   const Vector to_code = inverse(scale);
@@ -299,7 +299,7 @@ bool round_block(const QuantizeCall& call, std::int64_t block) {
   std::uint8_t* data = call.data + block * call.data_stride;
   std::uint8_t* scales = call.scales + block * call.scale_stride;
   const std::int64_t step = call.group ? call.group : kWidest;
-  const std::int64_t line_bytes = bits_per_code(call.format) * kBlockRows;  // of eight columns
+  const std::int64_t line_bytes = code_bytes(call.format, 8);
   for (std::int64_t col = 0; col < call.padded_cols; col += step) {
     const std::int64_t size = std::min(step, call.padded_cols - col);
     std::uint8_t* to = data + col / 8 * line_bytes;

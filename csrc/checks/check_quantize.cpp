@@ -56,7 +56,7 @@ bool round_agrees(Random& random, const Case& which) {
   std::vector<float> importance = random.normals(width);
   for (float& value : importance) value *= value;
   const bool is_weighed = random.between(0, 1), has_search = random.between(0, 1);
-  const Index data = tandem::bits_per_code(which.format) * 2 * width;
+  const Index data = tandem::code_bytes(which.format, width);
   const Index scales = which.group ? width / which.group * which.scale_bytes : 0;
   std::vector<Packed> results;
   for (const std::string& isa : tandem::available_isas()) {

@@ -144,18 +144,18 @@ def _kind_of(name: str, kind: str) -> str:
 
 
 # Where blocks that the gguf package does not write have their fp16 factors.
-_FACTORS = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+FACTORS = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 
 
 def _blocks(values: NDArray[np.float32], block: GGMLQuantizationType) -> NDArray[np.uint8]:
     """Return (..., bytes): rounded values, or random blocks whose values are of usual size."""
-    if block.name not in _FACTORS:
+    if block.name not in FACTORS:
         return quantize(values, block)
     numbers, size = GGML_QUANT_SIZES[block]
     count = values.size // numbers
     random = np.random.default_rng(count + values.shape[-1])
     drawn = random.integers(0, 256, (count, size), dtype=np.uint8)
-    for place in _FACTORS[block.name]:
+    for place in FACTORS[block.name]:
         factors = random.uniform(1e-4, 2e-4, (count, 1)).astype(np.float16)
         drawn[:, place : place + 2] = factors.view(np.uint8)
     return drawn.reshape(*values.shape[:-1], -1)

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tandem.checkpoint.sources.codes import Codes
+from tandem.checkpoint.sources.codes import Codes, StoredWeight
+from tandem.checkpoint.sources.gguf_weight import file_blocks
 from tandem.checkpoint.sources.source import SourceTensor
 from tandem.core.errors import ModelError
 from tandem.experts.store.host_store import HostLayer
@@ -19,7 +20,8 @@ def put_fused(layer: HostLayer, tensor_name: str, fused: Tensor | SourceTensor) 
         layer.put(tensor_name, fused)
         return
     for expert in range(fused.shape[0]):
-        _put_codes(layer, tensor_name, expert, [(fused, fused.weight.read(expert))])
+        if not _put_blocks(layer, tensor_name, expert, fused.weight):
+            _put_codes(layer, tensor_name, expert, [(fused, fused.weight.read(expert))])
 
 
 def put_expert(
@@ -35,13 +37,23 @@ def put_expert(
     layer.put_expert(tensor_name, expert, tensors)
 
 
+def _put_blocks(layer: HostLayer, tensor_name: str, expert: int, weight: StoredWeight) -> bool:
+    """Rearrange an expert's blocks straight from the file; False where they come as codes."""
+    if not isinstance(layer, PackedLayer):
+        return False
+    blocks = file_blocks(weight, layer.format_of(tensor_name), expert)
+    if blocks is None:
+        return False
+    layer.put_blocks(tensor_name, expert, blocks)
+    return True
+
+
 def _put_codes(
     layer: HostLayer, tensor_name: str, expert: int, parts: list[tuple[SourceTensor, Codes]]
 ) -> None:
     """Store an expert's parts as codes if the layer's format holds all of them, else by value."""
     if isinstance(layer, PackedLayer):
-        is_down = tensor_name == "down_proj"
-        fmt = layer.layout.down_format if is_down else layer.layout.format
+        fmt = layer.format_of(tensor_name)
         if all(fmt in source.weight.formats for source, _ in parts):
             coded = [codes.coded(fmt, source.weight.name) for source, codes in parts]
             layer.put_codes(tensor_name, expert, CodedMatrix.stacked(coded), _common_order(parts))

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from tandem.checkpoint.sources.codes import StoredWeight
+from tandem.checkpoint.sources.gguf_weight import file_blocks
 from tandem.checkpoint.sources.source import Source, SourceTensor
 from tandem.core.errors import ModelError
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.dense import PackedLinear, packable_layers, untie
 from tandem.kernels.dense import CpuThreads, DenseWeight, padded_bias
 from tandem.kernels.formats import PackedMatrix, WeightFormat
+from tandem.kernels.formats.file_blocks import write_file_blocks
 from tandem.kernels.formats.packed import write_codes
 
 
@@ -70,7 +72,14 @@ class DenseCodes:
         fmt = self._formats.get(parameter)
         if fmt is None:
             return tensor.values()
-        codes, name = tensor.weight.read(), tensor.weight.name
+        name = tensor.weight.name
+        blocks = file_blocks(tensor.weight, fmt)
+        if blocks is not None and len(blocks) == 1:
+            rows, cols = tensor.weight.shape
+            matrix = PackedMatrix.empty(rows, cols, fmt)
+            write_file_blocks(matrix.blocks, fmt, blocks[0], name=name)
+            return self._keep(parameter, matrix, tensor)
+        codes = tensor.weight.read()
         try:
             if codes.input_order is not None:
                 return codes.values(name).to(tensor.dtype)
@@ -80,6 +89,10 @@ class DenseCodes:
         rows, cols = codes.codes.shape
         matrix = PackedMatrix.empty(rows, cols, fmt)
         write_codes(matrix.blocks, fmt, coded, name=name)
+        return self._keep(parameter, matrix, tensor)
+
+    def _keep(self, parameter: str, matrix: PackedMatrix, tensor: SourceTensor) -> Tensor:
+        """Note a layer's packed matrix and return the placeholder of its weight."""
         self._matrices[parameter] = matrix
         return torch.empty(0, dtype=tensor.dtype, device="cpu")
 

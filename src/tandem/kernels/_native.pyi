@@ -97,6 +97,20 @@ def quantize(
     scale_stride: int,
     /,
 ) -> bool: ...
+def block_bytes(format: int, /) -> int: ...
+def rearrange_blocks(
+    num_threads: int,
+    format: int,
+    source: int,
+    order: int,
+    rows: int,
+    cols: int,
+    data: int,
+    data_stride: int,
+    scales: int,
+    scale_stride: int,
+    /,
+) -> bool: ...
 def advise_huge_pages(data: int, num_bytes: int, /) -> bool: ...
 
 class DenseMatrix: ...

@@ -10,9 +10,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tandem.checkpoint.sources.codes import Codes
+from tandem.checkpoint.sources.codes import Codes, StoredWeight
 from tandem.checkpoint.sources.gguf_blocks import FORMATS, GgufTensor, read_blocks
 from tandem.kernels.formats import WeightFormat, find_format
+from tandem.kernels.formats.file_blocks import FileBlocks, has_file_blocks
 
 Index = int | slice | EllipsisType | tuple[slice, ...]
 _BY_ROW = ("codes", "scales", "minima", "super_scales", "super_minima")  # of `Codes`
@@ -79,6 +80,18 @@ class GgufWeight:
         return parts[0] if self.row_order is None else parts[0][self.row_order]
 
 
+def file_blocks(
+    weight: StoredWeight, fmt: WeightFormat, expert: int | None = None
+) -> list[FileBlocks] | None:
+    """Return a weight's (or expert's) blocks, a part for each tensor, where they lie in the file.
+
+    None where a format does not take them as they are; `read` returns their codes then.
+    """
+    if not isinstance(weight, GgufWeight) or fmt not in weight.formats or not has_file_blocks(fmt):
+        return None
+    return [FileBlocks(_mapped_rows(tensor, expert), weight.row_order) for tensor in weight.tensors]
+
+
 class PlainTensor:
     """Numbers that are in no blocks, read when Transformers' loader indexes them."""
 
@@ -124,6 +137,10 @@ def _plain_values(tensor: GgufTensor) -> Tensor:
     dtype = PLAIN_DTYPES[tensor.tensor_type.name]
     values = data if data.dtype == dtype else data.view(dtype)
     return values.view([int(size) for size in reversed(tensor.shape)])
+
+
+def _mapped_rows(tensor: GgufTensor, expert: int | None) -> npt.NDArray[np.uint8]:
+    return (tensor.data if expert is None else tensor.data[expert]).view(np.uint8)
 
 
 def _rows_of(tensor: GgufTensor, expert: int | None) -> npt.NDArray[np.generic]:

@@ -16,8 +16,9 @@ from tandem.experts.store.image import Extent
 from tandem.kernels.formats.blocks import CodedMatrix
 from tandem.kernels.formats.coded_expert import order_inner_rows, pack_coded_down, pack_coded_up
 from tandem.kernels.formats.expert import ExpertLayout, unpack_expert
+from tandem.kernels.formats.file_blocks import FileBlocks, write_file_blocks
 from tandem.kernels.formats.parts import pack_down, pack_down_bias, pack_up, pack_up_bias
-from tandem.kernels.formats.weight_format import ExpertFormat, formats_of
+from tandem.kernels.formats.weight_format import ExpertFormat, WeightFormat, formats_of
 from tandem.kernels.memory import allocate_buffers
 from tandem.kernels.reference import ExpertWeights
 
@@ -103,6 +104,30 @@ class PackedLayer:
             if input_order is not None:
                 self._orders()[expert] = input_order
         self.arrivals.count(tensor_name, 1)
+
+    def put_blocks(self, tensor_name: str, expert: int, parts: Sequence[FileBlocks]) -> None:
+        """Place one expert's projection from blocks of a file: gate and up, or one matrix."""
+        fmt, buffer = self.format_of(tensor_name), self.buffers[expert]
+        rows = sum(len(part.rows) for part in parts)
+        cols = self.layout.hidden_size
+        if tensor_name == "down_proj":
+            cols = self.layout.intermediate_size
+        shape = (cols, rows) if self.is_transposed else (rows, cols)
+        self.arrivals.check_expert(tensor_name, shape)
+        if tensor_name == "down_proj":
+            targets = [self.layout.down_blocks(buffer)]
+        else:
+            halves = range(self.layout.num_halves)
+            targets = [self.layout.up_half(buffer, half) for half in halves]
+        name = f"{self.arrivals.name}, expert {expert}: {tensor_name}"
+        for target, part in zip(targets, parts, strict=True):
+            write_file_blocks(target, fmt, part, name=name)
+        self.arrivals.count(tensor_name, 1)
+
+    def format_of(self, tensor_name: str) -> WeightFormat:
+        """Return the format of a projection."""
+        layout = self.layout
+        return layout.down_format if tensor_name == "down_proj" else layout.format
 
     def _orders(self) -> Tensor:
         """Return the orders of all experts' inputs (num_experts, hidden_size), to be written."""

@@ -24,10 +24,10 @@ def quantize_natively(
     `importance` is (padded cols,) fp32. Works with as many threads as torch does. Codes and scales
     are `quantize`'s but for the order of its sums, and the same for every instruction set. Returns
     False, with some blocks written perhaps, if a weight is not finite or too large for the format,
-    or if its dtype has no native rounding.
+    or if its dtype or the format has no native rounding.
     """
     source_type = _SOURCE_TYPES.get(weight.dtype)
-    if source_type is None:
+    if source_type is None or fmt.encoding.super_cols:
         return False
     rows, cols = weight.shape
     assert blocks.words.shape[0] * blocks.words.shape[2] == fmt.padded_rows(rows)

@@ -1,0 +1,201 @@
+#include "blocks.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+namespace tandem {
+namespace {
+
+// 256 numbers of one row: unsigned codes, bytes of each group's scale and minimum, fp16 factors.
+struct Super {
+  std::uint8_t codes[kSuperCols];
+  std::int8_t scales[16];
+  std::int8_t minima[16];
+  std::uint16_t factors[2];
+};
+
+std::uint16_t half_bits(const std::uint8_t* at) {
+  std::uint16_t bits;
+  std::memcpy(&bits, at, sizeof bits);
+  return bits;
+}
+
+bool is_finite(std::uint16_t half) { return (half & 0x7C00) != 0x7C00; }
+
+// Eight scales and minima of 6 bits in 12 bytes; a minimum is subtracted, so its factor's sign turns.
+void read_scales(const std::uint8_t* block, Super& out) {
+  const std::uint8_t* low = block + 4;
+  const std::uint8_t* middle = block + 8;
+  const std::uint8_t* high = block + 12;
+  for (int i = 0; i < 4; ++i) {
+    out.scales[i] = static_cast<std::int8_t>(low[i] & 63);
+    out.minima[i] = static_cast<std::int8_t>(middle[i] & 63);
+    out.scales[4 + i] = static_cast<std::int8_t>((high[i] & 15) | (low[i] >> 6) << 4);
+    out.minima[4 + i] = static_cast<std::int8_t>((high[i] >> 4) | (middle[i] >> 6) << 4);
+  }
+  out.factors[0] = half_bits(block);
+  out.factors[1] = half_bits(block + 2) ^ 0x8000;
+}
+
+void read_q4k(const std::uint8_t* block, Super& out) {
+  read_scales(block, out);
+  for (int part = 0; part < 4; ++part)
+    for (int i = 0; i < 32; ++i) {
+      const std::uint8_t byte = block[16 + 32 * part + i];
+      out.codes[64 * part + i] = byte & 15;
+      out.codes[64 * part + 32 + i] = byte >> 4;
+    }
+}
+
+void read_q5k(const std::uint8_t* block, Super& out) {
+  read_scales(block, out);
+  for (int part = 0; part < 4; ++part)
+    for (int i = 0; i < 32; ++i) {
+      const std::uint8_t byte = block[48 + 32 * part + i];
+      const int fifth = block[16 + i] >> 2 * part;
+      out.codes[64 * part + i] = static_cast<std::uint8_t>((byte & 15) | (fifth & 1) << 4);
+      out.codes[64 * part + 32 + i] = static_cast<std::uint8_t>(byte >> 4 | (fifth >> 1 & 1) << 4);
+    }
+}
+
+void read_q6k(const std::uint8_t* block, Super& out) {
+  for (int part = 0; part < 2; ++part)
+    for (int i = 0; i < 64; ++i) {
+      const std::uint8_t byte = block[64 * part + i];
+      const int upper = block[128 + 32 * part + i % 32] >> (i < 32 ? 0 : 2);
+      std::uint8_t* codes = out.codes + 128 * part + i;
+      codes[0] = static_cast<std::uint8_t>((byte & 15) | (upper & 3) << 4);
+      codes[64] = static_cast<std::uint8_t>(byte >> 4 | (upper >> 4 & 3) << 4);
+    }
+  std::memcpy(out.scales, block + 192, 16);
+  out.factors[0] = half_bits(block + 208);
+}
+
+struct Reader {
+  std::int64_t bytes;
+  void (*read)(const std::uint8_t* block, Super& out);
+};
+
+Reader reader_of(Format format) {
+  switch (format) {
+    case Format::kQ4K: return {144, read_q4k};
+    case Format::kQ5K: return {176, read_q5k};
+    case Format::kQ6K: return {210, read_q6k};
+    default: return {0, nullptr};
+  }
+}
+
+// Joins fields of `Width` bits, one of each byte, from 8 / Width neighbouring dwords of codes.
+template <int Width>
+std::uint32_t joined(const std::uint8_t* codes, int shift) {
+  constexpr std::uint32_t kMask = 0x01010101u * ((1u << Width) - 1);
+  std::uint32_t word = 0;
+  for (int place = 0; place < 8 / Width; ++place) {
+    std::uint32_t four;
+    std::memcpy(&four, codes + 4 * place, sizeof four);
+    word |= (four >> shift & kMask) << Width * place;
+  }
+  return word;
+}
+
+template <int Width>
+void write_plane(const Super (&rows)[kBlockRows], std::int64_t col, int shift, std::uint8_t* out) {
+  for (int line = 0; line < Width; ++line)
+    for (int r = 0; r < kBlockRows; ++r) {
+      const std::uint32_t word = joined<Width>(rows[r].codes + col + 32 / Width * line, shift);
+      std::memcpy(out + 64 * line + 4 * r, &word, sizeof word);
+    }
+}
+
+void write_codes(const Super (&rows)[kBlockRows], int bits, std::uint8_t* out) {
+  for (std::int64_t col = 0; col < kSuperCols; col += kStripCols) {
+    for (int done = 0; done < bits;) {
+      const int width = static_cast<int>(std::bit_floor(static_cast<unsigned>(bits - done)));
+      switch (width) {
+        case 4: write_plane<4>(rows, col, done, out); break;
+        case 2: write_plane<2>(rows, col, done, out); break;
+        default: write_plane<1>(rows, col, done, out);
+      }
+      out += 64 * width;
+      done += width;
+    }
+  }
+}
+
+void write_scales(const Super (&rows)[kBlockRows], const Encoding& e, std::uint8_t* out) {
+  const int lines = e.has_minima ? 2 : 1;
+  const std::int64_t groups = kSuperCols / e.group;
+  for (int line = 0; line < lines; ++line)
+    for (int r = 0; r < kBlockRows; ++r)
+      std::memcpy(out + 32 * line + 2 * r, &rows[r].factors[line], 2);
+  out += 32 * lines;
+  for (std::int64_t g = 0; g < groups; ++g, out += 16 * lines)
+    for (int r = 0; r < kBlockRows; ++r) {
+      out[r] = static_cast<std::uint8_t>(rows[r].scales[g]);
+      if (e.has_minima) out[16 + r] = static_cast<std::uint8_t>(rows[r].minima[g]);
+    }
+}
+
+// A row of padding: zeros.
+Super padding(const Encoding& e) {
+  Super zeros{};
+  std::memset(zeros.codes, e.offset, sizeof zeros.codes);
+  return zeros;
+}
+
+// What a thread should have to do to be worth its start.
+constexpr std::int64_t kWeightsPerThread = 1 << 18;
+
+// Writes 16 rows; false if a scale is not finite.
+bool rearrange_block(const Rearrangement& work, const Reader& reader, std::int64_t block) {
+  const Encoding& e = encoding(work.format);
+  const std::int64_t supers = work.cols / kSuperCols;
+  std::uint8_t* data = work.data + block * work.data_stride;
+  std::uint8_t* scales = work.scales + block * work.scale_stride;
+  bool is_whole = true;
+  Super rows[kBlockRows];
+  for (std::int64_t s = 0; s < supers; ++s) {
+    for (std::int64_t r = 0; r < kBlockRows; ++r) {
+      const std::int64_t row = block * kBlockRows + r;
+      if (row >= work.rows) {
+        rows[r] = padding(e);
+        continue;
+      }
+      const std::int64_t from = work.order ? work.order[row] : row;
+      reader.read(work.source + (from * supers + s) * reader.bytes, rows[r]);
+      is_whole &= is_finite(rows[r].factors[0]);
+      if (e.has_minima) is_whole &= is_finite(rows[r].factors[1]);
+    }
+    write_codes(rows, e.bits, data + s * code_bytes(work.format, kSuperCols));
+    write_scales(rows, e, scales + s * scale_bytes(work.format, kSuperCols, e.group));
+  }
+  return is_whole;
+}
+
+}  // namespace
+
+std::int64_t source_bytes(Format format) { return reader_of(format).bytes; }
+
+bool rearrange(const Rearrangement& work, int num_threads) {
+  const Reader reader = reader_of(work.format);
+  const std::int64_t blocks = (work.rows + kBlockRows - 1) / kBlockRows;
+  std::atomic<std::int64_t> next{0};
+  std::atomic<bool> is_whole{true};
+  const auto run = [&] {
+    for (std::int64_t block = next++; block < blocks; block = next++)
+      if (!rearrange_block(work, reader, block)) is_whole = false;
+  };
+  const std::int64_t worth = work.rows * work.cols / kWeightsPerThread;
+  std::vector<std::jthread> helpers;
+  for (std::int64_t i = 1; i < std::min<std::int64_t>(num_threads, worth); ++i)
+    helpers.emplace_back(run);
+  run();
+  helpers.clear();  // waits for them
+  return is_whole;
+}
+
+}  // namespace tandem
