@@ -2,6 +2,7 @@
 
 import argparse
 
+from tandem.cli.images import load_processor, open_images
 from tandem.cli.keeping import Keeper, KeepOptions
 from tandem.cli.model_choice import ModelChoice, add_model, load_model_and_tokenizer
 from tandem.cli.session import Session, SessionOptions
@@ -38,9 +39,11 @@ class SessionPlan:
         self._offload = from_flags(OffloadOptions, flags)
         self._choice = from_flags(ModelChoice, flags)
         self._keep = from_flags(KeepOptions, flags)
+        self._images = open_images(getattr(flags, "image", None) or ())
 
     def open(self) -> Session:
         """Load the model and begin."""
+        processor = load_processor(self._choice) if self._images else None
         keeper = Keeper(self._keep, quiet=self._options.quiet)
         model, tokenizer = load_model_and_tokenizer(
             self._choice,
@@ -49,4 +52,7 @@ class SessionPlan:
             dense_dtype=self._options.dense_dtype,
             keeper=keeper,
         )
-        return Session(model, tokenizer, self._options, self._sampling, keeper)
+        return Session(
+            model, tokenizer, self._options, self._sampling, keeper,
+            processor=processor, images=self._images,
+        )  # fmt: skip

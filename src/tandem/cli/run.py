@@ -4,6 +4,7 @@ import argparse
 
 from tandem.cli.chat import chat
 from tandem.cli.failures import EXIT_INTERRUPTED
+from tandem.cli.images import add_images
 from tandem.cli.opening import SessionPlan, add_session_arguments
 from tandem.cli.streams import has_piped_input, read_input, require_text
 from tandem.core.errors import ConfigError
@@ -14,6 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-p", "--prompt", help="answer this and exit; text from a pipe is put before it"
     )
+    add_images(parser)
     add_session_arguments(parser)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -14,12 +15,14 @@ from tandem.generate.conversation import trim_conversation
 from tandem.generate.sampling import SamplingOptions
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from PIL.Image import Image
 
     from tandem.cli.explain import Explanation
     from tandem.cli.report import RunReport
+    from tandem.decode.images import ImagePrompt
     from tandem.generate.answer import Answer
     from tandem.generate.generator import Generator
+    from tandem.generate.images import Processor
     from tandem.generate.prompt import Message
 
 # A conversation is trimmed when less than a quarter of the context is left for the answer (or less
@@ -74,8 +77,15 @@ class Session:
         options: SessionOptions,
         sampling: SamplingOptions,
         keeper: Keeper | None = None,
+        *,
+        processor: "Processor | None" = None,
+        images: "Sequence[Image]" = (),
     ) -> None:
-        """Start a conversation, with the system message if there is one."""
+        """Start a conversation, with the system message if there is one.
+
+        The first message has the `images`, which the model's `processor` reads.
+        """
+        self._processor, self._images = processor, list(images)
         self._keeper = keeper
         self._model = model
         self._tokenizer = tokenizer
@@ -115,7 +125,7 @@ class Session:
         self._say_if_nothing_is_random()
         self._messages = kept[:-2]
         try:
-            return self.ask(kept[-2]["content"])
+            return self._answer(kept[-2])
         except BaseException:
             self._messages = kept
             raise
@@ -125,17 +135,24 @@ class Session:
 
         A turn that raises leaves the conversation as it was.
         """
+        require_text(text, "the prompt")
+        parts: list[dict[str, object]] = [{"type": "image", "image": i} for i in self._images]
+        content = [*parts, {"type": "text", "text": text}] if parts else text
+        answer = self._answer({"role": "user", "content": content})
+        self._images = []
+        return answer
+
+    def _answer(self, message: "Message") -> "Answer":
         from tandem.cli.report import RunReport
         from tandem.generate.stream import generate_answer
 
-        require_text(text, "the prompt")
-        messages, prompt_ids = self._fit([*self._messages, {"role": "user", "content": text}])
+        messages, prompt = self._fit([*self._messages, message])
         report = RunReport(self._model)
         try:
             generator = self._ready_generator()
             explanation = self._begin_explanation(generator)
             answer = generate_answer(
-                self._model, self._tokenizer, prompt_ids, self.sampling, _print_text,
+                self._model, self._tokenizer, prompt, self.sampling, _print_text,
                 generator=generator,
             )  # fmt: skip
             print(flush=True)
@@ -178,7 +195,9 @@ class Session:
         if self.options.json:
             print(json.dumps(statistics), flush=True)
 
-    def _fit(self, messages: "list[Message]") -> "tuple[list[Message], Tensor]":
+    def _fit(
+        self, messages: "list[Message]"
+    ) -> "tuple[list[Message], tuple[int, ...] | ImagePrompt]":
         """Return the messages that fit into the context, with their token ids.
 
         Raises `ConfigError` for a conversation that is too long and is not to be trimmed; a single
@@ -186,40 +205,45 @@ class Session:
         """
         from tandem.decode.padded import context_tokens
 
-        prompt_ids = self._encode(messages)
-        num_tokens, longest = prompt_ids.shape[1], context_tokens(self._model)
+        prompt = self._encode(messages)
+        num_tokens, longest = _length(prompt), context_tokens(self._model)
         if longest is None:
-            return messages, prompt_ids
+            return messages, prompt
         if self.options.context_full == "trim":
             room = min(self.sampling.max_new_tokens, int(longest * _ROOM_FOR_ANSWER))
             is_full = num_tokens + room > longest
-            return self._trim(messages, longest) if is_full else (messages, prompt_ids)
+            return self._trim(messages, longest) if is_full else (messages, prompt)
         if num_tokens >= longest and len(self._messages) > 1:
             raise ConfigError(
                 f"with this message the conversation has {num_tokens} tokens and the model's "
                 f"context is {longest}; /clear forgets the conversation, and --context-full trim "
                 "drops its oldest turns"
             )
-        return messages, prompt_ids
+        return messages, prompt
 
-    def _trim(self, messages: "list[Message]", longest: int) -> "tuple[list[Message], Tensor]":
+    def _trim(
+        self, messages: "list[Message]", longest: int
+    ) -> "tuple[list[Message], tuple[int, ...] | ImagePrompt]":
         kept, num_dropped = trim_conversation(
-            messages, lambda some: self._encode(some).shape[1] <= longest * _TRIMMED_TO
+            messages, lambda some: _length(self._encode(some)) <= longest * _TRIMMED_TO
         )
-        prompt_ids = self._encode(kept)
-        if num_dropped and prompt_ids.shape[1] < longest:
+        prompt = self._encode(kept)
+        if num_dropped and _length(prompt) < longest:
             turns = "turn is" if num_dropped == 1 else f"{num_dropped} turns are"
             print(
                 f"[the conversation fills the model's context of {longest} tokens: its oldest "
                 f"{turns} dropped]",
                 file=sys.stderr,
             )
-        return kept, prompt_ids
+        return kept, prompt
 
-    def _encode(self, messages: "list[Message]") -> "Tensor":
-        from tandem.generate.prompt import encode_conversation
+    def _encode(self, messages: "list[Message]") -> "tuple[int, ...] | ImagePrompt":
+        from tandem.generate.images import has_images
+        from tandem.generate.prompt import encode_conversation, encode_with_images
 
-        return encode_conversation(self._tokenizer, messages)
+        if has_images(messages):
+            return encode_with_images(self._model, self._processor, messages)
+        return tuple(encode_conversation(self._tokenizer, messages)[0].tolist())
 
     def _say_if_nothing_is_random(self) -> None:
         model_samples = bool(self._model.generation_config.do_sample)
@@ -238,6 +262,10 @@ class Session:
         if why is not None and not self._has_said_why_slower:
             self._has_said_why_slower = True
             print(f"[slower than it could be: {why}]", file=sys.stderr)
+
+
+def _length(prompt: "tuple[int, ...] | ImagePrompt") -> int:
+    return len(prompt) if isinstance(prompt, tuple) else len(prompt.ids)
 
 
 def _print_text(text: str) -> None:

@@ -2,11 +2,9 @@
 
 from collections.abc import Callable
 
-from torch import Tensor
-
 from tandem.foreign_types import PreTrainedModel, Tokenizer
 from tandem.generate.answer import Answer
-from tandem.generate.generator import Generator
+from tandem.generate.generator import Generator, Prompt
 from tandem.generate.sampling import SamplingOptions
 
 __all__ = ["Answer", "generate_answer"]
@@ -15,19 +13,19 @@ __all__ = ["Answer", "generate_answer"]
 def generate_answer(
     model: PreTrainedModel,
     tokenizer: Tokenizer,
-    prompt_ids: Tensor,
+    prompt: Prompt,
     options: SamplingOptions,
     on_text: Callable[[str], None],
     *,
     generator: Generator | None = None,
 ) -> Answer:
-    """Answer a prompt (1, n_tokens); `on_text` receives the text as it comes.
+    """Answer a prompt; `on_text` receives the text as it comes.
 
     A `generator` that is kept for a conversation does not prefill again what it has seen. Ctrl-C
     (KeyboardInterrupt) ends the answer, not the program: what is there is returned.
     """
     generator = generator or Generator(model, tokenizer)
-    batch = generator.start(prompt_ids, options, on_text=lambda _, piece: on_text(piece))
+    batch = generator.start([prompt], options, on_text=lambda _, piece: on_text(piece))
     try:
         while not batch.is_done:
             batch.advance()

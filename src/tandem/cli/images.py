@@ -1,0 +1,66 @@
+"""Images of commands: `--image`, and the processor of the model that reads them."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tandem.cli.model_choice import ModelChoice, calm_transformers, find_model, load_tokenizer
+from tandem.cli.streams import require_text
+from tandem.core.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from tandem.generate.images import Processor
+
+
+def add_images(parser: argparse.ArgumentParser) -> None:
+    """Add the flag for images."""
+    parser.add_argument(
+        "--image", action="append", metavar="FILE",
+        help="a picture before the first message: PNG, JPEG, WebP, GIF or BMP; may be given "
+        "several times",
+    )  # fmt: skip
+
+
+def open_images(files: Sequence[str]) -> "list[Image]":
+    """Open the files of --image; `ConfigError` names the one that is no image."""
+    if not files:
+        return []
+    from tandem.generate.images import open_image
+
+    return [open_image(Path(require_text(file, "--image"))) for file in files]
+
+
+def load_processor(choice: ModelChoice) -> "Processor":
+    """Load what writes a model's prompts with images, before the model, which may take minutes.
+
+    Raises `UnsupportedModelError` for a model that takes no images, `ModelError` for one without a
+    processor.
+    """
+    from tandem.generate.images import load_processor
+
+    found = find_model(choice, quiet=True)
+    calm_transformers(quiet=True)
+    token = image_token_id(found)
+    if token is None:
+        raise UnsupportedModelError(
+            f"{found.model} takes no images: its config.json has no image_token_id; leave the "
+            "images out, or take a vision-language model such as Qwen3.6-35B-A3B"
+        )
+    return load_processor(
+        found.model, load_tokenizer(found), token, trust_remote_code=found.trust_remote_code
+    )
+
+
+def image_token_id(found: ModelChoice) -> int | None:
+    """Return the placeholder of images of a model that has been found; None: it takes none."""
+    from tandem.hf.checkpoint import Checkpoint, open_model
+
+    checkpoint = open_model(Path(found.model), may_run_code=found.trust_remote_code)
+    if not isinstance(checkpoint, Checkpoint):
+        return None
+    token = checkpoint.config.get("image_token_id")
+    has_tower = isinstance(checkpoint.config.get("vision_config"), dict)
+    return token if has_tower and isinstance(token, int) else None
