@@ -52,7 +52,7 @@ def talk(model: Any, monkeypatch: pytest.MonkeyPatch) -> Talk:
 
 
 def said_to(session: Session) -> list[str]:
-    return [m["content"] for m in session._messages if m["role"] == "user"]
+    return [str(m["content"]) for m in session._messages if m["role"] == "user"]
 
 
 @pytest.mark.parametrize(

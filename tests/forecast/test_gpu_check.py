@@ -10,7 +10,7 @@ from tandem.experts.execution.device import DeviceMemory
 from tandem.forecast.finding import Finding
 from tandem.forecast.gpu_check import Driver, ask_nvidia_smi, check_gpu, parse_smi
 from tests.experts.lazy_streams import LazyStreams
-from tests.experts.test_cuda import HOPPER, OLD, TURING, FakeProbe
+from tests.experts.test_cuda_checks import HOPPER, OLD, TURING, FakeProbe
 
 
 class SlowStreams(LazyStreams):
