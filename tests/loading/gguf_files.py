@@ -110,12 +110,13 @@ def write_gguf(
     kind: str,
     architecture: str = "qwen3moe",
     also: Callable[[GGUFWriter], None] = lambda _: None,
+    writer: GGUFWriter | None = None,
 ) -> None:
     """Write a model with its matrices in blocks, and give it the values that these stand for.
 
-    "Q4_K_M" is a mixture as llama.cpp writes it.
+    "Q4_K_M" is a mixture as llama.cpp writes it. `writer` may split the file in parts.
     """
-    writer = GGUFWriter(file, architecture.partition(" ")[0])
+    writer = writer or GGUFWriter(file, architecture.partition(" ")[0])
     _write_metadata(writer, model.config)
     also(writer)
     with torch.no_grad():

@@ -6,6 +6,7 @@ import pytest
 from huggingface_hub import constants
 
 import tandem
+from tandem.checkpoint.gguf_choice import choose_gguf
 from tandem.checkpoint.hub import HubOptions, find_model_path, local_models
 from tandem.core.errors import ModelError
 from tests.hf.tiny import save_tiny_checkpoint
@@ -45,3 +46,64 @@ def test_an_empty_cache_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ModelError, match="no models are here either"):
         tandem.load("somebody/other", hub_cache=tmp_path / "nothing")
+
+
+NAMES = [
+    "README.md",
+    "mmproj-F16.gguf",
+    "Model-Q4_K_M.gguf",
+    "Model-Q4_K_S.gguf",
+    "Model-UD-Q4_K_XL.gguf",
+    "BF16/Model-BF16-00001-of-00002.gguf",
+    "BF16/Model-BF16-00002-of-00002.gguf",
+]
+
+
+@pytest.mark.parametrize(
+    ("tag", "files"),
+    [
+        ("Q4_K_M", NAMES[2:3]),
+        ("q4_k_s", NAMES[3:4]),
+        ("UD-Q4_K_XL", NAMES[4:5]),
+        ("Q4_K_XL", NAMES[4:5]),
+        ("BF16", NAMES[5:]),
+        ("Model-Q4_K_M.gguf", NAMES[2:3]),
+    ],
+)
+def test_a_tag_chooses_the_files_of_one_model(tag: str, files: list[str]) -> None:
+    assert choose_gguf("somebody/tiny", NAMES, tag) == files
+
+
+def test_a_tag_that_no_file_has_names_those_that_are_there() -> None:
+    expected = r"no \.gguf file with 'Q4_K' in its name; it has Model-BF16, Model-Q4_K_M, "
+    with pytest.raises(ModelError, match=expected):
+        choose_gguf("somebody/tiny", NAMES, "Q4_K")
+    with pytest.raises(ModelError, match=r"no \.gguf file of a model; leave out :Q4_K"):
+        choose_gguf("somebody/tiny", ["model.safetensors", "mmproj.gguf"], "Q4_K")
+
+
+def test_only_the_parts_of_the_tagged_model_are_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched: list[str] = []
+
+    def fetch(name: str, *, allow_patterns: list[str], **_: object) -> str:
+        fetched.extend(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", lambda *_, **__: NAMES)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    assert find_model_path("somebody/tiny:BF16") == tmp_path / NAMES[5]
+    assert fetched == NAMES[5:]
+
+
+def test_a_tagged_file_that_was_downloaded_is_found_offline(hub_cache: Path) -> None:
+    snapshot = hub_cache / "models--somebody--tiny" / "snapshots" / COMMIT
+    file = snapshot / "Model-Q4_K_M.gguf"
+    file.write_bytes(b"GGUF")
+    options = HubOptions(cache_dir=str(hub_cache))
+    assert find_model_path("somebody/tiny:Q4_K_M", options) == file
+    with pytest.raises(ModelError, match=r"no \.gguf file with 'Q8_0'"):
+        find_model_path("somebody/tiny:Q8_0", options)
+    with pytest.raises(ModelError, match=r"somebody/other is not on this machine"):
+        find_model_path("somebody/other:Q8_0", options)

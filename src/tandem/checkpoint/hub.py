@@ -1,19 +1,24 @@
 """Finds a model's files: a path, or a hub id whose files are fetched once and kept.
 
 Downloads go through huggingface_hub, with its progress bar, resumption, cache and environment
-variables.
+variables. `OWNER/NAME:TAG` is one GGUF model of a repository, whose other files stay there.
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
+from tandem.checkpoint.gguf_choice import choose_gguf
+from tandem.checkpoint.sources.gguf_header import parts_of
 from tandem.core.errors import ConfigError, ModelError
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_ID = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(:(?P<tag>[\w.-]+))?")
 # What a model needs; not the same weights once more in other frameworks' formats.
 _WANTED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken")
 _SHOWN_MODELS = 8
+_Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +49,19 @@ def find_model_path(model: str | Path, options: HubOptions | None = None) -> Pat
             f"revision is {options.revision!r}, and {name} is on this machine; only a hub id has "
             "revisions"
         )
-    if Path(model).is_dir() or is_gguf(Path(model)):
+    if is_gguf(Path(model)):
+        return parts_of(Path(model))[0]
+    if Path(model).is_dir():
         return Path(model)
-    if not _HUB_ID.fullmatch(name) or Path(model).parent.is_dir():
+    hub_id = _HUB_ID.fullmatch(name)
+    if hub_id is None or Path(model).parent.is_dir():
         raise ModelError(
             f"{name} is not a directory; expected a model directory, a .gguf file or a hub id"
         )
-    return _download(name, options)
+    if hub_id["tag"] is not None:
+        return _download_gguf(hub_id["name"], hub_id["tag"], options)
+    wanted = [*_WANTED, *(["*.py"] if options.with_code else [])]
+    return _download(name, options, wanted)
 
 
 def local_models(cache_dir: str | None = None) -> list[str]:
@@ -65,23 +76,67 @@ def local_models(cache_dir: str | None = None) -> list[str]:
     return sorted(repo.repo_id for repo in repos if repo.repo_type == "model" and repo.size_on_disk)
 
 
-def _download(name: str, options: HubOptions) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+def _download_gguf(name: str, tag: str, options: HubOptions) -> Path:
+    """Return the (first) file of a repository's GGUF model; only its own parts are fetched."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    def listed() -> list[str] | None:
+        try:
+            return HfApi(token=options.token).list_repo_files(name, revision=options.revision)
+        except (HfHubHTTPError, HFValidationError):
+            raise
+        except Exception:  # offline, or no network: of a kind that the hub's versions change
+            return None
+
+    names = _from_hub(name, options, listed)
+    if names is None:
+        here = _fetched_files(name, options)
+        return here[choose_gguf(name, here, tag)[0]]
+    files = choose_gguf(name, names, tag)
+    return _download(name, options, files) / files[0]
+
+
+def _fetched_files(name: str, options: HubOptions) -> dict[str, Path]:
+    """Return the files of a revision that were downloaded before, by name."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
 
     try:
-        directory = snapshot_download(
+        repos = [r for r in scan_cache_dir(options.cache_dir).repos if r.repo_id == name]
+    except CacheNotFound:
+        repos = []
+    wanted = options.revision or "main"
+    for revision in (revision for repo in repos for revision in repo.revisions):
+        if wanted == revision.commit_hash or wanted in revision.refs:
+            root = revision.snapshot_path
+            return {str(f.file_path.relative_to(root)): f.file_path for f in revision.files}
+    raise _not_here(name, options)
+
+
+def _download(name: str, options: HubOptions, wanted: list[str]) -> Path:
+    from huggingface_hub import snapshot_download
+
+    def fetch() -> str:
+        return snapshot_download(
             name,
             revision=options.revision,
             token=options.token,
             cache_dir=options.cache_dir,
-            allow_patterns=[*_WANTED, *(["*.py"] if options.with_code else [])],
+            allow_patterns=wanted,
         )
+
+    return Path(_from_hub(name, options, fetch))
+
+
+def _from_hub(name: str, options: HubOptions, ask: Callable[[], _Answer]) -> _Answer:
+    """Ask the hub for something of a model; raises `ModelError` where it cannot give it."""
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return ask()
     except LocalEntryNotFoundError as error:
-        raise ModelError(
-            f"{name} is not on this machine, and the hub cannot be reached; "
-            f"{_what_is_here(options.cache_dir)}"
-        ) from error
+        raise _not_here(name, options) from error
     except HFValidationError as error:
         raise ModelError(f"{name} is no hub id ({error}); expected OWNER/NAME") from error
     except HfHubHTTPError as error:
@@ -95,7 +150,13 @@ def _download(name: str, options: HubOptions) -> Path:
             f"{name} cannot be downloaded ({error.strerror or error}); "
             f"{_what_is_here(options.cache_dir)}"
         ) from error
-    return Path(directory)
+
+
+def _not_here(name: str, options: HubOptions) -> ModelError:
+    return ModelError(
+        f"{name} is not on this machine, and the hub cannot be reached; "
+        f"{_what_is_here(options.cache_dir)}"
+    )
 
 
 def _what_is_here(cache_dir: str | None) -> str:

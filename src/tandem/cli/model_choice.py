@@ -45,7 +45,7 @@ def add_model(
     *,
     default: str | None = "demo",
     is_required: bool = False,
-    help: str = "model directory, hub id, .gguf file, demo or demo-equal",
+    help: str = "model directory, hub id (of GGUF with :TYPE), .gguf file, demo or demo-equal",
 ) -> None:
     """Add MODEL, which may be left out unless it is required, and the flags of `ModelChoice`."""
     shown = "" if is_required or default is None else f" (default: {default})"

@@ -53,7 +53,10 @@ def check_model_files(checkpoint: AnyCheckpoint) -> Finding:
     require_complete(checkpoint)
     if isinstance(checkpoint, GgufCheckpoint):
         tensors = len(read_gguf_header(checkpoint.path).tensors)
-        return Finding("files", "good", f"1 whole GGUF file with {tensors} tensors")
+        count = len(checkpoint.weight_files)
+        return Finding(
+            "files", "good", f"{count} whole GGUF file{'s' * (count > 1)} with {tensors} tensors"
+        )
     if not checkpoint.is_packed:
         files, tensors = len(checkpoint.weight_files), len(checkpoint.files.entries)
         return Finding("files", "good", f"{files} whole files with {tensors} tensors")

@@ -10,6 +10,7 @@ from typing import Literal
 from tandem.checkpoint.hub import is_gguf
 from tandem.checkpoint.packed import INDEX_FILE
 from tandem.checkpoint.sources.files import JsonObject, TensorFiles, open_tensors, read_json
+from tandem.checkpoint.sources.gguf_header import parts_of
 from tandem.core.errors import ModelError, UnsupportedModelError
 from tandem.core.registry import nearest_names
 from tandem.hf.config import QUANT_METHOD
@@ -53,7 +54,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class GgufCheckpoint:
-    """A GGUF file, which has everything in it; checked when it is opened to be read."""
+    """A GGUF file (and its other parts), which has everything; checked when it is opened."""
 
     path: Path
     is_packed: Literal[False] = False
@@ -61,7 +62,7 @@ class GgufCheckpoint:
     @property
     def weight_files(self) -> list[Path]:
         """The files that hold tensors."""
-        return [self.path]
+        return parts_of(self.path)
 
 
 AnyCheckpoint = Checkpoint | GgufCheckpoint

@@ -1,5 +1,6 @@
 """`tandem.load`: open a checkpoint with its experts in host memory."""
 
+import warnings
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -9,11 +10,12 @@ import torch
 import transformers
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from tandem.checkpoint.gguf_choice import projectors_beside
 from tandem.checkpoint.hub import HubOptions, find_model_path
 from tandem.checkpoint.sources.gguf import open_gguf
 from tandem.checkpoint.sources.source import Source, open_source
 from tandem.core.config import from_mapping
-from tandem.core.errors import ConfigError
+from tandem.core.errors import ConfigError, TandemWarning
 from tandem.foreign_types import PreTrainedConfig, PreTrainedModel
 from tandem.hf.assembly import assemble
 from tandem.hf.checkpoint import AnyCheckpoint, Checkpoint, GgufCheckpoint, open_model
@@ -124,8 +126,10 @@ def _from_source(
 ) -> tuple[PreTrainedModel, LoadReport]:
     """Let Transformers load weights that only we read; returns the model and what it reports."""
     config, source = open_foreign(checkpoint, num_layers)
-    if common["dtype"] == "auto" and isinstance(checkpoint, GgufCheckpoint):
-        common["dtype"] = config.dtype
+    if isinstance(checkpoint, GgufCheckpoint):
+        _name_projectors(checkpoint.path)
+        if common["dtype"] == "auto":
+            common["dtype"] = config.dtype
     offload.source = source
     loaded, report = class_of(config).from_pretrained(
         None,
@@ -138,6 +142,17 @@ def _from_source(
     if (checkpoint.path / "generation_config.json").exists():
         loaded.generation_config = transformers.GenerationConfig.from_pretrained(checkpoint.path)
     return loaded, report
+
+
+def _name_projectors(file: Path) -> None:
+    """Warn of what lies beside a file to read images for it, and is not read."""
+    if found := projectors_beside(file):
+        warnings.warn(
+            f"{found[0].name} beside {file.name} reads images or sound for this model, and Tandem "
+            "does not read it: the model takes text alone; for images load its safetensors",
+            TandemWarning,
+            stacklevel=4,
+        )
 
 
 def open_foreign(

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from tandem.checkpoint.sources.codes import StoredWeight
-from tandem.checkpoint.sources.gguf_config import ARCHITECTURES, Architecture, GgufHeader
+from tandem.checkpoint.sources.gguf_config import ARCHITECTURES, Architecture
+from tandem.checkpoint.sources.gguf_header import GgufHeader, read_header
 from tandem.checkpoint.sources.gguf_weight import (
     PLAIN_DTYPES,
     GgufWeight,
@@ -22,41 +23,31 @@ from tandem.checkpoint.sources.source import Source
 from tandem.core.errors import ModelError, UnsupportedModelError
 from tandem.foreign_types import PreTrainedConfig, PreTrainedModel
 
-_UNREADABLE = "{file} cannot be read as GGUF ({reason}); download it again"
 _LATENT_KEYS = "attn_k_b."
 # Of the experts' first projection, and the biases that follow their rows.
 _GATE, _UP = "_gate_exps", "_up_exps"
 
 
 def read_gguf_header(file: Path) -> GgufHeader:
-    """Read what a GGUF file holds; its tensors stay unread.
+    """Read what a GGUF file (with its other parts) holds; its tensors stay unread.
 
     Raises `ModelError` for a damaged file and `UnsupportedModelError` for an architecture that is
     not read.
     """
-    try:
-        from gguf import GGUFReader
-    except ImportError as error:
+    header = read_header(file)
+    architecture = header.architecture
+    if architecture == "clip":
         raise UnsupportedModelError(
-            f"{file} needs the gguf package, which is not installed; pip install gguf"
-        ) from error
-    from transformers.modeling_gguf_pytorch_utils import read_field
-
-    try:
-        reader = GGUFReader(file)
-        architecture = str(read_field(reader, "general.architecture")[0])
-    except (ValueError, IndexError, KeyError, OSError, TypeError) as error:
-        raise ModelError(_UNREADABLE.format(file=file, reason=error)) from error
-    header = GgufHeader(
-        file, architecture, reader.fields, {tensor.name: tensor for tensor in reader.tensors}
-    )
+            f"{file} reads images for a model (mmproj) and is none itself; give the .gguf file "
+            "beside it, and Tandem reads its text model"
+        )
     if architecture not in ARCHITECTURES or header.expert_width is None:
         what = architecture if architecture not in ARCHITECTURES else f"{architecture} (no experts)"
         raise UnsupportedModelError(
             f"{file} is of architecture {what!r}; of GGUF Tandem reads models with experts of "
             f"{', '.join(ARCHITECTURES)}: use the model's safetensors instead"
         )
-    _require_whole(header)
+    _require_counts(header)
     return header
 
 
@@ -90,12 +81,25 @@ def open_gguf(
     return config, _source(header, names, shapes, config)
 
 
-def _require_whole(header: GgufHeader) -> None:
-    size = header.file.stat().st_size
-    ends = (int(t.data_offset) + int(t.n_bytes) for t in header.tensors.values())
-    end = max(ends, default=0)
-    if size < end:
-        raise ModelError(f"{header.file} has {size} bytes, expected {end}; download it again")
+def _require_counts(header: GgufHeader) -> None:
+    """Raise `ModelError` if the metadata count something else than the tensors have."""
+    numbers = (name.split(".")[1] for name in header.tensors if name.startswith("blk."))
+    layers = 1 + max((int(number) for number in numbers if number.isdecimal()), default=0)
+    embedding = header.tensors.get("token_embd.weight")
+    experts = next(t for name, t in header.tensors.items() if "ffn_gate_exps.weight" in name)
+    if (predicting := header.value("nextn_predict_layers", 0)) and isinstance(predicting, int):
+        layers = max(layers, int(header.value("block_count", 0)) - predicting)
+    found = {
+        "block_count": layers,
+        "embedding_length": None if embedding is None else embedding.shape[0],
+        "expert_count": experts.shape[-1],
+    }
+    for key, count in found.items():
+        if count is not None and header.value(key) != count:
+            raise ModelError(
+                f"{header.file} says that its {key} is {header.value(key)}, and its tensors have "
+                f"{count}; download it again"
+            )
 
 
 def _dense_dtype(header: GgufHeader) -> torch.dtype:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from enum import IntEnum
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,17 +11,6 @@ from torch import Tensor
 from tandem.checkpoint.sources.codes import Codes
 
 _BLOCK = 32
-
-
-class GgufTensor(Protocol):
-    """A tensor as the gguf package reads it."""
-
-    name: str
-    shape: npt.NDArray[np.integer]
-    tensor_type: IntEnum
-    data: npt.NDArray[np.generic]
-    data_offset: int
-    n_bytes: int
 
 
 def read_blocks(data: npt.NDArray[np.generic], kind: IntEnum, *, keep: bool) -> Codes:

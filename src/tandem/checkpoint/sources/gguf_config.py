@@ -3,50 +3,14 @@
 A GGUF file has no config.json; its metadata are the config, under llama.cpp's names.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from tandem.checkpoint.sources.gguf_blocks import GgufTensor
+from tandem.checkpoint.sources.gguf_header import GgufHeader
 from tandem.core.errors import ModelError
 from tandem.foreign_types import PreTrainedConfig
 
 _OPTIONAL = ("clip_qkv", "q_lora_rank")
-
-
-@dataclass(frozen=True, slots=True)
-class GgufHeader:
-    """What a GGUF file says of itself, and its tensors by name, unread."""
-
-    file: Path
-    architecture: str
-    fields: Mapping[str, object]
-    tensors: Mapping[str, GgufTensor]
-
-    def value(self, key: str, default: Any = None) -> Any:
-        """Return a number or text of the metadata, by its name after the architecture's."""
-        return self.at(f"{self.architecture}.{key}", default)
-
-    def at(self, key: str, default: Any = None) -> Any:
-        """Return a number or text of the metadata by its whole name."""
-        from transformers.modeling_gguf_pytorch_utils import read_field
-
-        if key not in self.fields:
-            return default
-        values = read_field(self, key)
-        return values[0] if len(values) == 1 else values
-
-    def rows(self, tensor_name: str) -> int | None:
-        """Return the outputs of a matrix (or of each expert's); None if there is no such tensor."""
-        tensor = self.tensors.get(tensor_name)
-        return None if tensor is None else int(tensor.shape[1])
-
-    @property
-    def expert_width(self) -> int | None:
-        """The intermediate size of the experts."""
-        first = next((name for name in self.tensors if "ffn_gate_exps.weight" in name), "")
-        return self.rows(first)
 
 
 def by_transformers(header: GgufHeader) -> PreTrainedConfig:
@@ -58,6 +22,8 @@ def by_transformers(header: GgufHeader) -> PreTrainedConfig:
         config.moe_intermediate_size = header.expert_width
     else:
         config.intermediate_size = header.expert_width
+    # Which tensors there are Transformers sees of the first part of a split model only.
+    config.tie_word_embeddings = _is_tied(header)
     shared = header.rows("blk.0.ffn_gate_shexp.weight")
     if shared is not None and hasattr(config, "shared_expert_intermediate_size"):
         config.shared_expert_intermediate_size = shared
@@ -153,11 +119,15 @@ def _config(header: GgufHeader, model_type: str, **own: object) -> PreTrainedCon
         model_type,
         **values,
         rope_parameters=_rope(header),
-        tie_word_embeddings="output.weight" not in header.tensors,
+        tie_word_embeddings=_is_tied(header),
         bos_token_id=header.at("tokenizer.ggml.bos_token_id"),
         eos_token_id=header.at("tokenizer.ggml.eos_token_id"),
         pad_token_id=header.at("tokenizer.ggml.padding_token_id"),
     )
+
+
+def _is_tied(header: GgufHeader) -> bool:
+    return "output.weight" not in header.tensors
 
 
 def _head_dim(header: GgufHeader) -> int:

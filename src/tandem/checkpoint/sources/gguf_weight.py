@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from tandem.checkpoint.sources.codes import Codes, StoredWeight
-from tandem.checkpoint.sources.gguf_blocks import FORMATS, GgufTensor, read_blocks
+from tandem.checkpoint.sources.gguf_blocks import FORMATS, read_blocks
+from tandem.checkpoint.sources.gguf_header import GgufTensor
 from tandem.kernels.formats import WeightFormat, find_format
 from tandem.kernels.formats.file_blocks import FileBlocks, has_file_blocks
 

@@ -1,0 +1,54 @@
+"""Which GGUF files of a repository `OWNER/NAME:Q4_K_M` means, as llama.cpp's -hf has it."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
+
+from tandem.checkpoint.sources.gguf_header import PART
+from tandem.core.errors import ModelError
+
+_SHOWN_FILES = 12
+
+
+def choose_gguf(repository: str, names: Iterable[str], tag: str) -> list[str]:
+    """Return the files of the one model that a tag names, all its parts in order.
+
+    The tag is a type of blocks ("Q4_K_M", "UD-Q4_K_XL", in any case), or a file's name. If several
+    models have it, the one with the shortest name is meant. Raises `ModelError` if none has.
+    """
+    models: dict[str, list[str]] = defaultdict(list)
+    for name in sorted(names):
+        if name.endswith(".gguf") and not is_projector(name):
+            models[_stem(name)].append(name)
+    pattern = re.compile(rf"(^|[-./]){re.escape(tag)}([-./]|$)", re.IGNORECASE)
+    chosen = [stem for stem, files in models.items() if tag in files or pattern.search(stem)]
+    if chosen:
+        return models[min(chosen, key=lambda stem: (len(stem), stem))]
+    if not models:
+        raise ModelError(
+            f"{repository} has no .gguf file of a model; leave out :{tag} to load what it has"
+        )
+    shown = ", ".join(PurePosixPath(stem).name for stem in list(models)[:_SHOWN_FILES])
+    more = f" and {len(models) - _SHOWN_FILES} more" if len(models) > _SHOWN_FILES else ""
+    raise ModelError(
+        f"{repository} has no .gguf file with {tag!r} in its name; it has {shown}{more}: give the "
+        "end of one of these after the colon"
+    )
+
+
+def is_projector(name: str) -> bool:
+    """Whether a GGUF file reads images or sound for a model, and is none itself."""
+    return PurePosixPath(name).name.lower().startswith("mmproj") or "-mmproj" in name.lower()
+
+
+def projectors_beside(file: Path) -> list[Path]:
+    """Return the files that read images or sound for a model, in its directory."""
+    return sorted(path for path in file.parent.glob("*.gguf") if is_projector(path.name))
+
+
+def _stem(name: str) -> str:
+    """Return what names a model: a path without its number of parts and its ending."""
+    path = PurePosixPath(name)
+    part = PART.fullmatch(path.name)
+    return str(path.with_name(part["stem"] if part else path.stem))

@@ -1,0 +1,295 @@
+"""The header of a GGUF file, of one part or several: metadata, and where each tensor lies.
+
+Nothing that a file says is trusted: every length is compared with the bytes that are there, before
+anything is read or any memory taken.
+"""
+
+import mmap
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tandem.core.errors import ModelError, UnsupportedModelError
+
+_UNREADABLE = "{file} cannot be read as GGUF ({reason}); download it again"
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_ALIGNMENT = 32  # where the file names no other
+_MOST_DIMENSIONS = 4
+_LONGEST_NAME = 512
+# By the number of a value's type: its format in `struct`, and in numpy.
+_SCALARS = {
+    0: ("B", "<u1"), 1: ("b", "<i1"), 2: ("H", "<u2"), 3: ("h", "<i2"), 4: ("I", "<u4"),
+    5: ("i", "<i4"), 6: ("f", "<f4"), 7: ("?", "<u1"), 10: ("Q", "<u8"), 11: ("q", "<i8"),
+    12: ("d", "<f8"),
+}  # fmt: skip
+_STRING, _ARRAY = 8, 9
+_NUMPY_TYPES = {"F32": "<f4", "F16": "<f2"}  # others are bytes
+PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """A tensor where it lies in its file."""
+
+    name: str
+    shape: tuple[int, ...]
+    """The length of a row first."""
+    tensor_type: IntEnum
+    """As the gguf package calls it."""
+    data_offset: int
+    n_bytes: int
+    data: npt.NDArray[np.generic] = field(repr=False)
+    """A view of the mapped file, the length of a row (in bytes, where it is in blocks) last."""
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """What a GGUF file says of itself, and its tensors by name, unread."""
+
+    file: Path
+    """The first one of a model in parts."""
+    architecture: str
+    fields: Mapping[str, Any]
+    """Numbers, texts and arrays of numbers; the strings of an array are not read: their count."""
+    tensors: Mapping[str, GgufTensor]
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """Return a number or text of the metadata, by its name after the architecture's."""
+        return self.at(f"{self.architecture}.{key}", default)
+
+    def at(self, key: str, default: Any = None) -> Any:
+        """Return a number or text of the metadata by its whole name."""
+        return self.fields.get(key, default)
+
+    def rows(self, tensor_name: str) -> int | None:
+        """Return the outputs of a matrix (or of each expert's); None if there is no such tensor."""
+        tensor = self.tensors.get(tensor_name)
+        return None if tensor is None or len(tensor.shape) < 2 else tensor.shape[1]
+
+    @property
+    def expert_width(self) -> int | None:
+        """The intermediate size of the experts."""
+        first = next((name for name in self.tensors if "ffn_gate_exps.weight" in name), "")
+        return self.rows(first)
+
+
+def read_header(file: Path) -> GgufHeader:
+    """Read what a GGUF file and its other parts hold; tensors stay unread.
+
+    Raises `ModelError` for a file that is damaged or lacks a part, with one sentence.
+    """
+    files = parts_of(file)
+    fields: dict[str, Any] = {}
+    tensors: dict[str, GgufTensor] = {}
+    for part in files:
+        of_part, own = _read_part(part)
+        if len(files) > 1:
+            _check_part(part, of_part, files)
+        fields = of_part | fields  # the first part's, if both have one
+        if again := tensors.keys() & own.keys():
+            raise ModelError(_UNREADABLE.format(file=part, reason=f"{min(again)} is there twice"))
+        tensors |= own
+    architecture = fields.get("general.architecture")
+    if not isinstance(architecture, str) or len(architecture) > _LONGEST_NAME:
+        raise ModelError(_UNREADABLE.format(file=files[0], reason="it names no architecture"))
+    header = GgufHeader(files[0], architecture, fields, tensors)
+    if len(files) > 1 and (count := fields.get("split.tensors.count")) not in (None, len(tensors)):
+        raise ModelError(
+            f"{files[0]} and its other parts have {len(tensors)} tensors, expected {count}; "
+            "download them again"
+        )
+    return header
+
+
+def parts_of(file: Path) -> list[Path]:
+    """Return the files of a model of which `file` is one part, in order; itself if it is whole.
+
+    Raises `ModelError` if one is not there.
+    """
+    found = PART.fullmatch(file.name)
+    if found is None:
+        return [file]
+    count = int(found["count"])
+    if not 0 < int(found["number"]) <= count:
+        raise ModelError(
+            f"{file} is part {int(found['number'])} of {count} by its name; give it back its name"
+        )
+    names = (f"{found['stem']}-{n + 1:05}-of-{count:05}.gguf" for n in range(count))
+    files = []
+    for name in names:
+        part = file.with_name(name)
+        if not part.is_file():
+            raise ModelError(
+                f"{part} is not there, and {file.name} is one of {count} parts of a model; "
+                "download all of them into one directory"
+            )
+        files.append(part)
+    return files
+
+
+def _check_part(part: Path, fields: Mapping[str, Any], files: list[Path]) -> None:
+    number, count = fields.get("split.no"), fields.get("split.count")
+    if (number, count) != (files.index(part), len(files)):
+        raise ModelError(
+            f"{part} says that it is part {number} of {count} (from 0), and its name says part "
+            f"{files.index(part)} of {len(files)}; give it back its name or download it again"
+        )
+
+
+def _read_part(file: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+    """Return one file's metadata and tensors."""
+    try:
+        with file.open("rb") as opened:
+            mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:  # ValueError: it is empty
+        reason = getattr(error, "strerror", None) or "it is empty"
+        raise ModelError(_UNREADABLE.format(file=file, reason=reason)) from error
+    try:
+        return _Reader(mapped).read()
+    except _DamagedError as error:
+        raise ModelError(_UNREADABLE.format(file=file, reason=error)) from error
+
+
+class _DamagedError(Exception):
+    """Says in half a sentence what is wrong with a file."""
+
+
+class _Reader:
+    """Reads a mapped file from its begin to the end of its header."""
+
+    def __init__(self, mapped: mmap.mmap) -> None:
+        self._mapped = mapped
+        self._size = len(mapped)
+        self._at = 0
+
+    def read(self) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+        if self._take(4, "its magic") != _MAGIC:
+            raise _DamagedError("its first bytes are not GGUF")
+        version = self._scalar("I")
+        if version not in _VERSIONS:
+            raise _DamagedError(f"its version is {version}, expected 2 or 3")
+        num_tensors, num_fields = self._scalar("Q"), self._scalar("Q")
+        fields: dict[str, Any] = {}
+        for _ in range(num_fields):  # what is no longer there ends it
+            key = self._name("a name of its metadata")
+            if key in fields:
+                raise _DamagedError(f"{key} is there twice")
+            fields[key] = self._value(self._scalar("I"), key)
+        infos = [self._tensor_info() for _ in range(self._counted(num_tensors, 24, "tensors"))]
+        begin = _aligned(self._at, fields.get("general.alignment", _ALIGNMENT))
+        tensors: dict[str, GgufTensor] = {}
+        for name, shape, kind, offset in infos:
+            if name in tensors:
+                raise _DamagedError(f"{name} is there twice")
+            tensors[name] = self._tensor(name, shape, kind, begin + offset)
+        return fields, tensors
+
+    def _take(self, count: int, what: str) -> bytes:
+        if count > self._size - self._at:
+            raise _DamagedError(f"it ends in {what}")
+        taken = self._mapped[self._at : self._at + count]
+        self._at += count
+        return taken
+
+    def _scalar(self, kind: str) -> Any:
+        return struct.unpack(f"<{kind}", self._take(struct.calcsize(f"<{kind}"), "its header"))[0]
+
+    def _counted(self, count: int, least_bytes: int, what: str) -> int:
+        """Return a count of things that take so many bytes each, if the file has room for them."""
+        if count * least_bytes > self._size - self._at:
+            raise _DamagedError(f"it says that it has {count} {what}, and ends before them")
+        return count
+
+    def _name(self, what: str) -> str:
+        length = self._scalar("Q")
+        if length > _LONGEST_NAME:
+            raise _DamagedError(f"{what} has {length} bytes")
+        name = self._text(length, what)
+        if not name.isprintable():
+            raise _DamagedError(f"{what} is {name!r}")
+        return name
+
+    def _text(self, length: int, what: str) -> str:
+        try:
+            return self._take(length, what).decode()
+        except UnicodeDecodeError as error:
+            raise _DamagedError(f"{what} is no text") from error
+
+    def _value(self, kind: int, key: str) -> Any:
+        if kind in _SCALARS:
+            return self._scalar(_SCALARS[kind][0])
+        if kind == _STRING:
+            return self._text(self._scalar("Q"), key)
+        if kind == _ARRAY:
+            return self._array(self._scalar("I"), self._scalar("Q"), key)
+        raise _DamagedError(f"{key} has a value of unknown type {kind}")
+
+    def _array(self, kind: int, count: int, key: str) -> Any:
+        """Return an array of numbers as a list, and of strings only their count."""
+        if kind in _SCALARS:
+            dtype = np.dtype(_SCALARS[kind][1])
+            size = self._counted(count, dtype.itemsize, f"values of {key}") * dtype.itemsize
+            return np.frombuffer(self._take(size, key), dtype).tolist()
+        if kind != _STRING:
+            raise _DamagedError(f"{key} is an array of unknown type {kind}")
+        for _ in range(self._counted(count, 8, f"values of {key}")):
+            length = self._scalar("Q")
+            if length > self._size - self._at:
+                raise _DamagedError(f"it ends in {key}")
+            self._at += length
+        return count
+
+    def _tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
+        name = self._name("a name of a tensor")
+        num_dimensions = self._scalar("I")
+        if not 0 < num_dimensions <= _MOST_DIMENSIONS:
+            raise _DamagedError(f"{name} has {num_dimensions} dimensions")
+        shape = tuple(self._scalar("Q") for _ in range(num_dimensions))
+        return name, shape, self._scalar("I"), self._scalar("Q")
+
+    def _tensor(self, name: str, shape: tuple[int, ...], kind: int, offset: int) -> GgufTensor:
+        block, kind_bytes, tensor_type = _kind(name, kind)
+        count = 1
+        for length in shape:
+            count *= length  # whole numbers of Python's: they do not overflow
+        if count == 0 or shape[0] % block:
+            raise _DamagedError(f"{name} has the shape {shape}, in blocks of {block}")
+        num_bytes = count // block * kind_bytes
+        if num_bytes + offset > self._size:
+            raise _DamagedError(
+                f"the file has {self._size} bytes, and {name} ends at {offset + num_bytes}"
+            )
+        dtype = np.dtype(_NUMPY_TYPES.get(tensor_type.name, "u1"))
+        flat = np.frombuffer(self._mapped, dtype, num_bytes // dtype.itemsize, offset)
+        data = flat.reshape(*reversed(shape[1:]), -1)
+        return GgufTensor(name, shape, tensor_type, offset, num_bytes, data)
+
+
+def _kind(name: str, kind: int) -> tuple[int, int, IntEnum]:
+    """Return the numbers and bytes of a block of a type, and what the gguf package calls it."""
+    try:
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+    except ImportError as error:
+        raise UnsupportedModelError(
+            "GGUF files need the gguf package, which is not installed; pip install gguf"
+        ) from error
+    try:
+        found = GGMLQuantizationType(kind)
+    except ValueError as error:
+        raise _DamagedError(f"{name} is of type {kind}, which the gguf package has not") from error
+    block, kind_bytes = GGML_QUANT_SIZES[found]
+    return block, kind_bytes, found
+
+
+def _aligned(offset: int, alignment: object) -> int:
+    if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+        raise _DamagedError(f"general.alignment is {alignment}, expected a power of two")
+    return -(-offset // alignment) * alignment
