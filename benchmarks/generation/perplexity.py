@@ -19,11 +19,11 @@ from transformers.utils.logging import disable_progress_bar
 import tandem
 from tandem.cli.model_choice import ModelChoice, find_model
 from tandem.decode.attention import register_attention
-from tandem.decode.kv_cache.base import stepping, transformers_cache
-from tandem.decode.kv_cache.cpu import KvCache
 from tandem.decode.shallow_copy import ShallowCopy
 from tandem.hf.runtime import require_runtime
 from tandem.kernels.attention import Segment
+from tandem.kv_cache.base import stepping, transformers_cache
+from tandem.kv_cache.cpu import KvCache
 
 TEXT = Path(__file__).parents[2] / "tests" / "data" / "wikitext_4096.txt"
 WINDOW = 512

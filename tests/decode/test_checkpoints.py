@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.decode.checkpoints import KeptCheckpoints, cut_lengths
+from tandem.kv_cache.checkpoints import KeptCheckpoints, cut_lengths
 
 
 def kept_at(*lengths: int) -> KeptCheckpoints:

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tandem.decode.kv_cache import cuda as cuda_kv_cache
-from tandem.decode.kv_cache.cuda import StaticKvCache
 from tandem.kernels.attention import AttentionForm, Segment
+from tandem.kv_cache import cuda as cuda_kv_cache
+from tandem.kv_cache.cuda import StaticKvCache
 
 NUM_TOKENS, MOST_BYTES = 200, 1 << 17
 

@@ -13,8 +13,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicIndexedLayer
 
 from tandem.decode.cpu_slots import CpuSlotPool, why_no_cpu_slots
-from tandem.decode.indexers import IndexScores, UnknownIndexerError
 from tandem.kernels.dense import CpuThreads
+from tandem.kv_cache.indexers import IndexScores, UnknownIndexerError
 from tests.architectures import architectures, build_tiny_model
 from tests.threads import two_threads
 

@@ -174,7 +174,7 @@ def test_memory_counts_states_and_checkpoints_stay_within_their_budget(
     pool.prefill({0: [40]})
     one = pool.cache.states.step_bytes
     assert pool.num_bytes > one > 0
-    monkeypatch.setattr("tandem.decode.states._MOST_BYTES", 2 * one)
+    monkeypatch.setattr("tandem.kv_cache.states._MOST_BYTES", 2 * one)
     pool = CpuSlotPool(model, threads, 1)
     for first in range(0, 200, 100):
         pool.prefill({0: LONG[first : first + 100]})
@@ -193,7 +193,7 @@ def test_checkpoints_inside_a_prompt_do_not_change_its_bits(
     cut, uncut = (CpuSlotPool(model, threads, 2) for _ in range(2))
     logits = cut.prefill_with_logits(0, LONG)
     assert [cut.usable(0, n) for n in (200, 199, 191, 71)] == [200, 192, 72, 0]
-    monkeypatch.setattr("tandem.decode.states.cut_lengths", lambda *_: [])
+    monkeypatch.setattr("tandem.kv_cache.states.cut_lengths", lambda *_: [])
     expected = uncut.prefill_with_logits(0, LONG)
     assert uncut.usable(0, 199) == 0
     assert torch.equal(logits, expected)

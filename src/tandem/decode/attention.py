@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tandem.core.errors import ConfigError
-from tandem.decode.indexers import SeesAllBefore, SelectedPositions
-from tandem.decode.kv_cache.base import NotByRowsError, current_cache
 from tandem.kernels.attention import AttentionForm
+from tandem.kv_cache.base import NotByRowsError, current_cache
+from tandem.kv_cache.indexers import SeesAllBefore, SelectedPositions
 
 ATTENTION_IMPLEMENTATION = "tandem"
 

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.decode.kv_cache.cpu import KvCache
 from tandem.decode.model_runner import ModelRunner, why_other_logits
 from tandem.decode.recording.recorded_graph import record_step
 from tandem.decode.recording.replay import ReplayedStep
 from tandem.decode.slots import MAX_STEP_TOKENS, CachedSlotPool
 from tandem.kernels.attention import Segment
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
+from tandem.kv_cache.cpu import KvCache
 
 # Fused operations may round the last digit of bf16 differently, and near ties of a router flip.
 _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}

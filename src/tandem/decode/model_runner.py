@@ -8,8 +8,6 @@ from torch import Tensor
 
 from tandem.core.errors import TandemError
 from tandem.decode.attention import register_attention
-from tandem.decode.indexers import masks_by_layer_type
-from tandem.decode.kv_cache.base import NotByRowsError, RowCache, stepping, transformers_cache
 from tandem.decode.norms import NormSwitch
 from tandem.decode.padded import PaddedRows
 from tandem.decode.shallow_copy import ShallowCopy
@@ -26,6 +24,8 @@ from tandem.hf.config_values import foreign_errors
 from tandem.hf.lookahead.warm_up import warm_up_ids
 from tandem.hf.runtime import runtime_of
 from tandem.kernels.dense import CpuThreads
+from tandem.kv_cache.base import NotByRowsError, RowCache, stepping, transformers_cache
+from tandem.kv_cache.indexers import masks_by_layer_type
 
 # How far logits may be from those of Transformers' own caches, relative to their size. Mistakes
 # show as an error of about one; low precision rounds differently, and near ties of the router may

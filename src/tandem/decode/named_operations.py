@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.decode.kv_cache.base import NotByRowsError, current_cache
-from tandem.decode.states import StateHandle
 from tandem.kernels.recurrent import ConvolutionState, RecurrenceForm, RecurrenceState
+from tandem.kv_cache.base import NotByRowsError, current_cache
+from tandem.kv_cache.states import StateHandle
 
 Operation = Callable[..., Any]
 

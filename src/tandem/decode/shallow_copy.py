@@ -12,11 +12,11 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from tandem.decode.block_indexers import methods_for
 from tandem.decode.named_operations import forward_with_operations
 from tandem.hf.compat import config_to_step
 from tandem.hf.experts import is_experts_module
 from tandem.kernels.torch_private import children_by_name, copy_module
+from tandem.kv_cache.block_indexers import methods_for
 
 
 class ShallowCopy:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from tandem.decode.kv_cache.windows import most_kept
 from tandem.decode.slots import MAX_STEP_TOKENS
 from tandem.experts.store.host_store import HostStore
 from tandem.experts.store.packed_layer import PackedLayer
@@ -25,6 +24,7 @@ from tandem.hf.load import empty_model, open_foreign, source_config
 from tandem.hf.quantizer import OffloadQuantizer
 from tandem.hf.save import stored_name
 from tandem.kernels.formats.weight_format import WeightFormat, find_format
+from tandem.kv_cache.windows import most_kept
 
 # Words in the names of modules -> the part that their weights belong to; the first that fits.
 _PARTS = (

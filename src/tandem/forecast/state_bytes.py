@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from tandem.decode.checkpoints import most_checkpoints
 from tandem.decode.slots import MAX_STEP_TOKENS
-from tandem.decode.states import most_checkpoint_bytes
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.compat import reference_warnings_held
 from tandem.hf.experts import is_experts_module
+from tandem.kv_cache.checkpoints import most_checkpoints
+from tandem.kv_cache.states import most_checkpoint_bytes
 
 _STATE_BYTES = 4  # slots keep states in fp32
 

@@ -12,12 +12,12 @@ from typing import Any
 from torch import Tensor
 
 from tandem.decode.cuda.slots import CudaSlotPool, MakeCapture
-from tandem.decode.kv_cache.base import NotByRowsError
 from tandem.experts.execution.batch import RoutedCall
 from tandem.experts.execution.device import Device
 from tandem.experts.store.host_store import HostStore
 from tandem.hf.experts import Bound, bind_all
 from tandem.hf.lookahead.warm_up import NoExperts, warm_up_ids
+from tandem.kv_cache.base import NotByRowsError
 from tandem.policy.cost import HardwareProfile, interpolate
 
 STEP_ROWS = (1, 8)

@@ -16,13 +16,13 @@ from torch import Tensor
 from tandem.core.errors import CapacityError
 from tandem.decode.cuda.graphs import TOLERANCES, Capture, CudaCapture, new_graphed_step
 from tandem.decode.cuda.resident_layers import GraphedLayers, graphed_layers
-from tandem.decode.kv_cache.cuda import StaticKvCache, on_its_way
 from tandem.decode.model_runner import ModelRunner, why_other_logits
 from tandem.decode.recording.replay import ReplayedStep
 from tandem.decode.slots import MAX_STEP_TOKENS, CachedSlotPool
 from tandem.experts.cache.expert_cache import SHRINK
 from tandem.hf.opaque_calls import intercepted
 from tandem.kernels.attention import Segment
+from tandem.kv_cache.cuda import StaticKvCache, on_its_way
 
 MakeCapture = Callable[[], Capture]
 

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.decode.kv_cache.cpu import KvCache
 from tandem.decode.recording.fusion.graph import Found, Graph
 from tandem.decode.recording.program import NativeCall, require_contiguous
 from tandem.decode.recording.recorder import Operation
@@ -16,6 +15,7 @@ from tandem.kernels import _native
 from tandem.kernels.attention import CachedAttention, selected_arguments
 from tandem.kernels.dense import CpuThreads, DenseWeight
 from tandem.kernels.recurrent import LayerState, StateTokens
+from tandem.kv_cache.cpu import KvCache
 
 _MAX_MATRICES = 8  # of one call
 

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.core.errors import CapacityError
-from tandem.decode.kv_cache.base import NotByRowsError, RowCache
 from tandem.kernels.attention import AttentionForm, Segment
+from tandem.kv_cache.base import NotByRowsError, RowCache
 
 _SHORTEST_LENGTH = 256
 # Bounds the scores of attention that no fused kernel computes; several copies live at a time.

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tandem.decode.index_keys import Selection
-from tandem.decode.indexers import SelectedPositions
+from tandem.kv_cache.index_keys import Selection
+from tandem.kv_cache.indexers import SelectedPositions
 
 Method = Callable[..., Any]
 

@@ -12,10 +12,6 @@ from torch import Tensor
 
 from tandem.core.errors import CapacityError
 from tandem.core.units import format_bytes
-from tandem.decode.index_keys import IndexStore, NewIndexKeys, Pool, Selection
-from tandem.decode.kv_cache.base import NotByRowsError, RowCache
-from tandem.decode.kv_cache.windows import KeptWindow
-from tandem.decode.states import StateHandle, StateKey, StateStore
 from tandem.experts.store import host_memory
 from tandem.hf.opaque_calls import ATTENTION, SELECTION, STATES, opaque
 from tandem.kernels.attention import (
@@ -26,6 +22,10 @@ from tandem.kernels.attention import (
 )
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
 from tandem.kernels.recurrent import LayerState, StateTokens
+from tandem.kv_cache.base import NotByRowsError, RowCache
+from tandem.kv_cache.index_keys import IndexStore, NewIndexKeys, Pool, Selection
+from tandem.kv_cache.states import StateHandle, StateKey, StateStore
+from tandem.kv_cache.windows import KeptWindow
 
 # Capacity grows in steps, so that it is copied rarely and never much too large.
 _GRANULE_TOKENS = 256

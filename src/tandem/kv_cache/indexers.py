@@ -3,7 +3,7 @@
 The code of DeepSeek-V3.2's indexer and its like takes the index keys of all tokens from its cache,
 scores them, adds a mask, and returns the positions of the best. In sequence slots each token has
 keys of its own, so what comes from the cache stands for them: it takes part in exactly these
-operations, and selects at the end (`tandem.decode.index_keys`). Any other use is refused.
+operations, and selects at the end (`tandem.kv_cache.index_keys`). Any other use is refused.
 """
 
 import sys
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.decode.index_keys import Selection
+from tandem.kv_cache.index_keys import Selection
 
 # Selects for a layer: new index keys (b, n_tokens, dim), queries (b, n_tokens, heads, dim), weights
 # (b, n_tokens, heads) -> (b, n_tokens, most) int32.

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.decode.checkpoints import KeptCheckpoints, cut_lengths
 from tandem.experts.store import host_memory
 from tandem.kernels.attention import Segment
 from tandem.kernels.dense import CpuThreads
 from tandem.kernels.recurrent import LayerState, StateTokens
+from tandem.kv_cache.checkpoints import KeptCheckpoints, cut_lengths
 
 _MOST_BYTES = 1 << 30  # of the checkpoints of all slots
 _MOST_SHARE = 1 / 8  # of the memory that is free

@@ -20,13 +20,13 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from tandem.decode.index_keys import Pool, Selection
-from tandem.decode.indexers import IndexScores
-from tandem.decode.states import StateHandle
 from tandem.hf.compat import is_empty_cache_layer
 from tandem.hf.steps import SEQUENCES
 from tandem.kernels.attention import AttentionForm
 from tandem.kernels.recurrent import LayerState
+from tandem.kv_cache.index_keys import Pool, Selection
+from tandem.kv_cache.indexers import IndexScores
+from tandem.kv_cache.states import StateHandle
 
 
 class NotByRowsError(Exception):

@@ -1,1 +1,0 @@
-"""Keys and values of sequences, on the CPU and on CUDA."""

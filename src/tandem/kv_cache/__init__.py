@@ -1,0 +1,1 @@
+"""What a model keeps of each sequence: keys, values, index keys, states and their checkpoints."""
