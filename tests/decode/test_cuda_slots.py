@@ -11,7 +11,7 @@ import torch
 import tandem
 from tandem.core.errors import CapacityError
 from tandem.decode.cuda.slots import CudaSlotPool, why_no_cuda_slots
-from tandem.decode.padded import PaddedRows
+from tandem.decode.padded import PaddedBatch
 from tandem.experts.execution.executor import CpuExecutor
 from tandem.experts.tracing.events import LayerExecuted
 from tandem.generate.generator import Generator
@@ -56,7 +56,7 @@ def test_captured_pieces_give_the_models_logits(models: dict[str, Any], name: st
     assert rows.num_segments == num_layers + 1
     # Experts run between the pieces; what is captured and compared beside answers nobody.
     assert len(events) == num_layers * (len(PROMPTS) + len(TOKENS))
-    for ours, theirs in zip(found, logits_of(PaddedRows(model, PROMPTS, 0)), strict=True):
+    for ours, theirs in zip(found, logits_of(PaddedBatch(model, PROMPTS, 0)), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-4)
 
 

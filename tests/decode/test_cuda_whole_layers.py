@@ -8,7 +8,7 @@ import torch
 
 import tandem
 from tandem.decode.cuda.resident_layers import GraphedLayers
-from tandem.decode.padded import PaddedRows
+from tandem.decode.padded import PaddedBatch
 from tandem.devices.cuda.device import CudaDevice
 from tandem.devices.cuda.kernels import TorchKernels
 from tandem.experts.cache.expert_cache import ExpertCache
@@ -70,7 +70,7 @@ def test_a_model_that_fits_the_device_is_captured_whole(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime = runtime_in(model)
-    expected = logits_of(PaddedRows(model, PROMPTS, 0))
+    expected = logits_of(PaddedBatch(model, PROMPTS, 0))
     functions = expert_functions(runtime.bound[0][0])
     busy: list[float] = []
     device = CudaDevice(LazyStreams(is_eager=True), TorchKernels(), on_busy=busy.append)

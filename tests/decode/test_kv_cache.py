@@ -7,7 +7,7 @@ import torch
 
 from tandem.core.errors import CapacityError
 from tandem.decode.cpu_slots import CpuSlotPool
-from tandem.decode.padded import PaddedRows
+from tandem.decode.padded import PaddedBatch
 from tandem.kernels.dense import CpuThreads
 from tandem.kv_cache.windows import most_kept
 from tests.architectures import build_tiny_model
@@ -26,11 +26,11 @@ def test_int8_keys_and_values_write_nearly_the_same(threads: CpuThreads) -> None
     model: Any = build_tiny_model("qwen3_moe")
     logits, sizes = [], []
     for kv_dtype in ("auto", "int8"):
-        rows = cpu_pool(model, threads, [[40, 41, 42], [60] * 90], kv_dtype=kv_dtype)
-        steps = [rows.prefill(), *(rows.decode([50 + i, 60 + i]).clone() for i in range(8))]
+        slots = cpu_pool(model, threads, [[40, 41, 42], [60] * 90], kv_dtype=kv_dtype)
+        steps = [slots.prefill(), *(slots.decode([50 + i, 60 + i]).clone() for i in range(8))]
         logits.append(torch.stack(steps))
-        sizes.append(rows.cache.num_bytes)
-        assert rows.step.is_replaying
+        sizes.append(slots.cache.num_bytes)
+        assert slots.step.is_replaying
     error = (logits[1] - logits[0]).norm() / logits[0].norm()
     assert 0 < error < 0.02
     assert sizes[1] < 0.4 * sizes[0]  # fp32 before
@@ -40,23 +40,23 @@ def test_a_kv_cache_larger_than_memory_is_refused_with_its_size(
     monkeypatch: pytest.MonkeyPatch, threads: CpuThreads
 ) -> None:
     model: Any = build_tiny_model("qwen3_moe")
-    rows = cpu_pool(model, threads, [[40, 41]] * 2)
-    rows.prefill()
-    per_token = rows.cache.num_bytes / 2 / 256
+    slots = cpu_pool(model, threads, [[40, 41]] * 2)
+    slots.prefill()
+    per_token = slots.cache.num_bytes / 2 / 256
     monkeypatch.setattr("tandem.experts.store.host_memory.available_bytes", lambda: 1 << 20)
-    with pytest.raises(CapacityError, match=r"2 rows of \d+ tokens takes .* 1 MiB .*='int8'"):
+    with pytest.raises(CapacityError, match=r"2 slots of \d+ tokens takes .* 1 MiB .*='int8'"):
         cpu_pool(model, threads, [[40] * int((1 << 20) / per_token)] * 2).prefill()
-    before = rows.decode([50, 51]).clone()
+    before = slots.decode([50, 51]).clone()
     with pytest.raises(CapacityError):
-        rows.cache.pretend(int((2 << 20) / per_token))
-    rows.cache.truncate(0, 2)  # it goes on with what it has
-    rows.cache.truncate(1, 2)
-    torch.testing.assert_close(rows.decode([50, 51]), before)
+        slots.cache.pretend(int((2 << 20) / per_token))
+    slots.cache.truncate(0, 2)  # it goes on with what it has
+    slots.cache.truncate(1, 2)
+    torch.testing.assert_close(slots.decode([50, 51]), before)
 
 
 @pytest.fixture
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let rows slide after some dozens of tokens."""
+    """Let slots slide after some dozens of tokens."""
     monkeypatch.setattr("tandem.kv_cache.windows.MARGIN_TOKENS", 16)
     monkeypatch.setattr("tandem.kv_cache.windows.LEAST_SLACK_TOKENS", 16)
     monkeypatch.setattr("tandem.kv_cache.windows.GRANULE_TOKENS", 64)
@@ -71,7 +71,7 @@ def tokens_of(seed: int, count: int) -> list[int]:
 def test_windows_keep_what_they_reach_and_change_nothing(name: str, threads: CpuThreads) -> None:
     model: Any = build_tiny_model(name)
     prompts = [tokens_of(1, 90), tokens_of(2, 5)]
-    ours, theirs = cpu_pool(model, threads, prompts), PaddedRows(model, prompts, 0)
+    ours, theirs = cpu_pool(model, threads, prompts), PaddedBatch(model, prompts, 0)
     logits, expected = ours.prefill(), theirs.prefill()
     sizes = []
     for i in range(140):
@@ -89,17 +89,17 @@ def test_windows_keep_what_they_reach_and_change_nothing(name: str, threads: Cpu
 def test_rows_go_on_from_what_their_windows_still_reach(threads: CpuThreads) -> None:
     model: Any = build_tiny_model("gpt_oss")
     prompt = tokens_of(3, 40)
-    rows = cpu_pool(model, threads, [prompt])
-    rows.prefill()
+    slots = cpu_pool(model, threads, [prompt])
+    slots.prefill()
     said = tokens_of(4, 150)
     for token in said:
-        rows.decode([token])
+        slots.decode([token])
     held = prompt + said
     for shared, reused in ((len(held) - 10, len(held) - 10), (60, 0)):
         again = held[:shared] + tokens_of(5, 12)
-        rows.continue_with([again])
-        assert rows.reused_tokens == [reused]
-        logits = [rows.prefill(), *(rows.decode([50 + i]).clone() for i in range(3))]
+        slots.continue_with([again])
+        assert slots.reused_tokens == [reused]
+        logits = [slots.prefill(), *(slots.decode([50 + i]).clone() for i in range(3))]
         fresh = cpu_pool(model, threads, [again])
         expected = [fresh.prefill(), *(fresh.decode([50 + i]).clone() for i in range(3))]
         torch.testing.assert_close(torch.stack(logits), torch.stack(expected), rtol=1e-3, atol=1e-3)

@@ -9,7 +9,7 @@ from transformers.utils.logging import warning_once
 
 from tandem.decode.cpu_slots import CpuSlotPool, why_no_cpu_slots
 from tandem.decode.named_operations import OPERATIONS, forward_with_operations
-from tandem.decode.padded import PaddedRows
+from tandem.decode.padded import PaddedBatch
 from tandem.kernels.dense import CpuThreads
 from tests.architectures import build_tiny_model
 from tests.decode.whole_pool import WholePool, cpu_pool
@@ -38,7 +38,7 @@ def test_prompts_and_steps_of_any_lengths_are_the_models(name: str, threads: Cpu
     model: Any = build_tiny_model(name)
     prompts = [[40, 41, 42, 43, 44], [50], LONG[:70]]
     pool = cpu_pool(model, threads, prompts)
-    padded = PaddedRows(model, prompts, 0)
+    padded = PaddedBatch(model, prompts, 0)
     close(pool.prefill(), padded.prefill())
     for step in range(6):
         tokens = [60 + step, 70 + step, 80 + step]

@@ -7,7 +7,7 @@ import torch
 
 from tandem.core.errors import UnsupportedModelError
 from tandem.decode.cpu_slots import CpuSlotPool
-from tandem.decode.padded import PaddedRows
+from tandem.decode.padded import PaddedBatch
 from tandem.generate.generator import Generator
 from tests.architectures import FIRST_PLAIN_TOKEN, VOCABULARY, architectures, build_tiny_model
 from tests.threads import two_threads
@@ -71,7 +71,7 @@ def test_logits_in_slots_are_the_models(name: str) -> None:
     model: Any = build_tiny_model(name)
     threads = two_threads()
     prompts = [*prompts_of([7, 3]), prompts_of([80])[0]]
-    pool, padded = CpuSlotPool(model, threads, 4), PaddedRows(model, prompts, 0)
+    pool, padded = CpuSlotPool(model, threads, 4), PaddedBatch(model, prompts, 0)
     pairs = [(pool.prefill(dict(enumerate(prompts))), padded.prefill())]
     shared = pool.usable(2, 75)
     pool.copy(2, 3, shared)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.decode.padded import PaddedRows
+from tandem.decode.padded import PaddedBatch
 from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tests.architectures import architectures
 from tests.gpu.models import DEVICE, compare_logits, load_pair
@@ -42,7 +42,7 @@ def test_logits_are_those_of_the_cpu(tmp_path: Path, name: str, dtype: torch.dty
 
 def steps_of(model: Any) -> list[torch.Tensor]:
     """Return the logits of a prompt and of steps that are the same whatever is said."""
-    rows = PaddedRows(model, [[40, 41, 42, 43], [60] * 9], 0)
+    rows = PaddedBatch(model, [[40, 41, 42, 43], [60] * 9], 0)
     return [rows.prefill().clone(), *(rows.decode([t, t + 1]).clone() for t in range(50, 60))]
 
 

@@ -12,7 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tandem.core.errors import ConfigError
 from tandem.kernels.attention import AttentionForm
-from tandem.kv_cache.base import NotByRowsError, current_cache
+from tandem.kv_cache.base import NotInSlotsError, current_cache
 from tandem.kv_cache.indexers import SeesAllBefore, SelectedPositions
 
 ATTENTION_IMPLEMENTATION = "tandem"
@@ -38,7 +38,7 @@ def attention_forward(
 
     One sequence of n tokens, of all rows one after the other; or b rows with one token each. `key`
     and `value` are those of the step's tokens alone; `indices` (b, n, most) are the positions that
-    an indexer selected for each, as of `RowCache.select`.
+    an indexer selected for each, as of `SlotCache.select`.
     """
     cache = current_cache()
     if cache is None:
@@ -51,10 +51,10 @@ def attention_forward(
         indices, attention_mask = attention_mask.indices, None
     has_mask = attention_mask is not None and not isinstance(attention_mask, SeesAllBefore)
     if has_mask or position_bias is not None or not causal:
-        raise NotByRowsError("attention has a mask or a bias of the model's own")
+        raise NotInSlotsError("attention has a mask or a bias of the model's own")
     cache.expect_sharing(module)
     if query.shape[1] % key.shape[1]:
-        raise NotByRowsError(f"{query.shape[1]} query heads share {key.shape[1]} of keys")
+        raise NotInSlotsError(f"{query.shape[1]} query heads share {key.shape[1]} of keys")
     form = AttentionForm(
         num_heads=query.shape[1],
         num_kv_heads=key.shape[1],

@@ -88,10 +88,10 @@ class SlotImages:
         `keys` and `positions` (n_tokens,) are of the segments' tokens. There are no features where
         no token is of an image.
         """
-        if not any(segment.row in self._prompts for segment in segments):
+        if not any(segment.slot in self._prompts for segment in segments):
             return keys, positions[None], None
         ids = keys.where(keys >= 0, self._model.config.image_token_id)
-        shown = [self._shown_of(segment.row) for segment in segments]
+        shown = [self._shown_of(segment.slot) for segment in segments]
         kinds = max(len(one.positions) for one in shown if one)
         placed = [
             own.expand(kinds, -1) if one is None else one.positions_of(segment)

@@ -9,7 +9,7 @@ from torch import Tensor
 from tandem.core.errors import TandemError
 from tandem.decode.attention import register_attention
 from tandem.decode.norms import NormSwitch
-from tandem.decode.padded import PaddedRows
+from tandem.decode.padded import PaddedBatch
 from tandem.decode.shallow_copy import ShallowCopy
 from tandem.experts.execution.executor import Executor
 from tandem.experts.tracing.events import unheard
@@ -24,7 +24,7 @@ from tandem.hf.config_values import foreign_errors
 from tandem.hf.lookahead.warm_up import warm_up_ids
 from tandem.hf.runtime import runtime_of
 from tandem.kernels.dense import CpuThreads
-from tandem.kv_cache.base import NotByRowsError, RowCache, stepping, transformers_cache
+from tandem.kv_cache.base import NotInSlotsError, SlotCache, stepping, transformers_cache
 from tandem.kv_cache.indexers import masks_by_layer_type
 
 # How far logits may be from those of Transformers' own caches, relative to their size. Mistakes
@@ -38,8 +38,8 @@ _STEP_TOKENS = 64  # more are a prompt's; steps are recorded as the model does t
 class ModelRunner:
     """A model with a cache that it reads and writes while it is called here."""
 
-    def __init__(self, model: Any, cache: RowCache, threads: CpuThreads | None = None) -> None:
-        """Raises `NotByRowsError` for a model that keeps more than keys and values.
+    def __init__(self, model: Any, cache: SlotCache, threads: CpuThreads | None = None) -> None:
+        """Raises `NotInSlotsError` for a model that keeps more than keys and values.
 
         With `threads`, a prompt's norms are native.
         """
@@ -146,7 +146,7 @@ def _why_other_logits(
     except TandemError:
         raise
     except (
-        NotByRowsError,
+        NotInSlotsError,
         RuntimeError,
         ValueError,
         TypeError,
@@ -155,7 +155,7 @@ def _why_other_logits(
     ) as error:
         return str(error).partition("\n")[0] or type(error).__name__
     with foreign_errors(f"{type(model).__name__} cannot run a prompt with this config.json"):
-        padded = PaddedRows(model, prompts, 0)
+        padded = PaddedBatch(model, prompts, 0)
         theirs = [padded.prefill(), padded.decode(trial[:2])]
     for a, b in zip(ours, theirs, strict=True):
         if not (a.float() - b.float()).norm() <= tolerance * b.float().norm():

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.kernels.recurrent import ConvolutionState, RecurrenceForm, RecurrenceState
-from tandem.kv_cache.base import NotByRowsError, current_cache
+from tandem.kv_cache.base import NotInSlotsError, current_cache
 from tandem.kv_cache.states import StateHandle
 
 Operation = Callable[..., Any]
@@ -90,7 +90,7 @@ def _convolve(
 ) -> Tensor:
     """Convolve (b, channels, n_tokens), keeping its shape."""
     if activation not in (None, "silu", "swish"):
-        raise NotByRowsError(f"a short convolution with the activation {activation}")
+        raise NotInSlotsError(f"a short convolution with the activation {activation}")
     batch, channels, num_tokens = x.shape
     result: Tensor = handle.cache.advance(
         handle,

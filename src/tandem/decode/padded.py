@@ -84,7 +84,7 @@ def end_of_sequence_ids(model: Any) -> frozenset[int]:
     return frozenset(() if ids is None else (ids if isinstance(ids, list | tuple) else (ids,)))
 
 
-class PaddedRows:
+class PaddedBatch:
     """Rows of one batch, padded on the left, on the model's own KV caches and states.
 
     Serves every architecture: positions, masks and inputs come from the model's own preparation,
@@ -157,7 +157,7 @@ class PaddedSlotPool:
         """Serve `num_slots` prompts at a time; `pad_id` stands before the shorter ones."""
         self.num_slots = num_slots
         self._model, self._pad_id = model, pad_id
-        self._rows: PaddedRows | None = None
+        self._rows: PaddedBatch | None = None
         self._images: dict[int, ImagePrompt] = {}
         self._tokens: dict[int, int] = {}  # by slot: the last one, in the order of the rows
 
@@ -190,7 +190,7 @@ class PaddedSlotPool:
         for images in self._images.values():
             prompts, inputs = dict.fromkeys(prompts, images.ids), images.tensors()
         rows = [list(prompt) for prompt in prompts.values()]
-        self._rows = PaddedRows(self._model, rows, self._pad_id, inputs)
+        self._rows = PaddedBatch(self._model, rows, self._pad_id, inputs)
         self._tokens = dict.fromkeys(prompts, 0)
         return self._rows.prefill()
 

@@ -15,9 +15,9 @@ from tandem.decode.images import ImagePrompt, SlotImages, why_no_slot_images
 from tandem.decode.model_runner import ModelRunner
 from tandem.decode.recording.replay import ReplayedStep
 from tandem.hf.finite import require_finite_logits
-from tandem.kv_cache.base import RowCache
+from tandem.kv_cache.base import SlotCache
 
-_Cache = TypeVar("_Cache", bound=RowCache)
+_Cache = TypeVar("_Cache", bound=SlotCache)
 
 # Bounds the activations of a long prompt; experts are read, or fetched, once per so many tokens.
 MAX_STEP_TOKENS = 2048

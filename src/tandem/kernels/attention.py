@@ -1,7 +1,7 @@
 """Attention over a KV cache on the CPU, for the tokens of a step or of a prompt.
 
-A layer's keys and values lie as (rows, KV heads, blocks of 16 positions), each block as the kernels
-read it (`csrc/kv_layout.hpp`); each row has a length of its own. Checks what C++ takes on trust.
+A layer's keys and values lie as (slots, KV heads, blocks of 16 positions), each as the kernels
+read it (`csrc/kv_layout.hpp`); each slot has a length of its own. Checks what C++ takes on trust.
 """
 
 from dataclasses import dataclass
@@ -48,9 +48,9 @@ class AttentionForm:
 
 
 class Segment(NamedTuple):
-    """Tokens of one row that follow each other, among the tokens of a step."""
+    """Tokens of one slot that follow each other, among the tokens of a step."""
 
-    row: int
+    slot: int
     first_position: int
     num_tokens: int
 
@@ -82,7 +82,7 @@ class CachedAttention:
         self.keys, self.values = (
             torch.empty((0, 0, 0, 0), dtype=torch.uint8, device="cpu") for _ in range(2)
         )
-        """(rows, KV heads, blocks, bytes of a block)"""
+        """(slots, KV heads, blocks, bytes of a block)"""
 
     @property
     def num_bytes(self) -> int:
@@ -90,18 +90,18 @@ class CachedAttention:
         return self.keys.nbytes + self.values.nbytes
 
     def bytes_of(self, num_tokens: int) -> int:
-        """Return the bytes of so many tokens of one row, in whole blocks."""
+        """Return the bytes of so many tokens of one slot, in whole blocks."""
         block_bytes = self.native.key_block_bytes + self.native.value_block_bytes
         return -(-num_tokens // BLOCK_TOKENS) * block_bytes * self.form.num_kv_heads
 
-    def reserve(self, num_rows: int, capacity: int, used: int = 0) -> None:
-        """Make room for `num_rows` rows of `capacity` tokens, of which the first `used` are kept.
+    def reserve(self, num_slots: int, capacity: int, used: int = 0) -> None:
+        """Make room for `num_slots` slots of `capacity` tokens, of which the first `used` are kept.
 
         Raises `RuntimeError` where there is no memory.
         """
         num_blocks = -(-capacity // CHUNK_TOKENS) * (CHUNK_TOKENS // BLOCK_TOKENS)
         used_blocks = -(-used // BLOCK_TOKENS)
-        lead = (num_rows, self.form.num_kv_heads, num_blocks)
+        lead = (num_slots, self.form.num_kv_heads, num_blocks)
         sizes = (self.native.key_block_bytes, self.native.value_block_bytes)
         old = (self.keys, self.values)
         new = [torch.empty((*lead, size), dtype=torch.uint8, device="cpu") for size in sizes]
@@ -112,24 +112,24 @@ class CachedAttention:
         self.native.set_cache(self.keys.data_ptr(), self.values.data_ptr(), num_blocks)
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Let a row begin with the first `length` tokens of another one."""
+        """Let a slot begin with the first `length` tokens of another one."""
         blocks = -(-length // BLOCK_TOKENS)
         for tensor in (self.keys, self.values):
             tensor[target, :, :blocks] = tensor[source, :, :blocks]
 
     def append(
-        self, threads: CpuThreads, rows: Tensor, positions: Tensor, key: Tensor, value: Tensor
+        self, threads: CpuThreads, slots: Tensor, positions: Tensor, key: Tensor, value: Tensor
     ) -> None:
-        """Write (kv heads, n_tokens, dim) of tokens whose row and position are (n_tokens,) int64.
+        """Write (kv heads, n_tokens, dim) of tokens whose slot and position are (n_tokens,) int64.
 
-        They lie inside the cache: the caller has made room. A row's positions are filled in their
+        They lie inside the cache: the caller has made room. A slot's positions are filled in their
         order, without a gap.
         """
         assert key.dtype == value.dtype
         assert key.dtype in VALUE_DTYPES
         key, value = _dense_last(key), _dense_last(value)
         threads.attention.append(
-            self.native, key.dtype == torch.bfloat16, key.shape[1], rows.data_ptr(),
+            self.native, key.dtype == torch.bfloat16, key.shape[1], slots.data_ptr(),
             positions.data_ptr(), key.data_ptr(), key.stride(1), key.stride(0), value.data_ptr(),
             value.stride(1), value.stride(0),
         )  # fmt: skip
@@ -137,14 +137,14 @@ class CachedAttention:
     def attend(
         self,
         threads: CpuThreads,
-        rows: Tensor,
+        slots: Tensor,
         positions: Tensor,
         query: Tensor,
         selected: Tensor | None = None,
     ) -> Tensor:
         """Attend: query (heads, n_tokens, key dim) -> (n_tokens, heads, value dim).
 
-        Tokens of one row that follow each other read what they see together. With `selected`
+        Tokens of one slot that follow each other read what they see together. With `selected`
         (n_tokens, most) int32 a token sees those positions alone, in any order; -1 stands where
         there are fewer. A token whose first one is -1 sees all.
         """
@@ -153,7 +153,7 @@ class CachedAttention:
         shape = (num_tokens, self.form.num_heads, self.form.value_dim)
         out = torch.empty(shape, dtype=query.dtype, device="cpu")
         threads.attention.attend(
-            self.native, query.dtype == torch.bfloat16, num_tokens, rows.data_ptr(),
+            self.native, query.dtype == torch.bfloat16, num_tokens, slots.data_ptr(),
             positions.data_ptr(), query.data_ptr(), query.stride(1), query.stride(0),
             *selected_arguments(selected), out.data_ptr(),
         )  # fmt: skip

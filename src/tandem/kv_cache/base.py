@@ -1,4 +1,4 @@
-"""What a model and its attention ask of a KV cache by rows, wherever its keys and values lie.
+"""What a model and its attention ask of the KV cache of sequence slots, wherever it lies.
 
 A layer's keys and values are kept when attention is called, not when the model "updates the cache":
 what a model does to them in between (expanding a latent, say) is done once per token.
@@ -29,19 +29,19 @@ from tandem.kv_cache.indexers import IndexScores
 from tandem.kv_cache.states import StateHandle
 
 
-class NotByRowsError(Exception):
-    """A model does something around its attention that rows of one sequence cannot have."""
+class NotInSlotsError(Exception):
+    """A model does something around its attention that sequence slots cannot have."""
 
 
-class RowCache(ABC):
-    """Lengths of rows, and the order in which a model must ask: keys of a layer, its attention."""
+class SlotCache(ABC):
+    """Lengths of slots, and the order in which a model must ask: keys of a layer, its attention."""
 
-    rows: Tensor
-    """The row of each token of the step that is under way, on the host."""
+    slots: Tensor
+    """The slot of each token of the step that is under way, on the host."""
 
-    def __init__(self, num_rows: int) -> None:
-        """Hold rows without tokens."""
-        self.lengths = [0] * num_rows
+    def __init__(self, num_slots: int) -> None:
+        """Hold slots without tokens."""
+        self.lengths = [0] * num_slots
         self.num_layers = 1
         """Layers that are expected: their memory is asked for together."""
         self.num_sliding_layers = 0
@@ -73,10 +73,10 @@ class RowCache(ABC):
     ) -> Tensor:
         """Go on from a layer's states by the step's tokens; return what comes out, by token.
 
-        `new` makes the layer's states of a kind, for so many rows. Raises `NotByRowsError` where
+        `new` makes the layer's states of a kind, for so many slots. Raises `NotInSlotsError` where
         none are kept.
         """
-        raise NotByRowsError("the model keeps states beside keys and values")
+        raise NotInSlotsError("the model keeps states beside keys and values")
 
     def select(
         self,
@@ -89,14 +89,14 @@ class RowCache(ABC):
     ) -> Tensor:
         """Keep the step's new index keys of a layer; return the positions that its tokens see.
 
-        As of `IndexStore.select`. Raises `NotByRowsError` where no index keys are kept.
+        As of `IndexStore.select`. Raises `NotInSlotsError` where no index keys are kept.
         """
-        raise NotByRowsError("the model keeps index keys beside keys and values")
+        raise NotInSlotsError("the model keeps index keys beside keys and values")
 
     def expect(self, layer: int) -> None:
         """Note that a layer has new keys and values: its attention comes next."""
         if self._awaited is not None:
-            raise NotByRowsError("keys were given twice before attention was asked for")
+            raise NotInSlotsError("keys were given twice before attention was asked for")
         self._awaited = layer
 
     def expect_sharing(self, module: Any) -> None:
@@ -119,36 +119,36 @@ class RowCache(ABC):
 
     @abstractmethod
     def reserve(self, needed: int) -> None:
-        """Make room for `needed` tokens in each row; raises `CapacityError` if there is none."""
+        """Make room for `needed` tokens in each slot; raises `CapacityError` if there is none."""
 
     @abstractmethod
     def pretend(self, length: int) -> None:
-        """Let every row hold `length` tokens that nobody said; needs a forward before it."""
+        """Let every slot hold `length` tokens that nobody said; needs a forward before it."""
 
     @abstractmethod
     def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Let a row hold the first tokens of another one, in place of what it held."""
+        """Let a slot hold the first tokens of another one, in place of what it held."""
 
-    def usable(self, row: int, length: int) -> int:
-        """Return with how many of the first `length` tokens that it holds a row can go on: all."""
+    def usable(self, slot: int, length: int) -> int:
+        """Return with how many of the first `length` tokens that it holds a slot can go on: all."""
         return length
 
-    def truncate(self, row: int, length: int) -> None:
-        """Forget a row's tokens from `length` on."""
-        assert 0 <= length <= self.lengths[row]
-        self.lengths[row] = length
+    def truncate(self, slot: int, length: int) -> None:
+        """Forget a slot's tokens from `length` on."""
+        assert 0 <= length <= self.lengths[slot]
+        self.lengths[slot] = length
 
     def _expected_layer(self) -> int:
         """Return the layer whose attention is asked for now."""
         layer, self._awaited = self._awaited, None
         if layer is None:
-            raise NotByRowsError("attention was asked for without new keys")
+            raise NotInSlotsError("attention was asked for without new keys")
         return layer
 
     def _require_through(self) -> None:
-        """Raise `NotByRowsError` if a layer gave keys and never asked for attention."""
+        """Raise `NotInSlotsError` if a layer gave keys and never asked for attention."""
         if self._awaited is not None:
-            raise NotByRowsError("keys were given, but attention was not asked for")
+            raise NotInSlotsError("keys were given, but attention was not asked for")
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]
@@ -156,7 +156,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
 
     is_sliding = False
 
-    def __init__(self, cache: RowCache, layer: int) -> None:
+    def __init__(self, cache: SlotCache, layer: int) -> None:
         super().__init__()
         self._cache = cache
         self._layer = layer
@@ -196,7 +196,7 @@ class _IndexedLayer(_Layer):
         weights: Tensor | None,
         pool: Pool | None = None,
     ) -> Tensor:
-        """As of `RowCache.select`, for tensors (b, n_tokens, ...)."""
+        """As of `SlotCache.select`, for tensors (b, n_tokens, ...)."""
         flat = None if weights is None else weights.flatten(0, 1)
         cache, tokens = self._cache, (key.flatten(0, 1), query.flatten(0, 1), flat)
         return cache.select(self._layer, selection, *tokens, pool).view(*key.shape[:2], -1)
@@ -213,7 +213,7 @@ class _IndexedLayer(_Layer):
 class _StateLayer(LinearAttentionLayer):  # type: ignore[misc]
     """The same for a layer with states: what it gives out are handles of ours."""
 
-    def __init__(self, cache: RowCache, layer: int, number_of_states: int) -> None:
+    def __init__(self, cache: SlotCache, layer: int, number_of_states: int) -> None:
         super().__init__(number_of_states)
         self._cache = cache
         self._handles = [StateHandle(cache, layer, i) for i in range(number_of_states)]
@@ -233,8 +233,8 @@ class _StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         return recurrent_states
 
 
-def transformers_cache(model: Any, cache: RowCache) -> DynamicCache:
-    """Return the cache object for a forward; raises `NotByRowsError` for layers of other kinds.
+def transformers_cache(model: Any, cache: SlotCache) -> DynamicCache:
+    """Return the cache object for a forward; raises `NotInSlotsError` for layers of other kinds.
 
     Compressed caches and the like need their own kind.
     """
@@ -249,12 +249,12 @@ def transformers_cache(model: Any, cache: RowCache) -> DynamicCache:
     full = kinds.count(DynamicLayer) + kinds.count(DynamicIndexedLayer)
     cache.num_layers = max(1, full + cache.num_sliding_layers)
     if not kinds:
-        raise NotByRowsError("the model keeps no keys and values")
+        raise NotInSlotsError("the model keeps no keys and values")
     shell.layers = [_stand_in(cache, number, layer) for number, layer in enumerate(shell.layers)]
     return shell
 
 
-def _stand_in(cache: RowCache, number: int, layer: Any) -> Any:
+def _stand_in(cache: SlotCache, number: int, layer: Any) -> Any:
     kind = type(layer)
     if kind in (DynamicLayer, DynamicSlidingWindowLayer):
         return _Layer(cache, number)
@@ -264,23 +264,23 @@ def _stand_in(cache: RowCache, number: int, layer: Any) -> Any:
         return _StateLayer(cache, number, layer.number_of_states)
     if is_empty_cache_layer(layer):
         return layer
-    raise NotByRowsError(f"a layer's cache is a {kind.__name__}")
+    raise NotInSlotsError(f"a layer's cache is a {kind.__name__}")
 
 
 # Attention functions are registered by name and called by the model's code with the module alone:
 # the step that is under way reaches them here.
-_CURRENT: ContextVar[RowCache | None] = ContextVar("tandem_kv_cache", default=None)
+_CURRENT: ContextVar[SlotCache | None] = ContextVar("tandem_kv_cache", default=None)
 
 
-def current_cache() -> RowCache | None:
+def current_cache() -> SlotCache | None:
     """Return the cache of the step that is under way in this thread."""
     return _CURRENT.get()
 
 
 @contextmanager
-def stepping(cache: RowCache) -> Iterator[None]:
+def stepping(cache: SlotCache) -> Iterator[None]:
     """Make a cache the current one."""
-    token, of_tokens = _CURRENT.set(cache), SEQUENCES.set(lambda: cache.rows)
+    token, of_tokens = _CURRENT.set(cache), SEQUENCES.set(lambda: cache.slots)
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
-"""A KV cache by rows: each row has a length of its own, and a step costs what is filled.
+"""The KV cache of sequence slots on the CPU: a step costs what each slot has filled.
 
-Tokens of several rows go through the model as one sequence; only attention tells them apart. So a
-batch needs no padding, and rows may be at any position. Layers with a sliding window keep no more
+Tokens of several slots go through the model as one sequence; only attention tells them apart. So a
+batch needs no padding, and slots may be at any position. Layers with a sliding window keep no more
 than it can reach ([windows](windows.py)).
 """
 
@@ -22,7 +22,7 @@ from tandem.kernels.attention import (
 )
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
 from tandem.kernels.recurrent import LayerState, StateTokens
-from tandem.kv_cache.base import NotByRowsError, RowCache
+from tandem.kv_cache.base import NotInSlotsError, SlotCache
 from tandem.kv_cache.index_keys import IndexStore, NewIndexKeys, Pool, Selection
 from tandem.kv_cache.states import StateHandle, StateKey, StateStore
 from tandem.kv_cache.windows import KeptWindow
@@ -32,30 +32,30 @@ _GRANULE_TOKENS = 256
 _PRETENDED_TOKENS = 1024  # that are made up at once
 
 
-class KvCache(RowCache):
-    """Keys and values of all layers for a fixed number of rows, grown as they get longer."""
+class KvCache(SlotCache):
+    """Keys and values of all layers for a fixed number of slots, grown as they get longer."""
 
     def __init__(
-        self, threads: CpuThreads, num_rows: int, capacity: int, *, kv_dtype: str = "auto"
+        self, threads: CpuThreads, num_slots: int, capacity: int, *, kv_dtype: str = "auto"
     ) -> None:
-        """Hold `num_rows` rows, with room for `capacity` tokens each before growing.
+        """Hold `num_slots` slots, with room for `capacity` tokens each before growing.
 
         `kv_dtype` is "fp32", "bf16" or "int8"; "auto" keeps what the model computes in.
         """
         kv_dtype = require_kv_dtype(kv_dtype)
-        super().__init__(num_rows)
+        super().__init__(num_slots)
         self.threads = threads
         self._kv_dtype = kv_dtype
         self._capacity = _rounded(capacity)
         self._layers: dict[int, CachedAttention] = {}
         self._windows: dict[int, KeptWindow] = {}
-        self.states = StateStore(num_rows)
+        self.states = StateStore(num_slots)
         """What layers keep in place of keys and values."""
-        self.index_keys = IndexStore(num_rows)
+        self.index_keys = IndexStore(num_slots)
         """What layers with an indexer keep beside them."""
         self._expected_bytes = 0
         self._segments: list[Segment] = []
-        self.rows = self.positions = torch.zeros(0, dtype=torch.int64, device="cpu")
+        self.slots = self.positions = torch.zeros(0, dtype=torch.int64, device="cpu")
 
     @property
     def num_bytes(self) -> int:
@@ -73,10 +73,10 @@ class KvCache(RowCache):
         ) + sum(map(self.index_keys.read_bytes, self.lengths))
 
     def begin(self, segments: Sequence[Segment]) -> None:
-        """Announce the tokens of the next forward, which follow what their rows hold."""
+        """Announce the tokens of the next forward, which follow what their slots hold."""
         self._segments = list(segments)
-        self.rows = torch.tensor(
-            [s.row for s in segments for _ in range(s.num_tokens)], device="cpu"
+        self.slots = torch.tensor(
+            [s.slot for s in segments for _ in range(s.num_tokens)], device="cpu"
         )
         self.positions = torch.cat(
             [
@@ -89,19 +89,19 @@ class KvCache(RowCache):
         self._place(is_kept=False)
         self.states.begin(segments)
 
-    def begin_decode(self, numbers: Sequence[int], rows: Tensor, positions: Tensor) -> None:
-        """Announce one token for some rows; their tensors (n,) int64 are filled here.
+    def begin_decode(self, numbers: Sequence[int], slots: Tensor, positions: Tensor) -> None:
+        """Announce one token for some slots; their tensors (n,) int64 are filled here.
 
         A recorded step refers to these tensors, so the caller keeps them, one pair per n.
         """
-        lengths = [self.lengths[row] for row in numbers]
+        lengths = [self.lengths[slot] for slot in numbers]
         self._segments = [
-            Segment(row, length, 1) for row, length in zip(numbers, lengths, strict=True)
+            Segment(slot, length, 1) for slot, length in zip(numbers, lengths, strict=True)
         ]
         self.reserve(max(lengths) + 1)
-        rows.copy_(torch.tensor(numbers, device="cpu"))
+        slots.copy_(torch.tensor(numbers, device="cpu"))
         positions.copy_(torch.tensor(lengths, device="cpu"))
-        self.rows, self.positions = rows, positions
+        self.slots, self.positions = slots, positions
         self._place(is_kept=True)
         self._awaited = self.states_asked_for = None
         self.states.begin([])
@@ -110,12 +110,12 @@ class KvCache(RowCache):
         """Count the announced tokens as held: the forward is through."""
         self._require_through()
         for segment in self._segments:
-            self.lengths[segment.row] = segment.first_position + segment.num_tokens
+            self.lengths[segment.slot] = segment.first_position + segment.num_tokens
         self.states.commit()
 
     @torch.inference_mode()
     def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Let a row hold the first tokens of another one, in place of what it held."""
+        """Let a slot hold the first tokens of another one, in place of what it held."""
         assert length == self.usable(source, length)
         for layer in self._layers.values():
             window = self._windows.get(layer.form.window)
@@ -130,46 +130,46 @@ class KvCache(RowCache):
             self.states.restore(source, target, length)
         self.lengths[target] = length
 
-    def usable(self, row: int, length: int) -> int:
-        """Return with how many of its first `length` tokens a row can go on.
+    def usable(self, slot: int, length: int) -> int:
+        """Return with how many of its first `length` tokens a slot can go on.
 
         None where layers with a window no longer have what the next token sees; where layers keep
         states, as many as the longest checkpoint has.
         """
-        assert length <= self.lengths[row]
-        if self.states and length < self.lengths[row]:
-            length = self.states.best_length(row, length)
-        is_there = all(window.reaches(row, length) for window in self._windows.values())
+        assert length <= self.lengths[slot]
+        if self.states and length < self.lengths[slot]:
+            length = self.states.best_length(slot, length)
+        is_there = all(window.reaches(slot, length) for window in self._windows.values())
         return length if is_there else 0
 
-    def truncate(self, row: int, length: int) -> None:
-        """Forget a row's tokens from `length` on, which is `usable`."""
-        assert length == self.usable(row, length)
-        if length < self.lengths[row]:
-            self.states.restore(row, row, length)
-        super().truncate(row, length)
+    def truncate(self, slot: int, length: int) -> None:
+        """Forget a slot's tokens from `length` on, which is `usable`."""
+        assert length == self.usable(slot, length)
+        if length < self.lengths[slot]:
+            self.states.restore(slot, slot, length)
+        super().truncate(slot, length)
         if length == 0:
             for window in self._windows.values():
-                window.begin_anew(row)
+                window.begin_anew(slot)
 
     @torch.inference_mode()
     def pretend(self, length: int) -> None:
-        """Let every row hold `length` invented tokens: random keys and values, to time.
+        """Let every slot hold `length` invented tokens: random keys and values, to time.
 
         Needs a forward before it, which makes the layers.
         """
         self.reserve(length + 1)
         for window in self._windows.values():
-            for row in range(len(self.lengths)):
-                window.begin_anew(row, length)
+            for slot in range(len(self.lengths)):
+                window.begin_anew(slot, length)
             window.place(
                 [Segment(0, length, 1)], torch.tensor([length], device="cpu"), is_kept=False
             )
         for layer in self._layers.values():
             kept = self._windows.get(layer.form.window)
-            for row in range(len(self.lengths)):
-                first = 0 if kept is None else kept.first(row)
-                _pretend(layer, self.threads, row, length - first)
+            for slot in range(len(self.lengths)):
+                first = 0 if kept is None else kept.first(slot)
+                _pretend(layer, self.threads, slot, length - first)
         self.index_keys.pretend(length)
         self.lengths[:] = [length] * len(self.lengths)
 
@@ -178,7 +178,7 @@ class KvCache(RowCache):
     ) -> Tensor:
         """Go on from a layer's states by the step's tokens; return what comes out, by token.
 
-        `new` makes the layer's states of a kind, for so many rows.
+        `new` makes the layer's states of a kind, for so many slots.
         """
         key = StateKey(handle.layer, kind, handle.number)
         state = self.states.layer(key, new)
@@ -206,7 +206,7 @@ class KvCache(RowCache):
         self, new: NewIndexKeys, key: Tensor, query: Tensor, weights: Tensor | None
     ) -> Tensor:
         """The same for a layer that is known."""
-        tokens = (self.rows, self.positions, self._segments)
+        tokens = (self.slots, self.positions, self._segments)
         kept = self.index_keys.append(new, self._capacity, *tokens, key)
         return self.index_keys.select(kept, self._segments, new.selection, query, weights)
 
@@ -226,9 +226,9 @@ class KvCache(RowCache):
         """
         layer = self._expected_layer()
         if key.dtype not in VALUE_DTYPES or key.shape[1] != len(self.positions):
-            raise NotByRowsError(f"keys are {key.dtype} of shape {tuple(key.shape)}")
+            raise NotInSlotsError(f"keys are {key.dtype} of shape {tuple(key.shape)}")
         if selected is not None and form.window:
-            raise NotByRowsError("positions are selected within a window")
+            raise NotInSlotsError("positions are selected within a window")
         attention = self._layers.get(layer) or self._add_layer(layer, form, key.dtype, sinks)
         more = [] if selected is None else [selected]
         result: Tensor = opaque(ATTENTION, _attend_layer, self, attention, query, key, value, *more)
@@ -243,12 +243,12 @@ class KvCache(RowCache):
         selected: Tensor | None = None,
     ) -> Tensor:
         """The same for a layer that is known."""
-        rows, positions = self.rows, self.positions_of(attention)
-        attention.append(self.threads, rows, positions, key, value)
-        return attention.attend(self.threads, rows, positions, query, selected)
+        slots, positions = self.slots, self.positions_of(attention)
+        attention.append(self.threads, slots, positions, key, value)
+        return attention.attend(self.threads, slots, positions, query, selected)
 
     def positions_of(self, attention: CachedAttention) -> Tensor:
-        """Return the places (n_tokens,) of the step's tokens in a layer's rows.
+        """Return the places (n_tokens,) of the step's tokens in a layer's slots.
 
         As long as `positions` are the same tensor, so are these.
         """
@@ -282,7 +282,7 @@ class KvCache(RowCache):
         return self._windows.get(size)
 
     def reserve(self, needed: int) -> None:
-        """Make room for `needed` tokens in each row; raises `CapacityError` if there is none."""
+        """Make room for `needed` tokens in each slot; raises `CapacityError` if there is none."""
         if needed <= self._capacity:
             return
         before = self._capacity
@@ -330,7 +330,7 @@ class KvCache(RowCache):
 
     def _no_memory(self, num_bytes: int, available: int) -> CapacityError:
         return CapacityError(
-            f"a KV cache of {len(self.lengths)} rows of {self._capacity} tokens takes "
+            f"a KV cache of {len(self.lengths)} slots of {self._capacity} tokens takes "
             f"{format_bytes(num_bytes)} and {format_bytes(available)} of host memory are free; use "
             "fewer prompts at once, shorter ones, a smaller max_new_tokens or kv_dtype='int8'"
         )
@@ -354,7 +354,7 @@ def _select(
 
 
 def _advance(cache: KvCache, state: LayerState, *inputs: Tensor) -> Tensor:
-    tokens = StateTokens(cache.rows, cache.positions)
+    tokens = StateTokens(cache.slots, cache.positions)
     return cache.states.advance(cache.threads, state, tokens, inputs)
 
 
@@ -362,7 +362,7 @@ def _rounded(tokens: int) -> int:
     return -(-tokens // _GRANULE_TOKENS) * _GRANULE_TOKENS
 
 
-def _pretend(layer: CachedAttention, threads: CpuThreads, row: int, length: int) -> None:
+def _pretend(layer: CachedAttention, threads: CpuThreads, slot: int, length: int) -> None:
     form = layer.form
     count = min(length, _PRETENDED_TOKENS)
     key, value = (
@@ -372,5 +372,5 @@ def _pretend(layer: CachedAttention, threads: CpuThreads, row: int, length: int)
     for first in range(0, length, _PRETENDED_TOKENS):
         positions = torch.arange(first, min(first + count, length), device="cpu")
         part = slice(0, len(positions))
-        rows = torch.full_like(positions, row)
-        layer.append(threads, rows, positions, key[:, part], value[:, part])
+        slots = torch.full_like(positions, slot)
+        layer.append(threads, slots, positions, key[:, part], value[:, part])

@@ -14,40 +14,40 @@ from torch import Tensor
 
 from tandem.core.errors import CapacityError
 from tandem.kernels.attention import AttentionForm, Segment
-from tandem.kv_cache.base import NotByRowsError, RowCache
+from tandem.kv_cache.base import NotInSlotsError, SlotCache
 
 _SHORTEST_LENGTH = 256
 # Bounds the scores of attention that no fused kernel computes; several copies live at a time.
 _MOST_SCORE_BYTES = 64 << 20
 
 
-class StaticKvCache(RowCache):
-    """Keys and values of all layers for a fixed number of rows."""
+class StaticKvCache(SlotCache):
+    """Keys and values of all layers for a fixed number of slots."""
 
     def __init__(
         self,
-        num_rows: int,
+        num_slots: int,
         capacity: int,
         device: torch.device,
         make_room: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Hold `num_rows` rows of `capacity` tokens; `make_room` frees memory if it can."""
-        super().__init__(num_rows)
+        """Hold `num_slots` slots of `capacity` tokens; `make_room` frees memory if it can."""
+        super().__init__(num_slots)
         self.capacity = _rounded(capacity)
         self.generation = 0
         """Grows when the cache gets other memory: whatever was captured is then void."""
         self.attended_length = _SHORTEST_LENGTH
-        """Positions that a decode step reads, whatever the rows hold."""
+        """Positions that a decode step reads, whatever the slots hold."""
         self._device = device
         self._make_room = make_room
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
-        self._masks: dict[int, Tensor] = {}  # by window; (rows, 1, 1, capacity), True is seen
+        self._masks: dict[int, Tensor] = {}  # by window; (slots, 1, 1, capacity), True is seen
         self._segment: Segment | None = None  # None: a decode step
         self._decoded: Sequence[int] = ()
-        self._count = num_rows
+        self._count = num_slots
         with torch.inference_mode(False):
-            self._rows = torch.arange(num_rows, device=device)
-            self.positions = torch.zeros(num_rows, dtype=torch.int64, device=device)
+            self._slots = torch.arange(num_slots, device=device)
+            self.positions = torch.zeros(num_slots, dtype=torch.int64, device=device)
 
     @property
     def num_bytes(self) -> int:
@@ -55,23 +55,23 @@ class StaticKvCache(RowCache):
         return sum(k.nbytes + v.nbytes for k, v in self._tensors.values())
 
     def begin(self, segment: Segment) -> None:
-        """Announce a prompt's next tokens, of one row."""
-        assert segment.first_position == self.lengths[segment.row]
+        """Announce a prompt's next tokens, of one slot."""
+        assert segment.first_position == self.lengths[segment.slot]
         self._segment, self._awaited = segment, None
-        self.rows = torch.full((segment.num_tokens,), segment.row, device="cpu")
+        self.slots = torch.full((segment.num_tokens,), segment.slot, device="cpu")
         self.reserve(segment.first_position + segment.num_tokens)
 
-    def begin_decode(self, rows: Sequence[int], count: int) -> None:
-        """Announce one token for some rows among the first `count`; queues what the step will read.
+    def begin_decode(self, slots: Sequence[int], count: int) -> None:
+        """Announce one token for some of the first `count` slots; queue what the step reads.
 
         The others of the first `count` go through the step too, so that it has one of few sizes:
         they write behind what they hold, and that does not count.
         """
-        assert max(rows) < count <= len(self.lengths)
+        assert max(slots) < count <= len(self.lengths)
         self._segment, self._awaited = None, None
-        self._decoded, self._count, self.rows = rows, count, torch.arange(count, device="cpu")
+        self._decoded, self._count, self.slots = slots, count, torch.arange(count, device="cpu")
         self.reserve(max(self.lengths[:count]) + 1)
-        longest = max(self.lengths[row] for row in rows)
+        longest = max(self.lengths[slot] for slot in slots)
         self.attended_length = min(max(_SHORTEST_LENGTH, 1 << longest.bit_length()), self.capacity)
         self.positions.copy_(on_its_way(self.lengths, self._device), non_blocking=True)
         for window, mask in self._masks.items():
@@ -81,14 +81,14 @@ class StaticKvCache(RowCache):
         """Count the announced tokens as held."""
         self._require_through()
         if self._segment is not None:
-            self.lengths[self._segment.row] += self._segment.num_tokens
+            self.lengths[self._segment.slot] += self._segment.num_tokens
             return
-        for row in self._decoded:
-            self.lengths[row] += 1
+        for slot in self._decoded:
+            self.lengths[slot] += 1
 
     @torch.inference_mode()
     def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Let a row hold the first tokens of another one, in place of what it held."""
+        """Let a slot hold the first tokens of another one, in place of what it held."""
         assert length <= self.lengths[source]
         for tensors in self._tensors.values():
             for tensor in tensors:
@@ -97,7 +97,7 @@ class StaticKvCache(RowCache):
 
     @torch.inference_mode()
     def pretend(self, length: int) -> None:
-        """Let every row hold `length` invented tokens, to time what follows."""
+        """Let every slot hold `length` invented tokens, to time what follows."""
         self.reserve(length + 1)
         for tensors in self._tensors.values():
             for tensor in tensors:
@@ -122,30 +122,30 @@ class StaticKvCache(RowCache):
         keys, values = self._layer(layer, form, key.dtype)
         if self._segment is None:
             count = self._count
-            rows, positions = self._rows[:count], self.positions[:count]
-            keys[rows, :, positions] = key.transpose(0, 1)
-            values[rows, :, positions] = value.transpose(0, 1)
+            slots, positions = self._slots[:count], self.positions[:count]
+            keys[slots, :, positions] = key.transpose(0, 1)
+            values[slots, :, positions] = value.transpose(0, 1)
             return self._decode(form, query, keys[:count], values[:count], sinks)
-        row, first, count = self._segment
+        slot, first, count = self._segment
         if key.shape[1] != count:
-            raise NotByRowsError(f"{count} tokens were announced and {key.shape[1]} came")
-        keys[row, :, first : first + count] = key
-        values[row, :, first : first + count] = value
+            raise NotInSlotsError(f"{count} tokens were announced and {key.shape[1]} came")
+        keys[slot, :, first : first + count] = key
+        values[slot, :, first : first + count] = value
         end = first + count
-        return self._prefill(form, query, keys[row, :, :end], values[row, :, :end], sinks)
+        return self._prefill(form, query, keys[slot, :, :end], values[slot, :, :end], sinks)
 
     def _decode(
         self, form: AttentionForm, query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None
     ) -> Tensor:
-        num_rows, group = keys.shape[0], form.num_heads // form.num_kv_heads
+        num_slots, group = keys.shape[0], form.num_heads // form.num_kv_heads
         # Heads that share keys stand as several queries of one head: all see the same positions.
-        q = query.transpose(0, 1).reshape(num_rows, form.num_kv_heads, group, form.key_dim)
-        mask = self._mask(form.window)[:num_rows, ..., : self.attended_length]
+        q = query.transpose(0, 1).reshape(num_slots, form.num_kv_heads, group, form.key_dim)
+        mask = self._mask(form.window)[:num_slots, ..., : self.attended_length]
         out = _attention(
             form, q, keys[:, :, : self.attended_length], values[:, :, : self.attended_length], mask,
             None if sinks is None else sinks.reshape(form.num_kv_heads, group, 1),
         )  # fmt: skip
-        return out.reshape(num_rows, form.num_heads, form.value_dim)
+        return out.reshape(num_slots, form.num_heads, form.value_dim)
 
     def _prefill(
         self, form: AttentionForm, query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None
@@ -182,17 +182,19 @@ class StaticKvCache(RowCache):
             try:
                 return torch.zeros(shape, dtype=dtype, device=self._device)
             except torch.OutOfMemoryError as error:
-                if not has_collected:  # rows and their steps know each other: earlier ones may wait
+                if (
+                    not has_collected
+                ):  # slots and their steps know each other: earlier ones may wait
                     has_collected = True
                     gc.collect()
                 elif not self._make_room():
                     raise CapacityError(
-                        f"the GPU has no memory for a KV cache of {shape[0]} rows of {shape[2]} "
+                        f"the GPU has no memory for a KV cache of {shape[0]} slots of {shape[2]} "
                         "tokens; use fewer prompts at once, shorter ones or more gpu_memory"
                     ) from error
 
     def reserve(self, needed: int) -> None:
-        """Make room for `needed` tokens in each row; raises `CapacityError` if there is none."""
+        """Make room for `needed` tokens in each slot; raises `CapacityError` if there is none."""
         if needed <= self.capacity:
             return
         capacity, used = _rounded(max(needed, self.capacity * 3 // 2)), max(self.lengths)

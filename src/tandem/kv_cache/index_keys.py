@@ -92,7 +92,7 @@ class IndexStore:
         self,
         new: NewIndexKeys,
         capacity: int,
-        rows: Tensor,
+        slots: Tensor,
         positions: Tensor,
         segments: Sequence[Segment],
         keys: Tensor,
@@ -102,18 +102,18 @@ class IndexStore:
         `capacity` is the room of a layer that is new.
         """
         tokens = self._kept(new.layer, 1, capacity, keys.shape[1])
-        tokens[rows, positions] = keys.float()
+        tokens[slots, positions] = keys.float()
         if new.pool is None:
             return tokens
         block = new.selection.block
-        for row, first, count in segments:
+        for slot, first, count in segments:
             begin, end = first // block, (first + count) // block  # that are whole now
             if begin == end and (new.layer, block) in self._layers:
                 continue
-            whole = tokens[row, begin * block : end * block].unflatten(0, (end - begin, block))
+            whole = tokens[slot, begin * block : end * block].unflatten(0, (end - begin, block))
             pooled = new.pool(whole)
             blocks = self._kept(new.layer, block, capacity, pooled.shape[1])
-            blocks[row, begin:end] = pooled.float()
+            blocks[slot, begin:end] = pooled.float()
         return self._layers[new.layer, block]
 
     def select(
@@ -132,9 +132,9 @@ class IndexStore:
         self._most = most = selection.most
         selected = torch.full((len(query), most), -1, dtype=torch.int32, device="cpu")
         first = 0
-        for row, position, count in segments:
+        for slot, position, count in segments:
             some = max(0, most - position)  # see all
-            keys = kept[row, : (position + count) // selection.block]
+            keys = kept[slot, : (position + count) // selection.block]
             parts = range(first + some, first + count)
             for part in _cut(parts, _MOST_SCORES // max(1, len(keys) * query.shape[1])):
                 part_weights = None if weights is None else weights[part]

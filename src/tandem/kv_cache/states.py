@@ -89,7 +89,7 @@ class StateStore:
         self._cuts = []
         first = 0
         for segment in segments:
-            begin, slot = segment.first_position, segment.row
+            begin, slot = segment.first_position, segment.slot
             newest = self._checkpoints.newest(slot)
             for length in cut_lengths(begin, begin + segment.num_tokens, newest)[-self._most() :]:
                 self._cuts.append(_Cut(slot, first + length - begin, length))

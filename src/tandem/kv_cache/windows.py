@@ -1,7 +1,7 @@
-"""What layers with a sliding window keep of each row: its last positions, from some first one on.
+"""What layers with a sliding window keep of each slot: its last positions, from some first one on.
 
-A row's keys and values slide to the front of their memory when it is full, by whole chunks, so that
-its size follows the window and what comes out does not depend on when they slid. A row goes on from
+A slot's keys and values slide to the front of their memory when it is full, by whole chunks: the
+memory's size follows the window, and results do not depend on when they slid. A slot goes on from
 an earlier position only if what that one sees is still there.
 """
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tandem.kernels.attention import BLOCK_TOKENS, CHUNK_TOKENS, CachedAttention, Segment
 
-# Kept before the window, so that rows can go back: the next turn of a conversation often writes the
+# Kept before the window, so that slots can go back: a conversation's next turn often writes the
 # end of the last one differently, and requests may begin with the same instructions.
 MARGIN_TOKENS = 1024
 # Room beyond, so that steps rarely slide: at least so many tokens, or this share of the window.
@@ -20,30 +20,30 @@ LEAST_SLACK_TOKENS = 256
 _SLACK_SHARE = 4
 GRANULE_TOKENS = 256
 
-# Called with a layer, the positions that its rows shall have room for, and how many to keep.
+# Called with a layer, the positions that its slots shall have room for, and how many to keep.
 Reserve = Callable[[CachedAttention, int, int], None]
 
 
 class KeptWindow:
-    """The rows of all layers whose window has one size."""
+    """The slots of all layers whose window has one size."""
 
-    def __init__(self, window: int, num_rows: int, reserve: Reserve) -> None:
-        """Keep what `window` positions see, the own one included, of rows that are empty.
+    def __init__(self, window: int, num_slots: int, reserve: Reserve) -> None:
+        """Keep what `window` positions see, the own one included, of slots that are empty.
 
-        `reserve` makes room in a layer for so many positions a row, of which the first are kept.
+        `reserve` makes room in a layer for so many positions a slot, of which the first are kept.
         """
         self.window = window
         self._reserve = reserve
         self.capacity = 0
-        """Positions that a row has room for."""
+        """Positions that a slot has room for."""
         self._layers: list[CachedAttention] = []
-        self._firsts = [0] * num_rows
+        self._firsts = [0] * num_slots
         self._positions: dict[int, Tensor] = {}
         self.positions: Tensor | None = None
-        """Of the step's tokens, counted from the first position that their row keeps."""
+        """Of the step's tokens, counted from the first position that their slot keeps."""
 
     def capacity_for(self, segments: Sequence[Segment]) -> int:
-        """Return the room that rows need for new tokens, beside what these see."""
+        """Return the room that slots need for new tokens, beside what these see."""
         most = max(segment.num_tokens for segment in segments)
         longest = max(segment.first_position + segment.num_tokens for segment in segments)
         slack = max(LEAST_SLACK_TOKENS, self.window // _SLACK_SHARE)
@@ -54,20 +54,20 @@ class KeptWindow:
         self._reserve(layer, self.capacity, 0)
         self._layers.append(layer)
 
-    def reaches(self, row: int, length: int) -> bool:
-        """Tell whether a row still has what the token after its first `length` sees."""
-        return self._firsts[row] <= max(0, length + 1 - self.window)
+    def reaches(self, slot: int, length: int) -> bool:
+        """Tell whether a slot still has what the token after its first `length` sees."""
+        return self._firsts[slot] <= max(0, length + 1 - self.window)
 
-    def first(self, row: int) -> int:
-        """Return the first position that a row keeps."""
-        return self._firsts[row]
+    def first(self, slot: int) -> int:
+        """Return the first position that a slot keeps."""
+        return self._firsts[slot]
 
-    def begin_anew(self, row: int, length: int = 0) -> None:
-        """Let a row's memory begin where it needs to for a row of `length` tokens."""
-        self._firsts[row] = self._needed_first(length)
+    def begin_anew(self, slot: int, length: int = 0) -> None:
+        """Let a slot's memory begin where it needs to for a slot of `length` tokens."""
+        self._firsts[slot] = self._needed_first(length)
 
     def follow(self, source: int, target: int) -> None:
-        """Let a row begin where another one does, from which it was copied."""
+        """Let a slot begin where another one does, from which it was copied."""
         self._firsts[target] = self._firsts[source]
 
     @torch.inference_mode()
@@ -80,7 +80,7 @@ class KeptWindow:
             self._slide(segment)
         self._grow(segments)
         counts = torch.tensor([segment.num_tokens for segment in segments], device="cpu")
-        firsts = torch.tensor([self._firsts[segment.row] for segment in segments], device="cpu")
+        firsts = torch.tensor([self._firsts[segment.slot] for segment in segments], device="cpu")
         relative = positions - firsts.repeat_interleave(counts)
         if not is_kept:
             self.positions = relative
@@ -94,21 +94,21 @@ class KeptWindow:
         return seen // CHUNK_TOKENS * CHUNK_TOKENS
 
     def _slide(self, segment: Segment) -> None:
-        """Let a row forget what no window reaches any more, if its memory is full."""
-        row, begin, count = segment
-        old, new = self._firsts[row], self._needed_first(begin)
+        """Let a slot forget what no window reaches any more, if its memory is full."""
+        slot, begin, count = segment
+        old, new = self._firsts[slot], self._needed_first(begin)
         if begin + count - old <= self.capacity or new <= old:
             return
         shift = (new - old) // BLOCK_TOKENS
         used = -(-(begin - new) // BLOCK_TOKENS)
         for layer in self._layers:
             for tensor in (layer.keys, layer.values):
-                tensor[row, :, :used] = tensor[row, :, shift : shift + used].clone()
-        self._firsts[row] = new
+                tensor[slot, :, :used] = tensor[slot, :, shift : shift + used].clone()
+        self._firsts[slot] = new
 
     def _grow(self, segments: Sequence[Segment]) -> None:
         """Make room for steps of more tokens than there have been."""
-        needed = max(s.first_position + s.num_tokens - self._firsts[s.row] for s in segments)
+        needed = max(s.first_position + s.num_tokens - self._firsts[s.slot] for s in segments)
         if needed <= self.capacity:
             return
         used, self.capacity = self.capacity, max(needed, self.capacity_for(segments))
@@ -117,7 +117,7 @@ class KeptWindow:
 
 
 def most_kept(window: int, step_tokens: int) -> int:
-    """Return the positions that a row has room for at most, in steps of up to `step_tokens`."""
+    """Return the positions that a slot has room for at most, in steps of up to `step_tokens`."""
     slack = max(LEAST_SLACK_TOKENS, window // _SLACK_SHARE)
     return _rounded(window + MARGIN_TOKENS + CHUNK_TOKENS + step_tokens + slack)
 

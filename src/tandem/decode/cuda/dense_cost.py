@@ -17,7 +17,7 @@ from tandem.experts.execution.device import Device
 from tandem.experts.store.host_store import HostStore
 from tandem.hf.experts import Bound, bind_all
 from tandem.hf.lookahead.warm_up import NoExperts, warm_up_ids
-from tandem.kv_cache.base import NotByRowsError
+from tandem.kv_cache.base import NotInSlotsError
 from tandem.policy.cost import HardwareProfile, interpolate
 
 STEP_ROWS = (1, 8)
@@ -81,5 +81,5 @@ def _step_seconds(model: Any, num_slots: int, make_capture: MakeCapture) -> floa
         for _ in range(_STEPS):
             pool.decode(tokens)[0, 0].item()  # as a loop that reads every token
         return (time.perf_counter() - begin) / _STEPS
-    except NotByRowsError:
+    except NotInSlotsError:
         return None

@@ -57,8 +57,8 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
     ) -> None:
         """Make slots with room for `capacity` tokens each; they grow.
 
-        Without `make_capture` steps run as they are. Raises `NotByRowsError` for a model that keeps
-        more than keys and values.
+        Without `make_capture` steps run as they are. Raises `NotInSlotsError` for a model that
+        keeps more than keys and values.
         """
         cache = StaticKvCache(num_slots, max(1, capacity), model.device, self._make_room)
         super().__init__(ModelRunner(model, cache), cache)

@@ -79,12 +79,12 @@ def _attention_call(cache: KvCache, attention: CachedAttention) -> NativeCall:
 
     Selected positions (rows, most) may follow them.
     """
-    rows, positions = cache.rows, cache.positions_of(attention)
+    slots, positions = cache.slots, cache.positions_of(attention)
 
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         (q, k, v, *selected), (out,) = inputs, outputs
         program.add_attention(
-            attention.native, q.dtype == torch.bfloat16, q.shape[1], rows.data_ptr(),
+            attention.native, q.dtype == torch.bfloat16, q.shape[1], slots.data_ptr(),
             positions.data_ptr(), q.data_ptr(), q.stride(1), q.stride(0), k.data_ptr(),
             k.stride(1), k.stride(0), v.data_ptr(), v.stride(1), v.stride(0),
             *selected_arguments(*selected), out.data_ptr(),
@@ -105,7 +105,7 @@ def find_states(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
 
 
 def _state_call(cache: KvCache, layer: LayerState) -> NativeCall:
-    tokens = StateTokens(cache.rows, cache.positions)
+    tokens = StateTokens(cache.slots, cache.positions)
 
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         layer.add(program, tokens, inputs, outputs[0])
