@@ -125,6 +125,13 @@ class RunningServer:
             assert time.monotonic() < end, self.log
             time.sleep(0.05)
 
+    def wait_for_log(self, text: str) -> None:
+        """Return when the log has a text: the thread that reads it may come later than an answer."""
+        end = time.monotonic() + _PATIENCE_SECONDS
+        while text not in self.log:
+            assert time.monotonic() < end, self.log
+            time.sleep(0.05)
+
     def end(self, number: int = signal.SIGTERM) -> None:
         """Send a signal and wait for the end."""
         if self.process.poll() is None:

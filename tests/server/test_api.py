@@ -349,6 +349,6 @@ def test_nothing_of_a_prompt_is_in_the_log(server: RunningServer) -> None:
     assert server.chat("my secret pony", max_tokens="my secret pony").status == 400
     messages = [{"role": "my secret pony", "content": 5}]
     assert server.ask("POST", "/v1/chat/completions", {"messages": messages}).status == 400
-    assert "chat 200" in server.log
-    assert "refused POST /v1/chat/completions: 400, max_tokens is not an integer" in server.log
+    server.wait_for_log("chat 200")
+    server.wait_for_log("refused POST /v1/chat/completions: 400, max_tokens is not an integer")
     assert "pony" not in server.log

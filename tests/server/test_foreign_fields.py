@@ -149,7 +149,7 @@ def test_a_strict_schema_is_closed(server: RunningServer) -> None:
 def test_any_name_is_answered_by_the_only_model(server: RunningServer) -> None:
     reply = server.chat(model="gpt-4o", max_tokens=1)
     assert (reply.status, reply.json["model"]) == (200, "tiny")
-    assert "requests for model gpt-4o are answered by 'tiny'" in server.log
+    server.wait_for_log("requests for model gpt-4o are answered by 'tiny'")
 
 
 def test_what_is_refused_leaves_a_line(server: RunningServer) -> None:
@@ -165,4 +165,4 @@ def test_what_is_refused_leaves_a_line(server: RunningServer) -> None:
         "refused POST /v1/completions: 415, the body must be JSON",
         "refused GET /v1/models: 403, this server is called by its own address",
     ):
-        assert line in server.log
+        server.wait_for_log(line)

@@ -152,7 +152,7 @@ def test_a_model_that_is_gone_when_the_process_starts_anew_is_told(
         assert [reply.status for reply in replies] == [503, 503]
         assert "cannot be loaded" in replies[1].error["message"]
         assert server.ask("GET", "/ready").status == 503
-        assert "config.json" in server.log
+        server.wait_for_log("config.json")
 
 
 def test_a_request_that_takes_too_long_is_given_up(tiny_checkpoint: Path, tmp_path: Path) -> None:
