@@ -126,7 +126,7 @@ class RunningServer:
             time.sleep(0.05)
 
     def wait_for_log(self, text: str) -> None:
-        """Return when the log has a text: the thread that reads it may come later than an answer."""
+        """Return when the log has a text: it may be read later than an answer comes."""
         end = time.monotonic() + _PATIENCE_SECONDS
         while text not in self.log:
             assert time.monotonic() < end, self.log

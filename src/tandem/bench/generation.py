@@ -8,7 +8,6 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +20,7 @@ from tandem.decode.recording.replay import StepRecording
 from tandem.decode.slots import CachedSlotPool, SlotPool
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.experts.tracing.events import ExpertStatistics, LayerExecuted
+from tandem.foreign_types import PreTrainedModel
 from tandem.generate.generator import Generator
 from tandem.generate.sampler import Sampler
 from tandem.generate.sampling import SamplingRule
@@ -80,7 +80,7 @@ def measure_machine(bench: KernelBench) -> Ceiling:
     return Ceiling(**{n: statistics.median(s[n] for s in samples) for n in samples[0]})
 
 
-def ceiling_of(model: Any, work: Workload, machine: Ceiling, step_bytes: int) -> Speed:
+def ceiling_of(model: PreTrainedModel, work: Workload, machine: Ceiling, step_bytes: int) -> Speed:
     """Return what `machine` allows at best for a step that touches `step_bytes`."""
     seconds = step_bytes / (machine.read_gigabytes_per_second * 1e9)
     prefill = 0.0
@@ -91,7 +91,7 @@ def ceiling_of(model: Any, work: Workload, machine: Ceiling, step_bytes: int) ->
 
 
 def measure(
-    model: Any, generator: Generator, work: Workload, bench: KernelBench | None = None
+    model: PreTrainedModel, generator: Generator, work: Workload, bench: KernelBench | None = None
 ) -> Measured:
     """Prefill and decode random tokens once warm; greedy.
 
@@ -149,7 +149,7 @@ class _Decoded:
 
 
 def _decode(
-    model: Any, pool: SlotPool, sampler: Sampler, num_steps: int, tokens: list[int],
+    model: PreTrainedModel, pool: SlotPool, sampler: Sampler, num_steps: int, tokens: list[int],
     bench: KernelBench | None,
 ) -> _Decoded:  # fmt: skip
     decoded, experts, plans = _Decoded(), ExpertStatistics(), _PlanTime()
@@ -182,7 +182,11 @@ class _PlanTime:
 
 
 def _milliseconds(
-    model: Any, recorded: StepRecording | None, step: float, sampling: float, plan: float
+    model: PreTrainedModel,
+    recorded: StepRecording | None,
+    step: float,
+    sampling: float,
+    plan: float,
 ) -> dict[str, float]:
     """Share a step's time among its parts as a profiled run of its recorded graph does."""
     parts = dict.fromkeys(("router", "plan", "experts", "dense", "attention", "sampling"), 0.0)
@@ -233,7 +237,7 @@ def _cache_bytes(pool: SlotPool) -> int:
     return pool.cache.filled_bytes + 2 * pool.num_slots * pool.cache.states.step_bytes
 
 
-def _weights_per_token(model: Any) -> Iterator[tuple[int, bool]]:
+def _weights_per_token(model: PreTrainedModel) -> Iterator[tuple[int, bool]]:
     """Yield (weights, whether they are multiplied as int8) that a prompt's token meets."""
     head = model.get_output_embeddings()
     for module in _text_modules(model):
@@ -248,7 +252,7 @@ def _weights_per_token(model: Any) -> Iterator[tuple[int, bool]]:
             yield top_k * num, layout.format.bits <= 8
 
 
-def _random_prompts(model: Any, work: Workload) -> list[list[int]]:
+def _random_prompts(model: PreTrainedModel, work: Workload) -> list[list[int]]:
     random = torch.Generator().manual_seed(0)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     size = (work.batch, work.prompt_tokens)

@@ -42,7 +42,7 @@ class ModelShape:
         return self.cut(num_layers, first=first)
 
 
-def _is_by_layer(value: Any, num_layers: int) -> bool:
+def _is_by_layer(value: object, num_layers: int) -> bool:
     return isinstance(value, list) and len(value) == num_layers
 
 

@@ -14,6 +14,7 @@ from tandem.bench.model_shapes import ModelShape
 from tandem.bench.random_weights import random_experts, random_matrix
 from tandem.core.errors import ConfigError
 from tandem.experts.store.packed_layer import STORED_NAME, PackedLayer
+from tandem.foreign_types import PreTrainedModel
 from tandem.hf.config import OffloadConfig, parse_dense_dtype
 from tandem.hf.dense import PackedLinear, packable_layers, untie
 from tandem.hf.experts import is_experts_module
@@ -43,7 +44,7 @@ def build_random_model(
     cut = {} if vocabulary is None else {"vocab_size": vocabulary}
     config = AutoConfig.for_model(shape.model_type, **shape.values | cut)
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     quantizer = OffloadQuantizer(offload)
     quantizer._process_model_before_weight_loading(model)
     for layer in quantizer.runtime.store:
@@ -74,7 +75,9 @@ def drop_experts(model: nn.Module) -> None:
                 setattr(module, name, nn.Parameter(empty, requires_grad=False))
 
 
-def _pack_linear_layers(model: Any, fmt: WeightFormat | None, threads: CpuThreads) -> None:
+def _pack_linear_layers(
+    model: PreTrainedModel, fmt: WeightFormat | None, threads: CpuThreads
+) -> None:
     if fmt is None:
         return
     for parent, name, linear in list(packable_layers(model)):

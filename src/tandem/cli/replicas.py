@@ -84,7 +84,7 @@ def _build_app(
     server = Server(engine, load_tokenizer(found), options, Path(choice.model).name)
 
     @contextlib.asynccontextmanager
-    async def lifespan(app: Any) -> AsyncIterator[None]:
+    async def lifespan(app: object) -> AsyncIterator[None]:
         await engine.start()
         yield
         await engine.drain(options.shutdown_timeout)
@@ -93,7 +93,7 @@ def _build_app(
     return create_app(server, api_key=api_key, allowed_hosts=None, lifespan=lifespan)
 
 
-def _options(kind: type[Any], arguments: Mapping[str, str]) -> Any:
+def _options(kind: type, arguments: Mapping[str, str]) -> Any:
     """Return the options of a kind from `name=value` texts."""
     hints = typing.get_type_hints(kind)
     found = {}

@@ -9,7 +9,7 @@ advance (`tandem.decode.named_operations`): `why_no_cpu_slots` tries it.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from tandem.decode.model_runner import ModelRunner, why_other_logits
 from tandem.decode.recording.recorded_graph import record_step
 from tandem.decode.recording.replay import ReplayedStep
 from tandem.decode.slots import MAX_STEP_TOKENS, CachedSlotPool
+from tandem.foreign_types import PreTrainedModel
 from tandem.kernels.attention import Segment
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
 from tandem.kv_cache.cpu import KvCache
@@ -43,7 +44,7 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
 
     def __init__(
         self,
-        model: Any,
+        model: PreTrainedModel,
         threads: CpuThreads,
         num_slots: int,
         *,
@@ -190,7 +191,7 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
             self._steps.clear()
 
 
-def why_no_cpu_slots(model: Any, threads: CpuThreads) -> str | None:
+def why_no_cpu_slots(model: PreTrainedModel, threads: CpuThreads) -> str | None:
     """Step a few tokens both ways; return why `CpuSlotPool` does not serve a model, or None."""
     if model.device.type != "cpu" or model.dtype not in VALUE_DTYPES:
         return f"the model is {model.dtype} on {model.device.type}"

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import UnsupportedModelError
+from tandem.foreign_types import PreTrainedModel
 from tandem.hf.compat import image_features, image_positions, image_tower
 from tandem.kernels.attention import Segment
 
@@ -57,7 +58,7 @@ class _Shown:
 class SlotImages:
     """Which images the slots of a pool hold."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         """Hold none, for slots of a model."""
         self._model = model
         self._prompts: dict[int, ImagePrompt] = {}
@@ -135,7 +136,7 @@ class SlotImages:
         return _rows(shown.features, slice(before, before + count))
 
 
-def require_images(model: Any) -> None:
+def require_images(model: PreTrainedModel) -> None:
     """Raise `UnsupportedModelError` for a model that takes no images."""
     if image_tower(model) is None or getattr(model.config, "image_token_id", None) is None:
         raise UnsupportedModelError(
@@ -144,7 +145,7 @@ def require_images(model: Any) -> None:
         )
 
 
-def why_no_slot_images(model: Any) -> str | None:
+def why_no_slot_images(model: PreTrainedModel) -> str | None:
     """Return why sequence slots do not take a model's images; None: they do."""
     if model.device.type != "cpu":
         return "images are not read in sequence slots on a GPU"

@@ -13,6 +13,7 @@ from tandem.decode.padded import PaddedBatch
 from tandem.decode.shallow_copy import ShallowCopy
 from tandem.experts.execution.executor import Executor
 from tandem.experts.tracing.events import unheard
+from tandem.foreign_types import PreTrainedModel
 from tandem.hf.compat import (
     forget_positions,
     given_features,
@@ -38,7 +39,9 @@ _STEP_TOKENS = 64  # more are a prompt's; steps are recorded as the model does t
 class ModelRunner:
     """A model with a cache that it reads and writes while it is called here."""
 
-    def __init__(self, model: Any, cache: SlotCache, threads: CpuThreads | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, cache: SlotCache, threads: CpuThreads | None = None
+    ) -> None:
         """Raises `NotInSlotsError` for a model that keeps more than keys and values.
 
         With `threads`, a prompt's norms are native.
@@ -105,7 +108,7 @@ class ModelRunner:
         return logits
 
 
-def _executor_of(model: Any) -> Executor | None:
+def _executor_of(model: PreTrainedModel) -> Executor | None:
     runtime = runtime_of(model)
     return None if runtime is None else runtime.executor
 
@@ -120,7 +123,7 @@ class Steppable(Protocol):
         """As of `SlotPool`."""
 
 
-def why_other_logits(model: Any, new_pool: Callable[[int], Steppable]) -> str | None:
+def why_other_logits(model: PreTrainedModel, new_pool: Callable[[int], Steppable]) -> str | None:
     """Step a few tokens in slots and padded; return why slots do not serve a model, or None.
 
     `new_pool` returns so many slots. Raises the `TandemError` of a model that cannot be run at all.
@@ -136,7 +139,7 @@ def why_other_logits(model: Any, new_pool: Callable[[int], Steppable]) -> str | 
 
 
 def _why_other_logits(
-    model: Any, new_pool: Callable[[int], Steppable], tolerance: float
+    model: PreTrainedModel, new_pool: Callable[[int], Steppable], tolerance: float
 ) -> str | None:
     trial: list[int] = warm_up_ids(model, _TRIAL_TOKENS).tolist()
     prompts = [trial, trial[:2]]

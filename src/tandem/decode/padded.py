@@ -13,6 +13,7 @@ from transformers import DynamicCache, GenerationMixin
 
 from tandem.core.errors import ConfigError, UnsupportedModelError
 from tandem.decode.images import ImagePrompt
+from tandem.foreign_types import PreTrainedModel
 from tandem.hf.compat import (
     first_position_ids,
     has_dynamic_cache,
@@ -22,7 +23,7 @@ from tandem.hf.compat import (
 from tandem.hf.finite import require_finite_logits
 
 
-def without_adapters_wrapper(model: Any) -> Any:
+def without_adapters_wrapper(model: PreTrainedModel) -> Any:
     """Return the Transformers model of a PEFT model: its adapters sit in that one's layers.
 
     Raises `UnsupportedModelError` for adapters that are something before the prompt instead.
@@ -38,7 +39,7 @@ def without_adapters_wrapper(model: Any) -> Any:
     return model.get_base_model()
 
 
-def adapter_state(model: Any) -> tuple[Any, ...]:
+def adapter_state(model: PreTrainedModel) -> tuple[Any, ...]:
     """Return what of a model's adapters is in use; what was computed with another state is void."""
     if not hasattr(model, "peft_config"):
         return ()
@@ -50,7 +51,7 @@ def adapter_state(model: Any) -> tuple[Any, ...]:
     )
 
 
-def require_next_token_model(model: Any) -> None:
+def require_next_token_model(model: PreTrainedModel) -> None:
     """Raise `UnsupportedModelError` unless a model writes one token after the other."""
     name = type(model).__name__
     if not model.can_generate():
@@ -67,18 +68,18 @@ def require_next_token_model(model: Any) -> None:
         )
 
 
-def context_tokens(model: Any) -> int | None:
+def context_tokens(model: PreTrainedModel) -> int | None:
     """Return the longest sequence that a model was made for; None if it does not say."""
     longest: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return longest
 
 
-def vocabulary_size(model: Any) -> int:
+def vocabulary_size(model: PreTrainedModel) -> int:
     """Return the number of token ids that a model can read."""
     return int(model.get_input_embeddings().weight.shape[0])
 
 
-def end_of_sequence_ids(model: Any) -> frozenset[int]:
+def end_of_sequence_ids(model: PreTrainedModel) -> frozenset[int]:
     """Return the token ids that end an answer."""
     ids = model.generation_config.eos_token_id
     return frozenset(() if ids is None else (ids if isinstance(ids, list | tuple) else (ids,)))
@@ -93,7 +94,7 @@ class PaddedBatch:
 
     def __init__(
         self,
-        model: Any,
+        model: PreTrainedModel,
         prompts: list[list[int]],
         pad_id: int,
         inputs: Mapping[str, Tensor] | None = None,
@@ -153,7 +154,7 @@ class PaddedSlotPool:
     num_bytes = None
     step = None
 
-    def __init__(self, model: Any, num_slots: int, pad_id: int) -> None:
+    def __init__(self, model: PreTrainedModel, num_slots: int, pad_id: int) -> None:
         """Serve `num_slots` prompts at a time; `pad_id` stands before the shorter ones."""
         self.num_slots = num_slots
         self._model, self._pad_id = model, pad_id

@@ -30,10 +30,10 @@ _NEEDS = 'pip install "tandem-moe[images]"'
 class Processor(Protocol):
     """What of Transformers' processors is used here."""
 
-    def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
+    def apply_chat_template(self, conversation: object, **options: Any) -> Any:
         """Write a conversation as text, with a placeholder for each image."""
 
-    def __call__(self, *, text: Sequence[str], images: Sequence[Any], **options: Any) -> Any:
+    def __call__(self, *, text: Sequence[str], images: Sequence[object], **options: Any) -> Any:
         """Return what a model's forward takes of a text with images, by name."""
 
 
@@ -48,11 +48,11 @@ class JoinedProcessor:
         self._tokenizer, self._images = tokenizer, image_processor
         self._image_token_id = image_token_id
 
-    def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
+    def apply_chat_template(self, conversation: object, **options: Any) -> Any:
         """Write a conversation as text, with a placeholder for each image."""
         return self._tokenizer.apply_chat_template(conversation, **options)
 
-    def __call__(self, *, text: Sequence[str], images: Sequence[Any], **options: Any) -> Any:
+    def __call__(self, *, text: Sequence[str], images: Sequence[object], **options: Any) -> Any:
         """Return the ids of one text, its placeholders repeated, and what its images are."""
         encoded = dict(self._images(images=images, return_tensors="np"))
         counts = encoded["image_grid_thw"].prod(-1) // self._images.merge_size**2

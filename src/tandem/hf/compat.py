@@ -34,7 +34,7 @@ class QuantizerHooks:
     def prepare_config(self, config: PreTrainedConfig) -> None:
         """See the model's config before the checkpoint's files are looked up."""
 
-    def rewrite_conversions(self, conversions: list[Any]) -> list[Any]:
+    def rewrite_conversions(self, conversions: list[object]) -> list[Any]:
         """Change the model's weight conversions."""
         return conversions
 
@@ -49,7 +49,7 @@ class QuantizerHooks:
         return config
 
     def update_weight_conversions(
-        self, weight_conversions: list[Any], model: object = None
+        self, weight_conversions: list[object], model: object = None
     ) -> list[Any]:
         """5.17 passes no model."""
         return self.rewrite_conversions(list(weight_conversions))
@@ -202,13 +202,13 @@ def repeat_warnings(held: Iterable[logging.LogRecord]) -> None:
         logging.getLogger(record.name).handle(record)
 
 
-def image_tower(model: Any) -> Any:
+def image_tower(model: PreTrainedModel) -> Any:
     """Return the part of a model that turns images into features and merges them; None: none."""
     inner = getattr(model, "model", None)
     return inner if hasattr(inner, "get_image_features") else None
 
 
-def image_features(model: Any, inputs: Mapping[str, Tensor]) -> Any:
+def image_features(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Any:
     """Run the tower on what a processor made of images; return what the model's forward takes."""
     tower = image_tower(model)
     names = inspect.signature(tower.get_image_features).parameters
@@ -232,7 +232,7 @@ def image_positions(
 
 
 @contextmanager
-def given_features(model: Any, features: Any) -> Iterator[dict[str, Tensor]]:
+def given_features(model: PreTrainedModel, features: Any) -> Iterator[dict[str, Tensor]]:
     """Let a copy of a model take features in place of its tower's; yield its arguments for that.
 
     5.23 has an argument for them, 5.17 has none.

@@ -20,6 +20,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from tandem.foreign_types import PreTrainedModel
 from tandem.hf.compat import is_empty_cache_layer
 from tandem.hf.steps import SEQUENCES
 from tandem.kernels.attention import AttentionForm
@@ -233,7 +234,7 @@ class _StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         return recurrent_states
 
 
-def transformers_cache(model: Any, cache: SlotCache) -> DynamicCache:
+def transformers_cache(model: PreTrainedModel, cache: SlotCache) -> DynamicCache:
     """Return the cache object for a forward; raises `NotInSlotsError` for layers of other kinds.
 
     Compressed caches and the like need their own kind.

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem.foreign_types import PreTrainedModel
 from tandem.kv_cache.index_keys import Selection
 
 # Selects for a layer: new index keys (b, n_tokens, dim), queries (b, n_tokens, heads, dim), weights
@@ -55,7 +56,9 @@ class SeesAllBefore:
         return selected
 
 
-def masks_by_layer_type(model: Any, layers: Iterable[Any]) -> dict[str, SeesAllBefore | None]:
+def masks_by_layer_type(
+    model: PreTrainedModel, layers: Iterable[Any]
+) -> dict[str, SeesAllBefore | None]:
     """Return the masks for a model with indexers, whose code adds them to scores; else nothing.
 
     `layers` are those of its cache.

@@ -39,7 +39,7 @@ class EngineProcess:
         theirs.close()  # so that its end is seen here
         self._loop = asyncio.get_running_loop()
         self._on_message, self._on_end = on_message, on_end
-        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._has_ended = asyncio.Event()
         self._ending: asyncio.Task[None] | None = None
         self._loop.add_reader(self._ours.fileno(), self._read)

@@ -73,7 +73,7 @@ def closed_objects(schema: Mapping[str, object]) -> dict[str, object]:
     return found
 
 
-def _closed(schema: Any) -> Any:
+def _closed(schema: object) -> Any:
     return closed_objects(schema) if isinstance(schema, dict) else schema
 
 

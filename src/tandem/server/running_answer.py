@@ -4,7 +4,6 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Coroutine
-from typing import Any
 
 from fastapi import Request
 
@@ -84,7 +83,7 @@ class RunningAnswer:
         self._cancel_all()
         self._end("499")
 
-    async def unless_gone(self, request: Request, work: Coroutine[Any, Any, None]) -> None:
+    async def unless_gone(self, request: Request, work: Coroutine[object, object, None]) -> None:
         """Do the work, but stop when the client leaves."""
         task = asyncio.ensure_future(work)
         leaving = asyncio.ensure_future(_disconnect(request))

@@ -7,14 +7,14 @@ each layer goes what every layer costs whatever is planned: one wait for the rou
 import dataclasses
 import gc
 import time
-from typing import Any
 
 from torch import Tensor
 
 from tandem.decode.cuda.slots import CudaSlotPool, MakeCapture
-from tandem.experts.execution.batch import RoutedCall
+from tandem.experts.execution.batch import ExpertFunctions, RoutedCall
 from tandem.experts.execution.device import Device
 from tandem.experts.store.host_store import HostStore
+from tandem.foreign_types import PreTrainedModel
 from tandem.hf.experts import Bound, bind_all
 from tandem.hf.lookahead.warm_up import NoExperts, warm_up_ids
 from tandem.kv_cache.base import NotInSlotsError
@@ -31,14 +31,14 @@ class _HandOver(NoExperts):
         super().__init__(store)
         self._device = device
 
-    def compute(self, call: RoutedCall, functions: Any) -> Tensor:
+    def compute(self, call: RoutedCall, functions: ExpertFunctions) -> Tensor:
         self._device.download(call.top_k_index, call.hidden)
         return super().compute(call, functions)
 
 
 def with_captured_steps(
     profile: HardwareProfile,
-    model: Any,
+    model: PreTrainedModel,
     store: HostStore,
     bound: Bound,
     device: Device,
@@ -65,7 +65,9 @@ def with_captured_steps(
     return dataclasses.replace(profile, shapes=(dataclasses.replace(shape, dense_seconds=dense),))
 
 
-def _step_seconds(model: Any, num_slots: int, make_capture: MakeCapture) -> float | None:
+def _step_seconds(
+    model: PreTrainedModel, num_slots: int, make_capture: MakeCapture
+) -> float | None:
     """Time a decode step of so many slots; None if it is not captured."""
     prompt = warm_up_ids(model, _PROMPT_TOKENS).tolist()
     capacity = _PROMPT_TOKENS + _STEPS_BEFORE + _STEPS

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tandem.decode.recording.replay import ReplayedStep
+from tandem.experts.execution.executor import Executor
 from tandem.experts.tracing.events import unheard
 from tandem.hf.opaque_calls import intercepted
 from tandem.kernels.torch_private import end_allocation_to_pool
@@ -249,7 +250,7 @@ def new_graphed_step(
     find_resident: Callable[[], Resident | None] = lambda: None,
     *,
     pad: Pad = lambda index: index,
-    executor: Any = None,
+    executor: Executor | None = None,
     make_room: Callable[[], bool] = lambda: False,
     deferring: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     why_not: str | None = None,

@@ -5,14 +5,13 @@ layers. What the routers chose stays in the step's memory; it is copied to the h
 replay and reported before the next one: a step late, and without a wait.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from tandem.devices.cuda.device import CudaDevice
 from tandem.devices.cuda.resident import ResidentLayers, resident_event
 from tandem.devices.cuda.streams import Event, Stream
+from tandem.experts.execution.batch import ExpertFunctions
 from tandem.experts.execution.clock import Clock
 from tandem.experts.execution.executor import Executor
 
@@ -36,7 +35,7 @@ class GraphedLayers:
         self._layers.prepare(num_tokens)
 
     def __call__(
-        self, layer: int, hidden: Tensor, index: Tensor, weights: Tensor, functions: Any
+        self, layer: int, hidden: Tensor, index: Tensor, weights: Tensor, functions: ExpertFunctions
     ) -> Tensor | None:
         """Queue a layer; None if it needs a graph break."""
         if not self._layers.serves(functions, len(hidden)):

@@ -20,6 +20,7 @@ from tandem.decode.model_runner import ModelRunner, why_other_logits
 from tandem.decode.recording.replay import ReplayedStep
 from tandem.decode.slots import MAX_STEP_TOKENS, CachedSlotPool
 from tandem.experts.cache.expert_cache import SHRINK
+from tandem.foreign_types import PreTrainedModel
 from tandem.hf.opaque_calls import intercepted
 from tandem.kernels.attention import Segment
 from tandem.kv_cache.cuda import StaticKvCache, on_its_way
@@ -49,7 +50,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
 
     def __init__(
         self,
-        model: Any,
+        model: PreTrainedModel,
         num_slots: int,
         *,
         capacity: int = 0,
@@ -249,21 +250,21 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
         return True
 
 
-def make_cuda_capture(model: Any) -> MakeCapture:
+def make_cuda_capture(model: PreTrainedModel) -> MakeCapture:
     """Return what makes captures on a model's GPU, all of them on one stream."""
     stream = torch.cuda.Stream(model.device)
     return lambda: CudaCapture(model.device, stream)
 
 
 def new_cuda_slot_pool(
-    model: Any, num_slots: int, *, capacity: int = 0, has_replay: bool = True
+    model: PreTrainedModel, num_slots: int, *, capacity: int = 0, has_replay: bool = True
 ) -> CudaSlotPool:
     """Return slots on the model's GPU, whose steps are captured if that is allowed."""
     make_capture = make_cuda_capture(model) if has_replay else None
     return CudaSlotPool(model, num_slots, capacity=capacity, make_capture=make_capture)
 
 
-def why_no_cuda_slots(model: Any) -> str | None:
+def why_no_cuda_slots(model: PreTrainedModel) -> str | None:
     """Step a few tokens both ways; return why `CudaSlotPool` does not serve a model, or None.
 
     Raises `CapacityError` if the GPU has no memory for as much.
@@ -275,6 +276,6 @@ def _no_capture() -> Capture:
     raise AssertionError("a step that is not replayed is not captured")
 
 
-def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Make a GPU the current one, on which streams are looked up and kernels launched."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -11,13 +11,14 @@ that is new would be answered otherwise than alone.
 
 import warnings
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from tandem.core.errors import TandemWarning
 from tandem.decode.recording.recorder import NotRecordableError
+from tandem.experts.execution.executor import Executor
 from tandem.experts.tracing.events import unheard
 
 _EQUAL_STEPS = 3  # in a row, and a recording is trusted
@@ -56,7 +57,7 @@ class ReplayedStep:
         record: Record,
         tolerance: float | None,
         *,
-        executor: Any = None,
+        executor: Executor | None = None,
         save: Callable[[], Callable[[], None]] = lambda: lambda: None,
         make_room: Callable[[], bool] = lambda: False,
         warns: bool = False,
