@@ -125,7 +125,7 @@ def test_a_kv_cache_that_cannot_grow_goes_on_as_it_is(
 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "zeros", scarce)
-        with pytest.raises(CapacityError, match=f"1 rows of {2 * capacity} tokens"):
+        with pytest.raises(CapacityError, match=f"1 slots of {2 * capacity} tokens"):
             rows.cache.reserve(capacity + 1)
     assert rows.cache.capacity == capacity
     rows.continue_with([[40, 41, 42, 50, 51]])
