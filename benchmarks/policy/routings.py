@@ -1,0 +1,133 @@
+"""Routing of many kinds to measure eviction on: real traces rearranged, and synthetic ones.
+
+Real: whole; cut into sequences of 20 to 40 tokens in random order; two tasks in turns of 16 tokens;
+expert ids permuted every 2,000 tokens, as if another model came; four layers merged into one, which
+makes a model of four times the experts out of real routing. Synthetic: Zipf (every layer its own
+order), uniform, a loop that just does not fit into half the slots, and phases of 300 tokens with a
+Zipf order each. Every generator is seeded; routing repeats exactly.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from tandem.trace import RoutingTrace, TraceMeta
+
+Ints = npt.NDArray[np.int64]
+SHORTEST, LONGEST = 20, 40  # tokens of a sequence that was cut
+TURN_TOKENS = 16
+MODEL_TOKENS = 2000  # between two permutations of the experts
+PHASE_TOKENS = 300
+MERGED_LAYERS = 4
+SYNTHETIC_EXPERTS = (32, 128, 512)
+SYNTHETIC_TOKENS, SYNTHETIC_LAYERS = 4096, 4
+
+
+def made(
+    name: str, experts: npt.NDArray[np.integer], num_experts: int, lengths: Ints | None = None
+) -> RoutingTrace:
+    """Return a trace of (tokens, layers, top_k) experts in sequences of these lengths."""
+    tokens, layers, top_k = experts.shape
+    if lengths is None:
+        lengths = np.full(tokens // 128, 128)
+    return RoutingTrace(
+        meta=TraceMeta(model=name, n_moe_layers=layers, n_experts=num_experts, top_k=top_k),
+        experts=experts[: lengths.sum()].astype(np.uint16),
+        seq_offsets=np.concatenate(([0], np.cumsum(lengths))),
+    )
+
+
+def layers_of(trace: RoutingTrace, first: int, last: int) -> RoutingTrace:
+    """Return layers first .. last - 1 as a model of their own, without weights and ids."""
+    meta = dataclasses.replace(trace.meta, n_moe_layers=last - first)
+    return RoutingTrace(
+        meta=meta, experts=trace.experts[:, first:last], seq_offsets=trace.seq_offsets
+    )
+
+
+def cut(trace: RoutingTrace, seed: int = 0) -> RoutingTrace:
+    """Return a trace cut into short sequences in random order."""
+    draw = np.random.default_rng(seed)
+    pieces: list[Ints] = []
+    at = 0
+    while at + LONGEST <= trace.num_tokens:
+        length = int(draw.integers(SHORTEST, LONGEST + 1))
+        pieces.append(np.arange(at, at + length))
+        at += length
+    pieces = [pieces[i] for i in draw.permutation(len(pieces))]
+    return _taken(trace, pieces)
+
+
+def interleaved(trace: RoutingTrace) -> RoutingTrace:
+    """Return the first and the second half of a trace's sequences in turns of 16 tokens."""
+    middle = int(trace.seq_offsets[trace.num_sequences // 2])
+    turns = min(middle, trace.num_tokens - middle) // TURN_TOKENS
+    starts = [start + TURN_TOKENS * turn for turn in range(turns) for start in (0, middle)]
+    order = np.concatenate([np.arange(start, start + TURN_TOKENS) for start in starts])
+    pieces = np.split(order, range(8 * TURN_TOKENS, len(order), 8 * TURN_TOKENS))
+    return _taken(trace, pieces)
+
+
+def permuted(trace: RoutingTrace, seed: int = 0) -> RoutingTrace:
+    """Return a trace whose expert ids change every 2,000 tokens, another way in each layer."""
+    draw = np.random.default_rng(seed)
+    experts = np.empty_like(trace.experts)
+    for start in range(0, trace.num_tokens, MODEL_TOKENS):
+        part = slice(start, start + MODEL_TOKENS)
+        for layer in range(trace.meta.n_moe_layers):
+            renamed = draw.permutation(trace.meta.n_experts)
+            experts[part, layer] = renamed[trace.experts[part, layer]]
+    return dataclasses.replace(trace, experts=experts)
+
+
+def merged(trace: RoutingTrace, keep: int = 2) -> RoutingTrace:
+    """Return a model of four times the experts: of four layers each, the `keep` of most weight."""
+    assert trace.weights is not None
+    layers = trace.meta.n_moe_layers // MERGED_LAYERS
+    order = np.argsort(-trace.weights.astype(np.float32), axis=-1, kind="stable")[..., :keep]
+    best = np.take_along_axis(trace.experts, order, axis=-1).astype(np.int64)
+    best = best[:, : layers * MERGED_LAYERS].reshape(-1, layers, MERGED_LAYERS, keep)
+    best = best + trace.meta.n_experts * np.arange(MERGED_LAYERS)[:, None]
+    experts = best.reshape(-1, layers, MERGED_LAYERS * keep)
+    name = f"{trace.meta.model}, merged"
+    return made(name, experts, MERGED_LAYERS * trace.meta.n_experts, np.diff(trace.seq_offsets))
+
+
+def _taken(trace: RoutingTrace, pieces: list[Ints]) -> RoutingTrace:
+    """Return a trace whose sequences are these tokens of another one."""
+    index = np.concatenate(pieces)
+    offsets = np.concatenate(([0], np.cumsum([len(piece) for piece in pieces])))
+    return dataclasses.replace(
+        trace,
+        experts=trace.experts[index],
+        seq_offsets=offsets,
+        weights=None if trace.weights is None else trace.weights[index],
+        token_ids=None if trace.token_ids is None else trace.token_ids[index],
+    )
+
+
+def synthetic(num_experts: int) -> Iterator[RoutingTrace]:
+    """Yield one trace of each synthetic kind; top-k is an eighth of the experts, at most 8."""
+    top_k = min(8, num_experts // 8)
+    shape = (SYNTHETIC_TOKENS, SYNTHETIC_LAYERS)
+    zipf = -np.log(np.arange(1, num_experts + 1))
+    draw = np.random.default_rng(num_experts)
+    scores = draw.gumbel(size=(*shape, num_experts))
+    orders = np.stack([draw.permutation(num_experts) for _ in range(SYNTHETIC_LAYERS)])
+    yield made(f"uniform, {num_experts}", _best(scores, top_k), num_experts)
+    yield made(f"zipf, {num_experts}", _best(scores + zipf[orders], top_k), num_experts)
+    for start in range(0, SYNTHETIC_TOKENS, PHASE_TOKENS):
+        phase = np.stack([draw.permutation(num_experts) for _ in range(SYNTHETIC_LAYERS)])
+        scores[start : start + PHASE_TOKENS] += 2 * zipf[phase]
+    yield made(f"phases, {num_experts}", _best(scores, top_k), num_experts)
+    # One expert more than half the slots hold, in a loop: LRU has no hit there.
+    length = num_experts // 2 + top_k
+    positions = np.arange(SYNTHETIC_TOKENS)[:, None] * top_k + np.arange(top_k)
+    loop = np.broadcast_to((positions % length)[:, None], (*shape, top_k))
+    yield made(f"loop, {num_experts}", loop, num_experts)
+
+
+def _best(scores: npt.NDArray[np.float64], top_k: int) -> npt.NDArray[np.integer]:
+    return np.argpartition(-scores, top_k, axis=-1)[..., :top_k]
