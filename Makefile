@@ -20,7 +20,11 @@ SHAPE ?= qwen3-30b-a3b
 ISA ?=
 PYTEST := $(BIN)/pytest -n 2 --dist loadgroup $(if $(ISA),--isa $(ISA))
 
-.PHONY: test-gpu bench-gpu demo-cut dry-gpu run test setup check lint types floors unit seam-oldest docs-models docs-modules api-docs sanitize fix size clean try-clients
+# Which Pythons to build and check wheels with: 3.11 gives one for 3.11, one from 3.12 on gives one for all
+# that follow.
+WHEEL_PYTHONS ?= python3.11 python3.12
+
+.PHONY: wheel check-wheel test-gpu bench-gpu demo-cut dry-gpu run test setup check lint types floors unit seam-oldest docs-models docs-modules api-docs sanitize fix size clean try-clients
 
 run: $(VENV)/runtime.stamp  ## Answer PROMPT with MODEL (default: the demo model, built on first use)
 	@$(BIN)/tandem run $(MODEL) -p "$(PROMPT)" --max-new-tokens 100
@@ -59,6 +63,12 @@ sanitize:  ## The native kernels under AddressSanitizer and UndefinedBehaviorSan
 	build/sanitize/check_attention
 	build/sanitize/check_recurrent
 	build/sanitize/check_quantize
+
+wheel:  ## Wheels for Linux x86-64 in build/wheels; needs no compiler (it installs one from the package index)
+	wheels/build.sh build/wheels $(WHEEL_PYTHONS)
+
+check-wheel:  ## Each wheel in a new environment without a compiler: the demo model answers
+	TORCH="$(TORCH)" wheels/check.sh build/wheels $(WHEEL_PYTHONS)
 
 test-gpu:  ## The tests that need a GPU, after a minute that says what works
 	PYTHON=$(GPU_PYTHON) benchmarks/gpu/session.sh $(GPU_OUT) build smoke tests
@@ -99,7 +109,7 @@ clean:
 
 $(BIN)/python:
 	@command -v $(PYTHON) >/dev/null || { echo "make: no $(PYTHON) found; install Python 3.11 to 3.13 or name one: make PYTHON=python3.12" >&2; exit 2; }
-	@command -v $${CXX:-c++} >/dev/null || { echo "make: no C++ compiler found; Tandem's native part needs g++ 11 or clang 14 or newer (Debian, Ubuntu: apt install g++)" >&2; exit 2; }
+	@command -v $${CXX:-c++} >/dev/null || { echo "make: no C++ compiler found; Tandem's native part needs g++ 11 or clang 14 or newer (Debian, Ubuntu: apt install g++); make wheel needs none" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/torch.stamp: $(BIN)/python

@@ -75,7 +75,11 @@ void rotate_heads(const Rotary& call) {
       load_values(value_at(call.input, T, t * call.token_stride + h * call.head_stride), T,
                   call.dim, x);
       float* second_half = x + half;
+#if defined(__clang__)
+#pragma clang loop vectorize(assume_safety)
+#else
 #pragma GCC ivdep
+#endif
       for (std::int64_t d = 0; d < half; ++d) {
         const float first = x[d], second = second_half[d];
         x[d] = rounded<T>(first * cos[d]) + rounded<T>(-second * sin[d]);

@@ -1,0 +1,134 @@
+"""Two builds of the native part in turns: does one compiler's fall behind another's?
+
+    python -m benchmarks.kernels.builds A.so B.so [--isa avx512] [--rounds 5]
+
+Each build runs in a process of its own, one thread, the rounds of both in turns. A figure is the
+least processor time of one call over all rounds, on data that stays in the processor's cache: what
+other programs do to the memory and the clock counts little. Printed is B's speed over A's.
+"""
+
+import argparse
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+EXPERT_FORMATS = ("bf16", "int8", "int4", "int4z", "mxfp4", "fp8", "q4_k", "q6_k")
+TOKENS = (1, 4, 64)
+SECONDS = 0.15
+
+
+def main() -> None:
+    """Run both builds in turns and print a line per call."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("builds", nargs=2, type=Path)
+    parser.add_argument("--isa", default="")
+    parser.add_argument("--rounds", type=int, default=5)
+    flags = parser.parse_args()
+    best: list[dict[str, float]] = [{}, {}]
+    for _ in range(flags.rounds):
+        for build, least in zip(flags.builds, best, strict=True):
+            for name, seconds in _measured(build, flags.isa).items():
+                least[name] = min(seconds, least.get(name, math.inf))
+    ratios = {name: best[0][name] / best[1][name] for name in best[0]}
+    for name, ratio in ratios.items():
+        print(f"{name:28} {best[0][name] * 1e6:9.1f} us {best[1][name] * 1e6:9.1f} us {ratio:6.2f}")
+    mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
+    print(f"{'geometric mean':28} {'':25} {mean:6.2f}")
+    print(json.dumps({"isa": flags.isa, "ratios": ratios, "geometric_mean": mean}))
+
+
+def _measured(build: Path, isa: str) -> dict[str, float]:
+    command = [sys.executable, "-m", "benchmarks.kernels.builds", "--child", str(build), isa]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
+    seconds: dict[str, float] = json.loads(done.stdout)
+    return seconds
+
+
+def _child(build: str, isa: str) -> None:
+    """Put the build where Tandem looks for its native part, and print seconds by call."""
+    spec = importlib.util.spec_from_file_location("tandem.kernels._native", build)
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    calls = [*_experts(isa), *_attention(isa), *_quantising()]
+    print(json.dumps({name: _least_seconds(call) for name, call in calls}))
+
+
+def _least_seconds(call: Callable[[], object]) -> float:
+    call()
+    least, end = math.inf, time.thread_time() + SECONDS
+    while least == math.inf or time.thread_time() < end:
+        start = time.thread_time()
+        call()
+        least = min(least, time.thread_time() - start)
+    return least
+
+
+def _experts(isa: str) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Two experts of 512 x 256, by format and number of tokens."""
+    import torch
+
+    from tandem.bench.random_weights import random_experts
+    from tandem.kernels.formats.expert import ExpertLayout
+    from tandem.kernels.formats.weight_format import find_format
+    from tandem.kernels.native import ActivationKind, NativeActivation, NativeExperts
+
+    experts, activation = NativeExperts(isa=isa), NativeActivation(ActivationKind.SWIGLU)
+    for name in EXPERT_FORMATS:
+        layout = ExpertLayout(find_format(name), 512, 256, is_gated=True, has_bias=False)
+        store, chosen = random_experts(layout, 2), torch.arange(2)
+        for tokens in TOKENS:
+            hidden = torch.randn(tokens, 512)
+            begin = torch.arange(0, 2 * tokens + 1, tokens, dtype=torch.int32)
+            token = torch.arange(tokens, dtype=torch.int32).repeat(2)
+            out = torch.empty(2 * tokens, 512)
+            arguments = (layout, store, activation, hidden, chosen, begin, token, out)
+            yield f"experts {name}, {tokens}", partial(experts.compute, *arguments)
+
+
+def _attention(isa: str) -> Iterator[tuple[str, Callable[[], object]]]:
+    """One token and 64 at 512 positions, 8 heads on 2."""
+
+    from benchmarks.generation.attention import attend_call, filled
+
+    from tandem.kernels.attention import AttentionForm
+    from tandem.kernels.dense import CpuThreads
+
+    threads = CpuThreads(num_threads=1, isa=isa)
+    form = AttentionForm(num_heads=8, num_kv_heads=2, key_dim=64, value_dim=64, scale=0.125)
+    for kv_dtype in ("bf16", "int8"):
+        cache = filled(form, kv_dtype, 512, threads)
+        for tokens in (1, 64):
+            yield (
+                f"attention {kv_dtype}, {tokens}",
+                attend_call([cache], threads, 512 - tokens, tokens),
+            )
+
+
+def _quantising() -> Iterator[tuple[str, Callable[[], object]]]:
+    """A matrix of 128 x 512 in bf16; the instruction set is TANDEM_ISA's or the best."""
+    import torch
+
+    from tandem.kernels.formats import PackedMatrix, find_format
+    from tandem.kernels.formats.packed import write_weight
+
+    weights = torch.randn(128, 512).bfloat16()
+    for name in ("int4-g32", "int8-g128"):
+        packed = PackedMatrix.empty(128, 512, find_format(name))
+        yield f"quantise {name}", partial(write_weight, packed.blocks, packed.format, weights)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        _child(*sys.argv[2:])
+    else:
+        main()
