@@ -63,6 +63,7 @@ sanitize:  ## The native kernels under AddressSanitizer and UndefinedBehaviorSan
 	build/sanitize/check_attention
 	build/sanitize/check_recurrent
 	build/sanitize/check_quantize
+	build/sanitize/check_tensors
 
 wheel:  ## Wheels for Linux x86-64 in build/wheels; needs no compiler (it installs one from the package index)
 	wheels/build.sh build/wheels $(WHEEL_PYTHONS)

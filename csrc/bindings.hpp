@@ -11,6 +11,8 @@
 
 namespace tandem {
 
+class Program;
+
 // Tensors come as addresses, whose shapes and dtypes the Python side has checked.
 template <typename T>
 T* pointer(std::uintptr_t address) {
@@ -40,6 +42,9 @@ void bind_dense(nanobind::module_& m);
 
 // Programs of what bind_dense has bound.
 void bind_program(nanobind::module_& m);
+
+// What a program has of small tensor operations. Called by bind_program.
+void bind_tensor_ops(nanobind::class_<Program>& program);
 
 // The hybrid runtime's calls. After bind_dense, whose layers they take.
 void bind_runtime(nanobind::module_& m);

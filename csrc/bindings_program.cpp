@@ -68,22 +68,6 @@ void add_ranked_choice(Program& program, std::int64_t num_tokens, std::int64_t n
                            pointer<std::int64_t>(index)});
 }
 
-void add_elementwise(Program& program, int kind, const Four& sizes, bool a_is_bf16,
-                     std::uintptr_t a, const Four& a_strides, bool b_is_bf16, std::uintptr_t b,
-                     const Four& b_strides, float scalar, bool is_bf16, std::uintptr_t out) {
-  program.add(Elementwise{static_cast<ElementwiseKind>(kind), sizes, value_type(a_is_bf16),
-                          pointer<const void>(a), a_strides, value_type(b_is_bf16),
-                          pointer<const void>(b), b_strides, scalar, value_type(is_bf16),
-                          pointer<void>(out)});
-}
-
-void add_copy(Program& program, const Four& sizes, bool is_bf16, std::uintptr_t input,
-              const Four& strides, bool out_is_bf16, std::uintptr_t out,
-              const Four& out_strides) {
-  program.add(Copy{sizes, value_type(is_bf16), pointer<const void>(input), strides,
-                   value_type(out_is_bf16), pointer<void>(out), out_strides});
-}
-
 void add_dense(Program& program, const std::vector<const DenseMatrix*>& matrices,
                std::int64_t num_tokens, std::int64_t in_features, bool is_bf16,
                std::uintptr_t input, const std::vector<std::uintptr_t>& outputs) {
@@ -209,7 +193,9 @@ void bind_recurrent(nb::module_& m) {
 void bind_program(nb::module_& m) {
   bind_recurrent(m);
   // Matrices, layers and tensors are kept alive by the caller.
-  nb::class_<Program>(m, "Program")
+  auto program = nb::class_<Program>(m, "Program");
+  bind_tensor_ops(program);
+  program
       .def(nb::init<ExpertEngine&, DenseEngine&, AttentionEngine&, RoutedExperts&,
                     RecurrentEngine&>(),
            nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
@@ -219,8 +205,6 @@ void bind_program(nb::module_& m) {
       .def("add_rotary_pairs", &add_rotary_pairs)
       .def("add_choice", &add_choice)
       .def("add_ranked_choice", &add_ranked_choice)
-      .def("add_elementwise", &add_elementwise)
-      .def("add_copy", &add_copy)
       .def("add_dense", &add_dense)
       .def("add_convolution", &add_convolution)
       .def("add_recurrence", &add_recurrence)

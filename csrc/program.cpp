@@ -3,6 +3,12 @@
 #include <algorithm>
 
 namespace tandem {
+namespace {
+
+// A prompt's rows are worth all threads, a step's are not.
+constexpr std::int64_t kManyValues = 1 << 17;
+
+}  // namespace
 
 std::int64_t Program::add(const RoutedLayer& layer, const RoutedCall& call) {
   const auto number = static_cast<std::int64_t>(num_active_.size());
@@ -17,8 +23,6 @@ void Program::run() {
 }
 
 void Program::operator()(const RmsNorm& call) {
-  // A prompt's rows are worth all threads, a step's are not.
-  constexpr std::int64_t kManyValues = 1 << 17;
   if (call.num_rows * call.cols < kManyValues) return rows_.norm(call);
   std::int64_t each = std::max<std::int64_t>(1, kManyValues / 8 / call.cols);
   each = (each + call.weight_rows - 1) / call.weight_rows * call.weight_rows;
@@ -30,6 +34,28 @@ void Program::operator()(const RmsNorm& call) {
     part.gate = value_at(call.gate, call.type, first * call.gate_stride);
     part.out = value_at(call.out, call.type, first * call.cols);
     rows_.norm(part);
+  });
+}
+
+void Program::operator()(const Elementwise& call) {
+  const Four& sizes = call.sizes;
+  const std::int64_t total = sizes[0] * sizes[1] * sizes[2] * sizes[3];
+  if (total < kManyValues) return tensors_.combine(call);
+  const auto longest = std::max_element(sizes.begin(), sizes.end());
+  const auto dim = static_cast<int>(longest - sizes.begin());
+  const std::int64_t each = std::max<std::int64_t>(1, *longest * (kManyValues / 8) / total);
+  pool_.run((*longest + each - 1) / each, [&](std::int64_t i) {
+    tensors_.combine(part_of(call, dim, i * each, std::min(each, *longest - i * each)));
+  });
+}
+
+void Program::operator()(const Product& call) {
+  const std::int64_t columns = call.sizes[3];
+  const std::int64_t total = call.sizes[0] * call.sizes[1] * columns * call.depth;  // of `b`
+  if (total < kManyValues) return tensors_.multiply(call);
+  const std::int64_t each = std::max<std::int64_t>(1, columns * (kManyValues / 8) / total);
+  pool_.run((columns + each - 1) / each, [&](std::int64_t i) {
+    tensors_.multiply(part_of(call, i * each, std::min(each, columns - i * each)));
   });
 }
 

@@ -11,6 +11,7 @@
 #include "recurrent.hpp"
 #include "routed.hpp"
 #include "rowwise.hpp"
+#include "tensor_ops.hpp"
 
 namespace tandem {
 
@@ -20,7 +21,7 @@ class Program {
  public:
   Program(ExpertEngine& experts, DenseEngine& dense, AttentionEngine& attention,
           RoutedExperts& routed, RecurrentEngine& recurrent)
-      : rows_(row_kernels(experts.isa())), pool_(experts.pool()), dense_(dense),
+      : rows_(row_kernels(experts.isa())), tensors_(tensor_kernels(experts.isa())), pool_(experts.pool()), dense_(dense),
         attention_(attention), routed_(routed), recurrent_(recurrent) {}
 
   void add(const RmsNorm& call) { steps_.emplace_back(call); }
@@ -29,7 +30,13 @@ class Program {
   void add(const Choice& call) { steps_.emplace_back(call); }
   void add(const RankedChoice& call) { steps_.emplace_back(call); }
   void add(const Elementwise& call) { steps_.emplace_back(call); }
-  void add(const Copy& call) { steps_.emplace_back(call); }
+  void add(const Reduction& call) { steps_.emplace_back(call); }
+  void add(const Softmax& call) { steps_.emplace_back(call); }
+  void add(const LayerNorm& call) { steps_.emplace_back(call); }
+  void add(const Greatest& call) { steps_.emplace_back(call); }
+  void add(const Lookup& call) { steps_.emplace_back(call); }
+  void add(const Scatter& call) { steps_.emplace_back(call); }
+  void add(const Product& call) { steps_.emplace_back(call); }
   void add(const ShortConvolution& call) { steps_.emplace_back(call); }
   void add(const Recurrence& call) { steps_.emplace_back(call); }
 
@@ -64,7 +71,8 @@ class Program {
     RoutedCall call;
     std::int64_t number;
   };
-  using Step = std::variant<RmsNorm, Rotary, RotaryPairs, Choice, RankedChoice, Elementwise, Copy,
+  using Step = std::variant<RmsNorm, Rotary, RotaryPairs, Choice, RankedChoice, Elementwise,
+                            Reduction, Softmax, LayerNorm, Greatest, Lookup, Scatter, Product,
                             ShortConvolution, Recurrence, Dense, Attention, Experts>;
 
   void operator()(const RmsNorm& call);
@@ -72,8 +80,14 @@ class Program {
   void operator()(const RotaryPairs& call) { rows_.rotate_pairs(call); }
   void operator()(const Choice& call) { choose(call); }
   void operator()(const RankedChoice& call) { choose(call); }
-  void operator()(const Elementwise& call) { rows_.combine(call); }
-  void operator()(const Copy& call) { rows_.copy(call); }
+  void operator()(const Elementwise& call);
+  void operator()(const Reduction& call) { tensors_.reduce(call); }
+  void operator()(const Softmax& call) { tensors_.softmax(call); }
+  void operator()(const LayerNorm& call) { tensors_.layer_norm(call); }
+  void operator()(const Greatest& call) { tensors_.find_greatest(call); }
+  void operator()(const Lookup& call) { tensors_.look_up(call); }
+  void operator()(const Scatter& call) { tensors_.scatter(call); }
+  void operator()(const Product& call);
   void operator()(const ShortConvolution& call) { recurrent_.run(call); }
   void operator()(const Recurrence& call) { recurrent_.run(call); }
   void operator()(const Dense& call);
@@ -81,6 +95,7 @@ class Program {
   void operator()(const Experts& call);
 
   const RowKernels& rows_;
+  const TensorKernels& tensors_;
   ThreadPool& pool_;
   DenseEngine& dense_;
   AttentionEngine& attention_;

@@ -1,7 +1,6 @@
 // Small operations on rows that would each cost several calls of a tensor library per token.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <string>
 
@@ -83,54 +82,11 @@ struct RankedChoice {
 };
 void choose(const RankedChoice& call);
 
-// Four-dimensional: sizes, or how many values apart the next one is (0 repeats).
-using Four = std::array<std::int64_t, 4>;
-
-// out = a + b, a * b, a - b, a * sigmoid(a), sigmoid(a) or log(1 + e^a), value by value; in bf16
-// rounded as a tensor library does it.
-enum class ElementwiseKind : int {
-  kAdd = 0,
-  kMultiply = 1,
-  kSubtract = 2,
-  kSilu = 3,
-  kSigmoid = 4,
-  kSoftplus = 5
-};
-constexpr bool has_one_operand(ElementwiseKind kind) { return kind >= ElementwiseKind::kSilu; }
-
-struct Elementwise {
-  ElementwiseKind kind;
-  Four sizes;
-  ValueType a_type;
-  const void* a;
-  Four a_strides;
-  ValueType b_type;
-  const void* b;         // null: `scalar` everywhere
-  Four b_strides;
-  float scalar;
-  ValueType type;
-  void* out;             // without gaps
-};
-
-// Copies values to another place, perhaps as another type. On both sides the values of the last
-// dimension lie side by side.
-struct Copy {
-  Four sizes;
-  ValueType type;
-  const void* input;
-  Four strides;
-  ValueType out_type;
-  void* out;
-  Four out_strides;
-};
-
 // The arithmetic of one instruction set.
 struct RowKernels {
   void (*norm)(const RmsNorm& call);
   void (*rotate)(const Rotary& call);
   void (*rotate_pairs)(const RotaryPairs& call);
-  void (*combine)(const Elementwise& call);
-  void (*copy)(const Copy& call);
 };
 
 const RowKernels& portable_rows();

@@ -108,84 +108,6 @@ void rotate_pairs(const RotaryPairs& call) {
   }
 }
 
-// Calls function(offset of input, offset of output) for each run of values.
-template <typename Function>
-void each_run(const Copy& call, const Function& function) {
-  for (std::int64_t a = 0; a < call.sizes[0]; ++a)
-    for (std::int64_t b = 0; b < call.sizes[1]; ++b)
-      for (std::int64_t c = 0; c < call.sizes[2]; ++c)
-        function(a * call.strides[0] + b * call.strides[1] + c * call.strides[2],
-                 a * call.out_strides[0] + b * call.out_strides[1] + c * call.out_strides[2]);
-}
-
-inline void copy_values(const Copy& call) {
-  const std::int64_t width = call.sizes[3];
-  float* row = scratch_row(0, width);
-  each_run(call, [&](std::int64_t from, std::int64_t to) {
-    const void* input = value_at(call.input, call.type, from);
-    void* out = value_at(call.out, call.out_type, to);
-    if (call.type == call.out_type) {
-      std::memcpy(out, input, width * value_bytes(call.type));
-    } else {
-      load_values(input, call.type, width, row);
-      store_values(row, width, call.out_type, out);
-    }
-  });
-}
-
-inline void load_apart(const void* from, ValueType type, std::int64_t stride, std::int64_t count,
-                       float* to) {
-  if (stride == 1) return load_values(from, type, count, to);
-  for (std::int64_t i = 0; i < count; ++i)
-    load_values(value_at(from, type, i * stride), type, 1, to + i);
-}
-
-inline void combine_row(ElementwiseKind kind, std::int64_t count, float* a, const float* b) {
-  switch (kind) {
-    case ElementwiseKind::kAdd:
-      for (std::int64_t i = 0; i < count; ++i) a[i] += b[i];
-      return;
-    case ElementwiseKind::kMultiply:
-      for (std::int64_t i = 0; i < count; ++i) a[i] *= b[i];
-      return;
-    case ElementwiseKind::kSubtract:
-      for (std::int64_t i = 0; i < count; ++i) a[i] -= b[i];
-      return;
-    case ElementwiseKind::kSilu:
-      for (std::int64_t i = 0; i < count; ++i) a[i] /= 1.0f + std::exp(-a[i]);
-      return;
-    case ElementwiseKind::kSigmoid:
-      for (std::int64_t i = 0; i < count; ++i) a[i] = 1.0f / (1.0f + std::exp(-a[i]));
-      return;
-    case ElementwiseKind::kSoftplus:  // above 20 it is `a` itself to the last digit
-      for (std::int64_t i = 0; i < count; ++i) a[i] = a[i] > 20 ? a[i] : std::log1p(std::exp(a[i]));
-  }
-}
-
-inline void combine_values(const Elementwise& call) {
-  constexpr std::int64_t kPart = 1024;  // stays in the first-level cache
-  float a[kPart], b[kPart];
-  const Four &sizes = call.sizes, &from = call.a_strides, &other = call.b_strides;
-  const bool is_single = has_one_operand(call.kind);
-  if (!is_single && call.b == nullptr) std::fill_n(b, kPart, call.scalar);
-  std::int64_t done = 0;
-  for (std::int64_t i = 0; i < sizes[0] * sizes[1] * sizes[2]; ++i) {
-    const std::int64_t x = i / (sizes[1] * sizes[2]), y = i / sizes[2] % sizes[1], z = i % sizes[2];
-    for (std::int64_t first = 0; first < sizes[3]; first += kPart) {
-      const std::int64_t count = std::min(kPart, sizes[3] - first);
-      const auto at = [&](const Four& s) {
-        return x * s[0] + y * s[1] + z * s[2] + first * s[3];
-      };
-      load_apart(value_at(call.a, call.a_type, at(from)), call.a_type, from[3], count, a);
-      if (!is_single && call.b != nullptr)
-        load_apart(value_at(call.b, call.b_type, at(other)), call.b_type, other[3], count, b);
-      combine_row(call.kind, count, a, b);
-      store_values(a, count, call.type, value_at(call.out, call.type, done));
-      done += count;
-    }
-  }
-}
-
 template <typename Call, void (*fp32)(const Call&), void (*bf16)(const Call&)>
 void by_type(const Call& call) {
   call.type == ValueType::kBf16 ? bf16(call) : fp32(call);
@@ -194,6 +116,4 @@ void by_type(const Call& call) {
 constexpr RowKernels kRowKernels{
     by_type<RmsNorm, norm_rows<ValueType::kFp32>, norm_rows<ValueType::kBf16>>,
     by_type<Rotary, rotate_heads<ValueType::kFp32>, rotate_heads<ValueType::kBf16>>,
-    by_type<RotaryPairs, rotate_pairs<ValueType::kFp32>, rotate_pairs<ValueType::kBf16>>,
-    combine_values,
-    copy_values};
+    by_type<RotaryPairs, rotate_pairs<ValueType::kFp32>, rotate_pairs<ValueType::kBf16>>};

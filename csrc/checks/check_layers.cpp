@@ -10,7 +10,6 @@
 
 #include "dense.hpp"
 #include "half.hpp"
-#include "program.hpp"
 #include "random.hpp"
 #include "routed.hpp"
 #include "rowwise.hpp"
@@ -178,27 +177,6 @@ bool pairs_agree(Random& random, const std::string& isa) {
   return is_near(read(out, type), wanted, 2e-2);
 }
 
-// Into the second half of rows that are twice as long, with the first two dimensions swapped.
-bool copy_agrees(Random& random, const std::string& isa) {
-  const std::int64_t a = random.between(1, 4), b = random.between(1, 4), c = random.between(1, 3);
-  const std::int64_t width = random.between(1, 40);
-  const ValueType type = any_type(random), out_type = any_type(random);
-  const Values x(random.normals(a * b * c * width), type);
-  std::vector<std::uint8_t> out(2 * x.numbers.size() * tandem::value_bytes(out_type));
-  tandem::row_kernels(isa).copy(
-      {{a, b, c, width}, type, x.bytes.data(), {b * c * width, c * width, width, 1}, out_type,
-       tandem::value_at(out.data(), out_type, width),
-       {2 * c * width, 2 * a * c * width, 2 * width, 1}});
-  std::vector<float> wanted(2 * x.numbers.size());
-  for (std::int64_t i = 0; i < a; ++i)
-    for (std::int64_t j = 0; j < b; ++j)
-      for (std::int64_t k = 0; k < c; ++k)
-        for (std::int64_t w = 0; w < width; ++w)
-          wanted[(((j * a + i) * c + k) * 2 + 1) * width + w] =
-              x.numbers[((i * b + j) * c + k) * width + w];
-  return is_near(read(out, out_type), wanted, 1e-2);
-}
-
 // Against a sort of all experts of the groups that are kept.
 bool ranked_agrees(Random& random) {
   const std::int64_t tokens = random.between(1, 4), groups = random.between(1, 6);
@@ -319,46 +297,6 @@ bool routed_agrees(Random& random, tandem::ExpertEngine& engine) {
   return is_near(read(out, type), wanted, 2e-2);
 }
 
-// Values in a program that is run twice: out = silu(a + b) * b - sigmoid(c) * 1.5, where c repeats its
-// rows and its values lie three apart.
-bool program_agrees(Random& random, tandem::ExpertEngine& engine) {
-  using tandem::ElementwiseKind;
-  const ValueType type = any_type(random);
-  const std::int64_t rows = random.between(1, 4), cols = random.between(1, 1500);
-  const std::int64_t count = rows * cols;
-  const Values a(random.normals(count), type), b(random.normals(count), type);
-  const Values c(random.normals(3 * cols), type);
-  using Bytes = std::vector<std::uint8_t>;
-  Bytes sum(a.bytes.size()), silu(sum), product(sum), sigmoid(sum), scaled(sum), out(sum);
-  tandem::DenseEngine dense(engine);
-  tandem::AttentionEngine attention(engine.pool(), engine.isa());
-  tandem::RoutedExperts routed(engine);
-  tandem::RecurrentEngine recurrent(engine.pool(), engine.isa());
-  tandem::Program program(engine, dense, attention, routed, recurrent);
-  const tandem::Four sizes{1, rows, 1, cols}, dense_strides{count, cols, cols, 1};
-  const auto add = [&](ElementwiseKind kind, const Bytes& x, const tandem::Four& strides,
-                       const Bytes* y, Bytes& to) {
-    program.add(tandem::Elementwise{kind, sizes, type, x.data(), strides, type,
-                                    y ? y->data() : nullptr, dense_strides, 1.5f, type,
-                                    to.data()});
-  };
-  add(ElementwiseKind::kAdd, a.bytes, dense_strides, &b.bytes, sum);
-  add(ElementwiseKind::kSilu, sum, dense_strides, nullptr, silu);
-  add(ElementwiseKind::kMultiply, silu, dense_strides, &b.bytes, product);
-  add(ElementwiseKind::kSigmoid, c.bytes, {0, 0, 0, 3}, nullptr, sigmoid);
-  add(ElementwiseKind::kMultiply, sigmoid, dense_strides, nullptr, scaled);
-  add(ElementwiseKind::kSubtract, product, dense_strides, &scaled, out);
-  program.run();
-  program.run();
-  std::vector<float> wanted(count);
-  for (std::int64_t i = 0; i < count; ++i) {
-    const float total = a.numbers[i] + b.numbers[i];
-    wanted[i] = total / (1 + std::exp(-total)) * b.numbers[i] -
-                1.5f / (1 + std::exp(-c.numbers[i % cols * 3]));
-  }
-  return is_near(read(out, type), wanted, type == ValueType::kBf16 ? 2e-2 : 1e-5);
-}
-
 }  // namespace
 
 int main() {
@@ -371,11 +309,9 @@ int main() {
                         : !norm_agrees(random, isa)          ? "a norm"
                         : !rotary_agrees(random, isa)        ? "a rotary embedding"
                         : !pairs_agree(random, isa)          ? "a rotary embedding of pairs"
-                        : !copy_agrees(random, isa)          ? "a copy"
                         : !ranked_agrees(random)             ? "a choice by ranks"
                         : !choice_agrees(random)         ? "a router's choice"
                         : !routed_agrees(random, engine) ? "a routed layer"
-                        : !program_agrees(random, engine) ? "a program"
                                                           : nullptr;
     if (wrong != nullptr) {
       std::printf("round %d: %s differs with %s\n", round, wrong, isa.c_str());

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.decode.recording.program import NativeCall
 from tandem.decode.recording.recorded_graph import RecordedGraph
 from tandem.hf.dense import PackedLinear
 from tandem.kernels.dense import pack_dense
@@ -54,10 +53,10 @@ def test_the_norm_of_a_slice(dtype: torch.dtype) -> None:
     check(lambda: norm(layer(x).split([DIM, 2 * DIM], -1)[0], weight), x)
 
 
-def test_the_norm_of_rows_that_are_not_evenly_apart_stays_torchs() -> None:
+def test_the_norm_of_rows_that_are_not_evenly_apart_is_done_step_by_step() -> None:
     layer, x = linear(DIM, 2 * DIM, torch.float32), torch.randn(ROWS, 2, 3, DIM)
     weight = torch.rand(DIM)
-    recorded = check(lambda: norm(layer(x)[:, :, ::2, :DIM], weight), x, num_calls=6)
+    recorded = check(lambda: norm(layer(x)[:, :, ::2, :DIM], weight), x)
     assert "rsqrt" in [operation.name for operation, _ in recorded.profile(1)]
 
 
@@ -75,9 +74,8 @@ def test_a_routers_choice_with_a_factor(is_sorted: bool, is_normalised: bool) ->
         weights = weights * 2.5
         return nothing.scatter(1, experts, weights)
 
-    recorded = check(step, x, num_calls=2)  # what follows is torch's
-    names = [op.name for op, _ in recorded.profile(1) if isinstance(op.function, NativeCall)]
-    assert names == ["dense", "topk"]
+    recorded = check(step, x)
+    assert [op.name for op, _ in recorded.profile(1)] == ["dense", "topk", "scatter"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -144,7 +142,7 @@ def test_a_choice_before_its_softmax(dtype: torch.dtype) -> None:
         weights, experts = torch.topk(layer(x), 5, dim=-1)
         return nothing.scatter(1, experts, weights.softmax(-1, dtype=dtype))
 
-    check(step, x, num_calls=2)
+    check(step, x)
 
 
 @pytest.mark.parametrize("num_groups", [1, 4])
@@ -177,7 +175,7 @@ def test_a_choice_by_ranks(num_groups: int, has_sum: bool, filling: float) -> No
         return nothing.scatter(1, experts, weights)
 
     if num_groups == 1 or filling < 0:
-        check(step, x, num_calls=2)  # what follows is torch's
+        check(step, x)
     else:
         recorded = recorded_graph_of(step, [x])
         x.normal_()
@@ -196,7 +194,7 @@ def test_a_choice_by_ranks_with_weights_in_bf16() -> None:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-6) * 1.5
         return nothing.scatter(1, experts, weights)
 
-    check(step, x, num_calls=2)
+    check(step, x)
 
 
 def test_a_result_that_is_read_too_early_is_not_replaced() -> None:

@@ -266,6 +266,12 @@ class Recurrence:
 class RecurrentEngine:
     def __init__(self, engine: ExpertEngine, /) -> None: ...
 
+_Four = tuple[int, int, int, int]
+# A tensor: the type of its values, its address, its strides, and a number where that is 0.
+_View = tuple[int, int, _Four, float]
+# The address of an index, its strides, and the number and distance of the places it chooses from.
+_Index = tuple[int, _Four, int, int]
+
 class Program:
     """Tensors are addresses; the caller of `add_*` keeps the tensors, matrices and layers alive."""
 
@@ -384,31 +390,30 @@ class Program:
         /,
     ) -> None: ...
     def add_elementwise(
+        self, kind: int, sizes: _Four, a: _View, b: _View, c: _View, out: _View, /
+    ) -> None: ...
+    def add_reduction(
+        self, kind: int, sizes: _Four, x: _View, out: tuple[int, int], index: int, /
+    ) -> None: ...
+    def add_softmax(self, sizes: _Four, x: _View, out: tuple[int, int], /) -> None: ...
+    def add_layer_norm(
         self,
-        kind: int,
-        sizes: tuple[int, int, int, int],
-        a_is_bf16: bool,
-        a: int,
-        a_strides: tuple[int, int, int, int],
-        b_is_bf16: bool,
-        b: int,
-        b_strides: tuple[int, int, int, int],
-        scalar: float,
-        is_bf16: bool,
-        out: int,
+        sizes: _Four,
+        x: _View,
+        eps: float,
+        weight: int,
+        bias: int,
+        out: tuple[int, int],
         /,
     ) -> None: ...
-    def add_copy(
-        self,
-        sizes: tuple[int, int, int, int],
-        is_bf16: bool,
-        input: int,
-        strides: tuple[int, int, int, int],
-        out_is_bf16: bool,
-        out: int,
-        out_strides: tuple[int, int, int, int],
-        /,
+    def add_greatest(
+        self, sizes: _Four, x: _View, top_k: int, out: tuple[int, int], index: int, /
     ) -> None: ...
+    def add_lookup(
+        self, sizes: _Four, x: _View, index: _Index, out: tuple[int, int], /
+    ) -> None: ...
+    def add_scatter(self, sizes: _Four, x: _View, index: _Index, out: _View, /) -> None: ...
+    def add_product(self, sizes: _Four, depth: int, a: _View, b: _View, out: _View, /) -> None: ...
     def add_dense(
         self,
         matrices: Sequence[DenseMatrix],

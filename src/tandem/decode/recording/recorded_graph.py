@@ -57,6 +57,10 @@ _DIRECT: dict[str, Callable[..., Any]] = {
 }
 
 
+# Operations without a tensor among their arguments that give the same each time.
+_SAME_EACH_TIME = {"arange", "zeros", "ones", "full", "scalar_tensor"}
+
+
 class RecordedGraph:
     """A recorded step as a function without arguments: it reads and writes fixed tensors."""
 
@@ -152,21 +156,28 @@ def _fold(
     operations: list[Operation], recording: Recording, varying: set[int]
 ) -> tuple[list[Operation], dict[int, Tensor]]:
     """Take what never changes as it was recorded; return the other operations and constants."""
-    written = {ref.number for op in operations if op.has_effects for ref in op.inputs}
+    written = {_memory(recording, ref) for op in operations if op.has_effects for ref in op.inputs}
     fixed = {n for n in range(len(recording.tensors)) if n not in varying}
     kept = []
     for operation in operations:
-        numbers = [ref.number for ref in operation.inputs]
-        outputs = [o.number for o in operation.outputs if o is not None]
-        is_fixed = bool(numbers) and all(n in fixed for n in numbers)
-        if operation.has_effects or not is_fixed or any(n in written for n in numbers):
+        outputs = [o for o in operation.outputs if o is not None]
+        is_fixed = bool(operation.inputs) or operation.name in _SAME_EACH_TIME
+        is_fixed &= all(ref.number in fixed for ref in operation.inputs)
+        is_written = any(
+            _memory(recording, ref) in written for ref in [*operation.inputs, *outputs]
+        )
+        if operation.has_effects or not is_fixed or is_written:
             kept.append(operation)
         else:
-            fixed.update(outputs)
+            fixed.update(ref.number for ref in outputs)
     read = {ref.number for op in kept for ref in op.inputs}
     still_produced = {o.number for op in kept for o in op.outputs if o is not None}
     constants = {n: recording.tensors[n] for n in read - still_produced}
     return kept, constants
+
+
+def _memory(recording: Recording, ref: Ref) -> int:
+    return recording.tensors[ref.number].untyped_storage().data_ptr()
 
 
 def _compile(

@@ -15,8 +15,6 @@ from tandem.decode.recording.fusion.calls import (
     find_experts,
     find_states,
 )
-from tandem.decode.recording.fusion.copies import find_joins
-from tandem.decode.recording.fusion.elementwise import find_elementwise
 from tandem.decode.recording.fusion.graph import Found, Graph
 from tandem.decode.recording.fusion.norms import find_norms
 from tandem.decode.recording.fusion.ranked_choices import find_ranked_choices
@@ -26,6 +24,7 @@ from tandem.decode.recording.fusion.routers import (
     find_choices_first,
     find_small_linears,
 )
+from tandem.decode.recording.fusion.small import find_small
 from tandem.decode.recording.recorder import Operation
 from tandem.kernels.dense import CpuThreads
 
@@ -41,8 +40,7 @@ _FINDERS: tuple[Callable[[Graph, CpuThreads], Iterator[Found]], ...] = (
     find_experts,
     find_small_linears,
     find_dense_groups,
-    find_joins,
-    find_elementwise,
+    find_small,
 )
 
 

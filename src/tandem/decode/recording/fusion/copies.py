@@ -1,103 +1,128 @@
-"""Tensors put side by side, and values taken to another type: copies in fixed memory."""
+"""Copies: tensors put side by side, repeated, or laid out anew, and new memory that is filled."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from tandem.decode.recording.fusion.graph import Found, Graph
-from tandem.decode.recording.program import NativeCall
-from tandem.decode.recording.recorder import NotRecordableError, Operation, Ref
+from tandem.decode.recording.fusion.elementwise import KINDS
+from tandem.decode.recording.fusion.graph import Graph
+from tandem.decode.recording.fusion.views import (
+    ELEMENT_TYPES,
+    WRITTEN_DTYPES,
+    Small,
+    add_combination,
+)
+from tandem.decode.recording.recorder import Operation, Ref
 from tandem.kernels import _native
-from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
 
-MAX_DIMENSIONS = 4
-
-# The operations of a join, what is joined, the result, and in which dimension.
-_Join = tuple[list[Operation], list[Ref], Ref, int]
-
-
-def find_joins(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
-    """Find tensors that are joined, by `cat` or slice by slice in new memory."""
-    for operation in graph.operations:
-        if operation.name == "cat":
-            dim = operation.args[1] if len(operation.args) > 1 else 0
-            found = _join(graph, [operation], list(operation.args[0]), dim, operation.outputs[0])
-        elif operation.name in ("new_empty", "empty", "empty_like"):
-            found = _match_filled(graph, operation)
-        else:
-            continue
-        if found is not None:
-            group, sources, result, dim = found
-            call = copy_call(threads, dim)
-            yield Found(group, Operation(call, tuple(sources), {}, [result], "join", sources))
+_COPY = KINDS["copy"]
+_LAYOUTS = ("reshape", "flatten", "contiguous", "clone", "_unsafe_view", "repeat")
+_EMPTY = ("new_empty", "empty", "empty_like")
+# What new memory is filled with.
+_FILLINGS = {"zeros": 0.0, "zeros_like": 0.0, "new_zeros": 0.0, "ones_like": 1.0, "new_ones": 1.0}
 
 
-def _match_filled(graph: Graph, made: Operation) -> _Join | None:
-    """Match new memory that is filled slice by slice of its last dimension, in order."""
-    result = made.outputs[0]
-    if result is None:
+def match_copy(graph: Graph, operation: Operation) -> Small | None:
+    """Match an operation that only moves values, or fills memory."""
+    result = operation.outputs[0] if len(operation.outputs) == 1 else None
+    if result is None or graph.tensor(result).dtype not in ELEMENT_TYPES:
         return None
-    last, filled = graph.tensor(result).dim() - 1, 0
-    group, sources = [made], []
-    for part in graph.users.get(result, []):
-        if filled == graph.tensor(result).shape[-1]:
-            break
-        copied = graph.only_user(part.outputs[0], "copy_") if part.name == "slice" else None
-        if copied is None or part.args[1] not in (-1, last) or part.args[2] != filled:
-            return None
-        if part.args[4:] not in ((), (1,)):  # every other value
-            return None
-        if graph.tensor(copied.args[0]).shape != graph.tensor(copied.args[1]).shape:
-            return None
-        filled += graph.tensor(copied.args[0]).shape[-1]
-        sources.append(copied.args[1])
-        group += [part, copied]
-    return _join(graph, group, sources, last, result)
+    name, args = operation.name, operation.args
+    if name in ("cat", "concat", "concatenate", "stack"):
+        return _match_joined(graph, operation, result)
+    if name in _LAYOUTS:
+        is_view = graph.shares_memory(args[0], result)
+        is_copy = not is_view and _is_known(graph, args[0], result)
+        return _moved(args[0], _repeated if name == "repeat" else _laid_out) if is_copy else None
+    if name == "repeat_interleave":
+        return _match_interleaved(graph, operation, result)
+    if name == "copy_" and _is_known(graph, args[1], result):
+        return Small([args[1], args[0]], _add_copy)
+    if name in _EMPTY:
+        return Small([], lambda *_: None)
+    if name in _FILLINGS:
+        return Small([], _constant(_FILLINGS[name]))
+    return None
 
 
-def _join(
-    graph: Graph, group: list[Operation], sources: list[Ref], dim: int, result: Ref | None
-) -> _Join | None:
-    if result is None or not sources:
-        return None
+def _is_known(graph: Graph, ref: Any, result: Ref) -> bool:
+    """Tell whether values become those of the result: whole numbers only as they are."""
+    if not isinstance(ref, Ref):
+        return False
+    source, target = graph.tensor(ref).dtype, graph.tensor(result).dtype
+    return source in ELEMENT_TYPES and (source == target or target in WRITTEN_DTYPES)
+
+
+def _match_joined(graph: Graph, operation: Operation, result: Ref) -> Small | None:
+    sources: list[Ref] = list(operation.args[0])
+    dim = operation.args[1] if len(operation.args) > 1 else operation.kwargs.get("dim", 0)
     out = graph.tensor(result)
-    tensors = [graph.tensor(ref) for ref in sources]
-    is_whole = sum(x.shape[dim] for x in tensors if x.dim() == out.dim()) == out.shape[dim]
-    is_alike = all(x.dtype == out.dtype and x.dim() == out.dim() for x in tensors)
-    if not (is_whole and is_alike and all(can_copy(x) for x in [*tensors, out])):
+    if not all(_is_known(graph, ref, result) for ref in sources):
         return None
-    return group, sources, result, dim
+    if operation.name == "stack":
+        return _filled(sources, lambda out: out.unbind(dim))
+    sizes = [graph.tensor(ref).shape[dim] for ref in sources if graph.tensor(ref).dim()]
+    if sum(sizes) != out.shape[dim] or any(graph.tensor(r).dim() != out.dim() for r in sources):
+        return None
+    return _filled(sources, lambda out: out.split(sizes, dim))
 
 
-def can_copy(x: Tensor) -> bool:
-    """Tell whether a native copy reads or writes such a tensor."""
-    return x.dtype in VALUE_DTYPES and 1 <= x.dim() <= MAX_DIMENSIONS and x.stride(-1) == 1
+def _match_interleaved(graph: Graph, operation: Operation, result: Ref) -> Small | None:
+    source, *rest = operation.args
+    count = rest[0] if rest else operation.kwargs.get("repeats")
+    dim = rest[1] if len(rest) > 1 else operation.kwargs.get("dim")
+    if not (isinstance(count, int) and isinstance(dim, int) and _is_known(graph, source, result)):
+        return None
+    dim %= graph.tensor(source).dim()
+
+    def repeated(x: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+        return x.unsqueeze(dim + 1), out.unflatten(dim, (x.shape[dim], count))
+
+    return _moved(source, repeated)
 
 
-def copy_call(threads: CpuThreads, dim: int) -> NativeCall:
-    """Return the call that copies its inputs, one after the other in dimension `dim`."""
+def _filled(sources: Sequence[Ref], parts_of: Callable[[Tensor], Sequence[Tensor]]) -> Small:
+    """Copy each source to its part of the result."""
 
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        (out,), begin = outputs, 0
-        for x in inputs:
-            _add_copy(program, x, out.narrow(dim, begin, x.shape[dim]))
-            begin += x.shape[dim]
+        for x, part in zip(inputs, parts_of(outputs[0]), strict=True):
+            add_combination(program, _COPY, [x], part)
 
-    return NativeCall(add, threads)
+    return Small(sources, add)
 
 
-def _add_copy(program: _native.Program, source: Tensor, target: Tensor) -> None:
-    if not can_copy(source) or not can_copy(target):
-        raise NotRecordableError("a native copy would read a tensor whose last dimension has gaps")
-    program.add_copy(
-        in_four(source.shape, 1), source.dtype == torch.bfloat16, source.data_ptr(),
-        in_four(source.stride(), 0), target.dtype == torch.bfloat16, target.data_ptr(),
-        in_four(target.stride(), 0),
-    )  # fmt: skip
+def _moved(source: Ref, views_of: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Small:
+    """Copy a source to a result, both seen in the same shape."""
+
+    def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        x, out = views_of(inputs[0], outputs[0])
+        add_combination(program, _COPY, [x], out)
+
+    return Small([source], add)
 
 
-def in_four(values: tuple[int, ...], filling: int) -> tuple[int, int, int, int]:
-    """Return sizes or strides as those of a tensor that has four dimensions."""
-    first, second, third, last = (*[filling] * (MAX_DIMENSIONS - len(values)), *values)
-    return first, second, third, last
+def _laid_out(x: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+    return x, out.view(x.shape)
+
+
+def _repeated(x: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+    """See each dimension of the result as its repetitions and what is repeated."""
+    lead = out.dim() - x.dim()
+    shape = (*[1] * lead, *x.shape)
+    pairs = [(o // s if s else 0, s) for o, s in zip(out.shape, shape, strict=True)]
+    wide = [size for _, size in pairs for size in (1, size)]
+    return x.reshape(wide), out.view([size for pair in pairs for size in pair])
+
+
+def _add_copy(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+    add_combination(program, _COPY, inputs[:1], outputs[0])
+
+
+def _constant(
+    value: float,
+) -> Callable[[_native.Program, list[Tensor], list[Tensor]], None]:
+    def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        add_combination(program, _COPY, [value], outputs[0])
+
+    return add

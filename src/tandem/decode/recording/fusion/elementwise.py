@@ -1,87 +1,138 @@
-"""Sums, products, SiLU and casts of native results: else they would cut a program in two."""
+"""Operations value by value: sums, activations, comparisons, choices between two, casts."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tandem.decode.recording.fusion.copies import MAX_DIMENSIONS, can_copy, copy_call, in_four
-from tandem.decode.recording.fusion.graph import Found, Graph
-from tandem.decode.recording.program import NativeCall, may_alias
+from tandem.decode.recording.fusion.graph import Graph
+from tandem.decode.recording.fusion.views import (
+    ELEMENT_TYPES,
+    FLOAT_DTYPES,
+    WRITTEN_DTYPES,
+    Small,
+    add_combination,
+)
 from tandem.decode.recording.recorder import Operation, Ref
 from tandem.kernels import _native
-from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
 
-# The numbers of csrc/rowwise.hpp.
-_KINDS = {"add": 0, "mul": 1, "sub": 2, "silu": 3, "sigmoid": 4, "softplus": 5}
+# In the order of ElementwiseKind in C++, by torch's names.
+_ONE = (
+    *("copy", "silu", "sigmoid", "softplus", "gelu", "gelu_tanh", "relu", "exp", "log", "log1p"),
+    *("sin", "cos", "tanh", "neg", "abs", "sqrt", "rsqrt", "reciprocal", "floor", "logical_not"),
+)
+_TWO = (
+    *("add", "mul", "sub", "div", "maximum", "minimum", "pow", "gt", "ge", "lt", "le", "eq", "ne"),
+    *("logical_and", "logical_or"),
+)
+KINDS = {name: number for number, name in enumerate((*_ONE, *_TWO, "where", "clamp"))}
+_SAME = {"divide": "div", "multiply": "mul", "negative": "neg"}
+# Of truth values.
+_LOGICAL = {
+    **{"bitwise_not": "logical_not", "bitwise_and": "logical_and", "__and__": "logical_and"},
+    **{"bitwise_or": "logical_or", "__or__": "logical_or"},
+}
+CASTS = ("to", "type_as", "_to_copy")
 
-
-def find_elementwise(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
-    """Find those that read a native result, or a view of one."""
-    native: set[Ref] = set()  # and views of them
-    for operation in graph.operations:
-        is_native = isinstance(operation.function, NativeCall)
-        if not native.isdisjoint(operation.inputs):
-            is_native |= may_alias(operation)
-            call = _call(graph, operation, threads)
-            if call is not None:
-                refs = operation.inputs if operation.name in _KINDS else operation.inputs[:1]
-                outputs = operation.outputs
-                fused = Operation(call, tuple(refs), {}, outputs, operation.name, list(refs))
-                yield Found([operation], fused)
-                is_native = True
-        if is_native:
-            native.update(filter(None, operation.outputs))
-
-
-def _call(graph: Graph, operation: Operation, threads: CpuThreads) -> NativeCall | None:
-    if _is_elementwise(graph, operation):
-        return _elementwise_call(threads, operation.name, operation.args)
-    if _is_cast(graph, operation):
-        return copy_call(threads, dim=-1)
-    return None
+# A number or a tensor of the recording.
+_Operand = Ref | float
 
 
-def _is_cast(graph: Graph, operation: Operation) -> bool:
-    """Tell whether values become another type and nothing else."""
-    if operation.name not in ("to", "type_as", "_to_copy") or operation.has_effects:
-        return False
+def match_elementwise(graph: Graph, operation: Operation) -> Small | None:
+    """Match an operation whose operands broadcast to its result, which may be one of them."""
     result = operation.outputs[0]
-    if result is None:
-        return False
-    return can_copy(graph.tensor(operation.args[0])) and can_copy(graph.tensor(result))
+    is_in_place = operation.has_effects
+    if result is None or len(operation.outputs) != 1:
+        return None
+    if is_in_place and (not operation.name.endswith("_") or operation.args[0] != result):
+        return None
+    found = _kind_and_operands(graph, operation)
+    if found is None or graph.tensor(result).dtype not in WRITTEN_DTYPES:
+        return None
+    kind, values = found
+    operands = [_operand(graph, value, graph.tensor(result)) for value in values]
+    if any(operand is None for operand in operands):
+        return None
+    return _small(KINDS[kind], operands, result if is_in_place else None)
 
 
-def _is_elementwise(graph: Graph, operation: Operation) -> bool:
-    """Tell whether it is known, and all tensors are values that broadcast to the result."""
-    is_known = operation.name in _KINDS and not operation.kwargs and not operation.has_effects
-    result = operation.outputs[0]
-    if not is_known or result is None:
-        return False
-    if not all(isinstance(arg, Ref | float) for arg in operation.args):
-        return False
-    tensors = [graph.tensor(ref) for ref in (*operation.inputs, result)]
-    is_known = all(x.dtype in VALUE_DTYPES for x in tensors)
-    return is_known and tensors[-1].dim() <= MAX_DIMENSIONS and isinstance(operation.args[0], Ref)
+def match_cast(graph: Graph, operation: Operation) -> Small | None:
+    """Match values that become another type and nothing else."""
+    if operation.name not in CASTS or operation.has_effects:
+        return None
+    source, result = operation.args[0], operation.outputs[0]
+    if result is None or graph.tensor(result).dtype not in WRITTEN_DTYPES:
+        return None
+    if graph.tensor(source).dtype not in ELEMENT_TYPES or graph.shares_memory(source, result):
+        return None
+    return _small(KINDS["copy"], [source], None)
 
 
-def _elementwise_call(threads: CpuThreads, name: str, operands: tuple[Any, ...]) -> NativeCall:
-    scalar = operands[-1] if isinstance(operands[-1], float) else 0.0
-    kind = _KINDS[name]
+def _small(kind: int, operands: list[Any], target: Ref | None) -> Small:
+    refs = [operand for operand in operands if isinstance(operand, Ref)]
 
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        (out,) = outputs
-        tensors = [x.expand(out.shape) for x in inputs]
-        if all(x.is_contiguous() for x in tensors):  # one long row
-            tensors, out = [x.reshape(-1) for x in tensors], out.view(-1)
-        a, b = tensors[0], tensors[1] if len(tensors) == 2 else None
-        program.add_elementwise(
-            kind, in_four(out.shape, 1),
-            a.dtype == torch.bfloat16, a.data_ptr(), in_four(a.stride(), 0),
-            b is not None and b.dtype == torch.bfloat16, 0 if b is None else b.data_ptr(),
-            in_four(() if b is None else b.stride(), 0), scalar,
-            out.dtype == torch.bfloat16, out.data_ptr(),
-        )  # fmt: skip
+        rest = iter(inputs)
+        read = [next(rest) if isinstance(x, Ref) else float(x) for x in operands]
+        add_combination(program, kind, read, outputs[0])
 
-    return NativeCall(add, threads)
+    return Small([*refs, *([target] if target else [])], add)
+
+
+def _operand(graph: Graph, value: Any, result: Tensor) -> _Operand | None:
+    """Return what stands for an argument; None for one that is no tensor of values or number."""
+    if not isinstance(value, Ref):
+        return float(value) if isinstance(value, int | float) else None
+    x = graph.tensor(value)
+    if x.dtype not in ELEMENT_TYPES:
+        return None
+    is_rounded = x.dtype == torch.float32 and result.dtype == torch.bfloat16
+    if not is_rounded:
+        return value
+    # A number in a tensor of its own: it is rounded to the others' type before.
+    return float(x.to(result.dtype)) if x.dim() == 0 and value.number in graph.fixed else None
+
+
+def _kind_and_operands(graph: Graph, operation: Operation) -> tuple[str, list[Any]] | None:
+    """Return the kind of an operation with as many operands as it has."""
+    name = operation.name.removesuffix("_") if operation.has_effects else operation.name
+    args, kwargs = list(operation.args), operation.kwargs
+    is_logical = bool(args) and isinstance(args[0], Ref)
+    is_logical = is_logical and graph.tensor(args[0]).dtype == torch.bool
+    name = _SAME.get(name, _LOGICAL.get(name, name) if is_logical else name)
+    if name == "gelu":
+        is_tanh = kwargs.get("approximate", args[1] if len(args) > 1 else "none") == "tanh"
+        return ("gelu_tanh" if is_tanh else "gelu"), args[:1]
+    if name.startswith("clamp"):
+        return _clamp(name, args, kwargs)
+    if kwargs:
+        return None
+    if name == "softplus":
+        return (name, args[:1]) if args[1:] in ([], [1, 20]) else None
+    if name == "square" or (name == "pow" and args[1] == 2):
+        return "mul", [args[0], args[0]]
+    if name == "rsub" and len(args) == 2:
+        return "sub", args[::-1]
+    if name == "masked_fill":
+        return "where", [args[1], args[2], args[0]]
+    if name == "where":
+        return (name, args) if len(args) == 3 else None
+    expected = 1 if name in _ONE else 2 if name in _TWO else 0
+    return (name, args) if name != "copy" and len(args) == expected else None
+
+
+def _clamp(name: str, args: list[Any], kwargs: dict[str, Any]) -> tuple[str, list[Any]] | None:
+    given = [*args[1:], *[None] * (3 - len(args))]
+    if name == "clamp_max":
+        given = [None, args[1] if len(args) > 1 else kwargs.get("max")]
+    elif name not in ("clamp", "clamp_min"):
+        return None
+    low, high = given
+    low, high = kwargs.get("min", low), kwargs.get("max", high)
+    lowest = -float("inf") if low is None else low
+    return "clamp", [args[0], lowest, float("inf") if high is None else high]
+
+
+def are_floats(*tensors: Tensor) -> bool:
+    """Tell whether all are fp32 or bf16."""
+    return all(x.dtype in FLOAT_DTYPES for x in tensors)

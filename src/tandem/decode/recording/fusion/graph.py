@@ -62,6 +62,11 @@ class Graph:
         """Return a tensor as it was when it was recorded."""
         return self.tensors[ref.number]
 
+    def shares_memory(self, first: Ref, second: Ref) -> bool:
+        """Tell whether a tensor is a view of another one's memory, as they were recorded."""
+        storages = (self.tensor(ref).untyped_storage().data_ptr() for ref in (first, second))
+        return next(storages) == next(storages)
+
     def replace(self, group: list[Operation], fused: Operation) -> None:
         """Put `fused` where the last of a group stands; leave the others out.
 
@@ -70,7 +75,8 @@ class Graph:
         if any(id(operation) in self._replaced for operation in group):
             return
         place = self._place[id(group[-1])]
-        readers = (op for ref in fused.outputs if ref for op in self.users.get(ref, []))
+        new = (ref for ref in fused.outputs if ref and ref not in fused.inputs)
+        readers = (op for ref in new for op in self.users.get(ref, []))
         if any(self._place[id(op)] < place and op not in group for op in readers):
             return
         self._replaced |= dict.fromkeys(map(id, group[:-1]))

@@ -29,7 +29,8 @@ def find_small_linears(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
         is_small = bool(weights) and weights[0].numel() <= _SMALL_WEIGHTS
         if not is_small or any(ref.number not in graph.fixed for ref in refs):
             continue
-        if _holds_bf16(graph, source) and all(map(_is_exact_in_bf16, weights)):
+        is_whole = graph.tensor(source).is_contiguous()
+        if is_whole and _holds_bf16(graph, source) and all(map(_is_exact_in_bf16, weights)):
             packed = pack_dense(weights[0], weights[1] if len(weights) > 1 else None, _BF16)
             args = (threads, packed, source)
             outputs = operation.outputs

@@ -1,0 +1,26 @@
+// The small tensor operations for AVX-512.
+#include <immintrin.h>
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <numeric>
+#include <vector>
+
+#include "half.hpp"
+#include "tensor_ops.hpp"
+
+#define TANDEM_LANES 16
+
+namespace tandem {
+namespace {
+
+#include "vectors.inl"
+
+#include "tensor_elements.inl"
+#include "tensor_kernel.inl"
+
+}  // namespace
+
+const TensorKernels& avx512_tensors() { return kTensorKernels; }
+
+}  // namespace tandem

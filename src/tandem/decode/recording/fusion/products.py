@@ -1,0 +1,59 @@
+"""Products of small matrices: those that are no weights, and weights that stay as they are."""
+
+from torch import Tensor
+
+from tandem.decode.recording.fusion.elementwise import KINDS, are_floats
+from tandem.decode.recording.fusion.graph import Graph
+from tandem.decode.recording.fusion.views import (
+    MAX_DIMENSIONS,
+    Small,
+    add_combination,
+    in_four,
+    view_of,
+)
+from tandem.decode.recording.recorder import Operation, Ref
+from tandem.kernels import _native
+
+# Values of the second matrix. Larger ones are worth a packed form, or torch's own order of reading.
+_MOST_VALUES = 1 << 21
+
+
+def match_product(graph: Graph, operation: Operation) -> Small | None:
+    """Match a product with (..., depth, columns), or with a layer's (columns, depth)."""
+    refs = [ref for ref in operation.args if ref is not None]
+    result = operation.outputs[0]
+    if operation.kwargs or result is None or not all(isinstance(ref, Ref) for ref in refs):
+        return None
+    if operation.name in ("matmul", "bmm", "mm"):
+        add = _add_matmul
+    elif operation.name == "linear":
+        add = _add_linear
+    else:
+        return None
+    tensors = [graph.tensor(ref) for ref in refs]
+    a, b = tensors[:2]
+    if not are_floats(*tensors, graph.tensor(result)) or b.numel() > _MOST_VALUES:
+        return None
+    are_matrices = all(2 <= x.dim() <= MAX_DIMENSIONS for x in (a, b))
+    return Small(refs, add) if are_matrices else None
+
+
+def _add_matmul(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+    (a, b), (out,) = inputs, outputs
+    depth = a.shape[-1]
+    a, b = (x.expand(*out.shape[:-2], *x.shape[-2:]) for x in (a, b))
+    program.add_product(in_four(out.shape, 1), depth, view_of(a), view_of(b), view_of(out))
+
+
+def _add_linear(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+    """Multiply all rows at once, so that the weight is read once; then add the bias."""
+    (x, weight, *bias), (out,) = inputs, outputs
+    if x.is_contiguous():
+        x, flat = x.view(-1, x.shape[-1]), out.view(-1, out.shape[-1])
+    else:
+        flat = out
+    b = weight.T.expand(*flat.shape[:-2], *weight.T.shape)
+    sizes, depth = in_four(flat.shape, 1), x.shape[-1]
+    program.add_product(sizes, depth, view_of(x), view_of(b), view_of(flat))
+    if bias:
+        add_combination(program, KINDS["add"], [out, bias[0]], out)

@@ -1,0 +1,104 @@
+"""Operations along one dimension: sums, means, the greatest, softmax, layer norms."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.decode.recording.fusion.elementwise import are_floats
+from tandem.decode.recording.fusion.graph import Graph
+from tandem.decode.recording.fusion.routers import takes_largest
+from tandem.decode.recording.fusion.views import (
+    MAX_DIMENSIONS,
+    Small,
+    dense_of,
+    in_four,
+    view_of,
+)
+from tandem.decode.recording.recorder import Operation, Ref
+from tandem.kernels import _native
+
+# The numbers of ReductionKind in C++.
+_KINDS = {"sum": 0, "mean": 1, "amax": 2, "amin": 3, "max": 2, "min": 3}
+
+
+def match_reduction(graph: Graph, operation: Operation) -> Small | None:
+    """Match an operation along one dimension of fp32 or bf16 values."""
+    source, out = operation.args[0] if operation.args else None, operation.outputs[0]
+    if not isinstance(source, Ref) or out is None or operation.has_effects:
+        return None
+    x = graph.tensor(source)
+    if not are_floats(x, graph.tensor(out)) or not 1 <= x.dim() <= MAX_DIMENSIONS:
+        return None
+    if operation.name in _KINDS:
+        return _match_reduction(graph, operation, x)
+    if operation.name == "softmax" and _is_last(operation.args[1], x):
+        return Small([source], _add_softmax)
+    if operation.name == "topk":
+        return _match_greatest(operation, x)
+    if operation.name == "layer_norm":
+        return _match_layer_norm(graph, operation, x)
+    return None
+
+
+def _is_last(dim: Any, x: Tensor) -> bool:
+    return isinstance(dim, int) and dim % x.dim() == x.dim() - 1
+
+
+def _match_reduction(graph: Graph, operation: Operation, x: Tensor) -> Small | None:
+    dims = operation.args[1] if len(operation.args) > 1 else operation.kwargs.get("dim")
+    if isinstance(dims, list | tuple) and len(dims) == 1:
+        dims = dims[0]
+    is_two = operation.name in ("max", "min")
+    if not isinstance(dims, int) or is_two != (len(operation.outputs) == 2):
+        return None
+    if operation.kwargs.keys() - {"dim", "keepdim", "dtype"}:
+        return None
+    dim, kind = dims, _KINDS[operation.name]
+
+    def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        x = inputs[0].movedim(dim, -1)
+        if x.dim() == 1:
+            x = x[None]
+        index = outputs[1].data_ptr() if is_two else 0
+        program.add_reduction(kind, in_four(x.shape, 1), view_of(x), dense_of(outputs[0]), index)
+
+    return Small([operation.args[0]], add)
+
+
+def _add_softmax(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+    (x,) = inputs
+    program.add_softmax(in_four(x.shape, 1), view_of(x), dense_of(outputs[0]))
+
+
+def _match_greatest(operation: Operation, x: Tensor) -> Small | None:
+    if operation.kwargs or not takes_largest(operation, x.dim()):
+        return None
+    count: int = operation.args[1]
+
+    def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        values, index = outputs
+        shape = in_four(inputs[0].shape, 1)
+        view = view_of(inputs[0])
+        program.add_greatest(shape, view, count, dense_of(values), index.data_ptr())
+
+    return Small([operation.args[0]], add)
+
+
+def _match_layer_norm(graph: Graph, operation: Operation, x: Tensor) -> Small | None:
+    source, shape, *rest = operation.args
+    weight, bias, eps = (*rest, *(None, None, 1e-5)[len(rest) :])[:3]
+    refs = [ref for ref in (weight, bias) if ref is not None]
+    if list(shape) != [x.shape[-1]] or any(r.number not in graph.fixed for r in refs):
+        return None
+    factors, shifts = (
+        None if ref is None else graph.tensor(ref).to(torch.float32).contiguous()
+        for ref in (weight, bias)
+    )
+
+    def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        weight, bias = (0 if v is None else v.data_ptr() for v in (factors, shifts))
+        sizes, out = in_four(inputs[0].shape, 1), dense_of(outputs[0])
+        program.add_layer_norm(sizes, view_of(inputs[0]), eps, weight, bias, out)
+
+    return Small([source], add)
