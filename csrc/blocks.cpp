@@ -75,6 +75,44 @@ void read_q6k(const std::uint8_t* block, Super& out) {
   out.factors[0] = half_bits(block + 208);
 }
 
+void read_q2k(const std::uint8_t* block, Super& out) {
+  for (int i = 0; i < kSuperCols; ++i)
+    out.codes[i] = block[16 + i / 128 * 32 + i % 32] >> 2 * (i / 32 % 4) & 3;
+  for (int g = 0; g < 16; ++g) {
+    out.scales[g] = static_cast<std::int8_t>(block[g] & 15);
+    out.minima[g] = static_cast<std::int8_t>(block[g] >> 4);
+  }
+  out.factors[0] = half_bits(block + 80);
+  out.factors[1] = half_bits(block + 82) ^ 0x8000;
+}
+
+void read_q3k(const std::uint8_t* block, Super& out) {
+  for (int i = 0; i < kSuperCols; ++i) {
+    const int low = block[32 + i / 128 * 32 + i % 32] >> 2 * (i / 32 % 4) & 3;
+    out.codes[i] = static_cast<std::uint8_t>(low | (block[i % 32] >> i / 32 & 1) << 2);
+  }
+  for (int g = 0; g < 16; ++g) {
+    const int low = block[96 + g % 8] >> 4 * (g / 8) & 15;
+    const int high = block[104 + g % 4] >> 2 * (g / 4) & 3;
+    out.scales[g] = static_cast<std::int8_t>((low | high << 4) - 32);
+  }
+  out.factors[0] = half_bits(block + 108);
+}
+
+void read_iq4xs(const std::uint8_t* block, Super& out) {
+  for (int g = 0; g < 8; ++g) {
+    for (int i = 0; i < 16; ++i) {
+      const std::uint8_t byte = block[8 + 16 * g + i];
+      out.codes[32 * g + i] = byte & 15;
+      out.codes[32 * g + 16 + i] = byte >> 4;
+    }
+    const int low = block[4 + g / 2] >> 4 * (g % 2) & 15;
+    const int high = block[2 + g / 4] >> 2 * (g % 4) & 3;
+    out.scales[g] = static_cast<std::int8_t>((low | high << 4) - 32);
+  }
+  out.factors[0] = half_bits(block);
+}
+
 struct Reader {
   std::int64_t bytes;
   void (*read)(const std::uint8_t* block, Super& out);
@@ -85,6 +123,9 @@ Reader reader_of(Format format) {
     case Format::kQ4K: return {144, read_q4k};
     case Format::kQ5K: return {176, read_q5k};
     case Format::kQ6K: return {210, read_q6k};
+    case Format::kQ2K: return {84, read_q2k};
+    case Format::kQ3K: return {110, read_q3k};
+    case Format::kIq4Xs: return {136, read_iq4xs};
     default: return {0, nullptr};
   }
 }
@@ -133,17 +174,21 @@ void write_scales(const Super (&rows)[kBlockRows], const Encoding& e, std::uint8
     for (int r = 0; r < kBlockRows; ++r)
       std::memcpy(out + 32 * line + 2 * r, &rows[r].factors[line], 2);
   out += 32 * lines;
-  for (std::int64_t g = 0; g < groups; ++g, out += 16 * lines)
+  const bool are_nibbles = e.scale == ScaleKind::kNibblesOfSuper;
+  for (std::int64_t g = 0; g < groups; ++g, out += are_nibbles ? 16 : 16 * lines)
     for (int r = 0; r < kBlockRows; ++r) {
       out[r] = static_cast<std::uint8_t>(rows[r].scales[g]);
-      if (e.has_minima) out[16 + r] = static_cast<std::uint8_t>(rows[r].minima[g]);
+      if (are_nibbles)
+        out[r] |= static_cast<std::uint8_t>(rows[r].minima[g] << 4);
+      else if (e.has_minima)
+        out[16 + r] = static_cast<std::uint8_t>(rows[r].minima[g]);
     }
 }
 
 // A row of padding: zeros.
 Super padding(const Encoding& e) {
   Super zeros{};
-  std::memset(zeros.codes, e.offset, sizeof zeros.codes);
+  std::memset(zeros.codes, e.table == nullptr ? e.offset : 0, sizeof zeros.codes);
   return zeros;
 }
 

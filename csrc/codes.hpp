@@ -35,6 +35,9 @@ constexpr bool kHasMinima = encoding(F).has_minima;
 template <Format F>
 constexpr std::int64_t kStripBytes = code_bytes(F, kStripCols);
 
+// What a half is multiplied with that has the bits of an e4m3 number: they begin to count elsewhere.
+constexpr float kE4m3OfHalf = 256;
+
 constexpr int kFoursOfStrip = kStripCols / 4;
 
 // Groups that share a strip: more than one where a group has fewer columns than a strip.

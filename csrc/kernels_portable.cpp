@@ -45,11 +45,21 @@ Scale scale_at(const PackedMatrix& m, std::int64_t block, std::int64_t g, std::i
   const Encoding& e = encoding(m.format);
   if (e.scale == ScaleKind::kE8m0)  // half of 2^(e - 127): the codes are doubled
     return {std::ldexp(1.0f, m.scales[index * 16 + row] - 128), 0};
-  if (e.scale == ScaleKind::kInt8OfSuper) {
+  if (e.scale == ScaleKind::kE4m3OfRow) {
+    float factor;
+    std::memcpy(&factor, m.scales + row_factors(m.format, block, m.cols) + 4 * row, sizeof factor);
+    return {e.unit * e4m3_to_float(m.scales[e4m3_begin(block, index) + row]) * factor, 0};
+  }
+  if (has_supers(m.format)) {
     const std::uint8_t* super = m.scales + super_begin(m.format, index);
-    const auto* own = reinterpret_cast<const std::int8_t*>(super + in_super(m.format, index));
-    return {static_cast<float>(own[row]) * half_at(super + 2 * row),
-            e.has_minima ? static_cast<float>(own[16 + row]) * half_at(super + 32 + 2 * row) : 0};
+    const std::uint8_t* own = super + in_super(m.format, index) + row;
+    const bool is_nibble = e.scale == ScaleKind::kNibblesOfSuper;
+    const int scale = is_nibble ? *own & 15 : static_cast<std::int8_t>(*own);
+    const float factor = e.unit * half_at(super + 2 * row);
+    if (!e.has_minima) return {static_cast<float>(scale) * factor, 0};
+    const int minimum = is_nibble ? *own >> 4 : static_cast<std::int8_t>(own[16]);
+    return {static_cast<float>(scale) * factor,
+            static_cast<float>(minimum) * half_at(super + 32 + 2 * row)};
   }
   const std::uint8_t* line = m.scales + index * scale_bytes(m.format, m.group, m.group);
   return {half_at(line + 2 * row), e.has_minima ? half_at(line + 32 + 2 * row) : 0};

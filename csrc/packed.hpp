@@ -16,11 +16,30 @@ enum class Format : int {
   kFp8 = 6,
   kQ4K = 7,
   kQ5K = 8,
-  kQ6K = 9
+  kQ6K = 9,
+  kInt5Zero = 10,
+  kIq4Nl = 11,
+  kIq4Xs = 12,
+  kNvfp4 = 13,
+  kQ2K = 14,
+  kQ3K = 15,
+  kIq3Xxs = 16,
+  kIq3S = 17,
+  kIq2Xxs = 18,
+  kIq2Xs = 19,
+  kInt5 = 20
 };
 
 // How the scale of a group of columns is stored.
-enum class ScaleKind { kNone, kFp16, kE8m0, kFp32OfBlock, kInt8OfSuper };
+enum class ScaleKind {
+  kNone,
+  kFp16,
+  kE8m0,
+  kFp32OfBlock,
+  kInt8OfSuper,     // bytes, to be multiplied by an fp16 factor of 256 columns
+  kNibblesOfSuper,  // the same, a scale and above it a minimum in one byte
+  kE4m3OfRow        // bytes, to be multiplied by an fp32 factor of the row
+};
 
 // What a format is made of; the kernels ask this, never a format's name.
 struct Encoding {
@@ -31,11 +50,23 @@ struct Encoding {
   int largest = 0;                   // the largest unsigned code, of integer formats
   std::int64_t group = 0;            // columns that share a scale; 0: the matrix says
   const std::uint8_t* table = nullptr;  // from 16 stored codes to unsigned ones
+  float unit = 1;                       // what a code of one stands for, of tables; a power of two
 };
 
 // Twice the values of e2m1, plus 12.
 constexpr std::uint8_t kE2m1Table[16] = {12, 13, 14, 15, 16, 18, 20, 24,
                                          12, 11, 10, 9,  8,  6,  4,  0};
+// llama.cpp's kvalues_iq4nl, plus 127.
+constexpr std::uint8_t kIq4Table[16] = {0,   23,  44,  62,  78,  92,  105, 117,
+                                        128, 140, 152, 165, 180, 196, 216, 240};
+// Half the numbers of IQ3_XXS's grid with their signs, plus 31; those of IQ3_S's plus 15; IQ2's
+// plus 43, of which there are eight.
+constexpr std::uint8_t kIq3XxsTable[16] = {33, 37, 41, 45, 49, 53, 57, 62,
+                                           29, 25, 21, 17, 13, 9,  5,  0};
+constexpr std::uint8_t kIq3STable[16] = {16, 18, 20, 22, 24, 26, 28, 30,
+                                         14, 12, 10, 8,  6,  4,  2,  0};
+constexpr std::uint8_t kIq2Table[16] = {43, 51, 68, 86, 43, 35, 18, 0,
+                                        43, 51, 68, 86, 43, 35, 18, 0};
 
 constexpr Encoding kEncodings[] = {
     {16},                                                    // kBf16
@@ -48,6 +79,17 @@ constexpr Encoding kEncodings[] = {
     {4, ScaleKind::kInt8OfSuper, true, 0, 15, 32},           // kQ4K
     {5, ScaleKind::kInt8OfSuper, true, 0, 31, 32},           // kQ5K
     {6, ScaleKind::kInt8OfSuper, false, 32, 63, 16},         // kQ6K
+    {5, ScaleKind::kFp16, true, 0, 31, 32},                  // kInt5Zero
+    {4, ScaleKind::kFp16, false, 127, 240, 32, kIq4Table},   // kIq4Nl
+    {4, ScaleKind::kInt8OfSuper, false, 127, 240, 32, kIq4Table},           // kIq4Xs
+    {4, ScaleKind::kE4m3OfRow, false, 12, 24, 16, kE2m1Table, 0.5f},        // kNvfp4
+    {2, ScaleKind::kNibblesOfSuper, true, 0, 3, 16},                        // kQ2K
+    {3, ScaleKind::kInt8OfSuper, false, 4, 7, 16},                          // kQ3K
+    {4, ScaleKind::kInt8OfSuper, false, 31, 62, 32, kIq3XxsTable, 0.5f},    // kIq3Xxs
+    {4, ScaleKind::kInt8OfSuper, false, 15, 30, 32, kIq3STable},            // kIq3S
+    {3, ScaleKind::kInt8OfSuper, false, 43, 86, 32, kIq2Table, 0.125f},     // kIq2Xxs
+    {3, ScaleKind::kInt8OfSuper, false, 43, 86, 16, kIq2Table, 0.125f},     // kIq2Xs
+    {5, ScaleKind::kFp16, false, 16, 31, 32},                               // kInt5
 };
 constexpr int kNumFormats = sizeof kEncodings / sizeof kEncodings[0];
 
@@ -56,6 +98,7 @@ constexpr const Encoding& encoding(Format format) { return kEncodings[static_cas
 constexpr std::int64_t kBlockRows = 16;
 constexpr std::int64_t kSuperCols = 256;  // that share a scale of their groups' scales
 constexpr std::int64_t kStripCols = 32;   // whose planes of bits follow each other
+constexpr std::int64_t kRowFactorBytes = 64;  // fp32 factors of a block's rows
 
 // `blocks` blocks of 16 rows with `cols` columns each (padded to whole groups).
 struct PackedMatrix {
@@ -102,7 +145,7 @@ constexpr std::int64_t code_bytes(Format format, std::int64_t cols) {
 }
 
 // Scales lie one after the other by group, those of a block's 16 rows (and then their minima) side
-// by side. With kInt8OfSuper each super-block's fp16 factors come first, then its groups' bytes.
+// by side. Factors of a super-block, or of the rows, come first, then the bytes of its groups.
 constexpr std::int64_t scale_bytes(Format format, std::int64_t cols, std::int64_t group) {
   const std::int64_t lines = encoding(format).has_minima ? 2 : 1;
   switch (encoding(format).scale) {
@@ -112,8 +155,15 @@ constexpr std::int64_t scale_bytes(Format format, std::int64_t cols, std::int64_
     case ScaleKind::kFp32OfBlock: return cols / group * 4;
     case ScaleKind::kInt8OfSuper:
       return cols / kSuperCols * lines * (32 + kSuperCols / group * 16);
+    case ScaleKind::kNibblesOfSuper: return cols / kSuperCols * (64 + kSuperCols / group * 16);
+    case ScaleKind::kE4m3OfRow: return kRowFactorBytes + cols / group * 16;
   }
   return 0;
+}
+
+constexpr bool has_supers(Format format) {
+  return encoding(format).scale == ScaleKind::kInt8OfSuper ||
+         encoding(format).scale == ScaleKind::kNibblesOfSuper;
 }
 
 // Where the factors of a group's super-block lie, and the group's own bytes after them; `index`
@@ -124,8 +174,18 @@ constexpr std::int64_t super_begin(Format format, std::int64_t index) {
 }
 
 constexpr std::int64_t in_super(Format format, std::int64_t index) {
-  const std::int64_t lines = encoding(format).has_minima ? 2 : 1;
-  return lines * (32 + index % (kSuperCols / encoding(format).group) * 16);
+  const std::int64_t factors = encoding(format).has_minima ? 64 : 32;
+  const bool has_two = encoding(format).scale == ScaleKind::kInt8OfSuper && factors == 64;
+  return factors + index % (kSuperCols / encoding(format).group) * (has_two ? 32 : 16);
+}
+
+// Where a group's e4m3 scales lie, behind the factors of this block's rows and of those before.
+constexpr std::int64_t e4m3_begin(std::int64_t block, std::int64_t index) {
+  return (block + 1) * kRowFactorBytes + index * 16;
+}
+
+constexpr std::int64_t row_factors(Format format, std::int64_t block, std::int64_t cols) {
+  return block * scale_bytes(format, cols, encoding(format).group);
 }
 
 // What the sums of activations are stored times: what the codes' offset adds to a dot product is

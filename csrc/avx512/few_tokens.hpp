@@ -21,8 +21,10 @@ TANDEM_INLINE void prefetch(const std::uint8_t* data, std::int64_t ahead) {
 // they cost a third of the time with eight tokens. `groups` ahead is the same place of the next
 // block.
 template <Format F>
-TANDEM_INLINE void prefetch_scales(const PackedMatrix& m, std::int64_t index, std::int64_t groups) {
-  _mm_prefetch(reinterpret_cast<const char*>(scales_at<F>(m, index + groups)), _MM_HINT_T0);
+TANDEM_INLINE void prefetch_scales(const PackedMatrix& m, std::int64_t block, std::int64_t index,
+                                   std::int64_t groups) {
+  const std::uint8_t* next = scales_at<F>(m, block + 1, index + groups);
+  _mm_prefetch(reinterpret_cast<const char*>(next), _MM_HINT_T0);
 }
 
 // Few tokens need two sums each to hide the multiplier's latency; from five on they hide it.
@@ -64,10 +66,10 @@ TANDEM_INLINE void few_of_group(const PackedMatrix& m, std::int64_t block, std::
   for (std::int64_t k = 0; k < m.group; k += kStripCols)
     multiply_strip<F, Part, T>(strips + code_bytes(F, k), ahead, q + k, x.stride, sums);
   const std::int64_t index = block * groups + g;
-  prefetch_scales<F>(m, index, groups);
-  const __m512 w_scale = load_scales<F>(m, index);
+  prefetch_scales<F>(m, block, index, groups);
+  const __m512 w_scale = load_scales<F>(m, block, index);
   [[maybe_unused]] __m512 minima;
-  if constexpr (kHasMinima<F>) minima = load_minima<F>(m, index);
+  if constexpr (kHasMinima<F>) minima = load_minima<F>(m, block, index);
   each<T>([&](auto t) TANDEM_INLINED {
     const float x_scale = x.scales[t * x.group_stride + g];
     __m512i sum = sums[0][t];
@@ -143,7 +145,7 @@ void few_fp8(const PackedMatrix& m, std::int64_t block, const Activations& x, st
         sums[1][t] = multiply_add_bf16(sums[1][t], w[1], broadcast4(at + 2));
       });
     }
-    const __m512 scale = load_scales<Format::kFp8>(m, block * groups + g);
+    const __m512 scale = load_scales<Format::kFp8>(m, block, block * groups + g);
     each<T>([&](auto t) TANDEM_INLINED {
       total[t] = _mm512_fmadd_ps(_mm512_add_ps(sums[0][t], sums[1][t]), scale, total[t]);
     });

@@ -124,9 +124,9 @@ class Panel {
     for (int b = 0; b < blocks.count; ++b) {
       const std::int64_t first = (blocks.first + b) * groups(m, m.cols) + groups(m, columns.begin);
       for (std::int64_t g = 0; g < groups(m, columns.count()); ++g) {
-        _mm512_store_ps(scales + at(g, b), load_scales<F>(m, first + g));
+        _mm512_store_ps(scales + at(g, b), load_scales<F>(m, blocks.first + b, first + g));
         if constexpr (kHasMinima<F>)
-          _mm512_store_ps(minima + at(g, b), load_minima<F>(m, first + g));
+          _mm512_store_ps(minima + at(g, b), load_minima<F>(m, blocks.first + b, first + g));
       }
     }
     scales_ = scales;

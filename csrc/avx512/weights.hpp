@@ -112,14 +112,37 @@ class E4m3Decoder {
 
 // Where the scales of a block's group begin; `index` counts groups over all blocks.
 template <Format F>
-TANDEM_INLINE const std::uint8_t* scales_at(const PackedMatrix& m, std::int64_t index) {
-  if constexpr (encoding(F).scale == ScaleKind::kInt8OfSuper)
-    return m.scales + super_begin(F, index) + in_super(F, index);
+TANDEM_INLINE const std::uint8_t* scales_at(const PackedMatrix& m, std::int64_t block,
+                                            std::int64_t index) {
+  if constexpr (has_supers(F)) return m.scales + super_begin(F, index) + in_super(F, index);
+  if constexpr (encoding(F).scale == ScaleKind::kE4m3OfRow)
+    return m.scales + e4m3_begin(block, index);
   return m.scales + index * scale_bytes(F, kSuperCols, kSuperCols);
 }
 
 TANDEM_INLINE __m512 load_halves(const std::uint8_t* data) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(data)));
+}
+
+// A scale of e4m3 has the bits of a half with a smaller exponent.
+TANDEM_INLINE __m512 load_e4m3(const std::uint8_t* data) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(data));
+  const __m512 halves = _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 7));
+  return _mm512_mul_ps(halves, _mm512_set1_ps(kE4m3OfHalf));
+}
+
+// The low four bits of 16 bytes, or the high ones.
+template <bool IsHigh>
+TANDEM_INLINE __m512 load_nibbles(const std::uint8_t* data) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(data));
+  const __m128i moved = IsHigh ? _mm_srli_epi16(bytes, 4) : bytes;
+  return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_and_si128(moved, _mm_set1_epi8(15))));
+}
+
+template <Format F>
+TANDEM_INLINE __m512 in_units(__m512 scales) {
+  if constexpr (encoding(F).unit == 1) return scales;
+  return _mm512_mul_ps(scales, _mm512_set1_ps(encoding(F).unit));
 }
 
 TANDEM_INLINE __m512 load_int8(const std::uint8_t* data) {
@@ -129,9 +152,9 @@ TANDEM_INLINE __m512 load_int8(const std::uint8_t* data) {
 
 // The scales of a block's 16 rows in one group.
 template <Format F>
-TANDEM_INLINE __m512 load_scales(const PackedMatrix& m, std::int64_t index) {
+TANDEM_INLINE __m512 load_scales(const PackedMatrix& m, std::int64_t block, std::int64_t index) {
   constexpr ScaleKind kKind = encoding(F).scale;
-  const std::uint8_t* at = scales_at<F>(m, index);
+  const std::uint8_t* at = scales_at<F>(m, block, index);
   if constexpr (kKind == ScaleKind::kFp32OfBlock) {
     float scale;
     std::memcpy(&scale, at, sizeof scale);
@@ -143,18 +166,30 @@ TANDEM_INLINE __m512 load_scales(const PackedMatrix& m, std::int64_t index) {
     const __m512i halved = _mm512_max_epi32(_mm512_sub_epi32(e, _mm512_set1_epi32(1)),
                                             _mm512_setzero_si512());
     return _mm512_castsi512_ps(_mm512_slli_epi32(halved, 23));
-  } else if constexpr (kKind == ScaleKind::kInt8OfSuper) {
-    return _mm512_mul_ps(load_int8(at), load_halves(m.scales + super_begin(F, index)));
+  } else if constexpr (kKind == ScaleKind::kE4m3OfRow) {
+    const std::uint8_t* factors = m.scales + row_factors(F, block, m.cols);
+    return _mm512_mul_ps(in_units<F>(load_e4m3(at)), _mm512_loadu_ps(factors));
+  } else if constexpr (has_supers(F)) {
+    const __m512 factors = in_units<F>(load_halves(m.scales + super_begin(F, index)));
+    if constexpr (kKind == ScaleKind::kNibblesOfSuper)
+      return _mm512_mul_ps(load_nibbles<false>(at), factors);
+    else
+      return _mm512_mul_ps(load_int8(at), factors);
   } else {
     return load_halves(at);
   }
 }
 
 template <Format F>
-TANDEM_INLINE __m512 load_minima(const PackedMatrix& m, std::int64_t index) {
-  const std::uint8_t* at = scales_at<F>(m, index);
-  if constexpr (encoding(F).scale == ScaleKind::kInt8OfSuper)
-    return _mm512_mul_ps(load_int8(at + 16), load_halves(m.scales + super_begin(F, index) + 32));
+TANDEM_INLINE __m512 load_minima(const PackedMatrix& m, std::int64_t block, std::int64_t index) {
+  const std::uint8_t* at = scales_at<F>(m, block, index);
+  if constexpr (has_supers(F)) {
+    const __m512 factors = load_halves(m.scales + super_begin(F, index) + 32);
+    if constexpr (encoding(F).scale == ScaleKind::kNibblesOfSuper)
+      return _mm512_mul_ps(load_nibbles<true>(at), factors);
+    else
+      return _mm512_mul_ps(load_int8(at + 16), factors);
+  }
   return load_halves(at + 32);
 }
 

@@ -57,8 +57,8 @@ void place(Projection& p, std::int64_t& end) {
 void fill(Random& random, const Projection& p, std::uint8_t* expert) {
   const auto format = static_cast<Format>(p.layout.format);
   tandem::checks::fill_codes(random, format, expert + p.layout.data, p.data_bytes);
-  tandem::checks::fill_scales(random, format, p.layout.group, expert + p.layout.scales,
-                              p.scale_bytes);
+  tandem::checks::fill_scales(random, format, p.layout.group, p.layout.cols,
+                              expert + p.layout.scales, p.scale_bytes);
 }
 
 Model make_model(Random& random) {

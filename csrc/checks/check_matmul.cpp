@@ -43,7 +43,8 @@ Case make_case(Random& random, Format format) {
   c.data.resize(c.blocks * tandem::code_bytes(format, c.cols));
   c.scales.resize(c.blocks * tandem::scale_bytes(format, c.cols, group));
   tandem::checks::fill_codes(random, format, c.data.data(), std::ssize(c.data));
-  tandem::checks::fill_scales(random, format, group, c.scales.data(), std::ssize(c.scales));
+  tandem::checks::fill_scales(random, format, group, c.cols, c.scales.data(),
+                              std::ssize(c.scales));
   if (random.between(0, 1))
     for (std::int64_t i = 0; i < 16 * c.blocks; ++i) c.bias.push_back(random.normal());
   for (std::int64_t i = 0; i < c.num_tokens * c.cols; ++i) c.rows.push_back(random.normal());

@@ -1,6 +1,7 @@
 // Random packed matrices of every format, in buffers that are exactly as large as they must be.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <vector>
@@ -19,8 +20,8 @@ inline std::int64_t random_group(Random& random, Format format) {
 
 // What columns are padded to.
 inline std::int64_t column_multiple(Format format, std::int64_t group) {
-  if (encoding(format).scale == ScaleKind::kInt8OfSuper) return kSuperCols;
-  return group == 0 ? 8 : group;
+  if (has_supers(format)) return kSuperCols;
+  return group == 0 ? 8 : std::max(group, kStripCols);
 }
 
 inline void put_half(Random& random, std::uint8_t* at) {  // 1/256 .. 1/128
@@ -38,8 +39,9 @@ inline void fill_codes(Random& random, Format format, std::uint8_t* data, std::i
     data[i] = static_cast<std::uint8_t>((data[i] & 0x83) | exponent);
 }
 
-inline void fill_scales(Random& random, Format format, std::int64_t group, std::uint8_t* scales,
-                        std::int64_t bytes) {
+// `bytes` are those of whole blocks of `cols` columns.
+inline void fill_scales(Random& random, Format format, std::int64_t group, std::int64_t cols,
+                        std::uint8_t* scales, std::int64_t bytes) {
   const std::int64_t super = bytes == 0 ? 0 : scale_bytes(format, kSuperCols, group);
   const std::int64_t factors = encoding(format).has_minima ? 64 : 32;
   switch (encoding(format).scale) {
@@ -57,6 +59,16 @@ inline void fill_scales(Random& random, Format format, std::int64_t group, std::
         std::memcpy(scales + i, &scale, sizeof scale);
       }
       return;
+    case ScaleKind::kE4m3OfRow:
+      for (std::int64_t i = 0; i < bytes; ++i)
+        scales[i] = static_cast<std::uint8_t>(random.between(0, 0x38));
+      for (std::int64_t b = 0; b < bytes; b += scale_bytes(format, cols, group))
+        for (std::int64_t i = 0; i < kRowFactorBytes; i += 4) {
+          const float factor = (std::fabs(random.normal()) + 0.01f) / 64;
+          std::memcpy(scales + b + i, &factor, sizeof factor);
+        }
+      return;
+    case ScaleKind::kNibblesOfSuper:
     case ScaleKind::kInt8OfSuper:
       for (std::int64_t i = 0; i < bytes; ++i)
         scales[i] = static_cast<std::uint8_t>(random.between(0, 255));

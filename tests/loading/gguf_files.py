@@ -84,8 +84,18 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
 WIDE = {
     "hidden_size": 256, "head_dim": 64, "moe_intermediate_size": 256, "num_experts": 4,
 }  # fmt: skip
-# llama.cpp's Q4_K_M: half of the second projections and the values are of a larger type.
-_LARGER = ("blk.0.ffn_down_exps.weight", "blk.0.attn_v.weight", "output.weight")
+# The types of mixtures by the begin of a tensor's name: llama.cpp's Q4_K_M, where half of the
+# second projections and the values are of a larger type, and one whose layers differ more.
+_MIXTURES = {
+    "Q4_K_M": {
+        "blk.0.ffn_down_exps": "Q6_K", "blk.0.attn_v": "Q6_K", "output": "Q6_K", "": "Q4_K",
+    },
+    "UD-Q4_K_XL": {
+        "token_embd": "Q6_K", "output": "Q6_K", "blk.0.ffn_down_exps": "Q5_K",
+        "blk.1.ffn_gate_exps": "IQ4_XS", "blk.1.ffn_up_exps": "IQ4_XS", "blk.0.attn_q": "Q8_0",
+        "blk.0.attn_k": "Q5_K", "blk.0.attn_v": "Q6_K", "blk.0.attn_output": "Q8_0", "": "Q4_K",
+    },
+}  # fmt: skip
 
 
 def tiny_model(architecture: str = "qwen3moe", sizes: dict[str, int] | None = None) -> Any:
@@ -114,7 +124,7 @@ def write_gguf(
 ) -> None:
     """Write a model with its matrices in blocks, and give it the values that these stand for.
 
-    "Q4_K_M" is a mixture as llama.cpp writes it. `writer` may split the file in parts.
+    "Q4_K_M" and "UD-Q4_K_XL" are mixtures. `writer` may split the file in parts.
     """
     writer = writer or GGUFWriter(file, architecture.partition(" ")[0])
     _write_metadata(writer, model.config)
@@ -131,7 +141,13 @@ def write_gguf(
             block = GGMLQuantizationType[_kind_of(name, kind)]
             data = _blocks(values, block)
             writer.add_tensor(name, data, raw_dtype=block)
-            tensor.copy_(torch.from_numpy(dequantize(data, block)).view(tensor.shape))
+            decoded = torch.from_numpy(dequantize(data, block)).view(values.shape)
+            if kind == "NVFP4":
+                factors = np.linspace(1, 1.75, values.shape[0] if values.ndim == 3 else 1)
+                numbers = factors.astype(np.float16).astype(np.float32)
+                writer.add_tensor(name.replace(".weight", ".scale"), numbers)
+                decoded *= torch.from_numpy(numbers).view(-1, *[1] * (values.ndim - 1))
+            tensor.copy_(decoded.view(tensor.shape))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -139,24 +155,29 @@ def write_gguf(
 
 
 def _kind_of(name: str, kind: str) -> str:
-    if kind != "Q4_K_M":
-        return kind
-    return "Q6_K" if name in _LARGER else "Q4_K"
+    mixture = _MIXTURES.get(kind, {"": kind})
+    return next(block for begin, block in mixture.items() if name.startswith(begin))
 
 
 # Where blocks that the gguf package does not write have their fp16 factors.
-FACTORS = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+FACTORS: dict[str, tuple[int, ...]] = {
+    "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+    "IQ4_NL": (0,), "IQ4_XS": (0,), "IQ3_XXS": (0,), "IQ3_S": (0,), "IQ2_XXS": (0,),
+    "IQ2_XS": (0,), "IQ2_S": (0,),
+}  # fmt: skip
 
 
 def _blocks(values: NDArray[np.float32], block: GGMLQuantizationType) -> NDArray[np.uint8]:
     """Return (..., bytes): rounded values, or random blocks whose values are of usual size."""
-    if block.name not in FACTORS:
+    if block.name not in (*FACTORS, "NVFP4"):
         return quantize(values, block)
     numbers, size = GGML_QUANT_SIZES[block]
     count = values.size // numbers
     random = np.random.default_rng(count + values.shape[-1])
     drawn = random.integers(0, 256, (count, size), dtype=np.uint8)
-    for place in FACTORS[block.name]:
+    if block.name == "NVFP4":
+        drawn[:, :4] = random.integers(0x08, 0x18, (count, 4))
+    for place in FACTORS.get(block.name, ()):
         factors = random.uniform(1e-4, 2e-4, (count, 1)).astype(np.float16)
         drawn[:, place : place + 2] = factors.view(np.uint8)
     return drawn.reshape(*values.shape[:-1], -1)

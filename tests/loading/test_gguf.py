@@ -5,18 +5,17 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 import tandem
+from tandem.checkpoint.sources.gguf_blocks import FORMATS
 from tandem.core.errors import ModelError, UnsupportedModelError
 from tests.architectures import result_of, tiny_inputs
 from tests.inside import runtime_in
 from tests.loading.gguf_files import TINY, WIDE, tiny_model, write_gguf
 
-FORMATS = {
-    "Q4_0": "int4-g32", "Q4_1": "int4z-g32", "Q5_0": "int8-g32", "Q8_0": "int8-g32",
-    "MXFP4": "mxfp4", "Q4_K": "q4_k", "Q5_K": "q5_k", "Q6_K": "q6_k",
-}  # fmt: skip
-CASES = [("qwen3moe", kind) for kind in (*FORMATS, "Q4_K_M")]
+CASES = [("qwen3moe", kind) for kind in (*FORMATS, "Q4_K_M", "UD-Q4_K_XL")]
+MIXED = {"Q4_K_M": ["q4_k+q6_k", "q4_k"], "UD-Q4_K_XL": ["q4_k+q5_k", "iq4_xs+q4_k"]}
 CASES += [(name, "MXFP4" if name == "gpt-oss" else "Q8_0") for name in TINY if name != "qwen3moe"]
 
 
@@ -31,12 +30,13 @@ def difference(found: Any, expected: Any) -> float:
 def test_answers_are_those_of_the_decoded_blocks(
     architecture: str, kind: str, tmp_path: Path
 ) -> None:
-    expected = tiny_model(architecture, WIDE if "_K" in kind else None)
+    is_wide = "_K" in kind or GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0] > 32
+    expected = tiny_model(architecture, WIDE if is_wide else None)
     file = tmp_path / "model.gguf"
     write_gguf(file, expected, kind, architecture)
     model = tandem.load(file, dtype="fp32")
     names = [x.layout.format_name for x in runtime_in(model).store]
-    assert names == (["q4_k+q6_k", "q4_k"] if kind == "Q4_K_M" else [FORMATS[kind]] * len(names))
+    assert names == (MIXED[kind] if kind in MIXED else [FORMATS[kind]] * len(names))
     # Activations are rounded to int8, and may turn a router's near tie; other weights give 1.
     assert difference(model, expected) < 0.1
     dense = expected.state_dict()
@@ -62,9 +62,9 @@ def test_a_file_of_plain_numbers(architecture: str, tmp_path: Path) -> None:
 
 
 def test_blocks_without_a_format_name_an_expert_dtype(tmp_path: Path) -> None:
-    model, file = tiny_model(), tmp_path / "model.gguf"
-    write_gguf(file, model, "Q5_1")
-    with pytest.raises(UnsupportedModelError, match=r"GGUF blocks Q5_1.*give an expert_dtype"):
+    model, file = tiny_model(sizes=WIDE), tmp_path / "model.gguf"
+    write_gguf(file, model, "TQ2_0")
+    with pytest.raises(UnsupportedModelError, match=r"GGUF blocks TQ2_0.*give an expert_dtype"):
         tandem.load(file)
     loaded = tandem.load(file, expert_dtype="int8-g32", dtype="fp32")
     assert difference(loaded, model) < 0.03

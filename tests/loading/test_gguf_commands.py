@@ -80,7 +80,7 @@ def test_the_plan_of_blocks_without_a_format(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "q5.gguf"
-    write_gguf(file, tiny_model(), "Q5_1")
+    write_gguf(file, tiny_model(sizes=WIDE), "TQ2_0")
     assert main(["plan", str(file), "--no-measure"]) == 2
     assert "give an expert_dtype" in capsys.readouterr().err
     assert main(["plan", str(file), "--no-measure", "--expert-dtype", "int8"]) == 0

@@ -51,7 +51,9 @@ def _draw_codes(buffer: Tensor, fmt: WeightFormat) -> None:
 
 
 def _fill_scales(scales: Tensor, fmt: WeightFormat) -> None:
-    if fmt.encoding.super_cols:
+    if fmt.kind == "nvfp4":
+        scales.fill_(0x20)
+    elif fmt.encoding.super_cols:
         blocks = scales.view(-1, fmt.scale_bytes(ROWS_PER_BLOCK, fmt.encoding.super_cols))
         factors = fmt.encoding.super_bytes * ROWS_PER_BLOCK
         blocks[:, :factors].view(torch.float16).fill_(_STD / 2 ** (fmt.bits + 5))

@@ -10,7 +10,7 @@ from tandem.kernels.formats.packed import PackedMatrix
 SHAPES = [(16, 32), (16, 128), (15, 127), (37, 75), (1, 1), (48, 257), (130, 300)]
 
 # Formats that `pack_codes` fills; blocks of GGUF files bring the others.
-CODED = [fmt for fmt in FORMATS if fmt.group_size and not fmt.encoding.super_cols]
+CODED = [f for f in FORMATS if f.group_size and not (f.encoding.super_cols or f.encoding.table)]
 
 
 def draw_weights(rows: int, cols: int, seed: int = 0) -> Tensor:
@@ -29,7 +29,7 @@ def draw_codes(rows: int, cols: int, fmt: WeightFormat) -> tuple[Tensor, Tensor,
     assert fmt.group_size is not None
     generator = torch.Generator().manual_seed(rows * 1000 + cols)
     groups = -(-cols // fmt.group_size)
-    low, high = {"int4": (-8, 8), "int8": (-127, 128)}.get(fmt.kind, (0, 16))
+    low, high = {"int4": (-8, 8), "int5": (-16, 16), "int8": (-127, 128)}.get(fmt.kind, (0, 16))
     codes = torch.randint(low, high, (rows, cols), generator=generator, dtype=torch.int16)
     scales = torch.randn(rows, groups, generator=generator).half()
     if fmt.kind == "mxfp4":
@@ -38,7 +38,7 @@ def draw_codes(rows: int, cols: int, fmt: WeightFormat) -> tuple[Tensor, Tensor,
     if fmt.kind == "fp8":
         e4m3 = torch.randn(rows, cols, generator=generator).to(torch.float8_e4m3fn)
         return e4m3, torch.rand(-(-rows // 128), groups, generator=generator), None
-    if fmt.kind == "int4z":
+    if fmt.encoding.has_minima:
         return codes, scales, torch.randint(0, 17, (rows, groups), generator=generator)
     return codes, scales, None
 

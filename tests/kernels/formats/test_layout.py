@@ -10,6 +10,10 @@ from tandem.kernels.formats.packed import PackedMatrix
 from tests.kernels.formats.sources import CODED, SHAPES, draw_weights, drawn_matrix
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+IQ3_XXS = (1.0, 3.0, 5.0, 7.0, 9.0, 11.0, 13.0, 15.5)
+IQ3_S = (1, 3, 5, 7, 9, 11, 13, 15)
+IQ2 = (0.0, 1.0, 3.125, 5.375)
 GROUPED = [fmt for fmt in FORMATS if fmt.group_size is not None]
 
 
@@ -40,6 +44,8 @@ def read_slowly(packed: PackedMatrix, row: int, col: int) -> float:
         code = byte >> 4 if is_high else byte & 15
     else:
         code = _joined(data[(b * K + col // 32 * 32) * 2 * fmt.bits :], fmt.bits, r, col % 32)
+    if fmt.kind == "nvfp4":
+        return _nvfp4_value(code, packed.scales[b * (64 + K) :], col, r)
     if fmt.encoding.super_cols:
         return _super_value(fmt, code, packed.scales, b * K + col, r)
     line = b * K // fmt.group_size + g
@@ -64,18 +70,43 @@ def _super_value(fmt: WeightFormat, code: int, scales: Tensor, col: int, r: int)
     assert fmt.group_size is not None
     s, in_super = divmod(col, 256)
     lines, groups = (2 if fmt.encoding.has_minima else 1), 256 // fmt.group_size
-    first = s * lines * (32 + 16 * groups)
-    own = first + lines * (32 + 16 * (in_super // fmt.group_size))
+    of_group = 16 if fmt.kind == "q2_k" else 16 * lines
+    first = s * (32 * lines + of_group * groups)
+    own = first + 32 * lines + of_group * (in_super // fmt.group_size)
 
     def number(line: int) -> Tensor:
         factor = scales[first + 32 * line + 2 * r :][:2].view(torch.float16).float()
+        if fmt.kind == "q2_k":
+            return (scales[own + r] >> 4 if line else scales[own + r] & 15).float() * factor
         return scales[own + 16 * line + r].view(torch.int8).float() * factor
 
     minimum = number(1) if lines == 2 else torch.zeros(1)
-    return ((code - fmt.encoding.offset) * number(0) + minimum).item()
+    return (_number(fmt, code) * number(0) + minimum).item()
+
+
+def _number(fmt: WeightFormat, code: int) -> float:
+    """Return what a code stands for before it is scaled."""
+    if fmt.kind.startswith("iq4"):
+        return IQ4[code]
+    if fmt.kind.startswith("iq"):
+        magnitudes = {"iq3_xxs": IQ3_XXS, "iq3_s": IQ3_S}.get(fmt.kind, IQ2)
+        is_negative, place = divmod(code, len(magnitudes))
+        return -magnitudes[place] if is_negative else magnitudes[place]
+    return code - fmt.encoding.offset
+
+
+def _nvfp4_value(code: int, block: Tensor, col: int, r: int) -> float:
+    """Decode with a row's factor and a group's e4m3 scale, of one block of 16 rows."""
+    factor = block[4 * r :][:4].view(torch.float32)
+    scale = block[64 + col // 16 * 16 + r].view(torch.float8_e4m3fn).float()
+    return ((-1.0 if code & 8 else 1.0) * E2M1[code & 7] * (scale * factor)).item()
 
 
 def _value(fmt: WeightFormat, code: int, scales: Tensor, line: int, r: int) -> float:
+    if fmt.kind == "iq4_nl":
+        return IQ4[code] * scales[line * 16 + r].item()
+    if fmt.kind == "int5":
+        return (code - 16) * scales[line * 16 + r].item()
     if fmt.kind == "int4":
         return (code - 8) * scales[line * 16 + r].item()
     if fmt.kind == "int8":
@@ -118,7 +149,8 @@ def test_sizes_are_those_of_the_padded_matrix(fmt: WeightFormat, shape: tuple[in
     rows, cols = -(-shape[0] // 16) * 16, -(-shape[1] // fmt.col_multiple) * fmt.col_multiple
     assert packed.data.nbytes == rows * cols * fmt.bits // 8 == fmt.data_bytes(*shape)
     assert (0 if packed.scales is None else packed.scales.nbytes) == fmt.scale_bytes(*shape)
-    total = 8 * (fmt.data_bytes(*shape) + fmt.scale_bytes(*shape))
+    of_rows = 4 * rows if fmt.kind == "nvfp4" else 0
+    total = 8 * (fmt.data_bytes(*shape) + fmt.scale_bytes(*shape) - of_rows)
     assert total == pytest.approx(rows * cols * fmt.bits_per_weight)
     assert unpack(packed).shape == shape
 
@@ -129,7 +161,7 @@ def test_padding_decodes_to_zero(fmt: WeightFormat) -> None:
     rows, cols = fmt.padded_rows(18), fmt.padded_cols(70)
     whole = unpack(PackedMatrix(fmt, rows, cols, packed.data, packed.scales))
     assert torch.equal(whole[18:], torch.zeros(rows - 18, cols))
-    if not fmt.encoding.has_minima:  # zero need not be among its values
+    if fmt.encoding.has_zero:  # zero need not be among its values
         assert torch.equal(whole[:, 70:], torch.zeros(rows, cols - 70))
 
 

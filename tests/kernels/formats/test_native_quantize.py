@@ -9,13 +9,13 @@ from torch import Tensor
 from tandem.kernels import engine
 from tandem.kernels._native import available_isas
 from tandem.kernels.formats import FORMATS, PackedMatrix, WeightFormat, unpack
-from tandem.kernels.formats.native_quantize import quantize_natively
+from tandem.kernels.formats.native_quantize import _ROUNDED, quantize_natively
 from tandem.kernels.formats.packed import write_by_reference
 from tests.kernels.formats.sources import draw_weights
 from tests.kernels.formats.test_layout import by_name
 
 # Files bring super-blocks; to round to them is the reference's.
-NATIVE = [fmt for fmt in FORMATS if not fmt.encoding.super_cols]
+NATIVE = [fmt for fmt in FORMATS if fmt.kind in _ROUNDED]
 GROUPED = [fmt for fmt in NATIVE if fmt.group_size is not None]
 
 sources = st.fixed_dictionaries(

@@ -17,6 +17,10 @@ from tests.kernels.formats.test_layout import GROUPED, by_name
 BOUNDS = {
     "int4": 0.5 / 7, "int8": 0.5 / 127, "int4z": 1 / 15, "mxfp4": 0.25, "fp8": 2**-4,
     "q4_k": 1 / 15 + 1.5 / 127, "q5_k": 1 / 31 + 1.5 / 127, "q6_k": 0.5 / 31 + 0.5 / 127,
+    "int5": 0.5 / 15, "int5z": 1 / 31, "iq4_nl": 12 / 113, "iq4_xs": 12 / 113 + 0.5 / 127,
+    "nvfp4": 0.25, "q2_k": 1 / 3 + 4.5 / 15, "q3_k": 0.5 / 3 + 0.5 / 127,
+    "iq3_xxs": 5 / 62 + 0.5 / 127, "iq3_s": 1 / 15 + 0.5 / 127, "iq2_xxs": 9 / 43 + 0.5 / 127,
+    "iq2_xs": 9 / 43 + 0.5 / 127,
 }  # fmt: skip
 FP16_SLACK = 2**-9
 
@@ -32,7 +36,8 @@ def group_errors(weights: Tensor, values: Tensor, fmt: WeightFormat) -> Tensor:
     return rows.unflatten(0, (-1, 16)).sum(1)
 
 
-ONE_SCALE = [f for f in FORMATS if f.kind not in ("fp8", "int4z") and not f.encoding.super_cols]
+ONE_SCALE = [f for f in FORMATS if f.kind != "fp8" and not f.encoding.has_minima]
+ONE_SCALE = [f for f in ONE_SCALE if not f.encoding.super_cols]
 
 
 @pytest.mark.parametrize("fmt", ONE_SCALE, ids=by_name)
@@ -77,7 +82,7 @@ def test_no_weight_is_further_than_half_a_step(fmt: WeightFormat, weights: Tenso
         peak[:] = torch.cat([part.amax(0).expand_as(part) for part in peak.split(16)])
     limit = peak.repeat_interleave(fmt.col_multiple, 1)[:, : weights.shape[1]]
     # fp16's smallest step, times the largest byte and code that it may be multiplied with.
-    step = 2.0**-24 * 128 * (32 if fmt.encoding.super_cols else 1)
+    step = 2.0**-24 * 128 * (max((32, *fmt.encoding.table)) if fmt.encoding.super_cols else 1)
     bound = (BOUNDS[fmt.kind] + FP16_SLACK) * limit + step
     assert ((weights - values).abs() <= bound).all()
 
@@ -145,7 +150,7 @@ def test_tiny_weights_lose_at_most_themselves_and_fp16s_step(
 ) -> None:
     weights = torch.randn(16, 128, generator=torch.Generator().manual_seed(3)) * scale
     values = unpack(pack(weights, fmt))
-    step = 2.0**-24 * (128 if fmt.encoding.element == "integer" else 1)
+    step = 2.0**-24 * (128 if fmt.encoding.element in ("integer", "table") else 1)
     assert (
         (values - weights).abs() <= torch.maximum(weights.abs().amax(), torch.tensor(step))
     ).all()

@@ -11,7 +11,7 @@ from torch import Tensor
 from tandem.core.errors import ModelError
 from tandem.kernels.formats import CodedMatrix, WeightFormat, coded_matrix, find_format
 from tandem.kernels.formats.codes import decode
-from tandem.kernels.formats.source_codes import coded_super_blocks
+from tandem.kernels.formats.source_codes import stored_matrix
 
 GROUP_SIZES = (128, 64, 32)  # of the packed formats, the fewest scales first
 
@@ -21,10 +21,11 @@ class Codes:
     """A (rows, cols) matrix row by row; rows are the outputs.
 
     `codes` is, by `kind`: "int" whole numbers, of which value = (code - zero) * scale, "mxfp4"
-    uint8 e2m1 bits, "fp8" float8_e4m3fn; of a format with super-blocks, whose name `kind` then is,
-    uint8 as it stores them. `scales` is (rows, groups), and for fp8 (rows / 128, cols / 128),
-    rounded up; `zeros` is like it, None where codes are signed. With super-blocks, scales and
-    minima are int8 and have fp16 factors (rows, super-blocks).
+    uint8 e2m1 bits, "fp8" float8_e4m3fn; of a format with super-blocks or a table, whose name
+    `kind` then is, uint8 as it stores them. `scales` is (rows, groups), and for fp8
+    (rows / 128, cols / 128), rounded up; `zeros` is like it, None where codes are signed. With
+    super-blocks, scales and minima are int8 and have fp16 factors (rows, super-blocks); of nvfp4
+    they are e4m3 as uint8, and a row has one fp32 factor.
     `input_order` (cols,) says which input of the layer each column belongs to; None: in order.
     """
 
@@ -40,9 +41,9 @@ class Codes:
 
     def coded(self, fmt: WeightFormat, name: str) -> CodedMatrix:
         """Return the codes as a packed format stores them; `ModelError` where they do not fit."""
-        if self.super_scales is not None:
-            assert fmt.name == self.kind, "super-blocks fit one format"
-            return coded_super_blocks(
+        if self.super_scales is not None or fmt.encoding.table:
+            assert fmt.name == self.kind, "stored codes fit one format"
+            return stored_matrix(
                 CodedMatrix(
                     self.codes, self.scales, self.minima, self.super_scales, self.super_minima
                 ),

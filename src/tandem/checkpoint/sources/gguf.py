@@ -23,6 +23,8 @@ from tandem.checkpoint.sources.source import Source
 from tandem.core.errors import ModelError, UnsupportedModelError
 from tandem.foreign_types import PreTrainedConfig, PreTrainedModel
 
+# Beside NVFP4: of a matrix, and of the activations that a GPU would round to it.
+_FACTORS = ("scale", "input_scale")
 _LATENT_KEYS = "attn_k_b."
 # Of the experts' first projection, and the biases that follow their rows.
 _GATE, _UP = "_gate_exps", "_up_exps"
@@ -123,13 +125,15 @@ def _source(
         if target not in shapes or target in weights or target in plain:
             continue  # such as rope frequencies, which Transformers computes; up, which is in gate
         parts = tuple(header.tensors[part] for part in _parts(name))
+        factors = tuple(header.tensors.get(_factor_name(part)) for part in _parts(name))
         joined = GgufWeight(
             name=target,
             tensors=parts,
             is_interleaved=architecture.is_interleaved,
             row_order=_row_order(name, architecture, config),
+            factors=factors if any(factors) else (),
         )
-        if all(part.tensor_type.name in PLAIN_DTYPES for part in parts):
+        if not joined.factors and all(part.tensor_type.name in PLAIN_DTYPES for part in parts):
             plain[target] = PlainTensor(joined, shapes[target])
         else:
             weights[target] = joined
@@ -152,11 +156,18 @@ def _target(name: str, names: Mapping[str, str]) -> str:
     """Return Transformers' name of a tensor, "" if it has none."""
     # The map has tensors that are no module's, such as fused experts, without ".weight".
     stem, _, kind = name.rpartition(".")
+    if kind in _FACTORS:
+        return ""
     if kind == "bias" and stem in names:
         return f"{names[stem]}_bias"
     if stem.endswith("exp_probs_b") and name not in names:  # DeepSeek's
         return f"model.layers.{name.split('.')[1]}.mlp.gate.e_score_correction_bias"
     return names.get(name) or names.get(stem, "")
+
+
+def _factor_name(name: str) -> str:
+    """Return the name of what a matrix is to be multiplied with, where there is such a tensor."""
+    return f"{name.rpartition('.')[0]}.{_FACTORS[0]}" if name.endswith(".weight") else ""
 
 
 def _parts(name: str) -> list[str]:

@@ -8,7 +8,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from tandem.checkpoint.sources.block_bits import fp16_at, halves, shifts
 from tandem.checkpoint.sources.codes import Codes
+from tandem.checkpoint.sources.gguf_tables import TABLES
 
 _BLOCK = 32
 
@@ -24,44 +26,46 @@ def read_blocks(data: npt.NDArray[np.generic], kind: IntEnum, *, keep: bool) -> 
         values = torch.from_numpy(np.ascontiguousarray(dequantize(data, kind)))
         return Codes("int", values, torch.ones(values.shape[0], 1, device="cpu"))
     rows = data.shape[0]
-    size, read = _BLOCKS[kind.name]
+    _, size, read = _BLOCKS[kind.name]
     blocks = torch.from_numpy(data.view(np.uint8)).view(rows, -1, size)
     return read(blocks)
 
 
-def _halves(blocks: Tensor) -> Tensor:
-    """Return the numbers of (..., 16) bytes: 16 low nibbles, then the 16 high ones."""
-    return torch.cat((blocks & 0x0F, blocks >> 4), dim=-1)
-
-
-def _fp16(blocks: Tensor, first: int) -> Tensor:
-    part: Tensor = blocks[..., first : first + 2].contiguous().view(torch.float16)
-    return part[..., 0]
-
-
 def _q4_0(blocks: Tensor) -> Codes:
-    codes = _halves(blocks[..., 2:]).flatten(1).to(torch.int8) - 8
-    return Codes("int", codes, _fp16(blocks, 0))
+    codes = halves(blocks[..., 2:]).flatten(1).to(torch.int8) - 8
+    return Codes("int", codes, fp16_at(blocks, 0))
 
 
 def _q4_1(blocks: Tensor) -> Codes:
-    codes = _halves(blocks[..., 4:]).flatten(1)
-    return Codes("int", codes, _fp16(blocks, 0), minima=_fp16(blocks, 2))
+    codes = halves(blocks[..., 4:]).flatten(1)
+    return Codes("int", codes, fp16_at(blocks, 0), minima=fp16_at(blocks, 2))
+
+
+def _fifth_bits(blocks: Tensor) -> Tensor:
+    """Return 16 or 0 for each number of blocks whose (4,) bytes have a bit for each."""
+    bits = blocks.contiguous().view(torch.int32)
+    fifth = (bits >> torch.arange(_BLOCK, dtype=torch.int32, device="cpu")) & 1
+    return 16 * fifth.to(torch.int8)
 
 
 def _q5_0(blocks: Tensor) -> Codes:
-    bits = blocks[..., 2:6].contiguous().view(torch.int32)  # one fifth bit for each number
-    fifth = (bits >> torch.arange(_BLOCK, dtype=torch.int32, device="cpu")) & 1
-    codes = _halves(blocks[..., 6:]).to(torch.int32) + 16 * fifth - 16
-    return Codes("int", codes.flatten(1).to(torch.int8), _fp16(blocks, 0))
+    codes = halves(blocks[..., 6:]).to(torch.int8) + _fifth_bits(blocks[..., 2:6]) - 16
+    return Codes("int", codes.flatten(1), fp16_at(blocks, 0))
+
+
+def _q5_1(blocks: Tensor) -> Codes:
+    codes = halves(blocks[..., 8:]).to(torch.int8) + _fifth_bits(blocks[..., 4:8])
+    return Codes("int", codes.flatten(1), fp16_at(blocks, 0), minima=fp16_at(blocks, 2))
 
 
 def _q8_0(blocks: Tensor) -> Codes:
-    return Codes("int", blocks[..., 2:].contiguous().view(torch.int8).flatten(1), _fp16(blocks, 0))
+    return Codes(
+        "int", blocks[..., 2:].contiguous().view(torch.int8).flatten(1), fp16_at(blocks, 0)
+    )
 
 
 def _mxfp4(blocks: Tensor) -> Codes:
-    return Codes("mxfp4", _halves(blocks[..., 1:]).flatten(1), blocks[..., 0].contiguous())
+    return Codes("mxfp4", halves(blocks[..., 1:]).flatten(1), blocks[..., 0].contiguous())
 
 
 def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,39 +81,58 @@ def _affine_super(kind: str, blocks: Tensor, codes: Tensor) -> Codes:
     scales, minima = _scales_and_minima(blocks[..., 4:16])
     return Codes(
         kind, codes.flatten(1), scales, minima=minima,
-        super_scales=_fp16(blocks, 0), super_minima=-_fp16(blocks, 2),
+        super_scales=fp16_at(blocks, 0), super_minima=-fp16_at(blocks, 2),
     )  # fmt: skip
 
 
 def _q4_k(blocks: Tensor) -> Codes:
-    return _affine_super("q4_k", blocks, _halves(blocks[..., 16:].unflatten(-1, (4, 32))))
+    return _affine_super("q4_k", blocks, halves(blocks[..., 16:].unflatten(-1, (4, 32))))
 
 
 def _q5_k(blocks: Tensor) -> Codes:
-    low = _halves(blocks[..., 48:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)
-    fifth = (blocks[..., None, 16:48] >> _shifts(8, 1)) & 1  # bit g is of group g
+    low = halves(blocks[..., 48:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)
+    fifth = (blocks[..., None, 16:48] >> shifts(8, 1)) & 1  # bit g is of group g
     return _affine_super("q5_k", blocks, low | (fifth << 4))
 
 
 def _q6_k(blocks: Tensor) -> Codes:
-    low = _halves(blocks[..., :128].unflatten(-1, (2, 64)))  # (rows, blocks, 2, 128)
-    upper = blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> _shifts(4, 2)
+    low = halves(blocks[..., :128].unflatten(-1, (2, 64)))  # (rows, blocks, 2, 128)
+    upper = blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> shifts(4, 2)
     codes = low | ((upper & 3) << 4).flatten(-2)
     scales = blocks[..., 192:208].contiguous().view(torch.int8).flatten(1)
-    return Codes("q6_k", codes.flatten(1), scales, super_scales=_fp16(blocks, 208))
+    return Codes("q6_k", codes.flatten(1), scales, super_scales=fp16_at(blocks, 208))
 
 
-def _shifts(count: int, bits: int) -> Tensor:
-    """Return 0, bits, 2 * bits, ... as a column."""
-    return torch.arange(0, count * bits, bits, dtype=torch.uint8, device="cpu")[:, None]
+def _q2_k(blocks: Tensor) -> Codes:
+    codes = (blocks[..., 16:80].unflatten(-1, (2, 1, 32)) >> shifts(4, 2)) & 3
+    scales, minima = (part.flatten(1).to(torch.int8) for part in _two_nibbles(blocks[..., :16]))
+    return Codes(
+        "q2_k", codes.flatten(1), scales, minima=minima,
+        super_scales=fp16_at(blocks, 80), super_minima=-fp16_at(blocks, 82),
+    )  # fmt: skip
 
 
-FORMATS = {
-    "Q4_0": "int4-g32", "Q4_1": "int4z-g32", "Q5_0": "int8-g32", "Q8_0": "int8-g32",
-    "MXFP4": "mxfp4", "Q4_K": "q4_k", "Q5_K": "q5_k", "Q6_K": "q6_k",
+def _q3_k(blocks: Tensor) -> Codes:
+    low = (blocks[..., 32:96].unflatten(-1, (2, 1, 32)) >> shifts(4, 2)) & 3
+    third = (blocks[..., None, :32] >> shifts(8, 1)) & 1
+    codes = low.flatten(2) | (third.flatten(2) << 2)
+    upper = (blocks[..., None, 104:108] >> shifts(4, 2)) & 3
+    lower = torch.cat(_two_nibbles(blocks[..., 96:104]), dim=-1)
+    scales = (lower | upper.flatten(2) << 4).to(torch.int16) - 32
+    own = scales.flatten(1).to(torch.int8)
+    return Codes("q3_k", codes.flatten(1), own, super_scales=fp16_at(blocks, 108))
+
+
+def _two_nibbles(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    return blocks & 0x0F, blocks >> 4
+
+
+# By GGUF type: the packed format that holds it, bytes of a block, what reads (rows, blocks, bytes).
+_BLOCKS: dict[str, tuple[str, int, Callable[[Tensor], Codes]]] = {
+    "Q4_0": ("int4-g32", 18, _q4_0), "Q4_1": ("int4z-g32", 20, _q4_1),
+    "Q5_0": ("int5-g32", 22, _q5_0), "Q5_1": ("int5z-g32", 24, _q5_1),
+    "Q8_0": ("int8-g32", 34, _q8_0), "MXFP4": ("mxfp4", 17, _mxfp4),
+    "Q2_K": ("q2_k", 84, _q2_k), "Q3_K": ("q3_k", 110, _q3_k), "Q4_K": ("q4_k", 144, _q4_k),
+    "Q5_K": ("q5_k", 176, _q5_k), "Q6_K": ("q6_k", 210, _q6_k), **TABLES,
 }  # fmt: skip
-# Bytes of a block, and what reads (rows, blocks, bytes).
-_BLOCKS: dict[str, tuple[int, Callable[[Tensor], Codes]]] = {
-    "Q4_0": (18, _q4_0), "Q4_1": (20, _q4_1), "Q5_0": (22, _q5_0), "Q8_0": (34, _q8_0),
-    "MXFP4": (17, _mxfp4), "Q4_K": (144, _q4_k), "Q5_K": (176, _q5_k), "Q6_K": (210, _q6_k),
-}  # fmt: skip
+FORMATS = {kind: name for kind, (name, _, _) in _BLOCKS.items()}

@@ -1,7 +1,9 @@
 """Weights of a GGUF file, unread: in blocks, in plain numbers, or in two halves."""
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from types import EllipsisType
 from typing import Any
 
@@ -30,6 +32,8 @@ class GgufWeight:
     is_interleaved: bool = False
     """Rows of several tensors are interleaved instead; matrices of plain numbers are transposed."""
     row_order: Tensor | None = field(default=None, repr=False)
+    factors: tuple[GgufTensor | None, ...] = field(default=(), repr=False)
+    """Of each tensor, one number or one for each expert, beside NVFP4; without entries: none."""
     is_ordered: bool = False
 
     @property
@@ -45,6 +49,8 @@ class GgufWeight:
         """The one format that holds these blocks exactly, if all parts have the same."""
         kinds = {tensor.tensor_type.name for tensor in self.tensors}
         name = FORMATS.get(kinds.pop()) if len(kinds) == 1 else None
+        if self.factors and name != "nvfp4":
+            return ()
         return () if name is None else (find_format(name),)
 
     @property
@@ -65,6 +71,7 @@ class GgufWeight:
             read_blocks(_rows_of(tensor, expert), tensor.tensor_type, keep=keep)
             for tensor in self.tensors
         ]
+        parts = [_times(part, factor, expert) for part, factor in zip_longest(parts, self.factors)]
 
         def joined(name: str) -> Any:
             found = [getattr(part, name) for part in parts]
@@ -123,6 +130,16 @@ class HalvedLatent:
         joined = torch.cat((keys.transpose(1, 2), values), dim=1).flatten(0, 1)
         chosen: Tensor = joined[index]
         return chosen
+
+
+def _times(codes: Codes, factor: GgufTensor | None, expert: int | None) -> Codes:
+    """Return the codes of a matrix that is to be multiplied with a number."""
+    if factor is None:
+        return codes
+    number = float(np.array(factor.data)[expert or 0])
+    if codes.super_scales is None:
+        return dataclasses.replace(codes, scales=codes.scales * number)
+    return dataclasses.replace(codes, super_scales=codes.super_scales * number)
 
 
 def _dequantised(tensor: GgufTensor) -> Tensor:

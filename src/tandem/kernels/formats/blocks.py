@@ -2,7 +2,7 @@
 
 Every format is one transposition: four bytes of one row (2, 4 or 8 columns) make a dword, and a
 block holds its 16 rows' first dwords, then their second ones, and so on. Scales go the same way.
-Codes of 5 or 6 bits lie in planes of 4, 2 and 1 bits, strip by strip of 32 columns.
+Codes of fewer than 8 bits lie in planes of 4, 2 and 1 bits, strip by strip of 32 columns.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,9 @@ SCALE_DTYPES = {
     "fp16": torch.float16,
     "fp32": torch.float32,
     "e8m0": torch.uint8,
+    "e4m3": torch.uint8,
     "int8": torch.uint8,
+    "nibble": torch.uint8,
 }
 _BYTES = 0x01010101  # one bit of each byte of a dword
 FLOAT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -30,8 +32,8 @@ class CodedMatrix:
     `codes` is (rows, cols): uint8 as the layout stores them (whole numbers with their offset added,
     mxfp4's e2m1 bits, fp8's e4m3 bits), or bfloat16 / float16 for formats without groups.
     `scales` and `minima` are (rows, groups); fp8's scales are repeated for every row. Of formats
-    with super-blocks they are int8, to be multiplied by `super_scales` and `super_minima`, fp16
-    (rows, super-blocks).
+    with super-blocks they are int8 (nvfp4: e4m3 as uint8), to be multiplied by `super_scales` and
+    `super_minima`, fp16 (rows, super-blocks), or fp32 if a super-block is a row.
     """
 
     codes: Tensor
@@ -91,8 +93,7 @@ class MatrixBlocks:
         if scales is None or fmt.group_size is None or encoding.scale is None:
             return cls(words, None)
         if encoding.super_cols:
-            supers = fmt.padded_cols(cols) // encoding.super_cols
-            return cls(words, scales.view(torch.uint8).view(blocks, supers, -1))
+            return cls(words, scales.view(torch.uint8).view(blocks, fmt.supers(cols), -1))
         lanes = ROWS_PER_BLOCK // encoding.rows_per_scale
         lines = fmt.padded_cols(cols) // fmt.group_size * encoding.lines
         return cls(words, scales.view(SCALE_DTYPES[encoding.scale]).view(blocks, lines, lanes))
@@ -135,33 +136,45 @@ class MatrixBlocks:
 
 @dataclass(frozen=True, slots=True)
 class _SuperLines:
-    """Views of super-blocks' scales: first the fp16 super-scales, then the groups' bytes.
+    """Views of super-blocks' scales: first the factors, then the groups' bytes.
 
-    `supers` is (blocks, super-blocks, lines, 16) fp16, `groups` (blocks, super-blocks, groups,
-    lines, 16) int8; line 0 has the scales, line 1 the minima.
+    `supers` is (blocks, super-blocks, lines, 16) fp16 or fp32, `groups` (blocks, super-blocks,
+    groups, lines, 16); line 0 has the scales, line 1 the minima. Nibbles are one line: a scale,
+    and its minimum above it.
     """
 
     supers: Tensor
     groups: Tensor
+    are_nibbles: bool
 
     @classmethod
     def over(cls, fmt: WeightFormat, scales: Tensor) -> "_SuperLines":
-        lines = fmt.encoding.lines
-        first = fmt.encoding.super_bytes * ROWS_PER_BLOCK
-        supers = scales[..., :first].view(torch.float16).unflatten(-1, (lines, ROWS_PER_BLOCK))
-        groups = scales[..., first:].view(torch.int8).unflatten(-1, (-1, lines, ROWS_PER_BLOCK))
-        return cls(supers, groups)
+        encoding = fmt.encoding
+        are_nibbles, lines = encoding.scale == "nibble", encoding.lines
+        first = encoding.super_bytes * ROWS_PER_BLOCK
+        factors = scales[..., :first].view(SCALE_DTYPES[encoding.factor])
+        groups = scales[..., first:].view(torch.int8 if encoding.scale == "int8" else torch.uint8)
+        of_group = (-1, 1 if are_nibbles else lines, ROWS_PER_BLOCK)
+        return cls(
+            factors.unflatten(-1, (lines, ROWS_PER_BLOCK)),
+            groups.unflatten(-1, of_group),
+            are_nibbles,
+        )
 
     def write(self, coded: CodedMatrix) -> None:
-        parts = ((coded.scales, coded.super_scales), (coded.minima, coded.super_minima))
-        for line, (own, factors) in enumerate(parts):
-            if own is not None and factors is not None:
+        for line, factors in enumerate((coded.super_scales, coded.super_minima)):
+            if factors is not None:
                 self.supers[:, :, line] = _to_blocks(factors)
-                by_super = _to_blocks(own).unflatten(1, self.groups.shape[1:3])
-                self.groups[:, :, :, line] = by_super
+        own = [part for part in (coded.scales, coded.minima) if part is not None]
+        if self.are_nibbles:
+            own = [own[0].to(torch.uint8) | own[1].to(torch.uint8) << 4]
+        for line, part in enumerate(own):
+            self.groups[:, :, :, line] = _to_blocks(part).unflatten(1, self.groups.shape[1:3])
 
     def read(self, codes: Tensor) -> CodedMatrix:
         own = [_from_blocks(part.flatten(1, 2)) for part in self.groups.unbind(3)]
+        if self.are_nibbles:
+            own = [(own[0] & 15).view(torch.int8), (own[0] >> 4).view(torch.int8)]
         factors = [_from_blocks(part) for part in self.supers.unbind(2)]
         if len(own) == 1:
             return CodedMatrix(codes, own[0], None, factors[0])

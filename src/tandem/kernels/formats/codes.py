@@ -14,10 +14,12 @@ def decode(coded: CodedMatrix, fmt: WeightFormat) -> Tensor:
     """Return the values that codes stand for: (rows, cols) fp32, cols being whole groups."""
     if coded.scales is None or fmt.group_size is None:
         return coded.codes.float()
-    values: Tensor = _code_values(coded.codes, fmt).unflatten(1, (-1, fmt.group_size))
+    values: Tensor = code_values(coded.codes, fmt).unflatten(1, (-1, fmt.group_size))
     scales = coded.scales
     if fmt.encoding.scale == "e8m0":
         scales = power_of_two(scales.int() - E8M0_BIAS)
+    elif fmt.encoding.scale == "e4m3":
+        scales = scales.view(torch.float8_e4m3fn)
     values *= of_groups(scales, coded.super_scales)[:, :, None]
     if coded.minima is not None:
         values += of_groups(coded.minima, coded.super_minima)[:, :, None]
@@ -27,7 +29,7 @@ def decode(coded: CodedMatrix, fmt: WeightFormat) -> Tensor:
 def of_groups(numbers: Tensor, factors: Tensor | None) -> Tensor:
     """Return scales or minima (rows, groups) in fp32, times their super-blocks' `factors`.
 
-    An fp16 factor times a byte is exact in fp32.
+    An fp16 factor times a byte is exact in fp32; an fp32 factor of a row rounds once.
     """
     values = numbers.float()
     if factors is None:
@@ -47,7 +49,17 @@ def e2m1_magnitude(code: Tensor) -> Tensor:
     return torch.maximum(torch.maximum(code * 0.5, code - 2), code * 2 - 8)
 
 
-def _code_values(codes: Tensor, fmt: WeightFormat) -> Tensor:
+def nearest_codes(values: Tensor, fmt: WeightFormat) -> Tensor:
+    """Return the stored codes (uint8) whose values, before scaling, are nearest."""
+    encoding = fmt.encoding
+    if not encoding.table:
+        return values.round().clamp_(*encoding.codes).add_(encoding.offset).to(torch.uint8)
+    table, codes = torch.tensor(encoding.table, dtype=torch.float32, device="cpu").sort()
+    middles = (table[1:] + table[:-1]) / 2
+    return codes.to(torch.uint8)[torch.bucketize(values, middles)]
+
+
+def code_values(codes: Tensor, fmt: WeightFormat) -> Tensor:
     """Return fp32 values before scaling, in memory of their own."""
     match fmt.encoding.element:
         case "e4m3":
@@ -55,4 +67,6 @@ def _code_values(codes: Tensor, fmt: WeightFormat) -> Tensor:
         case "e2m1":
             magnitude = e2m1_magnitude((codes & (E2M1_SIGN - 1)).float())
             return torch.where(codes < E2M1_SIGN, magnitude, -magnitude)
+        case "table":
+            return torch.tensor(fmt.encoding.table, dtype=torch.float32, device="cpu")[codes.int()]
     return codes.float().sub_(fmt.encoding.offset)

@@ -1,4 +1,4 @@
-"""Round groups to small floating-point numbers: MXFP4 (e2m1 with E8M0) and block FP8 (e4m3)."""
+"""Round groups to small floating-point numbers: MXFP4 and NVFP4 (e2m1), and block FP8 (e4m3)."""
 
 import torch
 from torch import Tensor
@@ -7,6 +7,7 @@ from tandem.kernels.formats.codes import E2M1_SIGN, E8M0_BIAS, e2m1_magnitude, p
 from tandem.kernels.formats.weight_format import ROWS_PER_BLOCK
 
 E4M3_MAX = 448.0
+_E2M1_MAX = 6.0
 # With the peak above this, 6 * 2^e no longer fits fp32; the specification allows up to 254.
 LARGEST_E8M0 = 252
 
@@ -34,11 +35,15 @@ def fit_mxfp4(
 
 
 def _e2m1_codes(magnitude: Tensor, exponent: Tensor) -> Tensor:
+    """Return the e2m1 codes 0..7, fp32, of magnitudes with a scale of 2^exponent."""
+    return _round_e2m1(magnitude * power_of_two(-exponent)[..., None])
+
+
+def _round_e2m1(scaled: Tensor) -> Tensor:
     """Round to the nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6 (ties to even codes): codes 0..7, fp32.
 
     The lines through the codes at steps of 0.5, 1 and 2: the lowest is the one that counts.
     """
-    scaled = magnitude * power_of_two(-exponent)[..., None]
     code = torch.minimum(scaled + 2, scaled * 2)
     return torch.minimum(code, scaled.mul_(0.5).add_(4), out=code).clamp_(max=7).round_()
 
@@ -47,6 +52,21 @@ def _e2m1_error(magnitude: Tensor, exponent: Tensor, importance: Tensor | None) 
     values = e2m1_magnitude(_e2m1_codes(magnitude, exponent))
     loss = values.sub_(magnitude * power_of_two(-exponent)[..., None]).square_()
     return (loss if importance is None else loss.mul_(importance)).sum(-1)
+
+
+def round_nvfp4(x: Tensor, peak: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return e2m1 codes (like `x`), e4m3 scales (rows, groups) uint8, and fp32 factors (rows, 1).
+
+    `x` is (rows, groups, 16) fp32, `peak` (rows, groups) its largest magnitudes. As NVIDIA rounds:
+    a row's factor lets its largest group have the largest scale.
+    """
+    factors = peak.amax(1, keepdim=True) / (_E2M1_MAX * E4M3_MAX)
+    scales = (peak / (_E2M1_MAX * torch.where(factors == 0, 1.0, factors))).clamp_(max=E4M3_MAX)
+    rounded = scales.to(torch.float8_e4m3fn)
+    inverse = (rounded.float() * factors).reciprocal().nan_to_num(0, 0, 0)
+    codes = _round_e2m1(x.abs() * inverse[..., None])
+    codes.add_(x < 0, alpha=E2M1_SIGN)
+    return codes, rounded.view(torch.uint8), factors
 
 
 def round_e4m3(x: Tensor, peak: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ from tandem.kernels.formats.blocks import MatrixBlocks
 from tandem.kernels.formats.weight_format import WeightFormat
 
 # The numbers are those of csrc/quantize.hpp.
+_ROUNDED = ("bf16", "fp16", "int8", "fp8", "int4", "int4z", "mxfp4")  # kinds of formats
 _SOURCE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -27,7 +28,7 @@ def quantize_natively(
     or if its dtype or the format has no native rounding.
     """
     source_type = _SOURCE_TYPES.get(weight.dtype)
-    if source_type is None or fmt.encoding.super_cols:
+    if source_type is None or fmt.kind not in _ROUNDED:
         return False
     rows, cols = weight.shape
     assert blocks.words.shape[0] * blocks.words.shape[2] == fmt.padded_rows(rows)

@@ -23,7 +23,7 @@ _CHUNK_WEIGHTS = 1 << 18  # that the reference rounds at once
 class PackedMatrix:
     """A (rows, cols) matrix in the layout that the kernels read.
 
-    `data` is flat uint8, `scales` flat in its own dtype (float16; uint8 for mxfp4's E8M0 and for
+    `data` is flat uint8, `scales` flat in its own dtype (float16; uint8 for bytes and for
     super-blocks; float32 for fp8), or None for formats without groups.
     """
 
@@ -100,8 +100,8 @@ def write_weight(
 ) -> None:
     """Round (rows, cols) weights, of any stride, into blocks that have room for just them."""
     cols, width = weight.shape[1], fmt.padded_cols(weight.shape[1])
-    if importance is None and fmt.encoding.has_minima and width > cols:
-        importance = torch.ones(cols, device="cpu")  # zero points need not keep the padding at zero
+    if importance is None and not fmt.encoding.has_zero and width > cols:
+        importance = torch.ones(cols, device="cpu")  # what is not zero need not be near it
     if importance is not None:
         importance = F.pad(importance.float(), (0, width - cols))
     if not quantize_natively(blocks, fmt, weight, importance, has_search=has_search):
@@ -134,14 +134,18 @@ def write_codes(
     rows, cols = (fmt.padded_rows(coded.codes.shape[0]), fmt.padded_cols(coded.codes.shape[1]))
     if fmt.encoding.rows_per_scale > 1 and coded.scales is not None:
         _require_block_scales(coded.scales, fmt, name)
-    if fmt.encoding.super_cols and coded.codes.shape[1] != cols:
+    if fmt.encoding.super_cols > 0 and coded.codes.shape[1] != cols:
         raise ModelError(
             f"{name} has {coded.codes.shape[1]} columns, expected whole super-blocks of "
             f"{fmt.encoding.super_cols} for {fmt.name}; dequantise the matrix and pack its values"
         )
+    padded = coded.with_each(lambda part: _padded(part, rows, part.shape[1]))
     codes = _padded(coded.codes, rows, cols, fmt.encoding.offset)
-    padded = dataclasses.replace(coded, codes=codes)
-    blocks.write(fmt, 0, padded.with_each(lambda part: _padded(part, rows, part.shape[1])))
+    padded = dataclasses.replace(padded, codes=codes)
+    if padded.scales is not None and fmt.group_size and padded.minima is None:
+        scales = _padded(padded.scales, rows, cols // fmt.group_size)  # of a half strip
+        padded = dataclasses.replace(padded, scales=scales)
+    blocks.write(fmt, 0, padded)
 
 
 def _require_block_scales(scales: Tensor, fmt: WeightFormat, name: str) -> None:

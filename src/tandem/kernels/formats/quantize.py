@@ -5,22 +5,29 @@ from torch import Tensor
 
 from tandem.core.errors import ModelError
 from tandem.kernels.formats.blocks import FLOAT_DTYPES, CodedMatrix
-from tandem.kernels.formats.microfloat import fit_mxfp4, round_e4m3
+from tandem.kernels.formats.microfloat import fit_mxfp4, round_e4m3, round_nvfp4
 from tandem.kernels.formats.scale_search import (
+    INT3_PEAKS,
+    INT3_RANGE,
     INT4_PEAKS,
     INT4_RANGE,
+    INT5_PEAKS,
+    INT5_RANGE,
     INT6_PEAKS,
     INT6_RANGE,
     INT8_PEAKS,
     INT8_RANGE,
     fit_affine,
     fit_symmetric,
+    fit_table,
 )
 from tandem.kernels.formats.super_blocks import round_to_supers
 from tandem.kernels.formats.weight_format import WeightFormat
 
 _SYMMETRIC = {
+    3: (INT3_PEAKS, INT3_RANGE),
     4: (INT4_PEAKS, INT4_RANGE),
+    5: (INT5_PEAKS, INT5_RANGE),
     6: (INT6_PEAKS, INT6_RANGE),
     8: (INT8_PEAKS, INT8_RANGE),
 }
@@ -71,11 +78,19 @@ def _fit(
         case "integer" if fmt.encoding.super_cols:
             searches = (False, True) if has_search else (False,)
             fits = [_fit_integers(x, low, high, peak, fmt, importance, s)[1:] for s in searches]
-            supers = fmt.encoding.super_cols // x.shape[-1]
-            return round_to_supers(x, fits, importance, fmt.encoding.codes, supers)
+            return round_to_supers(x, fits, importance, fmt)
+        case "table":
+            codes, scales = fit_table(x, peak, importance, fmt, has_search=has_search)
+            if not fmt.encoding.super_cols:
+                return CodedMatrix(codes.flatten(1), scales)
+            _, plain = fit_table(x, peak, importance, fmt, has_search=False)
+            return round_to_supers(x, [(plain, None), (scales, None)], importance, fmt)
         case "integer":
             fit = _fit_integers(x, low, high, peak, fmt, importance, has_search)
             return CodedMatrix(_stored(fit[0]), *fit[1:])
+        case "e2m1" if fmt.encoding.super_cols:
+            codes, scales, factors = round_nvfp4(x, peak.abs())
+            return CodedMatrix(_stored(codes), scales, super_scales=factors)
         case "e2m1":
             codes, scales = fit_mxfp4(x, peak.abs(), importance, has_search=has_search)
             return CodedMatrix(_stored(codes), scales)

@@ -12,9 +12,15 @@ greedily by error on the demo model and on Gaussian weights (docs/formats.md).
 import torch
 from torch import Tensor
 
+from tandem.kernels.formats.codes import code_values, nearest_codes
+from tandem.kernels.formats.weight_format import WeightFormat
+
 # The signed peak goes to these codes; beyond the range it saturates, and the rest gets finer steps.
-INT4_RANGE, INT6_RANGE, INT8_RANGE = (-8, 7), (-32, 31), (-127, 127)
+INT3_RANGE, INT4_RANGE, INT5_RANGE = (-4, 3), (-8, 7), (-16, 15)
+INT6_RANGE, INT8_RANGE = (-32, 31), (-127, 127)
+INT3_PEAKS: tuple[float, ...] = (3.0, -4.0, -4.5)
 INT4_PEAKS: tuple[float, ...] = (7.0, -8.0, -8.4, -9.0)
+INT5_PEAKS: tuple[float, ...] = (15.0, -16.0, -16.8)
 INT6_PEAKS: tuple[float, ...] = (31.0, -32.0, -33.0)
 INT8_PEAKS: tuple[float, ...] = (127.0, 126.0, 125.0, 124.0)
 # A group's range takes this many steps more than the largest code, with the code at this share of
@@ -53,6 +59,33 @@ def fit_symmetric(
         scales = refitted.gather(0, best)
     _round(x, _inverse(scales[0]), limits, out=codes)
     return codes, scales[0]
+
+
+def fit_table(
+    x: Tensor, peak: Tensor, importance: Tensor | None, fmt: WeightFormat, *, has_search: bool
+) -> tuple[Tensor, Tensor]:
+    """Return stored codes (like `x`, uint8) and fp16 scales (rows, groups) of a format's table.
+
+    Arguments as of `fit_symmetric`. The search puts the peak at either end, and refits.
+    """
+    weights = torch.ones((), device="cpu") if importance is None else importance
+    table = fmt.encoding.table
+    scales = [(peak / max(table)).half()]
+    for end in (max(table), min(table)) if has_search else ():
+        q = code_values(nearest_codes(x * _inverse(peak / end)[..., None], fmt), fmt)
+        weighted = q * weights
+        scales.append(((weighted * x).sum(-1) * _inverse((weighted * q).sum(-1))).half())
+    fits = [nearest_codes(x * _inverse(scale)[..., None], fmt) for scale in scales]
+    errors = torch.stack(
+        [
+            (code_values(q, fmt).mul_(scale.float()[..., None]).sub_(x).square_() * weights).sum(-1)
+            for q, scale in zip(fits, scales, strict=True)
+        ]
+    )
+    best = errors.nan_to_num(torch.inf).min(0, keepdim=True).indices
+    chosen = torch.stack(scales).gather(0, best)[0]
+    codes = torch.stack(fits).gather(0, best[..., None].expand(1, *x.shape))[0]
+    return codes, chosen
 
 
 def fit_affine(

@@ -50,11 +50,11 @@ def coded_matrix(
     return CodedMatrix(stored, half, minima)
 
 
-def coded_super_blocks(coded: CodedMatrix, name: str) -> CodedMatrix:
-    """Return a matrix of super-blocks, whose codes are stored ones; `ModelError` for NaN."""
-    for factors in (coded.super_scales, coded.super_minima):
-        if factors is not None:
-            _require_finite(factors, f"{name}'s scales")
+def stored_matrix(coded: CodedMatrix, name: str) -> CodedMatrix:
+    """Return a matrix whose codes are stored ones; `ModelError` for scales that are NaN."""
+    for part in coded.parts[1:]:
+        if part is not None and part.is_floating_point():
+            _require_finite(part, f"{name}'s scales")
     return coded
 
 

@@ -4,28 +4,28 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.formats.blocks import CodedMatrix
-from tandem.kernels.formats.codes import of_groups
+from tandem.kernels.formats.codes import decode, nearest_codes, of_groups
+from tandem.kernels.formats.weight_format import WeightFormat
 
-_LARGEST = 127  # of the bytes
+_LARGEST: dict[str, int] = {"int8": 127, "nibble": 15}  # of the bytes
 
 
 def round_to_supers(
     x: Tensor,
     fits: list[tuple[Tensor, Tensor | None]],
     importance: Tensor | None,
-    codes: tuple[int, int],
-    groups_per_super: int,
+    fmt: WeightFormat,
 ) -> CodedMatrix:
     """Return the codes of (rows, groups, group_size) weights for the best of some fits.
 
     A fit is a scale for each group, (rows, groups), and perhaps a minimum. Both are rounded to
     bytes of a super-scale, the weights with what comes out, and each super-block takes the fit that
-    leaves it the least error. Codes are stored ones: `codes`, lowest to highest, from 0 on.
+    leaves it the least error.
     """
     best, least = None, torch.empty(0, device="cpu")
     for scales, minima in fits:
-        rounded = _round(x, scales, minima, codes, groups_per_super)
-        error = _error(x, rounded, importance, codes[0], groups_per_super)  # (rows, supers)
+        rounded = _round(x, scales, minima, fmt)
+        error = _error(x, rounded, importance, fmt)  # (rows, supers)
         if best is None:
             best, least = rounded, error
             continue
@@ -35,41 +35,42 @@ def round_to_supers(
     return best
 
 
-def _round(
-    x: Tensor, scales: Tensor, minima: Tensor | None, codes: tuple[int, int], groups_per_super: int
-) -> CodedMatrix:
-    own, factors = _two_levels(scales, groups_per_super)
-    low, low_factors = (None, None) if minima is None else _two_levels(minima, groups_per_super)
+def _round(x: Tensor, scales: Tensor, minima: Tensor | None, fmt: WeightFormat) -> CodedMatrix:
+    own, factors = _two_levels(scales, fmt)
+    low, low_factors = (None, None) if minima is None else _two_levels(minima, fmt)
     around = x
     if low is not None:
         around = x - of_groups(low, low_factors)[..., None]
     inverse = of_groups(own, factors).reciprocal().nan_to_num(0, 0, 0)
-    rounded = (around * inverse[..., None]).round_().clamp_(*codes).sub_(codes[0])
-    return CodedMatrix(rounded.to(torch.uint8).flatten(1), own, low, factors, low_factors)
+    codes = nearest_codes(around * inverse[..., None], fmt)
+    return CodedMatrix(codes.flatten(1), own, low, factors, low_factors)
 
 
-def _two_levels(values: Tensor, groups_per_super: int) -> tuple[Tensor, Tensor]:
-    """Round (rows, groups) to int8 times an fp16 factor of each super-block."""
-    supers: Tensor = values.float().unflatten(1, (-1, groups_per_super))
-    factors = (supers.abs().amax(-1) / _LARGEST).half()
+def _two_levels(values: Tensor, fmt: WeightFormat) -> tuple[Tensor, Tensor]:
+    """Round (rows, groups) to bytes times an fp16 factor of each super-block."""
+    encoding = fmt.encoding
+    assert encoding.scale is not None
+    assert fmt.group_size is not None
+    largest = _LARGEST[encoding.scale]
+    supers: Tensor = values.float().unflatten(1, (-1, encoding.super_cols // fmt.group_size))
+    low, high = supers.amin(-1), supers.amax(-1)
+    # Nibbles have no sign: their factor has that of the largest.
+    lowest, peak = -largest, torch.maximum(high, -low)
+    if encoding.scale == "nibble":
+        lowest, peak = 0, torch.where(high > -low, high, low)
+    factors = (peak / largest).half()
     inverse = factors.float().reciprocal().nan_to_num(0, 0, 0)
-    steps = (supers * inverse[..., None]).round_().clamp_(-_LARGEST, _LARGEST)
+    steps = (supers * inverse[..., None]).round_().clamp_(lowest, largest)
     return steps.to(torch.int8).flatten(1), factors
 
 
-def _error(
-    x: Tensor, coded: CodedMatrix, importance: Tensor | None, lowest: int, groups_per_super: int
-) -> Tensor:
+def _error(x: Tensor, coded: CodedMatrix, importance: Tensor | None, fmt: WeightFormat) -> Tensor:
     """Return the squared error of each super-block: (rows, supers)."""
-    assert coded.scales is not None, "these formats have scales"
-    values = coded.codes.float().add_(lowest).view(x.shape)
-    values *= of_groups(coded.scales, coded.super_scales)[..., None]
-    if coded.minima is not None:
-        values += of_groups(coded.minima, coded.super_minima)[..., None]
-    loss = values.sub_(x).square_()
+    assert fmt.group_size is not None
+    loss = decode(coded, fmt).view(x.shape).sub_(x).square_()
     if importance is not None:
         loss *= importance
-    supers: Tensor = loss.sum(-1).unflatten(1, (-1, groups_per_super))
+    supers: Tensor = loss.sum(-1).unflatten(1, (-1, fmt.encoding.super_cols // fmt.group_size))
     return supers.sum(-1)
 
 

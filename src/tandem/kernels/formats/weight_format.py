@@ -11,11 +11,14 @@ LAYOUT_VERSION = 1
 
 ROWS_PER_BLOCK = 16  # one 512-bit register holds one dword of each row
 SECTION_ALIGNMENT_BYTES = 64  # one cache line
+_STRIP_COLS = 32  # whose planes of bits follow each other
 
-Element = Literal["integer", "e2m1", "e4m3", "bf16", "fp16"]
-Scale = Literal["fp16", "fp32", "e8m0", "int8"]
-_SCALE_BYTES: dict[Scale, int] = {"fp16": 2, "fp32": 4, "e8m0": 1, "int8": 1}
-_SUPER_SCALE_BYTES = 2  # fp16
+Element = Literal["integer", "table", "e2m1", "e4m3", "bf16", "fp16"]
+Scale = Literal["fp16", "fp32", "e8m0", "e4m3", "int8", "nibble"]
+_SCALE_BYTES: dict[Scale, float] = {
+    "fp16": 2, "fp32": 4, "e8m0": 1, "e4m3": 1, "int8": 1, "nibble": 0.5,
+}  # fmt: skip
+WHOLE_ROW = -1  # columns of a super-block
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,9 @@ class Encoding:
     offset: int = 0
     """What is added to a code to store it; the stored code of zero."""
     super_cols: int = 0
-    """Columns whose scales (and minima) are whole numbers of an fp16 super-scale; 0: none."""
+    """Columns whose scales (and minima) are to be multiplied by a factor; 0: none, or the row's."""
+    table: tuple[float, ...] = ()
+    """What each stored code stands for, of tables; powers of two of the formats' own units."""
 
     @property
     def scale_bytes(self) -> float:
@@ -50,9 +55,19 @@ class Encoding:
         return 2 if self.has_minima else 1
 
     @property
+    def factor(self) -> Literal["fp16", "fp32"]:
+        """What the factors of super-blocks are."""
+        return "fp32" if self.super_cols == WHOLE_ROW else "fp16"
+
+    @property
     def super_bytes(self) -> int:
-        """Bytes of the super-scales of one row and super-block."""
-        return _SUPER_SCALE_BYTES * self.lines if self.super_cols else 0
+        """Bytes of the factors of one row and super-block."""
+        return int(_SCALE_BYTES[self.factor]) * self.lines if self.super_cols else 0
+
+    @property
+    def has_zero(self) -> bool:
+        """Whether zero is a value of every group, so that columns of padding can be zero."""
+        return not self.has_minima and (not self.table or self.table[self.offset] == 0)
 
     @property
     def planes(self) -> tuple[int, ...]:
@@ -62,13 +77,38 @@ class Encoding:
 
 
 def _super_blocks(
-    number: int, bits: int, *, codes: tuple[int, int], has_minima: bool = False
+    number: int,
+    bits: int,
+    *,
+    codes: tuple[int, int],
+    scale: Scale = "int8",
+    has_minima: bool = False,
 ) -> Encoding:
     """Return the encoding of a K-quant of llama.cpp."""
     return Encoding(
-        number, bits, "integer", "int8", has_minima=has_minima, codes=codes, offset=-codes[0],
+        number, bits, "integer", scale, has_minima=has_minima, codes=codes, offset=-codes[0],
         super_cols=256,
     )  # fmt: skip
+
+
+def _table(number: int, values: tuple[float, ...], *, scale: Scale = "int8") -> Encoding:
+    """Return the encoding of codes that are looked up: llama.cpp's IQ types."""
+    bits, supers = (len(values) - 1).bit_length(), 256 if scale == "int8" else 0
+    codes = (0, len(values) - 1)
+    return Encoding(number, bits, "table", scale, codes=codes, super_cols=supers, table=values)
+
+
+# llama.cpp's kvalues_iq4nl, and the numbers of its grids in units of which a group's scale is an
+# odd multiple: 1/4 of its factor for IQ3_XXS, 1/8 for IQ2.
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_IQ3_XXS = tuple(value / 4 for value in (4, 12, 20, 28, 36, 44, 52, 62))
+_IQ3_S = (1.0, 3.0, 5.0, 7.0, 9.0, 11.0, 13.0, 15.0)
+_IQ2 = tuple(value / 8 for value in (0, 8, 25, 43))
+
+
+def _with_signs(magnitudes: tuple[float, ...]) -> tuple[float, ...]:
+    """Return a table whose codes have their sign in the highest bit."""
+    return (*magnitudes, *(-value for value in magnitudes))
 
 
 _ENCODINGS = {
@@ -82,6 +122,17 @@ _ENCODINGS = {
     "q4_k": _super_blocks(7, 4, codes=(0, 15), has_minima=True),
     "q5_k": _super_blocks(8, 5, codes=(0, 31), has_minima=True),
     "q6_k": _super_blocks(9, 6, codes=(-32, 31)),
+    "int5z": Encoding(10, 5, "integer", "fp16", codes=(0, 31), has_minima=True),
+    "iq4_nl": _table(11, _IQ4, scale="fp16"),
+    "iq4_xs": _table(12, _IQ4),
+    "nvfp4": Encoding(13, 4, "e2m1", "e4m3", codes=(0, 15), super_cols=WHOLE_ROW),
+    "q2_k": _super_blocks(14, 2, codes=(0, 3), scale="nibble", has_minima=True),
+    "q3_k": _super_blocks(15, 3, codes=(-4, 3)),
+    "iq3_xxs": _table(16, _with_signs(_IQ3_XXS)),
+    "iq3_s": _table(17, _with_signs(_IQ3_S)),
+    "iq2_xxs": _table(18, _with_signs(_IQ2)),
+    "iq2_xs": _table(19, _with_signs(_IQ2)),
+    "int5": Encoding(20, 5, "integer", "fp16", codes=(-16, 15), offset=16),
 }
 
 
@@ -107,7 +158,9 @@ class WeightFormat:
     @property
     def col_multiple(self) -> int:
         """Columns are padded with zeros to a multiple of this."""
-        return self.encoding.super_cols or self.group_size or 8
+        if self.encoding.super_cols > 0:
+            return self.encoding.super_cols
+        return max(_STRIP_COLS, self.group_size) if self.group_size else 8
 
     @property
     def weights_per_dword(self) -> int:
@@ -120,14 +173,20 @@ class WeightFormat:
 
     @property
     def bits_per_weight(self) -> float:
-        """Bits of one weight with its share of the scales, without padding."""
+        """Bits of one weight with its share of the scales, without padding and factors of rows."""
         if self.group_size is None:
             return float(self.bits)
         encoding = self.encoding
         share = encoding.scale_bytes / self.group_size
-        if encoding.super_cols:
+        if encoding.super_cols > 0:
             share += encoding.super_bytes / encoding.super_cols
         return self.bits + 8 * share
+
+    def supers(self, cols: int) -> int:
+        """Return how many super-blocks a row of so many columns has; 0 where there are none."""
+        if self.encoding.super_cols == WHOLE_ROW:
+            return 1
+        return self.padded_cols(cols) // self.encoding.super_cols if self.encoding.super_cols else 0
 
     def padded_rows(self, rows: int) -> int:
         """Round up to whole blocks of 16 rows."""
@@ -147,8 +206,7 @@ class WeightFormat:
             return 0
         width, encoding = self.padded_cols(cols), self.encoding
         one_row = width // self.group_size * encoding.scale_bytes
-        if encoding.super_cols:
-            one_row += width // encoding.super_cols * encoding.super_bytes
+        one_row += self.supers(cols) * encoding.super_bytes
         return int(self.padded_rows(rows) * one_row)
 
 
@@ -194,9 +252,23 @@ FORMATS: tuple[WeightFormat, ...] = (
     WeightFormat("q4_k", "q4_k", 32),
     WeightFormat("q5_k", "q5_k", 32),
     WeightFormat("q6_k", "q6_k", 16),
+    WeightFormat("int5-g32", "int5", 32),
+    WeightFormat("int5z-g32", "int5z", 32),
+    WeightFormat("iq4_nl", "iq4_nl", 32),
+    WeightFormat("iq4_xs", "iq4_xs", 32),
+    WeightFormat("nvfp4", "nvfp4", 16),
+    WeightFormat("q2_k", "q2_k", 16),
+    WeightFormat("q3_k", "q3_k", 16),
+    WeightFormat("iq3_xxs", "iq3_xxs", 32),
+    WeightFormat("iq3_s", "iq3_s", 32),
+    WeightFormat("iq2_xxs", "iq2_xxs", 32),
+    WeightFormat("iq2_xs", "iq2_xs", 16),
 )
 
-ALIASES = {"int4": "int4-g32", "int4z": "int4z-g32", "int8": "int8-g128"}
+ALIASES = {
+    "int4": "int4-g32", "int4z": "int4z-g32", "int5": "int5-g32", "int5z": "int5z-g32",
+    "int8": "int8-g128",
+}  # fmt: skip
 
 
 def find_expert_format(name: str) -> ExpertFormat:
