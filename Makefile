@@ -24,7 +24,7 @@ PYTEST := $(BIN)/pytest -n 2 --dist loadgroup $(if $(ISA),--isa $(ISA))
 # that follow.
 WHEEL_PYTHONS ?= python3.11 python3.12
 
-.PHONY: wheel check-wheel test-gpu bench-gpu demo-cut dry-gpu run test setup check lint types floors unit seam-oldest docs-models docs-modules api-docs sanitize fix size clean try-clients
+.PHONY: wheel check-wheel check-arm test-gpu bench-gpu demo-cut dry-gpu run test setup check lint types floors unit seam-oldest docs-models docs-modules api-docs sanitize fix size clean try-clients
 
 run: $(VENV)/runtime.stamp  ## Answer PROMPT with MODEL (default: the demo model, built on first use)
 	@$(BIN)/tandem run $(MODEL) -p "$(PROMPT)" --max-new-tokens 100
@@ -70,6 +70,9 @@ wheel:  ## Wheels for Linux x86-64 in build/wheels; needs no compiler (it instal
 
 check-wheel:  ## Each wheel in a new environment without a compiler: the demo model answers
 	TORCH="$(TORCH)" wheels/check.sh build/wheels $(WHEEL_PYTHONS)
+
+check-arm:  ## The kernels compiled for 64-bit Arm; their checks, under qemu
+	csrc/checks/arm.sh $(PYTHON)
 
 test-gpu:  ## The tests that need a GPU, after a minute that says what works
 	PYTHON=$(GPU_PYTHON) benchmarks/gpu/session.sh $(GPU_OUT) build smoke tests

@@ -6,7 +6,7 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
-#if defined(__linux__)
+#if defined(__GLIBC__)  // other libraries of Linux do not tell
 #include <unistd.h>
 #endif
 
@@ -80,7 +80,7 @@ void detect_x86(CpuFeatures& found) {
 
 #endif  // __x86_64__
 
-#if defined(__linux__)
+#if defined(__GLIBC__)
 std::int64_t known_or_zero(int name) {
   const long value = sysconf(name);
   return value > 0 ? value : 0;
@@ -97,7 +97,7 @@ CpuFeatures detect_cpu_features() {
   found.vendor = "arm";
   found.instruction_sets.emplace_back("neon");
 #endif
-#if defined(__linux__)
+#if defined(__GLIBC__)
   found.l1_data_bytes = known_or_zero(_SC_LEVEL1_DCACHE_SIZE);
   found.l2_bytes = known_or_zero(_SC_LEVEL2_CACHE_SIZE);
   found.l3_bytes = known_or_zero(_SC_LEVEL3_CACHE_SIZE);

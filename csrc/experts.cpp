@@ -13,11 +13,13 @@ namespace {
 // that claiming them costs nothing.
 constexpr std::int64_t kTasksPerThread = 16;
 
+#if defined(__x86_64__)
 bool has_all(const std::vector<std::string>& found, std::initializer_list<const char*> wanted) {
   return std::all_of(wanted.begin(), wanted.end(), [&](const char* name) {
     return std::find(found.begin(), found.end(), name) != found.end();
   });
 }
+#endif
 
 const Kernels& choose(const std::string& isa) {
   const std::vector<std::string> available = available_isas();
