@@ -1,4 +1,4 @@
-"""Copies: tensors put side by side, repeated, or in another layout, and new memory that is filled."""
+"""Copies: tensors side by side, repeated or in another layout, and new memory that is filled."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
