@@ -35,6 +35,8 @@ inline float reduce_row(const Reduction& call, const float* row, std::int64_t* i
     const float total = sum_over(count, [&](std::int64_t i) { return row[i]; });
     return call.kind == ReductionKind::kMean ? total / static_cast<float>(count) : total;
   }
+  if (call.kind == ReductionKind::kLength)
+    return std::sqrt(sum_over(count, [&](std::int64_t i) { return row[i] * row[i]; }));
   std::int64_t best = 0;
   for (std::int64_t i = 1; i < count; ++i)
     if (is_better(call.kind, row[i], row[best])) best = i;

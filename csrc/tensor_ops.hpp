@@ -56,7 +56,8 @@ struct Elementwise {
   Target out;  // may be what is read
 };
 
-enum class ReductionKind : int { kSum = 0, kMean = 1, kGreatest = 2, kLeast = 3 };
+// kLength: the root of the sum of squares.
+enum class ReductionKind : int { kSum = 0, kMean = 1, kGreatest = 2, kLeast = 3, kLength = 4 };
 
 // out[i, j, k] = kind of x[i, j, k, 0..n-1], where sizes are (i, j, k, n).
 struct Reduction {

@@ -134,12 +134,13 @@ bool rows_agree(Random& random, const tandem::TensorKernels& kernels) {
   const Four sizes = any_sizes(random, 90);
   const std::int64_t n = sizes[3], rows = count_of(sizes) / n;
   const Strided x(random, sizes);
-  const auto kind = static_cast<tandem::ReductionKind>(random.between(0, 3));
+  const auto kind = static_cast<tandem::ReductionKind>(random.between(0, 4));
   Tensor reduced(random, rows, any_type(random));
   Tensor soft(random, rows * n, any_type(random)), normed(random, rows * n, any_type(random));
   const std::vector<float> weight = random.normals(n), bias = random.normals(n);
   std::vector<std::int64_t> index(rows);
-  const bool has_index = kind >= tandem::ReductionKind::kGreatest;
+  const bool has_index =
+      kind == tandem::ReductionKind::kGreatest || kind == tandem::ReductionKind::kLeast;
   kernels.reduce({kind, sizes, x.operand(), reduced.type, reduced.bytes.data(),
                   has_index ? index.data() : nullptr});
   kernels.softmax({sizes, x.operand(), soft.type, soft.bytes.data()});
@@ -156,7 +157,8 @@ bool rows_agree(Random& random, const tandem::TensorKernels& kernels) {
     const auto count = static_cast<float>(n);
     const float sum = std::accumulate(values.begin(), values.end(), 0.0f), mean = sum / count;
     const auto [least, greatest] = std::minmax_element(values.begin(), values.end());
-    const float wanted[] = {sum, mean, *greatest, *least};
+    const float squares = std::inner_product(values.begin(), values.end(), values.begin(), 0.0f);
+    const float wanted[] = {sum, mean, *greatest, *least, std::sqrt(squares)};
     agrees &= is_near(reduced.numbers[row], wanted[static_cast<int>(kind)], reduced.type);
     if (has_index) agrees &= values[index[row]] == wanted[static_cast<int>(kind)];
     float total = 0, square = 0;

@@ -89,13 +89,14 @@ def test_many_values_are_cut_for_the_threads() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 1), (3, 33), (2, 3, 1, 40), (2, 5, 4, 1500)])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 33), (2, 3, 1, 40), (2, 1, 5, 1, 1500)])
 def test_along_a_dimension(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = torch.randn(shape).to(dtype)
     for dim in range(-1, len(shape) - 1):
         check(lambda x, d=dim: x.sum(d) / 3, x)  # type: ignore[misc]
         check(lambda x, d=dim: x.mean(d, keepdim=True), x)  # type: ignore[misc]
         check(lambda x, d=dim: x.amax(d) - x.amin(d), x)  # type: ignore[misc]
+        check(lambda x, d=dim: torch.linalg.vector_norm(x, dim=d), x)  # type: ignore[misc]
     check(lambda x: x.softmax(-1, dtype=torch.float32), x)
     check(lambda x: x[..., ::2].softmax(-1), x)
     weight, bias = torch.randn(2, shape[-1]).to(dtype)
@@ -163,6 +164,10 @@ def test_constants_that_are_written_are_made_anew() -> None:
         return total
 
     check(step, x)
+
+
+def test_a_tensor_that_python_makes_in_each_step_is_a_constant() -> None:
+    check(lambda x: x @ torch.tensor([1.0, 2.0]).expand(4, 2), torch.randn(3, 4))
 
 
 def test_whole_numbers_that_fp32_cannot_hold_stay_torchs() -> None:

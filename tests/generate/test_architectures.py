@@ -18,7 +18,7 @@ NEW_TOKENS = 9  # some from the model, some compared, the last ones from the rec
 # They write in blocks, or not at all.
 NOT_TOKEN_BY_TOKEN = {"diffusion_gemma", "openai_privacy_filter"}
 # They do something of their own around attention: padded, on Transformers' caches.
-ON_THEIR_OWN_CACHES = {"deepseek_v4", "inkling", "inkling2", "minimax", "unlimited_ocr", "zaya"}
+ON_THEIR_OWN_CACHES = {"deepseek_v4", "inkling", "inkling2", "unlimited_ocr"}
 # Transformers' own generate fails on text alone.
 NOT_GENERATING_UPSTREAM = {"qwen3_omni_moe"}
 

@@ -12,7 +12,7 @@ from tandem.core.errors import ConfigError
 from tandem.generate.generator import Generator
 from tandem.hf.config import parse_dense_dtype
 from tandem.hf.dense import PackedLinear, pack_as_loaded, pack_dense_layers, packed_layers
-from tandem.kernels.dense import CpuThreads, pack_dense
+from tandem.kernels.dense import CpuThreads, DenseWeight, pack_dense
 from tandem.kernels.formats.weight_format import find_format
 from tests.architectures import build_tiny_model, result_of, tiny_inputs
 from tests.decode.whole_pool import cpu_pool
@@ -175,3 +175,15 @@ def test_a_row_packed_as_loaded_is_alike_in_any_batch(threads: CpuThreads) -> No
         together = layer(x.bfloat16())
         for i in range(9):
             assert torch.equal(layer(x[i : i + 1].bfloat16())[0], together[i])
+
+
+def test_a_packed_weight_is_unpacked_for_those_who_read_it(
+    threads: CpuThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = torch.randn(24, 16)
+    layer = PackedLinear(pack_dense(weight, None, find_format("bf16")), threads, torch.float32)
+    with monkeypatch.context() as patched:
+        patched.delattr(DenseWeight, "values")
+        assert layer.weight.dtype == torch.float32
+        assert layer.weight.shape == (24, 16)
+    assert torch.equal(layer.weight.detach(), weight.bfloat16().float())

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from tandem.decode.named_operations import forward_with_operations
+from tandem.decode.state_forwards import forward_for
 from tandem.hf.compat import config_to_step
 from tandem.hf.experts import is_experts_module
 from tandem.kernels.torch_private import children_by_name, copy_module
@@ -57,7 +58,7 @@ class ShallowCopy:
             own["config"] = config_to_step(module.config, self._attention, self._configs)
         if module in self._forwards:
             own["forward"] = self._forwards[module]
-        forward = None if "forward" in vars(module) else forward_with_operations(type(module))
+        forward = None if "forward" in vars(module) else _forward_of(module)
         copy = module
         methods = methods_for(module)
         if (
@@ -74,6 +75,11 @@ class ShallowCopy:
             self._known.append((module, children))
         self._copies[module] = copy
         return copy
+
+
+def _forward_of(module: nn.Module) -> Callable[..., Any] | None:
+    """Return the forward of a module's copy; None: it is the module's own."""
+    return forward_with_operations(type(module)) or forward_for(module)
 
 
 def _may_attend(module: nn.Module) -> bool:

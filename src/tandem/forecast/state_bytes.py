@@ -1,6 +1,6 @@
 """What a sequence's states take beside keys and values: from a model without memory, run once."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from transformers import DynamicCache
 
 from tandem.decode.slots import MAX_STEP_TOKENS
 from tandem.foreign_types import PreTrainedModel
-from tandem.hf.compat import reference_warnings_held
+from tandem.hf.compat import own_cache_class, reference_warnings_held
 from tandem.hf.experts import is_experts_module
 from tandem.kv_cache.checkpoints import most_checkpoints
 from tandem.kv_cache.states import most_checkpoint_bytes
@@ -28,13 +28,16 @@ def state_bytes_of(model: PreTrainedModel) -> int:
     for module in model.modules():
         if is_experts_module(module):
             module.forward = _unchanged
+    own = own_cache_class(model)
+    cache = cache if own is None else own()
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     try:
         with torch.inference_mode(), torch.device("meta"), reference_warnings_held():
             model(input_ids=ids, past_key_values=cache, use_cache=True)
     except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError):
         return 0
-    return _STATE_BYTES * sum(map(_num_values, cache.layers))
+    held = _tensors(getattr(cache, "linear_cache", None))
+    return _STATE_BYTES * sum([*map(_num_values, cache.layers), *(x.numel() for x in held)])
 
 
 def checkpoint_bytes(state_bytes: int, num_tokens: int, available_bytes: int) -> int:
@@ -60,6 +63,7 @@ def _num_values(layer: object) -> int:
 
 
 def _tensors(states: object) -> list[Tensor]:
-    """Return what is there: Transformers has one tensor, or several by number."""
-    values = states.values() if isinstance(states, Mapping) else [states]
+    """Return what is there: Transformers has one tensor, or several, perhaps by number."""
+    values = states.values() if isinstance(states, Mapping) else states
+    values = values if isinstance(values, Iterable) and not isinstance(values, Tensor) else [values]
     return [value for value in values if isinstance(value, Tensor)]

@@ -3,13 +3,14 @@
 import copy
 import inspect
 import logging
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import DynamicCache, PreTrainedConfig, cache_utils
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -100,6 +101,18 @@ def has_dynamic_cache(model: PreTrainedModel) -> bool:
 def is_empty_cache_layer(layer: object) -> bool:
     """Tell whether a cache's layer is of a model's layer that keeps nothing (not in 5.17)."""
     return type(layer).__name__ == "DummyLayer"
+
+
+def cache_layer_kinds(*names: str) -> tuple[type, ...]:
+    """Return the classes of a cache's layers of these names that there are (fewer in 5.17)."""
+    return tuple(getattr(cache_utils, name) for name in names if hasattr(cache_utils, name))
+
+
+def own_cache_class(model: PreTrainedModel) -> type[DynamicCache] | None:
+    """Return the class of cache that a model's file has of its own, and asks for."""
+    own = vars(sys.modules[type(model).__module__]).values()
+    kinds = (kind for kind in own if isinstance(kind, type) and issubclass(kind, DynamicCache))
+    return next((kind for kind in kinds if kind.__module__ == type(model).__module__), None)
 
 
 def forget_positions(cache: object) -> None:

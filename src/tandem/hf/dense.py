@@ -5,6 +5,7 @@ whose few bytes decide everything, nor embeddings.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +19,45 @@ from tandem.hf.opaque_calls import DENSE, opaque
 from tandem.hf.runtime import runtime_of
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads, DenseWeight, multiply, pack_dense
 from tandem.kernels.formats.weight_format import WeightFormat
+from tandem.kernels.torch_private import tensor_without_values, tree_map
 
 _ROUTER_NAMES = ("gate", "router", "router_proj", "shared_expert_gate")
 # Smaller ones save nothing.
 _LEAST_WEIGHTS = 1 << 14
+
+
+class UnpackedWeight(Tensor):
+    """A packed layer's weight as a tensor, which is unpacked for each operation that reads it.
+
+    Code that asks for its dtype or shape costs nothing.
+    """
+
+    packed: DenseWeight
+
+    @staticmethod
+    def __new__(cls, packed: DenseWeight, dtype: torch.dtype) -> "UnpackedWeight":
+        """Take no memory."""
+        shape = (packed.out_features, packed.in_features)
+        made: UnpackedWeight = tensor_without_values(cls, shape, dtype)
+        made.packed = packed
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Do an operation with the values."""
+        args, kwargs = with_values((args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def values(self) -> Tensor:
+        """Return the weight: (out_features, in_features)."""
+        return self.packed.values().to(self.dtype)
+
+
+def with_values(arguments: Any) -> Any:
+    """Return an operation's arguments, however deep in lists, with weights unpacked."""
+    return tree_map(lambda x: x.values() if isinstance(x, UnpackedWeight) else x, arguments)
 
 
 class PackedLinear(nn.Module):
@@ -44,8 +80,8 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The unpacked weight, for code that looks at it. Slow."""
-        return self.packed.values().to(self.dtype)
+        """The unpacked weight, for code that looks at it. Slow where its values are read."""
+        return UnpackedWeight(self.packed, self.dtype)
 
     @property
     def bias(self) -> Tensor | None:
@@ -57,7 +93,7 @@ class PackedLinear(nn.Module):
         self, destination: dict[str, Tensor], prefix: str, keep_vars: bool
     ) -> None:
         """Save the rounded weights under the names of the layer that was replaced."""
-        destination[prefix + "weight"] = self.weight
+        destination[prefix + "weight"] = self.packed.values().to(self.dtype)
         if self.bias is not None:
             destination[prefix + "bias"] = self.bias
 

@@ -21,13 +21,19 @@ from transformers.cache_utils import (
 )
 
 from tandem.foreign_types import PreTrainedModel
-from tandem.hf.compat import is_empty_cache_layer
+from tandem.hf.compat import cache_layer_kinds, is_empty_cache_layer, own_cache_class
 from tandem.hf.steps import SEQUENCES
 from tandem.kernels.attention import AttentionForm
 from tandem.kernels.recurrent import LayerState
 from tandem.kv_cache.index_keys import Pool, Selection
 from tandem.kv_cache.indexers import IndexScores
 from tandem.kv_cache.states import StateHandle
+
+# Transformers' layers by what they keep.
+_FULL_AND_STATES = cache_layer_kinds("LinearAttentionAndFullAttentionLayer")
+_SLIDING_AND_STATES = cache_layer_kinds("LinearAttentionAndSlidingWindowAttentionLayer")
+_SLIDING = (DynamicSlidingWindowLayer, *_SLIDING_AND_STATES)
+_FULL = (DynamicLayer, DynamicIndexedLayer, *_FULL_AND_STATES)
 
 
 class NotInSlotsError(Exception):
@@ -234,6 +240,14 @@ class _StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         return recurrent_states
 
 
+class _KeysAndStateLayer(_StateLayer, _Layer):
+    """The same for a layer that keeps both."""
+
+    def __init__(self, cache: SlotCache, layer: int, number_of_states: int) -> None:
+        _Layer.__init__(self, cache, layer)
+        _StateLayer.__init__(self, cache, layer, number_of_states)
+
+
 def transformers_cache(model: PreTrainedModel, cache: SlotCache) -> DynamicCache:
     """Return the cache object for a forward; raises `NotInSlotsError` for layers of other kinds.
 
@@ -244,14 +258,18 @@ def transformers_cache(model: PreTrainedModel, cache: SlotCache) -> DynamicCache
     cache.windows_by_layer = {
         number: layer.sliding_window
         for number, layer in enumerate(shell.layers)
-        if type(layer) is DynamicSlidingWindowLayer
+        if type(layer) in _SLIDING
     }
     cache.num_sliding_layers = len(cache.windows_by_layer)
-    full = kinds.count(DynamicLayer) + kinds.count(DynamicIndexedLayer)
+    full = sum(kind in _FULL for kind in kinds)
     cache.num_layers = max(1, full + cache.num_sliding_layers)
     if not kinds:
         raise NotInSlotsError("the model keeps no keys and values")
     shell.layers = [_stand_in(cache, number, layer) for number, layer in enumerate(shell.layers)]
+    own = own_cache_class(model)
+    if own is not None:
+        layers, shell = shell.layers, own()
+        shell.layers = layers
     return shell
 
 
@@ -261,6 +279,8 @@ def _stand_in(cache: SlotCache, number: int, layer: Any) -> Any:
         return _Layer(cache, number)
     if kind is DynamicIndexedLayer:
         return _IndexedLayer(cache, number)
+    if kind in (*_FULL_AND_STATES, *_SLIDING_AND_STATES):
+        return _KeysAndStateLayer(cache, number, layer.number_of_states)
     if kind is LinearAttentionLayer:
         return _StateLayer(cache, number, layer.number_of_states)
     if is_empty_cache_layer(layer):

@@ -25,7 +25,7 @@ class StateKey(NamedTuple):
 
     layer: int
     kind: str
-    """"convolution" or "recurrence"."""
+    """"convolution" or "recurrence", or what else of a layer that keeps more."""
     number: int
     """Of a layer that has several."""
 

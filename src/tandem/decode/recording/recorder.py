@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from tandem.hf.dense import with_values
 from tandem.hf.opaque_calls import ACTIVE
 from tandem.kernels.torch_private import TorchDispatchMode, operator_schema, tree_map
 
@@ -78,7 +79,8 @@ class Recorder(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
+        args, kwargs = with_values((args, kwargs or {}))
+        assert kwargs is not None
         if self._is_paused:
             return func(*args, **kwargs)
         schema = operator_schema(func)
@@ -113,11 +115,12 @@ class Recorder(TorchDispatchMode):
         outputs = list(results) if is_sequence else [results]
         inputs: list[Ref] = []
         refs = self._refs([args, kwargs], inputs)
+        is_argument = any(results is arg for arg in args if isinstance(arg, Tensor))
+        if is_argument and (not has_effects or name == "detach_"):
+            return  # `to` of a tensor that is that already; `torch.tensor` detaches what it makes
         for output in outputs:
-            if isinstance(output, Tensor):
+            if isinstance(output, Tensor) and not is_argument:
                 self.recording.produced.add(self._number(output))
-        if not has_effects and any(results is arg for arg in args if isinstance(arg, Tensor)):
-            return  # `to` of a tensor that is that already
         self.recording.operations.append(
             Operation(
                 function,

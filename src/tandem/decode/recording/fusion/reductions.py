@@ -19,7 +19,7 @@ from tandem.decode.recording.recorder import Operation, Ref
 from tandem.kernels import _native
 
 # The numbers of ReductionKind in C++.
-_KINDS = {"sum": 0, "mean": 1, "amax": 2, "amin": 3, "max": 2, "min": 3}
+_KINDS = {"sum": 0, "mean": 1, "amax": 2, "amin": 3, "max": 2, "min": 3, "linalg_vector_norm": 4}
 
 
 def match_reduction(graph: Graph, operation: Operation) -> Small | None:
@@ -28,10 +28,12 @@ def match_reduction(graph: Graph, operation: Operation) -> Small | None:
     if not isinstance(source, Ref) or out is None or operation.has_effects:
         return None
     x = graph.tensor(source)
-    if not are_floats(x, graph.tensor(out)) or not 1 <= x.dim() <= MAX_DIMENSIONS:
+    if not are_floats(x, graph.tensor(out)) or x.dim() == 0:
         return None
     if operation.name in _KINDS:
-        return _match_reduction(graph, operation, x)
+        return _match_reduction(operation, x)
+    if x.dim() > MAX_DIMENSIONS:
+        return None
     if operation.name == "softmax" and _is_last(operation.args[1], x):
         return Small([source], _add_softmax)
     if operation.name == "topk":
@@ -45,8 +47,11 @@ def _is_last(dim: Any, x: Tensor) -> bool:
     return isinstance(dim, int) and dim % x.dim() == x.dim() - 1
 
 
-def _match_reduction(graph: Graph, operation: Operation, x: Tensor) -> Small | None:
-    dims = operation.args[1] if len(operation.args) > 1 else operation.kwargs.get("dim")
+def _match_reduction(operation: Operation, x: Tensor) -> Small | None:
+    args = list(operation.args[1:])
+    if operation.name == "linalg_vector_norm" and args.pop(0) != 2:
+        return None
+    dims = args[0] if args else operation.kwargs.get("dim")
     if isinstance(dims, list | tuple) and len(dims) == 1:
         dims = dims[0]
     is_two = operation.name in ("max", "min")
@@ -55,15 +60,22 @@ def _match_reduction(graph: Graph, operation: Operation, x: Tensor) -> Small | N
     if operation.kwargs.keys() - {"dim", "keepdim", "dtype"}:
         return None
     dim, kind = dims, _KINDS[operation.name]
+    if _put_last(x, dim).dim() > MAX_DIMENSIONS:
+        return None
 
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        x = inputs[0].movedim(dim, -1)
-        if x.dim() == 1:
-            x = x[None]
+        x = _put_last(inputs[0], dim)
         index = outputs[1].data_ptr() if is_two else 0
         program.add_reduction(kind, in_four(x.shape, 1), view_of(x), dense_of(outputs[0]), index)
 
     return Small([operation.args[0]], add)
+
+
+def _put_last(x: Tensor, dim: int) -> Tensor:
+    """Return a view with a dimension last, behind those of more than one place."""
+    others = [d for d in range(x.dim()) if d != dim % x.dim() and x.shape[d] != 1]
+    shape = [x.shape[d] for d in (*others, dim)]
+    return x.as_strided(shape, [x.stride(d) for d in (*others, dim)], x.storage_offset())
 
 
 def _add_softmax(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:

@@ -1,0 +1,121 @@
+"""Layers that keep states inside one forward: MiniMax's and ZAYA's, for tokens of any slots.
+
+Nothing that they call has a name of its own (`tandem.decode.named_operations`). In a shallow copy
+of a model the forwards here stand in their place, for modules of exactly these forms.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tandem.kernels.recurrent import ConvolutionState, RecurrenceForm, RecurrenceState
+from tandem.kv_cache.base import NotInSlotsError
+from tandem.kv_cache.states import StateHandle
+
+_LIGHTNING = {"qkv_proj", "out_proj", "output_gate", "slope_rate", "act_fn", "norm"}
+_CONVOLVED = {"q_proj", "k_proj", "v_proj_current", "v_proj_delayed"}
+_CONVOLVED |= {"conv_qk_depthwise", "conv_qk_grouped", "num_key_value_groups"}
+
+
+def forward_for(module: nn.Module) -> Callable[..., Any] | None:
+    """Return what stands in place of a module's forward, if it is of a known form."""
+    if all(hasattr(module, name) for name in _LIGHTNING):
+        return _lightning_attention
+    return _convolved_projection if all(hasattr(module, n) for n in _CONVOLVED) else None
+
+
+def _handle(cache: Any, layer: int) -> StateHandle:
+    handle = cache.layers[layer].conv_states.get(0) if cache is not None else None
+    if not isinstance(handle, StateHandle):
+        raise NotInSlotsError("a layer keeps states that Tandem does not hold")
+    return handle
+
+
+def _lightning_attention(
+    self: Any,
+    hidden_states: Tensor,
+    position_embeddings: Any,
+    attention_mask: Any,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Linear attention whose states fade by a rate of their head, (b, n_tokens, width)."""
+    handle = _handle(past_key_values, self.layer_idx)
+    heads, dim = self.num_attention_heads, self.head_dim
+    mixed = self.act_fn(self.qkv_proj(hidden_states)).view(-1, heads, 3 * dim)
+    query, key, value = mixed.split(dim, dim=-1)
+    decay = -self.slope_rate.float().flatten().expand(len(mixed), heads)
+    form = RecurrenceForm(heads, heads, dim, dim, "head")
+    out = handle.cache.advance(
+        handle,
+        "recurrence",
+        lambda slots: RecurrenceState(slots, form),
+        *(value, query, key, decay.contiguous()),
+    )
+    out = self.norm(out.view(*hidden_states.shape[:-1], heads * dim))
+    return self.out_proj(torch.sigmoid(self.output_gate(hidden_states)) * out), None
+
+
+def _convolved_projection(
+    self: Any, hidden_states: Tensor, past_key_values: Any, conv_mask: Any = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys that two convolutions mix, values half of which are the last token's.
+
+    Returns three of (b, n_tokens, heads, dim).
+    """
+    handle = _handle(past_key_values, self.layer_idx)
+    shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+    query, key = self.q_proj(hidden_states), self.k_proj(hidden_states)
+    mixed = _convolved(self, handle, torch.cat([query, key], dim=-1).flatten(0, 1))
+    mixed_query, mixed_key = mixed.split([query.shape[-1], key.shape[-1]], dim=-1)
+    keys = key.view(shape).repeat_interleave(self.num_key_value_groups, dim=2)
+    residual = (query.view(shape) + keys) * 0.5
+    grouped = residual.view(*shape[:2], -1, self.num_key_value_groups, self.head_dim)
+    delayed = self.v_proj_delayed(hidden_states)
+    bias = self.v_proj_delayed.bias  # what a token of zeros before the first one gives
+    before = _delayed(handle, "values", (delayed if bias is None else delayed - bias).flatten(0, 1))
+    before = before.view(delayed.shape) if bias is None else before.view(delayed.shape) + bias
+    value = torch.cat([self.v_proj_current(hidden_states), before], dim=-1)
+    return (
+        mixed_query.view(shape) + residual,
+        mixed_key.view(shape) + grouped.mean(dim=-2),
+        value.view(shape),
+    )
+
+
+def _convolved(self: Any, handle: StateHandle, x: Tensor) -> Tensor:
+    """Convolve each channel, then those of each head with each other: (n_tokens, channels).
+
+    Before the first token are zeros, of which the first convolution makes its bias; the second one
+    takes that from its own.
+    """
+    first, second = self.conv_qk_depthwise, self.conv_qk_grouped
+    new = _advanced(handle, "convolution", x, lambda: first.weight.squeeze(1))
+    inputs = [new]
+    for number in range(second.kernel_size[0] - 1):
+        inputs.insert(0, _delayed(handle, f"mixed {number}", inputs[0]))
+    groups, (channels, each, _) = second.groups, second.weight.shape
+    # (groups, tokens, width * inputs of a group) @ (groups, width * inputs, outputs)
+    gathered = torch.stack(inputs, dim=-1).view(len(x), groups, -1).transpose(0, 1)
+    matrices = second.weight.view(groups, channels // groups, -1)
+    out = torch.matmul(gathered, matrices.transpose(1, 2)).transpose(0, 1).reshape(x.shape)
+    bias = second.bias
+    if first.bias is not None:
+        every = first.bias.view(groups, 1, each, 1).expand(-1, 1, -1, second.kernel_size[0])
+        shift = (matrices * every.reshape(groups, 1, -1)).sum(dim=-1).flatten()
+        bias = shift if bias is None else bias + shift
+    return out if bias is None else out + bias
+
+
+def _delayed(handle: StateHandle, kind: str, x: Tensor) -> Tensor:
+    """Return what the token before each one gave here, zeros before the first: (n_tokens, any)."""
+    return _advanced(handle, kind, x, lambda: torch.eye(1, 2, device="cpu").expand(x.shape[1], 2))
+
+
+def _advanced(handle: StateHandle, kind: str, x: Tensor, weight: Callable[[], Tensor]) -> Tensor:
+    result: Tensor = handle.cache.advance(
+        handle, kind, lambda slots: ConvolutionState(slots, weight(), None, has_silu=False), x
+    )
+    return result
