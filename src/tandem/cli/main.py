@@ -12,9 +12,9 @@ from tandem.cli.streams import prepare_streams, warnings_as_lines
 from tandem.core.errors import TandemError
 from tandem.hardware.windows import why_not_here
 
-# Torch and Transformers make a million objects that stay: a look for garbage after every 700 of
-# them, as Python has it, takes a few per cent of a start.
-_OBJECTS_PER_COLLECTION = 20_000
+# Torch and Transformers make a million objects that stay: looking for garbage after every 700 of
+# them, as Python has it, takes a tenth of a start, and after every 20,000 still a twentieth.
+_OBJECTS_PER_COLLECTION = 200_000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

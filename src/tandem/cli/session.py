@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tandem.cli.keeping import Keeper
+from tandem.cli.paths import cache_dir
 from tandem.cli.streams import require_text
 from tandem.core.config import option
 from tandem.core.errors import ConfigError
@@ -166,12 +167,14 @@ class Session:
         """Return the generator of this conversation, which keeps its keys and values."""
         from tandem.generate.generator import Generator
 
-        self._generator = self._generator or Generator(
-            self._model,
-            self._tokenizer,
-            kv_dtype=self.options.kv_dtype,
-            has_replay=self.options.compile,
-        )
+        if self._generator is None:
+            self._generator = Generator(
+                self._model,
+                self._tokenizer,
+                kv_dtype=self.options.kv_dtype,
+                has_replay=self.options.compile,
+            )
+            self._generator.warm_up(cache_dir() / "trials")
         return self._generator
 
     def _begin_explanation(self, generator: "Generator") -> "Explanation | None":

@@ -18,7 +18,9 @@ from tandem.decode.model_runner import ModelRunner, why_other_logits
 from tandem.decode.recording.recorded_graph import record_step
 from tandem.decode.recording.replay import ReplayedStep
 from tandem.decode.slots import MAX_STEP_TOKENS, CachedSlotPool
+from tandem.experts.tracing.events import unheard
 from tandem.foreign_types import PreTrainedModel
+from tandem.hf.lookahead.warm_up import warm_up_ids
 from tandem.kernels.attention import Segment
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
 from tandem.kv_cache.cpu import KvCache
@@ -113,6 +115,26 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
             self._held[slot].append(token)
         self._require_finite(slots, logits)
         return logits
+
+    def record_ahead(self, *, has_passed: bool) -> bool:
+        """Record the step of one slot before there is a prompt; return whether it is replayed.
+
+        With `has_passed` its recording was equal in an earlier process. The slots hold nothing,
+        before and after. Executors that plan are left alone: they learn from steps.
+        """
+        executor = self._model.executor
+        if executor is not None and executor.needs_steps:
+            return False
+        first, second = warm_up_ids(self._model.model, 2).tolist()
+        step = self._step_of(1).replayed
+        if has_passed:
+            step.trust_sooner()
+        with unheard(executor):
+            self.prefill({0: [first]})
+            while not step.is_replaying and step.why_not is None:
+                self.decode({0: second})
+        self.keep(0, 0)
+        return step.is_replaying
 
     def _chunks(
         self, prompts: Mapping[int, Sequence[int]]

@@ -9,6 +9,7 @@ Prompts become requests of a `Scheduler`, the same that serves: here one call's 
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -26,6 +27,7 @@ from tandem.decode.padded import (
 )
 from tandem.decode.recording.recorded_graph import RecordedGraph
 from tandem.decode.slots import MAX_STEP_TOKENS, SlotPool
+from tandem.decode.trial_notes import TrialNote
 from tandem.foreign_types import PreTrainedModel, Tokenizer
 from tandem.generate.answer import Answer
 from tandem.generate.batch import Batch
@@ -184,6 +186,23 @@ class Generator:
         else:
             self.why_padded = why_no_cpu_slots(self.model, self._threads)
         self._has_tried_slots = True
+
+    def warm_up(self, notes: Path) -> None:
+        """Find how the model is stepped and record the step of one sequence, before its prompt.
+
+        So first tokens come as fast as later ones. What has passed its trial is noted in the
+        directory `notes`, and takes a fraction of the time at the next start.
+        """
+        if self.model.device.type != "cpu" or self._adapters:
+            return
+        note = TrialNote(notes, self.model, self._threads, self._kv_dtype)
+        has_passed = note.is_there
+        self._has_tried_slots = self._has_tried_slots or has_passed
+        pool = self._pool_for(1, 1, has_images=False)
+        if not isinstance(pool, CpuSlotPool) or not self._has_replay:
+            return
+        if pool.record_ahead(has_passed=has_passed) and not has_passed:
+            note.write()
 
     def slot_pool(self, num_slots: int, *, capacity: int = 0) -> SlotPool:
         """Return slots for so many sequences, of the fastest kind that serves the model.

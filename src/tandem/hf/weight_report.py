@@ -65,7 +65,11 @@ def _require_no_more_layers(path: Path, model: PreTrainedModel, unexpected: set[
 
     Other weights that are not read are Transformers' to judge.
     """
-    own = [match for name in model.state_dict() if (match := _LAYER.match(name))]
+    if not unexpected:
+        return
+    # Names of modules, as a state dict would unpack what is packed.
+    names = (f"{name}." for name, _ in model.named_modules())
+    own = [match for name in names if (match := _LAYER.match(name))]
     num_layers: dict[str, int] = {}
     for match in own:
         num_layers[match[1]] = max(num_layers.get(match[1], 0), int(match[2]) + 1)

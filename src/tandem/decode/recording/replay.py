@@ -90,6 +90,10 @@ class ReplayedStep:
         """The recording, once steps come from it."""
         return self._recording if self.is_replaying else None
 
+    def trust_sooner(self) -> None:
+        """Ask for one equal result before the first step: another process has had the others."""
+        self._num_equal = _EQUAL_STEPS - 1
+
     @torch.inference_mode()
     def __call__(self) -> Tensor:
         """Do the step; return what it returns, valid until the next call."""
