@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tandem.core.errors import UnsupportedModelError
 from tandem.decode.cpu_slots import CpuSlotPool
@@ -60,6 +61,21 @@ def test_greedy_tokens_equal_those_of_generate(name: str) -> None:
     assert (generator.why_padded is None) == (name not in ON_THEIR_OWN_CACHES), generator.why_padded
 
 
+def verified(
+    pool: CpuSlotPool, padded: PaddedBatch, steps: list[list[int]]
+) -> list[tuple[Tensor, Tensor]]:
+    """Slots 0 and 1 verify three and two tokens, of a draft with two more that are taken back."""
+    expected = [padded.decode(tokens) for tokens in steps]
+    for _ in range(5):  # the last ones from the recorded graph
+        drafts = {0: [tokens[0] for tokens in steps], 1: [steps[0][1], steps[1][1], 50, 51]}
+        found = pool.verify(drafts).clone()
+        for slot, kept in ((0, 0), (1, 0)):
+            pool.keep(slot, len(pool.held(slot)) - len(drafts[slot]) + kept)
+    assert pool.step.is_replaying, pool.step.why_not
+    wanted = [expected[0][0], expected[1][0], expected[2][0], expected[0][1], expected[1][1]]
+    return [(found[:5], torch.stack(wanted))]
+
+
 @pytest.mark.parametrize(
     "name",
     sorted(
@@ -77,6 +93,8 @@ def test_logits_in_slots_are_the_models(name: str) -> None:
     pool.copy(2, 3, shared)
     for tokens in prompts_of([3] * 6):
         pairs.append((pool.decode(dict(enumerate(tokens))).clone(), padded.decode(tokens)))
+    if pool.can_verify:
+        pairs += verified(pool, padded, prompts_of([3] * 3))
     pairs.append((pool.prefill({3: prompts[2][shared:]}), pairs[0][1][2:]))
     assert shared > 0
     assert pool.step.is_replaying, pool.step.why_not

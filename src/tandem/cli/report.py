@@ -51,6 +51,8 @@ class RunReport:
             f"experts read {format_bytes(self._experts.touched_bytes)}",
             f"memory {format_bytes(memory['host'])}",
         ]
+        if answer.drafted_tokens:
+            parts.append(f"drafted {answer.drafted_tokens}, kept {answer.accepted_tokens}")
         if answer.is_interrupted:
             parts.append("interrupted")
         lines = ["[" + " | ".join(parts) + "]"]
@@ -108,6 +110,10 @@ class RunReport:
             "time_to_first_token_seconds": answer.time_to_first_token_seconds,
             "prefill_tokens_per_second": answer.prefill_tokens_per_second,
             "decode_tokens_per_second": answer.decode_tokens_per_second,
+            "speculation": {
+                "drafted": answer.drafted_tokens,
+                "accepted": answer.accepted_tokens,
+            },
             "is_interrupted": answer.is_interrupted,
             "device": self._device_name,
             "expert_cache": {

@@ -90,6 +90,7 @@ def run(flags: argparse.Namespace) -> int:
         max_running=options.max_running,
         part_tokens=options.part_tokens,
         has_replay=own.compile,
+        speculate=options.speculate,
     )
     serve(
         source, options, settings, api_key=api_key,

@@ -14,6 +14,7 @@ from tandem.core.errors import ConfigError
 from tandem.foreign_types import PreTrainedModel, Tokenizer
 from tandem.generate.conversation import trim_conversation
 from tandem.generate.sampling import SamplingOptions
+from tandem.generate.speculation.speculation import SPECULATE
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -55,6 +56,12 @@ class SessionOptions:
     )
     compile: bool = option(
         True, help="record decode steps and replay them without the model's Python code"
+    )
+    speculate: str = option(
+        "auto",
+        help="draft tokens and verify them together where that pays: auto, lookup (what followed "
+        "the same words before), none; answers are the same",
+        choices=SPECULATE,
     )
     json: bool = option(False, help="last line of standard output: one JSON object")
     explain: bool = option(
@@ -173,6 +180,7 @@ class Session:
                 self._tokenizer,
                 kv_dtype=self.options.kv_dtype,
                 has_replay=self.options.compile,
+                speculate=self.options.speculate,
             )
             self._generator.warm_up(cache_dir() / "trials")
         return self._generator

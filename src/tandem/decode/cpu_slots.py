@@ -1,6 +1,6 @@
 """Sequence slots on the CPU: tokens of any slots go through the model as one sequence.
 
-A step of n slots is recorded once for each n (`tandem.decode.recording.replay`); which slots they
+A step of n tokens is recorded once for each n (`tandem.decode.recording.replay`); which slots they
 are is an input of the recorded graph. For models whose attention goes through Transformers'
 attention functions, and whose layers keep keys and values or states that Tandem's own operations
 advance (`tandem.decode.named_operations`): `why_no_cpu_slots` tries it.
@@ -30,9 +30,10 @@ _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 
 class _Step(NamedTuple):
-    """A decode step of so many slots, with its inputs (n,) and (n, 1)."""
+    """A decode step of so many tokens, with its inputs (n,) and (n, 1)."""
 
     slots: Tensor
+    """Of the tokens: a slot may have several, one after the other."""
     positions: Tensor
     """Of the tokens in their slots."""
     rotary: Tensor
@@ -93,13 +94,28 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
         self._require_finite([slot], logits[-1:])
         return logits
 
-    @torch.inference_mode()
+    @property
+    def can_verify(self) -> bool:
+        """Whether `verify` takes several tokens of a slot, which may then be taken back."""
+        executor = self._model.executor
+        return not self.cache.states and (executor is None or executor.takes_drafts)
+
     def decode(self, tokens: Mapping[int, int]) -> Tensor:
         """Append one token to each of some slots; return (slots, vocabulary) in their order."""
+        return self.verify({slot: (token,) for slot, token in tokens.items()})
+
+    @torch.inference_mode()
+    def verify(self, tokens: Mapping[int, Sequence[int]]) -> Tensor:
+        """Append tokens to slots in one decode step; return the logits after each token.
+
+        They are (n_tokens, vocabulary), slot by slot; the step is recorded for each n.
+        """
         self._follow_executor()
-        step = self._last = self._step_of(len(tokens))
-        slots, ids = list(tokens), list(tokens.values())
-        self.cache.begin_decode(slots, step.slots, step.positions)
+        slots = [slot for slot, new in tokens.items() for _ in new]
+        ids = [token for new in tokens.values() for token in new]
+        step = self._last = self._step_of(len(ids))
+        counts = {slot: len(new) for slot, new in tokens.items()}
+        self.cache.begin_decode(counts, step.slots, step.positions)
         step.rotary.copy_(step.positions)
         deltas = self._images.deltas(slots)
         if deltas is not None:
@@ -111,8 +127,8 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
         with self._going_back(slots):
             logits = step.replayed()
             self.cache.commit()
-        for slot, token in tokens.items():
-            self._held[slot].append(token)
+        for slot, new in tokens.items():
+            self._held[slot] += new
         self._require_finite(slots, logits)
         return logits
 
@@ -180,17 +196,17 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
                     self.keep(slot, self.usable(slot, max(0, self.cache.lengths[slot] - 1)))
             raise
 
-    def _step_of(self, num_slots: int) -> _Step:
-        if num_slots not in self._steps:
-            self._steps[num_slots] = self._new_step(num_slots)
-        return self._steps[num_slots]
+    def _step_of(self, num_tokens: int) -> _Step:
+        if num_tokens not in self._steps:
+            self._steps[num_tokens] = self._new_step(num_tokens)
+        return self._steps[num_tokens]
 
-    def _new_step(self, num_slots: int) -> _Step:
+    def _new_step(self, num_tokens: int) -> _Step:
         with torch.inference_mode(False):
             slots, positions, rotary = (
-                torch.zeros(num_slots, dtype=torch.int64, device="cpu") for _ in range(3)
+                torch.zeros(num_tokens, dtype=torch.int64, device="cpu") for _ in range(3)
             )
-            ids = torch.zeros((num_slots, 1), dtype=torch.int64, device="cpu")
+            ids = torch.zeros((num_tokens, 1), dtype=torch.int64, device="cpu")
 
         def run() -> Tensor:
             return self._model.logits(ids, rotary[:, None])[:, -1]
@@ -201,6 +217,7 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
             _TOLERANCES.get(self._model.model.dtype),
             executor=self._executor,
             save=lambda: self.cache.states.save(slots.tolist()),
+            is_like_trusted=any(s.replayed.is_replaying for s in self._steps.values()),
             why_not=self._model.why_not_replayed(_TOLERANCES, has_replay=self._has_replay),
         )
         return _Step(slots, positions, rotary, ids, replayed)

@@ -150,7 +150,7 @@ class PaddedBatch:
 class PaddedSlotPool:
     """Slots that begin together, on the model's own caches: for models that nothing else steps."""
 
-    can_prefill_in_chunks = False
+    can_prefill_in_chunks = can_verify = False
     num_bytes = None
     step = None
 
@@ -212,3 +212,7 @@ class PaddedSlotPool:
         logits = self._rows.decode(list(self._tokens.values()))
         order = list(self._tokens)
         return logits[[order.index(slot) for slot in tokens]]
+
+    def verify(self, tokens: Mapping[int, Sequence[int]]) -> Tensor:
+        """Append one token to each of some slots; see `SlotPool`."""
+        return self.decode({slot: token for slot, (token,) in tokens.items()})

@@ -67,6 +67,17 @@ class SlotPool(Protocol):
         Valid until the next call.
         """
 
+    @property
+    def can_verify(self) -> bool:
+        """Whether `verify` takes several tokens of a slot, which may then be taken back."""
+
+    def verify(self, tokens: Mapping[int, Sequence[int]]) -> Tensor:
+        """Append tokens to slots in one decode step; return the logits after each token.
+
+        They are (n_tokens, vocabulary), slot by slot, and as of `decode`. Without `can_verify` each
+        slot has one.
+        """
+
 
 class CachedSlotPool(ABC, Generic[_Cache]):
     """Keeps the books of slots on a KV cache of Tandem's. One call at a time."""
@@ -128,6 +139,19 @@ class CachedSlotPool(ABC, Generic[_Cache]):
         self.cache.reserve(depth + room)
         self.cache.pretend(depth)
         self._held = [[-1] * depth for _ in self._held]
+
+    @property
+    def can_verify(self) -> bool:
+        """Whether `verify` takes several tokens of a slot, which may then be taken back."""
+        return False
+
+    def verify(self, tokens: Mapping[int, Sequence[int]]) -> Tensor:
+        """Append one token to each of some slots; see `SlotPool`."""
+        return self.decode({slot: token for slot, (token,) in tokens.items()})
+
+    @abstractmethod
+    def decode(self, tokens: Mapping[int, int]) -> Tensor:
+        """Append one token to each of some slots; return (slots, vocabulary) in their order."""
 
     def _require_finite(self, slots: Sequence[int], logits: Tensor) -> None:
         """Raise `ExecutionError` for logits (slots, vocabulary) that are not; forget the slots."""

@@ -22,6 +22,10 @@ class Answer:
     """"stop": end-of-sequence token or stop string; "length": a limit; "interrupted": Ctrl-C."""
     reused_tokens: int = 0
     """Prompt tokens that an earlier answer had left in the KV cache."""
+    drafted_tokens: int = 0
+    """Tokens that were drafted and verified."""
+    accepted_tokens: int = 0
+    """Of them, those that the answer has."""
 
     @property
     def is_interrupted(self) -> bool:

@@ -19,6 +19,8 @@ class _Answering:
     pieces: list[str] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     reused_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     first: float = 0.0
     last: float = 0.0
 
@@ -29,6 +31,8 @@ class _Answering:
         if output.text:
             self.pieces.append(output.text)
         self.reused_tokens = output.reused_tokens
+        self.drafted_tokens = output.drafted_tokens
+        self.accepted_tokens = output.accepted_tokens
         self.finish_reason = output.finish_reason
 
     def answer(self, started: float) -> Answer:
@@ -41,6 +45,8 @@ class _Answering:
             decode_seconds=self.last - self.first,
             finish_reason=self.finish_reason,
             reused_tokens=self.reused_tokens,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
         )
 
 

@@ -36,6 +36,7 @@ from tandem.generate.prompt import encode_conversation, encode_text, encode_with
 from tandem.generate.running import Request
 from tandem.generate.sampling import SamplingOptions, not_followed
 from tandem.generate.scheduler import CHUNK_TOKENS, Scheduler
+from tandem.generate.speculation.speculation import new_speculation
 from tandem.hf.dense import pack_dense_layers
 from tandem.hf.runtime import runtime_of
 from tandem.kernels.attention import require_kv_dtype
@@ -59,6 +60,7 @@ class Generator:
         dense_dtype: str = "none",
         kv_dtype: str = "auto",
         has_replay: bool = True,
+        speculate: str = "auto",
     ) -> None:
         """Take a Transformers model; without a tokenizer prompts and answers are token ids.
 
@@ -70,6 +72,8 @@ class Generator:
         (`tandem.load(..., dense_dtype=...)`). `kv_dtype` is what keys and values are kept in:
         "auto" (what the model computes in), "bf16" or "int8". Decode steps are recorded and
         replayed without the model's Python code (its hooks included), unless `has_replay` is false.
+        `speculate` is what drafts tokens that are verified together: "auto", "lookup" (what
+        followed the latest tokens where they stood before) or "none"; answers are the same.
         Raises `UnsupportedModelError` for models that do not write token by token.
         """
         model = without_adapters_wrapper(model)
@@ -81,6 +85,7 @@ class Generator:
         pack_dense_layers(model, dense_dtype, self._threads)
         self._kv_dtype = require_kv_dtype(kv_dtype)
         self._has_replay = has_replay
+        self._speculation = new_speculation(speculate)
         self._has_tried_slots = False
         self.why_padded: str | None = None
         """Why prompts run padded, on Transformers' caches; None: they do not, or not tried yet."""
@@ -162,8 +167,9 @@ class Generator:
         ]  # fmt: skip
         pool = self._pool_for(len(ids), longest, has_images=any(images))
         scheduler = Scheduler(
-            self.model, self.tokenizer, pool, chunk_tokens=MAX_STEP_TOKENS, merges_prompts=True
-        )
+            self.model, self.tokenizer, pool, chunk_tokens=MAX_STEP_TOKENS, merges_prompts=True,
+            speculation=self._speculation,
+        )  # fmt: skip
         self._batch = Batch(scheduler, requests, on_text or (lambda _row, _piece: None))
         return self._batch
 
@@ -175,7 +181,10 @@ class Generator:
         self.prepare()
         num_slots = max_running if self.why_padded is None else 1
         pool = self.slot_pool(num_slots)
-        return Scheduler(self.model, self.tokenizer, pool, chunk_tokens=chunk_tokens)
+        return Scheduler(
+            self.model, self.tokenizer, pool, chunk_tokens=chunk_tokens,
+            speculation=self._speculation,
+        )  # fmt: skip
 
     def prepare(self) -> None:
         """Find how the model is stepped, if that is not known: tries a few tokens both ways."""

@@ -43,6 +43,8 @@ class Request:
     end: EndOptions = field(default_factory=EndOptions)
     images: ImagePrompt | None = None
     """The images of the prompt, which is then `images.ids`."""
+    may_speculate: bool = True
+    """Whether tokens may be drafted and verified together; the answer is the same."""
 
     @property
     def keys(self) -> tuple[int, ...]:
@@ -69,6 +71,9 @@ class Running:
     prompt_logprobs: list[TokenLogprob | None] | None = None
     """Of the prompt's tokens so far, until they are reported."""
     generated: int = 0
+    drafted: int = 0
+    """Drafted tokens that were verified; `accepted` of them are the answer's."""
+    accepted: int = 0
     finish_reason: FinishReason | None = None
 
     def take(self, token: int) -> str:
@@ -107,6 +112,8 @@ class Running:
             finish_reason=self.finish_reason,
             generated_tokens=self.generated,
             reused_tokens=self.reused_tokens,
+            drafted_tokens=self.drafted,
+            accepted_tokens=self.accepted,
             prompt_logprobs=None if told is None else tuple(told),
         )
 

@@ -14,7 +14,7 @@ places and runs by itself, and the last bits of logits may still differ.
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -29,6 +29,7 @@ from tandem.generate.penalties import Together
 from tandem.generate.prompt import room
 from tandem.generate.running import Constraint, Request, Running, logprob_of
 from tandem.generate.sampler import Sampler
+from tandem.generate.speculation.speculation import Speculation
 from tandem.generate.stopping import StopStrings
 from tandem.generate.text import TextStream
 from tandem.generate.token_output import BatchCounts, TokenOutput
@@ -84,10 +85,12 @@ class Scheduler:
         *,
         chunk_tokens: int = CHUNK_TOKENS,
         merges_prompts: bool = False,
+        speculation: Speculation | None = None,
     ) -> None:
         """Serve as many requests at a time as `pool` has slots; more wait, in their order.
 
         With `merges_prompts` a prefill chunk may hold several prompts, which then fail together.
+        `speculation` drafts tokens where verifying them cannot change an answer.
         """
         self._model, self._tokenizer, self._pool = model, tokenizer, pool
         self._chunk_tokens = chunk_tokens if pool.can_prefill_in_chunks else 1 << 62
@@ -95,6 +98,7 @@ class Scheduler:
         self._is_alike_however_cut = pool.can_prefill_in_chunks and not any(
             isinstance(module, nn.Linear) for module in model.modules()
         )
+        self._speculation = speculation if self._is_alike_however_cut else None
         self._slots = [_Slot() for _ in range(pool.num_slots)]
         self._queues = _Queues()
         self._end_ids = end_of_sequence_ids(model)
@@ -330,22 +334,65 @@ class Scheduler:
     def _decode(self, batch: list[Running]) -> list[TokenOutput]:
         start = time.perf_counter()
         batch.sort(key=lambda running: running.slot)
-        logits = self._pool.decode({one.slot: one.history[-1] for one in batch})
+        drafts = self._drafts(batch)
+        tokens = {one.slot: (one.history[-1], *drafts.get(one.slot, ())) for one in batch}
+        logits = self._verify(tokens)
         token_outputs = []
-        for row, one in enumerate(batch):
+        for one, of_one in zip(batch, logits.split([*map(len, tokens.values())]), strict=True):
             token_outputs += self._attempt(
-                [one.request], partial(self._choose, one, logits[row : row + 1])
+                [one.request], partial(self._choose_all, one, tokens[one.slot][1:], of_one)
             )
         self.counts.decode_steps += 1
         self.counts.decode_seconds += time.perf_counter() - start
         return token_outputs
 
-    def _choose(self, running: Running, logits: Tensor) -> list[TokenOutput]:
-        """Choose the next token of a request from its logits (1, vocabulary)."""
+    def _drafts(self, batch: list[Running]) -> dict[int, Sequence[int]]:
+        """Return the drafted tokens that a step verifies, by slot."""
+        if self._speculation is None or not self._pool.can_verify:
+            return {}
+        drafting = [one for one in batch if one.request.may_speculate]
+        return self._speculation.choose(
+            {one.slot: one.history for one in drafting},
+            {one.slot: one.max_new_tokens - one.generated - 1 for one in drafting},
+            len(batch),
+        )
+
+    def _verify(self, tokens: Mapping[int, Sequence[int]]) -> Tensor:
+        """Append tokens to slots; return the logits after each: (n_tokens, vocabulary)."""
+        start = time.perf_counter()
+        logits = self._pool.verify(tokens)
+        step = self._pool.step
+        if self._speculation is not None and step is not None and step.has_settled:
+            self._speculation.costs.add(len(logits), time.perf_counter() - start)
+        return logits
+
+    def _choose_all(
+        self, running: Running, draft: Sequence[int], logits: Tensor
+    ) -> list[TokenOutput]:
+        """Choose a request's next tokens, as long as they are the drafted ones, and one more."""
+        token_outputs, num_kept = [], 0
+        running.drafted += len(draft)
+        for drafted in (*draft, None):
+            token_outputs += self._choose(running, logits[num_kept : num_kept + 1], drafted)
+            if running.finish_reason is not None or running.history[-1] != drafted:
+                break
+            num_kept += 1
+        if num_kept < len(draft):
+            held = len(self._pool.held(running.slot))
+            self._pool.keep(running.slot, held - len(draft) + num_kept)
+        self.counts.drafted_tokens += len(draft)
+        self.counts.accepted_tokens += num_kept
+        return token_outputs
+
+    def _choose(
+        self, running: Running, logits: Tensor, drafted: int | None = None
+    ) -> list[TokenOutput]:
+        """Choose a request's next token, perhaps the drafted one, by logits (1, vocabulary)."""
         request, constraint = running.request, running.constraint
         scores = logits if constraint is None else constraint.restrict(logits)
         (token,) = running.sampler.choose(scores, [running.history])
         text = running.take(token)
+        running.accepted += token == drafted
         self.counts.generated_tokens += 1
         logprob = None
         if request.num_top_logprobs is not None:
@@ -361,6 +408,8 @@ class Scheduler:
         else:
             queues.prefilling.remove(running)
         slot.running, slot.last_used = None, time.monotonic()
+        if self._speculation is not None:
+            self._speculation.forget(running.slot)
 
 
 def _constraint(request: Request, end_ids: frozenset[int]) -> Constraint | None:

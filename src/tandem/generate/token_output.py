@@ -26,6 +26,8 @@ class TokenOutput(NamedTuple):
     """None: it goes on."""
     generated_tokens: int
     reused_tokens: int
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     """Of all the prompt's tokens, with the first token output of a request that asked for them."""
 
@@ -38,5 +40,7 @@ class BatchCounts:
     reused_tokens: int = 0
     generated_tokens: int = 0
     decode_steps: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     decode_seconds: float = 0.0
     prefill_seconds: float = 0.0

@@ -5,7 +5,7 @@ batch needs no padding, and slots may be at any position. Layers with a sliding 
 than it can reach ([windows](windows.py)).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -89,18 +89,20 @@ class KvCache(SlotCache):
         self._place(is_kept=False)
         self.states.begin(segments)
 
-    def begin_decode(self, numbers: Sequence[int], slots: Tensor, positions: Tensor) -> None:
-        """Announce one token for some slots; their tensors (n,) int64 are filled here.
+    def begin_decode(self, counts: Mapping[int, int], slots: Tensor, positions: Tensor) -> None:
+        """Announce the next tokens of some slots, by slot how many.
 
-        A recorded step refers to these tensors, so the caller keeps them, one pair per n.
+        The tensors (n_tokens,) int64 of each token's slot and position are filled here. A recorded
+        step refers to them, so the caller keeps them, one pair per n. Where layers keep states,
+        a slot has one token.
         """
-        lengths = [self.lengths[slot] for slot in numbers]
-        self._segments = [
-            Segment(slot, length, 1) for slot, length in zip(numbers, lengths, strict=True)
-        ]
-        self.reserve(max(lengths) + 1)
-        slots.copy_(torch.tensor(numbers, device="cpu"))
-        positions.copy_(torch.tensor(lengths, device="cpu"))
+        assert not self.states or set(counts.values()) == {1}
+        segments = [Segment(slot, self.lengths[slot], n) for slot, n in counts.items()]
+        self._segments = segments
+        self.reserve(max(s.first_position + s.num_tokens for s in segments))
+        places = [(s.slot, s.first_position + i) for s in segments for i in range(s.num_tokens)]
+        slots.copy_(torch.tensor([slot for slot, _ in places], device="cpu"))
+        positions.copy_(torch.tensor([position for _, position in places], device="cpu"))
         self.slots, self.positions = slots, positions
         self._place(is_kept=True)
         self._awaited = self.states_asked_for = None

@@ -153,6 +153,7 @@ class GenerationRequests:
             "options": options,
             "penalties": _penalties(body, info),
             "keeps_special": body.skip_special_tokens is False,
+            "may_speculate": body.speculative != "none",
             "end": _end(body, info, is_prompt_only=asked == 0),
         }
 

@@ -82,7 +82,9 @@ class Engine:
             pack_as_loaded(model, runtime.threads)
         self._model = model
         self._connection = connection
-        generator = Generator(model, tokenizer, has_replay=settings.has_replay)
+        generator = Generator(
+            model, tokenizer, has_replay=settings.has_replay, speculate=settings.speculate
+        )
         self._scheduler = generator.scheduler(
             settings.max_running, chunk_tokens=settings.part_tokens
         )
@@ -163,6 +165,7 @@ class Engine:
                     num_top_logprobs=message.num_top_logprobs,
                     keeps_special=message.keeps_special,
                     has_prompt_logprobs=message.has_prompt_logprobs,
+                    may_speculate=message.may_speculate,
                     end=message.end,
                 )
             )

@@ -28,6 +28,7 @@ class EngineSettings:
     max_running: int
     part_tokens: int
     has_replay: bool = True
+    speculate: str = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,7 @@ class Submit:
     num_top_logprobs: int | None = None
     keeps_special: bool = False
     has_prompt_logprobs: bool = False
+    may_speculate: bool = True
     end: EndOptions = field(default_factory=EndOptions)
 
 

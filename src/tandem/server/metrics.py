@@ -15,6 +15,8 @@ _SUMS = {
     "reused_tokens": "prompt tokens that the KV cache held already",
     "generated_tokens": "tokens that were generated",
     "decode_steps": "decode steps",
+    "drafted_tokens": "drafted tokens that were verified",
+    "accepted_tokens": "of them, those that the answers have",
     "decode_seconds": "seconds of decode steps",
     "prefill_seconds": "seconds of prefill",
     "active_experts": "experts that a layer and step needed",

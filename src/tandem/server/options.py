@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from tandem.core.config import option, require_range
 from tandem.core.errors import ConfigError
 from tandem.core.units import parse_bytes
+from tandem.generate.speculation.speculation import SPECULATE
 
 CONTEXT_FULL = ("stop", "trim")
 
@@ -42,6 +43,10 @@ class ServerOptions:
     part_tokens: int = option(
         256, help="prompt tokens computed at a time, between tokens of running answers", metavar="N"
     )
+    speculate: str = option(
+        "auto", choices=SPECULATE, help="draft tokens and verify them together where that pays: "
+        "auto, lookup (what followed the same words before), none; answers are the same",
+    )  # fmt: skip
     request_timeout: float = option(
         600.0, help="seconds after which a request is given up", metavar="SECONDS"
     )

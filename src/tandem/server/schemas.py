@@ -100,6 +100,7 @@ class Sampling(Body):
     n: int | None = Field(None, ge=1, le=16)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    speculative: Literal["auto", "none"] | None = None
     logit_bias: Annotated[dict[_TokenId, _Bias], Field(max_length=1024)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None

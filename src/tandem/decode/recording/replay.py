@@ -21,7 +21,8 @@ from tandem.decode.recording.recorder import NotRecordableError
 from tandem.experts.execution.executor import Executor
 from tandem.experts.tracing.events import unheard
 
-_EQUAL_STEPS = 3  # in a row, and a recording is trusted
+# In a row, and a recording is trusted; one, where steps of another size have come to be.
+_EQUAL_STEPS = 3
 # A wrong recording gives other logits each time. Where two experts are almost equally good for a
 # token, a right one may choose the other: that is seldom, and not twice in a row.
 _DIFFERENT_STEPS = 3
@@ -61,6 +62,7 @@ class ReplayedStep:
         save: Callable[[], Callable[[], None]] = lambda: lambda: None,
         make_room: Callable[[], bool] = lambda: False,
         warns: bool = False,
+        is_like_trusted: bool = False,
         why_not: str | None = None,
     ) -> None:
         """Take the model's own `step`, and `record`, which does it and returns its recording too.
@@ -68,6 +70,7 @@ class ReplayedStep:
         A step may be done twice: what it writes to a KV cache is the same both times, and the
         listeners of `executor` hear of it once; `save` notes what else it changes and returns what
         puts that back. Recorded results may be `tolerance` away, relative to their norm.
+        `is_like_trusted` says that the same step of another size is replayed already.
         `make_room` frees memory if it can, for a recording that had too little. With `warns` a
         recording that fails is a `TandemWarning`; with `why_not` there is none.
         """
@@ -76,6 +79,7 @@ class ReplayedStep:
         self._executor, self._save = executor, save
         self._make_room, self._warns = make_room, warns
         self._recording: StepRecording | None = None
+        self._least_equal = 1 if is_like_trusted else _EQUAL_STEPS
         self._num_equal = self._num_different = 0
         self.why_not = why_not
         """Why steps are not replayed; None: they are, or it is not known yet."""
@@ -83,7 +87,12 @@ class ReplayedStep:
     @property
     def is_replaying(self) -> bool:
         """Tell whether steps come from the recording alone."""
-        return self._recording is not None and self._num_equal >= _EQUAL_STEPS
+        return self._recording is not None and self._num_equal >= self._least_equal
+
+    @property
+    def has_settled(self) -> bool:
+        """Tell whether steps are done as they will go on: replayed, or never."""
+        return self.is_replaying or self.why_not is not None
 
     @property
     def recording(self) -> StepRecording | None:

@@ -16,6 +16,7 @@ class ClosedExecutor(StatelessExecutor):
     """Computes nothing."""
 
     needs_steps = True  # so that a step is refused before the model's own layers run
+    takes_drafts = True
 
     def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> NoReturn:
         """Raise `ConfigError`."""

@@ -71,6 +71,10 @@ class Executor(Protocol):
     def needs_hooks(self) -> bool:
         """Whether hooks on the model's modules must run in each step, as replays do not."""
 
+    @property
+    def takes_drafts(self) -> bool:
+        """Whether a decode step may have several tokens of a sequence, which may be taken back."""
+
     def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:
         """Announce the tokens of the forward pass that comes; ids are empty if unknown."""
 
@@ -108,6 +112,7 @@ class StatelessExecutor(ABC):
     device: Device | None = None
     needs_steps = False
     needs_hooks = False
+    takes_drafts = True
 
     def __init__(self, store: HostStore) -> None:
         """Serve a store's layers."""

@@ -67,6 +67,7 @@ class HybridExecutor:
     """Computes layers by the planner's plans. One call at a time, layers in the model's order."""
 
     needs_steps = True
+    takes_drafts = True
 
     def __init__(self, cache: ExpertCache, kernels: ExpertKernels) -> None:
         """Serve the cache's store; `kernels` compute the CPU's share."""

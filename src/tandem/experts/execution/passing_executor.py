@@ -17,6 +17,7 @@ class PassingExecutor:
 
     device: Device | None = None
     needs_steps = True
+    takes_drafts = False  # a step is a token of each sequence to what records or forces routing
 
     def __init__(self, inner: Executor) -> None:
         """Stand before `inner`, with its store and its listeners."""

@@ -1,0 +1,29 @@
+"""What guesses the tokens that come next."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+# Longer drafts are seldom kept whole, and a step of so many tokens is hardly a decode step.
+MOST_DRAFTED = 7
+
+
+class Draft(NamedTuple):
+    """Tokens that may come next."""
+
+    tokens: Sequence[int]
+    evidence: Sequence[int]
+    """For each token, if those before it come true, which kind of evidence the drafter has for it:
+    tokens of one kind are judged by each other."""
+
+
+class Drafter(Protocol):
+    """Guesses what comes next in one sequence."""
+
+    def draft(self, tokens: Sequence[int]) -> Draft:
+        """Return up to `MOST_DRAFTED` tokens that may follow the sequence so far.
+
+        `tokens` is the same sequence at each call, with more at its end.
+        """
+
+
+MakeDrafter = Callable[[], Drafter]

@@ -1,0 +1,226 @@
+"""Speculation: what is drafted, how much of it is verified, and that answers stay what they are."""
+
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tandem
+from tandem.core.errors import ConfigError
+from tandem.generate.answer import Answer
+from tandem.generate.generator import Generator
+from tandem.generate.penalties import PenalisedScores, Penalties
+from tandem.generate.running import Request
+from tandem.generate.sampling import SamplingOptions
+from tandem.generate.scheduler import Scheduler
+from tandem.generate.speculation.drafter import MOST_DRAFTED, Draft
+from tandem.generate.speculation.prompt_lookup import PromptLookup
+from tandem.generate.speculation.speculation import Speculation, new_speculation
+from tandem.hf.lookahead.routing_recording import recording
+from tests.hf.tiny import save_tiny_checkpoint
+
+NEW_TOKENS = 24
+PENALTIES = Penalties(presence=0.3, frequency=0.2, bias=((50, -1.0),))
+PROMPTS = [[40 + i % 37 for i in range(length)] for length in (9, 30, 5, 61)]
+RULES: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 1.3, "seed": 3},
+    {"temperature": 1.0, "top_k": 9, "top_p": 0.9, "seed": 4},
+    {"temperature": 0.8, "min_p": 0.02, "repetition_penalty": 1.3, "seed": 5},
+]
+
+
+class Scripted(Speculation):
+    """Drafts what the answers are known to be, spoilt at random, of any length."""
+
+    def __init__(self, answers: Mapping[int, Sequence[int]]) -> None:
+        """Take the whole sequences of the requests, by slot."""
+        super().__init__(PromptLookup)
+        self.answers = answers
+        self.chance = random.Random(7)
+
+    def choose(
+        self, histories: Mapping[int, Sequence[int]], rooms: Mapping[int, int], batch: int
+    ) -> dict[int, Sequence[int]]:
+        drafts: dict[int, Sequence[int]] = {}
+        for slot, tokens in histories.items():
+            known = next((one for one in self.answers.values() if one[: len(tokens)] == tokens), [])
+            most = min(self.chance.randrange(0, 5), rooms[slot])
+            draft = list(known[len(tokens) : len(tokens) + most])
+            drafts[slot] = [t if self.chance.random() < 0.8 else 39 for t in draft]
+        return drafts
+
+
+@pytest.fixture(scope="module", params=["qwen3_moe", "gpt_oss", "glm_moe_dsa"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return loaded(tmp_path_factory.mktemp("models"), request.param)
+
+
+def loaded(folder: Path, name: str, **options: Any) -> Any:
+    """A tiny model whose linear layers are all packed: what it writes is the same in any batch."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tandem.hf.dense._LEAST_WEIGHTS", 1)
+        model = tandem.load(
+            save_tiny_checkpoint(folder / "tiny", name), dtype="bfloat16", expert_dtype="int8-g32",
+            dense_dtype="int8-g32", threads=1, **options,
+        )  # fmt: skip
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def speculating(model: Any, speculation: Speculation) -> Generator:
+    generator = Generator(model)
+    generator._speculation = speculation
+    return generator
+
+
+@pytest.mark.parametrize("rule", RULES, ids=["greedy", "sampled", "top", "penalty"])
+def test_answers_are_those_without(model: Any, rule: dict[str, Any]) -> None:
+    plain = Generator(model, speculate="none")
+    for prompts in (PROMPTS[:1], PROMPTS):
+        expected = plain.generate(prompts, max_new_tokens=NEW_TOKENS, **rule)
+        whole = [[*p, *one.token_ids] for p, one in zip(prompts, expected, strict=True)]
+        generator = speculating(model, Scripted(dict(enumerate(whole))))
+        for _ in range(2):  # the second time from recorded steps, and from what the slots hold
+            answers = generator.generate(prompts, max_new_tokens=NEW_TOKENS, **rule)
+            assert texts(answers) == texts(expected)
+            assert sum(one.accepted_tokens for one in answers) > NEW_TOKENS / 4
+            assert all(one.accepted_tokens <= one.drafted_tokens for one in answers)
+
+
+def texts(answers: list[Answer]) -> list[list[int]]:
+    return [answer.token_ids for answer in answers]
+
+
+class EvenTokens:
+    """A constraint with a state: even and odd tokens take turns."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def restrict(self, scores: Tensor) -> Tensor:
+        scores = scores.clone()
+        scores[:, (self.count % 2) :: 2] = -torch.inf
+        return scores
+
+    def accept(self, token: int) -> bool:
+        self.count += 1
+        return False
+
+
+def requests() -> list[Request]:
+    return [
+        Request(
+            request_id=number,
+            prompt=tuple(prompt),
+            options=SamplingOptions(max_new_tokens=NEW_TOKENS - number, temperature=1, seed=number),
+            constraint=[EvenTokens(), None, PenalisedScores(PENALTIES), None][number],
+            num_top_logprobs=2,
+            may_speculate=number != 3,
+        )
+        for number, prompt in enumerate(PROMPTS)
+    ]
+
+
+def finished(scheduler: Scheduler) -> dict[int, list[Any]]:
+    for request in requests():
+        scheduler.add(request)
+    found: dict[int, list[Any]] = {}
+    while scheduler.has_work:
+        for one in scheduler.step():
+            found.setdefault(one.request_id, []).append((one.token_id, one.text, one.logprob))
+    return found
+
+
+def test_constraints_and_log_probabilities_are_those_without(model: Any) -> None:
+    plain = finished(Generator(model, speculate="none").scheduler(4))
+    whole = {n: [*PROMPTS[n], *(token for token, *_ in plain[n])] for n in plain}
+    scheduler = speculating(model, Scripted(whole)).scheduler(4)
+    assert finished(scheduler) == plain
+    assert scheduler.counts.accepted_tokens > NEW_TOKENS / 4
+    assert scheduler.counts.decode_steps < NEW_TOKENS
+
+
+def test_answers_with_an_expert_cache_are_those_without(tmp_path: Path) -> None:
+    model = loaded(tmp_path, "qwen3_moe", device="emulated", gpu_memory="200KB")
+    expected = Generator(model, speculate="none").generate(PROMPTS, max_new_tokens=NEW_TOKENS)
+    whole = [[*p, *one.token_ids] for p, one in zip(PROMPTS, expected, strict=True)]
+    generator = speculating(model, Scripted(dict(enumerate(whole))))
+    answers = generator.generate(PROMPTS, max_new_tokens=NEW_TOKENS)
+    assert texts(answers) == texts(expected)
+    assert sum(one.accepted_tokens for one in answers) > NEW_TOKENS / 4
+
+
+def test_what_records_routing_sees_a_token_a_step(model: Any) -> None:
+    with recording(model) as recorder:
+        recorder.begin_sequences()
+        generator = speculating(model, Scripted({0: [*PROMPTS[0], *[40] * 50]}))
+        generator.prepare()
+        recorder.begin_sequences()
+        (answer,) = generator.generate(PROMPTS[0], max_new_tokens=8)
+        trace = recorder.trace("tiny")
+    assert answer.drafted_tokens == 0
+    assert len(trace.experts) >= len(PROMPTS[0]) + 7
+
+
+def test_prompt_lookup_finds_the_latest_and_longest() -> None:
+    lookup = PromptLookup()
+    assert lookup.draft([1]).tokens == ()
+    assert lookup.draft([1, 2, 3, 9, 2, 3]).tokens == [9, 2, 3]
+    assert lookup.draft([1, 2, 3, 9, 2, 3, 7, 1, 2, 3]).tokens == [9, 2, 3, 7, 1, 2, 3]
+    assert lookup.draft([1, 2, 3, 9, 2, 3, 7, 1, 2, 3, 5, 6]) == Draft((), ())
+    long = list(range(100, 130))
+    found = PromptLookup().draft([*long, 1, *long[:20]])
+    assert found == Draft(long[20 : 20 + MOST_DRAFTED], [3] * MOST_DRAFTED)
+
+
+def grown(speculation: Speculation, text: Sequence[int], seconds: dict[int, float]) -> list[int]:
+    """Let one request write a text; return how many tokens were drafted in each step."""
+    at, drafted = 1, []
+    while at < len(text):
+        draft = speculation.choose({0: text[:at]}, {0: len(text) - at - 1}, 1).get(0, ())
+        num_kept = next((i for i, t in enumerate(draft) if t != text[at + i]), len(draft))
+        speculation.costs.add(1 + len(draft), seconds[1 + len(draft)])
+        drafted.append(len(draft))
+        at += num_kept + 1
+    return drafted
+
+
+CHEAP = {size: 1 + 0.2 * (size - 1) for size in range(1, 9)}
+DEAR = {size: float(size) for size in range(1, 9)}
+
+
+def test_drafts_are_verified_where_that_pays() -> None:
+    chance = random.Random(1)
+    new = [chance.randrange(1000) for _ in range(400)]
+    again = [*new[:200], *new[:200]]
+    assert max(grown(Speculation(PromptLookup), new, CHEAP)) == 0
+    quoting = grown(Speculation(PromptLookup), again, CHEAP)
+    assert len(quoting) < 200 + 50
+    assert sum(grown(Speculation(PromptLookup), again, DEAR)) < 40  # tried, measured, left alone
+
+
+def test_drafts_are_judged_without_being_verified() -> None:
+    speculation = Speculation(PromptLookup)
+    misleading = [x for i in range(60) for x in (5, 6, 100 + i)]
+    grown(speculation, misleading, DEAR)
+    draft = PromptLookup().draft([*misleading, 5, 6])
+    assert speculation.acceptance.chances(draft)[0] < 0.1
+
+
+def test_a_request_gets_no_more_than_it_has_room_for() -> None:
+    speculation = Speculation(PromptLookup)
+    text = [*range(50)] * 4
+    grown(speculation, text, CHEAP)
+    assert len(speculation.choose({0: text}, {0: 2}, 1).get(0, ())) <= 2
+    assert not speculation.choose({0: text}, {0: 0}, 1)
+
+
+def test_unknown_drafters_are_refused() -> None:
+    assert new_speculation("none") is None
+    with pytest.raises(ConfigError, match="unknown drafter 'lokup'; did you mean 'lookup'"):
+        new_speculation("lokup")
