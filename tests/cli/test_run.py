@@ -127,7 +127,7 @@ def test_same_seed_same_text(model: str) -> None:
         (["run", "{model}", "-p", "x", "--temperature", "-1"], "temperature is -1"),
         (["run", "{model}", "-p", "x", "--tempreature", "1"], "did you mean '--temperature'"),
         (["run", "{model}", "-p", "x" * 400], "the model's context is 256"),
-        (["run", "{model}", "-p", "x", "--dense-dtype", "int5"], "dense_dtype is 'int5'"),
+        (["run", "{model}", "-p", "x", "--dense-dtype", "int9"], "dense_dtype is 'int9'"),
         (["rum"], "invalid choice: 'rum'"),
         ([], "required: COMMAND"),
     ],

@@ -1,11 +1,15 @@
 """A packed checkpoint comes into memory in order, and where memory is short all the same."""
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
 
 import tandem
+from tandem.checkpoint.mapped_files import map_ahead
 from tandem.hf import packed_reading
 from tests.architectures import result_of, tiny_inputs
 from tests.hf.tiny import save_tiny_checkpoint
@@ -53,3 +57,32 @@ def test_the_dense_file_gives_way_only_where_memory_is_short(
         monkeypatch.setattr(packed_reading, "available_bytes", lambda room=room: room)
         tandem.load(packed, dense_dtype="auto")
         assert dropped == expected
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_from_pretrained_enters_all_pages_once(
+    has_room: bool, packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered: list[int] = []
+
+    def note(tensors: Iterable[torch.Tensor], on_bytes: Callable[[int], object] = int) -> None:
+        entered.append(sum(tensor.nbytes for tensor in tensors))
+
+    monkeypatch.setattr(packed_reading, "map_ahead", note)
+    if not has_room:
+        monkeypatch.setattr(packed_reading, "available_bytes", lambda: 1)
+    AutoModelForCausalLM.from_pretrained(packed)
+    stored = sum(file.stat().st_size for file in packed.glob("*.safetensors"))
+    assert len(entered) == has_room
+    assert all(0.9 * stored < num_bytes <= stored for num_bytes in entered)
+    if has_room:
+        tandem.load(packed)
+        assert len(entered) == 2
+
+
+def test_every_byte_that_is_entered_is_told(packed: Path) -> None:
+    counted: list[int] = []
+    with safe_open(next(packed.glob("tandem-experts*")), "pt") as file:
+        tensors = [file.get_tensor(name) for name in file.keys()]  # noqa: SIM118
+        map_ahead(tensors, counted.append)
+        assert sum(counted) >= sum(tensor.nbytes for tensor in tensors)

@@ -22,7 +22,7 @@ from tandem.hf.checkpoint import AnyCheckpoint, Checkpoint, GgufCheckpoint, open
 from tandem.hf.config import OffloadConfig, parse_dense_dtype, parse_dtype, parse_expert_dtype
 from tandem.hf.config_values import foreign_errors
 from tandem.hf.dense_place import device_map_for
-from tandem.hf.packed_reading import read_packed
+from tandem.hf.packed_reading import read_packed, reading_afterwards
 from tandem.hf.runtime import require_runtime
 from tandem.hf.weight_report import LoadReport, require_own_weights
 
@@ -112,9 +112,10 @@ def _from_pretrained(
         keep_first_layers(mine["config"], num_layers)
     named = _named_class(checkpoint.config.get("architectures"))
     loader = named or transformers.AutoModelForCausalLM
-    result: tuple[PreTrainedModel, LoadReport] = loader.from_pretrained(
-        str(checkpoint.directory), **mine, **common
-    )
+    with reading_afterwards():
+        result: tuple[PreTrainedModel, LoadReport] = loader.from_pretrained(
+            str(checkpoint.directory), **mine, **common
+        )
     return result
 
 

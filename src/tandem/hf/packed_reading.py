@@ -1,13 +1,17 @@
 """Brings a packed checkpoint into memory: dense parts, what is made of them, then the experts.
 
 In this order, because packing linear layers takes memory, and leaves an unneeded file. Were the
-experts read first, they would be pushed out again where memory is short.
+experts read first, they would be pushed out again where memory is short. `from_pretrained` by
+itself packs nothing more, and its pages are entered as they lie.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
+from torch import Tensor
 from tqdm import tqdm
 from transformers.utils import logging
 
@@ -23,6 +27,8 @@ from tandem.hf.runtime import require_runtime
 
 # From this share of the free memory on, the dense parts' file gives its place to the experts.
 _TIGHT_SHARE = 0.75
+
+_has_reader: ContextVar[bool] = ContextVar("has_reader", default=False)
 
 
 def read_packed(
@@ -46,17 +52,45 @@ def read_packed(
         )
         finish_dense_parts(model, assemble)
         return
-    is_hidden = not logging.is_progress_bar_enabled()
-    with tqdm(
-        total=total, desc="Reading files", unit="B", unit_scale=True, disable=is_hidden
-    ) as bar:
+    with _progress(total) as bar:
         read_ahead(dense, bar.update)
         if finish_dense_parts(model, assemble) and total > _TIGHT_SHARE * available:
             let_go(dense)
         read_ahead(experts, bar.update)
-    store = require_runtime(model).store
-    stored = [tensor for layer in store for tensor in layer.stored().values()]
-    map_ahead([*stored, *(tensor for tensor in model.parameters() if tensor.device.type == "cpu")])
+    map_ahead(_mapped_tensors(model))
+
+
+@contextmanager
+def reading_afterwards() -> Iterator[None]:
+    """Say that `read_packed` follows the `from_pretrained` inside."""
+    token = _has_reader.set(True)
+    try:
+        yield
+    finally:
+        _has_reader.reset(token)
+
+
+def map_packed(model: PreTrainedModel) -> None:
+    """Enter the pages of a model that `from_pretrained` has mapped, from the disk if they must.
+
+    Nothing happens where they do not fit into memory, nor inside `reading_afterwards`.
+    """
+    tensors = _mapped_tensors(model)
+    total = sum(tensor.nbytes for tensor in tensors)
+    if _has_reader.get() or total > available_bytes():
+        return
+    with _progress(total) as bar:
+        map_ahead(tensors, bar.update)
+
+
+def _progress(total: int) -> tqdm:
+    is_hidden = not logging.is_progress_bar_enabled()
+    return tqdm(total=total, desc="Reading files", unit="B", unit_scale=True, disable=is_hidden)
+
+
+def _mapped_tensors(model: PreTrainedModel) -> list[Tensor]:
+    stored = (t for layer in require_runtime(model).store for t in layer.stored().values())
+    return [*stored, *(p for p in model.parameters() if p.device.type == "cpu")]
 
 
 def finish_dense_parts(model: PreTrainedModel, assemble: Callable[[], None]) -> bool:

@@ -36,6 +36,7 @@ from tandem.hf.dense_place import device_map_for
 from tandem.hf.experts import EXPERTS_IMPLEMENTATION, is_experts_module
 from tandem.hf.finite import require_finite_weights
 from tandem.hf.offloaded_model import as_offloaded
+from tandem.hf.packed_reading import map_packed
 from tandem.hf.runtime import Runtime
 from tandem.hf.stand_in import keep_elsewhere
 from tandem.hf.steps import announce_steps
@@ -231,6 +232,8 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         self._targets, self._from_source = {}, set()
         self._writer.dense.put_in(model, runtime.threads)
         assemble(model, runtime, self.quantization_config)
+        if self.pre_quantized:
+            map_packed(model)
         return model
 
     def is_serializable(self, *args: object, **kwargs: object) -> bool:
