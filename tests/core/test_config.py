@@ -13,7 +13,7 @@ class Options:
     slots: int = option(4, help="number of slots")
     rate: float | None = option(None, help="a rate")
     policy: str = option("lru", help="a policy", choices=("lru", "fifo"))
-    json: bool = option(False, help="print JSON")
+    json: bool = option(False, help="print JSON", short="-j")
     hidden: int = 3
 
 
@@ -28,6 +28,10 @@ def test_flags_come_from_the_fields() -> None:
     assert parse("--slots", "7", "--rate", "0.5", "--policy", "fifo", "--json") == Options(
         slots=7, rate=0.5, policy="fifo", json=True
     )
+
+
+def test_a_flag_may_have_a_short_name() -> None:
+    assert parse("-j") == parse("--json")
 
 
 def test_fields_without_help_have_no_flag() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from tandem.cli.failures import report_failure
 from tandem.cli.parser import parse
+from tandem.cli.progress import progress_as_lines
 from tandem.cli.streams import prepare_streams, warnings_as_lines
 from tandem.core.errors import TandemError
 from tandem.hardware.windows import why_not_here
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(words: list[str]) -> int:
     flags = parse(words)
     name = "version" if flags.version else flags.command
-    with warnings_as_lines(quiet=getattr(flags, "quiet", False)):
+    with progress_as_lines(), warnings_as_lines(quiet=getattr(flags, "quiet", False)):
         exit_code: int = importlib.import_module(f"tandem.cli.{name}").run(flags)
     return exit_code
 

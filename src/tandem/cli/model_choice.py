@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tandem.cli.keeping import Keeper
 from tandem.cli.paths import cache_dir
+from tandem.cli.progress import shows_progress
 from tandem.cli.streams import require_text
 from tandem.core.config import add_flags, option
 from tandem.core.errors import ModelError
@@ -63,6 +64,10 @@ def find_model(choice: ModelChoice, *, quiet: bool) -> ModelChoice:
     name = require_text(choice.model, "the model's path")  # safetensors opens no other
     if name in DEMO_MODELS:
         name = _demo_directory(name, quiet=quiet)
+    if quiet and not Path(name).exists():
+        from huggingface_hub.utils.tqdm import disable_progress_bars
+
+        disable_progress_bars()
     hub = HubOptions(choice.revision, with_code=choice.trust_remote_code)
     return dataclasses.replace(choice, model=str(find_model_path(name, hub)), revision=None)
 
@@ -192,5 +197,5 @@ def calm_transformers(quiet: bool) -> None:
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    if quiet or not sys.stderr.isatty():
+    if quiet or not shows_progress():
         logging.disable_progress_bar()

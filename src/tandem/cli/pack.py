@@ -27,7 +27,7 @@ class PackOptions:
     dense_dtype: str = option(
         "none", help="format of linear layers: none (as they are), int8, int4, ...", metavar="DTYPE"
     )
-    quiet: bool = option(False, help="no progress")
+    quiet: bool = option(False, help="no progress", short="-q")
     json: bool = option(False, help="last line of standard output: one JSON object")
 
 

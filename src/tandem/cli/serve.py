@@ -40,7 +40,7 @@ class ServeOptions:
         True, help="record decode steps and replay them without the model's Python code"
     )
     json: bool = option(False, help="when ready: one JSON object with the address")
-    quiet: bool = option(False, help="only warnings and errors")
+    quiet: bool = option(False, help="only warnings and errors", short="-q")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

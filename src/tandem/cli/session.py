@@ -67,7 +67,9 @@ class SessionOptions:
     explain: bool = option(
         False, help="say why it was as fast as it was, and what one change would bring"
     )
-    quiet: bool = option(False, help="only the answer: no progress, no statistics, no warnings")
+    quiet: bool = option(
+        False, help="only the answer: no progress, no statistics, no warnings", short="-q"
+    )
     history: bool = option(True, help="keep what is typed in a chat, for the next one's up arrow")
 
     def __post_init__(self) -> None:

@@ -23,13 +23,15 @@ def option(
     help: str,
     choices: Sequence[str] | None = None,
     metavar: str | None = None,
+    short: str | None = None,
 ) -> Any:
     """Declare a dataclass field with its help text; `choices` also limits the flag's values.
 
-    Choices are names in lower case, and a flag's value is taken in any.
+    Choices are names in lower case, and a flag's value is taken in any. `short` is another name of
+    the flag, such as "-q".
     """
     assert all(choice == choice.lower() for choice in choices or ())
-    metadata = {"help": help, "choices": choices, "metavar": metavar}
+    metadata = {"help": help, "choices": choices, "metavar": metavar, "short": short}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -63,7 +65,8 @@ def add_flags(
             choices = field.metadata["choices"]
             kwargs.update(type=str.lower if choices else kind, choices=choices)
             kwargs["metavar"] = field.metadata["metavar"]
-        parser.add_argument(flag, **kwargs)
+        short = field.metadata["short"]
+        parser.add_argument(*([short] if short else []), flag, **kwargs)
 
 
 def from_flags(config: type[T], flags: argparse.Namespace) -> T:

@@ -1,0 +1,74 @@
+"""Progress bars where standard error is no terminal: plain lines, and few of them.
+
+Bars of Transformers, the hub, and Tandem's own are tqdm's, which draws a line over and over after a
+carriage return. In a file or a pipe that is one endless line.
+"""
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TextIO, cast
+
+# What takes less shows nothing.
+_PATIENCE_SECONDS = 2.0
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+class PlainProgress:
+    """A text stream that writes of each bar a line now and then, and all else as it comes."""
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        """Write to `stream`."""
+        self._stream, self._clock = stream, clock
+        self._line = ""
+        """How the bar looks that is being drawn; empty: none is."""
+        self._next_seconds = 0.0
+        self._is_shown = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Take what a program writes; returns how much that is."""
+        if text.startswith("\r"):
+            self._draw(text.strip())
+        elif self._line and not text.strip("\n\x1b[A"):  # the end of a bar's line
+            self._end()
+        else:
+            self._stream.write(text)
+        return len(text)
+
+    def _draw(self, line: str) -> None:
+        now = self._clock()
+        if line and not self._line:
+            self._next_seconds, self._is_shown = now + _PATIENCE_SECONDS, False
+        self._line = line
+        if line and now >= self._next_seconds:
+            self._show()
+            self._next_seconds = now + _SECONDS_BETWEEN_LINES
+
+    def _end(self) -> None:
+        if self._is_shown:
+            self._show()
+        self._line = ""
+
+    def _show(self) -> None:
+        self._stream.write(self._line + "\n")
+        self._stream.flush()
+        self._is_shown = True
+
+
+@contextlib.contextmanager
+def progress_as_lines() -> Iterator[None]:
+    """Write plain lines in place of bars, unless standard error is a terminal."""
+    if sys.stderr.isatty():
+        yield
+        return
+    with contextlib.redirect_stderr(cast(TextIO, PlainProgress(sys.stderr))):
+        yield
+
+
+def shows_progress() -> bool:
+    """Tell whether bars can be seen on standard error as it is now."""
+    return sys.stderr.isatty() or isinstance(sys.stderr, PlainProgress)
