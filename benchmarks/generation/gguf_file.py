@@ -31,7 +31,7 @@ def write_random_gguf(path: Path, shape: ModelShape, vocabulary: int, quantisati
     writer = gguf.GGUFWriter(path, architecture.name)
     add_common_metadata(writer, values)
     architecture.add_metadata(writer, values)
-    _add_tokens(writer, vocabulary)
+    add_tokens(writer, vocabulary)
     matrices = list(architecture.matrices(values))
     for matrix in matrices:
         _announce(writer, matrix, kind)
@@ -79,7 +79,8 @@ def _announce(writer: gguf.GGUFWriter, matrix: Matrix, kind: gguf.GGMLQuantizati
     writer.add_tensor_info(name, row_bytes, np.dtype(np.uint8), num_bytes, raw_dtype=kind)
 
 
-def _add_tokens(writer: gguf.GGUFWriter, vocabulary: int) -> None:
+def add_tokens(writer: gguf.GGUFWriter, vocabulary: int) -> None:
+    """Add a tokenizer of bytes, and of names for the rest of a vocabulary."""
     plain = vocabulary - _BYTE_TOKENS
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
     writer.add_tokenizer_model("llama")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,8 @@ class Setting:
     kv_dtype: str
     gguf: Path
     has_flash_attention: bool
+    may_repack: bool = True
+    """Whether llama.cpp may keep weights in other layouts; those for AMX crash with experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +105,35 @@ class LlamaCpp:
         params = self._lib.llama_model_default_params()
         if gpu_layers is not None:
             params.n_gpu_layers = gpu_layers
+        params.use_extra_bufts = setting.may_repack
         path = str(setting.gguf).encode()
         self._model = self._lib.llama_model_load_from_file(path, params)
         if not self._model:
             raise OSError(f"llama.cpp cannot load {setting.gguf}")
         self._next_token = 0
+
+    def answers(self, ids: list[int]) -> NDArray[np.float32]:
+        """Return the logits of every token of a text: (tokens, vocabulary)."""
+        lib, count = self._lib, len(ids)
+        params = lib.llama_context_default_params()
+        params.n_ctx = params.n_batch = params.n_ubatch = -(-count // 256) * 256
+        params.n_threads = params.n_threads_batch = self._setting.threads
+        context, batch = lib.llama_init_from_model(self._model, params), None
+        try:
+            batch = lib.llama_batch_init(count, 0, 1)
+            batch.n_tokens = count
+            for i, token in enumerate(ids):
+                batch.token[i], batch.pos[i], batch.n_seq_id[i] = token, i, 1
+                batch.seq_id[i][0], batch.logits[i] = 0, True
+            if lib.llama_decode(context, batch) != 0:
+                raise OSError("llama_decode failed")
+            logits = lib.llama_get_logits(context)
+            shape = (count, self._setting.vocabulary)
+            return np.ctypeslib.as_array(logits, shape=shape).copy()
+        finally:
+            if batch is not None:
+                lib.llama_batch_free(batch)
+            lib.llama_free(context)
 
     def measure(self, depth: int) -> Speeds:
         """Measure in a fresh context."""

@@ -121,6 +121,18 @@ def _packed_config(bits: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def nvfp4(weight: Tensor, *, is_modelopt: bool) -> dict[str, Tensor]:
+    """As compressed-tensors or ModelOpt writes it; any codes, and scales that suit the weight."""
+    rows, cols = weight.shape
+    codes = torch.randint(0, 256, (rows, cols // 2), dtype=torch.uint8)
+    scales = torch.rand(rows, cols // 16).add(0.5).to(torch.float8_e4m3fn)
+    factor = weight.float().std() / 3
+    if is_modelopt:
+        return {"weight": codes, "weight_scale": scales, "weight_scale_2": factor}
+    one = factor.reciprocal().reshape(1)
+    return {"weight_packed": codes, "weight_scale": scales, "weight_global_scale": one}
+
+
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True, "desc_act": False}
 _AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}
 _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -133,6 +145,14 @@ FORMATS = {
     "packed-int4": Format(lambda weight: packed_integers(weight, 4), _packed_config(4)),
     "packed-int8": Format(lambda weight: packed_integers(weight, 8), _packed_config(8)),
     "fp8": Format(block_fp8, _FP8, "deepseek_v3"),
+    "nvfp4": Format(
+        lambda weight: nvfp4(weight, is_modelopt=False),
+        {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
+    ),
+    "modelopt-nvfp4": Format(
+        lambda weight: nvfp4(weight, is_modelopt=True),
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    ),
 }
 
 

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.seam
 EXPERT_FORMATS = {
     "gptq": "int4-g32", "gptq-zeros": "int4z-g32", "gptq-order": "int4-g32", "awq": "int4z-g32",
     "packed-int4": "int4-g32", "packed-int8": "int8-g32", "fp8": "fp8",
+    "nvfp4": "nvfp4", "modelopt-nvfp4": "nvfp4",
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""compressed-tensors checkpoints: packed integers, plain int8, and FP8, as llm-compressor writes.
+"""compressed-tensors checkpoints: packed integers, int8, FP8 and NVFP4, as llm-compressor writes.
 
 Packed: `x.weight_packed` (outputs, inputs * bits / 32) int32, lowest bits first, codes plus half
 their range; `x.weight_scale` (outputs, groups); `x.weight_zero_point` (outputs * bits / 32, groups)
@@ -21,24 +21,28 @@ from tandem.checkpoint.sources.codes import (
 from tandem.checkpoint.sources.files import JsonObject, TensorFiles
 from tandem.checkpoint.sources.found import FileWeight, Found
 from tandem.checkpoint.sources.fp8 import find_fp8
+from tandem.checkpoint.sources.nvfp4 import find_nvfp4
 from tandem.core.errors import ModelError, UnsupportedModelError
 
 _BITS = (4, 8)
 _PARTS = ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape")
-_UNREAD = ("weight_global_scale",)  # marks NVFP4
 
 
 def find_compressed_tensors(files: TensorFiles, config: JsonObject) -> Found:
     """Return the weights; raises `UnsupportedModelError` for other ways of packing."""
-    found = find_fp8(files, config)
+    found = find_nvfp4(files)
+    if not found.weights:
+        found = find_fp8(files, config)
     widths = _widths(config)
     for name, entry in files.entries.items():
+        if name in found.parts:
+            continue
         prefix, _, part = name.rpartition(".")
-        if part in _UNREAD or entry.dtype == "U8":
+        if entry.dtype == "U8":
             raise UnsupportedModelError(
                 f"{files.directory} has {name}, which belongs to a format of compressed-tensors "
                 f"that Tandem does not read ({config.get('format')}); it reads packed integers of "
-                "4 and 8 bits, int8 and FP8"
+                "4 and 8 bits, int8, FP8 and NVFP4"
             )
         if part == "weight_packed":
             parts = [f"{prefix}.{p}" for p in _PARTS if f"{prefix}.{p}" in files]

@@ -14,6 +14,7 @@ from tandem.checkpoint.sources.found import Found
 from tandem.checkpoint.sources.fp8 import find_fp8
 from tandem.checkpoint.sources.gptq import find_gptq
 from tandem.checkpoint.sources.mxfp4 import find_mxfp4
+from tandem.checkpoint.sources.nvfp4 import find_modelopt
 from tandem.core.errors import ModelError, UnsupportedModelError
 from tandem.kernels.formats import WeightFormat
 from tandem.kernels.formats.weight_format import ExpertFormat, expert_format
@@ -25,6 +26,7 @@ READERS: dict[str, Callable[[TensorFiles, JsonObject], Found]] = {
     "compressed-tensors": find_compressed_tensors,
     "fp8": find_fp8,
     "mxfp4": find_mxfp4,
+    "modelopt": find_modelopt,
 }
 
 

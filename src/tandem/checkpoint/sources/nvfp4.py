@@ -1,0 +1,92 @@
+"""NVFP4 checkpoints of compressed-tensors and ModelOpt: e2m1 codes with e4m3 scales of 16 inputs.
+
+Two codes a byte, the first in the low bits, (outputs, inputs / 2) uint8; `x.weight_scale` (outputs,
+inputs / 16) float8. compressed-tensors calls the codes `x.weight_packed` and divides by
+`x.weight_global_scale`; ModelOpt calls them `x.weight` and multiplies with `x.weight_scale_2`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from tandem.checkpoint.sources.block_bits import nibbles
+from tandem.checkpoint.sources.codes import Codes
+from tandem.checkpoint.sources.files import JsonObject, TensorFiles
+from tandem.checkpoint.sources.found import FileWeight, Found
+from tandem.checkpoint.sources.fp8 import find_fp8
+from tandem.core.errors import ModelError, UnsupportedModelError
+from tandem.kernels.formats import find_format
+
+_GROUP = 16
+_PACKED, _GLOBAL = "weight_packed", "weight_global_scale"
+_PLAIN, _SECOND = "weight", "weight_scale_2"
+# Of activations, which Tandem rounds in its own way, and of a KV cache in FP8.
+_UNUSED = ("input_scale", "input_global_scale", "k_scale", "v_scale")
+
+
+def find_modelopt(files: TensorFiles, config: JsonObject) -> Found:
+    """Return the weights of a ModelOpt checkpoint: NVFP4 or FP8; `UnsupportedModelError` else."""
+    algorithm = str(config.get("quant_algo"))
+    if algorithm == "FP8":
+        return find_fp8(files, config)
+    found = find_nvfp4(files)
+    if not found.weights:
+        raise UnsupportedModelError(
+            f"{files.directory} is quantized by ModelOpt with {algorithm!r}; of ModelOpt Tandem "
+            "reads NVFP4 and FP8"
+        )
+    return found
+
+
+def find_nvfp4(files: TensorFiles) -> Found:
+    """Return the weights that are in NVFP4."""
+    found = Found()
+    for name in files.entries:
+        prefix, _, part = name.rpartition(".")
+        if part in _UNUSED:
+            found.parts.add(name)
+        for codes, factor in ((_PACKED, _GLOBAL), (_PLAIN, _SECOND)):
+            if part == factor and f"{prefix}.{codes}" in files:
+                _add(found, files, prefix, codes, factor)
+    return found
+
+
+def _add(found: Found, files: TensorFiles, prefix: str, codes: str, factor: str) -> None:
+    rows, half = files.shape(f"{prefix}.{codes}")
+    scales = f"{prefix}.weight_scale"
+    expected = (rows, 2 * half // _GROUP)
+    if scales not in files or files.shape(scales) != expected or 2 * half % _GROUP:
+        shape = files.shape(scales) if scales in files else None
+        raise ModelError(
+            f"{scales} has shape {shape}, expected {expected} for {prefix}.{codes} of shape "
+            f"{(rows, half)}; download the missing files again"
+        )
+    parts = [f"{prefix}.{part}" for part in (codes, factor, "weight_scale")]
+    weight = Nvfp4Weight(
+        name=f"{prefix}.weight",
+        shape=(rows, 2 * half),
+        formats=(find_format("nvfp4"),),
+        why_not="",
+        num_bytes=files.num_bytes(*parts),
+        files=files,
+        codes=codes,
+        factor=factor,
+    )
+    found.add(weight, parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nvfp4Weight(FileWeight):
+    """One linear layer's weight."""
+
+    codes: str
+    factor: str
+
+    def read(self, expert: int | None = None) -> Codes:
+        """Read codes, scales, and the factor of all of them."""
+        prefix = self.name.removesuffix(".weight")
+        codes = nibbles(self.files.read(f"{prefix}.{self.codes}").view(torch.uint8))
+        scales = self.files.read(f"{prefix}.weight_scale").view(torch.uint8)
+        factor = self.files.read(f"{prefix}.{self.factor}").float().reshape(1, 1)
+        factor = 1 / factor if self.factor == _GLOBAL else factor
+        return Codes("nvfp4", codes, scales, super_scales=factor.repeat(self.shape[0], 1))
