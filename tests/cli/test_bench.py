@@ -30,7 +30,7 @@ def test_measures_kernels_and_ends_with_json() -> None:
     ("words", "sentence"),
     [
         (["--shape", "qwen3-30b"], "unknown shape 'qwen3-30b'; did you mean 'qwen3-30b-a3b'"),
-        (["--format", "int5"], "unknown weight format 'int5'; did you mean"),
+        (["--format", "int9"], "unknown weight format 'int9'; did you mean"),
         (["--tokens", "1,x"], "tokens has 'x'; expected numbers in 1..65536"),
         (["--tokens", "0"], "tokens has '0'; expected numbers in 1..65536"),
         (["--threads", "0"], "threads is 0; expected a number of threads in 1..1024"),

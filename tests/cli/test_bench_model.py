@@ -39,9 +39,8 @@ def test_prints_the_ceiling_first_and_json_last(
         # Two rows that choose eight experts each touch eight to sixteen.
         experts = report["step_bytes"] / (3 * 2048 * 1024 * 4.5 / 8)
         assert 8 < experts < 16 + 12
-        left = {entry["operation"]: entry["calls"] for entry in report["not_native"]}
-        assert left["cos"] == 1
-        assert "calls of a decode step" in not_native[0]
+        assert report["not_native"] == []
+        assert "nothing" in not_native[0]
     else:
         assert report["not_native"] is None
 
@@ -84,7 +83,7 @@ def test_a_replayed_trace_decides_which_experts_are_touched(
         (["bench", "--shape", "olmo"], "did you mean 'olmoe'"),
         (["bench", "--batch", "0"], "batch is 0"),
         (["bench", "--depth", "-1"], "depth is -1"),
-        ([*SMALL, "--dense-dtype", "int5"], "dense_dtype is 'int5'"),
+        ([*SMALL, "--dense-dtype", "int9"], "dense_dtype is 'int9'"),
         ([*SMALL, "--expert-dtype", "fp32"], "random experts are packed"),
     ],
 )
