@@ -1,8 +1,10 @@
 // What Python sees of the calls that the hybrid runtime makes for each layer.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
+#include <array>
 #include <cstdint>
 #include <mutex>
 #include <stdexcept>
@@ -94,10 +96,12 @@ void bind_tables(nb::module_& m) {
   nb::class_<SuccessorTable>(m, "SuccessorTable")
       .def("__init__",
            [](SuccessorTable* self, std::int32_t num_experts, std::int32_t first_row,
-              std::uint32_t first_average, const Ids& losses, double rate, std::int32_t fast_shift,
-              std::int32_t slow_shift, std::int32_t foreseen_shift, std::int32_t max_tokens) {
+              std::uint32_t first_average, const Ids& losses, double rate,
+              const std::array<std::int32_t, 3>& shifts, std::int32_t foreseen_shift,
+              std::int32_t max_tokens, const std::array<std::int32_t, 2>& margins) {
              new (self) SuccessorTable({num_experts, first_row, first_average, losses, rate,
-                                        fast_shift, slow_shift, foreseen_shift, max_tokens});
+                                        shifts[0], shifts[1], shifts[2], foreseen_shift, max_tokens,
+                                        {margins[0], margins[1]}});
            })
       .def("note", [](SuccessorTable& self, const Ids& loaded, const Ids& tokens,
                       std::int32_t divisor, const Ids& experts, const Ids& above) {
@@ -109,6 +113,8 @@ void bind_tables(nb::module_& m) {
         self.note(loaded, tokens, divisor, experts, above);
       })
       .def("learn", &SuccessorTable::learn)
+      .def("resize", &SuccessorTable::resize)
+      .def("followed", &SuccessorTable::followed)
       .def("values", [](const SuccessorTable& self) { return bytes_of(self.values()); });
   nb::class_<ForesightTables>(m, "ForesightTables")
       .def("__init__",

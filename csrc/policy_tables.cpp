@@ -46,6 +46,9 @@ SuccessorTable::SuccessorTable(const Options& options)
       below_(after_),
       fast_(options.num_experts, options.first_average),
       slow_(fast_),
+      last_use_(options.num_experts),
+      steady_(fast_),
+      choice_(options.num_experts, options.choice),
       change_(options.num_experts),
       first_use_(options.num_experts) {}
 
@@ -57,6 +60,10 @@ void SuccessorTable::note(const Ids& loaded, const Ids& tokens, std::int32_t div
   for (const std::int32_t expert : experts) add(now.total, &after_[expert * size]);
   for (const std::int32_t expert : above) add(now.total, &below_[expert * size]);
   past_.push_back(std::move(now));
+  ++step_;
+  for (const std::int32_t expert : loaded) last_use_[expert] = step_;
+  compared_ = loaded;
+  followed_ = choice_.followed();
   if (*std::max_element(tokens.begin(), tokens.end()) == 1) {
     move_averages(experts, {});
     return;
@@ -69,17 +76,21 @@ void SuccessorTable::note(const Ids& loaded, const Ids& tokens, std::int32_t div
 
 // Moving averages after one more step, of 1 or `weights` for these experts and 0 for the others.
 void SuccessorTable::move_averages(const Ids& experts, const Ids& weights) {
-  const int fast = options_.fast_shift, slow = options_.slow_shift;
-  for (std::uint32_t& average : fast_) average -= average >> fast;
-  for (std::uint32_t& average : slow_) average -= average >> slow;
-  for (std::size_t i = 0; i < experts.size(); ++i) {
-    const std::uint32_t weight = weights.empty() ? 1 : weights[i];
-    fast_[experts[i]] += weight << (16 - fast);
-    slow_[experts[i]] += weight << (16 - slow);
-  }
+  const auto move = [&](Scores& averages, int shift) {
+    for (std::uint32_t& average : averages) average -= average >> shift;
+    for (std::size_t i = 0; i < experts.size(); ++i)
+      averages[experts[i]] += static_cast<std::uint32_t>(weights.empty() ? 1 : weights[i])
+                              << (16 - shift);
+  };
+  move(fast_, options_.fast_shift);
+  move(slow_, options_.slow_shift);
+  move(steady_, options_.steady_shift);
 }
 
 void SuccessorTable::learn() {
+  if (!compared_.empty() && choice_.is_open())
+    choice_.use(compared_, {foreseen(), last_use_, steady_}, compared_ != past_.back().experts);
+  compared_.clear();
   if (past_.size() <= options_.losses.size()) return;
   settle(past_.front());
   past_.pop_front();
@@ -103,8 +114,14 @@ void SuccessorTable::settle(const Foresight& foresight) {
   for (const std::int32_t expert : foresight.above) add(&below_[expert * size], change_);
 }
 
-std::vector<std::uint32_t> SuccessorTable::values() const {
-  std::vector<std::uint32_t> found(fast_.size());
+Scores SuccessorTable::values() const {
+  if (followed_ == kRecency) return last_use_;
+  return followed_ == kDecayed ? steady_ : foreseen();
+}
+
+// Scores by what the experts in use predict, and two averages.
+Scores SuccessorTable::foreseen() const {
+  Scores found(fast_.size());
   for (std::size_t e = 0; e < found.size(); ++e) {
     const std::uint32_t foreseen = past_.empty() ? 0u : past_.back().total[e];
     found[e] = ((foreseen + kSumOffset) << options_.foreseen_shift) + fast_[e] + slow_[e];

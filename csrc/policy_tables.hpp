@@ -7,9 +7,9 @@
 #include <deque>
 #include <vector>
 
-namespace tandem {
+#include "rule_choice.hpp"
 
-using Ids = std::vector<std::int32_t>;
+namespace tandem {
 
 // What both take from tandem.policy.regression and tandem.policy.lanes.
 constexpr std::int32_t kOne = 65536;
@@ -27,7 +27,8 @@ class SuccessorTable {
     std::uint32_t first_average;
     Ids losses;  // by step of waiting for the next use
     double rate;
-    std::int32_t fast_shift, slow_shift, foreseen_shift, max_tokens;
+    std::int32_t fast_shift, slow_shift, steady_shift, foreseen_shift, max_tokens;
+    RuleChoice::Options choice;
   };
 
   explicit SuccessorTable(const Options& options);
@@ -38,19 +39,27 @@ class SuccessorTable {
   void note(const Ids& loaded, const Ids& tokens, std::int32_t divisor, const Ids& experts,
             const Ids& above);
   void learn();
-  std::vector<std::uint32_t> values() const;  // by expert
+  Scores values() const;  // by expert, under the rule that is followed
+  void resize(std::int64_t capacity) { choice_.resize(capacity); }
+  int followed() const { return followed_; }
 
  private:
   struct Foresight {
     Ids experts, above, total;
   };
 
+  Scores foreseen() const;
   void settle(const Foresight& foresight);
   void move_averages(const Ids& experts, const Ids& weights);
 
   Options options_;
   Ids after_, below_;  // (num_experts, num_experts): rows by expert in use here, and above
-  std::vector<std::uint32_t> fast_, slow_;
+  Scores fast_, slow_;
+  Scores last_use_, steady_;  // scores of the other rules
+  RuleChoice choice_;
+  int followed_ = kNextUse;  // since the last note
+  std::uint32_t step_ = 0;
+  Ids compared_;  // experts that the choice has not seen
   std::deque<Foresight> past_;
   Ids change_, first_use_;
 };

@@ -10,6 +10,8 @@ from tandem.cli.explain import layer_table, what_if
 from tandem.cli.main import main
 from tandem.experts.tracing.cache_statistics import CacheStatistics, LayerCounts
 from tandem.hardware.profiles import save_profile
+from tandem.policy.eviction.next_use import NextUse
+from tandem.policy.plan import Geometry
 from tandem.trace import RoutingTrace, read_trace
 from tests.experts.machines import make_executor, make_machine, make_store
 from tests.hf.tiny import save_tiny_checkpoint
@@ -79,8 +81,11 @@ def test_steps_that_are_not_replayed_are_not_counted(
 def test_the_table_sums_over_layers() -> None:
     statistics = CacheStatistics()
     statistics.layers = {0: LayerCounts(active=4, hits=1), 1: LayerCounts(active=6, hits=5)}
-    *_, last = layer_table(statistics).splitlines()
+    eviction = NextUse(Geometry(num_layers=2, num_experts=8, top_k=2))
+    head, first, _, last = layer_table(statistics, eviction).splitlines()
     assert last.split()[:4] == ["all", "10", "6", "60%"]
+    assert head.endswith("evicts by")
+    assert first.endswith("next-use")
 
 
 @pytest.fixture(scope="module")

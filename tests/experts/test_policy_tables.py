@@ -10,6 +10,7 @@ import pytest
 
 from tandem.experts.cache.policy_tables import NATIVE_TABLES
 from tandem.policy.cost import CostTable
+from tandem.policy.eviction import rule_choice
 from tandem.policy.eviction.next_use import NextUse
 from tandem.policy.plan import Copy, Geometry, LayerLoad
 from tandem.policy.planner import UNLIMITED
@@ -45,6 +46,8 @@ def test_evictions_rank_alike(trace: RoutingTrace, batch: int) -> None:
     """Both are asked and may learn at other moments: that changes no answer."""
     draw, geometry = random.Random(batch), trace.meta.geometry
     plain, native = NextUse(geometry), NextUse(geometry, tables=NATIVE_TABLES)
+    for policy in (plain, native):
+        policy.resized([geometry.num_experts // 4] * geometry.num_layers)
     for _, is_prefill, loads in steps_of(trace, batch):
         plain.begin_step(is_prefill=is_prefill)
         native.begin_step(is_prefill=is_prefill)
@@ -57,6 +60,39 @@ def test_evictions_rank_alike(trace: RoutingTrace, batch: int) -> None:
                 first = load.layer * geometry.num_experts
                 keys = range(first, first + geometry.num_experts)
                 assert native.scores(keys) == plain.scores(keys)
+
+
+@pytest.mark.parametrize("batch", [1, 6])
+def test_evictions_follow_the_same_rules(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On routing whose kind changes, with margins so small that rules often change."""
+    monkeypatch.setattr(rule_choice, "MARGIN", 3)
+    monkeypatch.setattr(rule_choice, "BACK_MARGIN", 1)
+    draw, geometry = random.Random(batch), Geometry(1, 24, 3)
+    plain, native = NextUse(geometry), NextUse(geometry, tables=NATIVE_TABLES)
+    followed: Counter[str] = Counter()
+    for step in range(1600):
+        if step in (0, 900):
+            for policy in (plain, native):
+                policy.resized([9 + step // 300])
+        for policy in (plain, native):
+            policy.begin_step(is_prefill=step % 97 == 0)
+        if step % 800 < 400:
+            routes = [[(3 * step + 5 * t + i) % 14 for i in range(3)] for t in range(batch)]
+            tokens = Counter(expert for route in routes for expert in set(route))
+            experts = tuple(sorted(tokens))
+            load = LayerLoad(0, experts, tuple(tokens[e] for e in experts), (), routes)
+        else:
+            load = random_load(draw, 0, batch, 3)
+        for policy in (plain, native):
+            policy.touch(load)
+        if draw.random() < 0.5:
+            native.learn()
+        if draw.random() < 0.3:
+            plain.learn()
+        assert native.rule(0) == plain.rule(0)
+        assert native.scores(range(24)) == plain.scores(range(24))
+        followed[plain.rule(0)] += 1
+    assert set(followed) == set(rule_choice.RULES)
 
 
 @pytest.mark.parametrize("batch", [1, 5])

@@ -106,7 +106,7 @@ def simulated(
         trace,
         run,
         resident=start_of(trace, settings, num_slots),
-        watch=lambda step, load, plan, compared, now: plans.append(plan),
+        watch=lambda step, load, plan, compared, rule, now: plans.append(plan),
     )
     return tally, plans
 

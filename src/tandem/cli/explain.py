@@ -16,6 +16,7 @@ from tandem.experts.tracing.events import unheard
 from tandem.foreign_types import PreTrainedModel
 from tandem.kernels.formats.weight_format import find_format
 from tandem.policy.cost import HardwareProfile, ShapeCosts
+from tandem.policy.eviction import Eviction
 from tandem.sim.replay import ReplaySettings, replay
 from tandem.sim.start import SIMULATED_STARTS
 
@@ -29,15 +30,15 @@ if TYPE_CHECKING:
 SMALLER_FORMAT = "int4"
 
 
-def layer_table(statistics: CacheStatistics) -> str:
-    """Return what happened in every layer and in all together."""
+def layer_table(statistics: CacheStatistics, eviction: Eviction) -> str:
+    """Return what happened in every layer and in all together, and the rule that each follows."""
     head = (
         f"{'layer':>5} {'active':>7} {'hits':>6} {'hit %':>6} {'fetched':>8} {'copied':>7} "
-        f"{'ahead':>6} {'device %':>9} {'device idle':>12} {'CPU idle':>9}"
+        f"{'ahead':>6} {'device %':>9} {'device idle':>12} {'CPU idle':>9}  evicts by"
     )
     lines = [head]
     for layer, counts in sorted(statistics.layers.items()):
-        lines.append(_row(str(layer), counts))
+        lines.append(f"{_row(str(layer), counts)}  {eviction.rule(layer)}".rstrip())
     total = LayerCounts()
     for counts in statistics.layers.values():
         for field in dataclasses.fields(LayerCounts):
@@ -214,4 +215,5 @@ class Explanation:
         self._recorder.pause()  # the recorded step goes on through it
         trace = self._recorder.trace("this run")
         changes = what_if(trace, self._expert_cache)
-        return [layer_table(self._statistics), change_table(changes, trace.num_tokens)]
+        eviction = self._expert_cache.planner.eviction
+        return [layer_table(self._statistics, eviction), change_table(changes, trace.num_tokens)]

@@ -486,10 +486,10 @@ class SuccessorTable:
         first_average: int,
         losses: Sequence[int],
         rate: float,
-        fast_shift: int,
-        slow_shift: int,
+        shifts: tuple[int, int, int],
         foreseen_shift: int,
         max_tokens: int,
+        margins: tuple[int, int],
         /,
     ) -> None: ...
     def note(
@@ -503,6 +503,8 @@ class SuccessorTable:
     ) -> None: ...
     def learn(self) -> None: ...
     def values(self) -> bytes: ...
+    def resize(self, capacity: int, /) -> None: ...
+    def followed(self) -> int: ...
 
 class ForesightTables:
     def __init__(

@@ -100,6 +100,7 @@ def make_planner(
     if eviction is None:
         make = _with_tables(EVICTIONS.factory(settings.eviction), tables)
         eviction = make(geometry, **dict(settings.eviction_options))
+    eviction.resized(sizes)
     prediction = like.prediction if like else None
     planner = Planner(
         geometry,

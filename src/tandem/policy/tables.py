@@ -27,6 +27,12 @@ class NextUseTable(Protocol):
     def values(self) -> memoryview:
         """Return the scores by expert, 32 bits each; the same until the next note."""
 
+    def resize(self, capacity: int) -> None:
+        """Choose among the rules of `eviction.rule_choice` for a cache of this size; 0: do not."""
+
+    def followed(self) -> int:
+        """Return the rule that `values` are of."""
+
 
 class PredictionTables(Protocol):
     """What `prediction.regression_predictor` learns of all layers."""

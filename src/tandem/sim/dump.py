@@ -2,7 +2,8 @@
 
 The first line is the header: settings, slots and the costs that hold. Then, in time order:
 - `"run": "demand"`: one line per layer of the hit-rate replay: active `experts`, `hits` among
-  them, `changes` as [newcomer, victim or null]. hit_rate = sum of hits / sum of experts.
+  them, `changes` as [newcomer, victim or null]. hit_rate = sum of hits / sum of experts. `rule`:
+  which rule the layer's eviction followed, if the policy chooses among several (also below).
 - `"run": "timed"`: one line per layer on the virtual clock: `experts`, `tokens`, `wait` (seconds
   until an expert's weights are on the GPU: 0 resident, null absent), the plan (`gpu`, `arriving`,
   `fetch`, `cpu`, `insert`, `prefetch`; copies as [layer, expert, slot, evicted or null], evicted
@@ -31,7 +32,9 @@ class Dump:
         """Write the first line."""
         self._write({"format": 1, **values})
 
-    def demand(self, load: LayerLoad, hits: Sequence[int], changes: list[tuple[int, int]]) -> None:
+    def demand(
+        self, load: LayerLoad, hits: Sequence[int], changes: list[tuple[int, int]], rule: str
+    ) -> None:
         """Write one layer of the hit-rate replay."""
         name = self._geometry.expert_id
         self._write(
@@ -41,11 +44,18 @@ class Dump:
                 "experts": load.experts,
                 "hits": hits,
                 "changes": [[name(new), None if old < 0 else name(old)] for new, old in changes],
+                "rule": rule,
             }
         )
 
     def plan(
-        self, step: int, load: LayerLoad, plan: LayerPlan, compared: Compared, seconds: float
+        self,
+        step: int,
+        load: LayerLoad,
+        plan: LayerPlan,
+        compared: Compared,
+        rule: str,
+        seconds: float,
     ) -> None:
         """Write one layer of the timed replay."""
         problem, split, optimal = compared
@@ -68,6 +78,7 @@ class Dump:
                 "cpu": plan.cpu,
                 "insert": _copies(plan.insert),
                 "prefetch": _copies(plan.prefetch),
+                "rule": rule,
                 "equations": {"gpu": on_gpu, "optimal_seconds": optimal},
             }
         )

@@ -26,9 +26,9 @@ class Demand(Protocol):
     """Receives every decision of a replay, for dumps."""
 
     def __call__(
-        self, load: LayerLoad, hits: Sequence[int], changes: list[tuple[int, int]]
+        self, load: LayerLoad, hits: Sequence[int], changes: list[tuple[int, int]], rule: str
     ) -> None:
-        """Take one layer's load, its hits and its (newcomer, victim or -1) keys."""
+        """Take one layer's load, its hits, its (newcomer, victim or -1) keys, and their rule."""
 
 
 def demand_loads(trace: RoutingTrace, batch: int, limit: int) -> Iterator[list[LayerLoad]]:
@@ -52,6 +52,7 @@ def hit_rate(
     """Return the share of active experts that are resident under an eviction policy."""
     residency = Residency(geometry, set_sizes, 0)
     admission = Admission(residency, eviction)
+    eviction.resized(set_sizes)
     hits = demands = 0
     for loads in steps:
         eviction.begin_step(is_prefill=False)
@@ -66,7 +67,8 @@ def hit_rate(
             changes = _admit(residency, admission, eviction, load.layer, keys, misses)
             if watch is not None:
                 missed = {key - first for key in misses}
-                watch(load, [e for e in load.experts if e not in missed], changes)
+                held = [e for e in load.experts if e not in missed]
+                watch(load, held, changes, eviction.rule(load.layer))
     return hits / demands if demands else 0.0
 
 

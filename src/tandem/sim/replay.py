@@ -31,7 +31,8 @@ class Compared(NamedTuple):
     optimal_seconds: float | None  # None where it was not computed
 
 
-Watch = Callable[[int, LayerLoad, LayerPlan, Compared, float], None]
+# Step, load, plan, its comparison, the rule of eviction that the layer follows, seconds.
+Watch = Callable[[int, LayerLoad, LayerPlan, Compared, str, float], None]
 # Every so many-th layer is compared with the exact optimum; prime, so that it reaches all layers.
 COMPARE_EVERY = 31
 
@@ -194,7 +195,8 @@ class _Replay:
             if compared is not None:
                 self._judge(compared, load, plan)
                 if self._watch is not None:
-                    self._watch(tally.steps, load, plan, compared, timeline.now)
+                    rule = planner.eviction.rule(load.layer)
+                    self._watch(tally.steps, load, plan, compared, rule, timeline.now)
             self._count(load, plan)
             timeline.run(load, plan)
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from tandem.kernels import _native
-from tandem.policy.eviction import next_use
+from tandem.policy.eviction import next_use, rule_choice
 from tandem.policy.lanes import ONE
 from tandem.policy.plan import Geometry, LayerLoad
 from tandem.policy.prediction import regression_predictor
@@ -23,12 +23,13 @@ class _NextUseTable:
             int(ONE * share),
             next_use.losses(),
             next_use.RATE,
-            next_use.FAST_SHIFT,
-            next_use.SLOW_SHIFT,
+            (next_use.FAST_SHIFT, next_use.SLOW_SHIFT, next_use.STEADY_SHIFT),
             next_use.PREDICTED_SHIFT,
             next_use.MAX_TOKENS,
+            (rule_choice.MARGIN, rule_choice.BACK_MARGIN),
         )
         self._note, self.learn, self._read = native.note, native.learn, native.values
+        self.resize, self.followed = native.resize, native.followed
         self._values: memoryview | None = None  # since the last note
 
     def note(

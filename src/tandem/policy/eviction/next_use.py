@@ -1,13 +1,19 @@
-"""Eviction by predicted next use (`successor`): an online regression of Belady's criterion.
+"""Eviction by predicted next use, or by a simpler rule where that has more hits (`successor`).
 
-The score of expert e: DISCOUNT**(d - 1) if e is used next in d steps, 0 beyond HORIZON steps.
+Predicted next use is an online regression of Belady's criterion. The score of expert e:
+DISCOUNT**(d - 1) if e is used next in d steps, 0 beyond HORIZON steps.
 Each layer predicts it for all experts at once, as the sum of one row per expert that the layer
 used just now and one row per expert that the layer above used. HORIZON steps later the true score
 is known, and a part of the error is added to each row of that sum (the delta rule). Two decayed
 counts steady the sum. A miss is admitted only if its score is above that of the expert that it
 would evict.
+
+Beside it each layer keeps the scores of two other rules, LRU and a slowly decayed count, and
+follows the rule that does best (`rule_choice`): on a model that is new, on loops or where the cache
+holds most experts, that may be one of those.
 """
 
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
@@ -15,6 +21,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from tandem.policy.eviction.policy import Eviction
+from tandem.policy.eviction.rule_choice import NEXT_USE, RECENCY, RULES, RuleChoice
 from tandem.policy.lanes import ONE, Lanes
 from tandem.policy.plan import Geometry, LayerLoad
 from tandem.policy.regression import Regression, rate_shift, sum_rows
@@ -24,6 +31,7 @@ from tandem.policy.tables import NextUseTable, Tables
 HORIZON, DISCOUNT = 8, 0.8
 RATE = 0.06  # of the error, shared by the rows
 FAST_SHIFT, SLOW_SHIFT = 2, 4
+STEADY_SHIFT = 5  # of the rule "decayed"
 MAX_TOKENS = 64  # of one expert in one step that the counts look at
 PROMPT_TOKENS = 16  # a prompt counts as at most so many steps of one token
 PREDICTED_SHIFT = 2  # weight of the sum against each count: 4 to 1
@@ -60,7 +68,7 @@ class _Pending(NamedTuple):
 
 
 class NextUse(Eviction):
-    """Ranks experts by their predicted discounted next use.
+    """Ranks experts by their predicted discounted next use, or by the rule that a layer follows.
 
     A layer's rows are computed lazily: when a score of the layer is read, when `learn` is called,
     or when the layer is touched again. Which of these comes first changes no score.
@@ -80,6 +88,16 @@ class NextUse(Eviction):
         self._is_prefill = False
         self._batch = 1  # tokens of the last decode step
         self._unlearned: list[NextUseTable] = []
+
+    def resized(self, set_sizes: Sequence[int]) -> None:
+        """Compare the rules in caches of this size; a pool that layers share knows one rule."""
+        is_by_layer = len(set_sizes) == len(self._tables)
+        for layer, table in enumerate(self._tables):
+            table.resize(set_sizes[layer] if is_by_layer else 0)
+
+    def rule(self, layer: int) -> str:
+        """Return the name of the rule by which a layer was last ranked."""
+        return RULES[self._tables[layer].followed()]
 
     def begin_step(self, *, is_prefill: bool) -> None:
         """Note the phase; nothing is above the first layer."""
@@ -117,7 +135,7 @@ class NextUse(Eviction):
         return [key for _, key in ranked]
 
     def scores(self, keys: Sequence[int]) -> list[float]:
-        """Return the predicted scores; their scale is the same in all layers."""
+        """Return the scores; their scale is the same in all layers that follow the same rule."""
         if not keys:
             return []
         experts = self._num_experts
@@ -143,7 +161,7 @@ def _lanes(num_experts: int) -> Lanes:
 
 
 class PureTable:
-    """The regression of one layer; see `NextUseTable`."""
+    """The rules of one layer; see `NextUseTable`."""
 
     def __init__(self, geometry: Geometry, layer: int) -> None:
         """Start with all experts equally likely."""
@@ -158,8 +176,13 @@ class PureTable:
         self._below = [row] * geometry.num_experts  # rows by expert used in the layer above
         self._losses = losses()
         self._past: deque[_Pending] = deque()
-        self._fast = self._slow = lanes.filled(share)
+        self._fast = self._slow = self._steady = lanes.filled(share)
+        self._last_use = array("I", bytes(lanes.num_bytes))  # by expert: number of the step
+        self._step = 0
+        self._choice = RuleChoice(geometry.num_experts)
+        self._followed = NEXT_USE  # since the last note
         self._noted: _Use | None = None
+        self._compared: _Use | None = None  # what the choice has not seen
         self._values: memoryview | None = None
 
     def note(
@@ -168,30 +191,52 @@ class PureTable:
         """Take what is in use now in this layer and in the one above; look at it later."""
         self.learn()
         self._noted = _Use(load, divisor, experts, above)
+        self._followed = self._choice.followed
 
     def learn(self) -> None:
         """Look at what was noted, and learn from what was predicted HORIZON steps before it."""
         self._observe()
+        if self._compared is not None and self._choice.is_open:
+            load, _, experts, _ = self._compared
+            scores = [self._scores(rule) for rule in range(len(RULES))]
+            self._choice.use(load.experts, scores, is_prompt=[*experts] != [*load.experts])
+        self._compared = None
         if len(self._past) > HORIZON:
             self._settle(self._past.popleft())
 
     def values(self) -> memoryview:
-        """Return the scores by expert: predicted from the experts in use, plus the counts."""
+        """Return the scores by expert under the rule that is followed."""
         self._observe()
         if self._values is None:
-            total = num_rows = 0
-            if self._past:
-                last = self._past[-1]
-                total, num_rows = last.total, len(last.experts) + len(last.above)
-            predicted = self._regression.shifted_sum(total, num_rows, PREDICTED_SHIFT)
-            self._values = self._lanes.read(predicted + self._fast + self._slow)
+            self._values = self._scores(self._followed)
         return self._values
+
+    def resize(self, capacity: int) -> None:
+        """Compare the rules in caches of this size."""
+        self._choice.resize(capacity)
+
+    def followed(self) -> int:
+        """Return the number of the rule that was followed since the last note."""
+        return self._followed
+
+    def _scores(self, rule: int) -> memoryview:
+        """Return the scores under a rule; under its own: the predicted sum plus two counts."""
+        if rule == RECENCY:
+            return memoryview(array("I", self._last_use))
+        if rule != NEXT_USE:
+            return self._lanes.read(self._steady)
+        total = num_rows = 0
+        if self._past:
+            last = self._past[-1]
+            total, num_rows = last.total, len(last.experts) + len(last.above)
+        predicted = self._regression.shifted_sum(total, num_rows, PREDICTED_SHIFT)
+        return self._lanes.read(predicted + self._fast + self._slow)
 
     def _observe(self) -> None:
         if self._noted is None:
             return
-        load, divisor, experts, above = self._noted
-        self._noted = None
+        self._compared, self._noted = self._noted, None
+        load, divisor, experts, above = self._compared
         lanes = self._lanes
         used = weighed = lanes.used(experts)
         if max(load.tokens) > 1:
@@ -200,6 +245,10 @@ class PureTable:
         self._past.append(_Pending(experts, above, total, used))
         self._fast = lanes.moved(self._fast, weighed, FAST_SHIFT)
         self._slow = lanes.moved(self._slow, weighed, SLOW_SHIFT)
+        self._steady = lanes.moved(self._steady, weighed, STEADY_SHIFT)
+        self._step += 1
+        for expert in load.experts:
+            self._last_use[expert] = self._step
         self._values = None
 
     def _weighed(self, load: LayerLoad, divisor: int) -> int:

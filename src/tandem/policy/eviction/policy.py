@@ -18,6 +18,14 @@ class Eviction(Protocol):
     reads_weights: bool = False
     """Whether `touch` reads the gate weights of a load, which else are left out."""
 
+    def resized(self, set_sizes: Sequence[int]) -> None:
+        """Learn how many slots each set of the cache has: one per layer, or one for all."""
+        return  # not abstract
+
+    def rule(self, layer: int) -> str:
+        """Return the rule by which a layer was last ranked, if the policy chooses among several."""
+        return ""
+
     def begin_step(self, *, is_prefill: bool) -> None:
         """Note that a new step starts."""
         return  # not abstract

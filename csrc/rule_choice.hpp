@@ -1,0 +1,56 @@
+// Which of several rules a layer's cache follows: the one whose ghost cache has had more hits. Decides
+// what tandem.policy.eviction.rule_choice decides; see there for the reasons.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <vector>
+
+namespace tandem {
+
+using Ids = std::vector<std::int32_t>;
+using Scores = std::vector<std::uint32_t>;  // by expert
+
+constexpr int kNextUse = 0, kRecency = 1, kDecayed = 2, kNumRules = 3;
+
+// The experts of a layer that one rule would hold.
+class GhostCache {
+ public:
+  void reset(std::int32_t num_experts, std::int64_t capacity);
+
+  // Returns how many of the experts are held, then lets the others in by their scores.
+  // `is_active` says by expert whether it is one of them.
+  std::int32_t use(const Ids& experts, const std::vector<std::uint8_t>& is_active,
+                   const Scores& scores);
+
+ private:
+  std::int64_t capacity_ = 0, num_held_ = 0;
+  std::vector<std::uint8_t> held_;  // by expert
+  Ids misses_, leaving_;
+};
+
+class RuleChoice {
+ public:
+  struct Options {
+    std::int32_t margin, back_margin;
+  };
+
+  RuleChoice(std::int32_t num_experts, const Options& options)
+      : options_(options), is_active_(num_experts) {}
+
+  int followed() const { return followed_; }
+  bool is_open() const { return is_open_; }
+  void resize(std::int64_t capacity);
+  void use(const Ids& experts, const std::array<Scores, kNumRules>& scores, bool is_prompt);
+
+ private:
+  Options options_;
+  int followed_ = kNextUse;
+  bool is_open_ = false;
+  std::int64_t capacity_ = 0, times_left_ = 0;
+  std::array<GhostCache, kNumRules> ghosts_;
+  std::array<std::int64_t, kNumRules> leads_{};
+  std::vector<std::uint8_t> is_active_;
+};
+
+}  // namespace tandem

@@ -1,0 +1,80 @@
+"""The choice among eviction rules: ghost caches are real ones, and a bad rule is soon left."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.policy.eviction import EVICTIONS
+from tandem.policy.eviction.next_use import NextUse
+from tandem.policy.eviction.rule_choice import MARGIN, RECENCY, RULES, GhostCache, RuleChoice
+from tandem.policy.plan import Geometry, LayerLoad
+from tandem.sim.hit_rate import hit_rate
+
+LAYER = Geometry(num_layers=1, num_experts=12, top_k=1)
+
+
+def loads(sequence: list[int]) -> list[list[LayerLoad]]:
+    return [[LayerLoad(0, (expert,), (1,), (), ((expert,),))] for expert in sequence]
+
+
+@settings(max_examples=50)
+@given(sequence=st.lists(st.integers(0, 11), min_size=1, max_size=80), slots=st.integers(1, 11))
+def test_a_ghost_cache_of_lru_has_the_hits_of_lru(sequence: list[int], slots: int) -> None:
+    ghost, last_use, hits = GhostCache(slots), [0] * 12, 0
+    for step, expert in enumerate(sequence):
+        last_use[expert] = step + 1
+        hits += ghost.use([expert], last_use)
+    expected = hit_rate(iter(loads(sequence)), LAYER, [slots], EVICTIONS.factory("lru")(LAYER))
+    assert hits / len(sequence) == expected
+
+
+def test_a_ghost_cache_neither_overflows_nor_evicts_what_is_in_use() -> None:
+    draw, ghost = random.Random(0), GhostCache(4)
+    for _ in range(200):
+        experts = sorted(draw.sample(range(12), draw.randint(1, 7)))
+        scores = [draw.randrange(5) for _ in range(12)]
+        ghost.use(experts, scores)
+        held = [expert for expert in range(12) if ghost.use([expert], [0] * 12)]
+        assert len(held) <= 4
+
+
+def test_a_rule_is_left_once_another_one_is_ahead_by_the_margin() -> None:
+    choice = RuleChoice(12)
+    choice.resize(3)
+    worst, best = [12 - e for e in range(12)], list(range(12))
+    steps = 0
+    while choice.followed != RECENCY:
+        # `best` keeps 9, 10 and 11, of which one is used in every step; `worst` keeps 0, 1 and 2.
+        for expert in (0, 1, 2, 9, 10, 11) if steps == 0 else (9 + steps % 3,):
+            choice.use([expert], [worst, best, worst], is_prompt=False)
+        steps += 1
+        assert steps < 3 * MARGIN
+    assert RULES[choice.followed] == "lru"
+
+
+@pytest.mark.parametrize("capacity", [0, 12])
+def test_nothing_is_chosen_where_rules_cannot_differ(capacity: int) -> None:
+    choice = RuleChoice(12)
+    choice.resize(capacity)
+    assert not choice.is_open
+
+
+def test_a_loop_that_only_lru_holds_costs_little() -> None:
+    """Ten experts in turn and two at random: prediction alone loses what LRU keeps."""
+    draw = random.Random(1)
+    sequence = [(step % 10) if step % 7 else 10 + draw.randrange(2) for step in range(3000)]
+    for slots in (4, 8, 11):
+        policy = NextUse(LAYER)
+        ours = hit_rate(iter(loads(sequence)), LAYER, [slots], policy)
+        lru = hit_rate(iter(loads(sequence)), LAYER, [slots], EVICTIONS.factory("lru")(LAYER))
+        assert ours >= lru - 0.01
+        assert policy.rule(0) in RULES
+
+
+def test_a_pool_that_layers_share_follows_predicted_next_use() -> None:
+    geometry = Geometry(num_layers=2, num_experts=12, top_k=1)
+    policy = NextUse(geometry)
+    policy.resized([7])
+    assert [policy.rule(layer) for layer in range(2)] == ["next-use"] * 2
