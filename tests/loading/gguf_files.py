@@ -73,6 +73,11 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         "q_lora_rank": 32, "n_group": 2, "topk_group": 1, "norm_topk_prob": True,
         "routed_scaling_factor": 1.5,
     }),
+    "glm4moe": ("glm4_moe", {
+        "head_dim": 16, "n_routed_experts": 8, "n_shared_experts": 1, "moe_intermediate_size": 96,
+        "intermediate_size": 128, "first_k_dense_replace": 1, "use_qk_norm": True,
+        "attention_bias": True, "routed_scaling_factor": 1.5, "n_group": 1, "topk_group": 1,
+    }),
     "minimax-m2": ("minimax_m2", {
         "num_local_experts": 8, "intermediate_size": 96, "head_dim": 32, "rotary_dim": 16,
         "use_routing_bias": True,
@@ -186,7 +191,8 @@ def _blocks(values: NDArray[np.float32], block: GGMLQuantizationType) -> NDArray
 def _write_metadata(writer: GGUFWriter, config: Any) -> None:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-    num_experts = getattr(config, "num_experts", None) or config.num_local_experts
+    counts = ("num_experts", "num_local_experts", "n_routed_experts")
+    num_experts = next(n for name in counts if (n := getattr(config, name, None)))
     has_latents = hasattr(config, "kv_lora_rank")  # one head for keys and values, of this width
     if has_latents:
         head_dim = config.kv_lora_rank + config.qk_rope_head_dim
@@ -200,6 +206,8 @@ def _write_metadata(writer: GGUFWriter, config: Any) -> None:
     writer.add_key_length(head_dim)
     writer.add_value_length(config.kv_lora_rank if has_latents else head_dim)
     rotary = config.qk_rope_head_dim if has_latents else getattr(config, "rotary_dim", head_dim)
+    if config.model_type == "glm4_moe":
+        rotary = int(head_dim * config.rope_parameters["partial_rotary_factor"])
     writer.add_rope_dimension_count(rotary)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
@@ -215,6 +223,11 @@ def _write_metadata(writer: GGUFWriter, config: Any) -> None:
     if config.model_type.startswith("deepseek"):
         _write_deepseek(writer, config)
         return
+    if config.model_type == "glm4_moe":
+        writer.add_leading_dense_block_count(config.first_k_dense_replace)
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
     if config.model_type == "minimax_m2":
         writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
     if config.model_type == "qwen2_moe":
@@ -245,7 +258,10 @@ def _write_deepseek(writer: GGUFWriter, config: Any) -> None:
 def _tensors(model: Any) -> dict[str, Tensor]:
     """Return a model's tensors by their names in GGUF: views, so that they can be set."""
     found: dict[str, Tensor] = {}
+    is_tied = model.config.tie_word_embeddings
     for name, tensor in model.state_dict().items():
+        if is_tied and name == "lm_head.weight":
+            continue
         number, _, rest = name.removeprefix("model.layers.").partition(".")
         layer = f"blk.{number}." if number.isdigit() else ""
         inner = rest if layer else name
@@ -261,7 +277,7 @@ def _tensors(model: Any) -> dict[str, Tensor]:
         if stem.endswith("correction_bias"):
             kind = "bias"
         short = _NAMES[stem]
-        if model.config.model_type == "gpt_oss" and short == "ffn_norm":
+        if model.config.model_type in ("gpt_oss", "glm4_moe") and short == "ffn_norm":
             short = "post_attention_norm"
         if model.config.model_type == "mixtral" and short in ("attn_q", "attn_k"):
             tensor = _paired(tensor, model.config.head_dim)

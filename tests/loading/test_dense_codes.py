@@ -133,3 +133,21 @@ def test_blocks_of_a_gguf_file(kind: str, tmp_path: Path) -> None:
     for path, layer in packed_layers(model):
         assert torch.equal(layer.packed.values(), dense[f"{path}.weight"]), path
     assert len(formats_of(model)) == 9  # attention of two layers, and the head
+
+
+def test_a_tied_head_has_the_codes_of_the_embeddings(tmp_path: Path) -> None:
+    expected = tiny_model("llama", {"tie_word_embeddings": True})
+    write_gguf(tmp_path / "model.gguf", expected, "IQ4_NL", "llama")
+    model = tandem.load(tmp_path / "model.gguf", dtype="fp32", dense_dtype="auto")
+    head = dict(packed_layers(model))["lm_head"]
+    assert formats_of(model)["lm_head"] == "iq4_nl"
+    embeddings = expected.get_input_embeddings().weight
+    assert torch.equal(head.packed.values(), embeddings)
+    assert torch.equal(model.get_input_embeddings().weight, embeddings)
+    again = tandem.load(tmp_path / "model.gguf", dense_dtype="auto")
+    sizes = model_sizes(open_model(tmp_path / "model.gguf"), OffloadConfig(dense_dtype="auto"))
+    assert (sizes.experts_bytes, sizes.total_dense_bytes) == loaded_bytes(again)
+    tandem.pack(tmp_path / "model.gguf", tmp_path / "packed", dense_dtype="auto")
+    packed = tandem.load(tmp_path / "packed")
+    assert formats_of(packed) == formats_of(again)
+    assert torch.equal(logits(packed), logits(again))

@@ -38,8 +38,9 @@ def quantised_layers(
     found: dict[str, WeightFormat | None] = {}
     for _, _, linear in packable_layers(model):
         parameter = f"{paths[id(linear)]}.weight"
-        weights = by_parameter.get(parameter, [])
-        if weights and parameter not in tied:
+        # A head that is tied to the embeddings has their codes.
+        weights = by_parameter.get(tied.get(parameter, parameter), [])
+        if weights:
             found[parameter] = _format_of(weights, linear)
     return found
 
@@ -58,17 +59,29 @@ class DenseCodes:
     def __init__(self) -> None:
         """Expect none."""
         self._formats: dict[str, WeightFormat] = {}
+        self._tied: dict[str, str] = {}
         self._matrices: dict[str, PackedMatrix] = {}
 
-    def expect(self, formats: Mapping[str, WeightFormat | None]) -> None:
-        """Keep the codes of these layers, by weight, in these formats."""
+    def expect(self, formats: Mapping[str, WeightFormat | None], tied: Mapping[str, str]) -> None:
+        """Keep the codes of these layers, by weight, in these formats.
+
+        `tied` says which other weight some of them share, such as the embeddings.
+        """
         self._formats = {name: fmt for name, fmt in formats.items() if fmt is not None}
+        self._tied = {tied[name]: name for name in self._formats if name in tied}
 
     def take(self, parameter: str, tensor: SourceTensor) -> Tensor:
         """Keep a weight's codes and return an empty placeholder, or return its values.
 
-        Raises `ModelError` for what is damaged.
+        The codes of embeddings are kept for the head that is tied to them, and their values
+        returned. Raises `ModelError` for what is damaged.
         """
+        if parameter in self._tied:
+            self._take(self._tied[parameter], tensor)
+            return tensor.values()
+        return self._take(parameter, tensor)
+
+    def _take(self, parameter: str, tensor: SourceTensor) -> Tensor:
         fmt = self._formats.get(parameter)
         if fmt is None:
             return tensor.values()

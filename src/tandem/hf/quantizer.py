@@ -122,7 +122,8 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
             stored = self.quantization_config.dense_formats or {}
             expect_stored_layers(model, dense_format, stored)
         if not _on_device(kwargs.get("device_map")):
-            self._writer.dense.expect(self.dense_code_formats(model))
+            tied = getattr(model, "all_tied_weights_keys", {})
+            self._writer.dense.expect(self.dense_code_formats(model), tied)
         self._shapes = {
             name: parameter.shape
             for name, parameter in model.named_parameters()

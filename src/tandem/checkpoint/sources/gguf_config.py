@@ -94,6 +94,31 @@ def deepseek(header: GgufHeader) -> PreTrainedConfig:
     return _config(header, "deepseek_v3" if is_v3 else "deepseek_v2", **own)
 
 
+def glm4(header: GgufHeader) -> PreTrainedConfig:
+    """Make the config of a GLM-4.5 or later."""
+    head_dim = _head_dim(header)
+    rotary = header.value("rope.dimension_count", head_dim)
+    config = _config(
+        header,
+        "glm4_moe",
+        num_hidden_layers=header.value("block_count") - header.value("nextn_predict_layers", 0),
+        head_dim=head_dim,
+        n_routed_experts=header.value("expert_count"),
+        n_shared_experts=header.value("expert_shared_count", 1),
+        moe_intermediate_size=header.expert_width,
+        intermediate_size=header.value("feed_forward_length"),
+        first_k_dense_replace=header.value("leading_dense_block_count", 0),
+        routed_scaling_factor=header.value("expert_weights_scale", 1.0),
+        norm_topk_prob=bool(header.value("expert_weights_norm", True)),
+        n_group=header.value("expert_group_count", 1),
+        topk_group=header.value("expert_group_used_count", 1),
+        use_qk_norm="blk.0.attn_q_norm.weight" in header.tensors,
+        attention_bias="blk.0.attn_q.bias" in header.tensors,
+    )
+    config.rope_parameters["partial_rotary_factor"] = rotary / head_dim
+    return config
+
+
 def _config(header: GgufHeader, model_type: str, **own: object) -> PreTrainedConfig:
     """Return a config with what all architectures name alike, and `own` values."""
     from transformers import AutoConfig
@@ -186,4 +211,5 @@ ARCHITECTURES = {
     "olmoe": Architecture(olmoe),
     "gpt-oss": Architecture(gpt_oss, is_interleaved=True),
     "deepseek2": Architecture(deepseek),
+    "glm4moe": Architecture(glm4),
 }

@@ -7,7 +7,7 @@ from tandem.checkpoint.sources.gguf import read_gguf_header
 
 # Transformers finds a tokenizer's class by the config that it reads; these it does not read, or
 # not rightly (`gguf_config`), and their tokenizers need no class of their own.
-_CONFIG_IS_OURS = ("olmoe", "gpt-oss", "deepseek2")
+_CONFIG_IS_OURS = ("olmoe", "gpt-oss", "deepseek2", "glm4moe")
 
 
 def load_gguf_tokenizer(file: Path) -> Any:
