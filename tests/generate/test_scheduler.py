@@ -9,9 +9,10 @@ from torch import Tensor
 
 import tandem
 from tandem.core.errors import ConfigError
+from tandem.generate.failure import StepFailedError
 from tandem.generate.running import Request
 from tandem.generate.sampling import SamplingOptions
-from tandem.generate.scheduler import Scheduler, StepFailedError
+from tandem.generate.scheduler import Scheduler
 from tandem.generate.token_output import TokenOutput
 from tests.architectures import VOCABULARY, build_tiny_model
 from tests.hf.tiny import byte_tokenizer

@@ -216,7 +216,7 @@ class Session:
         Raises `ConfigError` for a conversation that is too long and is not to be trimmed; a single
         message that is too long is left to the generator.
         """
-        from tandem.decode.padded import context_tokens
+        from tandem.hf.next_token_models import context_tokens
 
         prompt = self._encode(messages)
         num_tokens, longest = _length(prompt), context_tokens(self._model)

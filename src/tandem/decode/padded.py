@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationMixin
+from transformers import DynamicCache
 
-from tandem.core.errors import ConfigError, UnsupportedModelError
+from tandem.core.errors import ConfigError
 from tandem.decode.images import ImagePrompt
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.compat import (
@@ -21,68 +21,6 @@ from tandem.hf.compat import (
     takes_logits_to_keep,
 )
 from tandem.hf.finite import require_finite_logits
-
-
-def without_adapters_wrapper(model: PreTrainedModel) -> Any:
-    """Return the Transformers model of a PEFT model: its adapters sit in that one's layers.
-
-    Raises `UnsupportedModelError` for adapters that are something before the prompt instead.
-    """
-    if not (hasattr(model, "get_base_model") and hasattr(model, "peft_config")):
-        return model
-    for name, config in model.peft_config.items():
-        if getattr(config, "is_prompt_learning", False):
-            raise UnsupportedModelError(
-                f"adapter {name!r} is {config.peft_type} and puts something before the prompt, "
-                "which Tandem's loop does not; call model.generate(...)"
-            )
-    return model.get_base_model()
-
-
-def adapter_state(model: PreTrainedModel) -> tuple[Any, ...]:
-    """Return what of a model's adapters is in use; what was computed with another state is void."""
-    if not hasattr(model, "peft_config"):
-        return ()
-    return tuple(
-        (tuple(active), bool(layer.disable_adapters), bool(layer.merged))
-        for layer in model.modules()
-        # Of Transformers' models it is a method.
-        if isinstance(active := getattr(layer, "active_adapters", None), list)
-    )
-
-
-def require_next_token_model(model: PreTrainedModel) -> None:
-    """Raise `UnsupportedModelError` unless a model writes one token after the other."""
-    name = type(model).__name__
-    if not model.can_generate():
-        raise UnsupportedModelError(f"{name} cannot generate text")
-    if not isinstance(model, GenerationMixin):
-        raise UnsupportedModelError(
-            f"{name} does not write token by token but in a way of its own; "
-            "call model.generate(...)"
-        )
-    if model.config.is_encoder_decoder:
-        raise UnsupportedModelError(
-            f"{name} is an encoder-decoder, which Tandem's loop does not drive; "
-            "call model.generate(...)"
-        )
-
-
-def context_tokens(model: PreTrainedModel) -> int | None:
-    """Return the longest sequence that a model was made for; None if it does not say."""
-    longest: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return longest
-
-
-def vocabulary_size(model: PreTrainedModel) -> int:
-    """Return the number of token ids that a model can read."""
-    return int(model.get_input_embeddings().weight.shape[0])
-
-
-def end_of_sequence_ids(model: PreTrainedModel) -> frozenset[int]:
-    """Return the token ids that end an answer."""
-    ids = model.generation_config.eos_token_id
-    return frozenset(() if ids is None else (ids if isinstance(ids, list | tuple) else (ids,)))
 
 
 class PaddedBatch:

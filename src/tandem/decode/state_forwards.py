@@ -36,10 +36,10 @@ def _handle(cache: Any, layer: int) -> StateHandle:
 def _lightning_attention(
     self: Any,
     hidden_states: Tensor,
-    position_embeddings: Any,
-    attention_mask: Any,
+    position_embeddings: object,
+    attention_mask: object,
     past_key_values: Any = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Linear attention whose states fade by a rate of their head, (b, n_tokens, width)."""
     handle = _handle(past_key_values, self.layer_idx)
@@ -59,7 +59,7 @@ def _lightning_attention(
 
 
 def _convolved_projection(
-    self: Any, hidden_states: Tensor, past_key_values: Any, conv_mask: Any = None
+    self: Any, hidden_states: Tensor, past_key_values: Any, conv_mask: object = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys that two convolutions mix, values half of which are the last token's.
 

@@ -5,8 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tandem.generate.answer import Answer, FinishReason
+from tandem.generate.failure import StepFailedError
 from tandem.generate.running import Request
-from tandem.generate.scheduler import Scheduler, StepFailedError
+from tandem.generate.scheduler import Scheduler
 from tandem.generate.token_output import TokenOutput
 
 

@@ -19,12 +19,7 @@ from tandem.core.errors import ConfigError, TandemWarning
 from tandem.decode.cpu_slots import CpuSlotPool, why_no_cpu_slots
 from tandem.decode.cuda.slots import new_cuda_slot_pool, why_no_cuda_slots
 from tandem.decode.images import ImagePrompt, require_images, why_no_slot_images
-from tandem.decode.padded import (
-    PaddedSlotPool,
-    adapter_state,
-    require_next_token_model,
-    without_adapters_wrapper,
-)
+from tandem.decode.padded import PaddedSlotPool
 from tandem.decode.recording.recorded_graph import RecordedGraph
 from tandem.decode.slots import MAX_STEP_TOKENS, SlotPool
 from tandem.decode.trial_notes import TrialNote
@@ -38,6 +33,11 @@ from tandem.generate.sampling import SamplingOptions, not_followed
 from tandem.generate.scheduler import CHUNK_TOKENS, Scheduler
 from tandem.generate.speculation.speculation import new_speculation
 from tandem.hf.dense import pack_dense_layers
+from tandem.hf.next_token_models import (
+    adapter_state,
+    require_next_token_model,
+    without_adapters_wrapper,
+)
 from tandem.hf.runtime import runtime_of
 from tandem.kernels.attention import require_kv_dtype
 from tandem.kernels.dense import CpuThreads

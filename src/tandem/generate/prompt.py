@@ -7,9 +7,9 @@ from torch import Tensor
 
 from tandem.core.errors import ConfigError
 from tandem.decode.images import ImagePrompt, require_images
-from tandem.decode.padded import context_tokens, vocabulary_size
 from tandem.foreign_types import PreTrainedModel, Tokenizer
 from tandem.generate.images import Processor, images_of, without_sources, write_prompt
+from tandem.hf.next_token_models import context_tokens, vocabulary_size
 
 
 class Message(TypedDict):

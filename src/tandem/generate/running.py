@@ -8,7 +8,8 @@ from torch import Tensor
 
 from tandem.decode.images import ImagePrompt
 from tandem.generate.answer import FinishReason
-from tandem.generate.ending import EndOptions
+from tandem.generate.ending import EndOptions, NotYet
+from tandem.generate.penalties import Together
 from tandem.generate.sampler import Sampler
 from tandem.generate.sampling import SamplingOptions
 from tandem.generate.stopping import StopStrings
@@ -50,6 +51,13 @@ class Request:
     def keys(self) -> tuple[int, ...]:
         """The prompt as slots hold it: what is equal of two prompts' keys is shared."""
         return self.prompt if self.images is None else self.images.keys
+
+    def constraint_until(self, end_ids: frozenset[int]) -> Constraint | None:
+        """Return what limits the choice of tokens, with no end before its time."""
+        if not self.end.min_tokens:
+            return self.constraint
+        not_yet = NotYet(self.end.min_tokens, end_ids)
+        return not_yet if self.constraint is None else Together([not_yet, self.constraint])
 
 
 @dataclass(slots=True, eq=False)

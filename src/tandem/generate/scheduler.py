@@ -17,44 +17,25 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from tandem.decode.padded import end_of_sequence_ids
 from tandem.decode.slots import SlotPool, num_shared
 from tandem.foreign_types import PreTrainedModel, Tokenizer
-from tandem.generate.ending import NotYet
-from tandem.generate.penalties import Together
+from tandem.generate.failure import Failure, StepFailedError
 from tandem.generate.prompt import room
-from tandem.generate.running import Constraint, Request, Running, logprob_of
+from tandem.generate.running import Request, Running, logprob_of
 from tandem.generate.sampler import Sampler
 from tandem.generate.speculation.speculation import Speculation
 from tandem.generate.stopping import StopStrings
 from tandem.generate.text import TextStream
 from tandem.generate.token_output import BatchCounts, TokenOutput
+from tandem.hf.next_token_models import end_of_sequence_ids
 
 # Running streams wait for a prefill chunk; shorter chunks read the experts more often.
 CHUNK_TOKENS = 256
 # While others are answered, chunks are so much shorter: they wait less, the prompt takes longer.
 _SHORTER_BESIDE_OTHERS = 4
-
-
-class Failure(NamedTuple):
-    """What some requests came to that a step could not serve."""
-
-    request_ids: tuple[int, ...]
-    error: Exception
-
-
-class StepFailedError(Exception):
-    """A step failed for some requests, which are dropped; what it brought the others is here."""
-
-    def __init__(self, failures: list[Failure], token_outputs: list[TokenOutput]) -> None:
-        """Carry both; each failure has requests of its own."""
-        super().__init__("; ".join(str(failure.error) for failure in failures))
-        self.failures = failures
-        self.token_outputs = token_outputs
 
 
 @dataclass(slots=True)
@@ -224,7 +205,7 @@ class Scheduler:
             reused_tokens=shared,
             num_done=shared,
             end_ids=end_ids,
-            constraint=_constraint(request, end_ids),
+            constraint=request.constraint_until(end_ids),
             prompt_logprobs=[None] if request.has_prompt_logprobs else None,
         )
         self._slots[slot].running = running
@@ -410,11 +391,3 @@ class Scheduler:
         slot.running, slot.last_used = None, time.monotonic()
         if self._speculation is not None:
             self._speculation.forget(running.slot)
-
-
-def _constraint(request: Request, end_ids: frozenset[int]) -> Constraint | None:
-    """Return what rules the choice of a request's tokens."""
-    if not request.end.min_tokens:
-        return request.constraint
-    not_yet = NotYet(request.end.min_tokens, end_ids)
-    return not_yet if request.constraint is None else Together([not_yet, request.constraint])

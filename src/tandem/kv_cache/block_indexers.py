@@ -38,7 +38,7 @@ def _select_qwen4(
     self: Any,
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
-    attention_mask: Any,
+    attention_mask: object,
     past_key_values: Any,
 ) -> SelectedPositions:
     """Pool by means, which are normed and turned by the angles of their first position."""
@@ -65,7 +65,7 @@ def _select_qwen4(
 
 
 def _select_glm5(
-    self: Any, hidden_states: Tensor, q_resid: Tensor, attention_mask: Any, past_key_values: Any
+    self: Any, hidden_states: Tensor, q_resid: Tensor, attention_mask: object, past_key_values: Any
 ) -> Tensor:
     """Pool by weights that each token gives, for each place of its block."""
     dim, dtype = self.head_dim, hidden_states.dtype

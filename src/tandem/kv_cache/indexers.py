@@ -39,7 +39,7 @@ class SeesAllBefore:
 
     dtype = torch.bool
 
-    def __getitem__(self, part: Any) -> "SeesAllBefore":
+    def __getitem__(self, part: object) -> "SeesAllBefore":
         """Return itself, for whichever part."""
         return self
 
@@ -57,7 +57,7 @@ class SeesAllBefore:
 
 
 def masks_by_layer_type(
-    model: PreTrainedModel, layers: Iterable[Any]
+    model: PreTrainedModel, layers: Iterable[object]
 ) -> dict[str, SeesAllBefore | None]:
     """Return the masks for a model with indexers, whose code adds them to scores; else nothing.
 
@@ -90,7 +90,7 @@ class IndexScores:
 
     @classmethod
     def __torch_function__(
-        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        cls, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> "IndexScores":
         """Do what `function` of torch asks for, with one of these among its arguments."""
         scores: IndexScores
@@ -134,7 +134,7 @@ class IndexScores:
             raise UnknownIndexerError("an indexer arranges its keys or scores in another way")
         return self
 
-    def masked_fill(self, mask: Any, value: float) -> "IndexScores":
+    def masked_fill(self, mask: object, value: float) -> "IndexScores":
         """Hide what tokens do not see."""
         if not isinstance(mask, SeesAllBefore) or value > -1e30:
             raise UnknownIndexerError("an indexer has a mask of its own")

@@ -20,16 +20,16 @@ from multiprocessing.connection import Connection
 import torch
 
 from tandem.core.errors import TandemError
-from tandem.decode.padded import context_tokens, end_of_sequence_ids, vocabulary_size
 from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tandem.experts.tracing.events import ExpertStatistics
+from tandem.generate.failure import StepFailedError
 from tandem.generate.generator import Generator
 from tandem.generate.penalties import PenalisedScores, Together
 from tandem.generate.running import Constraint, Request
 from tandem.generate.sampling import SamplingOptions
-from tandem.generate.scheduler import StepFailedError
 from tandem.generate.token_output import BatchCounts
 from tandem.hf.dense import pack_as_loaded
+from tandem.hf.next_token_models import context_tokens, end_of_sequence_ids, vocabulary_size
 from tandem.hf.runtime import require_runtime
 from tandem.server.constraint import Grammars
 from tandem.server.live import LiveSnapshots

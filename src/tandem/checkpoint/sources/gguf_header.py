@@ -11,12 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from tandem.core.errors import ModelError, UnsupportedModelError
+
+# What a field of the header holds: a text, a number, a truth value or a list of one of them.
+Value: TypeAlias = Any
 
 _UNREADABLE = "{file} cannot be read as GGUF ({reason}); download it again"
 _MAGIC = b"GGUF"
@@ -57,15 +60,15 @@ class GgufHeader:
     file: Path
     """The first one of a model in parts."""
     architecture: str
-    fields: Mapping[str, Any]
+    fields: Mapping[str, Value]
     """Numbers, texts and arrays of numbers; the strings of an array are not read: their count."""
     tensors: Mapping[str, GgufTensor]
 
-    def value(self, key: str, default: Any = None) -> Any:
+    def value(self, key: str, default: Value = None) -> Value:
         """Return a number or text of the metadata, by its name after the architecture's."""
         return self.at(f"{self.architecture}.{key}", default)
 
-    def at(self, key: str, default: Any = None) -> Any:
+    def at(self, key: str, default: Value = None) -> Value:
         """Return a number or text of the metadata by its whole name."""
         return self.fields.get(key, default)
 
@@ -87,7 +90,7 @@ def read_header(file: Path) -> GgufHeader:
     Raises `ModelError` for a file that is damaged or lacks a part, with one sentence.
     """
     files = parts_of(file)
-    fields: dict[str, Any] = {}
+    fields: dict[str, Value] = {}
     tensors: dict[str, GgufTensor] = {}
     for part in files:
         of_part, own = _read_part(part)
@@ -135,7 +138,7 @@ def parts_of(file: Path) -> list[Path]:
     return files
 
 
-def _check_part(part: Path, fields: Mapping[str, Any], files: list[Path]) -> None:
+def _check_part(part: Path, fields: Mapping[str, Value], files: list[Path]) -> None:
     number, count = fields.get("split.no"), fields.get("split.count")
     if (number, count) != (files.index(part), len(files)):
         raise ModelError(
@@ -144,7 +147,7 @@ def _check_part(part: Path, fields: Mapping[str, Any], files: list[Path]) -> Non
         )
 
 
-def _read_part(file: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+def _read_part(file: Path) -> tuple[dict[str, Value], dict[str, GgufTensor]]:
     """Return one file's metadata and tensors."""
     try:
         with file.open("rb") as opened:
@@ -170,14 +173,14 @@ class _Reader:
         self._size = len(mapped)
         self._at = 0
 
-    def read(self) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+    def read(self) -> tuple[dict[str, Value], dict[str, GgufTensor]]:
         if self._take(4, "its magic") != _MAGIC:
             raise _DamagedError("its first bytes are not GGUF")
         version = self._scalar("I")
         if version not in _VERSIONS:
             raise _DamagedError(f"its version is {version}, expected 2 or 3")
         num_tensors, num_fields = self._scalar("Q"), self._scalar("Q")
-        fields: dict[str, Any] = {}
+        fields: dict[str, Value] = {}
         for _ in range(num_fields):  # what is no longer there ends it
             key = self._name("a name of its metadata")
             if key in fields:
@@ -199,7 +202,7 @@ class _Reader:
         self._at += count
         return taken
 
-    def _scalar(self, kind: str) -> Any:
+    def _scalar(self, kind: str) -> Value:
         return struct.unpack(f"<{kind}", self._take(struct.calcsize(f"<{kind}"), "its header"))[0]
 
     def _counted(self, count: int, least_bytes: int, what: str) -> int:
@@ -223,7 +226,7 @@ class _Reader:
         except UnicodeDecodeError as error:
             raise _DamagedError(f"{what} is no text") from error
 
-    def _value(self, kind: int, key: str) -> Any:
+    def _value(self, kind: int, key: str) -> Value:
         if kind in _SCALARS:
             return self._scalar(_SCALARS[kind][0])
         if kind == _STRING:
@@ -232,7 +235,7 @@ class _Reader:
             return self._array(self._scalar("I"), self._scalar("Q"), key)
         raise _DamagedError(f"{key} has a value of unknown type {kind}")
 
-    def _array(self, kind: int, count: int, key: str) -> Any:
+    def _array(self, kind: int, count: int, key: str) -> Value:
         """Return an array of numbers as a list, and of strings only their count."""
         if kind in _SCALARS:
             dtype = np.dtype(_SCALARS[kind][1])

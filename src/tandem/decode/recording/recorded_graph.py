@@ -22,7 +22,7 @@ from tandem.kernels.dense import CpuThreads
 
 # Public functions that do what an ATen overload does with the same positional arguments, and cost
 # a third of calling the overload.
-_DIRECT: dict[str, Callable[..., Any]] = {
+_DIRECT: dict[str, Callable[..., object]] = {
     "add.Tensor": torch.add,
     "sub.Tensor": torch.sub,
     "mul.Tensor": torch.mul,
@@ -235,14 +235,16 @@ def _parts(operations: list[Operation], places: Places, *, are_apart: bool) -> l
     return parts
 
 
-def _function(operations: list[Operation], part: list[int], places: Places) -> Callable[..., Any]:
+def _function(
+    operations: list[Operation], part: list[int], places: Places
+) -> Callable[..., object]:
     first = operations[part[0]]
     if isinstance(first.function, NativeCall):
         return compile_program([operations[index] for index in part], places)
     return _direct(first)
 
 
-def _direct(operation: Operation) -> Callable[..., Any]:
+def _direct(operation: Operation) -> Callable[..., object]:
     overload = str(operation.function).removeprefix("aten.")
     if operation.kwargs and overload not in ("softmax.int",):
         return operation.function
@@ -250,7 +252,7 @@ def _direct(operation: Operation) -> Callable[..., Any]:
 
 
 def _lines(
-    index: int, operation: Operation, places: Places, namespace: dict[str, Any]
+    index: int, operation: Operation, places: Places, namespace: dict[str, object]
 ) -> list[str]:
     parts = [_expression(arg, namespace) for arg in operation.args]
     parts += [f"{name}={_expression(v, namespace)}" for name, v in operation.kwargs.items()]
@@ -263,7 +265,7 @@ def _lines(
     return [f"{targets} = {call}", *(f"v{n}.copy_(t{n}); del t{n}" for n in placed)]
 
 
-def _expression(value: Any, namespace: dict[str, Any]) -> str:
+def _expression(value: Any, namespace: dict[str, object]) -> str:
     if isinstance(value, Ref):
         return f"v{value.number}"
     if isinstance(value, list):

@@ -75,7 +75,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self,
         func: Any,
-        types: Any,
+        types: object,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
@@ -157,6 +157,6 @@ class Recorder(TorchDispatchMode):
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         ACTIVE.reset(self._token)
