@@ -10,6 +10,7 @@ from tandem.experts.execution.batch import ExpertFunctions
 from tandem.experts.execution.executor import CpuExecutor
 from tandem.experts.store.host_store import HostStore
 from tandem.experts.tracing.events import ExpertStatistics
+from tandem.kernels.formats.weight_format import find_format
 from tandem.kernels.reference import expert_ffn
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 5, 8, 6, 2
@@ -117,3 +118,17 @@ def test_parts_of_an_expert_are_stacked_in_order() -> None:
     stored = layer.stored()["up_proj"][3]
     assert torch.equal(stored.float(), torch.cat([gate, up]))
     assert stored.dtype == torch.bfloat16
+
+
+def test_gate_and_up_that_come_apart_are_packed_as_if_joined() -> None:
+    shapes: dict[str, tuple[int, ...]]
+    shapes = {"gate_up_proj": (1, 2 * INTERMEDIATE, 32), "down_proj": (1, 32, INTERMEDIATE)}
+    random = torch.Generator().manual_seed(0)
+    gate, up = torch.randn(2, INTERMEDIATE, 32, generator=random)
+    stored = []
+    for parts in ([gate, up], [torch.cat([gate, up])], [gate[:1], gate[1:], up]):
+        layer = HostStore().add_layer("mlp.experts", shapes, expert_dtype=find_format("int4"))
+        layer.put_expert("gate_up_proj", 0, parts)
+        stored.append(layer.stored()["experts"])
+    assert torch.equal(stored[0], stored[1])
+    assert torch.equal(stored[0], stored[2])

@@ -1,5 +1,8 @@
 """A packed checkpoint comes into memory in order, and where memory is short all the same."""
 
+import os
+import threading
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -9,7 +12,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 import tandem
-from tandem.checkpoint.mapped_files import map_ahead
+from tandem.checkpoint.mapped_files import map_ahead, reading_along
 from tandem.hf import packed_reading
 from tests.architectures import result_of, tiny_inputs
 from tests.hf.tiny import save_tiny_checkpoint
@@ -86,3 +89,37 @@ def test_every_byte_that_is_entered_is_told(packed: Path) -> None:
         tensors = [file.get_tensor(name) for name in file.keys()]  # noqa: SIM118
         map_ahead(tensors, counted.append)
         assert sum(counted) >= sum(tensor.nbytes for tensor in tensors)
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="Linux")
+@pytest.mark.parametrize("is_left_early", [False, True])
+def test_files_are_advised_in_order_until_the_end(
+    is_left_early: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    advised: list[int] = []
+    reached = threading.Event()
+
+    def note(_descriptor: int, offset: int, size: int, _advice: int) -> None:
+        advised.append(offset)
+        if len(advised) == 3:
+            reached.set()
+            if is_left_early:
+                left.wait()
+
+    monkeypatch.setattr(os, "posix_fadvise", note)
+    left = threading.Event()
+    files = [tmp_path / name for name in "ab"]
+    for file in files:
+        file.write_bytes(bytes(300_000))
+    with reading_along(files):
+        assert reached.wait(10)
+        if not is_left_early:
+            deadline = time.monotonic() + 10
+            while len(advised) < 6 and time.monotonic() < deadline:
+                time.sleep(0.001)
+        threading.Timer(0.05, left.set).start()
+    chunk = 128 << 10
+    expected = [0, chunk, 2 * chunk, 0, chunk, 2 * chunk]
+    assert advised == expected[: len(advised)]
+    assert (len(advised) == 6) != is_left_early
+    assert not [thread for thread in threading.enumerate() if thread.name == "tandem-read-along"]

@@ -4,9 +4,11 @@ import ctypes
 import mmap
 import os
 import sys
+import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -17,6 +19,8 @@ _CHUNK_BYTES = 8 << 20
 _READERS = 4
 _MADV_POPULATE_READ = 22  # of Linux 5.14; older ones refuse it, and nothing is lost
 _MAPPED_AT_ONCE_BYTES = 64 << 20
+# Linux reads no more at one advice than a device's window, of which this is the usual one.
+_ADVISED_BYTES = 128 << 10
 
 
 def copy_out_of_files(model: nn.Module) -> None:
@@ -99,6 +103,37 @@ def read_ahead(files: Sequence[Path], on_bytes: Callable[[int], None]) -> None:
             os.close(descriptor)
         for _ in range(_READERS):
             buffers.get().close()
+
+
+@contextmanager
+def reading_along(files: Sequence[Path]) -> Iterator[None]:
+    """Have the system read files ahead, one after the other, while what is inside uses them.
+
+    Mapped files are else read where they are touched, and the thread that touches them waits.
+    """
+    if not hasattr(os, "posix_fadvise"):  # not Linux
+        yield
+        return
+    has_ended = threading.Event()
+
+    def read() -> None:
+        for file in files:
+            descriptor = os.open(file, os.O_RDONLY)
+            try:
+                for offset in range(0, os.fstat(descriptor).st_size, _ADVISED_BYTES):
+                    if has_ended.is_set():
+                        return
+                    os.posix_fadvise(descriptor, offset, _ADVISED_BYTES, os.POSIX_FADV_WILLNEED)
+            finally:
+                os.close(descriptor)
+
+    thread = threading.Thread(target=read, name="tandem-read-along", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        thread.join()
 
 
 def let_go(files: Iterable[Path]) -> None:

@@ -12,10 +12,12 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from tandem.checkpoint.gguf_choice import projectors_beside
 from tandem.checkpoint.hub import HubOptions, find_model_path
+from tandem.checkpoint.mapped_files import reading_along
 from tandem.checkpoint.sources.gguf import open_gguf
 from tandem.checkpoint.sources.source import Source, open_source
 from tandem.core.config import from_mapping
 from tandem.core.errors import ConfigError, TandemWarning
+from tandem.experts.store.host_memory import available_bytes
 from tandem.foreign_types import PreTrainedConfig, PreTrainedModel
 from tandem.hf.assembly import assemble
 from tandem.hf.checkpoint import AnyCheckpoint, Checkpoint, GgufCheckpoint, open_model
@@ -77,8 +79,11 @@ def load_checkpoint(
         "ignore_mismatched_sizes": True,  # the report names them, and then they are refused
     }
     with foreign_errors(f"Transformers cannot load {checkpoint.path}"):
-        if checkpoint.is_packed or _is_plain(checkpoint):
+        if checkpoint.is_packed:
             loaded, report = _from_pretrained(checkpoint, offload, num_layers, common)
+        elif _is_plain(checkpoint):
+            with reading_along(_readable_ahead(checkpoint, num_layers)):
+                loaded, report = _from_pretrained(checkpoint, offload, num_layers, common)
         else:
             loaded, report = _from_source(checkpoint, offload, num_layers, common)
     require_own_weights(checkpoint.path, loaded, report, is_whole=num_layers is None)
@@ -89,6 +94,13 @@ def load_checkpoint(
         else:
             again()
     return loaded.eval()
+
+
+def _readable_ahead(checkpoint: Checkpoint, num_layers: int | None) -> list[Path]:
+    """Return the files to read ahead: none if all do not fit into memory, or few are wanted."""
+    files = checkpoint.weight_files
+    num_bytes = sum(file.stat().st_size for file in files)
+    return files if num_layers is None and num_bytes <= available_bytes() else []
 
 
 def _is_plain(checkpoint: AnyCheckpoint) -> TypeGuard[Checkpoint]:

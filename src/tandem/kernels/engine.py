@@ -1,11 +1,14 @@
 """Starts the native engine: the one place that chooses its threads and instruction set."""
 
+import functools
+
 from tandem.core.errors import ConfigError
 from tandem.core.registry import nearest_names
 from tandem.kernels import _native
 from tandem.kernels.cpu import one_processor_per_core
 
 
+@functools.cache
 def best_isa() -> str:
     """Return the fastest instruction set of this processor that the kernels are written for."""
     return _native.available_isas()[0]

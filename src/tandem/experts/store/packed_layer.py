@@ -17,7 +17,13 @@ from tandem.kernels.formats.blocks import CodedMatrix
 from tandem.kernels.formats.coded_expert import order_inner_rows, pack_coded_down, pack_coded_up
 from tandem.kernels.formats.expert import ExpertLayout, unpack_expert
 from tandem.kernels.formats.file_blocks import FileBlocks, write_file_blocks
-from tandem.kernels.formats.parts import pack_down, pack_down_bias, pack_up, pack_up_bias
+from tandem.kernels.formats.parts import (
+    pack_down,
+    pack_down_bias,
+    pack_halves,
+    pack_up,
+    pack_up_bias,
+)
 from tandem.kernels.formats.weight_format import ExpertFormat, WeightFormat, formats_of
 from tandem.kernels.memory import allocate_buffers
 from tandem.kernels.reference import ExpertWeights
@@ -64,10 +70,16 @@ class PackedLayer:
 
     def put_expert(self, tensor_name: str, expert: int, parts: Sequence[Tensor]) -> None:
         """Pack one expert's tensor, given in parts that are stacked along its first axis."""
-        tensor = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
-        self.arrivals.check_expert(tensor_name, tuple(tensor.shape))
+        first, *others = parts
+        rows = sum(len(part) for part in parts)
+        self.arrivals.check_expert(tensor_name, (rows, *first.shape[1:]))
+        are_halves = self._are_halves(tensor_name, parts)
         try:
-            self._pack(tensor_name, self.buffers[expert], tensor)
+            if are_halves:
+                pack_halves(self.layout, parts, out=self.buffers[expert])
+            else:
+                whole = torch.cat(list(parts)) if others else first
+                self._pack(tensor_name, self.buffers[expert], whole)
         except ModelError as error:
             raise ModelError(f"{self.arrivals.name}, expert {expert}: {error}") from error
         self.arrivals.count(tensor_name, 1)
@@ -186,6 +198,13 @@ class PackedLayer:
     def num_bytes(self) -> int:
         """Bytes that the layer takes in host memory."""
         return self.arrivals.num_experts * self.layout.num_bytes
+
+    def _are_halves(self, tensor_name: str, parts: Sequence[Tensor]) -> bool:
+        """Whether gate and up come apart, as they are packed: else they are joined first."""
+        if tensor_name != "gate_up_proj" or self._is_interleaved or self.is_transposed:
+            return False
+        shape = (self.layout.intermediate_size, self.layout.hidden_size)
+        return len(parts) == 2 and all(tuple(part.shape) == shape for part in parts)
 
     def _pack(self, tensor_name: str, buffer: Tensor, tensor: Tensor) -> None:
         interleaved = self._is_interleaved

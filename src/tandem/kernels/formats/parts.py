@@ -1,5 +1,7 @@
 """Writes an expert part by part, in the order in which a checkpoint brings them."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -9,8 +11,13 @@ from tandem.kernels.formats.packed import write_weight
 
 def pack_up(layout: ExpertLayout, up: Tensor, *, is_interleaved: bool, out: Tensor) -> None:
     """Write the first projection (up rows, hidden_size), not transposed, into a zeroed buffer."""
-    for half in range(layout.num_halves):
-        rows = up[half_rows(layout, half, is_interleaved)]
+    halves = range(layout.num_halves)
+    pack_halves(layout, [up[half_rows(layout, half, is_interleaved)] for half in halves], out=out)
+
+
+def pack_halves(layout: ExpertLayout, halves: Sequence[Tensor], *, out: Tensor) -> None:
+    """Write the halves of the first projection, each (inner rows, hidden_size), as `pack_up`."""
+    for half, rows in enumerate(halves):
         write_weight(layout.up_half(out, half), layout.format, rows, name="the first projection")
 
 
