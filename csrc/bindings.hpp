@@ -43,7 +43,8 @@ void bind_dense(nanobind::module_& m);
 // Programs of what bind_dense has bound.
 void bind_program(nanobind::module_& m);
 
-// What a program has of small tensor operations. Called by bind_program.
+// What a program has of small tensor operations, and what they refer to. Called by bind_program.
+void bind_index_keys(nanobind::module_& m);
 void bind_tensor_ops(nanobind::class_<Program>& program);
 
 // The hybrid runtime's calls. After bind_dense, whose layers they take.

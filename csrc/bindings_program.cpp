@@ -192,6 +192,7 @@ void bind_recurrent(nb::module_& m) {
 
 void bind_program(nb::module_& m) {
   bind_recurrent(m);
+  bind_index_keys(m);
   // Matrices, layers and tensors are kept alive by the caller.
   auto program = nb::class_<Program>(m, "Program");
   bind_tensor_ops(program);

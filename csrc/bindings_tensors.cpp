@@ -85,7 +85,27 @@ void add_product(Program& program, const Four& sizes, std::int64_t depth, const 
   program.add(Product{sizes, depth, operand(a), operand(b), target(out)});
 }
 
+void add_selection(Program& program, const IndexLayer& layer, std::int64_t num_tokens,
+                   std::uintptr_t slots, std::uintptr_t positions, std::int64_t num_heads,
+                   std::int64_t most, float scale, const View& key, const View& query,
+                   const View& weights, std::uintptr_t out) {
+  program.add(IndexSelection{&layer,
+                             {num_tokens, pointer<const std::int64_t>(slots),
+                              pointer<const std::int64_t>(positions)},
+                             num_heads, most, scale, operand(key), operand(query), operand(weights),
+                             pointer<std::int32_t>(out)});
+}
+
 }  // namespace
+
+void bind_index_keys(nb::module_& m) {
+  nb::class_<IndexLayer>(m, "IndexLayer")
+      .def("__init__", [](IndexLayer* layer) { new (layer) IndexLayer{}; })
+      .def("set_keys", [](IndexLayer& layer, std::uintptr_t keys, std::int64_t capacity,
+                          std::int64_t dim) {
+        layer = {pointer<float>(keys), capacity, dim};
+      });
+}
 
 void bind_tensor_ops(nb::class_<Program>& program) {
   program.def("add_elementwise", &add_elementwise)
@@ -95,7 +115,8 @@ void bind_tensor_ops(nb::class_<Program>& program) {
       .def("add_greatest", &add_greatest)
       .def("add_lookup", &add_lookup)
       .def("add_scatter", &add_scatter)
-      .def("add_product", &add_product);
+      .def("add_product", &add_product)
+      .def("add_selection", &add_selection, nb::keep_alive<1, 2>());
 }
 
 }  // namespace tandem

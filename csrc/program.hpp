@@ -8,6 +8,7 @@
 
 #include "attention.hpp"
 #include "dense.hpp"
+#include "index_keys.hpp"
 #include "recurrent.hpp"
 #include "routed.hpp"
 #include "rowwise.hpp"
@@ -22,7 +23,7 @@ class Program {
   Program(ExpertEngine& experts, DenseEngine& dense, AttentionEngine& attention,
           RoutedExperts& routed, RecurrentEngine& recurrent)
       : rows_(row_kernels(experts.isa())), tensors_(tensor_kernels(experts.isa())), pool_(experts.pool()), dense_(dense),
-        attention_(attention), routed_(routed), recurrent_(recurrent) {}
+        attention_(attention), routed_(routed), recurrent_(recurrent), index_(pool_, tensors_) {}
 
   void add(const RmsNorm& call) { steps_.emplace_back(call); }
   void add(const Rotary& call) { steps_.emplace_back(call); }
@@ -37,6 +38,7 @@ class Program {
   void add(const Lookup& call) { steps_.emplace_back(call); }
   void add(const Scatter& call) { steps_.emplace_back(call); }
   void add(const Product& call) { steps_.emplace_back(call); }
+  void add(const IndexSelection& call) { steps_.emplace_back(call); }
   void add(const ShortConvolution& call) { steps_.emplace_back(call); }
   void add(const Recurrence& call) { steps_.emplace_back(call); }
 
@@ -73,6 +75,7 @@ class Program {
   };
   using Step = std::variant<RmsNorm, Rotary, RotaryPairs, Choice, RankedChoice, Elementwise,
                             Reduction, Softmax, LayerNorm, Greatest, Lookup, Scatter, Product,
+                            IndexSelection,
                             ShortConvolution, Recurrence, Dense, Attention, Experts>;
 
   void operator()(const RmsNorm& call);
@@ -88,6 +91,7 @@ class Program {
   void operator()(const Lookup& call) { tensors_.look_up(call); }
   void operator()(const Scatter& call) { tensors_.scatter(call); }
   void operator()(const Product& call);
+  void operator()(const IndexSelection& call) { index_.run(call); }
   void operator()(const ShortConvolution& call) { recurrent_.run(call); }
   void operator()(const Recurrence& call) { recurrent_.run(call); }
   void operator()(const Dense& call);
@@ -101,6 +105,7 @@ class Program {
   AttentionEngine& attention_;
   RoutedExperts& routed_;
   RecurrentEngine& recurrent_;
+  IndexEngine index_;
   std::vector<Step> steps_;
   std::vector<std::int64_t> num_active_;
 };

@@ -229,5 +229,33 @@ inline void multiply(const Product& call) {
     for (std::int64_t j = 0; j < call.sizes[1]; ++j) multiply_by_columns(call, i, j);
 }
 
-constexpr TensorKernels kTensorKernels{combine_values, reduce_values, softmax_rows,   norm_layers,
-                                       find_greatest,  look_up,       scatter_values, multiply};
+// `kKeys` keys at a time, so that what is loaded of the queries serves all of them.
+template <int kKeys>
+inline void score_some(const KeyScores& call, std::int64_t first) {
+  const float* keys = call.keys + first * call.dim;
+  Vector totals[kKeys]{};
+  for (std::int64_t h = 0; h < call.heads; h += TANDEM_LANES) {
+    Vector sums[kKeys]{};
+    for (std::int64_t d = 0; d < call.dim; ++d) {
+      const Vector query = load(call.queries + d * call.heads + h);
+      for (int k = 0; k < kKeys; ++k) sums[k] += query * keys[k * call.dim + d];
+    }
+    const Vector weights = load(call.weights + h);
+    for (int k = 0; k < kKeys; ++k) {
+      const Vector positive = sums[k] < 0 ? Vector{} : sums[k];  // NaN stays
+      totals[k] += positive * weights;
+    }
+  }
+  for (int k = 0; k < kKeys; ++k) call.scores[first + k] = sum_of(totals[k]);
+}
+
+inline void score_keys(const KeyScores& call) {
+  constexpr int kKeys = 4;
+  std::int64_t first = 0;
+  for (; first + kKeys <= call.count; first += kKeys) score_some<kKeys>(call, first);
+  for (; first < call.count; ++first) score_some<1>(call, first);
+}
+
+constexpr TensorKernels kTensorKernels{combine_values, reduce_values, softmax_rows,
+                                       norm_layers,    find_greatest, look_up,
+                                       scatter_values, multiply,      score_keys};

@@ -131,6 +131,17 @@ struct Product {
   Target out;
 };
 
+// Scores of keys (count, dim) that lie side by side: the sum over heads of weight * relu(query . key).
+// Queries are (dim, heads); heads are padded with weights of zero.
+struct KeyScores {
+  const float* keys;
+  std::int64_t count, dim, heads;
+  const float* queries;
+  const float* weights;
+  float* scores;
+};
+constexpr std::int64_t padded_heads(std::int64_t heads) { return (heads + 15) / 16 * 16; }
+
 // The arithmetic of one instruction set.
 struct TensorKernels {
   void (*combine)(const Elementwise& call);
@@ -141,6 +152,7 @@ struct TensorKernels {
   void (*look_up)(const Lookup& call);
   void (*scatter)(const Scatter& call);
   void (*multiply)(const Product& call);
+  void (*score_keys)(const KeyScores& call);
 };
 
 const TensorKernels& portable_tensors();

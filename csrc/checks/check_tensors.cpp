@@ -237,6 +237,65 @@ bool product_agrees(Random& random, tandem::Program& program) {
   return agrees;
 }
 
+// Against a sort of all positions; some keys are alike, so that the first must win.
+bool selection_agrees(Random& random, tandem::Program& program) {
+  const std::int64_t tokens = random.between(1, 3), heads = random.between(1, 40);
+  const std::int64_t dim = random.between(1, 70), most = random.between(1, 9);
+  const std::int64_t capacity = 600;
+  std::vector<float> keys = random.normals(tokens * capacity * dim);
+  std::vector<std::int64_t> slots(tokens), positions(tokens);
+  for (std::int64_t t = 0; t < tokens; ++t) {
+    slots[t] = tokens - 1 - t;
+    positions[t] = random.between(0, random.between(0, 1) ? 12 : capacity - 1);
+    for (std::int64_t i = 3; i < 6; ++i)
+      std::copy_n(keys.begin() + slots[t] * capacity * dim, dim,
+                  keys.begin() + (slots[t] * capacity + i) * dim);
+  }
+  const Tensor key(random, tokens * dim, any_type(random));
+  const Tensor query(random, tokens * heads * dim, any_type(random));
+  const Tensor weights(random, tokens * heads, ElementType::kFp32);
+  const bool has_weights = random.between(0, 1) == 1;
+  tandem::IndexLayer layer{keys.data(), capacity, dim};
+  std::vector<std::int32_t> out(tokens * most);
+  program.add(tandem::IndexSelection{
+      &layer, {tokens, slots.data(), positions.data()}, heads, most, 0.5f,
+      {key.type, key.bytes.data(), {0, 0, dim, 1}, 0},
+      {query.type, query.bytes.data(), {0, heads * dim, dim, 1}, 0},
+      {weights.type, has_weights ? weights.bytes.data() : nullptr, {0, 0, heads, 1}, 0},
+      out.data()});
+  program.run();
+  for (std::int64_t t = 0; t < tokens; ++t) {
+    const float* own = keys.data() + slots[t] * capacity * dim;
+    if (!std::equal(key.numbers.begin() + t * dim, key.numbers.begin() + (t + 1) * dim,
+                    own + positions[t] * dim))
+      return false;
+    if (positions[t] < most) {
+      if (out[t * most] != -1) return false;
+      continue;
+    }
+    std::vector<double> scores(positions[t] + 1);
+    for (std::int64_t p = 0; p <= positions[t]; ++p)
+      for (std::int64_t h = 0; h < heads; ++h) {
+        const float* q = query.numbers.data() + (t * heads + h) * dim;
+        const double score = std::inner_product(q, q + dim, own + p * dim, 0.0) * 0.5;
+        scores[p] += std::max(0.0, score) * (has_weights ? weights.numbers[t * heads + h] : 1);
+      }
+    std::vector<double> sorted(scores);
+    std::sort(sorted.rbegin(), sorted.rend());
+    for (std::int64_t k = 0; k < most; ++k) {
+      const std::int32_t place = out[t * most + k];
+      const bool is_sorted = k == 0 || place > out[t * most + k - 1];
+      if (!is_sorted || scores[place] < sorted[most - 1] - 1e-3) return false;
+    }
+    const auto chosen = [&](std::int32_t place) {
+      return std::find(out.begin() + t * most, out.begin() + (t + 1) * most, place) !=
+             out.begin() + (t + 1) * most;
+    };
+    if (positions[t] > 5 && (chosen(4) > chosen(3) || chosen(5) > chosen(4))) return false;
+  }
+  return true;
+}
+
 // A product of many values, which the threads share, in place of one of its operands.
 bool many_agree(Random& random, tandem::Program& program) {
   const Four sizes{1, random.between(1, 5), random.between(1, 2), random.between(20000, 70000)};
@@ -269,10 +328,12 @@ int main() {
     tandem::RecurrentEngine recurrent(engine.pool(), engine.isa());
     tandem::Program products(engine, dense, attention, routed, recurrent);
     tandem::Program many(engine, dense, attention, routed, recurrent);
+    tandem::Program selections(engine, dense, attention, routed, recurrent);
     const char* wrong = !elementwise_agrees(random, kernels) ? "an operation value by value"
                         : !rows_agree(random, kernels)       ? "an operation along a dimension"
                         : !places_agree(random, kernels)     ? "an operation by number"
                         : !product_agrees(random, products)  ? "a product"
+                        : !selection_agrees(random, selections) ? "what an indexer selects"
                         : !many_agree(random, many)          ? "an operation on many values"
                                                              : nullptr;
     if (wrong != nullptr) {

@@ -176,3 +176,28 @@ def test_whole_numbers_that_fp32_cannot_hold_stay_torchs() -> None:
     assert recorded.run().tolist() == [(1 << 24) + 2, 6]
     joined = recorded_graph_of(lambda: torch.cat((numbers, numbers.flip(0)[::2])), [numbers])
     assert joined.run().tolist() == [(1 << 24) + 1, 5, 5]
+
+
+def test_what_repeats_is_done_once() -> None:
+    positions = torch.tensor([[3], [70_000]])
+
+    def step(x: Tensor) -> Tensor:
+        for _ in range(5):  # as Mistral Large 4 scales each layer's queries
+            x = x * (1 + 0.1 * torch.log((positions + 1).float()))
+        return x
+
+    x = torch.randn(2, 8)
+    recorded = recorded_graph_of(lambda: step(x), [x, positions])
+    assert [op.name for op, _ in recorded.profile(1)].count("log") == 1
+    positions += 7
+    torch.testing.assert_close(recorded.run(), step(x))
+
+
+def test_what_is_written_in_between_is_done_again() -> None:
+    def step(x: Tensor) -> Tensor:
+        before = x * 2
+        total = before + 1
+        before.add_(total)
+        return total + (before + 1)
+
+    check(step, torch.randn(3, 4))

@@ -266,6 +266,12 @@ class Recurrence:
 class RecurrentEngine:
     def __init__(self, engine: ExpertEngine, /) -> None: ...
 
+class IndexLayer:
+    """The index keys of a layer, wherever they lie now."""
+
+    def __init__(self) -> None: ...
+    def set_keys(self, keys: int, capacity: int, dim: int, /) -> None: ...
+
 _Four = tuple[int, int, int, int]
 # A tensor: the type of its values, its address, its strides, and a number where that is 0.
 _View = tuple[int, int, _Four, float]
@@ -414,6 +420,21 @@ class Program:
     ) -> None: ...
     def add_scatter(self, sizes: _Four, x: _View, index: _Index, out: _View, /) -> None: ...
     def add_product(self, sizes: _Four, depth: int, a: _View, b: _View, out: _View, /) -> None: ...
+    def add_selection(
+        self,
+        layer: IndexLayer,
+        num_tokens: int,
+        slots: int,
+        positions: int,
+        num_heads: int,
+        most: int,
+        scale: float,
+        key: _View,
+        query: _View,
+        weights: _View,
+        out: int,
+        /,
+    ) -> None: ...
     def add_dense(
         self,
         matrices: Sequence[DenseMatrix],

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tandem.kernels import _native
 from tandem.kernels.attention import Segment
 
 # fp32 values that are computed at a time: a prompt's scores have a value for each head, token and
@@ -54,6 +55,8 @@ class IndexStore:
         self._num_slots = num_slots
         self._layers: dict[tuple[int, int], Tensor] = {}
         """(slots, capacity / block, dim), by a layer's number and the block that a key is of"""
+        self._native: dict[int, _native.IndexLayer] = {}
+        """By a layer's number: its tokens' keys as native steps find them."""
         self._most = 0
 
     @property
@@ -76,6 +79,8 @@ class IndexStore:
             count = -(-used // block)
             self._layers[layer, block] = new = self._room(capacity, block, keys.shape[2])
             new[:, :count] = keys[:, :count]
+        for number in self._native:
+            self.native(number)
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Let a slot begin with the first `length` tokens of another one."""
@@ -87,6 +92,13 @@ class IndexStore:
         """Let every slot hold `length` invented tokens."""
         for (_, block), keys in self._layers.items():
             keys[:, : -(-length // block)].normal_()
+
+    def native(self, layer: int) -> _native.IndexLayer:
+        """Return a layer whose keys were given, as native steps take it: also when it has grown."""
+        keys = self._layers[layer, 1]
+        native = self._native.setdefault(layer, _native.IndexLayer())
+        native.set_keys(keys.data_ptr(), keys.shape[1], keys.shape[2])
+        return native
 
     def append(
         self,

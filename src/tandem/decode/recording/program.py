@@ -104,8 +104,8 @@ class Places:
         )
         results = operation.function(*args, **kwargs)
         results = list(results) if operation.returns_sequence else [results]
-        memory = {_storage(self.tensors[ref.number]) for ref in operation.inputs}
-        if any(_storage(result) not in memory for result in results):
+        memory = {memory_of(self.tensors[ref.number]) for ref in operation.inputs}
+        if any(memory_of(result) not in memory for result in results):
             return False
         for ref, result in zip(operation.outputs, results, strict=True):
             if ref is not None:
@@ -113,8 +113,10 @@ class Places:
         return True
 
 
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def memory_of(tensor: Tensor) -> int:
+    """Return the address of the memory that a tensor and its views share."""
+    address: int = tensor.untyped_storage().data_ptr()
+    return address
 
 
 class _Groups:
@@ -125,7 +127,7 @@ class _Groups:
         for operation in operations:
             for ref in filter(None, operation.outputs):
                 for source in operation.inputs:
-                    is_shared = _storage(tensors[ref.number]) == _storage(tensors[source.number])
+                    is_shared = memory_of(tensors[ref.number]) == memory_of(tensors[source.number])
                     if may_alias(operation) or is_shared:
                         self._parent[self.of(ref.number)] = self.of(source.number)
 

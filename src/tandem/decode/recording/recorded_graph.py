@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.decode.recording.fusion import fuse
-from tandem.decode.recording.program import NativeCall, Places, compile_program
+from tandem.decode.recording.program import NativeCall, Places, compile_program, memory_of
 from tandem.decode.recording.recorder import Operation, Recorder, Recording, Ref
 from tandem.kernels.dense import CpuThreads
 
@@ -156,16 +156,20 @@ def _fold(
     operations: list[Operation], recording: Recording, varying: set[int]
 ) -> tuple[list[Operation], dict[int, Tensor]]:
     """Take what never changes as it was recorded; return the other operations and constants."""
-    written = {_memory(recording, ref) for op in operations if op.has_effects for ref in op.inputs}
+    written = {
+        memory_of(recording.tensors[ref.number])
+        for op in operations
+        if op.has_effects
+        for ref in op.inputs
+    }
     fixed = {n for n in range(len(recording.tensors)) if n not in varying}
     kept = []
     for operation in operations:
         outputs = [o for o in operation.outputs if o is not None]
         is_fixed = bool(operation.inputs) or operation.name in _SAME_EACH_TIME
         is_fixed &= all(ref.number in fixed for ref in operation.inputs)
-        is_written = any(
-            _memory(recording, ref) in written for ref in [*operation.inputs, *outputs]
-        )
+        met = (recording.tensors[ref.number] for ref in [*operation.inputs, *outputs])
+        is_written = any(memory_of(tensor) in written for tensor in met)
         if operation.has_effects or not is_fixed or is_written:
             kept.append(operation)
         else:
@@ -174,10 +178,6 @@ def _fold(
     still_produced = {o.number for op in kept for o in op.outputs if o is not None}
     constants = {n: recording.tensors[n] for n in read - still_produced}
     return kept, constants
-
-
-def _memory(recording: Recording, ref: Ref) -> int:
-    return recording.tensors[ref.number].untyped_storage().data_ptr()
 
 
 def _compile(

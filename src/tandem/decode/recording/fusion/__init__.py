@@ -13,11 +13,13 @@ from tandem.decode.recording.fusion.calls import (
     find_attentions,
     find_dense_groups,
     find_experts,
+    find_selections,
     find_states,
 )
 from tandem.decode.recording.fusion.graph import Found, Graph
 from tandem.decode.recording.fusion.norms import find_norms
 from tandem.decode.recording.fusion.ranked_choices import find_ranked_choices
+from tandem.decode.recording.fusion.repeats import without_repeats
 from tandem.decode.recording.fusion.rotary import find_pair_rotaries, find_rotaries
 from tandem.decode.recording.fusion.routers import (
     find_choices,
@@ -37,6 +39,7 @@ _FINDERS: tuple[Callable[[Graph, CpuThreads], Iterator[Found]], ...] = (
     find_ranked_choices,
     find_attentions,
     find_states,
+    find_selections,
     find_experts,
     find_small_linears,
     find_dense_groups,
@@ -52,6 +55,8 @@ def fuse(
     `threads` compute what had none of its own.
     """
     for finder in _FINDERS:
+        if finder is find_small:  # patterns know operations by who reads them
+            operations = without_repeats(operations, tensors)
         graph = Graph(operations, tensors, fixed)
         for group, fused in finder(graph, threads):
             graph.replace(group, fused)

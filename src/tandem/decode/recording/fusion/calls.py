@@ -6,16 +6,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tandem.decode.recording.fusion.elementwise import are_floats
 from tandem.decode.recording.fusion.graph import Found, Graph
+from tandem.decode.recording.fusion.views import NO_VIEW, view_of
 from tandem.decode.recording.program import NativeCall, require_contiguous
 from tandem.decode.recording.recorder import Operation
 from tandem.decode.routed import routed_call
-from tandem.hf.opaque_calls import ATTENTION, DENSE, EXPERTS, STATES
+from tandem.hf.opaque_calls import ATTENTION, DENSE, EXPERTS, SELECTION, STATES
 from tandem.kernels import _native
 from tandem.kernels.attention import CachedAttention, selected_arguments
 from tandem.kernels.dense import CpuThreads, DenseWeight
 from tandem.kernels.recurrent import LayerState, StateTokens
 from tandem.kv_cache.cpu import KvCache
+from tandem.kv_cache.index_keys import NewIndexKeys
 
 _MAX_MATRICES = 8  # of one call
 
@@ -109,6 +112,38 @@ def _state_call(cache: KvCache, layer: LayerState) -> NativeCall:
 
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         layer.add(program, tokens, inputs, outputs[0])
+
+    return NativeCall(add, cache.threads)
+
+
+def find_selections(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
+    """Find what indexers select by the keys of single positions, of one token per slot."""
+    for operation in graph.operations:
+        if operation.name != SELECTION:
+            continue
+        cache, new, *tensors = operation.args
+        refs = [ref for ref in tensors if ref is not None]
+        if new.pool is not None or not are_floats(*(graph.tensor(ref) for ref in refs)):
+            continue
+        if len(cache.positions) == len(graph.tensor(refs[0])):
+            call, outputs = _selection_call(cache, new), operation.outputs
+            fused = Operation(call, tuple(refs), {}, outputs, SELECTION, refs, has_effects=True)
+            yield Found([operation], fused)
+
+
+def _selection_call(cache: KvCache, new: NewIndexKeys) -> NativeCall:
+    """Return the call for keys (n, dim), queries (n, heads, dim), perhaps weights (n, heads)."""
+    slots, positions = cache.slots, cache.positions
+    layer, selection = cache.index_keys.native(new.layer), new.selection
+
+    def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        (key, query, *weights), (out,) = inputs, outputs
+        require_contiguous(out)
+        program.add_selection(
+            layer, len(key), slots.data_ptr(), positions.data_ptr(), query.shape[1],
+            selection.most, selection.scale, view_of(key), view_of(query),
+            view_of(weights[0]) if weights else NO_VIEW, out.data_ptr(),
+        )  # fmt: skip
 
     return NativeCall(add, cache.threads)
 

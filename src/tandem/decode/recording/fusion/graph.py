@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from tandem.decode.recording.program import memory_of
 from tandem.decode.recording.recorder import Operation, Ref
 
 
@@ -64,8 +65,7 @@ class Graph:
 
     def shares_memory(self, first: Ref, second: Ref) -> bool:
         """Tell whether a tensor is a view of another one's memory, as they were recorded."""
-        storages = (self.tensor(ref).untyped_storage().data_ptr() for ref in (first, second))
-        return next(storages) == next(storages)
+        return memory_of(self.tensor(first)) == memory_of(self.tensor(second))
 
     def replace(self, group: list[Operation], fused: Operation) -> None:
         """Put `fused` where the last of a group stands; leave the others out.

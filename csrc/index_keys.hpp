@@ -1,0 +1,50 @@
+// What an indexer selects in a decode step: the positions of a slot whose keys score best.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "recurrent.hpp"
+#include "tensor_ops.hpp"
+#include "thread_pool.hpp"
+
+namespace tandem {
+
+// The index keys of a layer by slot: (slots, capacity, dim) fp32. They move when they grow.
+struct IndexLayer {
+  float* keys;
+  std::int64_t capacity, dim;
+};
+
+// Keeps each token's key, then selects the `most` positions with the greatest sum over heads of
+// weight * relu(scale * query . key). Of equal scores the first wins; what is no number counts as the
+// greatest. A token that has no more positions than that sees all, which -1 says.
+struct IndexSelection {
+  const IndexLayer* layer;
+  StateTokens tokens;  // one of each slot
+  std::int64_t num_heads, most;
+  float scale;
+  Operand key;         // (tokens, dim), strides of the last two
+  Operand query;       // (tokens, heads, dim), strides of the last three
+  Operand weights;     // (tokens, heads), strides of the last two; without data 1
+  std::int32_t* out;   // (tokens, most)
+};
+
+// Works with a pool that must outlive it and be idle.
+class IndexEngine {
+ public:
+  IndexEngine(ThreadPool& pool, const TensorKernels& kernels) : pool_(pool), kernels_(kernels) {}
+
+  void run(const IndexSelection& call);
+
+ private:
+  void load_queries(const IndexSelection& call, std::int64_t token, float* queries, float* weights);
+  void select(const IndexSelection& call, std::int64_t token);
+
+  ThreadPool& pool_;
+  const TensorKernels& kernels_;
+  std::vector<float> queries_, weights_, scores_;
+  std::vector<std::int64_t> begin_;  // of each token's scores
+};
+
+}  // namespace tandem

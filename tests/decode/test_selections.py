@@ -1,0 +1,68 @@
+"""What an indexer selects in a recorded step is what `IndexStore` selects."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.decode.recording.fusion.views import NO_VIEW, view_of
+from tandem.kernels.attention import Segment
+from tandem.kv_cache.index_keys import IndexStore, NewIndexKeys, Selection
+from tests.threads import two_threads
+
+pytestmark = pytest.mark.every_isa
+
+SLOTS, HEADS, DIM, MOST, CAPACITY = 3, 5, 24, 6, 700
+
+
+def natively(
+    store: IndexStore, positions: Tensor, key: Tensor, query: Tensor, weights: Tensor | None
+) -> Tensor:
+    slots = torch.arange(SLOTS)
+    out = torch.empty(SLOTS, MOST, dtype=torch.int32)
+    program = two_threads().program()
+    program.add_selection(
+        store.native(0), SLOTS, slots.data_ptr(), positions.data_ptr(), HEADS, MOST, 0.25,
+        view_of(key), view_of(query), NO_VIEW if weights is None else view_of(weights),
+        out.data_ptr(),
+    )  # fmt: skip
+    program.run()
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_weights", [True, False])
+@pytest.mark.parametrize("lengths", [[0, 5, 6], [7, 300, 699]])
+def test_native_selections(dtype: torch.dtype, has_weights: bool, lengths: list[int]) -> None:
+    torch.manual_seed(len(lengths))
+    store, new = IndexStore(SLOTS), NewIndexKeys(0, Selection(0.25, MOST))
+    for slot, length in enumerate(lengths):  # what the slots hold; some of it alike
+        positions = torch.arange(length + 1)
+        keys = torch.randn(length + 1, DIM).to(dtype)
+        keys[1:4] = keys[:1]
+        rows = torch.full_like(positions, slot)
+        store.append(new, CAPACITY, rows, positions, [Segment(slot, 0, length + 1)], keys)
+    key = torch.randn(SLOTS, 2, DIM).to(dtype)[:, 0]
+    query = torch.randn(HEADS, SLOTS, DIM).to(dtype).transpose(0, 1)
+    weights = torch.randn(SLOTS, HEADS).to(dtype) if has_weights else None
+    positions = torch.tensor(lengths)
+    segments = [Segment(slot, length, 1) for slot, length in enumerate(lengths)]
+    actual = natively(store, positions, key, query, weights)
+    kept = store.append(new, CAPACITY, torch.arange(SLOTS), positions, segments, key)
+    expected = store.select(kept, segments, new.selection, query, weights)
+    assert torch.equal(actual, expected)
+    store.reserve(2 * CAPACITY, max(lengths) + 1)  # to other memory
+    assert torch.equal(natively(store, positions, key, query, weights), expected)
+
+
+def test_what_is_not_a_number_is_selected() -> None:
+    store, new = IndexStore(SLOTS), NewIndexKeys(0, Selection(0.25, MOST))
+    lengths = [8, 9, 60]
+    for slot, length in enumerate(lengths):
+        positions = torch.arange(length)
+        keys = torch.randn(length, DIM)
+        keys[5] = float("nan")
+        rows = torch.full_like(positions, slot)
+        store.append(new, CAPACITY, rows, positions, [Segment(slot, 0, length)], keys)
+    query = torch.randn(SLOTS, HEADS, DIM)
+    selected = natively(store, torch.tensor(lengths), torch.randn(SLOTS, DIM), query, None)
+    assert all(5 in row for row in selected.tolist())
