@@ -26,7 +26,6 @@ from tests.generate.test_architectures import (
 
 TABLE = Path(__file__).with_name("native_operations.json")
 COMMAND = "pytest tests/decode/test_native_operations.py --write-docs"
-PADDED = sorted(ON_THEIR_OWN_CACHES)  # nothing of them is replayed
 ARCHITECTURES = sorted(
     set(architectures()) - NOT_TOKEN_BY_TOKEN - NOT_GENERATING_UPSTREAM - ON_THEIR_OWN_CACHES
 )
@@ -34,6 +33,11 @@ MOST_CALLS = 30  # of a step
 NEWEST = (5, 23)  # the Transformers that the table was written on
 IS_OLDER = tuple(map(int, transformers.__version__.split(".")[:2])) < NEWEST
 PADDED_ON_THE_OLDEST = {"ernie4_5_moe"}
+FAILING_ON_THE_OLDEST = {"deepseek_v4"}  # in Transformers' own code, in bf16
+# Nothing of them is replayed.
+PADDED = sorted(
+    ON_THEIR_OWN_CACHES & set(architectures()) - (FAILING_ON_THE_OLDEST if IS_OLDER else set())
+)
 TOKENS = 6  # of an answer: some steps are recorded and compared
 
 Step = dict[str, Any]
@@ -106,8 +110,9 @@ def test_a_decode_step_is_as_native_as_it_was(name: str, table: dict[str, Step])
         return
     assert step["calls"] <= MOST_CALLS
     found = list(differences(table[name], step))
-    if IS_OLDER:  # leaves a little more to torch
-        found = [line for line in found if "no longer native" in line]
+    if IS_OLDER:  # its code does a little less, or leaves a little more to torch
+        lost = {op for op, n in step["torch"].items() if n > table[name]["torch"].get(op, 0)}
+        found = [line for line in found if "no longer" in line and line.split()[0] in lost]
     assert not found, "\n  ".join([f"{name}:", *found, f"if that is meant: {COMMAND}"])
 
 
