@@ -37,11 +37,13 @@ TANDEM_INLINE void multiply_strip(const std::uint8_t* strip, std::int64_t ahead,
                                   const std::int8_t* q, std::int64_t stride,
                                   __m512i (&sums)[kIntegerChains<T>][T]) {
   constexpr int kCount = kFoursOfStrip / kGroupsOfStrip<F>;
-  if constexpr (Part == 0)
-    each<kStripBytes<F> / 64>([&](auto line) TANDEM_INLINED { prefetch(strip + 64 * line, ahead); });
   each<kCount>([&](auto i) TANDEM_INLINED {
     constexpr int J = Part * kCount + decltype(i)::value;
     constexpr int kChain = J % kIntegerChains<T>;
+    // Spread over the strip: all at once they wait for each other.
+    constexpr int kLines = kStripBytes<F> / 64, kFirst = J * kLines / kFoursOfStrip;
+    each<(J + 1) * kLines / kFoursOfStrip - kFirst>(
+        [&](auto line) TANDEM_INLINED { prefetch(strip + 64 * (kFirst + line), ahead); });
     const __m512i w = codes_of<Bytes64, F, J>(strip);
     each<T>([&](auto t) TANDEM_INLINED {
       sums[kChain][t] = multiply_add_int8(sums[kChain][t], w, broadcast4(q + t * stride + 4 * J));
