@@ -46,8 +46,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=160)
     args = parser.parse_args()
     choice = ModelChoice(model=args.model)
-    offload = OffloadConfig(expert_dtype=args.expert_dtype, dense_dtype="auto")
-    model, tokenizer = load_model_and_tokenizer(choice, offload, quiet=True)
+    offload = OffloadConfig(expert_dtype=args.expert_dtype)
+    model, tokenizer = load_model_and_tokenizer(choice, offload, quiet=True, dense_dtype="auto")
     generators = {name: Generator(model, tokenizer, speculate=name) for name in ("none", "auto")}
     found = {
         name: measured(generators, prompt, args.rounds, args.tokens)

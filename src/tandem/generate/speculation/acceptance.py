@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from tandem.generate.speculation.drafter import Draft
 
-# The latest 50 tokens or so decide: answers change between quoting and writing.
-_DECAY = 0.98
+# The latest 20 tokens or so decide: answers change between quoting and writing.
+_DECAY = 0.95
 # What is expected before anything is known, and as how many tokens it counts.
 _PRIOR, _PRIOR_WEIGHT = 0.4, 2.0
 
