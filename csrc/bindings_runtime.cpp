@@ -97,10 +97,10 @@ void bind_tables(nb::module_& m) {
       .def("__init__",
            [](SuccessorTable* self, std::int32_t num_experts, std::int32_t first_row,
               std::uint32_t first_average, const Ids& losses, double rate,
-              const std::array<std::int32_t, 3>& shifts, std::int32_t foreseen_shift,
+              const std::array<std::int32_t, 3>& shifts, std::int32_t predicted_shift,
               std::int32_t max_tokens, const std::array<std::int32_t, 2>& margins) {
              new (self) SuccessorTable({num_experts, first_row, first_average, losses, rate,
-                                        shifts[0], shifts[1], shifts[2], foreseen_shift, max_tokens,
+                                        shifts[0], shifts[1], shifts[2], predicted_shift, max_tokens,
                                         {margins[0], margins[1]}});
            })
       .def("note", [](SuccessorTable& self, const Ids& loaded, const Ids& tokens,

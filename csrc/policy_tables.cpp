@@ -8,10 +8,10 @@
 namespace tandem {
 namespace {
 
-// What moves each row: (truth - foreseen) / 2**shift, rounded.
-std::int32_t change_of(std::int32_t truth, std::int32_t foreseen, int shift) {
+// What moves each row: (truth - predicted) / 2**shift, rounded.
+std::int32_t change_of(std::int32_t truth, std::int32_t predicted, int shift) {
   const std::int32_t half = (1 << shift) >> 1;
-  const auto error = static_cast<std::uint32_t>(truth - foreseen + kErrorOffset + half);
+  const auto error = static_cast<std::uint32_t>(truth - predicted + kErrorOffset + half);
   return static_cast<std::int32_t>(error >> shift) - (kErrorOffset >> shift);
 }
 
@@ -89,7 +89,7 @@ void SuccessorTable::move_averages(const Ids& experts, const Ids& weights) {
 
 void SuccessorTable::learn() {
   if (!compared_.empty() && choice_.is_open())
-    choice_.use(compared_, {foreseen(), last_use_, steady_}, compared_ != past_.back().experts);
+    choice_.use(compared_, {predicted(), last_use_, steady_}, compared_ != past_.back().experts);
   compared_.clear();
   if (past_.size() <= options_.losses.size()) return;
   settle(past_.front());
@@ -116,15 +116,15 @@ void SuccessorTable::settle(const Foresight& foresight) {
 
 Scores SuccessorTable::values() const {
   if (followed_ == kRecency) return last_use_;
-  return followed_ == kDecayed ? steady_ : foreseen();
+  return followed_ == kDecayed ? steady_ : predicted();
 }
 
 // Scores by what the experts in use predict, and two averages.
-Scores SuccessorTable::foreseen() const {
+Scores SuccessorTable::predicted() const {
   Scores found(fast_.size());
   for (std::size_t e = 0; e < found.size(); ++e) {
-    const std::uint32_t foreseen = past_.empty() ? 0u : past_.back().total[e];
-    found[e] = ((foreseen + kSumOffset) << options_.foreseen_shift) + fast_[e] + slow_[e];
+    const std::uint32_t total = past_.empty() ? 0u : past_.back().total[e];
+    found[e] = ((total + kSumOffset) << options_.predicted_shift) + fast_[e] + slow_[e];
   }
   return found;
 }

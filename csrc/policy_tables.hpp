@@ -27,7 +27,7 @@ class SuccessorTable {
     std::uint32_t first_average;
     Ids losses;  // by step of waiting for the next use
     double rate;
-    std::int32_t fast_shift, slow_shift, steady_shift, foreseen_shift, max_tokens;
+    std::int32_t fast_shift, slow_shift, steady_shift, predicted_shift, max_tokens;
     RuleChoice::Options choice;
   };
 
@@ -48,7 +48,7 @@ class SuccessorTable {
     Ids experts, above, total;
   };
 
-  Scores foreseen() const;
+  Scores predicted() const;
   void settle(const Foresight& foresight);
   void move_averages(const Ids& experts, const Ids& weights);
 

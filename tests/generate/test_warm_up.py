@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import tandem
-from tandem.decode import trial_notes
-from tandem.decode.trial_notes import TrialNote
 from tandem.experts.tracing.events import LayerExecuted
+from tandem.hf import trial_notes
 from tandem.hf.runtime import require_runtime
+from tandem.hf.trial_notes import TrialNote
 from tandem.kernels.dense import CpuThreads
 from tests.architectures import build_tiny_model
 from tests.hf.tiny import save_tiny_checkpoint

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from tandem.core.errors import TandemError
 from tandem.decode.attention import register_attention
-from tandem.decode.norms import NormSwitch
 from tandem.decode.padded import PaddedBatch
 from tandem.decode.shallow_copy import ShallowCopy
 from tandem.experts.execution.executor import Executor
@@ -23,6 +22,7 @@ from tandem.hf.compat import (
 )
 from tandem.hf.config_values import foreign_errors
 from tandem.hf.lookahead.warm_up import warm_up_ids
+from tandem.hf.norms import NormSwitch
 from tandem.hf.runtime import runtime_of
 from tandem.kernels.dense import CpuThreads
 from tandem.kv_cache.base import NotInSlotsError, SlotCache, stepping, transformers_cache

@@ -22,7 +22,6 @@ from tandem.decode.images import ImagePrompt, require_images, why_no_slot_images
 from tandem.decode.padded import PaddedSlotPool
 from tandem.decode.recording.recorded_graph import RecordedGraph
 from tandem.decode.slots import MAX_STEP_TOKENS, SlotPool
-from tandem.decode.trial_notes import TrialNote
 from tandem.foreign_types import PreTrainedModel, Tokenizer
 from tandem.generate.answer import Answer
 from tandem.generate.batch import Batch
@@ -39,6 +38,7 @@ from tandem.hf.next_token_models import (
     without_adapters_wrapper,
 )
 from tandem.hf.runtime import runtime_of
+from tandem.hf.trial_notes import TrialNote
 from tandem.kernels.attention import require_kv_dtype
 from tandem.kernels.dense import CpuThreads
 

@@ -508,7 +508,7 @@ class SuccessorTable:
         losses: Sequence[int],
         rate: float,
         shifts: tuple[int, int, int],
-        foreseen_shift: int,
+        predicted_shift: int,
         max_tokens: int,
         margins: tuple[int, int],
         /,
