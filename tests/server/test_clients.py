@@ -5,6 +5,7 @@ import shutil
 import subprocess
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 from huggingface_hub import InferenceClient
@@ -76,6 +77,84 @@ def test_openai_cancels(client: openai.OpenAI, server: RunningServer) -> None:
     server.wait_for("tandem_requests_running", 1)
     stream.close()
     server.wait_for("tandem_requests_running", 0)
+
+
+def test_openai_responds_streams_and_goes_on(client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {"model": "tiny", "max_output_tokens": 9, "temperature": 0}
+    whole = client.responses.create(input="hello", **fields)
+    with client.responses.stream(input="hello", **fields) as stream:
+        events = list(stream)
+        deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == whole.output_text
+    assert events[-1].type == "response.incomplete"
+    again = client.responses.create(input="go on", previous_response_id=whole.id, **fields)
+    assert again.usage is not None
+    assert again.usage.input_tokens_details.cached_tokens > 0
+    assert client.responses.retrieve(whole.id).output_text == whole.output_text
+    client.responses.delete(whole.id)
+    with pytest.raises(openai.BadRequestError, match="is not kept here"):
+        client.responses.create(input="go on", previous_response_id=whole.id, **fields)
+
+
+def test_openai_responds_with_a_schema_and_a_call(client: openai.OpenAI) -> None:
+    form: Any = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}
+    answer = client.responses.create(model="tiny", input="hello", text=form)
+    assert json.loads(answer.output_text)["count"] in (1, 22)
+    tool: Any = {"type": "function", **TOOL["function"]}  # type: ignore[dict-item]
+    with client.responses.stream(
+        model="tiny", input="hello", tools=[tool], tool_choice="required"
+    ) as stream:
+        last = stream.get_final_response()
+    (item,) = last.output
+    assert item.type == "function_call"
+    assert json.loads(item.arguments)["n"] in (1, 22)
+
+
+@pytest.fixture(scope="module")
+def messages(server: RunningServer) -> Any:
+    with anthropic.Anthropic(base_url=server.address, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_anthropic_writes_streams_and_counts(messages: anthropic.Anthropic) -> None:
+    fields: dict[str, Any] = {"model": "tiny", "messages": ASKED, "max_tokens": 9}
+    fields["extra_body"] = {"temperature": 0}
+    whole = messages.messages.create(**fields)
+    with messages.messages.stream(**fields) as stream:
+        text = "".join(stream.text_stream)
+        last = stream.get_final_message()
+    assert [block.text for block in whole.content if block.type == "text"] == [text]
+    assert last.stop_reason == whole.stop_reason == "max_tokens"
+    counted = messages.messages.count_tokens(model="tiny", messages=ASKED)
+    usage = last.usage
+    assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+    assert [model.id for model in messages.models.list()] == ["tiny"]
+
+
+def test_anthropic_calls_a_tool_and_takes_its_result(messages: anthropic.Anthropic) -> None:
+    tool: Any = {"name": "f", "input_schema": TOOL["function"]["parameters"]}  # type: ignore[index]
+    fields: dict[str, Any] = {"model": "tiny", "max_tokens": 90, "tools": [tool]}
+    with messages.messages.stream(**fields, messages=ASKED, tool_choice={"type": "any"}) as stream:
+        called = stream.get_final_message()
+    (block,) = called.content
+    assert block.type == "tool_use"
+    assert block.input["n"] in (1, 22)
+    result = {"type": "tool_result", "tool_use_id": block.id, "content": "blue"}
+    turns: Any = [
+        *ASKED, {"role": "assistant", "content": called.content},
+        {"role": "user", "content": [result]},
+    ]  # fmt: skip
+    answer = messages.messages.create(**fields, messages=turns)
+    assert answer.stop_reason in ("max_tokens", "tool_use", "end_turn")
+
+
+def test_anthropic_raises_its_own_errors(messages: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.BadRequestError, match="the prompt is too long"):
+        messages.messages.create(
+            model="tiny", max_tokens=5, messages=[{"role": "user", "content": "x" * 40_000}]
+        )
+    with pytest.raises(anthropic.NotFoundError, match="there is no model"):
+        messages.models.retrieve("other")
 
 
 def test_hugging_face_chats_and_streams(server: RunningServer) -> None:

@@ -9,12 +9,12 @@ import pytest
 from transformers import AutoTokenizer
 
 from tandem.server.answering import GenerationRequest, GenerationRequests
-from tandem.server.app import trimming_headers
 from tandem.server.errors import ApiError
 from tandem.server.messages import ModelInfo
 from tandem.server.reading import read_body
 from tandem.server.replies import ChatReply
 from tandem.server.schemas import ChatRequest, CompletionRequest
+from tandem.server.service import trimming_headers
 
 LIMIT = 400
 INFO = ModelInfo(
@@ -99,6 +99,6 @@ def test_the_answer_and_the_log_say_what_was_dropped(
     with caplog.at_level(logging.INFO, "tandem.server"):
         assert trimming_headers([generation_request]) == {"X-Tandem-Dropped-Turns": str(number)}
     assert f"{number} of its oldest turns were dropped" in caplog.text
-    reply = ChatReply([generation_request], "tiny", tokenizer)
+    reply = ChatReply(asked(LONG), [generation_request], "tiny", tokenizer)
     assert reply.whole()["dropped_turns"] == number
-    assert reply.first_chunks()[0]["dropped_turns"] == number
+    assert reply.first_events()[0]["dropped_turns"] == number

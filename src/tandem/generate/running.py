@@ -123,6 +123,7 @@ class Running:
             drafted_tokens=self.drafted,
             accepted_tokens=self.accepted,
             prompt_logprobs=None if told is None else tuple(told),
+            stop_string=self.stop.met,
         )
 
     def note_prompt(self, logits: Tensor, first: int) -> None:

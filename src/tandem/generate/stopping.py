@@ -10,18 +10,24 @@ class StopStrings:
         """Look for any of `strings`; without strings everything passes at once."""
         self._strings = tuple(strings)
         self._held = ""
-        self.is_met = False
+        self.met: str | None = None
+        """The string that ended the text."""
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the text has ended."""
+        return self.met is not None
 
     def add(self, piece: str) -> str:
         """Take the next piece of text; return what can be given out. After a stop: nothing."""
         if self.is_met or not self._strings:
             return "" if self.is_met else piece
         text = self._held + piece
-        found = [at for string in self._strings if (at := text.find(string)) >= 0]
+        found = [(at, string) for string in self._strings if (at := text.find(string)) >= 0]
         if found:
-            self.is_met = True
+            at, self.met = min(found)
             self._held = ""
-            return text[: min(found)]
+            return text[:at]
         held = max(_overlap(text, string) for string in self._strings)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]

@@ -30,6 +30,8 @@ class TokenOutput(NamedTuple):
     accepted_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     """Of all the prompt's tokens, with the first token output of a request that asked for them."""
+    stop_string: str | None = None
+    """The stop string that ended the answer, with its last token output."""
 
 
 @dataclass(slots=True)

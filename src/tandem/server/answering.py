@@ -4,7 +4,7 @@ import dataclasses
 import json
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,15 +58,32 @@ class GenerationRequests:
         self._format = ChatFormat(tokenizer)
         self._context = context
 
-    def chat(self, body: ChatRequest, info: ModelInfo) -> list[GenerationRequest]:
+    @property
+    def capabilities(self) -> dict[str, object]:
+        """What clients may ask of the model, in the form that Anthropic's models have."""
+        found = {
+            "tools": True,
+            "structured_outputs": True,
+            "thinking": self._format.thinks,
+            "image_input": False,
+            "pdf_input": False,
+        }
+        return {name: {"supported": is_there} for name, is_there in found.items()}
+
+    def chat(
+        self, body: ChatRequest, info: ModelInfo, *, trims: bool = False
+    ) -> list[GenerationRequest]:
         """Return the generation requests of a chat, one per choice.
 
-        Raises `ApiError` or `ConfigError` for a bad one.
+        `trims` drops the oldest turns of this chat, if it does not fit. Raises `ApiError` or
+        `ConfigError` for a bad one.
         """
         tools = _tools(body)
         ruled = chat_grammar(body, tools, self._format.marks)
         is_ruled = ruled is not None
-        prompt, num_dropped = self._chat_prompt(body, tools, info, is_ruled=is_ruled)
+        written = self._written(body, tools, is_ruled=is_ruled)
+        limit = self.limit(info) if self._trims or trims else None
+        prompt, num_dropped = _fitting([*map(_turn, body.messages)], written, limit, body)
         fields = self._fields(body, prompt.ids, info)
         fields["grammar"] = ruled or self._free(body, tools, prompt)
         fields["keeps_special"] |= self._format.keeps_special(has_tools=bool(tools))
@@ -85,10 +102,21 @@ class GenerationRequests:
             for one in _choices(fields, body.n)
         ]
 
-    def _chat_prompt(
-        self, body: ChatRequest, tools: list[Tool], info: ModelInfo, *, is_ruled: bool
-    ) -> tuple[ChatPrompt, int]:
-        """Return a conversation as the model reads it, and how many turns it lost."""
+    def chat_ids(self, body: ChatRequest) -> list[int]:
+        """Return the tokens of a chat's prompt, whether there is room for them or not."""
+        tools = _tools(body)
+        is_ruled = chat_grammar(body, tools, self._format.marks) is not None
+        return self._written(body, tools, is_ruled=is_ruled)([*map(_turn, body.messages)]).ids
+
+    def text_of(self, ids: list[int], info: ModelInfo) -> str:
+        """Return the text of tokens, special ones included; raises `ApiError` for unknown ones."""
+        _require_known(ids, info, "tokens")
+        return str(self._tokenizer.decode(ids))
+
+    def _written(
+        self, body: ChatRequest, tools: list[Tool], *, is_ruled: bool
+    ) -> Callable[[list[dict[str, object]]], ChatPrompt]:
+        """Return what writes turns of a conversation as the model reads them."""
         described = [
             tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools
         ]
@@ -97,13 +125,7 @@ class GenerationRequests:
         def written(turns: list[dict[str, object]]) -> ChatPrompt:
             return self._format.prompt(turns, described, options, must_not_think=is_ruled)
 
-        turns = [_turn(message) for message in body.messages]
-        limit = self._limit(info)
-        if not self._trims or limit is None:
-            return written(turns), 0
-        longest = limit - max(1, min(_asked_tokens(body) or _TRIMMED_ROOM, limit // 4))
-        kept, num_dropped = trim_conversation(turns, lambda some: len(written(some).ids) <= longest)
-        return written(kept), num_dropped
+        return written
 
     def completions(self, body: CompletionRequest, info: ModelInfo) -> list[GenerationRequest]:
         """Return the generation requests of a completion request, one per prompt and choice."""
@@ -112,7 +134,7 @@ class GenerationRequests:
         grammar = text_grammar(body)
         generation_requests = []
         for prompt in [prompts] if is_one else prompts:
-            ids = self._prompt_ids(prompt, has_special=body.add_special_tokens is not False)
+            ids = self.text_ids(prompt, has_special=body.add_special_tokens is not False)
             fields = self._fields(body, ids, info)
             fields["grammar"] = grammar
             fields["num_top_logprobs"] = body.logprobs
@@ -125,7 +147,8 @@ class GenerationRequests:
             ]
         return generation_requests
 
-    def _prompt_ids(self, prompt: str | list[int], *, has_special: bool) -> list[int]:
+    def text_ids(self, prompt: str | list[int], *, has_special: bool) -> list[int]:
+        """Return the tokens of a text, or the tokens themselves."""
         if not isinstance(prompt, str):
             return prompt
         # What is too long is refused here, in better words than the tokenizer's own.
@@ -162,7 +185,7 @@ class GenerationRequests:
         if not ids:
             raise ApiError(400, "the prompt is empty; give some text")
         _require_known(ids, info, "prompt")
-        limit = self._limit(info)
+        limit = self.limit(info)
         if limit is None:
             return 2**31
         if len(ids) >= limit:
@@ -175,7 +198,7 @@ class GenerationRequests:
             )
         return limit - len(ids)
 
-    def _limit(self, info: ModelInfo) -> int | None:
+    def limit(self, info: ModelInfo) -> int | None:
         """Return how many tokens prompt and answer may have together."""
         limits = [limit for limit in (self._context, info.context) if limit is not None]
         return min(limits, default=None)
@@ -191,6 +214,20 @@ class GenerationRequests:
             can_think=self._format.thinks,
             has_one_call=body.parallel_tool_calls is False,
         )
+
+
+def _fitting(
+    turns: list[dict[str, object]],
+    written: Callable[[list[dict[str, object]]], ChatPrompt],
+    limit: int | None,
+    body: ChatRequest,
+) -> tuple[ChatPrompt, int]:
+    """Return a conversation as the model reads it, and how many turns it lost to a limit."""
+    if limit is None:
+        return written(turns), 0
+    longest = limit - max(1, min(_asked_tokens(body) or _TRIMMED_ROOM, limit // 4))
+    kept, num_dropped = trim_conversation(turns, lambda some: len(written(some).ids) <= longest)
+    return written(kept), num_dropped
 
 
 def _tools(body: ChatRequest) -> list[Tool]:
@@ -318,9 +355,9 @@ def _stop(stop: str | list[str] | None) -> tuple[str, ...]:
     return () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
 
 
-def new_id(prefix: str) -> str:
+def new_id(prefix: str, mark: str = "-") -> str:
     """Return an id that no other answer has."""
-    return f"{prefix}-{random.SystemRandom().getrandbits(96):024x}"
+    return f"{prefix}{mark}{random.SystemRandom().getrandbits(96):024x}"
 
 
 def now_seconds() -> int:

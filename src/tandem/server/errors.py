@@ -1,6 +1,17 @@
-"""Errors of the API in OpenAI's form: {"error": {"message", "type", "param", "code"}}."""
+"""Errors as clients get them: in OpenAI's form, or in Anthropic's where its API was called."""
 
 from tandem.core.errors import TandemError
+
+ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 class ApiError(TandemError):
@@ -31,7 +42,7 @@ class ApiError(TandemError):
 
     @property
     def body(self) -> dict[str, object]:
-        """The body of the answer."""
+        """The body of the answer: {"error": {"message", "type", "param", "code"}}."""
         return {
             "error": {
                 "message": str(self),
@@ -40,6 +51,20 @@ class ApiError(TandemError):
                 "code": self.code,
             }
         }
+
+    @property
+    def anthropic_body(self) -> dict[str, object]:
+        """The body of the answer as Anthropic's API has it; the message names the field."""
+        kind = "api_error" if self.status >= 500 else "invalid_request_error"
+        message = str(self)
+        if self.param and self.param not in message:
+            message = f"{self.param}: {message}"
+        error = {"type": _ANTHROPIC_TYPES.get(self.status, kind), "message": message}
+        return {"type": "error", "error": error, "request_id": None}
+
+    def body_for(self, path: str) -> dict[str, object]:
+        """Return the body of the answer in the form of the API that a path belongs to."""
+        return self.anthropic_body if path.startswith(ANTHROPIC_PATH) else self.body
 
     @property
     def headers(self) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 
@@ -10,9 +11,27 @@ from starlette.types import Receive, Scope, Send
 
 from tandem.server.errors import ApiError, server_error
 from tandem.server.refusals import log_refusal
-from tandem.server.replies import event
 
 _log = logging.getLogger("tandem.server")
+DONE = b"data: [DONE]\n\n"
+
+# One object of a stream, before it is written.
+Event = Mapping[str, object]
+
+
+def event(data: Event) -> bytes:
+    """Return one server-sent event."""
+    return b"data: " + json_text(data).encode() + b"\n\n"
+
+
+def named_event(data: Event) -> bytes:
+    """Return one server-sent event that carries its type as its name, too."""
+    return f"event: {data['type']}\n".encode() + event(data)
+
+
+def json_text(data: object) -> str:
+    """Return JSON without spaces."""
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":"))
 
 
 class EventStream(Response):
@@ -25,6 +44,8 @@ class EventStream(Response):
         events: AsyncIterator[bytes],
         on_end: Callable[[], None] = lambda: None,
         headers: Mapping[str, str] | None = None,
+        *,
+        write_error: Callable[[ApiError], bytes] = lambda error: event(error.body),
     ) -> None:
         """`on_end` is called whatever happens, also if nothing was ever sent."""
         own = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -32,6 +53,7 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._events = events
         self._on_end = on_end
+        self._write_error = write_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send until the events or the client's patience end."""
@@ -53,11 +75,12 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         except ApiError as error:
             log_refusal(scope, error)
-            await send({"type": "http.response.body", "body": event(error.body), "more_body": True})
+            last = self._write_error(error)
+            await send({"type": "http.response.body", "body": last, "more_body": True})
         except Exception:
             _log.exception("a stream failed")
-            body = server_error("the server failed; its log says why").body
-            await send({"type": "http.response.body", "body": event(body), "more_body": True})
+            last = self._write_error(server_error("the server failed; its log says why"))
+            await send({"type": "http.response.body", "body": last, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

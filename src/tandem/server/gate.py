@@ -24,7 +24,7 @@ class _TooLargeError(Exception):
 
 
 class Gate:
-    """Lets through what may pass, with an error in OpenAI's form for the rest."""
+    """Lets through what may pass, with an error in its API's form for the rest."""
 
     def __init__(
         self,
@@ -77,7 +77,8 @@ class Gate:
         if scope["path"] not in _OPEN_PATHS and not self._has_key(headers):
             return ApiError(
                 401,
-                "the API key is missing or wrong; send it as Authorization: Bearer KEY",
+                "the API key is missing or wrong; send it as Authorization: Bearer KEY or "
+                "x-api-key: KEY",
                 code="invalid_api_key",
             )
         if scope["method"] == "POST":
@@ -98,7 +99,8 @@ class Gate:
             return True
         given = headers.get(b"authorization", b"")
         scheme, _, key = given.partition(b" ")
-        return hmac.compare_digest(key.strip(), self._key) and scheme.lower() == b"bearer"
+        is_bearer = hmac.compare_digest(key.strip(), self._key) and scheme.lower() == b"bearer"
+        return is_bearer or hmac.compare_digest(headers.get(b"x-api-key", b""), self._key)
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body is larger than {self._max_body_bytes} bytes")
@@ -120,7 +122,10 @@ class Gate:
         assert self._origin is not None
         return (
             (b"access-control-allow-origin", self._origin),
-            (b"access-control-allow-headers", b"authorization, content-type"),
+            (
+                b"access-control-allow-headers",
+                b"authorization, content-type, x-api-key, anthropic-version",
+            ),
             (b"access-control-allow-methods", b"GET, POST, OPTIONS"),
             (b"vary", b"origin"),
         )
@@ -148,7 +153,7 @@ async def _refuse(scope: Scope, send: Send, error: ApiError) -> None:
     headers = [(b"content-type", b"application/json")]
     if error.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
-    await _reply(send, error.status, json.dumps(error.body).encode(), headers)
+    await _reply(send, error.status, json.dumps(error.body_for(scope["path"])).encode(), headers)
 
 
 async def _reply(

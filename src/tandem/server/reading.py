@@ -28,6 +28,8 @@ _EXPECTED = {
     "dict_type": "an object",
     "model_type": "an object",
     "none_required": "null",
+    "union_tag_invalid": "a type of {expected_tags}",
+    "union_tag_not_found": "an object with a type",
     "literal_error": "{expected}",
     "finite_number": "a finite number",
     "greater_than": "a number above {gt}",
@@ -97,6 +99,16 @@ class ReadBody(Generic[B]):
 def sentence(text: str, field: str | None = None) -> PydanticCustomError:
     """Return the error by which a validator speaks in its own words, of a field of its body."""
     return PydanticCustomError(_SENTENCE, "{text}", {"text": text, "field": field})
+
+
+def note_ignored(info: ValidationInfo, what: str) -> bool:
+    """Note that a part of a body is ignored; False for a strict server, which refuses it."""
+    reading = info.context
+    if not isinstance(reading, _Reading) or reading.is_strict:
+        return False
+    if len(reading.ignored) < _MOST_NAMED:
+        reading.ignored.add(what[:_SHOWN])
+    return True
 
 
 def known_names(kind: type[BaseModel]) -> set[str]:

@@ -1,39 +1,17 @@
-"""Answers in OpenAI's form: whole objects, and the chunks of a stream."""
+"""Answers in the form of OpenAI's chats and completions: whole objects, and a stream's chunks."""
 
-import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 from tandem.foreign_types import Tokenizer
 from tandem.generate.token_output import TokenLogprob, TokenOutput
 from tandem.server.answering import GenerationRequest, new_id, now_seconds
 from tandem.server.chat import AnswerPart, Call
+from tandem.server.coming_answer import ComingAnswer, Tally
+from tandem.server.errors import ApiError
+from tandem.server.event_stream import Event
+from tandem.server.schemas import ChatRequest, CompletionRequest, Sampling
 
 _LOGPROB_FIELDS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-DONE = b"data: [DONE]\n\n"
-
-
-def event(data: object) -> bytes:
-    """Return one server-sent event."""
-    return (
-        b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
-    )
-
-
-@dataclass(slots=True)
-class Tally:
-    """What is counted of one answer while it comes."""
-
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    reused_tokens: int = 0
-    finish_reason: str | None = None
-
-    def add(self, token_output: TokenOutput) -> None:
-        """Count one token."""
-        self.generated_tokens = token_output.generated_tokens
-        self.reused_tokens = token_output.reused_tokens
-        self.finish_reason = token_output.finish_reason
 
 
 def usage(tallies: list[Tally], num_choices: int) -> dict[str, object]:
@@ -41,12 +19,25 @@ def usage(tallies: list[Tally], num_choices: int) -> dict[str, object]:
     prompt = sum(tally.prompt_tokens for tally in tallies[::num_choices])
     generated = sum(tally.generated_tokens for tally in tallies)
     cached = sum(tally.reused_tokens for tally in tallies[::num_choices])
+    reasoning = sum(tally.reasoning_tokens for tally in tallies)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
         "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"reasoning_tokens": reasoning},
     }
+
+
+def _wants_usage(body: Sampling) -> bool:
+    return body.stream_options is not None and body.stream_options.include_usage
+
+
+def _wants_running_usage(body: Sampling) -> bool:
+    """Tell whether every chunk reports how many tokens there are so far."""
+    return _wants_usage(body) and bool(
+        body.stream_options and body.stream_options.continuous_usage_stats
+    )
 
 
 class ChatReply:
@@ -54,17 +45,13 @@ class ChatReply:
 
     def __init__(
         self,
+        body: ChatRequest,
         generation_requests: list[GenerationRequest],
         model: str,
         tokenizer: Tokenizer,
-        *,
-        has_running_usage: bool = False,
     ) -> None:
-        """Begin the answer to a chat: one generation request per choice.
-
-        `has_running_usage` reports with every chunk how many tokens there are so far.
-        """
-        self._has_running_usage = has_running_usage
+        """Begin the answer to a chat: one generation request per choice."""
+        self._has_usage, self._has_running_usage = _wants_usage(body), _wants_running_usage(body)
         self._choices = [
             _ChatChoice(index, generation_request, tokenizer)
             for index, generation_request in enumerate(generation_requests)
@@ -79,17 +66,21 @@ class ChatReply:
         if generation_requests[0].num_dropped_turns:
             self._head["dropped_turns"] = generation_requests[0].num_dropped_turns
 
-    def first_chunks(self) -> list[dict[str, object]]:
+    def first_events(self) -> list[Event]:
         """Return the chunks that begin the stream."""
         return [self._chunk(choice.first()) for choice in self._choices]
 
-    def take(self, index: int, token_output: TokenOutput) -> list[dict[str, object]]:
+    def take(self, index: int, token_output: TokenOutput) -> list[Event]:
         """Take one token of a choice; return the chunks that follow from it."""
         return [self._chunk(part) for part in self._choices[index].take(token_output)]
 
-    def usage_chunk(self) -> dict[str, object]:
-        """Return the chunk that carries the usage."""
-        return {**self._head, "choices": [], "usage": self._usage()}
+    def last_events(self) -> list[Event]:
+        """Return the chunk that carries the usage, if it was asked for."""
+        return [{**self._head, "choices": [], "usage": self._usage()}] if self._has_usage else []
+
+    def failed(self, error: ApiError) -> Event:
+        """Return the event that ends a stream which failed."""
+        return error.body
 
     def whole(self) -> dict[str, object]:
         """Return the answer as one object."""
@@ -114,8 +105,9 @@ class _ChatChoice:
         generation_request: GenerationRequest,
         tokenizer: Tokenizer,
     ) -> None:
-        self._index, self._question, self._tokenizer = index, generation_request, tokenizer
-        self.tally = Tally(prompt_tokens=generation_request.prompt_tokens)
+        self._index, self._tokenizer = index, tokenizer
+        self._answer = ComingAnswer(generation_request)
+        self.tally = self._answer.tally
         self._text = {"content": "", "reasoning_content": ""}
         self._calls: list[dict[str, object]] = []
         self._logprobs: list[dict[str, object]] = []
@@ -126,9 +118,8 @@ class _ChatChoice:
 
     def take(self, token_output: TokenOutput) -> Iterator[dict[str, object]]:
         """Yield the deltas that follow from a token, its log-probabilities first; then the end."""
-        self.tally.add(token_output)
         logprob = self._logprob(token_output)
-        deltas = [d for part in self._parts(token_output) if (d := self._delta(part)) is not None]
+        deltas = [self._delta(part) for part in self._answer.take(token_output)]
         for delta in deltas or ([{}] if logprob is not None else []):
             yield self._part(delta, logprobs=logprob)
             logprob = None
@@ -154,27 +145,16 @@ class _ChatChoice:
             "finish_reason": self._finish_reason,
         }
 
-    def _parts(self, token_output: TokenOutput) -> list[AnswerPart]:
-        reader = self._question.reader
-        if reader is None:
-            return [AnswerPart(content=token_output.text)] if token_output.text else []
-        parts = reader.feed(token_output.text) if token_output.text else []
-        return parts + reader.finish() if token_output.finish_reason is not None else parts
-
-    def _delta(self, part: AnswerPart) -> dict[str, object] | None:
+    def _delta(self, part: AnswerPart) -> dict[str, object]:
         if part.call is not None:
             return self._call_delta(part.call)
         name, text = (
             ("reasoning_content", part.reasoning) if part.reasoning else ("content", part.content)
         )
-        if not text:
-            return None
         self._text[name] += text
         return {name: text}
 
-    def _call_delta(self, call: Call) -> dict[str, object] | None:
-        if self._calls and self._question.has_one_call:
-            return None
+    def _call_delta(self, call: Call) -> dict[str, object]:
         written: dict[str, object] = {
             "id": new_id("call"),
             "type": "function",
@@ -185,8 +165,8 @@ class _ChatChoice:
 
     @property
     def _finish_reason(self) -> str | None:
-        reason = self.tally.finish_reason
-        return "tool_calls" if self._calls and reason == "stop" else reason
+        end = self._answer.end
+        return "stop" if end == "stop_string" else end
 
     def _part(
         self, delta: dict[str, object], *, finish_reason: str | None = None, logprobs: object = None
@@ -213,46 +193,58 @@ class _ChatChoice:
         return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
 
 
-@dataclass(slots=True)
 class CompletionReply:
     """The answers to one completion request's prompts as they come."""
 
-    generation_requests: list[GenerationRequest]
-    model: str
-    tokenizer: Tokenizer
-    num_choices: int = 1
-    """Per prompt."""
-    has_running_usage: bool = False
-    """Whether every chunk reports how many tokens there are so far."""
-    tallies: list[Tally] = field(default_factory=list)
-    reply_id: str = field(default_factory=lambda: new_id("cmpl"))
-    created: int = field(default_factory=now_seconds)
-    _texts: list[str] = field(default_factory=list)
-    _logprobs: list["_Logprobs"] = field(default_factory=list)
+    def __init__(
+        self,
+        body: CompletionRequest,
+        generation_requests: list[GenerationRequest],
+        model: str,
+        tokenizer: Tokenizer,
+    ) -> None:
+        """Begin the answers: as many generation requests per prompt as there are choices."""
+        self._requests, self._num_choices = generation_requests, body.n or 1
+        self._has_usage, self._has_running_usage = _wants_usage(body), _wants_running_usage(body)
+        self._head = {
+            "id": new_id("cmpl"),
+            "object": "text_completion",
+            "created": now_seconds(),
+            "model": model,
+        }
+        self._tallies = [Tally(prompt_tokens=one.prompt_tokens) for one in generation_requests]
+        self._texts = ["" for _ in generation_requests]
+        self._logprobs = [_Logprobs(tokenizer, one.fields["prompt"]) for one in generation_requests]
 
-    def __post_init__(self) -> None:
-        for generation_request in self.generation_requests:
-            self.tallies.append(Tally(prompt_tokens=generation_request.prompt_tokens))
-            self._texts.append("")
-            self._logprobs.append(_Logprobs(self.tokenizer, generation_request.fields["prompt"]))
+    def first_events(self) -> list[Event]:
+        """Return nothing: a stream begins with its first text."""
+        return []
 
-    def take(self, index: int, token_output: TokenOutput) -> dict[str, object] | None:
+    def take(self, index: int, token_output: TokenOutput) -> list[Event]:
         """Take one token of one prompt's answer; return its chunk, if there is something to say."""
-        is_first = self.tallies[index].generated_tokens == 0
-        self.tallies[index].add(token_output)
+        is_first = self._tallies[index].generated_tokens == 0
+        self._tallies[index].add(token_output)
         logprobs = self._logprobs[index].take(token_output)
-        text = (self.generation_requests[index].echo if is_first else "") + token_output.text
+        text = (self._requests[index].echo if is_first else "") + token_output.text
         self._texts[index] += text
         if not text and logprobs is None and token_output.finish_reason is None:
-            return None
+            return []
         choice = {
             "index": index,
             "text": text,
             "logprobs": logprobs,
             "finish_reason": token_output.finish_reason,
         }
-        usage = {"usage": self._usage()} if self.has_running_usage else {}
-        return {**self._object([choice]), **usage}
+        usage = {"usage": self._usage()} if self._has_running_usage else {}
+        return [{**self._head, "choices": [choice], **usage}]
+
+    def last_events(self) -> list[Event]:
+        """Return the chunk that carries the usage, if it was asked for."""
+        return [{**self._head, "choices": [], "usage": self._usage()}] if self._has_usage else []
+
+    def failed(self, error: ApiError) -> Event:
+        """Return the event that ends a stream which failed."""
+        return error.body
 
     def whole(self) -> dict[str, object]:
         """Return all answers as one object."""
@@ -261,27 +253,14 @@ class CompletionReply:
                 "index": index,
                 "text": text,
                 "logprobs": self._logprobs[index].whole(),
-                "finish_reason": self.tallies[index].finish_reason,
+                "finish_reason": self._tallies[index].finish_reason,
             }
             for index, text in enumerate(self._texts)
         ]
-        return {**self._object(choices), "usage": self._usage()}
-
-    def usage_chunk(self) -> dict[str, object]:
-        """Return the chunk that carries the usage."""
-        return {**self._object([]), "usage": self._usage()}
+        return {**self._head, "choices": choices, "usage": self._usage()}
 
     def _usage(self) -> dict[str, object]:
-        return usage(self.tallies, self.num_choices)
-
-    def _object(self, choices: list[dict[str, object]]) -> dict[str, object]:
-        return {
-            "id": self.reply_id,
-            "object": "text_completion",
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
-        }
+        return usage(self._tallies, self._num_choices)
 
 
 class _Logprobs:

@@ -75,13 +75,18 @@ class StructuredOutputs(Body):
     grammar: _Pattern | None = None
 
 
-class Sampling(Body):
+class Asked(Body):
+    """What every body that asks for an answer has."""
+
+    model: str | None = Field(None, max_length=512)
+    stream: bool | None = None
+
+
+class Sampling(Asked):
     """How tokens are chosen, and how the answer is sent."""
 
     unsupported = _UNSUPPORTED
 
-    model: str | None = Field(None, max_length=512)
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: _MaxTokensOrNone | None = None
     n_predict: _MaxTokensOrNone | None = None
@@ -174,7 +179,7 @@ class Message(Body):
 class FunctionDefinition(Body):
     """What a tool is called, does and takes."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
     description: str | None = None
     parameters: _Json | None = None
     strict: bool | None = None

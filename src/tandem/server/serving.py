@@ -10,10 +10,11 @@ import uvicorn
 
 from tandem.core.errors import ConfigError, TandemError
 from tandem.foreign_types import Tokenizer
-from tandem.server.app import Server, create_app
+from tandem.server.app import create_app
 from tandem.server.engine_client import EngineClient
 from tandem.server.messages import EngineSettings, ModelLoader
 from tandem.server.options import ServerOptions, is_loopback, require_key
+from tandem.server.service import Server
 
 _log = logging.getLogger("tandem.server")
 _LOCAL_NAMES = ["localhost", "127.0.0.1", "[::1]"]

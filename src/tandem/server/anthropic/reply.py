@@ -1,0 +1,161 @@
+"""An answer in the form of Anthropic's Messages API: one message, or the events of a stream.
+
+The stream begins with its first token: only then is it known how much of the prompt was computed.
+"""
+
+import json
+from collections.abc import Mapping
+
+from tandem.generate.token_output import TokenOutput
+from tandem.server.answering import GenerationRequest, new_id
+from tandem.server.chat import AnswerPart, Call
+from tandem.server.coming_answer import ComingAnswer
+from tandem.server.errors import ApiError
+from tandem.server.event_stream import Event
+
+_STOP_REASONS = {
+    "stop": "end_turn",
+    "stop_string": "stop_sequence",
+    "length": "max_tokens",
+    "tool_calls": "tool_use",
+}
+# Clients send a thinking block back with its signature; there is nobody here to check it.
+_SIGNATURE = "unsigned"
+
+
+class MessageReply:
+    """One answer as it comes."""
+
+    def __init__(self, request: GenerationRequest, model: str, *, has_cache_marks: bool) -> None:
+        """Begin the answer to a request."""
+        self._answer = ComingAnswer(request)
+        self._has_cache_marks = has_cache_marks
+        self._id, self._model = new_id("msg", "_"), model
+        self._blocks: list[dict[str, object]] = []
+        self._open: str | None = None  # the kind of the block that still grows
+        self._has_begun = False
+
+    def first_events(self) -> list[Event]:
+        """Return nothing: see the module."""
+        return []
+
+    def take(self, index: int, token_output: TokenOutput) -> list[Event]:
+        """Take one token; return the events that follow from it."""
+        parts = self._answer.take(token_output)
+        events = [] if self._has_begun else [self._start()]
+        self._has_begun = True
+        for part in parts:
+            events += self._part(part)
+        if self._answer.end is not None:
+            events += self._close()
+            events.append(self._delta())
+            events.append({"type": "message_stop"})
+        return events
+
+    def last_events(self) -> list[Event]:
+        """Return nothing: the last token brought the end."""
+        return []
+
+    def failed(self, error: ApiError) -> Event:
+        """Return the event that ends a stream which failed."""
+        return error.anthropic_body
+
+    def whole(self) -> dict[str, object]:
+        """Return the message."""
+        return {**self._message(), "content": self._blocks, **self._ending()}
+
+    def _message(self) -> dict[str, object]:
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": self._usage(),
+        }
+
+    def _start(self) -> Event:
+        return {"type": "message_start", "message": self._message()}
+
+    def _delta(self) -> Event:
+        return {"type": "message_delta", "delta": self._ending(), "usage": self._usage()}
+
+    def _ending(self) -> dict[str, object]:
+        end = self._answer.end
+        is_stopped = end == "stop_string"
+        return {
+            "stop_reason": None if end is None else _STOP_REASONS[end],
+            "stop_sequence": self._answer.tally.stop_string if is_stopped else None,
+        }
+
+    def _usage(self) -> dict[str, object]:
+        """Count as the API does: what was read from the KV cache is not among the input tokens."""
+        tally = self._answer.tally
+        computed = tally.prompt_tokens - tally.reused_tokens
+        marked = computed if self._has_cache_marks else 0
+        return {
+            "input_tokens": computed - marked,
+            "cache_creation_input_tokens": marked,
+            "cache_read_input_tokens": tally.reused_tokens,
+            "output_tokens": tally.generated_tokens,
+        }
+
+    def _part(self, part: AnswerPart) -> list[Event]:
+        if part.call is not None:
+            return self._call(part.call)
+        if part.reasoning:
+            return self._grow("thinking", part.reasoning)
+        return self._grow("text", part.content)
+
+    def _grow(self, kind: str, text: str) -> list[Event]:
+        """Append to the open block, or to a new one."""
+        events: list[Event] = []
+        if self._open != kind:
+            block: dict[str, object] = {"type": kind, kind: ""}
+            if kind == "thinking":
+                block["signature"] = ""
+            events = [*self._close(), self._begin(block)]
+            self._open = kind
+        self._blocks[-1][kind] = f"{self._blocks[-1][kind]}{text}"
+        return [*events, self._block_delta({"type": f"{kind}_delta", kind: text})]
+
+    def _call(self, call: Call) -> list[Event]:
+        block = {"type": "tool_use", "id": new_id("toolu", "_"), "name": call.name, "input": {}}
+        events = [*self._close(), self._begin(block)]
+        self._blocks[-1]["input"] = _object(call.arguments)
+        self._open = "tool_use"
+        delta = {"type": "input_json_delta", "partial_json": call.arguments}
+        return [*events, self._block_delta(delta), *self._close()]
+
+    def _begin(self, block: Mapping[str, object]) -> Event:
+        self._blocks.append(dict(block))
+        return {"type": "content_block_start", "index": self._index, "content_block": block}
+
+    def _block_delta(self, delta: Mapping[str, object]) -> Event:
+        return {"type": "content_block_delta", "index": self._index, "delta": delta}
+
+    def _close(self) -> list[Event]:
+        """End the open block."""
+        events: list[Event] = []
+        if self._open == "thinking":
+            self._blocks[-1]["signature"] = _SIGNATURE
+            events.append(self._block_delta({"type": "signature_delta", "signature": _SIGNATURE}))
+        if self._open is not None:
+            events.append({"type": "content_block_stop", "index": self._index})
+        self._open = None
+        return events
+
+    @property
+    def _index(self) -> int:
+        return len(self._blocks) - 1
+
+
+def _object(arguments: str) -> object:
+    """Return the object that arguments write; what is none is kept as text in one."""
+    try:
+        parsed = json.loads(arguments)
+    except (ValueError, RecursionError):
+        parsed = None
+    return parsed if isinstance(parsed, dict) else {"arguments": arguments}

@@ -1,0 +1,192 @@
+"""The bodies of Anthropic's Messages API, as far as a model that writes text can follow them."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from tandem.server.reading import Body, Unsupported, note_ignored
+from tandem.server.schemas import Asked
+
+_Json = dict[str, object]
+_Id = Annotated[str, Field(max_length=256)]
+_Stop = Annotated[str, Field(min_length=1, max_length=256)]
+
+_UNSUPPORTED = {
+    "container": Unsupported((), "run code yourself, with a tool"),
+    "mcp_servers": Unsupported(([],), "describe their tools in tools"),
+}
+
+
+class CacheMarked(Body):
+    """What may be marked as the end of a beginning that is worth remembering."""
+
+    cache_control: _Json | None = None
+
+
+class TextBlock(CacheMarked):
+    """Text."""
+
+    type: Literal["text"]
+    text: str
+    citations: object = None
+
+
+class ImageBlock(CacheMarked):
+    """A picture."""
+
+    type: Literal["image"]
+    source: _Json
+
+
+class DocumentBlock(CacheMarked):
+    """A document; plain text is read."""
+
+    type: Literal["document"]
+    source: _Json
+    title: str | None = None
+    context: str | None = None
+    citations: object = None
+
+
+class ThinkingBlock(Body):
+    """What the model thought before."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+
+class RedactedThinkingBlock(Body):
+    """Another model's reasoning, which nobody here can read."""
+
+    type: Literal["redacted_thinking"]
+    data: str | None = None
+
+
+class ToolUseBlock(CacheMarked):
+    """A call in an earlier answer."""
+
+    type: Literal["tool_use"]
+    id: _Id
+    name: _Id
+    input: _Json
+    caller: _Json | None = None
+
+
+class ToolResultBlock(CacheMarked):
+    """What a call has returned."""
+
+    type: Literal["tool_result"]
+    tool_use_id: _Id
+    content: str | list["ResultBlock"] | None = None
+    is_error: bool | None = None
+
+
+ResultBlock = Annotated[TextBlock | ImageBlock | DocumentBlock, Field(discriminator="type")]
+Block = Annotated[
+    TextBlock
+    | ImageBlock
+    | DocumentBlock
+    | ThinkingBlock
+    | RedactedThinkingBlock
+    | ToolUseBlock
+    | ToolResultBlock,
+    Field(discriminator="type"),
+]
+ToolResultBlock.model_rebuild()
+
+
+class InputMessage(Body):
+    """One message of a conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+
+class ToolDefinition(CacheMarked):
+    """A tool that the model may call."""
+
+    type: Literal["custom"] | None = None
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
+    description: str | None = None
+    input_schema: _Json
+    strict: bool | None = None
+    input_examples: object = None
+    allowed_callers: object = None
+    defer_loading: bool | None = None
+    eager_input_streaming: bool | None = None
+
+
+class ToolChoice(Body):
+    """Whether a tool is called, and which."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: _Id | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Body):
+    """Whether the model may reason; how long is its own affair."""
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: int | None = Field(None, ge=0)
+    display: str | None = None
+
+
+class OutputFormat(Body):
+    """The schema that the answer follows."""
+
+    type: Literal["json_schema"]
+    json_schema: _Json = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    """How much is thought, and what form the answer has."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+    task_budget: object = None
+
+
+class CountTokensRequest(Asked):
+    """The body of /v1/messages/count_tokens."""
+
+    unsupported = _UNSUPPORTED
+
+    messages: list[InputMessage] = Field(min_length=1, max_length=100_000)
+    system: str | list[TextBlock] | None = None
+    tools: list[ToolDefinition] | None = Field(None, max_length=1024)
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    cache_control: _Json | None = None
+    context_management: _Json | None = None
+    speed: str | None = None
+
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _without_tools_of_elsewhere(cls, tools: object, info: ValidationInfo) -> Any:
+        """Leave out the tools that only Anthropic's models know: what is not here is not called."""
+        if not isinstance(tools, list):
+            return tools
+        kept = []
+        for tool in tools:
+            kind = tool.get("type") if isinstance(tool, dict) else None
+            is_foreign = isinstance(kind, str) and kind != "custom"
+            if not is_foreign or not note_ignored(info, f"tools of type {kind}"):
+                kept.append(tool)
+        return kept
+
+
+class MessagesRequest(CountTokensRequest):
+    """The body of /v1/messages."""
+
+    max_tokens: int = Field(ge=1, le=2**31)
+    stop_sequences: list[_Stop] | None = Field(None, max_length=64)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=0, le=2**31)
+    metadata: _Json | None = None
+    service_tier: str | None = None
+    inference_geo: str | None = None

@@ -1,0 +1,73 @@
+"""One answer as it comes, before any API writes it: its parts, its counts and its end."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tandem.generate.token_output import TokenOutput
+from tandem.server.answering import GenerationRequest
+from tandem.server.chat import AnswerPart
+
+End = Literal["stop", "stop_string", "length", "tool_calls"]
+
+
+@dataclass(slots=True)
+class Tally:
+    """What is counted of one answer while it comes."""
+
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    reused_tokens: int = 0
+    reasoning_tokens: int = 0
+    """Of the generated ones, those up to the end of the reasoning."""
+    finish_reason: str | None = None
+    stop_string: str | None = None
+
+    def add(self, token_output: TokenOutput) -> None:
+        """Count one token."""
+        self.generated_tokens = token_output.generated_tokens
+        self.reused_tokens = token_output.reused_tokens
+        self.finish_reason = token_output.finish_reason
+        self.stop_string = token_output.stop_string
+
+
+class ComingAnswer:
+    """Takes one request's token outputs and gives the parts of its answer, alike for each API."""
+
+    def __init__(self, request: GenerationRequest) -> None:
+        """Begin the answer to a request."""
+        self._reader, self._has_one_call = request.reader, request.has_one_call
+        self._num_calls = 0
+        self.tally = Tally(prompt_tokens=request.prompt_tokens)
+
+    def take(self, token_output: TokenOutput) -> list[AnswerPart]:
+        """Take one token; return the parts that are now certain."""
+        self.tally.add(token_output)
+        parts = [part for part in self._parts(token_output) if self._is_kept(part)]
+        if any(part.reasoning for part in parts):
+            self.tally.reasoning_tokens = self.tally.generated_tokens
+        return parts
+
+    @property
+    def end(self) -> End | None:
+        """Why it ended; None: it goes on."""
+        reason = self.tally.finish_reason
+        if reason is None or reason == "length":
+            return None if reason is None else "length"
+        if self._num_calls:
+            return "tool_calls"
+        return "stop" if self.tally.stop_string is None else "stop_string"
+
+    def _parts(self, token_output: TokenOutput) -> list[AnswerPart]:
+        text = token_output.text
+        if self._reader is None:
+            return [AnswerPart(content=text)] if text else []
+        parts = self._reader.feed(text) if text else []
+        is_last = token_output.finish_reason is not None
+        return parts + self._reader.finish() if is_last else parts
+
+    def _is_kept(self, part: AnswerPart) -> bool:
+        """Drop what is empty, and a second call where there may be one."""
+        if part.call is None:
+            return bool(part.content or part.reasoning)
+        self._num_calls += 1
+        return self._num_calls == 1 or not self._has_one_call

@@ -1,0 +1,68 @@
+"""OpenAI's Responses API, as the server knows an API."""
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+
+from tandem.server.answering import GenerationRequest
+from tandem.server.api import Api
+from tandem.server.event_stream import named_event
+from tandem.server.messages import ModelInfo
+from tandem.server.responses.conversation import as_chat, new_messages
+from tandem.server.responses.kept import KeptResponses
+from tandem.server.responses.reply import ResponseReply
+from tandem.server.responses.schemas import CountRequest, ResponsesRequest
+from tandem.server.schemas import ChatRequest, Message
+from tandem.server.service import Server
+
+
+class ResponsesApi:
+    """What clients of the Responses API ask, and the answers that they may go on from."""
+
+    def __init__(self, server: Server, kept: KeptResponses | None = None) -> None:
+        """Answer for a server; nothing is kept yet."""
+        self._server = server
+        self._kept = kept or KeptResponses()
+        self.responses = Api(
+            endpoint="responses",
+            body=ResponsesRequest,
+            requests=self._requests,
+            reply=self._reply,
+            encode=named_event,
+        )
+
+    async def count(self, request: Request) -> Response:
+        """Answer /v1/responses/input_tokens."""
+        server = self._server
+        with server.counted("input_tokens"):
+            body, _ = await server.read(request, CountRequest)
+            count = await server.in_thread(self._count, body)
+        server.metrics.requests.labels("input_tokens", "200").inc()
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
+
+    def get(self, response_id: str) -> Response:
+        """Return an answer that was kept."""
+        return JSONResponse(self._kept.response(response_id))
+
+    def delete(self, response_id: str) -> Response:
+        """Forget an answer."""
+        self._kept.drop(response_id)
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+    def _chat(self, body: CountRequest) -> ChatRequest:
+        return as_chat(body, self._kept.messages(body.previous_response_id), new_messages(body))
+
+    def _count(self, body: CountRequest) -> int:
+        return len(self._server.generation_requests.chat_ids(self._chat(body)))
+
+    def _requests(self, body: ResponsesRequest, info: ModelInfo) -> list[GenerationRequest]:
+        requests = self._server.generation_requests
+        return requests.chat(self._chat(body), info, trims=body.truncation == "auto")
+
+    def _reply(self, body: ResponsesRequest, requests: list[GenerationRequest]) -> ResponseReply:
+        earlier = self._kept.messages(body.previous_response_id)
+
+        def keep(response: dict[str, object], answer: Message) -> None:
+            if body.store is not False:
+                self._kept.put(response, earlier, [*new_messages(body), answer])
+
+        return ResponseReply(body, requests[0], self._server.model, keep)

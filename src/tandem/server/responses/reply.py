@@ -1,0 +1,207 @@
+"""An answer in the form of OpenAI's Responses API: one response, or the events of a stream."""
+
+from collections.abc import Callable
+
+from tandem.generate.token_output import TokenOutput
+from tandem.server.answering import GenerationRequest, new_id, now_seconds
+from tandem.server.chat import AnswerPart, Call
+from tandem.server.coming_answer import ComingAnswer
+from tandem.server.errors import ApiError
+from tandem.server.event_stream import Event
+from tandem.server.responses.schemas import ResponsesRequest
+from tandem.server.schemas import FunctionCall, Message, ToolCall
+
+_Json = dict[str, object]
+# The kinds of items that grow: (type of the item, of its part, of the part's events).
+_TEXT = ("message", "output_text", "response.output_text")
+_REASONING = ("reasoning", "reasoning_text", "response.reasoning_text")
+
+
+class ResponseReply:
+    """One answer as it comes."""
+
+    def __init__(
+        self,
+        body: ResponsesRequest,
+        request: GenerationRequest,
+        model: str,
+        on_end: Callable[[_Json, Message], None],
+    ) -> None:
+        """Begin the answer; `on_end` gets the response and the message that it adds."""
+        self._answer, self._on_end = ComingAnswer(request), on_end
+        self._body, self._head = body, _head(body, model)
+        self._items: list[_Json] = []
+        self._open: tuple[str, str, str] | None = None  # the kind of the item that still grows
+        self._message = Message.model_construct(role="assistant", content="")
+        self._number = 0
+
+    def first_events(self) -> list[Event]:
+        """Return what says that the response has begun."""
+        kinds = ("response.created", "response.in_progress")
+        return [self._event(kind, response=self._response("in_progress")) for kind in kinds]
+
+    def take(self, index: int, token_output: TokenOutput) -> list[Event]:
+        """Take one token; return the events that follow from it."""
+        events: list[Event] = []
+        for part in self._answer.take(token_output):
+            events += self._part(part)
+        if self._answer.end is not None:
+            events += self._close()
+            response = self.whole()
+            self._on_end(response, self._message)
+            events.append(self._event(f"response.{response['status']}", response=response))
+        return events
+
+    def last_events(self) -> list[Event]:
+        """Return nothing: the last token brought the end."""
+        return []
+
+    def failed(self, error: ApiError) -> Event:
+        """Return the event that ends a stream which failed."""
+        said = {"code": error.code or "server_error", "message": str(error)}
+        response = {**self._response("failed"), "error": said}
+        return self._event("response.failed", response=response)
+
+    def whole(self) -> _Json:
+        """Return the response."""
+        is_cut = self._answer.end == "length"
+        response = self._response("incomplete" if is_cut else "completed")
+        if is_cut:
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        return {**response, "usage": self._usage()}
+
+    def _response(self, status: str) -> _Json:
+        return {**self._head, "status": status, "output": list(self._items)}
+
+    def _usage(self) -> _Json:
+        tally = self._answer.tally
+        computed = tally.prompt_tokens - tally.reused_tokens
+        return {
+            "input_tokens": tally.prompt_tokens,
+            "input_tokens_details": {
+                "cached_tokens": tally.reused_tokens, "cache_write_tokens": computed,
+            },
+            "output_tokens": tally.generated_tokens,
+            "output_tokens_details": {"reasoning_tokens": tally.reasoning_tokens},
+            "total_tokens": tally.prompt_tokens + tally.generated_tokens,
+        }  # fmt: skip
+
+    def _event(self, kind: str, **fields: object) -> Event:
+        number, self._number = self._number, self._number + 1
+        return {"type": kind, "sequence_number": number, **fields}
+
+    # ---- items -----------------------------------------------------------------------------------
+
+    @property
+    def _index(self) -> int:
+        return len(self._items) - 1
+
+    def _part(self, part: AnswerPart) -> list[Event]:
+        if part.call is not None:
+            return self._call(part.call)
+        if part.reasoning:
+            before = self._message.reasoning_content or ""
+            self._message.reasoning_content = before + part.reasoning
+            return self._grow(_REASONING, part.reasoning)
+        self._message.content = f"{self._message.content}{part.content}"
+        return self._grow(_TEXT, part.content)
+
+    def _grow(self, kind: tuple[str, str, str], text: str) -> list[Event]:
+        """Append to the open item, or to a new one."""
+        events = [] if self._open == kind else [*self._close(), *self._begin(kind)]
+        part = self._open_part()
+        part["text"] = f"{part['text']}{text}"
+        logprobs: _Json = {"logprobs": []} if kind == _TEXT else {}
+        return [*events, self._part_event(f"{kind[2]}.delta", delta=text, **logprobs)]
+
+    def _begin(self, kind: tuple[str, str, str]) -> list[Event]:
+        item: _Json = {"type": kind[0], "status": "in_progress", "content": []}
+        if kind == _TEXT:
+            item |= {"id": new_id("msg", "_"), "role": "assistant"}
+        else:
+            item |= {"id": new_id("rs", "_"), "summary": []}
+        events = [self._added(item)]
+        part: _Json = {"type": kind[1], "text": ""}
+        if kind == _TEXT:
+            part |= {"annotations": [], "logprobs": []}
+        self._open = kind
+        events.append(self._part_event("response.content_part.added", part=dict(part)))
+        item["content"] = [part]
+        return events
+
+    def _close(self) -> list[Event]:
+        """End the open item."""
+        kind, self._open = self._open, None
+        if kind is None:
+            return []
+        part, item = self._open_part(), self._items[-1]
+        logprobs: _Json = {"logprobs": []} if kind == _TEXT else {}
+        item["status"] = "incomplete" if self._answer.end == "length" else "completed"
+        return [
+            self._part_event(f"{kind[2]}.done", text=part["text"], **logprobs),
+            self._part_event("response.content_part.done", part=part),
+            self._done(item),
+        ]
+
+    def _call(self, call: Call) -> list[Event]:
+        item: _Json = {
+            "id": new_id("fc", "_"), "type": "function_call", "call_id": new_id("call", "_"),
+            "name": call.name, "arguments": "", "status": "in_progress",
+        }  # fmt: skip
+        function = FunctionCall.model_construct(name=call.name, arguments=call.arguments)
+        written = ToolCall.model_construct(id=str(item["call_id"]), function=function)
+        self._message.tool_calls = [*(self._message.tool_calls or ()), written]
+        events = [*self._close(), self._added(item)]
+        place: _Json = {"item_id": item["id"], "output_index": self._index}
+        kind = "response.function_call_arguments"
+        events.append(self._event(f"{kind}.delta", **place, delta=call.arguments))
+        done = {**place, "arguments": call.arguments, "name": call.name}
+        events.append(self._event(f"{kind}.done", **done))
+        item |= {"arguments": call.arguments, "status": "completed"}
+        return [*events, self._done(item)]
+
+    def _added(self, item: _Json) -> Event:
+        self._items.append(item)
+        kind = "response.output_item.added"
+        return self._event(kind, output_index=self._index, item=dict(item))
+
+    def _done(self, item: _Json) -> Event:
+        kind = "response.output_item.done"
+        return self._event(kind, output_index=self._index, item=dict(item))
+
+    def _part_event(self, kind: str, **fields: object) -> Event:
+        place: _Json = {"output_index": self._index, "content_index": 0}
+        return self._event(kind, item_id=self._items[-1]["id"], **place, **fields)
+
+    def _open_part(self) -> _Json:
+        content = self._items[-1]["content"]
+        assert isinstance(content, list)
+        part: _Json = content[0]
+        return part
+
+
+def _head(body: ResponsesRequest, model: str) -> _Json:
+    """Return what a response says of its request."""
+    given = body.model_dump(mode="json", by_alias=True, exclude_none=True)
+    defaults: _Json = {
+        "parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "store": True,
+        "text": {"format": {"type": "text"}}, "truncation": "disabled", "metadata": {},
+        "reasoning": {"effort": None, "summary": None},
+    }  # fmt: skip
+    names = (
+        "instructions", "max_output_tokens", "previous_response_id", "temperature", "top_p", "user",
+        *defaults,
+    )  # fmt: skip
+    return {
+        "id": new_id("resp", "_"),
+        "object": "response",
+        "created_at": now_seconds(),
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "model": model,
+        "output": [],
+        "usage": None,
+        **{name: given.get(name, defaults.get(name)) for name in names},
+    }

@@ -1,0 +1,226 @@
+"""The bodies of OpenAI's Responses API, as far as a model that writes text can follow them."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from tandem.server.reading import Body, Unsupported, note_ignored
+from tandem.server.schemas import Asked
+
+_Json = dict[str, object]
+_Id = Annotated[str, Field(max_length=256)]
+
+_UNSUPPORTED = {
+    "background": Unsupported((False,), "wait for the answer, or stream it"),
+    "conversation": Unsupported((), "name the previous answer in previous_response_id"),
+    "prompt": Unsupported((), "send the prompt in input and instructions"),
+    "top_logprobs": Unsupported((0,), "ask /v1/chat/completions for log-probabilities"),
+    "max_tool_calls": Unsupported((), "count the calls where they are answered"),
+}
+_UNSUPPORTED_IN_TEXT = {
+    "verbosity": Unsupported(("medium",), "say in the prompt how long the answer is to be")
+}
+_TOOLS_NOT_HERE = "tools of type "
+
+
+class InputText(Body):
+    """Text of a message, in either direction."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: object = None
+    logprobs: object = None
+    prompt_cache_breakpoint: object = None
+
+
+class Refusal(Body):
+    """What an earlier answer refused."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+class InputImage(Body):
+    """A picture."""
+
+    type: Literal["input_image"]
+    image_url: str | None = None
+    file_id: str | None = None
+    detail: str | None = None
+
+
+class InputFile(Body):
+    """A file."""
+
+    type: Literal["input_file"]
+    file_id: str | None = None
+    file_data: str | None = None
+    file_url: str | None = None
+    filename: str | None = None
+
+
+Part = Annotated[InputText | Refusal | InputImage | InputFile, Field(discriminator="type")]
+
+
+class MessageItem(Body):
+    """A message of a conversation."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[Part]
+    id: _Id | None = None
+    status: str | None = None
+    phase: str | None = None
+
+
+class CallItem(Body):
+    """A call in an earlier answer."""
+
+    type: Literal["function_call"]
+    call_id: _Id
+    name: _Id
+    arguments: str
+    id: _Id | None = None
+    status: str | None = None
+    namespace: str | None = None
+    caller: object = None
+
+
+class CallOutputItem(Body):
+    """What a call has returned."""
+
+    type: Literal["function_call_output"]
+    call_id: _Id
+    output: str | list[Part]
+    id: _Id | None = None
+    status: str | None = None
+    name: str | None = None
+    namespace: str | None = None
+    caller: object = None
+
+
+class ReasoningText(Body):
+    """Text of an earlier reasoning, or of its summary."""
+
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class ReasoningItem(Body):
+    """What the model thought before."""
+
+    type: Literal["reasoning"]
+    id: _Id | None = None
+    summary: list[ReasoningText] | None = None
+    content: list[ReasoningText] | None = None
+    encrypted_content: str | None = None
+    status: str | None = None
+
+
+Item = MessageItem | CallItem | CallOutputItem | ReasoningItem
+
+
+class FunctionTool(Body):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
+    description: str | None = None
+    parameters: _Json | None = None
+    strict: bool | None = None
+    output_schema: _Json | None = None
+    allowed_callers: object = None
+    defer_loading: bool | None = None
+
+
+class NamedTool(Body):
+    """A tool by its name."""
+
+    type: Literal["function"]
+    name: _Id
+
+
+class AllowedTools(Body):
+    """The tools that may be called now, of those that are described."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(max_length=1024)
+
+
+class TextFormat(Body):
+    """What form the answer has."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = Field(None, max_length=128)
+    description: str | None = None
+    json_schema: _Json | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextConfig(Body):
+    """How the answer's text is."""
+
+    unsupported = _UNSUPPORTED_IN_TEXT
+
+    format: TextFormat | None = None
+
+
+class Reasoning(Body):
+    """How much is thought."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+    context: str | None = None
+    mode: str | None = None
+
+
+class CountRequest(Asked):
+    """The body of /v1/responses/input_tokens."""
+
+    unsupported = _UNSUPPORTED
+
+    input: str | list[Item] | None = None
+    instructions: str | None = None
+    previous_response_id: _Id | None = None
+    tools: list[FunctionTool] | None = Field(None, max_length=1024)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _without_tools_of_elsewhere(cls, tools: object, info: ValidationInfo) -> Any:
+        """Leave out the tools that run at OpenAI: what is not here is not called."""
+        if not isinstance(tools, list):
+            return tools
+        kept = []
+        for tool in tools:
+            kind = tool.get("type") if isinstance(tool, dict) else None
+            is_foreign = isinstance(kind, str) and kind != "function"
+            if not is_foreign or not note_ignored(info, f"{_TOOLS_NOT_HERE}{kind}"):
+                kept.append(tool)
+        return kept
+
+
+class ResponsesRequest(CountRequest):
+    """The body of /v1/responses."""
+
+    input: str | list[Item] = Field()
+    max_output_tokens: int | None = Field(None, ge=1, le=2**31)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    store: bool | None = None
+    include: list[str] | None = Field(None, max_length=64)
+    metadata: dict[str, str] | None = Field(None, max_length=16)
+    stream_options: _Json | None = None
+    user: str | None = Field(None, max_length=512)
+    safety_identifier: str | None = Field(None, max_length=512)
+    service_tier: str | None = Field(None, max_length=64)
+    prompt_cache_key: str | None = Field(None, max_length=512)
+    prompt_cache_retention: str | None = Field(None, max_length=64)
+    prompt_cache_options: _Json | None = None
+    context_management: object = None

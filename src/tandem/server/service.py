@@ -1,0 +1,228 @@
+"""What the routes share: one engine, one model, and the way of a request from body to answer."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+from starlette.requests import ClientDisconnect
+
+from tandem.core.errors import TandemError
+from tandem.core.registry import nearest_names
+from tandem.foreign_types import Tokenizer
+from tandem.server.answering import GenerationRequest, GenerationRequests
+from tandem.server.api import Api, Reply
+from tandem.server.engine_client import EngineClient
+from tandem.server.errors import ApiError, server_error
+from tandem.server.event_stream import EventStream
+from tandem.server.messages import ModelInfo
+from tandem.server.metrics import Metrics
+from tandem.server.options import ServerOptions
+from tandem.server.reading import ReadBody, known_names, read_body
+from tandem.server.refusals import plain
+from tandem.server.running_answer import RunningAnswer
+from tandem.server.schemas import Asked
+
+_log = logging.getLogger("tandem.server")
+_KEEP_ALIVE_SECONDS = 15.0
+# So many names of ignored fields and of other models are logged, each once.
+_MOST_NOTED = 256
+
+T = TypeVar("T")
+B = TypeVar("B", bound=Asked)
+
+
+class Server:
+    """The engine, the generation requests and the counts."""
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        tokenizer: Tokenizer,
+        options: ServerOptions,
+        model: str,
+    ) -> None:
+        """Serve `model`, by that name unless the options give it others."""
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.options = options
+        self.names = options.names(model)
+        self.model = self.names[0]
+        self.metrics = Metrics(engine)
+        self.generation_requests = GenerationRequests(
+            tokenizer, context=options.context, trims=options.context_full == "trim"
+        )
+        self._noted: set[str] = set()
+        self.began = int(time.time())
+
+    # ---- answers ---------------------------------------------------------------------------------
+
+    async def answer(self, request: Request, api: Api[B]) -> Response:
+        """Answer a request of one API, whole or as a stream."""
+        with self.counted(api.endpoint):
+            body, info = await self.read(request, api.body)
+            generation_requests = await self.in_thread(api.requests, body, info)
+            answer = RunningAnswer(
+                self.engine, self.metrics, self.options,
+                endpoint=api.endpoint, generation_requests=generation_requests,
+            )  # fmt: skip
+        reply = api.reply(body, generation_requests)
+        headers = trimming_headers(generation_requests)
+        if body.stream:
+            return EventStream(
+                _events(api, reply, answer), answer.cancel, headers,
+                write_error=lambda error: api.encode(reply.failed(error)),
+            )  # fmt: skip
+
+        async def collect() -> None:
+            async for index, token_output in answer:
+                reply.take(index, token_output)
+
+        await answer.unless_gone(request, collect())
+        return JSONResponse(reply.whole(), headers=headers)
+
+    @contextlib.contextmanager
+    def counted(self, endpoint: str) -> Iterator[None]:
+        """Count what fails before an answer begins; what begins counts itself."""
+        try:
+            yield
+        except ApiError as error:
+            self.metrics.requests.labels(endpoint, str(error.status)).inc()
+            raise
+        except TandemError as error:
+            self.metrics.requests.labels(endpoint, "400").inc()
+            raise ApiError(400, str(error)) from error
+
+    async def read(self, request: Request, kind: type[B]) -> tuple[B, ModelInfo]:
+        """Return the checked body, and the model that it may ask for."""
+        try:
+            raw = await request.body()
+        except ClientDisconnect:
+            raise ApiError(499, "the client has left") from None
+        found = read_body(kind, raw, is_strict=self.options.strict)
+        self._require_model(found.body.model)
+        self._note_ignored(found)
+        info = self.engine.info
+        if info is None:
+            raise server_error("the model is being loaded; ask again soon", status=503)
+        return found.body, info
+
+    def _require_model(self, name: str | None) -> None:
+        if not name or name in self.names:
+            return
+        if not self.options.takes_any_name:
+            raise self._no_model(name)
+        if self._is_news(f"model {name}"):
+            _log.info("requests for model %s are answered by %r", plain(name, 100), self.model)
+
+    def _no_model(self, name: str) -> ApiError:
+        names = " and ".join(repr(name) for name in self.names)
+        return ApiError(
+            404,
+            f"there is no model {name[:200]!r} here; this server has {names}",
+            param="model",
+            code="model_not_found",
+        )
+
+    def _note_ignored(self, found: ReadBody[Any]) -> None:
+        """Log the fields of a request that are ignored, with the field that may have been meant."""
+        news = [name for name in found.ignored if self._is_news(f"field {name}")]
+        if news:
+            known = sorted(known_names(type(found.body)))
+            names = (_with_hint(plain(name, 64), known) for name in sorted(news))
+            _log.warning("ignored from now on: the fields %s of requests", ", ".join(names))
+
+    def _is_news(self, what: str) -> bool:
+        """Tell whether something is to be logged: once, and not without end."""
+        is_news = what not in self._noted and len(self._noted) < _MOST_NOTED
+        if is_news:
+            self._noted.add(what)
+        return is_news
+
+    async def in_thread(self, function: Callable[..., T], *args: object) -> T:
+        """Run what may take long, such as writing a long prompt, beside the event loop."""
+        try:
+            return await asyncio.to_thread(function, *args)
+        except TandemError:
+            raise
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+            RecursionError,
+            UnicodeError,
+            OverflowError,
+        ) as error:
+            _log.warning("a request could not be read (%s)", type(error).__name__)
+            raise ApiError(400, "the request cannot be turned into a prompt") from error
+
+    # ---- the rest --------------------------------------------------------------------------------
+
+    def models(self) -> dict[str, object]:
+        """Return the list of models: one, by each of its names; as OpenAI and Anthropic have it."""
+        page = {"has_more": False, "first_id": self.names[0], "last_id": self.names[-1]}
+        data = [self.one_model(name) for name in self.names]
+        return {"object": "list", "data": data, **page}
+
+    def one_model(self, name: str) -> dict[str, object]:
+        """Return the model object; 404 for another name."""
+        if name not in self.names:
+            raise self._no_model(name)
+        info = self.engine.info
+        context = self.generation_requests.limit(info) if info is not None else None
+        return {
+            "id": name,
+            "object": "model",
+            "created": self.began,
+            "owned_by": "tandem",
+            "max_model_len": context,
+            "context_length": context,
+            "capabilities": self.generation_requests.capabilities,
+            "type": "model",
+            "display_name": name,
+            "created_at": datetime.fromtimestamp(self.began, UTC).isoformat(),
+            "max_input_tokens": context,
+        }
+
+    def live(self) -> Response:
+        """Stream snapshots for the page."""
+        return EventStream(self._snapshots())
+
+    async def _snapshots(self) -> AsyncIterator[bytes]:
+        async with self.engine.watching() as snapshots:
+            while True:
+                try:
+                    snapshot = await asyncio.wait_for(snapshots.get(), _KEEP_ALIVE_SECONDS)
+                    yield b"data: " + snapshot.encode() + b"\n\n"
+                except TimeoutError:
+                    yield b": nothing new\n\n"
+
+
+async def _events(api: Api[Any], reply: Reply, answer: RunningAnswer) -> AsyncIterator[bytes]:
+    """Yield what a stream sends: all that follows from one token at once."""
+    for event in reply.first_events():
+        yield api.encode(event)
+    async for index, token_output in answer:
+        if written := b"".join(map(api.encode, reply.take(index, token_output))):
+            yield written
+    if written := b"".join(map(api.encode, reply.last_events())) + api.done:
+        yield written
+
+
+def _with_hint(name: str, known: list[str]) -> str:
+    hint = nearest_names(name, known)
+    return f"{name!r} ({hint})" if hint.startswith("did you mean") else repr(name)
+
+
+def trimming_headers(generation_requests: list[GenerationRequest]) -> dict[str, str]:
+    """Say how many turns of a conversation were dropped, and log it."""
+    num_turns = generation_requests[0].num_dropped_turns
+    if not num_turns:
+        return {}
+    _log.info("a conversation did not fit: %d of its oldest turns were dropped", num_turns)
+    return {"X-Tandem-Dropped-Turns": str(num_turns)}

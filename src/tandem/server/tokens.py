@@ -1,0 +1,89 @@
+"""/tokenize and /detokenize: a prompt's tokens and back, by vLLM's and llama.cpp's fields."""
+
+from typing import Annotated
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import Field
+
+from tandem.server.errors import ApiError
+from tandem.server.messages import ModelInfo
+from tandem.server.schemas import Asked, ChatRequest, Message, Tool
+from tandem.server.service import Server
+
+_Json = dict[str, object]
+
+
+class TokenizeRequest(Asked):
+    """The body of /tokenize: a text, or a conversation."""
+
+    prompt: str | None = None
+    content: str | None = None
+    """The text, as llama.cpp names it."""
+    messages: list[Message] | None = Field(None, min_length=1, max_length=4096)
+    tools: list[Tool] | None = Field(None, max_length=1024)
+    chat_template_kwargs: _Json | None = Field(None, max_length=16)
+    add_generation_prompt: bool | None = None
+    add_special_tokens: bool | None = None
+    add_special: bool | None = None
+    return_token_strs: bool | None = None
+    with_pieces: bool | None = None
+
+
+class DetokenizeRequest(Asked):
+    """The body of /detokenize."""
+
+    tokens: Annotated[list[int], Field(max_length=10_000_000)]
+
+
+async def answer_tokenize(server: Server, request: Request) -> Response:
+    """Answer /tokenize."""
+    with server.counted("tokenize"):
+        body, info = await server.read(request, TokenizeRequest)
+        answer = await server.in_thread(_tokenized, server, body, info)
+    server.metrics.requests.labels("tokenize", "200").inc()
+    return JSONResponse(answer)
+
+
+async def answer_detokenize(server: Server, request: Request) -> Response:
+    """Answer /detokenize."""
+    with server.counted("detokenize"):
+        body, info = await server.read(request, DetokenizeRequest)
+        text = await server.in_thread(server.generation_requests.text_of, body.tokens, info)
+    server.metrics.requests.labels("detokenize", "200").inc()
+    return JSONResponse({"prompt": text, "content": text})
+
+
+def _tokenized(server: Server, body: TokenizeRequest, info: ModelInfo) -> _Json:
+    ids = _ids(server, body)
+    answer: _Json = {
+        "tokens": ids,
+        "count": len(ids),
+        "max_model_len": server.generation_requests.limit(info),
+    }
+    if body.return_token_strs or body.with_pieces:
+        pieces = server.tokenizer.convert_ids_to_tokens(ids)
+        answer["token_strs"] = pieces
+        if body.with_pieces:
+            together = zip(ids, pieces, strict=True)
+            answer["tokens"] = [{"id": one, "piece": piece} for one, piece in together]
+    return answer
+
+
+def _ids(server: Server, body: TokenizeRequest) -> list[int]:
+    text = body.prompt if body.prompt is not None else body.content
+    if (text is None) == (body.messages is None):
+        raise ApiError(400, "give either prompt (a text) or messages", param="prompt")
+    requests = server.generation_requests
+    if text is not None:
+        # vLLM adds special tokens unless told not to, llama.cpp only if told to.
+        is_added = body.add_special if body.content is not None else body.add_special_tokens
+        has_special = body.content is None if is_added is None else is_added
+        return requests.text_ids(text, has_special=has_special)
+    chat = ChatRequest.model_construct(
+        messages=body.messages,
+        tools=body.tools,
+        chat_template_kwargs=body.chat_template_kwargs,
+        add_generation_prompt=body.add_generation_prompt,
+    )
+    return requests.chat_ids(chat)

@@ -1,0 +1,206 @@
+"""OpenAI's Responses API: what a body means, what an answer looks like, and what is kept of it."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tandem.server.errors import ApiError
+from tandem.server.reading import read_body
+from tandem.server.responses.conversation import as_chat, new_messages
+from tandem.server.responses.kept import KeptResponses
+from tandem.server.responses.schemas import ResponsesRequest
+from tandem.server.schemas import ChatRequest, Message
+from tests.server.running import Reply, RunningServer
+from tests.server.test_api import SCHEMA, TOOL
+
+FUNCTION = {"type": "function", **TOOL["function"]}  # type: ignore[dict-item]
+
+
+def body_of(**fields: Any) -> ResponsesRequest:
+    raw = json.dumps({"input": "hello", **fields}).encode()
+    return read_body(ResponsesRequest, raw, is_strict=True).body
+
+
+def chat_of(**fields: Any) -> ChatRequest:
+    body = body_of(**fields)
+    return as_chat(body, (), new_messages(body))
+
+
+def ask(server: RunningServer, **fields: Any) -> Reply:
+    body = {"input": "hello", "max_output_tokens": 9, **fields}
+    return server.ask("POST", "/v1/responses", body)
+
+
+def events_of(reply: Reply) -> list[dict[str, Any]]:
+    """Return a stream's events, each named as its type says, and numbered."""
+    found: list[dict[str, Any]] = []
+    for part in reply.body.decode().split("\n\n"):
+        lines = [line for line in part.splitlines() if not line.startswith(":")]
+        if lines:
+            name, data = lines
+            event = json.loads(data.removeprefix("data: "))
+            assert name == f"event: {event['type']}"
+            assert event["sequence_number"] == len(found)
+            found.append(event)
+    return found
+
+
+def test_items_of_an_answer_are_one_message_of_a_chat() -> None:
+    chat = chat_of(
+        instructions="Be short.",
+        input=[
+            {"role": "user", "content": [{"type": "input_text", "text": "look"}]},
+            {"type": "reasoning", "id": "r", "summary": [],
+             "content": [{"type": "reasoning_text", "text": "hm"}]},
+            {"type": "message", "role": "assistant", "id": "m", "status": "completed",
+             "content": [{"type": "output_text", "text": "I look.", "annotations": []}]},
+            {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"},
+            {"type": "function_call", "call_id": "c2", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c1", "output": "blue"},
+            {"type": "function_call_output", "call_id": "c2",
+             "output": [{"type": "input_text", "text": "red"}]},
+        ],
+        tools=[FUNCTION],
+        tool_choice={"type": "allowed_tools", "mode": "required",
+                     "tools": [{"type": "function", "name": "f"}]},
+        reasoning={"effort": "low"},
+    )  # fmt: skip
+    assert [message.role for message in chat.messages] == [
+        "system", "user", "assistant", "tool", "tool",
+    ]  # fmt: skip
+    answer = chat.messages[2]
+    assert (answer.reasoning_content, answer.content) == ("hm", "I look.")
+    assert [call.id for call in answer.tool_calls or ()] == ["c1", "c2"]
+    assert [message.content for message in chat.messages[3:]] == ["blue", "red"]
+    assert (chat.tool_choice, chat.reasoning_effort) == ("required", "low")
+    assert chat.tools is not None
+    with pytest.raises(ApiError, match="parts of type input_image"):
+        chat_of(input=[{"role": "user", "content": [{"type": "input_image"}]}])
+
+
+def test_a_stream_is_the_same_response(server: RunningServer) -> None:
+    fields: dict[str, Any] = {"temperature": 0, "max_output_tokens": 12}
+    whole = ask(server, **fields).json
+    assert (whole["object"], whole["status"], whole["model"]) == ("response", "incomplete", "tiny")
+    assert whole["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert whole["usage"]["output_tokens"] == 12
+    (item,) = whole["output"]
+    text = item["content"][0]["text"]
+    events = events_of(ask(server, **fields, stream=True))
+    assert [event["type"] for event in events[:4]] == [
+        "response.created", "response.in_progress", "response.output_item.added",
+        "response.content_part.added",
+    ]  # fmt: skip
+    assert [event["type"] for event in events[-4:]] == [
+        "response.output_text.done", "response.content_part.done", "response.output_item.done",
+        "response.incomplete",
+    ]  # fmt: skip
+    deltas = [event["delta"] for event in events if event["type"].endswith("text.delta")]
+    assert "".join(deltas) == text == events[-4]["text"]
+    (last,) = events[-1]["response"]["output"]
+    assert last["content"] == item["content"]
+
+
+def test_a_tool_that_must_be_called_is_called(server: RunningServer) -> None:
+    fields: dict[str, Any] = {"tools": [FUNCTION], "max_output_tokens": 90}
+    for choice in ("required", {"type": "function", "name": "f"}):
+        reply = ask(server, **fields, tool_choice=choice)
+        assert reply.status == 200, reply.body
+        (item,) = reply.json["output"]
+        assert (item["type"], item["name"]) == ("function_call", "f")
+        assert json.loads(item["arguments"])["n"] in (1, 22)
+        assert reply.json["status"] == "completed"
+    events = events_of(ask(server, **fields, tool_choice="required", stream=True))
+    (done,) = [e for e in events if e["type"] == "response.function_call_arguments.done"]
+    assert json.loads(done["arguments"])["n"] in (1, 22)
+    assert events[-1]["response"]["output"][0]["arguments"] == done["arguments"]
+
+
+def test_a_schema_is_followed(server: RunningServer) -> None:
+    form = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}}
+    (item,) = ask(server, text=form, max_output_tokens=90).json["output"]
+    assert json.loads(item["content"][0]["text"])["count"] in (1, 22)
+
+
+def test_an_answer_is_gone_on_from_by_its_id(server: RunningServer) -> None:
+    first = ask(server, input="tell me more", temperature=0).json
+    text = first["output"][0]["content"][0]["text"]
+    messages = [
+        {"role": "user", "content": "tell me more"}, {"role": "assistant", "content": text},
+        {"role": "user", "content": "go on"},
+    ]  # fmt: skip
+    whole = ask(server, input=messages, temperature=0).json
+    again = ask(server, input="go on", temperature=0, previous_response_id=first["id"]).json
+    assert again["output"][0]["content"] == whole["output"][0]["content"]
+    assert again["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
+    assert again["previous_response_id"] == first["id"]
+    assert server.ask("GET", f"/v1/responses/{first['id']}").json == first
+    assert server.ask("DELETE", f"/v1/responses/{first['id']}").json["deleted"]
+    for reply in (
+        ask(server, previous_response_id=first["id"]),
+        ask(server, previous_response_id=ask(server, store=False).json["id"]),
+    ):
+        assert (reply.status, reply.error["code"]) == (400, "previous_response_not_found")
+    assert server.ask("GET", "/v1/responses/none").status == 404
+
+
+def test_tokens_are_counted(server: RunningServer) -> None:
+    body: dict[str, Any] = {"input": "hello", "instructions": "Be short.", "tools": [FUNCTION]}
+    counted = server.ask("POST", "/v1/responses/input_tokens", body).json["input_tokens"]
+    assert ask(server, **body).json["usage"]["input_tokens"] == counted
+
+
+def test_the_latest_answers_are_kept_within_limits() -> None:
+    kept = KeptResponses(most_answers=2, most_characters=10_000)
+    for name in "abc":
+        kept.put({"id": name}, (), [Message.model_construct(role="user", content=name)])
+    assert [message.content for message in kept.messages("c")] == ["c"]
+    assert kept.response("b") == {"id": "b"}
+    with pytest.raises(ApiError, match="not kept"):
+        kept.messages("a")
+    kept.put({"id": "d"}, (), [Message.model_construct(role="user", content="x" * 9_960)])
+    with pytest.raises(ApiError, match="not kept"):
+        kept.messages("c")
+    kept.drop("d")
+    assert kept.messages(None) == ()
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"input": None}, "input is missing"),
+        ({"input": []}, "input holds no message"),
+        ({"background": True}, "background is not supported; wait for the answer"),
+        ({"conversation": "c"}, "conversation is not supported"),
+        ({"input": [{"type": "web_search_call", "id": "x"}]}, "input.0"),
+        ({"input": "x" * 40_000}, "the prompt is too long"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "needs a schema"),
+        ({"tool_choice": "required"}, "there are no tools"),
+    ],
+)
+def test_a_bad_field_is_named(server: RunningServer, fields: dict[str, Any], words: str) -> None:
+    reply = ask(server, **fields)
+    assert reply.status == 400
+    assert words in reply.error["message"]
+
+
+def test_tools_that_run_elsewhere_are_left_out_and_logged(server: RunningServer) -> None:
+    assert ask(server, tools=[{"type": "web_search"}, FUNCTION]).status == 200
+    server.wait_for_log("'tools of type web_search'")
+
+
+def test_texts_become_tokens_and_back(server: RunningServer) -> None:
+    tokens = server.ask("POST", "/tokenize", {"prompt": "hello"}).json
+    assert tokens["count"] == len(tokens["tokens"])
+    back = server.ask("POST", "/detokenize", {"tokens": tokens["tokens"]}).json
+    assert "hello" in back["prompt"]
+    assert back["content"] == back["prompt"]
+    messages = [{"role": "user", "content": "hello"}]
+    chat = server.ask("POST", "/tokenize", {"messages": messages, "return_token_strs": True}).json
+    assert chat["count"] == server.chat("hello", max_tokens=1).json["usage"]["prompt_tokens"]
+    assert len(chat["token_strs"]) == chat["count"]
+    pieces = server.ask("POST", "/tokenize", {"content": "hello", "with_pieces": True}).json
+    assert pieces["tokens"][0].keys() == {"id", "piece"}
+    assert server.ask("POST", "/tokenize", {}).status == 400
+    assert "unknown" in server.ask("POST", "/detokenize", {"tokens": [999]}).error["message"]
