@@ -16,7 +16,13 @@ namespace {
 struct Bytes64 {
   using Register = __m512i;
 
-  static __m512i load(const std::uint8_t* data) { return _mm512_loadu_si512(data); }
+  // Hidden from the compiler, which would read a line again for each instruction that uses it; with
+  // four tokens the reads are what takes time.
+  static __m512i load(const std::uint8_t* data) {
+    __m512i bytes = _mm512_loadu_si512(data);
+    asm("" : "+v"(bytes));
+    return bytes;
+  }
   template <int Bits>
   static __m512i shift_left(__m512i bytes) {
     return _mm512_slli_epi16(bytes, Bits);
