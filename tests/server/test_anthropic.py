@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+from tandem.dialects.reader import AnswerPart, Call
 from tandem.generate.token_output import TokenOutput
 from tandem.server.answering import GenerationRequest
 from tandem.server.anthropic.conversation import as_chat
 from tandem.server.anthropic.reply import MessageReply
 from tandem.server.anthropic.schemas import MessagesRequest
-from tandem.server.chat import AnswerPart, Call
 from tandem.server.errors import ApiError
 from tandem.server.reading import read_body
 from tandem.server.schemas import ChatRequest

@@ -8,14 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tandem.dialects.format import ChatFormat, ChatPrompt
+from tandem.dialects.grammar import free_grammar
+from tandem.dialects.reader import AnswerReader
 from tandem.foreign_types import Tokenizer
 from tandem.generate.conversation import trim_conversation
 from tandem.generate.ending import EndOptions
 from tandem.generate.penalties import Penalties
 from tandem.generate.sampling import SamplingOptions
-from tandem.server.chat import AnswerReader, ChatFormat, ChatPrompt
 from tandem.server.errors import ApiError
-from tandem.server.grammar import free_grammar
 from tandem.server.messages import ModelInfo
 from tandem.server.ruling import chat_grammar, followed, text_grammar
 from tandem.server.schemas import ChatRequest, CompletionRequest, Message, Sampling, Tool
@@ -81,6 +82,7 @@ class GenerationRequests:
         tools = _tools(body)
         ruled = chat_grammar(body, tools, self._format.marks)
         is_ruled = ruled is not None
+        described = _described(tools)
         written = self._written(body, tools, is_ruled=is_ruled)
         limit = self.limit(info) if self._trims or trims else None
         prompt, num_dropped = _fitting([*map(_turn, body.messages)], written, limit, body)
@@ -95,7 +97,7 @@ class GenerationRequests:
             GenerationRequest(
                 fields=one,
                 prompt_text=prompt.text,
-                reader=self._format.reader(prompt, has_tools=bool(tools), is_ruled=is_ruled),
+                reader=self._format.reader(prompt, described, is_ruled=is_ruled),
                 has_one_call=body.parallel_tool_calls is False,
                 num_dropped_turns=num_dropped,
             )
@@ -117,10 +119,7 @@ class GenerationRequests:
         self, body: ChatRequest, tools: list[Tool], *, is_ruled: bool
     ) -> Callable[[list[dict[str, object]]], ChatPrompt]:
         """Return what writes turns of a conversation as the model reads them."""
-        described = [
-            tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools
-        ]
-        options = _template_options(body)
+        described, options = _described(tools), _template_options(body)
 
         def written(turns: list[dict[str, object]]) -> ChatPrompt:
             return self._format.prompt(turns, described, options, must_not_think=is_ruled)
@@ -230,6 +229,11 @@ def _fitting(
     return written(kept), num_dropped
 
 
+def _described(tools: list[Tool]) -> list[dict[str, Any]]:
+    """Return tools as chat templates read them."""
+    return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
+
+
 def _tools(body: ChatRequest) -> list[Tool]:
     return [] if body.tool_choice == "none" else body.tools or []
 
@@ -278,7 +282,8 @@ def _template_options(body: ChatRequest) -> Mapping[str, object]:
                 param="chat_template_kwargs",
             )
     if body.enable_thinking is not None:
-        options.setdefault("enable_thinking", body.enable_thinking)
+        for name in ("enable_thinking", "thinking"):  # families differ in its name
+            options.setdefault(name, body.enable_thinking)
     if body.continue_final_message:
         options |= {"continue_final_message": True, "add_generation_prompt": False}
     elif body.add_generation_prompt is not None:
@@ -286,7 +291,7 @@ def _template_options(body: ChatRequest) -> Mapping[str, object]:
     if body.reasoning_effort is not None:
         options.setdefault("reasoning_effort", body.reasoning_effort)
         if body.reasoning_effort == "none":
-            options.setdefault("enable_thinking", False)
+            options |= {"enable_thinking": False, "thinking": False} | options
     return options
 
 

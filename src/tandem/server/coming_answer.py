@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from tandem.dialects.reader import AnswerPart
 from tandem.generate.token_output import TokenOutput
 from tandem.server.answering import GenerationRequest
-from tandem.server.chat import AnswerPart
 
 End = Literal["stop", "stop_string", "length", "tool_calls"]
 

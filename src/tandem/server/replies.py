@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 
+from tandem.dialects.reader import AnswerPart, Call
 from tandem.foreign_types import Tokenizer
 from tandem.generate.token_output import TokenLogprob, TokenOutput
 from tandem.server.answering import GenerationRequest, new_id, now_seconds
-from tandem.server.chat import AnswerPart, Call
 from tandem.server.coming_answer import ComingAnswer, Tally
 from tandem.server.errors import ApiError
 from tandem.server.event_stream import Event

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tandem.core.errors import ConfigError
-from tandem.server.errors import ApiError
-from tandem.server.grammar import (
+from tandem.dialects.grammar import (
     CallForm,
     call_grammar,
     choice_grammar,
@@ -18,6 +17,7 @@ from tandem.server.grammar import (
     regex_grammar,
     written_grammar,
 )
+from tandem.server.errors import ApiError
 from tandem.server.schemas import ChatRequest, ResponseFormat, Sampling, Tool, ToolChoice
 
 _ANY_OBJECT: Mapping[str, object] = {"type": "object"}

@@ -96,7 +96,8 @@ class Server:
             raise
         except TandemError as error:
             self.metrics.requests.labels(endpoint, "400").inc()
-            raise ApiError(400, str(error)) from error
+            reason = getattr(error, "reason", None)  # where the message repeats a prompt
+            raise ApiError(400, str(error), reason=reason) from error
 
     async def read(self, request: Request, kind: type[B]) -> tuple[B, ModelInfo]:
         """Return the checked body, and the model that it may ask for."""

@@ -6,9 +6,9 @@ The stream begins with its first token: only then is it known how much of the pr
 import json
 from collections.abc import Mapping
 
+from tandem.dialects.reader import AnswerPart, Call
 from tandem.generate.token_output import TokenOutput
 from tandem.server.answering import GenerationRequest, new_id
-from tandem.server.chat import AnswerPart, Call
 from tandem.server.coming_answer import ComingAnswer
 from tandem.server.errors import ApiError
 from tandem.server.event_stream import Event

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
+from tandem.dialects.reader import AnswerPart, Call
 from tandem.generate.token_output import TokenOutput
 from tandem.server.answering import GenerationRequest, new_id, now_seconds
-from tandem.server.chat import AnswerPart, Call
 from tandem.server.coming_answer import ComingAnswer
 from tandem.server.errors import ApiError
 from tandem.server.event_stream import Event

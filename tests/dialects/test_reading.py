@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from tandem.server.chat import Call, ChatFormat, ChatPrompt
-from tandem.server.errors import ApiError
+from tandem.dialects.format import ChatFormat, ChatPrompt, TemplateError
+from tandem.dialects.reader import Call
 from tests.hf.tiny import save_tiny_checkpoint
 
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -32,7 +32,7 @@ def read(
     chat: ChatFormat, prompt: ChatPrompt, text: str, size: int, *, has_tools: bool
 ) -> tuple[str, str, list[Call]]:
     """Return reasoning, text and calls of an answer that comes `size` characters at a time."""
-    reader = chat.reader(prompt, has_tools=has_tools)
+    reader = chat.reader(prompt, [{"function": {"name": "look"}}] if has_tools else [])
     assert reader is not None
     pieces = [p for i in range(0, len(text), size) for p in reader.feed(text[i : i + size])]
     pieces += reader.finish()
@@ -52,10 +52,9 @@ def read(
 def test_a_broken_template_is_one_sentence_and_the_log_repeats_no_prompt(
     tokenizer: Any, template: str, words: str
 ) -> None:
-    with pytest.raises(ApiError, match="chat template cannot write this") as caught:
+    with pytest.raises(TemplateError, match="chat template cannot write this") as caught:
         form(tokenizer, template).prompt(QUESTION, (), {})
     assert words in str(caught.value)
-    assert caught.value.status == 400
     assert "why" not in caught.value.reason
 
 
@@ -105,4 +104,4 @@ def test_an_answer_whose_first_word_is_ruled_does_not_think(tokenizer: Any) -> N
 
 def test_without_marks_all_is_text(tokenizer: Any) -> None:
     chat = form(tokenizer, PLAIN)
-    assert chat.reader(chat.prompt(QUESTION, (), {}), has_tools=False) is None
+    assert chat.reader(chat.prompt(QUESTION, (), {}), []) is None

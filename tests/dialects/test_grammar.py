@@ -8,9 +8,10 @@ import pytest
 import torch
 from llguidance.hf import from_tokenizer
 
-from tandem.server.chat import CALL, END_CALL, END_THINK, THINK, ChatFormat
+from tandem.dialects.dialect import CALL, END_CALL, END_THINK, THINK
+from tandem.dialects.format import ChatFormat
+from tandem.dialects.grammar import CallForm, call_grammar, free_grammar
 from tandem.server.constraint import Grammars
-from tandem.server.grammar import CallForm, call_grammar, free_grammar
 from tests.architectures import VOCABULARY
 from tests.hf.tiny import byte_tokenizer
 

@@ -1,0 +1,181 @@
+"""Conversations to prompts, and readers for what comes back.
+
+The chat template writes the prompt and says which family's dialect the model has. A tokenizer that
+describes its own (`response_template`) is believed. A model whose template knows no tools reads of
+them in the system message, in Hermes' form.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.core.errors import ConfigError
+from tandem.dialects.arguments import Schemas
+from tandem.dialects.dialect import CALL, END_CALL, Dialect
+from tandem.dialects.families import HERMES, dialect_of
+from tandem.dialects.grammar import CallForm
+from tandem.dialects.reader import AnswerReader
+from tandem.dialects.turns import (
+    as_template_reads,
+    as_text,
+    options_of,
+    without_tools,
+)
+from tandem.foreign_types import Tokenizer
+
+# Nothing of the prompt is read by ours, so the anchor is one that never comes.
+_TEMPLATE: Mapping[str, object] = {"defaults": {"role": "assistant"}, "start_anchor": "\0"}
+
+
+class TemplateError(ConfigError):
+    """A chat template cannot write a conversation; `reason` repeats nothing of it."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        """Say why in `message`."""
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatPrompt:
+    """A conversation as the model reads it."""
+
+    text: str
+    ids: list[int]
+    is_thinking: bool
+    """Whether the template has opened the reasoning already."""
+
+
+class ChatFormat:
+    """How one model's conversations are written and read."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Look at what the tokenizer's chat template knows."""
+        self._tokenizer = tokenizer
+        template = tokenizer.chat_template
+        self._text = template if isinstance(template, str) else json.dumps(template or "")
+        self._has_template = bool(template)
+        self._knows_tools = "tools" in self._text
+        self.dialect: Dialect = dialect_of(self._text)
+        self.thinks = (self.dialect.thinks_by or self.dialect.think.strip()) in self._text
+        """Whether an answer may begin with reasoning."""
+        self._own_template = getattr(tokenizer, "response_template", None)
+        self._special = frozenset(tokenizer.all_special_tokens)
+        self.marks = CallForm(
+            opening=CALL,
+            closing=END_CALL,
+            think=self.dialect.think,
+            end_think=self.dialect.end_think,
+            special=self._special,
+        )
+
+    def prompt(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[Mapping[str, object]],
+        options: Mapping[str, object],
+        *,
+        must_not_think: bool = False,
+    ) -> ChatPrompt:
+        """Write a conversation; `options` are the chat template's own.
+
+        `must_not_think` closes the reasoning, for an answer whose first word is ruled. Raises
+        `TemplateError` for a conversation that the template cannot write.
+        """
+        turns = [dict(message) for message in messages]
+        if must_not_think:
+            options = {**options, "enable_thinking": False, "thinking": False}
+        if not self._knows_tools:
+            turns = without_tools(turns, tools, described=self.dialect.tools_text)
+            tools = ()
+        options = options_of(options, self._text)
+        text = self._render(as_template_reads(turns, self._text), tools, options)
+        is_thinking = self.thinks and text.rstrip().endswith(self.dialect.think.strip())
+        if must_not_think:
+            if is_thinking:
+                text += f"\n{self.dialect.end_think}\n\n"
+            text += self.dialect.answers_after
+            is_thinking = False
+        # The template has written the special tokens.
+        encoded = self._tokenizer(text, add_special_tokens=not self._has_template, verbose=False)
+        return ChatPrompt(text=text, ids=list(encoded["input_ids"]), is_thinking=is_thinking)
+
+    def _render(
+        self,
+        turns: list[dict[str, Any]],
+        tools: Sequence[Mapping[str, object]],
+        options: Mapping[str, object],
+    ) -> str:
+        if not self._has_template:
+            return "\n".join(str(turn.get("content", "")) for turn in turns)
+        try:
+            return self._applied(turns, tools, options)
+        except Exception as error:  # a template is a program that came with the model
+            has_calls = any(turn.get("tool_calls") for turn in turns)
+            if has_calls:  # some templates join arguments to text
+                try:
+                    return self._applied([as_text(turn) for turn in turns], tools, options)
+                except Exception:
+                    pass
+            why = str(error).strip().partition("\n")[0][:200] or type(error).__name__
+            what = "the model's chat template cannot write this"
+            raise TemplateError(f"{what}: {why}", f"{what}: {type(error).__name__}") from error
+
+    def _applied(
+        self,
+        turns: list[dict[str, Any]],
+        tools: Sequence[Mapping[str, object]],
+        options: Mapping[str, object],
+    ) -> str:
+        text: str = self._tokenizer.apply_chat_template(
+            turns,
+            tools=list(tools) or None,
+            tokenize=False,
+            **{"add_generation_prompt": True, **options},
+        )
+        return text
+
+    @property
+    def has_our_marks(self) -> bool:
+        """Whether calls come in the form of `marks`; else the model has its own."""
+        return self._own_template is None and self.dialect is HERMES
+
+    def reader(
+        self,
+        prompt: ChatPrompt,
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        is_ruled: bool = False,
+    ) -> AnswerReader | None:
+        """Return what takes an answer apart; None where all of it is text.
+
+        An answer that a grammar rules has our marks, whatever the tokenizer describes.
+        """
+        if self._own_template is not None and not is_ruled:
+            return AnswerReader(self._own_template, prompt.text, "")
+        dialect = HERMES if is_ruled else self.dialect
+        fields = dialect.fields(has_tools=bool(tools), thinks=self.thinks and not is_ruled)
+        if not fields:
+            return None
+        return AnswerReader(
+            {**_TEMPLATE, "fields": {**fields, "content": {"content": "text"}}},
+            "",
+            dialect.think if prompt.is_thinking else "",
+            values=dialect.values,
+            schemas=_schemas(tools),
+            opening=dialect.opening,
+        )
+
+    def keeps_special(self, *, has_tools: bool) -> bool:
+        """Tell whether a reader must see special tokens to find the parts."""
+        dialect = self.dialect
+        has_reader = self.thinks or has_tools or dialect.beside is not None
+        return self._own_template is not None or (
+            has_reader and bool(self._special & dialect.special)
+        )
+
+
+def _schemas(tools: Sequence[Mapping[str, Any]]) -> Schemas:
+    functions = [tool.get("function", {}) for tool in tools]
+    return {str(one.get("name")): one.get("parameters") or {} for one in functions}

@@ -1,0 +1,142 @@
+"""Turns of a conversation as one model's chat template reads them."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Turn = dict[str, Any]
+
+_TOOLS_TEXT = (
+    "You can call these functions:\n<tools>\n{tools}\n</tools>\n"
+    'To call one, answer with nothing but <tool_call>\n{{"name": NAME, "arguments": OBJECT}}\n'
+    "</tool_call>"
+)
+
+
+def as_template_reads(turns: Sequence[Turn], template: str) -> list[Turn]:
+    """Return turns with the names and ids that a chat template asks for."""
+    found = [dict(turn) for turn in turns]
+    if "length 9" in template:  # Mistral's
+        found = [_with_ids(turn, {}) for turn in found]
+    if "tool_call_argument_begin" in template:  # Kimi's
+        names = _kimi_ids(found)
+        found = [_with_ids(turn, names) for turn in found]
+    if "message.thinking" in template and "reasoning_content" not in template:  # gpt-oss, LFM2
+        found = [_with_thinking(turn) for turn in found]
+    if "max 1 tool call per message" in template:  # gpt-oss
+        found = _one_call_each(found)
+    return found
+
+
+def options_of(options: Mapping[str, object], template: str) -> Mapping[str, object]:
+    """Return a template's options with the values that it knows."""
+    if "<tool_sep" not in template:  # Hunyuan's
+        return options
+    effort = options.get("reasoning_effort")
+    if effort is None:
+        effort = "high" if options.get("enable_thinking") else "none"
+    known = {"none": "no_think", "minimal": "no_think", "low": "low"}
+    return {**options, "reasoning_effort": known.get(str(effort), "high")}
+
+
+def as_text(turn: Turn) -> Turn:
+    """Return a turn whose calls have their arguments as JSON text."""
+    if not turn.get("tool_calls"):
+        return turn
+    calls = []
+    for call in turn["tool_calls"]:
+        arguments = call["function"]["arguments"]
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return {**turn, "tool_calls": calls}
+
+
+def without_tools(
+    turns: Sequence[Turn],
+    tools: Sequence[Mapping[str, object]],
+    *,
+    described: str | None = None,
+) -> list[Turn]:
+    """Write tools as text, for a template that does not describe them.
+
+    Calls and results become text too, in Hermes' form, unless the template writes them: then
+    `described` says how tools are described to its model.
+    """
+    plain = [_plain_turn(dict(turn)) if described is None else turn for turn in turns]
+    if not tools:
+        return plain
+    listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    text = (described or _TOOLS_TEXT).format(tools=listed)
+    if plain and plain[0]["role"] == "system":
+        first = {**plain[0], "content": f"{plain[0]['content']}\n\n{text}"}
+        return [first, *plain[1:]]
+    return [{"role": "system", "content": text}, *plain]
+
+
+def _plain_turn(turn: Turn) -> Turn:
+    if turn["role"] == "tool":
+        content = f"<tool_response>\n{turn['content']}\n</tool_response>"
+        return {"role": "user", "content": content}
+    for call in turn.pop("tool_calls", None) or ():
+        text = json.dumps(call["function"], ensure_ascii=False)
+        turn["content"] = f"{turn['content']}\n<tool_call>\n{text}\n</tool_call>".lstrip()
+    return turn
+
+
+def _with_ids(turn: Turn, names: Mapping[str, str]) -> Turn:
+    """Return a turn whose calls have other ids: those that are given, or nine characters."""
+
+    def renamed(call_id: object) -> str:
+        digest = hashlib.sha256(str(call_id).encode()).hexdigest()
+        return names.get(str(call_id)) or digest[:9]
+
+    changed = dict(turn)
+    if turn.get("tool_calls"):
+        changed["tool_calls"] = [{**one, "id": renamed(one["id"])} for one in turn["tool_calls"]]
+    if "tool_call_id" in turn:
+        changed["tool_call_id"] = renamed(turn["tool_call_id"])
+    return changed
+
+
+def _kimi_ids(turns: Sequence[Turn]) -> dict[str, str]:
+    """Return the ids that Kimi gives calls: their names, and their numbers in the conversation."""
+    calls = [call for turn in turns for call in turn.get("tool_calls") or ()]
+    return {
+        str(call["id"]): f"functions.{call['function']['name']}:{number}"
+        for number, call in enumerate(calls)
+    }
+
+
+def _with_thinking(turn: Turn) -> Turn:
+    """Return a turn with its reasoning by the other name."""
+    thoughts = turn.get("reasoning_content")
+    return {**turn, "thinking": thoughts} if thoughts else turn
+
+
+def _one_call_each(turns: Sequence[Turn]) -> list[Turn]:
+    """Split a turn of several calls, so that each has its result behind it.
+
+    Beside a call, reasoning stands alone: the template takes either that or text.
+    """
+    found: list[Turn] = []
+    results = {turn.get("tool_call_id"): turn for turn in turns if turn["role"] == "tool"}
+    told: set[object] = set()
+    for turn in turns:
+        calls = turn.get("tool_calls") or ()
+        if calls and turn.get("thinking"):
+            turn = {**turn, "content": ""}
+        if len(calls) < 2:
+            if turn["role"] != "tool" or turn.get("tool_call_id") not in told:
+                found.append(turn)
+            continue
+        for i, call in enumerate(calls):
+            alone = {**turn, "tool_calls": [call]}
+            if i:
+                alone = {"role": turn["role"], "content": "", "tool_calls": [call]}
+            found.append(alone)
+            if (result := results.get(call["id"])) is not None:
+                told.add(call["id"])
+                found.append(result)
+    return found
