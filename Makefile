@@ -24,7 +24,7 @@ PYTEST := $(BIN)/pytest -n 2 --dist loadgroup $(if $(ISA),--isa $(ISA))
 # that follow.
 WHEEL_PYTHONS ?= python3.11 python3.12
 
-.PHONY: wheel check-wheel check-arm test-gpu bench-gpu demo-cut dry-gpu run test setup check lint types floors unit seam-oldest docs-models docs-modules api-docs sanitize fix size clean try-clients
+.PHONY: wheel check-wheel check-arm test-gpu bench-gpu demo-cut dry-gpu run test setup check lint types floors unit seam-oldest docs-models docs-modules docs-forecast api-docs sanitize fix size clean try-clients
 
 run: $(VENV)/runtime.stamp  ## Answer PROMPT with MODEL (default: the demo model, built on first use)
 	@$(BIN)/tandem run $(MODEL) -p "$(PROMPT)" --max-new-tokens 100
@@ -96,6 +96,9 @@ docs-models: setup  ## Write docs/models.md anew
 
 docs-modules: setup  ## Write the table of modules in docs/architecture.md again
 	$(BIN)/pytest tests/test_documents.py -k table_of_modules --write-docs
+
+docs-forecast: setup  ## Write docs/gpu-forecast.md: what tandem plan says of common PCs (minutes)
+	$(BIN)/python -m benchmarks.policy.gpu_forecast
 
 # pdoc warns of what it cannot resolve: names that exist for type checkers only.
 api-docs: setup  ## The API reference from the docstrings, HTML in build/api

@@ -10,10 +10,40 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tandem.policy.cost import HardwareProfile, ShapeCosts
+from tandem.policy.host_costs import HostCosts
 
-PROFILES = Path(__file__).parents[2] / "src" / "tandem" / "sim" / "profiles"
+PROFILES = Path(__file__).parents[2] / "src" / "tandem" / "hardware" / "profiles"
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 DENSE_BYTES_PER_WEIGHT = 2.0  # attention, router and shared experts stay in 16 bits
+
+
+# What the host does around a layer, for PCs. No GPU has timed it yet; `HOST_SOURCE` says where each
+# number is from, and every such profile repeats it.
+HOST_COSTS = (
+    HostCosts(
+        path="segments",
+        step_seconds=200e-6,
+        layer_seconds=190e-6,
+        cpu_begin_seconds=0.0,
+        cpu_end_seconds=45e-6,
+        fetch_seconds=175e-6,
+    ),
+    HostCosts(
+        path="graph",
+        step_seconds=150e-6,
+        layer_seconds=7e-6,
+        cpu_begin_seconds=10e-6,
+        cpu_end_seconds=5e-6,
+        fetch_seconds=22e-6,
+    ),
+)
+HOST_SOURCE = (
+    " Host costs: segments, measured on CPU twins of the GPU on a quiet host: 190 us from a choice "
+    "to the experts at work, 31 to 60 us from the CPU's last row to the next layer "
+    "(benchmarks.runtime.host_path), launches with their tables 150 to 200 us; a step's 200 us "
+    "assumed. Graph: two kernels and two stream operations of about 2 us each, 10 and 5 us asked "
+    "of the coordinator, one launch for eight fetched experts, a step's 150 us assumed."
+)
 
 
 class Shape(NamedTuple):
@@ -58,6 +88,7 @@ class Machine:
     dense_overhead_seconds: float
     cpu_slowdown_while_copying: float
     link_slowdown_while_computing: float
+    host: tuple[HostCosts, ...] = ()  # none: a paper's machine
 
 
 MACHINES = (
@@ -142,6 +173,7 @@ MACHINES = (
         dense_overhead_seconds=50e-6,
         cpu_slowdown_while_copying=1.15,
         link_slowdown_while_computing=1.15,
+        host=HOST_COSTS,
     ),
     Machine(
         name="laptop-8gb",
@@ -167,6 +199,89 @@ MACHINES = (
         dense_overhead_seconds=60e-6,
         cpu_slowdown_while_copying=1.15,
         link_slowdown_while_computing=1.15,
+        host=HOST_COSTS,
+    ),
+    Machine(
+        name="ddr4-12gb",
+        source=(
+            "Link 12.0 GB/s (PCIe 3.0 x16, as fast as the PCIe 4.0 x8 of papers.md 3.3, 11.8), "
+            "host 40 GB/s (DDR4-3200, two channels: 51.2 GB/s on paper, at the share of papers.md "
+            "3.3's desktops). RTX 3060: 360 GB/s, 12 GB, 12.7 TFLOPS fp16 at half of the tensor "
+            "peak (data sheet). CPU 400 GFLOPS int8 (6 cores, AVX2 without VNNI), overheads and "
+            "slowdowns (two channels, 1.15) assumed."
+        ),
+        cpu="6-core desktop, dual-channel DDR4",
+        gpu="NVIDIA RTX 3060 12 GB",
+        cpu_threads=6,
+        gpu_memory_gib=12,
+        host_memory_gib=32,
+        bits_per_weight=4.5,
+        link_gigabytes_per_second=12.0,
+        cpu_gigabytes_per_second=40.0,
+        cpu_gflops=400.0,
+        cpu_expert_overhead_seconds=4e-6,
+        cpu_first_expert_seconds=15e-6,
+        gpu_gigabytes_per_second=360.0,
+        gpu_gflops=12_700.0,
+        gpu_expert_overhead_seconds=12e-6,
+        dense_overhead_seconds=60e-6,
+        cpu_slowdown_while_copying=1.15,
+        link_slowdown_while_computing=1.15,
+        host=HOST_COSTS,
+    ),
+    Machine(
+        name="desktop-16gb",
+        source=(
+            "Link 49.0 and host 53.8 GB/s (papers.md 3.3, 5090 desktop: PCIe 5.0 x16). RTX 5070 "
+            "Ti: 896 GB/s, 16 GB, 44 TFLOPS fp16 at half of the tensor peak (data sheet). CPU 800 "
+            "GFLOPS int8 (8 cores, AVX2 VNNI) and overheads assumed; slowdowns 1.2: of DDR5-6000's "
+            "96 GB/s about 85 for the two together, assumed."
+        ),
+        cpu="8-core desktop, dual-channel DDR5",
+        gpu="NVIDIA RTX 5070 Ti 16 GB",
+        cpu_threads=8,
+        gpu_memory_gib=16,
+        host_memory_gib=64,
+        bits_per_weight=4.5,
+        link_gigabytes_per_second=49.0,
+        cpu_gigabytes_per_second=53.8,
+        cpu_gflops=800.0,
+        cpu_expert_overhead_seconds=4e-6,
+        cpu_first_expert_seconds=15e-6,
+        gpu_gigabytes_per_second=896.0,
+        gpu_gflops=44_000.0,
+        gpu_expert_overhead_seconds=10e-6,
+        dense_overhead_seconds=50e-6,
+        cpu_slowdown_while_copying=1.2,
+        link_slowdown_while_computing=1.2,
+        host=HOST_COSTS,
+    ),
+    Machine(
+        name="desktop-24gb",
+        source=(
+            "Link 25.1 and host 63.2 GB/s (papers.md 3.3, 4090 machine: PCIe 4.0 x16). RTX 4090: "
+            "1,008 GB/s, 24 GB, 82 TFLOPS fp16 at half of the tensor peak (data sheet). CPU 800 "
+            "GFLOPS int8 (8 cores, AVX2 VNNI), overheads and slowdowns (two channels, 1.15) "
+            "assumed."
+        ),
+        cpu="8-core desktop, dual-channel DDR5",
+        gpu="NVIDIA RTX 4090 24 GB",
+        cpu_threads=8,
+        gpu_memory_gib=24,
+        host_memory_gib=64,
+        bits_per_weight=4.5,
+        link_gigabytes_per_second=25.1,
+        cpu_gigabytes_per_second=63.2,
+        cpu_gflops=800.0,
+        cpu_expert_overhead_seconds=4e-6,
+        cpu_first_expert_seconds=15e-6,
+        gpu_gigabytes_per_second=1_008.0,
+        gpu_gflops=82_000.0,
+        gpu_expert_overhead_seconds=10e-6,
+        dense_overhead_seconds=50e-6,
+        cpu_slowdown_while_copying=1.15,
+        link_slowdown_while_computing=1.15,
+        host=HOST_COSTS,
     ),
 )
 
@@ -224,7 +339,7 @@ def profile(machine: Machine) -> HardwareProfile:
     """Return the profile of one machine for all shapes."""
     return HardwareProfile(
         name=machine.name,
-        source=machine.source,
+        source=machine.source + (HOST_SOURCE if machine.host else ""),
         cpu=machine.cpu,
         gpu=machine.gpu,
         cpu_threads=machine.cpu_threads,
@@ -234,6 +349,7 @@ def profile(machine: Machine) -> HardwareProfile:
         cpu_slowdown_while_copying=machine.cpu_slowdown_while_copying,
         link_slowdown_while_computing=machine.link_slowdown_while_computing,
         shapes=tuple(shape_costs(machine, shape) for shape in SHAPES),
+        host=machine.host,
     )
 
 

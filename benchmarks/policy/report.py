@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 from benchmarks.policy.report_text import INTRODUCTION, NEGATIVE_RESULTS, SECTIONS
 
-from tandem.hardware.profiles import load_profile, profile_names
+from tandem.hardware.profiles import load_profile
 from tandem.policy.assignment import ASSIGNMENTS
+from tandem.policy.cost import NO_HOST
 from tandem.policy.eviction import EVICTIONS
 from tandem.policy.prediction import PREDICTIONS, Prediction
 from tandem.policy.settings import PlannerSettings
@@ -29,6 +30,7 @@ from tandem.trace import RoutingTrace, read_trace
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("deepseek-v2-lite", "gpt-oss-20b")
+MACHINES = ("collab-testbed", "dali-testbed", "desktop-12gb", "laptop-8gb")
 DECODE_STEPS = 150  # of the timed replays, per batch
 Rows = Iterator[str]
 Found = dict[str, list[float]]  # the numbers that the issue asks for, collected on the way
@@ -59,6 +61,7 @@ def timed(
         batch=batch,
         limit=DECODE_STEPS * batch if batch > 1 else 4 * DECODE_STEPS,
         compare_every=0,
+        host_path=NO_HOST,
     )
     return run_timed(trace, settings, conditions).decode_tokens_per_second()
 
@@ -159,7 +162,7 @@ def speed_rows(traces: dict[str, RoutingTrace], found: Found) -> Rows:
     yield "| trace, machine, batch, resident | LRU | ours | ratio | with prefetch | ratio |"
     yield "|---|---|---|---|---|---|"
     for name in NAMES:
-        for hardware in profile_names():
+        for hardware in MACHINES:
             for batch, fraction in ((1, 0.25), (1, 0.5), (8, 0.5)):
                 lru, ours, ahead = (
                     timed(traces[name], settings, hardware, batch, fraction)

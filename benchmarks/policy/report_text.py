@@ -15,7 +15,8 @@ looking at runs over whole traces; how a prompt counts in `successor` and the we
 at these odd sequences. So speeds and the prefetch row are not held out in the strict sense; traces
 of other models are the test.
 Machines are simulated as CPU, GPU and link with the profiles in src/tandem/hardware/profiles, whose
-sources stand in them. They are literature, not measurements: ratios mean more than absolutes.
+sources stand in them. They are literature, not measurements: ratios mean more than absolutes. The
+host's own work is left out (`--host-path none`): `python -m benchmarks.policy.host_costs` has it.
 """
 
 SECTIONS = {

@@ -115,17 +115,24 @@ def test_more_than_four_caches_lie_between_two_uses_of_an_expert(
     assert bytes_between_uses(kernels.read, store[0].image_bytes) > 4 * CACHE_BYTES
 
 
-def test_the_hosts_work_is_part_of_what_layers_fetches_and_cpu_experts_cost(
+def test_the_hosts_work_is_measured_and_charged_to_layers_fetches_and_cpu_experts(
     store: HostStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, after = measured(store, monkeypatch, Noting(clock := Clock()), clock)
-    (was,), (now,) = before.shapes, after.shapes
+    (was,), (alone,), (host,) = before.shapes, after.shapes, after.host
+    assert host.layer_seconds == pytest.approx(PREPARING_SECONDS, rel=1e-3)
+    assert host.cpu_end_seconds == pytest.approx(SENDING_SECONDS, rel=1e-3)
+    assert host.fetch_seconds == pytest.approx(PREPARING_SECONDS, rel=1e-3)
+    assert alone.dense_seconds == was.dense_seconds
+    assert alone.cpu_first_expert_seconds == was.cpu_first_expert_seconds
+    now = after.charged(alone)
     grown = [a - b for a, b in zip(now.dense_seconds, was.dense_seconds, strict=True)]
-    assert grown == pytest.approx([PREPARING_SECONDS] * len(grown), rel=1e-3)
+    assert grown == pytest.approx([host.layer_seconds] * len(grown))
     assert now.cpu_first_expert_seconds - was.cpu_first_expert_seconds == pytest.approx(
-        SENDING_SECONDS, rel=1e-3
+        host.cpu_end_seconds
     )
-    assert now.link_seconds_per_expert == pytest.approx(PREPARING_SECONDS, rel=1e-3)
+    assert now.link_seconds_per_expert == host.fetch_seconds
     # Copies ahead are queued by what the link itself can do.
     link = PREPARING_SECONDS / 100 / 8
+    assert alone.link_seconds_per_expert == pytest.approx(link)
     assert after.link_bytes_per_second == pytest.approx(now.expert_bytes / link)

@@ -99,7 +99,27 @@ def test_a_plan_for_a_gpu_that_is_elsewhere(
     assert report["decode_tokens_per_second"] > 0
     assert report["profile"] == "desktop-12gb"
     assert report["gpu_available_bytes"] == DESKTOP.gpu_memory_bytes
+    assert report["host_path"] == "segments"
+    assert "the segments path's host costs" in out
     assert "left free" in out
+
+
+def test_a_plan_for_a_shape_alone_on_another_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--shape", "lfm2-8b-a1b", "--device", "cuda", "--expert-dtype", "int4"]
+    reports = {}
+    for path in ("segments", "graph"):
+        machine = ["--profile", "laptop-8gb", "--host-path", path, "--json"]
+        assert main(["plan", *words, *machine]) == 0
+        reports[path] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert {path: report["host_path"] for path, report in reports.items()} == dict(
+        zip(reports, reports, strict=True)
+    )
+    slow, fast = (report["decode_tokens_per_second"] for report in reports.values())
+    assert slow < fast
+    laptop = load_profile("laptop-8gb").host_memory_bytes
+    assert 0 <= laptop - reports["graph"]["host_available_bytes"] <= 4 << 30
+    assert main(["plan", "--shape", "lfm2"]) == 2
+    assert "unknown shape 'lfm2'; known: qwen3-30b-a3b" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")

@@ -10,6 +10,11 @@ from tandem.hardware.profiles import load_profile, profile_names, save_profile
 from tandem.policy.cost import CostTable, HardwareProfile, interpolate
 from tests.policy.strategies import shape_costs
 
+GRAPH = {
+    "path": "graph", "step_seconds": 0.3, "layer_seconds": 0.25, "cpu_begin_seconds": 0.5,
+    "cpu_end_seconds": 0.125, "fetch_seconds": 3.0,
+}  # fmt: skip
+
 
 def text(**changes: Any) -> str:
     values = json.loads(load_profile("laptop-8gb").to_json())
@@ -69,6 +74,10 @@ def test_tables_are_read_between_and_beyond_their_entries() -> None:
         ({"shapes": 3}, "shapes is 3; expected a list of objects"),
         ({"cpu_secondz": []}, r"unknown key 'cpu_secondz'; did you mean 'cpu_seconds'"),
         ({"format": 2}, "format is 2; expected 1"),
+        ({"host": 3}, "machine.json: host is 3; expected a list of objects"),
+        ({"host": [{"path": "graph"}]}, r"host\[0\]: step_seconds is missing"),
+        ({"host": [GRAPH | {"layer_seconds": -1}]}, r"host\[0\]: layer_seconds is -1; expected"),
+        ({"host": [GRAPH | {"path": ""}]}, r"host\[0\]: path is ''; expected the name"),
     ],
 )
 def test_a_wrong_profile_is_named_in_one_sentence(changes: Any, message: str) -> None:
@@ -99,3 +108,24 @@ def test_unknown_names_are_refused_with_near_ones() -> None:
         load_profile("./nowhere.json")
     with pytest.raises(ConfigError, match="no costs for the shape 'mixtral'; did you mean"):
         load_profile("laptop-8gb").shape("mixtral")
+
+
+def test_the_hosts_work_is_charged_where_it_is_waited_for() -> None:
+    values = json.loads(text(host=[GRAPH]))
+    profile = HardwareProfile.from_json(json.dumps(values), where="machine.json")
+    alone = shape_costs(dense=(0.5, 1.0), first=0.25, link=2.0)
+    charged = profile.charged(alone)
+    assert charged.dense_seconds == (0.5 + 0.25 + 0.1, 1.0 + 0.25 + 0.1)  # of three layers
+    assert charged.cpu_first_expert_seconds == 0.25 + 0.5 + 0.125
+    assert charged.link_seconds_per_expert == 3.0
+    assert (charged.cpu_seconds, charged.gpu_seconds) == (alone.cpu_seconds, alone.gpu_seconds)
+    assert profile.charged(alone, "graph") == charged
+    assert profile.charged(alone, "none") == alone
+    assert profile.charged(alone, is_resident=True).dense_seconds == (0.5 + 0.1, 1.0 + 0.1)
+    with pytest.raises(ConfigError, match="no host costs for 'graf'; did you mean 'graph'"):
+        profile.charged(alone, "graf")
+
+
+def test_a_profile_without_host_costs_charges_none() -> None:
+    alone = shape_costs()
+    assert load_profile("dali-testbed").charged(alone) == alone

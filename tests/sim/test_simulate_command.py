@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,9 +55,24 @@ def test_two_traces_are_reported_each_and_together(capsys: pytest.CaptureFixture
 def test_list_names_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--hardware", "list", "--assignment", "list", "--json"]) == 0
     result = last_json(capsys)
-    assert result["hardware"] == ["collab-testbed", "dali-testbed", "desktop-12gb", "laptop-8gb"]
+    machines = ["desktop-12gb", "desktop-16gb", "desktop-24gb", "laptop-8gb"]
+    assert result["hardware"] == ["collab-testbed", "dali-testbed", "ddr4-12gb", *machines]
     assert isinstance(result["assignment"], list)
     assert {"balanced", "dali", "exact"} <= set(result["assignment"])
+
+
+def test_the_hosts_work_counts_unless_it_is_left_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    speeds: dict[str, Any] = {}
+    for path in ("segments", "graph", "none"):
+        assert main(["simulate", TRACE, "--limit", "30", "--host-path", path, "--json"]) == 0
+        result = last_json(capsys)
+        assert result["host_path"] == (None if path == "none" else path)
+        speeds[path] = result["decode_tokens_per_second"]
+    assert main(["simulate", TRACE, "--limit", "30", "--json"]) == 0
+    assert last_json(capsys)["decode_tokens_per_second"] == speeds["segments"]
+    assert speeds["segments"] < speeds["graph"] < speeds["none"]
 
 
 def test_compare_prints_a_table_and_draws(
@@ -102,6 +118,7 @@ def test_a_limit_without_any_decode_step_is_said(
         ([TRACE, "--eviction", "lruu"], "unknown eviction 'lruu'; did you mean 'lru'?"),
         ([TRACE, "--prediction", "magic"], "unknown prediction 'magic'"),
         ([TRACE, "--prefetch", "-1"], "prefetch_count is -1; expected at least 0"),
+        ([TRACE, "--host-path", "graf"], "no host costs for 'graf'; did you mean 'graph'?"),
         ([TRACE, "--hardware", "desktop"], "unknown hardware 'desktop'; did you mean"),
         ([TRACE, "--shape", "mixtral"], "no costs for the shape 'mixtral'; did you mean"),
         ([TRACE, TRACE, "--compare"], "--compare got 2 traces; expected one"),

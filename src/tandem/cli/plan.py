@@ -3,7 +3,9 @@
 import argparse
 import json
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +36,12 @@ class PlanOptions:
         True, help="forecast the speed, measured once on a few layers with random weights"
     )
     refresh: bool = option(False, help="measure again, also where a forecast is kept")
+    shape: str | None = option(
+        None, help="plan for a released model, as tandem bench names it, without its files"
+    )
+    host_path: str | None = option(
+        None, help="whose host costs of --profile count: segments, graph or none", metavar="NAME"
+    )
     json: bool = option(False, help="last line of standard output: one JSON object")
 
     def __post_init__(self) -> None:
@@ -52,7 +60,9 @@ def run(flags: argparse.Namespace) -> int:
     """Forecast and print; returns the exit code: 0 also for a model that does not fit."""
     options = from_flags(PlanOptions, flags)
     offload = from_flags(OffloadOptions, flags)
-    source = find_model(from_flags(ModelChoice, flags), quiet=True)
+    source = from_flags(ModelChoice, flags)
+    if options.shape is None:
+        source = find_model(source, quiet=True)
     calm_transformers(quiet=True)
 
     from tandem.experts.store.host_memory import total_bytes
@@ -61,7 +71,8 @@ def run(flags: argparse.Namespace) -> int:
 
     plan, others = _plan(source, options, offload)
     lines = advice(plan, others)
-    lines += plan_advice(Path(source.model), fits=plan.fits, total_bytes=total_bytes())
+    if options.shape is None:
+        lines += plan_advice(Path(source.model), fits=plan.fits, total_bytes=total_bytes())
     print(_table(plan))
     for line in lines:
         print(f"- {line}")
@@ -75,15 +86,11 @@ def _plan(
 ) -> "tuple[Plan, dict[str, ModelSizes]]":
     from tandem.devices import kind_of
     from tandem.experts.store.host_memory import available_bytes, process_bytes
-    from tandem.forecast.gpu_forecast import device_memory
+    from tandem.forecast.gpu_forecast import device_memory, host_bytes_elsewhere
     from tandem.forecast.model_plan import Plan, plan_slots
-    from tandem.forecast.sizes import model_sizes
     from tandem.generate.generator import Generator  # noqa: F401  its modules are part of a run
-    from tandem.hf.checkpoint import open_model
-    from tandem.hf.completeness import require_complete
     from tandem.hf.config import OffloadConfig
 
-    checkpoint = open_model(Path(source.model), may_run_code=source.trust_remote_code)
     is_on_device = kind_of(offload.device).holds_dense_parts  # packed linear layers are for CPUs
     dense_dtype = "none" if is_on_device else options.dense_dtype
 
@@ -91,14 +98,12 @@ def _plan(
         values = asdict(offload) | {"expert_dtype": expert_dtype, "dense_dtype": dense_dtype}
         return OffloadConfig(**values, isa=os.environ.get("TANDEM_ISA"), cache_dir=str(cache_dir()))
 
-    def sizes_as(expert_dtype: str) -> "ModelSizes":
-        return model_sizes(checkpoint, config(expert_dtype))
-
-    process, available = process_bytes(), available_bytes()
-    require_complete(checkpoint)
-    sizes = sizes_as(offload.expert_dtype)
-    others = {} if checkpoint.is_packed else {name: sizes_as(name) for name in _OTHER_FORMATS}
     chosen = config(offload.expert_dtype)
+    process, elsewhere = process_bytes(), host_bytes_elsewhere(chosen)
+    available = available_bytes() if elsewhere is None else elsewhere
+    sizes_with, is_packed = _sizes_with(source, options.shape)
+    sizes = sizes_with(chosen)
+    others = {} if is_packed else {name: sizes_with(config(name)) for name in _OTHER_FORMATS}
     memory = device_memory(chosen)
     slots, gpu_bytes = plan_slots(
         sizes, device=offload.device, gpu_memory=offload.gpu_memory, memory=memory,
@@ -114,9 +119,27 @@ def _plan(
         gpu_available_bytes=0 if offload.device == "cpu" else memory.free_bytes,
         expert_slots=slots,
         speed=_speed(sizes, chosen, slots, options),
-        can_be_packed=not checkpoint.is_packed,
+        can_be_packed=not is_packed,
     )
     return plan, others
+
+
+def _sizes_with(
+    source: ModelChoice, shape: str | None
+) -> "tuple[Callable[[OffloadConfig], ModelSizes], bool]":
+    """Return what gives a model's sizes under some options, and whether its files are packed."""
+    from tandem.forecast.sizes import model_sizes
+    from tandem.hf.checkpoint import open_model
+    from tandem.hf.completeness import require_complete
+
+    if shape is not None:
+        from tandem.bench.model_shapes import find_shape
+        from tandem.forecast.gpu_forecast import shape_sizes
+
+        return partial(shape_sizes, find_shape(shape)), False
+    checkpoint = open_model(Path(source.model), may_run_code=source.trust_remote_code)
+    require_complete(checkpoint)
+    return partial(model_sizes, checkpoint), checkpoint.is_packed
 
 
 def _speed(
@@ -134,7 +157,8 @@ def _speed(
     if reason:
         return reason
     machine = machine_for(sizes, offload)
-    return forecast_on_gpu(sizes, machine, offload.planner_settings(), num_slots)
+    settings = offload.planner_settings()
+    return forecast_on_gpu(sizes, machine, settings, num_slots, options.host_path)
 
 
 def _table(plan: "Plan") -> str:
@@ -202,10 +226,11 @@ def _speed_lines(plan: "Plan") -> list[str]:
         f"{speed.decode_tokens_per_second:.1f} tok/s"
     )
     if isinstance(speed, GpuForecast):
+        host = "no" if speed.host_path is None else f"the {speed.host_path} path's"
         return [
             f"{line}, {speed.hit_rate:.0%} of experts from the device's memory (simulated with the "
-            f"times of {speed.costs_of} on {speed.profile} and typical routing; these forecasts "
-            "have not been compared with a GPU)"
+            f"times of {speed.costs_of} on {speed.profile} and typical routing, {host} host costs; "
+            "these forecasts have not been compared with a GPU)"
         ]
     layers = plan.sizes.num_layers
     how = "whole" if speed.measured_layers >= layers else f"on {speed.measured_layers}"

@@ -26,6 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--shape", help="model shape whose costs hold (default: by the trace's model)"
     )
     parser.add_argument(
+        "--host-path",
+        metavar="NAME",
+        help="whose host costs of the profile count: segments, graph, or none (its usual one)",
+    )
+    parser.add_argument(
         "--gpu-experts",
         type=float,
         default=0.5,
@@ -141,6 +146,7 @@ def _conditions(flags: argparse.Namespace) -> "Conditions":
         shape=flags.shape,
         start=flags.start,
         hold_out=flags.hold_out,
+        host_path=flags.host_path,
     )
 
 

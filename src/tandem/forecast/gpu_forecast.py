@@ -28,12 +28,13 @@ from tandem.hf.runtime import require_runtime
 from tandem.policy.cost import HardwareProfile, ShapeCosts
 from tandem.policy.plan import Geometry
 from tandem.policy.settings import PlannerSettings
-from tandem.sim.replay import ReplaySettings, Tally, replay
+from tandem.sim.replay import ReplaySettings, replay
 from tandem.sim.start import SIMULATED_STARTS
 
 _DECODE_STEPS = 128
 _HEAT_SEQUENCES = 2  # what earlier runs have learned about popularity
 _MEASURED_LAYERS = 2
+_SYSTEM_BYTES = 4 << 30  # of a PC with its desktop, assumed
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,8 @@ class GpuForecast:
     decode_seconds: float
     hit_rate: float
     """Of the active experts, those that ran from the device's memory without a copy."""
+    host_path: str | None
+    """Whose host costs are in the times; None: the profile knows of none."""
 
     @property
     def prefill_tokens_per_second(self) -> float:
@@ -86,6 +89,16 @@ def require_here(device: str) -> None:
             f"{error}; to plan for another machine, name its profile (--profile desktop-12gb, "
             "laptop-8gb, or the file of its tandem profile)"
         ) from error
+
+
+def host_bytes_elsewhere(offload: OffloadConfig) -> int | None:
+    """Return the free memory of the host that a profile names; None: this machine is meant.
+
+    What its system and its desktop take is left out.
+    """
+    if offload.profile is None or not kind_of(offload.device).holds_dense_parts:
+        return None
+    return max(0, load_profile(offload.profile).host_memory_bytes - _SYSTEM_BYTES)
 
 
 def device_memory(offload: OffloadConfig) -> DeviceMemory:
@@ -127,9 +140,16 @@ def _measured_gpu(sizes: ModelSizes, offload: OffloadConfig) -> HardwareProfile:
 
 
 def forecast_on_gpu(
-    sizes: ModelSizes, profile: HardwareProfile, settings: PlannerSettings, num_slots: int
+    sizes: ModelSizes,
+    profile: HardwareProfile,
+    settings: PlannerSettings,
+    num_slots: int,
+    host_path: str | None = None,
 ) -> GpuForecast:
-    """Return the speed of a prompt and of the tokens after it, with so many expert slots."""
+    """Return the speed of a prompt and of the tokens after it, with so many expert slots.
+
+    The host's work is that of a path of the profile; None: its usual one.
+    """
     geometry = geometry_of(sizes)
     costs = costs_for(sizes, profile)
     trace = typical_routing(
@@ -138,30 +158,33 @@ def forecast_on_gpu(
         num_tokens=PROMPT_TOKENS + _DECODE_STEPS,
     )
     heat = trace.sequences(0, _HEAT_SEQUENCES)
-    if num_slots >= sizes.num_experts:  # as loading has it: all of them, and room for copies
+    is_resident = num_slots >= sizes.num_experts
+    if is_resident:  # as loading has it: all of them, and room for copies
         num_slots += settings.extra_slots(num_slots)
     run = ReplaySettings(
         settings=settings,
         profile=profile,
-        shape=costs,
+        shape=profile.charged(costs, host_path),
         num_slots=num_slots,
         prompt=PROMPT_TOKENS,
         compare_every=0,
     )
     set_sizes = settings.set_sizes(geometry, num_slots)
     resident = SIMULATED_STARTS.factory("hottest")(geometry, set_sizes, heat)
-    tally = replay(trace.sequences(_HEAT_SEQUENCES, _HEAT_SEQUENCES + 1), run, resident=resident)
-    return _forecast(profile, costs, tally)
-
-
-def _forecast(profile: HardwareProfile, costs: ShapeCosts, tally: Tally) -> GpuForecast:
+    played = trace.sequences(_HEAT_SEQUENCES, _HEAT_SEQUENCES + 1)
+    tally = steps = replay(played, run, resident=resident)
+    if is_resident:  # prompts are handed over layer by layer all the same
+        shape = profile.charged(costs, host_path, is_resident=True)
+        steps = replay(played, dataclasses.replace(run, shape=shape), resident=resident)
+    host = profile.host_costs(host_path)
     return GpuForecast(
         profile=profile.name,
         costs_of=costs.shape,
         prompt_tokens=tally.prefill_tokens,
         prefill_seconds=tally.prefill_seconds,
-        decode_seconds=tally.decode_seconds / tally.decode_tokens,
+        decode_seconds=steps.decode_seconds / steps.decode_tokens,
         hit_rate=tally.hits / tally.demands,
+        host_path=None if host is None else host.path,
     )
 
 
@@ -172,14 +195,18 @@ def geometry_of(sizes: ModelSizes) -> Geometry:
 
 
 def costs_for(sizes: ModelSizes, profile: HardwareProfile) -> ShapeCosts:
-    """Return a model's times: those of the profile's nearest shape, in proportion to bytes."""
+    """Return a model's times: those of the profile's nearest shape, in proportion to bytes.
+
+    Without the host's work, which depends on no bytes.
+    """
     geometry = geometry_of(sizes)
     near = shape_for(profile, str(sizes.config.model_type), geometry)
     ratio = sizes.expert_image_bytes / near.expert_bytes
     is_same = ratio == 1.0 and (near.num_experts, near.top_k) == geometry[1:]
     dense_ratio = 1.0
     if near.shape in MODEL_SHAPES and not is_same:
-        dense_ratio = _layer_bytes(sizes) / _layer_bytes(_shape_sizes(MODEL_SHAPES[near.shape]))
+        known = shape_sizes(MODEL_SHAPES[near.shape], OffloadConfig())
+        dense_ratio = _layer_bytes(sizes) / _layer_bytes(known)
     return dataclasses.replace(
         near,
         num_moe_layers=geometry.num_layers,
@@ -193,10 +220,11 @@ def costs_for(sizes: ModelSizes, profile: HardwareProfile) -> ShapeCosts:
     )
 
 
-def _shape_sizes(shape: ModelShape) -> ModelSizes:
+def shape_sizes(shape: ModelShape, offload: OffloadConfig) -> ModelSizes:
+    """Return the sizes of a released model, known by its shape alone, in bf16 where not packed."""
     config = AutoConfig.for_model(shape.model_type, **shape.values)
     config.dtype = torch.bfloat16
-    return config_sizes(config, OffloadConfig())
+    return config_sizes(config, offload)
 
 
 def _layer_bytes(sizes: ModelSizes) -> float:

@@ -229,7 +229,9 @@ def _more_of_speed(speed: SpeedForecast | GpuForecast | str) -> dict[str, object
     if isinstance(speed, str):
         return {"speed_unknown": speed}
     if isinstance(speed, GpuForecast):
-        return {"profile": speed.profile, "hit_rate": speed.hit_rate}
+        return {
+            "profile": speed.profile, "hit_rate": speed.hit_rate, "host_path": speed.host_path,
+        }  # fmt: skip
     return {
         "first_time_to_first_token_seconds": speed.first_prefill_seconds,
         "first_tokens_per_second": speed.first_tokens_per_second,

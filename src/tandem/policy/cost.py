@@ -13,8 +13,11 @@ from typing import Any, TypeGuard
 
 from tandem.core.errors import ConfigError, FileFormatError
 from tandem.core.registry import nearest_names
+from tandem.policy.host_costs import HostCosts
 
 PROFILE_FORMAT = 1
+# In place of a path's name: times as if the host's own work took none.
+NO_HOST = "none"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +69,8 @@ class HardwareProfile:
     link_bytes_per_second: float
     cpu_slowdown_while_copying: float  # factor on CPU time while the link is busy, at least 1
     link_slowdown_while_computing: float  # factor on copies while the CPU computes, at least 1
-    shapes: tuple[ShapeCosts, ...]
+    shapes: tuple[ShapeCosts, ...]  # without the host's own work
+    host: tuple[HostCosts, ...] = ()  # by path, the usual one first
     format: int = PROFILE_FORMAT
 
     def __post_init__(self) -> None:
@@ -94,6 +98,39 @@ class HardwareProfile:
         hint = nearest_names(name, known)
         raise ConfigError(f"profile {self.name!r} has no costs for the shape {name!r}; {hint}")
 
+    def host_costs(self, path: str | None = None) -> HostCosts | None:
+        """Return the host's work on a path, None: the usual one; None where there is none known.
+
+        `ConfigError` with the nearest names for a path that the profile does not know.
+        """
+        if path == NO_HOST or (path is None and not self.host):
+            return None
+        known = {costs.path: costs for costs in self.host}
+        if path is not None and path not in known:
+            hint = nearest_names(path, [*known, NO_HOST])
+            raise ConfigError(f"profile {self.name!r} has no host costs for {path!r}; {hint}")
+        return self.host[0] if path is None else known[path]
+
+    def charged(
+        self, shape: ShapeCosts, path: str | None = None, *, is_resident: bool = False
+    ) -> ShapeCosts:
+        """Return a shape's times with the host's work in them, on a path as of `host_costs`.
+
+        Of decode steps whose experts are all resident the host hands no layer over.
+        """
+        host = self.host_costs(path)
+        if host is None:
+            return shape
+        layer = host.step_seconds / shape.num_moe_layers
+        layer += 0.0 if is_resident else host.layer_seconds
+        on_cpu = host.cpu_begin_seconds + host.cpu_end_seconds
+        return dataclasses.replace(
+            shape,
+            dense_seconds=tuple(seconds + layer for seconds in shape.dense_seconds),
+            cpu_first_expert_seconds=shape.cpu_first_expert_seconds + on_cpu,
+            link_seconds_per_expert=max(shape.link_seconds_per_expert, host.fetch_seconds),
+        )
+
     def to_json(self) -> str:
         """Write the profile as JSON text that `from_json` reads back to an equal profile."""
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
@@ -108,15 +145,19 @@ class HardwareProfile:
         if not isinstance(values, dict):
             found = type(values).__name__
             raise FileFormatError(f"{where}: found a JSON {found}; expected an object")
-        shapes = values.get("shapes")
-        if not isinstance(shapes, list):
-            raise FileFormatError(f"{where}: shapes is {shapes!r}; expected a list of objects")
-        costs = tuple(
-            _build(ShapeCosts, shape, f"{where}: shapes[{i}]") for i, shape in enumerate(shapes)
-        )
-        profile = _build(cls, values | {"shapes": costs}, where)
+        costs = {
+            "shapes": _build_all(ShapeCosts, values.get("shapes"), f"{where}: shapes"),
+            "host": _build_all(HostCosts, values.get("host", []), f"{where}: host"),
+        }
+        profile = _build(cls, values | costs, where)
         assert isinstance(profile, cls)
         return profile
+
+
+def _build_all(kind: Any, values: object, where: str) -> tuple[Any, ...]:
+    if not isinstance(values, list):
+        raise FileFormatError(f"{where} is {values!r}; expected a list of objects")
+    return tuple(_build(kind, value, f"{where}[{i}]") for i, value in enumerate(values))
 
 
 def _build(kind: Any, values: object, where: str) -> Any:

@@ -33,6 +33,7 @@ class Conditions:
     start: str = "empty"
     hold_out: int = 0  # sequences at the end of the trace that are kept out; they give "hottest"
     compare_every: int = COMPARE_EVERY
+    host_path: str | None = None  # whose host costs are charged; None: the profile's usual one
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -46,8 +47,10 @@ class Conditions:
     def costs(self, trace: RoutingTrace) -> ShapeCosts:
         """Return the costs of the trace's model, or of the shape that was asked for."""
         if self.shape is not None:
-            return self.profile.shape(self.shape)
-        return shape_for(self.profile, trace.meta.model, trace.meta.geometry)
+            shape = self.profile.shape(self.shape)
+        else:
+            shape = shape_for(self.profile, trace.meta.model, trace.meta.geometry)
+        return self.profile.charged(shape, self.host_path)
 
     def num_slots(self, trace: RoutingTrace) -> int:
         """Return the expert slots on the GPU, ring and staging included."""
@@ -167,6 +170,7 @@ def _summary(
     rates: dict[str, float],
 ) -> Report:
     costs = conditions.costs(trace)
+    host = conditions.profile.host_costs(conditions.host_path)
     issued, useful = tally.prefetch_issued, tally.prefetch_useful
     total = tally.total_seconds or 1.0
     over, overlapped = tally.over_optimal, tally.overlapped_over_optimal
@@ -175,6 +179,7 @@ def _summary(
         "model": trace.meta.model,
         "hardware": conditions.profile.name,
         "shape": costs.shape,
+        "host_path": None if host is None else host.path,
         "batch": conditions.batch,
         "gpu_experts": conditions.gpu_experts,
         "slots": conditions.num_slots(trace),

@@ -4,11 +4,13 @@ GPU times are those of the GPU alone (events behind a pause), of experts that li
 not in its cache. Link times are those of pinned copies, alone and while the CPU computes. All are
 of the model's own experts, several at a time.
 
-What the host does for a layer is part of what it costs, as the GPU waits for it:
+What the host does for a layer is measured by itself, as `HostCosts`, since the GPU waits for it:
 
-    routing, tables, launches and the sum -> the layer's dense part
-    the CPU's rows, brought to the GPU    -> the first expert on the CPU
+    routing, tables, launches and the sum -> each layer
+    the CPU's rows, brought to the GPU    -> a layer with experts on the CPU
     a launch of its own                   -> a fetched expert takes at least as long
+
+What it does once a step is in the dense parts, which are timed in whole steps.
 """
 
 import dataclasses
@@ -31,6 +33,7 @@ from tandem.experts.execution.routing import Routing
 from tandem.experts.measuring.profiler import REPETITIONS, MeasuredExperts, beside, seconds_each
 from tandem.experts.store.image import aligned
 from tandem.policy.cost import HardwareProfile
+from tandem.policy.host_costs import HostCosts
 
 # So many times the GPU's cache lie between two uses of an expert, which is then read from memory.
 CACHES_BETWEEN_USES = 4
@@ -63,23 +66,27 @@ def measure_device(
     (shape,) = profile.shapes
     link = bench.link_seconds()
     cpu_slowdown, link_slowdown = bench.slowdowns(link)
-    hand_off = bench.host_seconds(bench.hand_off)
     shape = dataclasses.replace(
-        shape,
-        gpu_seconds=bench.gpu_table(shape.tokens),
-        dense_seconds=tuple(seconds + hand_off for seconds in shape.dense_seconds),
-        cpu_first_expert_seconds=shape.cpu_first_expert_seconds + bench.bring_seconds(),
-        link_seconds_per_expert=max(link, bench.launch_seconds()),
+        shape, gpu_seconds=bench.gpu_table(shape.tokens), link_seconds_per_expert=link
+    )
+    host = HostCosts(
+        path="segments",
+        step_seconds=0.0,
+        layer_seconds=bench.host_seconds(bench.hand_off),
+        cpu_begin_seconds=0.0,  # the CPU begins before the launches
+        cpu_end_seconds=bench.bring_seconds(),
+        fetch_seconds=bench.launch_seconds(),
     )
     return dataclasses.replace(
         profile,
         source="measured by tandem profile",
         gpu=device.streams.name,
         gpu_memory_bytes=device.memory().total_bytes,
-        link_bytes_per_second=shape.expert_bytes / link,  # of the link alone
+        link_bytes_per_second=shape.expert_bytes / link,
         cpu_slowdown_while_copying=cpu_slowdown,
         link_slowdown_while_computing=link_slowdown,
         shapes=(shape,),
+        host=(host,),
     )
 
 

@@ -72,10 +72,14 @@ class ObservedModel:
         )
 
     def machine(self, profile: HardwareProfile) -> Machine:
-        """Return a profile's machine for this model, with the link that the options ask for."""
+        """Return a profile's machine for this model, with the link that the options ask for.
+
+        Its times have the host's own work in them.
+        """
         rate = self.link_bytes_per_second
         profile = profile if rate is None else with_link(profile, rate)
-        return Machine(profile, shape_for(profile, self.model_type, self.geometry))
+        shape = shape_for(profile, self.model_type, self.geometry)
+        return Machine(profile, profile.charged(shape))
 
 
 def observe(model: PreTrainedModel, runtime: Runtime) -> ObservedModel:

@@ -1,0 +1,122 @@
+"""What `tandem plan` forecasts for common PCs: `python -m benchmarks.policy.gpu_forecast`.
+
+Writes docs/gpu-forecast.md (`make docs-forecast`). Each number is the answer of
+
+    tandem plan --shape SHAPE --expert-dtype FORMAT --device cuda --profile PROFILE --host-path PATH
+
+with the context that the command plans for. Nothing is loaded and no GPU is asked.
+"""
+
+import contextlib
+import io
+import json
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tandem.cli.main import main as tandem
+from tandem.hardware.profiles import load_profile
+from tandem.policy.cost import HardwareProfile
+
+PAGE = Path(__file__).parents[2] / "docs" / "gpu-forecast.md"
+PATHS = ("segments", "graph")
+PROFILES = ("laptop-8gb", "ddr4-12gb", "desktop-12gb", "desktop-16gb", "desktop-24gb")
+
+
+class Model(NamedTuple):
+    """A released model as people run it."""
+
+    name: str
+    shape: str
+    expert_dtype: str
+
+
+# The most run ones that a PC of these can hold, in formats of their usual files' size.
+MODELS = (
+    Model("Qwen3.6-35B-A3B", "qwen3.6-35b-a3b", "int4"),
+    Model("Qwen3-30B-A3B, Qwen3-Coder-30B", "qwen3-30b-a3b", "int4"),
+    Model("Gemma-4-26B-A4B", "gemma4-26b-a4b", "int4"),
+    Model("gpt-oss-20b", "gpt-oss-20b", "mxfp4"),
+    Model("LFM2.5-8B-A1B", "lfm2-8b-a1b", "int4"),
+    Model("Qwen3-Coder-Next 80B-A3B", "qwen3-next-80b-a3b", "int4"),
+)
+
+INTRODUCTION = """\
+# GPU speeds: a forecast, not measurements
+
+Written by `make docs-forecast` (`python -m benchmarks.policy.gpu_forecast`); do not edit by hand.
+
+No number here was measured on a GPU: device `cuda` has been written without one. Each is what
+`tandem plan --shape SHAPE --expert-dtype FORMAT --device cuda --profile PROFILE --host-path PATH`
+says: Tandem's own planner on the virtual clock, at batch 1, with the slots that the card's memory
+leaves, a prompt of {prompt} tokens, a context of 4,096, and routing as models have it on average.
+Times are a profile's: bandwidths and peaks of data sheets and papers, in proportion to bytes where
+a model is not in the profile. Ratios mean more than absolutes.
+
+What the host itself does is in the times. "Segments" is how device `cuda` runs today: graph
+segments with Python between them at every layer. "Graph" is the whole step as one graph, which is
+being built ([runtime.md](runtime.md)); its host costs are what is asked of it. "Hits" are the
+active experts that run from the card's memory.
+"""
+
+
+def plan(model: Model, profile: str, path: str) -> dict[str, Any]:
+    """Return the JSON of `tandem plan`."""
+    words = ["--shape", model.shape, "--expert-dtype", model.expert_dtype, "--json"]
+    machine = ["--device", "cuda", "--profile", profile, "--host-path", path]
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        code = tandem(["plan", *words, *machine])
+    if code != 0:
+        raise SystemExit(code)
+    found: dict[str, Any] = json.loads(out.getvalue().splitlines()[-1])
+    return found
+
+
+def heading(profile: HardwareProfile) -> str:
+    """Return a machine in words."""
+    link, memory = profile.link_bytes_per_second / 1e9, profile.host_memory_bytes >> 30
+    return (
+        f"{profile.gpu} ({profile.gpu_memory_bytes >> 30} GB), {link:.0f} GB/s to it, "
+        f"{profile.cpu}, {memory} GB"
+    )
+
+
+def rows(name: str) -> Iterator[str]:
+    """Yield the lines of one machine."""
+    profile = load_profile(name)
+    source = profile.source.split(" Host costs:")[0]
+    yield f"\n## {heading(profile)}\n\n{textwrap.fill(f'Profile `{name}`. {source}', 100)}\n"
+    yield "| model | experts on the card | hits | prompt tok/s, segments / graph | decode |"
+    yield "|---|---|---|---|---|"
+    for model in MODELS:
+        print(f"{name}, {model.name}", file=sys.stderr)
+        yield row(model, [plan(model, name, path) for path in PATHS])
+
+
+def row(model: Model, found: list[dict[str, Any]]) -> str:
+    """Return a model's line."""
+    one = found[0]
+    needs, has = (one[key] / 1e9 for key in ("host_bytes", "host_available_bytes"))
+    if not one["fits"]:
+        return f"| {model.name} | needs {needs:.0f} GB of host memory, {has:.0f} are free | | | |"
+    share = one["expert_slots"] / one["experts"]
+    prompt = " / ".join(f"{each['prefill_tokens_per_second']:.0f}" for each in found)
+    decode = " / ".join(f"{each['decode_tokens_per_second']:.0f}" for each in found)
+    return f"| {model.name} | {share:.0%} | {one['hit_rate']:.0%} | {prompt} | {decode} |"
+
+
+def main() -> int:
+    """Write the page."""
+    from tandem.forecast.speed_forecast import PROMPT_TOKENS
+
+    lines = [line for name in PROFILES for line in rows(name)]
+    text = INTRODUCTION.format(prompt=PROMPT_TOKENS) + "\n".join(lines) + "\n"
+    PAGE.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
