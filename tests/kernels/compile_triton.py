@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,7 +41,7 @@ class Launch(NamedTuple):
     """What a kernel was launched with."""
 
     kernel: Any
-    args: tuple[Tensor, ...]
+    args: tuple[Tensor | int, ...]
     constants: dict[str, Any]
 
 
@@ -56,11 +56,20 @@ class _Noted:
 
 
 def noted_launches() -> list[Launch]:
-    """Put notes in the kernels' places; return the list that fills as they are launched."""
+    """Put notes in the expert kernels' places; return the list that fills as they are launched."""
+    return noted_launches_of(
+        (
+            (vector, ("vector_up", "vector_down")),
+            (matrix, ("matrix_up", "matrix_down")),
+            (combine, ("add_rows",)),
+        )
+    )
+
+
+def noted_launches_of(kernels: Iterable[tuple[Any, Sequence[str]]]) -> list[Launch]:
+    """Do so for kernels by module and name."""
     launches: list[Launch] = []
-    for module, names in ((vector, ("vector_up", "vector_down")),
-                          (matrix, ("matrix_up", "matrix_down")),
-                          (combine, ("add_rows",))):  # fmt: skip
+    for module, names in kernels:
         for name in names:
             kernel = getattr(module, name)
             setattr(module, name, _Noted(getattr(kernel, "_kernel", kernel), launches))
@@ -109,14 +118,18 @@ def compiled(launch: Launch, capability: int) -> Any:
     """Compile a launch; raises what the compiler raises."""
     names = launch.kernel.arg_names
     constants = {k: v for k, v in launch.constants.items() if k not in _OPTIONS}
-    signature = {name: _POINTERS[a.dtype] for name, a in zip(names, launch.args, strict=False)}
+    signature = {
+        name: "i64" if isinstance(a, int) else _POINTERS[a.dtype]
+        for name, a in zip(names, launch.args, strict=False)
+    }
     signature |= dict.fromkeys(constants, "constexpr")
     # What the launcher finds by itself: tensors start at multiples of 16 bytes. Of some it is not
     # to look.
     aligned = {
         (place,): [["tt.divisibility", 16]]
-        for place in range(len(launch.args))
-        if not launch.kernel.params[place].do_not_specialize_on_alignment
+        for place, argument in enumerate(launch.args)
+        if isinstance(argument, Tensor)
+        and not launch.kernel.params[place].do_not_specialize_on_alignment
     }
     source = ASTSource(launch.kernel, signature, constants, aligned)
     options = {k: v for k, v in launch.constants.items() if k in _OPTIONS}
@@ -179,16 +192,21 @@ def results(capabilities: list[int], num_cases: int) -> Iterator[dict[str, Any]]
         is_old = capability < 80
         dtype = torch.float16 if is_old and dtype is torch.bfloat16 else dtype
         for launch in launches_of(name, num_tokens, activation, dtype, has_matrix_units=not is_old):
-            binary = compiled(launch, capability)
-            ptx = binary.asm["ptx"]
-            yield {
-                "case": str((name, num_tokens, str(dtype))), "kernel": launch.kernel.__name__,
-                "sm": capability, "shared_bytes": binary.metadata.shared,
-                "cubin_bytes": len(binary.asm["cubin"]),
-                "spilled_bytes": spilled_bytes(binary.asm["cubin"]),
-                "wide_loads": ptx.count("ld.global.v4") + ptx.count("cp.async.cg"),
-                "matrix_units": ptx.count("mma"),
-            }  # fmt: skip
+            yield result_of(str((name, num_tokens, str(dtype))), launch, capability)
+
+
+def result_of(case: str, launch: Launch, capability: int) -> dict[str, Any]:
+    """Compile a launch; return what came of it."""
+    binary = compiled(launch, capability)
+    ptx = binary.asm["ptx"]
+    return {
+        "case": case, "kernel": launch.kernel.__name__,
+        "sm": capability, "shared_bytes": binary.metadata.shared,
+        "cubin_bytes": len(binary.asm["cubin"]),
+        "spilled_bytes": spilled_bytes(binary.asm["cubin"]),
+        "wide_loads": ptx.count("ld.global.v4") + ptx.count("cp.async.cg"),
+        "matrix_units": ptx.count("mma"),
+    }  # fmt: skip
 
 
 def hand_off_results(capability: int) -> dict[str, Any]:

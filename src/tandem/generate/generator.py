@@ -223,8 +223,9 @@ class Generator:
             self._latest_pool = PaddedSlotPool(self.model, num_slots, self._pad_id())
         elif self.model.device.type == "cuda":
             self._latest_pool = new_cuda_slot_pool(
-                self.model, num_slots, capacity=capacity, has_replay=self._has_replay
-            )
+                self.model, num_slots, capacity=capacity,
+                has_replay=self._has_replay, kv_dtype=self._kv_dtype,
+            )  # fmt: skip
         else:
             self._latest_pool = CpuSlotPool(
                 self.model, self._threads, num_slots, capacity=capacity,

@@ -1,8 +1,9 @@
 """Keys and values on a GPU, at addresses that stay: what a captured decode step can read.
 
-As `KvCache`, by slots and without padding; a step reads the filled part rounded up to a power of
-two (the *attended length*), masked by position. All of it is torch, so it runs, and is tested, on
-the CPU.
+As `KvCache`, by slots and without padding. Decode steps attend with kernels that find the length of
+each text, and the memory of a layer, on the device: nothing is captured again when either grows.
+Without such kernels it is all torch, also on the CPU: a step then reads the filled part rounded up
+to a power of two (the *attended length*), masked by position.
 """
 
 import gc
@@ -15,6 +16,7 @@ from torch import Tensor
 from tandem.core.errors import CapacityError
 from tandem.kernels.attention import AttentionForm, Segment
 from tandem.kv_cache.base import NotInSlotsError, SlotCache
+from tandem.kv_cache.cuda_layers import DecodeKernels, LayerMemory, stored_dtype
 
 _SHORTEST_LENGTH = 256
 # Bounds the scores of attention that no fused kernel computes; several copies live at a time.
@@ -30,17 +32,24 @@ class StaticKvCache(SlotCache):
         capacity: int,
         device: torch.device,
         make_room: Callable[[], bool] = lambda: False,
+        *,
+        kv_dtype: str = "auto",
+        kernels: DecodeKernels | None = None,
     ) -> None:
-        """Hold `num_slots` slots of `capacity` tokens; `make_room` frees memory if it can."""
+        """Hold `num_slots` slots of `capacity` tokens; `make_room` frees memory if it can.
+
+        Keys and values are kept in `kv_dtype`; `kernels` attend in decode steps, None: torch.
+        """
         super().__init__(num_slots)
         self.capacity = _rounded(capacity)
         self.generation = 0
-        """Grows when the cache gets other memory: whatever was captured is then void."""
-        self.attended_length = _SHORTEST_LENGTH
-        """Positions that a decode step reads, whatever the slots hold."""
+        """Grows when whatever was captured is void: without kernels, with the cache."""
+        self.attended_length = 0 if kernels is not None else _SHORTEST_LENGTH
+        """Positions that a decode step reads, whatever the slots hold; 0: as many as they hold."""
         self._device = device
         self._make_room = make_room
-        self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
+        self._kv_dtype, self._kernels = kv_dtype, kernels
+        self._layers: dict[int, LayerMemory] = {}
         self._masks: dict[int, Tensor] = {}  # by window; (slots, 1, 1, capacity), True is seen
         self._segment: Segment | None = None  # None: a decode step
         self._decoded: Sequence[int] = ()
@@ -52,7 +61,7 @@ class StaticKvCache(SlotCache):
     @property
     def num_bytes(self) -> int:
         """Bytes that the cache takes now."""
-        return sum(k.nbytes + v.nbytes for k, v in self._tensors.values())
+        return sum(layer.num_bytes for layer in self._layers.values())
 
     def begin(self, segment: Segment) -> None:
         """Announce a prompt's next tokens, of one slot."""
@@ -71,9 +80,11 @@ class StaticKvCache(SlotCache):
         self._segment, self._awaited = None, None
         self._decoded, self._count, self.slots = slots, count, torch.arange(count, device="cpu")
         self.reserve(max(self.lengths[:count]) + 1)
+        self.positions.copy_(on_its_way(self.lengths, self._device), non_blocking=True)
+        if self._kernels is not None:
+            return
         longest = max(self.lengths[slot] for slot in slots)
         self.attended_length = min(max(_SHORTEST_LENGTH, 1 << longest.bit_length()), self.capacity)
-        self.positions.copy_(on_its_way(self.lengths, self._device), non_blocking=True)
         for window, mask in self._masks.items():
             mask.copy_(self._seen(window))
 
@@ -90,18 +101,16 @@ class StaticKvCache(SlotCache):
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Let a slot hold the first tokens of another one, in place of what it held."""
         assert length <= self.lengths[source]
-        for tensors in self._tensors.values():
-            for tensor in tensors:
-                tensor[target, :, :length] = tensor[source, :, :length]
+        for layer in self._layers.values():
+            layer.copy_prefix(source, target, length)
         self.lengths[target] = length
 
     @torch.inference_mode()
     def pretend(self, length: int) -> None:
         """Let every slot hold `length` invented tokens, to time what follows."""
         self.reserve(length + 1)
-        for tensors in self._tensors.values():
-            for tensor in tensors:
-                tensor[:, :, :length].normal_(std=0.1)
+        for layer in self._layers.values():
+            layer.invent(length)
         self.lengths[:] = [length] * len(self.lengths)
 
     def attend(
@@ -118,34 +127,39 @@ class StaticKvCache(SlotCache):
         All are (heads, n_tokens, dim); returns (n_tokens, heads, dim).
         """
         assert selected is None  # `select` has refused
-        layer = self._expected_layer()
-        keys, values = self._layer(layer, form, key.dtype)
+        layer = self._layer(self._expected_layer(), form, key.dtype)
         if self._segment is None:
-            count = self._count
-            slots, positions = self._slots[:count], self.positions[:count]
-            keys[slots, :, positions] = key.transpose(0, 1)
-            values[slots, :, positions] = value.transpose(0, 1)
-            return self._decode(form, query, keys[:count], values[:count], sinks)
+            return self._decode(form, layer, query, key, value, sinks)
         slot, first, count = self._segment
         if key.shape[1] != count:
             raise NotInSlotsError(f"{count} tokens were announced and {key.shape[1]} came")
-        keys[slot, :, first : first + count] = key
-        values[slot, :, first : first + count] = value
-        end = first + count
-        return self._prefill(form, query, keys[slot, :, :end], values[slot, :, :end], sinks)
+        layer.store(slot, slice(first, first + count), key, value)
+        keys, values = layer.read(slot, first + count, query.dtype)
+        return self._prefill(form, query, keys, values, sinks)
 
     def _decode(
-        self, form: AttentionForm, query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None
+        self,
+        form: AttentionForm,
+        layer: LayerMemory,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
     ) -> Tensor:
-        num_slots, group = keys.shape[0], form.num_heads // form.num_kv_heads
+        count = self._count
+        slots, positions = self._slots[:count], self.positions[:count]
+        if self._kernels is not None:
+            self._kernels.store(layer.where, positions, key, value, layer.kind)
+            return self._kernels.attend(form, layer.where, positions, query, sinks, layer.kind)
+        layer.store(slots, positions, key.transpose(0, 1), value.transpose(0, 1))
+        keys, values = layer.read(slice(count), self.attended_length, query.dtype)
+        group = form.num_heads // form.num_kv_heads
         # Heads that share keys stand as several queries of one head: all see the same positions.
-        q = query.transpose(0, 1).reshape(num_slots, form.num_kv_heads, group, form.key_dim)
-        mask = self._mask(form.window)[:num_slots, ..., : self.attended_length]
-        out = _attention(
-            form, q, keys[:, :, : self.attended_length], values[:, :, : self.attended_length], mask,
-            None if sinks is None else sinks.reshape(form.num_kv_heads, group, 1),
-        )  # fmt: skip
-        return out.reshape(num_slots, form.num_heads, form.value_dim)
+        q = query.transpose(0, 1).reshape(count, form.num_kv_heads, group, form.key_dim)
+        mask = self._mask(form.window)[:count, ..., : self.attended_length]
+        sink = None if sinks is None else sinks.reshape(form.num_kv_heads, group, 1)
+        out = _attention(form, q, keys, values, mask, sink)
+        return out.reshape(count, form.num_heads, form.value_dim)
 
     def _prefill(
         self, form: AttentionForm, query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None
@@ -166,15 +180,14 @@ class StaticKvCache(SlotCache):
         out = _attention(form, query[None], keys[None], values[None], mask, heads)[0]
         return out.transpose(0, 1)
 
-    def _layer(self, layer: int, form: AttentionForm, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        if layer not in self._tensors:
-            lead = (len(self.lengths), form.num_kv_heads, self.capacity)
+    def _layer(self, number: int, form: AttentionForm, dtype: torch.dtype) -> LayerMemory:
+        if number not in self._layers:
+            stored = stored_dtype(self._kv_dtype, dtype)
             with torch.inference_mode(False):
-                self._tensors[layer] = (
-                    self._zeros((*lead, form.key_dim), dtype),
-                    self._zeros((*lead, form.value_dim), dtype),
+                self._layers[number] = LayerMemory(
+                    form, len(self.lengths), self.capacity, stored, self._zeros
                 )
-        return self._tensors[layer]
+        return self._layers[number]
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         has_collected = False
@@ -198,20 +211,13 @@ class StaticKvCache(SlotCache):
         if needed <= self.capacity:
             return
         capacity, used = _rounded(max(needed, self.capacity * 3 // 2)), max(self.lengths)
-        self.generation += 1
-        self._masks.clear()
+        if self._kernels is None:
+            self.generation += 1
+            self._masks.clear()
         with torch.inference_mode(False):
-            for layer, tensors in self._tensors.items():
-                self._tensors[layer] = (
-                    self._grown(tensors[0], capacity, used),
-                    self._grown(tensors[1], capacity, used),
-                )
+            for layer in self._layers.values():
+                layer.grow(capacity, used)
         self.capacity = capacity  # only now: without memory for all layers the old one holds
-
-    def _grown(self, old: Tensor, capacity: int, used: int) -> Tensor:
-        new = self._zeros((*old.shape[:2], capacity, old.shape[3]), old.dtype)
-        new[:, :, :used] = old[:, :, :used]
-        return new
 
     def _mask(self, window: int) -> Tensor:
         if window not in self._masks:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import CapacityError
+from tandem.decode.cuda.attention import decode_kernels
 from tandem.decode.cuda.graphs import TOLERANCES, Capture, CudaCapture, new_graphed_step
 from tandem.decode.cuda.resident_layers import GraphedLayers, graphed_layers
 from tandem.decode.model_runner import ModelRunner, why_other_logits
@@ -55,13 +56,17 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
         *,
         capacity: int = 0,
         make_capture: MakeCapture | None = None,
+        kv_dtype: str = "auto",
     ) -> None:
         """Make slots with room for `capacity` tokens each; they grow.
 
-        Without `make_capture` steps run as they are. Raises `NotInSlotsError` for a model that
-        keeps more than keys and values.
+        `kv_dtype` is what keys and values are kept in. Without `make_capture` steps run as they
+        are. Raises `NotInSlotsError` for a model that keeps more than keys and values.
         """
-        cache = StaticKvCache(num_slots, max(1, capacity), model.device, self._make_room)
+        cache = StaticKvCache(
+            num_slots, max(1, capacity), model.device, self._make_room,
+            kv_dtype=kv_dtype, kernels=decode_kernels(model.device),
+        )  # fmt: skip
         super().__init__(ModelRunner(model, cache), cache)
         self._device, self._make_capture = model.device, make_capture
         self._steps: dict[tuple[int, int], _Step] = {}  # by slots and length, of one generation
@@ -257,11 +262,21 @@ def make_cuda_capture(model: PreTrainedModel) -> MakeCapture:
 
 
 def new_cuda_slot_pool(
-    model: PreTrainedModel, num_slots: int, *, capacity: int = 0, has_replay: bool = True
+    model: PreTrainedModel,
+    num_slots: int,
+    *,
+    capacity: int = 0,
+    has_replay: bool = True,
+    kv_dtype: str = "auto",
 ) -> CudaSlotPool:
     """Return slots on the model's GPU, whose steps are captured if that is allowed."""
-    make_capture = make_cuda_capture(model) if has_replay else None
-    return CudaSlotPool(model, num_slots, capacity=capacity, make_capture=make_capture)
+    return CudaSlotPool(
+        model,
+        num_slots,
+        capacity=capacity,
+        make_capture=make_cuda_capture(model) if has_replay else None,
+        kv_dtype=kv_dtype,
+    )
 
 
 def why_no_cuda_slots(model: PreTrainedModel) -> str | None:

@@ -1,0 +1,55 @@
+"""What attends in decode steps on a GPU: Triton kernels, tried once, or torch."""
+
+import functools
+import importlib.util
+import warnings
+
+import torch
+
+from tandem.core.errors import TandemWarning
+from tandem.devices.cuda.checks import TRITON_MATRIX_CAPABILITY
+from tandem.kernels.attention import AttentionForm
+from tandem.kv_cache.cuda_layers import DecodeKernels, LayerMemory
+
+_TRIED = AttentionForm(num_heads=2, num_kv_heads=1, key_dim=64, value_dim=64, scale=1.0)
+
+
+@functools.lru_cache(maxsize=8)
+def decode_kernels(device: torch.device) -> DecodeKernels | None:
+    """Return what attends on a GPU; None: torch, also where Triton is missing or fails."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    if (properties.major, properties.minor) < TRITON_MATRIX_CAPABILITY:
+        return None
+    from tandem.kernels.triton.decode_attention import DecodeAttention
+
+    kernels = DecodeAttention(properties.multi_processor_count)
+    try:
+        with torch.cuda.device(device):
+            _try(kernels, device)
+    except Exception as error:  # Triton's compilers and tools raise what they like
+        first_line = str(error).partition("\n")[0]
+        warnings.warn(
+            f"Triton's attention cannot be used here ({first_line}), so decode steps attend with "
+            "torch, slower for long texts",
+            TandemWarning,
+            stacklevel=2,
+        )
+        return None
+    return kernels
+
+
+def _try(kernels: DecodeKernels, device: torch.device) -> None:
+    """Attend to one token, whose value is then the result; raises what is wrong."""
+
+    def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    layer = LayerMemory(_TRIED, 1, 16, torch.float16, zeros)
+    positions = torch.zeros(1, dtype=torch.int64, device=device)
+    query = torch.ones(2, 1, 64, dtype=torch.float16, device=device)
+    kernels.store(layer.where, positions, query[:1], query[:1], layer.kind)
+    out = kernels.attend(_TRIED, layer.where, positions, query, None, layer.kind)
+    if not torch.equal(out, torch.ones_like(out)):
+        raise RuntimeError("it gives other numbers than torch")

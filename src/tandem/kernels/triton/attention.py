@@ -1,0 +1,267 @@
+"""Decode attention, split over the keys: one token of each slot, however long its text is.
+
+    store_token    appends the token's keys and values
+    attend_parts   each program: some heads of a slot, a part of the positions that it sees
+    join_parts     adds the parts of a head up, by their sums of exponentials
+
+Where a layer's keys and values lie is read from `where` (5,) int64 on the device: the addresses
+of keys, values and their scales, and the capacity. So a captured graph goes on when a cache grows.
+They are (slots, KV heads, capacity, dim); int8 ones have an fp32 scale for each line of `dim`.
+"""
+
+import triton
+import triton.language as tl
+from triton.language import constexpr, tensor
+
+# One number each for all dtypes and layers, which no kernel should be compiled again for.
+_STRIDES = ("key_stride", "key_head_stride", "value_stride", "value_head_stride")
+_QUERY_STRIDES = ("query_stride", "query_head_stride")
+
+
+@triton.jit
+def _pointer(address: tensor, kind: constexpr) -> tensor:
+    """Return a pointer to keys or values; torch's memory begins at multiples of 64 bytes."""
+    if kind == "int8":
+        pointer = address.to(tl.pointer_type(tl.int8))
+    elif kind == "bf16":
+        pointer = address.to(tl.pointer_type(tl.bfloat16))
+    elif kind == "fp16":
+        pointer = address.to(tl.pointer_type(tl.float16))
+    else:
+        pointer = address.to(tl.pointer_type(tl.float32))
+    return tl.multiple_of(pointer, 16)
+
+
+@triton.jit
+def _store_line(
+    source: tensor,
+    address: tensor,
+    scale_address: tensor,
+    line: tensor,
+    dim: constexpr,
+    width: constexpr,
+    kind: constexpr,
+) -> None:
+    """Write `dim` values to a line; to int8 as the CPU does, by their largest."""
+    place = tl.arange(0, width)
+    values = tl.load(source + place, mask=place < dim, other=0.0).to(tl.float32)
+    pointer = _pointer(address, kind) + line * dim + place
+    if kind == "int8":
+        largest = tl.reduce(tl.abs(values), 0, tl.standard._elementwise_max)
+        values = tl.floor(values * tl.where(largest > 0, 127.0 / largest, 0.0) + 0.5)
+        tl.store(scale_address.to(tl.pointer_type(tl.float32)) + line, largest / 127.0)
+    tl.store(pointer, values.to(pointer.dtype.element_ty), mask=place < dim)
+
+
+@triton.jit(do_not_specialize=_STRIDES)
+def store_token(
+    where: tensor,
+    positions: tensor,
+    key: tensor,
+    value: tensor,
+    key_stride: tensor,
+    key_head_stride: tensor,
+    value_stride: tensor,
+    value_head_stride: tensor,
+    num_kv_heads: constexpr,
+    key_dim: constexpr,
+    key_width: constexpr,
+    value_dim: constexpr,
+    value_width: constexpr,
+    has_values: constexpr,
+    kind: constexpr,
+) -> None:
+    """Append a token to each slot, at its position. A program is (KV head, slot).
+
+    Without `has_values` values are the first dimensions of the keys.
+    """
+    head, slot = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    line = (slot * num_kv_heads + head) * tl.load(where + 4) + tl.load(positions + slot)
+    source = key + slot * key_stride + head * key_head_stride
+    _store_line(source, tl.load(where), tl.load(where + 2), line, key_dim, key_width, kind)
+    if has_values:
+        source = value + slot * value_stride + head * value_head_stride
+        _store_line(
+            source, tl.load(where + 1), tl.load(where + 3), line, value_dim, value_width, kind
+        )
+
+
+@triton.jit
+def _queries(
+    query: tensor,
+    head: tensor,
+    is_head: tensor,
+    head_stride: tensor,
+    key_dim: constexpr,
+    block_dim: constexpr,
+) -> tensor:
+    """Return some heads' queries in pieces of their dimensions: a tuple of (heads, block_dim)."""
+    found = ()
+    for piece in tl.static_range((key_dim + block_dim - 1) // block_dim):
+        dim = piece * block_dim + tl.arange(0, block_dim)
+        mask = is_head[:, None] & (dim < key_dim)[None, :]
+        at = query + head[:, None] * head_stride + dim[None, :]
+        found = found + (tl.load(at, mask=mask, other=0.0),)
+    return found
+
+
+@triton.jit
+def _scores(
+    queries: tensor,
+    keys: tensor,
+    line: tensor,
+    is_seen: tensor,
+    key_dim: constexpr,
+    block_dim: constexpr,
+    block_heads: constexpr,
+    block_keys: constexpr,
+) -> tensor:
+    """Return queries times the keys of some lines: (block_heads, block_keys) fp32."""
+    total = tl.full((block_heads, block_keys), 0.0, dtype=tl.float32)
+    for piece in tl.static_range((key_dim + block_dim - 1) // block_dim):
+        dim = piece * block_dim + tl.arange(0, block_dim)
+        mask = is_seen[None, :] & (dim < key_dim)[:, None]
+        some = tl.load(keys + line[None, :] * key_dim + dim[:, None], mask=mask, other=0)
+        query = queries[piece]
+        total = tl.dot(query, some.to(query.dtype), total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def _line_scales(
+    where: tensor, line: tensor, is_seen: tensor, factor: constexpr, kind: constexpr
+) -> tensor:
+    """Return what each line's numbers are multiplied by: `factor`, times int8's scale."""
+    if kind == "int8":
+        pointer = tl.load(where).to(tl.pointer_type(tl.float32)) + line
+        scale = tl.load(pointer, mask=is_seen, other=0.0) * factor
+    else:
+        scale = tl.where(is_seen, factor, 0.0)
+    return scale
+
+
+@triton.jit
+def _bounds(
+    position: tensor, window: constexpr, num_parts: constexpr, block_keys: constexpr
+) -> tensor:
+    """Return the first and the end of the positions of this program's part."""
+    length = (position + 1).to(tl.int32)
+    first = tl.maximum(length - window, 0) if window > 0 else 0
+    blocks = (length - first + block_keys - 1) // block_keys
+    each = (blocks + num_parts - 1) // num_parts * block_keys
+    begin = first + tl.program_id(1) * each
+    return begin, tl.minimum(begin + each, length)
+
+
+@triton.jit
+def _weights(scores: tensor, is_seen: tensor, largest: tensor, softcap: constexpr) -> tensor:
+    """Return exponentials of scores, what earlier ones fade by, and the largest score so far.
+
+    With a softcap scores are softcap * tanh(score / softcap).
+    """
+    if softcap > 0:
+        scores = softcap * (1 - 2 / (tl.exp(scores * (2 / softcap)) + 1))
+    scores = tl.where(is_seen[None, :], scores, float("-inf"))
+    now = tl.maximum(largest, tl.reduce(scores, 1, tl.standard._elementwise_max))
+    return tl.exp(scores - now[:, None]), tl.exp(largest - now), now
+
+
+@triton.jit(do_not_specialize=_QUERY_STRIDES)
+def attend_parts(
+    where: tensor,
+    positions: tensor,
+    query: tensor,
+    parts: tensor,
+    sums: tensor,
+    query_stride: tensor,
+    query_head_stride: tensor,
+    num_heads: constexpr,
+    num_kv_heads: constexpr,
+    key_dim: constexpr,
+    value_dim: constexpr,
+    value_width: constexpr,
+    line_dim: constexpr,
+    kind: constexpr,
+    scale: constexpr,
+    softcap: constexpr,
+    window: constexpr,
+    num_parts: constexpr,
+    block_heads: constexpr,
+    block_keys: constexpr,
+    block_dim: constexpr,
+) -> None:
+    """Attend to a part of the positions. A program is (KV head and some of its heads, part, slot).
+
+    Writes parts (slots, heads, num_parts, value_dim), and in sums (slots, heads, num_parts, 2) the
+    largest score and the sum of exponentials over it. `line_dim` is how far values lie apart.
+    """
+    group: constexpr = num_heads // num_kv_heads
+    tiles: constexpr = (group + block_heads - 1) // block_heads
+    slot, kv_head = tl.program_id(2).to(tl.int64), tl.program_id(0) // tiles
+    in_group = tl.program_id(0) % tiles * block_heads + tl.arange(0, block_heads)
+    head, is_head = kv_head * group + in_group, in_group < group
+    begin, end = _bounds(tl.load(positions + slot), window, num_parts, block_keys)
+    base = (slot * num_kv_heads + kv_head) * tl.load(where + 4)
+    keys, values = _pointer(tl.load(where), kind), _pointer(tl.load(where + 1), kind)
+    queries = _queries(
+        query + slot * query_stride, head, is_head, query_head_stride, key_dim, block_dim
+    )
+    largest = tl.full((block_heads,), float("-inf"), dtype=tl.float32)
+    total = tl.full((block_heads,), 0.0, dtype=tl.float32)
+    out = tl.full((block_heads, value_width), 0.0, dtype=tl.float32)
+    dim = tl.arange(0, value_width)
+    for start in range(begin, end, block_keys):
+        place = start + tl.arange(0, block_keys)
+        is_seen, line = place < end, base + place
+        scores = _scores(queries, keys, line, is_seen, key_dim, block_dim, block_heads, block_keys)
+        scores *= _line_scales(where + 2, line, is_seen, scale, kind)[None, :]
+        weights, fade, largest = _weights(scores, is_seen, largest, softcap)
+        total = total * fade + tl.reduce(weights, 1, tl.standard._sum_combine)
+        weights *= _line_scales(where + 3, line, is_seen, 1.0, kind)[None, :]
+        mask = is_seen[:, None] & (dim < value_dim)[None, :]
+        some = tl.load(values + line[:, None] * line_dim + dim[None, :], mask=mask, other=0)
+        some = some.to(query.dtype.element_ty)
+        out = tl.dot(weights.to(some.dtype), some, out * fade[:, None], input_precision="ieee")
+    at = (slot * num_heads + head) * num_parts + tl.program_id(1)
+    tl.store(sums + 2 * at, largest, mask=is_head)
+    tl.store(sums + 2 * at + 1, total, mask=is_head)
+    mask = is_head[:, None] & (dim < value_dim)[None, :]
+    tl.store(parts + at[:, None] * value_dim + dim[None, :], out, mask=mask)
+
+
+@triton.jit
+def join_parts(
+    parts: tensor,
+    sums: tensor,
+    sinks: tensor,
+    out: tensor,
+    num_heads: constexpr,
+    value_dim: constexpr,
+    num_parts: constexpr,
+    has_sinks: constexpr,
+    block_cols: constexpr,
+) -> None:
+    """Write out (slots, heads, value_dim). A program is (columns, head, slot).
+
+    `sinks` (heads,) are scores of nothing, which take their share of the weight.
+    """
+    head, slot = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    line, part = slot * num_heads + head, tl.arange(0, num_parts)
+    at = line * num_parts + part
+    largest, total = tl.load(sums + 2 * at), tl.load(sums + 2 * at + 1)
+    top = tl.reduce(largest, 0, tl.standard._elementwise_max)
+    if has_sinks:
+        sink = tl.load(sinks + head).to(tl.float32)
+        top = tl.maximum(top, sink)
+    share = tl.exp(largest - top)
+    whole = tl.reduce(share * total, 0, tl.standard._sum_combine)
+    if has_sinks:
+        whole += tl.exp(sink - top)
+    col = tl.program_id(0) * block_cols + tl.arange(0, block_cols)
+    values = tl.load(
+        parts + at[:, None] * value_dim + col[None, :],
+        mask=(col < value_dim)[None, :] & (total > 0)[:, None],
+        other=0.0,
+    )
+    result = tl.reduce(values * share[:, None], 0, tl.standard._sum_combine) / whole
+    tl.store(out + line * value_dim + col, result.to(out.dtype.element_ty), mask=col < value_dim)

@@ -1,0 +1,114 @@
+"""Attention of a decode step on a GPU: launches the kernels of `attention`, and never waits.
+
+A step's launches depend on its shapes alone: not on how long texts are, nor on where keys lie.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.kernels.attention import AttentionForm
+from tandem.kernels.triton import attention
+
+KINDS = {
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int8: "int8",
+}  # fmt: skip
+_BLOCK_HEADS = 16  # the fewest rows of a matrix unit
+_MOST_PARTS = 64
+# Programs of a launch for each of the GPU's processors, where one sequence has too few heads.
+_PROGRAMS_EACH = 2
+_JOINED_COLS = 64
+# Elements of fp32 that a program holds of its result and of a block's values.
+_MOST_ELEMENTS = 128 * 64
+
+
+class DecodeAttention:
+    """Attends by splitting the keys among as many programs as a GPU needs to be busy."""
+
+    def __init__(self, num_processors: int) -> None:
+        """Launch for a GPU of so many processors."""
+        self._num_processors = num_processors
+
+    def store(
+        self, where: Tensor, positions: Tensor, key: Tensor, value: Tensor, kind: str
+    ) -> None:
+        """Append a token to each of the first slots; key and value are (KV heads, slots, dim).
+
+        `where` and `positions` (slots,) int64 as of `kernels.triton.attention`. A `value` of no
+        dimensions is part of the key.
+        """
+        num_heads, num_slots, key_dim = key.shape
+        key, value = _dense_lines(key), _dense_lines(value)
+        value_dim = value.shape[2]
+        attention.store_token[num_heads, num_slots](
+            where, positions, key, value, key.stride(1), key.stride(0), value.stride(1),
+            value.stride(0), num_kv_heads=num_heads, key_dim=key_dim, key_width=_width(key_dim),
+            value_dim=value_dim, value_width=_width(value_dim), has_values=value_dim > 0, kind=kind,
+        )  # fmt: skip
+
+    def attend(
+        self,
+        form: AttentionForm,
+        where: Tensor,
+        positions: Tensor,
+        query: Tensor,
+        sinks: Tensor | None,
+        kind: str,
+        *,
+        has_values: bool = True,
+    ) -> Tensor:
+        """Return (slots, heads, value_dim) of queries (heads, slots, key_dim), in their dtype.
+
+        Each slot sees its positions up to and with that in `positions`. Without `has_values` the
+        values are the first dimensions of the keys.
+        """
+        num_heads, num_slots, _ = query.shape
+        query = _dense_lines(query)
+        tiles = form.num_kv_heads * -(-(num_heads // form.num_kv_heads) // _BLOCK_HEADS)
+        num_parts = self._num_parts(tiles * num_slots)
+        lines = (num_slots, num_heads, num_parts)
+        parts = query.new_empty((*lines, form.value_dim), dtype=torch.float32)
+        sums = query.new_empty((*lines, 2), dtype=torch.float32)
+        out = query.new_empty(num_slots, num_heads, form.value_dim)
+        attention.attend_parts[tiles, num_parts, num_slots](
+            where, positions, query, parts, sums, query.stride(1), query.stride(0),
+            num_heads=num_heads, num_kv_heads=form.num_kv_heads, key_dim=form.key_dim,
+            value_dim=form.value_dim, value_width=_width(form.value_dim),
+            line_dim=form.value_dim if has_values else form.key_dim, kind=kind,
+            scale=form.scale, softcap=form.softcap, window=form.window, num_parts=num_parts,
+            block_heads=_BLOCK_HEADS, **_blocks(form, query.dtype),
+        )  # fmt: skip
+        attention.join_parts[-(-form.value_dim // _JOINED_COLS), num_heads, num_slots](
+            parts, sums, parts if sinks is None else sinks, out,
+            num_heads=num_heads, value_dim=form.value_dim, num_parts=num_parts,
+            has_sinks=sinks is not None, block_cols=_JOINED_COLS,
+        )  # fmt: skip
+        return out
+
+    def _num_parts(self, num_programs: int) -> int:
+        """Return into how many parts keys are split: a power of two."""
+        wanted = -(-_PROGRAMS_EACH * self._num_processors // num_programs)
+        return min(_MOST_PARTS, 1 << (max(1, wanted) - 1).bit_length())
+
+
+def _blocks(form: AttentionForm, dtype: torch.dtype) -> dict[str, Any]:
+    """Return how large a program's blocks are: less than a consumer card's 99 KiB of them."""
+    piece = form.key_dim & -form.key_dim  # the largest power of two in it
+    width = _width(form.value_dim)
+    keys = max(16, min(64, _MOST_ELEMENTS // width) // (2 if dtype == torch.float32 else 1))
+    return {
+        "block_keys": keys,
+        "block_dim": max(16, min(128, piece)),
+        "num_warps": 8 if width > 128 else 4,
+        "num_stages": 2,
+    }
+
+
+def _width(dim: int) -> int:
+    return max(16, 1 << (dim - 1).bit_length()) if dim else 16
+
+
+def _dense_lines(tensor: Tensor) -> Tensor:
+    """Return (heads, slots, dim) whose lines lie in one piece each."""
+    return tensor if tensor.stride(2) == 1 else tensor.contiguous()

@@ -1,0 +1,131 @@
+"""The keys and values of one layer on a GPU, for all slots: (slots, KV heads, capacity, dim).
+
+int8 ones have an fp32 scale for each line of `dim`, as on the CPU. `where` on the device says where
+they lie: kernels of captured steps read it, so that a layer may grow under them.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tandem.core.errors import ConfigError
+from tandem.kernels.attention import AttentionForm
+
+# Returns zeros of a shape and dtype on the device; raises `CapacityError`.
+Zeros = Callable[[tuple[int, ...], torch.dtype], Tensor]
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+KINDS = {
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int8: "int8",
+}  # fmt: skip
+_LARGEST = 127.0
+# Of invented tokens: keys and values that are spread like a model's.
+_INVENTED_SPREAD = 0.1
+
+
+class DecodeKernels(Protocol):
+    """Attention of decode steps: see `kernels.triton.decode_attention.DecodeAttention`."""
+
+    def store(
+        self, where: Tensor, positions: Tensor, key: Tensor, value: Tensor, kind: str
+    ) -> None:
+        """Append a token to each of the first slots."""
+
+    def attend(
+        self,
+        form: AttentionForm,
+        where: Tensor,
+        positions: Tensor,
+        query: Tensor,
+        sinks: Tensor | None,
+        kind: str,
+    ) -> Tensor:
+        """Return (slots, heads, value_dim)."""
+
+
+def stored_dtype(kv_dtype: str, dtype: torch.dtype) -> torch.dtype:
+    """Return what keys and values of a dtype are kept in, by a `kv_dtype` or "auto"."""
+    if kv_dtype not in ("auto", *_DTYPES):
+        raise ConfigError(f"kv_dtype is {kv_dtype!r}; expected auto, {', '.join(_DTYPES)}")
+    return _DTYPES.get(kv_dtype, dtype)
+
+
+class LayerMemory:
+    """One layer's keys and values; in inference mode or not, its tensors are ordinary ones."""
+
+    def __init__(
+        self, form: AttentionForm, num_slots: int, capacity: int, dtype: torch.dtype, zeros: Zeros
+    ) -> None:
+        """Take memory for `capacity` positions of each slot."""
+        self.dtype, self._zeros = dtype, zeros
+        lead = (num_slots, form.num_kv_heads, capacity)
+        self._tensors = [zeros((*lead, form.key_dim), dtype), zeros((*lead, form.value_dim), dtype)]
+        if dtype == torch.int8:
+            self._tensors += [zeros(lead, torch.float32), zeros(lead, torch.float32)]
+        self.where = zeros((5,), torch.int64)
+        self._note_where()
+
+    @property
+    def kind(self) -> str:
+        """What the kernels call its dtype."""
+        return KINDS[self.dtype]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of keys, values and scales."""
+        return sum(tensor.nbytes for tensor in self._tensors)
+
+    def store(self, slots: Tensor | int, at: Tensor | slice, key: Tensor, value: Tensor) -> None:
+        """Write keys and values of the positions `at` of some slots, in the order of indexing."""
+        for number, new in enumerate((key, value)):
+            if self.dtype == torch.int8:
+                scale = new.float().abs().amax(-1) / _LARGEST
+                codes = (new.float() / scale.clamp_min(1e-32)[..., None] + 0.5).floor()
+                self._tensors[number + 2][slots, :, at] = scale
+                new = codes.to(torch.int8)
+            self._tensors[number][slots, :, at] = new.to(self.dtype)
+
+    def read(self, slots: int | slice, end: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of the first positions of some slots, in a dtype."""
+        found = []
+        for number in range(2):
+            stored = self._tensors[number][slots, :, :end]
+            if self.dtype == torch.int8:
+                stored = stored * self._tensors[number + 2][slots, :, :end, None]
+            found.append(stored.to(dtype))
+        return found[0], found[1]
+
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        """Let a slot hold the first positions of another one."""
+        for tensor in self._tensors:
+            tensor[target, :, :length] = tensor[source, :, :length]
+
+    def invent(self, length: int) -> None:
+        """Fill the first positions with numbers that nobody has computed."""
+        for tensor in self._tensors:
+            some = tensor[:, :, :length]
+            if self.dtype != torch.int8:
+                some.normal_(std=_INVENTED_SPREAD)
+            elif tensor.dtype == torch.int8:
+                some.random_(-int(_LARGEST), int(_LARGEST) + 1)
+            else:
+                some.fill_(3 * _INVENTED_SPREAD / _LARGEST)
+
+    def grow(self, capacity: int, used: int) -> None:
+        """Take memory for more positions, which holds what the first `used` have.
+
+        Kernels that are queued later read it there.
+        """
+        for number, old in enumerate(self._tensors):
+            new = self._zeros((*old.shape[:2], capacity, *old.shape[3:]), old.dtype)
+            new[:, :, :used] = old[:, :, :used]
+            self._tensors[number] = new
+        self._note_where()
+
+    def _note_where(self) -> None:
+        keys, values, *scales = self._tensors
+        key_scales, value_scales = scales or (keys, values)
+        found = [x.data_ptr() for x in (keys, values, key_scales, value_scales)]
+        host = torch.tensor([*found, keys.shape[2]], device="cpu")
+        self.where.copy_(host)

@@ -1,0 +1,70 @@
+"""Decode attention by the Triton kernels and by torch: interpreted, or on a GPU."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.kernels.attention import AttentionForm, Segment
+from tandem.kv_cache.cuda import StaticKvCache
+from tandem.kv_cache.cuda_layers import DecodeKernels
+
+
+def form_of(heads: int, kv_heads: int, key_dim: int, value_dim: int, **more: Any) -> AttentionForm:
+    return AttentionForm(
+        num_heads=heads, num_kv_heads=kv_heads, key_dim=key_dim, value_dim=value_dim,
+        scale=key_dim**-0.5, **more,
+    )  # fmt: skip
+
+
+def tokens(
+    form: AttentionForm, count: int, dtype: torch.dtype, random: torch.Generator, device: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values of some tokens: (heads, tokens, dim), views as a model's."""
+
+    def some(heads: int, dim: int) -> Tensor:
+        return torch.randn(count, heads, dim, generator=random).to(device, dtype).transpose(0, 1)
+
+    kv_heads = form.num_kv_heads
+    return (
+        some(form.num_heads, form.key_dim), some(kv_heads, form.key_dim),
+        some(kv_heads, form.value_dim),
+    )  # fmt: skip
+
+
+def attend_both(
+    kernels: DecodeKernels,
+    form: AttentionForm,
+    lengths: list[int],
+    *,
+    kv_dtype: str = "auto",
+    dtype: torch.dtype = torch.float32,
+    has_sinks: bool = False,
+    device: str = "cpu",
+    steps: int = 2,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Fill slots to some lengths and decode from there, by torch and by the kernels."""
+    sinks = torch.linspace(-1, 2, form.num_heads).to(device, dtype) if has_sinks else None
+    found = []
+    for used in (None, kernels):
+        random = torch.Generator().manual_seed(1)
+
+        cache = StaticKvCache(
+            len(lengths), 1, torch.device(device), kv_dtype=kv_dtype, kernels=used
+        )
+        for slot, length in enumerate(lengths):
+            if length:
+                cache.begin(Segment(slot, 0, length))
+                cache.expect(0)
+                query, key, value = tokens(form, length, dtype, random, device)
+                cache.attend(form, query, key, value, sinks)
+                cache.commit()
+        results = []
+        for _ in range(steps):
+            cache.begin_decode(range(len(lengths)), len(lengths))
+            cache.expect(0)
+            query, key, value = tokens(form, len(lengths), dtype, random, device)
+            results.append(cache.attend(form, query, key, value, sinks))
+            cache.commit()
+        found.append(results)
+    return found[0], found[1]

@@ -1,0 +1,162 @@
+"""Decode attention in Triton: what torch computes, in the interpreter; accepted for real GPUs."""
+
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.kernels.attention import AttentionForm, Segment
+from tandem.kv_cache.cuda import StaticKvCache
+from tandem.kv_cache.cuda_layers import DecodeKernels
+from tests.kernels.attention_cases import attend_both, form_of
+from tests.kernels.interpreter import interpreted
+from tests.kernels.test_triton import SHARED_KIB, compiler_says
+
+pytest.importorskip("triton")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def triton_attention() -> Iterator[ModuleType]:
+    with interpreted():
+        from tandem.kernels.triton import decode_attention
+
+        yield decode_attention
+
+
+@pytest.fixture(scope="module")
+def kernels(triton_attention: ModuleType) -> DecodeKernels:
+    """Attention for a GPU of twelve processors."""
+    found: DecodeKernels = triton_attention.DecodeAttention(12)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("form", "lengths"),
+    [
+        (form_of(1, 1, 16, 16), [0]),
+        (form_of(4, 4, 8, 8), [1, 0]),
+        (form_of(8, 2, 64, 64), [255, 3, 70]),
+        (form_of(6, 3, 80, 48), [130]),
+        (form_of(20, 1, 96, 64), [33, 700]),
+        (form_of(4, 2, 192, 128), [65, 64]),
+    ],
+    ids=lambda value: (
+        str(value) if isinstance(value, list) else f"{value.num_heads}-{value.key_dim}"
+    ),
+)
+def test_what_torch_gives_whatever_shapes_and_lengths(
+    kernels: DecodeKernels, form: AttentionForm, lengths: list[int]
+) -> None:
+    expected, found = attend_both(kernels, form, lengths)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"window": 5}, {"window": 64}, {"softcap": 3.0}, {"window": 40, "softcap": 20.0}],
+    ids=str,
+)
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_windows_softcaps_and_sinks(
+    kernels: DecodeKernels, more: dict[str, Any], has_sinks: bool
+) -> None:
+    form = form_of(8, 2, 32, 32, **more)
+    expected, found = attend_both(kernels, form, [150, 2, 63], has_sinks=has_sinks)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "dtype", "tolerance"),
+    [
+        ("int8", torch.float32, 2e-3),  # ties may be rounded to the other side
+        ("bf16", torch.float32, 4e-3),  # the interpreter cuts off where others round
+        ("auto", torch.float16, 2e-3),
+        ("int8", torch.float16, 4e-3),
+    ],
+)
+def test_keys_and_values_of_other_dtypes(
+    kernels: DecodeKernels, kv_dtype: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    """The interpreter cannot multiply bf16 matrices; tests/gpu does."""
+    form = form_of(8, 2, 64, 32)
+    expected, found = attend_both(
+        kernels, form, [90, 5], kv_dtype=kv_dtype, dtype=dtype, has_sinks=True
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype == dtype
+        assert float((ours - theirs).norm() / theirs.norm()) < tolerance
+
+
+def test_int8_keys_are_near_exact_ones(kernels: DecodeKernels) -> None:
+    form = form_of(4, 2, 64, 64)
+    (exact, _), _ = attend_both(kernels, form, [200])
+    _, (rounded, _) = attend_both(kernels, form, [200], kv_dtype="int8")
+    assert float((rounded - exact).norm() / exact.norm()) < 0.02
+
+
+def test_a_latent_is_key_and_value_at_once(triton_attention: ModuleType) -> None:
+    """576 numbers of a position, of which 512 are its value: read from one memory."""
+    random = torch.Generator().manual_seed(2)
+    heads, length = 20, 150
+    form = form_of(heads, 1, 576, 512)
+    keys = torch.randn(1, 1, 256, 576, generator=random)
+    where = torch.tensor([keys.data_ptr()] * 4 + [256])
+    query = torch.randn(heads, 1, 576, generator=random)
+    new = torch.randn(1, 1, 576, generator=random)
+    kernels = triton_attention.DecodeAttention(4)
+    positions = torch.tensor([length])
+    kernels.store(where, positions, new, new[..., :0], "fp32")
+    torch.testing.assert_close(keys[0, 0, length], new[0, 0])
+    out = kernels.attend(form, where, positions, query, None, "fp32", has_values=False)
+    scores = (query[:, 0] @ keys[0, 0, : length + 1].T * form.scale).softmax(-1)
+    torch.testing.assert_close(
+        out[0], scores @ keys[0, 0, : length + 1, :512], rtol=1e-5, atol=1e-5
+    )
+
+
+def test_nothing_is_captured_again_when_a_text_or_the_cache_grows(
+    triton_attention: ModuleType,
+) -> None:
+    """The launches of a step are the same at 3 and at 700 tokens, in memory that has moved."""
+    form = form_of(4, 2, 16, 16)
+    launches: list[tuple[Any, ...]] = []
+
+    class Noting(triton_attention.DecodeAttention):  # type: ignore[misc, name-defined]
+        def attend(self, form: AttentionForm, where: Tensor, *args: Any, **more: Any) -> Tensor:
+            launches.append((form, where.data_ptr(), args[0].data_ptr(), args[0].shape))
+            result: Tensor = super().attend(form, where, *args, **more)
+            return result
+
+    cache = StaticKvCache(1, 1, CPU, kernels=Noting(4))
+    for length in (3, 300, 600):
+        more = length - cache.lengths[0]
+        cache.begin(Segment(0, cache.lengths[0], more))
+        cache.expect(0)
+        key, value = torch.ones(2, 2, more, 16)
+        cache.attend(form, torch.ones(4, more, 16), key, value, None)
+        cache.commit()
+        memory = cache.num_bytes
+        cache.begin_decode([0], 1)
+        cache.expect(0)
+        cache.attend(form, torch.ones(4, 1, 16), key[:, :1], value[:, :1], None)
+    assert len(set(launches)) == 1
+    assert memory > 2 * 256 * 2 * 16 * 4
+    assert (cache.generation, cache.attended_length) == (0, 0)
+
+
+def test_the_compiler_takes_the_kernels_for_every_gpu_with_matrix_units() -> None:
+    gpus = ["80", "86", "89", "90", "120"]
+    results = compiler_says("tests.kernels.compile_triton_attention", *gpus)
+    assert {str(result["sm"]) for result in results} == set(gpus)
+    for result in results:
+        assert result["shared_bytes"] <= SHARED_KIB[result["sm"]] * 1024, result
+        assert result["spilled_bytes"] == 0, result
+        assert (result["matrix_units"] > 0) == (
+            result["kernel"] == "attend_parts" and "float32" not in result["case"]
+        ), result
