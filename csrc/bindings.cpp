@@ -148,4 +148,5 @@ NB_MODULE(_native, m) {
   tandem::bind_dense(m);
   tandem::bind_program(m);
   tandem::bind_runtime(m);
+  tandem::bind_coordinator(m);
 }

@@ -50,4 +50,7 @@ void bind_tensor_ops(nanobind::class_<Program>& program);
 // The hybrid runtime's calls. After bind_dense, whose layers they take.
 void bind_runtime(nanobind::module_& m);
 
+// Captured steps. After bind_runtime, whose tables they take.
+void bind_coordinator(nanobind::module_& m);
+
 }  // namespace tandem

@@ -327,9 +327,11 @@ void ExpertEngine::project_up(const ExpertLayout& layout, const ActivationSpec& 
 void ExpertEngine::project_down(const ExpertLayout& layout, const ExpertCall& call,
                                 const Task& task) {
   const std::int64_t first = call.row_begin[task.expert];
+  const std::int64_t out_row = call.out_begin == nullptr ? first : call.out_begin[task.expert];
   kernels_->matmul(matrix(layout.down, layout.hidden_size, call.experts[task.expert]), task.begin,
                    task.end, inner_.view(first, false), call.row_begin[task.expert + 1] - first,
-                   layout.hidden_size, call.out + first * layout.hidden_size, layout.hidden_size);
+                   layout.hidden_size, call.out + out_row * layout.hidden_size,
+                   layout.hidden_size);
 }
 
 }  // namespace tandem

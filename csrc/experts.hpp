@@ -40,6 +40,7 @@ struct ExpertCall {
   const std::int32_t* row_token;
   const float* hidden;  // (num_tokens, hidden_size)
   float* out;           // (num_rows, hidden_size)
+  const std::int32_t* out_begin = nullptr;  // by expert: its first row of out; null: row_begin
 };
 
 // Rows that are added up to tokens: token t is the sum over k of weights[t][k] times row

@@ -77,11 +77,14 @@ Ids newcomers(const LoneTerms& terms, const LoneLayer& layer, Ids absent, const 
   return found;
 }
 
-void admit(const LoneLayer& layer, const Ids& wanted, LoneDecision& out) {
+}  // namespace
+
+Admitted admit(const LoneLayer& layer, const Ids& wanted) {
+  Admitted found;
   const auto free = static_cast<std::size_t>(layer.free_slots);
   for (std::size_t i = 0; i < wanted.size() && i < free; ++i)
-    out.admitted.emplace_back(wanted[i], kNobody);
-  if (wanted.size() <= free) return;
+    found.emplace_back(wanted[i], kNobody);
+  if (wanted.size() <= free) return found;
   Ids leaving;
   for (const std::int32_t expert : layer.members)
     if (layer.states[expert] == kReady && !contains(layer.experts, expert))
@@ -93,12 +96,11 @@ void admit(const LoneLayer& layer, const Ids& wanted, LoneDecision& out) {
     return x < y || (x == y && !is_alone && a < b);
   });
   for (std::size_t i = free; i < wanted.size() && i - free < leaving.size(); ++i) {
-    if (layer.worth[wanted[i]] <= layer.worth[leaving[i - free]]) return;
-    out.admitted.emplace_back(wanted[i], leaving[i - free]);
+    if (layer.worth[wanted[i]] <= layer.worth[leaving[i - free]]) break;
+    found.emplace_back(wanted[i], leaving[i - free]);
   }
+  return found;
 }
-
-}  // namespace
 
 LoneDecision decide(const LoneTerms& terms, const LoneLayer& layer) {
   Ids absent, resident;
@@ -106,7 +108,7 @@ LoneDecision decide(const LoneTerms& terms, const LoneLayer& layer) {
     (layer.states[expert] == kReady ? resident : absent).push_back(expert);
   LoneDecision out{};
   assign(terms, layer, absent, resident, out);
-  admit(layer, newcomers(terms, layer, std::move(absent), out), out);
+  out.admitted = admit(layer, newcomers(terms, layer, std::move(absent), out));
   return out;
 }
 

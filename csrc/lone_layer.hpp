@@ -36,13 +36,18 @@ struct LoneLayer {
 constexpr std::uint8_t kEmpty = 0, kCopying = 1, kReady = 2;
 constexpr std::int32_t kNobody = -1;
 
+// Who gets a slot, best first, and who leaves for it; kNobody: a free slot.
+using Admitted = std::vector<std::pair<std::int32_t, std::int32_t>>;
+
 struct LoneDecision {
   Ids fetch, spill;  // experts: absent ones that the device takes, ready ones that the CPU takes
   double gpu_seconds, cpu_seconds;
-  // Who gets a slot, best first, and who leaves for it; kNobody: a free slot.
-  std::vector<std::pair<std::int32_t, std::int32_t>> admitted;
+  Admitted admitted;
 };
 
 LoneDecision decide(const LoneTerms& terms, const LoneLayer& layer);
+
+// Pairs experts that ask for a slot, best first, with those that leave, as tandem.policy.admission.
+Admitted admit(const LoneLayer& layer, const Ids& wanted);
 
 }  // namespace tandem

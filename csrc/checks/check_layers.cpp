@@ -11,6 +11,7 @@
 #include "dense.hpp"
 #include "half.hpp"
 #include "random.hpp"
+#include "random_layers.hpp"
 #include "routed.hpp"
 #include "rowwise.hpp"
 
@@ -18,22 +19,13 @@ namespace {
 
 using tandem::Format;
 using tandem::ValueType;
+using tandem::checks::Layer;
+using tandem::checks::make_layer;
+using tandem::checks::packed_bf16;
 using tandem::checks::Random;
+using tandem::checks::Values;
 
 constexpr int kRounds = 150;
-
-// fp32 numbers as a tensor of either type has them, and as fp32 again.
-struct Values {
-  std::vector<std::uint8_t> bytes;
-  std::vector<float> numbers;
-
-  Values(std::vector<float> from, ValueType type)
-      : bytes(from.size() * tandem::value_bytes(type)), numbers(std::move(from)) {
-    const auto count = static_cast<std::int64_t>(numbers.size());
-    tandem::store_values(numbers.data(), count, type, bytes.data());
-    tandem::load_values(bytes.data(), type, count, numbers.data());
-  }
-};
 
 std::vector<float> read(const std::vector<std::uint8_t>& bytes, ValueType type) {
   std::vector<float> numbers(bytes.size() / tandem::value_bytes(type));
@@ -52,20 +44,6 @@ bool is_near(const std::vector<float>& actual, const std::vector<float>& wanted,
     size += std::pow(double{wanted[i]}, 2);
   }
   return std::sqrt(error / size) < limit;
-}
-
-// bf16 weights (rows, cols) in blocks of 16 rows; docs/formats.md.
-std::vector<std::uint8_t> packed_bf16(const std::vector<float>& weights, std::int64_t rows,
-                                      std::int64_t cols, std::int64_t padded_cols) {
-  const std::int64_t blocks = (rows + 15) / 16;
-  std::vector<std::uint8_t> data(blocks * 16 * padded_cols * 2);
-  for (std::int64_t r = 0; r < rows; ++r)
-    for (std::int64_t k = 0; k < cols; ++k) {
-      const std::uint16_t bits = tandem::float_to_bf16(weights[r * cols + k]);
-      const std::int64_t chunk = r / 16 * (padded_cols / 2) + k / 2;
-      std::memcpy(data.data() + chunk * 64 + 4 * (r % 16) + 2 * (k % 2), &bits, 2);
-    }
-  return data;
 }
 
 bool dense_agrees(Random& random, tandem::ExpertEngine& engine) {
@@ -238,35 +216,6 @@ bool choice_agrees(Random& random) {
   return true;
 }
 
-// A layer of bf16 experts without a gate: relu(x U)^2 D.
-struct Layer {
-  std::int64_t hidden, inner, count;
-  std::vector<std::vector<float>> up, down;
-  std::vector<std::uint8_t> bytes;
-  tandem::RoutedLayer routed;
-};
-
-Layer make_layer(Random& random) {
-  Layer l{8 * random.between(1, 12), 16 * random.between(1, 6), random.between(1, 9), {}, {}, {}, {}};
-  tandem::ExpertLayout layout{};
-  layout.up = {static_cast<int>(Format::kBf16), 0, l.hidden, 0, 0, -1};
-  layout.down = {static_cast<int>(Format::kBf16), 0, l.inner, 0, 0, -1};
-  layout.hidden_size = l.hidden;
-  layout.inner_rows = l.inner;
-  for (std::int64_t e = 0; e < l.count; ++e) {
-    l.up.push_back(Values(random.normals(l.inner * l.hidden, 0.1f), ValueType::kBf16).numbers);
-    l.down.push_back(Values(random.normals(l.hidden * l.inner, 0.1f), ValueType::kBf16).numbers);
-    const auto up = packed_bf16(l.up.back(), l.inner, l.hidden, l.hidden);
-    const auto down = packed_bf16(l.down.back(), l.hidden, l.inner, l.inner);
-    layout.down.data = static_cast<std::int64_t>(up.size());
-    l.bytes.insert(l.bytes.end(), up.begin(), up.end());
-    l.bytes.insert(l.bytes.end(), down.begin(), down.end());
-  }
-  const auto size = static_cast<std::int64_t>(l.bytes.size()) / l.count;
-  l.routed = {layout, {tandem::Activation::kRelu2, 1, 1, 0}, l.count, l.bytes.data(), size};
-  return l;
-}
-
 void add_expert(const Layer& l, std::int64_t expert, float weight, const float* x, float* out) {
   for (std::int64_t i = 0; i < l.inner; ++i) {
     const float* row = l.up[expert].data() + i * l.hidden;
@@ -277,8 +226,7 @@ void add_expert(const Layer& l, std::int64_t expert, float weight, const float* 
 }
 
 bool routed_agrees(Random& random, tandem::ExpertEngine& engine) {
-  Layer l = make_layer(random);
-  l.routed.experts = l.bytes.data();
+  const Layer l = make_layer(random, 8 * random.between(1, 12), random.between(1, 9));
   const std::int64_t tokens = random.between(1, 20), top_k = random.between(1, 4);
   const ValueType type = any_type(random);
   const Values hidden(random.normals(tokens * l.hidden), type);

@@ -7,6 +7,7 @@ from tandem.kernels import _native
 from tandem.policy.eviction import next_use, rule_choice
 from tandem.policy.lanes import ONE
 from tandem.policy.plan import Geometry, LayerLoad
+from tandem.policy.planner import Planner
 from tandem.policy.prediction import regression_predictor
 from tandem.policy.tables import DecideSingleToken, SingleTokenDecision, SingleTokenTerms, Tables
 
@@ -28,6 +29,7 @@ class _NextUseTable:
             next_use.MAX_TOKENS,
             (rule_choice.MARGIN, rule_choice.BACK_MARGIN),
         )
+        self.native = native
         self._note, self.learn, self._read = native.note, native.learn, native.values
         self.resize, self.followed = native.resize, native.followed
         self._values: memoryview | None = None  # since the last note
@@ -71,3 +73,31 @@ def _decide_single_token(terms: SingleTokenTerms) -> DecideSingleToken:
 
 
 NATIVE_TABLES = Tables(_NextUseTable, _PredictionTables, _decide_single_token)
+
+
+def native_step_policy(planner: Planner) -> _native.StepPolicy | None:
+    """Return what decides behind the layers of captured steps, from a planner's state.
+
+    It decides as the planner with the assignment `ready-on-gpu`, and learns in its tables.
+    None for an eviction without native tables, and where layers share their slots.
+    """
+    eviction, residency = planner.eviction, planner.residency
+    if not isinstance(eviction, next_use.NextUse) or residency.num_sets == 1:
+        return None
+    tables = [t.native for t in eviction.tables if isinstance(t, _NextUseTable)]
+    if len(tables) < len(eviction.tables):
+        return None
+    costs = planner.costs
+    return _native.StepPolicy(
+        costs.cpu, costs.gpu, costs.cpu_first, costs.link, tables, *resident_lists(planner)
+    )
+
+
+def resident_lists(
+    planner: Planner,
+) -> tuple[bytes, list[int], list[list[int]], list[list[int]]]:
+    """Return (state and slot by key, experts with a slot and free slots by layer)."""
+    residency, experts = planner.residency, planner.geometry.num_experts
+    members = [[key % experts for key in keys] for keys in residency.members[: residency.staging]]
+    free = residency.free[: residency.staging]
+    return bytes(residency.state), residency.slot_of, members, free

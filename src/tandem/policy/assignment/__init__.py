@@ -11,6 +11,7 @@ from tandem.policy.assignment.hybrimoe import HybriMoe
 from tandem.policy.assignment.layer_static import LayerStatic
 from tandem.policy.assignment.problem import Assignment, LayerProblem, Split
 from tandem.policy.assignment.ratio_split import RatioSplit
+from tandem.policy.assignment.ready_on_gpu import ReadyOnGpu
 
 __all__ = ["ASSIGNMENTS", "Assignment", "LayerProblem", "Split"]
 
@@ -22,5 +23,6 @@ ASSIGNMENTS.register("hybrimoe")(HybriMoe)
 ASSIGNMENTS.register("fiddler")(Fiddler)
 ASSIGNMENTS.register("layer-static")(LayerStatic)
 ASSIGNMENTS.register("hits-on-gpu")(HitsOnGpu)
+ASSIGNMENTS.register("ready-on-gpu")(ReadyOnGpu)
 ASSIGNMENTS.register("cpu-only")(CpuOnly)
 ASSIGNMENTS.register("gpu-only")(GpuOnly)

@@ -81,9 +81,10 @@ class NextUse(Eviction):
         """Start with all experts equally likely; None learns in tables of plain Python."""
         make = PureTable if tables is None else tables.next_use
         self._num_experts = geometry.num_experts
-        self._tables: list[NextUseTable] = [
+        self.tables: list[NextUseTable] = [
             make(geometry, layer) for layer in range(geometry.num_layers)
         ]
+        """By layer."""
         self._above: Sequence[int] = ()
         self._is_prefill = False
         self._batch = 1  # tokens of the last decode step
@@ -91,13 +92,13 @@ class NextUse(Eviction):
 
     def resized(self, set_sizes: Sequence[int]) -> None:
         """Compare the rules in caches of this size; a pool that layers share knows one rule."""
-        is_by_layer = len(set_sizes) == len(self._tables)
-        for layer, table in enumerate(self._tables):
+        is_by_layer = len(set_sizes) == len(self.tables)
+        for layer, table in enumerate(self.tables):
             table.resize(set_sizes[layer] if is_by_layer else 0)
 
     def rule(self, layer: int) -> str:
         """Return the name of the rule by which a layer was last ranked."""
-        return RULES[self._tables[layer].followed()]
+        return RULES[self.tables[layer].followed()]
 
     def begin_step(self, *, is_prefill: bool) -> None:
         """Note the phase; nothing is above the first layer."""
@@ -114,7 +115,7 @@ class NextUse(Eviction):
         elif num_tokens:
             experts = tuple(load.routes[-1])
             divisor = max(self._batch, num_tokens // PROMPT_TOKENS)
-        table = self._tables[load.layer]
+        table = self.tables[load.layer]
         table.note(load, divisor, experts, self._above)
         self._unlearned.append(table)
         self._above = experts
@@ -142,13 +143,13 @@ class NextUse(Eviction):
         layer = keys[0] // experts
         first = layer * experts
         if first <= min(keys) <= max(keys) < first + experts:
-            values = self._tables[layer].values()
+            values = self.tables[layer].values()
             return [values[key - first] for key in keys]
-        return [self._tables[key // experts].values()[key % experts] for key in keys]
+        return [self.tables[key // experts].values()[key % experts] for key in keys]
 
     def values(self, layer: int) -> memoryview:
         """Return the score of every expert of a layer, 32 bits each."""
-        return self._tables[layer].values()
+        return self.tables[layer].values()
 
     def admits(self, newcomer: float, victim: float) -> bool:
         """Admit the better one."""

@@ -1,0 +1,332 @@
+// What Python sees of the coordinator: once a step, not once a layer.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <tuple>
+
+#include "bindings.hpp"
+#include "coordinator/coordinator.hpp"
+#include "coordinator/copying.hpp"
+#include "coordinator/step_decisions.hpp"
+#include "coordinator/twin_stream.hpp"
+
+namespace nb = nanobind;
+
+namespace tandem {
+namespace {
+
+using Layers = std::vector<RoutedLayer>;
+using CopyTuple = std::tuple<std::int32_t, std::int32_t, std::int32_t, std::int32_t>;
+
+// Of what Python prints of an error, the sentence.
+std::string last_line(const std::string& text) {
+  return text.substr(text.find_last_of('\n', text.size() - 2) + 1);
+}
+
+// A call of Python from a thread of ours; what it raises becomes a C++ error.
+template <typename... Arguments>
+std::function<void(Arguments...)> calling(const nb::object& function) {
+  if (function.is_none()) return nullptr;
+  const nb::handle callee = function;  // the owner of the thread keeps it alive
+  return [callee](Arguments... arguments) {
+    const nb::gil_scoped_acquire acquire;
+    try {
+      callee(arguments...);
+    } catch (nb::python_error& error) {
+      throw std::runtime_error(last_line(error.what()));
+    }
+  };
+}
+
+Resident resident_of(const nb::bytes& state, std::vector<std::int32_t> slot_of,
+                     std::vector<Ids> members, std::vector<Ids> free) {
+  const auto* bytes = static_cast<const std::uint8_t*>(state.data());
+  const auto num_layers = static_cast<std::int64_t>(members.size());
+  if (members.empty() || free.size() != members.size() || slot_of.size() != state.size() ||
+      state.size() % members.size() != 0)
+    throw std::invalid_argument("expected a state and a slot for each expert of each layer");
+  return {num_layers, static_cast<std::int64_t>(state.size()) / num_layers,
+          {bytes, bytes + state.size()}, std::move(slot_of), std::move(members), std::move(free)};
+}
+
+nb::tuple as_tuple(const Resident& resident) {
+  return nb::make_tuple(nb::bytes(resident.state.data(), resident.state.size()), resident.slot_of,
+                        resident.members, resident.free);
+}
+
+std::vector<CopyTuple> as_tuples(std::span<const SlotCopy> copies) {
+  std::vector<CopyTuple> found;
+  for (const SlotCopy& copy : copies)
+    found.emplace_back(copy.layer, copy.expert, copy.slot, copy.victim);
+  return found;
+}
+
+std::vector<std::tuple<std::int32_t, std::int32_t, double>> as_tuples(
+    const std::vector<Arrival>& arrivals) {
+  std::vector<std::tuple<std::int32_t, std::int32_t, double>> found;
+  for (const Arrival& arrival : arrivals)
+    found.emplace_back(arrival.layer, arrival.expert, arrival.seconds);
+  return found;
+}
+
+// A coordinator with its slots, if it has any. Its end waits for its threads, without Python's lock:
+// they may be in a hook.
+class StepCoordinator {
+ public:
+  StepCoordinator(Layers layers, int num_threads, const std::string& isa)
+      : layers_(layers), coordinator_(std::make_unique<Coordinator>(layers, num_threads, isa)) {}
+  ~StepCoordinator() { close(); }
+
+  Coordinator& get() {
+    if (!coordinator_) throw std::invalid_argument("the coordinator has been closed");
+    return *coordinator_;
+  }
+  const Layers& layers() const { return layers_; }
+
+  void close() {
+    const nb::gil_scoped_release release;
+    coordinator_.reset();  // its thread submits copies
+    copying_.reset();
+  }
+
+  void set_hook(const nb::object& hook) {
+    hook_ = hook;
+    get().set_hook(calling<std::int64_t>(hook));
+  }
+
+  void manage_slots(std::uintptr_t entries, std::int64_t num_experts,
+                    const std::vector<std::uintptr_t>& slots, StepPolicy* policy,
+                    const nb::object& before_copy) {
+    if (copying_) throw std::invalid_argument("the coordinator has slots already");
+    before_copy_ = before_copy;
+    num_slots_ = static_cast<std::int32_t>(slots.size());
+    num_experts_ = num_experts;
+    entries_ = pointer<std::int64_t>(entries);
+    std::vector<std::uint8_t*> memory;
+    for (const std::uintptr_t slot : slots) memory.push_back(pointer<std::uint8_t>(slot));
+    copying_ = std::make_unique<CopyingThread>(
+        std::make_unique<HostCopyEngine>(calling<>(before_copy)), layers_, entries_, num_experts,
+        std::move(memory));
+    auto decisions = std::make_unique<StepDecisions>(policy, *copying_);
+    decisions_ = decisions.get();
+    get().set_after_answer(std::move(decisions));
+  }
+
+  CopyingThread& copying() {
+    if (!copying_) throw std::invalid_argument("the coordinator has no slots");
+    return *copying_;
+  }
+  StepDecisions& decisions() {
+    copying();
+    return *decisions_;
+  }
+
+  void submit(const std::vector<CopyTuple>& copies) {
+    std::vector<SlotCopy> found;
+    for (const auto& [layer, expert, slot, victim] : copies) {
+      const auto at = static_cast<std::size_t>(layer);
+      if (layer < 0 || at >= layers_.size() || expert < 0 || expert >= layers_[at].num_experts ||
+          slot < 0 || slot >= num_slots_ || victim >= num_experts_)
+        throw std::invalid_argument("a copy of expert " + std::to_string(expert) + " of layer " +
+                                    std::to_string(layer) + " into slot " + std::to_string(slot) +
+                                    ", expected ones that exist");
+      found.push_back({layer, expert, slot, victim});
+    }
+    copying().submit(found);
+  }
+
+  // For a table in the host's memory.
+  void clear_entries() {
+    for (const std::int64_t key : copying().take_cleared())
+      __atomic_store_n(entries_ + key, std::int64_t{0}, __ATOMIC_RELEASE);
+  }
+
+ private:
+  Layers layers_;
+  nb::object hook_ = nb::none(), before_copy_ = nb::none();
+  std::unique_ptr<CopyingThread> copying_;
+  std::unique_ptr<Coordinator> coordinator_;
+  StepDecisions* decisions_ = nullptr;  // the coordinator's
+  std::int64_t* entries_ = nullptr;
+  std::int64_t num_experts_ = 0;
+  std::int32_t num_slots_ = 0;
+};
+
+void bind_mailbox(nb::module_& m) {
+  nb::class_<MailboxLayout>(m, "MailboxLayout")
+      .def("__init__",
+           [](MailboxLayout* self, std::int64_t num_layers, std::int64_t num_rows,
+              std::int64_t top_k, std::int64_t hidden_size, bool is_bf16) {
+             new (self) MailboxLayout{num_layers, num_rows, top_k, hidden_size,
+                                      value_type(is_bf16)};
+           })
+      .def_prop_ro("doorbell", [](const MailboxLayout&) { return MailboxLayout::kDoorbell; })
+      .def_prop_ro("done", [](const MailboxLayout&) { return MailboxLayout::kDone; })
+      .def_prop_ro("error", [](const MailboxLayout&) { return MailboxLayout::kError; })
+      .def_prop_ro("choice", [](const MailboxLayout&) { return MailboxLayout::kChoice; })
+      .def_prop_ro("is_hit", &MailboxLayout::is_hit)
+      .def_prop_ro("weights", &MailboxLayout::weights)
+      .def_prop_ro("layer_bytes", &MailboxLayout::layer_bytes)
+      .def_prop_ro("hidden", &MailboxLayout::hidden)
+      .def_prop_ro("results", &MailboxLayout::results)
+      .def_prop_ro("num_bytes", &MailboxLayout::num_bytes);
+}
+
+void bind_policy(nb::module_& m) {
+  nb::class_<StepPolicy>(m, "StepPolicy")
+      .def("__init__",
+           [](StepPolicy* self, std::vector<double> cpu, std::vector<double> gpu, double cpu_first,
+              double link, std::vector<SuccessorTable*> tables, const nb::bytes& state,
+              std::vector<std::int32_t> slot_of, std::vector<Ids> members,
+              std::vector<Ids> free) {
+             if (tables.size() != members.size())
+               throw std::invalid_argument("expected a table for each layer");
+             new (self) StepPolicy(
+                 {std::move(cpu), std::move(gpu), cpu_first, link}, std::move(tables),
+                 resident_of(state, std::move(slot_of), std::move(members), std::move(free)));
+           },
+           nb::keep_alive<1, 6>())
+      .def("load",
+           [](StepPolicy& self, const nb::bytes& state, std::vector<std::int32_t> slot_of,
+              std::vector<Ids> members, std::vector<Ids> free, double link_free_at) {
+             self.load(resident_of(state, std::move(slot_of), std::move(members), std::move(free)),
+                       link_free_at);
+           })
+      .def("resident", [](const StepPolicy& self) { return as_tuple(self.resident()); })
+      .def("link_free_at", &StepPolicy::link_free_at)
+      .def("begin_step", &StepPolicy::begin_step)
+      .def("decide", [](StepPolicy& self, std::int32_t layer, const Ids& experts,
+                        const Ids& tokens, double now) {
+        return as_tuples(self.decide(layer, experts, tokens, now));
+      })
+      .def("copy_finished", &StepPolicy::copy_finished)
+      .def("learn", &StepPolicy::learn);
+}
+
+nb::list records_of(StepCoordinator& self) {
+  nb::list found;
+  for (const LayerRecord& r : self.get().records())
+    found.append(nb::make_tuple(r.layer, r.choice, r.is_hit, r.weights, r.num_computed, r.rung,
+                                r.answered));
+  return found;
+}
+
+nb::list decided_by(StepCoordinator& self) {
+  nb::list found;
+  for (const DecidedLayer& d : self.decisions().decided())
+    found.append(nb::make_tuple(d.layer, d.now, as_tuples(d.arrivals), as_tuples(d.copies)));
+  return found;
+}
+
+void bind_steps(nb::module_& m) {
+  nb::exception<StepLost>(m, "StepLostError", PyExc_RuntimeError);
+  nb::class_<StepCoordinator>(m, "StepCoordinator")
+      .def(nb::init<Layers, int, const std::string&>())
+      .def("close", &StepCoordinator::close)
+      .def("set_hook", &StepCoordinator::set_hook, nb::arg().none())
+      .def("add_mailbox", [](StepCoordinator& self, std::int64_t num_rows, std::int64_t top_k,
+                             bool is_bf16) {
+        return self.get().add_mailbox(num_rows, top_k, value_type(is_bf16));
+      })
+      .def("mailbox", [](StepCoordinator& self, std::int64_t number) {
+        const Mailbox& box = self.get().mailbox(number);
+        return nb::make_tuple(reinterpret_cast<std::uintptr_t>(box.doorbell(0)), box.layout());
+      })
+      .def("begin_step", [](StepCoordinator& self, std::int64_t number, double patience) {
+        const nb::gil_scoped_release release;
+        self.get().begin_step(number, patience);
+      })
+      .def("finish_step", [](StepCoordinator& self, double patience) {
+        const nb::gil_scoped_release release;
+        self.get().finish_step(patience);
+      })
+      .def("abort_step", [](StepCoordinator& self) {
+        const nb::gil_scoped_release release;
+        self.get().abort_step();
+      })
+      .def("records", &records_of)
+      .def("manage_slots", &StepCoordinator::manage_slots, nb::arg(), nb::arg(), nb::arg(),
+           nb::arg().none(), nb::arg().none(), nb::keep_alive<1, 5>())
+      .def("set_dense_seconds", [](StepCoordinator& self, double seconds) {
+        self.decisions().set_dense_seconds(seconds);
+      })
+      .def("decided", &decided_by)
+      .def("submit", &StepCoordinator::submit)
+      .def("take_cleared", [](StepCoordinator& self) { return self.copying().take_cleared(); })
+      .def("clear_entries", &StepCoordinator::clear_entries)
+      .def("begin_copies", [](StepCoordinator& self) { self.copying().begin_step(); })
+      .def("take_arrivals", [](StepCoordinator& self) {
+        std::vector<Arrival> found;
+        self.copying().take_arrivals(found);
+        return as_tuples(found);
+      })
+      .def("drain_copies", [](StepCoordinator& self) {
+        const nb::gil_scoped_release release;
+        self.copying().drain();
+      })
+      .def("copy_error", [](StepCoordinator& self) { return self.copying().error(); });
+}
+
+// layer, tokens, hidden, index, are weights bf16, weights, out
+using TwinTuple = std::tuple<std::int64_t, std::int64_t, std::uintptr_t, std::uintptr_t, bool,
+                             std::uintptr_t, std::uintptr_t>;
+
+// A twin with threads of its own.
+class OwnedTwin {
+ public:
+  OwnedTwin(StepCoordinator& coordinator, std::int64_t mailbox, std::uintptr_t addresses,
+            int num_threads, const std::string& isa, int most_delay, unsigned seed)
+      : rows_(coordinator.get().mailbox(mailbox).layout().num_rows),
+        num_layers_(static_cast<std::int64_t>(coordinator.layers().size())),
+        engine_(num_threads, isa),
+        stream_(coordinator.layers(), coordinator.get().mailbox(mailbox),
+                pointer<const std::int64_t>(addresses), engine_, most_delay, seed) {}
+  ~OwnedTwin() { join(); }
+
+  void start(const std::vector<TwinTuple>& calls, std::int64_t stops_before) {
+    join();
+    std::vector<TwinCall> found;
+    for (const auto& [layer, tokens, hidden, index, is_bf16, weights, out] : calls) {
+      if (layer < 0 || layer >= num_layers_ || tokens < 0 || tokens > rows_)
+        throw std::invalid_argument("layer " + std::to_string(layer) + " with " +
+                                    std::to_string(tokens) + " tokens, expected at most " +
+                                    std::to_string(rows_) + " and a layer that exists");
+      found.push_back({layer, tokens, pointer<const void>(hidden),
+                       pointer<const std::int64_t>(index), value_type(is_bf16),
+                       pointer<const void>(weights), pointer<void>(out)});
+    }
+    step_ = std::make_unique<TwinStep>(stream_, std::move(found), stops_before);
+  }
+
+  void join() {
+    const nb::gil_scoped_release release;
+    step_.reset();
+  }
+
+ private:
+  std::int64_t rows_, num_layers_;
+  ExpertEngine engine_;
+  TwinStream stream_;
+  std::unique_ptr<TwinStep> step_;
+};
+
+}  // namespace
+
+void bind_coordinator(nb::module_& m) {
+  bind_mailbox(m);
+  bind_policy(m);
+  bind_steps(m);
+  nb::class_<OwnedTwin>(m, "TwinStream")
+      .def(nb::init<StepCoordinator&, std::int64_t, std::uintptr_t, int, const std::string&, int,
+                    unsigned>(),
+           nb::keep_alive<1, 2>())
+      .def("start", &OwnedTwin::start)
+      .def("join", &OwnedTwin::join);
+}
+
+}  // namespace tandem

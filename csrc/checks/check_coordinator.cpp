@@ -1,0 +1,267 @@
+// Captured steps on the CPU twin, against the same experts in one call: with delays at random, copies
+// into slots under way, and everything that may go wrong. Built with ThreadSanitizer too.
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include "coordinator/coordinator.hpp"
+#include "coordinator/copying.hpp"
+#include "coordinator/step_decisions.hpp"
+#include "coordinator/twin_stream.hpp"
+#include "random_layers.hpp"
+
+namespace {
+
+using namespace tandem;  // NOLINT: a program of its own
+using checks::Layer;
+using checks::make_layer;
+using checks::Random;
+using checks::Values;
+
+constexpr int kMachines = 12, kSteps = 25;
+constexpr double kPatience = 20.0, kShortPatience = 0.15;
+
+void sleep_us(std::int64_t microseconds) {
+  std::this_thread::sleep_for(std::chrono::microseconds(microseconds));
+}
+
+// The tokens of a step, and what its layers give.
+struct Step {
+  std::int64_t num_tokens;
+  std::vector<Values> hidden, weights;  // by layer
+  std::vector<std::vector<std::int64_t>> index;
+  std::vector<std::vector<std::uint8_t>> out;
+};
+
+class Machine {
+ public:
+  Machine(Random& random, std::int64_t slots_a_layer, bool has_policy, bool blocks_copies)
+      : random_(random),
+        num_experts_(random.between(3, 9)),
+        num_rows_(1 << random.between(0, 3)),
+        top_k_(random.between(1, 3)),
+        type_(static_cast<ValueType>(random.between(0, 1))),
+        blocks_copies_(blocks_copies),
+        twin_engine_(1, "portable"),
+        alone_(twin_engine_) {
+    const std::int64_t hidden = 8 * random.between(1, 8), num_layers = random.between(2, 4);
+    for (std::int64_t l = 0; l < num_layers; ++l)
+      layers_.push_back(make_layer(random, hidden, num_experts_));
+    std::vector<RoutedLayer> routed;
+    for (const Layer& layer : layers_) routed.push_back(layer.routed);
+    coordinator_ = std::make_unique<Coordinator>(
+        routed, static_cast<int>(random.between(1, 2)), "portable");
+    const std::int64_t box = coordinator_->add_mailbox(num_rows_, top_k_, type_);
+    table_.assign(num_layers * num_experts_, 0);
+    make_slots(slots_a_layer, routed, has_policy);
+    twin_ = std::make_unique<TwinStream>(routed, coordinator_->mailbox(box), table_.data(),
+                                         twin_engine_, static_cast<int>(random.between(0, 200)),
+                                         static_cast<unsigned>(random.between(0, 1 << 20)));
+  }
+  ~Machine() {
+    is_running_.store(false);
+    coordinator_.reset();  // its thread hands copies on
+    copying_.reset();
+  }
+
+  Coordinator& coordinator() { return *coordinator_; }
+  std::int64_t num_layers() const { return static_cast<std::int64_t>(layers_.size()); }
+  std::int64_t num_hits() const { return num_hits_; }
+
+  // Runs a step and compares it. Throws StepLost as the coordinator does.
+  bool run(double patience, std::int64_t stops_before = -1) {
+    Step step = random_step();
+    clear_entries();
+    coordinator_->begin_step(0, kPatience);
+    is_running_.store(true);
+    {
+      TwinStep stream(*twin_, calls(step), stops_before);
+      for (int copies = 0; policy_ == nullptr && copies < 3; ++copies) copy_something();
+      try {
+        coordinator_->finish_step(patience);
+      } catch (...) {
+        is_running_.store(false);
+        stream.join();
+        throw;
+      }
+    }
+    is_running_.store(false);
+    for (const LayerRecord& record : coordinator_->records())
+      num_hits_ += std::count(record.is_hit.begin(), record.is_hit.end(), 1);
+    return coordinator_->records().size() == layers_.size() && is_right(step);
+  }
+
+  // At any time: a copy into a slot that is free, or from which another expert goes, which a layer to
+  // come may still read in this step.
+  void copy_something() {
+    take_arrivals();
+    const auto layer = static_cast<std::int32_t>(random_.between(0, num_layers() - 1));
+    const auto expert = static_cast<std::int32_t>(random_.between(0, num_experts_ - 1));
+    if (resident_.state[layer * num_experts_ + expert] != kEmpty) return;
+    std::int32_t victim = kNobody;
+    if (resident_.free[layer].empty()) {
+      for (const std::int32_t member : resident_.members[layer])
+        if (resident_.state[layer * num_experts_ + member] == kReady) victim = member;
+      if (victim == kNobody) return;
+      resident_.remove(layer, victim);
+    }
+    const SlotCopy copy{layer, expert, resident_.insert(layer, expert), victim};
+    copying_->submit({&copy, 1});
+  }
+
+ private:
+  void make_slots(std::int64_t each, const std::vector<RoutedLayer>& routed, bool has_policy) {
+    resident_ = {num_layers(), num_experts_, std::vector<std::uint8_t>(table_.size()),
+                 std::vector<std::int32_t>(table_.size(), -1), std::vector<Ids>(num_layers()),
+                 std::vector<Ids>(num_layers())};
+    std::vector<std::uint8_t*> addresses;
+    for (std::int64_t slot = 0; slot < each * num_layers(); ++slot) {
+      const Layer& layer = layers_[slot / each];
+      slots_.emplace_back(layer.routed.expert_bytes);
+      addresses.push_back(slots_.back().data());
+      resident_.free[slot / each].push_back(static_cast<std::int32_t>(slot));
+    }
+    copying_ = std::make_unique<CopyingThread>(
+        std::make_unique<HostCopyEngine>([this] { delay_copy(); }), routed, table_.data(),
+        num_experts_, std::move(addresses));
+    if (has_policy) {
+      for (std::int64_t l = 0; l < num_layers(); ++l)
+        tables_.push_back(std::make_unique<SuccessorTable>(SuccessorTable::Options{
+            static_cast<std::int32_t>(num_experts_), 700, 20000, {13107, 10486, 8389}, 0.06, 2, 4,
+            5, 2, 64, {28, 7}}));
+      std::vector<SuccessorTable*> tables;
+      for (const auto& table : tables_) tables.push_back(table.get());
+      policy_ = std::make_unique<StepPolicy>(
+          StepPolicy::Costs{std::vector<double>(65, 1e-3), std::vector<double>(65, 1e-4), 0.0,
+                            1e-4},
+          tables, resident_);
+    }
+    coordinator_->set_after_answer(
+        std::make_unique<StepDecisions>(policy_.get(), *copying_));
+  }
+
+  // Called on the copying thread: late, or until the step is over.
+  void delay_copy() {
+    if (blocks_copies_)
+      while (is_running_.load()) sleep_us(100);
+    sleep_us(static_cast<std::int64_t>(copy_noise_.fetch_add(37) % 200));
+  }
+
+  void take_arrivals() {
+    std::vector<Arrival> arrivals;
+    copying_->take_arrivals(arrivals);
+    for (const Arrival& arrival : arrivals)
+      resident_.state[arrival.layer * num_experts_ + arrival.expert] = kReady;
+  }
+
+  void clear_entries() {
+    for (const std::int64_t key : copying_->take_cleared())
+      __atomic_store_n(&table_[key], std::int64_t{0}, __ATOMIC_RELEASE);
+  }
+
+  Step random_step() {
+    Step step{random_.between(0, num_rows_), {}, {}, {}, {}};
+    const std::int64_t size = layers_.front().hidden;
+    for (std::int64_t l = 0; l < num_layers(); ++l) {
+      step.hidden.emplace_back(random_.normals(step.num_tokens * size), type_);
+      step.weights.emplace_back(random_.normals(step.num_tokens * top_k_), ValueType::kFp32);
+      step.index.emplace_back(step.num_tokens * top_k_);
+      for (std::int64_t& e : step.index.back()) e = random_.between(-1, num_experts_);
+      step.out.emplace_back(step.hidden.back().bytes.size());
+    }
+    return step;
+  }
+
+  std::vector<TwinCall> calls(Step& step) const {
+    std::vector<TwinCall> found;
+    for (std::int64_t l = 0; l < num_layers(); ++l)
+      found.push_back({l, step.num_tokens, step.hidden[l].bytes.data(), step.index[l].data(),
+                       ValueType::kFp32, step.weights[l].bytes.data(), step.out[l].data()});
+    return found;
+  }
+
+  bool is_right(const Step& step) {
+    for (std::int64_t l = 0; l < num_layers() && step.num_tokens > 0; ++l) {
+      std::vector<std::uint8_t> wanted(step.out[l].size());
+      alone_.run(layers_[l].routed,
+                 {step.num_tokens, top_k_, type_, step.hidden[l].bytes.data(),
+                  step.index[l].data(), ValueType::kFp32, step.weights[l].bytes.data(),
+                  wanted.data()});
+      if (wanted != step.out[l]) return false;
+    }
+    return true;
+  }
+
+  Random& random_;
+  const std::int64_t num_experts_, num_rows_, top_k_;
+  const ValueType type_;
+  const bool blocks_copies_;
+  std::vector<Layer> layers_;
+  std::vector<std::int64_t> table_;
+  std::vector<std::vector<std::uint8_t>> slots_;
+  Resident resident_;
+  std::vector<std::unique_ptr<SuccessorTable>> tables_;
+  std::unique_ptr<StepPolicy> policy_;
+  std::atomic<bool> is_running_{false};
+  std::atomic<std::uint64_t> copy_noise_{0};
+  std::unique_ptr<CopyingThread> copying_;
+  std::unique_ptr<Coordinator> coordinator_;
+  ExpertEngine twin_engine_;
+  RoutedExperts alone_;
+  std::unique_ptr<TwinStream> twin_;
+  std::int64_t num_hits_ = 0;
+};
+
+bool steps_agree(Random& random, bool has_policy, bool blocks_copies) {
+  Machine machine(random, random.between(0, 3), has_policy, blocks_copies);
+  for (int i = 0; i < kSteps; ++i) {
+    for (int copies = 0; !has_policy && copies < 3; ++copies) machine.copy_something();
+    if (!machine.run(kPatience)) return false;
+  }
+  return true;
+}
+
+// What the thread does at a layer goes wrong: the step is lost in a sentence, and the next is right.
+bool recovers(Random& random, const std::string& kind) {
+  Machine machine(random, 2, false, false);
+  std::atomic<bool> is_bad{false};
+  const std::int64_t where = random.between(0, machine.num_layers() - 1);
+  machine.coordinator().set_hook([&](std::int64_t layer) {
+    if (layer != where || !is_bad.load()) return;
+    if (kind == "dies") throw std::runtime_error("out of luck");
+    sleep_us(kind == "stalls" ? 400'000 : 20'000);
+  });
+  if (!machine.run(kPatience)) return false;
+  is_bad.store(kind != "stops");
+  bool is_lost = false;
+  try {
+    if (!machine.run(kShortPatience, kind == "stops" ? where : -1)) return false;
+  } catch (const StepLost& lost) {
+    is_lost = true;
+  }
+  is_bad.store(false);
+  for (int i = 0; i < 3; ++i)
+    if (!machine.run(kPatience)) return false;
+  return is_lost == (kind != "is slow");
+}
+
+}  // namespace
+
+int main() {
+  Random random(1919);
+  for (int round = 0; round < kMachines; ++round)
+    if (!steps_agree(random, round % 2 == 0, round % 3 == 0)) {
+      std::printf("machine %d: a step differs\n", round);
+      return 1;
+    }
+  for (const char* kind : {"dies", "stalls", "is slow", "stops"})
+    if (!recovers(random, kind)) {
+      std::printf("a thread that %s: the steps after it, or what was said, differ\n", kind);
+      return 1;
+    }
+  std::printf("%d machines of %d captured steps agree\n", kMachines, kSteps);
+  return 0;
+}

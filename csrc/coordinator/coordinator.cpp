@@ -1,0 +1,272 @@
+#include "coordinator/coordinator.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+
+#include "coordinator/words.hpp"
+
+namespace tandem {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Looks at a doorbell before others may have the processor in between: a tenth of a millisecond.
+constexpr int kSpins = 2000;
+constexpr auto kWatchEvery = std::chrono::milliseconds(20);
+constexpr auto kLookEvery = std::chrono::microseconds(50);
+
+double seconds(Clock::time_point time) {
+  return std::chrono::duration<double>(time.time_since_epoch()).count();
+}
+
+double now() { return seconds(Clock::now()); }
+
+std::string in_words(double patience) {
+  std::string text = std::to_string(patience);
+  text.erase(text.find_last_not_of('0') + 1);
+  if (text.back() == '.') text.pop_back();
+  return text + " seconds";
+}
+
+}  // namespace
+
+Coordinator::Coordinator(std::vector<RoutedLayer> layers, int num_threads, const std::string& isa)
+    : layers_(std::move(layers)),
+      engine_(num_threads, isa),
+      experts_(engine_),
+      records_(layers_.size()),
+      answers_(std::make_unique<std::atomic<std::uint8_t>[]>(layers_.size())) {
+  if (layers_.empty()) throw std::invalid_argument("a coordinator needs at least one layer");
+  start_thread();
+}
+
+Coordinator::~Coordinator() {
+  is_lost_.store(true);
+  {
+    const std::lock_guard lock(mutex_);
+    is_closing_ = true;
+  }
+  changed_.notify_all();
+  thread_.join();
+}
+
+std::int64_t Coordinator::add_mailbox(std::int64_t num_rows, std::int64_t top_k, ValueType type) {
+  const MailboxLayout layout{static_cast<std::int64_t>(layers_.size()), num_rows, top_k,
+                             layers_.front().layout.hidden_size, type};
+  if (num_rows < 1 || top_k < 1)
+    throw std::invalid_argument("a mailbox of " + std::to_string(num_rows) + " rows of " +
+                                std::to_string(top_k) + " experts, expected at least 1 of each");
+  for (const RoutedLayer& layer : layers_)
+    if (layer.layout.hidden_size != layout.hidden_size)
+      throw std::invalid_argument("a layer of " + std::to_string(layer.layout.hidden_size) +
+                                  " values a token, expected " +
+                                  std::to_string(layout.hidden_size) + " as in the first one");
+  const auto bytes = static_cast<std::size_t>(layout.num_bytes());
+  const std::size_t page = 4096;  // drivers map whole pages
+  auto memory = std::make_unique<std::uint8_t[]>(bytes + 2 * page);
+  const std::uintptr_t first = reinterpret_cast<std::uintptr_t>(memory.get());
+  const Mailbox box(layout, memory.get() + ((first + page - 1) / page * page - first));
+  mailboxes_.push_back({std::move(memory), box});
+  return static_cast<std::int64_t>(mailboxes_.size()) - 1;
+}
+
+void Coordinator::start_thread() {
+  has_died_ = false;
+  is_idle_ = true;
+  thread_ = std::thread([this] { loop(); });
+}
+
+void Coordinator::begin_step(std::int64_t mailbox, double patience) {
+  const Mailbox& box = mailboxes_.at(mailbox).box;
+  wait_until_idle(patience);
+  if (has_died_) {  // read behind the lock of wait_until_idle: the thread has ended
+    thread_.join();
+    start_thread();
+  }
+  for (std::int64_t l = 0; is_lost_.load() && box_ != nullptr && l < box.layout().num_layers; ++l)
+    *box_->doorbell(l) = *box_->done(l) = *box_->error(l) = 0;
+  for (std::size_t l = 0; l < layers_.size(); ++l) answers_[l].store(kOpen);
+  is_lost_.store(false);
+  box_ = &box;
+  num_records_ = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    is_idle_ = false;
+    ++wanted_step_;
+  }
+  changed_.notify_all();
+}
+
+void Coordinator::wait_until_idle(double patience) {
+  std::unique_lock lock(mutex_);
+  const bool is_idle = changed_.wait_for(lock, std::chrono::duration<double>(patience),
+                                         [this] { return is_idle_ || has_died_; });
+  if (!is_idle)
+    throw StepLost("the thread that answers the device has not come back from a step that was lost " +
+                   in_words(patience) + " ago");
+}
+
+void Coordinator::finish_step(double patience) {
+  std::unique_lock lock(mutex_);
+  std::uint64_t seen = progress_.load();
+  double last = now();
+  while (finished_step_ != wanted_step_) {
+    changed_.wait_for(lock, kWatchEvery);
+    if (finished_step_ == wanted_step_) break;
+    const std::uint64_t progress = progress_.load();
+    if (progress != seen) {
+      seen = progress;
+      last = now();
+    }
+    if (!has_died_ && now() - last <= patience) continue;
+    const std::string reason = has_died_ ? "the thread that answers the device has ended (" + death_ + ")"
+                                         : what_is_missing(first_open(), patience);
+    lock.unlock();
+    let_go(patience);
+    throw StepLost(reason);
+  }
+}
+
+std::int64_t Coordinator::first_open() const {
+  std::int64_t layer = 0;
+  while (layer + 1 < static_cast<std::int64_t>(layers_.size()) && answers_[layer].load() == kClosed)
+    ++layer;
+  return layer;
+}
+
+std::string Coordinator::what_is_missing(std::int64_t layer, double patience) const {
+  const bool has_rung =
+      answers_[layer].load() == kTaken || load_acquire(box_->doorbell(layer)) == 1;
+  return "MoE layer " + std::to_string(layer) + " was not " +
+         (has_rung ? "answered" : "reached by the device") + " within " + in_words(patience);
+}
+
+// Answers every layer that the device still comes to, with an error.
+void Coordinator::let_go(double patience) {
+  is_lost_.store(true);
+  for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
+    const double end = now() + patience;
+    while (!close_for_device(static_cast<std::int64_t>(layer))) {
+      if (now() > end) return;  // the device has stopped by itself
+      std::this_thread::sleep_for(kLookEvery);
+    }
+  }
+}
+
+// Returns whether the layer is closed: by now, or because the device has come to it.
+bool Coordinator::close_for_device(std::int64_t layer) {
+  std::uint8_t answer = answers_[layer].load();
+  if (answer == kClosed) return true;
+  if (answer == kOpen && load_acquire(box_->doorbell(layer)) != 1) return false;
+  if (!answers_[layer].compare_exchange_strong(answer, kClosed)) return false;
+  if (answer == kOpen) store_release(box_->doorbell(layer), 0u);
+  if (box_->has_misses(layer)) {
+    store_release(box_->error(layer), 1u);
+    store_release(box_->done(layer), 1u);
+  }
+  return true;
+}
+
+void Coordinator::abort_step() {
+  is_lost_.store(true);
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return is_idle_ || has_died_; });
+}
+
+// ---- the thread that answers ----
+
+void Coordinator::loop() {
+  std::unique_lock lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [this] { return is_closing_ || !is_idle_; });
+    if (is_closing_) return;
+    const std::uint64_t step = wanted_step_;
+    lock.unlock();
+    std::string death;
+    try {
+      answer_step();
+    } catch (const std::exception& error) {
+      death = error.what();
+      if (death.empty()) death = "an unknown error";
+    }
+    lock.lock();
+    is_idle_ = true;
+    if (!is_lost_.load() && death.empty()) finished_step_ = step;
+    has_died_ = !death.empty();
+    death_ = death;
+    changed_.notify_all();
+    if (has_died_) return;
+  }
+}
+
+void Coordinator::answer_step() {
+  const ThreadPool::Alert alert(engine_.pool());
+  for (std::int64_t layer = 0; layer < static_cast<std::int64_t>(layers_.size()); ++layer) {
+    if (!wait_for_doorbell(layer)) return;
+    if (layer == 0 && after_) after_->begin_step();
+    answer(layer);
+  }
+}
+
+bool Coordinator::wait_for_doorbell(std::int64_t layer) {
+  std::uint32_t* doorbell = box_->doorbell(layer);
+  for (int spin = 0; load_acquire(doorbell) != 1; ++spin) {
+    if (is_lost_.load(std::memory_order_relaxed)) return false;
+    if (spin < kSpins) {
+      pause();
+    } else {
+      std::this_thread::yield();
+    }
+  }
+  std::uint8_t open = kOpen;
+  if (!answers_[layer].compare_exchange_strong(open, kTaken)) return false;
+  store_release(doorbell, 0u);
+  return true;
+}
+
+void Coordinator::answer(std::int64_t layer) {
+  const double rung = now();
+  const RoutedLayer& host = layers_[layer];
+  const MailboxLayout& layout = box_->layout();
+  if (hook_) hook_(layer);
+  if (answers_[layer].load() != kTaken) return;
+  const std::int32_t *choice = box_->choice(layer), *is_hit = box_->is_hit(layer);
+  addresses_.assign(layout.pairs(), nullptr);
+  bool has_misses = false;
+  for (std::int64_t i = 0; i < layout.pairs(); ++i) {
+    if (is_hit[i] != 0) continue;
+    has_misses = true;
+    if (choice[i] >= 0 && choice[i] < host.num_experts)
+      addresses_[i] = host.experts + choice[i] * host.expert_bytes;
+    else  // published by mistake: nothing is read outside
+      std::fill_n(box_->results() + i * layout.hidden_size, layout.hidden_size, 0.0f);
+  }
+  std::int64_t num_computed = 0;
+  if (has_misses)
+    num_computed = experts_.run(host.layout, host.activation,
+                                {layout.num_rows, layout.top_k, addresses_.data(), layout.type,
+                                 box_->hidden(), box_->results()});
+  std::uint8_t taken = kTaken;
+  if (!answers_[layer].compare_exchange_strong(taken, kClosed)) return;
+  if (has_misses) store_release(box_->done(layer), 1u);
+  note(layer, num_computed, rung);
+  progress_.fetch_add(1);
+}
+
+void Coordinator::note(std::int64_t layer, std::int64_t num_computed, double rung) {
+  const std::int64_t pairs = box_->layout().pairs();
+  const std::int32_t *choice = box_->choice(layer), *is_hit = box_->is_hit(layer);
+  const float* weights = box_->weights(layer);
+  LayerRecord& record = records_[num_records_++];
+  record.layer = layer;
+  record.choice.assign(choice, choice + pairs);
+  record.is_hit.assign(is_hit, is_hit + pairs);
+  record.weights.assign(weights, weights + pairs);
+  record.num_computed = num_computed;
+  record.rung = rung;
+  record.answered = now();
+  if (after_) after_->note(record);
+}
+
+}  // namespace tandem

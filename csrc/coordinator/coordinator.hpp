@@ -1,0 +1,136 @@
+// Answers the device during a decode step: a thread that polls the doorbells of a mailbox, computes
+// the misses that each layer publishes, writes their results and lets the device go on. What may cost
+// time (decisions, learning, records) it does behind each answer, while the device computes.
+//
+// The thread never calls a driver, and takes no lock that another thread holds while it waits for the
+// device. The caller that waits for the step's end (`finish_step`) is the watchdog: where the thread does not
+// answer in time, the watchdog answers for it, with an error, so that the device never waits for ever.
+//
+// Who answers a layer, is decided by one word of its own, which never goes back within a step:
+//
+//   open -> taken    by the thread that answers, when it sees the doorbell
+//   open or taken -> closed   by the one that may write `done`: after its results the thread, or,
+//                             with an error, the watchdog
+//
+// `begin_step`, `finish_step` and `abort_step` are called by one thread, in turn; `records` in between.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "coordinator/mailbox.hpp"
+#include "coordinator/row_experts.hpp"
+#include "routed.hpp"
+
+namespace tandem {
+
+// One layer of one step, as it happened; times in seconds of the steady clock.
+struct LayerRecord {
+  std::int64_t layer;
+  std::vector<std::int32_t> choice, is_hit;  // (num_rows, top_k)
+  std::vector<float> weights;
+  std::int64_t num_computed;  // experts that the CPU computed
+  double rung, answered;
+};
+
+// A step that the device did not get through as it should; the text is one sentence's part.
+class StepLost : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// What is done about each layer behind its answer, on the answering thread. It may throw.
+class AfterAnswer {
+ public:
+  virtual ~AfterAnswer() = default;
+  virtual void begin_step() = 0;  // with the step's first doorbell
+  virtual void note(const LayerRecord& record) = 0;
+};
+
+class Coordinator {
+ public:
+  // The experts of `layers` must outlive it. It computes with threads of its own, `num_threads` with
+  // the one that answers; `isa` is as for ExpertEngine.
+  Coordinator(std::vector<RoutedLayer> layers, int num_threads, const std::string& isa);
+  ~Coordinator();  // waits for the end of what is being answered
+  Coordinator(const Coordinator&) = delete;
+  Coordinator& operator=(const Coordinator&) = delete;
+
+  // Returns the number of a new mailbox. Throws std::invalid_argument for other layers than these.
+  std::int64_t add_mailbox(std::int64_t num_rows, std::int64_t top_k, ValueType type);
+  const Mailbox& mailbox(std::int64_t number) const { return mailboxes_.at(number).box; }
+
+  // Both before the first step. The hook sees each layer before it is answered; if it throws, the
+  // thread ends: tests of what may go wrong.
+  void set_after_answer(std::unique_ptr<AfterAnswer> after) { after_ = std::move(after); }
+  void set_hook(std::function<void(std::int64_t layer)> hook) { hook_ = std::move(hook); }
+
+  ExpertEngine& engine() { return engine_; }
+
+  // Before the device is given a step that uses this mailbox, and after it has ended the last one.
+  // Throws StepLost if the thread is still at a step that was lost, after `patience` seconds.
+  void begin_step(std::int64_t mailbox, double patience);
+
+  // Returns when every layer has been answered and noted. Throws StepLost when nothing has happened
+  // for `patience` seconds; the device has then been let go through the rest of the step.
+  void finish_step(double patience);
+
+  // Gives up a step that the device will not go on with: nothing waits in it.
+  void abort_step();
+
+  // Of the layers of the last step that were noted, in order.
+  std::span<const LayerRecord> records() const { return {records_.data(), num_records_}; }
+
+ private:
+  enum Answer : std::uint8_t { kOpen, kTaken, kClosed };
+
+  struct Owned {
+    std::unique_ptr<std::uint8_t[]> memory;
+    Mailbox box;
+  };
+
+  void start_thread();
+  void loop();
+  void answer_step();
+  bool wait_for_doorbell(std::int64_t layer);
+  void answer(std::int64_t layer);
+  void note(std::int64_t layer, std::int64_t num_computed, double rung);
+  void wait_until_idle(double patience);
+  void let_go(double patience);
+  bool close_for_device(std::int64_t layer);
+  std::string what_is_missing(std::int64_t layer, double patience) const;
+  std::int64_t first_open() const;
+
+  const std::vector<RoutedLayer> layers_;
+  ExpertEngine engine_;
+  RowExperts experts_;
+  std::vector<Owned> mailboxes_;
+  std::unique_ptr<AfterAnswer> after_;
+  std::function<void(std::int64_t)> hook_;
+  std::vector<const std::uint8_t*> addresses_;  // of the layer that is answered
+  std::vector<LayerRecord> records_;  // of all layers: their memory is used again
+  std::size_t num_records_ = 0;
+
+  const Mailbox* box_ = nullptr;  // of the step
+  std::unique_ptr<std::atomic<std::uint8_t>[]> answers_;  // by layer
+  std::atomic<std::uint64_t> progress_{0};
+  std::atomic<bool> is_lost_{false};  // the thread leaves the step
+
+  std::mutex mutex_;  // of what follows; held for moments only
+  std::condition_variable changed_;
+  std::uint64_t wanted_step_ = 0, finished_step_ = 0;
+  bool is_closing_ = false, is_idle_ = true, has_died_ = false;
+  std::string death_;
+  std::thread thread_;
+};
+
+}  // namespace tandem

@@ -1,0 +1,120 @@
+#include "coordinator/copying.hpp"
+
+#include <algorithm>
+#include <chrono>
+
+namespace tandem {
+namespace {
+
+// Small enough that what is needed soon does not wait for long behind one, large enough for the
+// link's whole bandwidth; so many may be queued.
+constexpr std::int64_t kChunkBytes = 512 << 10;
+constexpr std::int64_t kMostQueued = 2;
+
+double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+}  // namespace
+
+CopyingThread::CopyingThread(std::unique_ptr<CopyEngine> engine, std::vector<RoutedLayer> layers,
+                             std::int64_t* entries, std::int64_t num_experts,
+                             std::vector<std::uint8_t*> slots)
+    : engine_(std::move(engine)),
+      layers_(std::move(layers)),
+      entries_(entries),
+      num_experts_(num_experts),
+      slots_(std::move(slots)),
+      thread_([this] { loop(); }) {}
+
+CopyingThread::~CopyingThread() {
+  {
+    const std::lock_guard lock(mutex_);
+    is_closing_ = true;
+  }
+  changed_.notify_all();
+  thread_.join();
+}
+
+void CopyingThread::submit(std::span<const SlotCopy> copies) {
+  if (copies.empty()) return;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const SlotCopy& copy : copies) {
+      const bool is_read = copy.victim != kNobody;
+      if (is_read) to_clear_.push_back(copy.layer * num_experts_ + copy.victim);
+      jobs_.push_back({copy, is_read ? launched_ + 1 : 0});
+    }
+  }
+  changed_.notify_all();
+}
+
+std::vector<std::int64_t> CopyingThread::take_cleared() {
+  const std::lock_guard lock(mutex_);
+  ++launched_;
+  return std::exchange(to_clear_, {});
+}
+
+void CopyingThread::begin_step() {
+  {
+    const std::lock_guard lock(mutex_);
+    begun_ = launched_;
+  }
+  changed_.notify_all();
+}
+
+void CopyingThread::take_arrivals(std::vector<Arrival>& found) {
+  const std::lock_guard lock(mutex_);
+  found.insert(found.end(), arrivals_.begin(), arrivals_.end());
+  arrivals_.clear();
+}
+
+void CopyingThread::drain() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return !error_.empty() || (!may_begin() && !is_copying_); });
+}
+
+std::string CopyingThread::error() {
+  const std::lock_guard lock(mutex_);
+  return error_;
+}
+
+void CopyingThread::loop() {
+  std::unique_lock lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [this] { return is_closing_ || may_begin(); });
+    if (is_closing_) return;
+    const SlotCopy copy = jobs_.front().copy;
+    jobs_.pop_front();
+    is_copying_ = true;
+    lock.unlock();
+    std::string error;
+    try {
+      carry_out(copy);
+    } catch (const std::exception& problem) {
+      error = problem.what();
+      if (error.empty()) error = "an unknown error";
+    }
+    lock.lock();
+    is_copying_ = false;
+    error_ = error;
+    if (error.empty()) arrivals_.push_back({copy.layer, copy.expert, now()});
+    changed_.notify_all();
+    if (!error.empty()) return;
+  }
+}
+
+void CopyingThread::carry_out(const SlotCopy& copy) {
+  const RoutedLayer& layer = layers_[copy.layer];
+  const std::uint8_t* from = layer.experts + copy.expert * layer.expert_bytes;
+  std::uint8_t* to = slots_[copy.slot];
+  for (std::int64_t begin = 0; begin < layer.expert_bytes; begin += kChunkBytes) {
+    engine_->wait(kMostQueued - 1);
+    engine_->copy(to + begin, from + begin, std::min(kChunkBytes, layer.expert_bytes - begin));
+  }
+  engine_->publish(entries_ + copy.layer * num_experts_ + copy.expert,
+                   reinterpret_cast<std::int64_t>(to));
+  engine_->wait(0);
+}
+
+}  // namespace tandem

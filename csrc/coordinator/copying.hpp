@@ -1,0 +1,89 @@
+// Copies experts into slots while captured steps run: a thread that alone calls the driver and may
+// block. It keeps the order that makes a slot right:
+//
+//   submit(copy)           the victim's entry is to be cleared; the slot may still be read
+//     -> take_cleared      ahead of the next launch: the entries are cleared on the launch's stream
+//     -> begin_step        that launch's first doorbell: no kernel reads the slot any more
+//     -> the copy, part by part, then its entry, on one stream: a late entry is a miss now and a hit
+//        next time, never half an expert
+//     -> arrivals          only then may the slot be given away again
+//
+// An entry is set at any time, and cleared only between steps. `submit` is called by any thread,
+// `take_cleared` by the one that launches.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "coordinator/copy_engine.hpp"
+#include "coordinator/step_policy.hpp"
+#include "routed.hpp"
+
+namespace tandem {
+
+struct Arrival {
+  std::int32_t layer, expert;
+  double seconds;  // of the steady clock
+};
+
+class CopyingThread {
+ public:
+  // `entries` is the device's table (num_layers, num_experts); slot i lies at slots[i]. The experts
+  // of `layers`, the slots and the table outlive it.
+  CopyingThread(std::unique_ptr<CopyEngine> engine, std::vector<RoutedLayer> layers,
+                std::int64_t* entries, std::int64_t num_experts,
+                std::vector<std::uint8_t*> slots);
+  ~CopyingThread();  // gives up what has not begun
+  CopyingThread(const CopyingThread&) = delete;
+  CopyingThread& operator=(const CopyingThread&) = delete;
+
+  void submit(std::span<const SlotCopy> copies);
+
+  // Returns the keys whose entries must be cleared ahead of the launch that comes.
+  std::vector<std::int64_t> take_cleared();
+  void begin_step();
+
+  // Moves what has ended to the end of `found`.
+  void take_arrivals(std::vector<Arrival>& found);
+
+  // Returns when nothing is left that may begin.
+  void drain();
+
+  // What has stopped the thread; empty: nothing.
+  std::string error();
+
+ private:
+  struct Job {
+    SlotCopy copy;
+    std::uint64_t launch;  // from which on the slot may be written
+  };
+
+  void loop();
+  void carry_out(const SlotCopy& copy);
+  bool may_begin() const { return !jobs_.empty() && jobs_.front().launch <= begun_; }
+
+  const std::unique_ptr<CopyEngine> engine_;
+  const std::vector<RoutedLayer> layers_;
+  std::int64_t* const entries_;
+  const std::int64_t num_experts_;
+  const std::vector<std::uint8_t*> slots_;
+
+  std::mutex mutex_;  // of what follows; held for moments only
+  std::condition_variable changed_;
+  std::deque<Job> jobs_;
+  std::vector<std::int64_t> to_clear_;
+  std::vector<Arrival> arrivals_;
+  std::uint64_t launched_ = 0, begun_ = 0;
+  bool is_closing_ = false, is_copying_ = false;
+  std::string error_;
+  std::thread thread_;
+};
+
+}  // namespace tandem

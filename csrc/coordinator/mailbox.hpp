@@ -1,0 +1,89 @@
+// What a captured decode step and the host hand over to each other, in memory that both see: one
+// mailbox for each number of rows (tokens of any sequences) that a step has.
+//
+// A layer's block, each part from a multiple of 64 bytes on:
+//
+//   doorbell  u32                 the device sets 1 behind what it has published, the host resets
+//   done      u32                 set behind the results; the device resets behind its wait
+//   error     u32                 not 0: the step is lost; set by the host, before `done`
+//   choice    i32 (rows, top_k)   the router's; outside 0..num_experts-1 is padding
+//   is_hit    i32 (rows, top_k)   1: the device computes it, or it is padding; 0: the host does
+//   weights   f32 (rows, top_k)   the router's, for policies that read them
+//
+// Behind the blocks of all layers, shared by them:
+//
+//   hidden    (rows, hidden_size) in the model's type; may be left as it is where nothing misses
+//   results   f32 (rows * top_k, hidden_size)   of the misses, not weighted
+//
+// Order. The device: choice, is_hit, weights, hidden -> (if nothing misses: done = 1) -> doorbell = 1
+// -> its hits -> waits for done == 1, done = 0 -> reads the results -> may publish the next layer.
+// The host: takes the doorbell (acquire), reads, writes the results of all misses -> done = 1
+// (release). Where nothing misses the host never writes `done`: a second 1 would end the wait of the
+// next step. Flags, not counters, because operations of a captured graph carry constants. Between
+// steps all words are 0, and all blocks have been read.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "values.hpp"
+
+namespace tandem {
+
+struct MailboxLayout {
+  std::int64_t num_layers, num_rows, top_k, hidden_size;
+  ValueType type;
+
+  static constexpr std::int64_t kLineBytes = 64;
+  static constexpr std::int64_t kDoorbell = 0, kDone = kLineBytes, kError = 2 * kLineBytes;
+  static constexpr std::int64_t kChoice = 3 * kLineBytes;
+
+  std::int64_t pairs() const { return num_rows * top_k; }
+  std::int64_t is_hit() const { return kChoice + lines(pairs() * 4); }
+  std::int64_t weights() const { return is_hit() + lines(pairs() * 4); }
+  std::int64_t layer_bytes() const { return weights() + lines(pairs() * 4); }
+  std::int64_t hidden() const { return num_layers * layer_bytes(); }
+  std::int64_t results() const {
+    return hidden() + lines(num_rows * hidden_size * value_bytes(type));
+  }
+  std::int64_t num_bytes() const { return results() + lines(pairs() * hidden_size * 4); }
+
+ private:
+  static constexpr std::int64_t lines(std::int64_t bytes) {
+    return (bytes + kLineBytes - 1) / kLineBytes * kLineBytes;
+  }
+};
+
+// A mailbox in memory that is aligned to 64 bytes, zero at first, and outlives it.
+class Mailbox {
+ public:
+  Mailbox(const MailboxLayout& layout, std::uint8_t* memory) : layout_(layout), memory_(memory) {}
+
+  const MailboxLayout& layout() const { return layout_; }
+  std::uint32_t* doorbell(std::int64_t layer) const { return at<std::uint32_t>(layer, layout_.kDoorbell); }
+  std::uint32_t* done(std::int64_t layer) const { return at<std::uint32_t>(layer, layout_.kDone); }
+  std::uint32_t* error(std::int64_t layer) const { return at<std::uint32_t>(layer, layout_.kError); }
+  std::int32_t* choice(std::int64_t layer) const { return at<std::int32_t>(layer, layout_.kChoice); }
+  std::int32_t* is_hit(std::int64_t layer) const { return at<std::int32_t>(layer, layout_.is_hit()); }
+  float* weights(std::int64_t layer) const { return at<float>(layer, layout_.weights()); }
+  void* hidden() const { return memory_ + layout_.hidden(); }
+  float* results() const { return reinterpret_cast<float*>(memory_ + layout_.results()); }
+
+  bool has_misses(std::int64_t layer) const {
+    const std::int32_t* hits = is_hit(layer);
+    for (std::int64_t i = 0; i < layout_.pairs(); ++i)
+      if (hits[i] == 0) return true;
+    return false;
+  }
+
+ private:
+  template <typename T>
+  T* at(std::int64_t layer, std::int64_t offset) const {
+    return reinterpret_cast<T*>(memory_ + layer * layout_.layer_bytes() + offset);
+  }
+
+  MailboxLayout layout_;
+  std::uint8_t* memory_;
+};
+
+}  // namespace tandem

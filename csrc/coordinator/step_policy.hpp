@@ -1,0 +1,75 @@
+// Decides, behind each layer of a captured step, which missed experts get a slot and who leaves for
+// them. The device has computed what it had, and the CPU the rest: nothing is fetched for the layer
+// that runs. Decides what tandem.policy.planner decides with the assignment `ready-on-gpu`, the
+// eviction `successor` and one set of slots per layer, to the last bit; see there for the reasons.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <unordered_map>
+#include <vector>
+
+#include "lone_layer.hpp"
+#include "policy_tables.hpp"
+
+namespace tandem {
+
+// An expert on its way into a slot, from which `victim` goes (kNobody: it was free).
+struct SlotCopy {
+  std::int32_t layer, expert, slot, victim;
+};
+
+// Which expert is in which slot; keys are layer * num_experts + expert. See tandem.policy.residency.
+struct Resident {
+  std::int64_t num_layers, num_experts;
+  std::vector<std::uint8_t> state;    // by key: kEmpty, kCopying, kReady
+  std::vector<std::int32_t> slot_of;  // by key; -1: none
+  std::vector<Ids> members;           // by layer: experts with a slot, in the order they got it
+  std::vector<Ids> free;              // by layer: slots, the last one is given first
+
+  std::int32_t insert(std::int32_t layer, std::int32_t expert);  // returns the slot
+  void remove(std::int32_t layer, std::int32_t expert);
+  bool has_every_expert() const;
+};
+
+class StepPolicy {
+ public:
+  struct Costs {
+    std::vector<double> cpu, gpu;  // seconds of an expert, by tokens
+    double cpu_first, link;
+  };
+
+  // A table for each layer, which must outlive it.
+  StepPolicy(Costs costs, std::vector<SuccessorTable*> tables, Resident resident);
+
+  // Between steps: takes the place of what is known, and forgets the copies under way.
+  void load(Resident resident, double link_free_at);
+  const Resident& resident() const { return resident_; }
+  double link_free_at() const { return link_free_at_; }
+
+  void begin_step(double dense_seconds);
+
+  // What a layer uses now: experts in ascending order with their tokens. Returns the copies.
+  std::span<const SlotCopy> decide(std::int32_t layer, const Ids& experts, const Ids& tokens,
+                                   double now);
+  void copy_finished(std::int32_t layer, std::int32_t expert, double now);
+  void learn(std::int32_t layer) { tables_[layer]->learn(); }
+
+ private:
+  double seconds(const std::uint8_t* states, const Ids& experts, const Ids& tokens) const;
+  std::int64_t idle_copies(double now, double next_plan) const;
+  Ids newcomers(const std::uint8_t* states, const Ids& experts, const Scores& scores,
+                std::int64_t room) const;
+  void issue(double now);
+
+  Costs costs_;
+  std::vector<SuccessorTable*> tables_;
+  Resident resident_;
+  Ids above_;  // experts in use in the layer above
+  std::vector<SlotCopy> copies_;
+  double dense_ = 0.0, link_free_at_ = 0.0;
+  std::int64_t num_pending_ = 0;  // copies that have not ended
+  bool has_every_expert_ = false;
+};
+
+}  // namespace tandem

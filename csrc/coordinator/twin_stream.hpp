@@ -1,0 +1,80 @@
+// A CPU twin of what a captured decode step does for its experts: publish, hits, wait, combine. It
+// stands for a GPU's stream in tests, and is the stream of the emulated device on the real clock. It
+// can be late at every moment at which a GPU may be.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "coordinator/mailbox.hpp"
+#include "coordinator/row_experts.hpp"
+#include "routed.hpp"
+
+namespace tandem {
+
+// One layer's tokens as the model has them, at most the mailbox's rows; other rows are idle.
+struct TwinCall {
+  std::int64_t layer, num_tokens;
+  const void* hidden;         // (num_tokens, hidden_size) in the mailbox's type
+  const std::int64_t* index;  // (num_tokens, top_k)
+  ValueType weight_type;
+  const void* weights;  // (num_tokens, top_k)
+  void* out;            // as hidden
+};
+
+class TwinStream {
+ public:
+  // `addresses` (num_layers, most experts of a layer) says where experts lie, 0: nowhere. All of it
+  // outlives the twin; the caller holds `engine.busy()` while it runs. Delays: up to so many
+  // microseconds at a time, drawn from `seed`.
+  TwinStream(std::vector<RoutedLayer> layers, const Mailbox& box, const std::int64_t* addresses,
+             ExpertEngine& engine, int most_delay, unsigned seed);
+
+  // Does one layer in the caller's thread; returns when its results are combined.
+  void run(const TwinCall& call);
+
+  // Seconds of the steady clock of the last layer: its doorbell, and when its wait was over.
+  double rung() const { return rung_; }
+  double went_on() const { return went_on_; }
+
+ private:
+  void publish(const TwinCall& call);
+  void wait(std::int64_t layer);
+  void combine(const TwinCall& call);
+  void be_late();
+
+  const std::vector<RoutedLayer> layers_;
+  const Mailbox box_;
+  const std::int64_t* addresses_;
+  const std::int64_t row_of_table_;  // entries of a layer
+  ExpertEngine& engine_;
+  RowExperts hits_;
+  const int most_delay_;
+  std::mt19937 random_;
+  std::vector<const std::uint8_t*> used_;  // the addresses that publish has read
+  std::vector<float> rows_, weights_, sums_;
+  std::vector<std::int32_t> row_of_;
+  double rung_ = 0.0, went_on_ = 0.0;
+};
+
+// A whole step on a thread of its own, for tests: layers one after the other, in memory that lives
+// until `join`. With `stops_before` it ends ahead of a layer, as a GPU that hangs.
+class TwinStep {
+ public:
+  TwinStep(TwinStream& stream, std::vector<TwinCall> calls, std::int64_t stops_before);
+  ~TwinStep() { join(); }
+  TwinStep(const TwinStep&) = delete;
+  TwinStep& operator=(const TwinStep&) = delete;
+
+  void join() {
+    if (thread_.joinable()) thread_.join();
+  }
+
+ private:
+  std::thread thread_;
+};
+
+}  // namespace tandem

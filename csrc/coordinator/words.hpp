@@ -1,0 +1,41 @@
+// Words of memory that another processor reads and writes too: a GPU, or the thread of a CPU twin.
+// The compilers' builtins, because the memory is not ours to declare as atomic.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#else
+#include <thread>
+#endif
+
+namespace tandem {
+
+template <typename Word>
+Word load_acquire(const Word* word) {
+  return __atomic_load_n(word, __ATOMIC_ACQUIRE);
+}
+
+template <typename Word>
+void store_release(Word* word, Word value) {
+  __atomic_store_n(word, value, __ATOMIC_RELEASE);
+}
+
+// Sets a word from 1 to 0. Returns whether it was 1: of several that try, one.
+inline bool take(std::uint32_t* word) {
+  if (load_acquire(word) != 1) return false;
+  std::uint32_t wanted = 1;
+  return __atomic_compare_exchange_n(word, &wanted, 0, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+}
+
+// Tells the processor that this is a loop which waits.
+inline void pause() {
+#if defined(__x86_64__)
+  _mm_pause();
+#else
+  std::this_thread::yield();
+#endif
+}
+
+}  // namespace tandem

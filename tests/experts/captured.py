@@ -1,0 +1,113 @@
+"""Captured steps on the CPU twin, for tests: a store, slots in host memory, random tokens."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tandem.experts.execution.routed_layers import native_layer
+from tandem.experts.store.host_store import HostStore
+from tandem.kernels import _native
+from tandem.kernels.engine import best_isa
+from tandem.policy.plan import Geometry
+from tests.experts.machines import FUNCTIONS, GEOMETRY, HIDDEN
+
+PATIENCE = 20.0
+
+
+class LayerTokens(NamedTuple):
+    """What one layer gets, and where its result goes."""
+
+    hidden: Tensor  # (n_tokens, HIDDEN)
+    chosen: Tensor  # (n_tokens, top_k)
+    weights: Tensor
+    out: Tensor  # as hidden
+
+
+def random_step(
+    num_tokens: int,
+    generator: torch.Generator,
+    geometry: Geometry = GEOMETRY,
+    dtype: torch.dtype = torch.float32,
+    padding: float = 0.0,
+) -> list[LayerTokens]:
+    """Return tokens for each layer; a share of the choices is padding."""
+    found = []
+    for _ in range(geometry.num_layers):
+        scores = torch.rand(num_tokens, geometry.num_experts, generator=generator)
+        weights, index = scores.topk(geometry.top_k)
+        is_padding = torch.rand(index.shape, generator=generator) < padding
+        hidden = torch.randn(num_tokens, HIDDEN, generator=generator).to(dtype)
+        index = torch.where(is_padding, geometry.num_experts, index)
+        found.append(LayerTokens(hidden, index, weights, torch.empty_like(hidden)))
+    return found
+
+
+class TwinMachine:
+    """A coordinator and a twin stream over a store's layers, of one number of rows."""
+
+    def __init__(
+        self,
+        store: HostStore,
+        num_rows: int,
+        *,
+        num_slots: int = 0,
+        geometry: Geometry = GEOMETRY,
+        dtype: torch.dtype = torch.float32,
+        num_threads: int = 1,
+        most_delay: int = 0,
+        policy: _native.StepPolicy | None = None,
+        before_copy: Callable[[], None] | None = None,
+    ) -> None:
+        """Start the threads; `most_delay` is in microseconds."""
+        native = [native_layer(layer, FUNCTIONS) for layer in store]
+        layers = [layer for layer in native if layer is not None]
+        assert len(layers) == len(native)
+        self.coordinator = _native.StepCoordinator(layers, num_threads, best_isa())
+        box = self.coordinator.add_mailbox(num_rows, geometry.top_k, dtype is torch.bfloat16)
+        self.table = torch.zeros(geometry.num_layers, geometry.num_experts, dtype=torch.int64)
+        slot_bytes = max(layer.image_bytes for layer in store)
+        self.slots = torch.zeros(max(1, num_slots), slot_bytes, dtype=torch.uint8)
+        self.coordinator.manage_slots(
+            self.table.data_ptr(),
+            geometry.num_experts,
+            [slot.data_ptr() for slot in self.slots[:num_slots]],
+            policy,
+            before_copy,
+        )
+        self.twin = _native.TwinStream(
+            self.coordinator, box, self.table.data_ptr(), 1, best_isa(), most_delay, 0
+        )
+        self.box = box
+
+    def copy(self, layer: int, expert: int, slot: int, victim: int = -1) -> None:
+        """Ask for a copy between steps."""
+        self.coordinator.submit([(layer, expert, slot, victim)])
+
+    def start(self, step: Sequence[LayerTokens], stops_before: int = -1) -> None:
+        """Begin a step as a captured one begins: entries are cleared ahead of the launch."""
+        self._step = step  # its tensors must live until the twin has ended
+        self.coordinator.clear_entries()
+        self.coordinator.begin_step(self.box, PATIENCE)
+        calls = [
+            (
+                layer, len(call.hidden), call.hidden.data_ptr(), call.chosen.data_ptr(),
+                call.weights.dtype is torch.bfloat16, call.weights.data_ptr(), call.out.data_ptr(),
+            )
+            for layer, call in enumerate(step)
+        ]  # fmt: skip
+        self.twin.start(calls, stops_before)
+
+    def run(self, step: Sequence[LayerTokens], patience: float = PATIENCE) -> None:
+        """Do a step whole; raises `StepLostError`."""
+        self.start(step)
+        try:
+            self.coordinator.finish_step(patience)
+        finally:
+            self.twin.join()
+
+    def close(self) -> None:
+        """End the threads."""
+        self.twin.join()
+        self.coordinator.close()

@@ -1,0 +1,195 @@
+"""Captured steps on the CPU twin: the CPU executor's bits, whatever happens."""
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tandem.experts.execution.executor import CpuExecutor
+from tandem.experts.store.host_store import HostStore
+from tandem.kernels import _native
+from tandem.kernels.dense import CpuThreads
+from tests.experts.captured import LayerTokens, TwinMachine, random_step
+from tests.experts.machines import FUNCTIONS, GEOMETRY, make_store
+
+NUM_EXPERTS = GEOMETRY.num_layers * GEOMETRY.num_experts
+
+
+@pytest.fixture(scope="module")
+def store() -> HostStore:
+    return make_store()
+
+
+@pytest.fixture
+def machine(store: HostStore) -> Iterator[TwinMachine]:
+    machine = TwinMachine(store, 1, num_slots=1)
+    yield machine
+    machine.close()
+
+
+def expected(store: HostStore, step: list[LayerTokens]) -> list[torch.Tensor]:
+    alone = CpuExecutor(store, CpuThreads(num_threads=1))
+    return [
+        alone.execute(layer, call.hidden, call.chosen, call.weights, FUNCTIONS)
+        for layer, call in enumerate(step)
+    ]
+
+
+def check(machine: TwinMachine, store: HostStore, step: list[LayerTokens]) -> None:
+    machine.run(step)
+    for call, wanted in zip(step, expected(store, step), strict=True):
+        assert torch.equal(call.out, wanted)
+
+
+@pytest.mark.every_isa
+@pytest.mark.parametrize("name", ["bf16", "int8", "int4", "mxfp4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_rows", [1, 2, 8])
+def test_bits_equal_those_of_the_cpu(name: str, dtype: torch.dtype, num_rows: int) -> None:
+    """All on the CPU, half resident, all resident; full batches, idle rows, padding."""
+    store, generator = make_store(expert_dtype=name), torch.Generator().manual_seed(num_rows)
+    machine = TwinMachine(store, num_rows, num_slots=NUM_EXPERTS, dtype=dtype)
+    for resident in (0, NUM_EXPERTS // 2, NUM_EXPERTS):
+        keys = range(resident // 2, resident)
+        for key in range(resident) if resident < NUM_EXPERTS else keys:
+            machine.copy(*divmod(key, GEOMETRY.num_experts), key)
+        machine.coordinator.drain_copies()
+        for num_tokens in {1, num_rows}:
+            for padding in (0.0, 0.3):
+                check(machine, store, random_step(num_tokens, generator, GEOMETRY, dtype, padding))
+        computed = sum(record[4] for record in machine.coordinator.records())
+        assert (computed == 0) == (resident == NUM_EXPERTS)
+    machine.close()
+
+
+def test_a_record_says_what_the_router_chose(store: HostStore, machine: TwinMachine) -> None:
+    machine.copy(0, 3, 0)
+    step = random_step(1, torch.Generator().manual_seed(0))
+    check(machine, store, step)
+    for layer, record in enumerate(machine.coordinator.records()):
+        number, choice, is_hit, weights, num_computed, rung, answered = record
+        assert number == layer
+        assert choice == step[layer].chosen[0].tolist()
+        assert weights == step[layer].weights[0].tolist()
+        assert num_computed == is_hit.count(0)
+        assert rung <= answered
+
+
+@pytest.mark.parametrize("kind", ["dies", "stalls"])
+def test_a_thread_that_fails_loses_one_step(
+    store: HostStore, machine: TwinMachine, kind: str
+) -> None:
+    step, is_bad = random_step(1, torch.Generator().manual_seed(1)), True
+
+    def fail(layer: int) -> None:
+        if layer == 1 and is_bad:
+            if kind == "dies":
+                raise MemoryError("no memory for a list")
+            time.sleep(0.5)
+
+    machine.coordinator.set_hook(fail)
+    said = "layer 1 was not answered"
+    if kind == "dies":
+        said = r"has ended \(MemoryError: no memory for a list\)"
+    with pytest.raises(_native.StepLostError, match=said):
+        machine.run(step, patience=0.1)
+    is_bad = False
+    for _ in range(3):
+        check(machine, store, random_step(1, torch.Generator().manual_seed(2)))
+
+
+def test_a_device_that_stops_is_told_from_a_thread_that_does(
+    store: HostStore, machine: TwinMachine
+) -> None:
+    machine.start(random_step(1, torch.Generator()), stops_before=1)
+    with pytest.raises(_native.StepLostError, match="layer 1 was not reached by the device"):
+        machine.coordinator.finish_step(0.1)
+    machine.twin.join()
+    check(machine, store, random_step(1, torch.Generator()))
+
+
+def test_a_slow_thread_is_waited_for(store: HostStore, machine: TwinMachine) -> None:
+    machine.coordinator.set_hook(lambda layer: time.sleep(0.05))
+    check(machine, store, random_step(1, torch.Generator()))
+
+
+def test_a_step_can_be_given_up(store: HostStore, machine: TwinMachine) -> None:
+    machine.start(random_step(1, torch.Generator()), stops_before=1)
+    machine.twin.join()
+    machine.coordinator.abort_step()
+    check(machine, store, random_step(1, torch.Generator()))
+
+
+def assert_soon(event: threading.Event) -> None:
+    assert event.wait(20.0)
+
+
+def test_copies_that_block_until_the_step_ends_stop_nothing(store: HostStore) -> None:
+    """A driver may take a lock that a running graph holds."""
+    may_copy = threading.Event()
+    machine = TwinMachine(store, 1, num_slots=2, before_copy=lambda: assert_soon(may_copy))
+    machine.copy(0, 1, 0)
+    check(machine, store, random_step(1, torch.Generator().manual_seed(3)))
+    assert not machine.table.any()
+    may_copy.set()
+    machine.coordinator.drain_copies()
+    assert machine.table[0, 1] == machine.slots[0].data_ptr()
+    check(machine, store, random_step(1, torch.Generator().manual_seed(4)))
+    machine.close()
+
+
+def test_a_slot_is_not_written_while_it_may_be_read(store: HostStore) -> None:
+    machine = TwinMachine(store, 1, num_slots=1)
+    machine.copy(0, 1, 0)
+    machine.coordinator.drain_copies()
+    before = machine.slots.clone()
+    machine.copy(0, 2, 0, victim=1)
+    machine.coordinator.drain_copies()  # nothing may begin
+    assert torch.equal(machine.slots, before)
+    assert machine.table[0, 1] != 0
+    check(machine, store, random_step(1, torch.Generator().manual_seed(5)))
+    machine.coordinator.drain_copies()
+    assert machine.table[0].tolist() == [0, 0, machine.slots[0].data_ptr(), 0, 0, 0, 0, 0]
+    assert not torch.equal(machine.slots, before)
+    machine.close()
+
+
+def test_a_copy_that_fails_is_said_and_stops_no_step(store: HostStore) -> None:
+    def fail() -> None:
+        raise OSError("the link broke")
+
+    machine = TwinMachine(store, 1, num_slots=1, before_copy=fail)
+    machine.copy(0, 1, 0)
+    machine.coordinator.drain_copies()
+    assert "the link broke" in machine.coordinator.copy_error()
+    check(machine, store, random_step(1, torch.Generator()))
+    machine.close()
+
+
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_slots_hold_what_the_table_says_in_any_interleaving(
+    store: HostStore, num_rows: int
+) -> None:
+    """Copies of experts into few slots all the time, with everything late at random."""
+    draw, num_slots = random.Random(num_rows), 6
+    machine = TwinMachine(
+        store, num_rows, num_slots=num_slots, most_delay=150,
+        before_copy=lambda: time.sleep(draw.random() * 2e-4),
+    )  # fmt: skip
+    held: list[tuple[int, int] | None] = [None] * num_slots
+    arrived = set[tuple[int, int]]()
+    for seed in range(40):
+        arrived |= {arrival[:2] for arrival in machine.coordinator.take_arrivals()}
+        for slot in range(num_slots):
+            layer, old = slot % GEOMETRY.num_layers, held[slot]
+            expert = draw.randrange(GEOMETRY.num_experts)
+            if (layer, expert) in held or (old is not None and old not in arrived):
+                continue
+            machine.copy(layer, expert, slot, -1 if old is None else old[1])
+            arrived.discard(old or (-1, -1))
+            held[slot] = layer, expert
+        check(machine, store, random_step(num_rows, torch.Generator().manual_seed(seed)))
+    machine.close()

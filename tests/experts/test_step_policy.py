@@ -1,0 +1,98 @@
+"""Plan replay of captured steps: native decisions are the planner's, on recorded runs."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from tandem.experts.cache.policy_tables import NATIVE_TABLES, native_step_policy
+from tandem.hardware.profiles import load_profile, profile_names, shape_for
+from tandem.policy.eviction.next_use import NextUse
+from tandem.policy.planner import Planner
+from tandem.policy.settings import PlannerSettings, make_planner_on
+from tandem.sim.steps import LoadReader, replay_steps
+from tandem.sim.timeline import Timeline
+from tandem.trace import RoutingTrace, read_trace
+from tests.policy.integrity import check_integrity
+
+TRACES = Path(__file__).parents[2] / "data" / "traces"
+STEPS = 60
+CAPTURED = PlannerSettings(assignment="ready-on-gpu", prefetch="none", never_worse_than_cpu=False)
+
+
+@pytest.fixture(scope="module", params=["deepseek-v2-lite", "gpt-oss-20b"])
+def trace(request: pytest.FixtureRequest) -> RoutingTrace:
+    return read_trace(TRACES / f"{request.param}.npz")
+
+
+@pytest.mark.parametrize("hardware", profile_names())
+@pytest.mark.parametrize(("batch", "share"), [(1, 0.25), (4, 0.6)])
+def test_the_same_experts_enter_and_leave(
+    trace: RoutingTrace, hardware: str, batch: int, share: float
+) -> None:
+    """Slots, victims and the link's estimate are the planner's, whenever copies end."""
+    geometry, profile = trace.meta.geometry, load_profile(hardware)
+    shape = shape_for(profile, trace.meta.model, geometry)
+    num_slots = int(share * geometry.num_layers * geometry.num_experts)
+    resident = range(0, geometry.num_layers * geometry.num_experts, 7)
+    sizes = CAPTURED.set_sizes(geometry, num_slots)
+    chosen = [k for k in resident if k % geometry.num_experts < 7 * min(sizes)]
+    planner, template = (
+        make_planner_on(profile, shape, CAPTURED, geometry, num_slots, resident=chosen, tables=t)
+        for t in (None, NATIVE_TABLES)
+    )
+    policy = native_step_policy(template)
+    assert policy is not None
+    timeline, reader, inserted = Timeline(profile, shape), LoadReader(trace), 0
+    for step in list(replay_steps(trace, batch, prompt=1))[:STEPS]:
+        planner.begin_step(len(step.tokens), timeline.now)
+        policy.begin_step(planner.costs.dense(len(step.tokens)))
+        for load in reader.loads(step):
+            timeline.run_dense(len(step.tokens))
+            for arrival in timeline.arrivals():
+                planner.copy_finished(*arrival)
+                policy.copy_finished(*arrival)
+            plan = planner.plan(load, timeline.now)
+            assert not plan.fetch
+            assert not plan.arriving
+            native = policy.decide(load.layer, load.experts, load.tokens, timeline.now)
+            assert native == [
+                (c.layer, c.expert, c.slot, -1 if c.evicts is None else c.evicts.expert)
+                for c in plan.insert
+            ]
+            assert policy.link_free_at() == planner.link.free_at
+            planner.learn()
+            policy.learn(load.layer)
+            timeline.run(load, plan)
+            inserted += len(native)
+    assert inserted > 20
+    check_same_residency(planner, policy.resident())
+
+
+def check_same_residency(
+    planner: Planner, native: tuple[bytes, list[int], list[list[int]], list[list[int]]]
+) -> None:
+    residency, experts = planner.residency, planner.geometry.num_experts
+    state, slot_of, members, free = native
+    check_integrity(residency)
+    assert state == residency.state
+    assert slot_of == residency.slot_of
+    layers = range(planner.geometry.num_layers)
+    assert [[layer * experts + e for e in members[layer]] for layer in layers] == (
+        residency.members[: len(layers)]
+    )
+    assert free == residency.free[: len(layers)]
+
+
+def test_other_policies_have_no_native_form(trace: RoutingTrace) -> None:
+    geometry, profile = trace.meta.geometry, load_profile("laptop-8gb")
+    shape = shape_for(profile, trace.meta.model, geometry)
+    for settings in (
+        dataclasses.replace(CAPTURED, eviction="lru"),
+        dataclasses.replace(CAPTURED, pool="shared"),
+    ):
+        planner = make_planner_on(profile, shape, settings, geometry, 64, tables=NATIVE_TABLES)
+        assert native_step_policy(planner) is None
+    plain = make_planner_on(profile, shape, CAPTURED, geometry, 64)
+    assert isinstance(plain.eviction, NextUse)
+    assert native_step_policy(plain) is None
