@@ -11,7 +11,7 @@ from llguidance.hf import from_tokenizer
 from tandem.dialects.dialect import CALL, END_CALL, END_THINK, THINK
 from tandem.dialects.format import ChatFormat
 from tandem.dialects.grammar import CallForm, call_grammar, free_grammar
-from tandem.server.constraint import Grammars
+from tandem.engine.constraint import Grammars
 from tests.architectures import VOCABULARY
 from tests.hf.tiny import byte_tokenizer
 

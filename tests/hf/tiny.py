@@ -29,8 +29,11 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def save_tiny_checkpoint(directory: Path, name: str = "mixtral") -> Path:
-    """Write a tiny model of an architecture, with its tokenizer, in several shards."""
-    build_tiny_model(name).save_pretrained(directory, max_shard_size="500KB")
+def save_tiny_checkpoint(directory: Path, name: str = "mixtral", **values: int) -> Path:
+    """Write a tiny model of an architecture, with its tokenizer, in several shards.
+
+    `values` are of its config.
+    """
+    build_tiny_model(name, values=values).save_pretrained(directory, max_shard_size="500KB")
     byte_tokenizer().save_pretrained(directory)
     return directory

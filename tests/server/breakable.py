@@ -14,7 +14,7 @@ import torch
 
 import tandem
 from tandem.core.errors import ExecutionError
-from tandem.server.messages import EngineSettings
+from tandem.engine.messages import EngineSettings
 from tandem.server.options import ServerOptions
 from tandem.server.serving import Source, serve
 

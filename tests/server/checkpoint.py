@@ -12,9 +12,12 @@ CONTEXT = 32768
 END_ID = 2
 
 
-def save_served_checkpoint(directory: Path) -> Path:
-    """Write a tiny random model that talks on: its end of the sequence is never the likeliest."""
-    save_tiny_checkpoint(directory, "qwen3_moe")
+def save_served_checkpoint(directory: Path, *, context: int = CONTEXT, **values: int) -> Path:
+    """Write a tiny random model that talks on: its end of the sequence is never the likeliest.
+
+    `values` are of its config.
+    """
+    save_tiny_checkpoint(directory, "qwen3_moe", **values)
     for file in directory.glob("*.safetensors"):
         tensors = load_file(file)
         if "lm_head.weight" in tensors:
@@ -22,6 +25,6 @@ def save_served_checkpoint(directory: Path) -> Path:
             save_file(tensors, file, metadata={"format": "pt"})
     path = directory / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
-    config["max_position_embeddings"] = CONTEXT
+    config["max_position_embeddings"] = context
     path.write_text(json.dumps(config), encoding="utf-8")
     return directory

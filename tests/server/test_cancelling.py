@@ -1,13 +1,16 @@
-"""The engine process frees a cancelled request's row within one step: its steps are counted."""
+"""The engine process, step by step: who leaves frees a row at once, beginnings outlive it."""
 
 import multiprocessing
+import threading
 from pathlib import Path
 from typing import Any
 
 import tandem
+from tandem.engine.engine import Engine
+from tandem.engine.messages import Cancel, EngineSettings, Progressed, Stop, Submit
+from tandem.generate.kept_prefixes import KeptPrefixes
 from tandem.generate.sampling import SamplingOptions
-from tandem.server.engine import Engine
-from tandem.server.messages import Cancel, EngineSettings, Progressed, Stop, Submit
+from tandem.kv_cache.prefix_files import SEGMENT_TOKENS
 from tests.hf.tiny import byte_tokenizer
 
 PROMPTS = {1: 40, 2: 41}
@@ -42,3 +45,29 @@ def test_who_leaves_during_a_step_gets_no_other(tiny_checkpoint: Path) -> None:
         if isinstance(message, Progressed):
             served += [token_output.request_id for token_output in message.token_outputs]
     assert served == [1] * LEAVES_IN_STEP + [2] * LEAVES_IN_STEP
+
+
+def test_a_beginning_outlives_the_process(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """The second engine finds on disk what the first one has computed."""
+    model: Any = tandem.load(tiny_checkpoint)
+    prompt = tuple(40 + i % 50 for i in range(SEGMENT_TOKENS + 20))
+    options = SamplingOptions(max_new_tokens=3, temperature=0.0)
+    reused = []
+    for _ in range(2):
+        ours, theirs = multiprocessing.Pipe()
+        settings = EngineSettings(
+            max_running=1,
+            part_tokens=64,
+            has_replay=False,
+            kept_prefixes=KeptPrefixes(tmp_path, 1 << 24),
+        )
+        engine = Engine(lambda: (model, byte_tokenizer()), settings, theirs)
+        ours.send(Submit(request_id=1, prompt=prompt, options=options))
+        thread = threading.Thread(target=engine.run)
+        thread.start()
+        while not isinstance(message := ours.recv(), Progressed):
+            pass
+        reused.append(message.token_outputs[0].reused_tokens)
+        ours.send(Stop())
+        thread.join()
+    assert reused == [0, SEGMENT_TOKENS]

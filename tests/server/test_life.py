@@ -14,7 +14,7 @@ import pytest
 
 from tandem.cli.main import main
 from tandem.core.errors import ConfigError
-from tandem.server.messages import EngineSettings
+from tandem.engine.messages import EngineSettings
 from tandem.server.options import ServerOptions
 from tandem.server.page_files import PAGE_FILES
 from tandem.server.serving import Source, serve

@@ -13,9 +13,9 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from tandem.cli.header_check import refuse_dense
 from tandem.cli.main import main
 from tandem.core.errors import ConfigError
+from tandem.engine.messages import EngineSettings
 from tandem.server.app import create_app
 from tandem.server.engine_client import EngineClient
-from tandem.server.messages import EngineSettings
 from tandem.server.options import ServerOptions
 from tandem.server.service import Server
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from tandem.engine.messages import ModelInfo
 from tandem.server.answering import GenerationRequest, GenerationRequests
 from tandem.server.errors import ApiError
-from tandem.server.messages import ModelInfo
 from tandem.server.reading import read_body
 from tandem.server.replies import ChatReply
 from tandem.server.schemas import ChatRequest, CompletionRequest

@@ -71,9 +71,9 @@ def _build_app(
     api_key: str | None,
 ) -> Any:
     """Return one replica's application; its engine process begins and ends with it."""
+    from tandem.engine.messages import EngineSettings
     from tandem.server.app import create_app
     from tandem.server.engine_client import EngineClient
-    from tandem.server.messages import EngineSettings
     from tandem.server.service import Server
 
     found = find_model(choice, quiet=True)

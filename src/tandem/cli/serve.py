@@ -18,6 +18,7 @@ from tandem.cli.model_choice import (
     load_model_and_tokenizer,
     load_tokenizer,
 )
+from tandem.cli.paths import cache_dir
 from tandem.core.config import add_flags, from_flags, option
 from tandem.core.errors import ConfigError
 from tandem.devices.options import OffloadOptions
@@ -60,7 +61,8 @@ def run(flags: argparse.Namespace) -> int:
     api_key = os.environ.get("TANDEM_API_KEY")
     require_key(options.host, api_key)
     try:
-        from tandem.server.messages import EngineSettings
+        from tandem.engine.messages import EngineSettings
+        from tandem.generate.kept_prefixes import KeptPrefixes
         from tandem.server.serving import Source, serve
     except ModuleNotFoundError as error:
         if error.name not in _EXTRA:
@@ -91,6 +93,9 @@ def run(flags: argparse.Namespace) -> int:
         part_tokens=options.part_tokens,
         has_replay=own.compile,
         speculate=options.speculate,
+        kept_prefixes=KeptPrefixes(cache_dir() / "kv", options.kv_disk_bytes)
+        if options.kv_disk_bytes
+        else None,
     )
     serve(
         source, options, settings, api_key=api_key,

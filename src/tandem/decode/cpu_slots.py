@@ -24,6 +24,7 @@ from tandem.hf.lookahead.warm_up import warm_up_ids
 from tandem.kernels.attention import Segment
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
 from tandem.kv_cache.cpu import KvCache
+from tandem.kv_cache.moving import put_in, take_out
 
 # Fused operations may round the last digit of bf16 differently, and near ties of a router flip.
 _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
@@ -131,6 +132,27 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
             self._held[slot] += new
         self._require_finite(slots, logits)
         return logits
+
+    @property
+    def can_move(self) -> bool:
+        """Whether `take_out` and `put_in` may be called: all layers keep every position alone."""
+        return self.cache.plain_layers is not None
+
+    @torch.inference_mode()
+    def take_out(self, slot: int, first: int, num_tokens: int) -> memoryview:
+        """Return a copy of all that a slot keeps of some tokens: whole blocks, layer by layer."""
+        assert self.cache.plain_layers is not None
+        return take_out(self.cache.plain_layers, slot, first, num_tokens)
+
+    @torch.inference_mode()
+    def put_in(self, slot: int, tokens: Sequence[int], data: memoryview) -> None:
+        """Append tokens to a slot, with what `take_out` has returned of the same ones."""
+        assert self.cache.plain_layers is not None
+        first = self.cache.lengths[slot]
+        self.cache.reserve(first + len(tokens))
+        put_in(self.cache.plain_layers, slot, first, data)
+        self.cache.lengths[slot] = first + len(tokens)
+        self._held[slot] += tokens
 
     def record_ahead(self, *, has_passed: bool) -> bool:
         """Record the step of one slot before there is a prompt; return whether it is replayed.

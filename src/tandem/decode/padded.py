@@ -151,6 +151,16 @@ class PaddedSlotPool:
         order = list(self._tokens)
         return logits[[order.index(slot) for slot in tokens]]
 
+    can_move = False
+
+    def take_out(self, slot: int, first: int, num_tokens: int) -> memoryview:
+        """Not here: the model's own caches are its own."""
+        raise NotImplementedError
+
+    def put_in(self, slot: int, tokens: Sequence[int], data: memoryview) -> None:
+        """Not here: the model's own caches are its own."""
+        raise NotImplementedError
+
     def verify(self, tokens: Mapping[int, Sequence[int]]) -> Tensor:
         """Append one token to each of some slots; see `SlotPool`."""
         return self.decode({slot: token for slot, (token,) in tokens.items()})

@@ -68,6 +68,16 @@ class SlotPool(Protocol):
         """
 
     @property
+    def can_move(self) -> bool:
+        """Whether `take_out` and `put_in` may be called; not before the first prompt."""
+
+    def take_out(self, slot: int, first: int, num_tokens: int) -> memoryview:
+        """Return a copy of all that a slot keeps of some tokens, which it holds."""
+
+    def put_in(self, slot: int, tokens: Sequence[int], data: memoryview) -> None:
+        """Append tokens to a slot, with what `take_out` has returned of the same ones."""
+
+    @property
     def can_verify(self) -> bool:
         """Whether `verify` takes several tokens of a slot, which may then be taken back."""
 
@@ -148,6 +158,19 @@ class CachedSlotPool(ABC, Generic[_Cache]):
     def verify(self, tokens: Mapping[int, Sequence[int]]) -> Tensor:
         """Append one token to each of some slots; see `SlotPool`."""
         return self.decode({slot: token for slot, (token,) in tokens.items()})
+
+    @property
+    def can_move(self) -> bool:
+        """Whether `take_out` and `put_in` may be called."""
+        return False
+
+    def take_out(self, slot: int, first: int, num_tokens: int) -> memoryview:
+        """Return a copy of what a slot keeps of some tokens, where it can be moved."""
+        raise NotImplementedError
+
+    def put_in(self, slot: int, tokens: Sequence[int], data: memoryview) -> None:
+        """Append tokens to a slot, with what `take_out` has returned, where it can be moved."""
+        raise NotImplementedError
 
     @abstractmethod
     def decode(self, tokens: Mapping[int, int]) -> Tensor:

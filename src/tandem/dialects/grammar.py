@@ -1,7 +1,7 @@
 """Grammars of answers, as llguidance writes them: JSON of a schema, calls of tools.
 
 A grammar travels as text: it is written and checked here, where the request arrives, and followed
-where tokens are chosen (`tandem.server.constraint`). Loads no torch.
+where tokens are chosen (`tandem.engine.constraint`). Loads no torch.
 """
 
 import json

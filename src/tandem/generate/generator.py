@@ -26,6 +26,7 @@ from tandem.foreign_types import PreTrainedModel, Tokenizer
 from tandem.generate.answer import Answer
 from tandem.generate.batch import Batch
 from tandem.generate.images import Processor, has_images
+from tandem.generate.kept_prefixes import KeptPrefixes
 from tandem.generate.prompt import encode_conversation, encode_text, encode_with_images, room
 from tandem.generate.running import Request
 from tandem.generate.sampling import SamplingOptions, not_followed
@@ -173,10 +174,17 @@ class Generator:
         self._batch = Batch(scheduler, requests, on_text or (lambda _row, _piece: None))
         return self._batch
 
-    def scheduler(self, max_running: int, *, chunk_tokens: int = CHUNK_TOKENS) -> Scheduler:
+    def scheduler(
+        self,
+        max_running: int,
+        *,
+        chunk_tokens: int = CHUNK_TOKENS,
+        kept: KeptPrefixes | None = None,
+    ) -> Scheduler:
         """Return a scheduler of its own for requests that come and go: `Scheduler.add`.
 
-        It runs one request at a time if the model must run padded.
+        It runs one request at a time if the model must run padded. `kept` says where beginnings of
+        prompts are kept on disk.
         """
         self.prepare()
         num_slots = max_running if self.why_padded is None else 1
@@ -184,6 +192,7 @@ class Generator:
         return Scheduler(
             self.model, self.tokenizer, pool, chunk_tokens=chunk_tokens,
             speculation=self._speculation,
+            files=None if kept is None else kept.open(self.model, pool),
         )  # fmt: skip
 
     def prepare(self) -> None:

@@ -76,6 +76,8 @@ class Running:
     """Prompt tokens that the slot holds."""
     end_ids: frozenset[int]
     constraint: Constraint | None
+    on_disk: list[tuple[int, bytes]] = field(default_factory=list)
+    """The prompt's next segments that are on disk: their first tokens and their keys."""
     prompt_logprobs: list[TokenLogprob | None] | None = None
     """Of the prompt's tokens so far, until they are reported."""
     generated: int = 0

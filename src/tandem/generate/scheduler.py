@@ -20,9 +20,10 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from tandem.decode.slots import SlotPool, num_shared
+from tandem.decode.slots import SlotPool
 from tandem.foreign_types import PreTrainedModel, Tokenizer
 from tandem.generate.failure import Failure, StepFailedError
+from tandem.generate.held_prefixes import HeldPrefixes
 from tandem.generate.prompt import room
 from tandem.generate.running import Request, Running, logprob_of
 from tandem.generate.sampler import Sampler
@@ -31,6 +32,7 @@ from tandem.generate.stopping import StopStrings
 from tandem.generate.text import TextStream
 from tandem.generate.token_output import BatchCounts, TokenOutput
 from tandem.hf.next_token_models import end_of_sequence_ids
+from tandem.kv_cache.prefix_files import PrefixFiles
 
 # Running streams wait for a prefill chunk; shorter chunks read the experts more often.
 CHUNK_TOKENS = 256
@@ -67,11 +69,13 @@ class Scheduler:
         chunk_tokens: int = CHUNK_TOKENS,
         merges_prompts: bool = False,
         speculation: Speculation | None = None,
+        files: PrefixFiles | None = None,
     ) -> None:
         """Serve as many requests at a time as `pool` has slots; more wait, in their order.
 
         With `merges_prompts` a prefill chunk may hold several prompts, which then fail together.
-        `speculation` drafts tokens where verifying them cannot change an answer.
+        `speculation` drafts tokens where verifying them cannot change an answer. Beginnings of
+        prompts are kept in `files`, too: see `prefixes`.
         """
         self._model, self._tokenizer, self._pool = model, tokenizer, pool
         self._chunk_tokens = chunk_tokens if pool.can_prefill_in_chunks else 1 << 62
@@ -81,6 +85,8 @@ class Scheduler:
         )
         self._speculation = speculation if self._is_alike_however_cut else None
         self._slots = [_Slot() for _ in range(pool.num_slots)]
+        self.prefixes = HeldPrefixes(pool, files)
+        """What slots hold; what of it is kept on disk is written between steps."""
         self._queues = _Queues()
         self._end_ids = end_of_sequence_ids(model)
         self._failures: list[Failure] = []
@@ -155,8 +161,8 @@ class Scheduler:
         self._admit()
         token_outputs = []
         decoding = list(self._queues.decoding)
-        if self._queues.prefilling:
-            chunk = self._next_chunk()
+        chunk = self._next_chunk() if self._queues.prefilling else []
+        if chunk:
             together = [running.request for running, _ in chunk]
             token_outputs += self._attempt(together, partial(self._prefill, chunk))
         if decoding:
@@ -188,7 +194,9 @@ class Scheduler:
 
     def _begin(self, request: Request) -> list[TokenOutput]:
         """Give a request a slot; nothing is computed yet."""
-        slot, shared = self._take_slot(request)
+        free = [number for number, slot in enumerate(self._slots) if slot.running is None]
+        oldest = min(free, key=lambda slot: self._slots[slot].last_used)
+        slot, shared = self.prefixes.take(request, free, oldest)
         self._pool.show(slot, request.images)
         end_ids = request.end.end_ids(self._end_ids)
         options = request.options
@@ -209,40 +217,10 @@ class Scheduler:
             prompt_logprobs=[None] if request.has_prompt_logprobs else None,
         )
         self._slots[slot].running = running
+        self.prefixes.find(running)
         self._queues.prefilling.append(running)
         self.counts.reused_tokens += shared
         return []
-
-    def _take_slot(self, request: Request) -> tuple[int, int]:
-        """Choose a free slot for a prompt; return it and how much of the prompt it then holds.
-
-        A slot that would go on with what it holds is the best; else the one that was free longest,
-        with what any slot, a busy one included, holds of the prompt's beginning.
-        """
-        pool = self._pool
-        shared = self._num_usable(request)
-        free = [number for number, slot in enumerate(self._slots) if slot.running is None]
-        best = max(free, key=lambda slot: shared[slot])
-        if shared[best] and 2 * shared[best] >= len(pool.held(best)):
-            pool.keep(best, shared[best])
-            return best, shared[best]
-        target = min(free, key=lambda slot: self._slots[slot].last_used)
-        source = max(range(pool.num_slots), key=lambda slot: shared[slot])
-        if shared[source] > shared[target]:
-            pool.copy(source, target, shared[source])
-            return target, shared[source]
-        pool.keep(target, shared[target])
-        return target, shared[target]
-
-    def _num_usable(self, request: Request) -> list[int]:
-        """Count, for each slot, the tokens of a prompt's beginning with which it could go on."""
-        pool = self._pool
-        if request.has_prompt_logprobs:  # no slot holds the logits of what it has read
-            return [0] * pool.num_slots
-        return [
-            pool.usable(slot, num_shared(pool.held(slot), request.keys))
-            for slot in range(pool.num_slots)
-        ]
 
     def _next_chunk(self) -> list[tuple[Running, int]]:
         """Return what is prefilled now: requests, each with its prompt tokens done afterwards."""
@@ -254,7 +232,12 @@ class Scheduler:
             is_alone = not self._merges_prompts or running.prompt_logprobs is not None
             if chunk and (size <= 0 or is_alone):
                 break
-            self._catch_up(running)
+            self._note_reused(running, self.prefixes.catch_up(running))
+            if running.on_disk:
+                is_alone = self.num_running == 1
+                self._note_reused(running, self.prefixes.read(running, is_alone=is_alone))
+                if running.on_disk:  # the rest with the next step: others wait for their tokens
+                    continue
             first = running.num_done
             # Alone at fixed places: where layers are not packed, that decides the last bits.
             end = first + size if chunk else (first // size + 1) * size
@@ -264,6 +247,11 @@ class Scheduler:
             if is_alone:
                 break
         return chunk
+
+    def _note_reused(self, running: Running, num_tokens: int) -> None:
+        running.reused_tokens += num_tokens
+        self.counts.reused_tokens += num_tokens
+        self.counts.read_tokens = self.prefixes.num_read_tokens
 
     def _prefill(self, chunk: list[tuple[Running, int]]) -> list[TokenOutput]:
         """Run the next tokens of some prompts; return tokens of those that are through."""
@@ -296,21 +284,6 @@ class Scheduler:
         self._release(running)
         running.finish_reason = "length"
         return [running.output(None, "")]
-
-    def _catch_up(self, running: Running) -> None:
-        """Copy what another slot has computed of a prompt since its request began.
-
-        So prompts that came at once and begin alike are computed once, chunk by chunk.
-        """
-        pool = self._pool
-        shared = self._num_usable(running.request)
-        source = max(range(pool.num_slots), key=lambda slot: shared[slot])
-        gained = shared[source] - running.num_done
-        if gained > 0:
-            pool.copy(source, running.slot, shared[source])
-            running.num_done = shared[source]
-            running.reused_tokens += gained
-            self.counts.reused_tokens += gained
 
     def _decode(self, batch: list[Running]) -> list[TokenOutput]:
         start = time.perf_counter()

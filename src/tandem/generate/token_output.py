@@ -40,6 +40,8 @@ class BatchCounts:
 
     prompt_tokens: int = 0
     reused_tokens: int = 0
+    read_tokens: int = 0
+    """Of the reused ones, those whose keys and values came from disk."""
     generated_tokens: int = 0
     decode_steps: int = 0
     drafted_tokens: int = 0

@@ -72,6 +72,13 @@ class KvCache(SlotCache):
             for length in self.lengths
         ) + sum(map(self.index_keys.read_bytes, self.lengths))
 
+    @property
+    def plain_layers(self) -> list[CachedAttention] | None:
+        """The layers in their order, if each keeps every position and nothing else is kept."""
+        if self._windows or self.states or self.index_keys.num_bytes or not self._layers:
+            return None
+        return [self._layers[number] for number in sorted(self._layers)]
+
     def begin(self, segments: Sequence[Segment]) -> None:
         """Announce the tokens of the next forward, which follow what their slots hold."""
         self._segments = list(segments)

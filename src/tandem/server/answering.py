@@ -11,13 +11,13 @@ from typing import Any
 from tandem.dialects.format import ChatFormat, ChatPrompt
 from tandem.dialects.grammar import free_grammar
 from tandem.dialects.reader import AnswerReader
+from tandem.engine.messages import ModelInfo
 from tandem.foreign_types import Tokenizer
 from tandem.generate.conversation import trim_conversation
 from tandem.generate.ending import EndOptions
 from tandem.generate.penalties import Penalties
 from tandem.generate.sampling import SamplingOptions
 from tandem.server.errors import ApiError
-from tandem.server.messages import ModelInfo
 from tandem.server.ruling import chat_grammar, followed, text_grammar
 from tandem.server.schemas import ChatRequest, CompletionRequest, Message, Sampling, Tool
 

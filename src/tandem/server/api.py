@@ -4,11 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from tandem.engine.messages import ModelInfo
 from tandem.generate.token_output import TokenOutput
 from tandem.server.answering import GenerationRequest
 from tandem.server.errors import ApiError
 from tandem.server.event_stream import Event
-from tandem.server.messages import ModelInfo
 from tandem.server.schemas import Asked
 
 B = TypeVar("B", bound=Asked)

@@ -16,10 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.core.errors import ExecutionError
-from tandem.generate.token_output import TokenOutput
-from tandem.server.engine_process import EngineProcess
-from tandem.server.errors import ApiError, busy, server_error
-from tandem.server.messages import (
+from tandem.engine.messages import (
     EXIT_CANNOT_LOAD,
     Cancel,
     EngineSettings,
@@ -34,6 +31,9 @@ from tandem.server.messages import (
     Submit,
     Watch,
 )
+from tandem.engine.process import EngineProcess
+from tandem.generate.token_output import TokenOutput
+from tandem.server.errors import ApiError, busy, server_error
 
 _log = logging.getLogger("tandem.server")
 # A process that dies at once again is left alone for longer and longer.

@@ -13,6 +13,7 @@ _SECONDS_PER_TOKEN = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 _SUMS = {
     "prompt_tokens": "prompt tokens that were computed",
     "reused_tokens": "prompt tokens that the KV cache held already",
+    "read_tokens": "of them, those whose keys and values came from disk",
     "generated_tokens": "tokens that were generated",
     "decode_steps": "decode steps",
     "drafted_tokens": "drafted tokens that were verified",
@@ -77,6 +78,7 @@ class _EngineCollector:
             "requests_running": ("requests that are being answered", engine.num_running),
             "requests_waiting": ("requests that wait for a sequence slot", engine.num_waiting),
             "ready": ("whether the model answers", int(engine.is_ready)),
+            "kv_disk_bytes": ("bytes of beginnings of prompts on disk", statistics.disk_bytes),
             "expert_slots": ("slots of the expert cache", statistics.slots),
             "expert_hit_rate": ("hits over active experts, since the start",
                                 _ratio(statistics.hits, statistics.active_experts)),

@@ -43,6 +43,11 @@ class ServerOptions:
     part_tokens: int = option(
         256, help="prompt tokens computed at a time, between tokens of running answers", metavar="N"
     )
+    kv_disk: str | None = option(
+        None, help="keep beginnings of prompts on disk, for later and after a restart, within SIZE "
+        "(20GiB, for instance; default: they are kept in memory alone)",
+        metavar="SIZE",
+    )  # fmt: skip
     speculate: str = option(
         "auto", choices=SPECULATE, help="draft tokens and verify them together where that pays: "
         "auto, lookup (what followed the same words before), none; answers are the same",
@@ -77,6 +82,13 @@ class ServerOptions:
         if self.served_model_name is not None and not self._names:
             raise ConfigError("served_model_name holds no name; give one or several")
         parse_bytes(self.max_body, name="max_body")
+        if self.kv_disk is not None:
+            parse_bytes(self.kv_disk, name="kv_disk")
+
+    @property
+    def kv_disk_bytes(self) -> int:
+        """Bytes that beginnings of prompts may take on disk; 0: none are kept there."""
+        return 0 if self.kv_disk is None else parse_bytes(self.kv_disk, name="kv_disk")
 
     @property
     def _names(self) -> tuple[str, ...]:

@@ -14,13 +14,13 @@ from starlette.requests import ClientDisconnect
 
 from tandem.core.errors import TandemError
 from tandem.core.registry import nearest_names
+from tandem.engine.messages import ModelInfo
 from tandem.foreign_types import Tokenizer
 from tandem.server.answering import GenerationRequest, GenerationRequests
 from tandem.server.api import Api, Reply
 from tandem.server.engine_client import EngineClient
 from tandem.server.errors import ApiError, server_error
 from tandem.server.event_stream import EventStream
-from tandem.server.messages import ModelInfo
 from tandem.server.metrics import Metrics
 from tandem.server.options import ServerOptions
 from tandem.server.reading import ReadBody, known_names, read_body

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import uvicorn
 
 from tandem.core.errors import ConfigError, TandemError
+from tandem.engine.messages import EngineSettings, ModelLoader
 from tandem.foreign_types import Tokenizer
 from tandem.server.app import create_app
 from tandem.server.engine_client import EngineClient
-from tandem.server.messages import EngineSettings, ModelLoader
 from tandem.server.options import ServerOptions, is_loopback, require_key
 from tandem.server.service import Server
 

@@ -6,8 +6,8 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
+from tandem.engine.messages import ModelInfo
 from tandem.server.errors import ApiError
-from tandem.server.messages import ModelInfo
 from tandem.server.schemas import Asked, ChatRequest, Message, Tool
 from tandem.server.service import Server
 

@@ -3,10 +3,10 @@
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
+from tandem.engine.messages import ModelInfo
 from tandem.server.answering import GenerationRequest
 from tandem.server.api import Api
 from tandem.server.event_stream import named_event
-from tandem.server.messages import ModelInfo
 from tandem.server.responses.conversation import as_chat, new_messages
 from tandem.server.responses.kept import KeptResponses
 from tandem.server.responses.reply import ResponseReply

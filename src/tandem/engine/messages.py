@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from tandem.foreign_types import PreTrainedModel, Tokenizer
 from tandem.generate.ending import EndOptions
+from tandem.generate.kept_prefixes import KeptPrefixes
 from tandem.generate.penalties import Penalties
 from tandem.generate.sampling import SamplingOptions
 from tandem.generate.token_output import BatchCounts, TokenOutput
@@ -29,6 +30,8 @@ class EngineSettings:
     part_tokens: int
     has_replay: bool = True
     speculate: str = "auto"
+    kept_prefixes: KeptPrefixes | None = None
+    """Where beginnings of prompts are kept on disk; None: nowhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +117,7 @@ class EngineStatistics:
     rows_on_cpu: int = 0
     expert_bytes_read: int = 0
     slots: int = 0
+    disk_bytes: int = 0
     memory_bytes: dict[str, int] = field(default_factory=dict)
 
 

@@ -20,20 +20,9 @@ from multiprocessing.connection import Connection
 import torch
 
 from tandem.core.errors import TandemError
-from tandem.experts.tracing.cache_statistics import CacheStatistics
-from tandem.experts.tracing.events import ExpertStatistics
-from tandem.generate.failure import StepFailedError
-from tandem.generate.generator import Generator
-from tandem.generate.penalties import PenalisedScores, Together
-from tandem.generate.running import Constraint, Request
-from tandem.generate.sampling import SamplingOptions
-from tandem.generate.token_output import BatchCounts
-from tandem.hf.dense import pack_as_loaded
-from tandem.hf.next_token_models import context_tokens, end_of_sequence_ids, vocabulary_size
-from tandem.hf.runtime import require_runtime
-from tandem.server.constraint import Grammars
-from tandem.server.live import LiveSnapshots
-from tandem.server.messages import (
+from tandem.engine.constraint import Grammars
+from tandem.engine.live import LiveSnapshots
+from tandem.engine.messages import (
     EXIT_CANNOT_LOAD,
     Cancel,
     EngineSettings,
@@ -49,9 +38,23 @@ from tandem.server.messages import (
     Submit,
     Watch,
 )
+from tandem.experts.tracing.cache_statistics import CacheStatistics
+from tandem.experts.tracing.events import ExpertStatistics
+from tandem.generate.failure import StepFailedError
+from tandem.generate.generator import Generator
+from tandem.generate.penalties import PenalisedScores, Together
+from tandem.generate.running import Constraint, Request
+from tandem.generate.sampling import SamplingOptions
+from tandem.generate.token_output import BatchCounts
+from tandem.hf.dense import pack_as_loaded
+from tandem.hf.next_token_models import context_tokens, end_of_sequence_ids, vocabulary_size
+from tandem.hf.runtime import require_runtime
 
-_log = logging.getLogger("tandem.server.engine")
+_log = logging.getLogger("tandem.engine")
 _REPORT_SECONDS = 0.5
+# So long a thread that writes to disk is waited for, and at the end altogether.
+_WRITER_SECONDS = 0.02
+_WRITING_SECONDS = 5.0
 # So many steps record and compare a decode step of one row.
 _WARM_UP_TOKENS = 8
 
@@ -86,7 +89,7 @@ class Engine:
             model, tokenizer, has_replay=settings.has_replay, speculate=settings.speculate
         )
         self._scheduler = generator.scheduler(
-            settings.max_running, chunk_tokens=settings.part_tokens
+            settings.max_running, chunk_tokens=settings.part_tokens, kept=settings.kept_prefixes
         )
         vocabulary = vocabulary_size(model)
         self._grammars = Grammars(tokenizer, vocabulary, sorted(end_of_sequence_ids(model)))
@@ -126,23 +129,30 @@ class Engine:
 
     def run(self) -> None:
         """Step as long as there is work, else wait for messages; returns after `Stop`."""
+        prefixes = self._scheduler.prefixes
         while not self._is_stopped:
             if not self._scheduler.has_work:
                 self._send_report()
                 self._send_snapshot()
+                while not self._has_message() and prefixes.write_some():
+                    pass
                 self._wait()
             while not self._is_stopped and self._has_message():
                 self._take(self._connection.recv())
             if self._scheduler.has_work and not self._is_stopped:
                 self._step()
+                prefixes.write_some()
+        prefixes.close(_WRITING_SECONDS)
 
     def _has_message(self) -> bool:
         """Look without waiting; `Connection.poll` does the same at ten times the cost."""
         return bool(select.select([self._connection], [], [], 0)[0])
 
     def _wait(self) -> None:
-        """Wait for a message; only a moment while a page is open."""
-        self._connection.poll(_REPORT_SECONDS if self._live.is_watched else None)
+        """Wait for a message; only a moment while a page is open or something is being written."""
+        seconds = _REPORT_SECONDS if self._live.is_watched else None
+        is_writing = self._scheduler.prefixes.has_unwritten
+        self._connection.poll(_WRITER_SECONDS if is_writing else seconds)
 
     def _take(self, message: object) -> None:
         if isinstance(message, Submit):
@@ -235,6 +245,7 @@ class Engine:
             rows_on_cpu=experts.expert_rows - cache.device_rows,
             expert_bytes_read=experts.touched_bytes,
             slots=0 if expert_cache is None else expert_cache.num_slots,
+            disk_bytes=self._scheduler.prefixes.num_bytes_on_disk,
             memory_bytes=self._memory(),
         )
 

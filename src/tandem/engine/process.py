@@ -14,7 +14,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from tandem.server.messages import EngineSettings, ModelLoader, Stop
+from tandem.engine.messages import EngineSettings, ModelLoader, Stop
 
 _KILL_AFTER_SECONDS = 10.0
 
@@ -101,6 +101,6 @@ class EngineProcess:
 
 def _run(load: ModelLoader, settings: EngineSettings, connection: Connection) -> None:
     """Be the engine process; torch is loaded there alone."""
-    from tandem.server.engine import run_engine
+    from tandem.engine.engine import run_engine
 
     run_engine(load, settings, connection)

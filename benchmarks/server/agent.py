@@ -1,0 +1,96 @@
+"""Replays a coding agent's turns against a server: python -m benchmarks.server.agent
+
+A beginning of 8,000 tokens with tools, then turns of 100 to 300 new tokens, each a tool's result or
+a question, over /v1/messages as such agents speak it. Counts the prompt tokens that were computed
+over those that were new: 1 is the least. The model is a 4-layer random Qwen3-MoE; its tokens are
+characters, so that a beginning of 8,000 tokens is short. The last line is JSON.
+"""
+
+import argparse
+import json
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.conftest import REPOSITORY
+from tests.server.checkpoint import save_served_checkpoint
+from tests.server.running import RunningServer, running_server
+
+_TEXT = (REPOSITORY / "tests/data/wikitext_4096.txt").read_text(encoding="utf-8")
+_TEXT = _TEXT.encode("ascii", "ignore").decode()
+_TEMPLATE = REPOSITORY / "tests/data/chat_templates/Qwen-Qwen3-0.6B.jinja"
+_BEGINNING_TOKENS, _CONTEXT = 8000, 131_072
+_TOOL = {
+    "name": "read_file",
+    "description": "Reads a file.",
+    "input_schema": {"type": "object", "properties": {"path": {"type": "string"}}},
+}
+
+
+def save_model(directory: Path) -> Path:
+    """Write the model, with Qwen3's chat template."""
+    save_served_checkpoint(directory, context=_CONTEXT, num_hidden_layers=4)
+    (directory / "chat_template.jinja").write_text(_TEMPLATE.read_text("utf-8"), "utf-8")
+    return directory
+
+
+def turns_of(server: RunningServer, num_turns: int) -> dict[str, Any]:
+    """Play the turns; return what was computed and what was new."""
+    chance = random.Random(3)
+    system = (_TEXT * 3)[:_BEGINNING_TOKENS]
+    messages: list[dict[str, Any]] = []
+    computed = new = before = 0
+    for turn in range(num_turns):
+        messages.append({"role": "user", "content": new_content(chance, turn, messages)})
+        body = {
+            "system": [{"type": "text", "text": system, "cache_control": {"type": "ephemeral"}}],
+            "tools": [_TOOL], "messages": messages, "max_tokens": 16, "temperature": 0.7,
+        }  # fmt: skip
+        reply = server.ask("POST", "/v1/messages", body)
+        assert reply.status == 200, reply.body
+        usage = reply.json["usage"]
+        made = usage["input_tokens"] + usage["cache_creation_input_tokens"]
+        prompt = made + usage["cache_read_input_tokens"]
+        computed, new, before = computed + made, new + prompt - before, prompt
+        messages.append({"role": "assistant", "content": answer(reply.json["content"], turn)})
+    return {
+        "turns": num_turns, "prompt_tokens": before, "computed_tokens": computed,
+        "new_tokens": new, "computed_over_new": computed / new,
+    }  # fmt: skip
+
+
+def new_content(chance: random.Random, turn: int, messages: list[dict[str, Any]]) -> Any:
+    """Return a tool's result if the last answer called one, else a question."""
+    first = chance.randrange(len(_TEXT))
+    text = (_TEXT * 2)[first : first + chance.randrange(100, 300)]
+    if messages and messages[-1]["content"][-1]["type"] == "tool_use":
+        return [{"type": "tool_result", "tool_use_id": f"toolu_{turn - 1}", "content": text}]
+    return text
+
+
+def answer(content: list[dict[str, Any]], turn: int) -> list[dict[str, Any]]:
+    """Return what the model said; in four turns of five with a call, as an agent's model does."""
+    said = [block for block in content if block["type"] == "text"]
+    if turn % 5 != 4:
+        given = {"path": f"src/file_{turn}.py"}
+        said.append(
+            {"type": "tool_use", "id": f"toolu_{turn}", "name": "read_file", "input": given}
+        )
+    return said or [{"type": "text", "text": "."}]
+
+
+def main() -> None:
+    """Serve the model and play."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--turns", type=int, default=200)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        model = save_model(Path(directory) / "agent")
+        with running_server(model, "--kv-disk", "4GiB", cache=Path(directory)) as server:
+            found = turns_of(server, options.turns)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""Beginnings of prompts that need not be computed: in sequence slots, and on disk behind them.
+
+Slots hold what earlier requests left in them. With `PrefixFiles`, whole segments of it are written
+to disk between steps, and a prompt finds there what no slot holds any more, after a restart too.
+"""
+
+import time
+from collections.abc import Sequence
+
+from tandem.decode.slots import SlotPool, num_shared
+from tandem.generate.running import Request, Running
+from tandem.kv_cache.prefix_files import SEGMENT_TOKENS, PrefixFiles
+
+# Segments that are read in one step while other requests wait for their tokens.
+_READ_BESIDE_OTHERS = 4
+_PAUSE_SECONDS = 0.01
+
+
+class HeldPrefixes:
+    """What the slots of a pool hold. One thread calls it."""
+
+    def __init__(self, pool: SlotPool, files: PrefixFiles | None = None) -> None:
+        """Look at a pool, whose slots nobody else changes but by requests."""
+        self._pool = pool
+        self._files = files if pool.can_move else None
+        self._keys: list[list[bytes]] = [[] for _ in range(pool.num_slots)]
+        self._num_written = [0] * pool.num_slots
+        self.num_read_tokens = 0
+        """Tokens whose keys and values came from disk."""
+
+    def take(self, request: Request, free: Sequence[int], oldest: int) -> tuple[int, int]:
+        """Choose one of the free slots; return it and how much of the prompt it then holds.
+
+        A slot that would go on with what it holds is the best; else `oldest`, the one that was free
+        longest, with what any slot, a busy one included, holds of the prompt's beginning.
+        """
+        slot, shared = self._take(request, free, oldest)
+        self._num_written[slot] = 0
+        self._keys[slot].clear()
+        return slot, shared
+
+    def _take(self, request: Request, free: Sequence[int], oldest: int) -> tuple[int, int]:
+        pool = self._pool
+        shared = self._num_usable(request)
+        best = max(free, key=lambda slot: shared[slot])
+        if shared[best] and 2 * shared[best] >= len(pool.held(best)):
+            pool.keep(best, shared[best])
+            return best, shared[best]
+        source = max(range(pool.num_slots), key=lambda slot: shared[slot])
+        if shared[source] > shared[oldest]:
+            pool.copy(source, oldest, shared[source])
+            return oldest, shared[source]
+        pool.keep(oldest, shared[oldest])
+        return oldest, shared[oldest]
+
+    def _num_usable(self, request: Request) -> list[int]:
+        """Count, for each slot, the tokens of a prompt's beginning with which it could go on."""
+        pool = self._pool
+        if request.has_prompt_logprobs:  # no slot holds the logits of what it has read
+            return [0] * pool.num_slots
+        return [
+            pool.usable(slot, num_shared(pool.held(slot), request.keys))
+            for slot in range(pool.num_slots)
+        ]
+
+    def catch_up(self, running: Running) -> int:
+        """Copy what another slot has computed of a prompt since its request began.
+
+        So prompts that came at once and begin alike are computed once, chunk by chunk. Returns how
+        many tokens that gained.
+        """
+        pool = self._pool
+        shared = self._num_usable(running.request)
+        source = max(range(pool.num_slots), key=lambda slot: shared[slot])
+        gained = shared[source] - running.num_done
+        if gained > 0:
+            pool.copy(source, running.slot, shared[source])
+            running.num_done = shared[source]
+        return max(0, gained)
+
+    # ---- disk ------------------------------------------------------------------------------------
+
+    def find(self, running: Running) -> None:
+        """Note which segments of a prompt, beyond what its slot holds, are on disk."""
+        files = self._files
+        if files is None or running.request.has_prompt_logprobs:
+            return
+        keys = files.keys(running.request.keys[:-1])
+        first = running.num_done // SEGMENT_TOKENS
+        end = first
+        while end < len(keys) and files.has(keys[end]):
+            end += 1
+        running.on_disk = [(number * SEGMENT_TOKENS, keys[number]) for number in range(first, end)]
+
+    def read(self, running: Running, *, is_alone: bool) -> int:
+        """Read some of a prompt's segments from disk into its slot; return the tokens gained.
+
+        Alone a prompt is read at once, else a few segments in a step.
+        """
+        files, before = self._files, running.num_done
+        if files is None:
+            return 0
+        for _ in range(len(running.on_disk) if is_alone else _READ_BESIDE_OTHERS):
+            if not running.on_disk or not self._read_one(files, running):
+                break
+        return running.num_done - before
+
+    def _read_one(self, files: PrefixFiles, running: Running) -> bool:
+        """Read the next segment; False, and no more is read, if it is not there any more."""
+        first, key = running.on_disk.pop(0)
+        if first + SEGMENT_TOKENS <= running.num_done:  # another slot had it meanwhile
+            return True
+        data = files.read(key)
+        if data is None:
+            running.on_disk.clear()
+            return False
+        tokens = running.request.keys[first : first + SEGMENT_TOKENS]
+        self._pool.keep(running.slot, first)
+        self._pool.put_in(running.slot, tokens, data)
+        running.num_done = first + SEGMENT_TOKENS
+        self.num_read_tokens += SEGMENT_TOKENS
+        return True
+
+    @property
+    def has_unwritten(self) -> bool:
+        """Whether slots hold segments that `write_some` has not looked at."""
+        if self._files is None:
+            return False
+        held = (len(self._pool.held(slot)) for slot in range(self._pool.num_slots))
+        return any(n // SEGMENT_TOKENS > m for n, m in zip(held, self._num_written, strict=True))
+
+    def close(self, seconds: float) -> None:
+        """Write what slots hold, for some seconds at most, and end the writing."""
+        if self._files is None:
+            return
+        end = time.monotonic() + seconds
+        while self.has_unwritten and time.monotonic() < end:
+            if not self.write_some():
+                time.sleep(_PAUSE_SECONDS)
+        self._files.close(max(0.0, end - time.monotonic()))
+
+    @property
+    def num_bytes_on_disk(self) -> int:
+        """Bytes of all files; 0: none are written."""
+        return 0 if self._files is None else self._files.num_bytes
+
+    def write_some(self) -> bool:
+        """Hand one segment that is not on disk to be written; return whether there was one."""
+        files = self._files
+        if files is None or not files.takes_more:
+            return False
+        for slot in range(self._pool.num_slots):
+            held = self._pool.held(slot)
+            if len(held) // SEGMENT_TOKENS <= self._num_written[slot]:
+                continue
+            self._keys[slot] = files.keys(held, self._keys[slot])
+            while (number := self._num_written[slot]) < len(self._keys[slot]):
+                self._num_written[slot] += 1
+                key = self._keys[slot][number]
+                if not files.has(key):
+                    first = number * SEGMENT_TOKENS
+                    files.offer(key, self._pool.take_out(slot, first, SEGMENT_TOKENS))
+                    return True
+        return False

@@ -1,0 +1,47 @@
+"""Where beginnings of prompts are kept on disk, and for which model. Loads no torch: see `open`."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tandem.decode.slots import SlotPool
+    from tandem.foreign_types import PreTrainedModel
+    from tandem.kv_cache.prefix_files import PrefixFiles
+
+_log = logging.getLogger("tandem.kv_cache")
+_PROBE_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPrefixes:
+    """A directory, and how much it may hold."""
+
+    directory: Path
+    limit_bytes: int
+
+    def open(self, model: "PreTrainedModel", pool: "SlotPool") -> "PrefixFiles | None":
+        """Return the files of a model as it is loaded now; None, and a line in the log: not kept.
+
+        The model is told from others by the keys and values of some tokens, bit by bit: they change
+        with its weights, its formats, the instruction set and Tandem's code. The pool holds
+        nothing, before and after.
+        """
+
+        from tandem.hf.identity import model_identity
+        from tandem.hf.lookahead.warm_up import warm_up_ids
+        from tandem.kv_cache.prefix_files import PrefixFiles
+
+        tokens = warm_up_ids(model, _PROBE_TOKENS).tolist()
+        pool.prefill({0: tokens})
+        if not pool.can_move:
+            pool.keep(0, 0)
+            _log.warning(
+                "beginnings of prompts are not kept on disk: this model keeps more than the keys "
+                "and values of every position, or keeps them elsewhere"
+            )
+            return None
+        probe = bytes(pool.take_out(0, 0, _PROBE_TOKENS))
+        pool.keep(0, 0)
+        return PrefixFiles(self.directory, self.limit_bytes, model_identity(model).encode() + probe)

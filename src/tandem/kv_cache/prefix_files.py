@@ -1,0 +1,184 @@
+"""Keys and values of prompts' beginnings on disk: one file per segment of tokens, under its key.
+
+A segment's key is a hash of all tokens up to its end and of what computed them, so the files are a
+tree of prefixes without an index of their own. A file is whole or not there: it is written beside
+its place and then renamed; its checksum is checked when it is read, and a damaged one is removed.
+Other processes may share the directory.
+
+Order: one thread offers and reads, another writes. What was offered is in `_held` until its file is
+there, and is read from there before. `_index` changes under `_lock` alone.
+"""
+
+import contextlib
+import hashlib
+import logging
+import os
+import queue
+import struct
+import threading
+import zlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+
+_log = logging.getLogger("tandem.kv_cache")
+
+SEGMENT_TOKENS = 256
+_MAGIC = b"TANDEMKV"
+_HEADER = struct.Struct("<8sQI")  # magic, bytes of what follows, its CRC-32
+_SUFFIX = ".kv"
+# Segments that wait to be written, in memory.
+_MOST_HELD = 4
+
+
+class PrefixFiles:
+    """The segments of one model as it is loaded, in a directory that has a limit."""
+
+    def __init__(self, directory: Path, limit_bytes: int, fingerprint: bytes) -> None:
+        """Find what earlier processes have left.
+
+        `fingerprint` stands for the model, its options and the version of Tandem; files of others
+        count to the limit, too.
+        """
+        self._root = directory
+        self._first_key = hashlib.blake2b(fingerprint, digest_size=16).digest()
+        self._directory = directory / self._first_key.hex()
+        self._limit = limit_bytes
+        self._lock = threading.Lock()
+        self._index: OrderedDict[Path, int] = OrderedDict()  # bytes, least recently used first
+        self._held: dict[bytes, memoryview] = {}
+        self._waiting: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._is_full = False
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._find()
+        self._make_room(0)
+        self._writer = threading.Thread(target=self._write_all, daemon=True)
+        self._writer.start()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files, those of other models included."""
+        with self._lock:
+            return sum(self._index.values())
+
+    def keys(self, tokens: Sequence[int], known: Sequence[bytes] = ()) -> list[bytes]:
+        """Return the keys of the whole segments of some tokens; `known` are those of the first."""
+        found = list(known)
+        previous = found[-1] if found else self._first_key
+        for first in range(len(found) * SEGMENT_TOKENS, len(tokens) - SEGMENT_TOKENS + 1,
+                           SEGMENT_TOKENS):  # fmt: skip
+            segment = tokens[first : first + SEGMENT_TOKENS]
+            digest = hashlib.blake2b(previous, digest_size=16)
+            digest.update(struct.pack(f"<{SEGMENT_TOKENS}q", *segment))
+            previous = digest.digest()
+            found.append(previous)
+        return found
+
+    def has(self, key: bytes) -> bool:
+        """Tell whether a segment is there, as far as this process knows."""
+        with self._lock:
+            return key in self._held or self._path(key) in self._index
+
+    @property
+    def takes_more(self) -> bool:
+        """Whether a segment may be offered now."""
+        return len(self._held) < _MOST_HELD and not self._is_full
+
+    def offer(self, key: bytes, data: memoryview) -> None:
+        """Take a segment, which is not changed any more, to be written."""
+        with self._lock:
+            self._held[key] = data
+        self._waiting.put(key)
+
+    def read(self, key: bytes) -> memoryview | None:
+        """Return a segment; None if it is not there or damaged. Counts as its latest use."""
+        with self._lock:
+            if (held := self._held.get(key)) is not None:
+                return held
+        path = self._path(key)
+        try:
+            data = bytearray(path.stat().st_size)
+            with path.open("rb", buffering=0) as file:
+                num_read = file.readinto(data)
+        except OSError:
+            self._forget(path)
+            return None
+        body = memoryview(data)[_HEADER.size :]
+        is_whole = num_read == len(data) > _HEADER.size
+        if not is_whole or _HEADER.unpack_from(data) != _header(body):
+            _log.warning("a damaged file of keys and values was removed: %s", path.name)
+            self._remove(path)
+            return None
+        with self._lock:
+            if path in self._index:
+                self._index.move_to_end(path)
+        with contextlib.suppress(OSError):
+            os.utime(path)
+        return body
+
+    def close(self, seconds: float) -> None:
+        """Write what was offered, for some seconds at most, and end."""
+        self._waiting.put(None)
+        self._writer.join(seconds)
+
+    def _path(self, key: bytes) -> Path:
+        return self._directory / (key.hex() + _SUFFIX)
+
+    def _find(self) -> None:
+        found = []
+        for path in self._root.glob(f"*/*{_SUFFIX}"):
+            with contextlib.suppress(OSError):
+                status = path.stat()
+                found.append((status.st_mtime, path, status.st_size))
+        self._index.update((path, size) for _, path, size in sorted(found))
+
+    # ---- the writer ------------------------------------------------------------------------------
+
+    def _write_all(self) -> None:
+        while (key := self._waiting.get()) is not None:
+            with self._lock:
+                data = self._held[key]
+            self._write(self._path(key), data)
+            with self._lock:
+                del self._held[key]
+
+    def _write(self, path: Path, data: memoryview) -> None:
+        size = _HEADER.size + len(data)
+        if size > self._limit:
+            return
+        self._make_room(size)
+        beside = path.with_suffix(f".{os.getpid()}.part")
+        try:
+            with beside.open("wb") as file:
+                file.write(_HEADER.pack(*_header(data)))
+                file.write(data)
+            beside.replace(path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                beside.unlink()
+            if not self._is_full:
+                _log.warning("keys and values are no longer written to disk: %s", error.strerror)
+            self._is_full = True
+            return
+        with self._lock:
+            self._index[path] = size
+
+    def _make_room(self, size: int) -> None:
+        """Remove what was used least recently until there is room for so many bytes."""
+        while (total := self.num_bytes) and total + size > self._limit:
+            with self._lock:
+                path = next(iter(self._index))
+            self._remove(path)
+
+    def _remove(self, path: Path) -> None:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        self._forget(path)
+
+    def _forget(self, path: Path) -> None:
+        with self._lock:
+            self._index.pop(path, None)
+
+
+def _header(body: memoryview) -> tuple[bytes, int, int]:
+    return _MAGIC, len(body), zlib.crc32(body)

@@ -1,0 +1,173 @@
+"""Beginnings of prompts on disk: found again after a restart, within a limit, never damaged."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tandem
+from tandem.generate.kept_prefixes import KeptPrefixes
+from tandem.generate.scheduler import Scheduler
+from tandem.generate.token_output import TokenOutput
+from tandem.kv_cache.prefix_files import SEGMENT_TOKENS, PrefixFiles
+from tests.architectures import VOCABULARY, build_tiny_model
+from tests.generate.test_scheduler import finish, request_of, tokens
+
+NUM_SEGMENTS = 3
+PROMPT = [32 + i * 7 % (VOCABULARY - 40) for i in range(NUM_SEGMENTS * SEGMENT_TOKENS + 30)]
+OTHER = [33 + i * 5 % (VOCABULARY - 40) for i in range(300)]
+LIMIT = 64 << 20
+
+
+def long_model() -> Any:
+    model: Any = build_tiny_model("qwen3_moe")
+    model.config.max_position_embeddings = 4096
+    return model
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return long_model()
+
+
+def scheduler_of(model: Any, directory: Path, *, limit: int = LIMIT, slots: int = 1) -> Scheduler:
+    return tandem.Generator(model).scheduler(slots, kept=KeptPrefixes(directory, limit))
+
+
+def ask(scheduler: Scheduler, prompt: list[int]) -> list[TokenOutput]:
+    scheduler.add(request_of(1, prompt, max_new_tokens=6, temperature=0.0))
+    (found,) = finish(scheduler).values()
+    return found
+
+
+def files(directory: Path) -> list[Path]:
+    return sorted(directory.glob("*/*"))
+
+
+@pytest.fixture
+def written(model: Any, tmp_path: Path) -> Path:
+    """A directory with the beginnings of PROMPT."""
+    scheduler = scheduler_of(model, tmp_path)
+    ask(scheduler, PROMPT)
+    scheduler.prefixes.close(30)
+    assert len(files(tmp_path)) == NUM_SEGMENTS
+    return tmp_path
+
+
+def test_a_prompt_is_found_again_after_a_restart(model: Any, written: Path) -> None:
+    expected = tokens(ask(tandem.Generator(model).scheduler(1), PROMPT))
+    scheduler = scheduler_of(model, written)
+    found = ask(scheduler, PROMPT)
+    assert tokens(found) == expected
+    assert found[-1].reused_tokens == NUM_SEGMENTS * SEGMENT_TOKENS
+    assert scheduler.counts.read_tokens == NUM_SEGMENTS * SEGMENT_TOKENS
+    assert scheduler.counts.prompt_tokens == len(PROMPT) - NUM_SEGMENTS * SEGMENT_TOKENS
+
+
+def test_what_was_pushed_out_of_its_slot_comes_back(model: Any, tmp_path: Path) -> None:
+    scheduler = scheduler_of(model, tmp_path)
+    first = ask(scheduler, PROMPT)
+    while scheduler.prefixes.has_unwritten:
+        scheduler.prefixes.write_some()
+    ask(scheduler, OTHER)
+    again = ask(scheduler, [*PROMPT[:600], *OTHER])
+    assert again[-1].reused_tokens == 600 // SEGMENT_TOKENS * SEGMENT_TOKENS
+    assert tokens(ask(scheduler, PROMPT)) == tokens(first)
+
+
+def test_a_prompt_is_read_between_the_tokens_of_others(model: Any, written: Path) -> None:
+    expected = tokens(ask(tandem.Generator(model).scheduler(1), PROMPT))
+    scheduler = scheduler_of(model, written, slots=2)
+    scheduler.add(request_of(1, OTHER, max_new_tokens=40, temperature=0.0))
+    for _ in range(4):
+        scheduler.step()
+    scheduler.add(request_of(2, PROMPT, max_new_tokens=6, temperature=0.0))
+    found = finish(scheduler)
+    assert tokens(found[2]) == expected
+    assert found[2][-1].reused_tokens == NUM_SEGMENTS * SEGMENT_TOKENS
+
+
+@pytest.mark.parametrize("kind", ["flipped", "cut", "empty", "gone"])
+def test_a_damaged_file_is_dropped_with_a_line_and_computed_again(
+    model: Any, written: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = tokens(ask(tandem.Generator(model).scheduler(1), PROMPT))
+    scheduler = scheduler_of(model, written)
+    for file in files(written):
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        if kind == "gone":
+            file.unlink()
+        else:
+            file.write_bytes({"flipped": bytes(data), "cut": bytes(data[:-9])}.get(kind, b""))
+    with caplog.at_level(logging.WARNING, "tandem.kv_cache"):
+        found = ask(scheduler, PROMPT)
+    assert tokens(found) == expected
+    assert found[-1].reused_tokens == 0
+    assert len(caplog.records) == (0 if kind == "gone" else 1)
+    scheduler.prefixes.close(30)
+
+
+def test_other_weights_find_nothing(model: Any, written: Path) -> None:
+    other = long_model()
+    with torch.no_grad():
+        other.model.layers[-1].self_attn.k_proj.weight[0, 0] += 1.0
+    assert ask(scheduler_of(other, written), PROMPT)[-1].reused_tokens == 0
+
+
+def test_models_that_keep_more_than_keys_and_values_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model: Any = build_tiny_model("qwen3_next")
+    with caplog.at_level(logging.WARNING, "tandem.kv_cache"):
+        scheduler = scheduler_of(model, tmp_path)
+    assert "are not kept on disk" in caplog.text
+    ask(scheduler, OTHER[:200])
+    assert not scheduler.prefixes.write_some()
+    assert scheduler.prefixes.num_bytes_on_disk == 0
+
+
+def test_files_stay_within_their_limit_and_the_least_used_go_first(tmp_path: Path) -> None:
+    kept = PrefixFiles(tmp_path, 3500, b"model")
+    keys = kept.keys(range(5 * SEGMENT_TOKENS))
+    for key in keys[:3]:
+        kept.offer(key, memoryview(bytearray(1000)))
+    kept.close(30)
+    kept = PrefixFiles(tmp_path, 3500, b"model")
+    assert kept.read(keys[0]) is not None
+    kept.offer(keys[3], memoryview(bytearray(1000)))
+    kept.close(30)
+    assert [kept.has(key) for key in keys] == [True, False, True, True, False]
+    assert kept.num_bytes <= 3500
+    assert PrefixFiles(tmp_path, 1500, b"other model").num_bytes <= 1500
+
+
+def test_keys_are_of_all_tokens_before(tmp_path: Path) -> None:
+    kept = PrefixFiles(tmp_path, 1000, b"model")
+    tokens = list(range(600))
+    keys = kept.keys(tokens)
+    assert len(keys) == 2
+    assert kept.keys(tokens, keys[:1]) == keys
+    assert kept.keys([*tokens[:300], 5, *tokens[301:]])[0] == keys[0]
+    assert not set(kept.keys([1, *tokens[1:]])) & set(keys)
+    assert PrefixFiles(tmp_path, 1000, b"other").keys(tokens) != keys
+
+
+def test_a_full_disk_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(self: Path, *args: Any, **kwargs: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    kept = PrefixFiles(tmp_path, 10_000, b"model")
+    monkeypatch.setattr(Path, "open", no_room)
+    with caplog.at_level(logging.WARNING, "tandem.kv_cache"):
+        for key in kept.keys(range(2 * SEGMENT_TOKENS)):
+            kept.offer(key, memoryview(bytearray(10)))
+        kept.close(30)
+    assert [record.getMessage() for record in caplog.records] == [
+        "keys and values are no longer written to disk: No space left on device"
+    ]
+    assert not kept.takes_more
