@@ -212,7 +212,7 @@ nb::list records_of(StepCoordinator& self) {
   nb::list found;
   for (const LayerRecord& r : self.get().records())
     found.append(nb::make_tuple(r.layer, r.choice, r.is_hit, r.weights, r.num_computed, r.rung,
-                                r.answered));
+                                r.begun, r.ended, r.answered));
   return found;
 }
 
@@ -308,6 +308,8 @@ class OwnedTwin {
     step_.reset();
   }
 
+  TwinStream& stream() { return stream_; }
+
  private:
   std::int64_t rows_, num_layers_;
   ExpertEngine engine_;
@@ -326,6 +328,14 @@ void bind_coordinator(nb::module_& m) {
                     unsigned>(),
            nb::keep_alive<1, 2>())
       .def("start", &OwnedTwin::start)
+      .def("set_dense_seconds",
+           [](OwnedTwin& self, double seconds) { self.stream().set_dense_seconds(seconds); })
+      .def("times", [](OwnedTwin& self) {
+        std::vector<std::tuple<double, double>> found;
+        for (const TwinStream::Times& t : self.stream().times())
+          found.emplace_back(t.rung, t.went_on);
+        return found;
+      })
       .def("join", &OwnedTwin::join);
 }
 

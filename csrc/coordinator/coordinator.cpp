@@ -9,18 +9,10 @@
 namespace tandem {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
 // Looks at a doorbell before others may have the processor in between: a tenth of a millisecond.
 constexpr int kSpins = 2000;
 constexpr auto kWatchEvery = std::chrono::milliseconds(20);
 constexpr auto kLookEvery = std::chrono::microseconds(50);
-
-double seconds(Clock::time_point time) {
-  return std::chrono::duration<double>(time.time_since_epoch()).count();
-}
-
-double now() { return seconds(Clock::now()); }
 
 std::string in_words(double patience) {
   std::string text = std::to_string(patience);
@@ -110,16 +102,16 @@ void Coordinator::wait_until_idle(double patience) {
 void Coordinator::finish_step(double patience) {
   std::unique_lock lock(mutex_);
   std::uint64_t seen = progress_.load();
-  double last = now();
+  double last = steady_seconds();
   while (finished_step_ != wanted_step_) {
     changed_.wait_for(lock, kWatchEvery);
     if (finished_step_ == wanted_step_) break;
     const std::uint64_t progress = progress_.load();
     if (progress != seen) {
       seen = progress;
-      last = now();
+      last = steady_seconds();
     }
-    if (!has_died_ && now() - last <= patience) continue;
+    if (!has_died_ && steady_seconds() - last <= patience) continue;
     const std::string reason = has_died_ ? "the thread that answers the device has ended (" + death_ + ")"
                                          : what_is_missing(first_open(), patience);
     lock.unlock();
@@ -146,9 +138,9 @@ std::string Coordinator::what_is_missing(std::int64_t layer, double patience) co
 void Coordinator::let_go(double patience) {
   is_lost_.store(true);
   for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
-    const double end = now() + patience;
+    const double end = steady_seconds() + patience;
     while (!close_for_device(static_cast<std::int64_t>(layer))) {
-      if (now() > end) return;  // the device has stopped by itself
+      if (steady_seconds() > end) return;  // the device has stopped by itself
       std::this_thread::sleep_for(kLookEvery);
     }
   }
@@ -226,7 +218,7 @@ bool Coordinator::wait_for_doorbell(std::int64_t layer) {
 }
 
 void Coordinator::answer(std::int64_t layer) {
-  const double rung = now();
+  const double rung = steady_seconds();
   const RoutedLayer& host = layers_[layer];
   const MailboxLayout& layout = box_->layout();
   if (hook_) hook_(layer);
@@ -265,7 +257,9 @@ void Coordinator::note(std::int64_t layer, std::int64_t num_computed, double run
   record.weights.assign(weights, weights + pairs);
   record.num_computed = num_computed;
   record.rung = rung;
-  record.answered = now();
+  record.begun = num_computed > 0 ? experts_.begun() : rung;
+  record.ended = num_computed > 0 ? experts_.ended() : rung;
+  record.answered = steady_seconds();
   if (after_) after_->note(record);
 }
 

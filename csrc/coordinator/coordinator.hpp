@@ -39,7 +39,7 @@ struct LayerRecord {
   std::vector<std::int32_t> choice, is_hit;  // (num_rows, top_k)
   std::vector<float> weights;
   std::int64_t num_computed;  // experts that the CPU computed
-  double rung, answered;
+  double rung, begun, ended, answered;  // seen, the threads at work, `done` set
 };
 
 // A step that the device did not get through as it should; the text is one sentence's part.

@@ -1,7 +1,8 @@
 #include "coordinator/copying.hpp"
 
 #include <algorithm>
-#include <chrono>
+
+#include "coordinator/words.hpp"
 
 namespace tandem {
 namespace {
@@ -10,10 +11,6 @@ namespace {
 // link's whole bandwidth; so many may be queued.
 constexpr std::int64_t kChunkBytes = 512 << 10;
 constexpr std::int64_t kMostQueued = 2;
-
-double now() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 }  // namespace
 
@@ -98,7 +95,7 @@ void CopyingThread::loop() {
     lock.lock();
     is_copying_ = false;
     error_ = error;
-    if (error.empty()) arrivals_.push_back({copy.layer, copy.expert, now()});
+    if (error.empty()) arrivals_.push_back({copy.layer, copy.expert, steady_seconds()});
     changed_.notify_all();
     if (!error.empty()) return;
   }

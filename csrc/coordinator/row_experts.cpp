@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "coordinator/words.hpp"
+
 namespace tandem {
 
 // Tokens of one expert lie together, and keep their order.
@@ -39,14 +41,22 @@ std::int64_t RowExperts::run(const ExpertLayout& layout, const ActivationSpec& a
                   token_.data(),  hidden_.data(),  call.out};
   if (call.num_tokens == 1) {  // each expert has one row, which goes where it belongs
     work.out_begin = order_.data();
-    engine_.run(layout, activation, work);
+    compute(layout, activation, work);
     return active;
   }
   rows_.resize(std::max<std::size_t>(rows_.size(), token_.size() * size));
   work.out = rows_.data();
-  engine_.run(layout, activation, work);
+  compute(layout, activation, work);
   spread(call, size);
   return active;
+}
+
+void RowExperts::compute(const ExpertLayout& layout, const ActivationSpec& activation,
+                         const ExpertCall& call) {
+  engine_.start(layout, activation, call);
+  begun_ = steady_seconds();
+  engine_.finish();
+  ended_ = steady_seconds();
 }
 
 void RowExperts::spread(const RowCall& call, std::int64_t size) const {

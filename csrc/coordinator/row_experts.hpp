@@ -28,7 +28,12 @@ class RowExperts {
   std::int64_t run(const ExpertLayout& layout, const ActivationSpec& activation,
                    const RowCall& call);
 
+  // When the threads began and ended the last call's experts, by the steady clock.
+  double begun() const { return begun_; }
+  double ended() const { return ended_; }
+
  private:
+  void compute(const ExpertLayout& layout, const ActivationSpec& activation, const ExpertCall& call);
   void sort(const RowCall& call);
   void spread(const RowCall& call, std::int64_t size) const;
 
@@ -36,6 +41,7 @@ class RowExperts {
   std::vector<const std::uint8_t*> addresses_;
   std::vector<std::int32_t> order_, begin_, token_;  // order: the rows of out, expert by expert
   std::vector<float> hidden_, rows_;
+  double begun_ = 0.0, ended_ = 0.0;
 };
 
 }  // namespace tandem

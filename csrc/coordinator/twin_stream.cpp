@@ -12,10 +12,6 @@ namespace {
 
 constexpr int kSpins = 2000;
 
-double now() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
 std::int64_t most_experts(const std::vector<RoutedLayer>& layers) {
   std::int64_t most = 0;
   for (const RoutedLayer& layer : layers) most = std::max(most, layer.num_experts);
@@ -39,7 +35,8 @@ TwinStream::TwinStream(std::vector<RoutedLayer> layers, const Mailbox& box,
       rows_(box.layout().pairs() * box.layout().hidden_size),
       weights_(box.layout().pairs()),
       sums_(box.layout().num_rows * box.layout().hidden_size),
-      row_of_(box.layout().pairs()) {}
+      row_of_(box.layout().pairs()),
+      times_(layers_.size()) {}
 
 void TwinStream::be_late() {
   if (most_delay_ <= 0 || random_() % 2 == 0) return;
@@ -48,10 +45,11 @@ void TwinStream::be_late() {
 
 void TwinStream::run(const TwinCall& call) {
   const RoutedLayer& layer = layers_[call.layer];
+  for (const double end = steady_seconds() + dense_seconds_; steady_seconds() < end;) pause();
   be_late();
   publish(call);
   be_late();
-  rung_ = now();
+  times_[call.layer].rung = steady_seconds();
   store_release(box_.doorbell(call.layer), 1u);
   be_late();
   hits_.run(layer.layout, layer.activation,
@@ -59,7 +57,7 @@ void TwinStream::run(const TwinCall& call) {
              rows_.data()});
   be_late();
   wait(call.layer);
-  went_on_ = now();
+  times_[call.layer].went_on = steady_seconds();
   be_late();
   combine(call);
 }

@@ -36,9 +36,14 @@ class TwinStream {
   // Does one layer in the caller's thread; returns when its results are combined.
   void run(const TwinCall& call);
 
-  // Seconds of the steady clock of the last layer: its doorbell, and when its wait was over.
-  double rung() const { return rung_; }
-  double went_on() const { return went_on_; }
+  // Works for so long ahead of each layer, as a GPU at attention does.
+  void set_dense_seconds(double seconds) { dense_seconds_ = seconds; }
+
+  // Of the last step, by layer and the steady clock: the doorbell, and the end of the wait.
+  struct Times {
+    double rung, went_on;
+  };
+  const std::vector<Times>& times() const { return times_; }
 
  private:
   void publish(const TwinCall& call);
@@ -57,7 +62,8 @@ class TwinStream {
   std::vector<const std::uint8_t*> used_;  // the addresses that publish has read
   std::vector<float> rows_, weights_, sums_;
   std::vector<std::int32_t> row_of_;
-  double rung_ = 0.0, went_on_ = 0.0;
+  std::vector<Times> times_;
+  double dense_seconds_ = 0.0;
 };
 
 // A whole step on a thread of its own, for tests: layers one after the other, in memory that lives

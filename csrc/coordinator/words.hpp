@@ -2,6 +2,7 @@
 // The compilers' builtins, because the memory is not ours to declare as atomic.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 
 #if defined(__x86_64__)
@@ -11,6 +12,11 @@
 #endif
 
 namespace tandem {
+
+// Seconds of the steady clock, which is Python's time.perf_counter.
+inline double steady_seconds() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
 
 template <typename Word>
 Word load_acquire(const Word* word) {
