@@ -54,20 +54,15 @@ floors: setup
 unit: setup
 	$(PYTEST)
 
-sanitize:  ## The native code under AddressSanitizer and UndefinedBehaviorSanitizer; its threads under ThreadSanitizer
+SANITIZED := matmul kernels layers attention recurrent quantize tensors
+sanitize: $(SANITIZED:%=sanitized-%)  ## The native kernels under AddressSanitizer and UndefinedBehaviorSanitizer
+
+sanitized:
 	@cmake -S csrc -B build/sanitize -DTANDEM_SANITIZE=ON -DTANDEM_WARNINGS_ARE_ERRORS=ON >/dev/null
 	@cmake --build build/sanitize --parallel 2 >/dev/null
-	build/sanitize/check_matmul
-	build/sanitize/check_kernels
-	build/sanitize/check_layers
-	build/sanitize/check_attention
-	build/sanitize/check_coordinator
-	build/sanitize/check_recurrent
-	build/sanitize/check_quantize
-	build/sanitize/check_tensors
-	@cmake -S csrc -B build/sanitize-threads -DTANDEM_SANITIZE_THREADS=ON -DTANDEM_WARNINGS_ARE_ERRORS=ON >/dev/null
-	@cmake --build build/sanitize-threads --parallel 2 >/dev/null
-	build/sanitize-threads/check_coordinator
+
+sanitized-%: sanitized
+	build/sanitize/check_$*
 
 wheel:  ## Wheels for Linux x86-64 in build/wheels; needs no compiler (it installs one from the package index)
 	wheels/build.sh build/wheels $(WHEEL_PYTHONS)
