@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import tandem
-from tandem.decode.recording.recorded_graph import RecordedGraph, record_step
-from tandem.decode.recording.replay import ReplayedStep
 from tandem.experts.execution.executor import CpuExecutor
 from tandem.experts.tracing.events import ExpertStatistics
 from tandem.experts.tracing.forced_routing import ForcedRouting
 from tandem.generate.generator import Generator
+from tandem.recording.recorded_graph import RecordedGraph, record_step
+from tandem.recording.replay import ReplayedStep
 from tandem.trace import RoutingTrace, TraceMeta
 from tests.architectures import build_tiny_model
 from tests.decode.whole_pool import cpu_pool

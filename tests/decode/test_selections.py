@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.decode.recording.fusion.views import NO_VIEW, view_of
 from tandem.kernels.attention import Segment
 from tandem.kv_cache.index_keys import IndexStore, NewIndexKeys, Selection
+from tandem.recording.fusion.views import NO_VIEW, view_of
 from tests.threads import two_threads
 
 pytestmark = pytest.mark.every_isa

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from tandem.decode.cpu_slots import CpuSlotPool
 from tandem.decode.cuda.slots import CudaSlotPool, MakeCapture, new_cuda_slot_pool
-from tandem.decode.recording.replay import ReplayedStep
 from tandem.decode.slots import num_shared
 from tandem.kernels.dense import CpuThreads
+from tandem.recording.replay import ReplayedStep
 
 
 class WholePool:

@@ -57,7 +57,7 @@ def test_a_recording_that_differs_now_is_not_trusted(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tandem.Generator(model).warm_up(tmp_path)
-    run = "tandem.decode.recording.recorded_graph.RecordedGraph.run"
+    run = "tandem.recording.recorded_graph.RecordedGraph.run"
     monkeypatch.setattr(run, lambda _self: torch.zeros(1, 1))
     generator = tandem.Generator(model)
     generator.warm_up(tmp_path)

@@ -24,11 +24,11 @@ from tests.architectures import (
     takes_cache,
     tiny_inputs,
 )
-from tests.decode.test_native_operations import TABLE
 from tests.generate.test_architectures import NOT_TOKEN_BY_TOKEN, ON_THEIR_OWN_CACHES
 from tests.hf import models_document
 from tests.hf.models_document import ModelsDocument
 from tests.inside import runtime_in
+from tests.recording.test_native_operations import TABLE
 
 pytestmark = pytest.mark.seam
 

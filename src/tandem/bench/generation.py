@@ -14,9 +14,6 @@ from torch import nn
 
 from tandem.bench.kernels import Ceiling, KernelBench
 from tandem.decode.cpu_slots import CpuSlotPool
-from tandem.decode.recording.recorded_graph import RecordedGraph
-from tandem.decode.recording.recorder import Operation
-from tandem.decode.recording.replay import StepRecording
 from tandem.decode.slots import CachedSlotPool, SlotPool
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.experts.tracing.events import ExpertStatistics, LayerExecuted
@@ -28,6 +25,9 @@ from tandem.hf.config_values import experts_per_token
 from tandem.hf.dense import PackedLinear, is_tower
 from tandem.hf.experts import is_experts_module
 from tandem.hf.runtime import require_runtime
+from tandem.recording.recorded_graph import RecordedGraph
+from tandem.recording.recorder import Operation
+from tandem.recording.replay import StepRecording
 
 _CEILING_SAMPLES = 5
 WARM_UP_STEPS = 6  # recorded and compared in these

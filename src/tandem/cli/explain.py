@@ -21,10 +21,10 @@ from tandem.sim.replay import ReplaySettings, replay
 from tandem.sim.start import SIMULATED_STARTS
 
 if TYPE_CHECKING:
-    from tandem.decode.recording.coverage import Coverage
     from tandem.experts.tracing.recorder import RoutingRecorder
     from tandem.generate.answer import Answer
     from tandem.generate.generator import Generator
+    from tandem.recording.coverage import Coverage
     from tandem.trace import RoutingTrace
 
 SMALLER_FORMAT = "int4"
@@ -164,8 +164,8 @@ class DecodeStep(NamedTuple):
 
 def decode_step(generator: "Generator") -> DecodeStep:
     """Profile the decode step that a generator has done last, if it was replayed."""
-    from tandem.decode.recording.coverage import coverage_of
     from tandem.hf.runtime import require_runtime
+    from tandem.recording.coverage import coverage_of
 
     recorded = generator.recorded_graph
     with unheard(require_runtime(generator.model).executor):

@@ -1,6 +1,6 @@
 """Sequence slots on the CPU: tokens of any slots go through the model as one sequence.
 
-A step of n tokens is recorded once for each n (`tandem.decode.recording.replay`); which slots they
+A step of n tokens is recorded once for each n (`tandem.recording.replay`); which slots they
 are is an input of the recorded graph. For models whose attention goes through Transformers'
 attention functions, and whose layers keep keys and values or states that Tandem's own operations
 advance (`tandem.decode.named_operations`): `why_no_cpu_slots` tries it.
@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 
 from tandem.decode.model_runner import ModelRunner, why_other_logits
-from tandem.decode.recording.recorded_graph import record_step
-from tandem.decode.recording.replay import ReplayedStep
 from tandem.decode.slots import MAX_STEP_TOKENS, CachedSlotPool
 from tandem.experts.tracing.events import unheard
 from tandem.foreign_types import PreTrainedModel
@@ -25,6 +23,8 @@ from tandem.kernels.attention import Segment
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
 from tandem.kv_cache.cpu import KvCache
 from tandem.kv_cache.moving import put_in, take_out
+from tandem.recording.recorded_graph import record_step
+from tandem.recording.replay import ReplayedStep
 
 # Fused operations may round the last digit of bf16 differently, and near ties of a router flip.
 _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}

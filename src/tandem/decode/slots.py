@@ -13,9 +13,9 @@ from torch import Tensor
 from tandem.core.errors import ExecutionError, UnsupportedModelError
 from tandem.decode.images import ImagePrompt, SlotImages, why_no_slot_images
 from tandem.decode.model_runner import ModelRunner
-from tandem.decode.recording.replay import ReplayedStep
 from tandem.hf.finite import require_finite_logits
 from tandem.kv_cache.base import SlotCache
+from tandem.recording.replay import ReplayedStep
 
 _Cache = TypeVar("_Cache", bound=SlotCache)
 

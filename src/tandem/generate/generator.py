@@ -20,7 +20,6 @@ from tandem.decode.cpu_slots import CpuSlotPool, why_no_cpu_slots
 from tandem.decode.cuda.slots import new_cuda_slot_pool, why_no_cuda_slots
 from tandem.decode.images import ImagePrompt, require_images, why_no_slot_images
 from tandem.decode.padded import PaddedSlotPool
-from tandem.decode.recording.recorded_graph import RecordedGraph
 from tandem.decode.slots import MAX_STEP_TOKENS, SlotPool
 from tandem.foreign_types import PreTrainedModel, Tokenizer
 from tandem.generate.answer import Answer
@@ -42,6 +41,7 @@ from tandem.hf.runtime import runtime_of
 from tandem.hf.trial_notes import TrialNote
 from tandem.kernels.attention import require_kv_dtype
 from tandem.kernels.dense import CpuThreads
+from tandem.recording.recorded_graph import RecordedGraph
 
 # Text to continue, a conversation for the chat template, token ids, or what a processor wrote.
 Prompt = str | Sequence[Mapping[str, object]] | Sequence[int] | Tensor | ImagePrompt

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from tandem.decode.recording.replay import ReplayedStep
 from tandem.experts.execution.executor import Executor
 from tandem.experts.tracing.events import unheard
 from tandem.hf.opaque_calls import intercepted
 from tandem.kernels.torch_private import end_allocation_to_pool
+from tandem.recording.replay import ReplayedStep
 
 # How far replayed logits may be off: experts on the GPU and on the CPU round differently, and plans
 # change.

@@ -18,13 +18,13 @@ from tandem.decode.cuda.attention import decode_kernels
 from tandem.decode.cuda.graphs import TOLERANCES, Capture, CudaCapture, new_graphed_step
 from tandem.decode.cuda.resident_layers import GraphedLayers, graphed_layers
 from tandem.decode.model_runner import ModelRunner, why_other_logits
-from tandem.decode.recording.replay import ReplayedStep
 from tandem.decode.slots import MAX_STEP_TOKENS, CachedSlotPool
 from tandem.experts.cache.expert_cache import SHRINK
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.opaque_calls import intercepted
 from tandem.kernels.attention import Segment
 from tandem.kv_cache.cuda import StaticKvCache, on_its_way
+from tandem.recording.replay import ReplayedStep
 
 MakeCapture = Callable[[], Capture]
 

@@ -2,7 +2,7 @@
 
 Pinned in `native_operations.json`: how many calls a step makes (native programs, and operations
 that are left to torch), and how often it has each operation, native or not. Written again by
-`pytest tests/decode/test_native_operations.py --write-docs`; its diff is what to look at.
+`pytest tests/recording/test_native_operations.py --write-docs`; its diff is what to look at.
 """
 
 import json
@@ -15,8 +15,8 @@ import pytest
 import transformers
 
 import tandem
-from tandem.decode.recording.coverage import coverage_of
 from tandem.generate.generator import Generator
+from tandem.recording.coverage import coverage_of
 from tests.architectures import architectures, build_tiny_model
 from tests.generate.test_architectures import (
     NOT_GENERATING_UPSTREAM,
@@ -25,7 +25,7 @@ from tests.generate.test_architectures import (
 )
 
 TABLE = Path(__file__).with_name("native_operations.json")
-COMMAND = "pytest tests/decode/test_native_operations.py --write-docs"
+COMMAND = "pytest tests/recording/test_native_operations.py --write-docs"
 ARCHITECTURES = sorted(
     set(architectures()) - NOT_TOKEN_BY_TOKEN - NOT_GENERATING_UPSTREAM - ON_THEIR_OWN_CACHES
 )

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.decode.recording.fusion.graph import Found, Graph, other
-from tandem.decode.recording.program import NativeCall, require_contiguous
-from tandem.decode.recording.recorder import NotRecordableError, Operation, Ref
 from tandem.kernels import _native
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
+from tandem.recording.fusion.graph import Found, Graph, other
+from tandem.recording.program import NativeCall, require_contiguous
+from tandem.recording.recorder import NotRecordableError, Operation, Ref
 
 
 def find_rotaries(graph: Graph, threads: CpuThreads) -> Iterator[Found]:

@@ -5,16 +5,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.decode.recording.fusion.graph import Graph
-from tandem.decode.recording.fusion.views import (
+from tandem.kernels import _native
+from tandem.recording.fusion.graph import Graph
+from tandem.recording.fusion.views import (
     ELEMENT_TYPES,
     FLOAT_DTYPES,
     WRITTEN_DTYPES,
     Small,
     add_combination,
 )
-from tandem.decode.recording.recorder import Operation, Ref
-from tandem.kernels import _native
+from tandem.recording.recorder import Operation, Ref
 
 # In the order of ElementwiseKind in C++, by torch's names.
 _ONE = (

@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
-from tandem.decode.recording.program import NativeCall, memory_of
-from tandem.decode.recording.recorder import Operation, Ref
 from tandem.kernels.torch_private import tree_map
+from tandem.recording.program import NativeCall, memory_of
+from tandem.recording.recorder import Operation, Ref
 
 _RANDOM = ("rand", "bernoulli", "multinomial", "dropout", "normal", "exponential", "uniform")
 

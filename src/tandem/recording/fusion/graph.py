@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from tandem.decode.recording.program import memory_of
-from tandem.decode.recording.recorder import Operation, Ref
+from tandem.recording.program import memory_of
+from tandem.recording.recorder import Operation, Ref
 
 
 class Found(NamedTuple):

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import TandemWarning
-from tandem.decode.recording.recorder import NotRecordableError
 from tandem.experts.execution.executor import Executor
 from tandem.experts.tracing.events import unheard
+from tandem.recording.recorder import NotRecordableError
 
 # In a row, and a recording is trusted; one, where steps of another size have come to be.
 _EQUAL_STEPS = 3

@@ -5,9 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.decode.recording.fusion.elementwise import KINDS, are_floats
-from tandem.decode.recording.fusion.graph import Graph
-from tandem.decode.recording.fusion.views import (
+from tandem.kernels import _native
+from tandem.recording.fusion.elementwise import KINDS, are_floats
+from tandem.recording.fusion.graph import Graph
+from tandem.recording.fusion.views import (
     MAX_DIMENSIONS,
     Four,
     Small,
@@ -18,9 +19,8 @@ from tandem.decode.recording.fusion.views import (
     number_view,
     view_of,
 )
-from tandem.decode.recording.program import require_contiguous
-from tandem.decode.recording.recorder import Operation, Ref
-from tandem.kernels import _native
+from tandem.recording.program import require_contiguous
+from tandem.recording.recorder import Operation, Ref
 
 # As C++ takes an index: address, strides, and the number and distance of the places.
 _Index = tuple[int, Four, int, int]

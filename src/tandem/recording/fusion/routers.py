@@ -5,13 +5,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from tandem.decode.recording.fusion.graph import Found, Graph
-from tandem.decode.recording.program import NativeCall, require_contiguous
-from tandem.decode.recording.recorder import Operation, Ref
 from tandem.hf.opaque_calls import DENSE
 from tandem.kernels import _native
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads, pack_dense
 from tandem.kernels.formats.weight_format import find_format
+from tandem.recording.fusion.graph import Found, Graph
+from tandem.recording.program import NativeCall, require_contiguous
+from tandem.recording.recorder import Operation, Ref
 
 # Their copy in packed form costs no memory worth speaking of.
 _SMALL_WEIGHTS = 1 << 21

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.decode.recording.fusion.graph import Found, Graph
-from tandem.decode.recording.fusion.routers import takes_largest
-from tandem.decode.recording.program import NativeCall, require_contiguous
-from tandem.decode.recording.recorder import Operation
 from tandem.kernels import _native
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
+from tandem.recording.fusion.graph import Found, Graph
+from tandem.recording.fusion.routers import takes_largest
+from tandem.recording.program import NativeCall, require_contiguous
+from tandem.recording.recorder import Operation
 
 
 class _Groups(NamedTuple):

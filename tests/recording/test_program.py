@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.decode.recording.program import NativeCall
-from tandem.decode.recording.recorded_graph import RecordedGraph
-from tandem.decode.recording.recorder import Recorder
 from tandem.hf.dense import PackedLinear
 from tandem.kernels.dense import pack_dense
 from tandem.kernels.formats.weight_format import find_format
+from tandem.recording.program import NativeCall
+from tandem.recording.recorded_graph import RecordedGraph
+from tandem.recording.recorder import Recorder
 from tests.threads import two_threads
 
 pytestmark = pytest.mark.every_isa

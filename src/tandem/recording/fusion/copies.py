@@ -5,16 +5,16 @@ from typing import Any
 
 from torch import Tensor
 
-from tandem.decode.recording.fusion.elementwise import KINDS
-from tandem.decode.recording.fusion.graph import Graph
-from tandem.decode.recording.fusion.views import (
+from tandem.kernels import _native
+from tandem.recording.fusion.elementwise import KINDS
+from tandem.recording.fusion.graph import Graph
+from tandem.recording.fusion.views import (
     ELEMENT_TYPES,
     WRITTEN_DTYPES,
     Small,
     add_combination,
 )
-from tandem.decode.recording.recorder import Operation, Ref
-from tandem.kernels import _native
+from tandem.recording.recorder import Operation, Ref
 
 _COPY = KINDS["copy"]
 _LAYOUTS = ("reshape", "flatten", "contiguous", "clone", "_unsafe_view", "repeat")

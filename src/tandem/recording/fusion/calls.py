@@ -6,12 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.decode.recording.fusion.elementwise import are_floats
-from tandem.decode.recording.fusion.graph import Found, Graph
-from tandem.decode.recording.fusion.views import NO_VIEW, view_of
-from tandem.decode.recording.program import NativeCall, require_contiguous
-from tandem.decode.recording.recorder import Operation
-from tandem.decode.routed import routed_call
 from tandem.hf.opaque_calls import ATTENTION, DENSE, EXPERTS, SELECTION, STATES
 from tandem.kernels import _native
 from tandem.kernels.attention import CachedAttention, selected_arguments
@@ -19,6 +13,12 @@ from tandem.kernels.dense import CpuThreads, DenseWeight
 from tandem.kernels.recurrent import LayerState, StateTokens
 from tandem.kv_cache.cpu import KvCache
 from tandem.kv_cache.index_keys import NewIndexKeys
+from tandem.recording.fusion.elementwise import are_floats
+from tandem.recording.fusion.graph import Found, Graph
+from tandem.recording.fusion.views import NO_VIEW, view_of
+from tandem.recording.program import NativeCall, require_contiguous
+from tandem.recording.recorder import Operation
+from tandem.recording.routed import routed_call
 
 _MAX_MATRICES = 8  # of one call
 

@@ -5,18 +5,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.decode.recording.fusion.elementwise import are_floats
-from tandem.decode.recording.fusion.graph import Graph
-from tandem.decode.recording.fusion.routers import takes_largest
-from tandem.decode.recording.fusion.views import (
+from tandem.kernels import _native
+from tandem.recording.fusion.elementwise import are_floats
+from tandem.recording.fusion.graph import Graph
+from tandem.recording.fusion.routers import takes_largest
+from tandem.recording.fusion.views import (
     MAX_DIMENSIONS,
     Small,
     dense_of,
     in_four,
     view_of,
 )
-from tandem.decode.recording.recorder import Operation, Ref
-from tandem.kernels import _native
+from tandem.recording.recorder import Operation, Ref
 
 # The numbers of ReductionKind in C++.
 _KINDS = {"sum": 0, "mean": 1, "amax": 2, "amin": 3, "max": 2, "min": 3, "linalg_vector_norm": 4}

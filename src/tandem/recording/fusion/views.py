@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.decode.recording.recorder import NotRecordableError, Ref
 from tandem.kernels import _native
+from tandem.recording.recorder import NotRecordableError, Ref
 
 # The numbers of ElementType in C++.
 ELEMENT_TYPES = {

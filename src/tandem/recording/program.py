@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.decode.recording.recorder import NotRecordableError, Operation, Ref
 from tandem.kernels import _native
 from tandem.kernels.dense import CpuThreads
 from tandem.kernels.torch_private import operator_schema, tree_map
+from tandem.recording.recorder import NotRecordableError, Operation, Ref
 
 _GRANULE_BYTES = 64  # a line of the cache
 

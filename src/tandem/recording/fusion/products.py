@@ -2,17 +2,17 @@
 
 from torch import Tensor
 
-from tandem.decode.recording.fusion.elementwise import KINDS, are_floats
-from tandem.decode.recording.fusion.graph import Graph
-from tandem.decode.recording.fusion.views import (
+from tandem.kernels import _native
+from tandem.recording.fusion.elementwise import KINDS, are_floats
+from tandem.recording.fusion.graph import Graph
+from tandem.recording.fusion.views import (
     MAX_DIMENSIONS,
     Small,
     add_combination,
     in_four,
     view_of,
 )
-from tandem.decode.recording.recorder import Operation, Ref
-from tandem.kernels import _native
+from tandem.recording.recorder import Operation, Ref
 
 # Values of the second matrix. Larger ones are worth a packed form, or torch's own order of reading.
 _MOST_VALUES = 1 << 21

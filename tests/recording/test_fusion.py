@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.decode.recording.recorded_graph import RecordedGraph
 from tandem.hf.dense import PackedLinear
 from tandem.kernels.dense import pack_dense
 from tandem.kernels.formats.weight_format import find_format
-from tests.decode.test_program import norm, recorded_graph_of
+from tandem.recording.recorded_graph import RecordedGraph
+from tests.recording.test_program import norm, recorded_graph_of
 from tests.threads import two_threads
 
 pytestmark = pytest.mark.every_isa

@@ -9,26 +9,26 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
-from tandem.decode.recording.fusion.calls import (
+from tandem.kernels.dense import CpuThreads
+from tandem.recording.fusion.calls import (
     find_attentions,
     find_dense_groups,
     find_experts,
     find_selections,
     find_states,
 )
-from tandem.decode.recording.fusion.graph import Found, Graph
-from tandem.decode.recording.fusion.norms import find_norms
-from tandem.decode.recording.fusion.ranked_choices import find_ranked_choices
-from tandem.decode.recording.fusion.repeats import without_repeats
-from tandem.decode.recording.fusion.rotary import find_pair_rotaries, find_rotaries
-from tandem.decode.recording.fusion.routers import (
+from tandem.recording.fusion.graph import Found, Graph
+from tandem.recording.fusion.norms import find_norms
+from tandem.recording.fusion.ranked_choices import find_ranked_choices
+from tandem.recording.fusion.repeats import without_repeats
+from tandem.recording.fusion.rotary import find_pair_rotaries, find_rotaries
+from tandem.recording.fusion.routers import (
     find_choices,
     find_choices_first,
     find_small_linears,
 )
-from tandem.decode.recording.fusion.small import find_small
-from tandem.decode.recording.recorder import Operation
-from tandem.kernels.dense import CpuThreads
+from tandem.recording.fusion.small import find_small
+from tandem.recording.recorder import Operation
 
 _FINDERS: tuple[Callable[[Graph, CpuThreads], Iterator[Found]], ...] = (
     find_norms,

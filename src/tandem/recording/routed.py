@@ -10,11 +10,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tandem.decode.recording.program import NativeCall, Report, require_contiguous
 from tandem.experts.execution.batch import ExpertFunctions, RoutedCall
 from tandem.experts.execution.executor import DirectCall, Executor
 from tandem.kernels import _native
 from tandem.kernels.dense import CpuThreads
+from tandem.recording.program import NativeCall, Report, require_contiguous
 
 
 def routed_call(

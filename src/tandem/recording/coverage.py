@@ -7,8 +7,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tandem.decode.recording.program import NativeCall
-from tandem.decode.recording.recorded_graph import RecordedGraph
+from tandem.recording.program import NativeCall
+from tandem.recording.recorded_graph import RecordedGraph
 
 _PROFILE_RUNS = 5
 _NAMED_OPERATIONS = 5  # the others are added up

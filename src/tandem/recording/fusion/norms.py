@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.decode.recording.fusion.graph import Found, Graph, other
-from tandem.decode.recording.program import NativeCall
-from tandem.decode.recording.recorder import NotRecordableError, Operation, Ref
 from tandem.kernels import _native
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
 from tandem.kernels.rows import row_stride
+from tandem.recording.fusion.graph import Found, Graph, other
+from tandem.recording.program import NativeCall
+from tandem.recording.recorder import NotRecordableError, Operation, Ref
 
 _CASTS = ("to", "type_as", "_to_copy")
 

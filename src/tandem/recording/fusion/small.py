@@ -5,16 +5,16 @@ Else it would cut a program in two.
 
 from collections.abc import Callable, Iterator
 
-from tandem.decode.recording.fusion.copies import match_copy
-from tandem.decode.recording.fusion.elementwise import match_cast, match_elementwise
-from tandem.decode.recording.fusion.graph import Found, Graph
-from tandem.decode.recording.fusion.lookups import match_lookup
-from tandem.decode.recording.fusion.products import match_product
-from tandem.decode.recording.fusion.reductions import match_reduction
-from tandem.decode.recording.fusion.views import Small
-from tandem.decode.recording.program import NativeCall
-from tandem.decode.recording.recorder import Operation
 from tandem.kernels.dense import CpuThreads
+from tandem.recording.fusion.copies import match_copy
+from tandem.recording.fusion.elementwise import match_cast, match_elementwise
+from tandem.recording.fusion.graph import Found, Graph
+from tandem.recording.fusion.lookups import match_lookup
+from tandem.recording.fusion.products import match_product
+from tandem.recording.fusion.reductions import match_reduction
+from tandem.recording.fusion.views import Small
+from tandem.recording.program import NativeCall
+from tandem.recording.recorder import Operation
 
 _MATCHES: tuple[Callable[[Graph, Operation], Small | None], ...] = (
     match_elementwise,

@@ -3,7 +3,7 @@
 Of a step's 4,000 operations most are views and small arithmetic, which the model's Python code
 calls through modules, wrappers and checks. The recorded graph calls them directly, leaves out
 what nobody reads, computes once what never changes, frees each tensor after its last use, and
-hands what is native to programs (`tandem.decode.recording.program`).
+hands what is native to programs (`tandem.recording.program`).
 """
 
 import math
@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.decode.recording.fusion import fuse
-from tandem.decode.recording.program import NativeCall, Places, compile_program, memory_of
-from tandem.decode.recording.recorder import Operation, Recorder, Recording, Ref
 from tandem.kernels.dense import CpuThreads
+from tandem.recording.fusion import fuse
+from tandem.recording.program import NativeCall, Places, compile_program, memory_of
+from tandem.recording.recorder import Operation, Recorder, Recording, Ref
 
 # Public functions that do what an ATen overload does with the same positional arguments, and cost
 # a third of calling the overload.

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.decode.test_program import recorded_graph_of
+from tests.recording.test_program import recorded_graph_of
 
 pytestmark = pytest.mark.every_isa
 
