@@ -128,9 +128,9 @@ def test_nothing_is_captured_again_when_a_text_or_the_cache_grows(
     launches: list[tuple[Any, ...]] = []
 
     class Noting(triton_attention.DecodeAttention):  # type: ignore[misc, name-defined]
-        def attend(self, form: AttentionForm, where: Tensor, *args: Any, **more: Any) -> Tensor:
+        def __call__(self, form: AttentionForm, where: Tensor, *args: Any) -> Tensor:
             launches.append((form, where.data_ptr(), args[0].data_ptr(), args[0].shape))
-            result: Tensor = super().attend(form, where, *args, **more)
+            result: Tensor = super().__call__(form, where, *args)
             return result
 
     cache = StaticKvCache(1, 1, CPU, kernels=Noting(4))
@@ -152,7 +152,7 @@ def test_nothing_is_captured_again_when_a_text_or_the_cache_grows(
 
 def test_the_compiler_takes_the_kernels_for_every_gpu_with_matrix_units() -> None:
     gpus = ["80", "86", "89", "90", "120"]
-    results = compiler_says("tests.kernels.compile_triton_attention", *gpus)
+    results = compiler_says("tests.kernels.compile_triton_steps", *gpus)
     assert {str(result["sm"]) for result in results} == set(gpus)
     for result in results:
         assert result["shared_bytes"] <= SHARED_KIB[result["sm"]] * 1024, result

@@ -149,8 +149,8 @@ class StaticKvCache(SlotCache):
         count = self._count
         slots, positions = self._slots[:count], self.positions[:count]
         if self._kernels is not None:
-            self._kernels.store(layer.where, positions, key, value, layer.kind)
-            return self._kernels.attend(form, layer.where, positions, query, sinks, layer.kind)
+            tokens = (query, key, value)
+            return self._kernels(form, layer.where, positions, *tokens, sinks, layer.kind)
         layer.store(slots, positions, key.transpose(0, 1), value.transpose(0, 1))
         keys, values = layer.read(slice(count), self.attended_length, query.dtype)
         group = form.num_heads // form.num_kv_heads

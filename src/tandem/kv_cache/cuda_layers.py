@@ -27,21 +27,21 @@ _INVENTED_SPREAD = 0.1
 class DecodeKernels(Protocol):
     """Attention of decode steps: see `kernels.triton.decode_attention.DecodeAttention`."""
 
-    def store(
-        self, where: Tensor, positions: Tensor, key: Tensor, value: Tensor, kind: str
-    ) -> None:
-        """Append a token to each of the first slots."""
-
-    def attend(
+    def __call__(
         self,
         form: AttentionForm,
         where: Tensor,
         positions: Tensor,
         query: Tensor,
+        key: Tensor,
+        value: Tensor,
         sinks: Tensor | None,
         kind: str,
     ) -> Tensor:
-        """Return (slots, heads, value_dim)."""
+        """Append a token (heads, slots, dim) to each of the first slots and attend.
+
+        Returns (slots, heads, value_dim).
+        """
 
 
 def stored_dtype(kv_dtype: str, dtype: torch.dtype) -> torch.dtype:

@@ -8,7 +8,8 @@ hands what is native to programs (`tandem.recording.program`).
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,6 +58,9 @@ _DIRECT: dict[str, Callable[..., object]] = {
 }
 
 
+# Returns operations with groups replaced, given them, the tensors, and which of these never change.
+Fusing = Callable[[list[Operation], list[Tensor], set[int]], list[Operation]]
+
 # Operations without a tensor among their arguments that give the same each time.
 _SAME_EACH_TIME = {"arange", "zeros", "ones", "full", "scalar_tensor"}
 
@@ -70,10 +74,12 @@ class RecordedGraph:
         result: Tensor,
         inputs: Iterable[Tensor],
         threads: CpuThreads | None = None,
+        *,
+        fusing: Fusing | None = None,
     ) -> None:
         """Compile a recording whose `inputs` change between runs; `result` is what it returns.
 
-        With `threads`, what the kernels know is native.
+        With `threads`, what the kernels know is native; `fusing` replaces groups otherwise.
         """
         self._operations = _live(recording.operations, recording.ref(result))
         changing = {recording.ref(x).number for x in inputs if _is_among(x, recording.tensors)}
@@ -81,8 +87,10 @@ class RecordedGraph:
             self._operations, recording, changing | recording.produced
         )
         if threads is not None:
+            fusing = partial(fuse, threads=threads)
+        if fusing is not None:
             fixed = set(constants) - changing
-            self._operations = fuse(self._operations, recording.tensors, fixed, threads)
+            self._operations = fusing(self._operations, recording.tensors, fixed)
         self._places = Places(self._operations, recording.tensors, constants, recording.ref(result))
         self._result = recording.ref(result)
         self._shapes = [tuple(tensor.shape) for tensor in recording.tensors]
@@ -95,6 +103,11 @@ class RecordedGraph:
     def num_calls(self) -> int:
         """Calls that a run makes: programs, and operations that are none's."""
         return len(_parts(self._operations, self._places, are_apart=False))
+
+    @property
+    def operations(self) -> Sequence[Operation]:
+        """What a run does, in order."""
+        return self._operations
 
     @property
     def place_bytes(self) -> int:

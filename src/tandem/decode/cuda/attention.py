@@ -49,7 +49,7 @@ def _try(kernels: DecodeKernels, device: torch.device) -> None:
     layer = LayerMemory(_TRIED, 1, 16, torch.float16, zeros)
     positions = torch.zeros(1, dtype=torch.int64, device=device)
     query = torch.ones(2, 1, 64, dtype=torch.float16, device=device)
-    kernels.store(layer.where, positions, query[:1], query[:1], layer.kind)
-    out = kernels.attend(_TRIED, layer.where, positions, query, None, layer.kind)
+    token = (query, query[:1], query[:1])
+    out = kernels(_TRIED, layer.where, positions, *token, None, layer.kind)
     if not torch.equal(out, torch.ones_like(out)):
         raise RuntimeError("it gives other numbers than torch")

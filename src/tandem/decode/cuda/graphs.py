@@ -11,16 +11,24 @@ segment, experts, segment, experts, to the end. Everything lies at addresses tha
 import contextlib
 import gc
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+<<<<<<< HEAD
+=======
+from tandem.core.errors import TandemWarning
+from tandem.decode.recording.recorded_graph import Fusing, RecordedGraph
+from tandem.decode.recording.recorder import NotRecordableError, Recorder
+from tandem.decode.recording.replay import ReplayedStep
+>>>>>>> 582809f (decode: a step on a GPU is recorded first, and captured in fewer kernels)
 from tandem.experts.execution.executor import Executor
 from tandem.experts.tracing.events import unheard
-from tandem.hf.opaque_calls import intercepted
+from tandem.hf.opaque_calls import EXPERTS, intercepted, opaque
 from tandem.kernels.torch_private import end_allocation_to_pool
 from tandem.recording.replay import ReplayedStep
 
@@ -205,6 +213,39 @@ class _GraphBreaker:
         return result
 
 
+class _PaddedRecorder(Recorder):
+    """Records a step for a capture: its experts stay opaque calls, which a capture meets again."""
+
+    def __init__(self, pad: Pad) -> None:
+        super().__init__()
+        self._pad = pad
+
+    def call(self, kind: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if kind != EXPERTS:
+            return super().call(kind, function, args)
+        self._is_paused = True
+        try:
+            result = function(*_padded(args, self._pad))
+        finally:
+            self._is_paused = False
+        again = partial(opaque, kind, function)
+        self._note(again, kind, args, {}, result, has_effects=True)
+        return result
+
+
+def recorded_for_capture(
+    step: Callable[[], Tensor], inputs: Sequence[Tensor], fusing: Fusing, pad: Pad
+) -> RecordedGraph:
+    """Do a step that reads `inputs`; return it as a function of fewer, larger operations.
+
+    Raises `NotRecordableError` for a step that reads tensors' values in Python.
+    """
+    recorder = _PaddedRecorder(pad)
+    with recorder:
+        result = step()
+    return RecordedGraph(recorder.recording, result, inputs, fusing=fusing)
+
+
 def _padded(args: tuple[Any, ...], pad: Pad) -> tuple[Any, ...]:
     layer, hidden, index, weights, functions = args
     return layer, hidden, pad(index), weights, functions
@@ -253,9 +294,12 @@ def new_graphed_step(
     executor: Executor | None = None,
     make_room: Callable[[], bool] = lambda: False,
     deferring: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    record_first: Callable[[], Callable[[], Tensor]] | None = None,
     why_not: str | None = None,
 ) -> ReplayedStep:
     """Return a decode step that is captured the first time; `step` is the model's own code.
+
+    `record_first` does it and returns it in fewer operations, which are captured in its place.
 
     `find_resident` is asked at the capture: what it finds holds as long as the segments. Rows
     without a token choose no expert, by `pad`. Replays run inside `deferring`: what experts leave
@@ -269,7 +313,10 @@ def new_graphed_step(
     def record() -> tuple[Tensor, CapturedStep]:
         expected = plain().clone()
         with unheard(executor):
-            segments, result = _captured(step, make_capture(), find_resident(), pad)
+            capture = partial(
+                _captured, make_capture=make_capture, resident=find_resident(), pad=pad
+            )
+            segments, result = _shortest(step, record_first, capture)
         return expected, CapturedStep(segments, result, deferring)
 
     return ReplayedStep(
@@ -278,13 +325,44 @@ def new_graphed_step(
     )  # fmt: skip
 
 
+# A step's segments, with what comes after each, and the tensor of its result.
+Captured = tuple[list[tuple[Graph, GraphBreak | None]], Tensor]
+
+
+def _shortest(
+    step: Callable[[], Tensor],
+    record_first: Callable[[], Callable[[], Tensor]] | None,
+    capture: Callable[[Callable[[], Tensor]], Captured],
+) -> Captured:
+    """Capture a step in fewer operations if it can be had so, else as the model does it."""
+    if record_first is not None:
+        try:
+            return capture(record_first())
+        except NotRecordableError:
+            pass
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # Triton's compilers and tools raise what they like
+            first_line = str(error).partition("\n")[0]
+            warnings.warn(
+                f"decode steps are captured with more kernels than need be: {first_line}",
+                TandemWarning,
+                stacklevel=2,
+            )
+    return capture(step)
+
+
 def _captured(
-    step: Callable[[], Tensor], capture: Capture, resident: Resident | None, pad: Pad
-) -> tuple[list[tuple[Graph, GraphBreak | None]], Tensor]:
-    """Capture a step; return its segments and the tensor of its result.
+    step: Callable[[], Tensor],
+    make_capture: Callable[[], Capture],
+    resident: Resident | None,
+    pad: Pad,
+) -> Captured:
+    """Capture a step.
 
     It runs once before, which makes what is made lazily: masks, compiled kernels, workspaces.
     """
+    capture = make_capture()
     with intercepted(_DryRun(capture, resident, pad)), capture.waits(allowed=False):
         step()
     breaker = _GraphBreaker(capture, resident, pad)

@@ -15,7 +15,14 @@ from torch import Tensor
 
 from tandem.core.errors import CapacityError
 from tandem.decode.cuda.attention import decode_kernels
-from tandem.decode.cuda.graphs import TOLERANCES, Capture, CudaCapture, new_graphed_step
+from tandem.decode.cuda.fusion import fuse_for_gpu
+from tandem.decode.cuda.graphs import (
+    TOLERANCES,
+    Capture,
+    CudaCapture,
+    new_graphed_step,
+    recorded_for_capture,
+)
 from tandem.decode.cuda.resident_layers import GraphedLayers, graphed_layers
 from tandem.decode.model_runner import ModelRunner, why_other_logits
 from tandem.decode.slots import MAX_STEP_TOKENS, CachedSlotPool
@@ -24,7 +31,11 @@ from tandem.foreign_types import PreTrainedModel
 from tandem.hf.opaque_calls import intercepted
 from tandem.kernels.attention import Segment
 from tandem.kv_cache.cuda import StaticKvCache, on_its_way
+<<<<<<< HEAD
 from tandem.recording.replay import ReplayedStep
+=======
+from tandem.kv_cache.cuda_layers import DecodeKernels
+>>>>>>> 582809f (decode: a step on a GPU is recorded first, and captured in fewer kernels)
 
 MakeCapture = Callable[[], Capture]
 
@@ -57,15 +68,18 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
         capacity: int = 0,
         make_capture: MakeCapture | None = None,
         kv_dtype: str = "auto",
+        find_kernels: Callable[[torch.device], DecodeKernels | None] = decode_kernels,
     ) -> None:
         """Make slots with room for `capacity` tokens each; they grow.
 
-        `kv_dtype` is what keys and values are kept in. Without `make_capture` steps run as they
+        `kv_dtype` is what keys and values are kept in, `find_kernels` returns what attends on a
+        device. Without `make_capture` steps run as they
         are. Raises `NotInSlotsError` for a model that keeps more than keys and values.
         """
+        self._kernels = find_kernels(model.device)
         cache = StaticKvCache(
             num_slots, max(1, capacity), model.device, self._make_room,
-            kv_dtype=kv_dtype, kernels=decode_kernels(model.device),
+            kv_dtype=kv_dtype, kernels=self._kernels,
         )  # fmt: skip
         super().__init__(ModelRunner(model, cache), cache)
         self._device, self._make_capture = model.device, make_capture
@@ -210,6 +224,10 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
             resident[:] = [] if layers is None else [layers]
             return layers
 
+        def record_first() -> Callable[[], Tensor]:
+            inputs = (ids, positions, is_idle, self.cache.positions)
+            return recorded_for_capture(run, inputs, fuse_for_gpu, pad).run
+
         has_replay = self._make_capture is not None
         replayed = new_graphed_step(
             run,
@@ -220,6 +238,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
             executor=self._model.executor,
             make_room=self._make_room,
             deferring=self._deferring,
+            record_first=None if self._kernels is None else record_first,
             why_not=self._model.why_not_replayed(TOLERANCES, has_replay=has_replay),
         )
         return _Step(replayed, resident)

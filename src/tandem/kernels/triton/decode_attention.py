@@ -23,12 +23,59 @@ _JOINED_COLS = 64
 _MOST_ELEMENTS = 128 * 64
 
 
+@torch.library.custom_op("tandem::decode_attention", mutates_args=())
+def _append_and_attend(
+    where: Tensor,
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    kind: str,
+    scale: float,
+    softcap: float,
+    window: int,
+    num_processors: int,
+) -> Tensor:
+    """Do what `DecodeAttention.__call__` says; writes to memory that only `where` knows."""
+    form = AttentionForm(
+        num_heads=query.shape[0], num_kv_heads=key.shape[0], key_dim=key.shape[2],
+        value_dim=value.shape[2], scale=scale, softcap=softcap, window=window,
+    )  # fmt: skip
+    kernels = DecodeAttention(num_processors)
+    kernels.store(where, positions, key, value, kind)
+    return kernels.attend(form, where, positions, query, sinks, kind)
+
+
 class DecodeAttention:
-    """Attends by splitting the keys among as many programs as a GPU needs to be busy."""
+    """Attends by splitting the keys among as many programs as a GPU needs to be busy.
+
+    A step's part is one operation of torch, so that recordings and captures see it.
+    """
+
+    num_launches = 3
 
     def __init__(self, num_processors: int) -> None:
         """Launch for a GPU of so many processors."""
         self._num_processors = num_processors
+
+    def __call__(
+        self,
+        form: AttentionForm,
+        where: Tensor,
+        positions: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        kind: str,
+    ) -> Tensor:
+        """Append a token to each of the first slots and attend; see `store` and `attend`."""
+        result: Tensor = _append_and_attend(
+            where, positions, query, key, value, sinks, kind, form.scale, form.softcap, form.window,
+            self._num_processors,
+        )  # fmt: skip
+        return result
 
     def store(
         self, where: Tensor, positions: Tensor, key: Tensor, value: Tensor, kind: str

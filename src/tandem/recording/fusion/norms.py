@@ -1,6 +1,7 @@
 """Root mean square norms: square, mean, root, scaling, rounding and weight as one call."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,13 +17,22 @@ from tandem.recording.recorder import NotRecordableError, Operation, Ref
 _CASTS = ("to", "type_as", "_to_copy")
 
 
+# What a norm becomes, by its weight in fp32, epsilon, and whether it rounds before the weight.
+MakeNorm = Callable[[Tensor | None, float, bool], Callable[..., Any]]
+
+
 def find_norms(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
     """Find the norms around each reciprocal root."""
+    return norms_as(graph, partial(_norm_call, threads))
+
+
+def norms_as(graph: Graph, make: MakeNorm) -> Iterator[Found]:
+    """Find the norms; `make` returns what stands for one, a function of the rows."""
     for name in ("rsqrt", "pow"):
-        yield from graph.found_around(name, lambda root: _match_norm(graph, root, threads))
+        yield from graph.found_around(name, lambda root: _match_norm(graph, root, make))
 
 
-def _match_norm(graph: Graph, root: Operation, threads: CpuThreads) -> Found | None:
+def _match_norm(graph: Graph, root: Operation, make: MakeNorm) -> Found | None:
     if root.name == "pow" and root.args[1] != -0.5:
         return None
     shift = graph.made_by(root.args[0], "add")
@@ -46,7 +56,7 @@ def _match_norm(graph: Graph, root: Operation, threads: CpuThreads) -> Found | N
         end = _follow(graph, whole, source)
         if end is not None:
             whole, weight, rounds_first = end
-            call = _norm_call(threads, weight, float(shift.args[1]), rounds_first)
+            call = make(weight, float(shift.args[1]), rounds_first)
             fused = Operation(call, (source,), {}, whole[-1].outputs, "rms_norm", [source])
             return Found(whole, fused)
     return None

@@ -4,7 +4,8 @@ Halves are swapped: two slices, a negation, products and a sum. Neighbours are c
 that are multiplied by the rotary frequencies, as complex numbers of length 1.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,13 +17,21 @@ from tandem.recording.fusion.graph import Found, Graph, other
 from tandem.recording.program import NativeCall, require_contiguous
 from tandem.recording.recorder import NotRecordableError, Operation, Ref
 
+# What an embedding becomes, by the dimension that has the heads.
+MakeRotary = Callable[[int], Callable[..., Any]]
+
 
 def find_rotaries(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
     """Find the embeddings around each swap of halves."""
-    return graph.found_around("cat", lambda turned: _match_rotary(graph, turned, threads))
+    return rotaries_as(graph, partial(_rotary_call, threads))
 
 
-def _match_rotary(graph: Graph, turned: Operation, threads: CpuThreads) -> Found | None:
+def rotaries_as(graph: Graph, make: MakeRotary) -> Iterator[Found]:
+    """Find them; `make` returns what stands for one, a function of x, cosines and sines."""
+    return graph.found_around("cat", lambda turned: _match_rotary(graph, turned, make))
+
+
+def _match_rotary(graph: Graph, turned: Operation, make: MakeRotary) -> Found | None:
     parts = turned.args[0]
     if len(parts) != 2:
         return None
@@ -45,7 +54,7 @@ def _match_rotary(graph: Graph, turned: Operation, threads: CpuThreads) -> Found
     if heads is None:
         return None
     args = (source, cos, sin)
-    fused = Operation(_rotary_call(threads, heads), args, {}, total.outputs, "rotary", list(args))
+    fused = Operation(make(heads), args, {}, total.outputs, "rotary", list(args))
     return Found(chain, fused)
 
 

@@ -1,6 +1,8 @@
 """Routers: their small matrices, and the choice that follows the scores."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -53,8 +55,22 @@ def _is_exact_in_bf16(x: Tensor) -> bool:
     return x.dtype == torch.float32 and torch.equal(x.bfloat16().float(), x)
 
 
+class MakeChoice(Protocol):
+    """What a choice becomes: a function of the logits, which returns weights and index."""
+
+    def __call__(
+        self, top_k: int, scale: float, *, is_normalised: bool, dtype: torch.dtype
+    ) -> Callable[..., Any]:
+        """Take how many are chosen, what becomes of their weights, and the dtype of these."""
+
+
 def find_choices(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
     """Softmax, the largest, perhaps divided by their sum, perhaps scaled, perhaps rounded."""
+    return choices_as(graph, partial(_choice_call, threads))
+
+
+def choices_as(graph: Graph, make: MakeChoice) -> Iterator[Found]:
+    """Find them; `make` returns what stands for one."""
     for softmax in graph.operations:
         best = graph.only_user(softmax.outputs[0], "topk") if softmax.name == "softmax" else None
         if best is None or best.kwargs or not takes_largest(best):
@@ -68,11 +84,16 @@ def find_choices(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
             and graph.tensor(best.args[0]).dtype == torch.float32
         )
         if is_plain:
-            yield _fuse_choice(graph, softmax, best, threads)
+            yield _fuse_choice(graph, softmax, best, make)
 
 
 def find_choices_first(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
     """The largest, then softmax over these: softmax over all, divided by the sum of the chosen."""
+    return choices_first_as(graph, partial(_choice_call, threads))
+
+
+def choices_first_as(graph: Graph, make: MakeChoice) -> Iterator[Found]:
+    """Find them; `make` returns what stands for one."""
     for best in graph.operations:
         if best.name != "topk" or best.kwargs or not takes_largest(best):
             continue
@@ -85,7 +106,8 @@ def find_choices_first(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
         weights = softmax.outputs[0]
         if weights is None or graph.tensor(weights).dtype not in VALUE_DTYPES:
             continue
-        call = _choice_call(threads, best.args[1], 1.0, is_normalised=True)
+        dtype = graph.tensor(weights).dtype
+        call = make(best.args[1], 1.0, is_normalised=True, dtype=dtype)
         source, outputs = best.args[0], [weights, index]
         fused = Operation(call, (source,), {}, outputs, "topk", [source], returns_sequence=True)
         yield Found([best, softmax], fused)
@@ -98,7 +120,7 @@ def takes_largest(best: Operation, num_dimensions: int = 2) -> bool:
     return dim in (-1, num_dimensions - 1) and bool(is_largest)
 
 
-def _fuse_choice(graph: Graph, softmax: Operation, best: Operation, threads: CpuThreads) -> Found:
+def _fuse_choice(graph: Graph, softmax: Operation, best: Operation, make: MakeChoice) -> Found:
     chain, (values, index) = [softmax, best], best.outputs
     assert values is not None
     quotient = _division_by_sum(graph, values)
@@ -118,7 +140,8 @@ def _fuse_choice(graph: Graph, softmax: Operation, best: Operation, threads: Cpu
             chain.append(users[0])
             values = rounded
     source = softmax.args[0]
-    call = _choice_call(threads, best.args[1], scale, is_normalised=quotient is not None)
+    dtype = graph.tensor(values).dtype
+    call = make(best.args[1], scale, is_normalised=quotient is not None, dtype=dtype)
     fused = Operation(call, (source,), {}, [values, index], "topk", [source], returns_sequence=True)
     return Found(chain, fused)
 
@@ -137,7 +160,7 @@ def _division_by_sum(graph: Graph, values: Ref) -> list[Operation] | None:
 
 
 def _choice_call(
-    threads: CpuThreads, top_k: int, scale: float, *, is_normalised: bool
+    threads: CpuThreads, top_k: int, scale: float, *, is_normalised: bool, dtype: torch.dtype
 ) -> NativeCall:
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         (logits,), (weights, index) = inputs, outputs

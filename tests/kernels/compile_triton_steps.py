@@ -1,8 +1,8 @@
-"""Compiles decode attention for GPUs that are not here; prints what the compiler says, as JSON.
+"""Compiles what a decode step launches beside its experts, for GPUs that are not here.
 
-    python -m tests.kernels.compile_triton_attention 80 90    # capabilities
+    python -m tests.kernels.compile_triton_steps 80 90    # capabilities
 
-As `compile_triton`, of which it is a part: each case goes to one of the processors by turns.
+As `compile_triton`: prints JSON, and each case goes to one of the processors by turns.
 """
 
 import json
@@ -12,11 +12,14 @@ from typing import Any
 import torch
 
 from tandem.kernels.attention import AttentionForm
-from tandem.kernels.triton import attention
+from tandem.kernels.triton import attention, operations, small
 from tandem.kernels.triton.decode_attention import DecodeAttention
 from tests.kernels.compile_triton import Launch, noted_launches_of, result_of
 
-KERNELS = ((attention, ("store_token", "attend_parts", "join_parts")),)
+KERNELS = (
+    (attention, ("store_token", "attend_parts", "join_parts")),
+    (small, ("norm_rows", "add_and_norm_rows", "rotate_heads", "choose_experts")),
+)
 # Heads, KV heads, key and value dimensions, what lies in memory, dtype, window, sinks: as models
 # have them; of latents the values are a part of the keys.
 CASES = (
@@ -55,15 +58,36 @@ def launches_of(case: tuple[Any, ...]) -> list[Launch]:
     return launches
 
 
+def small_launches(hidden_size: int, head_dim: int, num_experts: int, top_k: int) -> list[Launch]:
+    """Return what stands between the matrices of a layer of two rows."""
+    launches = noted_launches_of(KERNELS)
+    hidden = torch.zeros(2, 1, hidden_size, dtype=torch.bfloat16)
+    heads, fewer = (torch.zeros(2, n, 1, head_dim, dtype=torch.bfloat16) for n in (8, 2))
+    table = torch.zeros(2, 1, head_dim, dtype=torch.bfloat16)
+    logits = torch.zeros(2, num_experts, dtype=torch.bfloat16)
+    operations.norm(hidden, torch.ones(hidden_size), 1e-6, True)
+    operations.norm(heads.transpose(1, 2), torch.ones(head_dim), 1e-6, True)
+    operations.add_and_norm(hidden, hidden, torch.ones(hidden_size), 1e-6, False)
+    operations.rotate(heads, table, table, 1)
+    operations.rotate_two(heads, fewer, table, table, 1)
+    operations.choose(logits, top_k, 1.0, True, torch.float32)
+    return launches
+
+
+SMALL = ((2048, 128, 128, 8), (2880, 64, 32, 4), (7168, 256, 512, 10), (2816, 256, 128, 8))
+
+
 def main() -> None:
     """Compile and print."""
     capabilities = [int(argument) for argument in sys.argv[1:]]
+    steps = [(str(case), launches_of(case)) for case in CASES]
+    steps += [(str(case), small_launches(*case)) for case in SMALL]
     print(
         json.dumps(
             [
-                result_of(str(case), launch, capabilities[number % len(capabilities)])
-                for number, case in enumerate(CASES)
-                for launch in launches_of(case)
+                result_of(case, launch, capabilities[number % len(capabilities)])
+                for number, (case, launches) in enumerate(steps)
+                for launch in launches
             ]
         )
     )

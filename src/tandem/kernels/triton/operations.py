@@ -1,0 +1,105 @@
+"""The kernels of `small` as operations of torch: what records or captures a step sees them.
+
+Each is one launch, checks nothing that costs time, and returns new tensors without gaps.
+"""
+
+import torch
+from torch import Tensor
+
+from tandem.kernels.rows import row_stride
+from tandem.kernels.triton import small
+
+_FEW_WARPS_WIDTH = 1024
+
+
+@torch.library.custom_op("tandem::norm", mutates_args=())
+def norm(x: Tensor, weight: Tensor | None, eps: float, rounds_first: bool) -> Tensor:
+    """Return the root mean square norm of x (..., n), whose rows lie evenly apart.
+
+    `weight` is (n,) fp32; `rounds_first` says that values are rounded before they meet it.
+    """
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    num_cols = x.shape[-1]
+    small.norm_rows[(x.numel() // num_cols,)](
+        x, x if weight is None else weight, out, row_stride(x), num_cols=num_cols,
+        width=_width(num_cols), eps=eps, has_weight=weight is not None, rounds_first=rounds_first,
+        num_warps=_warps(num_cols),
+    )  # fmt: skip
+    return out
+
+
+@torch.library.custom_op("tandem::add_and_norm", mutates_args=())
+def add_and_norm(
+    x: Tensor, other: Tensor, weight: Tensor | None, eps: float, rounds_first: bool
+) -> tuple[Tensor, Tensor]:
+    """Return x + other and the norm of it, both (..., n); see `norm`."""
+    total, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    num_cols = x.shape[-1]
+    small.add_and_norm_rows[(x.numel() // num_cols,)](
+        x, other, x if weight is None else weight, total, out, row_stride(x), row_stride(other),
+        num_cols=num_cols, width=_width(num_cols), eps=eps, has_weight=weight is not None,
+        rounds_first=rounds_first, num_warps=_warps(num_cols),
+    )  # fmt: skip
+    return total, out
+
+
+@torch.library.custom_op("tandem::rotate", mutates_args=())
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
+    """Return the rotary embedding of x (rows, ., ., dim), whose dimension `heads` has the heads.
+
+    The other one is of size 1; cos and sin have rows * dim elements.
+    """
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _rotate((x, x), cos, sin, (out, out), heads, num_others=0)
+    return out
+
+
+@torch.library.custom_op("tandem::rotate_two", mutates_args=())
+def rotate_two(
+    x: Tensor, other: Tensor, cos: Tensor, sin: Tensor, heads: int
+) -> tuple[Tensor, Tensor]:
+    """Return the embeddings of two tensors that differ in how many heads they have."""
+    out, other_out = (torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in (x, other))
+    _rotate((x, other), cos, sin, (out, other_out), heads, num_others=other.shape[heads])
+    return out, other_out
+
+
+def _rotate(
+    sources: tuple[Tensor, Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    targets: tuple[Tensor, Tensor],
+    heads: int,
+    *,
+    num_others: int,
+) -> None:
+    x, other = sources
+    num_rows, num_heads, dim = x.shape[0], x.shape[heads], x.shape[3]
+    small.rotate_heads[num_heads + num_others, num_rows](
+        x, other, cos, sin, *targets, x.stride(0), x.stride(heads), other.stride(0),
+        other.stride(heads), num_heads=num_heads, num_others=num_others, dim=dim,
+        width=_width(dim // 2), num_warps=1,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("tandem::choose", mutates_args=())
+def choose(
+    logits: Tensor, top_k: int, scale: float, is_normalised: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return weights in `dtype` and experts int64, (rows, top_k), of logits (rows, experts)."""
+    num_rows, num_experts = logits.shape
+    weights = torch.empty((num_rows, top_k), dtype=dtype, device=logits.device)
+    index = torch.empty((num_rows, top_k), dtype=torch.int64, device=logits.device)
+    small.choose_experts[(num_rows,)](
+        logits, weights, index, num_experts=num_experts, width=_width(num_experts), top_k=top_k,
+        is_normalised=is_normalised, scale=scale, num_warps=1 if num_experts <= 256 else 4,
+    )  # fmt: skip
+    return weights, index
+
+
+def _width(num_cols: int) -> int:
+    return max(16, 1 << (num_cols - 1).bit_length())
+
+
+def _warps(num_cols: int) -> int:
+    return 1 if num_cols <= _FEW_WARPS_WIDTH // 4 else 4 if num_cols <= 4096 else 8

@@ -1,0 +1,102 @@
+"""A captured step in fewer launches: the model's logits, on the twin, with interpreted kernels."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tandem
+from tandem.decode.cuda.fusion import fuse_for_gpu
+from tandem.decode.cuda.graphs import recorded_for_capture
+from tandem.decode.cuda.slots import CudaSlotPool
+from tandem.decode.padded import PaddedBatch
+from tandem.decode.recording.recorder import Operation
+from tandem.hf.opaque_calls import EXPERTS
+from tandem.kernels.torch_private import operator_schema
+from tests.decode.twin_capture import TwinCapture
+from tests.decode.whole_pool import WholePool
+from tests.hf.tiny import save_tiny_checkpoint
+from tests.inside import runtime_in
+from tests.kernels.interpreter import interpreted
+
+pytest.importorskip("triton")
+# While a twin captures, experts' results are whatever lies in memory.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+TOKENS = [50, 61, 72]
+PROMPTS = [[40, 41, 42]]
+# Norm (with the sum before it), three projections, two norms of heads, one rotary embedding, three
+# of attention, the output, the second norm, router and choice.
+MOST_LAUNCHES = 14
+_LAUNCHES = {"decode_attention": 3}
+
+
+@pytest.fixture(scope="module")
+def find_kernels() -> Iterator[Any]:
+    with interpreted():
+        from tandem.kernels.triton.decode_attention import DecodeAttention
+
+        yield lambda device: DecodeAttention(1)
+
+
+def load(directory: Path, name: str) -> Any:
+    return tandem.load(save_tiny_checkpoint(directory / name, name), dtype="float32")
+
+
+def logits_of(rows: Any) -> list[Tensor]:
+    return [rows.prefill().clone(), *(rows.decode([t] * len(PROMPTS)).clone() for t in TOKENS)]
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_a_step_in_fewer_launches_gives_the_models_logits(
+    tmp_path: Path, find_kernels: Any, name: str
+) -> None:
+    model = load(tmp_path, name)
+    pool = CudaSlotPool(model, 1, capacity=20, make_capture=TwinCapture, find_kernels=find_kernels)
+    rows = WholePool(pool, PROMPTS)
+    found = logits_of(rows)
+    assert rows.step.is_replaying, rows.step.why_not
+    assert rows.num_segments == len(runtime_in(model).store) + 1
+    for ours, theirs in zip(found, logits_of(PaddedBatch(model, PROMPTS, 0)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-4)
+
+
+def launches_of(operation: Operation) -> int:
+    """Return how many kernels an operation launches: none where its result is a view."""
+    schema = operator_schema(operation.function)
+    if schema is not None and any(r.alias_info is not None for r in schema.returns):
+        return 0
+    return _LAUNCHES.get(operation.name, 1)
+
+
+def layers_of(operations: Any) -> list[list[Operation]]:
+    """Return what lies between the experts of two layers, layer by layer."""
+    layers: list[list[Operation]] = [[]]
+    for operation in operations:
+        if operation.name == EXPERTS:
+            layers.append([])
+        else:
+            layers[-1].append(operation)
+    return layers[1:-1]
+
+
+def test_a_layer_of_qwen3_moe_is_few_launches_outside_its_experts(
+    tmp_path: Path, find_kernels: Any
+) -> None:
+    model = load(tmp_path, "qwen3_moe")
+    pool = CudaSlotPool(model, 1, capacity=20, find_kernels=find_kernels)
+    pool.prefill({0: PROMPTS[0]})
+    pool.cache.begin_decode([0], 1)
+    ids, positions = torch.tensor([[5]]), pool.cache.positions
+
+    def step() -> Tensor:
+        return pool._model.logits(ids, positions[:, None], 1)[:, -1]
+
+    with torch.inference_mode():
+        graph = recorded_for_capture(step, (ids, positions), fuse_for_gpu, lambda index: index)
+    (layer, *others) = layers_of(graph.operations)
+    names = [operation.name for operation in layer]
+    assert sum(map(launches_of, layer)) <= MOST_LAUNCHES, names
+    assert all(len(other) == len(layer) for other in others)
