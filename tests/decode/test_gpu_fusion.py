@@ -13,9 +13,9 @@ from tandem.decode.cuda.fusion import fuse_for_gpu
 from tandem.decode.cuda.graphs import recorded_for_capture
 from tandem.decode.cuda.slots import CudaSlotPool
 from tandem.decode.padded import PaddedBatch
-from tandem.decode.recording.recorder import Operation
 from tandem.hf.opaque_calls import EXPERTS
 from tandem.kernels.torch_private import operator_schema
+from tandem.recording.recorder import Operation
 from tests.decode.twin_capture import TwinCapture
 from tests.decode.whole_pool import WholePool
 from tests.hf.tiny import save_tiny_checkpoint

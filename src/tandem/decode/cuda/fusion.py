@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.decode.recording.fusion.graph import Found, Graph
-from tandem.decode.recording.fusion.norms import norms_as
-from tandem.decode.recording.fusion.rotary import rotaries_as
-from tandem.decode.recording.fusion.routers import choices_as, choices_first_as
-from tandem.decode.recording.recorder import Operation
 from tandem.kernels.dense import VALUE_DTYPES
 from tandem.kernels.rows import row_stride
+from tandem.recording.fusion.graph import Found, Graph
+from tandem.recording.fusion.norms import norms_as
+from tandem.recording.fusion.rotary import rotaries_as
+from tandem.recording.fusion.routers import choices_as, choices_first_as
+from tandem.recording.recorder import Operation
 
 
 @dataclass(frozen=True, slots=True, eq=False)

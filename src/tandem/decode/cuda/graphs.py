@@ -19,17 +19,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-<<<<<<< HEAD
-=======
 from tandem.core.errors import TandemWarning
-from tandem.decode.recording.recorded_graph import Fusing, RecordedGraph
-from tandem.decode.recording.recorder import NotRecordableError, Recorder
-from tandem.decode.recording.replay import ReplayedStep
->>>>>>> 582809f (decode: a step on a GPU is recorded first, and captured in fewer kernels)
 from tandem.experts.execution.executor import Executor
 from tandem.experts.tracing.events import unheard
 from tandem.hf.opaque_calls import EXPERTS, intercepted, opaque
 from tandem.kernels.torch_private import end_allocation_to_pool
+from tandem.recording.recorded_graph import Fusing, RecordedGraph
+from tandem.recording.recorder import NotRecordableError, Recorder
 from tandem.recording.replay import ReplayedStep
 
 # How far replayed logits may be off: experts on the GPU and on the CPU round differently, and plans

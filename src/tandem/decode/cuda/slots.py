@@ -31,11 +31,8 @@ from tandem.foreign_types import PreTrainedModel
 from tandem.hf.opaque_calls import intercepted
 from tandem.kernels.attention import Segment
 from tandem.kv_cache.cuda import StaticKvCache, on_its_way
-<<<<<<< HEAD
-from tandem.recording.replay import ReplayedStep
-=======
 from tandem.kv_cache.cuda_layers import DecodeKernels
->>>>>>> 582809f (decode: a step on a GPU is recorded first, and captured in fewer kernels)
+from tandem.recording.replay import ReplayedStep
 
 MakeCapture = Callable[[], Capture]
 
