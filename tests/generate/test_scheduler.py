@@ -1,5 +1,6 @@
 """Continuous batching: whoever comes and goes, each request gets what it gets alone."""
 
+import dataclasses
 import random
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 import tandem
 from tandem.core.errors import ConfigError
 from tandem.generate.failure import StepFailedError
+from tandem.generate.pace import Pace
 from tandem.generate.running import Request
 from tandem.generate.sampling import SamplingOptions
 from tandem.generate.scheduler import Scheduler
@@ -286,3 +288,30 @@ def test_who_fails_alone_is_dropped_alone(generator: tandem.Generator) -> None:
     assert tokens([p for p in found if p.request_id == 0]) == [77]
     (alone,) = generator.generate([41], max_new_tokens=6)
     assert tokens([p for p in found if p.request_id == 1]) == alone.token_ids
+
+
+def test_lower_numbers_go_first(generator: tandem.Generator) -> None:
+    scheduler = generator.scheduler(1, chunk_tokens=PART)
+    for number, priority in enumerate((0, 5, 0, -1)):
+        request = request_of(number, [40 + number], max_new_tokens=2)
+        scheduler.add(dataclasses.replace(request, priority=priority))
+    assert list(finish(scheduler)) == [3, 0, 2, 1]
+
+
+def test_a_paced_prompt_gives_what_it_gives_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the pace cuts it: chunks are of any length, and other tokens come between."""
+    monkeypatch.setattr("tandem.hf.dense._LEAST_WEIGHTS", 0)  # else tiny layers are left alone
+    model: Any = build_tiny_model("mixtral")
+    model.generation_config.eos_token_id = None
+    packed_generator = tandem.Generator(model, byte_tokenizer(), dense_dtype="bf16")
+    long = request_of(2, [40 + i % 50 for i in range(120)], max_new_tokens=8, num_top_logprobs=3)
+    long = dataclasses.replace(long, may_speculate=False)
+    alone = packed_generator.scheduler(2, chunk_tokens=PART)
+    alone.add(long)
+    expected = finish(alone)[2]
+    paced = packed_generator.scheduler(2, chunk_tokens=PART * 4, pace=Pace(0.01))
+    paced.add(request_of(1, [50], max_new_tokens=100))
+    for _ in range(3):
+        paced.step()
+    paced.add(long)
+    assert finish(paced)[2] == expected

@@ -1,4 +1,4 @@
-"""A thousand requests from the API's own description, valid or not: python -m tests.server.abuse
+"""Requests by the description of the API and by chance: python -m tests.server.abuse
 
 Answers must be as described, and none may be the server's fault. Those written by hand come after.
 """
@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 from tests.server.checkpoint import save_served_checkpoint
+from tests.server.drawn import send_drawn
 from tests.server.malformed import send_all
 from tests.server.running import RunningServer, running_server
 
@@ -41,6 +42,7 @@ def _send(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--examples", type=int, default=40, help="per operation")
+    parser.add_argument("--drawn", type=int, default=3000, help="over all endpoints")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         checkpoint = save_served_checkpoint(Path(directory) / "tiny")
@@ -48,7 +50,10 @@ def main() -> int:
             done = send(server, phases="coverage,fuzzing", examples=options.examples)
             print(done.stdout)
             number, problems = send_all(server)
-    print(f"{number} requests written by hand, {len(problems)} answered as they must not be")
+        with running_server(checkpoint, cache=Path(directory)) as server:
+            problems += send_drawn(server, options.drawn)
+    number += options.drawn
+    print(f"{number} requests by hand and by chance, {len(problems)} answered as they must not be")
     print(*problems, sep="\n")
     return 0 if done.returncode == 0 and not problems else 1
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.server.abuse import COMMAND, FLAGS, send
+from tests.server.drawn import send_drawn
 from tests.server.malformed import send_all
 from tests.server.running import RunningServer, running_server
 
@@ -22,6 +23,11 @@ def test_no_request_is_answered_otherwise_than_described(
         assert problems == []
         assert "Traceback" not in server.log
         assert_trims(server)
+
+
+def test_no_drawn_request_is_the_servers_fault(server: RunningServer) -> None:
+    assert send_drawn(server, 400) == []
+    assert "Traceback" not in server.log
 
 
 def assert_trims(server: RunningServer) -> None:

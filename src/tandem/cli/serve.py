@@ -93,6 +93,7 @@ def run(flags: argparse.Namespace) -> int:
         part_tokens=options.part_tokens,
         has_replay=own.compile,
         speculate=options.speculate,
+        max_gap=options.max_gap,
         kept_prefixes=KeptPrefixes(cache_dir() / "kv", options.kv_disk_bytes)
         if options.kv_disk_bytes
         else None,

@@ -42,6 +42,7 @@ from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tandem.experts.tracing.events import ExpertStatistics
 from tandem.generate.failure import StepFailedError
 from tandem.generate.generator import Generator
+from tandem.generate.pace import Pace
 from tandem.generate.penalties import PenalisedScores, Together
 from tandem.generate.running import Constraint, Request
 from tandem.generate.sampling import SamplingOptions
@@ -89,7 +90,10 @@ class Engine:
             model, tokenizer, has_replay=settings.has_replay, speculate=settings.speculate
         )
         self._scheduler = generator.scheduler(
-            settings.max_running, chunk_tokens=settings.part_tokens, kept=settings.kept_prefixes
+            settings.max_running,
+            chunk_tokens=settings.part_tokens,
+            kept=settings.kept_prefixes,
+            pace=None if settings.max_gap is None else Pace(settings.max_gap),
         )
         vocabulary = vocabulary_size(model)
         self._grammars = Grammars(tokenizer, vocabulary, sorted(end_of_sequence_ids(model)))
@@ -176,6 +180,7 @@ class Engine:
                     keeps_special=message.keeps_special,
                     has_prompt_logprobs=message.has_prompt_logprobs,
                     may_speculate=message.may_speculate,
+                    priority=message.priority,
                     end=message.end,
                 )
             )

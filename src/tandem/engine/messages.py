@@ -30,6 +30,8 @@ class EngineSettings:
     part_tokens: int
     has_replay: bool = True
     speculate: str = "auto"
+    max_gap: float | None = None
+    """Seconds that streams wait for prompts at most; None: whatever a chunk takes."""
     kept_prefixes: KeptPrefixes | None = None
     """Where beginnings of prompts are kept on disk; None: nowhere."""
 
@@ -48,6 +50,7 @@ class Submit:
     keeps_special: bool = False
     has_prompt_logprobs: bool = False
     may_speculate: bool = True
+    priority: int = 0
     end: EndOptions = field(default_factory=EndOptions)
 
 

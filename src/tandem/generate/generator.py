@@ -26,6 +26,7 @@ from tandem.generate.answer import Answer
 from tandem.generate.batch import Batch
 from tandem.generate.images import Processor, has_images
 from tandem.generate.kept_prefixes import KeptPrefixes
+from tandem.generate.pace import Pace
 from tandem.generate.prompt import encode_conversation, encode_text, encode_with_images, room
 from tandem.generate.running import Request
 from tandem.generate.sampling import SamplingOptions, not_followed
@@ -180,11 +181,12 @@ class Generator:
         *,
         chunk_tokens: int = CHUNK_TOKENS,
         kept: KeptPrefixes | None = None,
+        pace: Pace | None = None,
     ) -> Scheduler:
         """Return a scheduler of its own for requests that come and go: `Scheduler.add`.
 
         It runs one request at a time if the model must run padded. `kept` says where beginnings of
-        prompts are kept on disk.
+        prompts are kept on disk, `pace` how long streams may wait for prompts.
         """
         self.prepare()
         num_slots = max_running if self.why_padded is None else 1
@@ -192,7 +194,7 @@ class Generator:
         return Scheduler(
             self.model, self.tokenizer, pool, chunk_tokens=chunk_tokens,
             speculation=self._speculation,
-            files=None if kept is None else kept.open(self.model, pool),
+            files=None if kept is None else kept.open(self.model, pool), pace=pace,
         )  # fmt: skip
 
     def prepare(self) -> None:

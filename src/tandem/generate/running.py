@@ -44,6 +44,8 @@ class Request:
     end: EndOptions = field(default_factory=EndOptions)
     images: ImagePrompt | None = None
     """The images of the prompt, which is then `images.ids`."""
+    priority: int = 0
+    """Requests of a lower number go first."""
     may_speculate: bool = True
     """Whether tokens may be drafted and verified together; the answer is the same."""
 

@@ -13,6 +13,7 @@ places and runs by itself, and the last bits of logits may still differ.
 """
 
 import time
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from tandem.decode.slots import SlotPool
 from tandem.foreign_types import PreTrainedModel, Tokenizer
 from tandem.generate.failure import Failure, StepFailedError
 from tandem.generate.held_prefixes import HeldPrefixes
+from tandem.generate.pace import Pace
 from tandem.generate.prompt import room
 from tandem.generate.running import Request, Running, logprob_of
 from tandem.generate.sampler import Sampler
@@ -70,12 +72,14 @@ class Scheduler:
         merges_prompts: bool = False,
         speculation: Speculation | None = None,
         files: PrefixFiles | None = None,
+        pace: Pace | None = None,
     ) -> None:
         """Serve as many requests at a time as `pool` has slots; more wait, in their order.
 
         With `merges_prompts` a prefill chunk may hold several prompts, which then fail together.
         `speculation` drafts tokens where verifying them cannot change an answer. Beginnings of
-        prompts are kept in `files`, too: see `prefixes`.
+        prompts are kept in `files`, too: see `prefixes`. `pace` bounds how long streams wait for
+        prompts, where these may be cut anywhere; requests of a lower priority number go first.
         """
         self._model, self._tokenizer, self._pool = model, tokenizer, pool
         self._chunk_tokens = chunk_tokens if pool.can_prefill_in_chunks else 1 << 62
@@ -83,6 +87,7 @@ class Scheduler:
         self._is_alike_however_cut = pool.can_prefill_in_chunks and not any(
             isinstance(module, nn.Linear) for module in model.modules()
         )
+        self._pace = pace
         self._speculation = speculation if self._is_alike_however_cut else None
         self._slots = [_Slot() for _ in range(pool.num_slots)]
         self.prefixes = HeldPrefixes(pool, files)
@@ -123,7 +128,9 @@ class Scheduler:
         Raises `ConfigError` for a prompt that the model cannot take.
         """
         room(self._model, request.prompt)
-        self._queues.waiting.append(request)
+        waiting = self._queues.waiting
+        place = bisect_right(waiting, request.priority, key=lambda one: one.priority)
+        waiting.insert(place, request)
 
     def cancel(self, request_id: int) -> bool:
         """Drop a request, whose slot is free at once; return whether it was there."""
@@ -161,7 +168,7 @@ class Scheduler:
         self._admit()
         token_outputs = []
         decoding = list(self._queues.decoding)
-        chunk = self._next_chunk() if self._queues.prefilling else []
+        chunk = self._next_chunk() if self._may_prefill else []
         if chunk:
             together = [running.request for running, _ in chunk]
             token_outputs += self._attempt(together, partial(self._prefill, chunk))
@@ -222,25 +229,39 @@ class Scheduler:
         self.counts.reused_tokens += shared
         return []
 
+    @property
+    def _may_prefill(self) -> bool:
+        """Whether a prompt's turn has come."""
+        if not self._queues.prefilling:
+            return False
+        return self._pace is None or not self._queues.decoding or self._pace.may_prefill
+
+    def _chunk_size(self) -> int:
+        """Return how many prompt tokens are computed now."""
+        if not self._queues.decoding or not self._is_alike_however_cut:
+            return self._chunk_tokens
+        if self._pace is not None:
+            return self._pace.chunk_tokens(self._chunk_tokens)
+        return max(1, self._chunk_tokens // _SHORTER_BESIDE_OTHERS)
+
     def _next_chunk(self) -> list[tuple[Running, int]]:
         """Return what is prefilled now: requests, each with its prompt tokens done afterwards."""
-        size = self._chunk_tokens
-        if self._queues.decoding and self._is_alike_however_cut:
-            size = max(1, size // _SHORTER_BESIDE_OTHERS)
+        size = self._chunk_size()
         chunk: list[tuple[Running, int]] = []
-        for running in self._queues.prefilling:
+        for running in sorted(self._queues.prefilling, key=lambda one: one.request.priority):
             is_alone = not self._merges_prompts or running.prompt_logprobs is not None
             if chunk and (size <= 0 or is_alone):
                 break
             self._note_reused(running, self.prefixes.catch_up(running))
             if running.on_disk:
-                is_alone = self.num_running == 1
-                self._note_reused(running, self.prefixes.read(running, is_alone=is_alone))
+                has_slots = self.num_running == 1  # nobody waits for a token
+                self._note_reused(running, self.prefixes.read(running, is_alone=has_slots))
                 if running.on_disk:  # the rest with the next step: others wait for their tokens
                     continue
             first = running.num_done
-            # Alone at fixed places: where layers are not packed, that decides the last bits.
-            end = first + size if chunk else (first // size + 1) * size
+            # At fixed places where layers are not packed: that decides the last bits.
+            is_free = chunk or (self._is_alike_however_cut and self._pace is not None)
+            end = first + size if is_free else (first // size + 1) * size
             end = min(len(running.request.prompt), end)
             chunk.append((running, end))
             size -= end - first
@@ -255,7 +276,8 @@ class Scheduler:
 
     def _prefill(self, chunk: list[tuple[Running, int]]) -> list[TokenOutput]:
         """Run the next tokens of some prompts; return tokens of those that are through."""
-        start = time.perf_counter()
+        start, has_streams = time.perf_counter(), bool(self._queues.decoding)
+        num_tokens = sum(end - one.num_done for one, end in chunk)
         new = {one.slot: one.request.keys[one.num_done : end] for one, end in chunk}
         first = chunk[0][0]
         if first.prompt_logprobs is None:
@@ -264,9 +286,9 @@ class Scheduler:
             all_logits = self._pool.prefill_with_logits(first.slot, new[first.slot])
             first.note_prompt(all_logits, first.num_done)
             logits = all_logits[-1:]
+        self.counts.prompt_tokens += num_tokens
         token_outputs: list[TokenOutput] = []
         for row, (running, end) in enumerate(chunk):
-            self.counts.prompt_tokens += end - running.num_done
             running.num_done = end
             self._queues.prefilling.remove(running)
             if end < len(running.request.prompt):
@@ -274,7 +296,10 @@ class Scheduler:
             else:
                 self._queues.decoding.append(running)
                 token_outputs += self._begin_answer(running, logits[row : row + 1])
-        self.counts.prefill_seconds += time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        self.counts.prefill_seconds += seconds
+        if self._pace is not None and has_streams:
+            self._pace.prefilled(num_tokens, seconds)
         return token_outputs
 
     def _begin_answer(self, running: Running, logits: Tensor) -> list[TokenOutput]:
@@ -297,7 +322,10 @@ class Scheduler:
                 [one.request], partial(self._choose_all, one, tokens[one.slot][1:], of_one)
             )
         self.counts.decode_steps += 1
-        self.counts.decode_seconds += time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        self.counts.decode_seconds += seconds
+        if self._pace is not None:
+            self._pace.decoded(seconds)
         return token_outputs
 
     def _drafts(self, batch: list[Running]) -> dict[int, Sequence[int]]:

@@ -176,6 +176,7 @@ class GenerationRequests:
             "penalties": _penalties(body, info),
             "keeps_special": body.skip_special_tokens is False,
             "may_speculate": body.speculative != "none",
+            "priority": _priority(body),
             "end": _end(body, info, is_prompt_only=asked == 0),
         }
 
@@ -349,6 +350,13 @@ def _penalties(body: Sampling, info: ModelInfo) -> Penalties | None:
     if not (presence or frequency or bias):
         return None
     return Penalties(presence=presence, frequency=frequency, bias=bias)
+
+
+def _priority(body: Sampling) -> int:
+    """Return the place in the queue that was asked for: by number, or by OpenAI's tiers."""
+    if body.priority is not None:
+        return body.priority
+    return {"priority": -1, "flex": 1}.get(body.service_tier or "", 0)
 
 
 def _top_k(top_k: int | None, info: ModelInfo) -> int | None:

@@ -10,8 +10,9 @@ import itertools
 import logging
 import math
 import time
+from bisect import bisect_right
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,6 +98,8 @@ class EngineClient:
 
     def __init__(self, load: ModelLoader, settings: EngineSettings, *, max_waiting: int) -> None:
         """Take what the process needs; `start` starts it."""
+        self.on_begin: Callable[[float], None] = lambda seconds: None
+        """Receives how long a request has waited when a sequence slot is free for it."""
         self._load, self._settings = load, settings
         self._max_waiting = max_waiting
         self._numbers = itertools.count(1)
@@ -162,7 +165,12 @@ class EngineClient:
         number = next(self._numbers)
         pending = _Pending(Submit(request_id=number, **fields))
         self._pending[number] = pending
-        self._queue.append(number)
+        place = bisect_right(
+            self._queue,
+            pending.submit.priority,
+            key=lambda other: self._pending[other].submit.priority,
+        )
+        self._queue.insert(place, number)
         self._send_waiting()
         return TokenOutputs(self, number, pending.token_outputs)
 
@@ -288,6 +296,7 @@ class EngineClient:
         while free > 0 and self._queue:
             pending = self._pending[self._queue.popleft()]
             pending.is_running = True
+            self.on_begin(time.monotonic() - pending.began)
             self._process.send(pending.submit)
             free -= 1
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 
 from fastapi.responses import Response
@@ -13,6 +14,9 @@ from tandem.server.errors import ApiError, server_error
 from tandem.server.refusals import log_refusal
 
 _log = logging.getLogger("tandem.server")
+# Clients give up on streams that say nothing for a minute or so, as before a long prompt's answer.
+_SILENT_SECONDS = 5.0
+_LIFE_SIGN = b": the prompt is being computed\n\n"
 DONE = b"data: [DONE]\n\n"
 
 # One object of a stream, before it is written.
@@ -54,6 +58,7 @@ class EventStream(Response):
         self._events = events
         self._on_end = on_end
         self._write_error = write_error
+        self._latest = time.monotonic()  # when something was sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send until the events or the client's patience end."""
@@ -68,10 +73,21 @@ class EventStream(Response):
             with contextlib.suppress(asyncio.CancelledError, OSError):
                 await sending
 
+    async def _show_life(self, send: Send) -> None:
+        """Send a comment, which clients skip, whenever nothing was sent for some seconds."""
+        while True:
+            silent = time.monotonic() - self._latest
+            if silent >= _SILENT_SECONDS:
+                await send({"type": "http.response.body", "body": _LIFE_SIGN, "more_body": True})
+                self._latest, silent = time.monotonic(), 0.0
+            await asyncio.sleep(_SILENT_SECONDS - silent)
+
     async def _send_all(self, scope: Scope, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        showing = asyncio.ensure_future(self._show_life(send))
         try:
             async for data in self._events:
+                self._latest = time.monotonic()
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         except ApiError as error:
             log_refusal(scope, error)
@@ -81,6 +97,8 @@ class EventStream(Response):
             _log.exception("a stream failed")
             last = self._write_error(server_error("the server failed; its log says why"))
             await send({"type": "http.response.body", "body": last, "more_body": True})
+        finally:
+            showing.cancel()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

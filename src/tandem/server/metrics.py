@@ -53,6 +53,15 @@ class Metrics:
             "tandem_request_seconds", "from a request to its end",
             buckets=_SECONDS, registry=self._registry,
         )  # fmt: skip
+        self.gap = Histogram(
+            "tandem_token_gap_seconds", "from one token of an answer to the next",
+            buckets=_SECONDS_PER_TOKEN, registry=self._registry,
+        )  # fmt: skip
+        waiting = Histogram(
+            "tandem_waiting_seconds", "from a request to its sequence slot",
+            buckets=_SECONDS, registry=self._registry,
+        )  # fmt: skip
+        engine.on_begin = waiting.observe
         self._registry.register(_EngineCollector(engine))
 
     def text(self) -> bytes:

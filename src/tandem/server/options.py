@@ -43,6 +43,10 @@ class ServerOptions:
     part_tokens: int = option(
         256, help="prompt tokens computed at a time, between tokens of running answers", metavar="N"
     )
+    max_gap: float = option(
+        0.5, help="seconds that a stream's next token waits for other requests' prompts at most",
+        metavar="SECONDS",
+    )  # fmt: skip
     kv_disk: str | None = option(
         None, help="keep beginnings of prompts on disk, for later and after a restart, within SIZE "
         "(20GiB, for instance; default: they are kept in memory alone)",
@@ -71,6 +75,7 @@ class ServerOptions:
         require_range("max_running", self.max_running, 1, 256, what="a number of requests")
         require_range("max_waiting", self.max_waiting, 0, 100_000, what="a number of requests")
         require_range("part_tokens", self.part_tokens, 1, what="a number of tokens")
+        require_range("max_gap", self.max_gap, 1e-3, what="seconds")
         require_range("request_timeout", self.request_timeout, 1e-3, what="seconds")
         require_range("shutdown_timeout", self.shutdown_timeout, 0, what="seconds")
         if self.context is not None:

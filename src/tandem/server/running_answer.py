@@ -28,12 +28,18 @@ class RunningAnswer:
         *,
         endpoint: str,
         generation_requests: list[GenerationRequest],
+        seconds: float | None = None,
     ) -> None:
-        """Submit them; raises `ApiError` if the queue is full. `endpoint` is for the counts."""
+        """Submit them; raises `ApiError` if the queue is full. `endpoint` is for the counts.
+
+        After `seconds` they are given up, or earlier, if the options say so.
+        """
         self._metrics, self._options = metrics, options
+        self._seconds = min(options.request_timeout, seconds or options.request_timeout)
         self._endpoint, self._questions = endpoint, generation_requests
         self._began = time.monotonic()
         self._first: float | None = None
+        self._latest: dict[int, float] = {}  # when the last token came, by request
         self._tokens = 0
         self._status: str | None = None
         self._token_outputs: list[TokenOutputs] = []
@@ -51,7 +57,7 @@ class RunningAnswer:
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, TokenOutput]]:
         """Yield (request's index, token output) until all ended; raises `ApiError` if one fails."""
-        seconds = self._options.request_timeout
+        seconds = self._seconds
         timer = asyncio.get_running_loop().call_later(seconds, self._give_up)
         try:
             source = (
@@ -60,8 +66,7 @@ class RunningAnswer:
                 else _merged(self._token_outputs)
             )
             async for index, token_output in source:
-                self._first = self._first or time.monotonic()
-                self._tokens += token_output.token_id is not None
+                self._count(index, token_output)
                 yield index, token_output
             self._end("200")
         except ApiError as error:
@@ -71,8 +76,16 @@ class RunningAnswer:
             timer.cancel()
             self.cancel()
 
+    def _count(self, index: int, token_output: TokenOutput) -> None:
+        now = time.monotonic()
+        self._first = self._first or now
+        self._tokens += token_output.token_id is not None
+        if (latest := self._latest.get(index)) is not None:
+            self._metrics.gap.observe(now - latest)
+        self._latest[index] = now
+
     def _give_up(self) -> None:
-        seconds = self._options.request_timeout
+        seconds = self._seconds
         for token_outputs in self._token_outputs:
             token_outputs.fail(
                 f"the request took longer than {seconds:g} seconds and was given up", 504

@@ -106,6 +106,8 @@ class Sampling(Asked):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     speculative: Literal["auto", "none"] | None = None
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    """Lower ones go first, as with vLLM."""
     logit_bias: Annotated[dict[_TokenId, _Bias], Field(max_length=1024)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import UTC, datetime
@@ -30,6 +31,7 @@ from tandem.server.schemas import Asked
 
 _log = logging.getLogger("tandem.server")
 _KEEP_ALIVE_SECONDS = 15.0
+_DEADLINE = "X-Tandem-Deadline"
 # So many names of ignored fields and of other models are logged, each once.
 _MOST_NOTED = 256
 
@@ -70,6 +72,7 @@ class Server:
             answer = RunningAnswer(
                 self.engine, self.metrics, self.options,
                 endpoint=api.endpoint, generation_requests=generation_requests,
+                seconds=_deadline(request),
             )  # fmt: skip
         reply = api.reply(body, generation_requests)
         headers = trimming_headers(generation_requests)
@@ -213,6 +216,18 @@ async def _events(api: Api[Any], reply: Reply, answer: RunningAnswer) -> AsyncIt
             yield written
     if written := b"".join(map(api.encode, reply.last_events())) + api.done:
         yield written
+
+
+def _deadline(request: Request) -> float | None:
+    """Return the seconds after which a client wants no answer any more; None: it does not say."""
+    given = request.headers.get(_DEADLINE)
+    try:
+        seconds = None if given is None else float(given)
+    except ValueError:
+        seconds = 0.0
+    if seconds is not None and not 0 < seconds < math.inf:
+        raise ApiError(400, f"{_DEADLINE} is no number of seconds above 0", param=_DEADLINE)
+    return seconds
 
 
 def _with_hint(name: str, known: list[str]) -> str:

@@ -1,0 +1,57 @@
+"""How much of a prompt is computed between two tokens of others: so that streams keep flowing.
+
+Knows durations alone, which it is told. A gap between two tokens of a stream is a prefill chunk and
+a decode step. Chunks are made as long as the gap allows, by what the latest ones took; and after a
+chunk so many decode steps follow that streams keep their share of the time.
+"""
+
+# How much the latest decode step counts in the usual duration: less if it was slow, as the first
+# ones after a chunk are, which find the processor's caches full of other things.
+_NEWEST, _NEWEST_IF_SLOW = 0.2, 0.02
+_LEAST_TOKENS = 16
+# Chunks grow and shrink by this factor at most: one measurement may be an accident.
+_MOST_CHANGE = 2.0
+# A chunk gets this share of the gap even where decode steps alone fill it.
+_LEAST_SHARE = 0.25
+
+
+class Pace:
+    """Bounds prefill chunks beside streams."""
+
+    def __init__(self, max_gap_seconds: float, *, stream_share: float = 0.6) -> None:
+        """Let streams wait `max_gap_seconds` at most, and have `stream_share` of the time."""
+        self._max_gap_seconds = max_gap_seconds
+        self._seconds_owed_per_second = stream_share / (1 - stream_share)
+        self._decode_seconds = 0.0
+        self._owed_seconds = 0.0  # of decode steps, before the next chunk
+        self._num_tokens = 0.0
+
+    @property
+    def may_prefill(self) -> bool:
+        """Whether streams have had their share since the last chunk."""
+        return self._owed_seconds <= 0
+
+    def chunk_tokens(self, most: int) -> int:
+        """Return how many prompt tokens are computed at once, at most `most`."""
+        if self._num_tokens == 0:
+            self._num_tokens = most / 4  # nothing was measured yet
+        self._num_tokens = min(max(self._num_tokens, _LEAST_TOKENS), most)
+        return int(self._num_tokens)
+
+    def prefilled(self, num_tokens: int, seconds: float) -> None:
+        """Take what a chunk beside streams took; shorter ones, at a prompt's end, say less."""
+        self._owed_seconds = seconds * self._seconds_owed_per_second
+        if seconds <= 0 or num_tokens < 0.5 * self._num_tokens:
+            return
+        room = self._max_gap_seconds - self._decode_seconds
+        wanted = max(room, _LEAST_SHARE * self._max_gap_seconds)
+        change = min(max(wanted / seconds, 1 / _MOST_CHANGE), _MOST_CHANGE)
+        self._num_tokens = num_tokens * change
+
+    def decoded(self, seconds: float) -> None:
+        """Take what a decode step took. What it took beyond the usual is owed, too."""
+        usual = self._decode_seconds or seconds
+        excess = max(0.0, seconds - usual)
+        self._owed_seconds += excess * self._seconds_owed_per_second - min(seconds, usual)
+        newest = _NEWEST_IF_SLOW if excess else _NEWEST
+        self._decode_seconds = usual + newest * (seconds - usual)

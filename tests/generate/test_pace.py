@@ -1,0 +1,60 @@
+"""Prompts beside streams: chunks as long as the gap allows, and a share of the time for streams."""
+
+import pytest
+
+from tandem.generate.pace import Pace
+
+MOST = 256
+
+
+def play(
+    pace: Pace, *, chunk_seconds_per_token: float, decode_seconds: float, num_chunks: int = 40
+) -> tuple[list[float], float]:
+    """Return the gaps of a stream beside a long prompt, and its share of the time."""
+    gaps, streaming = [], 0.0
+    for _ in range(num_chunks):
+        num_tokens = pace.chunk_tokens(MOST)
+        seconds = 0.05 + num_tokens * chunk_seconds_per_token  # a chunk has a cost of its own
+        pace.prefilled(num_tokens, seconds)
+        gap = seconds
+        while True:
+            pace.decoded(decode_seconds)
+            gaps.append(gap + decode_seconds)
+            streaming += decode_seconds
+            gap = 0.0
+            if pace.may_prefill:
+                break
+    return gaps, streaming / sum(gaps)
+
+
+@pytest.mark.parametrize("per_token", [0.0005, 0.005, 0.02])
+def test_gaps_stay_within_their_bound_and_streams_keep_their_share(per_token: float) -> None:
+    pace = Pace(0.5, stream_share=0.6)
+    gaps, share = play(pace, chunk_seconds_per_token=per_token, decode_seconds=0.03)
+    assert share > 0.59
+    settled = gaps[len(gaps) // 2 :]
+    assert max(settled) < 0.55
+    if per_token < 0.001:
+        assert pace.chunk_tokens(MOST) == MOST
+    else:
+        assert max(settled) > 0.35, "no shorter than it must be"
+
+
+def test_one_slow_chunk_does_not_shrink_the_next_to_nothing() -> None:
+    pace = Pace(0.5)
+    pace.decoded(0.03)
+    for _ in range(9):
+        pace.prefilled(pace.chunk_tokens(MOST), 0.3)
+    before = pace.chunk_tokens(MOST)
+    pace.prefilled(before, 30.0)
+    assert pace.chunk_tokens(MOST) >= before // 2
+    pace.prefilled(3, 0.001)  # the end of a prompt
+    assert pace.chunk_tokens(MOST) >= before // 2
+
+
+def test_a_chunk_has_some_tokens_even_where_decode_steps_fill_the_gap() -> None:
+    pace = Pace(0.1)
+    for _ in range(50):
+        pace.decoded(2.0)
+        pace.prefilled(pace.chunk_tokens(MOST), 1.0)
+    assert pace.chunk_tokens(MOST) >= 16
