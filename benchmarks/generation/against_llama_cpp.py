@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=detect_cpu().physical_cores)
+    parser.add_argument("--threads", type=int, default=detect_cpu().num_threads)
     parser.add_argument("--expert-dtype", default="int4")
     parser.add_argument("--dense-dtype", default="int4")
     parser.add_argument("--kv-dtype", default="auto")

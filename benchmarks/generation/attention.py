@@ -82,7 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", default="qwen3-30b-a3b")
     parser.add_argument("--kv-dtype", default="bf16,int8")
-    parser.add_argument("--threads", type=int, default=detect_cpu().physical_cores)
+    parser.add_argument("--threads", type=int, default=detect_cpu().num_threads)
     parser.add_argument("--depth", type=int, nargs="+", default=DEPTHS)
     options = parser.parse_args()
     threads = CpuThreads(num_threads=options.threads)

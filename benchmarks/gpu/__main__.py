@@ -120,7 +120,7 @@ def _config(cell: Cell, options: argparse.Namespace) -> OffloadConfig:
 
 def _build(shape: ModelShape, cell: Cell, options: argparse.Namespace) -> Any:
     begin = time.perf_counter()
-    threads = CpuThreads(num_threads=options.threads or detect_cpu().physical_cores, isa="")
+    threads = CpuThreads(num_threads=options.threads or detect_cpu().num_threads, isa="")
     model = build_random_model(
         shape,
         _config(cell, options),

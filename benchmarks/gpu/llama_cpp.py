@@ -29,7 +29,7 @@ def main() -> int:
     parser.add_argument("--vocabulary", type=int, default=32_000)
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--steps", type=int, default=48)
-    parser.add_argument("--threads", type=int, default=detect_cpu().physical_cores)
+    parser.add_argument("--threads", type=int, default=detect_cpu().num_threads)
     parser.add_argument("--without-gpu", action="store_true", help="try this script without one")
     options = parser.parse_args()
     why = _why_not(options)

@@ -32,7 +32,7 @@ HIDDEN, INNER, NUM_EXPERTS = 2048, 768, 64
 
 def main() -> None:
     """Measure and print."""
-    threads = detect_cpu().physical_cores
+    threads = detect_cpu().num_threads
     torch.set_num_threads(threads)
     operation, experts = torch_operation(), expert_call(threads)
     alone: dict[str, list[float]] = {"torch": [], "experts": []}

@@ -165,7 +165,7 @@ def main() -> None:
         "--no-repacking", action="store_true",
         help="let llama.cpp read the file's blocks as they are: with AMX its own layouts crash",
     )  # fmt: skip
-    parser.add_argument("--threads", type=int, default=detect_cpu().physical_cores)
+    parser.add_argument("--threads", type=int, default=detect_cpu().num_threads)
     arguments = parser.parse_args()
     reports = []
     with tempfile.TemporaryDirectory() as scratch:

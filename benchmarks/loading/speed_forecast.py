@@ -64,7 +64,7 @@ def run_pair(directory: Path, tokens: int) -> Pair:
 
 def _read_rate() -> float:
     """Return gigabytes a second; the memory for it is given back."""
-    bench = KernelBench(num_threads=detect_cpu().physical_cores)
+    bench = KernelBench(num_threads=detect_cpu().num_threads)
     return measure_machine(bench).read_gigabytes_per_second
 
 

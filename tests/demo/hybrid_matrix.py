@@ -141,7 +141,7 @@ def run_part(part: int, parts: int) -> int:
     """Check every `parts`-th row from row `part` on, in a process of its own; returns how many."""
     # torch's threads spin for a while after each operation, on the cores of the kernels' threads.
     torch.set_num_threads(1)
-    threads = max(1, detect_cpu().physical_cores // parts)
+    threads = max(1, detect_cpu().num_threads // parts)
     matrix = Matrix(cache_dir() / "models" / "demo", prompts(20), 64, threads)
     rows = list(pairwise_rows())
     for number in range(part, len(rows), parts):
@@ -153,7 +153,7 @@ def run_part(part: int, parts: int) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     # Half of a step is Python, which more threads do not make faster.
-    parser.add_argument("--processes", type=int, default=min(4, detect_cpu().physical_cores))
+    parser.add_argument("--processes", type=int, default=min(4, detect_cpu().num_threads))
     parts = parser.parse_args().processes
     begin = time.monotonic()
     with ProcessPoolExecutor(parts, mp_context=multiprocessing.get_context("spawn")) as pool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from tandem.core.errors import ConfigError
 from tandem.kernels import _native
 from tandem.kernels.activations import apply_activation
-from tandem.kernels.cpu import one_processor_per_core
+from tandem.kernels.cpu import usable_topology
 from tandem.kernels.formats.expert import ExpertLayout, pack_expert, unpack_expert
 from tandem.kernels.formats.weight_format import find_format
 from tandem.kernels.native import ActivationKind, NativeActivation, NativeExperts
@@ -275,5 +275,7 @@ def test_workers_are_bound_and_the_caller_is_not() -> None:
     engine = NativeExperts(num_threads=3)
     workers = [int(task) for task in set(os.listdir("/proc/self/task")) - before]
     assert len(workers) == engine.num_threads - 1
-    assert all(os.sched_getaffinity(worker) == set(one_processor_per_core()) for worker in workers)
+    assert all(
+        os.sched_getaffinity(worker) == set(usable_topology().places(3)) for worker in workers
+    )
     assert os.sched_getaffinity(0) == mine

@@ -23,7 +23,7 @@ class KernelBenchOptions:
     shape: str = option("qwen3-30b-a3b", help="expert shape", metavar="NAME")
     format: str = option("bf16,int8,int4,mxfp4", help="weight formats", metavar="A,B,...")
     tokens: str = option("1,4,128,512", help="tokens of each expert", metavar="N,M,...")
-    threads: int | None = option(None, help="threads; default: all physical cores", metavar="N")
+    threads: int | None = option(None, help="threads; default: one for each fast core", metavar="N")
     json: bool = option(False, help="last line of standard output: one JSON object")
 
     def __post_init__(self) -> None:
@@ -56,7 +56,7 @@ def run_kernels(options: KernelBenchOptions, start_peers: "StartPeers | None" = 
     formats = [find_format(name.strip()).name for name in options.format.split(",")]
     cpu = detect_cpu()
     bench = KernelBench(
-        num_threads=options.threads or cpu.physical_cores, isa=os.environ.get("TANDEM_ISA", "")
+        num_threads=options.threads or cpu.num_threads, isa=os.environ.get("TANDEM_ISA", "")
     )
     ceiling = machine(bench)
     print(f"{cpu.model_name}, {ceiling['threads']} threads, {ceiling['isa']}")

@@ -41,7 +41,7 @@ class ModelBenchOptions:
     replay: str | None = option(
         None, help="force the routing of this trace upon the model", metavar="TRACE"
     )
-    threads: int | None = option(None, help="threads; default: all physical cores", metavar="N")
+    threads: int | None = option(None, help="threads; default: one for each fast core", metavar="N")
     compile: bool = option(True, help="record decode steps and replay them")
     json: bool = option(False, help="last line of standard output: one JSON object")
 
@@ -70,7 +70,7 @@ def run_model(options: ModelBenchOptions, choice: "ModelChoice | None") -> int:
 
     cpu = detect_cpu()
     isa = os.environ.get("TANDEM_ISA", "")
-    num_threads = options.threads or cpu.physical_cores
+    num_threads = options.threads or cpu.num_threads
     threads = CpuThreads(num_threads=num_threads, isa=isa)
     offload = OffloadConfig(
         expert_dtype=options.expert_dtype, threads=num_threads, isa=isa or None,

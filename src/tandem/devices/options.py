@@ -28,7 +28,7 @@ class OffloadOptions:
         metavar="DTYPE",
     )
     threads: int | None = option(
-        None, help="CPU threads that compute experts (default: all physical cores)", metavar="N"
+        None, help="CPU threads that compute experts (default: one for each fast core)", metavar="N"
     )
     device: str = option(
         "cpu",

@@ -19,7 +19,7 @@ from tandem.hf.completeness import require_complete
 from tandem.hf.config import OffloadConfig
 from tandem.hf.machine.self_check import check_model
 from tandem.kernels import _native
-from tandem.kernels.cpu import detect_cpu
+from tandem.kernels.cpu import detect_cpu, usable_topology
 
 _OLDEST_TRANSFORMERS = (5, 17)
 _OLDEST_TORCH = (2, 9)
@@ -35,7 +35,7 @@ def check_machine(cache: Path, *, num_threads: int | None, isa: str) -> Iterator
     yield _processor(isa)
     yield _cores()
     yield _memory()
-    yield _bandwidth(num_threads or detect_cpu().physical_cores, isa)
+    yield _bandwidth(num_threads or detect_cpu().num_threads, isa)
     yield huge_pages()
     yield from check_windows(host_memory.total_bytes())
     yield from check_gpu()
@@ -100,23 +100,11 @@ def _processor(isa: str) -> Finding:
 
 
 def _cores() -> Finding:
-    cpu = detect_cpu()
-    text = f"{cpu.physical_cores} physical, {cpu.logical_cores} logical"
-    quota = _cpu_quota()
-    if quota is not None and quota < cpu.physical_cores:
-        return Finding(
-            "cores", "slow", f"{text}, but a container's limit of {quota:.1f}",
-            f"raise the limit, or give --threads {max(1, int(quota))}",
-        )  # fmt: skip
+    topology = usable_topology()
+    quota, text = topology.quota, topology.describe()
+    if quota is not None and quota < len(topology.fast_cores):
+        return Finding("cores", "slow", text, "raise the container's limit")
     return Finding("cores", "good", text)
-
-
-def _cpu_quota() -> float | None:
-    try:
-        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    except (OSError, ValueError):
-        return None
-    return None if limit == "max" else int(limit) / int(period)
 
 
 def _memory() -> Finding:

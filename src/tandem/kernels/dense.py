@@ -23,12 +23,12 @@ class CpuThreads:
     """The threads that a model's experts, dense layers and attention share; callers take turns."""
 
     def __init__(self, *, num_threads: int | None = None, isa: str = "") -> None:
-        """Start `num_threads` - 1 threads on first use; None takes one for each physical core.
+        """Start `num_threads` - 1 threads on first use; None takes one for each fast core.
 
         `isa` names an instruction set, "" takes the best; raises `ConfigError` for one that this
         processor does not have.
         """
-        self.num_threads = num_threads or detect_cpu().physical_cores
+        self.num_threads = num_threads or detect_cpu().num_threads
         self.isa = choose_isa(isa)
 
     @cached_property

@@ -5,7 +5,7 @@ import functools
 from tandem.core.errors import ConfigError
 from tandem.core.registry import nearest_names
 from tandem.kernels import _native
-from tandem.kernels.cpu import one_processor_per_core
+from tandem.kernels.cpu import usable_topology
 
 
 @functools.cache
@@ -28,10 +28,10 @@ def choose_isa(name: str) -> str:
 
 
 def start_engine(*, num_threads: int, isa: str = "") -> _native.ExpertEngine:
-    """Start `num_threads` - 1 threads, each on a core of its own; the caller is one more.
+    """Start `num_threads` - 1 threads, on cores of their own if they fit; the caller is one more.
 
     `isa` is what `choose_isa` takes, and raises.
     """
     engine = _native.ExpertEngine(num_threads, choose_isa(isa))
-    engine.bind_workers(one_processor_per_core())
+    engine.bind_workers(list(usable_topology().places(num_threads)))
     return engine

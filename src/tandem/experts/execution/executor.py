@@ -156,7 +156,7 @@ class CpuExecutor(StatelessExecutor):
     """Runs every active expert on the CPU: packed ones natively, plain ones in torch."""
 
     def __init__(self, store: HostStore, threads: CpuThreads | None = None) -> None:
-        """Serve the layers of a store; None takes a thread for each physical core."""
+        """Serve the layers of a store; None takes a thread for each fast core."""
         super().__init__(store)
         self._kernels = ExpertKernels(threads or CpuThreads())
         self._rows = RowMemory()

@@ -59,7 +59,7 @@ def profile_key(observed: ObservedModel) -> str:
     """Return a hash of what measured times depend on."""
     cpu, options, layers = detect_cpu(), observed.options, observed.store
     shapes = [(layer.arrivals.shapes, layer.image_bytes, type(layer).__name__) for layer in layers]
-    threads, isa = options.threads or cpu.physical_cores, options.isa or ""
+    threads, isa = options.threads or cpu.num_threads, options.isa or ""
     parts = (MEASUREMENT, cpu.model_name, cpu.instruction_sets, threads, isa)
     dense = sorted({x.packed.matrix.format.name for _, x in packed_layers(observed.model)})
     text = repr((*parts, observed.geometry, shapes, str(observed.call.dtype), *dense))

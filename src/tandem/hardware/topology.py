@@ -1,0 +1,143 @@
+"""Which processors the CPU threads run on: a function of Linux's files, nothing else.
+
+A thread for each fast core. Two hyper-threads share a core's multipliers, and all threads of a
+product wait for the last one: on a slower core it keeps the fast ones waiting.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path("/")
+# Below this share of the fastest core's capacity a core is called slow.
+_FAST_SHARE = 0.7
+_CPUS = Path("sys/devices/system/cpu")
+_CGROUPS = Path("sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """The processors that a process may use; they are numbered as Linux does."""
+
+    usable: tuple[int, ...]
+    cores: tuple[int, ...]
+    """One of `usable` for each physical core."""
+    fast_cores: tuple[int, ...]
+    """Those of `cores` that are not much slower than the fastest."""
+    quota: float | None = None
+    """A container's limit in processors; None without one."""
+
+    @property
+    def num_threads(self) -> int:
+        """How many threads compute, if nobody says: no more than a container's limit."""
+        fast = len(self.fast_cores)
+        return fast if self.quota is None else max(1, min(fast, int(self.quota)))
+
+    def places(self, num_threads: int) -> tuple[int, ...]:
+        """Return the processors for so many threads: the fewest kinds that have room for them."""
+        fitting = (p for p in (self.fast_cores, self.cores) if num_threads <= len(p))
+        return next(fitting, self.usable)
+
+    def describe(self) -> str:
+        """Say what there is, and how many threads are started for which reason."""
+        text = f"{len(self.cores)} physical, {len(self.usable)} logical"
+        threads = f"{self.num_threads} thread{'s' * (self.num_threads > 1)}"
+        if self.quota is not None and self.quota < len(self.fast_cores):
+            return f"{text}, but a container's limit of {self.quota:.1f}: {threads}"
+        if len(self.fast_cores) < len(self.cores):
+            return f"{text}: {threads}, as {len(self.cores) - len(self.fast_cores)} cores are slow"
+        return f"{text}: {threads}, one a core"
+
+
+def read_topology(usable: Collection[int], root: Path = ROOT) -> Topology:
+    """Read the files below `root`; where there are none, each processor counts as a core."""
+    processors = tuple(sorted(usable))
+    cores = _one_per_core(processors, root / _CPUS)
+    return Topology(processors, cores, _fast(cores, root), _quota(root))
+
+
+def parse_processors(text: str) -> set[int]:
+    """Return the numbers of a list like "0-3,8"; raises `ValueError` for another text."""
+    numbers: set[int] = set()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        if part:
+            numbers.update(range(int(first), int(last or first) + 1))
+    return numbers
+
+
+def _one_per_core(processors: Sequence[int], cpus: Path) -> tuple[int, ...]:
+    first: dict[str, int] = {}
+    for number in processors:
+        topology = cpus / f"cpu{number}" / "topology"
+        siblings = _text(topology / "core_cpus_list") or _text(topology / "thread_siblings_list")
+        if siblings is None:  # not Linux, or hidden in a container
+            return tuple(processors)
+        first.setdefault(siblings, number)
+    return tuple(first.values())
+
+
+def _fast(cores: tuple[int, ...], root: Path) -> tuple[int, ...]:
+    """Ask for each core's capacity, or on Intel's hybrid processors for the kinds of cores."""
+    capacities = {core: _number(root / _CPUS / f"cpu{core}" / "cpu_capacity") for core in cores}
+    known = [capacity for capacity in capacities.values() if capacity is not None]
+    if len(known) == len(cores) and known:
+        least = _FAST_SHARE * max(known)
+        return tuple(core for core, capacity in capacities.items() if (capacity or 0) >= least)
+    fast = _numbers(root / "sys/devices/cpu_core/cpus")
+    found = tuple(core for core in cores if core in fast)
+    return found or cores
+
+
+def _quota(root: Path) -> float | None:
+    """Return the lowest limit of the process's group and of those above it, of either version."""
+    groups = _text(root / "proc/self/cgroup") or ""
+    limits = []
+    for line in groups.splitlines() or ["0::/"]:
+        _, _, rest = line.partition(":")
+        kinds, _, name = rest.partition(":")
+        if kinds and "cpu" not in kinds.split(","):
+            continue
+        top = root / _CGROUPS / ("cpu" if kinds else "")
+        # In a container the group's own name may be that outside of it.
+        group = top / name.lstrip("/")
+        for place in {top, *(p for p in (group, *group.parents) if p.is_relative_to(top))}:
+            limits.append(_limit_of_version_1(place) if kinds else _limit(place))
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _limit(group: Path) -> float | None:
+    parts = (_text(group / "cpu.max") or "").split()
+    return _share(parts[0], parts[1]) if len(parts) == 2 else None
+
+
+def _limit_of_version_1(group: Path) -> float | None:
+    quota, period = _text(group / "cpu.cfs_quota_us"), _text(group / "cpu.cfs_period_us")
+    return _share(quota, period) if quota and period else None
+
+
+def _share(quota: str, period: str) -> float | None:
+    try:
+        share = int(quota) / int(period)
+    except (ValueError, ZeroDivisionError):  # "max"
+        return None
+    return share if share > 0 else None
+
+
+def _numbers(path: Path) -> set[int]:
+    try:
+        return parse_processors(_text(path) or "")
+    except ValueError:
+        return set()
+
+
+def _number(path: Path) -> int | None:
+    text = _text(path)
+    return int(text) if text is not None and text.isdecimal() else None
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None
