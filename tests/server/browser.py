@@ -124,7 +124,8 @@ class Page:
 
 def import_modules(page: Page) -> None:
     """Make what the page's modules export reachable as `own`, once the page has loaded."""
-    names = json.dumps([f"/{name}.js" for name in ("chat", "connection", "live", "markdown")])
+    modules = ("chat", "chats", "calls", "connection", "live", "markdown")
+    names = json.dumps([f"/{name}.js" for name in modules])
     page.run(
         f"Promise.all({names}.map((name) => import(name)))"
         ".then((found) => { window.own = Object.assign({}, ...found); })"

@@ -226,6 +226,87 @@ def test_a_conversation_outlives_a_reload_until_a_new_one(
     assert page.run("sessionStorage.getItem('tandem-chat')") == "[]"
 
 
+def script_answers(page: Page, *answers: list[dict[str, Any]]) -> None:
+    """Let the page get scripted streams, each a list of deltas; notes the bodies that it sent."""
+    streams = [
+        "".join(
+            f"data: {json.dumps({'choices': [{'index': 0, 'delta': delta}]})}\n\n"
+            for delta in deltas
+        )
+        + ": a comment\n\ndata: [DONE]\n\n"
+        for deltas in answers
+    ]
+    page.run(f"""(() => {{ const streams = {json.dumps(streams)}, real = window.fetch;
+        window.sent = [];
+        window.fetch = async (url, options) => {{
+          if (!String(url).includes('chat/completions') || streams.length === 0)
+            return real(url, options);
+          window.sent.push(JSON.parse(options.body));
+          return new Response(streams.shift()); }}; }})()""")
+
+
+def test_calls_are_shown_and_their_results_given_back(page: Page, server: RunningServer) -> None:
+    call = {"index": 0, "id": "c1", "function": {"name": "look_up", "arguments": '{"text": "sky"}'}}
+    other = {"index": 1, "id": "c2", "function": {"name": "now", "arguments": "{}"}}
+    script_answers(
+        page,
+        [{"reasoning_content": "I look"}, {"content": "Wait."}, {"tool_calls": [call, other]}],
+        [{"content": "It is blue."}],
+    )
+    page.run("""own.settings.tools = '[{"name": "look_up"}]'; own.ask('why?'); 1""")
+    page.wait_for(f"{DONE} && document.querySelectorAll('.result-form').length === 2")
+    assert page.run("sent[0].tools") == [{"type": "function", "function": {"name": "look_up"}}]
+    assert page.run("document.querySelector('.message details .text').textContent") == "I look"
+    assert not page.run("document.querySelector('.message details').open")
+    assert "sky" in page.run("document.querySelector('.call pre').textContent")
+    assert page.run("document.querySelector('.call').getAttribute('aria-label')").endswith(
+        "look_up"
+    )
+    for text in ("blue <b>", "noon"):
+        page.run("document.querySelector('.result-form textarea').focus()")
+        page.write(text)
+        page.run("document.querySelector('.result-form button').click()")
+    page.wait_for(f"{TEXT} === 'It is blue.'")
+    roles = [message["role"] for message in page.run("sent[1].messages")]
+    assert roles == ["user", "assistant", "tool", "tool"]
+    assert page.run("sent[1].messages[2]") == {
+        "role": "tool", "tool_call_id": "c1", "content": "blue <b>",
+    }  # fmt: skip
+    page.wait_for(DONE)
+    page.open(server.address + "/")
+    import_modules(page)
+    assert page.run("document.querySelectorAll('.call').length") == 2
+    assert page.run("document.querySelectorAll('.result-form').length") == 0
+    assert page.run("document.querySelector('.call details pre').textContent") == "blue <b>"
+
+
+def test_tools_that_are_no_json_are_told(page: Page) -> None:
+    page.run("own.settings.tools = '[oops'; own.ask('why?'); 1")
+    page.wait_for("!!document.querySelector('.problem')")
+    assert "are no JSON" in page.run("document.querySelector('.problem').textContent")
+
+
+def test_several_chats_are_kept_until_they_are_deleted(page: Page, server: RunningServer) -> None:
+    shown = "[...document.querySelectorAll('.message.user .text')].map((m) => m.textContent)"
+    names = "[...document.getElementById('chats').options].map((option) => option.textContent)"
+    for question in ("first question", "second question"):
+        script_answers(page, [{"content": f"answer to the {question}"}])
+        page.run(f"own.ask('{question}'); 1")
+        page.wait_for(DONE)
+        page.run("document.getElementById('clear').click()")
+    assert page.run(names) == ["New chat", "second question", "first question"]
+    page.run("""(() => { const list = document.getElementById('chats'); list.value = '2';
+        list.dispatchEvent(new Event('change')); })()""")
+    assert page.run(shown) == ["first question"]
+    assert page.run(names) == ["first question", "second question"]
+    page.open(server.address + "/")
+    import_modules(page)
+    assert page.run(shown) == ["first question"]
+    page.run("document.getElementById('forget').click()")
+    assert page.run(shown) == ["second question"]
+    assert page.run("document.getElementById('chats').hidden")
+
+
 def test_settings_outlive_a_reload(page: Page, server: RunningServer) -> None:
     set_field(page, "temperature", "0.7")
     page.open(server.address + "/")
@@ -251,10 +332,20 @@ def test_a_phone_shows_one_view_at_a_time(page: Page) -> None:
 def test_everything_can_be_reached_with_the_keyboard(page: Page) -> None:
     page.run("document.body.focus(); document.activeElement.blur()")
     reached = set()
-    for _ in range(14):
+    page.run("own.putAside([{role: 'user', content: 'x'}]); own.listChats(own.conversation)")
+    for _ in range(18):
         page.press("Tab")
         reached.add(page.run("document.activeElement.id || document.activeElement.className"))
-    assert {"clear", "open-settings", "prompt", "send", "grid", "idea"} <= reached
+    assert {
+        "chats",
+        "forget",
+        "clear",
+        "open-settings",
+        "prompt",
+        "send",
+        "grid",
+        "idea",
+    } <= reached
 
 
 def test_dark_is_dark(page: Page) -> None:

@@ -6,7 +6,7 @@ from importlib import resources
 from fastapi import FastAPI
 from fastapi.responses import Response
 
-_SCRIPTS = ("page", "chat", "markdown", "state", "live", "connection", "elements")
+_SCRIPTS = ("page", "chat", "chats", "calls", "markdown", "state", "live", "connection", "elements")
 PAGE_FILES = {
     "/": ("index.html", "text/html"),
     "/page.css": ("page.css", "text/css"),

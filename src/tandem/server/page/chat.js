@@ -1,5 +1,7 @@
 // The chat: a conversation, streamed; one answer at a time.
 
+import { drawCall, takeCalls, tools } from "./calls.js";
+import { listChats, putAside, takeBack } from "./chats.js";
 import { eventsOf, headers, keepConversation, keptConversation, problemOf, settings } from "./connection.js";
 import { find, make } from "./elements.js";
 import { addCopy, writeMarkdown } from "./markdown.js";
@@ -61,16 +63,24 @@ function bodyOf() {
   for (const name of ["temperature", "top_p", "max_tokens", "seed"]) {
     if (settings[name] !== "") body[name] = Number(settings[name]);
   }
+  const known = tools();
+  if (known.length > 0) body.tools = known;
   return body;
 }
 
 export async function ask(text) {
-  for (const button of document.querySelectorAll(".again")) button.remove();
   conversation.push({ role: "user", content: text });
   addMessage("user", text);
+  listChats(conversation);
+  await goOn();
+}
+
+// Lets the model answer what the conversation ends with.
+async function goOn() {
+  for (const button of document.querySelectorAll(".again")) button.remove();
   const parts = addMessage("assistant", "");
-  const answer = { content: "", reasoning: "", began: performance.now(), first: 0, tokens: 0,
-                   problem: "", isDue: false };
+  const answer = { content: "", reasoning: "", calls: [], began: performance.now(), first: 0,
+                   usage: null, problem: "", isDue: false };
   const mine = running = new AbortController();
   showRunning(parts.message, true);
   scrollToEnd();
@@ -79,7 +89,7 @@ export async function ask(text) {
   } catch (error) {
     if (error.name !== "AbortError") answer.problem = said(error);
   }
-  if (running !== mine) return; // the conversation was cleared meanwhile
+  if (running !== mine) return; // another chat is shown meanwhile
   running = null;
   finish(answer, parts);
 }
@@ -102,9 +112,10 @@ function said(error) {
 
 function take(chunk, answer, parts) {
   if (chunk.error) throw new Error(chunk.error.message);
-  if (chunk.usage) answer.tokens = chunk.usage.completion_tokens;
+  if (chunk.usage) answer.usage = chunk.usage;
   const delta = chunk.choices[0] ? chunk.choices[0].delta : {};
-  if (!delta.content && !delta.reasoning_content) return;
+  takeCalls(answer.calls, delta.tool_calls);
+  if (!delta.content && !delta.reasoning_content && !delta.tool_calls) return;
   answer.first = answer.first || performance.now();
   answer.content += delta.content || "";
   answer.reasoning += delta.reasoning_content || "";
@@ -113,44 +124,77 @@ function take(chunk, answer, parts) {
 
 function finish(answer, parts) {
   draw(answer, parts);
-  const isAnswered = answer.content !== "";
-  if (isAnswered) conversation.push({ role: "assistant", content: answer.content });
-  const asked = isAnswered ? null : conversation.pop();
+  const isAnswered = answer.content !== "" || answer.calls.length > 0;
+  if (isAnswered) conversation.push(messageOf(answer));
+  const asked = !isAnswered && lastRole() === "user" ? conversation.pop() : null;
   keepConversation(conversation);
   stickToEnd(() => {
+    drawCalls(parts.message, answer.calls, []);
     if (answer.problem) make("p", "problem", parts.message).textContent = answer.problem;
     const foot = make("p", "about", parts.message);
     make("span", "", foot).textContent = figuresOf(answer);
-    if (isAnswered) addCopy(foot, () => answer.content);
-    addAgain(foot, parts.message, asked);
+    if (answer.content) addCopy(foot, () => answer.content);
+    addAgain(foot, parts.message, isAnswered, asked);
   });
   showRunning(parts.message, false);
   if (answer.problem) askModel();
+}
+
+function messageOf(answer) {
+  const message = { role: "assistant", content: answer.content };
+  if (answer.calls.length > 0) Object.assign(message, { tool_calls: answer.calls });
+  if (answer.reasoning) message.reasoning_content = answer.reasoning;
+  return message;
+}
+
+function lastRole() {
+  return conversation.length > 0 ? conversation[conversation.length - 1].role : "";
+}
+
+// Shows an answer's calls with their results; once each has one, the model goes on.
+function drawCalls(place, calls, results) {
+  const found = new Map(results.map((message) => [message.tool_call_id, message.content]));
+  for (const call of calls) {
+    drawCall(place, call, found.get(call.id), (text) => {
+      found.set(call.id, text);
+      if (found.size < calls.length || running) return;
+      for (const { id } of calls) {
+        conversation.push({ role: "tool", tool_call_id: id, content: found.get(id) });
+      }
+      keepConversation(conversation);
+      goOn();
+    });
+  }
 }
 
 function figuresOf(answer) {
   if (!answer.first) return "";
   const seconds = (performance.now() - answer.first) / 1000;
   const figures = [`first token ${((answer.first - answer.began) / 1000).toFixed(2)} s`];
-  if (answer.tokens > 1) {
-    figures.unshift(`${answer.tokens} tokens`, `${((answer.tokens - 1) / seconds).toFixed(1)} per second`);
+  const usage = answer.usage;
+  if (usage && usage.completion_tokens > 1) {
+    const rate = (usage.completion_tokens - 1) / seconds;
+    figures.unshift(`${usage.completion_tokens} tokens`, `${rate.toFixed(1)} per second`);
+  }
+  if (usage) {
+    const { cached_tokens: cached } = usage.prompt_tokens_details;
+    figures.push(`${cached} of ${usage.prompt_tokens} prompt tokens remembered`);
   }
   return figures.join("  ·  ");
 }
 
 // Asks the same once more, in the place of an answer; `asked` is what was left unanswered.
-function addAgain(foot, message, asked) {
+function addAgain(foot, message, isAnswered, asked) {
   const button = make("button", "quiet again", foot);
   button.type = "button";
   button.textContent = "Try again";
   button.addEventListener("click", () => {
     if (running) return;
-    if (!asked) conversation.pop();
-    const text = (asked || conversation.pop()).content;
-    message.previousElementSibling.remove();
+    if (isAnswered) conversation.pop();
     message.remove();
     find("prompt").focus();
-    ask(text);
+    if (asked) conversation.push(asked);
+    goOn();
   });
 }
 
@@ -187,22 +231,56 @@ export function sendPrompt() {
 
 // Shows the conversation from before the page was reloaded.
 export function showKept() {
-  for (const { role, content } of keptConversation()) {
-    conversation.push({ role, content });
-    const { message } = addMessage(role, content);
-    if (role === "assistant") addCopy(make("p", "about", message), () => content);
-  }
+  show(keptConversation());
+}
+
+function show(messages) {
+  messages.forEach((message, number) => {
+    conversation.push(message);
+    if (message.role === "tool") return;
+    const parts = addMessage(message.role, message.content);
+    if (message.role !== "assistant") return;
+    draw({ content: message.content, reasoning: message.reasoning_content || "" }, parts);
+    const rest = messages.slice(number + 1);
+    const end = rest.findIndex((other) => other.role !== "tool");
+    drawCalls(parts.message, message.tool_calls || [], end < 0 ? rest : rest.slice(0, end));
+    addCopy(make("p", "about", parts.message), () => message.content);
+  });
+  listChats(conversation);
   scrollToEnd();
 }
 
-export function clearConversation() {
+function clearConversation() {
   stop();
   running = null;
   find("send").hidden = false;
   find("stop").hidden = true;
   conversation.length = 0;
-  keepConversation(conversation);
   for (const message of document.querySelectorAll(".message")) message.remove();
   find("welcome").hidden = false;
+}
+
+function replaceBy(messages) {
+  clearConversation();
+  show(messages);
+  keepConversation(conversation);
   find("prompt").focus();
+}
+
+export function newChat() {
+  putAside(conversation);
+  replaceBy([]);
+}
+
+// Shows another chat of the list, by its number.
+export function switchChat(number) {
+  if (number === 0) return;
+  const messages = takeBack(number);
+  putAside(conversation);
+  replaceBy(messages);
+}
+
+// Deletes the chat that is shown; the next one takes its place.
+export function forgetChat() {
+  replaceBy(takeBack(1));
 }

@@ -1,6 +1,7 @@
 // How the page speaks to the server that it came from: its settings, its key, its events.
 
-export const settings = { system: "", temperature: "", top_p: "", max_tokens: "512", seed: "", key: "" };
+export const settings = { system: "", temperature: "", top_p: "", max_tokens: "512", seed: "", tools: "",
+                          key: "" };
 try {
   Object.assign(settings, JSON.parse(localStorage.getItem("tandem") || "{}"));
 } catch { /* a browser without storage forgets */ }

@@ -1,7 +1,7 @@
 // The page of `tandem serve`: a chat, and a live view of where experts run.
 // It needs nothing but the server that it came from.
 
-import { ask, clearConversation, fitPrompt, isAnswering, sendPrompt, showKept, stop } from "./chat.js";
+import { ask, fitPrompt, forgetChat, isAnswering, newChat, sendPrompt, showKept, stop, switchChat } from "./chat.js";
 import { eventsOf, headers, keep, settings } from "./connection.js";
 import { find } from "./elements.js";
 import { animate, leaveGrid, moveCell, pointAtCell, takeSnapshot } from "./live.js";
@@ -9,7 +9,7 @@ import { askModel } from "./state.js";
 
 // ---- settings -----------------------------------------------------------------------------------
 
-const SETTINGS = ["system", "temperature", "top_p", "max_tokens", "seed", "key"];
+const SETTINGS = ["system", "temperature", "top_p", "max_tokens", "seed", "tools", "key"];
 
 function showSettings() {
   for (const name of SETTINGS) find(`set-${name}`).value = settings[name];
@@ -60,7 +60,9 @@ document.addEventListener("keydown", (event) => {
 find("stop").addEventListener("click", stop);
 find("open-settings").addEventListener("click", showSettings);
 find("settings").addEventListener("close", keepSettings);
-find("clear").addEventListener("click", clearConversation);
+find("clear").addEventListener("click", newChat);
+find("forget").addEventListener("click", forgetChat);
+find("chats").addEventListener("change", () => switchChat(Number(find("chats").value)));
 for (const idea of document.querySelectorAll(".idea")) {
   idea.addEventListener("click", () => { if (!isAnswering()) ask(idea.textContent); });
 }
