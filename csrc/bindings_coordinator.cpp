@@ -6,7 +6,6 @@
 
 #include <cstring>
 #include <memory>
-#include <optional>
 #include <tuple>
 
 #include "bindings.hpp"
@@ -14,6 +13,7 @@
 #include "coordinator/copying.hpp"
 #include "coordinator/step_decisions.hpp"
 #include "coordinator/twin_stream.hpp"
+#include "program.hpp"
 
 namespace nb = nanobind;
 
@@ -101,8 +101,12 @@ class StepCoordinator {
 
   void manage_slots(std::uintptr_t entries, std::int64_t num_experts,
                     const std::vector<std::uintptr_t>& slots, StepPolicy* policy,
-                    const nb::object& before_copy) {
-    if (copying_) throw std::invalid_argument("the coordinator has slots already");
+                    double bytes_per_second, const nb::object& before_copy) {
+    get().set_after_answer(nullptr);
+    {
+      const nb::gil_scoped_release release;
+      copying_.reset();
+    }
     before_copy_ = before_copy;
     num_slots_ = static_cast<std::int32_t>(slots.size());
     num_experts_ = num_experts;
@@ -110,8 +114,8 @@ class StepCoordinator {
     std::vector<std::uint8_t*> memory;
     for (const std::uintptr_t slot : slots) memory.push_back(pointer<std::uint8_t>(slot));
     copying_ = std::make_unique<CopyingThread>(
-        std::make_unique<HostCopyEngine>(calling<>(before_copy)), layers_, entries_, num_experts,
-        std::move(memory));
+        std::make_unique<HostCopyEngine>(calling<>(before_copy), bytes_per_second), layers_,
+        entries_, num_experts, std::move(memory));
     auto decisions = std::make_unique<StepDecisions>(policy, *copying_);
     decisions_ = decisions.get();
     get().set_after_answer(std::move(decisions));
@@ -216,9 +220,9 @@ nb::list records_of(StepCoordinator& self) {
   return found;
 }
 
-nb::list decided_by(StepCoordinator& self) {
+nb::list take_decided(StepCoordinator& self) {
   nb::list found;
-  for (const DecidedLayer& d : self.decisions().decided())
+  for (const DecidedLayer& d : self.decisions().take_decided())
     found.append(nb::make_tuple(d.layer, d.now, as_tuples(d.arrivals), as_tuples(d.copies)));
   return found;
 }
@@ -251,11 +255,11 @@ void bind_steps(nb::module_& m) {
       })
       .def("records", &records_of)
       .def("manage_slots", &StepCoordinator::manage_slots, nb::arg(), nb::arg(), nb::arg(),
-           nb::arg().none(), nb::arg().none(), nb::keep_alive<1, 5>())
+           nb::arg().none(), nb::arg(), nb::arg().none(), nb::keep_alive<1, 5>())
       .def("set_dense_seconds", [](StepCoordinator& self, double seconds) {
         self.decisions().set_dense_seconds(seconds);
       })
-      .def("decided", &decided_by)
+      .def("take_decided", &take_decided)
       .def("submit", &StepCoordinator::submit)
       .def("take_cleared", [](StepCoordinator& self) { return self.copying().take_cleared(); })
       .def("clear_entries", &StepCoordinator::clear_entries)
@@ -276,30 +280,44 @@ void bind_steps(nb::module_& m) {
 using TwinTuple = std::tuple<std::int64_t, std::int64_t, std::uintptr_t, std::uintptr_t, bool,
                              std::uintptr_t, std::uintptr_t>;
 
-// A twin with threads of its own.
-class OwnedTwin {
+// A twin on the threads of an engine that is its own while it runs.
+class BoundTwin {
  public:
-  OwnedTwin(StepCoordinator& coordinator, std::int64_t mailbox, std::uintptr_t addresses,
-            int num_threads, const std::string& isa, int most_delay, unsigned seed)
+  BoundTwin(StepCoordinator& coordinator, std::int64_t mailbox, std::uintptr_t addresses,
+            ExpertEngine& engine, int most_delay, unsigned seed)
       : rows_(coordinator.get().mailbox(mailbox).layout().num_rows),
         num_layers_(static_cast<std::int64_t>(coordinator.layers().size())),
-        engine_(num_threads, isa),
+        engine_(engine),
         stream_(coordinator.layers(), coordinator.get().mailbox(mailbox),
-                pointer<const std::int64_t>(addresses), engine_, most_delay, seed) {}
-  ~OwnedTwin() { join(); }
+                pointer<const std::int64_t>(addresses), engine, most_delay, seed) {}
+  ~BoundTwin() { join(); }
 
+  TwinCall call_of(const TwinTuple& call) const {
+    const auto& [layer, tokens, hidden, index, is_bf16, weights, out] = call;
+    if (layer < 0 || layer >= num_layers_ || tokens < 0 || tokens > rows_)
+      throw std::invalid_argument("layer " + std::to_string(layer) + " with " +
+                                  std::to_string(tokens) + " tokens, expected at most " +
+                                  std::to_string(rows_) + " and a layer that exists");
+    return {layer, tokens, pointer<const void>(hidden), pointer<const std::int64_t>(index),
+            value_type(is_bf16), pointer<const void>(weights), pointer<void>(out)};
+  }
+
+  void run(const TwinTuple& call) {
+    const TwinCall found = call_of(call);
+    const Turn turn(engine_);
+    stream_.run(found);
+  }
+
+  // For programs on the same threads.
+  void add_to(Program& program, const TwinTuple& call) {
+    program.add([this, found = call_of(call)] { stream_.run(found); });
+  }
+
+  // A whole step on a thread beside: nothing else uses the engine until `join`.
   void start(const std::vector<TwinTuple>& calls, std::int64_t stops_before) {
     join();
     std::vector<TwinCall> found;
-    for (const auto& [layer, tokens, hidden, index, is_bf16, weights, out] : calls) {
-      if (layer < 0 || layer >= num_layers_ || tokens < 0 || tokens > rows_)
-        throw std::invalid_argument("layer " + std::to_string(layer) + " with " +
-                                    std::to_string(tokens) + " tokens, expected at most " +
-                                    std::to_string(rows_) + " and a layer that exists");
-      found.push_back({layer, tokens, pointer<const void>(hidden),
-                       pointer<const std::int64_t>(index), value_type(is_bf16),
-                       pointer<const void>(weights), pointer<void>(out)});
-    }
+    for (const TwinTuple& call : calls) found.push_back(call_of(call));
     step_ = std::make_unique<TwinStep>(stream_, std::move(found), stops_before);
   }
 
@@ -312,7 +330,7 @@ class OwnedTwin {
 
  private:
   std::int64_t rows_, num_layers_;
-  ExpertEngine engine_;
+  ExpertEngine& engine_;
   TwinStream stream_;
   std::unique_ptr<TwinStep> step_;
 };
@@ -323,20 +341,23 @@ void bind_coordinator(nb::module_& m) {
   bind_mailbox(m);
   bind_policy(m);
   bind_steps(m);
-  nb::class_<OwnedTwin>(m, "TwinStream")
-      .def(nb::init<StepCoordinator&, std::int64_t, std::uintptr_t, int, const std::string&, int,
-                    unsigned>(),
-           nb::keep_alive<1, 2>())
-      .def("start", &OwnedTwin::start)
+  nb::class_<BoundTwin>(m, "TwinStream")
+      .def(nb::init<StepCoordinator&, std::int64_t, std::uintptr_t, ExpertEngine&, int, unsigned>(),
+           nb::keep_alive<1, 2>(), nb::keep_alive<1, 5>())
+      .def("run", &BoundTwin::run)
+      .def("add_to", &BoundTwin::add_to)
+      .def("start", &BoundTwin::start)
+      .def("join", &BoundTwin::join)
+      .def("set_patience",
+           [](BoundTwin& self, double seconds) { self.stream().set_patience(seconds); })
       .def("set_dense_seconds",
-           [](OwnedTwin& self, double seconds) { self.stream().set_dense_seconds(seconds); })
-      .def("times", [](OwnedTwin& self) {
+           [](BoundTwin& self, double seconds) { self.stream().set_dense_seconds(seconds); })
+      .def("times", [](BoundTwin& self) {
         std::vector<std::tuple<double, double>> found;
         for (const TwinStream::Times& t : self.stream().times())
           found.emplace_back(t.rung, t.went_on);
         return found;
-      })
-      .def("join", &OwnedTwin::join);
+      });
 }
 
 }  // namespace tandem

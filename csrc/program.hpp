@@ -3,6 +3,8 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -60,6 +62,9 @@ class Program {
   };
   void add(const Attention& call) { steps_.emplace_back(call); }
 
+  // What other parts of the runtime do in between, with these threads if they like.
+  void add(std::function<void()> call) { steps_.emplace_back(std::move(call)); }
+
   // Returns the number under which `num_active` tells how many experts were computed.
   std::int64_t add(const RoutedLayer& layer, const RoutedCall& call);
 
@@ -76,7 +81,8 @@ class Program {
   using Step = std::variant<RmsNorm, Rotary, RotaryPairs, Choice, RankedChoice, Elementwise,
                             Reduction, Softmax, LayerNorm, Greatest, Lookup, Scatter, Product,
                             IndexSelection,
-                            ShortConvolution, Recurrence, Dense, Attention, Experts>;
+                            ShortConvolution, Recurrence, Dense, Attention, Experts,
+                            std::function<void()>>;
 
   void operator()(const RmsNorm& call);
   void operator()(const Rotary& call) { rows_.rotate(call); }
@@ -97,6 +103,7 @@ class Program {
   void operator()(const Dense& call);
   void operator()(const Attention& call);
   void operator()(const Experts& call);
+  void operator()(const std::function<void()>& call) { call(); }
 
   const RowKernels& rows_;
   const TensorKernels& tensors_;

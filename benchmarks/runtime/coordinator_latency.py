@@ -24,7 +24,7 @@ from benchmarks.runtime.overhead import (
 
 from tandem.experts.execution.routed_layers import native_layer
 from tandem.kernels import _native
-from tandem.kernels.engine import best_isa
+from tandem.kernels.engine import best_isa, start_engine
 from tandem.policy.plan import Geometry
 
 PATIENCE = 20.0
@@ -41,10 +41,10 @@ def hand_offs(name: str, layers: int, steps: int, dense: float, share: float) ->
     each = round(share * QWEN_EXPERTS)
     slots = torch.zeros(layers * each, store[0].image_bytes, dtype=torch.uint8)
     addresses = [slot.data_ptr() for slot in slots]
-    coordinator.manage_slots(table.data_ptr(), QWEN_EXPERTS, addresses, None, None)
+    coordinator.manage_slots(table.data_ptr(), QWEN_EXPERTS, addresses, None, 0.0, None)
     coordinator.submit([(slot // each, slot % each, slot, -1) for slot in range(layers * each)])
     coordinator.drain_copies()
-    twin = _native.TwinStream(coordinator, box, table.data_ptr(), 1, best_isa(), 0, 0)
+    twin = _native.TwinStream(coordinator, box, table.data_ptr(), start_engine(num_threads=1), 0, 0)
     twin.set_dense_seconds(dense)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, QWEN_HIDDEN, generator=generator).bfloat16()

@@ -181,6 +181,7 @@ void Coordinator::loop() {
     } catch (const std::exception& error) {
       death = error.what();
       if (death.empty()) death = "an unknown error";
+      close_for_device(first_open());  // the watchdog does it for the layers that follow
     }
     lock.lock();
     is_idle_ = true;

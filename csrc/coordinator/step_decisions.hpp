@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "coordinator/coordinator.hpp"
@@ -32,8 +33,10 @@ class StepDecisions : public AfterAnswer {
   void begin_step() override;
   void note(const LayerRecord& record) override;
 
-  // Of the last step; between steps.
-  std::span<const DecidedLayer> decided() const { return {decided_.data(), num_decided_}; }
+  // Of the last step; between steps, once.
+  std::span<const DecidedLayer> take_decided() {
+    return {decided_.data(), std::exchange(num_decided_, 0)};
+  }
 
  private:
   void count(const LayerRecord& record);

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
-#include <mutex>
+#include <string>
 
 #include "coordinator/words.hpp"
 
@@ -91,14 +91,20 @@ void TwinStream::publish(const TwinCall& call) {
 }
 
 void TwinStream::wait(std::int64_t layer) {
+  const double end = steady_seconds() + patience_;
   for (int spin = 0; load_acquire(box_.done(layer)) != 1; ++spin) {
     if (spin < kSpins) {
       pause();
-    } else {
-      std::this_thread::yield();
+      continue;
     }
+    std::this_thread::yield();
+    if (patience_ > 0.0 && steady_seconds() > end)
+      throw StepLost("MoE layer " + std::to_string(layer) + " was not answered in time");
   }
   store_release(box_.done(layer), 0u);
+  if (patience_ > 0.0 && load_acquire(box_.error(layer)) != 0)
+    throw StepLost("MoE layer " + std::to_string(layer) +
+                   " was answered with an error: the thread that answers has ended");
 }
 
 void TwinStream::combine(const TwinCall& call) {

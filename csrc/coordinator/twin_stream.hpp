@@ -9,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "coordinator/coordinator.hpp"
 #include "coordinator/mailbox.hpp"
 #include "coordinator/row_experts.hpp"
 #include "routed.hpp"
@@ -32,6 +33,10 @@ class TwinStream {
   // microseconds at a time, drawn from `seed`.
   TwinStream(std::vector<RoutedLayer> layers, const Mailbox& box, const std::int64_t* addresses,
              ExpertEngine& engine, int most_delay, unsigned seed);
+
+  // Gives a layer up that is not answered for so long: throws StepLost, also for one that is answered
+  // with an error. 0: waits on, as a GPU does.
+  void set_patience(double seconds) { patience_ = seconds; }
 
   // Does one layer in the caller's thread; returns when its results are combined.
   void run(const TwinCall& call);
@@ -63,7 +68,7 @@ class TwinStream {
   std::vector<float> rows_, weights_, sums_;
   std::vector<std::int32_t> row_of_;
   std::vector<Times> times_;
-  double dense_seconds_ = 0.0;
+  double dense_seconds_ = 0.0, patience_ = 0.0;
 };
 
 // A whole step on a thread of its own, for tests: layers one after the other, in memory that lives

@@ -9,7 +9,7 @@ from torch import Tensor
 from tandem.experts.execution.routed_layers import native_layer
 from tandem.experts.store.host_store import HostStore
 from tandem.kernels import _native
-from tandem.kernels.engine import best_isa
+from tandem.kernels.engine import best_isa, start_engine
 from tandem.policy.plan import Geometry
 from tests.experts.machines import FUNCTIONS, GEOMETRY, HIDDEN
 
@@ -74,10 +74,11 @@ class TwinMachine:
             geometry.num_experts,
             [slot.data_ptr() for slot in self.slots[:num_slots]],
             policy,
+            0.0,
             before_copy,
         )
         self.twin = _native.TwinStream(
-            self.coordinator, box, self.table.data_ptr(), 1, best_isa(), most_delay, 0
+            self.coordinator, box, self.table.data_ptr(), start_engine(num_threads=1), most_delay, 0
         )
         self.box = box
 

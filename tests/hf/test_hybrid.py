@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tandem
-from tandem.core.errors import CapacityError, ConfigError, TandemError
+from tandem.core.errors import CapacityError, ConfigError, ExecutionError, TandemError
 from tandem.devices.options import OffloadOptions
 from tandem.experts.cache.heat import Heat
 from tandem.experts.cache.memory_share import parse_gpu_memory
@@ -249,6 +249,50 @@ def test_the_real_clock_says_the_same_to_the_bit(checkpoint: Path, profile: str)
         actual = Generator(hybrid).generate(ids_of(prompt), max_new_tokens=12, temperature=0)
         assert actual[0].token_ids == expected[0].token_ids
     runtime_in(hybrid).executor.close()
+
+
+def test_replayed_steps_on_the_real_clock_do_not_ask_python_for_layers(
+    checkpoint: Path, profile: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor do they lose anything: what listeners hear covers every layer of every token."""
+    hybrid = load(checkpoint, profile, clock="real", expert_dtype="int8", gpu_memory="60kB")
+    executor = runtime_in(hybrid).executor
+    num_layers = len(executor.store)
+    generator = Generator(hybrid)
+    generator.generate(ids_of("hello there"), max_new_tokens=6, temperature=0)
+    statistics, asked, execute = CacheStatistics(), list[int](), type(executor).execute
+    executor.listeners.append(statistics)
+
+    def counting(self: Any, layer: int, *call: Any) -> Any:
+        asked.append(layer)
+        return execute(self, layer, *call)
+
+    monkeypatch.setattr(type(executor), "execute", counting)
+    generator.generate(ids_of("other words"), max_new_tokens=30, temperature=0)
+    assert 0 < len(asked) <= 2 * num_layers  # of the prompt
+    assert statistics.calls >= 29 * num_layers
+    assert 0 < statistics.hits < statistics.active
+    executor.close()
+
+
+def test_a_replayed_step_that_is_lost_is_a_sentence(checkpoint: Path, profile: str) -> None:
+    hybrid = load(checkpoint, profile, clock="real", expert_dtype="int8")
+    executor, is_bad = runtime_in(hybrid).executor, False
+
+    def fail(layer: int) -> None:
+        if is_bad:
+            raise MemoryError("no memory")
+
+    executor.captured.coordinator.set_hook(fail)
+    generator = Generator(hybrid)
+    wanted = generator.generate(ids_of("hello"), max_new_tokens=9, temperature=0)
+    is_bad = True
+    with pytest.raises(ExecutionError, match="the request is lost"):
+        generator.generate(ids_of("hello"), max_new_tokens=9, temperature=0)
+    is_bad = False
+    again = generator.generate(ids_of("hello"), max_new_tokens=9, temperature=0)
+    assert again[0].token_ids == wanted[0].token_ids
+    executor.close()
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tandem.core.errors import ExecutionError
 from tandem.decode.model_runner import ModelRunner, why_other_logits
 from tandem.decode.slots import MAX_STEP_TOKENS, CachedSlotPool
 from tandem.experts.tracing.events import unheard
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.lookahead.warm_up import warm_up_ids
+from tandem.kernels import _native
 from tandem.kernels.attention import Segment
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
 from tandem.kv_cache.cpu import KvCache
@@ -126,7 +128,13 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
         if step.replayed.is_replaying and executor is not None and executor.needs_steps:
             executor.begin_step(ids, is_prefill=False)
         with self._going_back(slots):
-            logits = step.replayed()
+            try:
+                logits = step.replayed()
+            except _native.StepLostError as error:
+                raise ExecutionError(
+                    f"a decode step was lost ({error}); the request is lost, the model can be "
+                    "used again"
+                ) from error
             self.cache.commit()
         for slot, new in tokens.items():
             self._held[slot] += new
@@ -238,11 +246,16 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
             partial(record_step, run, [ids, positions, rotary], self.cache.threads),
             _TOLERANCES.get(self._model.model.dtype),
             executor=self._executor,
+            announce=partial(self._announce_again, num_tokens),
             save=lambda: self.cache.states.save(slots.tolist()),
             is_like_trusted=any(s.replayed.is_replaying for s in self._steps.values()),
             why_not=self._model.why_not_replayed(_TOLERANCES, has_replay=self._has_replay),
         )
         return _Step(slots, positions, rotary, ids, replayed)
+
+    def _announce_again(self, num_tokens: int) -> None:
+        if self._executor is not None:
+            self._executor.repeat_step(num_tokens)
 
     def _follow_executor(self) -> None:
         """Forget the recorded graphs of an executor that has been replaced."""

@@ -12,6 +12,7 @@ from tandem.experts.cache.expert_cache import ExpertCache
 from tandem.experts.cache.heat import Heat
 from tandem.experts.cache.sizing import count_slots
 from tandem.experts.cache.start import STARTS
+from tandem.experts.execution.captured_steps import CapturedSteps
 from tandem.experts.execution.hybrid_executor import HybridExecutor
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.config import OffloadConfig
@@ -81,7 +82,9 @@ def _hybrid_on(parts: DeviceParts, observed: ObservedModel, runtime: Runtime) ->
     if asks_one or options.look_ahead:
         runtime.look_ahead = _look_ahead(observed, options.prediction if asks_one else "residual")
         executor.look_ahead = runtime.look_ahead
-    weakref.finalize(executor, _end, cache, heat)
+    else:
+        executor.captured = parts.captured(cache)
+    weakref.finalize(executor, _end, cache, heat, executor.captured)
     return executor
 
 
@@ -109,7 +112,9 @@ def _heat(observed: ObservedModel) -> Heat:
     return Heat(observed.geometry, observed.options.cache_path / "heat" / name)
 
 
-def _end(cache: ExpertCache, heat: Heat) -> None:
+def _end(cache: ExpertCache, heat: Heat, captured: CapturedSteps | None) -> None:
     """Keep what was learned and end the threads, when the executor is gone or the program ends."""
     heat.save()
+    if captured is not None:
+        captured.close()
     cache.close()

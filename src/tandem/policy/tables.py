@@ -27,6 +27,9 @@ class NextUseTable(Protocol):
     def values(self) -> memoryview:
         """Return the scores by expert, 32 bits each; the same until the next note."""
 
+    def forget_values(self) -> None:
+        """Read the scores again: the table has been noted behind this object."""
+
     def resize(self, capacity: int) -> None:
         """Choose among the rules of `eviction.rule_choice` for a cache of this size; 0: do not."""
 

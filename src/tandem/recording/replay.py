@@ -59,6 +59,7 @@ class ReplayedStep:
         tolerance: float | None,
         *,
         executor: Executor | None = None,
+        announce: Callable[[], None] = lambda: None,
         save: Callable[[], Callable[[], None]] = lambda: lambda: None,
         make_room: Callable[[], bool] = lambda: False,
         warns: bool = False,
@@ -67,16 +68,17 @@ class ReplayedStep:
     ) -> None:
         """Take the model's own `step`, and `record`, which does it and returns its recording too.
 
-        A step may be done twice: what it writes to a KV cache is the same both times, and the
-        listeners of `executor` hear of it once; `save` notes what else it changes and returns what
-        puts that back. Recorded results may be `tolerance` away, relative to their norm.
+        A step may be done twice: what it writes to a KV cache is the same both times, the listeners
+        of `executor` hear of it once, and `announce` is called before the second; `save` notes what
+        else it changes and returns what puts that back. Recorded results may be `tolerance` away,
+        relative to their norm.
         `is_like_trusted` says that the same step of another size is replayed already.
         `make_room` frees memory if it can, for a recording that had too little. With `warns` a
         recording that fails is a `TandemWarning`; with `why_not` there is none.
         """
         assert tolerance is not None or why_not is not None
         self._step, self._record, self._tolerance = step, record, tolerance
-        self._executor, self._save = executor, save
+        self._executor, self._announce, self._save = executor, announce, save
         self._make_room, self._warns = make_room, warns
         self._recording: StepRecording | None = None
         self._least_equal = 1 if is_like_trusted else _EQUAL_STEPS
@@ -131,6 +133,7 @@ class ReplayedStep:
         go_back()
         try:
             with unheard(self._executor):
+                self._announce()
                 result = recording.run()
             difference = (result.float() - expected.float()).norm()
         except _FAILURES as error:

@@ -38,19 +38,22 @@ def routed_call(
 
 
 def _call(threads: CpuThreads, direct: DirectCall) -> NativeCall:
-    def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> Report:
+    def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> Report | None:
         (hidden, *choice), (out,) = inputs, outputs
         index, weights = direct.choice or choice
         require_contiguous(hidden, index, weights)
+        reported = direct.report
+        if direct.add is not None:
+            direct.add(program, (hidden, index, weights, out))
+            return None if reported is None else lambda: reported(index, 0)
         number = program.add_experts(
             direct.layer, index.shape[0], index.shape[1], hidden.dtype == torch.bfloat16,
             hidden.data_ptr(), index.data_ptr(), weights.dtype == torch.bfloat16,
             weights.data_ptr(), out.data_ptr(),
         )  # fmt: skip
 
-        def report() -> None:
-            direct.report(index, program.num_active(number))
-
-        return report
+        if reported is None:
+            return None
+        return lambda: reported(index, program.num_active(number))
 
     return NativeCall(add, threads)

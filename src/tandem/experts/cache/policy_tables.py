@@ -40,6 +40,9 @@ class _NextUseTable:
         self._values = None
         self._note(load.experts, load.tokens, divisor, experts, above)
 
+    def forget_values(self) -> None:
+        self._values = None
+
     def values(self) -> memoryview:
         if self._values is None:
             self._values = memoryview(self._read()).cast("I")
@@ -79,10 +82,12 @@ def native_step_policy(planner: Planner) -> _native.StepPolicy | None:
     """Return what decides behind the layers of captured steps, from a planner's state.
 
     It decides as the planner with the assignment `ready-on-gpu`, and learns in its tables.
-    None for an eviction without native tables, and where layers share their slots.
+    None for an eviction without native tables, and for slots that layers share or stage in.
     """
     eviction, residency = planner.eviction, planner.residency
     if not isinstance(eviction, next_use.NextUse) or residency.num_sets == 1:
+        return None
+    if residency.capacity[residency.staging] > 0:
         return None
     tables = [t.native for t in eviction.tables if isinstance(t, _NextUseTable)]
     if len(tables) < len(eviction.tables):

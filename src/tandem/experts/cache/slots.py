@@ -111,6 +111,10 @@ class Slots:
         """Return a slot's bytes, for a copy into it."""
         return self._memory[slot]
 
+    def address(self, slot: int) -> int:
+        """Return where a slot's bytes are."""
+        return self._addresses[slot]
+
     def key_in(self, slot: int) -> int:
         """Return the key of the expert that the slot holds or is about to; NOTHING if none."""
         return self._key[slot]
@@ -157,6 +161,14 @@ class Slots:
             assert self._landed[slot] == generation - 1, f"slot {slot} skips a generation"
             self._landed[slot] = generation
             self.changed.notify_all()
+
+    def adopt(self, slot: int, key: int) -> None:
+        """Note a content that was copied without this object; it is complete and unused."""
+        with self.changed:
+            assert self._landed[slot] == self._planned[slot], f"slot {slot} is being written"
+            self._key[slot] = key
+            self._planned[slot] += 1
+            self._landed[slot] = self._planned[slot]
 
     def void(self, slot: int, generation: int) -> None:
         """Give a planned generation up that no batch uses; the slot then holds nothing."""

@@ -45,8 +45,10 @@ class DirectCall(NamedTuple):
     layer: _native.RoutedLayer
     choice: tuple[Tensor, Tensor] | None
     """Index and weights to read instead of the router's; every step fills them as it begins."""
-    report: Callable[[Tensor, int], None]
-    """Takes the index and the number of active experts once a call is done."""
+    report: Callable[[Tensor, int], None] | None
+    """Takes the index and the number of active experts once a call is done; None: nobody asks."""
+    add: Callable[[_native.Program, tuple[Tensor, Tensor, Tensor, Tensor]], None] | None = None
+    """Adds the call (hidden, index, weights, out) to a program, where it is not just the layer."""
 
 
 class Executor(Protocol):
@@ -95,6 +97,9 @@ class Executor(Protocol):
     def settle(self) -> None:
         """Do what waits for the next step, before a step that is replayed without `execute`."""
 
+    def repeat_step(self, num_tokens: int) -> None:
+        """Announce that a recording does a step again, to be compared."""
+
     def deferring(self) -> AbstractContextManager[None]:
         """Return what lets layers within leave to later what their results do not need."""
 
@@ -123,6 +128,9 @@ class StatelessExecutor(ABC):
         """No-op."""
 
     def settle(self) -> None:  # noqa: B027
+        """No-op."""
+
+    def repeat_step(self, num_tokens: int) -> None:  # noqa: B027
         """No-op."""
 
     def deferring(self) -> AbstractContextManager[None]:

@@ -22,6 +22,7 @@ from torch import Tensor
 from tandem.core.errors import ExecutionError
 from tandem.experts.cache.expert_cache import SHRINK, ExpertCache
 from tandem.experts.execution.batch import CallSide, ExpertFunctions, RoutedCall
+from tandem.experts.execution.captured_steps import NUM_ROWS, CapturedSteps
 from tandem.experts.execution.device import Device, OutOfDeviceMemoryError
 from tandem.experts.execution.executor import DirectCall, computed_in_chunks
 from tandem.experts.execution.expert_kernels import ExpertKernels
@@ -76,6 +77,8 @@ class HybridExecutor:
         self.listeners: list[Listener] = []
         self.look_ahead: AsksAhead | None = None
         """Asked, for each layer that is about to be planned, what the next one will want."""
+        self.captured: CapturedSteps | None = None
+        """Computes decode steps of few tokens instead of plans."""
         self._kernels = kernels
         self._turn = threading.Lock()
         self._announced: tuple[Sequence[int], bool] | None = None
@@ -98,6 +101,21 @@ class HybridExecutor:
     def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:
         """Announce the tokens of the forward pass that comes; ids are empty if unknown."""
         self._announced = token_ids, is_prefill
+        if token_ids and not is_prefill:
+            self.repeat_step(len(token_ids))
+
+    def repeat_step(self, num_tokens: int) -> None:
+        """Begin a captured step, if it is one: its recording does not ask."""
+        if self.captured is None or num_tokens > NUM_ROWS[-1]:
+            return
+        with self._turn:
+            self._announced, self._last_layer = None, -1
+            self.captured.abort()
+            self.settle()
+            try:
+                self.captured.begin(num_tokens)
+            except RuntimeError as error:
+                raise ExecutionError(f"a decode step cannot begin ({error}); try again") from error
 
     def resize(self, num_slots: int) -> None:
         """Change the number of slots; it happens before the next step."""
@@ -108,6 +126,8 @@ class HybridExecutor:
         self.catch_up()
         if self._wanted_slots is not None:
             wanted, self._wanted_slots = self._wanted_slots, None
+            if self.captured is not None:
+                self.captured.leave()
             self.cache.resize(wanted)
 
     @contextlib.contextmanager
@@ -125,13 +145,30 @@ class HybridExecutor:
                 self.catch_up()
 
     def direct_call(self, call: RoutedCall, functions: ExpertFunctions) -> DirectCall | None:
-        """Return None: each layer is planned."""
-        return None
+        """Return a layer of captured steps; None where each layer is planned."""
+        if self.captured is None:
+            return None
+        return self.captured.direct_call(call, functions, self._finish_replayed)
+
+    def _finish_replayed(self) -> None:
+        """End a captured step whose layers were done by a recording."""
+        assert self.captured is not None
+        with self._turn:
+            try:
+                self.captured.finish(self.listeners)
+            except RuntimeError as error:
+                self._recover(shrink=False)
+                raise ExecutionError(
+                    f"a decode step was lost ({error}); the request is lost, the model can be "
+                    "used again"
+                ) from error
 
     def close(self) -> None:
         """End all threads and give the device's memory back."""
         if self.look_ahead is not None:
             self.look_ahead.close()
+        if self.captured is not None:
+            self.captured.close()
         self.cache.close()
 
     def execute(
@@ -146,7 +183,11 @@ class HybridExecutor:
         call = RoutedCall(layer, hidden, top_k_index, top_k_weights).detached()
         with self._turn:
             try:
-                if layer <= self._last_layer or self._announced is not None:
+                captured = self.captured
+                is_captured = captured is not None and captured.is_under_way
+                if captured and is_captured and layer > self._last_layer and captured.serves(call):
+                    return self._execute_captured(captured, call)
+                if is_captured or layer <= self._last_layer or self._announced is not None:
                     self._begin_step(hidden.shape[0])
                 self._last_layer = layer
                 return computed_in_chunks(call, lambda chunk: self._execute_chunk(chunk, functions))
@@ -161,7 +202,16 @@ class HybridExecutor:
                 self._recover(shrink=False)
                 raise
 
+    def _execute_captured(self, captured: CapturedSteps, call: RoutedCall) -> Tensor:
+        self._last_layer = call.layer
+        out = captured.run(call)
+        if call.layer == len(self.store) - 1:
+            captured.finish(self.listeners)
+        return out
+
     def _begin_step(self, num_tokens: int) -> None:
+        if self.captured is not None:
+            self.captured.leave()
         self.settle()
         token_ids, is_prefill = self._announced or ((), False)
         self._announced = None
@@ -289,6 +339,8 @@ class HybridExecutor:
     def _recover(self, *, shrink: bool) -> None:
         """Make the engine usable after an error in the middle of a layer."""
         self.device.forget_rows()
+        if self.captured is not None:
+            self.captured.leave()
         slots = self.cache.num_slots
         with contextlib.suppress(Exception):  # then the cache is left empty
             self.cache.resize(int(slots * SHRINK) if shrink else slots)

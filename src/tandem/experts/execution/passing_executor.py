@@ -64,6 +64,10 @@ class PassingExecutor:
         """Let the executor within do what waits."""
         self.inner.settle()
 
+    def repeat_step(self, num_tokens: int) -> None:
+        """Announce it to the executor within."""
+        self.inner.repeat_step(num_tokens)
+
     def direct_call(self, call: RoutedCall, functions: ExpertFunctions) -> DirectCall | None:
         """Return None: `before` and `after` are part of each call."""
         return None

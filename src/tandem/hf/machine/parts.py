@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 from tandem.core.errors import UnsupportedModelError
 from tandem.core.units import parse_bandwidth
-from tandem.experts.cache.expert_cache import EngineMaker, Machine
+from tandem.experts.cache.expert_cache import EngineMaker, ExpertCache, Machine
 from tandem.experts.cache.memory_share import MemoryShare
 from tandem.experts.execution.batch import ExpertFunctions
+from tandem.experts.execution.captured_steps import CapturedSteps
 from tandem.experts.execution.clock import Clock
 from tandem.experts.execution.device import Device
 from tandem.experts.execution.executor import Executor
@@ -120,3 +121,5 @@ class DeviceParts:
     share: MemoryShare
     reserved_bytes: int = 0
     """Of the share, for dense parts, KV cache and workspace."""
+    captured: Callable[[ExpertCache], CapturedSteps | None] = lambda cache: None
+    """Makes what computes decode steps of few tokens without plans, where there is that."""

@@ -120,6 +120,12 @@ class NextUse(Eviction):
         self._unlearned.append(table)
         self._above = experts
 
+    def noted_natively(self, num_tokens: int) -> None:
+        """Take note that a decode step of so many tokens was noted in the native tables."""
+        self._batch = max(1, num_tokens)
+        for table in self.tables:
+            table.forget_values()
+
     def learn(self) -> None:
         """Learn from the layers touched since the last call."""
         for table in self._unlearned:
@@ -211,6 +217,9 @@ class PureTable:
         if self._values is None:
             self._values = self._scores(self._followed)
         return self._values
+
+    def forget_values(self) -> None:
+        """No-op: nothing else notes in this table."""
 
     def resize(self, capacity: int) -> None:
         """Compare the rules in caches of this size."""

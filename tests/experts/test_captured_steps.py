@@ -1,0 +1,141 @@
+"""Captured decode steps between planned prompts: one expert cache, the CPU executor's bits."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tandem.core.errors import ExecutionError
+from tandem.experts.execution.captured_steps import CapturedSteps
+from tandem.experts.execution.executor import CpuExecutor
+from tandem.experts.execution.hybrid_executor import HybridExecutor
+from tandem.experts.execution.routed_layers import native_layer
+from tandem.experts.store.host_store import HostStore
+from tandem.experts.tracing.cache_statistics import CacheStatistics
+from tandem.experts.tracing.events import LayerExecuted
+from tandem.kernels.dense import CpuThreads
+from tests.experts.machines import FUNCTIONS, GEOMETRY, make_real_executor, make_store, route
+from tests.policy.integrity import check_integrity
+
+NUM_EXPERTS = GEOMETRY.num_layers * GEOMETRY.num_experts
+
+
+@pytest.fixture(scope="module")
+def store() -> HostStore:
+    return make_store()
+
+
+@pytest.fixture
+def executor(store: HostStore) -> Iterator[HybridExecutor]:
+    executor = make_real_executor(store, 8)
+    native = [native_layer(layer, FUNCTIONS) for layer in store]
+    executor.captured = CapturedSteps(
+        executor.cache,
+        [layer for layer in native if layer is not None],
+        CpuThreads(num_threads=1),
+        torch.float32,
+    )
+    yield executor
+    executor.close()
+
+
+def step(executor: HybridExecutor, store: HostStore, num_tokens: int, seed: int) -> None:
+    alone = CpuExecutor(store, CpuThreads(num_threads=1))
+    generator = torch.Generator().manual_seed(seed)
+    executor.begin_step(range(num_tokens), is_prefill=num_tokens > 8)
+    for layer in range(GEOMETRY.num_layers):
+        call = route(num_tokens, generator)
+        actual = executor.execute(layer, *call, FUNCTIONS)
+        assert torch.equal(actual, alone.execute(layer, *call, FUNCTIONS))
+
+
+def check_slots(executor: HybridExecutor, store: HostStore) -> None:
+    """What the planner says is in a slot, is."""
+    assert executor.captured is not None
+    executor.captured.leave()
+    residency, slots = executor.cache.planner.residency, executor.cache.engine.slots
+    check_integrity(residency)
+    for key, slot in enumerate(residency.slot_of):
+        if slot >= 0:
+            layer, expert = divmod(key, GEOMETRY.num_experts)
+            (extent,) = store[layer].extents(expert)
+            assert slots.key_in(slot) == key
+            assert torch.equal(slots.memory(slot)[: len(extent.data)], extent.data)
+
+
+def test_decode_steps_are_captured_and_prompts_planned(
+    executor: HybridExecutor, store: HostStore
+) -> None:
+    events = list[LayerExecuted]()
+    statistics = CacheStatistics()
+    executor.listeners += [events.append, statistics]
+    draw = random.Random(0)
+    for seed in range(60):
+        step(executor, store, draw.choice((1, 1, 1, 2, 5, 8, 12)), seed)
+        if seed % 20 == 19:
+            check_slots(executor, store)
+            executor.resize(draw.randrange(NUM_EXPERTS))
+    assert len(events) == 60 * GEOMETRY.num_layers
+    for event in events:
+        assert event.load is not None
+        assert event.plan is not None
+        fetched = [copy.expert for copy in event.plan.fetch]
+        computed = [*event.plan.gpu, *event.plan.arriving, *fetched, *event.plan.cpu]
+        assert sorted(computed) == [*event.load.experts]
+        assert sum(event.load.tokens) == event.num_expert_rows
+    assert statistics.hits > 0
+    assert statistics.copies > 0
+
+
+def test_decode_alone_fills_the_cache(executor: HybridExecutor, store: HostStore) -> None:
+    statistics = CacheStatistics()
+    executor.listeners.append(statistics)
+    for seed in range(40):
+        step(executor, store, 1, seed)
+    assert statistics.copies > 0
+    assert statistics.hits > 0
+    check_slots(executor, store)
+
+
+def test_a_lost_step_is_a_sentence_and_the_next_is_right(
+    executor: HybridExecutor, store: HostStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured = executor.captured
+    assert captured is not None
+    is_bad = False
+
+    def fail(layer: int) -> None:
+        if is_bad and layer == 1:
+            raise MemoryError("no memory")
+
+    captured.coordinator.set_hook(fail)
+    for seed in range(6):
+        step(executor, store, 1, seed)
+    is_bad = True
+    with pytest.raises(ExecutionError, match=r"MoE layer 1 .*request is lost"):
+        step(executor, store, 1, 6)
+    is_bad = False
+    for num_tokens in (1, 12, 1):
+        step(executor, store, num_tokens, 7 + num_tokens)
+    check_slots(executor, store)
+
+
+def test_a_step_that_breaks_off_is_given_up(executor: HybridExecutor, store: HostStore) -> None:
+    for num_tokens in (1, 12, 1):
+        step(executor, store, 1, 0)
+        executor.begin_step([1], is_prefill=False)
+        call = route(1, torch.Generator().manual_seed(1))
+        executor.execute(0, *call, FUNCTIONS)
+        step(executor, store, num_tokens, 2)
+    check_slots(executor, store)
+
+
+def test_a_step_of_unknown_tokens_is_planned(executor: HybridExecutor, store: HostStore) -> None:
+    for tokens in ([], [1]):
+        executor.begin_step(tokens, is_prefill=False)
+        assert executor.captured is not None
+        assert executor.captured.is_under_way == bool(tokens)
+        call = route(1, torch.Generator().manual_seed(1))
+        for layer in range(GEOMETRY.num_layers):
+            executor.execute(layer, *call, FUNCTIONS)
