@@ -19,6 +19,7 @@ struct Values {
   Values(std::vector<float> from, ValueType type)
       : bytes(from.size() * tandem::value_bytes(type)), numbers(std::move(from)) {
     const auto count = static_cast<std::int64_t>(numbers.size());
+    if (count == 0) return;
     tandem::store_values(numbers.data(), count, type, bytes.data());
     tandem::load_values(bytes.data(), type, count, numbers.data());
   }

@@ -34,6 +34,8 @@ Coordinator::Coordinator(std::vector<RoutedLayer> layers, int num_threads, const
 }
 
 Coordinator::~Coordinator() {
+  stop_letting_go();
+  has_ended_.store(true);
   is_lost_.store(true);
   {
     const std::lock_guard lock(mutex_);
@@ -71,9 +73,12 @@ void Coordinator::start_thread() {
 
 void Coordinator::begin_step(std::int64_t mailbox, double patience) {
   const Mailbox& box = mailboxes_.at(mailbox).box;
+  stop_letting_go();
   wait_until_idle(patience);
-  if (has_died_) {  // read behind the lock of wait_until_idle: the thread has ended
+  if (has_died_) {  // read behind the lock of wait_until_idle: the thread only lets the device go
+    has_ended_.store(true);
     thread_.join();
+    has_ended_.store(false);
     start_thread();
   }
   for (std::int64_t l = 0; is_lost_.load() && box_ != nullptr && l < box.layout().num_layers; ++l)
@@ -114,8 +119,8 @@ void Coordinator::finish_step(double patience) {
     if (!has_died_ && steady_seconds() - last <= patience) continue;
     const std::string reason = has_died_ ? "the thread that answers the device has ended (" + death_ + ")"
                                          : what_is_missing(first_open(), patience);
-    lock.unlock();
-    let_go(patience);
+    is_lost_.store(true);
+    letting_go_ = std::thread([this] { let_go(); });
     throw StepLost(reason);
   }
 }
@@ -135,15 +140,19 @@ std::string Coordinator::what_is_missing(std::int64_t layer, double patience) co
 }
 
 // Answers every layer that the device still comes to, with an error.
-void Coordinator::let_go(double patience) {
-  is_lost_.store(true);
-  for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
-    const double end = steady_seconds() + patience;
+void Coordinator::let_go() {
+  for (std::size_t layer = 0; layer < layers_.size(); ++layer)
     while (!close_for_device(static_cast<std::int64_t>(layer))) {
-      if (steady_seconds() > end) return;  // the device has stopped by itself
+      if (has_ended_.load()) return;
       std::this_thread::sleep_for(kLookEvery);
     }
-  }
+}
+
+void Coordinator::stop_letting_go() {
+  if (!letting_go_.joinable()) return;
+  has_ended_.store(true);
+  letting_go_.join();
+  has_ended_.store(false);
 }
 
 // Returns whether the layer is closed: by now, or because the device has come to it.
@@ -161,6 +170,7 @@ bool Coordinator::close_for_device(std::int64_t layer) {
 }
 
 void Coordinator::abort_step() {
+  stop_letting_go();
   is_lost_.store(true);
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [this] { return is_idle_ || has_died_; });
@@ -181,7 +191,6 @@ void Coordinator::loop() {
     } catch (const std::exception& error) {
       death = error.what();
       if (death.empty()) death = "an unknown error";
-      close_for_device(first_open());  // the watchdog does it for the layers that follow
     }
     lock.lock();
     is_idle_ = true;
@@ -189,7 +198,10 @@ void Coordinator::loop() {
     has_died_ = !death.empty();
     death_ = death;
     changed_.notify_all();
-    if (has_died_) return;
+    if (has_died_) {
+      lock.unlock();
+      return let_go();
+    }
   }
 }
 

@@ -81,7 +81,8 @@ class Coordinator {
   void begin_step(std::int64_t mailbox, double patience);
 
   // Returns when every layer has been answered and noted. Throws StepLost when nothing has happened
-  // for `patience` seconds; the device has then been let go through the rest of the step.
+  // for `patience` seconds; the device is then let go through the rest of the step, by a thread of
+  // its own, however late it comes.
   void finish_step(double patience);
 
   // Gives up a step that the device will not go on with: nothing waits in it.
@@ -105,7 +106,8 @@ class Coordinator {
   void answer(std::int64_t layer);
   void note(std::int64_t layer, std::int64_t num_computed, double rung);
   void wait_until_idle(double patience);
-  void let_go(double patience);
+  void let_go();
+  void stop_letting_go();
   bool close_for_device(std::int64_t layer);
   std::string what_is_missing(std::int64_t layer, double patience) const;
   std::int64_t first_open() const;
@@ -124,6 +126,8 @@ class Coordinator {
   std::unique_ptr<std::atomic<std::uint8_t>[]> answers_;  // by layer
   std::atomic<std::uint64_t> progress_{0};
   std::atomic<bool> is_lost_{false};  // the thread leaves the step
+  std::atomic<bool> has_ended_{false};  // and the device too
+  std::thread letting_go_;  // of a step that is lost, until the next one begins
 
   std::mutex mutex_;  // of what follows; held for moments only
   std::condition_variable changed_;

@@ -69,7 +69,7 @@ void TwinStream::publish(const TwinCall& call) {
   const std::int64_t* table = addresses_ + call.layer * row_of_table_;
   std::int32_t *choice = box_.choice(call.layer), *is_hit = box_.is_hit(call.layer);
   bool has_misses = false;
-  load_values(call.weights, call.weight_type, active, weights_.data());
+  if (active > 0) load_values(call.weights, call.weight_type, active, weights_.data());
   std::fill(weights_.begin() + active, weights_.end(), 0.0f);
   std::copy(weights_.begin(), weights_.end(), box_.weights(call.layer));
   for (std::int64_t i = 0; i < layout.pairs(); ++i) {
@@ -108,6 +108,7 @@ void TwinStream::wait(std::int64_t layer) {
 }
 
 void TwinStream::combine(const TwinCall& call) {
+  if (call.num_tokens == 0) return;
   const MailboxLayout& layout = box_.layout();
   const std::int64_t size = layout.hidden_size;
   const std::int32_t* is_hit = box_.is_hit(call.layer);

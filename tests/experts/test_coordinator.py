@@ -112,6 +112,17 @@ def test_a_device_that_stops_is_told_from_a_thread_that_does(
     check(machine, store, random_step(1, torch.Generator()))
 
 
+def test_a_device_that_comes_later_than_the_watchdog_waits_is_let_go(
+    store: HostStore, machine: TwinMachine
+) -> None:
+    """Found by the stress run: once lost, a step was given up while the device was under way."""
+    machine.twin.set_dense_seconds(0.1)
+    with pytest.raises(_native.StepLostError, match="layer 0 was not reached by the device"):
+        machine.run(random_step(1, torch.Generator()), patience=0.03)
+    machine.twin.set_dense_seconds(0.0)
+    check(machine, store, random_step(1, torch.Generator()))
+
+
 def test_a_slow_thread_is_waited_for(store: HostStore, machine: TwinMachine) -> None:
     machine.coordinator.set_hook(lambda layer: time.sleep(0.05))
     check(machine, store, random_step(1, torch.Generator()))
