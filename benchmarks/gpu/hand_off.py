@@ -18,10 +18,10 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from benchmarks.gpu.stream_ops import StreamOps
 from torch import Tensor
 
 from tandem.devices.cuda.driver import DriverError, open_driver
+from tandem.devices.cuda.stream_ops import StreamOps
 
 COUNT = 256  # numbers handed over at a time
 ROUNDS = 500

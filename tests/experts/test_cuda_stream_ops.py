@@ -4,9 +4,9 @@ import ctypes
 from typing import Any
 
 import pytest
-from benchmarks.gpu.stream_ops import StreamOps
 
 from tandem.devices.cuda.driver import Driver, DriverError
+from tandem.devices.cuda.stream_ops import StreamOps
 from tests.experts.fake_driver import FakeDriver
 
 # CUresult cuStreamWriteValue32(CUstream, CUdeviceptr, cuuint32_t, unsigned int), and the wait alike

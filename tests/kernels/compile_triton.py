@@ -30,7 +30,7 @@ _POINTERS = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32",
     torch.int32: "*i32", torch.int64: "*i64",
 }  # fmt: skip
-_OPTIONS = ("num_warps", "num_stages")
+_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 SWIGLU = NativeActivation(ActivationKind.SWIGLU)
 RELU2 = NativeActivation(ActivationKind.RELU2)

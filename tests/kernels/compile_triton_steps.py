@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from tandem.kernels.attention import AttentionForm
-from tandem.kernels.triton import attention, operations, small
+from tandem.kernels.triton import attention, hand_over, handing, operations, small
 from tandem.kernels.triton.decode_attention import DecodeAttention
-from tests.kernels.compile_triton import Launch, noted_launches_of, result_of
+from tests.kernels.compile_triton import Launch, compiled, noted_launches_of, result_of
 
 KERNELS = (
     (attention, ("store_token", "attend_parts", "join_parts")),
     (small, ("norm_rows", "add_and_norm_rows", "rotate_heads", "choose_experts")),
+    (hand_over, ("publish", "wait_for", "combine")),
 )
 # Heads, KV heads, key and value dimensions, what lies in memory, dtype, window, sinks: as models
 # have them; of latents the values are a part of the keys.
@@ -77,20 +78,46 @@ def small_launches(hidden_size: int, head_dim: int, num_experts: int, top_k: int
 SMALL = ((2048, 128, 128, 8), (2880, 64, 32, 4), (7168, 256, 512, 10), (2816, 256, 128, 8))
 
 
+def hand_over_launches(num_rows: int, top_k: int, hidden_size: int) -> list[Launch]:
+    """Return how a layer of so many rows is handed over, by kernels that ring and poll."""
+    launches = noted_launches_of(KERNELS)
+    pairs = num_rows * top_k
+    words, index = torch.zeros(pairs, dtype=torch.int32), torch.zeros(num_rows, top_k).long()
+    weights, rows = torch.zeros(num_rows, top_k), torch.zeros(pairs, hidden_size)
+    hidden = torch.zeros(num_rows, hidden_size, dtype=torch.bfloat16)
+    box = handing.MailboxTensors(words[:1], words[:1], words, words, weights, hidden, rows)
+    table = torch.zeros(128, dtype=torch.int64)
+    addresses = handing.publish(box, table, hidden, index, weights, rings=True)
+    handing.wait_for(box.done, words[:1])
+    handing.combine(rows, rows, addresses, index, weights, 128, hidden)
+    return launches
+
+
+def code_of(launches: list[Launch], capability: int) -> dict[str, list[str]]:
+    """Return what each kernel asks of memory, and its products, line by line."""
+    words = ("atom.", "ld.", "st.", "bar.", "fma.", ".f32")
+    return {
+        launch.kernel.__name__: [
+            line.strip()
+            for line in compiled(launch, capability).asm["ptx"].splitlines()
+            if any(word in line for word in words)
+        ]
+        for launch in launches
+    }
+
+
 def main() -> None:
     """Compile and print."""
     capabilities = [int(argument) for argument in sys.argv[1:]]
     steps = [(str(case), launches_of(case)) for case in CASES]
     steps += [(str(case), small_launches(*case)) for case in SMALL]
-    print(
-        json.dumps(
-            [
-                result_of(case, launch, capabilities[number % len(capabilities)])
-                for number, (case, launches) in enumerate(steps)
-                for launch in launches
-            ]
-        )
-    )
+    steps += [(f"{rows} rows", hand_over_launches(rows, 8, 2048)) for rows in (1, 8)]
+    found: list[dict[str, Any]] = [
+        result_of(case, launch, capabilities[number % len(capabilities)])
+        for number, (case, launches) in enumerate(steps)
+        for launch in launches
+    ]
+    print(json.dumps([*found, {"code": code_of(steps[-1][1], capabilities[0])}]))
 
 
 if __name__ == "__main__":

@@ -150,9 +150,22 @@ def test_nothing_is_captured_again_when_a_text_or_the_cache_grows(
     assert (cache.generation, cache.attended_length) == (0, 0)
 
 
+def require_ordered(code: dict[str, list[str]]) -> None:
+    """What is published before the doorbell, the host's rows past the caches, no joined sums."""
+    *_, last_write, barrier, doorbell = code["publish"]
+    assert "st.global" in last_write
+    assert "bar.sync" in barrier
+    assert "atom.global.sys.release.exch" in doorbell
+    assert sum("ld.volatile.global" in line for line in code["wait_for"]) == 2
+    assert any("ld.volatile.global" in line for line in code["combine"])
+    assert not any("fma" in line for line in code["combine"])
+    assert any("add.rn.f32" in line for line in code["combine"])
+
+
 def test_the_compiler_takes_the_kernels_for_every_gpu_with_matrix_units() -> None:
     gpus = ["80", "86", "89", "90", "120"]
-    results = compiler_says("tests.kernels.compile_triton_steps", *gpus)
+    *results, by_hand = compiler_says("tests.kernels.compile_triton_steps", *gpus)
+    require_ordered(by_hand["code"])
     assert {str(result["sm"]) for result in results} == set(gpus)
     for result in results:
         assert result["shared_bytes"] <= SHARED_KIB[result["sm"]] * 1024, result

@@ -76,6 +76,50 @@ def _tile_products(
     return total
 
 
+@triton.jit
+def _store_up(
+    inner: tensor,
+    values: tensor,
+    row: tensor,
+    is_row: tensor,
+    lanes: tensor,
+    num_rows: constexpr,
+    activation: constexpr,
+    is_gated: constexpr,
+    alpha: constexpr,
+    limit: constexpr,
+    has_limit: constexpr,
+    up_offset: constexpr,
+    block_rows: constexpr,
+    block_lanes: constexpr,
+) -> None:
+    """Write the activation of a tile; see `matrix_up`."""
+    row = row.to(tl.int64)
+    if is_gated:
+        # Blocks of 16 gate and 16 up lanes alternate.
+        half_lanes: constexpr = block_lanes // 2
+        pairs = tl.reshape(values, (block_rows, block_lanes // 32, 2, 16))
+        gate, up = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
+        gate = tl.reshape(gate, (block_rows, half_lanes))
+        up = tl.reshape(up, (block_rows, half_lanes))
+        col = tl.program_id(0) * half_lanes + tl.arange(0, half_lanes)
+        mask = is_row[:, None] & (col < num_rows)[None, :]
+        if activation == PLAIN:
+            at = inner + row[:, None] * (2 * num_rows) + col[None, :]
+            tl.store(at, gate.to(inner.dtype.element_ty), mask=mask)
+            tl.store(at + num_rows, up.to(inner.dtype.element_ty), mask=mask)
+        else:
+            done = gated(gate, up, activation, alpha, limit, has_limit, up_offset)
+            at = inner + row[:, None] * num_rows + col[None, :]
+            tl.store(at, done.to(inner.dtype.element_ty), mask=mask)
+    else:
+        if activation == RELU2:
+            values = relu2(values)
+        at = inner + row[:, None] * num_rows + lanes[None, :]
+        mask = is_row[:, None] & (lanes < num_rows)[None, :]
+        tl.store(at, values.to(inner.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize_on_alignment=TABLES)
 def matrix_up(
     addresses: tensor,
@@ -125,30 +169,10 @@ def matrix_up(
     if bias_offset >= 0:
         bias = load_bias(section(address, bias_offset, tl.float32), block, lane, num_blocks)
         values += bias[None, :]
-    row = row.to(tl.int64)
-    if is_gated:
-        # Blocks of 16 gate and 16 up lanes alternate.
-        half_lanes: constexpr = block_lanes // 2
-        pairs = tl.reshape(values, (block_rows, block_lanes // 32, 2, 16))
-        gate, up = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
-        gate = tl.reshape(gate, (block_rows, half_lanes))
-        up = tl.reshape(up, (block_rows, half_lanes))
-        col = tl.program_id(0) * half_lanes + tl.arange(0, half_lanes)
-        mask = is_row[:, None] & (col < num_rows)[None, :]
-        if activation == PLAIN:
-            at = inner + row[:, None] * (2 * num_rows) + col[None, :]
-            tl.store(at, gate.to(inner.dtype.element_ty), mask=mask)
-            tl.store(at + num_rows, up.to(inner.dtype.element_ty), mask=mask)
-        else:
-            done = gated(gate, up, activation, alpha, limit, has_limit, up_offset)
-            at = inner + row[:, None] * num_rows + col[None, :]
-            tl.store(at, done.to(inner.dtype.element_ty), mask=mask)
-    else:
-        if activation == RELU2:
-            values = relu2(values)
-        at = inner + row[:, None] * num_rows + lanes[None, :]
-        mask = is_row[:, None] & (lanes < num_rows)[None, :]
-        tl.store(at, values.to(inner.dtype.element_ty), mask=mask)
+    _store_up(
+        inner, values, row, is_row, lanes, num_rows, activation, is_gated, alpha, limit, has_limit,
+        up_offset, block_rows, block_lanes,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize_on_alignment=TABLES)

@@ -110,6 +110,52 @@ def _products(
     return results
 
 
+@triton.jit
+def _store_up(
+    inner: tensor,
+    products: tensor,
+    address: tensor,
+    first: tensor,
+    count: tensor,
+    lanes: tensor,
+    bias_offset: constexpr,
+    num_rows: constexpr,
+    num_blocks: constexpr,
+    activation: constexpr,
+    is_gated: constexpr,
+    alpha: constexpr,
+    limit: constexpr,
+    has_limit: constexpr,
+    up_offset: constexpr,
+    num_tokens: constexpr,
+) -> None:
+    """Write the activation of the lanes' products of each token; see `vector_up`."""
+    block, lane = lanes // 16, lanes % 16
+    for token in tl.static_range(num_tokens):
+        values = products[token]
+        if bias_offset >= 0:
+            values += load_bias(section(address, bias_offset, tl.float32), block, lane, num_blocks)
+        row = (first + token).to(tl.int64)
+        is_real = count > token
+        if is_gated:
+            gate, up = tl.split(tl.permute(tl.reshape(values, (2, 16)), (1, 0)))
+            out_row = tl.program_id(0) * 16 + tl.arange(0, 16)
+            mask = is_real & (out_row < num_rows)
+            if activation == PLAIN:
+                at = inner + row * (2 * num_rows) + out_row
+                tl.store(at, gate.to(inner.dtype.element_ty), mask=mask)
+                tl.store(at + num_rows, up.to(inner.dtype.element_ty), mask=mask)
+            else:
+                done = gated(gate, up, activation, alpha, limit, has_limit, up_offset)
+                at = inner + row * num_rows + out_row
+                tl.store(at, done.to(inner.dtype.element_ty), mask=mask)
+        else:
+            if activation == RELU2:
+                values = relu2(values)
+            at = inner + row * num_rows + lanes
+            tl.store(at, values.to(inner.dtype.element_ty), mask=is_real & (lanes < num_rows))
+
+
 @triton.jit(do_not_specialize_on_alignment=TABLES)
 def vector_up(
     addresses: tensor,
@@ -140,48 +186,30 @@ def vector_up(
 ) -> None:
     """Write activation(up projection) of 32 lanes: inner (n_rows, num_rows).
 
-    A program is (32 lanes, expert). `num_rows` is the intermediate size; with PLAIN gated experts
-    inner is (n_rows, 2 * num_rows), the gate first.
+    A program is (32 lanes, expert); one at address 0 is none. `num_rows` is the intermediate size;
+    with PLAIN gated experts inner is (n_rows, 2 * num_rows), the gate first.
     """
     lanes = tl.program_id(0) * 32 + tl.arange(0, 32)
     block, lane = lanes // 16, lanes % 16
     expert = tl.program_id(1)
-    first, count = _expert_rows(begin, expert)
     address = tl.load(addresses + expert)
-    rows = ()
-    for token in tl.static_range(num_tokens):
-        # A token beyond the last repeats it; its result is not stored.
-        row = first + tl.minimum(count - 1, token)
-        rows = rows + (tl.load(row_token + row).to(tl.int64),)
-    products = _products(
-        section(address, data_offset, tl.int32),
-        scale_section(address, scales_offset, kind),
-        hidden, rows, block, lane, num_cols, num_blocks, num_chunks, kind, per_dword,
-        chunks_per_group, factor, value_offset, num_tokens, block_chunks, 32,
-    )  # fmt: skip
-    for token in tl.static_range(num_tokens):
-        values = products[token]
-        if bias_offset >= 0:
-            values += load_bias(section(address, bias_offset, tl.float32), block, lane, num_blocks)
-        row = (first + token).to(tl.int64)
-        is_real = count > token
-        if is_gated:
-            gate, up = tl.split(tl.permute(tl.reshape(values, (2, 16)), (1, 0)))
-            out_row = tl.program_id(0) * 16 + tl.arange(0, 16)
-            mask = is_real & (out_row < num_rows)
-            if activation == PLAIN:
-                at = inner + row * (2 * num_rows) + out_row
-                tl.store(at, gate.to(inner.dtype.element_ty), mask=mask)
-                tl.store(at + num_rows, up.to(inner.dtype.element_ty), mask=mask)
-            else:
-                done = gated(gate, up, activation, alpha, limit, has_limit, up_offset)
-                at = inner + row * num_rows + out_row
-                tl.store(at, done.to(inner.dtype.element_ty), mask=mask)
-        else:
-            if activation == RELU2:
-                values = relu2(values)
-            at = inner + row * num_rows + lanes
-            tl.store(at, values.to(inner.dtype.element_ty), mask=is_real & (lanes < num_rows))
+    if address != 0:
+        first, count = _expert_rows(begin, expert)
+        rows = ()
+        for token in tl.static_range(num_tokens):
+            # A token beyond the last repeats it; its result is not stored.
+            row = first + tl.minimum(count - 1, token)
+            rows = rows + (tl.load(row_token + row).to(tl.int64),)
+        products = _products(
+            section(address, data_offset, tl.int32),
+            scale_section(address, scales_offset, kind),
+            hidden, rows, block, lane, num_cols, num_blocks, num_chunks, kind, per_dword,
+            chunks_per_group, factor, value_offset, num_tokens, block_chunks, 32,
+        )  # fmt: skip
+        _store_up(
+            inner, products, address, first, count, lanes, bias_offset, num_rows, num_blocks,
+            activation, is_gated, alpha, limit, has_limit, up_offset, num_tokens,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize_on_alignment=TABLES)
@@ -209,20 +237,22 @@ def vector_down(
     lanes = tl.program_id(0) * 32 + tl.arange(0, 32)
     block, lane = lanes // 16, lanes % 16
     expert = tl.program_id(1)
-    first, count = _expert_rows(begin, expert)
     address = tl.load(addresses + expert)
-    rows = ()
-    for token in tl.static_range(num_tokens):
-        rows = rows + ((first + tl.minimum(count - 1, token)).to(tl.int64),)
-    products = _products(
-        section(address, data_offset, tl.int32),
-        scale_section(address, scales_offset, kind),
-        inner, rows, block, lane, num_cols, num_blocks, num_chunks, kind, per_dword,
-        chunks_per_group, factor, value_offset, num_tokens, block_chunks, 32,
-    )  # fmt: skip
-    for token in tl.static_range(num_tokens):
-        values = products[token]
-        if bias_offset >= 0:
-            values += load_bias(section(address, bias_offset, tl.float32), block, lane, num_blocks)
-        at = out + (first + token).to(tl.int64) * num_rows + lanes
-        tl.store(at, values, mask=(count > token) & (lanes < num_rows))
+    if address != 0:
+        first, count = _expert_rows(begin, expert)
+        rows = ()
+        for token in tl.static_range(num_tokens):
+            rows = rows + ((first + tl.minimum(count - 1, token)).to(tl.int64),)
+        products = _products(
+            section(address, data_offset, tl.int32),
+            scale_section(address, scales_offset, kind),
+            inner, rows, block, lane, num_cols, num_blocks, num_chunks, kind, per_dword,
+            chunks_per_group, factor, value_offset, num_tokens, block_chunks, 32,
+        )  # fmt: skip
+        for token in tl.static_range(num_tokens):
+            values = products[token]
+            if bias_offset >= 0:
+                bias = section(address, bias_offset, tl.float32)
+                values += load_bias(bias, block, lane, num_blocks)
+            at = out + (first + token).to(tl.int64) * num_rows + lanes
+            tl.store(at, values, mask=(count > token) & (lanes < num_rows))

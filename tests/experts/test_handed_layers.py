@@ -1,0 +1,179 @@
+"""Layers that a captured step hands over: interpreted kernels, the real coordinator beside them.
+
+The stream is this thread; the coordinator's thread answers what publish has written.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.experts.execution.executor import CpuExecutor
+from tandem.experts.execution.routed_layers import native_layer
+from tandem.experts.store.host_store import HostStore
+from tandem.experts.store.packed_layer import PackedLayer
+from tandem.kernels import _native
+from tandem.kernels.dense import CpuThreads
+from tandem.kernels.engine import best_isa
+from tests.experts.machines import FUNCTIONS, GEOMETRY, HIDDEN, make_store
+from tests.kernels.interpreter import interpreted
+
+pytest.importorskip("triton")
+PATIENCE = 20.0
+
+
+@pytest.fixture(scope="module")
+def handed() -> Iterator[ModuleType]:
+    with interpreted():
+        from tandem.devices.cuda import handed_layers
+
+        yield handed_layers
+
+
+@pytest.fixture(scope="module")
+def store() -> HostStore:
+    return make_store()
+
+
+class HostSignals:
+    """Does at once what a stream does in its order."""
+
+    name, rings = "words", False
+
+    def ring(self, doorbell: Tensor) -> None:
+        doorbell.fill_(1)
+
+    def wait(self, done: Tensor) -> None:
+        while int(done) != 1:
+            pass
+        done.fill_(0)
+
+
+class Machine:
+    """A coordinator, and the layers of a step of so many rows with some experts resident."""
+
+    def __init__(
+        self, handed: ModuleType, store: HostStore, num_rows: int, resident: set[int], signals: Any
+    ) -> None:
+        from tandem.kernels.triton.experts import TritonExperts
+
+        native = [native_layer(layer, FUNCTIONS) for layer in store]
+        layers = [layer for layer in native if layer is not None]
+        self.coordinator = _native.StepCoordinator(layers, 1, best_isa())
+        self.number = self.coordinator.add_mailbox(num_rows, GEOMETRY.top_k, False)
+        address, box = self.coordinator.mailbox(self.number)
+        self.table = torch.zeros(GEOMETRY.num_layers, GEOMETRY.num_experts, dtype=torch.int64)
+        for number, layer in enumerate(store):
+            assert isinstance(layer, PackedLayer)
+            for expert in resident:
+                self.table[number, expert] = layer.buffers[expert].data_ptr()
+        memory = handed.memory_at(address, box.num_bytes)
+        self.layers = handed.HandedLayers(store, box, memory, self.table, TritonExperts(), signals)
+
+    def step(self, calls: list[tuple[Tensor, Tensor, Tensor]]) -> list[Tensor]:
+        """Hand all layers over; return their results."""
+        self.coordinator.begin_step(self.number, PATIENCE)
+        found = [self.layers(layer, *call, FUNCTIONS) for layer, call in enumerate(calls)]
+        self.coordinator.finish_step(PATIENCE)
+        return found
+
+
+def random_calls(num_rows: int, seed: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Return hidden states, choices (one is padding) and weights for each layer."""
+    random = torch.Generator().manual_seed(seed)
+    calls = []
+    for _ in range(GEOMETRY.num_layers):
+        scores = torch.rand(num_rows, GEOMETRY.num_experts, generator=random)
+        weights, index = scores.topk(GEOMETRY.top_k)
+        index[-1, 0] = GEOMETRY.num_experts
+        calls.append((torch.randn(num_rows, HIDDEN, generator=random), index, weights))
+    return calls
+
+
+@pytest.mark.parametrize("make_signals", [HostSignals, None], ids=["words", "kernels"])
+@pytest.mark.parametrize("num_rows", [1, 2])
+@pytest.mark.parametrize(
+    "resident", [set(), {0, 2, 3, 7}, set(range(8))], ids=["none", "some", "all"]
+)
+def test_hits_and_misses_together_are_the_layer(
+    handed: ModuleType,
+    store: HostStore,
+    resident: set[int],
+    num_rows: int,
+    make_signals: Callable[[], Any] | None,
+) -> None:
+    signals = make_signals() if make_signals else handed.KernelSignals(torch.device("cpu"))
+    machine = Machine(handed, store, num_rows, resident, signals)
+    cpu = CpuExecutor(store, CpuThreads(num_threads=1))
+    for seed in range(2):  # words are as before after a step
+        calls = random_calls(num_rows, seed)
+        results = machine.step(calls)
+        for layer, (call, found) in enumerate(zip(calls, results, strict=True)):
+            expected = cpu.execute(layer, *call, FUNCTIONS)
+            # On the CPU activations are rounded to int8, in Triton they are not.
+            assert float((found - expected).norm() / expected.norm()) < (0.03 if resident else 1e-6)
+        records = machine.coordinator.records()
+        misses = [sum(1 - hit for hit in is_hit) for _, _, is_hit, *_ in records]
+        wanted = [
+            sum(e < GEOMETRY.num_experts and e not in resident for e in index.flatten().tolist())
+            for _, index, _ in calls
+        ]
+        assert misses == wanted
+    machine.coordinator.close()
+
+
+def test_what_is_not_handed_over_breaks_the_graph(handed: ModuleType, store: HostStore) -> None:
+    machine = Machine(handed, store, 1, set(), HostSignals())
+    hidden, index, weights = random_calls(9, 0)[0]
+    assert machine.layers(0, hidden, index, weights, FUNCTIONS) is None
+    machine.coordinator.close()
+
+
+class ThreadStreams:
+    """Streams of which one runs, on a thread."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self._thread = threading.Thread()
+
+    def pinned(self, num_bytes: int) -> Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def run(self, stream: object, work: Callable[[], None]) -> None:
+        self._thread = threading.Thread(target=work)
+        self._thread.start()
+
+    def record(self, stream: object) -> Any:
+        thread = self._thread
+
+        class End:
+            def query(self) -> bool:
+                return not thread.is_alive()
+
+        return End()
+
+
+class NeverRings(HostSignals):
+    """A machine whose writes do not reach the host."""
+
+    def ring(self, doorbell: Tensor) -> None:
+        """Do nothing."""
+
+
+def test_signals_are_tried_before_they_are_used(
+    handed: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handed, "open_driver", lambda: None)
+    streams: Any = ThreadStreams()
+    found = handed.find_signals(streams, lambda: 0)
+    assert found.name == "polling kernels"
+    assert int(found.gave_up) == 0
+    monkeypatch.setattr(handed, "_TRIAL_SECONDS", 0.1)
+    words = torch.zeros(32, dtype=torch.int32)
+    assert not handed.works(NeverRings(), streams, words)
+    assert handed.works(HostSignals(), streams, words)
