@@ -145,7 +145,7 @@ class ThreadStreams:
         return torch.zeros(num_bytes, dtype=torch.uint8)
 
     def run(self, stream: object, work: Callable[[], None]) -> None:
-        self._thread = threading.Thread(target=work)
+        self._thread = threading.Thread(target=work, daemon=True)
         self._thread.start()
 
     def record(self, stream: object) -> Any:
