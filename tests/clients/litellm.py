@@ -79,6 +79,23 @@ def vllm_provider(served: Served) -> None:
     assert answer.choices[0].message.content
 
 
+def anthropic_provider(served: Served) -> None:
+    answer: Any = litellm.completion(
+        model=f"anthropic/{served.name}", messages=ASKED, api_base=served.address,
+        api_key="none", max_tokens=80, tools=[WEATHER], tool_choice="required",
+    )  # fmt: skip
+    (call,) = answer.choices[0].message.tool_calls
+    check_weather(call.function.name, json.loads(call.function.arguments))
+
+
+def responses(served: Served) -> None:
+    answer: Any = litellm.responses(
+        model=f"openai/{served.name}", input="Why is the sky blue?", api_base=served.base_url,
+        api_key="none", max_output_tokens=12,
+    )  # fmt: skip
+    assert answer.output[0].content[0].text
+
+
 def too_long_a_prompt(served: Served) -> None:
     messages = [{"role": "user", "content": TOO_LONG}]
     with contextlib.suppress(litellm.exceptions.ContextWindowExceededError):
@@ -94,6 +111,6 @@ def _complete(served: Served, **fields: Any) -> Any:
 if __name__ == "__main__":
     tries = [
         chat, stream_with_usage, required_tool, tool_result, json_schema, cache_control,
-        text_completion, vllm_provider, too_long_a_prompt,
+        text_completion, vllm_provider, anthropic_provider, responses, too_long_a_prompt,
     ]  # fmt: skip
     sys.exit(report("litellm", tries))

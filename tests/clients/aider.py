@@ -1,0 +1,49 @@
+"""aider: pair programming in a terminal, here with one message each."""
+
+# /// script
+# dependencies = ["aider-chat"]
+# ///
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.clients.trying import Served, report
+
+_QUIET = (
+    "--yes-always", "--no-git", "--no-check-update", "--no-show-model-warnings",
+    "--analytics-disable", "--no-show-release-notes", "--no-detect-urls", "--no-pretty",
+)  # fmt: skip
+
+
+def question(served: Served) -> None:
+    assert "Tokens:" in _aider(served, "--chat-mode", "ask", "--message", "What is two and two?")
+
+
+def question_without_stream(served: Served) -> None:
+    flags = ("--chat-mode", "ask", "--no-stream", "--message", "What is two and two?")
+    assert "Tokens:" in _aider(served, *flags)
+
+
+def _aider(served: Served, *flags: str) -> str:
+    """Return what the command prints, in an empty folder."""
+    settings = f"- name: openai/{served.name}\n  extra_params:\n    max_tokens: 12\n"
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "settings.yml"
+        file.write_text(settings, encoding="utf-8")
+        done = subprocess.run(
+            [str(Path(sys.executable).with_name("aider")), "--model", f"openai/{served.name}",
+             "--openai-api-base", served.base_url, "--openai-api-key", "none",
+             "--model-settings-file", str(file), "--map-tokens", "0", *_QUIET, *flags],
+            env=dict(os.environ), cwd=folder, stdin=subprocess.DEVNULL,
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "litellm." not in done.stdout, done.stdout  # its errors
+    return done.stdout
+
+
+if __name__ == "__main__":
+    sys.exit(report("aider-chat", (question, question_without_stream)))
