@@ -12,9 +12,17 @@ from typing import Any
 import torch
 
 from tandem.kernels.attention import AttentionForm
-from tandem.kernels.triton import attention, hand_over, handing, operations, small
+from tandem.kernels.dense import pack_dense
+from tandem.kernels.formats.weight_format import find_format
+from tandem.kernels.triton import attention, dense, hand_over, handing, operations, small
 from tandem.kernels.triton.decode_attention import DecodeAttention
-from tests.kernels.compile_triton import Launch, compiled, noted_launches_of, result_of
+from tests.kernels.compile_triton import (
+    Launch,
+    compiled,
+    noted_launches,
+    noted_launches_of,
+    result_of,
+)
 
 KERNELS = (
     (attention, ("store_token", "attend_parts", "join_parts")),
@@ -93,6 +101,16 @@ def hand_over_launches(num_rows: int, top_k: int, hidden_size: int) -> list[Laun
     return launches
 
 
+def dense_launches(format_name: str, num_rows: int) -> list[Launch]:
+    """Return what a packed linear layer of so many rows launches."""
+    launches = noted_launches()
+    weight = pack_dense(torch.zeros(512, 2048), torch.zeros(512), find_format(format_name))
+    dense.multiply(
+        torch.zeros(num_rows, 2048, dtype=torch.bfloat16), dense.bring(weight, torch.device("cpu"))
+    )
+    return launches
+
+
 def code_of(launches: list[Launch], capability: int) -> dict[str, list[str]]:
     """Return what each kernel asks of memory, and its products, line by line."""
     words = ("atom.", "ld.", "st.", "bar.", "fma.", ".f32")
@@ -111,6 +129,9 @@ def main() -> None:
     capabilities = [int(argument) for argument in sys.argv[1:]]
     steps = [(str(case), launches_of(case)) for case in CASES]
     steps += [(str(case), small_launches(*case)) for case in SMALL]
+    steps += [
+        (f"{f}, {n} rows", dense_launches(f, n)) for f in ("int8", "int4") for n in (1, 8, 40)
+    ]
     steps += [(f"{rows} rows", hand_over_launches(rows, 8, 2048)) for rows in (1, 8)]
     found: list[dict[str, Any]] = [
         result_of(case, launch, capabilities[number % len(capabilities)])

@@ -91,8 +91,9 @@ def _plan(
     from tandem.generate.generator import Generator  # noqa: F401  its modules are part of a run
     from tandem.hf.config import OffloadConfig
 
-    is_on_device = kind_of(offload.device).holds_dense_parts  # packed linear layers are for CPUs
-    dense_dtype = "none" if is_on_device else options.dense_dtype
+    # On a GPU linear layers are packed where that is asked for by name.
+    is_as_loaded = kind_of(offload.device).holds_dense_parts and options.dense_dtype == "auto"
+    dense_dtype = "none" if is_as_loaded else options.dense_dtype
 
     def config(expert_dtype: str) -> OffloadConfig:
         values = asdict(offload) | {"expert_dtype": expert_dtype, "dense_dtype": dense_dtype}

@@ -15,9 +15,10 @@ from tandem.experts.cache.start import STARTS
 from tandem.experts.execution.captured_steps import CapturedSteps
 from tandem.experts.execution.hybrid_executor import HybridExecutor
 from tandem.foreign_types import PreTrainedModel
-from tandem.hf.config import OffloadConfig
+from tandem.hf.config import OffloadConfig, parse_dense_dtype
 from tandem.hf.dense import pack_dense_layers, share_threads
 from tandem.hf.dense_files import take_stored_layers
+from tandem.hf.device_linear import pack_on_device
 from tandem.hf.identity import model_identity
 from tandem.hf.lookahead.look_ahead import SOURCES, LookAhead, look_ahead
 from tandem.hf.machine.parts import DeviceParts, ObservedModel, observe
@@ -32,6 +33,9 @@ def assemble(model: PreTrainedModel, runtime: Runtime, options: OffloadConfig) -
     runtime.choose(options)
     take_stored_layers(model, runtime.threads)
     pack_dense_layers(model, options.dense_dtype, runtime.threads)
+    dense = parse_dense_dtype(options.dense_dtype)
+    if dense is not None and options.dense_dtype != "auto" and model.device.type == "cuda":
+        pack_on_device(model, dense)
     share_threads(model, runtime.threads)
     runtime.look_ahead = None
     if options.device == "cpu":

@@ -57,8 +57,8 @@ class Tilings(NamedTuple):
 DEFAULT_TILINGS = Tilings()
 
 
-class _Matrix(NamedTuple):
-    """What a kernel must know of one packed matrix."""
+class Matrix(NamedTuple):
+    """What a kernel must know of one packed matrix; see `matrix_of`."""
 
     num_rows: int
     constants: dict[str, Any]
@@ -116,9 +116,14 @@ class TritonExperts:
             rows, row_of, weights, out, num_cols=num_cols, top_k=top_k, block_cols=_COMBINE_COLS
         )
 
+    def multiply(self, packed: Matrix, rows: GroupedRows, x: Tensor, out: Tensor) -> None:
+        """Write x @ matrix.T to `out` (n_rows, matrix rows), in its dtype, by tiles of `rows`."""
+        launch = self._launch_vector if rows.block_rows == 0 else self._launch_matrix
+        launch(packed, rows, (x, out), {})
+
     def _launch_vector(
         self,
-        packed: _Matrix,
+        packed: Matrix,
         rows: GroupedRows,
         tensors: tuple[Tensor, ...],
         more: dict[str, object],
@@ -143,7 +148,7 @@ class TritonExperts:
 
     def _launch_matrix(
         self,
-        packed: _Matrix,
+        packed: Matrix,
         rows: GroupedRows,
         tensors: tuple[Tensor, ...],
         more: dict[str, object],
@@ -172,27 +177,34 @@ class TritonExperts:
 
 
 @functools.lru_cache(maxsize=64)
-def _up(layout: ExpertLayout) -> _Matrix:
+def _up(layout: ExpertLayout) -> Matrix:
     sections = (layout.up.offset, layout.up_scales.offset, layout.up_bias.offset)
     cols, blocks = layout.hidden_size, layout.up_rows // 16
-    return _matrix(layout.format, layout, sections, cols, layout.intermediate_size, blocks)
+    rows = layout.intermediate_size
+    return matrix_of(layout.format, sections, cols, rows, blocks, has_bias=layout.has_bias)
 
 
 @functools.lru_cache(maxsize=64)
-def _down(layout: ExpertLayout) -> _Matrix:
+def _down(layout: ExpertLayout) -> Matrix:
     sections = (layout.down.offset, layout.down_scales.offset, layout.down_bias.offset)
     cols, blocks = layout.intermediate_size, layout.down_rows // 16
-    return _matrix(layout.down_format, layout, sections, cols, layout.hidden_size, blocks)
+    rows = layout.hidden_size
+    return matrix_of(layout.down_format, sections, cols, rows, blocks, has_bias=layout.has_bias)
 
 
-def _matrix(
+def matrix_of(
     fmt: WeightFormat,
-    layout: ExpertLayout,
     sections: tuple[int, int, int],
     cols: int,
     rows: int,
     blocks: int,
-) -> _Matrix:
+    *,
+    has_bias: bool,
+) -> Matrix:
+    """Return a packed matrix with its data, scales and bias at offsets from its address.
+
+    `blocks` are those of 16 rows in memory; of a gated projection `rows` are the gate's alone.
+    """
     if fmt.kind not in tiles.FACTOR_AND_OFFSET:
         raise UnsupportedModelError(
             f"experts in {fmt.name} have no kernels on a GPU; run them with device='cpu', or give "
@@ -203,7 +215,7 @@ def _matrix(
     constants: dict[str, Any] = {
         "data_offset": sections[0],
         "scales_offset": sections[1],
-        "bias_offset": sections[2] if layout.has_bias else -1,
+        "bias_offset": sections[2] if has_bias else -1,
         "num_cols": cols,
         "num_rows": rows,
         "num_blocks": blocks,
@@ -214,7 +226,7 @@ def _matrix(
         "factor": factor,
         "value_offset": offset,
     }
-    return _Matrix(rows, constants)
+    return Matrix(rows, constants)
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,0 +1,79 @@
+"""Packed linear layers on a GPU: the values of their weights, in the interpreter."""
+
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tandem.hf.device_linear import DeviceLinear, pack_on_device
+from tandem.kernels.dense import pack_dense
+from tandem.kernels.formats.weight_format import find_format
+from tests.kernels.interpreter import interpreted
+
+pytest.importorskip("triton")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def dense() -> Iterator[ModuleType]:
+    with interpreted():
+        from tandem.kernels.triton import dense
+
+        yield dense
+
+
+@pytest.mark.parametrize(
+    ("name", "has_bias", "dtype"),
+    [
+        ("int8", True, torch.float32),
+        ("int8", False, torch.float16),
+        ("int4", False, torch.float32),
+        ("int4", True, torch.float16),
+        ("bf16", True, torch.float32),
+    ],
+)
+def test_products_are_those_of_the_unpacked_weight(
+    dense: ModuleType, name: str, has_bias: bool, dtype: torch.dtype
+) -> None:
+    random = torch.Generator().manual_seed(0)
+    weight = torch.randn(72, 160, generator=random) / 160**0.5
+    bias = torch.randn(72, generator=random) if has_bias else None
+    packed = pack_dense(weight, bias, find_format(name))
+    layer = DeviceLinear(dense.bring(packed, CPU), dtype)
+    for shape in ((1, 1), (3,), (2, 10), (0,)):
+        x = torch.randn(*shape, 160, generator=random).to(dtype)
+        expected = F.linear(x.float(), packed.values(), bias)
+        found = layer(x)
+        assert (found.dtype, found.shape) == (dtype, expected.shape)
+        tolerance = 1e-5 if dtype == torch.float32 else 4e-3
+        torch.testing.assert_close(found.float(), expected, rtol=tolerance, atol=tolerance)
+    assert (layer.weight.shape, layer.weight.dtype) == (weight.shape, dtype)
+
+
+class Block(nn.Module):
+    """A layer worth packing, a router, and one that is too small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(256, 128, dtype=torch.float16)
+        self.gate = nn.Linear(256, 128, dtype=torch.float16)
+        self.small = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.proj(x)
+        return out
+
+
+def test_layers_are_replaced_where_they_lie(dense: ModuleType) -> None:
+    block = Block()
+    x = torch.randn(2, 256, dtype=torch.float16)
+    with torch.inference_mode():
+        expected = block(x)
+    num_bytes = pack_on_device(block, find_format("int8"))
+    kinds = [type(module) for _, module in block.named_children()]
+    assert kinds == [DeviceLinear, nn.Linear, nn.Linear]
+    assert 256 * 128 <= num_bytes < 1.1 * 256 * 128
+    assert float((block(x) - expected).norm() / expected.norm()) < 0.01
