@@ -23,8 +23,8 @@ struct Maddubs {
     __asm__("" : "+x"(part));
     return part;
   }
-  static __m256i flush(__m256i sum, __m256i part, __m256i factor) {
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(part, factor));
+  static __m256i flush(__m256i sum, __m256i part) {
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(part, _mm256_set1_epi16(1)));
   }
 };
 

@@ -15,7 +15,7 @@ struct Dpbusd {
     return _mm256_dpbusd_epi32(part, codes, x);
 #endif
   }
-  static __m256i flush(__m256i sum, __m256i part, __m256i) { return _mm256_add_epi32(sum, part); }
+  static __m256i flush(__m256i sum, __m256i part) { return _mm256_add_epi32(sum, part); }
 };
 
 void matmul(const PackedMatrix& m, std::int64_t begin, std::int64_t end, const Activations& x,
