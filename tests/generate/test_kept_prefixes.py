@@ -21,8 +21,8 @@ OTHER = [33 + i * 5 % (VOCABULARY - 40) for i in range(300)]
 LIMIT = 64 << 20
 
 
-def long_model() -> Any:
-    model: Any = build_tiny_model("qwen3_moe")
+def long_model(name: str = "qwen3_moe") -> Any:
+    model: Any = build_tiny_model(name)
     model.config.max_position_embeddings = 4096
     return model
 
@@ -64,6 +64,25 @@ def test_a_prompt_is_found_again_after_a_restart(model: Any, written: Path) -> N
     assert found[-1].reused_tokens == NUM_SEGMENTS * SEGMENT_TOKENS
     assert scheduler.counts.read_tokens == NUM_SEGMENTS * SEGMENT_TOKENS
     assert scheduler.counts.prompt_tokens == len(PROMPT) - NUM_SEGMENTS * SEGMENT_TOKENS
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma4", "deepseek_v3"])
+def test_layers_with_windows_and_others_are_found_again(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows that forget soon are written as long as they have what is to be written."""
+    monkeypatch.setattr("tandem.kv_cache.windows.MARGIN_TOKENS", 256)
+    model = long_model(name)
+    expected = tokens(ask(tandem.Generator(model).scheduler(1, chunk_tokens=64), PROMPT))
+    scheduler = scheduler_of(model, tmp_path)
+    scheduler.add(request_of(1, PROMPT, max_new_tokens=6, temperature=0.0))
+    while scheduler.has_work:
+        scheduler.step()
+        scheduler.prefixes.write_some()
+    scheduler.prefixes.close(30)
+    found = ask(scheduler_of(model, tmp_path), PROMPT)
+    assert tokens(found) == expected
+    assert found[-1].reused_tokens == NUM_SEGMENTS * SEGMENT_TOKENS
 
 
 def test_what_was_pushed_out_of_its_slot_comes_back(model: Any, tmp_path: Path) -> None:

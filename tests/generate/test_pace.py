@@ -58,3 +58,17 @@ def test_a_chunk_has_some_tokens_even_where_decode_steps_fill_the_gap() -> None:
         pace.decoded(2.0)
         pace.prefilled(pace.chunk_tokens(MOST), 1.0)
     assert pace.chunk_tokens(MOST) >= 16
+
+
+def test_a_prompt_gets_its_turn_however_slow_decode_steps_become() -> None:
+    pace = Pace(0.5)
+    pace.decoded(0.001)
+    for number in range(200):
+        pace.decoded(0.001 * number)
+    assert pace.may_prefill
+    pace.prefilled(pace.chunk_tokens(MOST), 0.1)
+    num_steps = 0
+    while not pace.may_prefill:
+        num_steps += 1
+        pace.decoded(0.5 * num_steps)
+    assert num_steps < 400

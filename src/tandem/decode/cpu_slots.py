@@ -143,23 +143,21 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
 
     @property
     def can_move(self) -> bool:
-        """Whether `take_out` and `put_in` may be called: all layers keep every position alone."""
-        return self.cache.plain_layers is not None
+        """Whether `take_out` and `put_in` may be called."""
+        return self.cache.is_of_keys_and_values
 
     @torch.inference_mode()
-    def take_out(self, slot: int, first: int, num_tokens: int) -> memoryview:
-        """Return a copy of all that a slot keeps of some tokens: whole blocks, layer by layer."""
-        assert self.cache.plain_layers is not None
-        return take_out(self.cache.plain_layers, slot, first, num_tokens)
+    def take_out(self, slot: int, first: int, num_tokens: int) -> memoryview | None:
+        """Return a copy of all that a slot keeps of some tokens; None if a window has left them."""
+        return take_out(self.cache.layers_of(slot), slot, first, num_tokens)
 
     @torch.inference_mode()
     def put_in(self, slot: int, tokens: Sequence[int], data: memoryview) -> None:
         """Append tokens to a slot, with what `take_out` has returned of the same ones."""
-        assert self.cache.plain_layers is not None
         first = self.cache.lengths[slot]
-        self.cache.reserve(first + len(tokens))
-        put_in(self.cache.plain_layers, slot, first, data)
-        self.cache.lengths[slot] = first + len(tokens)
+        self.cache.begin([Segment(slot, first, len(tokens))])  # makes room, and windows slide
+        put_in(self.cache.layers_of(slot), slot, first, len(tokens), data)
+        self.cache.commit()
         self._held[slot] += tokens
 
     def record_ahead(self, *, has_passed: bool) -> bool:

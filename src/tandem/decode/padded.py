@@ -153,7 +153,7 @@ class PaddedSlotPool:
 
     can_move = False
 
-    def take_out(self, slot: int, first: int, num_tokens: int) -> memoryview:
+    def take_out(self, slot: int, first: int, num_tokens: int) -> memoryview | None:
         """Not here: the model's own caches are its own."""
         raise NotImplementedError
 

@@ -71,8 +71,8 @@ class SlotPool(Protocol):
     def can_move(self) -> bool:
         """Whether `take_out` and `put_in` may be called; not before the first prompt."""
 
-    def take_out(self, slot: int, first: int, num_tokens: int) -> memoryview:
-        """Return a copy of all that a slot keeps of some tokens, which it holds."""
+    def take_out(self, slot: int, first: int, num_tokens: int) -> memoryview | None:
+        """Return a copy of all that a slot keeps of some tokens; None if it forgot a part of it."""
 
     def put_in(self, slot: int, tokens: Sequence[int], data: memoryview) -> None:
         """Append tokens to a slot, with what `take_out` has returned of the same ones."""
@@ -164,7 +164,7 @@ class CachedSlotPool(ABC, Generic[_Cache]):
         """Whether `take_out` and `put_in` may be called."""
         return False
 
-    def take_out(self, slot: int, first: int, num_tokens: int) -> memoryview:
+    def take_out(self, slot: int, first: int, num_tokens: int) -> memoryview | None:
         """Return a copy of what a slot keeps of some tokens, where it can be moved."""
         raise NotImplementedError
 

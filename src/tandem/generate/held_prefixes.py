@@ -110,7 +110,8 @@ class HeldPrefixes:
         first, key = running.on_disk.pop(0)
         if first + SEGMENT_TOKENS <= running.num_done:  # another slot had it meanwhile
             return True
-        data = files.read(key)
+        can_go_on = self._pool.usable(running.slot, first) == first
+        data = files.read(key) if can_go_on else None
         if data is None:
             running.on_disk.clear()
             return False
@@ -157,8 +158,10 @@ class HeldPrefixes:
             while (number := self._num_written[slot]) < len(self._keys[slot]):
                 self._num_written[slot] += 1
                 key = self._keys[slot][number]
-                if not files.has(key):
-                    first = number * SEGMENT_TOKENS
-                    files.offer(key, self._pool.take_out(slot, first, SEGMENT_TOKENS))
+                if files.has(key):
+                    continue
+                data = self._pool.take_out(slot, number * SEGMENT_TOKENS, SEGMENT_TOKENS)
+                if data is not None:
+                    files.offer(key, data)
                     return True
         return False

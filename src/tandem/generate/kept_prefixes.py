@@ -38,10 +38,11 @@ class KeptPrefixes:
         if not pool.can_move:
             pool.keep(0, 0)
             _log.warning(
-                "beginnings of prompts are not kept on disk: this model keeps more than the keys "
-                "and values of every position, or keeps them elsewhere"
+                "beginnings of prompts are not kept on disk: this model keeps more than keys and "
+                "values, or keeps them elsewhere"
             )
             return None
-        probe = bytes(pool.take_out(0, 0, _PROBE_TOKENS))
+        probe = pool.take_out(0, 0, _PROBE_TOKENS)
+        assert probe is not None
         pool.keep(0, 0)
         return PrefixFiles(self.directory, self.limit_bytes, model_identity(model).encode() + probe)

@@ -73,11 +73,16 @@ class KvCache(SlotCache):
         ) + sum(map(self.index_keys.read_bytes, self.lengths))
 
     @property
-    def plain_layers(self) -> list[CachedAttention] | None:
-        """The layers in their order, if each keeps every position and nothing else is kept."""
-        if self._windows or self.states or self.index_keys.num_bytes or not self._layers:
-            return None
-        return [self._layers[number] for number in sorted(self._layers)]
+    def is_of_keys_and_values(self) -> bool:
+        """Whether keys and values are all that is kept, as far as the model was run."""
+        return bool(self._layers) and not (self.states or self.index_keys.num_bytes)
+
+    def layers_of(self, slot: int) -> list[tuple[CachedAttention, int]]:
+        """Return the layers in their order, each with the first position that a slot keeps."""
+        layers = [self._layers[number] for number in sorted(self._layers)]
+        windows = [self._windows.get(layer.form.window) for layer in layers]
+        firsts = [0 if window is None else window.first(slot) for window in windows]
+        return list(zip(layers, firsts, strict=True))
 
     def begin(self, segments: Sequence[Segment]) -> None:
         """Announce the tokens of the next forward, which follow what their slots hold."""

@@ -7,20 +7,21 @@ from torch import Tensor
 
 from tandem.kernels.attention import BLOCK_TOKENS, CachedAttention
 
+# A cache's layers, each with the first position that a slot keeps.
+Layers = Sequence[tuple[CachedAttention, int]]
 
-def take_out(
-    layers: Sequence[CachedAttention], slot: int, first: int, num_tokens: int
-) -> memoryview:
-    """Return a copy of what layers keep of tokens that fill whole blocks."""
+
+def take_out(layers: Layers, slot: int, first: int, num_tokens: int) -> memoryview | None:
+    """Return a copy of what layers keep of tokens that fill whole blocks; None if one forgot."""
+    if any(kept > first for _, kept in layers):
+        return None
     parts = list(_blocks(layers, slot, first, num_tokens))
     copied = torch.cat([part.flatten() for part in parts])
     return copied.numpy().data
 
 
-def put_in(layers: Sequence[CachedAttention], slot: int, first: int, data: memoryview) -> None:
-    """Write what `take_out` has returned to a place that the layers have room for."""
-    per_block = sum(layer.bytes_of(BLOCK_TOKENS) for layer in layers)
-    num_tokens = len(data) // per_block * BLOCK_TOKENS
+def put_in(layers: Layers, slot: int, first: int, num_tokens: int, data: memoryview) -> None:
+    """Write what `take_out` has returned of so many tokens; the layers have room for them."""
     source = torch.frombuffer(data, dtype=torch.uint8)
     begin = 0
     for part in _blocks(layers, slot, first, num_tokens):
@@ -29,12 +30,11 @@ def put_in(layers: Sequence[CachedAttention], slot: int, first: int, data: memor
     assert begin == len(data)
 
 
-def _blocks(
-    layers: Sequence[CachedAttention], slot: int, first: int, num_tokens: int
-) -> Iterator[Tensor]:
+def _blocks(layers: Layers, slot: int, first: int, num_tokens: int) -> Iterator[Tensor]:
     """Yield the memory of some tokens: (KV heads, blocks, bytes of a block) uint8."""
     assert first % BLOCK_TOKENS == num_tokens % BLOCK_TOKENS == 0
-    begin, end = first // BLOCK_TOKENS, (first + num_tokens) // BLOCK_TOKENS
-    for layer in layers:
+    num_blocks = num_tokens // BLOCK_TOKENS
+    for layer, kept in layers:
+        begin = (first - kept) // BLOCK_TOKENS
         for tensor in (layer.keys, layer.values):
-            yield tensor[slot, :, begin:end]
+            yield tensor[slot, :, begin : begin + num_blocks]
