@@ -10,7 +10,8 @@
 namespace tandem {
 namespace {
 
-constexpr int kSpins = 2000;
+constexpr int kSpins = 100;
+constexpr double kLongestLook = 0.1;  // seconds between two looks at a word
 
 std::int64_t most_experts(const std::vector<RoutedLayer>& layers) {
   std::int64_t most = 0;
@@ -91,14 +92,17 @@ void TwinStream::publish(const TwinCall& call) {
 }
 
 void TwinStream::wait(std::int64_t layer) {
-  const double end = steady_seconds() + patience_;
+  double waited = 0.0, last = steady_seconds();
   for (int spin = 0; load_acquire(box_.done(layer)) != 1; ++spin) {
     if (spin < kSpins) {
       pause();
       continue;
     }
     std::this_thread::yield();
-    if (patience_ > 0.0 && steady_seconds() > end)
+    const double now = steady_seconds();
+    waited += std::min(now - last, kLongestLook);  // longer, and the whole process was stopped
+    last = now;
+    if (patience_ > 0.0 && waited > patience_)
       throw StepLost("MoE layer " + std::to_string(layer) + " was not answered in time");
   }
   store_release(box_.done(layer), 0u);
