@@ -26,7 +26,7 @@ from tests.experts.machines import FUNCTIONS, HIDDEN, make_store, route
 from tests.kernels.compile_triton import Launch, noted_launches
 
 GEOMETRY = Geometry(1, 16, 2)
-PROMPTS = (3, 17, 65, 150, 700, 1800)
+PROMPTS = (1, 3, 6, 9, 13, 17, 25, 33, 50, 65, 90, 129, 150, 200, 257, 400, 700, 1000, 1800, 2048)
 BACKEND = make_backend(GPUTarget("cuda", 90, 32))
 
 
