@@ -74,8 +74,8 @@ std::vector<std::tuple<std::int32_t, std::int32_t, double>> as_tuples(
   return found;
 }
 
-// A coordinator with its slots, if it has any. Its end waits for its threads, without Python's lock:
-// they may be in a hook.
+// A coordinator with its slots, if it has any. Its end waits for its threads, without Python's
+// lock: they may be in a hook.
 class StepCoordinator {
  public:
   StepCoordinator(Layers layers, int num_threads, const std::string& isa)

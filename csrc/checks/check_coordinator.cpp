@@ -1,5 +1,5 @@
-// Captured steps on the CPU twin, against the same experts in one call: with delays at random, copies
-// into slots under way, and everything that may go wrong. Built with ThreadSanitizer too.
+// Captured steps on the CPU twin, against the same experts in one call: with delays at random,
+// copies into slots under way, and everything that may go wrong. Built with ThreadSanitizer too.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -94,8 +94,8 @@ class Machine {
     return coordinator_->records().size() == layers_.size() && is_right(step);
   }
 
-  // At any time: a copy into a slot that is free, or from which another expert goes, which a layer to
-  // come may still read in this step.
+  // At any time: a copy into a slot that is free, or from which another expert goes, which a layer
+  // to come may still read in this step.
   void copy_something() {
     take_arrivals();
     const auto layer = static_cast<std::int32_t>(random_.between(0, num_layers() - 1));
@@ -224,7 +224,8 @@ bool steps_agree(Random& random, bool has_policy, bool blocks_copies) {
   return true;
 }
 
-// What the thread does at a layer goes wrong: the step is lost in a sentence, and the next is right.
+// What the thread does at a layer goes wrong: the step is lost in a sentence, and the next is
+// right.
 bool recovers(Random& random, const std::string& kind) {
   Machine machine(random, 2, false, false);
   std::atomic<bool> is_bad{false};

@@ -104,8 +104,8 @@ void Coordinator::wait_until_idle(double patience) {
   const bool is_idle = changed_.wait_for(lock, std::chrono::duration<double>(patience),
                                          [this] { return is_idle_ || has_died_; });
   if (!is_idle)
-    throw StepLost("the thread that answers the device has not come back from a step that was lost " +
-                   in_words(patience) + " ago");
+    throw StepLost("the thread that answers the device has not come back from a lost step within " +
+                   in_words(patience));
 }
 
 void Coordinator::finish_step(double patience) {
@@ -122,8 +122,9 @@ void Coordinator::finish_step(double patience) {
     seen = progress;
     last = now;
     if (!has_died_ && waited <= patience) continue;
-    const std::string reason = has_died_ ? "the thread that answers the device has ended (" + death_ + ")"
-                                         : what_is_missing(first_open(), patience);
+    const std::string reason =
+        has_died_ ? "the thread that answers the device has ended (" + death_ + ")"
+                  : what_is_missing(first_open(), patience);
     is_lost_.store(true);
     letting_go_ = std::thread([this] { let_go(); });
     throw StepLost(reason);

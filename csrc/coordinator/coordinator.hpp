@@ -1,10 +1,11 @@
 // Answers the device during a decode step: a thread that polls the doorbells of a mailbox, computes
-// the misses that each layer publishes, writes their results and lets the device go on. What may cost
-// time (decisions, learning, records) it does behind each answer, while the device computes.
+// the misses that each layer publishes, writes their results and lets the device go on. What may
+// cost time (decisions, learning, records) it does behind each answer, while the device computes.
 //
-// The thread never calls a driver, and takes no lock that another thread holds while it waits for the
-// device. The caller that waits for the step's end (`finish_step`) is the watchdog: where the thread does not
-// answer in time, the watchdog answers for it, with an error, so that the device never waits for ever.
+// The thread never calls a driver, and takes no lock that another thread holds while it waits for
+// the device. The caller that waits for the step's end (`finish_step`) is the watchdog: where the
+// thread does not answer in time, the watchdog answers for it, with an error, so that the device
+// never waits for ever.
 //
 // Who answers a layer, is decided by one word of its own, which never goes back within a step:
 //
@@ -12,7 +13,8 @@
 //   open or taken -> closed   by the one that may write `done`: after its results the thread, or,
 //                             with an error, the watchdog
 //
-// `begin_step`, `finish_step` and `abort_step` are called by one thread, in turn; `records` in between.
+// `begin_step`, `finish_step` and `abort_step` are called by one thread, in turn; `records` in
+// between.
 #pragma once
 
 #include <atomic>
@@ -58,8 +60,8 @@ class AfterAnswer {
 
 class Coordinator {
  public:
-  // The experts of `layers` must outlive it. It computes with threads of its own, `num_threads` with
-  // the one that answers; `isa` is as for ExpertEngine.
+  // The experts of `layers` must outlive it. It computes with threads of its own, `num_threads`
+  // with the one that answers; `isa` is as for ExpertEngine.
   Coordinator(std::vector<RoutedLayer> layers, int num_threads, const std::string& isa);
   ~Coordinator();  // waits for the end of what is being answered
   Coordinator(const Coordinator&) = delete;

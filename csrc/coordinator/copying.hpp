@@ -4,8 +4,8 @@
 //   submit(copy)           the victim's entry is to be cleared; the slot may still be read
 //     -> take_cleared      ahead of the next launch: the entries are cleared on the launch's stream
 //     -> begin_step        that launch's first doorbell: no kernel reads the slot any more
-//     -> the copy, part by part, then its entry, on one stream: a late entry is a miss now and a hit
-//        next time, never half an expert
+//     -> the copy, part by part, then its entry, on one stream: a late entry is a miss now and a
+//        hit next time, never half an expert
 //     -> arrivals          only then may the slot be given away again
 //
 // An entry is set at any time, and cleared only between steps. `submit` is called by any thread,

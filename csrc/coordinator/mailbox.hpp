@@ -15,12 +15,12 @@
 //   hidden    (rows, hidden_size) in the model's type; may be left as it is where nothing misses
 //   results   f32 (rows * top_k, hidden_size)   of the misses, not weighted
 //
-// Order. The device: choice, is_hit, weights, hidden -> (if nothing misses: done = 1) -> doorbell = 1
-// -> its hits -> waits for done == 1, done = 0 -> reads the results -> may publish the next layer.
-// The host: takes the doorbell (acquire), reads, writes the results of all misses -> done = 1
-// (release). Where nothing misses the host never writes `done`: a second 1 would end the wait of the
-// next step. Flags, not counters, because operations of a captured graph carry constants. Between
-// steps all words are 0, and all blocks have been read.
+// Order. The device: choice, is_hit, weights, hidden -> (if nothing misses: done = 1) -> doorbell =
+// 1 -> its hits -> waits for done == 1, done = 0 -> reads the results -> may publish the next
+// layer. The host: takes the doorbell (acquire), reads, writes the results of all misses -> done =
+// 1 (release). Where nothing misses the host never writes `done`: a second 1 would end the wait of
+// the next step. Flags, not counters, because operations of a captured graph carry constants.
+// Between steps all words are 0, and all blocks have been read.
 #pragma once
 
 #include <cstddef>
@@ -60,11 +60,21 @@ class Mailbox {
   Mailbox(const MailboxLayout& layout, std::uint8_t* memory) : layout_(layout), memory_(memory) {}
 
   const MailboxLayout& layout() const { return layout_; }
-  std::uint32_t* doorbell(std::int64_t layer) const { return at<std::uint32_t>(layer, layout_.kDoorbell); }
-  std::uint32_t* done(std::int64_t layer) const { return at<std::uint32_t>(layer, layout_.kDone); }
-  std::uint32_t* error(std::int64_t layer) const { return at<std::uint32_t>(layer, layout_.kError); }
-  std::int32_t* choice(std::int64_t layer) const { return at<std::int32_t>(layer, layout_.kChoice); }
-  std::int32_t* is_hit(std::int64_t layer) const { return at<std::int32_t>(layer, layout_.is_hit()); }
+  std::uint32_t* doorbell(std::int64_t layer) const {
+    return at<std::uint32_t>(layer, layout_.kDoorbell);
+  }
+  std::uint32_t* done(std::int64_t layer) const {
+    return at<std::uint32_t>(layer, layout_.kDone);
+  }
+  std::uint32_t* error(std::int64_t layer) const {
+    return at<std::uint32_t>(layer, layout_.kError);
+  }
+  std::int32_t* choice(std::int64_t layer) const {
+    return at<std::int32_t>(layer, layout_.kChoice);
+  }
+  std::int32_t* is_hit(std::int64_t layer) const {
+    return at<std::int32_t>(layer, layout_.is_hit());
+  }
   float* weights(std::int64_t layer) const { return at<float>(layer, layout_.weights()); }
   void* hidden() const { return memory_ + layout_.hidden(); }
   float* results() const { return reinterpret_cast<float*>(memory_ + layout_.results()); }

@@ -1,6 +1,6 @@
 // Some routed tokens of a layer, each with the address of its expert, computed into the rows that
-// the combine of a decode step reads: row `token * top_k + k`. The misses on the host, the hits on a
-// CPU twin.
+// the combine of a decode step reads: row `token * top_k + k`. The misses on the host, the hits on
+// a CPU twin.
 #pragma once
 
 #include <cstdint>
@@ -33,7 +33,8 @@ class RowExperts {
   double ended() const { return ended_; }
 
  private:
-  void compute(const ExpertLayout& layout, const ActivationSpec& activation, const ExpertCall& call);
+  void compute(const ExpertLayout& layout, const ActivationSpec& activation,
+               const ExpertCall& call);
   void sort(const RowCall& call);
   void spread(const RowCall& call, std::int64_t size) const;
 

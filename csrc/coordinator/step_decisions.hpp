@@ -1,6 +1,6 @@
 // What follows each answer of a captured step: ended copies are told to the policy, it decides, its
-// copies go to the copying thread, it learns. All on the answering thread, while the device goes on.
-// Without a policy the caller decides between steps.
+// copies go to the copying thread, it learns. All on the answering thread, while the device goes
+// on. Without a policy the caller decides between steps.
 #pragma once
 
 #include <cstdint>

@@ -19,7 +19,8 @@ struct SlotCopy {
   std::int32_t layer, expert, slot, victim;
 };
 
-// Which expert is in which slot; keys are layer * num_experts + expert. See tandem.policy.residency.
+// Which expert is in which slot; keys are layer * num_experts + expert. See
+// tandem.policy.residency.
 struct Resident {
   std::int64_t num_layers, num_experts;
   std::vector<std::uint8_t> state;    // by key: kEmpty, kCopying, kReady

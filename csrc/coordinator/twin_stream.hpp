@@ -1,6 +1,6 @@
 // A CPU twin of what a captured decode step does for its experts: publish, hits, wait, combine. It
-// stands for a GPU's stream in tests, and is the stream of the emulated device on the real clock. It
-// can be late at every moment at which a GPU may be.
+// stands for a GPU's stream in tests, and is the stream of the emulated device on the real clock.
+// It can be late at every moment at which a GPU may be.
 #pragma once
 
 #include <atomic>
@@ -34,8 +34,8 @@ class TwinStream {
   TwinStream(std::vector<RoutedLayer> layers, const Mailbox& box, const std::int64_t* addresses,
              ExpertEngine& engine, int most_delay, unsigned seed);
 
-  // Gives a layer up that is not answered for so long: throws StepLost, also for one that is answered
-  // with an error. 0: waits on, as a GPU does.
+  // Gives a layer up that is not answered for so long: throws StepLost, also for one that is
+  // answered with an error. 0: waits on, as a GPU does.
   void set_patience(double seconds) { patience_ = seconds; }
 
   // Does one layer in the caller's thread; returns when its results are combined.
