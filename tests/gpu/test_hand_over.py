@@ -1,0 +1,84 @@
+"""A layer inside one graph on a real GPU: hits there, misses by the coordinator's thread."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tandem.devices.cuda.streams import CudaStreams
+from tandem.experts.execution.executor import CpuExecutor
+from tandem.experts.execution.routed_layers import native_layer
+from tandem.experts.store.packed_layer import PackedLayer
+from tandem.kernels import _native
+from tandem.kernels.dense import CpuThreads, pack_dense
+from tandem.kernels.engine import best_isa
+from tandem.kernels.formats.weight_format import find_format
+from tests.experts.machines import FUNCTIONS, GEOMETRY, HIDDEN, make_store
+from tests.gpu.models import DEVICE, IS_DRY
+
+pytestmark = pytest.mark.skipif(IS_DRY, reason="needs the Triton kernels")
+PATIENCE = 20.0
+
+
+@pytest.mark.parametrize("resident", [(), (0, 2, 3, 7), tuple(range(8))], ids=len)
+def test_a_captured_layer_is_answered(resident: tuple[int, ...]) -> None:
+    from tandem.devices.cuda.handed_layers import HandedLayers, find_signals, memory_at
+    from tandem.kernels.triton.experts import TritonExperts
+
+    streams, store = CudaStreams(), make_store()
+    signals = find_signals(streams, lambda: torch.cuda.current_stream().cuda_stream)
+    assert signals is not None
+    native = [x for x in (native_layer(host, FUNCTIONS) for host in store) if x is not None]
+    coordinator = _native.StepCoordinator(native, 1, best_isa())
+    number = coordinator.add_mailbox(1, GEOMETRY.top_k, False)
+    address, box = coordinator.mailbox(number)
+    memory = memory_at(address, box.num_bytes)
+    assert streams.pin(memory)
+    images, table = [], torch.zeros(GEOMETRY.num_layers, GEOMETRY.num_experts, dtype=torch.int64)
+    for layer, host in enumerate(store):
+        assert isinstance(host, PackedLayer)
+        for expert in resident:
+            images.append(host.buffers[expert].to(DEVICE))
+            table[layer, expert] = images[-1].data_ptr()
+    layers = HandedLayers(store, box, memory, table.to(DEVICE), TritonExperts(), signals)
+    random = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, HIDDEN, generator=random)
+    weights, index = torch.rand(1, GEOMETRY.num_experts, generator=random).topk(GEOMETRY.top_k)
+    given = (hidden.to(DEVICE), index.to(DEVICE), weights.to(DEVICE))
+
+    def step() -> list[torch.Tensor | None]:
+        return [layers(layer, *given, FUNCTIONS) for layer in range(GEOMETRY.num_layers)]
+
+    def answered(run: Callable[[], object]) -> None:
+        coordinator.begin_step(number, PATIENCE)
+        run()
+        coordinator.finish_step(PATIENCE)
+        torch.cuda.synchronize()
+
+    with torch.inference_mode():
+        answered(step)  # compiles
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with torch.cuda.graph(graph, stream=stream):
+            results = step()
+        for _ in range(3):
+            answered(graph.replay)
+    cpu = CpuExecutor(store, CpuThreads(num_threads=1))
+    for layer, found in enumerate(results):
+        assert found is not None
+        expected = cpu.execute(layer, hidden, index, weights, FUNCTIONS)
+        assert float((found.cpu() - expected).norm() / expected.norm()) < 0.03
+    streams.unpin(memory)
+    coordinator.close()
+
+
+@pytest.mark.parametrize("num_rows", [1, 8, 100])
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_packed_linear_layers(name: str, num_rows: int) -> None:
+    from tandem.kernels.triton.dense import bring, multiply
+
+    random = torch.Generator().manual_seed(0)
+    packed = pack_dense(torch.randn(520, 1024, generator=random) / 32, None, find_format(name))
+    x = torch.randn(num_rows, 1024, generator=random).bfloat16()
+    found = multiply(x.to(DEVICE), bring(packed, torch.device(DEVICE))).cpu().float()
+    expected = x.float() @ packed.values().T
+    assert float((found - expected).norm() / expected.norm()) < 0.01
