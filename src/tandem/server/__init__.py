@@ -1,1 +1,1 @@
-"""The OpenAI-compatible server: HTTP in one process, the decode loop in another."""
+"""The server for OpenAI's and Anthropic's clients: HTTP here, the model in the engine process."""
