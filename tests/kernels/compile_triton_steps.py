@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
+from tandem.devices.cuda import handing
 from tandem.kernels.attention import AttentionForm
 from tandem.kernels.dense import pack_dense
 from tandem.kernels.formats.weight_format import find_format
-from tandem.kernels.triton import attention, dense, hand_over, handing, operations, small
+from tandem.kernels.triton import attention, dense, hand_over, operations, small
 from tandem.kernels.triton.decode_attention import DecodeAttention
 from tests.kernels.compile_triton import (
     Launch,

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tandem.hf.device_linear import DeviceLinear, pack_on_device
+from tandem.devices.cuda.linear import DeviceLinear
+from tandem.hf.device_linear import pack_on_device
 from tandem.kernels.dense import pack_dense
 from tandem.kernels.formats.weight_format import find_format
 from tests.kernels.interpreter import interpreted

@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tandem.devices.cuda import handing
 from tandem.devices.cuda.driver import DriverError, open_driver
 from tandem.devices.cuda.resident import GroupedExperts
 from tandem.devices.cuda.stream_ops import StreamOps
@@ -25,7 +26,6 @@ from tandem.experts.execution.batch import ExpertFunctions
 from tandem.experts.store.host_store import HostStore
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.kernels import _native
-from tandem.kernels.triton import handing
 from tandem.kernels.triton.rows import GroupedRows
 
 MAX_ROWS = 8
