@@ -111,6 +111,23 @@ def note_ignored(info: ValidationInfo, what: str) -> bool:
     return True
 
 
+def tools_of_kind(own: str, tools: object, info: ValidationInfo) -> Any:
+    """Leave out tools of other kinds, which run at a vendor: what is not here is not called.
+
+    A tool without a type is of the kind. What is no list is left to the field's own check.
+    """
+    if not isinstance(tools, list):
+        return tools
+    kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
+    return [
+        tool
+        for tool, kind in zip(tools, kinds, strict=True)
+        if not isinstance(kind, str)
+        or kind == own
+        or not note_ignored(info, f"tools of type {kind}")
+    ]
+
+
 def known_names(kind: type[BaseModel]) -> set[str]:
     """Return the fields of a body as clients write them."""
     return {field.alias or name for name, field in kind.model_fields.items()}

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from tandem.server.reading import Body, Unsupported, note_ignored
+from tandem.server.reading import Body, Unsupported
 from tandem.server.schemas import Asked
 
 _Json = dict[str, object]
@@ -168,15 +168,7 @@ class CountTokensRequest(Asked):
     @classmethod
     def _without_tools_of_elsewhere(cls, tools: object, info: ValidationInfo) -> Any:
         """Leave out the tools that only Anthropic's models know: what is not here is not called."""
-        if not isinstance(tools, list):
-            return tools
-        kept = []
-        for tool in tools:
-            kind = tool.get("type") if isinstance(tool, dict) else None
-            is_foreign = isinstance(kind, str) and kind != "custom"
-            if not is_foreign or not note_ignored(info, f"tools of type {kind}"):
-                kept.append(tool)
-        return kept
+        return tools_of_kind("custom", tools, info)
 
 
 class MessagesRequest(CountTokensRequest):

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from tandem.server.reading import Body, Unsupported, note_ignored
+from tandem.server.reading import Body, Unsupported
 from tandem.server.schemas import Asked
 
 _Json = dict[str, object]
@@ -20,7 +20,6 @@ _UNSUPPORTED = {
 _UNSUPPORTED_IN_TEXT = {
     "verbosity": Unsupported(("medium",), "say in the prompt how long the answer is to be")
 }
-_TOOLS_NOT_HERE = "tools of type "
 
 
 class InputText(Body):
@@ -195,15 +194,7 @@ class CountRequest(Asked):
     @classmethod
     def _without_tools_of_elsewhere(cls, tools: object, info: ValidationInfo) -> Any:
         """Leave out the tools that run at OpenAI: what is not here is not called."""
-        if not isinstance(tools, list):
-            return tools
-        kept = []
-        for tool in tools:
-            kind = tool.get("type") if isinstance(tool, dict) else None
-            is_foreign = isinstance(kind, str) and kind != "function"
-            if not is_foreign or not note_ignored(info, f"{_TOOLS_NOT_HERE}{kind}"):
-                kept.append(tool)
-        return kept
+        return tools_of_kind("function", tools, info)
 
 
 class ResponsesRequest(CountRequest):
