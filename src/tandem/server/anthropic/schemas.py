@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from tandem.server.reading import Body, Unsupported
+from tandem.server.reading import Body, Unsupported, tools_of_kind
 from tandem.server.schemas import Asked
 
 _Json = dict[str, object]
