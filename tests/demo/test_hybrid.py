@@ -11,7 +11,7 @@ ROWS_IN_CI = 6  # python -m tests.demo.hybrid_matrix runs all
 
 def test_every_pair_of_policies_is_in_the_matrix() -> None:
     rows = list(pairwise_rows())
-    assert len({(row.assignment, row.eviction) for row in rows}) == 81
+    assert len({(row.assignment, row.eviction) for row in rows}) == 90
     assert len({(row.prediction, row.slots) for row in rows}) == 40
 
 

@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,11 @@ ELSEWHERE = {
     # argparse lists its flags nowhere else
     ("cli/completion.py", "_actions"),
     ("cli/parser.py", "_actions"),
-    # Triton's interpreter takes its fast way for this function alone; a kernel cannot import it
-    ("kernels/triton/vector.py", "_sum_combine"),
+    # Triton's interpreter takes its fast way for these functions alone; a kernel cannot import them
+    *product(
+        (f"kernels/triton/{name}.py" for name in ("attention", "hand_over", "small", "vector")),
+        ("_sum_combine", "_elementwise_max", "_elementwise_min"),
+    ),
 }
 _ASKING = {"getattr", "hasattr", "setattr", "delattr"}
 

@@ -59,4 +59,5 @@ def test_a_device_says_its_memory_or_that_it_is_not_here(name: str) -> None:
         with pytest.raises(CapacityError, match="device cpu"):
             kind.memory()
     else:
-        assert 0 < kind.memory().free_bytes <= kind.memory().total_bytes
+        memory = kind.memory()
+        assert 0 < memory.free_bytes <= memory.total_bytes
