@@ -17,6 +17,7 @@ from tandem.dialects.families import HERMES, dialect_of
 from tandem.dialects.grammar import CallForm
 from tandem.dialects.reader import AnswerReader
 from tandem.dialects.turns import (
+    Turn,
     as_template_reads,
     as_text,
     options_of,
@@ -103,7 +104,7 @@ class ChatFormat:
 
     def _render(
         self,
-        turns: list[dict[str, Any]],
+        turns: list[Turn],
         tools: Sequence[Mapping[str, object]],
         options: Mapping[str, object],
     ) -> str:
@@ -124,7 +125,7 @@ class ChatFormat:
 
     def _applied(
         self,
-        turns: list[dict[str, Any]],
+        turns: list[Turn],
         tools: Sequence[Mapping[str, object]],
         options: Mapping[str, object],
     ) -> str:

@@ -230,7 +230,7 @@ def _fitting(
     return written(kept), num_dropped
 
 
-def _described(tools: list[Tool]) -> list[dict[str, Any]]:
+def _described(tools: list[Tool]) -> list[dict[str, object]]:
     """Return tools as chat templates read them."""
     return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
 

@@ -69,7 +69,7 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_foreign_fields(cls, data: object, info: ValidationInfo) -> Any:
+    def _without_foreign_fields(cls, data: object, info: ValidationInfo) -> object:
         if not isinstance(data, dict):
             return data
         given = {name: value for name, value in data.items() if value is not None}
@@ -111,7 +111,7 @@ def note_ignored(info: ValidationInfo, what: str) -> bool:
     return True
 
 
-def tools_of_kind(own: str, tools: object, info: ValidationInfo) -> Any:
+def tools_of_kind(own: str, tools: object, info: ValidationInfo) -> object:
     """Leave out tools of other kinds, which run at a vendor: what is not here is not called.
 
     A tool without a type is of the kind. What is no list is left to the field's own check.

@@ -3,8 +3,6 @@
 A step's launches depend on its shapes alone: not on how long texts are, nor on where keys lie.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -139,7 +137,7 @@ class DecodeAttention:
         return min(_MOST_PARTS, 1 << (max(1, wanted) - 1).bit_length())
 
 
-def _blocks(form: AttentionForm, dtype: torch.dtype) -> dict[str, Any]:
+def _blocks(form: AttentionForm, dtype: torch.dtype) -> dict[str, int]:
     """Return how large a program's blocks are: less than a consumer card's 99 KiB of them."""
     piece = form.key_dim & -form.key_dim  # the largest power of two in it
     width = _width(form.value_dim)

@@ -1,6 +1,6 @@
 """The bodies of OpenAI's Responses API, as far as a model that writes text can follow them."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -192,7 +192,7 @@ class CountRequest(Asked):
 
     @field_validator("tools", mode="before")
     @classmethod
-    def _without_tools_of_elsewhere(cls, tools: object, info: ValidationInfo) -> Any:
+    def _without_tools_of_elsewhere(cls, tools: object, info: ValidationInfo) -> object:
         """Leave out the tools that run at OpenAI: what is not here is not called."""
         return tools_of_kind("function", tools, info)
 
