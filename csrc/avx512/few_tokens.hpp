@@ -31,35 +31,30 @@ TANDEM_INLINE void prefetch_scales(const PackedMatrix& m, std::int64_t block, st
 template <int T>
 constexpr int kIntegerChains = T < 5 ? 2 : 1;
 
-// Fours of columns whose codes lie by themselves: two where codes of eight or four bits fill lines,
-// a whole group or strip where they lie in several planes.
+// Fours of columns that lie in the same lines, those of the widest plane of bits.
 template <Format F>
-constexpr int kFoursOfPiece = kBits<F> % 4 == 0 ? 2 : kFoursOfStrip / kGroupsOfStrip<F>;
+constexpr int kFoursOfLine = kBits<F> & 8 ? 1 : kBits<F> & 4 ? 2 : kBits<F> & 2 ? 4 : 8;
 
 // Adds group `Part` of a strip, or all of it.
 template <Format F, int Part, int T>
 TANDEM_INLINE void multiply_strip(const std::uint8_t* strip, std::int64_t ahead,
                                   const std::int8_t* q, std::int64_t stride,
                                   __m512i (&sums)[kIntegerChains<T>][T]) {
-  constexpr int kCount = kFoursOfStrip / kGroupsOfStrip<F>, kFours = kFoursOfPiece<F>;
-  constexpr int kFirst = kFours == kCount ? Part * kCount : 0;
-  const std::uint8_t* piece = strip + (kFours == kCount ? 0 : code_bytes(F, 4 * Part * kCount));
-  q += 4 * (Part * kCount - kFirst);
-  // Not unrolled: the processor's own prefetching follows the strides of single load instructions.
-#pragma GCC unroll 1
-  for (int f = 0; f < kCount; f += kFours, piece += code_bytes(F, 4 * kFours), q += 4 * kFours)
-    each<kFours>([&](auto i) TANDEM_INLINED {
-      constexpr int J = kFirst + decltype(i)::value;
-      constexpr int kChain = J % kIntegerChains<T>;
-      // Spread over the strip: all at once they wait for each other.
-      constexpr int kLines = kStripBytes<F> / 64, kLine = J * kLines / kFoursOfStrip;
-      each<(J + 1) * kLines / kFoursOfStrip - kLine>(
-          [&](auto line) TANDEM_INLINED { prefetch(piece + 64 * (kLine + line), ahead); });
-      const __m512i w = codes_of<Bytes64, F, J>(piece);
-      each<T>([&](auto t) TANDEM_INLINED {
-        sums[kChain][t] = multiply_add_int8(sums[kChain][t], w, broadcast4(q + t * stride + 4 * J));
-      });
+  constexpr int kCount = kFoursOfStrip / kGroupsOfStrip<F>;
+  each<kCount>([&](auto i) TANDEM_INLINED {
+    constexpr int J = Part * kCount + decltype(i)::value;
+    constexpr int kChain = J % kIntegerChains<T>;
+    // Lines are asked for one by one: all at once they wait for each other. The barrier keeps the
+    // compiler from gathering them, and what one line is read for stays together.
+    if constexpr (J % kFoursOfLine<F> == 0) asm volatile("" ::: "memory");
+    constexpr int kLines = kStripBytes<F> / 64, kLine = J * kLines / kFoursOfStrip;
+    each<(J + 1) * kLines / kFoursOfStrip - kLine>(
+        [&](auto line) TANDEM_INLINED { prefetch(strip + 64 * (kLine + line), ahead); });
+    const __m512i w = codes_of<Bytes64, F, J>(strip);
+    each<T>([&](auto t) TANDEM_INLINED {
+      sums[kChain][t] = multiply_add_int8(sums[kChain][t], w, broadcast4(q + t * stride + 4 * J));
     });
+  });
 }
 
 // Adds the products of one group; `g` is its number in a row, and `Part` that in its strip.
