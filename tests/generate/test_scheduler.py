@@ -318,5 +318,6 @@ def test_a_paced_prompt_gives_what_it_gives_alone(monkeypatch: pytest.MonkeyPatc
     assert [token.token_id for token in found] == [token.token_id for token in expected]
     # The router's product in torch depends on the number of rows in its last bits.
     for one, other in zip(found, expected, strict=True):
-        assert one.logprob is not None and other.logprob is not None
+        assert one.logprob is not None
+        assert other.logprob is not None
         assert one.logprob.logprob == pytest.approx(other.logprob.logprob, abs=1e-4)
