@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from tandem.core.errors import ConfigError
+from tandem.core.errors import ConfigError, UnsupportedModelError
 from tandem.decode.images import ImagePrompt
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.compat import (
@@ -154,12 +154,12 @@ class PaddedSlotPool:
     can_move = False
 
     def take_out(self, slot: int, first: int, num_tokens: int) -> memoryview | None:
-        """Not here: the model's own caches are its own."""
-        raise NotImplementedError
+        """Return None: the model's own caches are its own."""
+        return None
 
     def put_in(self, slot: int, tokens: Sequence[int], data: memoryview) -> None:
-        """Not here: the model's own caches are its own."""
-        raise NotImplementedError
+        """Refuse: the model's own caches are its own."""
+        raise UnsupportedModelError("tokens cannot be put into these slots: ask can_move first")
 
     def verify(self, tokens: Mapping[int, Sequence[int]]) -> Tensor:
         """Append one token to each of some slots; see `SlotPool`."""

@@ -166,11 +166,11 @@ class CachedSlotPool(ABC, Generic[_Cache]):
 
     def take_out(self, slot: int, first: int, num_tokens: int) -> memoryview | None:
         """Return a copy of what a slot keeps of some tokens, where it can be moved."""
-        raise NotImplementedError
+        return None
 
     def put_in(self, slot: int, tokens: Sequence[int], data: memoryview) -> None:
         """Append tokens to a slot, with what `take_out` has returned, where it can be moved."""
-        raise NotImplementedError
+        raise UnsupportedModelError("tokens cannot be put into these slots: ask can_move first")
 
     @abstractmethod
     def decode(self, tokens: Mapping[int, int]) -> Tensor:

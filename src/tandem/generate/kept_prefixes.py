@@ -24,8 +24,8 @@ class KeptPrefixes:
     def open(self, model: "PreTrainedModel", pool: "SlotPool") -> "PrefixFiles | None":
         """Return the files of a model as it is loaded now; None, and a line in the log: not kept.
 
-        The model is told from others by the keys and values of some tokens, bit by bit: they change
-        with its weights, its formats, the instruction set and Tandem's code. The pool holds
+        What tells the model from others are the keys and values of some tokens, bit by bit: they
+        change with its weights, its formats, the instruction set and Tandem's code. The pool holds
         nothing, before and after.
         """
 

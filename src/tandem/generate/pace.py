@@ -1,8 +1,8 @@
 """How much of a prompt is computed between two tokens of others: so that streams keep flowing.
 
-Knows durations alone, which it is told. A gap between two tokens of a stream is a prefill chunk and
-a decode step. Chunks are made as long as the gap allows, by what the latest ones took; and after a
-chunk so many decode steps follow that streams keep their share of the time.
+Knows nothing but the durations that the scheduler gives it. A gap between two tokens of a stream
+is a prefill chunk and a decode step. Chunks are made as long as the gap allows, by what the latest
+ones took; and after a chunk so many decode steps follow that streams keep their share of the time.
 """
 
 # How much the latest decode step counts in the usual duration: less if it was slow, as the first

@@ -2,7 +2,7 @@
 
     begin(ids)     what was copied by plans has ended; entries of evicted experts are cleared
       -> layers    publish, hits, wait, combine: by `run`, or in a recorded step without Python
-      -> finish    what was decided behind the layers is told to the planner; listeners hear of it
+      -> finish    the planner and the listeners get what was decided behind the layers
 
 On the emulated device the caller's thread is the device's stream (docs/decisions/0016). The expert
 cache is one for both ways of computing: a planned step (a prompt) takes over what captured ones
