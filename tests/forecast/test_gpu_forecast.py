@@ -117,7 +117,8 @@ def test_a_plan_for_a_shape_alone_on_another_machine(capsys: pytest.CaptureFixtu
     slow, fast = (report["decode_tokens_per_second"] for report in reports.values())
     assert slow < fast
     laptop = load_profile("laptop-8gb").host_memory_bytes
-    assert 0 <= laptop - reports["graph"]["host_available_bytes"] <= 4 << 30
+    # Whatever this process itself has taken here.
+    assert {report["host_available_bytes"] for report in reports.values()} == {laptop - (4 << 30)}
     assert main(["plan", "--shape", "lfm2"]) == 2
     assert "unknown shape 'lfm2'; known: qwen3-30b-a3b" in capsys.readouterr().err
 

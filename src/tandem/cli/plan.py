@@ -101,7 +101,8 @@ def _plan(
 
     chosen = config(offload.expert_dtype)
     process, elsewhere = process_bytes(), host_bytes_elsewhere(chosen)
-    available = available_bytes() if elsewhere is None else elsewhere
+    # Of another machine's memory this program would take there what it takes here.
+    available = available_bytes() if elsewhere is None else max(0, elsewhere - process)
     sizes_with, is_packed = _sizes_with(source, options.shape)
     sizes = sizes_with(chosen)
     others = {} if is_packed else {name: sizes_with(config(name)) for name in _OTHER_FORMATS}
