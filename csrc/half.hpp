@@ -20,23 +20,24 @@ static inline std::uint16_t float_to_bf16(float value) {
                                            : (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
 }
 
+// The two below have no branch either. A subnormal number comes from a normal one less its power.
 static inline float half_to_float(std::uint16_t bits) {
-  const float sign = bits & 0x8000 ? -1.0f : 1.0f;
-  const int exponent = (bits >> 10) & 31;
-  const auto mantissa = static_cast<float>(bits & 1023);
-  if (exponent == 0) return sign * std::ldexp(mantissa, -24);
-  if (exponent == 31) return mantissa != 0 ? NAN : sign * INFINITY;
-  return sign * std::ldexp(1024 + mantissa, exponent - 25);
+  const std::uint32_t size = (bits & 0x7FFFu) << 13, sign = (bits & 0x8000u) << 16;
+  const float subnormal = std::bit_cast<float>(size + (113u << 23)) - 0x1p-14f;
+  std::uint32_t value = size + (112u << 23);
+  value = size < 1u << 23 ? std::bit_cast<std::uint32_t>(subnormal) : value;
+  value = size >= 31u << 23 ? size | 0x7F800000 : value;
+  return std::bit_cast<float>(value | sign);
 }
 
 // Four bits of exponent, three of mantissa; no infinity, and one NaN for each sign.
 static inline float e4m3_to_float(std::uint8_t bits) {
-  const float sign = bits & 0x80 ? -1.0f : 1.0f;
-  const int exponent = (bits >> 3) & 15;
-  const int mantissa = bits & 7;
-  if (exponent == 15 && mantissa == 7) return NAN;
-  if (exponent == 0) return sign * std::ldexp(static_cast<float>(mantissa), -9);
-  return sign * std::ldexp(static_cast<float>(8 + mantissa), exponent - 10);
+  const std::uint32_t size = (bits & 0x7Fu) << 20, sign = (bits & 0x80u) << 24;
+  const float subnormal = std::bit_cast<float>(size + (121u << 23)) - 0x1p-6f;
+  std::uint32_t value = size + (120u << 23);
+  value = size < 1u << 23 ? std::bit_cast<std::uint32_t>(subnormal) : value;
+  value = size == 0x7Fu << 20 ? 0x7FC00000 : value;
+  return std::bit_cast<float>(value | sign);
 }
 
 }  // namespace tandem

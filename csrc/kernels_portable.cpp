@@ -10,23 +10,52 @@
 namespace tandem {
 namespace {
 
-// The bits of a code lie in planes, the lowest ones first: in a strip of 32 columns a plane of b
-// bits has 64 bytes for every 32 / b columns, of which four neighbours are bytes of one row.
-std::int32_t code_at(Format format, const std::uint8_t* block, std::int64_t row, std::int64_t col) {
-  const std::uint8_t* plane = block + code_bytes(format, col / kStripCols * kStripCols);
-  const std::int64_t four = col % kStripCols / 4;
-  const int bits = encoding(format).bits;
-  int code = 0;
-  for (int done = 0; done < bits;) {
-    const int width = std::bit_floor(static_cast<unsigned>(bits - done));  // 8, 4, 2 or 1
-    const int per_byte = 8 / width;
-    const int byte = plane[four / per_byte * 64 + 4 * row + col % 4];
-    code |= (byte >> width * (four % per_byte) & ((1 << width) - 1)) << done;
+using Codes = std::int16_t[kBlockRows][kStripCols];
+using Column = float __attribute__((vector_size(kBlockRows * 4)));  // of a block
+
+constexpr std::int64_t kTokens = 8;  // that share a strip once it is unpacked
+
+// Adds a plane of kWidth bits to codes of which `done` bits are there: 64 bytes hold a code of 4
+// columns, or of 8, 16 or 32 in turn.
+template <int kWidth>
+void add_plane(const std::uint8_t* plane, std::int64_t fours, int done, std::uint8_t (*codes)[64]) {
+  constexpr int kPerByte = 8 / kWidth;
+  for (std::int64_t four = 0; four < fours; ++four)
+    for (int i = 0; i < 64; ++i) {
+      const int bits = plane[four / kPerByte * 64 + i] >> (four % kPerByte * kWidth);
+      codes[four][i] = static_cast<std::uint8_t>(codes[four][i] |
+                                                 (bits & ((1 << kWidth) - 1)) << done);
+    }
+}
+
+// The codes of a strip's first `cols` columns, less the code that stands for zero. Their bits lie
+// in planes, the lowest ones first; of four neighbours in a plane each is a byte of one row.
+void unpack(Format format, const std::uint8_t* plane, std::int64_t cols, Codes& out) {
+  const Encoding& e = encoding(format);
+  const std::int64_t fours = cols / 4;
+  std::uint8_t codes[kStripCols / 4][64] = {};
+  for (int done = 0; done < e.bits;) {
+    const auto width = static_cast<int>(std::bit_floor(static_cast<unsigned>(e.bits - done)));
+    switch (width) {
+      case 8: add_plane<8>(plane, fours, done, codes); break;
+      case 4: add_plane<4>(plane, fours, done, codes); break;
+      case 2: add_plane<2>(plane, fours, done, codes); break;
+      default: add_plane<1>(plane, fours, done, codes);
+    }
     plane += kStripCols * kBlockRows * width / 8;
     done += width;
   }
-  if (encoding(format).table != nullptr) code = encoding(format).table[code];
-  return code - encoding(format).offset;
+  if (e.table != nullptr) {
+    std::uint8_t table[16];
+    std::memcpy(table, e.table, sizeof table);
+    for (std::int64_t four = 0; four < fours; ++four)
+      for (std::uint8_t& code : codes[four]) code = table[code & 15];
+  }
+  const int offset = e.offset;
+  for (std::int64_t four = 0; four < fours; ++four)
+    for (int row = 0; row < kBlockRows; ++row)
+      for (int i = 0; i < 4; ++i)
+        out[row][4 * four + i] = static_cast<std::int16_t>(codes[four][4 * row + i] - offset);
 }
 
 struct Scale {
@@ -65,84 +94,130 @@ Scale scale_at(const PackedMatrix& m, std::int64_t block, std::int64_t g, std::i
   return {half_at(line + 2 * row), e.has_minima ? half_at(line + 32 + 2 * row) : 0};
 }
 
-float dot_integer(const PackedMatrix& m, std::int64_t b, std::int64_t r, const Activations& x,
-                  std::int64_t t) {
-  const std::uint8_t* block = m.data + b * code_bytes(m.format, m.cols);
-  const std::int8_t* q = x.quantized + t * x.stride;
-  float total = 0;
-  for (std::int64_t g = 0; g < m.cols / m.group; ++g) {
+// Adds the products of kCols columns to each row's sum.
+template <int kCols>
+void add_products(const Codes& codes, std::int64_t begin, const std::int8_t* q,
+                  std::int32_t* sums) {
+  std::int16_t wide[kCols];
+  for (int k = 0; k < kCols; ++k) wide[k] = q[k];
+  for (int row = 0; row < kBlockRows; ++row) {
+    const std::int16_t* code = codes[row] + begin;
     std::int32_t sum = 0;
-    for (std::int64_t k = g * m.group; k < (g + 1) * m.group; ++k)
-      sum += code_at(m.format, block, r, k) * q[k];
-    const Scale s = scale_at(m, b, g, r);
-    const float x_scale = x.scales[t * x.group_stride + g];
-    total += static_cast<float>(sum) * (s.scale * x_scale);
-    if (encoding(m.format).has_minima)
-      total += s.minimum * (x_scale * static_cast<float>(x.sums[t * x.group_stride + g]));
+    for (int k = 0; k < kCols; ++k) sum += code[k] * wide[k];
+    sums[row] += sum;
   }
-  return total;
 }
 
-float dot_bf16(const PackedMatrix& m, std::int64_t b, std::int64_t r, const Activations& x,
-               std::int64_t t) {
-  const auto* block = reinterpret_cast<const std::uint16_t*>(m.data) + b * m.cols * kBlockRows;
-  const std::uint16_t* row = x.bf16 + t * x.stride;
-  float total = 0;
-  for (std::int64_t k = 0; k < m.cols; ++k)
-    total += bf16_to_float(block[(k / 2) * 32 + 2 * r + k % 2]) * bf16_to_float(row[k]);
-  return total;
-}
-
-float dot_fp16(const PackedMatrix& m, std::int64_t b, std::int64_t r, const Activations& x,
-               std::int64_t t) {
-  const auto* block = reinterpret_cast<const std::uint16_t*>(m.data) + b * m.cols * kBlockRows;
-  const float* row = x.fp32 + t * x.stride;
-  float total = 0;
-  for (std::int64_t k = 0; k < m.cols; ++k)
-    total += half_to_float(block[(k / 2) * 32 + 2 * r + k % 2]) * row[k];
-  return total;
-}
-
-// The 16 rows of a block share their scales.
-float dot_fp8(const PackedMatrix& m, std::int64_t b, std::int64_t r, const Activations& x,
-              std::int64_t t) {
-  const std::uint8_t* block = m.data + b * m.cols * kBlockRows;
-  const float* scales = reinterpret_cast<const float*>(m.scales) + b * (m.cols / m.group);
-  const std::uint16_t* row = x.bf16 + t * x.stride;
-  float total = 0;
+// A block of rows times up to kTokens activations from the first of `x` on.
+void multiply_codes(const PackedMatrix& m, std::int64_t b, const Activations& x,
+                    std::int64_t num_tokens, float (*totals)[kBlockRows]) {
+  const std::uint8_t* block = m.data + b * code_bytes(m.format, m.cols);
+  const std::int64_t step = std::min(m.group, kStripCols);
+  Codes codes;
   for (std::int64_t g = 0; g < m.cols / m.group; ++g) {
-    float sum = 0;
-    for (std::int64_t k = g * m.group; k < (g + 1) * m.group; ++k)
-      sum += e4m3_to_float(block[(k / 4) * 64 + 4 * r + k % 4]) * bf16_to_float(row[k]);
-    total += sum * scales[g];
+    std::int32_t sums[kTokens][kBlockRows] = {};
+    for (std::int64_t k = g * m.group; k < (g + 1) * m.group; k += step) {
+      const std::int64_t begin = k % kStripCols;
+      if (begin == 0)
+        unpack(m.format, block + code_bytes(m.format, k), std::min(kStripCols, m.cols - k), codes);
+      for (std::int64_t t = 0; t < num_tokens; ++t) {
+        const std::int8_t* q = x.quantized + t * x.stride + k;
+        step == 16 ? add_products<16>(codes, begin, q, sums[t])
+                   : add_products<32>(codes, begin, q, sums[t]);
+      }
+    }
+    Scale scales[kBlockRows];
+    for (int row = 0; row < kBlockRows; ++row) scales[row] = scale_at(m, b, g, row);
+    for (std::int64_t t = 0; t < num_tokens; ++t) {
+      const float x_scale = x.scales[t * x.group_stride + g];
+      const float x_sum = x_scale * static_cast<float>(x.sums[t * x.group_stride + g]);
+      for (int row = 0; row < kBlockRows; ++row) {
+        const Scale& s = scales[row];
+        totals[t][row] += static_cast<float>(sums[t][row]) * (s.scale * x_scale);
+        if (encoding(m.format).has_minima) totals[t][row] += s.minimum * x_sum;
+      }
+    }
   }
-  return total;
 }
 
-float dot(const PackedMatrix& m, std::int64_t b, std::int64_t r, const Activations& x,
-          std::int64_t t) {
-  switch (m.format) {
-    case Format::kBf16: return dot_bf16(m, b, r, x, t);
-    case Format::kFp16: return dot_fp16(m, b, r, x, t);
-    case Format::kFp8: return dot_fp8(m, b, r, x, t);
-    default: return dot_integer(m, b, r, x, t);
+// Weights of some columns, a column after the other. A word of 32 bits has neighbours of one row.
+template <int kBits, typename ToFloat>
+void to_floats(const std::uint8_t* codes, std::int64_t cols, float (*out)[kBlockRows],
+               ToFloat to_float) {
+  constexpr int kPerWord = 32 / kBits;
+  for (std::int64_t k = 0; k < cols; ++k) {
+    const std::uint8_t* words = codes + k / kPerWord * 4 * kBlockRows;
+    const auto shift = static_cast<int>(k % kPerWord) * kBits;
+    for (int row = 0; row < kBlockRows; ++row) {
+      std::uint32_t word;
+      std::memcpy(&word, words + 4 * row, sizeof word);
+      out[k][row] = to_float(word >> shift);
+    }
   }
 }
+
+void to_floats(Format format, const std::uint8_t* codes, std::int64_t cols,
+               float (*out)[kBlockRows]) {
+  const auto bf16 = [](std::uint32_t bits) { return std::bit_cast<float>(bits << 16); };
+  const auto fp16 = [](std::uint32_t bits) { return half_to_float(bits & 0xFFFF); };
+  const auto fp8 = [](std::uint32_t bits) { return e4m3_to_float(bits & 0xFF); };
+  switch (format) {
+    case Format::kBf16: return to_floats<16>(codes, cols, out, bf16);
+    case Format::kFp16: return to_floats<16>(codes, cols, out, fp16);
+    default: return to_floats<8>(codes, cols, out, fp8);
+  }
+}
+
+float activation_at(const Activations& x, std::int64_t index) {
+  return x.bf16 != nullptr ? bf16_to_float(x.bf16[index]) : x.fp32[index];
+}
+
+// As multiply_codes(), of weights in floating point; the 16 rows of an fp8 block share scales.
+void multiply_floats(const PackedMatrix& m, std::int64_t b, const Activations& x,
+                     std::int64_t num_tokens, float (*totals)[kBlockRows]) {
+  const std::uint8_t* block = m.data + b * code_bytes(m.format, m.cols);
+  const bool has_scales = m.format == Format::kFp8;
+  const std::int64_t group = has_scales ? m.group : m.cols;
+  float weights[kStripCols][kBlockRows];
+  for (std::int64_t g = 0; g < m.cols / group; ++g) {
+    Column sums[kTokens] = {};
+    const std::int64_t end = (g + 1) * group;
+    for (std::int64_t k = g * group; k < end; k += kStripCols) {
+      const std::int64_t cols = std::min(kStripCols, end - k);
+      to_floats(m.format, block + code_bytes(m.format, k), cols, weights);
+      for (std::int64_t t = 0; t < num_tokens; ++t) {
+        Column sum = sums[t];
+        for (std::int64_t i = 0; i < cols; ++i) {
+          Column column;
+          std::memcpy(&column, weights[i], sizeof column);
+          sum += column * activation_at(x, t * x.stride + k + i);
+        }
+        sums[t] = sum;
+      }
+    }
+    const float scale =
+        has_scales ? reinterpret_cast<const float*>(m.scales)[b * (m.cols / group) + g] : 1.0f;
+    for (std::int64_t t = 0; t < num_tokens; ++t)
+      for (int row = 0; row < kBlockRows; ++row) totals[t][row] += sums[t][row] * scale;
+  }
+}
+
+// Rounds to the nearest even, for up to 2^22: no call, so that loops of it become vectors.
+float rounded(float x) { return (x + 12582912.0f) - 12582912.0f; }  // 1.5 * 2^23
 
 void quantize(const float* row, std::int64_t cols, std::int64_t group, std::int32_t sum_factor,
               std::int8_t* quantized, float* scales, std::int32_t* sums) {
   for (std::int64_t g = 0; g < cols / group; ++g) {
     const float* x = row + g * group;
-    float largest = 0;
-    bool is_finite = true;  // else the scale is NaN, and with it every result
-    for (std::int64_t k = 0; k < group; ++k) {
-      is_finite = is_finite && std::isfinite(x[k]);
-      largest = std::max(largest, std::fabs(x[k]));
-    }
+    std::int32_t bits = 0;  // of positive numbers are in order, then infinity, then NaN
+    for (std::int64_t k = 0; k < group; ++k)
+      bits = std::max(bits, std::bit_cast<std::int32_t>(x[k]) & 0x7FFFFFFF);
+    const auto largest = std::bit_cast<float>(bits);
+    const bool is_finite = std::isfinite(largest);  // else the scale is NaN, and every result
     const float inverse = largest >= kSmallestPeak && is_finite ? 127.0f / largest : 0;
     std::int32_t sum = 0;
     for (std::int64_t k = 0; k < group; ++k) {
-      const auto q = static_cast<std::int8_t>(is_finite ? std::nearbyint(x[k] * inverse) : 0.0f);
+      const auto q = static_cast<std::int8_t>(is_finite ? rounded(x[k] * inverse) : 0.0f);
       quantized[g * group + k] = q;
       sum += q;
     }
@@ -155,14 +230,31 @@ void to_bf16(const float* row, std::int64_t cols, std::uint16_t* out) {
   for (std::int64_t k = 0; k < cols; ++k) out[k] = float_to_bf16(row[k]);
 }
 
+// Where the activations of a token on begin.
+Activations from_token(Activations x, std::int64_t t) {
+  if (x.quantized != nullptr) x.quantized += t * x.stride;
+  if (x.scales != nullptr) x.scales += t * x.group_stride;
+  if (x.sums != nullptr) x.sums += t * x.group_stride;
+  if (x.bf16 != nullptr) x.bf16 += t * x.stride;
+  if (x.fp32 != nullptr) x.fp32 += t * x.stride;
+  return x;
+}
+
 void matmul(const PackedMatrix& m, std::int64_t begin, std::int64_t end, const Activations& x,
             std::int64_t num_tokens, std::int64_t num_rows, float* out, std::int64_t out_stride) {
+  const auto multiply_block = is_integer(m.format) ? multiply_codes : multiply_floats;
   for (std::int64_t b = begin; b < end; ++b)
-    for (std::int64_t r = 0; r < std::min(kBlockRows, num_rows - b * kBlockRows); ++r)
-      for (std::int64_t t = 0; t < num_tokens; ++t) {
-        const std::int64_t row = b * kBlockRows + r;
-        out[t * out_stride + row] = dot(m, b, r, x, t) + (m.bias ? m.bias[row] : 0);
-      }
+    for (std::int64_t first = 0; first < num_tokens; first += kTokens) {
+      const std::int64_t tokens = std::min(kTokens, num_tokens - first);
+      float totals[kTokens][kBlockRows] = {};
+      multiply_block(m, b, from_token(x, first), tokens, totals);
+      const std::int64_t rows = std::min(kBlockRows, num_rows - b * kBlockRows);
+      for (std::int64_t t = 0; t < tokens; ++t)
+        for (std::int64_t r = 0; r < rows; ++r) {
+          const std::int64_t row = b * kBlockRows + r;
+          out[(first + t) * out_stride + row] = totals[t][r] + (m.bias ? m.bias[row] : 0);
+        }
+    }
 }
 
 float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
