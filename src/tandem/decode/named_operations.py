@@ -19,6 +19,8 @@ from tandem.kv_cache.base import NotInSlotsError, current_cache
 from tandem.kv_cache.states import StateHandle
 
 Operation = Callable[..., Any]
+State = Tensor | StateHandle | None
+Prompt = Tensor | tuple[Tensor, State]  # what a prompt's operation returns, without a state or with
 
 
 def forward_with_operations(kind: type) -> Operation | None:
@@ -60,7 +62,7 @@ def _convolve_prompt(
     weight: Tensor,
     bias: Tensor | None = None,
     activation: str | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Tensor:
     cache = current_cache()
     handle = None if cache is None else cache.states_asked_for
@@ -73,7 +75,7 @@ def _convolve_prompt(
 def _convolve_token(
     original: Operation,
     hidden_states: Tensor,
-    conv_state: Any,
+    conv_state: State,
     weight: Tensor,
     bias: Tensor | None = None,
     activation: str | None = None,
@@ -109,14 +111,14 @@ def _delta_rule(
     g: Tensor,
     beta: Tensor,
     *,
-    initial_state: Any = None,
+    initial_state: State = None,
     use_qk_l2norm_in_kernel: bool = False,
-    **kwargs: Any,
-) -> tuple[Tensor, Any]:
+    **kwargs: object,
+) -> tuple[Tensor, State]:
     """The gated delta rule; decays `g` are by head, or by key as in Kimi's delta attention."""
     if not isinstance(initial_state, StateHandle) or kwargs.get("cu_seqlens") is not None:
         kwargs |= {"initial_state": initial_state, "g": g, "beta": beta}
-        result: tuple[Tensor, Any] = original(
+        result: tuple[Tensor, State] = original(
             query, key, value, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **kwargs
         )
         return result
@@ -152,17 +154,18 @@ def _scan_prompt(
     *,
     D: Tensor | None = None,
     dt_bias: Tensor | None = None,
-    initial_states: Any = None,
+    initial_states: State = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
-    **kwargs: Any,
-) -> Any:
+    **kwargs: object,
+) -> Prompt:
     """Mamba-2 over (b, n_tokens, heads, head_dim)."""
     if not isinstance(initial_states, StateHandle) or kwargs.get("z") is not None:
-        return original(
+        result: Prompt = original(
             hidden_states, dt, A, B, C, chunk_size, D=D, dt_bias=dt_bias, dt_limit=dt_limit,
             initial_states=initial_states, dt_softplus=dt_softplus, **kwargs,
         )  # fmt: skip
+        return result
     rate = _time_steps(dt, dt_bias, has_softplus=dt_softplus, limit=dt_limit)
     x, steps, key, query = (part.flatten(0, 1) for part in (hidden_states, rate, B, C))
     out = _scan(initial_states, x, steps, key, query, A, D)
@@ -171,7 +174,7 @@ def _scan_prompt(
 
 def _scan_token(
     original: Operation,
-    state: Any,
+    state: State,
     hidden_states: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -181,7 +184,7 @@ def _scan_token(
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
     z: Tensor | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Tensor:
     """Mamba-2 over one token, (b, heads, head_dim): all but B and C come spread over values."""
     if not isinstance(state, StateHandle) or z is not None:
@@ -230,16 +233,17 @@ def _selective_scan_prompt(
     delta_bias: Tensor | None = None,
     delta_softplus: bool = False,
     return_last_state: bool = False,
-    **kwargs: Any,
-) -> Any:
+    **kwargs: object,
+) -> Prompt:
     """Mamba over (b, channels, n_tokens); it is not given the state, which the convolution was."""
     cache = current_cache()
     handle = None if cache is None else cache.states_asked_for
     if handle is None or not return_last_state:
-        return original(
+        result: Prompt = original(
             hidden_states, dt, A, B, C, D=D, z=z, delta_bias=delta_bias,
             delta_softplus=delta_softplus, return_last_state=return_last_state, **kwargs,
         )  # fmt: skip
+        return result
     x, steps, b, c = (part.transpose(1, 2).flatten(0, 1) for part in (hidden_states, dt, B, C))
     gate = None if z is None else z.transpose(1, 2).flatten(0, 1)
     rate = _time_steps(steps, delta_bias, has_softplus=delta_softplus)
@@ -250,7 +254,7 @@ def _selective_scan_prompt(
 
 def _selective_scan_token(
     original: Operation,
-    state: Any,
+    state: State,
     hidden_states: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -260,7 +264,7 @@ def _selective_scan_token(
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
     z: Tensor | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Tensor:
     """Mamba over one token, (b, channels)."""
     if not isinstance(state, StateHandle):

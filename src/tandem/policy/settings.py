@@ -36,8 +36,8 @@ class PlannerSettings:
     pool: str = "by-layer"
     max_fetches: int = UNLIMITED
     never_worse_than_cpu: bool = True
-    assignment_options: tuple[tuple[str, Any], ...] = ()
-    eviction_options: tuple[tuple[str, Any], ...] = ()
+    assignment_options: tuple[tuple[str, object], ...] = ()
+    eviction_options: tuple[tuple[str, object], ...] = ()
 
     def __post_init__(self) -> None:
         """Check the names; `ConfigError` names the nearest ones."""
