@@ -11,6 +11,7 @@ from tandem.experts.tracing.events import LayerExecuted
 from tandem.hf import trial_notes
 from tandem.hf.runtime import require_runtime
 from tandem.hf.trial_notes import TrialNote
+from tandem.kernels._native import available_isas
 from tandem.kernels.dense import CpuThreads
 from tests.architectures import build_tiny_model
 from tests.hf.tiny import save_tiny_checkpoint
@@ -89,12 +90,13 @@ def test_an_executor_that_plans_is_left_alone(tmp_path: Path) -> None:
 def test_a_note_is_of_one_model_as_it_is_loaded(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    threads = CpuThreads(num_threads=1)
+    isa, *_, other_isa = available_isas()
+    threads = CpuThreads(num_threads=1, isa=isa)
     note = TrialNote(tmp_path, model, threads, "auto")
     note.write()
     assert TrialNote(tmp_path, model, threads, "auto").is_there
     assert not TrialNote(tmp_path, model, threads, "int8").is_there
-    assert not TrialNote(tmp_path, model, CpuThreads(isa="portable"), "auto").is_there
+    assert not TrialNote(tmp_path, model, CpuThreads(num_threads=1, isa=other_isa), "auto").is_there
     assert not TrialNote(tmp_path, build_tiny_model("mixtral"), threads, "auto").is_there
     monkeypatch.setattr(trial_notes, "_own_files", lambda: iter(["changed"]))
     assert not TrialNote(tmp_path, model, threads, "auto").is_there

@@ -62,11 +62,11 @@ class NoExperts(StatelessExecutor):
         return torch.zeros_like(call.hidden)
 
 
-def warm_up_ids(model: PreTrainedModel, num_tokens: int) -> Tensor:
+def warm_up_ids(model: PreTrainedModel, num_tokens: int, *, first: int = 11) -> Tensor:
     """Return the token ids (num_tokens,) of a warm-up's prompt, where the model is."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
     # Ordinary ids: multimodal models keep those that stand for images at either end.
-    ids = (torch.arange(num_tokens, device="cpu") * 7 + 11) % max(1, vocabulary // 2)
+    ids = (torch.arange(num_tokens, device="cpu") * 7 + first) % max(1, vocabulary // 2)
     there: Tensor = ids.to(model.device)
     return there
 

@@ -1,91 +1,13 @@
-"""The systems that are compared, with the same shape and random weights: Tandem, llama.cpp."""
+"""llama.cpp by its library, in this process."""
 
 import ctypes
 import statistics
 import time
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
+from benchmarks.generation.systems.setting import Setting, Speeds
 from numpy.typing import NDArray
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """What is compared."""
-
-    shape: str
-    layers: int
-    vocabulary: int
-    threads: int
-    prompt: int
-    steps: int
-    expert_dtype: str
-    dense_dtype: str
-    kv_dtype: str
-    gguf: Path
-    has_flash_attention: bool
-    may_repack: bool = True
-    """Whether llama.cpp may keep weights in other layouts; those for AMX crash with experts."""
-
-
-@dataclass(frozen=True, slots=True)
-class Speeds:
-    """Tokens per second at one depth; shares are of a ceiling measured beside it."""
-
-    prefill: float
-    decode: float
-    decode_ceiling: float
-    prefill_ceiling: float
-
-
-class System(Protocol):
-    """One system with its model in memory."""
-
-    def measure(self, depth: int) -> Speeds:
-        """Prefill a prompt behind `depth` tokens and decode some steps; ceilings 0 if not known."""
-
-
-class Tandem:
-    """Tandem, as `tandem bench` runs it."""
-
-    def __init__(self, setting: Setting) -> None:
-        """Build the model straight in packed form."""
-        from tandem.bench.kernels import KernelBench
-        from tandem.bench.model_shapes import find_shape
-        from tandem.bench.random_model import build_random_model
-        from tandem.generate.generator import Generator
-        from tandem.hf.config import OffloadConfig
-        from tandem.kernels.dense import CpuThreads
-
-        self._setting = setting
-        offload = OffloadConfig(expert_dtype=setting.expert_dtype, threads=setting.threads)
-        threads = CpuThreads(num_threads=setting.threads)
-        self._model: Any = build_random_model(
-            find_shape(setting.shape), offload, threads, dense_dtype=setting.dense_dtype,
-            num_layers=setting.layers, vocabulary=setting.vocabulary,
-        )  # fmt: skip
-        self._generator = Generator(self._model, threads=threads, kv_dtype=setting.kv_dtype)
-        self._bench = KernelBench(num_threads=setting.threads)
-
-    def measure(self, depth: int) -> Speeds:
-        """Measure; multiplications at best before and after, reading between decode steps."""
-        from tandem.bench.generation import Workload, ceiling_of, measure, measure_machine
-
-        work = Workload(
-            prompt_tokens=self._setting.prompt, new_tokens=self._setting.steps, depth=depth
-        )
-        before = measure_machine(self._bench)
-        found = measure(self._model, self._generator, work, self._bench)
-        after = measure_machine(self._bench)
-        ceilings = [ceiling_of(self._model, work, c, found.step_bytes) for c in (before, after)]
-        return Speeds(
-            found.speed.prefill_tokens_per_second,
-            found.speed.decode_tokens_per_second,
-            found.speed.decode_tokens_per_second / found.decode_share,
-            statistics.mean(c.prefill_tokens_per_second for c in ceilings),
-        )
 
 
 class LlamaCpp:
@@ -110,6 +32,8 @@ class LlamaCpp:
         self._model = self._lib.llama_model_load_from_file(path, params)
         if not self._model:
             raise OSError(f"llama.cpp cannot load {setting.gguf}")
+        vocabulary = self._lib.llama_model_get_vocab(self._model)
+        self._vocabulary = int(self._lib.llama_vocab_n_tokens(vocabulary))
         self._next_token = 0
 
     def answers(self, ids: list[int]) -> NDArray[np.float32]:
@@ -128,7 +52,7 @@ class LlamaCpp:
             if lib.llama_decode(context, batch) != 0:
                 raise OSError("llama_decode failed")
             logits = lib.llama_get_logits(context)
-            shape = (count, self._setting.vocabulary)
+            shape = (count, self._vocabulary)
             return np.ctypeslib.as_array(logits, shape=shape).copy()
         finally:
             if batch is not None:
@@ -204,7 +128,7 @@ class LlamaCpp:
             n = min(self._BATCH, count - first)
             batch = self._lib.llama_batch_init(n, 0, 1)
             batch.n_tokens = n
-            tokens = random.integers(300, self._setting.vocabulary, n)
+            tokens = random.integers(300, self._vocabulary, n)
             for i in range(n):
                 batch.token[i] = self._next_token if n == 1 else int(tokens[i])
                 batch.pos[i] = position + first + i
@@ -215,7 +139,7 @@ class LlamaCpp:
             if status != 0:
                 raise OSError(f"llama_decode returned {status}")
             logits = self._lib.llama_get_logits_ith(context, n - 1)
-            found = np.ctypeslib.as_array(logits, shape=(self._setting.vocabulary,))
+            found = np.ctypeslib.as_array(logits, shape=(self._vocabulary,))
             self._next_token = int(found.argmax())
             self._lib.llama_batch_free(batch)
 
@@ -225,5 +149,3 @@ def _silent(level: int, text: bytes, data: object) -> None:
 
 
 _SILENT = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(_silent)
-
-SYSTEMS: dict[str, type[Tandem] | type[LlamaCpp]] = {"tandem": Tandem, "llama.cpp": LlamaCpp}

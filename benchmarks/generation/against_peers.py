@@ -1,0 +1,185 @@
+"""Tandem and its peers on the same file or shape, in turns.
+
+    python -m benchmarks.generation.against_peers --layers 4 --vocabulary 32000
+    python -m benchmarks.generation.against_peers --file Qwen3-30B-A3B-Q4_K_M.gguf --one-at-a-time
+    python -m benchmarks.generation.against_peers --layers 4 --vocabulary 32000 \
+        --systems tandem llama.cpp torch --rival "ik_llama.cpp=/opt/ik/bin/llama-bench -rtr 1"
+
+Without `--file` a GGUF of the shape is written with random weights and kept in `--directory`.
+`tandem` reads that file as the others do; `packed` is Tandem with its own `--expert-dtype` and
+`--dense-dtype`; `torch` is Transformers in bf16, of a shape. A rival is a program that takes the
+options of llama-bench. Each system is a process of its own, which stands still while another is
+timed; systems that do not fit into memory together are measured `--one-at-a-time`. A ratio is the
+median over rounds of turns next to each other. `--write-docs` puts the table into
+docs/performance.md. Needs the packages gguf and llama-cpp-python.
+"""
+
+import argparse
+import json
+import shlex
+import statistics
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from tempfile import gettempdir
+
+from benchmarks.generation.gguf_file import SHAPES, write_random_gguf
+from benchmarks.generation.systems import SYSTEMS, Setting, Speeds
+from benchmarks.generation.systems.llama_bench import LlamaBench
+from benchmarks.generation.turns import Maker, measure_rounds, median
+
+from tandem.bench.generation import measure_machine
+from tandem.bench.kernels import KernelBench
+from tandem.bench.model_shapes import find_shape
+from tandem.kernels.cpu import detect_cpu
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "performance.md"
+BEGIN, END = "<!-- against_peers: begin -->\n", "<!-- against_peers: end -->\n"
+
+# A system's speeds by depth, one of each round.
+Rounds = Mapping[int, list[Speeds]]
+
+
+def rival(text: str) -> tuple[str, Maker]:
+    """Read `NAME=PROGRAM ARGUMENTS`."""
+    name, _, command = text.partition("=")
+    words = shlex.split(command)
+    if not name or not words or not Path(words[0]).is_file():
+        raise argparse.ArgumentTypeError(
+            f"{text!r} does not name a program; write NAME=PATH_TO_LLAMA_BENCH"
+        )
+    return name, partial(LlamaBench, words)
+
+
+def read_options() -> argparse.Namespace:
+    """Return what the command line asks for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--file", type=Path, help="a GGUF file; default: one of --shape is written")
+    parser.add_argument("--shape", default="qwen3-30b-a3b", choices=SHAPES)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--vocabulary", type=int, help="default: the shape's own")
+    parser.add_argument("--depth", type=int, nargs="+", default=[0])
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=detect_cpu().num_threads)
+    parser.add_argument("--expert-dtype", default="int4", help="of the system `packed`")
+    parser.add_argument("--dense-dtype", default="int4", help="of the system `packed`")
+    parser.add_argument("--kv-dtype", default="auto")
+    parser.add_argument("--quantisation", default="Q4_0", help="of the GGUF: Q4_0, Q8_0, BF16")
+    parser.add_argument("--flash-attention", action="store_true", help="llama.cpp's; slower here")
+    parser.add_argument("--one-at-a-time", action="store_true")
+    parser.add_argument(
+        "--systems", nargs="+", choices=list(SYSTEMS), default=["tandem", "packed", "llama.cpp"]
+    )
+    parser.add_argument("--rival", type=rival, action="append", default=[], help="NAME=LLAMA_BENCH")
+    parser.add_argument("--directory", type=Path, default=Path(gettempdir()))
+    parser.add_argument("--write-docs", action="store_true", help="the table into performance.md")
+    return parser.parse_args()
+
+
+def setting_of(options: argparse.Namespace) -> Setting:
+    """Return what is compared; writes a file of random weights where none is named."""
+    shape = find_shape(options.shape)
+    vocabulary = options.vocabulary or shape.values["vocab_size"]
+    file = options.file
+    if file is None:
+        name = f"{options.shape}-{options.layers}-{vocabulary}-{options.quantisation}.gguf"
+        file = options.directory / name
+        if not file.exists():
+            partial_file = file.with_suffix(".partial")
+            write_random_gguf(
+                partial_file, shape.sample(options.layers), vocabulary, options.quantisation
+            )
+            partial_file.replace(file)
+    return Setting(
+        shape=options.shape, layers=options.layers, vocabulary=vocabulary, threads=options.threads,
+        prompt=options.prompt, steps=options.steps, expert_dtype=options.expert_dtype,
+        dense_dtype=options.dense_dtype, kv_dtype=options.kv_dtype, gguf=file,
+        has_flash_attention=options.flash_attention,
+    )  # fmt: skip
+
+
+def ratios(ours: list[Speeds], theirs: list[Speeds]) -> tuple[float, float]:
+    """Return prefill and decode over another's: medians over the rounds."""
+    pairs = list(zip(ours, theirs, strict=True))
+    return (
+        statistics.median(a.prefill / b.prefill for a, b in pairs),
+        statistics.median(a.decode / b.decode for a, b in pairs),
+    )
+
+
+def table(found: Mapping[str, Rounds], depths: list[int]) -> list[str]:
+    """Return the medians as rows of Markdown; ratios are the first system's over the row's."""
+    first = next(iter(found))
+    rows = [
+        f"| system | depth | prefill, decode tok/s | {first}'s over it | shares of the ceilings |",
+        "|---|---|---|---|---|",
+    ]
+    for depth in depths:
+        for name, rounds in found.items():
+            speeds = median(rounds[depth])
+            prefill, decode = ratios(found[first][depth], rounds[depth])
+            shares = "" if not speeds.decode_ceiling else (
+                f"{speeds.prefill / speeds.prefill_ceiling:.0%}, "
+                f"{speeds.decode / speeds.decode_ceiling:.0%}"
+            )  # fmt: skip
+            rows.append(
+                f"| {name} | {depth} | {speeds.prefill:.1f}, {speeds.decode:.1f} "
+                f"| {prefill:.2f}, {decode:.2f} | {shares} |"
+            )
+    return rows
+
+
+def write_into(document: Path, text: str) -> None:
+    """Put a text between the marks of a document."""
+    before, _, rest = document.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    document.write_text(before + BEGIN + text + END + after)
+
+
+def say_ceiling(bench: KernelBench, when: str) -> str:
+    """Measure what the machine does at best, and print it."""
+    ceiling = measure_machine(bench)
+    text = ", ".join(
+        f"{name.replace('_', ' ')} {value:.1f}" for name, value in asdict(ceiling).items()
+    )
+    print(f"machine at best {when}: {text}", flush=True)
+    return text
+
+
+def main() -> None:
+    """Measure, print, and end with one line of JSON."""
+    options = read_options()
+    setting = setting_of(options)
+    bench = KernelBench(num_threads=options.threads)
+    before = say_ceiling(bench, "before")
+    makers: dict[str, Maker] = {name: SYSTEMS[name] for name in options.systems}
+    makers |= dict(options.rival)
+    groups = [{n: m} for n, m in makers.items()] if options.one_at_a_time else [makers]
+    found = measure_rounds(groups, setting, options.depth, options.rounds)
+    after = say_ceiling(bench, "afterwards")
+    rows = table(found, options.depth)
+    print("\n".join(rows))
+    what = setting.gguf.name if options.file else f"{options.shape}, {options.layers} layers"
+    if options.write_docs:
+        cpu = detect_cpu()
+        text = (
+            f"{what}, {options.quantisation if not options.file else 'its file'}, prompt "
+            f"{options.prompt}, {options.rounds} rounds in turns, {options.threads} threads of "
+            f"{cpu.model_name}. At best before: {before}; afterwards: {after}.\n\n"
+        )
+        write_into(DOCUMENT, text + "\n".join(rows) + "\n")
+    report = [
+        {"system": name, "depth": depth, **asdict(median(speeds))}
+        for name, rounds in found.items()
+        for depth, speeds in rounds.items()
+    ]
+    print(json.dumps({"file": setting.gguf.name, "what": what, "speeds": report}))
+
+
+if __name__ == "__main__":
+    main()

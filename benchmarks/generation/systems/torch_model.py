@@ -1,0 +1,52 @@
+"""Transformers alone: a shape in bf16 with random weights, all of it on torch."""
+
+import statistics
+import time
+from typing import Any
+
+import torch
+from benchmarks.generation.systems.setting import Setting, Speeds
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tandem.bench.model_shapes import find_shape
+
+_PART = 512  # tokens of a prompt that are computed at once
+
+
+class TorchModel:
+    """The model's own code, with the grouped products that Transformers has for experts."""
+
+    def __init__(self, setting: Setting) -> None:
+        """Build the model: two bytes for each weight."""
+        torch.set_num_threads(setting.threads)
+        values = find_shape(setting.shape).sample(setting.layers)
+        config = AutoConfig.for_model(
+            values.model_type, **values.values | {"vocab_size": setting.vocabulary}
+        )
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model.to_empty(device="cpu")
+        model.init_weights()  # also the tables of rotary embeddings
+        self._setting, self._model = setting, model.eval().requires_grad_(False)
+
+    @torch.inference_mode()
+    def measure(self, depth: int) -> Speeds:
+        """Measure in a fresh cache."""
+        setting, vocabulary = self._setting, self._model.config.vocab_size
+        random = torch.Generator().manual_seed(depth)
+        ids = torch.randint(0, vocabulary, (1, depth + setting.prompt), generator=random)
+        cache: Any = None
+        start = time.perf_counter()
+        parts = [*ids[:, :depth].split(_PART, 1), *ids[:, depth:].split(_PART, 1)]
+        for part in parts:
+            if cache is not None and cache.get_seq_length() == depth:
+                start = time.perf_counter()
+            out = self._model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cache = out.past_key_values
+        prefill = time.perf_counter() - start
+        seconds = []
+        for _ in range(setting.steps):
+            start = time.perf_counter()
+            out = self._model(out.logits[:, -1].argmax(-1)[None], past_key_values=cache)
+            seconds.append(time.perf_counter() - start)
+        return Speeds(setting.prompt / prefill, 1 / statistics.median(seconds[2:]), 0.0, 0.0)

@@ -1,0 +1,74 @@
+"""What compares Tandem with its peers: rivals' programs, ratios, the table in the documents."""
+
+import stat
+from argparse import ArgumentTypeError
+from pathlib import Path
+
+import pytest
+from benchmarks.generation.against_peers import (
+    BEGIN,
+    DOCUMENT,
+    END,
+    ratios,
+    rival,
+    table,
+    write_into,
+)
+from benchmarks.generation.systems.llama_bench import LlamaBench
+from benchmarks.generation.systems.setting import Setting, Speeds
+
+SETTING = Setting(
+    shape="qwen3-30b-a3b", layers=1, vocabulary=300, threads=2, prompt=512, steps=32,
+    expert_dtype="int4", dense_dtype="int4", kv_dtype="auto", gguf=Path("model.gguf"),
+    has_flash_attention=False,
+)  # fmt: skip
+
+
+def program(folder: Path, script: str) -> Path:
+    path = folder / "llama-bench"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def test_a_rival_is_asked_as_llama_bench_is(tmp_path: Path) -> None:
+    # Prints its arguments as a prompt's speed would be, and no depth where none is asked for.
+    rows = (
+        '[{"n_prompt": 512, "n_gen": 0, "avg_ts": 100.5}, '
+        '{"n_prompt": 0, "n_gen": 32, "avg_ts": 10.25}]'
+    )
+    script = f"echo \"$@\" > {tmp_path}/asked; echo '{rows}'"
+    name, make = rival(f"fork={program(tmp_path, script)} -rtr 1")
+    assert name == "fork"
+    assert make(SETTING).measure(0) == Speeds(100.5, 10.25, 0.0, 0.0)
+    asked = "-rtr 1 -m model.gguf -t 2 -r 1 -p 512 -n 32 -o json"
+    assert (tmp_path / "asked").read_text().strip() == asked
+    make(SETTING).measure(4096)
+    assert (tmp_path / "asked").read_text().strip() == f"{asked} -d 4096"
+
+
+def test_a_rival_that_fails_is_an_error_that_says_why(tmp_path: Path) -> None:
+    path = program(tmp_path, "echo no such file >&2; exit 3")
+    with pytest.raises(OSError, match="ended with 3: no such file"):
+        LlamaBench([str(path)], SETTING).measure(0)
+    with pytest.raises(OSError, match="reports no prompt"):
+        LlamaBench([str(program(tmp_path, "echo '[]'"))], SETTING).measure(0)
+    for text in ("fork", "=x", f"fork={tmp_path}/missing"):
+        with pytest.raises(ArgumentTypeError, match="write NAME=PATH_TO_LLAMA_BENCH"):
+            rival(text)
+
+
+def test_ratios_are_medians_of_turns_next_to_each_other() -> None:
+    ours = [Speeds(100, 10, 0, 0), Speeds(50, 5, 0, 0), Speeds(90, 30, 0, 0)]
+    theirs = [Speeds(50, 10, 0, 0), Speeds(25, 5, 0, 0), Speeds(10, 10, 0, 0)]
+    assert ratios(ours, theirs) == (2, 1)
+    rows = table({"tandem": {0: ours}, "llama.cpp": {0: theirs}}, [0])
+    assert rows[-1] == "| llama.cpp | 0 | 25.0, 10.0 | 2.00, 1.00 |  |"
+
+
+def test_the_table_is_put_between_its_marks(tmp_path: Path) -> None:
+    document = tmp_path / "performance.md"
+    document.write_text(f"before\n{BEGIN}old\n{END}after\n")
+    write_into(document, "new\n")
+    assert document.read_text() == f"before\n{BEGIN}new\n{END}after\n"
+    assert BEGIN in DOCUMENT.read_text()
