@@ -71,6 +71,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--kv-dtype", default="auto")
     parser.add_argument("--quantisation", default="Q4_0", help="of the GGUF: Q4_0, Q8_0, BF16")
     parser.add_argument("--flash-attention", action="store_true", help="llama.cpp's; slower here")
+    parser.add_argument("--no-repacking", action="store_true", help="llama.cpp: as the file has it")
     parser.add_argument("--one-at-a-time", action="store_true")
     parser.add_argument(
         "--systems", nargs="+", choices=list(SYSTEMS), default=["tandem", "packed", "llama.cpp"]
@@ -99,7 +100,7 @@ def setting_of(options: argparse.Namespace) -> Setting:
         shape=options.shape, layers=options.layers, vocabulary=vocabulary, threads=options.threads,
         prompt=options.prompt, steps=options.steps, expert_dtype=options.expert_dtype,
         dense_dtype=options.dense_dtype, kv_dtype=options.kv_dtype, gguf=file,
-        has_flash_attention=options.flash_attention,
+        has_flash_attention=options.flash_attention, may_repack=not options.no_repacking,
     )  # fmt: skip
 
 
@@ -160,7 +161,10 @@ def main() -> None:
     makers: dict[str, Maker] = {name: SYSTEMS[name] for name in options.systems}
     makers |= dict(options.rival)
     groups = [{n: m} for n, m in makers.items()] if options.one_at_a_time else [makers]
-    found = measure_rounds(groups, setting, options.depth, options.rounds)
+    try:
+        found = measure_rounds(groups, setting, options.depth, options.rounds)
+    except OSError as error:
+        raise SystemExit(f"stopped: {error}") from error
     after = say_ceiling(bench, "afterwards")
     rows = table(found, options.depth)
     print("\n".join(rows))

@@ -53,7 +53,14 @@ class SystemProcess:
     def _receive(self, seconds: float) -> object:
         if not self._connection.poll(seconds):
             raise OSError(f"no answer within {seconds:.0f} s")
-        found = self._connection.recv()
+        try:
+            found = self._connection.recv()
+        except EOFError:
+            self._process.join()
+            raise OSError(
+                f"the process ended by itself (exit code {self._process.exitcode}); llama.cpp's "
+                "weights for AMX do that with experts: --no-repacking"
+            ) from None
         if isinstance(found, str):
             raise OSError(found)
         return found
