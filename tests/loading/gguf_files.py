@@ -91,7 +91,7 @@ WIDE = {
 }  # fmt: skip
 # The types of mixtures by the begin of a tensor's name: llama.cpp's Q4_K_M, where half of the
 # second projections and the values are of a larger type, and one whose layers differ more.
-_MIXTURES = {
+MIXTURES = {
     "Q4_K_M": {
         "blk.0.ffn_down_exps": "Q6_K", "blk.0.attn_v": "Q6_K", "output": "Q6_K", "": "Q4_K",
     },
@@ -99,6 +99,15 @@ _MIXTURES = {
         "token_embd": "Q6_K", "output": "Q6_K", "blk.0.ffn_down_exps": "Q5_K",
         "blk.1.ffn_gate_exps": "IQ4_XS", "blk.1.ffn_up_exps": "IQ4_XS", "blk.0.attn_q": "Q8_0",
         "blk.0.attn_k": "Q5_K", "blk.0.attn_v": "Q6_K", "blk.0.attn_output": "Q8_0", "": "Q4_K",
+    },
+    # Gate and up of different types, which the larger type's format holds.
+    "unlike Q4_K": {
+        "blk.0.ffn_gate_exps": "Q5_K", "blk.1.ffn_gate_exps": "Q3_K", "blk.1.ffn_up_exps": "Q6_K",
+        "": "Q4_K",
+    },
+    "unlike IQ4_NL": {
+        "blk.0.ffn_gate_exps": "Q8_0", "blk.1.ffn_gate_exps": "Q4_0", "blk.1.ffn_up_exps": "Q5_0",
+        "blk.1.ffn_down_exps": "Q5_1", "": "IQ4_NL",
     },
 }  # fmt: skip
 
@@ -129,7 +138,7 @@ def write_gguf(
 ) -> None:
     """Write a model with its matrices in blocks, and give it the values that these stand for.
 
-    "Q4_K_M" and "UD-Q4_K_XL" are mixtures. `writer` may split the file in parts.
+    `kind` is a type or one of the mixtures. `writer` may split the file in parts.
     """
     writer = writer or GGUFWriter(file, architecture.partition(" ")[0])
     _write_metadata(writer, model.config)
@@ -160,7 +169,7 @@ def write_gguf(
 
 
 def _kind_of(name: str, kind: str) -> str:
-    mixture = _MIXTURES.get(kind, {"": kind})
+    mixture = MIXTURES.get(kind, {"": kind})
     return next(block for begin, block in mixture.items() if name.startswith(begin))
 
 

@@ -12,10 +12,14 @@ from tandem.checkpoint.sources.gguf_blocks import FORMATS
 from tandem.core.errors import ModelError, UnsupportedModelError
 from tests.architectures import result_of, tiny_inputs
 from tests.inside import runtime_in
-from tests.loading.gguf_files import TINY, WIDE, tiny_model, write_gguf
+from tests.loading.gguf_files import MIXTURES, TINY, WIDE, tiny_model, write_gguf
 
-CASES = [("qwen3moe", kind) for kind in (*FORMATS, "Q4_K_M", "UD-Q4_K_XL")]
-MIXED = {"Q4_K_M": ["q4_k+q6_k", "q4_k"], "UD-Q4_K_XL": ["q4_k+q5_k", "iq4_xs+q4_k"]}
+CASES = [("qwen3moe", kind) for kind in (*FORMATS, *MIXTURES)]
+MIXED = {
+    "Q4_K_M": ["q4_k+q6_k", "q4_k"], "UD-Q4_K_XL": ["q4_k+q5_k", "iq4_xs+q4_k"],
+    "unlike Q4_K": ["q5_k+q4_k", "q6_k+q4_k"],
+    "unlike IQ4_NL": ["int8-g32+iq4_nl", "int5-g32+int5z-g32"],
+}  # fmt: skip
 CASES += [(name, "MXFP4" if name == "gpt-oss" else "Q8_0") for name in TINY if name != "qwen3moe"]
 
 
@@ -30,7 +34,7 @@ def difference(found: Any, expected: Any) -> float:
 def test_answers_are_those_of_the_decoded_blocks(
     architecture: str, kind: str, tmp_path: Path
 ) -> None:
-    is_wide = "_K" in kind or GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0] > 32
+    is_wide = kind in MIXTURES or GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0] > 32
     expected = tiny_model(architecture, WIDE if is_wide else None)
     file = tmp_path / "model.gguf"
     write_gguf(file, expected, kind, architecture)

@@ -1,33 +1,28 @@
 """GGUF files of Mixture-of-Experts models: blocks that map onto packed formats keep their codes.
 
-The names of tensors come from Transformers and the gguf package. Of a layer's experts, gate and up
-are tensors of their own, (num_experts, rows, cols) in blocks along the columns.
+Of a layer's experts, gate and up are tensors of their own (of some files one), (num_experts, rows,
+cols) in blocks along the columns. `gguf_models` knows what each architecture calls and orders how.
 """
 
+import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from tandem.checkpoint.sources.codes import StoredWeight
-from tandem.checkpoint.sources.gguf_config import ARCHITECTURES, Architecture
-from tandem.checkpoint.sources.gguf_header import GgufHeader, read_header
-from tandem.checkpoint.sources.gguf_weight import (
-    PLAIN_DTYPES,
-    GgufWeight,
-    HalvedLatent,
-    PlainTensor,
-)
+from tandem.checkpoint.sources.gguf_header import GgufHeader, GgufTensor, read_header
+from tandem.checkpoint.sources.gguf_models import ARCHITECTURES, Architecture, Recipe
+from tandem.checkpoint.sources.gguf_models.architecture import Values
+from tandem.checkpoint.sources.gguf_weight import GgufWeight, PlainTensor
 from tandem.checkpoint.sources.source import Source
-from tandem.core.errors import ModelError, UnsupportedModelError
+from tandem.core.errors import ModelError, TandemError, UnsupportedModelError
 from tandem.foreign_types import PreTrainedConfig, PreTrainedModel
 
-# Beside NVFP4: of a matrix, and of the activations that a GPU would round to it.
-_FACTORS = ("scale", "input_scale")
-_LATENT_KEYS = "attn_k_b."
-# Of the experts' first projection, and the biases that follow their rows.
-_GATE, _UP = "_gate_exps", "_up_exps"
+_IN_LAYER = re.compile(r"(?:.*\.)?layers\.(?P<layer>\d+)\.(?P<name>.+)")
 
 
 def read_gguf_header(file: Path) -> GgufHeader:
@@ -64,23 +59,26 @@ def open_gguf(
     `model_of` builds a config's model without memory; `adapt` changes the config before. Raises as
     `read_gguf_header` does.
     """
-    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, get_gguf_hf_weights_map
-
     header = read_gguf_header(file)
-    architecture = ARCHITECTURES[header.architecture]
-    config = architecture.config(header)
+    config = _config_of(header)
     config.dtype = _dense_dtype(header)
     adapt(config)
-    model = model_of(config)
-    if architecture.names not in TENSOR_PROCESSORS:
+    shapes = {name: value.shape for name, value in model_of(config).state_dict().items()}
+    return config, _source(header, shapes, config)
+
+
+def _config_of(header: GgufHeader) -> PreTrainedConfig:
+    """Return the config of a file, or say that the installed Transformers is too old for it."""
+    try:
+        return ARCHITECTURES[header.architecture].config(header)
+    except TandemError:
+        raise
+    except (ValueError, KeyError) as error:
         raise UnsupportedModelError(
-            f"{file} is of architecture {header.architecture!r}, for which the installed "
-            "Transformers is too old; pip install --upgrade transformers"
-        )
-    processor = TENSOR_PROCESSORS[architecture.names](config=config.to_dict())
-    names = get_gguf_hf_weights_map(model, processor, header.architecture)
-    shapes = {name: value.shape for name, value in model.state_dict().items()}
-    return config, _source(header, names, shapes, config)
+            f"Transformers makes no config of {header.file}, of architecture "
+            f"{header.architecture!r} ({error}); if it is too old: pip install --upgrade "
+            "transformers"
+        ) from error
 
 
 def _require_counts(header: GgufHeader) -> None:
@@ -88,13 +86,12 @@ def _require_counts(header: GgufHeader) -> None:
     numbers = (name.split(".")[1] for name in header.tensors if name.startswith("blk."))
     layers = 1 + max((int(number) for number in numbers if number.isdecimal()), default=0)
     embedding = header.tensors.get("token_embd.weight")
-    experts = next(t for name, t in header.tensors.items() if "ffn_gate_exps.weight" in name)
     if (predicting := header.value("nextn_predict_layers", 0)) and isinstance(predicting, int):
         layers = max(layers, int(header.value("block_count", 0)) - predicting)
     found = {
         "block_count": layers,
         "embedding_length": None if embedding is None else embedding.shape[0],
-        "expert_count": experts.shape[-1],
+        "expert_count": header.experts and header.experts.shape[-1],
     }
     for key, count in found.items():
         if count is not None and header.value(key) != count:
@@ -111,79 +108,56 @@ def _dense_dtype(header: GgufHeader) -> torch.dtype:
 
 
 def _source(
-    header: GgufHeader,
-    names: Mapping[str, str],
-    shapes: Mapping[str, torch.Size],
-    config: PreTrainedConfig,
+    header: GgufHeader, shapes: Mapping[str, torch.Size], config: PreTrainedConfig
 ) -> Source:
     """Return the file's tensors by Transformers' names."""
     architecture = ARCHITECTURES[header.architecture]
+    recipes = {
+        name: recipe
+        for name in shapes
+        if (recipe := _recipe(architecture, name, header.tensors)) is not None
+    }
+    taken = {tensor for recipe in recipes.values() for tensor in recipe.tensors}
     weights: dict[str, StoredWeight] = {}
     plain: dict[str, object] = {}
-    for name in header.tensors:
-        target = _target(name, names)
-        if target not in shapes or target in weights or target in plain:
-            continue  # such as rope frequencies, which Transformers computes; up, which is in gate
-        parts = tuple(header.tensors[part] for part in _parts(name))
-        factors = tuple(header.tensors.get(_factor_name(part)) for part in _parts(name))
-        joined = GgufWeight(
-            name=target,
-            tensors=parts,
+    for name, recipe in recipes.items():
+        factors = [_factor_name(tensor) for tensor in recipe.tensors]
+        found = [None if factor in taken else header.tensors.get(factor) for factor in factors]
+        weight = GgufWeight(
+            name=name,
+            tensors=tuple(header.tensors[tensor] for tensor in recipe.tensors),
             is_interleaved=architecture.is_interleaved,
-            row_order=_row_order(name, architecture, config),
-            factors=factors if any(factors) else (),
+            row_order=recipe.rows and recipe.rows(config),
+            column_order=recipe.columns and recipe.columns(config),
+            factors=tuple(found) if any(factor is not None for factor in found) else (),
         )
-        if not joined.factors and all(part.tensor_type.name in PLAIN_DTYPES for part in parts):
-            plain[target] = PlainTensor(joined, shapes[target])
+        if recipe.values is not None:
+            made = partial(_made, recipe.values, config)
+            plain[name] = PlainTensor(weight, shapes[name], made)
+        elif weight.is_plain:
+            plain[name] = PlainTensor(weight, shapes[name])
         else:
-            weights[target] = joined
-    plain |= _latents(header, names)
+            weights[name] = weight
     return Source("gguf", weights, plain)
 
 
-def _latents(header: GgufHeader, names: Mapping[str, str]) -> dict[str, HalvedLatent]:
-    """Return the second latent matrices of attention, which newer files have in halves."""
-    found = {}
-    for name, keys in header.tensors.items():
-        target = names.get(name.replace(_LATENT_KEYS, "attn_kv_b."))
-        if _LATENT_KEYS in name and target is not None:
-            values = header.tensors[name.replace(_LATENT_KEYS, "attn_v_b.")]
-            found[target] = HalvedLatent(keys, values)
-    return found
+def _recipe(
+    architecture: Architecture, parameter: str, tensors: Mapping[str, GgufTensor]
+) -> Recipe | None:
+    """Return how a parameter of the model is made of the file's tensors, by their whole names."""
+    found = _IN_LAYER.fullmatch(parameter)
+    before = f"blk.{found['layer']}." if found else ""
+    own = found["name"] if found else parameter
+    recipe = architecture.recipe(own, lambda name: before + name in tensors)
+    if recipe is None:
+        return None
+    return replace(recipe, tensors=tuple(before + name for name in recipe.tensors))
 
 
-def _target(name: str, names: Mapping[str, str]) -> str:
-    """Return Transformers' name of a tensor, "" if it has none."""
-    # The map has tensors that are no module's, such as fused experts, without ".weight".
-    stem, _, kind = name.rpartition(".")
-    if kind in _FACTORS:
-        return ""
-    if kind == "bias" and stem in names:
-        return f"{names[stem]}_bias"
-    if stem.endswith("exp_probs_b") and name not in names:  # DeepSeek's
-        return f"model.layers.{name.split('.')[1]}.mlp.gate.e_score_correction_bias"
-    return names.get(name) or names.get(stem, "")
+def _made(values: Values, config: PreTrainedConfig, parts: list[Tensor]) -> Tensor:
+    return values(parts, config)
 
 
 def _factor_name(name: str) -> str:
     """Return the name of what a matrix is to be multiplied with, where there is such a tensor."""
-    return f"{name.rpartition('.')[0]}.{_FACTORS[0]}" if name.endswith(".weight") else ""
-
-
-def _parts(name: str) -> list[str]:
-    """Return the names of the tensors that make one with this: itself, or gate and up."""
-    for present in (_GATE, _UP):
-        if present in name:
-            return [name.replace(present, _GATE), name.replace(present, _UP)]
-    return [name]
-
-
-def _row_order(name: str, architecture: Architecture, config: PreTrainedConfig) -> Tensor | None:
-    """Return which row of a file's matrix each row of Transformers' is; None: they are the same."""
-    if not architecture.has_ordered_heads or not (".attn_q." in name or ".attn_k." in name):
-        return None
-    is_query = ".attn_q." in name
-    heads = config.num_attention_heads if is_query else config.num_key_value_heads
-    # llama.cpp rotates pairs of neighbours, Transformers the two halves of a head.
-    rows = torch.arange(heads * config.head_dim, device="cpu").view(heads, config.head_dim // 2, 2)
-    return rows.transpose(1, 2).flatten()
+    return f"{name.removesuffix('.weight')}.scale" if name.endswith(".weight") else ""

@@ -1,6 +1,7 @@
 """Blocks of 32 or 256 numbers in GGUF files: which packed format holds which, and their codes."""
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Collection
 from enum import IntEnum
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor
 from tandem.checkpoint.sources.block_bits import fp16_at, halves, shifts
 from tandem.checkpoint.sources.codes import Codes
 from tandem.checkpoint.sources.gguf_tables import TABLES
+from tandem.kernels.formats import WeightFormat, find_format
 
 _BLOCK = 32
 
@@ -136,3 +138,27 @@ _BLOCKS: dict[str, tuple[str, int, Callable[[Tensor], Codes]]] = {
     "Q5_K": ("q5_k", 176, _q5_k), "Q6_K": ("q6_k", 210, _q6_k), **TABLES,
 }  # fmt: skip
 FORMATS = {kind: name for kind, (name, _, _) in _BLOCKS.items()}
+# Other formats that hold a format's codes exactly, the smallest first: for a matrix whose parts
+# are of different types.
+_WIDER = {
+    "int4-g32": ("int5-g32", "int8-g32"), "int5-g32": ("int8-g32",), "iq4_nl": ("int8-g32",),
+    "int4z-g32": ("int5z-g32",), "q4_k": ("q5_k",), "q3_k": ("q6_k",),
+}  # fmt: skip
+
+
+def common_format(kinds: Collection[str]) -> WeightFormat | None:
+    """Return the smallest packed format that holds blocks of all these types, if one does."""
+    held = [(name, *_WIDER.get(name, ())) for name in map(FORMATS.get, kinds) if name is not None]
+    common = [name for name in held[0] if all(name in others for others in held)] if held else []
+    return find_format(common[0]) if common and len(held) == len(kinds) else None
+
+
+def widened(codes: Codes, own: WeightFormat, wider: WeightFormat) -> Codes:
+    """Return codes of one format as another stores them, that holds them too."""
+    if own == wider or codes.kind == "int":
+        return codes  # which any format of whole numbers stores
+    if own.encoding.table:
+        values = torch.tensor(own.encoding.table, dtype=torch.int8, device="cpu")
+        return dataclasses.replace(codes, kind="int", codes=values[codes.codes.long()])
+    more = wider.encoding.offset - own.encoding.offset
+    return dataclasses.replace(codes, kind=wider.name, codes=codes.codes + more)

@@ -35,6 +35,7 @@ _SCALARS = {
 }  # fmt: skip
 _STRING, _ARRAY = 8, 9
 _NUMPY_TYPES = {"F32": "<f4", "F16": "<f2"}  # others are bytes
+_EXPERTS = ("ffn_up_exps", "ffn_gate_up_exps")
 PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
@@ -78,10 +79,18 @@ class GgufHeader:
         return None if tensor is None or len(tensor.shape) < 2 else tensor.shape[1]
 
     @property
+    def experts(self) -> GgufTensor | None:
+        """A tensor of a layer's experts, the first projection or a part of it."""
+        ends = (f"{end}.weight" for end in _EXPERTS)
+        return next((t for end in ends for name, t in self.tensors.items() if end in name), None)
+
+    @property
     def expert_width(self) -> int | None:
         """The intermediate size of the experts."""
-        first = next((name for name in self.tensors if "ffn_gate_exps.weight" in name), "")
-        return self.rows(first)
+        experts = self.experts
+        if experts is None or len(experts.shape) < 2:
+            return None
+        return experts.shape[1] // (2 if _EXPERTS[-1] in experts.name else 1)
 
 
 def read_header(file: Path) -> GgufHeader:

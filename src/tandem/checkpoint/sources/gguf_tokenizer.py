@@ -4,17 +4,18 @@ from pathlib import Path
 from typing import Any
 
 from tandem.checkpoint.sources.gguf import read_gguf_header
-
-# Transformers finds a tokenizer's class by the config that it reads; these it does not read, or
-# not rightly (`gguf_config`), and their tokenizers need no class of their own.
-_CONFIG_IS_OURS = ("olmoe", "gpt-oss", "deepseek2", "glm4moe")
+from tandem.checkpoint.sources.gguf_models import is_read_by_transformers
 
 
 def load_gguf_tokenizer(file: Path) -> Any:
-    """Return the tokenizer of a file; raises what Transformers and tokenizers raise."""
+    """Return the tokenizer of a file; raises what Transformers and tokenizers raise.
+
+    Transformers finds its class by the config that it reads; where it reads none, the tokenizer
+    needs no class of its own.
+    """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    is_ours = read_gguf_header(file).architecture in _CONFIG_IS_OURS
+    is_ours = not is_read_by_transformers(read_gguf_header(file).architecture)
     kind = PreTrainedTokenizerFast if is_ours else AutoTokenizer
     return kind.from_pretrained(file.parent, gguf_file=file.name)
 

@@ -1,7 +1,7 @@
-"""Weights of a GGUF file, unread: in blocks, in plain numbers, or in two halves."""
+"""Weights of a GGUF file, unread: in blocks, or in plain numbers."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from types import EllipsisType
@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from tandem.checkpoint.sources.codes import Codes, StoredWeight
-from tandem.checkpoint.sources.gguf_blocks import FORMATS, read_blocks
+from tandem.checkpoint.sources.gguf_blocks import FORMATS, common_format, read_blocks, widened
 from tandem.checkpoint.sources.gguf_header import GgufTensor
 from tandem.kernels.formats import WeightFormat, find_format
 from tandem.kernels.formats.file_blocks import FileBlocks, has_file_blocks
 
 Index = int | slice | EllipsisType | tuple[slice, ...]
 _BY_ROW = ("codes", "scales", "minima", "super_scales", "super_minima")  # of `Codes`
+_EXPERTS = "_exps."  # in the names of tensors with all experts of a layer
 PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -34,24 +35,32 @@ class GgufWeight:
     row_order: Tensor | None = field(default=None, repr=False)
     factors: tuple[GgufTensor | None, ...] = field(default=(), repr=False)
     """Of each tensor, one number or one for each expert, beside NVFP4; without entries: none."""
-    is_ordered: bool = False
+    column_order: Tensor | None = field(default=None, repr=False)
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether columns are in another order than the layer's inputs."""
+        return self.column_order is not None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether no tensor is in blocks."""
+        return all(tensor.tensor_type.name in PLAIN_DTYPES for tensor in self.tensors)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape in Transformers' order."""
-        *leading, cols = (int(size) for size in reversed(self.tensors[0].shape))
-        if len(self.tensors) > 1:
-            leading[-1] *= len(self.tensors)
-        return (*leading, cols)
+        *experts, rows, cols = (int(size) for size in reversed(self.tensors[0].shape))
+        rows += sum(int(tensor.shape[1]) for tensor in self.tensors[1:])
+        return (*experts, rows, cols)
 
     @property
     def formats(self) -> Sequence[WeightFormat]:
-        """The one format that holds these blocks exactly, if all parts have the same."""
-        kinds = {tensor.tensor_type.name for tensor in self.tensors}
-        name = FORMATS.get(kinds.pop()) if len(kinds) == 1 else None
-        if self.factors and name != "nvfp4":
+        """The format that holds these blocks exactly, also of several types; maybe none."""
+        found = common_format({tensor.tensor_type.name for tensor in self.tensors})
+        if found is None or (self.factors and found.name != "nvfp4"):
             return ()
-        return () if name is None else (find_format(name),)
+        return (found,)
 
     @property
     def why_not(self) -> str:
@@ -66,26 +75,29 @@ class GgufWeight:
 
     def read(self, expert: int | None = None) -> Codes:
         """Read the matrix, or one expert's, as codes where a format holds them, else as values."""
-        keep = bool(self.formats)
+        fmt = next(iter(self.formats), None)
         parts = [
-            read_blocks(_rows_of(tensor, expert), tensor.tensor_type, keep=keep)
+            read_blocks(_rows_of(tensor, expert), tensor.tensor_type, keep=fmt is not None)
             for tensor in self.tensors
         ]
+        if fmt is not None:
+            pairs = zip(parts, self.tensors, strict=True)
+            parts = [widened(part, _format_of(tensor), fmt) for part, tensor in pairs]
         parts = [_times(part, factor, expert) for part, factor in zip_longest(parts, self.factors)]
 
         def joined(name: str) -> Any:
             found = [getattr(part, name) for part in parts]
             return None if found[0] is None else self.in_order(found)
 
-        return Codes(parts[0].kind, **{name: joined(name) for name in _BY_ROW})
+        by_row = {name: joined(name) for name in _BY_ROW}
+        return Codes(parts[0].kind, **by_row, input_order=self.column_order)
 
     def in_order(self, parts: list[Tensor], axis: int = 0) -> Tensor:
         """Join what each tensor has for its rows, along `axis`, in Transformers' order."""
-        if len(parts) > 1:
-            if self.is_interleaved:
-                return torch.stack(parts, dim=axis + 1).flatten(axis, axis + 1)
-            return torch.cat(parts, dim=axis)
-        return parts[0] if self.row_order is None else parts[0][self.row_order]
+        if len(parts) > 1 and self.is_interleaved:
+            return torch.stack(parts, dim=axis + 1).flatten(axis, axis + 1)
+        joined = torch.cat(parts, dim=axis) if len(parts) > 1 else parts[0]
+        return joined if self.row_order is None else joined[self.row_order]
 
 
 def file_blocks(
@@ -97,39 +109,46 @@ def file_blocks(
     """
     if not isinstance(weight, GgufWeight) or fmt not in weight.formats or not has_file_blocks(fmt):
         return None
+    if weight.is_ordered or (weight.row_order is not None and len(weight.tensors) > 1):
+        return None
+    if any(_format_of(tensor) != fmt for tensor in weight.tensors):
+        return None
     return [FileBlocks(_mapped_rows(tensor, expert), weight.row_order) for tensor in weight.tensors]
 
 
 class PlainTensor:
-    """Numbers that are in no blocks, read when Transformers' loader indexes them."""
+    """Numbers that are in no blocks, or are made of others, read when Transformers indexes them."""
 
-    def __init__(self, weight: GgufWeight, shape: torch.Size) -> None:
-        """Stand for a weight, to be read in `shape`."""
+    def __init__(
+        self,
+        weight: GgufWeight,
+        shape: torch.Size,
+        made: Callable[[list[Tensor]], Tensor] | None = None,
+    ) -> None:
+        """Stand for a weight, to be read in `shape`; `made` of its tensors' values."""
         self.weight = weight
         self.shape = shape
+        self._made = made
 
     def __getitem__(self, index: Index) -> Tensor:
-        parts = [_plain_values(tensor) for tensor in self.weight.tensors]
-        axis = 1 if len(parts) > 1 else 0  # after the experts'
-        values = self.weight.in_order(parts, axis)
-        is_turned = values.dim() == 3 and self.weight.is_interleaved
-        values = values.transpose(1, 2) if is_turned else values.reshape(self.shape)
-        chosen: Tensor = values[index]
+        weight = self.weight
+        parts = [_values_of(*pair) for pair in zip_longest(weight.tensors, weight.factors)]
+        if self._made is not None:
+            return self._chosen(self._made(parts), index)
+        axis = 1 if len(parts) > 1 and _EXPERTS in weight.tensors[0].name else 0
+        values = weight.in_order(parts, axis)
+        if weight.column_order is not None:
+            values = values[..., weight.column_order.argsort()]
+        is_turned = values.dim() == 3 and weight.is_interleaved
+        return self._chosen(values.transpose(1, 2) if is_turned else values, index)
+
+    def _chosen(self, values: Tensor, index: Index) -> Tensor:
+        chosen: Tensor = values.reshape(self.shape)[index]
         return chosen
 
 
-class HalvedLatent:
-    """What makes keys and values from latents, stored as two tensors, the one for keys turned."""
-
-    def __init__(self, keys: GgufTensor, values: GgufTensor) -> None:
-        """Join (heads, latents, width of keys) and (heads, width of values, latents)."""
-        self._keys, self._values = keys, values
-
-    def __getitem__(self, index: Index) -> Tensor:
-        keys, values = (_dequantised(tensor) for tensor in (self._keys, self._values))
-        joined = torch.cat((keys.transpose(1, 2), values), dim=1).flatten(0, 1)
-        chosen: Tensor = joined[index]
-        return chosen
+def _format_of(tensor: GgufTensor) -> WeightFormat:
+    return find_format(FORMATS[tensor.tensor_type.name])
 
 
 def _times(codes: Codes, factor: GgufTensor | None, expert: int | None) -> Codes:
@@ -142,12 +161,13 @@ def _times(codes: Codes, factor: GgufTensor | None, expert: int | None) -> Codes
     return dataclasses.replace(codes, super_scales=codes.super_scales * number)
 
 
-def _dequantised(tensor: GgufTensor) -> Tensor:
+def _values_of(tensor: GgufTensor, factor: GgufTensor | None) -> Tensor:
     if tensor.tensor_type.name in PLAIN_DTYPES:
         return _plain_values(tensor)
     from gguf import dequantize
 
-    return torch.from_numpy(np.ascontiguousarray(dequantize(tensor.data, tensor.tensor_type)))
+    values = torch.from_numpy(np.ascontiguousarray(dequantize(tensor.data, tensor.tensor_type)))
+    return values if factor is None else values * float(np.array(factor.data).item())
 
 
 def _plain_values(tensor: GgufTensor) -> Tensor:

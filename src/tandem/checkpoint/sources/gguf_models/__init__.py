@@ -1,0 +1,59 @@
+"""The architectures of GGUF files that are read, by `general.architecture`."""
+
+from tandem.checkpoint.sources.gguf_models.architecture import Architecture, Recipe
+from tandem.checkpoint.sources.gguf_models.full_attention import (
+    by_transformers,
+    glm4,
+    gpt_oss,
+    mixtral,
+    olmoe,
+    paired,
+)
+from tandem.checkpoint.sources.gguf_models.latent_attention import (
+    INDEXED,
+    deepseek,
+    deepseek_v32,
+    glm_dsa,
+)
+from tandem.checkpoint.sources.gguf_models.linear_attention import (
+    LFM2,
+    QWEN3_5,
+    QWEN3_NEXT,
+    lfm2,
+    qwen3_5,
+    qwen3_next,
+)
+from tandem.checkpoint.sources.gguf_models.state_space import (
+    GRANITE_HYBRID,
+    NEMOTRON_H,
+    granite_hybrid,
+    nemotron_h,
+)
+from tandem.checkpoint.sources.gguf_models.windows import GEMMA4, gemma4
+
+__all__ = ["ARCHITECTURES", "Architecture", "Recipe", "is_read_by_transformers"]
+
+# What Transformers makes the config of has `by_transformers`; the others' are made here.
+ARCHITECTURES = {
+    "qwen2moe": Architecture(by_transformers),
+    "qwen3moe": Architecture(by_transformers),
+    "minimax-m2": Architecture(by_transformers),
+    "llama": Architecture(mixtral, paired()),
+    "olmoe": Architecture(olmoe),
+    "gpt-oss": Architecture(gpt_oss, is_interleaved=True),
+    "glm4moe": Architecture(glm4),
+    "deepseek2": Architecture(deepseek),
+    "deepseek32": Architecture(deepseek_v32, INDEXED),
+    "glm-dsa": Architecture(glm_dsa, INDEXED),
+    "qwen3next": Architecture(qwen3_next, QWEN3_NEXT),
+    "qwen35moe": Architecture(qwen3_5, QWEN3_5),
+    "lfm2moe": Architecture(lfm2, LFM2),
+    "nemotron_h_moe": Architecture(nemotron_h, NEMOTRON_H),
+    "granitehybrid": Architecture(granite_hybrid, GRANITE_HYBRID),
+    "gemma4": Architecture(gemma4, GEMMA4),
+}
+
+
+def is_read_by_transformers(name: str) -> bool:
+    """Whether Transformers itself makes the config of an architecture's files."""
+    return ARCHITECTURES[name].config is by_transformers

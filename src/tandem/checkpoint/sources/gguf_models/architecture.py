@@ -1,0 +1,110 @@
+"""How the files of one GGUF architecture become a Transformers model: config, names, orders."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from tandem.checkpoint.sources.gguf_header import GgufHeader
+from tandem.foreign_types import PreTrainedConfig
+
+_KINDS = ("", ".weight", ".bias")
+Order = Callable[[PreTrainedConfig], Tensor | None]
+Values = Callable[[Sequence[Tensor], PreTrainedConfig], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Which tensors of a file make one parameter, and how."""
+
+    tensors: tuple[str, ...]
+    """Their rows follow each other. Names within a layer, or of the whole model."""
+    rows: Order | None = None
+    """Which row of the file's each row of Transformers' is."""
+    columns: Order | None = None
+    """Which column of Transformers' each column of the file's is."""
+    values: Values | None = None
+    """What makes the parameter's values of those of the tensors, instead of joining them."""
+
+
+Names = dict[str, "str | Recipe | tuple[str | Recipe, ...]"]
+"""By a parameter's name within its layer, or the end of it, with or without its kind (weight,
+bias): the tensor's name, likewise; or a recipe; or several of which a file has one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """How files of one `general.architecture` become a Transformers model."""
+
+    config: Callable[[GgufHeader], PreTrainedConfig]
+    names: Names = field(default_factory=dict)
+    """Beside those of `COMMON`, and before them."""
+    is_interleaved: bool = False
+    """Whether Transformers keeps gate and up row by row in turn, and experts' matrices turned."""
+
+    def recipe(self, parameter: str, has: Callable[[str], bool]) -> Recipe | None:
+        """Return how a parameter, named within its layer, is made of tensors that the file has."""
+        for names in (self.names, COMMON):
+            for recipe in _found(names, parameter):
+                if all(map(has, recipe.tensors)):
+                    return recipe
+        return None
+
+
+def _found(names: Names, parameter: str) -> Sequence[Recipe]:
+    """Return the recipes under the longest end of a parameter's name that is there."""
+    parts = parameter.split(".")
+    for start in range(len(parts)):
+        whole = ".".join(parts[start:])
+        stem, _, kind = whole.rpartition(".")
+        for key, suffix in ((whole, ""), (stem, f".{kind}")):
+            if key in names and suffix in _KINDS:
+                listed = names[key]
+                entries = listed if isinstance(listed, tuple) else (listed,)
+                return [_with_kind(entry, suffix) for entry in entries]
+    return []
+
+
+def _with_kind(entry: str | Recipe, suffix: str) -> Recipe:
+    recipe = Recipe((entry,)) if isinstance(entry, str) else entry
+    return replace(recipe, tensors=tuple(name + suffix for name in recipe.tensors))
+
+
+def _joined_latents(parts: Sequence[Tensor], config: PreTrainedConfig) -> Tensor:
+    """Join (heads, latents, width of keys) and (heads, width of values, latents)."""
+    keys, values = parts
+    return torch.cat((keys.transpose(1, 2), values), dim=1).flatten(0, 1)
+
+
+# The ends of Transformers' names, and llama.cpp's, of which the file has the first or another.
+COMMON: Names = {
+    "embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": ("ffn_norm", "post_attention_norm"),
+    "q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output",
+    "q_norm": "attn_q_norm", "k_norm": "attn_k_norm", "self_attn.sinks": (
+        "attn_sinks.weight", "attn_sinks",
+    ),
+    "q_a_proj": "attn_q_a", "q_a_layernorm": "attn_q_a_norm", "q_b_proj": "attn_q_b",
+    "kv_a_proj_with_mqa": "attn_kv_a_mqa", "kv_a_layernorm": "attn_kv_a_norm",
+    "kv_b_proj": (
+        "attn_kv_b", Recipe(("attn_k_b", "attn_v_b"), values=_joined_latents),
+    ),
+    "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp", "router": "ffn_gate_inp",
+    "e_score_correction_bias": ("exp_probs_b.bias", "exp_probs_b"),
+    "experts.gate_up_proj": (
+        Recipe(("ffn_gate_exps.weight", "ffn_up_exps.weight")), "ffn_gate_up_exps.weight",
+    ),
+    "experts.up_proj": "ffn_up_exps.weight",
+    "experts.down_proj": "ffn_down_exps.weight",
+    "experts.gate_up_proj_bias": Recipe(("ffn_gate_exps.bias", "ffn_up_exps.bias")),
+    "experts.down_proj_bias": "ffn_down_exps.bias",
+    "shared_expert_gate": "ffn_gate_inp_shexp",
+    **{
+        f"{shared}.{part}_proj": f"ffn_{part}_shexp"
+        for shared in ("shared_expert", "shared_experts", "shared_mlp")
+        for part in ("gate", "up", "down")
+    },
+}  # fmt: skip

@@ -1,0 +1,142 @@
+"""What the metadata of GGUF files have in common, as the values of a Transformers config."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from tandem.checkpoint.sources.gguf_header import GgufHeader
+from tandem.core.errors import ModelError
+from tandem.foreign_types import PreTrainedConfig
+
+_OPTIONAL = (
+    "clip_qkv", "q_lora_rank", "intermediate_size", "final_logit_softcapping", "moe_latent_size",
+)  # fmt: skip
+
+
+def config_of(
+    header: GgufHeader, model_type: str, without: Sequence[str] = (), **own: Any
+) -> PreTrainedConfig:
+    """Return a config with what all architectures name alike, and `own` values.
+
+    `without` names values that it has not. Raises `ModelError` for what the file does not say.
+    """
+    from transformers import AutoConfig
+
+    values = {
+        "hidden_size": header.value("embedding_length"),
+        "num_hidden_layers": num_layers(header),
+        "num_attention_heads": header.value("attention.head_count"),
+        "num_key_value_heads": header.value("attention.head_count_kv"),
+        "rms_norm_eps": header.value("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": header.value("context_length"),
+        "num_experts_per_tok": header.value("expert_used_count"),
+        "vocab_size": header.rows("token_embd.weight"),
+        "rope_parameters": rope(header),
+        **own,
+    }
+    values = {name: value for name, value in values.items() if name not in without}
+    lacking = [name for name, value in values.items() if value is None and name not in _OPTIONAL]
+    if lacking:
+        raise ModelError(
+            f"{header.file} does not say its {lacking[0]} (architecture {header.architecture!r}); "
+            "the file is damaged or was made by an old converter: download it again"
+        )
+    return AutoConfig.for_model(
+        model_type,
+        **{name: value for name, value in values.items() if value is not None},
+        tie_word_embeddings=is_tied(header),
+        bos_token_id=header.at("tokenizer.ggml.bos_token_id"),
+        eos_token_id=header.at("tokenizer.ggml.eos_token_id"),
+        pad_token_id=header.at("tokenizer.ggml.padding_token_id"),
+    )
+
+
+def num_layers(header: GgufHeader) -> int:
+    """Return the layers of the model itself, without those that predict several tokens."""
+    return int(header.value("block_count", 0)) - int(header.value("nextn_predict_layers", 0))
+
+
+def each_layer(header: GgufHeader, key: str) -> list[int]:
+    """Return a value for each layer of a key that has one for all of them, or one for each."""
+    value = header.value(key)
+    layers = num_layers(header)
+    if isinstance(value, list):
+        if len(value) < layers:
+            raise ModelError(
+                f"{header.file} has {key} for {len(value)} layers, expected {layers}; "
+                "download it again"
+            )
+        return [int(x) for x in value[:layers]]
+    if value is None:
+        raise ModelError(f"{header.file} does not say its {key}; download it again")
+    return [int(value)] * layers
+
+
+def layer_types(header: GgufHeader, **marks: str) -> list[str]:
+    """Return each layer's type: that of the first tensor that it has, else full attention."""
+    layers = [f"blk.{layer}." for layer in range(num_layers(header))]
+    return [
+        next((t for name, t in marks.items() if layer + name in header.tensors), "full_attention")
+        for layer in layers
+    ]
+
+
+def is_tied(header: GgufHeader) -> bool:
+    """Whether the head is the embeddings."""
+    return "output.weight" not in header.tensors
+
+
+def head_dim(header: GgufHeader) -> int:
+    """Return the width of a head."""
+    length = header.value("attention.key_length") or header.value("rope.dimension_count")
+    if length is None:
+        length = header.value("embedding_length") // header.value("attention.head_count")
+    return int(length)
+
+
+def rope(header: GgufHeader) -> dict[str, Any]:
+    """Return the rotary embedding's parameters."""
+    parameters = {"rope_type": "default", "rope_theta": float(header.value("rope.freq_base", 1e4))}
+    kind = header.value("rope.scaling.type", "none")
+    if kind == "none":
+        return parameters
+    if kind not in ("yarn", "linear"):
+        raise ModelError(
+            f"{header.file} scales its positions by {kind!r}, which Tandem does not read from "
+            "GGUF; use the model's safetensors instead"
+        )
+    parameters |= {"rope_type": kind, "factor": float(header.value("rope.scaling.factor", 1.0))}
+    if kind == "yarn":
+        parameters |= {
+            "original_max_position_embeddings": header.value(
+                "rope.scaling.original_context_length"
+            ),
+            "beta_fast": float(header.value("rope.scaling.yarn_beta_fast", 32.0)),
+            "beta_slow": float(header.value("rope.scaling.yarn_beta_slow", 1.0)),
+            "truncate": header.architecture != "gpt-oss",  # as its authors have it
+        }
+    multiplier = header.value("rope.scaling.yarn_log_multiplier")
+    if kind == "yarn" and multiplier is not None:  # of the attention's scale, in DeepSeek's models
+        parameters |= dict.fromkeys(("mscale", "mscale_all_dim"), 10 * float(multiplier))
+    return parameters
+
+
+def partial_rope(header: GgufHeader) -> dict[str, Any]:
+    """Return the rotary embedding's parameters where it turns a part of each head."""
+    width = head_dim(header)
+    rotary = header.value("rope.dimension_count", width)
+    return rope(header) | {"partial_rotary_factor": rotary / width}
+
+
+def routing(header: GgufHeader) -> dict[str, Any]:
+    """Return how DeepSeek and its heirs choose experts, by their names for it."""
+    return {
+        "n_routed_experts": header.value("expert_count"),
+        "n_shared_experts": header.value("expert_shared_count", 1),
+        "moe_intermediate_size": header.expert_width,
+        "intermediate_size": header.value("feed_forward_length"),
+        "first_k_dense_replace": header.value("leading_dense_block_count", 0),
+        "routed_scaling_factor": header.value("expert_weights_scale", 1.0),
+        "norm_topk_prob": bool(header.value("expert_weights_norm", True)),
+        "n_group": header.value("expert_group_count", 1),
+        "topk_group": header.value("expert_group_used_count", 1),
+    }

@@ -1,0 +1,99 @@
+"""Architectures whose layers all attend in the usual way: Qwen, Mixtral, OLMoE, gpt-oss, GLM."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.checkpoint.sources.gguf_header import GgufHeader
+from tandem.checkpoint.sources.gguf_models.architecture import Names, Recipe
+from tandem.checkpoint.sources.gguf_models.config_values import (
+    config_of,
+    head_dim,
+    is_tied,
+    partial_rope,
+    routing,
+)
+from tandem.foreign_types import PreTrainedConfig
+
+
+def by_transformers(header: GgufHeader) -> PreTrainedConfig:
+    """Let Transformers make the config; the widths that it leaves at defaults come from tensors."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(header.file.parent, gguf_file=header.file.name)
+    if hasattr(config, "moe_intermediate_size"):
+        config.moe_intermediate_size = header.expert_width
+    else:
+        config.intermediate_size = header.expert_width
+    # Which tensors there are Transformers sees of the first part of a split model only.
+    config.tie_word_embeddings = is_tied(header)
+    shared = header.rows("blk.0.ffn_gate_shexp.weight")
+    if shared is not None and hasattr(config, "shared_expert_intermediate_size"):
+        config.shared_expert_intermediate_size = shared
+    return config
+
+
+def mixtral(header: GgufHeader) -> PreTrainedConfig:
+    """Make the config of a `llama` file with experts, which llama.cpp calls no architecture."""
+    return _with_local_experts(header, "mixtral")
+
+
+def olmoe(header: GgufHeader) -> PreTrainedConfig:
+    """Make the config of an OLMoE."""
+    return config_of(
+        header,
+        "olmoe",
+        num_experts=header.value("expert_count"),
+        intermediate_size=header.expert_width,
+        clip_qkv=header.value("attention.clamp_kqv"),
+    )
+
+
+def gpt_oss(header: GgufHeader) -> PreTrainedConfig:
+    """Make the config of a gpt-oss; Transformers' own reading loses the scaling of positions."""
+    window = header.value("attention.sliding_window")
+    return _with_local_experts(header, "gpt_oss", sliding_window=window)
+
+
+def _with_local_experts(header: GgufHeader, model_type: str, **own: Any) -> PreTrainedConfig:
+    return config_of(
+        header,
+        model_type,
+        num_local_experts=header.value("expert_count"),
+        intermediate_size=header.expert_width,
+        head_dim=head_dim(header),
+        **own,
+    )
+
+
+def glm4(header: GgufHeader) -> PreTrainedConfig:
+    """Make the config of a GLM-4.5 or later."""
+    return config_of(
+        header,
+        "glm4_moe",
+        head_dim=head_dim(header),
+        rope_parameters=partial_rope(header),
+        use_qk_norm="blk.0.attn_q_norm.weight" in header.tensors,
+        attention_bias="blk.0.attn_q.bias" in header.tensors,
+        **routing(header),
+    )
+
+
+def _pairs(heads: int, width: int) -> Tensor:
+    # llama.cpp rotates pairs of neighbours, Transformers the two halves of a head.
+    rows = torch.arange(heads * width, device="cpu").view(heads, width // 2, 2)
+    return rows.transpose(1, 2).flatten()
+
+
+def paired(query: str = "q_proj", key: str = "k_proj") -> Names:
+    """Return the names of queries and keys whose rows llama.cpp reorders."""
+    return {
+        query: Recipe(("attn_q",), rows=lambda c: _pairs(c.num_attention_heads, _width(c))),
+        key: Recipe(("attn_k",), rows=lambda c: _pairs(c.num_key_value_heads, _width(c))),
+    }
+
+
+def _width(config: PreTrainedConfig) -> int:
+    own = getattr(config, "head_dim", None)
+    return int(own or config.hidden_size // config.num_attention_heads)

@@ -1,0 +1,69 @@
+"""Architectures that keep a latent for keys and values: DeepSeek's, GLM's, with indexers too."""
+
+from typing import Any
+
+from tandem.checkpoint.sources.gguf_header import GgufHeader
+from tandem.checkpoint.sources.gguf_models.architecture import Names
+from tandem.checkpoint.sources.gguf_models.config_values import config_of, num_layers, routing
+from tandem.foreign_types import PreTrainedConfig
+
+
+def deepseek(header: GgufHeader) -> PreTrainedConfig:
+    """Make the config of a DeepSeek-V2 or V3, which llama.cpp calls one architecture."""
+    is_v3 = any("exp_probs_b" in name for name in header.tensors)
+    values = latents(header) | routing(header)
+    values["norm_topk_prob"] = bool(header.value("expert_weights_norm", False))
+    if not is_v3:
+        several = header.value("expert_group_count", 1) > 1
+        values["topk_method"] = "group_limited_greedy" if several else "greedy"
+    return config_of(header, "deepseek_v3" if is_v3 else "deepseek_v2", **values)
+
+
+def latents(header: GgufHeader) -> dict[str, Any]:
+    """Return the widths of attention's latents and heads."""
+    rotary = header.value("rope.dimension_count")
+    # Newer files have the latent widths under these names, and those of a head apart.
+    key = header.value("attention.key_length_mla") or header.value("attention.key_length")
+    value = header.value("attention.value_length_mla") or header.value("attention.value_length")
+    return {
+        "num_key_value_heads": header.value("attention.head_count"),
+        "q_lora_rank": header.value("attention.q_lora_rank"),
+        "kv_lora_rank": header.value("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rotary,
+        "qk_nope_head_dim": key - rotary,
+        "v_head_dim": value,
+    }
+
+
+def deepseek_v32(header: GgufHeader) -> PreTrainedConfig:
+    """Make the config of a DeepSeek-V3.2."""
+    return config_of(header, "deepseek_v32", **_indexed(header))
+
+
+def glm_dsa(header: GgufHeader) -> PreTrainedConfig:
+    """Make the config of a GLM-5."""
+    types = header.value("attention.indexer.types")
+    own = _indexed(header)
+    if types is not None:
+        kinds = ["full" if is_full else "shared" for is_full in types]
+        own["indexer_types"] = kinds[: num_layers(header)]
+    return config_of(header, "glm_moe_dsa", **own)
+
+
+def _indexed(header: GgufHeader) -> dict[str, Any]:
+    layers, values = num_layers(header), latents(header) | routing(header)
+    dense = int(header.value("leading_dense_block_count", 0))
+    return values | {
+        "mlp_layer_types": ["dense"] * dense + ["sparse"] * (layers - dense),
+        "index_n_heads": header.value("attention.indexer.head_count"),
+        "index_head_dim": header.value("attention.indexer.key_length"),
+        "index_topk": header.value("attention.indexer.top_k"),
+    }
+
+
+INDEXED: Names = {
+    "indexer.wq_b": "indexer.attn_q_b",
+    "indexer.wk": "indexer.attn_k",
+    "indexer.k_norm": "indexer.k_norm",
+    "indexer.weights_proj": "indexer.proj",
+}

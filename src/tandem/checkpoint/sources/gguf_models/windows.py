@@ -1,0 +1,83 @@
+"""Architectures with two kinds of attention, whole and in a window: Gemma 4 and MiMo V2."""
+
+import numpy as np
+
+from tandem.checkpoint.sources.gguf_header import GgufHeader
+from tandem.checkpoint.sources.gguf_models.architecture import Names
+from tandem.checkpoint.sources.gguf_models.config_values import (
+    config_of,
+    each_layer,
+)
+from tandem.foreign_types import PreTrainedConfig
+
+
+def gemma4(header: GgufHeader) -> PreTrainedConfig:
+    """Make the config of a Gemma 4 with experts."""
+    windows = each_layer(header, "attention.sliding_window_pattern")
+    heads = each_layer(header, "attention.head_count_kv")
+    whole = [layer for layer, window in enumerate(windows) if not window]
+    shares_keys = any(f"blk.{layer}.attn_v.weight" not in header.tensors for layer in whole)
+    return config_of(
+        header,
+        "gemma4_text",
+        without=("num_experts_per_tok",),
+        layer_types=["sliding_attention" if window else "full_attention" for window in windows],
+        num_key_value_heads=_first(heads, windows, True),
+        num_global_key_value_heads=_first(heads, windows, False),
+        head_dim=header.value("attention.key_length_swa"),
+        global_head_dim=header.value("attention.key_length"),
+        attention_k_eq_v=shares_keys,
+        sliding_window=header.value("attention.sliding_window"),
+        num_kv_shared_layers=header.value("attention.shared_kv_layers", 0),
+        hidden_size_per_layer_input=header.value("embedding_length_per_layer_input", 0),
+        vocab_size_per_layer_input=header.rows("token_embd.weight"),
+        intermediate_size=min(each_layer(header, "feed_forward_length")),
+        final_logit_softcapping=header.value("final_logit_softcapping"),
+        enable_moe_block=True,
+        num_experts=header.value("expert_count"),
+        top_k_experts=header.value("expert_used_count"),
+        moe_intermediate_size=header.expert_width,
+        rope_parameters={
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": _turned_share(header),
+                "rope_theta": float(header.value("rope.freq_base", 1e6)),
+            },
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": float(header.value("rope.freq_base_swa", 1e4)),
+            },
+        },
+    )
+
+
+def _first(heads: list[int], windows: list[int], is_window: bool) -> int:
+    """Return the heads of the first layer of a kind, or of the first layer."""
+    of_kind = (n for n, window in zip(heads, windows, strict=True) if bool(window) == is_window)
+    return next(of_kind, heads[0])
+
+
+def _turned_share(header: GgufHeader) -> float:
+    """Return which share of a whole layer's heads is turned: the others' factors are huge."""
+    factors = header.tensors.get("rope_freqs.weight")
+    return 0.25 if factors is None else float((factors.data.astype(np.float32) < 2).mean())
+
+
+GEMMA4: Names = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+    "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "layer_scalar": "layer_output_scale.weight",
+    "router.proj": "ffn_gate_inp",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm",
+    "per_layer_model_projection": "per_layer_model_proj",
+    "per_layer_projection_norm": "per_layer_proj_norm",
+    "embed_tokens_per_layer": "per_layer_token_embd",
+}
