@@ -11,6 +11,7 @@ import argparse
 import importlib
 import json
 import lzma
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -27,6 +28,12 @@ EXPECTED = DATA / "expected.safetensors"
 TOKENS = [[5, 40, 17, 99, 64, 23, 88, 31, 7, 54]]
 # A multiple of 127, so that a scale of Q8_0 is it exactly.
 WEIGHT = 127 * 2.0**-10
+
+
+def _half_turned(theta: float) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.5}
+
+
 # By file: the architecture in Transformers, and its config beside `tests.architectures`.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen35moe": ("qwen3_5_moe", {}),
@@ -39,11 +46,59 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "granitehybrid": ("granitemoehybrid", {}),
     "glm-dsa": ("glm_moe_dsa", {}),
     "deepseek32": ("deepseek_v32", {}),
+    "deepseek2 glm": ("glm4_moe_lite", {}),
+    "kimi-linear": ("kimi_linear", {"q_lora_rank": None, "n_group": 1}),
+    "bailingmoe3": ("bailing_hybrid", {"layer_group_size": 3, "num_mtp_layers": 0}),
+    "ernie4_5-moe": ("ernie4_5_moe", {}),
+    "hunyuan-moe": ("hunyuan_v1_moe", {}),
+    "mimo2": ("mimo_v2_flash", {
+        "v_head_dim": 8,
+        "rope_parameters": {
+            "full_attention": _half_turned(5e6), "sliding_attention": _half_turned(1e4),
+        },
+    }),
 }  # fmt: skip
-# As released configs name the layers, and the converter reads them.
-_LAYERS = {
-    "granitemoehybrid": {"linear_attention": "mamba", "full_attention": "attention"},
-}
+
+
+def _as_released(config: dict[str, Any]) -> dict[str, Any]:
+    """Return what released configs say and Transformers does not write, as the converter reads."""
+    kinds, layers = config.get("layer_types", []), config.get("num_hidden_layers", 0)
+    is_window = [int(kind == "sliding_attention") for kind in kinds]
+    is_dense = [kind == "dense" for kind in config.get("mlp_layer_types") or []]
+    one_of_each = {"linear_attention": "mamba", "full_attention": "attention"}
+    full = [n + 1 for n, kind in enumerate(kinds) if kind == "full_attention"]
+    return {
+        "granitemoehybrid": {"layer_types": [one_of_each.get(kind) for kind in kinds]},
+        "kimi_linear": {
+            "linear_attn_config": {
+                "full_attn_layers": full, "head_dim": config.get("linear_head_dim"),
+                "short_conv_kernel_size": config.get("linear_conv_kernel_dim"),
+            },
+            "first_k_dense_replace": sum(is_dense), "moe_router_activation_func": "sigmoid",
+        },
+        "bailing_hybrid": {
+            "architectures": ["BailingMoeV3ForCausalLM"], "no_kda_lora": True,
+            "model_type": "bailing_moe_v3",
+            "gated_attention_proj_granularity_type": "head_wise", "score_function": "sigmoid",
+            "moe_shared_expert_intermediate_size": config.get("moe_intermediate_size"),
+            "head_dim": config.get("linear_head_dim"), "n_group": 2, "norm_topk_prob": True,
+            "max_position_embeddings": 256,
+        },
+        "mimo_v2_flash": {
+            "swa_head_dim": config.get("head_dim"), "swa_v_head_dim": config.get("v_head_dim"),
+            "swa_num_attention_heads": config.get("num_attention_heads"),
+            "swa_num_key_value_heads": 2 * (config.get("num_key_value_heads") or 0),
+            "hybrid_layer_pattern": is_window, "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid", "layernorm_epsilon": config.get("rms_norm_eps"),
+            "rope_parameters": _half_turned(5e6), "swa_rope_theta": 1e4,
+            "model_type": "mimo_v2",
+        },
+        "hunyuan_v1_moe": {
+            "moe_intermediate_size": [config.get("intermediate_size")] * layers,
+            "num_shared_expert": [1] * layers,
+            "moe_topk": [config.get("moe_topk")] * layers,
+        },
+    }.get(config["model_type"], {})  # fmt: skip
 
 
 def tiny_model(name: str) -> Any:
@@ -92,7 +147,7 @@ def convert(model: Any, file: Path, source: Path) -> None:
             '{"model": {"vocab": {' + ",".join(f'"{i}": {i}' for i in range(128)) + "}},"
             ' "added_tokens": []}'
         )
-        _rename_layers(Path(directory) / "config.json")
+        _write_as_released(Path(directory))
         values = base.ModelBase.load_hparams(Path(directory), False)
         kind = conversion.get_model_class(base.get_model_architecture(values, base.ModelType.TEXT))
         kind.set_vocab = _vocabulary
@@ -100,11 +155,15 @@ def convert(model: Any, file: Path, source: Path) -> None:
         kind(Path(directory), gguf.LlamaFileType.MOSTLY_Q8_0, file, eager=True).write()
 
 
-def _rename_layers(file: Path) -> None:
+def _write_as_released(directory: Path) -> None:
+    file = directory / "config.json"
     config = json.loads(file.read_text())
-    if names := _LAYERS.get(config["model_type"]):
-        config["layer_types"] = [names[kind] for kind in config["layer_types"]]
-        file.write_text(json.dumps(config))
+    file.write_text(json.dumps(config | _as_released(config)))
+    # Transformers writes Kimi's dense layers under the name of those with experts.
+    weights = load_file(directory / "model.safetensors")
+    pattern = re.compile(r"block_sparse_moe\.(gate|up|down)_proj")
+    renamed = {pattern.sub(r"mlp.\1_proj", name): weight for name, weight in weights.items()}
+    save_file(renamed, directory / "model.safetensors")
 
 
 def main() -> None:

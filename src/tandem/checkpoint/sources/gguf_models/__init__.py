@@ -2,9 +2,12 @@
 
 from tandem.checkpoint.sources.gguf_models.architecture import Architecture, Recipe
 from tandem.checkpoint.sources.gguf_models.full_attention import (
+    HUNYUAN,
     by_transformers,
+    ernie,
     glm4,
     gpt_oss,
+    hunyuan,
     mixtral,
     olmoe,
     paired,
@@ -16,9 +19,13 @@ from tandem.checkpoint.sources.gguf_models.latent_attention import (
     glm_dsa,
 )
 from tandem.checkpoint.sources.gguf_models.linear_attention import (
+    BAILING,
+    KIMI,
     LFM2,
     QWEN3_5,
     QWEN3_NEXT,
+    bailing,
+    kimi,
     lfm2,
     qwen3_5,
     qwen3_next,
@@ -29,7 +36,7 @@ from tandem.checkpoint.sources.gguf_models.state_space import (
     granite_hybrid,
     nemotron_h,
 )
-from tandem.checkpoint.sources.gguf_models.windows import GEMMA4, gemma4
+from tandem.checkpoint.sources.gguf_models.windows import GEMMA4, gemma4, mimo2
 
 __all__ = ["ARCHITECTURES", "Architecture", "Recipe", "is_read_by_transformers"]
 
@@ -50,6 +57,11 @@ ARCHITECTURES = {
     "lfm2moe": Architecture(lfm2, LFM2),
     "nemotron_h_moe": Architecture(nemotron_h, NEMOTRON_H),
     "granitehybrid": Architecture(granite_hybrid, GRANITE_HYBRID),
+    "kimi-linear": Architecture(kimi, KIMI),
+    "bailingmoe3": Architecture(bailing, BAILING),
+    "ernie4_5-moe": Architecture(ernie),
+    "hunyuan-moe": Architecture(hunyuan, HUNYUAN),
+    "mimo2": Architecture(mimo2),
     "gemma4": Architecture(gemma4, GEMMA4),
 }
 

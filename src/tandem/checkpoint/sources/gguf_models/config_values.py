@@ -55,6 +55,18 @@ def num_layers(header: GgufHeader) -> int:
     return int(header.value("block_count", 0)) - int(header.value("nextn_predict_layers", 0))
 
 
+def num_dense_layers(header: GgufHeader) -> int:
+    """Return the layers before the first one with experts."""
+    is_first = (f"blk.{n}.ffn_gate_inp.weight" in header.tensors for n in range(num_layers(header)))
+    return next((number for number, has_router in enumerate(is_first) if has_router), 0)
+
+
+def mlp_types(header: GgufHeader) -> list[str]:
+    """Return which layers have experts, as configs with a list say it."""
+    dense = num_dense_layers(header)
+    return ["dense"] * dense + ["sparse"] * (num_layers(header) - dense)
+
+
 def each_layer(header: GgufHeader, key: str) -> list[int]:
     """Return a value for each layer of a key that has one for all of them, or one for each."""
     value = header.value(key)
@@ -134,7 +146,7 @@ def routing(header: GgufHeader) -> dict[str, Any]:
         "n_shared_experts": header.value("expert_shared_count", 1),
         "moe_intermediate_size": header.expert_width,
         "intermediate_size": header.value("feed_forward_length"),
-        "first_k_dense_replace": header.value("leading_dense_block_count", 0),
+        "first_k_dense_replace": num_dense_layers(header),
         "routed_scaling_factor": header.value("expert_weights_scale", 1.0),
         "norm_topk_prob": bool(header.value("expert_weights_norm", True)),
         "n_group": header.value("expert_group_count", 1),

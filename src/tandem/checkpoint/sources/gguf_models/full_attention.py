@@ -11,6 +11,7 @@ from tandem.checkpoint.sources.gguf_models.config_values import (
     config_of,
     head_dim,
     is_tied,
+    num_dense_layers,
     partial_rope,
     routing,
 )
@@ -80,6 +81,36 @@ def glm4(header: GgufHeader) -> PreTrainedConfig:
     )
 
 
+def ernie(header: GgufHeader) -> PreTrainedConfig:
+    """Make the config of an ERNIE 4.5 with experts."""
+    return config_of(
+        header,
+        "ernie4_5_moe",
+        without=("num_experts_per_tok",),
+        moe_k=header.value("expert_used_count"),
+        moe_num_experts=header.value("expert_count"),
+        moe_num_shared_experts=header.value("expert_shared_count", 0),
+        moe_layer_interval=header.value("interleave_moe_layer_step", 1),
+        moe_layer_start_index=num_dense_layers(header),
+        moe_intermediate_size=header.expert_width,
+        intermediate_size=header.value("feed_forward_length"),
+        use_bias="blk.0.attn_q.bias" in header.tensors,
+    )
+
+
+def hunyuan(header: GgufHeader) -> PreTrainedConfig:
+    """Make the config of a Hunyuan V1 with experts, the scaling of whose positions is in theta."""
+    return config_of(
+        header,
+        "hunyuan_v1_moe",
+        without=("num_experts_per_tok",),
+        moe_topk=header.value("expert_used_count"),
+        num_experts=header.value("expert_count"),
+        intermediate_size=header.expert_width,
+        head_dim=head_dim(header),
+    )
+
+
 def _pairs(heads: int, width: int) -> Tensor:
     # llama.cpp rotates pairs of neighbours, Transformers the two halves of a head.
     rows = torch.arange(heads * width, device="cpu").view(heads, width // 2, 2)
@@ -97,3 +128,10 @@ def paired(query: str = "q_proj", key: str = "k_proj") -> Names:
 def _width(config: PreTrainedConfig) -> int:
     own = getattr(config, "head_dim", None)
     return int(own or config.hidden_size // config.num_attention_heads)
+
+
+HUNYUAN: Names = {
+    "query_layernorm": "attn_q_norm",
+    "key_layernorm": "attn_k_norm",
+    "gate.wg": "ffn_gate_inp",
+}

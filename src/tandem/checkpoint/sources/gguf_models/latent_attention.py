@@ -4,7 +4,12 @@ from typing import Any
 
 from tandem.checkpoint.sources.gguf_header import GgufHeader
 from tandem.checkpoint.sources.gguf_models.architecture import Names
-from tandem.checkpoint.sources.gguf_models.config_values import config_of, num_layers, routing
+from tandem.checkpoint.sources.gguf_models.config_values import (
+    config_of,
+    mlp_types,
+    num_layers,
+    routing,
+)
 from tandem.foreign_types import PreTrainedConfig
 
 
@@ -51,10 +56,10 @@ def glm_dsa(header: GgufHeader) -> PreTrainedConfig:
 
 
 def _indexed(header: GgufHeader) -> dict[str, Any]:
-    layers, values = num_layers(header), latents(header) | routing(header)
-    dense = int(header.value("leading_dense_block_count", 0))
-    return values | {
-        "mlp_layer_types": ["dense"] * dense + ["sparse"] * (layers - dense),
+    return {
+        **latents(header),
+        **routing(header),
+        "mlp_layer_types": mlp_types(header),
         "index_n_heads": header.value("attention.indexer.head_count"),
         "index_head_dim": header.value("attention.indexer.key_length"),
         "index_topk": header.value("attention.indexer.top_k"),

@@ -13,10 +13,12 @@ from tandem.checkpoint.sources.gguf_models.config_values import (
     each_layer,
     head_dim,
     layer_types,
-    num_layers,
+    mlp_types,
+    num_dense_layers,
     partial_rope,
     routing,
 )
+from tandem.checkpoint.sources.gguf_models.latent_attention import latents
 from tandem.foreign_types import PreTrainedConfig
 
 
@@ -64,7 +66,7 @@ def lfm2(header: GgufHeader) -> PreTrainedConfig:
         layer_types=["full_attention" if count else "conv" for count in heads],
         conv_L_cache=header.value("shortconv.l_cache"),
         conv_bias="blk.0.shortconv.in_proj.bias" in header.tensors,
-        num_dense_layers=header.value("leading_dense_block_count", 0),
+        num_dense_layers=num_dense_layers(header),
         num_experts=header.value("expert_count"),
         moe_intermediate_size=header.expert_width,
         intermediate_size=header.value("feed_forward_length"),
@@ -74,30 +76,36 @@ def lfm2(header: GgufHeader) -> PreTrainedConfig:
 
 
 def kimi(header: GgufHeader) -> PreTrainedConfig:
-    """Make the config of a Kimi-Linear."""
-    rotary = header.value("rope.dimension_count")
-    dense = header.value("leading_dense_block_count", 0)
-    layers = num_layers(header)
-    values = routing(header) | {
-        "mlp_layer_types": ["dense"] * dense + ["sparse"] * (layers - dense)
-    }
+    """Make the config of a Kimi-Linear, whose attention does not see positions."""
+    return config_of(header, "kimi_linear", without=("rope_parameters",), **_kimi_values(header))
+
+
+def bailing(header: GgufHeader) -> PreTrainedConfig:
+    """Make the config of a Bailing (Ling) V3."""
+    limit = header.value("kda.gate_lower_bound", -5.0)
+    values = _kimi_values(header) | {"first_k_dense_replace": num_dense_layers(header)}
+    del values["q_lora_rank"]
+    config = config_of(
+        header, "bailing_hybrid", num_mtp_layers=0, kda_lower_bound=limit,
+        short_conv_kernel_size=header.value("ssm.conv_kernel"),
+        head_dim=header.value("kda.head_dim"), **values,
+    )  # fmt: skip
+    return config
+
+
+def _kimi_values(header: GgufHeader) -> dict[str, Any]:
+    values = latents(header) | routing(header)
     values["num_local_experts"] = values.pop("n_routed_experts")
-    return config_of(
-        header,
-        "kimi_linear",
-        without=("rope_parameters", "first_k_dense_replace"),
-        num_key_value_heads=header.value("attention.head_count"),
-        layer_types=layer_types(header, ssm_a="linear_attention"),
-        linear_conv_kernel_dim=header.value("ssm.conv_kernel"),
-        linear_head_dim=header.value("kda.head_dim"),
-        linear_num_heads=header.value("attention.head_count"),
-        q_lora_rank=header.value("attention.q_lora_rank"),
-        kv_lora_rank=header.value("attention.kv_lora_rank"),
-        qk_rope_head_dim=rotary,
-        qk_nope_head_dim=header.value("attention.key_length_mla", rotary) - rotary,
-        v_head_dim=header.value("attention.value_length_mla"),
-        **values,
-    )
+    del values["first_k_dense_replace"]
+    return values | {
+        "mlp_layer_types": mlp_types(header),
+        "num_attention_heads": max(each_layer(header, "attention.head_count")),
+        "num_key_value_heads": max(each_layer(header, "attention.head_count")),
+        "layer_types": layer_types(header, ssm_a="linear_attention"),
+        "linear_conv_kernel_dim": header.value("ssm.conv_kernel"),
+        "linear_head_dim": header.value("kda.head_dim"),
+        "linear_num_heads": max(each_layer(header, "attention.head_count")),
+    }
 
 
 def less_one(parts: Sequence[Tensor], config: PreTrainedConfig) -> Tensor:
@@ -110,6 +118,11 @@ def log_of_negative(parts: Sequence[Tensor], config: PreTrainedConfig) -> Tensor
     """Return the logarithm of a decay rate, which llama.cpp stores as it is, below zero."""
     (rate,) = parts
     return rate.float().neg().log()
+
+
+def _log(parts: Sequence[Tensor], config: PreTrainedConfig) -> Tensor:
+    (rate,) = parts
+    return rate.float().log()
 
 
 def _tiled(config: PreTrainedConfig, width: int) -> Tensor:
@@ -192,4 +205,22 @@ LFM2: Names = {
     "feed_forward.w2": "ffn_down",
     "feed_forward.gate": "ffn_gate_inp",
     "expert_bias": "exp_probs_b.bias",
+}
+_KIMI: Names = {
+    "self_attn.conv1d": Recipe(("ssm_conv1d_q", "ssm_conv1d_k", "ssm_conv1d_v")),
+    "forget_gate.dt_bias": "ssm_dt.bias",
+    "b_proj": "ssm_beta",
+    "o_norm": "ssm_norm",
+}
+KIMI: Names = _KIMI | {
+    "forget_gate.A_log": Recipe(("ssm_a",), values=log_of_negative),
+    "f_a_proj": "ssm_f_a",
+    "f_b_proj": "ssm_f_b",
+    "g_a_proj": "ssm_g_a",
+    "g_b_proj": "ssm_g_b",
+}
+BAILING: Names = _KIMI | {
+    "forget_gate.A_log": Recipe(("ssm_a",), values=_log),
+    "f_proj": "ssm_f_a",
+    "g_proj": ("ssm_g_a", "attn_gate"),
 }

@@ -7,6 +7,10 @@ from tandem.checkpoint.sources.gguf_models.architecture import Names
 from tandem.checkpoint.sources.gguf_models.config_values import (
     config_of,
     each_layer,
+    head_dim,
+    mlp_types,
+    partial_rope,
+    routing,
 )
 from tandem.foreign_types import PreTrainedConfig
 
@@ -61,6 +65,27 @@ def _turned_share(header: GgufHeader) -> float:
     """Return which share of a whole layer's heads is turned: the others' factors are huge."""
     factors = header.tensors.get("rope_freqs.weight")
     return 0.25 if factors is None else float((factors.data.astype(np.float32) < 2).mean())
+
+
+def mimo2(header: GgufHeader) -> PreTrainedConfig:
+    """Make the config of a MiMo V2."""
+    windows = each_layer(header, "attention.sliding_window_pattern")
+    heads = each_layer(header, "attention.head_count_kv")
+    whole = partial_rope(header)
+    in_window = whole | {"rope_theta": float(header.value("rope.freq_base_swa", 1e4))}
+    return config_of(
+        header,
+        "mimo_v2_flash",
+        layer_types=["sliding_attention" if window else "full_attention" for window in windows],
+        mlp_layer_types=mlp_types(header),
+        num_key_value_heads=_first(heads, windows, False),
+        head_dim=head_dim(header),
+        v_head_dim=header.value("attention.value_length"),
+        sliding_window=header.value("attention.sliding_window"),
+        attention_value_scale=header.value("attention.value_scale", 1.0),
+        rope_parameters={"full_attention": whole, "sliding_attention": in_window},
+        **routing(header),
+    )
 
 
 GEMMA4: Names = {
