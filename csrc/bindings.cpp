@@ -140,9 +140,9 @@ NB_MODULE(_native, m) {
              const tandem::Turn turn(e);
              return e.read_all(pointer<const std::uint8_t>(data), bytes);
            })
-      .def("multiply", [](tandem::ExpertEngine& e, bool is_int8, std::int64_t count) {
+      .def("multiply", [](tandem::ExpertEngine& e, int bits, std::int64_t count) {
         const tandem::Turn turn(e);
-        return e.multiply(is_int8, count);
+        return e.multiply(bits, count);
       });
 
   tandem::bind_dense(m);

@@ -212,10 +212,12 @@ std::int64_t ExpertEngine::read_all(const std::uint8_t* data, std::int64_t bytes
   return chunks * kChunk;
 }
 
-std::int64_t ExpertEngine::multiply(bool is_int8, std::int64_t count_per_thread) {
+std::int64_t ExpertEngine::multiply(int bits, std::int64_t count_per_thread) {
+  const auto multiply = bits == 4   ? kernels_->multiply_int4
+                        : bits == 8 ? kernels_->multiply_int8
+                                    : kernels_->multiply_bf16;
   std::atomic<std::int64_t> operations{0};
   pool_.run(4 * pool_.num_threads(), [&](std::int64_t) {
-    const auto multiply = is_int8 ? kernels_->multiply_int8 : kernels_->multiply_bf16;
     operations += multiply(count_per_thread / 4);
   });
   return operations;

@@ -87,7 +87,7 @@ class ExpertEngine {
 
   // The machine's ceilings with these threads: bytes read of `data`, operations done. For timing.
   std::int64_t read_all(const std::uint8_t* data, std::int64_t bytes);
-  std::int64_t multiply(bool is_int8, std::int64_t count_per_thread);
+  std::int64_t multiply(int bits, std::int64_t count_per_thread);
 
  private:
   // Rows of activations as the kernels read them: int8 with scales and sums, bf16, or fp32.

@@ -41,8 +41,10 @@ struct Kernels {
   void (*activate)(const ActivationSpec& spec, const float* row, std::int64_t cols, float* inner);
 
   // What the machine can do, for comparison: reads memory and returns a checksum; multiplies
-  // `count` times eight independent registers of int8 (or bf16 pairs) and returns the operations.
+  // `count` times eight independent registers and returns the operations. Activations of int8 are
+  // multiplied with codes of 4 bits or of 8, for which instructions may differ.
   std::uint64_t (*read)(const std::uint8_t* data, std::int64_t bytes);
+  std::int64_t (*multiply_int4)(std::int64_t count);
   std::int64_t (*multiply_int8)(std::int64_t count);
   std::int64_t (*multiply_bf16)(std::int64_t count);
 };

@@ -185,19 +185,24 @@ std::uint64_t read(const std::uint8_t* data, std::int64_t bytes) {
 }
 
 // The empty statement keeps the loop: the compiler must believe that the registers are looked at.
-std::int64_t multiply_int8(std::int64_t count) {
+template <class Add>
+std::int64_t multiply(std::int64_t count, std::int64_t products, Add add) {
   __m256i sums[8] = {};
   __m256i one = _mm256_set1_epi8(1);
   for (std::int64_t i = 0; i < count; ++i) {
 #pragma GCC unroll 8
     for (__m256i& sum : sums) {
       __asm__ volatile("" : "+x"(one));
-      sum = Maddubs::add(sum, one, one);
+      sum = add(sum, one, one);
       __asm__ volatile("" : "+x"(sum));
     }
   }
-  return count * 8 * 32 * 2;
+  return count * 8 * products * 2;
 }
+
+std::int64_t multiply_int4(std::int64_t count) { return multiply(count, 32, Maddubs::add); }
+
+std::int64_t multiply_int8(std::int64_t count) { return multiply(count, 16, add_words); }
 
 std::int64_t multiply_bf16(std::int64_t count) {
   __m256 sums[8] = {};
@@ -216,7 +221,7 @@ std::int64_t multiply_bf16(std::int64_t count) {
 
 const Kernels& avx2_kernels() {
   static const Kernels kernels{"avx2",   quantize, to_bf16,       matmul,
-                               activate, read,     multiply_int8, multiply_bf16};
+                               activate, read,     multiply_int4, multiply_int8, multiply_bf16};
   return kernels;
 }
 

@@ -167,7 +167,7 @@ std::int64_t multiply_bf16(std::int64_t count) {
 
 const Kernels& avx512_kernels() {
   static const Kernels kernels{"avx512", quantize, to_bf16,       matmul,
-                               activate, read,     multiply_int8, multiply_bf16};
+                               activate, read,     multiply_int8, multiply_int8, multiply_bf16};
   return kernels;
 }
 

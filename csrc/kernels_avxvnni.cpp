@@ -43,7 +43,7 @@ Kernels with_vnni() {
   Kernels kernels = avx2_kernels();
   kernels.name = "avxvnni";
   kernels.matmul = matmul;
-  kernels.multiply_int8 = multiply_int8;
+  kernels.multiply_int4 = kernels.multiply_int8 = multiply_int8;
   return kernels;
 }
 

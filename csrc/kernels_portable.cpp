@@ -312,7 +312,7 @@ std::int64_t multiply(std::int64_t count) {
 
 const Kernels& portable_kernels() {
   static const Kernels kernels{"portable", quantize, to_bf16,           matmul,
-                               activate,   read,     multiply<int>, multiply<float>};
+                               activate,   read,     multiply<int>, multiply<int>, multiply<float>};
   return kernels;
 }
 

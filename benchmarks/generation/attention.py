@@ -107,7 +107,7 @@ def main() -> None:
             prefill = median_seconds(attend_call([one], threads, depth - PROMPT, PROMPT), 3)
             pairs = PROMPT * (depth - PROMPT) + PROMPT * (PROMPT + 1) / 2
             work = 2 * pairs * form.num_heads * (form.key_dim + form.value_dim)
-            peak = (ceiling.int8_gops if kv_dtype == "int8" else ceiling.bf16_gflops) * 1e9
+            peak = (ceiling.int4_gops if kv_dtype == "int8" else ceiling.bf16_gflops) * 1e9
             print(
                 f"{kv_dtype} prefill to {depth:6}: {prefill * 1e3:6.2f} ms, {work / 1e9:.1f} Gop "
                 f"at {peak / 1e9:.0f} Gop/s take {work / peak * 1e3:.2f} ms: "

@@ -13,7 +13,7 @@ def test_measures_kernels_and_ends_with_json() -> None:
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert set(report["machine"]) == {
-        *("read_gigabytes_per_second", "int8_gops", "bf16_gflops", "threads", "isa")
+        *("read_gigabytes_per_second", "int4_gops", "int8_gops", "bf16_gflops", "threads", "isa")
     }
     found = [(case["format"], case["tokens"]) for case in report["cases"]]
     assert found == [("int4-g32", 1), ("fp8", 1)]

@@ -25,6 +25,7 @@ from tandem.hf.config_values import experts_per_token
 from tandem.hf.dense import PackedLinear, is_tower
 from tandem.hf.experts import is_experts_module
 from tandem.hf.runtime import require_runtime
+from tandem.kernels.formats.weight_format import WeightFormat
 from tandem.recording.recorded_graph import RecordedGraph
 from tandem.recording.recorder import Operation
 from tandem.recording.replay import StepRecording
@@ -84,9 +85,8 @@ def ceiling_of(model: PreTrainedModel, work: Workload, machine: Ceiling, step_by
     """Return what `machine` allows at best for a step that touches `step_bytes`."""
     seconds = step_bytes / (machine.read_gigabytes_per_second * 1e9)
     prefill = 0.0
-    for num_weights, is_integer in _weights_per_token(model):
-        peak = machine.int8_gops if is_integer else machine.bf16_gflops
-        prefill += 2 * num_weights / (peak * 1e9)
+    for num_weights, fmt in _weights_per_token(model):
+        prefill += 2 * num_weights / (machine.peak_of(fmt) * 1e9)
     return Speed(1 / prefill, work.batch / seconds)
 
 
@@ -237,19 +237,19 @@ def _cache_bytes(pool: SlotPool) -> int:
     return pool.cache.filled_bytes + 2 * pool.num_slots * pool.cache.states.step_bytes
 
 
-def _weights_per_token(model: PreTrainedModel) -> Iterator[tuple[int, bool]]:
-    """Yield (weights, whether they are multiplied as int8) that a prompt's token meets."""
+def _weights_per_token(model: PreTrainedModel) -> Iterator[tuple[int, WeightFormat | None]]:
+    """Yield (weights, their packed format) that a prompt's token meets."""
     head = model.get_output_embeddings()
     for module in _text_modules(model):
         if isinstance(module, nn.Linear | PackedLinear) and module is not head:
             num = module.in_features * module.out_features
-            yield num, isinstance(module, PackedLinear) and module.packed.matrix.format.bits <= 8
+            yield num, module.packed.matrix.format if isinstance(module, PackedLinear) else None
     top_k = experts_per_token(model.config.get_text_config())
     for layer in require_runtime(model).store:
         if isinstance(layer, PackedLayer):
             layout = layer.layout
             num = (layout.num_halves + 1) * layout.hidden_size * layout.intermediate_size
-            yield top_k * num, layout.format.bits <= 8
+            yield top_k * num, layout.format
 
 
 def _random_prompts(model: PreTrainedModel, work: Workload) -> list[list[int]]:

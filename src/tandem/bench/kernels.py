@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -17,7 +18,7 @@ from tandem.bench.random_weights import random_experts
 from tandem.core.errors import ConfigError
 from tandem.core.registry import nearest_names
 from tandem.kernels.formats.expert import ExpertLayout
-from tandem.kernels.formats.weight_format import find_format
+from tandem.kernels.formats.weight_format import WeightFormat, find_format
 from tandem.kernels.memory import allocate_buffers
 from tandem.kernels.native import (
     ActivationKind,
@@ -44,7 +45,7 @@ TOKENS = (1, 4, 128, 512)
 _NUM_ACTIVE = 8  # experts of one call
 _CEILING_BYTES = 1 << 29
 _SAMPLE_BYTES = 1 << 27
-_MULTIPLY_COUNT = 2_000_000
+_MULTIPLY_COUNTS = {4: 2_000_000, 8: 2_000_000, 16: 500_000}  # by the bits of a code
 _STORE_BYTES = 500_000_000  # several times the largest last-level caches of one socket's part
 _ROUNDS = 5
 _ROUND_SECONDS = 0.12
@@ -56,8 +57,16 @@ class Ceiling:
     """What the machine does at best with the same threads."""
 
     read_gigabytes_per_second: float
+    int4_gops: float
+    """Products of int8 with codes of fewer than 8 bits; without VNNI twice those with 8."""
     int8_gops: float
     bf16_gflops: float
+
+    def peak_of(self, fmt: WeightFormat | None) -> float:
+        """Return the operations a nanosecond for weights in a format; None: not packed."""
+        if fmt is None or fmt.kind in ("bf16", "fp16", "fp8"):
+            return self.bf16_gflops
+        return self.int8_gops if fmt.bits == 8 else self.int4_gops
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +138,10 @@ class KernelBench:
         engine = self.experts
         return Ceiling(
             _rate(lambda: engine.read_all(self._memory)),
-            _rate(lambda: engine.multiply(is_int8=True, count_per_thread=_MULTIPLY_COUNT)),
-            _rate(lambda: engine.multiply(is_int8=False, count_per_thread=_MULTIPLY_COUNT // 4)),
+            *(
+                _rate(partial(engine.multiply, bits=b, count_per_thread=n))
+                for b, n in _MULTIPLY_COUNTS.items()
+            ),
         )
 
     def read_rate(self) -> float:
@@ -228,8 +239,7 @@ def _judge(
     own_seconds: float,
 ) -> Case:
     read = statistics.median(c.read_gigabytes_per_second for c in ceilings)
-    is_float = layout.format.kind in ("bf16", "fp16", "fp8")
-    peak = statistics.median(c.bf16_gflops if is_float else c.int8_gops for c in ceilings)
+    peak = statistics.median(ceiling.peak_of(layout.format) for ceiling in ceilings)
     operations = 6 * layout.hidden_size * layout.intermediate_size * tokens * _NUM_ACTIVE
     gigabytes, gops = timed.bytes_per_call / seconds / 1e9, operations / seconds / 1e9
     shares = {"memory": gigabytes / read, "arithmetic": gops / peak}

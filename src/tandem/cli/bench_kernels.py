@@ -62,7 +62,8 @@ def run_kernels(options: KernelBenchOptions, start_peers: "StartPeers | None" = 
     print(f"{cpu.model_name}, {ceiling['threads']} threads, {ceiling['isa']}")
     print(
         f"ceiling: read {ceiling['read_gigabytes_per_second']:.1f} GB/s, "
-        f"int8 {ceiling['int8_gops']:.0f} Gop/s, bf16 {ceiling['bf16_gflops']:.0f} Gflop/s\n"
+        f"int4 {ceiling['int4_gops']:.0f} Gop/s, int8 {ceiling['int8_gops']:.0f} Gop/s, "
+        f"bf16 {ceiling['bf16_gflops']:.0f} Gflop/s\n"
     )
     cases = []
     print(f"{'format':12} {'tokens':>6} {'us':>9} {'GB/s':>7} {'Gop/s':>7}  share of ceiling")

@@ -128,8 +128,9 @@ def _model(
 
 def _print(machine: "Ceiling", ceiling: "Speed", measured: "Measured") -> None:
     print(
-        f"ceiling: read {machine.read_gigabytes_per_second:.1f} GB/s, int8 {machine.int8_gops:.0f} "
-        f"Gop/s; a decode step touches {measured.step_bytes / 1e6:.0f} MB: prefill "
+        f"ceiling: read {machine.read_gigabytes_per_second:.1f} GB/s, int4 {machine.int4_gops:.0f} "
+        f"and int8 {machine.int8_gops:.0f} Gop/s; a decode step touches "
+        f"{measured.step_bytes / 1e6:.0f} MB: prefill "
         f"{ceiling.prefill_tokens_per_second:.0f} tok/s, decode "
         f"{ceiling.decode_tokens_per_second:.1f} tok/s"
     )

@@ -179,9 +179,9 @@ class NativeExperts:
         """Read a tensor's memory with all threads, for timing; returns the bytes read."""
         return self._engine.read_all(data.data_ptr(), data.nbytes)
 
-    def multiply(self, *, is_int8: bool, count_per_thread: int) -> int:
-        """Multiply registers (int8, else bf16), for timing; returns the operations done."""
-        return self._engine.multiply(is_int8, count_per_thread)
+    def multiply(self, *, bits: int, count_per_thread: int) -> int:
+        """Multiply as codes of 4, 8 or 16 bits are, for timing; returns the operations done."""
+        return self._engine.multiply(bits, count_per_thread)
 
 
 class _Rows:
