@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from tandem.dialects.families import FAMILIES, dialect_of
 from tandem.dialects.format import ChatFormat, ChatPrompt
-from tandem.dialects.reader import Call
+from tandem.dialects.parts import AnswerPart, Call
 from tests.dialects.published import PUBLISHED, QUESTION, TEMPLATES, TOOLS, Published
 from tests.hf.tiny import save_tiny_checkpoint
 
@@ -23,6 +23,17 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     found = AutoTokenizer.from_pretrained(directory)
     found.eos_token = "</s>"
     return found
+
+
+def joined_calls(parts: list[AnswerPart]) -> list[Call]:
+    """Return the calls of an answer, whose arguments may have come in pieces."""
+    calls: list[Call] = []
+    for part in parts:
+        if part.call is not None:
+            calls.append(part.call)
+        elif part.arguments:
+            calls[-1] = Call(calls[-1].name, calls[-1].arguments + part.arguments)
+    return calls
 
 
 def written(tokenizer: Any, case: Published) -> tuple[ChatFormat, ChatPrompt, str]:
@@ -53,7 +64,7 @@ def read(chat: ChatFormat, prompt: ChatPrompt, pieces: list[str]) -> tuple[str, 
     reader = chat.reader(prompt, TOOLS)
     assert reader is not None
     parts = [part for piece in pieces for part in reader.feed(piece)] + reader.finish()
-    calls = [part.call for part in parts if part.call is not None]
+    calls = joined_calls(parts)
     return "".join(p.reasoning for p in parts), "".join(p.content for p in parts), calls
 
 

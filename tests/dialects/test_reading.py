@@ -7,7 +7,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from tandem.dialects.format import ChatFormat, ChatPrompt, TemplateError
-from tandem.dialects.reader import Call
+from tandem.dialects.parts import Call
+from tests.dialects.test_families import joined_calls
 from tests.hf.tiny import save_tiny_checkpoint
 
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -36,7 +37,7 @@ def read(
     assert reader is not None
     pieces = [p for i in range(0, len(text), size) for p in reader.feed(text[i : i + size])]
     pieces += reader.finish()
-    calls = [piece.call for piece in pieces if piece.call is not None]
+    calls = joined_calls(pieces)
     return "".join(p.reasoning for p in pieces), "".join(p.content for p in pieces), calls
 
 
@@ -85,6 +86,45 @@ def test_calls_come_after_reasoning_and_text(tokenizer: Any, size: int) -> None:
     reasoning, content, calls = read(chat, prompt, text, size, has_tools=True)
     assert (reasoning, content.strip()) == ("I look", "Wait.")
     assert calls == [Call("look", '{"at": "sky"}')] * 2
+
+
+LOOK = [{"function": {"name": "look", "parameters": {"type": "object"}}}]
+
+
+def streamed(chat: ChatFormat, text: str) -> list[str]:
+    """Return what comes of a call's arguments, piece by piece, if each character comes alone."""
+    reader = chat.reader(chat.prompt(QUESTION, (), {}), LOOK)
+    assert reader is not None
+    parts = [part for one in text for part in reader.feed(one)] + reader.finish()
+    return [part.call.arguments if part.call else part.arguments for part in parts]
+
+
+def test_arguments_come_while_they_are_written(tokenizer: Any) -> None:
+    text = '{"at": "a \\"}{ sky", "n": [1, {"x": 2}]}'
+    pieces = streamed(
+        form(tokenizer, PLAIN), f'<tool_call>\n{{"name": "look", "arguments": {text}}}</tool_call>'
+    )
+    assert "".join(pieces) == text
+    assert len(pieces) > 20
+
+
+def test_a_call_of_no_known_tool_comes_whole(tokenizer: Any) -> None:
+    text = '<tool_call>{"name": "other", "arguments": {"at": "sky"}}</tool_call>'
+    assert streamed(form(tokenizer, PLAIN), text) == ['{"at": "sky"}']
+
+
+def test_tagged_arguments_come_one_by_one(tokenizer: Any) -> None:
+    chat = form(tokenizer, PLAIN + "{# <function= <parameter= #}")
+    text = (
+        "<tool_call>\n<function=look>\n<parameter=at>\nsky\n</parameter>\n<parameter=n>\n5\n"
+        "</parameter>\n</function>\n</tool_call>"
+    )
+    assert streamed(chat, text) == ['{"at": "sky"', ', "n": 5', "}"]
+
+
+def test_a_call_that_breaks_off_stays_a_call(tokenizer: Any) -> None:
+    text = '<tool_call>{"name": "look", "arguments": {"at": "sk'
+    assert "".join(streamed(form(tokenizer, PLAIN), text)) == '{"at": "sk'
 
 
 def test_a_call_that_is_no_json_stays_text(tokenizer: Any) -> None:

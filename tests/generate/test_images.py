@@ -1,9 +1,11 @@
 """Images in prompts: opened, checked, written by a processor, answered as by Transformers."""
 
+import contextlib
 import io
 import struct
 import zlib
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -144,6 +146,17 @@ def test_what_is_no_image_is_a_sentence(data: bytes, sentence: str, tmp_path: Pa
     file.write_bytes(data)
     with pytest.raises(ConfigError, match=f"^{file} {sentence}" if data else sentence):
         open_image(file)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
+def test_damaged_files_are_sentences_whatever_their_decoders_raise(kind: str) -> None:
+    random, whole = Random(0), picture(0, (20, 16), kind)
+    for _ in range(100):
+        data = bytearray(whole)
+        for _ in range(random.randrange(1, 6)):
+            data[random.randrange(min(len(data), 400))] = random.randrange(256)
+        with contextlib.suppress(ConfigError):
+            open_image(bytes(data[: random.choice([None, random.randrange(len(data))])]))
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

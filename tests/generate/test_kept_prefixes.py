@@ -11,9 +11,10 @@ import tandem
 from tandem.generate.kept_prefixes import KeptPrefixes
 from tandem.generate.scheduler import Scheduler
 from tandem.generate.token_output import TokenOutput
-from tandem.kv_cache.prefix_files import SEGMENT_TOKENS, PrefixFiles
+from tandem.kv_cache.prefix_files import SEGMENT_TOKENS, SEGMENTS_BETWEEN_STATES, PrefixFiles
 from tests.architectures import VOCABULARY, build_tiny_model
 from tests.generate.test_scheduler import finish, request_of, tokens
+from tests.hf.tiny import save_tiny_checkpoint
 
 NUM_SEGMENTS = 3
 PROMPT = [32 + i * 7 % (VOCABULARY - 40) for i in range(NUM_SEGMENTS * SEGMENT_TOKENS + 30)]
@@ -136,10 +137,83 @@ def test_other_weights_find_nothing(model: Any, written: Path) -> None:
     assert ask(scheduler_of(other, written), PROMPT)[-1].reused_tokens == 0
 
 
-def test_models_that_keep_more_than_keys_and_values_are_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.fixture(scope="module", params=["qwen3_5_moe", "lfm2_moe", "nemotron_h"])
+def model_with_states(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Any:
+    values = {"max_position_embeddings": 4096}
+    folder = save_tiny_checkpoint(
+        tmp_path_factory.mktemp("models") / "tiny", request.param, **values
+    )
+    model = tandem.load(folder, expert_dtype="int8-g32", threads=1)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+STATES_TOKENS = SEGMENT_TOKENS * SEGMENTS_BETWEEN_STATES
+
+
+def test_states_are_found_again_where_they_were_kept(
+    model_with_states: Any, tmp_path: Path
 ) -> None:
-    model: Any = build_tiny_model("qwen3_next")
+    """The prompt goes on from the states in the middle, and is computed from there."""
+    model = model_with_states
+    expected = tokens(ask(tandem.Generator(model).scheduler(1, chunk_tokens=100), PROMPT))
+    scheduler = scheduler_of(model, tmp_path)
+    assert tokens(ask(scheduler, PROMPT)) == expected
+    scheduler.prefixes.close(30)
+    assert len(files(tmp_path)) == NUM_SEGMENTS + NUM_SEGMENTS // SEGMENTS_BETWEEN_STATES
+    again = scheduler_of(model, tmp_path)
+    found = ask(again, PROMPT)
+    assert tokens(found) == expected
+    assert found[-1].reused_tokens == STATES_TOKENS
+    # what was put in is as good as what was computed
+    found = ask(again, [*PROMPT[: STATES_TOKENS + 5], *OTHER])
+    assert found[-1].reused_tokens == STATES_TOKENS
+    other = ask(tandem.Generator(model).scheduler(1), [*PROMPT[: STATES_TOKENS + 5], *OTHER])
+    assert tokens(found) == tokens(other)
+
+
+@pytest.mark.parametrize("lost", ["states", "segment"])
+def test_lost_states_are_computed_again(model_with_states: Any, lost: str, tmp_path: Path) -> None:
+    model = model_with_states
+    expected = tokens(ask(tandem.Generator(model).scheduler(2), PROMPT))
+    scheduler = scheduler_of(model, tmp_path)
+    ask(scheduler, PROMPT)
+    scheduler.prefixes.close(30)
+    kept = scheduler.prefixes._files
+    assert kept is not None
+    keys = kept.keys(PROMPT)
+    again = scheduler_of(model, tmp_path, slots=2)
+    again.add(request_of(2, OTHER, max_new_tokens=40, temperature=0.0))
+    again.step()
+    again.add(request_of(1, PROMPT, max_new_tokens=6, temperature=0.0))
+    again.add(request_of(3, PROMPT[:STATES_TOKENS], max_new_tokens=2, temperature=0.0))
+    key = kept.states_key(keys[1]) if lost == "states" else keys[1]
+    file = kept._path(key)
+    file.write_bytes(file.read_bytes()[:-1])
+    found = finish(again)
+    assert tokens(found[1]) == expected
+    assert found[1][-1].reused_tokens == 0
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
+def test_index_keys_are_found_again(name: str, tmp_path: Path) -> None:
+    model = long_model(name)
+    expected = tokens(ask(tandem.Generator(model).scheduler(1, chunk_tokens=64), PROMPT))
+    scheduler = scheduler_of(model, tmp_path)
+    ask(scheduler, PROMPT)
+    scheduler.prefixes.close(30)
+    found = ask(scheduler_of(model, tmp_path), PROMPT)
+    assert tokens(found) == expected
+    assert found[-1].reused_tokens == NUM_SEGMENTS * SEGMENT_TOKENS
+
+
+def test_models_that_keep_them_elsewhere_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = long_model()
+    monkeypatch.setattr("tandem.decode.cpu_slots.CpuSlotPool.can_move", False)
     with caplog.at_level(logging.WARNING, "tandem.kv_cache"):
         scheduler = scheduler_of(model, tmp_path)
     assert "are not kept on disk" in caplog.text

@@ -124,7 +124,7 @@ class Page:
 
 def import_modules(page: Page) -> None:
     """Make what the page's modules export reachable as `own`, once the page has loaded."""
-    modules = ("chat", "chats", "calls", "connection", "live", "markdown")
+    modules = ("chat", "chats", "calls", "connection", "live", "markdown", "pictures")
     names = json.dumps([f"/{name}.js" for name in modules])
     page.run(
         f"Promise.all({names}.map((name) => import(name)))"

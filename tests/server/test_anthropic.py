@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from tandem.dialects.reader import AnswerPart, Call
+from tandem.apis.answering import GenerationRequest
+from tandem.apis.anthropic.conversation import as_chat
+from tandem.apis.anthropic.reply import MessageReply
+from tandem.apis.anthropic.schemas import MessagesRequest
+from tandem.apis.errors import ApiError
+from tandem.apis.reading import read_body
+from tandem.apis.schemas import ChatRequest
+from tandem.dialects.parts import AnswerPart, Call
 from tandem.generate.token_output import TokenOutput
-from tandem.server.answering import GenerationRequest
-from tandem.server.anthropic.conversation import as_chat
-from tandem.server.anthropic.reply import MessageReply
-from tandem.server.anthropic.schemas import MessagesRequest
-from tandem.server.errors import ApiError
-from tandem.server.reading import read_body
-from tandem.server.schemas import ChatRequest
 from tests.server.anthropic_events import events_of, message_of
 from tests.server.running import Reply, RunningServer
 from tests.server.test_api import SCHEMA, TOOL
@@ -77,7 +77,7 @@ def test_a_message_of_the_assistant_at_the_end_is_gone_on_with() -> None:
 @pytest.mark.parametrize(
     ("block", "words"),
     [
-        ({"type": "image", "source": {"type": "base64", "data": ""}}, "send no image blocks"),
+        ({"type": "image", "source": {"type": "file", "file_id": "x"}}, "send its data as base64"),
         ({"type": "document", "source": {"type": "base64", "data": ""}}, "plain text only"),
     ],
 )

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from tandem.server.errors import ApiError
-from tandem.server.reading import read_body
-from tandem.server.responses.conversation import as_chat, new_messages
-from tandem.server.responses.kept import KeptResponses
-from tandem.server.responses.schemas import ResponsesRequest
-from tandem.server.schemas import ChatRequest, Message
+from tandem.apis.errors import ApiError
+from tandem.apis.reading import read_body
+from tandem.apis.responses.conversation import as_chat, new_messages
+from tandem.apis.responses.kept import KeptResponses
+from tandem.apis.responses.schemas import ResponsesRequest
+from tandem.apis.schemas import ChatRequest, Message
 from tests.server.running import Reply, RunningServer
 from tests.server.test_api import SCHEMA, TOOL
 
@@ -75,7 +75,7 @@ def test_items_of_an_answer_are_one_message_of_a_chat() -> None:
     assert [message.content for message in chat.messages[3:]] == ["blue", "red"]
     assert (chat.tool_choice, chat.reasoning_effort) == ("required", "low")
     assert chat.tools is not None
-    with pytest.raises(ApiError, match="parts of type input_image"):
+    with pytest.raises(ApiError, match="input_image needs image_url"):
         chat_of(input=[{"role": "user", "content": [{"type": "input_image"}]}])
 
 
@@ -149,6 +149,50 @@ def test_tokens_are_counted(server: RunningServer) -> None:
     body: dict[str, Any] = {"input": "hello", "instructions": "Be short.", "tools": [FUNCTION]}
     counted = server.ask("POST", "/v1/responses/input_tokens", body).json["input_tokens"]
     assert ask(server, **body).json["usage"]["input_tokens"] == counted
+
+
+CUSTOM = {"type": "custom", "name": "patch", "description": "Applies a patch.", "format": {
+    "type": "grammar", "syntax": "lark", "definition": "start: /x+/"}}  # fmt: skip
+
+
+def test_custom_tools_take_a_text_and_namespaces_hold_tools(server: RunningServer) -> None:
+    spaced = {"type": "namespace", "name": "crm", "description": "x", "tools": [FUNCTION, CUSTOM]}
+    chat = chat_of(
+        tools=[CUSTOM, spaced],
+        input=[
+            {"role": "user", "content": "go"},
+            {"type": "custom_tool_call", "call_id": "c1", "name": "patch", "input": 'a "b"'},
+            {"type": "function_call", "call_id": "c2", "name": "f", "namespace": "crm",
+             "arguments": "{}"},
+            {"type": "custom_tool_call_output", "call_id": "c1", "output": "done"},
+        ],
+        tool_choice={"type": "custom", "name": "patch"},
+    )  # fmt: skip
+    tools = [tool.function for tool in chat.tools or ()]
+    assert [tool.name for tool in tools] == ["patch", "crm__f", "crm__patch"]
+    assert "start: /x+/" in str(tools[0].description)
+    calls = [call.function for call in chat.messages[1].tool_calls or ()]
+    assert [call.name for call in calls] == ["patch", "crm__f"]
+    assert json.loads(calls[0].arguments) == {"input": 'a "b"'}
+    assert chat.messages[2].content == "done"
+
+    for name, namespace in (("patch", None), ("patch", "crm"), ("f", "crm")):
+        choice = {"type": "custom", "name": name, "namespace": namespace}
+        events = events_of(
+            ask(server, tools=[CUSTOM, spaced], tool_choice=choice, max_output_tokens=400,
+                temperature=1.0, stream=True)
+        )  # fmt: skip
+        response = events[-1]["response"]
+        (item,) = response["output"]
+        assert (item["name"], item.get("namespace")) == (name, namespace)
+        if name == "f":
+            assert item["type"] == "function_call"
+            continue
+        assert item["type"] == "custom_tool_call"
+        done = [e for e in events if e["type"] == "response.custom_tool_call_input.done"]
+        assert [e["input"] for e in done] == [item["input"]]
+        body = {"input": "and?", "previous_response_id": response["id"], "tools": [CUSTOM, spaced]}
+        assert ask(server, **body).status == 200
 
 
 def test_the_latest_answers_are_kept_within_limits() -> None:

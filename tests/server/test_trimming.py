@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from tandem.apis.answering import GenerationRequest, GenerationRequests
+from tandem.apis.errors import ApiError
+from tandem.apis.reading import read_body
+from tandem.apis.replies import ChatReply
+from tandem.apis.schemas import ChatRequest, CompletionRequest
 from tandem.engine.messages import ModelInfo
-from tandem.server.answering import GenerationRequest, GenerationRequests
-from tandem.server.errors import ApiError
-from tandem.server.reading import read_body
-from tandem.server.replies import ChatReply
-from tandem.server.schemas import ChatRequest, CompletionRequest
 from tandem.server.service import trimming_headers
 
 LIMIT = 400
 INFO = ModelInfo(
     model_type="tiny", vocabulary=128, context=LIMIT, max_running=1, num_layers=1, num_experts=4,
-    device="cpu", why_padded=None,
+    device="cpu", why_padded=None, why_no_images=None,
 )  # fmt: skip
 SYSTEM = {"role": "system", "content": "be short"}
 LONG = [

@@ -1,18 +1,22 @@
 """Images of commands: `--image`, and the processor of the model that reads them."""
 
 import argparse
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem.cli.model_choice import ModelChoice, calm_transformers, find_model, load_tokenizer
 from tandem.cli.streams import require_text
-from tandem.core.errors import UnsupportedModelError
+from tandem.core.errors import TandemError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from tandem.apis.images import ImageReader
     from tandem.generate.images import Processor
+
+_log = logging.getLogger("tandem.server")
 
 
 def add_images(parser: argparse.ArgumentParser) -> None:
@@ -52,6 +56,28 @@ def load_processor(choice: ModelChoice) -> "Processor":
     return load_processor(
         found.model, load_tokenizer(found), token, trust_remote_code=found.trust_remote_code
     )
+
+
+def load_image_reader(found: ModelChoice, directory: Path | None) -> "ImageReader | None":
+    """Return what reads the images of the server's requests; None: the model takes none.
+
+    `directory` is where files lie that requests may name. What lacks is a line in the log.
+    """
+    from tandem.apis.images import ImageReader
+
+    token = image_token_id(found)
+    if token is None:
+        return None
+    try:
+        from tandem.generate.images import load_processor
+
+        processor = load_processor(
+            found.model, load_tokenizer(found), token, trust_remote_code=found.trust_remote_code
+        )
+    except TandemError as error:
+        _log.warning("requests with images are refused: %s", error)
+        return ImageReader(processor=None, token_id=token, why_none=str(error))
+    return ImageReader(processor=processor, token_id=token, directory=directory)
 
 
 def image_token_id(found: ModelChoice) -> int | None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.cli.header_check import refuse_dense
+from tandem.cli.images import load_image_reader
 from tandem.cli.keeping import Keeper, KeepOptions
 from tandem.cli.model_choice import (
     ModelChoice,
@@ -61,6 +62,7 @@ def run(flags: argparse.Namespace) -> int:
     api_key = os.environ.get("TANDEM_API_KEY")
     require_key(options.host, api_key)
     try:
+        from tandem.apis.images import allowed_directory
         from tandem.engine.messages import EngineSettings
         from tandem.generate.kept_prefixes import KeptPrefixes
         from tandem.server.serving import Source, serve
@@ -71,6 +73,7 @@ def run(flags: argparse.Namespace) -> int:
             f"the server needs {error.name}, which is not installed; "
             'pip install "tandem-moe[server]"'
         ) from error
+    directory = allowed_directory(options.image_files)
     refuse_dense(Path(flags.model))
     level = logging.WARNING if own.quiet else logging.INFO
     logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(message)s")
@@ -87,6 +90,7 @@ def run(flags: argparse.Namespace) -> int:
             keeper=Keeper(from_flags(KeepOptions, flags), quiet=own.quiet, may_ask=False),
         ),
         load_tokenizer=functools.partial(load_tokenizer, found),
+        load_images=functools.partial(load_image_reader, found, directory),
     )
     settings = EngineSettings(
         max_running=options.max_running,

@@ -145,6 +145,16 @@ def require_images(model: PreTrainedModel) -> None:
         )
 
 
+def why_no_images(model: PreTrainedModel, *, is_padded: bool) -> str | None:
+    """Return why requests with images are refused, as a sentence; None: they are not."""
+    try:
+        require_images(model)
+    except UnsupportedModelError as error:
+        return str(error)
+    why = None if is_padded else why_no_slot_images(model)
+    return None if why is None else f"{type(model).__name__} takes no images here: {why}"
+
+
 def why_no_slot_images(model: PreTrainedModel) -> str | None:
     """Return why sequence slots do not take a model's images; None: they do."""
     if model.device.type != "cpu":

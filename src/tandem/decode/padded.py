@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from tandem.core.errors import ConfigError, UnsupportedModelError
+from tandem.core.errors import ConfigError
 from tandem.decode.images import ImagePrompt
+from tandem.decode.unmovable_slots import UnmovableSlots
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.compat import (
     first_position_ids,
@@ -85,7 +86,7 @@ class PaddedBatch:
         return logits
 
 
-class PaddedSlotPool:
+class PaddedSlotPool(UnmovableSlots):
     """Slots that begin together, on the model's own caches: for models that nothing else steps."""
 
     can_prefill_in_chunks = can_verify = False
@@ -150,16 +151,6 @@ class PaddedSlotPool:
         logits = self._rows.decode(list(self._tokens.values()))
         order = list(self._tokens)
         return logits[[order.index(slot) for slot in tokens]]
-
-    can_move = False
-
-    def take_out(self, slot: int, first: int, num_tokens: int) -> memoryview | None:
-        """Return None: the model's own caches are its own."""
-        return None
-
-    def put_in(self, slot: int, tokens: Sequence[int], data: memoryview) -> None:
-        """Refuse: the model's own caches are its own."""
-        raise UnsupportedModelError("tokens cannot be put into these slots: ask can_move first")
 
     def verify(self, tokens: Mapping[int, Sequence[int]]) -> Tensor:
         """Append one token to each of some slots; see `SlotPool`."""

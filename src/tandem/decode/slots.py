@@ -13,6 +13,7 @@ from torch import Tensor
 from tandem.core.errors import ExecutionError, UnsupportedModelError
 from tandem.decode.images import ImagePrompt, SlotImages, why_no_slot_images
 from tandem.decode.model_runner import ModelRunner
+from tandem.decode.unmovable_slots import UnmovableSlots
 from tandem.hf.finite import require_finite_logits
 from tandem.kv_cache.base import SlotCache
 from tandem.recording.replay import ReplayedStep
@@ -75,7 +76,29 @@ class SlotPool(Protocol):
         """Return a copy of all that a slot keeps of some tokens; None if it forgot a part of it."""
 
     def put_in(self, slot: int, tokens: Sequence[int], data: memoryview) -> None:
-        """Append tokens to a slot, with what `take_out` has returned of the same ones."""
+        """Append tokens to a slot, with what `take_out` has returned of the same ones.
+
+        Where slots have states, the slot is of no use before `put_states`.
+        """
+
+    def cut(self, slot: int, length: int) -> bool:
+        """Let a slot forget what it holds beyond `length` tokens, so that others are put in.
+
+        False: it has forgotten a part of what is before them.
+        """
+
+    @property
+    def has_states(self) -> bool:
+        """Whether slots that can move go on from states, too."""
+
+    def keep_states_every(self, num_tokens: int) -> None:
+        """Leave states that `take_states` finds at every multiple of so many tokens of prompts."""
+
+    def take_states(self, slot: int, length: int) -> memoryview | None:
+        """Return a copy of a slot's states after so many tokens; None: they are not kept."""
+
+    def put_states(self, slot: int, data: memoryview) -> None:
+        """Give a slot whose tokens were put in the states after them."""
 
     @property
     def can_verify(self) -> bool:
@@ -89,7 +112,7 @@ class SlotPool(Protocol):
         """
 
 
-class CachedSlotPool(ABC, Generic[_Cache]):
+class CachedSlotPool(UnmovableSlots, ABC, Generic[_Cache]):
     """Keeps the books of slots on a KV cache of Tandem's. One call at a time."""
 
     can_prefill_in_chunks = True
@@ -158,19 +181,6 @@ class CachedSlotPool(ABC, Generic[_Cache]):
     def verify(self, tokens: Mapping[int, Sequence[int]]) -> Tensor:
         """Append one token to each of some slots; see `SlotPool`."""
         return self.decode({slot: token for slot, (token,) in tokens.items()})
-
-    @property
-    def can_move(self) -> bool:
-        """Whether `take_out` and `put_in` may be called."""
-        return False
-
-    def take_out(self, slot: int, first: int, num_tokens: int) -> memoryview | None:
-        """Return a copy of what a slot keeps of some tokens, where it can be moved."""
-        return None
-
-    def put_in(self, slot: int, tokens: Sequence[int], data: memoryview) -> None:
-        """Append tokens to a slot, with what `take_out` has returned, where it can be moved."""
-        raise UnsupportedModelError("tokens cannot be put into these slots: ask can_move first")
 
     @abstractmethod
     def decode(self, tokens: Mapping[int, int]) -> Tensor:

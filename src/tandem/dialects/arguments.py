@@ -1,27 +1,73 @@
-"""Arguments of calls whose text alone does not say what type they have."""
+"""What the text of a call means: its name, and its arguments with their types."""
 
 import ast
 import json
 import re
 from collections.abc import Iterator, Mapping
-
-from tandem.dialects.dialect import Values
+from typing import NamedTuple
 
 Schemas = Mapping[str, Mapping[str, object]]
 """What tools take, by their names."""
+NAMESPACE = "]<]minimax[>["
+"""Stands before each tag of MiniMax M3, so that no text is one."""
+_TAG = re.compile(re.escape(NAMESPACE) + r"<(/?)([^<>]+)>")
+_SPACE = re.compile(r"[\s,]*")
 
 
-def typed(arguments: object, values: Values, schema: Mapping[str, object]) -> object:
-    """Return arguments with values of their types, by marks in them or by the tool's schema."""
-    if values in ("json", "python") or not isinstance(arguments, dict):
-        return arguments
+class Argument(NamedTuple):
+    """One argument as it is written."""
+
+    key: str
+    text: str
+    kind: str | None
+    """What its tag says that it is; None: the tool's schema knows."""
+    end: int
+    """Where in the text it ends."""
+
+
+def tagged(text: str, tag: "re.Pattern[str]", first: int = 0) -> Iterator[Argument]:
+    """Yield the arguments that have ended, of a text with a tag for each, from a place on."""
+    for match in tag.finditer(text, first):
+        groups = match.groupdict()
+        yield Argument(groups["key"], groups["value"], groups.get("type"), match.end())
+
+
+def nested(text: str, first: int = 0) -> Iterator[Argument]:
+    """Yield the outermost elements that have ended, of a text with tags within tags."""
+    opened, depth = None, 0
+    for match in _TAG.finditer(text, first):
+        is_end, name = bool(match[1]), match[2]
+        if opened is None:
+            opened = None if is_end else match
+        elif name == opened[2]:
+            depth += -1 if is_end else 1
+            if depth < 0:
+                yield Argument(name, text[opened.end() : match.start()], None, match.end())
+                opened, depth = None, 0
+
+
+def value_of(argument: Argument, schema: Mapping[str, object]) -> object:
+    """Return an argument's value: of the type that its tag tells, or by the tool's schema."""
+    if argument.kind is not None:
+        is_text = argument.kind in ("true", "string")
+        return argument.text if is_text else _json(argument.text)
     properties = schema.get("properties")
-    known = properties if isinstance(properties, dict) else {}
-    return {
-        name: _marked(text) if values == "marked" else by_schema(text, known.get(name))
-        for name, text in arguments.items()
-        if isinstance(text, str)
-    }
+    known = properties.get(argument.key) if isinstance(properties, dict) else None
+    return _nested_value(argument.text, known)
+
+
+def _nested_value(text: str, schema: object) -> object:
+    """Return what a text means, which may have elements within."""
+    elements = list(nested(text)) if NAMESPACE in text else []
+    types = set(_types(schema)) if isinstance(schema, dict) else set()
+    if not elements:
+        empty: dict[str, object] = {"array": [], "object": {}}
+        kind = next(iter(types), "") if len(types) == 1 and not text.strip() else ""
+        return empty.get(kind, by_schema(text, schema))
+    of: Mapping[str, object] = schema if isinstance(schema, dict) else {}
+    if "array" in types or ("object" not in types and {one.key for one in elements} == {"item"}):
+        return [_nested_value(one.text, of.get("items")) for one in elements]
+    return {one.key: value_of(one, of) for one in elements}
 
 
 def by_schema(text: str, schema: object) -> object:
@@ -40,12 +86,6 @@ def by_schema(text: str, schema: object) -> object:
     if _type(value) == "string" and isinstance(lowered := _json(text.lower()), bool | None):
         return lowered  # as Python writes them: True, None
     return value
-
-
-def _marked(text: str) -> object:
-    """Read a value behind the rest of its tag: string="true"> or string="false">."""
-    mark, _, value = text.partition('">')
-    return value if mark == "true" else _json(value)
 
 
 def _json(text: str) -> object:
@@ -85,6 +125,26 @@ def _type(value: object) -> str:
         return "null"
     names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
     return names.get(type(value), "object")
+
+
+def json_values(text: str) -> list[object]:
+    """Return the values of a text: JSON, or several one after the other; lists are their members.
+
+    Raises `ValueError` for what is none.
+    """
+    found: list[object] = []
+    decoder, place = json.JSONDecoder(parse_constant=_refuse), 0
+    while (place := _end_of_space(text, place)) < len(text):
+        value, place = decoder.raw_decode(text, place)
+        found += value if isinstance(value, list) else [value]
+    if not found:
+        raise ValueError("there is nothing")
+    return found
+
+
+def _end_of_space(text: str, place: int) -> int:
+    match = _SPACE.match(text, place)
+    return place if match is None else match.end()
 
 
 def python_calls(text: str) -> list[dict[str, object]]:

@@ -4,10 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-# How the text of a call's arguments is turned into values: "json" by the response parser itself;
-# "text" by the tool's schema, because models write strings and numbers alike; "marked": a string
-# is marked as one; "python" is a list of calls as Python writes them.
-Values = Literal["json", "text", "marked", "python"]
+# How calls are written: "json" is one object, or several, of a name and arguments, or the arguments
+# of a call whose name stands in what opens it; "tagged" has a tag for each argument, whose value is
+# typed by the tool's schema, because models write strings and numbers alike, unless the tag says
+# which it is; "nested" has tags within tags; "python" is a list of calls as Python writes them;
+# "parsed" is whatever the response parser has made of it.
+Values = Literal["json", "tagged", "nested", "python", "parsed"]
 Fields = Mapping[str, object]
 
 THINK, END_THINK = "<think>", "</think>"
@@ -28,10 +30,14 @@ class Dialect:
     calls: Fields
     """The response template's field of calls."""
     values: Values = "json"
+    tag: str = ""
+    """A pattern of one argument, with groups `key` and `value`, and `type` if the tag tells it."""
     opening: str = ""
     """What a call begins with, to be shown again where one turns out to be none."""
     think: str = THINK
     end_think: str = END_THINK
+    after_thought: str = ""
+    """What follows the mark that ends reasoning, where that is no empty line."""
     thinks_by: str = ""
     """What shows that a chat template reasons, where the mark itself does not stand in it."""
     thoughts: Fields | None = None
@@ -46,6 +52,13 @@ class Dialect:
     """How tools are described, where a template writes calls and describes none; with {tools}."""
     special: frozenset[str] = field(default_factory=frozenset)
     """Marks that may be special tokens, which texts leave out unless they are asked for."""
+
+    @property
+    def closing(self) -> str:
+        """What is written where reasoning is ended for the model."""
+        if self.after_thought or self.end_think != END_THINK:
+            return self.end_think + self.after_thought
+        return f"\n{self.end_think}\n\n"
 
     def fields(self, *, has_tools: bool, thinks: bool) -> dict[str, object]:
         """Return the fields of a response template for an answer."""
@@ -63,6 +76,11 @@ class Dialect:
         return found
 
 
+def marked_calls(open_pattern: str, close: str) -> Fields:
+    """Return a field of regions between two marks, which hold calls as text."""
+    return {"open_pattern": open_pattern, "close": close, "repeats": True, "content": "text"}
+
+
 def named_calls(open_pattern: str, close_pattern: str, **content: object) -> Fields:
     """Return a field of calls whose name stands in what opens them, as a group `name`."""
     return {
@@ -70,10 +88,5 @@ def named_calls(open_pattern: str, close_pattern: str, **content: object) -> Fie
         "close_pattern": close_pattern,
         "repeats": True,
         "transform": _NAMED_CALL,
-        **(content or {"content": "json"}),
+        **(content or {"content": "text"}),
     }
-
-
-def tagged(tag_pattern: str) -> dict[str, object]:
-    """Return how arguments are read that have a tag each, with groups `key` and `value`."""
-    return {"content": "xml-inline", "content_args": {"tag_pattern": tag_pattern}}

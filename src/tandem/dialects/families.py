@@ -1,33 +1,31 @@
 r"""The families of models, told from each other by their chat templates.
 
-Each is a response template for Transformers' streaming parser. What that parser cannot say is done
-after it (`arguments`): LFM2 calls are Python, which no content parser reads; strings of GLM, Qwen3
-Coder, MiniMax and Hunyuan are written as they are, so that only the tool's schema tells "5" from 5
-(the parser's own casts know no enums); DeepSeek V3.2 marks strings in an attribute, which
-`xml-inline` has no group for.
+Each is a response template for Transformers' streaming parser, which tells reasoning, text and
+calls apart. What is in a call is read after it (`arguments`), because its content parsers give
+nothing before a call has ended; and LFM2's calls are Python, which none of them reads; strings of
+GLM, Qwen3 Coder, MiniMax and Hunyuan are written as they are, so that only the tool's schema tells
+"5" from 5 (the parser's own casts know no enums); DeepSeek V3.2 and Kimi K3 tell types in an
+attribute, which `xml-inline` has no group for; MiniMax M3 has tags within tags.
 
 An optional end, such as `(?:\s*</tool_call>)?`, cannot stand in a pattern: the parser takes the
 match that is there before the rest has come. So what stands around calls is read over by itself.
 """
 
+import re
 from collections.abc import Sequence
 
-from tandem.dialects.dialect import CALL, END_CALL, THINK, Dialect, named_calls, tagged
+from tandem.dialects.arguments import NAMESPACE
+from tandem.dialects.dialect import CALL, END_CALL, THINK, Dialect, marked_calls, named_calls
 
 _SEP, _BEGIN, _END = "<｜tool▁sep｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+_NAMESPACE = re.escape(NAMESPACE)
 _HARMONY_NAME = r"to=(?:functions\.)?(?P<name>[\w.-]+)"
 _HARMONY_TYPE = r"\s*(?:<\|constrain\|>)?\s*\w*\s*<\|message\|>"
 
 HERMES = Dialect(
     name="hermes",
     marks=((CALL,),),
-    calls={
-        "open_pattern": rf"\s*{CALL}",
-        "close": END_CALL,
-        "repeats": True,
-        "content": "json",
-        "transform": {"type": "function", "function": "{content}"},
-    },
+    calls=marked_calls(rf"\s*{CALL}", END_CALL),
     opening=CALL,
     special=frozenset({CALL, THINK}),
 )
@@ -65,6 +63,7 @@ FAMILIES: Sequence[Dialect] = (
             content="json",
             content_args={"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
         ),
+        values="parsed",
         opening="<|tool_call>",
         beside=r"<turn\|>|<\|tool_response>",
         special=frozenset({"<|tool_call>", "<|channel>"}),
@@ -75,12 +74,10 @@ FAMILIES: Sequence[Dialect] = (
         calls=named_calls(
             r'\s*<｜DSML｜invoke name="(?P<name>[^"]+)">',
             r"</｜DSML｜invoke>",
-            **tagged(
-                r'<｜DSML｜parameter name="(?P<key>[^"]+)" string="'
-                r'(?P<value>(?:true|false)">.*?)</｜DSML｜parameter>'
-            ),
         ),
-        values="marked",
+        values="tagged",
+        tag=r'<｜DSML｜parameter name="(?P<key>[^"]+)" string="(?P<type>true|false)">'
+        r"(?P<value>.*?)</｜DSML｜parameter>",
         around=r"\s*</?｜DSML｜(?:function_calls|tool_calls)>",
         special=frozenset({"｜DSML｜", THINK}),
     ),
@@ -115,14 +112,44 @@ FAMILIES: Sequence[Dialect] = (
         special=frozenset({"<|tool_call_begin|>", THINK}),
     ),
     Dialect(
-        name="minimax",
+        name="kimi-k3",
+        marks=(("<|open|>", "<|close|>", "<|sep|>"),),
+        think="<|open|>think<|sep|>",
+        end_think="<|close|>think<|sep|>",
+        after_thought="<|open|>response<|sep|>",
+        thinks_by="open_tag('think'",
+        calls=named_calls(
+            r'\s*<\|open\|>call tool="(?P<name>[^"]+)"[^<]*<\|sep\|>',
+            r"<\|close\|>call<\|sep\|>",
+        ),
+        values="tagged",
+        tag=r'<\|open\|>argument key="(?P<key>[^"]+)" type="(?P<type>\w+)"<\|sep\|>'
+        r"(?P<value>.*?)<\|close\|>argument<\|sep\|>",
+        around=r"\s*<\|(?:open|close)\|>tools<\|sep\|>",
+        beside=r"<\|(?:open|close)\|>(?:response|message)<\|sep\|>|<\|end_of_msg\|>",
+        special=frozenset({"<|open|>", "<|close|>", "<|sep|>"}),
+    ),
+    Dialect(
+        name="minimax-m3",
+        marks=((NAMESPACE,),),
+        think="<mm:think>",
+        end_think="</mm:think>",
+        calls=named_calls(
+            rf'\s*{_NAMESPACE}<invoke name="(?P<name>[^"]+)">', rf"{_NAMESPACE}</invoke>"
+        ),
+        values="nested",
+        around=rf"\s*{_NAMESPACE}</?tool_call>",
+        special=frozenset({NAMESPACE, "<mm:think>"}),
+    ),
+    Dialect(
+        name="minimax",  # M2
         marks=(("minimax:tool_call",),),
         calls=named_calls(
             r'\s*<invoke name="(?P<name>[^"]+)">',
             r"</invoke>",
-            **tagged(r'<parameter name="(?P<key>[^"]+)">(?P<value>.*?)</parameter>'),
         ),
-        values="text",
+        values="tagged",
+        tag=r'<parameter name="(?P<key>[^"]+)">(?P<value>.*?)</parameter>',
         around=r"\s*</?minimax:tool_call>",
         special=frozenset({"<minimax:tool_call>", THINK}),
     ),
@@ -135,12 +162,10 @@ FAMILIES: Sequence[Dialect] = (
         calls=named_calls(
             r"\s*<tool_call(?::\w+)?>(?P<name>[^\s<]+)<tool_sep(?::\w+)?>",
             r"</tool_call(?::\w+)?>",
-            **tagged(
-                r"<arg_key(?::\w+)?>(?P<key>.*?)</arg_key(?::\w+)?>\s*"
-                r"<arg_value(?::\w+)?>(?P<value>.*?)</arg_value(?::\w+)?>"
-            ),
         ),
-        values="text",
+        values="tagged",
+        tag=r"<arg_key(?::\w+)?>(?P<key>.*?)</arg_key(?::\w+)?>\s*"
+        r"<arg_value(?::\w+)?>(?P<value>.*?)</arg_value(?::\w+)?>",
         around=r"\s*</?tool_calls(?::\w+)?>",
         special=frozenset({"<tool_call:opensource>", "<think:opensource>"}),
     ),
@@ -150,9 +175,9 @@ FAMILIES: Sequence[Dialect] = (
         calls=named_calls(
             r"\s*<tool_call>\s*(?P<name>[^\s<{]+)",
             r"</tool_call>",
-            **tagged(r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"),
         ),
-        values="text",
+        values="tagged",
+        tag=r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
         opening="<tool_call>",
         special=frozenset({"<tool_call>", "<arg_key>", THINK}),
     ),
@@ -162,9 +187,9 @@ FAMILIES: Sequence[Dialect] = (
         calls=named_calls(
             r"\s*<function=(?P<name>[^>\n]+)>",
             r"</function>",
-            **tagged(r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"),
         ),
-        values="text",
+        values="tagged",
+        tag=r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>",
         around=r"\s*</?tool_call>",
         special=frozenset({"<tool_call>", THINK}),
     ),
@@ -181,21 +206,24 @@ FAMILIES: Sequence[Dialect] = (
         special=frozenset({"[TOOL_CALLS]", "[THINK]"}),
     ),
     Dialect(
+        name="minimax-m1",
+        marks=(("<tool_calls>", "<beginning_of_sentence>ai"),),
+        thinks_by="<tool_calls>",
+        calls=marked_calls(r"\s*<tool_calls>", "</tool_calls>"),
+        opening="<tool_calls>",
+        special=frozenset({"<tool_calls>", THINK}),
+    ),
+    Dialect(
         name="mistral-v3",  # Nemo, Mixtral
         marks=(("[TOOL_CALLS]",),),
-        calls={"open_pattern": r"\s*\[TOOL_CALLS\]", "close": "</s>", "content": "json"},
+        calls=marked_calls(r"\s*\[TOOL_CALLS\]", "</s>"),
         opening="[TOOL_CALLS]",
         special=frozenset({"[TOOL_CALLS]"}),
     ),
     Dialect(
         name="lfm2",
         marks=(("<|tool_call_start|>",), ("<|tool_list_start|>",), ("List of tools: [",)),
-        calls={
-            "open_pattern": r"\s*<\|tool_call_start\|>",
-            "close": "<|tool_call_end|>",
-            "content": "text",
-            "repeats": True,
-        },
+        calls=marked_calls(r"\s*<\|tool_call_start\|>", "<|tool_call_end|>"),
         values="python",
         opening="<|tool_call_start|>",
         special=frozenset({"<|tool_call_start|>", THINK}),
@@ -203,22 +231,13 @@ FAMILIES: Sequence[Dialect] = (
     Dialect(
         name="nemotron",  # Nano 2
         marks=(("<TOOLCALL>",),),
-        calls={
-            "open_pattern": r"\s*<TOOLCALL>",
-            "close": "</TOOLCALL>",
-            "content": "json",
-            "repeats": True,
-        },
+        calls=marked_calls(r"\s*<TOOLCALL>", "</TOOLCALL>"),
         opening="<TOOLCALL>",
     ),
     Dialect(
         name="granite",  # 3.3; newer ones write as Hermes
         marks=(("<|tool_call|>",),),
-        calls={
-            "open_pattern": r"\s*<\|tool_call\|>",
-            "close": "<|end_of_text|>",
-            "content": "json",
-        },
+        calls=marked_calls(r"\s*<\|tool_call\|>", "<|end_of_text|>"),
         opening="<|tool_call|>",
         beside=r"\s*</?response>",
         special=frozenset({"<|tool_call|>"}),

@@ -8,7 +8,7 @@ them in the system message, in Hermes' form.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tandem.core.errors import ConfigError
 from tandem.dialects.arguments import Schemas
@@ -25,8 +25,16 @@ from tandem.dialects.turns import (
 )
 from tandem.foreign_types import Tokenizer
 
+if TYPE_CHECKING:
+    from tandem.decode.images import ImagePrompt
+
 # Nothing of the prompt is read by ours, so the anchor is one that never comes.
 _TEMPLATE: Mapping[str, object] = {"defaults": {"role": "assistant"}, "start_anchor": "\0"}
+
+
+# What a tokenizer's own response template makes of calls is taken as it is.
+_OWN = Dialect(name="own", marks=(), calls={}, values="parsed")
+_NO_PLACE = "the model has no chat template, so images have no place in its prompts; leave them out"
 
 
 class TemplateError(ConfigError):
@@ -46,6 +54,8 @@ class ChatPrompt:
     ids: list[int]
     is_thinking: bool
     """Whether the template has opened the reasoning already."""
+    images: "ImagePrompt | None" = None
+    """Its images, once the model's processor has written them; then `ids` are theirs."""
 
 
 class ChatFormat:
@@ -109,6 +119,8 @@ class ChatFormat:
         options: Mapping[str, object],
     ) -> str:
         if not self._has_template:
+            if any(isinstance(turn.get("content"), list) for turn in turns):
+                raise TemplateError(_NO_PLACE, _NO_PLACE)
             return "\n".join(str(turn.get("content", "")) for turn in turns)
         try:
             return self._applied(turns, tools, options)
@@ -154,7 +166,7 @@ class ChatFormat:
         An answer that a grammar rules has our marks, whatever the tokenizer describes.
         """
         if self._own_template is not None and not is_ruled:
-            return AnswerReader(self._own_template, prompt.text, "")
+            return AnswerReader(self._own_template, prompt.text, "", _OWN, _schemas(tools))
         dialect = HERMES if is_ruled else self.dialect
         fields = dialect.fields(has_tools=bool(tools), thinks=self.thinks and not is_ruled)
         if not fields:
@@ -163,9 +175,8 @@ class ChatFormat:
             {**_TEMPLATE, "fields": {**fields, "content": {"content": "text"}}},
             "",
             dialect.think if prompt.is_thinking else "",
-            values=dialect.values,
-            schemas=_schemas(tools),
-            opening=dialect.opening,
+            dialect,
+            _schemas(tools),
         )
 
     def keeps_special(self, *, has_tools: bool) -> bool:

@@ -1,33 +1,16 @@
 """Takes what a model wrote apart into reasoning, text and calls of tools, however it is cut."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import Any
 
-from tandem.dialects.arguments import Schemas, python_calls, typed
-from tandem.dialects.dialect import Values
+from tandem.dialects.arguments import Schemas
+from tandem.dialects.coming_call import ComingCalls
+from tandem.dialects.dialect import Dialect
+from tandem.dialects.parts import AnswerPart
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 # What a broken format raises in Transformers' parser, and in ours.
-_BROKEN = (ValueError, KeyError, TypeError)
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A call of a tool."""
-
-    name: str
-    arguments: str
-    """JSON text."""
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerPart:
-    """A part of an answer: exactly one field is there."""
-
-    content: str = ""
-    reasoning: str = ""
-    call: Call | None = None
+_BROKEN = (ValueError, KeyError, TypeError, RecursionError)
 
 
 class AnswerReader:
@@ -38,23 +21,19 @@ class AnswerReader:
         template: Mapping[str, object],
         prefix: str,
         begun: str,
-        *,
-        values: Values = "json",
+        dialect: Dialect,
         schemas: Schemas | None = None,
-        opening: str = "",
     ) -> None:
         """Read by a response template; `begun` is what the prompt has opened already.
 
-        `opening` is what a call begins with, for one that turns out to be text. `schemas` say of
-        what type the arguments are, where `values` leaves that to them.
+        `dialect` says how calls are written, and `schemas` what tools there are.
         """
-        from transformers.utils.chat_parsing import ResponseParser
-
-        self._parser = ResponseParser(dict(template), prefix=prefix)
-        self._values, self._schemas, self._opening = values, schemas or {}, opening
+        self._parser = _parser(dict(template), prefix)
+        self._dialect, self._schemas = dialect, schemas or {}
         self._is_at_start = {"content": True, "reasoning": True}
         self._is_broken = False
-        self._open_call = ""  # the text of a call that has not ended
+        self._calls: ComingCalls | None = None
+        self._open_text = ""  # of calls that have not begun, which may turn out to be none
         if begun:
             self._parser.feed(begun)
 
@@ -67,7 +46,7 @@ class AnswerReader:
             found.extend(self._parts(self._parser.feed(text)))
         except _BROKEN:  # the model broke its own format: plain text
             self._is_broken = True
-            found.append(AnswerPart(content=self._open_call + text))
+            found.append(AnswerPart(content=self._open_text + text))
         return found
 
     def finish(self) -> list[AnswerPart]:
@@ -78,11 +57,11 @@ class AnswerReader:
         try:
             found.extend(self._parts(self._parser.finalize()[1]))
         except _BROKEN:
-            if self._open_call:
-                found.append(AnswerPart(content=self._open_call))
+            if self._open_text:
+                found.append(AnswerPart(content=self._open_text))
         return found
 
-    def _parts(self, events: Sequence[Mapping[str, object]]) -> Iterator[AnswerPart]:
+    def _parts(self, events: Sequence[Mapping[str, Any]]) -> Iterator[AnswerPart]:
         for event in events:
             field = event.get("field")
             if field == "tool_calls":
@@ -96,38 +75,41 @@ class AnswerReader:
             elif field != "content":  # what stood around calls
                 self._is_at_start["content"] = True
 
-    def _call_parts(self, event: Mapping[str, object]) -> Iterator[AnswerPart]:
+    def _call_parts(self, event: Mapping[str, Any]) -> Iterator[AnswerPart]:
         if event["type"] == "region_open":
-            self._open_call = self._opening
-        elif event["type"] == "region_chunk":
-            self._open_call += str(event.get("text") or "")
-        else:
-            written, self._open_call = self._open_call, ""
+            self._open_text = self._dialect.opening
+            name = event.get("captures", {}).get("name")
+            self._calls = ComingCalls(self._dialect, name and name.strip(), self._schemas)
+        elif event["type"] == "region_chunk" and self._calls is not None:
+            text = str(event.get("text") or "")
+            self._open_text += text
+            yield from self._calls.feed(text)
+        elif self._calls is not None:
+            written, self._open_text = self._open_text, ""
             self._is_at_start["content"] = True
             try:
-                calls = list(self._calls(event.get("value")))
+                yield from self._calls.finish(event.get("value"))
             except _BROKEN:  # a call that is none is text
                 yield AnswerPart(content=written)
-            else:
-                yield from (AnswerPart(call=call) for call in calls)
-
-    def _calls(self, value: object) -> Iterator[Call]:
-        """Yield the calls that a region holds: one, a list, or Python; raises for a broken one."""
-        if self._values == "python" and isinstance(value, str):
-            value = python_calls(value)
-        for one in value if isinstance(value, list) else [value]:
-            function = one.get("function", one) if isinstance(one, dict) else None
-            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-                raise ValueError("a call has no name")
-            name = function["name"].strip()
-            arguments = function.get("arguments", function.get("parameters", {}))
-            arguments = typed(arguments, self._values, self._schemas.get(name, {}))
-            if not isinstance(arguments, str):
-                arguments = json.dumps(arguments, ensure_ascii=False)
-            yield Call(name, arguments)
 
     def _stripped(self, part: str, text: str) -> str:
         if self._is_at_start[part]:
             text = text.lstrip()
             self._is_at_start[part] = not text
         return text
+
+
+def _parser(template: dict[str, object], prefix: str) -> Any:
+    """Return Transformers' parser, which says with each opening what its pattern has named.
+
+    Its own events keep that for the end, when it is too late to stream. Where a version of it has
+    other insides, calls come whole.
+    """
+    from transformers.utils.chat_parsing import ResponseParser
+
+    class Parser(ResponseParser):  # type: ignore[misc]
+        def _open_explicit(self, events: list[dict[str, Any]], field: Any, match: Any) -> None:
+            super()._open_explicit(events, field, match)
+            events[-1]["captures"] = match.groupdict()
+
+    return Parser(template, prefix=prefix)

@@ -14,6 +14,9 @@ _TOOLS_TEXT = (
 )
 
 
+_KIMI_EFFORTS = {"minimal": "low", "low": "low", "medium": "high", "high": "high", "xhigh": "max"}
+
+
 def as_template_reads(turns: Sequence[Turn], template: str) -> list[Turn]:
     """Return turns with the names and ids that a chat template asks for."""
     found = [dict(turn) for turn in turns]
@@ -31,6 +34,12 @@ def as_template_reads(turns: Sequence[Turn], template: str) -> list[Turn]:
 
 def options_of(options: Mapping[str, object], template: str) -> Mapping[str, object]:
     """Return a template's options with the values that it knows."""
+    if "thinking_mode" in template and "enable_thinking" in options:  # MiniMax M3's
+        mode = "enabled" if options["enable_thinking"] else "disabled"
+        return {"thinking_mode": mode, **options}
+    if "thinking_effort" in template:  # Kimi K3's
+        wanted = _KIMI_EFFORTS.get(str(options.get("reasoning_effort")))
+        return {"thinking_effort": wanted, **options} if wanted else options
     if "<tool_sep" not in template:  # Hunyuan's
         return options
     effort = options.get("reasoning_effort")
@@ -70,19 +79,28 @@ def without_tools(
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     text = (described or _TOOLS_TEXT).format(tools=listed)
     if plain and plain[0]["role"] == "system":
-        first = {**plain[0], "content": f"{plain[0]['content']}\n\n{text}"}
+        first = {**plain[0], "content": _around("", plain[0]["content"], f"\n\n{text}")}
         return [first, *plain[1:]]
     return [{"role": "system", "content": text}, *plain]
 
 
 def _plain_turn(turn: Turn) -> Turn:
     if turn["role"] == "tool":
-        content = f"<tool_response>\n{turn['content']}\n</tool_response>"
+        content = _around("<tool_response>\n", turn["content"], "\n</tool_response>")
         return {"role": "user", "content": content}
     for call in turn.pop("tool_calls", None) or ():
         text = json.dumps(call["function"], ensure_ascii=False)
-        turn["content"] = f"{turn['content']}\n<tool_call>\n{text}\n</tool_call>".lstrip()
+        before = "\n" if turn["content"] else ""
+        turn["content"] = _around("", turn["content"], f"{before}<tool_call>\n{text}\n</tool_call>")
     return turn
+
+
+def _around(before: str, content: Any, after: str) -> Any:
+    """Put texts around a content: a text, or parts of which some are images."""
+    if isinstance(content, str):
+        return f"{before}{content}{after}"
+    parts = ({"type": "text", "text": text} for text in (before, after) if text)
+    return [*([next(parts)] if before else []), *content, *parts]
 
 
 def _with_ids(turn: Turn, names: Mapping[str, str]) -> Turn:

@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from tandem.core.errors import TandemError
+from tandem.decode.images import why_no_images
 from tandem.engine.constraint import Grammars
 from tandem.engine.live import LiveSnapshots
 from tandem.engine.messages import (
@@ -46,6 +47,7 @@ from tandem.generate.pace import Pace
 from tandem.generate.penalties import PenalisedScores, Together
 from tandem.generate.running import Constraint, Request
 from tandem.generate.sampling import SamplingOptions
+from tandem.generate.thinking import BoundedThinking
 from tandem.generate.token_output import BatchCounts
 from tandem.hf.dense import pack_as_loaded
 from tandem.hf.next_token_models import context_tokens, end_of_sequence_ids, vocabulary_size
@@ -84,7 +86,7 @@ class Engine:
         if runtime.options.dense_dtype == "auto":
             # An answer that does not depend on its batch matters more here than a few per cent.
             pack_as_loaded(model, runtime.threads)
-        self._model = model
+        self._model, self._tokenizer = model, tokenizer
         self._connection = connection
         generator = Generator(
             model, tokenizer, has_replay=settings.has_replay, speculate=settings.speculate
@@ -129,6 +131,7 @@ class Engine:
             num_experts=max(layer.arrivals.num_experts for layer in executor.store),
             device=str(self._model.device) if cache is None else cache.device.name,
             why_padded=generator.why_padded,
+            why_no_images=why_no_images(self._model, is_padded=generator.why_padded is not None),
         )
 
     def run(self) -> None:
@@ -182,18 +185,21 @@ class Engine:
                     may_speculate=message.may_speculate,
                     priority=message.priority,
                     end=message.end,
+                    images=message.images,
                 )
             )
         except Exception as error:
             self._tell_failed((message.request_id,), error)
 
     def _constraint(self, message: Submit) -> Constraint | None:
-        """Return what rules the choice of tokens; a grammar has the last word."""
+        """Return what rules the choice of tokens; what a grammar forbids does not come."""
         found: list[Constraint] = []
         if message.penalties is not None:
             found.append(PenalisedScores(message.penalties))
         if message.grammar is not None:
             found.append(self._grammars.constraint(message.grammar))
+        if message.thinking is not None:
+            found.append(BoundedThinking(message.thinking, self._tokenizer))
         return found[0] if len(found) == 1 else Together(found) if found else None
 
     def _tell_failed(self, numbers: Sequence[int], error: Exception) -> None:

@@ -7,14 +7,18 @@ was under way already: the receiver drops that.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from tandem.foreign_types import PreTrainedModel, Tokenizer
 from tandem.generate.ending import EndOptions
 from tandem.generate.kept_prefixes import KeptPrefixes
 from tandem.generate.penalties import Penalties
 from tandem.generate.sampling import SamplingOptions
+from tandem.generate.thinking import ThinkingLimit
 from tandem.generate.token_output import BatchCounts, TokenOutput
+
+if TYPE_CHECKING:
+    from tandem.decode.images import ImagePrompt
 
 # Loads (model, tokenizer); pickled by name, so that the engine process can call it.
 ModelLoader = Callable[[], tuple[PreTrainedModel, Tokenizer]]
@@ -52,6 +56,8 @@ class Submit:
     may_speculate: bool = True
     priority: int = 0
     end: EndOptions = field(default_factory=EndOptions)
+    images: "ImagePrompt | None" = None
+    thinking: ThinkingLimit | None = None
 
 
 class Cancel(NamedTuple):
@@ -85,6 +91,8 @@ class ModelInfo:
     device: str
     why_padded: str | None
     """Why requests run one after another; None: they run together."""
+    why_no_images: str | None
+    """Why requests with images are refused; None: the model takes them."""
 
 
 class Ready(NamedTuple):

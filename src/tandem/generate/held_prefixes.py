@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from tandem.decode.slots import SlotPool, num_shared
 from tandem.generate.running import Request, Running
-from tandem.kv_cache.prefix_files import SEGMENT_TOKENS, PrefixFiles
+from tandem.kv_cache.prefix_files import SEGMENT_TOKENS, SEGMENTS_BETWEEN_STATES, PrefixFiles
 
 # Segments that are read in one step while other requests wait for their tokens.
 _READ_BESIDE_OTHERS = 4
@@ -90,6 +90,9 @@ class HeldPrefixes:
         end = first
         while end < len(keys) and files.has(keys[end]):
             end += 1
+        if self._pool.has_states:  # what is beyond the last states is computed
+            while end > first and not files.has(files.states_key(keys[end - 1])):
+                end -= 1
         running.on_disk = [(number * SEGMENT_TOKENS, keys[number]) for number in range(first, end)]
 
     def read(self, running: Running, *, is_alone: bool) -> int:
@@ -110,17 +113,29 @@ class HeldPrefixes:
         first, key = running.on_disk.pop(0)
         if first + SEGMENT_TOKENS <= running.num_done:  # another slot had it meanwhile
             return True
-        can_go_on = self._pool.usable(running.slot, first) == first
-        data = files.read(key) if can_go_on else None
-        if data is None:
-            running.on_disk.clear()
-            return False
+        data = files.read(key)
+        if data is None or not self._pool.cut(running.slot, first):
+            return self._give_up(running)
         tokens = running.request.keys[first : first + SEGMENT_TOKENS]
-        self._pool.keep(running.slot, first)
         self._pool.put_in(running.slot, tokens, data)
         running.num_done = first + SEGMENT_TOKENS
+        if self._pool.has_states and not running.on_disk:
+            states = files.read(files.states_key(key))
+            if states is None:
+                return self._give_up(running)
+            self._pool.put_states(running.slot, states)
         self.num_read_tokens += SEGMENT_TOKENS
         return True
+
+    def _give_up(self, running: Running) -> bool:
+        """Read no more; go back to where the slot has states, if it needs them. Returns False."""
+        pool, slot = self._pool, running.slot
+        running.on_disk.clear()
+        if pool.has_states:
+            usable = pool.usable(slot, min(running.num_done, len(pool.held(slot))))
+            pool.keep(slot, usable)
+            running.num_done = usable
+        return False
 
     @property
     def has_unwritten(self) -> bool:
@@ -157,11 +172,20 @@ class HeldPrefixes:
             self._keys[slot] = files.keys(held, self._keys[slot])
             while (number := self._num_written[slot]) < len(self._keys[slot]):
                 self._num_written[slot] += 1
-                key = self._keys[slot][number]
-                if files.has(key):
-                    continue
-                data = self._pool.take_out(slot, number * SEGMENT_TOKENS, SEGMENT_TOKENS)
-                if data is not None:
-                    files.offer(key, data)
+                if self._write_one(files, slot, number):
                     return True
         return False
+
+    def _write_one(self, files: PrefixFiles, slot: int, number: int) -> bool:
+        """Hand a slot's segment to be written, and the states at its end; False: all is there."""
+        key, first = self._keys[slot][number], number * SEGMENT_TOKENS
+        found = {}
+        if not files.has(key):
+            found[key] = self._pool.take_out(slot, first, SEGMENT_TOKENS)
+        states_key = files.states_key(key)
+        if (number + 1) % SEGMENTS_BETWEEN_STATES == 0 and not files.has(states_key):
+            found[states_key] = self._pool.take_states(slot, first + SEGMENT_TOKENS)
+        for one, data in found.items():
+            if data is not None:
+                files.offer(one, data)
+        return any(data is not None for data in found.values())

@@ -131,8 +131,10 @@ def open_image(source: "str | Path | bytes | Image", name: str = "") -> "Image":
             "make it smaller"
         )
     try:
-        return ImageOps.exif_transpose(found).convert("RGB")
-    except (OSError, ValueError, SyntaxError) as error:  # Pillow reads the pixels here
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return ImageOps.exif_transpose(found).convert("RGB")
+    except Exception as error:  # Pillow reads the pixels here; its decoders have no common class
         raise ConfigError(f"{name} is damaged ({_first_line(error)}); give another one") from error
 
 
@@ -142,7 +144,7 @@ def _opened(source: str | Path | bytes, name: str) -> "Image":
     try:
         with warnings.catch_warnings():
             # Pillow's own limit is a warning or an error by size; ours is checked right after.
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            warnings.simplefilter("ignore")
             data = source if isinstance(source, bytes) else _read(Path(source).expanduser())
             return Image.open(io.BytesIO(data), formats=_FORMATS)
     except Image.DecompressionBombError as error:
@@ -152,7 +154,7 @@ def _opened(source: str | Path | bytes, name: str) -> "Image":
     except UnidentifiedImageError as error:
         kinds = ", ".join(_FORMATS)
         raise ConfigError(f"{name} is not an image; expected {kinds}") from error
-    except (OSError, ValueError, SyntaxError) as error:
+    except Exception as error:  # a damaged header may raise anything
         raise ConfigError(f"{name} cannot be read: {_first_line(error)}") from error
 
 

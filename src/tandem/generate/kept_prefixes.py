@@ -31,18 +31,23 @@ class KeptPrefixes:
 
         from tandem.hf.identity import model_identity
         from tandem.hf.lookahead.warm_up import warm_up_ids
-        from tandem.kv_cache.prefix_files import PrefixFiles
+        from tandem.kv_cache.prefix_files import (
+            SEGMENT_TOKENS,
+            SEGMENTS_BETWEEN_STATES,
+            PrefixFiles,
+        )
 
         tokens = warm_up_ids(model, _PROBE_TOKENS).tolist()
         pool.prefill({0: tokens})
         if not pool.can_move:
             pool.keep(0, 0)
             _log.warning(
-                "beginnings of prompts are not kept on disk: this model keeps more than keys and "
-                "values, or keeps them elsewhere"
+                "beginnings of prompts are not kept on disk: this model keeps its keys and values "
+                "on a GPU, in Transformers' own caches or in other blocks"
             )
             return None
         probe = pool.take_out(0, 0, _PROBE_TOKENS)
         assert probe is not None
         pool.keep(0, 0)
+        pool.keep_states_every(SEGMENT_TOKENS * SEGMENTS_BETWEEN_STATES)
         return PrefixFiles(self.directory, self.limit_bytes, model_identity(model).encode() + probe)

@@ -31,10 +31,11 @@ class Checkpoint(NamedTuple):
         return sum(state.nbytes for state in self.states)
 
 
-def cut_lengths(first: int, end: int, newest: int) -> list[int]:
+def cut_lengths(first: int, end: int, newest: int, every: int = 0) -> list[int]:
     """Return the lengths at which a prompt part of the tokens `first` to `end` is cut, ascending.
 
-    `newest` is the length of the last checkpoint before it.
+    `newest` is the length of the last checkpoint before it. All multiples of `every` are among
+    them, if it is not 0.
     """
     lengths: list[int] = []
     bound = math.inf
@@ -44,7 +45,8 @@ def cut_lengths(first: int, end: int, newest: int) -> list[int]:
         if bound - length >= _LEAST_APART:
             lengths.append(length)
             bound = length
-    return lengths[::-1]
+    kept = range((first // every + 1) * every, end + 1, every) if every else ()
+    return sorted({*lengths, *kept})
 
 
 def most_checkpoints(num_tokens: int, part_tokens: int) -> int:

@@ -72,10 +72,12 @@ class KvCache(SlotCache):
             for length in self.lengths
         ) + sum(map(self.index_keys.read_bytes, self.lengths))
 
-    @property
-    def is_of_keys_and_values(self) -> bool:
-        """Whether keys and values are all that is kept, as far as the model was run."""
-        return bool(self._layers) and not (self.states or self.index_keys.num_bytes)
+    def can_move(self, num_tokens: int) -> bool:
+        """Tell whether what is kept of so many tokens is whole blocks, as far as the model was run.
+
+        States do not count: they are not of tokens.
+        """
+        return bool(self._layers) and all(num_tokens % n == 0 for n in self.index_keys.blocks)
 
     def layers_of(self, slot: int) -> list[tuple[CachedAttention, int]]:
         """Return the layers in their order, each with the first position that a slot keeps."""
@@ -138,7 +140,7 @@ class KvCache(SlotCache):
         self.index_keys.copy_prefix(source, target, length)
         for window in self._windows.values():
             window.follow(source, target)
-        if length == self.lengths[source]:
+        if length == self.lengths[source] and not self.states.is_lost(source):
             self.states.copy(source, target)
         else:
             self.states.restore(source, target, length)
@@ -151,7 +153,7 @@ class KvCache(SlotCache):
         states, as many as the longest checkpoint has.
         """
         assert length <= self.lengths[slot]
-        if self.states and length < self.lengths[slot]:
+        if self.states and (length < self.lengths[slot] or self.states.is_lost(slot)):
             length = self.states.best_length(slot, length)
         is_there = all(window.reaches(slot, length) for window in self._windows.values())
         return length if is_there else 0
@@ -159,8 +161,24 @@ class KvCache(SlotCache):
     def truncate(self, slot: int, length: int) -> None:
         """Forget a slot's tokens from `length` on, which is `usable`."""
         assert length == self.usable(slot, length)
-        if length < self.lengths[slot]:
+        if length < self.lengths[slot] or self.states.is_lost(slot):
             self.states.restore(slot, slot, length)
+        self._forget(slot, length)
+
+    def cut(self, slot: int, length: int) -> bool:
+        """Forget a slot's tokens from `length` on, so that others can be put in.
+
+        States are lost by that, until some are put in. False, and nothing is forgotten, if layers
+        with a window no longer have what the next token sees.
+        """
+        if not all(window.reaches(slot, length) for window in self._windows.values()):
+            return False
+        if self.states:
+            self.states.lose(slot, length)
+        self._forget(slot, length)
+        return True
+
+    def _forget(self, slot: int, length: int) -> None:
         super().truncate(slot, length)
         if length == 0:
             for window in self._windows.values():

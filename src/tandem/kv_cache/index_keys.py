@@ -69,6 +69,16 @@ class IndexStore:
         kept = self._layers.items()
         return sum(keys[0, :1].nbytes * -(-num_tokens // block) for (_, block), keys in kept)
 
+    @property
+    def blocks(self) -> set[int]:
+        """How many tokens a key is of, in any layer."""
+        return {block for _, block in self._layers}
+
+    def memory(self, slot: int, first: int, num_tokens: int) -> Iterator[Tensor]:
+        """Yield the memory of some tokens, which fill whole blocks: (blocks, bytes) uint8."""
+        for (_, block), keys in sorted(self._layers.items()):
+            yield keys[slot, first // block : (first + num_tokens) // block].view(torch.uint8)
+
     def read_bytes(self, length: int) -> int:
         """Return the bytes that a token reads at most in a slot of so many tokens."""
         return self.bytes_of(length) if length > self._most else 0

@@ -24,6 +24,8 @@ from pathlib import Path
 _log = logging.getLogger("tandem.kv_cache")
 
 SEGMENT_TOKENS = 256
+# States are kept at the end of each of so many segments: they may be larger than the segments.
+SEGMENTS_BETWEEN_STATES = 2
 _MAGIC = b"TANDEMKV"
 _HEADER = struct.Struct("<8sQI")  # magic, bytes of what follows, its CRC-32
 _SUFFIX = ".kv"
@@ -73,6 +75,10 @@ class PrefixFiles:
             previous = digest.digest()
             found.append(previous)
         return found
+
+    def states_key(self, key: bytes) -> bytes:
+        """Return the key of a model's states at the end of a segment."""
+        return hashlib.blake2b(key, digest_size=16, person=b"states").digest()
 
     def has(self, key: bytes) -> bool:
         """Tell whether a segment is there, as far as this process knows."""

@@ -61,6 +61,8 @@ class StateStore:
         self._layers: dict[StateKey, LayerState] = {}
         self._checkpoints = KeptCheckpoints(num_slots)
         self._cuts: list[_Cut] = []
+        self._every = 0
+        self._lost: set[int] = set()  # slots whose tokens were put in, and their states not yet
         self._budget = most_checkpoint_bytes(host_memory.available_bytes())
 
     def __bool__(self) -> bool:
@@ -91,7 +93,8 @@ class StateStore:
         for segment in segments:
             begin, slot = segment.first_position, segment.slot
             newest = self._checkpoints.newest(slot)
-            for length in cut_lengths(begin, begin + segment.num_tokens, newest)[-self._most() :]:
+            end = begin + segment.num_tokens
+            for length in cut_lengths(begin, end, newest, self._every)[-self._most() :]:
                 self._cuts.append(_Cut(slot, first + length - begin, length))
             first += segment.num_tokens
 
@@ -106,13 +109,14 @@ class StateStore:
             first = cut.token
         if not outputs:
             return layer(threads, tokens, inputs)
-        outputs.append(_part(threads, layer, tokens, inputs, slice(first, None)))
+        if first < len(tokens.slots):
+            outputs.append(_part(threads, layer, tokens, inputs, slice(first, None)))
         return torch.cat(outputs)
 
     def commit(self) -> None:
         """Keep the checkpoints of the forward that is through."""
         for cut in self._cuts:
-            if len(cut.states) == len(self._layers):
+            if cut.states and len(cut.states) == len(self._layers):
                 self._checkpoints.add(cut.slot, cut.length, cut.states)
         self._cuts = []
         self._checkpoints.thin(self._budget)
@@ -131,6 +135,48 @@ class StateStore:
 
         return put_back
 
+    # ---- moving ----------------------------------------------------------------------------------
+
+    def keep_every(self, num_tokens: int) -> None:
+        """Leave a checkpoint at every multiple of so many tokens of prompts, too."""
+        self._every = num_tokens
+
+    def is_lost(self, slot: int) -> bool:
+        """Tell whether a slot's states are not those of its tokens."""
+        return slot in self._lost
+
+    def lose(self, slot: int, length: int) -> None:
+        """Let a slot go on from so many tokens without their states, which are put in later."""
+        self._checkpoints.copy(slot, slot, length)
+        self._lost.add(slot)
+
+    @torch.inference_mode()
+    def take_out(self, slot: int, length: int) -> memoryview | None:
+        """Return a copy of a slot's states after so many tokens; None: there is no checkpoint."""
+        kept = self._checkpoints.longest(slot, length)
+        if kept is None or kept.length != length:
+            return None
+        copied = torch.cat([state.flatten().view(torch.uint8) for state in kept.states])
+        return copied.numpy().data
+
+    @torch.inference_mode()
+    def put_in(self, slot: int, length: int, data: memoryview) -> None:
+        """Let a slot stand where `take_out` has stood; a checkpoint there is kept, too."""
+        source = torch.frombuffer(data, dtype=torch.uint8)
+        states, begin = [], 0
+        for layer in self._layers.values():
+            own = layer.states[slot]
+            part = source[begin : begin + own.nbytes].clone()
+            states.append(part.view(own.dtype).view(own.shape))
+            layer.states[slot] = states[-1]
+            begin += own.nbytes
+        assert begin == len(data)
+        self._lost.discard(slot)
+        self._checkpoints.add(slot, length, states)
+        self._checkpoints.thin(self._budget)
+
+    # ---- going back ------------------------------------------------------------------------------
+
     def best_length(self, slot: int, length: int) -> int:
         """Return the greatest length up to `length` that a checkpoint of a slot has, or 0."""
         longest = self._checkpoints.longest(slot, length)
@@ -143,6 +189,7 @@ class StateStore:
         At length 0 there is none: operations begin there with zeros.
         """
         self._checkpoints.copy(source, target, length)
+        self._lost.discard(target)
         if length and self._layers:
             kept = self._checkpoints.longest(target, length)
             assert kept is not None
@@ -155,6 +202,7 @@ class StateStore:
         """Let a slot stand where another one stands."""
         for layer in self._layers.values():
             layer.states[target] = layer.states[source]
+        self._lost.discard(target)
         self._checkpoints.copy(source, target, self._checkpoints.newest(source))
 
     def _most(self) -> int:

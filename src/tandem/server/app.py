@@ -7,18 +7,18 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
+from tandem.apis.anthropic.schemas import CountTokensRequest, MessagesRequest
+from tandem.apis.errors import ApiError, server_error
+from tandem.apis.responses.schemas import CountRequest, ResponsesRequest
+from tandem.apis.schemas import ChatRequest, CompletionRequest
 from tandem.core.errors import TandemError
-from tandem.server.anthropic.api import messages_api
-from tandem.server.anthropic.schemas import CountTokensRequest, MessagesRequest
-from tandem.server.errors import ApiError, server_error
+from tandem.server.anthropic_api import messages_api
 from tandem.server.gate import Gate
 from tandem.server.openai_apis import chat_api, completion_api
 from tandem.server.openapi import describe, described_body, described_errors
 from tandem.server.page_files import add_page
 from tandem.server.refusals import log_refusal
-from tandem.server.responses.api import ResponsesApi
-from tandem.server.responses.schemas import CountRequest, ResponsesRequest
-from tandem.server.schemas import ChatRequest, CompletionRequest
+from tandem.server.responses_api import ResponsesApi
 from tandem.server.service import Server
 from tandem.server.tokens import (
     DetokenizeRequest,
@@ -47,7 +47,7 @@ def create_app(
         Gate,
         api_key=api_key,
         allowed_hosts=allowed_hosts,
-        max_body_bytes=options.max_body_bytes,
+        max_body_bytes=server.max_body_bytes,
         allow_origin=options.allow_origin,
     )
     app.add_exception_handler(TandemError, _tell)

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from tandem.apis.errors import ApiError, busy, server_error
 from tandem.core.errors import ExecutionError
 from tandem.engine.messages import (
     EXIT_CANNOT_LOAD,
@@ -34,7 +35,6 @@ from tandem.engine.messages import (
 )
 from tandem.engine.process import EngineProcess
 from tandem.generate.token_output import TokenOutput
-from tandem.server.errors import ApiError, busy, server_error
 
 _log = logging.getLogger("tandem.server")
 # A process that dies at once again is left alone for longer and longer.

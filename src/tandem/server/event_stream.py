@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tandem.server.errors import ApiError, server_error
+from tandem.apis.api import Event
+from tandem.apis.errors import ApiError, server_error
 from tandem.server.refusals import log_refusal
 
 _log = logging.getLogger("tandem.server")
@@ -18,9 +19,6 @@ _log = logging.getLogger("tandem.server")
 _SILENT_SECONDS = 5.0
 _LIFE_SIGN = b": the prompt is being computed\n\n"
 DONE = b"data: [DONE]\n\n"
-
-# One object of a stream, before it is written.
-Event = Mapping[str, object]
 
 
 def event(data: Event) -> bytes:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tandem.server.errors import ApiError
+from tandem.apis.errors import ApiError
 from tandem.server.page_files import PAGE_FILES
 from tandem.server.refusals import log_refusal
 
@@ -103,7 +103,11 @@ class Gate:
         return is_bearer or hmac.compare_digest(headers.get(b"x-api-key", b""), self._key)
 
     def _too_large(self) -> ApiError:
-        return ApiError(413, f"the body is larger than {self._max_body_bytes} bytes")
+        return ApiError(
+            413,
+            f"the body is larger than {self._max_body_bytes} bytes; send less, or start the "
+            "server with a larger --max-body",
+        )
 
     def _bounded(self, receive: Receive) -> Receive:
         num_bytes = 0

@@ -1,9 +1,9 @@
 """OpenAI's chats and completions, as the server knows an API."""
 
-from tandem.server.api import Api
+from tandem.apis.api import Api
+from tandem.apis.replies import ChatReply, CompletionReply
+from tandem.apis.schemas import ChatRequest, CompletionRequest
 from tandem.server.event_stream import DONE, event
-from tandem.server.replies import ChatReply, CompletionReply
-from tandem.server.schemas import ChatRequest, CompletionRequest
 from tandem.server.service import Server
 
 

@@ -9,6 +9,7 @@ from tandem.core.units import parse_bytes
 from tandem.generate.speculation.speculation import SPECULATE
 
 CONTEXT_FULL = ("stop", "trim")
+_MAX_BODY, _MAX_BODY_WITH_IMAGES = "4MiB", "32MiB"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +64,14 @@ class ServerOptions:
         20.0, help="seconds that running requests have to end when the server does",
         metavar="SECONDS",
     )  # fmt: skip
-    max_body: str = option("4MiB", help="largest request body", metavar="SIZE")
+    max_body: str | None = option(
+        None, help=f"largest request body (default: {_MAX_BODY}, and {_MAX_BODY_WITH_IMAGES} for a "
+        "model that takes images)", metavar="SIZE",
+    )  # fmt: skip
+    image_files: str | None = option(
+        None, help="let requests name images that are files below this directory (file:///...; "
+        "default: images come in requests alone)", metavar="DIRECTORY",
+    )  # fmt: skip
     allow_origin: str | None = option(
         None, help="let pages of this origin call the API (CORS); default: none", metavar="ORIGIN"
     )
@@ -86,7 +94,8 @@ class ServerOptions:
             )
         if self.served_model_name is not None and not self._names:
             raise ConfigError("served_model_name holds no name; give one or several")
-        parse_bytes(self.max_body, name="max_body")
+        if self.max_body is not None:
+            parse_bytes(self.max_body, name="max_body")
         if self.kv_disk is not None:
             parse_bytes(self.kv_disk, name="kv_disk")
 
@@ -109,10 +118,10 @@ class ServerOptions:
         """Whether the one model answers whatever name a request has."""
         return not self.strict and self.served_model_name is None
 
-    @property
-    def max_body_bytes(self) -> int:
-        """Largest request body in bytes."""
-        return parse_bytes(self.max_body, name="max_body")
+    def max_body_bytes(self, *, has_images: bool) -> int:
+        """Return the largest request body in bytes, for a model that takes images or does not."""
+        default = _MAX_BODY_WITH_IMAGES if has_images else _MAX_BODY
+        return parse_bytes(self.max_body or default, name="max_body")
 
 
 def is_loopback(host: str) -> bool:

@@ -6,7 +6,8 @@ from importlib import resources
 from fastapi import FastAPI
 from fastapi.responses import Response
 
-_SCRIPTS = ("page", "chat", "chats", "calls", "markdown", "state", "live", "connection", "elements")
+_SCRIPTS = ("page", "chat", "chats", "calls", "markdown", "pictures", "state", "live",
+            "connection", "elements")  # fmt: skip
 PAGE_FILES = {
     "/": ("index.html", "text/html"),
     "/page.css": ("page.css", "text/css"),

@@ -4,7 +4,7 @@ import logging
 
 from starlette.types import Scope
 
-from tandem.server.errors import ApiError
+from tandem.apis.errors import ApiError
 
 _log = logging.getLogger("tandem.server")
 _LONGEST_PATH = 200

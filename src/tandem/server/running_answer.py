@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Coroutine
 
 from fastapi import Request
 
+from tandem.apis.answering import GenerationRequest
+from tandem.apis.errors import ApiError
 from tandem.generate.token_output import TokenOutput
-from tandem.server.answering import GenerationRequest
 from tandem.server.engine_client import EngineClient, TokenOutputs
-from tandem.server.errors import ApiError
 from tandem.server.metrics import Metrics
 from tandem.server.options import ServerOptions
 

@@ -13,21 +13,22 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from starlette.requests import ClientDisconnect
 
+from tandem.apis.answering import GenerationRequest, GenerationRequests
+from tandem.apis.api import Api, Reply
+from tandem.apis.errors import ApiError, server_error
+from tandem.apis.images import ImageReader
+from tandem.apis.reading import ReadBody, known_names, read_body
+from tandem.apis.schemas import Asked
 from tandem.core.errors import TandemError
 from tandem.core.registry import nearest_names
 from tandem.engine.messages import ModelInfo
 from tandem.foreign_types import Tokenizer
-from tandem.server.answering import GenerationRequest, GenerationRequests
-from tandem.server.api import Api, Reply
 from tandem.server.engine_client import EngineClient
-from tandem.server.errors import ApiError, server_error
 from tandem.server.event_stream import EventStream
 from tandem.server.metrics import Metrics
 from tandem.server.options import ServerOptions
-from tandem.server.reading import ReadBody, known_names, read_body
 from tandem.server.refusals import plain
 from tandem.server.running_answer import RunningAnswer
-from tandem.server.schemas import Asked
 
 _log = logging.getLogger("tandem.server")
 _KEEP_ALIVE_SECONDS = 15.0
@@ -48,6 +49,7 @@ class Server:
         tokenizer: Tokenizer,
         options: ServerOptions,
         model: str,
+        images: ImageReader | None = None,
     ) -> None:
         """Serve `model`, by that name unless the options give it others."""
         self.engine = engine
@@ -57,8 +59,10 @@ class Server:
         self.model = self.names[0]
         self.metrics = Metrics(engine)
         self.generation_requests = GenerationRequests(
-            tokenizer, context=options.context, trims=options.context_full == "trim"
-        )
+            tokenizer, context=options.context, trims=options.context_full == "trim",
+            images=images,
+        )  # fmt: skip
+        self.max_body_bytes = options.max_body_bytes(has_images=images is not None)
         self._noted: set[str] = set()
         self.began = int(time.time())
 
@@ -186,7 +190,7 @@ class Server:
             "owned_by": "tandem",
             "max_model_len": context,
             "context_length": context,
-            "capabilities": self.generation_requests.capabilities,
+            "capabilities": self.generation_requests.capabilities(info),
             "type": "model",
             "display_name": name,
             "created_at": datetime.fromtimestamp(self.began, UTC).isoformat(),

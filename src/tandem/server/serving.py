@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import uvicorn
 
+from tandem.apis.images import ImageReader
 from tandem.core.errors import ConfigError, TandemError
 from tandem.engine.messages import EngineSettings, ModelLoader
 from tandem.foreign_types import Tokenizer
@@ -29,6 +30,7 @@ class Source:
     name: str
     load_model: ModelLoader
     load_tokenizer: Callable[[], Tokenizer]
+    load_images: Callable[[], ImageReader | None] = lambda: None
 
 
 class _Uvicorn(uvicorn.Server):
@@ -74,7 +76,7 @@ async def _serve(
     engine = EngineClient(source.load_model, settings, max_waiting=options.max_waiting)
     tokenizer = source.load_tokenizer()
     app = create_app(
-        Server(engine, tokenizer, options, source.name),
+        Server(engine, tokenizer, options, source.name, source.load_images()),
         api_key=api_key,
         allowed_hosts=_LOCAL_NAMES if is_loopback(options.host) else None,
     )

@@ -6,9 +6,9 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
+from tandem.apis.errors import ApiError
+from tandem.apis.schemas import Asked, ChatRequest, Message, Tool
 from tandem.engine.messages import ModelInfo
-from tandem.server.errors import ApiError
-from tandem.server.schemas import Asked, ChatRequest, Message, Tool
 from tandem.server.service import Server
 
 _Json = dict[str, object]

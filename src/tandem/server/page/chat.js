@@ -5,6 +5,7 @@ import { listChats, putAside, takeBack } from "./chats.js";
 import { eventsOf, headers, keepConversation, keptConversation, problemOf, settings } from "./connection.js";
 import { find, make } from "./elements.js";
 import { addCopy, writeMarkdown } from "./markdown.js";
+import { drawPictures, hasPictures, takePictures, textOf } from "./pictures.js";
 import { askModel } from "./state.js";
 
 export const conversation = [];
@@ -12,13 +13,15 @@ let running = null;
 
 // ---- messages ------------------------------------------------------------------------------------
 
-function addMessage(role, text) {
+function addMessage(role, content) {
   find("welcome").hidden = true;
   const message = make("article", `message ${role}`, find("messages"));
   message.setAttribute("aria-label", role === "user" ? "You" : "Answer");
   const parts = { message, text: make("div", "text", message), reasoning: null };
-  if (role === "user") parts.text.textContent = text;
-  else writeMarkdown(parts.text, text);
+  if (role === "user") {
+    parts.text.textContent = textOf(content);
+    drawPictures(message, content);
+  } else writeMarkdown(parts.text, content);
   return parts;
 }
 
@@ -68,9 +71,9 @@ function bodyOf() {
   return body;
 }
 
-export async function ask(text) {
-  conversation.push({ role: "user", content: text });
-  addMessage("user", text);
+export async function ask(content) {
+  conversation.push({ role: "user", content });
+  addMessage("user", content);
   listChats(conversation);
   await goOn();
 }
@@ -223,10 +226,12 @@ export function fitPrompt() {
 
 export function sendPrompt() {
   const text = find("prompt").value.trim();
-  if (!text || running) return;
+  if ((!text && !hasPictures()) || running) return;
   find("prompt").value = "";
   fitPrompt();
-  ask(text);
+  const parts = takePictures();
+  if (parts.length === 0) return ask(text);
+  ask(text ? [...parts, { type: "text", text }] : parts);
 }
 
 // Shows the conversation from before the page was reloaded.

@@ -1,6 +1,7 @@
 // Several chats: the one that is shown, and those beside it, until the tab ends.
 
 import { find } from "./elements.js";
+import { textOf } from "./pictures.js";
 
 const LONGEST_NAME = 40;
 let others = kept();
@@ -21,7 +22,7 @@ function keep() {
 
 function nameOf(messages) {
   const first = messages.find((message) => message.role === "user");
-  const name = first ? first.content.trim().split("\n")[0] : "New chat";
+  const name = first ? textOf(first.content).trim().split("\n")[0] || "Picture" : "New chat";
   return name.length > LONGEST_NAME ? `${name.slice(0, LONGEST_NAME)}…` : name;
 }
 

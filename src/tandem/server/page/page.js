@@ -5,6 +5,7 @@ import { ask, fitPrompt, forgetChat, isAnswering, newChat, sendPrompt, showKept,
 import { eventsOf, headers, keep, settings } from "./connection.js";
 import { find } from "./elements.js";
 import { animate, leaveGrid, moveCell, pointAtCell, takeSnapshot } from "./live.js";
+import { choosePictures } from "./pictures.js";
 import { askModel } from "./state.js";
 
 // ---- settings -----------------------------------------------------------------------------------
@@ -53,6 +54,14 @@ find("prompt").addEventListener("keydown", (event) => {
     event.preventDefault();
     sendPrompt();
   }
+});
+find("prompt").addEventListener("paste", (event) => {
+  if (event.clipboardData.files.length > 0) choosePictures([...event.clipboardData.files]);
+});
+find("attach").addEventListener("click", () => find("picture-files").click());
+find("picture-files").addEventListener("change", () => {
+  choosePictures([...find("picture-files").files]);
+  find("picture-files").value = "";
 });
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && !find("settings").open) stop();

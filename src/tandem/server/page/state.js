@@ -2,6 +2,7 @@
 
 import { headers, problemOf } from "./connection.js";
 import { find } from "./elements.js";
+import { offerPictures } from "./pictures.js";
 
 let asking = null;
 
@@ -20,7 +21,8 @@ async function ask() {
   try {
     const response = await fetch("v1/models", { headers: headers() });
     if (!response.ok) return showState("gone", await problemOf(response));
-    const name = (await response.json()).data[0].id;
+    const { id: name, capabilities } = (await response.json()).data[0];
+    offerPictures(capabilities.image_input.supported);
     const ready = await fetch("ready");
     showState(ready.ok ? "ready" : "", ready.ok ? name : `${name} is being loaded`);
     if (!ready.ok) setTimeout(askModel, 1000);

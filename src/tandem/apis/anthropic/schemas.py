@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from tandem.server.reading import Body, Unsupported, tools_of_kind
-from tandem.server.schemas import Asked
+from tandem.apis.reading import Body, Unsupported, tools_of_kind
+from tandem.apis.schemas import Asked
 
 _Json = dict[str, object]
 _Id = Annotated[str, Field(max_length=256)]
@@ -126,7 +126,7 @@ class ToolChoice(Body):
 
 
 class Thinking(Body):
-    """Whether the model may reason; how long is its own affair."""
+    """Whether the model may reason, and how many tokens long."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = Field(None, ge=0)
@@ -168,7 +168,7 @@ class CountTokensRequest(Asked):
     @classmethod
     def _without_tools_of_elsewhere(cls, tools: object, info: ValidationInfo) -> object:
         """Leave out the tools that only Anthropic's models know: what is not here is not called."""
-        return tools_of_kind("custom", tools, info)
+        return tools_of_kind(("custom",), tools, info)
 
 
 class MessagesRequest(CountTokensRequest):

@@ -1,17 +1,18 @@
 """What one API is to the server: its bodies become requests, and their answers its own objects."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from tandem.apis.answering import GenerationRequest
+from tandem.apis.errors import ApiError
+from tandem.apis.schemas import Asked
 from tandem.engine.messages import ModelInfo
 from tandem.generate.token_output import TokenOutput
-from tandem.server.answering import GenerationRequest
-from tandem.server.errors import ApiError
-from tandem.server.event_stream import Event
-from tandem.server.schemas import Asked
 
 B = TypeVar("B", bound=Asked)
+# One object of a stream, before it is written.
+Event = Mapping[str, object]
 
 
 class Reply(Protocol):

@@ -6,12 +6,12 @@ The stream begins with its first token: only then is it known how much of the pr
 import json
 from collections.abc import Mapping
 
-from tandem.dialects.reader import AnswerPart, Call
+from tandem.apis.answering import GenerationRequest, new_id
+from tandem.apis.api import Event
+from tandem.apis.coming_answer import ComingAnswer
+from tandem.apis.errors import ApiError
+from tandem.dialects.parts import AnswerPart, Call
 from tandem.generate.token_output import TokenOutput
-from tandem.server.answering import GenerationRequest, new_id
-from tandem.server.coming_answer import ComingAnswer
-from tandem.server.errors import ApiError
-from tandem.server.event_stream import Event
 
 _STOP_REASONS = {
     "stop": "end_turn",
@@ -33,6 +33,7 @@ class MessageReply:
         self._id, self._model = new_id("msg", "_"), model
         self._blocks: list[dict[str, object]] = []
         self._open: str | None = None  # the kind of the block that still grows
+        self._input = ""  # of a call, as JSON text
         self._has_begun = False
 
     def first_events(self) -> list[Event]:
@@ -105,6 +106,8 @@ class MessageReply:
     def _part(self, part: AnswerPart) -> list[Event]:
         if part.call is not None:
             return self._call(part.call)
+        if part.arguments:
+            return [self._more_input(part.arguments)]
         if part.reasoning:
             return self._grow("thinking", part.reasoning)
         return self._grow("text", part.content)
@@ -124,10 +127,12 @@ class MessageReply:
     def _call(self, call: Call) -> list[Event]:
         block = {"type": "tool_use", "id": new_id("toolu", "_"), "name": call.name, "input": {}}
         events = [*self._close(), self._begin(block)]
-        self._blocks[-1]["input"] = _object(call.arguments)
-        self._open = "tool_use"
-        delta = {"type": "input_json_delta", "partial_json": call.arguments}
-        return [*events, self._block_delta(delta), *self._close()]
+        self._open, self._input = "tool_use", ""
+        return [*events, self._more_input(call.arguments)]
+
+    def _more_input(self, text: str) -> Event:
+        self._input += text
+        return self._block_delta({"type": "input_json_delta", "partial_json": text})
 
     def _begin(self, block: Mapping[str, object]) -> Event:
         self._blocks.append(dict(block))
@@ -142,6 +147,8 @@ class MessageReply:
         if self._open == "thinking":
             self._blocks[-1]["signature"] = _SIGNATURE
             events.append(self._block_delta({"type": "signature_delta", "signature": _SIGNATURE}))
+        if self._open == "tool_use":
+            self._blocks[-1]["input"] = _object(self._input)
         if self._open is not None:
             events.append({"type": "content_block_stop", "index": self._index})
         self._open = None

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
-from tandem.server.anthropic.conversation import as_chat, has_cache_marks
-from tandem.server.anthropic.reply import MessageReply
-from tandem.server.anthropic.schemas import CountTokensRequest, MessagesRequest
-from tandem.server.api import Api
+from tandem.apis.anthropic.conversation import as_chat, has_cache_marks
+from tandem.apis.anthropic.reply import MessageReply
+from tandem.apis.anthropic.schemas import CountTokensRequest, MessagesRequest
+from tandem.apis.api import Api
 from tandem.server.event_stream import named_event
 from tandem.server.service import Server
 

@@ -2,14 +2,15 @@
 
 from collections.abc import Callable
 
-from tandem.dialects.reader import AnswerPart, Call
+from tandem.apis.answering import GenerationRequest, new_id, now_seconds
+from tandem.apis.api import Event
+from tandem.apis.coming_answer import ComingAnswer
+from tandem.apis.errors import ApiError
+from tandem.apis.responses.schemas import ResponsesRequest
+from tandem.apis.responses.tools import OpenCall, known_tools
+from tandem.apis.schemas import FunctionCall, Message, ToolCall
+from tandem.dialects.parts import AnswerPart, Call
 from tandem.generate.token_output import TokenOutput
-from tandem.server.answering import GenerationRequest, new_id, now_seconds
-from tandem.server.coming_answer import ComingAnswer
-from tandem.server.errors import ApiError
-from tandem.server.event_stream import Event
-from tandem.server.responses.schemas import ResponsesRequest
-from tandem.server.schemas import FunctionCall, Message, ToolCall
 
 _Json = dict[str, object]
 # The kinds of items that grow: (type of the item, of its part, of the part's events).
@@ -32,6 +33,8 @@ class ResponseReply:
         self._body, self._head = body, _head(body, model)
         self._items: list[_Json] = []
         self._open: tuple[str, str, str] | None = None  # the kind of the item that still grows
+        self._tools = known_tools(body.tools)
+        self._call: OpenCall | None = None  # the call that still grows
         self._message = Message.model_construct(role="assistant", content="")
         self._number = 0
 
@@ -98,7 +101,9 @@ class ResponseReply:
 
     def _part(self, part: AnswerPart) -> list[Event]:
         if part.call is not None:
-            return self._call(part.call)
+            return self._begin_call(part.call)
+        if part.arguments:
+            return self._more_of_call(part.arguments)
         if part.reasoning:
             before = self._message.reasoning_content or ""
             self._message.reasoning_content = before + part.reasoning
@@ -133,7 +138,7 @@ class ResponseReply:
         """End the open item."""
         kind, self._open = self._open, None
         if kind is None:
-            return []
+            return self._end_call()
         part, item = self._open_part(), self._items[-1]
         logprobs: _Json = {"logprobs": []} if kind == _TEXT else {}
         item["status"] = "incomplete" if self._answer.end == "length" else "completed"
@@ -143,22 +148,38 @@ class ResponseReply:
             self._done(item),
         ]
 
-    def _call(self, call: Call) -> list[Event]:
-        item: _Json = {
-            "id": new_id("fc", "_"), "type": "function_call", "call_id": new_id("call", "_"),
-            "name": call.name, "arguments": "", "status": "in_progress",
-        }  # fmt: skip
-        function = FunctionCall.model_construct(name=call.name, arguments=call.arguments)
-        written = ToolCall.model_construct(id=str(item["call_id"]), function=function)
+    def _begin_call(self, call: Call) -> list[Event]:
+        events = self._close()
+        opened = self._call = OpenCall(call.name, self._tools)
+        function = FunctionCall.model_construct(name=call.name, arguments="")
+        written = ToolCall.model_construct(id=str(opened.item["call_id"]), function=function)
         self._message.tool_calls = [*(self._message.tool_calls or ()), written]
-        events = [*self._close(), self._added(item)]
-        place: _Json = {"item_id": item["id"], "output_index": self._index}
-        kind = "response.function_call_arguments"
-        events.append(self._event(f"{kind}.delta", **place, delta=call.arguments))
-        done = {**place, "arguments": call.arguments, "name": call.name}
-        events.append(self._event(f"{kind}.done", **done))
-        item |= {"arguments": call.arguments, "status": "completed"}
-        return [*events, self._done(item)]
+        return [*events, self._added(opened.item), *self._more_of_call(call.arguments)]
+
+    def _more_of_call(self, text: str) -> list[Event]:
+        assert self._call is not None
+        self._call.arguments += text
+        if self._call.is_custom:  # its input is within the arguments
+            return []
+        return [self._call_event("delta", delta=text)]
+
+    def _end_call(self) -> list[Event]:
+        """End the open call, if there is one."""
+        call = self._call
+        if call is None:
+            return []
+        done = call.end("incomplete" if self._answer.end == "length" else "completed")
+        assert self._message.tool_calls is not None
+        self._message.tool_calls[-1].function.arguments = call.arguments
+        events = [self._call_event("delta", delta=done["input"])] if call.is_custom else []
+        events += [self._call_event("done", **done), self._done(call.item)]
+        self._call = None
+        return events
+
+    def _call_event(self, kind: str, **fields: object) -> Event:
+        assert self._call is not None
+        place: _Json = {"item_id": self._call.item["id"], "output_index": self._index}
+        return self._event(f"{self._call.kind}.{kind}", **place, **fields)
 
     def _added(self, item: _Json) -> Event:
         self._items.append(item)

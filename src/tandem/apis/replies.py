@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 
-from tandem.dialects.reader import AnswerPart, Call
+from tandem.apis.answering import GenerationRequest, new_id, now_seconds
+from tandem.apis.api import Event
+from tandem.apis.coming_answer import ComingAnswer, Tally
+from tandem.apis.errors import ApiError
+from tandem.apis.schemas import ChatRequest, CompletionRequest, Sampling
+from tandem.dialects.parts import AnswerPart, Call
 from tandem.foreign_types import Tokenizer
 from tandem.generate.token_output import TokenLogprob, TokenOutput
-from tandem.server.answering import GenerationRequest, new_id, now_seconds
-from tandem.server.coming_answer import ComingAnswer, Tally
-from tandem.server.errors import ApiError
-from tandem.server.event_stream import Event
-from tandem.server.schemas import ChatRequest, CompletionRequest, Sampling
 
 _LOGPROB_FIELDS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
@@ -110,6 +110,7 @@ class _ChatChoice:
         self.tally = self._answer.tally
         self._text = {"content": "", "reasoning_content": ""}
         self._calls: list[dict[str, object]] = []
+        self._latest_function: dict[str, str] = {}
         self._logprobs: list[dict[str, object]] = []
 
     def first(self) -> dict[str, object]:
@@ -148,6 +149,8 @@ class _ChatChoice:
     def _delta(self, part: AnswerPart) -> dict[str, object]:
         if part.call is not None:
             return self._call_delta(part.call)
+        if part.arguments:
+            return self._arguments_delta(part.arguments)
         name, text = (
             ("reasoning_content", part.reasoning) if part.reasoning else ("content", part.content)
         )
@@ -155,13 +158,16 @@ class _ChatChoice:
         return {name: text}
 
     def _call_delta(self, call: Call) -> dict[str, object]:
-        written: dict[str, object] = {
-            "id": new_id("call"),
-            "type": "function",
-            "function": {"name": call.name, "arguments": call.arguments},
-        }
-        self._calls.append(written)
-        return {"tool_calls": [{"index": len(self._calls) - 1, **written}]}
+        function: dict[str, str] = {"name": call.name, "arguments": call.arguments}
+        written: dict[str, object] = {"id": new_id("call"), "type": "function"}
+        self._calls.append({**written, "function": function})
+        self._latest_function = function
+        index = len(self._calls) - 1
+        return {"tool_calls": [{"index": index, **written, "function": {**function}}]}
+
+    def _arguments_delta(self, text: str) -> dict[str, object]:
+        self._latest_function["arguments"] += text
+        return {"tool_calls": [{"index": len(self._calls) - 1, "function": {"arguments": text}}]}
 
     @property
     def _finish_reason(self) -> str | None:

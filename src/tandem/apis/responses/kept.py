@@ -4,8 +4,8 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tandem.server.errors import ApiError
-from tandem.server.schemas import Message
+from tandem.apis.errors import ApiError
+from tandem.apis.schemas import Message
 
 _MOST_ANSWERS = 4096
 _MOST_CHARACTERS = 64 << 20

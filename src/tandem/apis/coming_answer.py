@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from tandem.dialects.reader import AnswerPart
+from tandem.apis.answering import GenerationRequest
+from tandem.dialects.parts import AnswerPart
 from tandem.generate.token_output import TokenOutput
-from tandem.server.answering import GenerationRequest
 
 End = Literal["stop", "stop_string", "length", "tool_calls"]
 
@@ -67,7 +67,7 @@ class ComingAnswer:
 
     def _is_kept(self, part: AnswerPart) -> bool:
         """Drop what is empty, and a second call where there may be one."""
-        if part.call is None:
+        if part.call is None and not part.arguments:
             return bool(part.content or part.reasoning)
-        self._num_calls += 1
+        self._num_calls += part.call is not None
         return self._num_calls == 1 or not self._has_one_call

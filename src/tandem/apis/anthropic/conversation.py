@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Iterator
 
-from tandem.server.anthropic.schemas import (
+from tandem.apis.anthropic.schemas import (
     CacheMarked,
     CountTokensRequest,
     DocumentBlock,
@@ -17,15 +17,17 @@ from tandem.server.anthropic.schemas import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from tandem.server.anthropic.schemas import ToolChoice as AnthropicChoice
-from tandem.server.errors import ApiError
-from tandem.server.schemas import (
+from tandem.apis.anthropic.schemas import ToolChoice as AnthropicChoice
+from tandem.apis.errors import ApiError
+from tandem.apis.schemas import (
     ChatRequest,
     FunctionCall,
     FunctionDefinition,
+    ImagePart,
     JsonSchema,
     Message,
     ResponseFormat,
+    TextPart,
     Tool,
     ToolCall,
     ToolChoice,
@@ -47,6 +49,7 @@ def as_chat(body: CountTokensRequest) -> ChatRequest:
         tool_choice=None if choice is None else _choice(choice),
         parallel_tool_calls=False if choice and choice.disable_parallel_tool_use else None,
         enable_thinking=None if body.thinking is None else body.thinking.type != "disabled",
+        thinking_token_budget=None if body.thinking is None else body.thinking.budget_tokens,
         response_format=_format(body),
         continue_final_message=True if body.messages[-1].role == "assistant" else None,
     )
@@ -94,7 +97,7 @@ def _turn(message: InputMessage) -> Iterator[Message]:
             yield Message.model_construct(
                 role="tool", tool_call_id=block.tool_use_id[:128], content=text
             )
-    text = _joined(content)
+    text = _content(content)
     calls = [_call(block) for block in content if isinstance(block, ToolUseBlock)]
     thoughts = [block.thinking for block in content if isinstance(block, ThinkingBlock)]
     if text or calls or thoughts or not any(isinstance(b, ToolResultBlock) for b in content):
@@ -106,21 +109,39 @@ def _turn(message: InputMessage) -> Iterator[Message]:
         )
 
 
-def _result(block: ToolResultBlock) -> str:
+def _result(block: ToolResultBlock) -> str | list[TextPart | ImagePart]:
     content = block.content
-    return content if isinstance(content, str) else _joined(content or ())
+    return content if isinstance(content, str) else _content(content or ())
 
 
-def _joined(blocks: Iterable[object]) -> str:
-    return "\n".join(filter(None, map(_text, blocks)))
+def _content(blocks: Iterable[object]) -> str | list[TextPart | ImagePart]:
+    """Return what the model reads of some blocks: text, or text and images."""
+    parts: list[TextPart | ImagePart] = []
+    for block in blocks:
+        if isinstance(block, ImageBlock):
+            parts.append(ImagePart.model_construct(type="image_url", image_url=_address(block)))
+        elif text := _text(block):
+            parts.append(TextPart.model_construct(type="text", text=text))
+    if any(isinstance(part, ImagePart) for part in parts):
+        return parts
+    return "\n".join(part.text for part in parts if isinstance(part, TextPart))
+
+
+def _address(block: ImageBlock) -> str:
+    """Return an image's source as a URL."""
+    source = block.source
+    kind, data, url = (source.get(name) for name in ("type", "data", "url"))
+    if kind == "base64" and isinstance(data, str):
+        return f"data:{source.get('media_type', 'image')};base64,{data}"
+    if kind == "url" and isinstance(url, str):
+        return url
+    raise ApiError(400, "an image's source is none that is read here; send its data as base64")
 
 
 def _text(block: object) -> str:
     """Return the text of a block, if it is one that the model reads as text."""
     if isinstance(block, TextBlock):
         return block.text
-    if isinstance(block, ImageBlock):
-        raise ApiError(400, "this server's model reads text only; send no image blocks")
     if isinstance(block, DocumentBlock):
         data = block.source.get("data")
         if block.source.get("type") != "text" or not isinstance(data, str):

@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from tandem.server.reading import Body, Unsupported, tools_of_kind
-from tandem.server.schemas import Asked
+from tandem.apis.reading import Body, Unsupported, tools_of_kind
+from tandem.apis.schemas import Asked
 
 _Json = dict[str, object]
 _Id = Annotated[str, Field(max_length=256)]
@@ -85,10 +85,23 @@ class CallItem(Body):
     caller: object = None
 
 
+class CustomCallItem(Body):
+    """A call of a custom tool in an earlier answer."""
+
+    type: Literal["custom_tool_call"]
+    call_id: _Id
+    name: _Id
+    input: str
+    id: _Id | None = None
+    status: str | None = None
+    namespace: str | None = None
+    caller: object = None
+
+
 class CallOutputItem(Body):
     """What a call has returned."""
 
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: _Id
     output: str | list[Part]
     id: _Id | None = None
@@ -116,7 +129,7 @@ class ReasoningItem(Body):
     status: str | None = None
 
 
-Item = MessageItem | CallItem | CallOutputItem | ReasoningItem
+Item = MessageItem | CallItem | CustomCallItem | CallOutputItem | ReasoningItem
 
 
 class FunctionTool(Body):
@@ -132,11 +145,35 @@ class FunctionTool(Body):
     defer_loading: bool | None = None
 
 
+class CustomTool(Body):
+    """A tool that takes a text."""
+
+    type: Literal["custom"]
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
+    description: str | None = None
+    format: _Json | None = None
+    allowed_callers: object = None
+    defer_loading: bool | None = None
+
+
+class NamespaceTool(Body):
+    """Several tools under one name."""
+
+    type: Literal["namespace"]
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    description: str | None = None
+    tools: list[Annotated[FunctionTool | CustomTool, Field(discriminator="type")]]
+
+
+Tool = FunctionTool | CustomTool | NamespaceTool
+
+
 class NamedTool(Body):
     """A tool by its name."""
 
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: _Id
+    namespace: str | None = None
 
 
 class AllowedTools(Body):
@@ -183,7 +220,7 @@ class CountRequest(Asked):
     input: str | list[Item] | None = None
     instructions: str | None = None
     previous_response_id: _Id | None = None
-    tools: list[FunctionTool] | None = Field(None, max_length=1024)
+    tools: list[Annotated[Tool, Field(discriminator="type")]] | None = Field(None, max_length=1024)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
@@ -194,7 +231,7 @@ class CountRequest(Asked):
     @classmethod
     def _without_tools_of_elsewhere(cls, tools: object, info: ValidationInfo) -> object:
         """Leave out the tools that run at OpenAI: what is not here is not called."""
-        return tools_of_kind("function", tools, info)
+        return tools_of_kind(("function", "custom", "namespace"), tools, info)
 
 
 class ResponsesRequest(CountRequest):

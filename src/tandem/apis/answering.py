@@ -1,13 +1,17 @@
 """Turns a checked body into a generation request for the engine process."""
 
 import dataclasses
-import json
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tandem.apis.errors import ApiError
+from tandem.apis.images import TEXT_ONLY, ImageReader, without_sources
+from tandem.apis.ruling import chat_grammar, followed, text_grammar
+from tandem.apis.schemas import ChatRequest, CompletionRequest, Sampling, Tool
+from tandem.apis.turns import described, template_options, tools_of, turn_of
 from tandem.dialects.format import ChatFormat, ChatPrompt
 from tandem.dialects.grammar import free_grammar
 from tandem.dialects.reader import AnswerReader
@@ -17,9 +21,7 @@ from tandem.generate.conversation import trim_conversation
 from tandem.generate.ending import EndOptions
 from tandem.generate.penalties import Penalties
 from tandem.generate.sampling import SamplingOptions
-from tandem.server.errors import ApiError
-from tandem.server.ruling import chat_grammar, followed, text_grammar
-from tandem.server.schemas import ChatRequest, CompletionRequest, Message, Sampling, Tool
+from tandem.generate.thinking import ThinkingLimit
 
 _SEEDS = 2**62
 # Room that a trimmed conversation leaves for an answer of unsaid length, in tokens.
@@ -49,24 +51,32 @@ class GenerationRequest:
 class GenerationRequests:
     """Makes generation requests for one model."""
 
-    def __init__(self, tokenizer: Tokenizer, *, context: int | None, trims: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        context: int | None,
+        trims: bool = False,
+        images: ImageReader | None = None,
+    ) -> None:
         """`context` limits prompt and answer together, below the model's own limit.
 
-        `trims` drops the oldest turns of a conversation that does not fit.
+        `trims` drops the oldest turns of a conversation that does not fit. `images` reads those of
+        a model that takes some.
         """
         self._tokenizer = tokenizer
         self._trims = trims
+        self._images = images
         self._format = ChatFormat(tokenizer)
         self._context = context
 
-    @property
-    def capabilities(self) -> dict[str, object]:
-        """What clients may ask of the model, in the form that Anthropic's models have."""
+    def capabilities(self, info: ModelInfo | None) -> dict[str, object]:
+        """Return what clients may ask of the model, in the form that Anthropic's models have."""
         found = {
             "tools": True,
             "structured_outputs": True,
             "thinking": self._format.thinks,
-            "image_input": False,
+            "image_input": self._why_no_images(info) is None,
             "pdf_input": False,
         }
         return {name: {"supported": is_there} for name, is_there in found.items()}
@@ -79,15 +89,17 @@ class GenerationRequests:
         `trims` drops the oldest turns of this chat, if it does not fit. Raises `ApiError` or
         `ConfigError` for a bad one.
         """
-        tools = _tools(body)
+        tools = tools_of(body)
         ruled = chat_grammar(body, tools, self._format.marks)
         is_ruled = ruled is not None
-        described = _described(tools)
-        written = self._written(body, tools, is_ruled=is_ruled)
+        shown_tools = described(tools)
+        written = self._written(body, tools, info, is_ruled=is_ruled)
         limit = self.limit(info) if self._trims or trims else None
-        prompt, num_dropped = _fitting([*map(_turn, body.messages)], written, limit, body)
+        prompt, num_dropped = _fitting([*map(turn_of, body.messages)], written, limit, body)
         fields = self._fields(body, prompt.ids, info)
+        fields["images"] = prompt.images
         fields["grammar"] = ruled or self._free(body, tools, prompt)
+        fields["thinking"] = None if is_ruled else self._thinking(body, prompt)
         fields["keeps_special"] |= self._format.keeps_special(has_tools=bool(tools))
         if body.logprobs:
             fields["num_top_logprobs"] = body.top_logprobs or 0
@@ -97,7 +109,7 @@ class GenerationRequests:
             GenerationRequest(
                 fields=one,
                 prompt_text=prompt.text,
-                reader=self._format.reader(prompt, described, is_ruled=is_ruled),
+                reader=self._format.reader(prompt, shown_tools, is_ruled=is_ruled),
                 has_one_call=body.parallel_tool_calls is False,
                 num_dropped_turns=num_dropped,
             )
@@ -106,9 +118,10 @@ class GenerationRequests:
 
     def chat_ids(self, body: ChatRequest) -> list[int]:
         """Return the tokens of a chat's prompt, whether there is room for them or not."""
-        tools = _tools(body)
+        tools = tools_of(body)
         is_ruled = chat_grammar(body, tools, self._format.marks) is not None
-        return self._written(body, tools, is_ruled=is_ruled)([*map(_turn, body.messages)]).ids
+        written = self._written(body, tools, None, is_ruled=is_ruled)
+        return written([*map(turn_of, body.messages)]).ids
 
     def text_of(self, ids: list[int], info: ModelInfo) -> str:
         """Return the text of tokens, special ones included; raises `ApiError` for unknown ones."""
@@ -116,15 +129,28 @@ class GenerationRequests:
         return str(self._tokenizer.decode(ids))
 
     def _written(
-        self, body: ChatRequest, tools: list[Tool], *, is_ruled: bool
+        self, body: ChatRequest, tools: list[Tool], info: ModelInfo | None, *, is_ruled: bool
     ) -> Callable[[list[dict[str, object]]], ChatPrompt]:
         """Return what writes turns of a conversation as the model reads them."""
-        described, options = _described(tools), _template_options(body)
+        shown_tools, options = described(tools), template_options(body)
 
         def written(turns: list[dict[str, object]]) -> ChatPrompt:
-            return self._format.prompt(turns, described, options, must_not_think=is_ruled)
+            shown, sources = without_sources(turns)
+            if sources and (why := self._why_no_images(info)) is not None:
+                raise ApiError(400, why, param="messages")
+            prompt = self._format.prompt(shown, shown_tools, options, must_not_think=is_ruled)
+            if not sources or self._images is None:
+                return prompt
+            images = self._images.write(prompt.text, sources)
+            return dataclasses.replace(prompt, ids=list(images.ids), images=images)
 
         return written
+
+    def _why_no_images(self, info: ModelInfo | None) -> str | None:
+        """Return why requests with images are refused; None: they are not, as far as is known."""
+        if self._images is None:
+            return TEXT_ONLY
+        return self._images.why_none or (None if info is None else info.why_no_images)
 
     def completions(self, body: CompletionRequest, info: ModelInfo) -> list[GenerationRequest]:
         """Return the generation requests of a completion request, one per prompt and choice."""
@@ -203,6 +229,21 @@ class GenerationRequests:
         limits = [limit for limit in (self._context, info.context) if limit is not None]
         return min(limits, default=None)
 
+    def _thinking(self, body: ChatRequest, prompt: ChatPrompt) -> ThinkingLimit | None:
+        """Return the limit of an answer's reasoning, if it has one."""
+        asked = (body.thinking_token_budget, body.thinking_budget_tokens, body.thinking_budget)
+        budget = next((number for number in asked if number is not None), None)
+        if budget is None or not self._format.thinks:
+            return None
+        dialect = self._format.dialect
+        return ThinkingLimit(
+            num_tokens=budget,
+            begin=dialect.think.strip(),
+            end=dialect.end_think,
+            closing=dialect.closing,
+            has_begun=prompt.is_thinking,
+        )
+
     def _free(self, body: ChatRequest, tools: list[Tool], prompt: ChatPrompt) -> str | None:
         """Return the grammar that rules calls alone, where the form of a call is known."""
         if not tools or not self._format.has_our_marks:
@@ -228,72 +269,6 @@ def _fitting(
     longest = limit - max(1, min(_asked_tokens(body) or _TRIMMED_ROOM, limit // 4))
     kept, num_dropped = trim_conversation(turns, lambda some: len(written(some).ids) <= longest)
     return written(kept), num_dropped
-
-
-def _described(tools: list[Tool]) -> list[dict[str, object]]:
-    """Return tools as chat templates read them."""
-    return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
-
-
-def _tools(body: ChatRequest) -> list[Tool]:
-    return [] if body.tool_choice == "none" else body.tools or []
-
-
-def _turn(message: Message) -> dict[str, object]:
-    """Return a message as chat templates read it."""
-    content = message.content
-    if isinstance(content, list):
-        content = "\n".join(part.text for part in content)
-    role = "system" if message.role == "developer" else message.role
-    turn: dict[str, object] = {"role": role, "content": content or ""}
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        if (value := getattr(message, name)) is not None:
-            turn[name] = value
-    if message.tool_calls:
-        turn["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {
-                    "name": call.function.name,
-                    "arguments": _parsed(call.function.arguments),
-                },
-            }
-            for call in message.tool_calls
-        ]
-    return turn
-
-
-def _parsed(arguments: str) -> object:
-    """Return the object that arguments write; templates write it again in the model's own form."""
-    try:
-        return json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
-
-
-def _template_options(body: ChatRequest) -> Mapping[str, object]:
-    options = dict(body.chat_template_kwargs or {})
-    reserved = {"messages", "tools", "tokenize", "chat_template", "return_dict"}
-    for name in options:
-        if name in reserved or not name.isidentifier():
-            raise ApiError(
-                400,
-                f"chat_template_kwargs must not set {name[:64]!r}",
-                param="chat_template_kwargs",
-            )
-    if body.enable_thinking is not None:
-        for name in ("enable_thinking", "thinking"):  # families differ in its name
-            options.setdefault(name, body.enable_thinking)
-    if body.continue_final_message:
-        options |= {"continue_final_message": True, "add_generation_prompt": False}
-    elif body.add_generation_prompt is not None:
-        options["add_generation_prompt"] = body.add_generation_prompt
-    if body.reasoning_effort is not None:
-        options.setdefault("reasoning_effort", body.reasoning_effort)
-        if body.reasoning_effort == "none":
-            options |= {"enable_thinking": False, "thinking": False} | options
-    return options
 
 
 def _choices(fields: dict[str, Any], n: int | None) -> list[dict[str, Any]]:

@@ -7,6 +7,8 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tandem.apis.errors import ApiError
+from tandem.apis.schemas import ChatRequest, ResponseFormat, Sampling, Tool, ToolChoice
 from tandem.core.errors import ConfigError
 from tandem.dialects.grammar import (
     CallForm,
@@ -17,8 +19,6 @@ from tandem.dialects.grammar import (
     regex_grammar,
     written_grammar,
 )
-from tandem.server.errors import ApiError
-from tandem.server.schemas import ChatRequest, ResponseFormat, Sampling, Tool, ToolChoice
 
 _ANY_OBJECT: Mapping[str, object] = {"type": "object"}
 # (name, schema of the arguments)

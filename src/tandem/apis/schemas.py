@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from tandem.server.reading import Body, Unsupported, sentence
+from tandem.apis.reading import Body, Unsupported, sentence
 
 _Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 _Stop = Annotated[str, Field(min_length=1, max_length=256)]
@@ -18,6 +18,7 @@ _Bias = Annotated[float, Field(ge=-100, le=100)]
 # Some clients say -1 for as many as there is room for.
 _MaxTokens = Annotated[int, Field(ge=1, le=2**31)] | Literal[-1]
 _MaxTokensOrNone = Annotated[int, Field(ge=0, le=2**31)] | Literal[-1]
+_Budget = Annotated[int, Field(ge=0, le=2**31)]
 _Pattern = Annotated[str, Field(min_length=1, max_length=65536)]
 _Choices = Annotated[list[_Stop], Field(min_length=1, max_length=1024)]
 
@@ -141,6 +142,27 @@ class FunctionCall(Body):
     arguments: str
 
 
+class ImageUrl(Body):
+    """Where a picture is."""
+
+    url: str
+    detail: str | None = None
+
+
+class ImagePart(Body):
+    """A picture in a message's content: a data URL, or a local file where that is allowed."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl | str
+    cache_control: _Json | None = None
+    uuid: str | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        return self.image_url if isinstance(self.image_url, str) else self.image_url.url
+
+
 class ToolCall(Body):
     """A call in an earlier answer."""
 
@@ -156,7 +178,7 @@ class Message(Body):
     unsupported = _UNSUPPORTED_IN_MESSAGES
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | list[Annotated[TextPart | ImagePart, Field(discriminator="type")]] | None = None
     name: str | None = Field(None, max_length=128)
     tool_calls: list[ToolCall] | None = Field(None, max_length=128)
     tool_call_id: str | None = Field(None, max_length=128)
@@ -166,14 +188,14 @@ class Message(Body):
 
     @field_validator("content", mode="before")
     @classmethod
-    def _has_text_only(cls, content: object) -> Any:
+    def _has_known_parts(cls, content: object) -> Any:
         """Say what else a message held, rather than which types it did not match."""
         for part in content if isinstance(content, list) else ():
             kind = part.get("type") if isinstance(part, dict) else None
-            if isinstance(kind, str) and kind != "text":
+            if isinstance(kind, str) and kind not in ("text", "image_url"):
                 raise sentence(
-                    "this server's model reads text only, and the message holds a part of type "
-                    f"{kind[:32]!r}; send parts of type text"
+                    f"the message holds a part of type {kind[:32]!r}, which no model here reads; "
+                    "send parts of type text or image_url"
                 )
         return content
 
@@ -221,6 +243,10 @@ class ChatRequest(Sampling):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: _Json | None = Field(None, max_length=16)
     enable_thinking: bool | None = None
+    thinking_token_budget: _Budget | None = None
+    """Tokens of reasoning at most; by vLLM's name, llama.cpp's and that of Qwen's API."""
+    thinking_budget_tokens: _Budget | None = None
+    thinking_budget: _Budget | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
+from tandem.apis.errors import ApiError
 from tandem.core.registry import nearest_names
-from tandem.server.errors import ApiError
 
 _SENTENCE = "tandem_sentence"
 _SHOWN = 64  # characters of a name or value that a message repeats
@@ -111,10 +111,11 @@ def note_ignored(info: ValidationInfo, what: str) -> bool:
     return True
 
 
-def tools_of_kind(own: str, tools: object, info: ValidationInfo) -> object:
+def tools_of_kind(own: Collection[str], tools: object, info: ValidationInfo) -> object:
     """Leave out tools of other kinds, which run at a vendor: what is not here is not called.
 
-    A tool without a type is of the kind. What is no list is left to the field's own check.
+    `own` are the kinds that are taken; a tool without a type is of one. What is no list is left to
+    the field's own check.
     """
     if not isinstance(tools, list):
         return tools
@@ -123,7 +124,7 @@ def tools_of_kind(own: str, tools: object, info: ValidationInfo) -> object:
         tool
         for tool, kind in zip(tools, kinds, strict=True)
         if not isinstance(kind, str)
-        or kind == own
+        or kind in own
         or not note_ignored(info, f"tools of type {kind}")
     ]
 

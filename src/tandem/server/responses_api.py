@@ -3,15 +3,15 @@
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
+from tandem.apis.answering import GenerationRequest
+from tandem.apis.api import Api
+from tandem.apis.responses.conversation import as_chat, new_messages
+from tandem.apis.responses.kept import KeptResponses
+from tandem.apis.responses.reply import ResponseReply
+from tandem.apis.responses.schemas import CountRequest, ResponsesRequest
+from tandem.apis.schemas import ChatRequest, Message
 from tandem.engine.messages import ModelInfo
-from tandem.server.answering import GenerationRequest
-from tandem.server.api import Api
 from tandem.server.event_stream import named_event
-from tandem.server.responses.conversation import as_chat, new_messages
-from tandem.server.responses.kept import KeptResponses
-from tandem.server.responses.reply import ResponseReply
-from tandem.server.responses.schemas import CountRequest, ResponsesRequest
-from tandem.server.schemas import ChatRequest, Message
 from tandem.server.service import Server
 
 

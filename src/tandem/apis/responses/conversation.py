@@ -2,13 +2,13 @@
 
 from collections.abc import Iterable, Sequence
 
-from tandem.server.errors import ApiError
-from tandem.server.responses.schemas import (
+from tandem.apis.errors import ApiError
+from tandem.apis.responses.schemas import (
     AllowedTools,
     CallItem,
     CallOutputItem,
     CountRequest,
-    FunctionTool,
+    CustomCallItem,
     InputFile,
     InputImage,
     InputText,
@@ -20,13 +20,15 @@ from tandem.server.responses.schemas import (
     ResponsesRequest,
     TextFormat,
 )
-from tandem.server.schemas import (
+from tandem.apis.responses.tools import as_arguments, flat_name, known_tools
+from tandem.apis.schemas import (
     ChatRequest,
     FunctionCall,
-    FunctionDefinition,
+    ImagePart,
     JsonSchema,
     Message,
     ResponseFormat,
+    TextPart,
     Tool,
     ToolCall,
     ToolChoice,
@@ -79,9 +81,9 @@ class _Messages:
 
     def add(self, item: Item) -> None:
         if isinstance(item, MessageItem) and item.role != "assistant":
-            self._append(Message.model_construct(role=item.role, content=_text(item.content)))
+            self._append(Message.model_construct(role=item.role, content=_content(item.content)))
         elif isinstance(item, CallOutputItem):
-            content = _text(item.output)
+            content = _content(item.output)
             call_id = item.call_id[:128]
             self._append(
                 Message.model_construct(role="tool", tool_call_id=call_id, content=content)
@@ -93,13 +95,15 @@ class _Messages:
         self.found.append(message)
         self._is_answering = False
 
-    def _add_to_answer(self, item: MessageItem | CallItem | ReasoningItem) -> None:
+    def _add_to_answer(self, item: MessageItem | CallItem | CustomCallItem | ReasoningItem) -> None:
         if not self._is_answering:
             self._append(Message.model_construct(role="assistant", content=""))
             self._is_answering = True
         answer = self.found[-1]
-        if isinstance(item, CallItem):
-            function = FunctionCall.model_construct(name=item.name, arguments=item.arguments)
+        if isinstance(item, CallItem | CustomCallItem):
+            name = flat_name(item.name, item.namespace)
+            given = item.arguments if isinstance(item, CallItem) else as_arguments(item.input)
+            function = FunctionCall.model_construct(name=name, arguments=given)
             call = ToolCall.model_construct(id=item.call_id, function=function)
             answer.tool_calls = [*(answer.tool_calls or ()), call]
         elif isinstance(item, ReasoningItem):
@@ -113,6 +117,24 @@ def _after(before: str | None, text: str) -> str:
     return "\n".join(filter(None, (before, text)))
 
 
+def _content(content: str | Sequence[Part]) -> str | list[TextPart | ImagePart]:
+    """Return what the model reads of a content: text, or text and images."""
+    if isinstance(content, str) or not any(isinstance(part, InputImage) for part in content):
+        return _text(content)
+    return [
+        ImagePart.model_construct(type="image_url", image_url=_address(part))
+        if isinstance(part, InputImage)
+        else TextPart.model_construct(type="text", text=_text_of_part(part))
+        for part in content
+    ]
+
+
+def _address(part: InputImage) -> str:
+    if part.image_url is None:
+        raise ApiError(400, "input_image needs image_url: no files are kept here", param="input")
+    return part.image_url
+
+
 def _text(content: str | Iterable[Part]) -> str:
     return content if isinstance(content, str) else "\n".join(map(_text_of_part, content))
 
@@ -122,34 +144,23 @@ def _text_of_part(part: Part) -> str:
         return part.text
     if isinstance(part, InputImage | InputFile):
         raise ApiError(
-            400,
-            f"this server's model reads text only; send no parts of type {part.type}",
-            param="input",
+            400, f"a part of type {part.type} is not read here; send its text", param="input"
         )
     return part.refusal
 
 
 def _tools(body: CountRequest) -> tuple[list[Tool], str | ToolChoice | None]:
     """Return the tools that may be called, and which must."""
-    choice, tools = body.tool_choice, body.tools or []
+    choice, known = body.tool_choice, known_tools(body.tools)
+    described = {name: tool.as_function(name) for name, tool in known.items()}
     if isinstance(choice, AllowedTools):
-        names = {tool.name for tool in choice.tools}
-        return [_tool(tool) for tool in tools if tool.name in names], choice.mode
-    described = [_tool(tool) for tool in tools]
+        names = {flat_name(tool.name, tool.namespace) for tool in choice.tools}
+        return [tool for name, tool in described.items() if name in names], choice.mode
     if isinstance(choice, NamedTool):
-        name = ToolName.model_construct(name=choice.name)
-        return described, ToolChoice.model_construct(type="function", function=name)
-    return described, choice
-
-
-def _tool(tool: FunctionTool) -> Tool:
-    function = FunctionDefinition(
-        name=tool.name,
-        description=tool.description,
-        parameters=tool.parameters,
-        strict=tool.strict,
-    )
-    return Tool.model_construct(type="function", function=function)
+        wanted = ToolName.model_construct(name=flat_name(choice.name, choice.namespace))
+        chosen = ToolChoice.model_construct(type="function", function=wanted)
+        return [*described.values()], chosen
+    return [*described.values()], choice
 
 
 def _format(wanted: TextFormat | None) -> ResponseFormat | None:

@@ -1,0 +1,1 @@
+"""What clients send and get, API by API: bodies to generation requests, answers to objects."""

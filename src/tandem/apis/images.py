@@ -1,0 +1,156 @@
+"""Images of request bodies: data URLs, and local files below a directory that the user allowed.
+
+Nothing is fetched: an address of the network is refused. Loads torch only where a model takes
+images.
+"""
+
+import base64
+import binascii
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
+
+from tandem.apis.errors import ApiError
+from tandem.apis.schemas import ImagePart, TextPart
+
+if TYPE_CHECKING:
+    from tandem.decode.images import ImagePrompt
+    from tandem.generate.images import Processor
+
+TEXT_ONLY = "this server's model reads text only; send no images"
+_MOST_IMAGES = 128
+# Of one request's images together: opened they take 400 MB.
+_MOST_PIXELS = 1 << 27
+_AS_DATA = "send it as a data URL (data:image/png;base64,...)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageReader:
+    """Opens the images of requests, which the model's processor writes into their prompts.
+
+    One request at a time: opened images take much memory.
+    """
+
+    processor: "Processor | None"
+    """None: the model's files have none; see `why_none`."""
+    token_id: int
+    """The placeholder of images."""
+    directory: Path | None = None
+    """Where files lie that requests may name; None: they may name none."""
+    why_none: str | None = None
+    """Why requests with images are refused, as a sentence; None: they are not."""
+    _turn: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
+
+    def write(self, text: str, sources: Sequence[str]) -> "ImagePrompt":
+        """Return the tokens of a prompt with a placeholder for each of some images.
+
+        Raises `ApiError` or `ConfigError` for an image that is none, or is not to be read.
+        """
+        from tandem.generate.images import open_image, write_prompt
+
+        if self.processor is None:
+            raise ApiError(400, self.why_none or TEXT_ONLY)
+        if len(sources) > _MOST_IMAGES:
+            raise ApiError(
+                400, f"the request has {len(sources)} images and at most {_MOST_IMAGES} are read"
+            )
+        with self._turn:
+            images, num_pixels = [], 0
+            for number, source in enumerate(sources, 1):
+                image = open_image(self._found(source, number), f"image {number}")
+                num_pixels += image.width * image.height
+                if num_pixels > _MOST_PIXELS:
+                    raise ApiError(
+                        400,
+                        f"the request's images have more than {_MOST_PIXELS} pixels together; "
+                        "send smaller ones, or fewer",
+                    )
+                images.append(image)
+            return write_prompt(self.processor, text, images, self.token_id)
+
+    def _found(self, source: str, number: int) -> bytes | Path:
+        """Return the bytes of an image, or the file that it is in."""
+        scheme = source[:8].lower().partition(":")[0]
+        if scheme == "data":
+            return _decoded(source, number)
+        if scheme == "file":
+            return self._file(source, number)
+        if scheme in ("http", "https"):
+            raise ApiError(
+                400, f"image {number} is elsewhere, and this server fetches nothing; {_AS_DATA}"
+            )
+        raise ApiError(400, f"image {number} is no data URL; {_AS_DATA}")
+
+    def _file(self, source: str, number: int) -> Path:
+        if self.directory is None:
+            raise ApiError(
+                400,
+                f"image {number} is a local file, and this server reads none; {_AS_DATA}, or "
+                "start the server with --image-files DIRECTORY",
+            )
+        try:
+            parts = urlsplit(source)
+            path = Path(unquote(parts.path)).resolve()
+            is_ours = parts.netloc in ("", "localhost") and path.is_relative_to(self.directory)
+            is_there = is_ours and path.is_file()
+        except (OSError, ValueError):  # a name that no file can have
+            is_there = False
+        if not is_there:  # whether there are files elsewhere is nobody's business
+            raise ApiError(
+                400, f"image {number} is no file below the directory that this server may read"
+            )
+        return path
+
+
+def _decoded(source: str, number: int) -> bytes:
+    head, _, data = source.partition(",")
+    try:
+        if not head.lower().endswith(";base64"):
+            raise binascii.Error
+        return base64.b64decode(data)
+    except (binascii.Error, ValueError):
+        raise ApiError(400, f"image {number} is no base64; {_AS_DATA}") from None
+
+
+def allowed_directory(name: str | None) -> Path | None:
+    """Return the directory below which requests may name files; `ConfigError` if it is none."""
+    from tandem.core.errors import ConfigError
+
+    if name is None:
+        return None
+    directory = Path(name).expanduser().resolve()
+    if not directory.is_dir():
+        raise ConfigError(f"image_files is {name!r}, which is no directory; name one that is there")
+    return directory
+
+
+def content_of(parts: Sequence[TextPart | ImagePart]) -> str | list[dict[str, object]]:
+    """Return a message's content as turns have it: text alone as text, else its parts."""
+    if not any(isinstance(part, ImagePart) for part in parts):
+        return "\n".join(part.text for part in parts if isinstance(part, TextPart))
+    return [
+        {"type": "image", "image": part.url}
+        if isinstance(part, ImagePart)
+        else {"type": "text", "text": part.text}
+        for part in parts
+    ]
+
+
+def without_sources(
+    turns: Sequence[Mapping[str, object]],
+) -> tuple[list[dict[str, object]], list[str]]:
+    """Return turns as chat templates read them, which say that there is an image; and the images.
+
+    They are data URLs and the like, in the order of the conversation.
+    """
+    found, sources = [], []
+    for turn in turns:
+        content: Any = turn["content"]
+        if isinstance(content, list):
+            sources += [part["image"] for part in content if part["type"] == "image"]
+            content = [{"type": "image"} if p["type"] == "image" else p for p in content]
+        found.append({**turn, "content": content})
+    return found, sources

@@ -1,0 +1,122 @@
+"""The tools of the Responses API as functions of a chat, and their calls as the API's own items.
+
+A custom tool, whose input is a text, is a function with one argument. The tools of a namespace are
+functions whose names begin with it.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tandem.apis.answering import new_id
+from tandem.apis.responses.schemas import CustomTool, FunctionTool, NamespaceTool
+from tandem.apis.responses.schemas import Tool as ResponsesTool
+from tandem.apis.schemas import FunctionDefinition, Tool
+
+_INPUT = "input"
+_INPUT_SCHEMA: dict[str, object] = {
+    "type": "object",
+    "properties": {_INPUT: {"type": "string", "description": "the whole input, as plain text"}},
+    "required": [_INPUT],
+    "additionalProperties": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class KnownTool:
+    """One tool as the client knows it."""
+
+    tool: FunctionTool | CustomTool
+    namespace: str | None = None
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether its input is a text."""
+        return isinstance(self.tool, CustomTool)
+
+    def as_function(self, name: str) -> Tool:
+        """Return the function that stands for it in a chat."""
+        tool = self.tool
+        if isinstance(tool, FunctionTool):
+            parameters, strict, description = tool.parameters, tool.strict, tool.description
+        else:
+            parameters, strict, description = _INPUT_SCHEMA, None, _described(tool)
+        function = FunctionDefinition(
+            name=name, description=description, parameters=parameters, strict=strict
+        )
+        return Tool.model_construct(type="function", function=function)
+
+
+def _described(tool: CustomTool) -> str | None:
+    form = tool.format or {}
+    if form.get("type") != "grammar":
+        return tool.description
+    grammar = f"The input follows this {form.get('syntax', '')} grammar:\n{form.get('definition')}"
+    return "\n\n".join(filter(None, (tool.description, grammar)))
+
+
+def known_tools(tools: list[ResponsesTool] | None) -> dict[str, KnownTool]:
+    """Return tools by the names of the functions that stand for them."""
+    found: dict[str, KnownTool] = {}
+    for tool in tools or ():
+        if isinstance(tool, NamespaceTool):
+            for inner in tool.tools:
+                found[flat_name(inner.name, tool.name)] = KnownTool(inner, tool.name)
+        else:
+            found[tool.name] = KnownTool(tool)
+    return found
+
+
+def flat_name(name: str, namespace: str | None) -> str:
+    """Return the name of the function that stands for a tool."""
+    if not namespace:
+        return name
+    return f"{namespace}{name}" if namespace.endswith("_") else f"{namespace}__{name}"
+
+
+def as_arguments(text: str) -> str:
+    """Return a custom tool's input as the arguments of its function."""
+    return json.dumps({_INPUT: text}, ensure_ascii=False)
+
+
+class OpenCall:
+    """An item of a call that is being written."""
+
+    def __init__(self, name: str, known: Mapping[str, KnownTool]) -> None:
+        """Begin the call of a function, which stands for one of some tools or is none of them."""
+        found = known.get(name)
+        self.is_custom = found is not None and found.is_custom
+        self.arguments = ""
+        self.item: dict[str, object] = {
+            "id": new_id("ctc" if self.is_custom else "fc", "_"),
+            "type": "custom_tool_call" if self.is_custom else "function_call",
+            "call_id": new_id("call", "_"),
+            "name": name if found is None else found.tool.name,
+            **({"input": ""} if self.is_custom else {"arguments": "", "status": "in_progress"}),
+        }
+        if found is not None and found.namespace is not None:
+            self.item["namespace"] = found.namespace
+
+    @property
+    def kind(self) -> str:
+        """What its events begin with."""
+        of = "custom_tool_call_input" if self.is_custom else "function_call_arguments"
+        return f"response.{of}"
+
+    def end(self, status: str) -> dict[str, object]:
+        """Complete the item; return what the event of its end says."""
+        if self.is_custom:
+            self.item[_INPUT] = _input_of(self.arguments)
+            return {_INPUT: self.item[_INPUT]}
+        self.item |= {"arguments": self.arguments, "status": status}
+        return {"arguments": self.arguments, "name": self.item["name"]}
+
+
+def _input_of(arguments: str) -> str:
+    """Return the input of a custom tool; what is no such object is the input itself."""
+    try:
+        parsed = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    found = parsed.get(_INPUT) if isinstance(parsed, dict) else None
+    return found if isinstance(found, str) else arguments

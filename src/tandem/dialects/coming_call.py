@@ -1,0 +1,188 @@
+"""Calls of tools while their text comes: arguments are given out as soon as they are certain.
+
+What was given out stays: a call of a known tool whose arguments have begun is a call, even if the
+model breaks its own format later, as with other servers. What has not begun may still be text.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from tandem.dialects.arguments import (
+    Schemas,
+    json_values,
+    nested,
+    python_calls,
+    tagged,
+    value_of,
+)
+from tandem.dialects.dialect import Dialect
+from tandem.dialects.parts import AnswerPart, Call
+
+# What comes before the arguments of a call that is an object, perhaps of a list.
+_HEAD = re.compile(r'[\[\s,]*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:')
+# What comes after them: perhaps an id.
+_AFTER = re.compile(r'\s*(?:,\s*"[^"\\]*"\s*:\s*"[^"\\]*"\s*)*\}')
+_BEGINNING = re.compile(r'\s*(\{\s*["}])')
+
+
+class ComingCalls:
+    """The calls of one region of an answer."""
+
+    def __init__(self, dialect: Dialect, name: str | None, schemas: Schemas) -> None:
+        """Begin a region; `name` stood in what opened it, if the dialect has it there.
+
+        `schemas` say what tools there are, and of what type their arguments are.
+        """
+        self._values, self._schemas = dialect.values, schemas
+        self._tag = re.compile(dialect.tag, re.DOTALL)
+        self._name, self._is_named = name, "transform" in dialect.calls
+        self._text, self._place = "", 0  # up to there the text is done with
+        self._object: _JsonObject | None = None  # the arguments that come
+        self._has_begun, self._is_first = False, True
+        streams = ("tagged", "nested") if self._is_named else ()
+        self._is_held = dialect.values not in ("json", *streams) or (
+            self._is_named and name not in schemas
+        )
+
+    def feed(self, text: str) -> Iterator[AnswerPart]:
+        """Take the region's next text; yield what is certain of its calls."""
+        self._text += text
+        if not self._is_held:
+            yield from self._json() if self._values == "json" else self._tags()
+
+    def finish(self, value: Any) -> list[AnswerPart]:
+        """Return the rest at the region's end, of which the parser has made `value`.
+
+        Raises `ValueError` and the like for a region that turns out to hold no call.
+        """
+        if self._values in ("tagged", "nested"):
+            return self._rest_of_tags(value)
+        if self._has_begun and (self._is_named or self._object is not None):
+            return []
+        if self._is_named and self._values == "json":
+            function = value["function"]
+            (arguments,) = json_values(function["arguments"] or "{}")
+            return [_whole(function["name"], arguments)]
+        try:
+            return [*self._whole_calls(value)]
+        except ValueError:
+            if not self._has_begun:
+                raise
+            return []
+
+    # ---- JSON ------------------------------------------------------------------------------------
+
+    def _json(self) -> Iterator[AnswerPart]:
+        while True:
+            if self._object is None and not self._find_object():
+                return
+            assert self._object is not None
+            piece, self._place = self._object.take(self._text, self._place)
+            if piece:
+                yield self._part(piece)
+            if not self._object.has_ended or self._is_named:
+                return
+            if (after := _AFTER.match(self._text, self._place)) is None:
+                return
+            self._place, self._object, self._is_first = after.end(), None, True
+
+    def _find_object(self) -> bool:
+        """Find where the next arguments begin; False: not yet, or this is nothing to stream."""
+        if self._is_named and self._has_begun:
+            return False
+        place = self._place
+        if not self._is_named:
+            if (head := _HEAD.match(self._text, place)) is None:
+                return False
+            self._name, place = head[1], head.end()
+            self._is_held = self._name not in self._schemas
+        beginning = _BEGINNING.match(self._text, place)
+        if beginning is None or self._is_held:
+            return False
+        self._place, self._object = beginning.start(1), _JsonObject()
+        return True
+
+    def _part(self, piece: str) -> AnswerPart:
+        if self._is_first:
+            self._is_first, self._has_begun = False, True
+            return AnswerPart(call=Call(str(self._name), piece))
+        return AnswerPart(arguments=piece)
+
+    def _whole_calls(self, value: object) -> Iterator[AnswerPart]:
+        """Yield the calls that are left: of the text, or of what the parser has made of it."""
+        if self._values == "python":
+            value = python_calls(self._text)
+        elif self._values == "json":
+            rest = self._text[self._place :]
+            if self._has_begun:
+                rest = rest.strip(" \n,]")
+            value = json_values(rest) if rest or not self._has_begun else []
+        for one in value if isinstance(value, list) else [value]:
+            function = one.get("function", one) if isinstance(one, dict) else None
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                raise ValueError("a call has no name")
+            given = function.get("arguments", function.get("parameters", {}))
+            yield _whole(function["name"], given)
+
+    # ---- tags ------------------------------------------------------------------------------------
+
+    def _tags(self) -> Iterator[AnswerPart]:
+        schema = self._schemas.get(str(self._name), {})
+        if self._values == "nested":
+            found = nested(self._text, self._place)
+        else:
+            found = tagged(self._text, self._tag, self._place)
+        for argument in found:
+            self._place = argument.end
+            value = json.dumps(value_of(argument, schema), ensure_ascii=False)
+            before = "{" if self._is_first else ", "
+            yield self._part(f"{before}{json.dumps(argument.key, ensure_ascii=False)}: {value}")
+
+    def _rest_of_tags(self, value: Any) -> list[AnswerPart]:
+        self._name = self._name or value["function"]["name"]
+        parts = [*self._tags()]
+        end = self._part("{}" if self._is_first else "}")
+        if not self._is_held or not parts:
+            return [*parts, end]
+        first = parts[0].call
+        assert first is not None
+        rest = "".join(part.arguments for part in (*parts[1:], end))
+        return [AnswerPart(call=Call(first.name, first.arguments + rest))]
+
+
+class _JsonObject:
+    """The text of one JSON object, whose end is found without reading what is in it."""
+
+    def __init__(self) -> None:
+        self._depth, self._is_in_string, self._is_escaped = 0, False, False
+        self.has_ended = False
+
+    def take(self, text: str, first: int) -> tuple[str, int]:
+        """Return what of a text, from a place on, belongs to the object; and where that ends."""
+        place = first
+        while place < len(text) and not self.has_ended:
+            self._pass(text[place])
+            place += 1
+        return text[first:place], place
+
+    def _pass(self, character: str) -> None:
+        if self._is_escaped:
+            self._is_escaped = False
+        elif self._is_in_string:
+            self._is_escaped = character == "\\"
+            self._is_in_string = character != '"'
+        elif character == '"':
+            self._is_in_string = True
+        elif character in "{[":
+            self._depth += 1
+        elif character in "}]":
+            self._depth -= 1
+            self.has_ended = self._depth == 0
+
+
+def _whole(name: str, arguments: object) -> AnswerPart:
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return AnswerPart(call=Call(name.strip(), arguments))

@@ -1,0 +1,74 @@
+"""A bound on how long a model reasons: after so many tokens the reasoning is ended for it.
+
+Loads no torch: `ThinkingLimit` goes by pipe.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tandem.foreign_types import Tokenizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# The latest tokens, in which the mark that ends the reasoning is looked for.
+_MARK_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThinkingLimit:
+    """How many tokens of reasoning an answer may have, and how the model marks them."""
+
+    num_tokens: int
+    begin: str
+    end: str
+    closing: str
+    """What is written for the model to end its reasoning; holds `end`."""
+    has_begun: bool
+    """Whether the prompt has opened the reasoning."""
+
+
+class BoundedThinking:
+    """One answer under a limit; a `Constraint` that forbids nothing before it is reached."""
+
+    def __init__(self, limit: ThinkingLimit, tokenizer: Tokenizer) -> None:
+        """Begin an answer."""
+        self._limit = limit
+        self._decode: Callable[[Sequence[int]], str] = tokenizer.decode
+        self._closing: list[int] = tokenizer(limit.closing, add_special_tokens=False)["input_ids"]
+        self._tokens: list[int] = []
+        self._num_thought = 0
+        self._is_open, self._has_ended = limit.has_begun, False
+        self._forced = self._closing if limit.has_begun and limit.num_tokens == 0 else []
+
+    def restrict(self, scores: "Tensor") -> "Tensor":
+        """Return scores (1, vocabulary), with -inf for all but the token that must come."""
+        if not self._forced or scores[0, self._forced[0]] == float("-inf"):
+            return scores
+        only = scores.new_full(scores.shape, float("-inf"))
+        only[0, self._forced[0]] = 0.0
+        return only
+
+    def accept(self, token: int) -> bool:
+        """Count the token that came."""
+        if self._forced:
+            self._forced = self._forced[1:] if token == self._forced[0] else []
+            self._has_ended = True
+        elif not self._has_ended:
+            self._tokens.append(token)
+            self._look()
+        return False
+
+    def _look(self) -> None:
+        """See whether the reasoning begins, ends or has reached its limit."""
+        if not self._is_open:
+            text = self._decode(self._tokens).lstrip()
+            self._is_open = text.startswith(self._limit.begin)
+            self._has_ended = not self._limit.begin.startswith(text[: len(self._limit.begin)])
+            return
+        self._num_thought += 1
+        if self._limit.end in self._decode(self._tokens[-_MARK_TOKENS:]):
+            self._has_ended = True
+        elif self._num_thought >= self._limit.num_tokens:
+            self._forced = self._closing

@@ -1,0 +1,56 @@
+"""A model that thinks too long is made to end it: its mark is written for it, once."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.generate.thinking import BoundedThinking, ThinkingLimit
+from tests.architectures import VOCABULARY
+from tests.hf.tiny import byte_tokenizer
+
+END = "</think>"
+CLOSING = f"({END})"
+
+
+def written(text: str, *, num_tokens: int, has_begun: bool, length: int = 60) -> str:
+    """Return what comes of a model that would write a text and then a great many dots."""
+    tokenizer: Any = byte_tokenizer()
+    limit = ThinkingLimit(
+        num_tokens=num_tokens, begin="<think>", end=END, closing=CLOSING, has_begun=has_begun
+    )
+    thinking = BoundedThinking(limit, tokenizer)
+    wanted = tokenizer(text + "." * length, add_special_tokens=False)["input_ids"]
+    found: list[int] = []
+    for token in wanted[:length]:
+        scores = torch.zeros((1, VOCABULARY))
+        scores[0, token] = 1.0
+        chosen = int(thinking.restrict(scores).argmax())
+        assert not thinking.accept(chosen)
+        found.append(chosen)
+    return str(tokenizer.decode(found))
+
+
+@pytest.mark.parametrize(
+    ("text", "num_tokens", "has_begun", "expected"),
+    [
+        ("hmhmhm", 3, True, f"hmh{CLOSING}."),
+        ("hmhmhm", 0, True, f"{CLOSING}."),
+        (f"hm{END}yes", 30, True, f"hm{END}yes."),
+        ("<think>hmhmhm", 3, False, f"<think>hmh{CLOSING}."),
+        ("Hello,nothing", 3, False, "Hello,nothing."),
+        (f"<think>hm{END}<think>again", 30, False, f"<think>hm{END}<think>again."),
+    ],
+)
+def test_thinking_ends_after_so_many_tokens(
+    text: str, num_tokens: int, has_begun: bool, expected: str
+) -> None:
+    assert written(text, num_tokens=num_tokens, has_begun=has_begun).startswith(expected)
+
+
+def test_what_a_grammar_forbids_does_not_come() -> None:
+    tokenizer: Any = byte_tokenizer()
+    limit = ThinkingLimit(num_tokens=0, begin="<think>", end=END, closing=CLOSING, has_begun=True)
+    scores = torch.zeros((1, VOCABULARY))
+    scores[0, tokenizer(CLOSING)["input_ids"][0]] = float("-inf")
+    assert torch.equal(BoundedThinking(limit, tokenizer).restrict(scores), scores)
