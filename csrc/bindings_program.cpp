@@ -108,12 +108,17 @@ std::int64_t add_experts(Program& program, const RoutedLayer& layer, std::int64_
                              pointer<const void>(weights), pointer<void>(out)});
 }
 
+StateTokens state_tokens(std::int64_t count, std::uintptr_t slots, std::uintptr_t positions,
+                         bool have_drafts) {
+  return {count, pointer<const std::int64_t>(slots), pointer<const std::int64_t>(positions),
+          have_drafts};
+}
+
 void add_convolution(Program& program, const ShortConvolution& layer, std::int64_t num_tokens,
-                     std::uintptr_t slots, std::uintptr_t positions, bool is_bf16,
+                     std::uintptr_t slots, std::uintptr_t positions, bool have_drafts, bool is_bf16,
                      std::uintptr_t input, std::int64_t token_stride, std::uintptr_t out) {
   ShortConvolution call = layer;
-  call.tokens = {num_tokens, pointer<const std::int64_t>(slots),
-                 pointer<const std::int64_t>(positions)};
+  call.tokens = state_tokens(num_tokens, slots, positions, have_drafts);
   call.type = value_type(is_bf16);
   call.input = pointer<const void>(input);
   call.token_stride = token_stride;
@@ -130,13 +135,12 @@ HeadView head_view(const Heads& heads) {
 }
 
 void add_recurrence(Program& program, const Recurrence& layer, std::int64_t num_tokens,
-                    std::uintptr_t slots, std::uintptr_t positions, bool is_bf16,
+                    std::uintptr_t slots, std::uintptr_t positions, bool have_drafts, bool is_bf16,
                     const Heads& query, const Heads& key, const Heads& value,
                     std::uintptr_t decay, bool rate_is_bf16, std::uintptr_t rate,
                     std::uintptr_t out) {
   Recurrence call = layer;
-  call.tokens = {num_tokens, pointer<const std::int64_t>(slots),
-                 pointer<const std::int64_t>(positions)};
+  call.tokens = state_tokens(num_tokens, slots, positions, have_drafts);
   call.type = value_type(is_bf16);
   call.query = head_view(query);
   call.key = head_view(key);
@@ -146,6 +150,11 @@ void add_recurrence(Program& program, const Recurrence& layer, std::int64_t num_
   call.rate = pointer<const void>(rate);
   call.out = pointer<void>(out);
   program.add(call);
+}
+
+template <class Layer>
+void keep_drafts(Layer& layer, std::uintptr_t kept, std::uintptr_t values) {
+  layer.log = {pointer<std::int64_t>(kept), pointer<float>(values)};
 }
 
 void bind_recurrent(nb::module_& m) {
@@ -161,7 +170,8 @@ void bind_recurrent(nb::module_& m) {
         self->bias = pointer<const float>(bias);
         self->has_silu = has_silu;
         self->states = pointer<float>(states);
-      });
+      })
+      .def("keep_drafts", &keep_drafts<ShortConvolution>);
   nb::class_<Recurrence>(m, "Recurrence")
       .def("__init__", [](Recurrence* self, std::int64_t num_heads, std::int64_t num_key_heads,
                           std::int64_t key_dim, std::int64_t value_dim, int decay_kind,
@@ -179,7 +189,9 @@ void bind_recurrent(nb::module_& m) {
         self->factor = pointer<const float>(factor);
         self->skip = pointer<const float>(skip);
         self->states = pointer<float>(states);
-      });
+      })
+      .def_prop_ro("logged_values", [](const Recurrence& self) { return LoggedToken(self).size; })
+      .def("keep_drafts", &keep_drafts<Recurrence>);
   nb::class_<RecurrentEngine>(m, "RecurrentEngine")
       .def("__init__",
            [](RecurrentEngine* self, ExpertEngine& engine) {

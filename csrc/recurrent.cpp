@@ -30,18 +30,28 @@ RecurrentEngine::RecurrentEngine(ThreadPool& pool, const std::string& isa)
     : kernels_(recurrent_kernels(isa)), pool_(pool) {}
 
 void RecurrentEngine::cut_into_segments(const StateTokens& tokens, std::int64_t first,
-                                        std::int64_t count) {
+                                        std::int64_t count, const DraftLog& log) {
   segments_.clear();
   for (std::int64_t t = first; t < first + count; ++t) {
-    if (t > first && tokens.slots[t] == tokens.slots[t - 1])
+    const std::int64_t slot = tokens.slots[t];
+    if (t > first && slot == tokens.slots[t - 1]) {
       ++segments_.back().count;
-    else
-      segments_.push_back({t, 1, tokens.slots[t], tokens.positions[t] == 0});
+    } else {
+      const bool is_beginning = tokens.positions[t] == 0;
+      segments_.push_back({t, 1, slot, is_beginning, is_beginning ? 0 : log.kept[slot], 1});
+    }
   }
+  if (tokens.have_drafts) return;
+  for (StateSegment& segment : segments_) segment.num_certain = segment.count;
+}
+
+// What was logged is done.
+void RecurrentEngine::settle(const DraftLog& log) {
+  for (const StateSegment& segment : segments_) log.kept[segment.slot] = 0;
 }
 
 void RecurrentEngine::run(const ShortConvolution& call) {
-  cut_into_segments(call.tokens, 0, call.tokens.count);
+  cut_into_segments(call.tokens, 0, call.tokens.count, call.log);
   const std::int64_t parts = (call.channels + kTaskChannels - 1) / kTaskChannels;
   const auto count = static_cast<std::int64_t>(segments_.size()) * parts;
   const auto task = [&](std::int64_t i) {
@@ -49,8 +59,12 @@ void RecurrentEngine::run(const ShortConvolution& call) {
     kernels_.convolve(call, segments_[i / parts], first,
                       std::min(kTaskChannels, call.channels - first));
   };
-  if (call.tokens.count * call.channels >= kManyValues) return pool_.run(count, task);
-  for (std::int64_t i = 0; i < count; ++i) task(i);
+  if (call.tokens.count * call.channels >= kManyValues) {
+    pool_.run(count, task);
+  } else {
+    for (std::int64_t i = 0; i < count; ++i) task(i);
+  }
+  settle(call.log);
 }
 
 PreparedTokens RecurrentEngine::prepare(const Recurrence& call, std::int64_t first,
@@ -73,7 +87,7 @@ PreparedTokens RecurrentEngine::prepare(const Recurrence& call, std::int64_t fir
 void RecurrentEngine::run(const Recurrence& call) {
   for (std::int64_t first = 0; first < call.tokens.count; first += kPreparedTokens) {
     const std::int64_t count = std::min(kPreparedTokens, call.tokens.count - first);
-    cut_into_segments(call.tokens, first, count);
+    cut_into_segments(call.tokens, first, count, call.log);
     const PreparedTokens prepared = prepare(call, first, count);
     const std::int64_t blocks = call.blocks();
     const auto heads = static_cast<std::int64_t>(segments_.size()) * call.num_heads;
@@ -86,7 +100,19 @@ void RecurrentEngine::run(const Recurrence& call) {
       for (std::int64_t b = begin; b < std::min(begin + together, blocks); ++b)
         kernels_.recur(call, prepared, segment, head, b);
     });
+    note_drafts(call, prepared);
+    settle(call.log);
   }
+}
+
+// After all heads have read what was logged before.
+void RecurrentEngine::note_drafts(const Recurrence& call, const PreparedTokens& prepared) {
+  const std::int64_t size = LoggedToken(call).size;
+  for (const StateSegment& segment : segments_)
+    for (std::int64_t i = segment.num_certain; i < segment.count; ++i)
+      kernels_.note(call, prepared, segment.first + i,
+                    call.log.values +
+                        (segment.slot * kMostDrafted + i - segment.num_certain) * size);
 }
 
 }  // namespace tandem

@@ -13,6 +13,7 @@
 namespace tandem {
 
 constexpr std::int64_t kStateBlock = 16;  // values of a head whose states lie side by side
+constexpr std::int64_t kMostKeyDim = 512;
 
 // The tokens of a call. Those of one slot follow each other in the order of their positions, which go
 // on where the slot's state stands; a state is zero before position 0.
@@ -20,6 +21,16 @@ struct StateTokens {
   std::int64_t count;
   const std::int64_t* slots;
   const std::int64_t* positions;
+  bool have_drafts;  // all but the first one of a slot may be taken back
+};
+
+constexpr std::int64_t kMostDrafted = 7;  // of a slot, in a call
+
+// A state stands before drafted tokens. What they need to be done again is in their slot's log, and
+// the slot's next call does as many of them as were kept. So drafts cost no copy of a state.
+struct DraftLog {
+  std::int64_t* kept;  // (slots,): how many of the logged tokens the slot's next ones follow
+  float* values;       // (slots, kMostDrafted, values of a token)
 };
 
 // A convolution over a channel's own last `width` inputs, perhaps with silu.
@@ -29,6 +40,7 @@ struct ShortConvolution {
   const float* bias;     // (channels,) or null
   bool has_silu;
   float* states;         // (slots, width - 1, channels): the inputs before the next one
+  DraftLog log;          // of inputs
 
   StateTokens tokens;
   ValueType type;        // of input and out
@@ -59,6 +71,7 @@ struct Recurrence {
   const float* factor;   // (blocks of values, key_dim, 16) or null
   const float* skip;     // (num_heads, value_dim) or null
   float* states;         // (slots, num_heads, blocks of values, key_dim, 16)
+  DraftLog log;
 
   StateTokens tokens;
   ValueType type;        // of query, key, value and out
@@ -69,12 +82,30 @@ struct Recurrence {
   void* out;             // (tokens, num_heads, value_dim)
 
   std::int64_t blocks() const { return (value_dim + kStateBlock - 1) / kStateBlock; }
+  std::int64_t kept_by_head() const {
+    return decay_kind == DecayKind::kByHead ? 1 : decay_kind == DecayKind::kByKey ? key_dim : 0;
+  }
+};
+
+// Where a recurrence's log has what of a token.
+struct LoggedToken {
+  explicit LoggedToken(const Recurrence& call)
+      : kept(call.num_key_heads * call.key_dim),
+        kept_key(kept + call.num_heads * call.kept_by_head()),
+        value(kept_key + (call.decay_kind == DecayKind::kByKey ? kept_key - kept : 0)),
+        rate(value + call.num_heads * call.value_dim),
+        decay(rate + call.num_heads),
+        size(decay + (call.decay_kind == DecayKind::kByPair ? call.value_dim : 0)) {}
+
+  std::int64_t kept, kept_key, value, rate, decay, size;  // keys lie before them
 };
 
 // Neighbouring tokens of one slot.
 struct StateSegment {
   std::int64_t first, count, slot;
   bool is_beginning;  // its first token has position 0
+  std::int64_t num_again;  // logged tokens that come before
+  std::int64_t num_certain;  // the others are drafted
 };
 
 // What all blocks of a recurrence read of a few tokens, in fp32.
@@ -95,6 +126,9 @@ struct RecurrentKernels {
   // One block of a head's values, for a segment whose tokens are prepared.
   void (*recur)(const Recurrence& call, const PreparedTokens& prepared,
                 const StateSegment& segment, std::int64_t head, std::int64_t block);
+  // Writes a drafted token, which is prepared, to the log.
+  void (*note)(const Recurrence& call, const PreparedTokens& prepared, std::int64_t token,
+               float* logged);
 };
 
 const RecurrentKernels& portable_recurrent();
@@ -112,7 +146,10 @@ class RecurrentEngine {
   void run(const Recurrence& call);
 
  private:
-  void cut_into_segments(const StateTokens& tokens, std::int64_t first, std::int64_t count);
+  void cut_into_segments(const StateTokens& tokens, std::int64_t first, std::int64_t count,
+                         const DraftLog& log);
+  void note_drafts(const Recurrence& call, const PreparedTokens& prepared);
+  void settle(const DraftLog& log);
   PreparedTokens prepare(const Recurrence& call, std::int64_t first, std::int64_t count);
 
   const RecurrentKernels& kernels_;

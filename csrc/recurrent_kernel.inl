@@ -64,6 +64,11 @@ void convolve_ring(const ShortConvolution& call, const StateSegment& segment, st
       std::memcpy(inputs.rows[j], state + j * call.channels, count * sizeof(float));
   }
   if (call.bias) std::memcpy(bias, call.bias + first, count * sizeof(float));
+  float* log = call.log.values + segment.slot * kMostDrafted * call.channels + first;
+  for (std::int64_t i = 0; i < segment.num_again; ++i) {
+    std::memcpy(inputs.newest(), log + i * call.channels, count * sizeof(float));
+    inputs.move_on();
+  }
   const auto weigh_rows = call.width == 4 ? weigh<4> : call.width == 3 ? weigh<3> : weigh<0>;
   for (std::int64_t t = segment.first; t < segment.first + segment.count; ++t) {
     load_values(value_at(call.input, call.type, t * call.token_stride + first), call.type, count,
@@ -71,10 +76,13 @@ void convolve_ring(const ShortConvolution& call, const StateSegment& segment, st
     weigh_rows(call.width, weight, bias, inputs.rows, out);
     if (call.has_silu) activate(out, call.type);
     store_values(out, count, call.type, value_at(call.out, call.type, t * call.channels + first));
+    const std::int64_t drafted = t - segment.first - segment.num_certain;
+    if (drafted >= 0)
+      std::memcpy(log + drafted * call.channels, inputs.newest(), count * sizeof(float));
     inputs.move_on();
+    for (std::int64_t j = 0; drafted == -1 && j < kept; ++j)
+      std::memcpy(state + j * call.channels, inputs.rows[j], count * sizeof(float));
   }
-  for (std::int64_t j = 0; j < kept; ++j)
-    std::memcpy(state + j * call.channels, inputs.rows[j], count * sizeof(float));
 }
 
 void convolve(const ShortConvolution& call, const StateSegment& segment,
@@ -194,63 +202,132 @@ inline void ask(const float* state, std::int64_t rows, const float* key, BlockSu
   }
 }
 
+// What a block of a head reads of a token: of a new one, or of one that is done again.
+struct TokenInputs {
+  const float *query, *key, *kept;
+  const float* asked;  // the key that it asks the state before it with
+  const float* decay;  // by pair
+  const void *value, *rate;
+  ValueType value_type, rate_type;
+};
+
+template <DecayKind Kind>
+class BlockInputs {
+ public:
+  BlockInputs(const Recurrence& call, const PreparedTokens& prepared, const StateSegment& segment,
+              std::int64_t head, std::int64_t first_value)
+      : call_(call), prepared_(prepared), segment_(segment), head_(head),
+        key_head_(head / (call.num_heads / call.num_key_heads)), first_value_(first_value),
+        logged_(call) {}
+
+  // The tokens that are done again come first.
+  TokenInputs operator[](std::int64_t i) const {
+    return i < segment_.num_again ? again(i) : fresh(segment_.first + i - segment_.num_again);
+  }
+
+ private:
+  TokenInputs again(std::int64_t i) const {
+    const float* at =
+        call_.log.values + (segment_.slot * kMostDrafted + i) * logged_.size;
+    const float* key = at + key_head_ * call_.key_dim;
+    const std::int64_t kept = head_ * call_.kept_by_head();
+    return {key, key, at + logged_.kept + kept,
+            Kind == DecayKind::kByKey ? at + logged_.kept_key + kept : key,
+            at + logged_.decay + first_value_,
+            at + logged_.value + head_ * call_.value_dim + first_value_,
+            at + logged_.rate + head_, ValueType::kFp32, ValueType::kFp32};
+  }
+
+  TokenInputs fresh(std::int64_t t) const {
+    const std::int64_t row = t - prepared_.first;
+    const std::int64_t of_key = (row * call_.num_key_heads + key_head_) * call_.key_dim;
+    const std::int64_t kept = (row * call_.num_heads + head_) * call_.kept_by_head();
+    return {prepared_.query + of_key, prepared_.key + of_key, prepared_.kept + kept,
+            Kind == DecayKind::kByKey ? prepared_.kept_key + kept : prepared_.key + of_key,
+            call_.decay + t * call_.value_dim + first_value_,
+            value_at(call_.value.data, call_.type,
+                     t * call_.value.token_stride + head_ * call_.value.head_stride + first_value_),
+            call_.rate ? value_at(call_.rate, call_.rate_type, t * call_.num_heads + head_) : nullptr,
+            call_.type, call_.rate_type};
+  }
+
+  const Recurrence& call_;
+  const PreparedTokens& prepared_;
+  const StateSegment& segment_;
+  std::int64_t head_, key_head_, first_value_;
+  LoggedToken logged_;
+};
+
 template <DecayKind Kind, bool IsDelta>
 void recur_as(const Recurrence& call, const PreparedTokens& prepared, const StateSegment& segment,
               std::int64_t head, std::int64_t block) {
   const std::int64_t dim = call.key_dim, first_value = block * kStateBlock;
   const std::int64_t width = std::min(kStateBlock, call.value_dim - first_value);
-  const std::int64_t key_head = head / (call.num_heads / call.num_key_heads);
+  const BlockInputs<Kind> inputs(call, prepared, segment, head, first_value);
   float* state = call.states + ((segment.slot * call.num_heads + head) * call.blocks() + block) *
                                    dim * kStateBlock;
   if (segment.is_beginning) std::fill_n(state, dim * kStateBlock, 0.0f);
-  const auto key_row = [&](std::int64_t t) {
-    return (t - prepared.first) * call.num_key_heads + key_head;
-  };
-  const auto head_row = [&](std::int64_t t) {
-    return (t - prepared.first) * call.num_heads + head;
-  };
-  const auto asked = [&](std::int64_t t) {  // the key that a token asks the state before it with
-    return Kind == DecayKind::kByKey ? prepared.kept_key + head_row(t) * dim
-                                     : prepared.key + key_row(t) * dim;
-  };
   float value[kStateBlock] = {}, out[kStateBlock], fading[kStateBlock] = {};
+  float drafted[kMostKeyDim * kStateBlock];
   BlockSums said;
-  if constexpr (IsDelta) ask(state, dim, asked(segment.first), said);
-  const std::int64_t last = segment.first + segment.count - 1;
-  for (std::int64_t t = segment.first; t <= last; ++t) {
-    BlockToken token{prepared.query + key_row(t) * dim, prepared.key + key_row(t) * dim,
-                     asked(std::min(t + 1, last)), nullptr, nullptr, {}};
-    if constexpr (Kind == DecayKind::kByHead) token.kept = prepared.kept + head_row(t);
-    if constexpr (Kind == DecayKind::kByKey) token.kept = prepared.kept + head_row(t) * dim;
+  if constexpr (IsDelta) ask(state, dim, inputs[0].asked, said);
+  const std::int64_t last = segment.num_again + segment.count - 1;
+  const std::int64_t first_draft = segment.num_again + segment.num_certain;
+  for (std::int64_t i = 0; i <= last; ++i) {
+    if (i == first_draft) {  // from here on the state may be another one
+      std::copy_n(state, dim * kStateBlock, drafted);
+      state = drafted;
+    }
+    const TokenInputs now = inputs[i];
+    BlockToken token{now.query, now.key, inputs[std::min(i + 1, last)].asked, now.kept, nullptr, {}};
     if constexpr (Kind == DecayKind::kByPair) {
-      std::memcpy(fading, call.decay + t * call.value_dim + first_value, width * sizeof(float));
+      std::memcpy(fading, now.decay, width * sizeof(float));
       token.kept = fading;
       token.factor = call.factor + block * dim * kStateBlock;
     }
-    load_values(value_at(call.value.data, call.type,
-                         t * call.value.token_stride + head * call.value.head_stride + first_value),
-                call.type, width, value);
+    load_values(now.value, now.value_type, width, value);
     float rate = 1;
-    if (call.rate)
-      load_values(value_at(call.rate, call.rate_type, t * call.num_heads + head), call.rate_type,
-                  1, &rate);
+    if (now.rate) load_values(now.rate, now.rate_type, 1, &rate);
     for (int v = 0; v < kBlockVectors; ++v) {
-      Vector now = load(value + v * TANDEM_LANES);
+      Vector change = load(value + v * TANDEM_LANES);
       if constexpr (IsDelta)
-        now -= Kind == DecayKind::kByHead ? said.total(v) * token.kept[0] : said.total(v);
-      token.change[v] = now * rate;
+        change -= Kind == DecayKind::kByHead ? said.total(v) * token.kept[0] : said.total(v);
+      token.change[v] = change * rate;
     }
     BlockSums result;
     said = {};
     step<Kind, IsDelta>(state, dim, token, result, said);
+    if (i < segment.num_again) continue;
     for (int v = 0; v < kBlockVectors; ++v) store(out + v * TANDEM_LANES, result.total(v));
     if (call.skip)
       for (std::int64_t j = 0; j < width; ++j)
         out[j] += call.skip[head * call.value_dim + first_value + j] * value[j];
+    const std::int64_t t = segment.first + i - segment.num_again;
     store_values(out, width, call.type,
                  value_at(call.out, call.type,
                           (t * call.num_heads + head) * call.value_dim + first_value));
   }
+}
+
+void note(const Recurrence& call, const PreparedTokens& prepared, std::int64_t token,
+          float* logged) {
+  const LoggedToken at(call);
+  const std::int64_t row = token - prepared.first, heads = call.num_heads;
+  const std::int64_t keys = at.kept, kept = at.kept_key - at.kept;
+  std::copy_n(prepared.key + row * keys, keys, logged);
+  std::copy_n(prepared.kept + row * kept, kept, logged + at.kept);
+  if (call.decay_kind == DecayKind::kByKey)
+    std::copy_n(prepared.kept_key + row * kept, kept, logged + at.kept_key);
+  for (std::int64_t h = 0; h < heads; ++h)
+    load_values(value_at(call.value.data, call.type,
+                         token * call.value.token_stride + h * call.value.head_stride),
+                call.type, call.value_dim, logged + at.value + h * call.value_dim);
+  std::fill_n(logged + at.rate, heads, 1.0f);
+  if (call.rate)
+    load_values(value_at(call.rate, call.rate_type, token * heads), call.rate_type, heads,
+                logged + at.rate);
+  if (call.decay_kind == DecayKind::kByPair)
+    std::copy_n(call.decay + token * call.value_dim, call.value_dim, logged + at.decay);
 }
 
 void recur(const Recurrence& call, const PreparedTokens& prepared, const StateSegment& segment,
@@ -269,4 +346,4 @@ void recur(const Recurrence& call, const PreparedTokens& prepared, const StateSe
   }
 }
 
-constexpr RecurrentKernels kRecurrentKernels{convolve, prepare, recur};
+constexpr RecurrentKernels kRecurrentKernels{convolve, prepare, recur, note};

@@ -24,17 +24,19 @@ constexpr Index kSlots = 3;
 // Tokens of some slots, one slot after the other; `lengths` grow.
 struct Tokens {
   std::vector<Index> slots, positions;
+  bool have_drafts;
 
   tandem::StateTokens view() const {
-    return {static_cast<Index>(slots.size()), slots.data(), positions.data()};
+    return {static_cast<Index>(slots.size()), slots.data(), positions.data(), have_drafts};
   }
 };
 
 Tokens some_tokens(Random& random, std::vector<Index>& lengths) {
-  Tokens tokens;
+  Tokens tokens{{}, {}, random.between(0, 1) == 1};
   for (Index slot = 0; slot < kSlots; ++slot) {
     if (random.between(0, 5) == 0) lengths[slot] = 0;  // another sequence takes it
-    const Index count = random.between(0, 2) ? random.between(0, 1) : random.between(0, 150);
+    const Index most = tokens.have_drafts ? 1 + tandem::kMostDrafted : 150;
+    const Index count = random.between(0, 2) ? random.between(0, 1) : random.between(0, most);
     for (Index i = 0; i < count; ++i) {
       tokens.slots.push_back(slot);
       tokens.positions.push_back(lengths[slot]++);
@@ -42,6 +44,26 @@ Tokens some_tokens(Random& random, std::vector<Index>& lengths) {
   }
   return tokens;
 }
+
+// The log of drafted tokens of all slots, of which some are taken back.
+struct Log {
+  std::vector<Index> kept = std::vector<Index>(kSlots);
+  std::vector<float> values;
+
+  explicit Log(Index size) : values(kSlots * tandem::kMostDrafted * size) {}
+
+  tandem::DraftLog view() { return {kept.data(), values.data()}; }
+
+  // Takes some drafted tokens of each slot back.
+  void take_back(Random& random, const Tokens& tokens, std::vector<Index>& lengths) {
+    for (Index slot = 0; tokens.have_drafts && slot < kSlots; ++slot) {
+      const Index count = std::count(tokens.slots.begin(), tokens.slots.end(), slot);
+      if (count < 2) continue;
+      kept[slot] = random.between(0, count - 1);
+      lengths[slot] -= count - 1 - kept[slot];
+    }
+  }
+};
 
 bool is_near(const std::vector<float>& actual, const std::vector<double>& expected) {
   double error = 0, size = 0;
@@ -57,20 +79,21 @@ bool convolutions_agree(Random& random, tandem::RecurrentEngine& engine) {
   const auto weight = random.normals(width * channels), bias = random.normals(channels);
   std::vector<float> states(kSlots * (width - 1) * channels);
   std::vector<std::vector<float>> inputs(kSlots);
+  Log log(channels);
   std::vector<Index> lengths(kSlots);
   const bool has_silu = random.between(0, 1) == 1;
-  for (int call = 0; call < 4; ++call) {
+  for (int call = 0; call < 6; ++call) {
     const Tokens tokens = some_tokens(random, lengths);
     const Index count = tokens.view().count, stride = channels + random.between(0, 3);
     const auto x = random.normals(std::max<Index>(1, count) * stride);
     std::vector<float> out(count * channels);
     engine.run(tandem::ShortConvolution{channels, width, weight.data(), bias.data(), has_silu,
-                                        states.data(), tokens.view(), ValueType::kFp32, x.data(),
+                                        states.data(), log.view(), tokens.view(), ValueType::kFp32, x.data(),
                                         stride, out.data()});
     std::vector<double> expected(out.size());
     for (Index t = 0; t < count; ++t) {
       auto& past = inputs[tokens.slots[t]];
-      if (tokens.positions[t] == 0) past.clear();
+      past.resize(tokens.positions[t] * channels);
       past.insert(past.end(), x.begin() + t * stride, x.begin() + t * stride + channels);
       for (Index c = 0; c < channels; ++c) {
         double sum = bias[c];
@@ -81,6 +104,7 @@ bool convolutions_agree(Random& random, tandem::RecurrentEngine& engine) {
       }
     }
     if (!is_near(out, expected)) return false;
+    log.take_back(random, tokens, lengths);
   }
   return true;
 }
@@ -88,6 +112,7 @@ bool convolutions_agree(Random& random, tandem::RecurrentEngine& engine) {
 // What the equations of a recurrence say for one token and head, with its state in double precision.
 struct Head {
   std::vector<double> state;  // (key_dim, value_dim)
+  std::vector<std::vector<double>> states;  // the one after each of the latest call's tokens
 
   double advance(const tandem::Recurrence& r, const float* q, const float* k, double q_size,
                  double k_size, double value, double rate, double skip, Index j,
@@ -133,10 +158,13 @@ bool recurrences_agree(Random& random, tandem::RecurrentEngine& engine, DecayKin
   r.skip = skip.data();
   std::vector<float> states(kSlots * r.num_heads * blocks * r.key_dim * tandem::kStateBlock);
   r.states = states.data();
+  Log log(tandem::LoggedToken(r).size);
+  r.log = log.view();
   std::vector<Head> heads(kSlots * r.num_heads);
   std::vector<Index> lengths(kSlots);
-  for (int call = 0; call < 4; ++call) {
+  for (int call = 0; call < 6; ++call) {
     const Tokens tokens = some_tokens(random, lengths);
+    for (Head& head : heads) head.states.clear();
     const Index count = tokens.view().count, keys = r.num_key_heads * r.key_dim;
     const Index decays = is_pair ? r.value_dim : r.num_heads * (kind == DecayKind::kByKey ? r.key_dim : 1);
     const auto q = random.normals(count * keys), k = random.normals(count * keys);
@@ -171,8 +199,15 @@ bool recurrences_agree(Random& random, tandem::RecurrentEngine& engine, DecayKin
                                       size_of(key, r.key_dim, r.is_normalised), v[at],
                                       rate[t * r.num_heads + h], skip[h * r.value_dim + j], j, kept);
         }
+        head.states.push_back(head.state);
       }
     if (!is_near(out, expected)) return false;
+    log.take_back(random, tokens, lengths);
+    for (Index slot = 0; tokens.have_drafts && slot < kSlots; ++slot)
+      for (Index h = 0; h < r.num_heads; ++h) {
+        Head& head = heads[slot * r.num_heads + h];
+        if (head.states.size() > 1) head.state = head.states[log.kept[slot]];
+      }
   }
   return true;
 }

@@ -64,16 +64,19 @@ def test_greedy_tokens_equal_those_of_generate(name: str) -> None:
 def verified(
     pool: CpuSlotPool, padded: PaddedBatch, steps: list[list[int]]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Slots 0 and 1 verify three and two tokens, of a draft with two more that are taken back."""
+    """Slots verify four and three tokens, of which one and two are taken back, then one more."""
     expected = [padded.decode(tokens) for tokens in steps]
+    first, second = ([tokens[slot] for tokens in steps] for slot in (0, 1))
     for _ in range(5):  # the last ones from the recorded graph
-        drafts = {0: [tokens[0] for tokens in steps], 1: [steps[0][1], steps[1][1], 50, 51]}
-        found = pool.verify(drafts).clone()
-        for slot, kept in ((0, 0), (1, 0)):
-            pool.keep(slot, len(pool.held(slot)) - len(drafts[slot]) + kept)
+        for slot in (0, 1):  # each time from the same beginning
+            pool.copy(slot, slot + 4, len(pool.held(slot)))
+        found = pool.verify({4: [*first, 50], 5: [second[0], 50, 51]}).clone()
+        pool.keep(4, len(pool.held(4)) - 1)
+        pool.keep(5, len(pool.held(5)) - 2)
+        after = pool.decode({4: 60, 5: second[1]}).clone()
     assert pool.step.is_replaying, pool.step.why_not
-    wanted = [expected[0][0], expected[1][0], expected[2][0], expected[0][1], expected[1][1]]
-    return [(found[:5], torch.stack(wanted))]
+    wanted = [*(logits[0] for logits in expected), expected[0][1], expected[1][1]]
+    return [(torch.stack([*found[:3], found[4], after[1]]), torch.stack(wanted))]
 
 
 @pytest.mark.parametrize(
@@ -87,14 +90,13 @@ def test_logits_in_slots_are_the_models(name: str) -> None:
     model: Any = build_tiny_model(name)
     threads = two_threads()
     prompts = [*prompts_of([7, 3]), prompts_of([80])[0]]
-    pool, padded = CpuSlotPool(model, threads, 4), PaddedBatch(model, prompts, 0)
+    pool, padded = CpuSlotPool(model, threads, 6), PaddedBatch(model, prompts, 0)
     pairs = [(pool.prefill(dict(enumerate(prompts))), padded.prefill())]
     shared = pool.usable(2, 75)
     pool.copy(2, 3, shared)
     for tokens in prompts_of([3] * 6):
         pairs.append((pool.decode(dict(enumerate(tokens))).clone(), padded.decode(tokens)))
-    if pool.can_verify:
-        pairs += verified(pool, padded, prompts_of([3] * 3))
+    pairs += verified(pool, padded, prompts_of([3] * 3))
     pairs.append((pool.prefill({3: prompts[2][shared:]}), pairs[0][1][2:]))
     assert shared > 0
     assert pool.step.is_replaying, pool.step.why_not

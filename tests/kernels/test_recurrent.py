@@ -172,6 +172,57 @@ def test_slots_do_not_disturb_each_other(threads: CpuThreads) -> None:
     assert torch.equal(layer(threads, tokens_of({3: 5}), [x[:5] for x in inputs]), first)
 
 
+def layers_of_all_kinds() -> dict[str, tuple[LayerState, list[Tensor]]]:
+    """A layer of each kind for two slots, with inputs for 12 tokens."""
+    delta = delta_inputs(12, 2, 4, 16, 20, torch.bfloat16)
+    kimi_delta = delta_inputs(12, 3, 3, 16, 24, torch.float32)
+    kimi_delta["g"] = -draw(1, 12, 3, 16, seed=4).abs()
+    forms = {
+        "head": RecurrenceForm(4, 2, 16, 20, "head", is_delta=True, is_normalised=True, scale=0.5),
+        "key": RecurrenceForm(3, 3, 16, 24, "key", is_delta=True, is_normalised=True),
+        "pair": RecurrenceForm(1, 1, 16, 40, "pair"),
+    }
+    pairs = [draw(12, 1, n, seed=n) for n in (40, 16, 16)]
+    return {
+        "convolution": (
+            ConvolutionState(2, draw(300, 4, seed=1), draw(300), has_silu=True), [draw(12, 300)]
+        ),
+        "head": (RecurrenceState(2, forms["head"]), rows_of(delta)),
+        "key": (RecurrenceState(2, forms["key"]), rows_of(kimi_delta)),
+        "pair": (
+            RecurrenceState(2, forms["pair"], factor=-draw(40, 16, seed=2).abs()),
+            [*pairs, draw(12, 40, seed=3).exp()],
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["convolution", "head", "key", "pair"])
+def test_drafted_tokens_are_taken_back(kind: str, threads: CpuThreads) -> None:
+    """Outputs and, in the end, states are those of tokens one by one, bit for bit."""
+    layer, inputs = layers_of_all_kinds()[kind]
+    expected = in_parts(layer, threads, *inputs, cuts=[*range(1, 12)])
+    state = layer.states[1].clone()
+    # Tokens of each call, and how many of them are kept.
+    for calls in ([(8, 8), (4, 4)], [(3, 1), (4, 2), (1, 1), (8, 8)], [(8, 5), (2, 1), (6, 6)]):
+        done, outputs = 0, []
+        for count, kept in calls:
+            tokens = tokens_of({1: count}, done)._replace(have_drafts=True)
+            out = layer(threads, tokens, [x[done : done + count] for x in inputs])
+            outputs.append(out[:kept])
+            layer.kept[1] = kept - 1
+            done += kept
+        assert torch.equal(torch.cat(outputs), expected)
+        layer(threads, tokens_of({1: 1}, done)._replace(have_drafts=True), [x[:1] for x in inputs])
+        beyond = layer.states[1].clone()
+        in_parts(layer, threads, *inputs, cuts=[])
+        layer(threads, tokens_of({1: 1}, done), [x[:1] for x in inputs])
+        assert torch.equal(layer.states[1], beyond)
+        assert not layer.kept.any()
+        assert not layer.states[0].any()
+    in_parts(layer, threads, *inputs, cuts=[])
+    assert torch.equal(layer.states[1], state)
+
+
 @pytest.mark.parametrize("num_tokens", [0, 1])
 def test_none_and_one_token(num_tokens: int, threads: CpuThreads) -> None:
     layer = ConvolutionState(1, draw(8, 4), None, has_silu=True)

@@ -2,6 +2,7 @@
 
 import argparse
 
+from tandem.cli.drafting import DraftChoice
 from tandem.cli.images import load_processor, open_images
 from tandem.cli.keeping import Keeper, KeepOptions
 from tandem.cli.model_choice import ModelChoice, add_model, load_model_and_tokenizer
@@ -55,4 +56,5 @@ class SessionPlan:
         return Session(
             model, tokenizer, self._options, self._sampling, keeper,
             processor=processor, images=self._images,
+            drafting=DraftChoice(self._choice, self._options.draft, quiet=self._options.quiet),
         )  # fmt: skip

@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from tandem.cli.drafting import DraftChoice
 from tandem.cli.header_check import refuse_dense
 from tandem.cli.images import load_image_reader
 from tandem.cli.keeping import Keeper, KeepOptions
@@ -97,6 +98,7 @@ def run(flags: argparse.Namespace) -> int:
         part_tokens=options.part_tokens,
         has_replay=own.compile,
         speculate=options.speculate,
+        load_drafting=DraftChoice(found, options.draft, quiet=own.quiet).load,
         max_gap=options.max_gap,
         kept_prefixes=KeptPrefixes(cache_dir() / "kv", options.kv_disk_bytes)
         if options.kv_disk_bytes

@@ -14,11 +14,12 @@ from tandem.core.errors import ConfigError
 from tandem.foreign_types import PreTrainedModel, Tokenizer
 from tandem.generate.conversation import trim_conversation
 from tandem.generate.sampling import SamplingOptions
-from tandem.generate.speculation.speculation import SPECULATE
+from tandem.generate.speculation import SPECULATE
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from tandem.cli.drafting import DraftChoice
     from tandem.cli.explain import Explanation
     from tandem.cli.report import RunReport
     from tandem.decode.images import ImagePrompt
@@ -60,8 +61,12 @@ class SessionOptions:
     speculate: str = option(
         "auto",
         help="draft tokens and verify them together where that pays: auto, lookup (what followed "
-        "the same words before), none; answers are the same",
+        "the same words before), mtp (the model's own layer for that too), none; answers are the "
+        "same",
         choices=SPECULATE,
+    )
+    draft: str | None = option(
+        None, help="small model with the same tokens that writes ahead", metavar="MODEL"
     )
     json: bool = option(False, help="last line of standard output: one JSON object")
     explain: bool = option(
@@ -90,11 +95,13 @@ class Session:
         *,
         processor: "Processor | None" = None,
         images: "Sequence[Image]" = (),
+        drafting: "DraftChoice | None" = None,
     ) -> None:
         """Start a conversation, with the system message if there is one.
 
         The first message has the `images`, which the model's `processor` reads.
         """
+        self._drafting = drafting
         self._processor, self._images = processor, list(images)
         self._keeper = keeper
         self._model = model
@@ -183,6 +190,7 @@ class Session:
                 kv_dtype=self.options.kv_dtype,
                 has_replay=self.options.compile,
                 speculate=self.options.speculate,
+                **({} if self._drafting is None else self._drafting.load(self._tokenizer)),
             )
             self._generator.warm_up(cache_dir() / "trials")
         return self._generator
@@ -190,7 +198,7 @@ class Session:
     def _begin_explanation(self, generator: "Generator") -> "Explanation | None":
         if not self.options.explain:
             return None
-        from tandem.cli.explain import Explanation
+            from tandem.cli.explain import Explanation
 
         return Explanation(self._model, generator)
 

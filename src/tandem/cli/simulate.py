@@ -62,6 +62,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--limit", type=int, metavar="TOKENS", help="stop after so many tokens")
     parser.add_argument(
+        "--speculate",
+        metavar="DRAFTER",
+        help="verify drafted tokens: n-gram (look-up in the trace), or mtp=ACCEPTANCE",
+    )
+    parser.add_argument(
+        "--length",
+        default="auto",
+        metavar="auto|K",
+        help="how many drafted tokens: by cost, or always K (%(default)s)",
+    )
+    parser.add_argument(
         "--hold-out", type=int, default=0, metavar="N", help="leave the last N sequences out"
     )
     parser.add_argument("--dump", metavar="FILE", help="write every plan as JSON lines")
@@ -136,7 +147,9 @@ def _settings(flags: argparse.Namespace) -> "PlannerSettings":
 def _conditions(flags: argparse.Namespace) -> "Conditions":
     from tandem.hardware.profiles import load_profile
     from tandem.sim.simulation import Conditions
+    from tandem.sim.speculation import SpeculationChoice
 
+    drafter = flags.speculate
     return Conditions(
         profile=load_profile(flags.hardware),
         gpu_experts=flags.gpu_experts,
@@ -147,6 +160,7 @@ def _conditions(flags: argparse.Namespace) -> "Conditions":
         start=flags.start,
         hold_out=flags.hold_out,
         host_path=flags.host_path,
+        speculation=None if drafter is None else SpeculationChoice.parsed(drafter, flags.length),
     )
 
 
@@ -190,6 +204,12 @@ def _print_summary(path: str, result: "Report") -> None:
         + f", hit rate {result['hit_rate']:.3f} (LRU {result['lru_hit_rate']:.3f}, "
         f"Belady {result['belady_hit_rate']:.3f}{gap})"
     )
+    if result["speculation"]["drafted"]:
+        told = result["speculation"]
+        print(
+            f"  {told['drafted']} tokens drafted, {told['accepted']} accepted, "
+            f"{told['tokens_per_step']:.2f} tokens a step"
+        )
     busy = ", ".join(f"{name} {share:.0%}" for name, share in result["busy"].items())
     plan = result["plan_microseconds"]
     print(f"  busy: {busy}; a plan takes {plan['median']:.0f} us (p99 {plan['p99']:.0f})")

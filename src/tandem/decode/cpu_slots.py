@@ -6,13 +6,13 @@ attention functions, and whose layers keep keys and values or states that Tandem
 advance (`tandem.decode.named_operations`): `why_no_cpu_slots` tries it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tandem.core.errors import ExecutionError
 from tandem.decode.model_runner import ModelRunner, why_other_logits
@@ -26,11 +26,15 @@ from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
 from tandem.kv_cache.cpu import KvCache
 from tandem.kv_cache.moving import put_in, take_out
 from tandem.kv_cache.prefix_files import SEGMENT_TOKENS
-from tandem.recording.recorded_graph import record_step
+from tandem.recording.recorded_graph import RecordedGraph, record_step
 from tandem.recording.replay import ReplayedStep
 
 # Fused operations may round the last digit of bf16 differently, and near ties of a router flip.
 _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+
+
+# Called with a slot, the position of its first new token, and what the head read of these.
+OnHidden = Callable[[int, int, Tensor], None]
 
 
 class _Step(NamedTuple):
@@ -43,6 +47,8 @@ class _Step(NamedTuple):
     rotary: Tensor
     """The positions of rotary embeddings, which behind an image are others."""
     ids: Tensor
+    hidden: Tensor | None
+    """What the output head reads, (n, width), if that is noted."""
     replayed: ReplayedStep
 
 
@@ -58,14 +64,23 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
         capacity: int = 0,
         has_replay: bool = True,
         kv_dtype: str = "auto",
+        notes_hidden: bool = False,
+        inputs: Callable[[int], list[Tensor]] = lambda _: [],
     ) -> None:
         """Make `num_slots` slots with room for `capacity` tokens each; they grow.
 
         Without `has_replay` the model's own code runs every step. `kv_dtype` is as of `KvCache`.
+        With `notes_hidden`, `hidden` and `on_hidden` tell what the output head reads. `inputs`
+        returns the tensors that a decode step of so many tokens reads besides its tokens.
         """
         cache = KvCache(threads, num_slots, max(1, capacity), kv_dtype=kv_dtype)
-        super().__init__(ModelRunner(model, cache, threads), cache)
+        super().__init__(ModelRunner(model, cache, threads, notes_hidden=notes_hidden), cache)
+        self._notes_hidden, self._inputs = notes_hidden, inputs
+        self.hidden: Tensor | None = None
+        """What the output head read of the latest forward's tokens, (n_tokens, width)."""
+        self.on_hidden: OnHidden | None = None
         self._has_replay = has_replay
+        self._is_packed = not any(isinstance(one, nn.Linear) for one in model.modules())
         self._executor = self._model.executor
         self._steps: dict[int, _Step] = {}
         self._last: _Step | None = None
@@ -102,7 +117,17 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
     def can_verify(self) -> bool:
         """Whether `verify` takes several tokens of a slot, which may then be taken back."""
         executor = self._model.executor
-        return not self.cache.states and (executor is None or executor.takes_drafts)
+        if executor is not None and not executor.takes_drafts:
+            return False
+        return self._is_packed or self._steps_are_native()
+
+    def _steps_are_native(self) -> bool:
+        """Whether recorded steps compute a token alike in any batch, as far as there are some."""
+        settled = [s.replayed for s in self._steps.values() if s.replayed.has_settled]
+        graphs = [replayed.recording for replayed in settled]
+        return bool(graphs) and all(
+            isinstance(graph, RecordedGraph) and not graph.has_torch_products for graph in graphs
+        )
 
     def decode(self, tokens: Mapping[int, int]) -> Tensor:
         """Append one token to each of some slots; return (slots, vocabulary) in their order."""
@@ -140,6 +165,7 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
         for slot, new in tokens.items():
             self._held[slot] += new
         self._require_finite(slots, logits)
+        self._tell_hidden(step.hidden, tokens.items())
         return logits
 
     @property
@@ -238,7 +264,37 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
             self.cache.commit()
         for slot, tokens in chunk:
             self._held[slot] += tokens
+        hidden = self._model.hidden
+        self._tell_hidden(None if hidden is None else hidden[0], chunk)
         return logits[0]
+
+    def _tell_hidden(
+        self, hidden: Tensor | None, tokens: Iterable[tuple[int, Sequence[int]]]
+    ) -> None:
+        """Tell what the head read of tokens that slots hold now: (n_tokens, width)."""
+        self.hidden = hidden
+        if hidden is None or self.on_hidden is None:
+            return
+        at = 0
+        for slot, new in tokens:
+            first = self.cache.lengths[slot] - len(new)
+            self.on_hidden(slot, first, hidden[at : at + len(new)])
+            at += len(new)
+
+    @contextmanager
+    def on_trial(self, slots: Sequence[int]) -> Iterator[None]:
+        """Let slots forget, afterwards, the few tokens that they get inside."""
+        lengths = {slot: self.cache.lengths[slot] for slot in slots}
+        with torch.inference_mode():
+            put_back = self.cache.states.save(slots)
+        try:
+            yield
+        finally:
+            with torch.inference_mode():
+                put_back()
+            for slot, length in lengths.items():
+                self.cache.lengths[slot] = length
+                del self._held[slot][length:]
 
     @contextmanager
     def _going_back(self, slots: Sequence[int]) -> Iterator[None]:
@@ -262,13 +318,18 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
                 torch.zeros(num_tokens, dtype=torch.int64, device="cpu") for _ in range(3)
             )
             ids = torch.zeros((num_tokens, 1), dtype=torch.int64, device="cpu")
+            hidden = self._room_for_hidden(num_tokens)
 
         def run() -> Tensor:
-            return self._model.logits(ids, rotary[:, None])[:, -1]
+            logits = self._model.logits(ids, rotary[:, None])[:, -1]
+            if hidden is not None and self._model.hidden is not None:
+                hidden.copy_(self._model.hidden[:, -1])
+            return logits
 
+        inputs = [ids, positions, rotary, *self._inputs(num_tokens)]
         replayed = ReplayedStep(
             run,
-            partial(record_step, run, [ids, positions, rotary], self.cache.threads),
+            partial(record_step, run, inputs, self.cache.threads),
             _TOLERANCES.get(self._model.model.dtype),
             executor=self._executor,
             announce=partial(self._announce_again, num_tokens),
@@ -276,7 +337,14 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
             is_like_trusted=any(s.replayed.is_replaying for s in self._steps.values()),
             why_not=self._model.why_not_replayed(_TOLERANCES, has_replay=self._has_replay),
         )
-        return _Step(slots, positions, rotary, ids, replayed)
+        return _Step(slots, positions, rotary, ids, hidden, replayed)
+
+    def _room_for_hidden(self, num_tokens: int) -> Tensor | None:
+        if not self._notes_hidden:
+            return None
+        model = self._model.model
+        width = model.config.get_text_config().hidden_size
+        return torch.zeros(num_tokens, width, dtype=model.dtype, device="cpu")
 
     def _announce_again(self, num_tokens: int) -> None:
         if self._executor is not None:

@@ -41,12 +41,22 @@ class ModelRunner:
     """A model with a cache that it reads and writes while it is called here."""
 
     def __init__(
-        self, model: PreTrainedModel, cache: SlotCache, threads: CpuThreads | None = None
+        self,
+        model: PreTrainedModel,
+        cache: SlotCache,
+        threads: CpuThreads | None = None,
+        *,
+        notes_hidden: bool = False,
     ) -> None:
         """Raises `NotInSlotsError` for a model that keeps more than keys and values.
 
-        With `threads`, a prompt's norms are native.
+        With `threads`, a prompt's norms are native. `notes_hidden` as of `hidden`.
         """
+        self.hidden: Tensor | None = None
+        """What the latest forward gave to the output head, (b, n_tokens, width), if that is noted.
+        """
+        self._notes_hidden = notes_hidden
+        self._noted: Any = None
         self.model = model
         self._cache = cache
         self._norms = NormSwitch(model, threads)
@@ -94,6 +104,8 @@ class ModelRunner:
         self._norms.is_on = ids.numel() > _STEP_TOKENS
         forget_positions(self._shell)
         copy = self._copy.model
+        if self._notes_hidden:
+            self._note_hidden(copy.get_decoder())
         with stepping(self._cache), given_features(copy, features) as images:
             outputs = copy(
                 input_ids=ids,
@@ -107,6 +119,18 @@ class ModelRunner:
             )
         logits: Tensor = outputs.logits
         return logits
+
+    def _note_hidden(self, decoder: Any) -> None:
+        """Let a shallow copy of the model without its head say what comes out of it."""
+        if decoder is self._noted:
+            return
+
+        def note(module: object, args: object, outputs: Any) -> None:
+            self.hidden = outputs.last_hidden_state
+
+        decoder._forward_hooks = decoder._forward_hooks.copy()  # the model's own stay as they are
+        decoder.register_forward_hook(note)
+        self._noted = decoder
 
 
 def _executor_of(model: PreTrainedModel) -> Executor | None:

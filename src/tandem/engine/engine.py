@@ -89,8 +89,9 @@ class Engine:
         self._model, self._tokenizer = model, tokenizer
         self._connection = connection
         generator = Generator(
-            model, tokenizer, has_replay=settings.has_replay, speculate=settings.speculate
-        )
+            model, tokenizer, has_replay=settings.has_replay, speculate=settings.speculate,
+            **settings.load_drafting(tokenizer),
+        )  # fmt: skip
         self._scheduler = generator.scheduler(
             settings.max_running,
             chunk_tokens=settings.part_tokens,

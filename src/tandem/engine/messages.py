@@ -7,7 +7,7 @@ was under way already: the receiver drops that.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tandem.foreign_types import PreTrainedModel, Tokenizer
 from tandem.generate.ending import EndOptions
@@ -26,6 +26,11 @@ ModelLoader = Callable[[], tuple[PreTrainedModel, Tokenizer]]
 EXIT_CANNOT_LOAD = 3
 
 
+def no_drafting(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Draft with what the model itself has."""
+    return {}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
     """How the engine process runs."""
@@ -34,6 +39,8 @@ class EngineSettings:
     part_tokens: int
     has_replay: bool = True
     speculate: str = "auto"
+    load_drafting: Callable[[Tokenizer], dict[str, Any]] = no_drafting
+    """Returns what else `Generator` is told about drafting; pickled by name."""
     max_gap: float | None = None
     """Seconds that streams wait for prompts at most; None: whatever a chunk takes."""
     kept_prefixes: KeptPrefixes | None = None

@@ -31,7 +31,7 @@ from tandem.generate.prompt import encode_conversation, encode_text, encode_with
 from tandem.generate.running import Request
 from tandem.generate.sampling import SamplingOptions, not_followed
 from tandem.generate.scheduler import CHUNK_TOKENS, Scheduler
-from tandem.generate.speculation.speculation import new_speculation
+from tandem.generate.speculation.drafters import DraftParts, new_speculation
 from tandem.hf.dense import pack_dense_layers
 from tandem.hf.next_token_models import (
     adapter_state,
@@ -63,6 +63,8 @@ class Generator:
         kv_dtype: str = "auto",
         has_replay: bool = True,
         speculate: str = "auto",
+        draft: PreTrainedModel | None = None,
+        mtp_from: Path | None = None,
     ) -> None:
         """Take a Transformers model; without a tokenizer prompts and answers are token ids.
 
@@ -75,7 +77,9 @@ class Generator:
         "auto" (what the model computes in), "bf16" or "int8". Decode steps are recorded and
         replayed without the model's Python code (its hooks included), unless `has_replay` is false.
         `speculate` is what drafts tokens that are verified together: "auto", "lookup" (what
-        followed the latest tokens where they stood before) or "none"; answers are the same.
+        followed the latest tokens where they stood before), "mtp" (the model's own MTP layer too,
+        from the checkpoint in the directory `mtp_from`, or the model's) or "none"; `draft` is a
+        small model with the same tokens, which writes ahead. Answers are the same.
         Raises `UnsupportedModelError` for models that do not write token by token.
         """
         model = without_adapters_wrapper(model)
@@ -87,7 +91,8 @@ class Generator:
         pack_dense_layers(model, dense_dtype, self._threads)
         self._kv_dtype = require_kv_dtype(kv_dtype)
         self._has_replay = has_replay
-        self._speculation = new_speculation(speculate)
+        parts = DraftParts(model=model, threads=self._threads, draft=draft, mtp_from=mtp_from)
+        self._speculation = new_speculation(speculate, parts)
         self._has_tried_slots = False
         self.why_padded: str | None = None
         """Why prompts run padded, on Transformers' caches; None: they do not, or not tried yet."""
@@ -241,6 +246,7 @@ class Generator:
             self._latest_pool = CpuSlotPool(
                 self.model, self._threads, num_slots, capacity=capacity,
                 has_replay=self._has_replay, kv_dtype=self._kv_dtype,
+                notes_hidden=self._speculation is not None and self._speculation.needs_hidden,
             )  # fmt: skip
         return self._latest_pool
 

@@ -88,7 +88,9 @@ class Scheduler:
             isinstance(module, nn.Linear) for module in model.modules()
         )
         self._pace = pace
-        self._speculation = speculation if self._is_alike_however_cut else None
+        self._speculation = speculation
+        if speculation is not None:
+            speculation.follow(pool)
         self._slots = [_Slot() for _ in range(pool.num_slots)]
         self.prefixes = HeldPrefixes(pool, files)
         """What slots hold; what of it is kept on disk is written between steps."""

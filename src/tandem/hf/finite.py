@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from tandem.core.errors import ExecutionError, ModelError
+from tandem.experts.store.finite import is_finite
 from tandem.foreign_types import PreTrainedModel
-from tandem.kernels.finite import is_finite
 
 # Of a row's tokens, the last ones with which a spoilt layer is looked for.
 _SEARCHED_TOKENS = 2048

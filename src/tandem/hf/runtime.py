@@ -54,6 +54,11 @@ class Runtime:
             self._threads = None
         self.options = options
 
+    def share(self, threads: CpuThreads) -> None:
+        """Compute with another model's threads; all experts on the CPU."""
+        self._threads = threads
+        self.use(self.cpu_executor())
+
     def cpu_executor(self) -> CpuExecutor:
         """Return a new executor that computes every expert on the CPU, as the options say."""
         return CpuExecutor(self.store, self.threads)

@@ -243,6 +243,7 @@ class ShortConvolution:
         states: int,
         /,
     ) -> None: ...
+    def keep_drafts(self, kept: int, values: int, /) -> None: ...
 
 class Recurrence:
     """A layer's recurrence; the caller keeps its tensors alive."""
@@ -262,6 +263,9 @@ class Recurrence:
         states: int,
         /,
     ) -> None: ...
+    @property
+    def logged_values(self) -> int: ...
+    def keep_drafts(self, kept: int, values: int, /) -> None: ...
 
 class RecurrentEngine:
     def __init__(self, engine: ExpertEngine, /) -> None: ...
@@ -296,6 +300,7 @@ class Program:
         num_tokens: int,
         slots: int,
         positions: int,
+        have_drafts: bool,
         is_bf16: bool,
         input: int,
         token_stride: int,
@@ -308,6 +313,7 @@ class Program:
         num_tokens: int,
         slots: int,
         positions: int,
+        have_drafts: bool,
         is_bf16: bool,
         query: tuple[int, int, int],
         key: tuple[int, int, int],

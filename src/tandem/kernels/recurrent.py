@@ -17,6 +17,9 @@ from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
 _BLOCK = 16  # values of a head whose states lie side by side
 MOST_WIDTH = 16  # of a convolution
 DECAY_KINDS = {"head": 0, "key": 1, "pair": 2}  # the numbers are those of DecayKind in C++
+MOST_DRAFTED = 7  # tokens of a slot that a call may have beside a certain one; C++ has it too
+_MOST_KEY_DIM = 512
+_Native = _native.ShortConvolution | _native.Recurrence
 
 
 class StateTokens(NamedTuple):
@@ -27,6 +30,9 @@ class StateTokens(NamedTuple):
 
     slots: Tensor
     positions: Tensor
+    have_drafts: bool = False
+    """Whether a slot's state stays before all but its first token; its next call does them again,
+    as many as `LayerState.kept` says."""
 
 
 class LayerState(ABC):
@@ -34,6 +40,10 @@ class LayerState(ABC):
 
     states: Tensor
     """(slots, ...) fp32"""
+    kept: Tensor
+    """(slots,) int64: how many of a slot's drafted tokens its state is to be moved on by"""
+    log: Tensor
+    """(slots, drafted tokens, ...) fp32: what these need to be done again"""
 
     @abstractmethod
     def output_shape(self, num_tokens: int) -> tuple[int, ...]:
@@ -61,6 +71,12 @@ class LayerState(ABC):
         program.run()
         return output
 
+    def _keep_drafts(self, native: _Native, num_values: int) -> None:
+        """Make the log of drafted tokens of so many values each."""
+        self.kept = torch.zeros(len(self.states), dtype=torch.int64, device="cpu")
+        self.log = torch.zeros(len(self.states), MOST_DRAFTED, num_values, device="cpu")
+        native.keep_drafts(self.kept.data_ptr(), self.log.data_ptr())
+
 
 class ConvolutionState(LayerState):
     """A causal convolution of each channel by itself, (n_tokens, channels) -> the same shape."""
@@ -84,6 +100,7 @@ class ConvolutionState(LayerState):
             has_silu,
             self.states.data_ptr(),
         )
+        self._keep_drafts(self._native, channels)
 
     def output_shape(self, num_tokens: int) -> tuple[int, ...]:
         """Return the shape of what so many tokens give."""
@@ -102,7 +119,8 @@ class ConvolutionState(LayerState):
         assert x.shape == output.shape == self.output_shape(len(tokens.slots))
         program.add_convolution(
             self._native, len(x), tokens.slots.data_ptr(), tokens.positions.data_ptr(),
-            x.dtype == torch.bfloat16, x.data_ptr(), x.stride(0), output.data_ptr(),
+            tokens.have_drafts, x.dtype == torch.bfloat16, x.data_ptr(), x.stride(0),
+            output.data_ptr(),
         )  # fmt: skip
 
 
@@ -135,6 +153,8 @@ class RecurrenceState(LayerState):
         skip: Tensor | None = None,
     ) -> None:
         """Take `skip` (heads, value_dim); by pair, decays' `factor` (value_dim, key_dim)."""
+        if form.key_dim > _MOST_KEY_DIM:
+            raise ValueError(f"keys of {form.key_dim} values; expected at most {_MOST_KEY_DIM}")
         self.form = form
         self._blocks = -(-form.value_dim // _BLOCK)
         shape = (num_slots, form.num_heads, self._blocks, form.key_dim, _BLOCK)
@@ -154,6 +174,7 @@ class RecurrenceState(LayerState):
             0 if self._skip is None else self._skip.data_ptr(),
             self.states.data_ptr(),
         )
+        self._keep_drafts(self._native, self._native.logged_values)
 
     def output_shape(self, num_tokens: int) -> tuple[int, ...]:
         """Return the shape of what so many tokens give."""
@@ -185,7 +206,8 @@ class RecurrenceState(LayerState):
         rate = rates[0] if rates else None
         program.add_recurrence(
             self._native, num_tokens, tokens.slots.data_ptr(), tokens.positions.data_ptr(),
-            value.dtype == torch.bfloat16, _heads(query), _heads(key), _heads(value),
+            tokens.have_drafts, value.dtype == torch.bfloat16,
+            _heads(query), _heads(key), _heads(value),
             decay.data_ptr(), rate is not None and rate.dtype == torch.bfloat16,
             0 if rate is None else rate.data_ptr(), output.data_ptr(),
         )  # fmt: skip

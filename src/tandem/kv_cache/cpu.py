@@ -24,12 +24,12 @@ from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
 from tandem.kernels.recurrent import LayerState, StateTokens
 from tandem.kv_cache.base import NotInSlotsError, SlotCache
 from tandem.kv_cache.index_keys import IndexStore, NewIndexKeys, Pool, Selection
+from tandem.kv_cache.pretended import pretend
 from tandem.kv_cache.states import StateHandle, StateKey, StateStore
 from tandem.kv_cache.windows import KeptWindow
 
 # Capacity grows in steps, so that it is copied rarely and never much too large.
 _GRANULE_TOKENS = 256
-_PRETENDED_TOKENS = 1024  # that are made up at once
 
 
 class KvCache(SlotCache):
@@ -55,6 +55,8 @@ class KvCache(SlotCache):
         """What layers with an indexer keep beside them."""
         self._expected_bytes = 0
         self._segments: list[Segment] = []
+        self.is_decoding = False
+        """Whether the tokens that are announced are a decode step's."""
         self.slots = self.positions = torch.zeros(0, dtype=torch.int64, device="cpu")
 
     @property
@@ -99,6 +101,7 @@ class KvCache(SlotCache):
             ]
         )
         self._awaited = self.states_asked_for = None
+        self.is_decoding = False
         self.reserve(max(s.first_position + s.num_tokens for s in segments))
         self._place(is_kept=False)
         self.states.begin(segments)
@@ -107,10 +110,9 @@ class KvCache(SlotCache):
         """Announce the next tokens of some slots, by slot how many.
 
         The tensors (n_tokens,) int64 of each token's slot and position are filled here. A recorded
-        step refers to them, so the caller keeps them, one pair per n. Where layers keep states,
-        a slot has one token.
+        step refers to them, so the caller keeps them, one pair per n. All but the first token of
+        a slot may be taken back by `truncate`.
         """
-        assert not self.states or set(counts.values()) == {1}
         segments = [Segment(slot, self.lengths[slot], n) for slot, n in counts.items()]
         self._segments = segments
         self.reserve(max(s.first_position + s.num_tokens for s in segments))
@@ -120,7 +122,8 @@ class KvCache(SlotCache):
         self.slots, self.positions = slots, positions
         self._place(is_kept=True)
         self._awaited = self.states_asked_for = None
-        self.states.begin([])
+        self.is_decoding = True
+        self.states.begin_decode(segments)
 
     def commit(self) -> None:
         """Count the announced tokens as held: the forward is through."""
@@ -140,10 +143,7 @@ class KvCache(SlotCache):
         self.index_keys.copy_prefix(source, target, length)
         for window in self._windows.values():
             window.follow(source, target)
-        if length == self.lengths[source] and not self.states.is_lost(source):
-            self.states.copy(source, target)
-        else:
-            self.states.restore(source, target, length)
+        self.states.go_back(source, target, length, self.lengths[source] - length)
         self.lengths[target] = length
 
     def usable(self, slot: int, length: int) -> int:
@@ -153,7 +153,7 @@ class KvCache(SlotCache):
         states, as many as the longest checkpoint has.
         """
         assert length <= self.lengths[slot]
-        if self.states and (length < self.lengths[slot] or self.states.is_lost(slot)):
+        if self.states and not self.states.can_take_back(slot, self.lengths[slot] - length):
             length = self.states.best_length(slot, length)
         is_there = all(window.reaches(slot, length) for window in self._windows.values())
         return length if is_there else 0
@@ -161,8 +161,7 @@ class KvCache(SlotCache):
     def truncate(self, slot: int, length: int) -> None:
         """Forget a slot's tokens from `length` on, which is `usable`."""
         assert length == self.usable(slot, length)
-        if length < self.lengths[slot] or self.states.is_lost(slot):
-            self.states.restore(slot, slot, length)
+        self.states.go_back(slot, slot, length, self.lengths[slot] - length)
         self._forget(slot, length)
 
     def cut(self, slot: int, length: int) -> bool:
@@ -201,7 +200,7 @@ class KvCache(SlotCache):
             kept = self._windows.get(layer.form.window)
             for slot in range(len(self.lengths)):
                 first = 0 if kept is None else kept.first(slot)
-                _pretend(layer, self.threads, slot, length - first)
+                pretend(layer, self.threads, slot, length - first)
         self.index_keys.pretend(length)
         self.lengths[:] = [length] * len(self.lengths)
 
@@ -386,23 +385,9 @@ def _select(
 
 
 def _advance(cache: KvCache, state: LayerState, *inputs: Tensor) -> Tensor:
-    tokens = StateTokens(cache.slots, cache.positions)
+    tokens = StateTokens(cache.slots, cache.positions, cache.is_decoding)
     return cache.states.advance(cache.threads, state, tokens, inputs)
 
 
 def _rounded(tokens: int) -> int:
     return -(-tokens // _GRANULE_TOKENS) * _GRANULE_TOKENS
-
-
-def _pretend(layer: CachedAttention, threads: CpuThreads, slot: int, length: int) -> None:
-    form = layer.form
-    count = min(length, _PRETENDED_TOKENS)
-    key, value = (
-        torch.randn(form.num_kv_heads, count, dim, device="cpu") * 0.1
-        for dim in (form.key_dim, form.value_dim)
-    )
-    for first in range(0, length, _PRETENDED_TOKENS):
-        positions = torch.arange(first, min(first + count, length), device="cpu")
-        part = slice(0, len(positions))
-        slots = torch.full_like(positions, slot)
-        layer.append(threads, slots, positions, key[:, part], value[:, part])

@@ -13,7 +13,7 @@ from torch import Tensor
 from tandem.experts.store import host_memory
 from tandem.kernels.attention import Segment
 from tandem.kernels.dense import CpuThreads
-from tandem.kernels.recurrent import LayerState, StateTokens
+from tandem.kernels.recurrent import MOST_DRAFTED, LayerState, StateTokens
 from tandem.kv_cache.checkpoints import KeptCheckpoints, cut_lengths
 
 _MOST_BYTES = 1 << 30  # of the checkpoints of all slots
@@ -63,6 +63,9 @@ class StateStore:
         self._cuts: list[_Cut] = []
         self._every = 0
         self._lost: set[int] = set()  # slots whose tokens were put in, and their states not yet
+        self._drafted = [0] * num_slots
+        self._kept: list[Any] = []  # what each layer's `kept` shares with numpy
+        self._announced: list[Segment] = []
         self._budget = most_checkpoint_bytes(host_memory.available_bytes())
 
     def __bool__(self) -> bool:
@@ -73,7 +76,7 @@ class StateStore:
     def num_bytes(self) -> int:
         """Bytes of the states and of their checkpoints."""
         kept = self._checkpoints.num_bytes
-        return kept + sum(layer.states.nbytes for layer in self._layers.values())
+        return kept + sum(x.states.nbytes + x.log.nbytes for x in self._layers.values())
 
     @property
     def step_bytes(self) -> int:
@@ -84,19 +87,28 @@ class StateStore:
         """Return a state's operation, which `new` makes for all slots on first use."""
         if key not in self._layers:
             self._layers[key] = new(self._num_slots)
+            self._kept.append(self._layers[key].kept.numpy())
         return self._layers[key]
 
     def begin(self, segments: Iterable[Segment]) -> None:
         """Announce a prompt's tokens, of which some will be followed by a checkpoint; or none."""
-        self._cuts = []
+        self._cuts, self._announced = [], []
         first = 0
         for segment in segments:
+            self._drafted[segment.slot] = 0  # what was kept of them is done before these tokens
             begin, slot = segment.first_position, segment.slot
             newest = self._checkpoints.newest(slot)
             end = begin + segment.num_tokens
             for length in cut_lengths(begin, end, newest, self._every)[-self._most() :]:
                 self._cuts.append(_Cut(slot, first + length - begin, length))
             first += segment.num_tokens
+
+    def begin_decode(self, segments: Sequence[Segment]) -> None:
+        """Announce a decode step's tokens: all but the first of a slot may be taken back."""
+        self._cuts, self._announced = [], list(segments)
+        for segment in segments:
+            assert not self or segment.num_tokens <= 1 + MOST_DRAFTED
+            self._drafted[segment.slot] = 0
 
     def advance(
         self, threads: CpuThreads, layer: LayerState, tokens: StateTokens, inputs: Sequence[Tensor]
@@ -118,20 +130,38 @@ class StateStore:
         for cut in self._cuts:
             if cut.states and len(cut.states) == len(self._layers):
                 self._checkpoints.add(cut.slot, cut.length, cut.states)
-        self._cuts = []
+        for segment in self._announced:
+            if segment.num_tokens > 1:
+                self._keep_drafted(segment.slot, segment.num_tokens - 1)
+        self._cuts, self._announced = [], []
         self._checkpoints.thin(self._budget)
+
+    def can_take_back(self, slot: int, num_tokens: int) -> bool:
+        """Whether a slot's last tokens, if any, were drafted in its last step."""
+        return num_tokens <= self._drafted[slot] and slot not in self._lost
+
+    def _keep_drafted(self, slot: int, num_tokens: int) -> None:
+        """Let a slot's next call do so many of its drafted tokens again."""
+        self._drafted[slot] = num_tokens
+        for kept in self._kept:
+            kept[slot] = num_tokens
 
     def save(self, slots: Iterable[int]) -> Callable[[], None]:
         """Copy the states of some slots; return what puts them back."""
+        numbers = set(slots)
         saved = [
-            (layer.states, slot, layer.states[slot].clone())
+            (tensor, slot, tensor[slot].clone())
             for layer in self._layers.values()
-            for slot in slots
+            for tensor in (layer.states, layer.kept, layer.log)
+            for slot in numbers
         ]
+        drafted = {slot: self._drafted[slot] for slot in numbers}
 
         def put_back() -> None:
-            for states, slot, copy in saved:
-                states[slot] = copy
+            for slot, count in drafted.items():
+                self._drafted[slot] = count
+            for tensor, slot, copy in saved:
+                tensor[slot] = copy
 
         return put_back
 
@@ -141,13 +171,10 @@ class StateStore:
         """Leave a checkpoint at every multiple of so many tokens of prompts, too."""
         self._every = num_tokens
 
-    def is_lost(self, slot: int) -> bool:
-        """Tell whether a slot's states are not those of its tokens."""
-        return slot in self._lost
-
     def lose(self, slot: int, length: int) -> None:
         """Let a slot go on from so many tokens without their states, which are put in later."""
         self._checkpoints.copy(slot, slot, length)
+        self._keep_drafted(slot, 0)
         self._lost.add(slot)
 
     @torch.inference_mode()
@@ -182,14 +209,25 @@ class StateStore:
         longest = self._checkpoints.longest(slot, length)
         return longest.length if longest else 0
 
+    def go_back(self, source: int, target: int, length: int, num_less: int) -> None:
+        """Let `target` stand where `source` stood `num_less` tokens ago, at a usable length."""
+        if not self.can_take_back(source, num_less):
+            self._restore(source, target, length)
+            return
+        if source != target:
+            self._copy(source, target)
+        if num_less:
+            self._keep_drafted(target, self._drafted[target] - num_less)
+
     @torch.inference_mode()
-    def restore(self, source: int, target: int, length: int) -> None:
+    def _restore(self, source: int, target: int, length: int) -> None:
         """Put the checkpoint of `source` at a length into `target`, with those before it.
 
         At length 0 there is none: operations begin there with zeros.
         """
         self._checkpoints.copy(source, target, length)
         self._lost.discard(target)
+        self._keep_drafted(target, 0)
         if length and self._layers:
             kept = self._checkpoints.longest(target, length)
             assert kept is not None
@@ -198,10 +236,12 @@ class StateStore:
                 layer.states[target] = state
 
     @torch.inference_mode()
-    def copy(self, source: int, target: int) -> None:
+    def _copy(self, source: int, target: int) -> None:
         """Let a slot stand where another one stands."""
         for layer in self._layers.values():
-            layer.states[target] = layer.states[source]
+            for tensor in (layer.states, layer.kept, layer.log):
+                tensor[target] = tensor[source]
+        self._drafted[target] = self._drafted[source]
         self._lost.discard(target)
         self._checkpoints.copy(source, target, self._checkpoints.newest(source))
 

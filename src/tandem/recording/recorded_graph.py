@@ -61,6 +61,9 @@ _DIRECT: dict[str, Callable[..., object]] = {
 # Returns operations with groups replaced, given them, the tensors, and which of these never change.
 Fusing = Callable[[list[Operation], list[Tensor], set[int]], list[Operation]]
 
+# What torch adds up in another order for other numbers of rows.
+_PRODUCTS = {"linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "convolution", "dot", "mv"}
+
 # Operations without a tensor among their arguments that give the same each time.
 _SAME_EACH_TIME = {"arange", "zeros", "ones", "full", "scalar_tensor"}
 
@@ -91,6 +94,11 @@ class RecordedGraph:
         if fusing is not None:
             fixed = set(constants) - changing
             self._operations = fusing(self._operations, recording.tensors, fixed)
+        self.has_torch_products = any(
+            op.name in _PRODUCTS and not isinstance(op.function, NativeCall)
+            for op in self._operations
+        )
+        """Whether results may depend on the number of tokens: torch multiplies matrices."""
         self._places = Places(self._operations, recording.tensors, constants, recording.ref(result))
         self._result = recording.ref(result)
         self._shapes = [tuple(tensor.shape) for tensor in recording.tensors]
@@ -188,7 +196,9 @@ def _fold(
         else:
             fixed.update(ref.number for ref in outputs)
     read = {ref.number for op in kept for ref in op.inputs}
-    still_produced = {o.number for op in kept for o in op.outputs if o is not None}
+    still_produced = {
+        o.number for op in kept for o in op.outputs if o is not None and o not in op.inputs
+    }
     constants = {n: recording.tensors[n] for n in read - still_produced}
     return kept, constants
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from tandem.core.config import option, require_range
 from tandem.core.errors import ConfigError
 from tandem.core.units import parse_bytes
-from tandem.generate.speculation.speculation import SPECULATE
+from tandem.generate.speculation import SPECULATE
 
 CONTEXT_FULL = ("stop", "trim")
 _MAX_BODY, _MAX_BODY_WITH_IMAGES = "4MiB", "32MiB"
@@ -55,8 +55,12 @@ class ServerOptions:
     )  # fmt: skip
     speculate: str = option(
         "auto", choices=SPECULATE, help="draft tokens and verify them together where that pays: "
-        "auto, lookup (what followed the same words before), none; answers are the same",
+        "auto, lookup (what followed the same words before), mtp (the model's own layer for that "
+        "too), none; answers are the same",
     )  # fmt: skip
+    draft: str | None = option(
+        None, help="small model with the same tokens that writes ahead", metavar="MODEL"
+    )
     request_timeout: float = option(
         600.0, help="seconds after which a request is given up", metavar="SECONDS"
     )

@@ -18,6 +18,7 @@ from tandem.policy.plan import LayerLoad, LayerPlan
 from tandem.policy.settings import PlannerSettings, make_planner_on
 from tandem.sim.exact import optimal_seconds
 from tandem.sim.exact_overlapped import overlapped_optimal_seconds
+from tandem.sim.speculation import SpeculationChoice, TraceSpeculation
 from tandem.sim.steps import LoadReader, Step, replay_steps
 from tandem.sim.timeline import Timeline
 from tandem.trace import RoutingTrace
@@ -58,6 +59,9 @@ class Tally:
     copies: int = 0
     prefetch_issued: int = 0
     prefetch_useful: int = 0
+    decode_steps: int = 0
+    drafted: int = 0  # tokens that decode steps verified
+    accepted: int = 0
     cpu_busy_seconds: float = 0.0
     gpu_busy_seconds: float = 0.0
     link_busy_seconds: float = 0.0
@@ -102,6 +106,7 @@ class ReplaySettings:
     prompt: int | None = 16  # tokens of a sequence that run at once; None: as recorded
     limit: int = 1 << 60
     compare_every: int = COMPARE_EVERY  # 0: never
+    speculation: SpeculationChoice | None = None
 
 
 def replay(
@@ -140,28 +145,37 @@ class _Replay:
             options["pipelined"] = False
         self._by_equations = ASSIGNMENTS.factory(run.settings.assignment)(**options)
         self._watch = watch
+        self._decoding = (
+            None
+            if run.speculation is None
+            else TraceSpeculation(trace, run.speculation, self._timeline)
+        )
         self._tally = Tally()
         self._ahead: set[tuple[int, int]] = set()
         self._countdown = run.compare_every
 
     def run(self, progress: Callable[[int], None] | None) -> Tally:
         tally, timeline = self._tally, self._timeline
-        for step in replay_steps(self._trace, self._settings.batch, self._settings.prompt):
-            before = timeline.now
+        run, before = self._settings, timeline.now
+        for step in replay_steps(self._trace, run.batch, run.prompt, self._decoding):
             self._step(step)
-            seconds, count = timeline.now - before, len(step.tokens)
+            seconds, count = timeline.now - before, step.num_new
+            before = timeline.now
             tally.steps += 1
             tally.tokens += count
             if step.is_prefill:
                 tally.prefill_tokens += count
                 tally.prefill_seconds += seconds
             else:
+                tally.decode_steps += 1
                 tally.decode_tokens += count
                 tally.decode_seconds += seconds
             if progress is not None:
                 progress(count)
-            if tally.tokens >= self._settings.limit:
+            if tally.tokens >= run.limit:
                 break
+        if self._decoding is not None:
+            tally.drafted, tally.accepted = self._decoding.drafted, self._decoding.accepted
         tally.total_seconds = timeline.now
         tally.cpu_busy_seconds = timeline.cpu_busy
         tally.gpu_busy_seconds = timeline.gpu_busy

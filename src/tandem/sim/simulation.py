@@ -13,6 +13,7 @@ from tandem.policy.settings import PlannerSettings
 from tandem.sim.dump import Dump
 from tandem.sim.hit_rate import belady_hit_rate, demand_loads, hit_rate
 from tandem.sim.replay import COMPARE_EVERY, ReplaySettings, Tally, replay
+from tandem.sim.speculation import SpeculationChoice
 from tandem.sim.start import SIMULATED_STARTS
 from tandem.trace import RoutingTrace
 
@@ -34,6 +35,7 @@ class Conditions:
     hold_out: int = 0  # sequences at the end of the trace that are kept out; they give "hottest"
     compare_every: int = COMPARE_EVERY
     host_path: str | None = None  # whose host costs are charged; None: the profile's usual one
+    speculation: SpeculationChoice | None = None
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -94,6 +96,7 @@ def run_timed(
         prompt=conditions.prompt,
         limit=conditions.limit,
         compare_every=conditions.compare_every,
+        speculation=conditions.speculation,
     )
     return replay(
         replayed,
@@ -195,6 +198,13 @@ def _summary(
             "issued": issued,
             "useful": useful,
             "accuracy": useful / issued if issued else None,
+        },
+        "speculation": {
+            "drafted": tally.drafted,
+            "accepted": tally.accepted,
+            "tokens_per_step": tally.decode_tokens / tally.decode_steps
+            if tally.decode_steps
+            else None,
         },
         "decode_tokens_per_second": tally.decode_tokens_per_second() or None,
         "prefill_tokens_per_second": tally.prefill_tokens_per_second(),

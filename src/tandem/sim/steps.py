@@ -1,9 +1,9 @@
 """Splits a trace into steps: sequences side by side, prompts at once, then token after token."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,16 +20,42 @@ class Step(NamedTuple):
 
     tokens: Ints  # indices into the trace
     is_prefill: bool
+    num_new: int  # of them, tokens that the sequences have afterwards; others were drafted wrongly
 
 
-def replay_steps(trace: RoutingTrace, batch: int, prompt: int | None) -> Iterator[Step]:
+class Decoding(Protocol):
+    """What decode steps are made of."""
+
+    def next(self, running: Sequence[tuple[int, int]]) -> tuple[Ints, list[int]]:
+        """Return a step's tokens for sequences (next token, end), and how far each one comes."""
+
+    def done(self) -> None:
+        """Hear that the step is through."""
+
+
+class OneEach:
+    """A token of each sequence."""
+
+    def next(self, running: Sequence[tuple[int, int]]) -> tuple[Ints, list[int]]:
+        """Return the next tokens."""
+        return np.array([at for at, _ in running]), [1] * len(running)
+
+    def done(self) -> None:
+        """No-op."""
+
+
+def replay_steps(
+    trace: RoutingTrace, batch: int, prompt: int | None, decoding: Decoding | None = None
+) -> Iterator[Step]:
     """Yield steps of `batch` sequences side by side; the first `prompt` tokens of each at once.
 
     With `prompt` None they are as long as when they were recorded (meta `prompt_tokens`).
     A sequence that ends gives its slot to the next one, whose prompt then runs as a step. When
     no sequence is left for a free slot, the replay ends: every decode step is a full batch.
     A trace of fewer sequences than slots has its longest ones halved until there are enough.
+    `decoding` says which tokens a decode step has; None: one of each sequence.
     """
+    decoding = decoding or OneEach()
     waiting = _spans(trace, batch)
     prompts = _prompts(trace, prompt)
     running_slots: list[tuple[int, int]] = []
@@ -40,14 +66,19 @@ def replay_steps(trace: RoutingTrace, batch: int, prompt: int | None) -> Iterato
             return
         if joining and any(prompts[at] for at, _ in joining):
             split = [(at, min(at + prompts[at], end), end) for at, end in joining]
-            yield Step(np.concatenate([np.arange(at, mid) for at, mid, _ in split]), True)
+            tokens = np.concatenate([np.arange(at, mid) for at, mid, _ in split])
+            yield Step(tokens, True, len(tokens))
             joining = [(mid, end) for _, mid, end in split]
         running_slots += joining
         running = [(at, end) for at, end in running_slots if at < end]
         if len(running) < batch:
             continue
-        yield Step(np.array([at for at, _ in running_slots]), False)
-        running_slots = [(at + 1, end) for at, end in running_slots]
+        tokens, moved = decoding.next(running_slots)
+        yield Step(tokens, False, sum(moved))
+        decoding.done()
+        running_slots = [
+            (at + count, end) for (at, end), count in zip(running_slots, moved, strict=True)
+        ]
 
 
 def _prompts(trace: RoutingTrace, prompt: int | None) -> Mapping[int, int]:

@@ -66,14 +66,14 @@ class Source:
         """`plain` holds the unquantised tensors in the form in which Transformers takes them."""
         self.method = method
         self.weights = weights
-        self._plain = plain
+        self.plain = plain
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Source":
         return self  # Transformers copies configs, and files are not copied
 
     def state_dict(self) -> dict[str, object]:
         """Return all tensors by the names that they would have in an unquantised checkpoint."""
-        return self._plain | {name: SourceTensor(weight) for name, weight in self.weights.items()}
+        return self.plain | {name: SourceTensor(weight) for name, weight in self.weights.items()}
 
     def expert_format(self, targets: Mapping[str, str], module: str) -> ExpertFormat | None:
         """Return the packed formats that hold a module's experts exactly.

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from tandem.core.errors import ModelError
 from tandem.experts.store.arrivals import Arrivals
+from tandem.experts.store.finite import is_finite
 from tandem.experts.store.image import ALIGNMENT_BYTES, Extent, aligned
-from tandem.kernels.finite import is_finite
 from tandem.kernels.reference import ExpertWeights
 
 

@@ -108,7 +108,7 @@ def find_states(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
 
 
 def _state_call(cache: KvCache, layer: LayerState) -> NativeCall:
-    tokens = StateTokens(cache.slots, cache.positions)
+    tokens = StateTokens(cache.slots, cache.positions, have_drafts=True)  # a decode step's
 
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         layer.add(program, tokens, inputs, outputs[0])

@@ -6,7 +6,7 @@ code, repeat long parts of it; the context holds the conversation's earlier answ
 
 from collections.abc import Sequence
 
-from tandem.generate.speculation.drafter import MOST_DRAFTED, Draft
+from tandem.policy.speculation.drafter import MOST_DRAFTED, Draft
 
 # One token alone says too little, and where three stood before, so do most that four would find.
 _SHORTEST, _LONGEST = 2, 3

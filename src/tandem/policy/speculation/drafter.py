@@ -1,6 +1,6 @@
 """What guesses the tokens that come next."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 # Longer drafts are seldom kept whole, and a step of so many tokens is hardly a decode step.
@@ -17,12 +17,24 @@ class Draft(NamedTuple):
 
 
 class Drafter(Protocol):
-    """Guesses what comes next in one sequence."""
+    """Guesses what comes next in one sequence, at no cost that counts."""
 
     def draft(self, tokens: Sequence[int]) -> Draft:
         """Return up to `MOST_DRAFTED` tokens that may follow the sequence so far.
 
         `tokens` is the same sequence at each call, with more at its end.
+        """
+
+
+class PaidDrafter(Protocol):
+    """Guesses what comes next in several sequences at once, and takes its time."""
+
+    def draft(
+        self, histories: Mapping[int, Sequence[int]], most: Mapping[int, int]
+    ) -> dict[int, Sequence[int]]:
+        """Return tokens that may follow, by slot: up to `most` each, often fewer than asked.
+
+        `histories` are all tokens of the sequences by their slots.
         """
 
 

@@ -1,0 +1,41 @@
+"""What else a command says about drafting: a small model, and where the MTP layer is."""
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tandem.cli.model_choice import ModelChoice, find_model, load_tokenizer
+from tandem.core.errors import TandemWarning
+from tandem.foreign_types import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class DraftChoice:
+    """A model as it was asked for, and the model to draft with, if there is one."""
+
+    choice: ModelChoice
+    draft: str | None
+    quiet: bool
+
+    def load(self, tokenizer: Tokenizer) -> dict[str, Any]:
+        """Return what `Generator` is told, for a model with this tokenizer.
+
+        A model with other tokens is left out, with a warning.
+        """
+        own = find_model(self.choice, quiet=self.quiet)
+        told: dict[str, Any] = {"mtp_from": Path(own.model)}  # not a packed copy of it
+        if self.draft is None:
+            return told
+        found = find_model(ModelChoice(model=self.draft), quiet=self.quiet)
+        if load_tokenizer(found).get_vocab() != tokenizer.get_vocab():
+            warnings.warn(
+                f"{self.draft} has another vocabulary than {self.choice.model}; nothing is drafted "
+                "by it",
+                TandemWarning,
+                stacklevel=2,
+            )
+            return told
+        from tandem.generate.speculation.small_model import load_small
+
+        return {**told, "draft": load_small(Path(found.model))}

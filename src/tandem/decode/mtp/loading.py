@@ -1,0 +1,139 @@
+"""Loads a model's MTP layer from the model's checkpoint, as a model of one layer.
+
+Transformers drops these weights, or loads them for its own loop alone. Here they are a model of the
+same architecture with one layer, whose experts are in a host store like others, and which shares
+the embedding and the head with the model that it predicts for.
+"""
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from tandem.checkpoint.sources.source import Source
+from tandem.core.config import from_mapping
+from tandem.core.errors import UnsupportedModelError
+from tandem.decode.mtp.embedding import MtpEmbedding
+from tandem.decode.mtp.names import mtp_names
+from tandem.foreign_types import PreTrainedModel
+from tandem.hf.checkpoint import Checkpoint, open_checkpoint
+from tandem.hf.config import OffloadConfig
+from tandem.hf.config_values import foreign_errors
+from tandem.hf.dense import pack_as_loaded, pack_dense_layers
+from tandem.hf.load import class_of, keep_first_layers, open_foreign
+from tandem.hf.runtime import require_runtime
+from tandem.hf.weight_report import require_own_weights
+
+# Options of the model that hold for its MTP layer too.
+_SAME = ("expert_dtype", "dense_dtype", "threads", "isa", "cache_dir")
+_TOKENS = 1  # of the vocabulary that is loaded: the model's own stands in its place
+
+
+def load_mtp(
+    model: PreTrainedModel, checkpoint_directory: Path | None = None
+) -> tuple[PreTrainedModel, MtpEmbedding]:
+    """Return a model's MTP layer as a model, and what that reads; the threads are the model's.
+
+    The layer is in a directory, or where the model was loaded from.
+    Raises `UnsupportedModelError` where its checkpoint has none, or none that is known.
+    """
+    path = checkpoint_directory or Path(model.name_or_path)
+    if not (path / "config.json").exists():
+        raise UnsupportedModelError(f"{path} is no directory of safetensors")
+    checkpoint = open_checkpoint(path, may_run_code=True)
+    count = model.config.get_text_config().num_hidden_layers
+    names = mtp_names(checkpoint.files.entries, count)
+    if not names:
+        raise UnsupportedModelError(
+            f"{path} has no MTP layer, under mtp. or as layer {count}, in a layout that is known"
+        )
+    runtime = require_runtime(model)
+    offload = from_mapping(
+        OffloadConfig, {name: getattr(runtime.options, name) for name in _SAME}, where="load_mtp"
+    )
+    head, beside = _loaded(checkpoint, _config(model), names, offload, model.dtype)
+    own = require_runtime(head)
+    own.share(runtime.threads)
+    width = model.config.get_text_config().hidden_size
+    enorm, hnorm = (copy.deepcopy(head.get_decoder().norm) for _ in range(2))
+    fc = nn.Linear(2 * width, width, bias=False, dtype=model.dtype, device="cpu")
+    for module, name in ((enorm, "enorm"), (hnorm, "hnorm"), (fc, "fc")):
+        module.load_state_dict({"weight": beside[f"{name}.weight"].to(model.dtype)})
+    embedding = MtpEmbedding(model.get_input_embeddings(), enorm, hnorm, fc)
+    head.set_input_embeddings(embedding)
+    head.set_output_embeddings(model.get_output_embeddings())
+    pack_dense_layers(head, offload.dense_dtype, runtime.threads)
+    pack_as_loaded(head, runtime.threads)
+    return head.eval(), embedding
+
+
+def _config(model: PreTrainedModel) -> PreTrainedConfig:
+    """Return the config of a model of the MTP layer alone."""
+    text = model.config.get_text_config(decoder=True)
+    if getattr(text, "num_mtp_layers", None) and hasattr(text, "get_mtp_config"):
+        config = text.get_mtp_config()
+        keep_first_layers(config, 1)
+    else:
+        config = copy.deepcopy(text)
+        config.num_hidden_layers = 1
+        for name, value in _ONE_LAYER.items():
+            if hasattr(config, name):
+                setattr(config, name, value)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # Transformers refuses two
+    config.vocab_size, config.pad_token_id = _TOKENS, None
+    config.architectures, config.tie_word_embeddings = None, False
+    return config
+
+
+# What says of a config which layers have experts, and which attend.
+_ONE_LAYER: dict[str, Any] = {
+    "layer_types": ["full_attention"],
+    "mlp_layer_types": ["sparse"],
+    "first_k_dense_replace": 0,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+}
+
+
+def _loaded(
+    checkpoint: Checkpoint,
+    config: PreTrainedConfig,
+    names: Mapping[str, str],
+    offload: OffloadConfig,
+    dtype: torch.dtype,
+) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+    """Let Transformers load the layer; return it and the tensors beside it, by their new names."""
+    state = _tensors(checkpoint, names, offload)
+    beside = {n: _values(state.pop(n)) for n in list(state) if not n.startswith("model.")}
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        state[name] = torch.zeros(_TOKENS, config.hidden_size, dtype=dtype, device="cpu")
+    with foreign_errors(f"Transformers cannot load the MTP layer of {checkpoint.path}"):
+        head, report = class_of(config).from_pretrained(
+            None, config=config, state_dict=state, quantization_config=offload, dtype=dtype,
+            output_loading_info=True, ignore_mismatched_sizes=True,
+        )  # fmt: skip
+    require_own_weights(checkpoint.path, head, report, is_whole=False)
+    return head, beside
+
+
+def _tensors(
+    checkpoint: Checkpoint, names: Mapping[str, str], offload: OffloadConfig
+) -> dict[str, Any]:
+    """Return the layer's tensors by their new names, as Transformers takes them."""
+    if checkpoint.quantization is None:
+        return {new: checkpoint.files.slice_of(old) for old, new in names.items()}
+    source = open_foreign(checkpoint)[1]
+    plain = {names[old]: x for old, x in source.plain.items() if old in names}
+    weights = {names[old]: x for old, x in source.weights.items() if old in names}
+    offload.source = Source(source.method, weights, plain)
+    return offload.source.state_dict()
+
+
+def _values(stored: Any) -> Tensor:
+    values: Tensor = stored.values() if hasattr(stored, "weight") else stored[:]
+    return values

@@ -1,0 +1,52 @@
+"""Where a checkpoint keeps its MTP layer, and what its tensors are called in a model of one layer.
+
+Two layouts: behind the last layer of the model (DeepSeek-V3, GLM-4.5, Ling), or under `mtp.`
+(Qwen3-Next, Qwen3.5 and 3.6, Mellum).
+"""
+
+import re
+from collections.abc import Iterable
+
+# What of a tensor's name within its layer, or under `mtp.`, becomes what.
+_PARTS = {
+    "fc.": "fc.",
+    "eh_proj.": "fc.",
+    "enorm.": "enorm.",
+    "pre_fc_norm_embedding.": "enorm.",
+    "hnorm.": "hnorm.",
+    "pre_fc_norm_hidden.": "hnorm.",
+    "norm.": "model.norm.",
+    "shared_head.norm.": "model.norm.",
+    "final_layernorm.": "model.norm.",
+}
+# Copies of what the model has itself.
+_SHARED = ("embed_tokens.", "shared_head.head.", "shared_head.weight")
+# Of the parts beside the layer.
+NEEDED = ("fc.weight", "enorm.weight", "hnorm.weight", "model.norm.weight")
+
+
+def mtp_names(names: Iterable[str], num_layers: int) -> dict[str, str]:
+    """Return the names in a model of one layer, by those in the checkpoint of a model of several.
+
+    Only the first MTP layer's; empty if there is none in a known layout.
+    """
+    behind = re.compile(rf"^(?:model\.)?(?:language_model\.)?layers\.{num_layers}\.(.+)$")
+    under = re.compile(r"^(?:model\.)?mtp\.(?:layers\.0\.(?P<layer>.+)|(?P<beside>.+))$")
+    found = {}
+    for name in names:
+        inside = None
+        if match := behind.match(name):
+            inside = _renamed(match[1]) or f"model.layers.0.{match[1]}"
+        elif match := under.match(name):
+            layer = match["layer"]
+            inside = f"model.layers.0.{layer}" if layer else _renamed(match["beside"])
+        if inside is not None and not inside.removeprefix("model.layers.0.").startswith(_SHARED):
+            found[name] = inside
+    return found if set(NEEDED) <= set(found.values()) else {}
+
+
+def _renamed(part: str) -> str | None:
+    for prefix, new in _PARTS.items():
+        if part.startswith(prefix):
+            return new + part.removeprefix(prefix)
+    return None

@@ -1,0 +1,91 @@
+"""A small model that writes ahead: greedily, in sequence slots of its own."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from tandem.decode.cpu_slots import CpuSlotPool
+from tandem.decode.slots import num_shared
+
+NewPool = Callable[[int], CpuSlotPool]
+"""Returns so many slots of the model that drafts."""
+
+_MOST_STEP_TOKENS = 8  # of a slot; more are read as a prompt
+
+
+class DraftModel:
+    """A model in slots with the numbers of those for which it drafts."""
+
+    needs_hidden = False
+    """Whether it reads what the other model's output head reads."""
+
+    def __init__(self, new_pool: NewPool, num_tokens: int) -> None:
+        """Draft tokens whose ids are below `num_tokens`, in slots that come when they are asked."""
+        self._new_pool, self._num_tokens = new_pool, num_tokens
+        self._pool: CpuSlotPool | None = None
+        self._main: CpuSlotPool | None = None
+
+    def follow(self, main: CpuSlotPool) -> None:
+        """Draft for the sequences of these slots from now on."""
+        if main is not self._main:
+            self._main, self._pool = main, None
+
+    @torch.inference_mode()
+    def draft(
+        self, histories: Mapping[int, Sequence[int]], most: Mapping[int, int]
+    ) -> dict[int, Sequence[int]]:
+        """Read what is new of the sequences, write on, and forget that."""
+        pool = self._slots()
+        drafts = {slot: [token] for slot, token in self._catch_up(pool, histories).items()}
+        with pool.on_trial(list(drafts)):
+            for length in range(1, max(most.values())):
+                lasts = {
+                    slot: tokens[-1]
+                    for slot, tokens in drafts.items()
+                    if len(tokens) == length < most[slot]
+                }
+                if not lasts:
+                    break
+                for slot, token in zip(lasts, self._written_on(pool, lasts), strict=True):
+                    drafts[slot].append(token)
+        return {slot: self._possible(tokens) for slot, tokens in drafts.items()}
+
+    def _catch_up(
+        self, pool: CpuSlotPool, histories: Mapping[int, Sequence[int]]
+    ) -> dict[int, int]:
+        """Read what slots do not hold of their sequences; return what may come next."""
+        new = {}
+        for slot, tokens in histories.items():
+            shared = pool.usable(slot, num_shared(pool.held(slot), tokens))
+            pool.keep(slot, shared)
+            new[slot] = tokens[shared:]
+        return dict(zip(new, read(pool, new), strict=True))
+
+    def _written_on(self, pool: CpuSlotPool, lasts: Mapping[int, int]) -> list[int]:
+        """Return what may follow the tokens that were drafted last."""
+        return _best(pool.decode(lasts))
+
+    def _slots(self) -> CpuSlotPool:
+        assert self._main is not None
+        if self._pool is None:
+            self._pool = self._new_pool(self._main.num_slots)
+        return self._pool
+
+    def _possible(self, tokens: Sequence[int]) -> Sequence[int]:
+        """Return a draft up to the first token that the other model does not know."""
+        unknown = (i for i, token in enumerate(tokens) if token >= self._num_tokens)
+        return tokens[: next(unknown, len(tokens))]
+
+
+def read(pool: CpuSlotPool, tokens: Mapping[int, Sequence[int]]) -> list[int]:
+    """Append tokens to slots; return the likeliest one after each slot's last."""
+    if max(map(len, tokens.values())) > _MOST_STEP_TOKENS:
+        return _best(pool.prefill(tokens))
+    lasts = torch.tensor([len(new) for new in tokens.values()], device="cpu").cumsum(0) - 1
+    return _best(pool.verify(tokens)[lasts])
+
+
+def _best(logits: Tensor) -> list[int]:
+    tokens: list[int] = logits.argmax(-1).tolist()
+    return tokens

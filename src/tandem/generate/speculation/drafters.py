@@ -1,0 +1,88 @@
+"""What can draft, by name; each is made of the model that it drafts for."""
+
+import time
+import warnings
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from tandem.core.errors import ConfigError, TandemError, TandemWarning
+from tandem.core.registry import Registry
+from tandem.decode.cpu_slots import CpuSlotPool
+from tandem.decode.mtp.loading import load_mtp
+from tandem.foreign_types import PreTrainedModel
+from tandem.generate.speculation.draft_model import DraftModel
+from tandem.generate.speculation.mtp import MtpDrafter
+from tandem.generate.speculation.speculation import Speculation
+from tandem.hf.dense import share_threads
+from tandem.hf.next_token_models import vocabulary_size
+from tandem.hf.runtime import runtime_of
+from tandem.kernels.dense import CpuThreads
+from tandem.policy.speculation.free_drafts import FreeDrafts
+from tandem.policy.speculation.paid_drafts import PaidDrafts
+from tandem.policy.speculation.plans import Drafting
+from tandem.policy.speculation.prompt_lookup import PromptLookup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftParts:
+    """What drafters are made of."""
+
+    model: PreTrainedModel
+    """The model that they draft for."""
+    threads: CpuThreads
+    draft: PreTrainedModel | None = None
+    """A small model with the same tokens, if there is one."""
+    mtp_from: Path | None = None
+    """The checkpoint with the model's MTP layer, where it is not the model's own."""
+
+
+DRAFTERS: Registry[Drafting | DraftModel] = Registry("drafter")
+
+
+@DRAFTERS.register("lookup")
+def _lookup(parts: DraftParts) -> Drafting:
+    return FreeDrafts(PromptLookup)
+
+
+@DRAFTERS.register("model")
+def _draft_model(parts: DraftParts) -> DraftModel:
+    if parts.draft is None:
+        raise ConfigError("there is no model to draft with; give one with --draft MODEL")
+    runtime = runtime_of(parts.draft)
+    if runtime is not None:
+        runtime.share(parts.threads)
+    share_threads(parts.draft, parts.threads)
+    new_pool = partial(CpuSlotPool, parts.draft, parts.threads)
+    return DraftModel(new_pool, vocabulary_size(parts.model))
+
+
+@DRAFTERS.register("mtp")
+def _mtp(parts: DraftParts) -> DraftModel:
+    head, embedding = load_mtp(parts.model, parts.mtp_from)
+    new_pool = partial(CpuSlotPool, head, parts.threads, notes_hidden=True, inputs=embedding.fixed)
+    return MtpDrafter(new_pool, embedding, vocabulary_size(parts.model))
+
+
+def new_speculation(name: str, parts: DraftParts) -> Speculation | None:
+    """Return the speculation of a name: "none", "auto" or a drafter; `ConfigError` else.
+
+    Prompt look-up is always among it, and a draft model if there is one. A drafter that cannot be
+    made is a `TandemWarning`.
+    """
+    if name == "none":
+        return None
+    DRAFTERS.factory("lookup" if name == "auto" else name)
+    wanted = {"lookup", *([] if parts.draft is None else ["model"])} | ({name} - {"auto"})
+    made = [_made(each, parts) for each in DRAFTERS if each in wanted]
+    models = [one for one in made if isinstance(one, DraftModel)]
+    free = [one for one in made if one is not None and not isinstance(one, DraftModel)]
+    return Speculation([*free, *(PaidDrafts(one, time.perf_counter) for one in models)], models)
+
+
+def _made(name: str, parts: DraftParts) -> Drafting | DraftModel | None:
+    try:
+        return DRAFTERS.factory(name)(parts)
+    except TandemError as error:
+        warnings.warn(f"nothing is drafted by {name}: {error}", TandemWarning, stacklevel=4)
+        return None

@@ -1,0 +1,178 @@
+"""Decode steps that verify drafted tokens, on a trace's routing.
+
+Accepted tokens route as they did in the trace. A rejected one routes as some other token of the
+trace does; where the trace has that token, as it did there.
+"""
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from tandem.core.errors import ConfigError
+from tandem.policy.speculation.drafter import MOST_DRAFTED
+from tandem.policy.speculation.free_drafts import FreeDrafts
+from tandem.policy.speculation.paid_drafts import PaidDrafts
+from tandem.policy.speculation.plans import Drafting, Drafts, best_drafts
+from tandem.policy.speculation.prompt_lookup import PromptLookup
+from tandem.policy.speculation.step_costs import StepCosts
+from tandem.sim.steps import Ints
+from tandem.trace import RoutingTrace
+
+AUTO = "auto"
+
+
+class Clock(Protocol):
+    """The virtual clock: drafting moves it on."""
+
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationChoice:
+    """What drafts, and how many tokens are verified."""
+
+    acceptance: float | None
+    """How often each token of an MTP layer comes true after those before it; None: look-up."""
+    length: int | None
+    """Drafted tokens that each step verifies, as far as there are so many; None: by cost."""
+
+    @classmethod
+    def parsed(cls, drafter: str, length: str) -> "SpeculationChoice":
+        """Read `n-gram` or `mtp=ACCEPTANCE`, and `auto` or a number; raises `ConfigError`."""
+        name, _, share = drafter.partition("=")
+        if name not in ("n-gram", "mtp") or (name == "n-gram" and share):
+            raise ConfigError(f"--speculate is {drafter!r}; expected n-gram or mtp=ACCEPTANCE")
+        acceptance = None if name == "n-gram" else _number("mtp=ACCEPTANCE", share, float, 1.0)
+        count = None if length == AUTO else _number("--length", length, int, MOST_DRAFTED)
+        return cls(acceptance, None if count is None else int(count))
+
+
+def _number(what: str, text: str, kind: Callable[[str], float], most: float) -> float:
+    try:
+        number = kind(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number <= most:
+        raise ConfigError(f"{what} got {text!r}; expected a number from 0 to {most}")
+    return number
+
+
+class TraceSpeculation:
+    """Chooses what the decode steps of a replay verify: a `Decoding` of `replay_steps`."""
+
+    def __init__(self, trace: RoutingTrace, choice: SpeculationChoice, clock: Clock) -> None:
+        """Raises `ConfigError` for look-up on a trace without token ids."""
+        if trace.token_ids is None and choice.acceptance is None:
+            raise ConfigError(
+                "the trace has no token ids; expected some for --speculate n-gram "
+                "(tandem trace records them)"
+            )
+        ids = trace.token_ids
+        self._ids: list[int] = [*range(trace.num_tokens)] if ids is None else ids.tolist()
+        self._starts = trace.seq_offsets
+        self._places = dict(zip(self._ids, range(trace.num_tokens), strict=True))
+        self._length, self._clock, self._costs = choice.length, clock, StepCosts()
+        self._chance = random.Random(0)
+        self._begin, self._num_tokens = 0.0, 0
+        self._scripted = None
+        self._way: Drafting = FreeDrafts(PromptLookup)
+        if choice.acceptance is not None:
+            layers = trace.meta.n_moe_layers
+            self._scripted = _ScriptedMtp(
+                self._ids, choice.acceptance, clock, self._seconds, layers
+            )
+            self._way = PaidDrafts(self._scripted, lambda: clock.now)
+        self.drafted = self.accepted = 0
+
+    def next(self, running: Sequence[tuple[int, int]]) -> tuple[Ints, list[int]]:
+        """Return the tokens of a step for sequences (at, end), and how far each one comes."""
+        histories = {end: self._history(at) for at, end in running}
+        rooms = {end: end - at - 1 for at, end in running}
+        drafts = self._drafts(histories, rooms, len(running))
+        tokens, moved = [], []
+        for at, end in running:
+            draft = drafts.get(end, ())
+            count = next(
+                (i for i, token in enumerate(draft) if token != self._ids[at + 1 + i]), len(draft)
+            )
+            tokens += [*range(at, at + 1 + count), *map(self._elsewhere, draft[count:])]
+            moved.append(1 + count)
+            self.drafted += len(draft)
+            self.accepted += count
+        self._begin, self._num_tokens = self._clock.now, len(tokens)
+        return np.array(tokens), moved
+
+    def done(self) -> None:
+        """Note what the step took."""
+        self._costs.add(self._num_tokens, self._clock.now - self._begin)
+
+    def _history(self, at: int) -> list[int]:
+        start = int(self._starts[np.searchsorted(self._starts, at, side="right") - 1])
+        return self._ids[start : at + 1]
+
+    def _drafts(
+        self, histories: Mapping[int, Sequence[int]], rooms: Mapping[int, int], batch: int
+    ) -> Drafts:
+        if self._scripted is not None:
+            self._scripted.next_places = {end: end - rooms[end] for end in histories}
+        if self._length is None:
+            return best_drafts([self._way], self._costs, histories, rooms, batch)
+        most = {end: min(self._length, room) for end, room in rooms.items()}
+        if self._scripted is not None:
+            return dict(self._scripted.draft(histories, most)) if any(most.values()) else {}
+        return {
+            end: PromptLookup().draft(history).tokens[: most[end]]
+            for end, history in histories.items()
+        }
+
+    def _elsewhere(self, token: int) -> int:
+        """Return the index of a token that stands for a rejected one."""
+        return self._places.get(token, self._chance.randrange(len(self._ids)))
+
+    def _seconds(self) -> float:
+        """Return what a step of one token takes, as far as that is known."""
+        return self._costs.seconds(1) or 0.0
+
+
+class _ScriptedMtp:
+    """Drafts what comes, each token with a chance; a step of the layer takes its share of one."""
+
+    def __init__(
+        self,
+        ids: Sequence[int],
+        acceptance: float,
+        clock: Clock,
+        seconds: Callable[[], float],
+        num_layers: int,
+    ) -> None:
+        self._ids, self._acceptance, self._clock = ids, acceptance, clock
+        self._seconds, self._num_layers = seconds, num_layers
+        self._chance = random.Random(1)
+        self.next_places: dict[int, int] = {}
+        """Where in the trace the next token of each sequence is."""
+
+    def draft(
+        self, histories: Mapping[int, Sequence[int]], most: Mapping[int, int]
+    ) -> dict[int, Sequence[int]]:
+        """Return up to `most` tokens by sequence."""
+        drafts: dict[int, Sequence[int]] = {}
+        for end, count in most.items():
+            place = self.next_places[end]
+            is_right = [self._chance.random() < self._acceptance for _ in range(count)]
+            drafts[end] = [
+                self._ids[place + i] if right else self._other(place + i)
+                for i, right in enumerate(is_right)
+            ]
+        self._clock.now += self._seconds() / self._num_layers * max(most.values(), default=0)
+        return drafts
+
+    def _other(self, place: int) -> int:
+        """Return a token that is not the one at a place."""
+        for _ in range(100):
+            token = self._ids[self._chance.randrange(len(self._ids))]
+            if token != self._ids[place]:
+                return token
+        return -1

@@ -1,0 +1,151 @@
+"""MTP layers: found in a checkpoint, computed as torch does it, and used to draft."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import tandem
+from tandem.core.errors import TandemWarning, UnsupportedModelError
+from tandem.decode.cpu_slots import CpuSlotPool
+from tandem.decode.mtp.loading import load_mtp
+from tandem.decode.mtp.names import mtp_names
+from tandem.generate.generator import Generator
+from tests.architectures import build_tiny_model
+from tests.hf.tiny import byte_tokenizer
+from tests.threads import two_threads
+
+# Names beside the layer, and where the layer is, by architecture.
+BEHIND = ("model.layers.2.", {"fc": "eh_proj", "norm": "shared_head.norm"})
+UNDER = ("mtp.layers.0.", {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden"})
+FULL = {"layer_types": ["linear_attention", "full_attention", "full_attention"]}
+MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "deepseek_v3": (BEHIND, {"first_k_dense_replace": 1}),
+    "glm4_moe": (BEHIND, {"first_k_dense_replace": 1}),
+    "qwen3_next": (UNDER, FULL),
+    "qwen3_5_moe": (UNDER, FULL),
+}
+IDS = [40, 41, 50, 60, 33, 90, 91, 77, 40, 41]
+
+
+class WithMtp:
+    """A checkpoint of two layers with an MTP layer, which a model of three layers has as its last.
+
+    `reference` gives what the layer makes of embeddings, in torch.
+    """
+
+    def __init__(self, directory: Path, name: str) -> None:
+        self.directory = directory
+        (prefix, names), values = MODELS[name]
+        class_name = "Qwen3_5MoeForCausalLM" if name == "qwen3_5_moe" else ""
+        model: Any = build_tiny_model(
+            name, class_name=class_name, values={"num_hidden_layers": 3, **values}
+        )
+        width = model.config.hidden_size
+        self.parts = {"fc": nn.Linear(2 * width, width, bias=False)}
+        for norm in ("enorm", "hnorm", "norm"):
+            self.parts[norm] = copy.deepcopy(model.model.norm)
+            nn.init.normal_(self.parts[norm].weight, 1.0, 0.1)
+        model.save_pretrained(directory)
+        byte_tokenizer().save_pretrained(directory)
+        tensors = load_file(directory / "model.safetensors")
+        tensors = {key.replace("model.layers.2.", prefix): x for key, x in tensors.items()}
+        beside = prefix if prefix.startswith("model") else "mtp."
+        for part, module in self.parts.items():
+            tensors[f"{beside}{names.get(part, part)}.weight"] = module.weight.detach()
+        save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+        self._write_config(model.config)
+        self.model = model
+
+    def _write_config(self, config: Any) -> None:
+        config = copy.deepcopy(config)
+        config.num_hidden_layers = 2
+        for key, value in vars(config).items():
+            if isinstance(value, list) and len(value) == 3:
+                setattr(config, key, value[:2])
+        config.save_pretrained(self.directory)
+
+    @torch.no_grad()
+    def reference(self, ids: list[int], hidden: Tensor) -> Tensor:
+        """Return the logits after each of some ids, given what was made of those before."""
+        alone: Any = copy.deepcopy(self.model)
+        layer = alone.model.layers[2]
+        for module in layer.modules():
+            if hasattr(module, "layer_idx"):
+                module.layer_idx = 0
+        alone.model.layers, alone.model.norm = nn.ModuleList([layer]), self.parts["norm"]
+        alone.config.num_hidden_layers = 1
+        if hasattr(alone.config, "layer_types"):
+            alone.config.layer_types = alone.config.layer_types[2:]
+        x = alone.model.embed_tokens(torch.tensor([ids]))
+        both = torch.cat([self.parts["enorm"](x), self.parts["hnorm"](hidden[None])], dim=-1)
+        made = alone.model(inputs_embeds=self.parts["fc"](both)).last_hidden_state
+        return alone.lm_head(made)[0]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_layer_gives_what_torch_gives(name: str, tmp_path: Path) -> None:
+    made = WithMtp(tmp_path, name)
+    model = tandem.load(tmp_path, dtype="float32", threads=1)
+    head, embedding = load_mtp(model)
+    hidden = torch.randn(len(IDS), model.config.hidden_size)
+    expected = made.reference(IDS, hidden)
+    pool = CpuSlotPool(head, two_threads(), 1, notes_hidden=True, inputs=embedding.fixed)
+    embedding.give(hidden[:6])
+    found = [pool.prefill_with_logits(0, IDS[:6]).clone()]
+    for at in (6, 7, 8, 9):  # the last one from the recorded step
+        embedding.give(hidden[at : at + 1])
+        found.append(pool.verify({0: IDS[at : at + 1]}).clone())
+    assert pool.step.is_replaying, pool.step.why_not
+    error = (torch.cat(found) - expected).norm() / expected.norm()
+    assert error < 1e-5, float(error)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_5_moe"])
+def test_answers_with_it_are_those_without(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.policy.speculation.paid_drafts._TRIALS", 10**6)  # each step drafts
+    WithMtp(tmp_path, name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tandem.hf.dense._LEAST_WEIGHTS", 1)
+        model = tandem.load(
+            tmp_path, dtype="bfloat16", expert_dtype="int8-g32", dense_dtype="int8-g32", threads=1
+        )
+        generator = Generator(model, speculate="mtp")
+    model.generation_config.eos_token_id = None
+    prompts = [IDS, [33] * 50, [70, 71, 72]]
+    for prompt in (prompts[:1], prompts):
+        options: dict[str, Any] = {"max_new_tokens": 30, "temperature": 0.7, "seed": 2}
+        expected = Generator(model, speculate="none").generate(prompt, **options)
+        answers = generator.generate(prompt, **options)
+        assert [a.token_ids for a in answers] == [e.token_ids for e in expected]
+        assert sum(answer.drafted_tokens for answer in answers) > 0
+
+
+def test_a_checkpoint_without_the_layer_drafts_otherwise(tmp_path: Path) -> None:
+    build_tiny_model("deepseek_v3").save_pretrained(tmp_path)
+    model = tandem.load(tmp_path, threads=1)
+    with pytest.raises(UnsupportedModelError, match="has no MTP layer"):
+        load_mtp(model)
+    with pytest.warns(TandemWarning, match="nothing is drafted by mtp: .* has no MTP layer"):
+        generator = Generator(model, speculate="mtp")
+    (answer,) = generator.generate([IDS], max_new_tokens=2)
+    assert len(answer.token_ids) > 0
+
+
+def test_layouts() -> None:
+    beside = ["eh_proj", "enorm", "hnorm", "shared_head.norm"]
+    names = [f"model.layers.61.{part}.weight" for part in [*beside, "mlp.gate", "embed_tokens"]]
+    found = mtp_names([*names, "model.layers.60.mlp.gate.weight"], 61)
+    assert found["model.layers.61.mlp.gate.weight"] == "model.layers.0.mlp.gate.weight"
+    assert set(found.values()) == {
+        "fc.weight", "enorm.weight", "hnorm.weight", "model.norm.weight",
+        "model.layers.0.mlp.gate.weight",
+    }  # fmt: skip
+    assert mtp_names(names[1:], 61) == {}
+    assert mtp_names(names, 60) == {}

@@ -1,0 +1,118 @@
+"""Models that draft for others: what they write ahead is read and forgotten, and never decides."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.decode.cpu_slots import CpuSlotPool
+from tandem.generate.generator import Generator
+from tandem.generate.speculation.draft_model import DraftModel
+from tandem.generate.speculation.small_model import load_small
+from tandem.policy.speculation.paid_drafts import PaidDrafts
+from tandem.policy.speculation.step_costs import StepCosts
+from tests.architectures import VOCABULARY, build_tiny_model
+from tests.generate.test_speculation import PROMPTS, loaded, texts
+from tests.threads import two_threads
+
+NEW_TOKENS = 30
+
+
+@pytest.fixture(autouse=True)
+def _each_step_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.policy.speculation.paid_drafts._TRIALS", 10**6)
+
+
+@pytest.mark.parametrize("draft", ["qwen3_moe", "lfm2_moe"])
+def test_answers_are_those_without(draft: str, tmp_path: Path) -> None:
+    """A model that drafts for itself is always right; one of another kind hardly ever."""
+    model = loaded(tmp_path / "model", "qwen3_moe")
+    generator = Generator(model, draft=loaded(tmp_path / "draft", draft))
+    for prompts in (PROMPTS[:1], PROMPTS):
+        plain = Generator(model, speculate="none").generate(prompts, max_new_tokens=NEW_TOKENS)
+        answers = generator.generate(prompts, max_new_tokens=NEW_TOKENS)
+        assert texts(answers) == texts(plain)
+        drafted = sum(answer.drafted_tokens for answer in answers)
+        kept = sum(answer.accepted_tokens for answer in answers)
+        assert drafted > NEW_TOKENS / 4
+        assert kept == drafted if draft == "qwen3_moe" else kept < drafted
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_5_moe"])
+def test_what_is_written_ahead_is_forgotten(name: str) -> None:
+    """Drafts follow what the sequences are, whatever was drafted before."""
+    model: Any = build_tiny_model(name)
+    threads = two_threads()
+    drafter = DraftModel(lambda n: CpuSlotPool(model, threads, n, has_replay=False), VOCABULARY)
+    drafter.follow(CpuSlotPool(model, threads, 2))
+    fresh = CpuSlotPool(model, threads, 1)
+    sequences = {0: PROMPTS[0][:], 1: PROMPTS[1][:]}
+    for new in (50, 51, 52):
+        drafts = drafter.draft(sequences, {0: 3, 1: 2})
+        for slot, tokens in sequences.items():
+            fresh.keep(0, 0)
+            logits, expected = fresh.prefill({0: tokens}), []
+            for _ in range(3 - slot):
+                expected.append(int(logits.argmax()))
+                logits = fresh.decode({0: expected[-1]})
+            assert drafts[slot] == expected
+            tokens += [new, new + 9]
+    fewer = DraftModel(lambda n: CpuSlotPool(model, threads, n, has_replay=False), 1)
+    fewer.follow(CpuSlotPool(model, threads, 1))
+    assert not fewer.draft({0: PROMPTS[0]}, {0: 2})[0]  # tokens that the model does not know
+
+
+def test_dense_models_draft_too(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=2,
+    )  # fmt: skip
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "draft")
+    model = loaded(tmp_path / "model", "qwen3_moe")
+    generator = Generator(model, draft=load_small(tmp_path / "draft"))
+    plain = Generator(model, speculate="none").generate(PROMPTS[0], max_new_tokens=NEW_TOKENS)
+    answers = generator.generate(PROMPTS[0], max_new_tokens=NEW_TOKENS)
+    assert texts(answers) == texts(plain)
+    assert answers[0].drafted_tokens > 0
+
+
+class Scripted:
+    """Drafts the same token, which is right or wrong, and takes its time."""
+
+    def __init__(self, token: int, seconds: float) -> None:
+        self.token, self.seconds, self.now, self.num_drafts = token, seconds, 0.0, 0
+
+    def draft(
+        self, histories: Mapping[int, Sequence[int]], most: Mapping[int, int]
+    ) -> dict[int, Sequence[int]]:
+        self.num_drafts += 1
+        self.now += self.seconds * max(most.values())
+        return {slot: [self.token] * most[slot] for slot in histories} if self.token else {}
+
+
+@pytest.mark.parametrize(
+    ("token", "seconds", "most"),
+    [(7, 0.05, 400), (8, 0.05, 20), (7, 5.0, 20), (0, 0.05, 20)],
+    ids=["right", "nonsense", "dear", "nothing"],
+)
+def test_what_does_not_pay_is_seldom_drafted(
+    token: int, seconds: float, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.policy.speculation.paid_drafts._TRIALS", 12)
+    drafter, costs = Scripted(token, seconds), StepCosts()
+    way = PaidDrafts(drafter, lambda: drafter.now)
+    history, tokens_a_step = [7], []
+    for _ in range(400):
+        plan = way.plan({0: history}, {0: 8}, 1, costs)
+        is_taken = plan is not None and plan.gain > plan.least_gain
+        draft = plan.drafts().get(0, ()) if plan is not None and is_taken else ()
+        num_kept = len(draft) if token == 7 else 0
+        costs.add(1 + len(draft), 1 + 0.2 * len(draft))
+        history += [7] * (num_kept + 1)
+        tokens_a_step.append(num_kept + 1)
+    assert drafter.num_drafts <= most
+    assert (sum(tokens_a_step[100:]) > 3 * 300) == (token == 7 and seconds < 1)
