@@ -4,6 +4,7 @@
 
 #include <array>
 #include <stdexcept>
+#include <vector>
 
 #include "attention.hpp"
 #include "bindings.hpp"
@@ -46,18 +47,21 @@ void run_dense(DenseEngine& engine, const nb::tuple& matrices, std::int64_t num_
               value_type(is_bf16), pointer<const void>(input), out.data()});
 }
 
-bool quantize_matrix(const std::string& isa, int num_threads, int format, std::int64_t group,
-                     bool has_search, std::int64_t rows, std::int64_t cols, std::int64_t padded_cols,
-                     int type, std::uintptr_t source, std::int64_t row_stride,
-                     std::int64_t col_stride, std::uintptr_t importance, std::uintptr_t data,
-                     std::int64_t data_stride, std::uintptr_t scales, std::int64_t scale_stride) {
-  const QuantizeCall call{static_cast<Format>(format), group, has_search, rows, cols, padded_cols,
-                          static_cast<SourceType>(type), pointer<const void>(source), row_stride,
-                          col_stride, pointer<const float>(importance),
-                          pointer<std::uint8_t>(data), data_stride, pointer<std::uint8_t>(scales),
-                          scale_stride};
+// `calls` is (count, 14) int64, rows of what tandem.kernels.formats.native_quantize writes.
+bool quantize_matrices(const std::string& isa, int num_threads, bool has_search, std::int64_t count,
+                       std::uintptr_t calls) {
+  constexpr std::int64_t kFields = 14;
+  const auto* f = pointer<const std::int64_t>(calls);
+  const auto address = [](std::int64_t value) { return static_cast<std::uintptr_t>(value); };
+  std::vector<QuantizeCall> matrices;
+  for (std::int64_t i = 0; i < count; ++i, f += kFields)
+    matrices.push_back({static_cast<Format>(f[0]), f[1], has_search, f[2], f[3], f[4],
+                        static_cast<SourceType>(f[5]), pointer<const void>(address(f[6])), f[7],
+                        f[8], pointer<const float>(address(f[9])),
+                        pointer<std::uint8_t>(address(f[10])), f[11],
+                        pointer<std::uint8_t>(address(f[12])), f[13]});
   const nb::gil_scoped_release release;
-  return quantize(call, isa, num_threads);
+  return quantize(matrices, isa, num_threads);
 }
 
 bool rearrange_blocks(int num_threads, int format, std::uintptr_t source, std::uintptr_t order,
@@ -202,7 +206,7 @@ void bind_sampling(nb::module_& m) {
 }  // namespace
 
 void bind_dense(nb::module_& m) {
-  m.def("quantize", &quantize_matrix);
+  m.def("quantize", &quantize_matrices);
   m.def("block_bytes", [](int format) { return source_bytes(static_cast<Format>(format)); });
   m.def("rearrange_blocks", &rearrange_blocks);
   nb::class_<DenseMatrix>(m, "DenseMatrix");

@@ -1,4 +1,4 @@
-// How memory lies: expert weights are read in long streams, which huge pages make a fifth faster.
+// Memory as the system gives it: huge pages, which make long streams a fifth faster, and mapped files.
 #pragma once
 
 #include <cstdint>
@@ -8,5 +8,9 @@ namespace tandem {
 // Asks for huge pages for the whole ones inside data..data+bytes; best before it is first written.
 // Returns false where the system has none to give.
 bool advise_huge_pages(void* data, std::int64_t bytes);
+
+// Has the system read the part of a mapped file that lies at data..data+bytes, without waiting;
+// nothing where its first page is in memory, as all of any other memory is.
+void read_ahead(const void* data, std::int64_t bytes);
 
 }  // namespace tandem

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
 
 #include "packed.hpp"
@@ -30,9 +31,11 @@ struct QuantizeCall {
   std::int64_t scale_stride;
 };
 
-// Writes every block of the matrix. False if a weight is not finite or too large for the format; then
-// some blocks are not written. Throws std::system_error if the system gives no thread.
-bool quantize(const QuantizeCall& call, const std::string& isa, int num_threads);
+// Writes every block of the matrices, which are dealt out to the threads in pieces, in their order.
+// Sources may lie in mapped files: these are read ahead of the threads. False if a weight is not
+// finite or too large for its format; then some blocks are not written. Throws std::system_error if
+// the system gives no thread.
+bool quantize(std::span<const QuantizeCall> calls, const std::string& isa, int num_threads);
 
 struct QuantizeKernels {
   bool (*round_block)(const QuantizeCall& call, std::int64_t block);

@@ -57,10 +57,10 @@ def write(directory: Path, shape_name: str, num_layers: int | None, expert_dtype
     directory.mkdir(parents=True)
     files: dict[str, dict[str, int]] = {}
     checksums: dict[str, str] = {}
-    first = next(iter(quantizer.store))
+    first = next(iter(quantizer.runtime.store))
     assert isinstance(first, PackedLayer)
     experts = random_experts(first.layout, first.arrivals.num_experts)
-    for layer in quantizer.store:
+    for layer in quantizer.runtime.store:
         name, tensor = (
             experts_file(layer.layer),
             f"{layer.arrivals.name}.{packed_name(STORED_NAME)}",

@@ -65,7 +65,7 @@ bool round_agrees(Random& random, const Case& which) {
         which.format, which.group, has_search, rows, cols, width, tandem::SourceType::kFp32,
         weights.data(), cols, 1, is_weighed ? importance.data() : nullptr, packed.data.data(), data,
         packed.scales.data(), scales};
-    if (!tandem::quantize(call, isa, 2)) return false;
+    if (!tandem::quantize({&call, 1}, isa, 2)) return false;
     results.push_back(std::move(packed));
   }
   for (const Packed& result : results)

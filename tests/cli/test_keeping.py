@@ -57,11 +57,12 @@ def test_the_next_start_reads_the_copy_and_says_the_same(
 
 
 def test_a_source_that_changed_is_converted_again(model: str, env: Mapping[str, str]) -> None:
-    tandem("run", model, *RUN, "--keep", env=env)
-    os.utime(next(Path(model).glob("*.safetensors")))
+    for file in (next(Path(model).glob("*.safetensors")), Path(model) / "config.json"):
+        tandem("run", model, *RUN, "--keep", env=env)
+        os.utime(file)
     again = tandem("run", model, *RUN, "--keep", env=env)
     assert "keeping a packed copy" in again.stderr
-    assert len(copies(env)) == 2
+    assert len(copies(env)) == 3
 
 
 def test_a_damaged_copy_is_noticed_and_written_again(
@@ -74,6 +75,35 @@ def test_a_damaged_copy_is_noticed_and_written_again(
     again = tandem("run", model, *RUN, "--keep", env=env)
     assert again.stdout == first.stdout
     assert "keeping a packed copy" in again.stderr
+
+
+def test_a_copy_with_a_damaged_header_is_made_again(
+    model: str, env: Mapping[str, str], tmp_path: Path
+) -> None:
+    first = tandem("run", model, *RUN, "--keep", env=env)
+    (name,) = copies(env)
+    file = next((tmp_path / "cache" / "packed" / name).glob("tandem-experts*"))
+    with file.open("rb+") as stream:
+        stream.write(b"\xff" * 16)
+    doctor = tandem("doctor", model, env=env)
+    assert doctor.returncode == 1
+    assert f"tandem models rm {name}" in doctor.stdout
+    again = tandem("run", model, *RUN, "--keep", env=env)
+    assert again.stdout == first.stdout
+    assert "the packed copy is damaged and made again" in again.stderr
+    assert copies(env) == [name]
+
+
+def test_a_cache_that_cannot_be_written_keeps_nothing_and_answers(
+    model: str, env: Mapping[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "packed").write_text("in the way")
+    done = tandem("run", model, *RUN, "--keep", env=env)
+    assert done.returncode == 0
+    assert done.stdout.strip()
+    assert "[no packed copy is kept: " in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_without_a_terminal_or_a_flag_nothing_is_kept(
@@ -178,3 +208,24 @@ def test_a_writer_that_is_killed_leaves_nothing_that_counts(tmp_path: Path) -> N
     assert kept.find(origin("a")) is None
     assert kept.write(origin("a"), 10, saver(10)) is not None
     assert kept.find(origin("a")) is not None
+
+
+def test_what_killed_writers_left_goes_when_another_copy_is_written(tmp_path: Path) -> None:
+    kept = KeptCopies(tmp_path, 1000)
+    kept.write(origin("a"), 10, saver(10))
+    for left in (".b-bbbbbbbbbbbb.partial", "c-cccccccccccc"):  # half written; without a note
+        saver(10)(tmp_path / left)
+    kept.write(origin("d"), 10, saver(10))
+    assert sorted(f.name[0] for f in tmp_path.iterdir() if f.is_dir()) == ["a", "d"]
+
+
+def test_copies_do_not_go_in_vain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = KeptCopies(tmp_path, 1000)
+    kept.write(origin("a"), 10, saver(10))
+    usage = type("Usage", (), {"free": 100, "total": 1000})  # of which 50 stay free
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    with pytest.raises(ModelError, match="takes 200 B"):
+        kept.write(origin("b"), 200, saver(200))
+    assert kept.find(origin("a")) is not None
+    assert kept.write(origin("b"), 55, saver(55)) is not None
+    assert kept.find(origin("a")) is None

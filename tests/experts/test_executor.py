@@ -132,3 +132,29 @@ def test_gate_and_up_that_come_apart_are_packed_as_if_joined() -> None:
         stored.append(layer.stored()["experts"])
     assert torch.equal(stored[0], stored[1])
     assert torch.equal(stored[0], stored[2])
+
+
+@pytest.mark.parametrize("name", ["int4", "bf16", "int5"])  # the last by the reference
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_experts_together_are_packed_as_one_by_one(name: str, is_transposed: bool) -> None:
+    tensors = {
+        "gate_up_proj": torch.randn(3, 2 * INTERMEDIATE, 32),
+        "down_proj": torch.randn(3, 32, INTERMEDIATE),
+        "gate_up_proj_bias": torch.randn(3, 2 * INTERMEDIATE),
+        "down_proj_bias": torch.randn(3, 32),
+    }
+    if is_transposed:
+        tensors |= {n: t.mT.contiguous() for n, t in tensors.items() if not n.endswith("bias")}
+    shapes = {n: tuple(t.shape) for n, t in tensors.items()}
+    layers = [
+        HostStore().add_layer(
+            "mlp.experts", shapes, expert_dtype=find_format(name), is_transposed=is_transposed
+        )
+        for _ in range(2)
+    ]
+    for tensor_name, fused in tensors.items():
+        layers[0].put(tensor_name, fused)
+        for expert, tensor in enumerate(fused):
+            layers[1].put_expert(tensor_name, expert, [tensor])
+    assert torch.equal(layers[0].stored()["experts"], layers[1].stored()["experts"])
+    layers[0].arrivals.require_complete()

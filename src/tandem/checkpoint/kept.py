@@ -56,7 +56,7 @@ class Origin:
     @property
     def name(self) -> str:
         """The copy's name: readable first, then what tells it from others."""
-        return f"{Path(self.source).name}-{self.fingerprint[:12]}"
+        return f"{Path(self.source).name.lstrip('.')}-{self.fingerprint[:12]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,62 +92,85 @@ class KeptCopies:
         if copy is None:
             return None
         if _weight_bytes(copy.directory) != copy.num_bytes:
-            self.remove(copy)
+            with contextlib.suppress(ModelError):
+                self.remove(copy.name)
             return None
         with contextlib.suppress(OSError):  # a cache that cannot be written can be read
             os.utime(note)
         return copy.directory
 
-    def remove(self, copy: KeptCopy) -> None:
+    def remove(self, name: str) -> None:
         """Delete a copy; raises `ModelError` if the system does not let."""
+        directory = self.directory / name
         try:
-            self._note(copy.name).unlink(missing_ok=True)  # from here on it is not there
-            shutil.rmtree(copy.directory)
+            self._note(name).unlink(missing_ok=True)  # from here on it is not there
+            shutil.rmtree(directory)
         except FileNotFoundError:
             pass
         except OSError as error:
             raise ModelError(
-                f"cannot remove {copy.directory}: {error.strerror}; delete it by hand"
+                f"cannot remove {directory}: {error.strerror}; delete it by hand"
             ) from error
 
     def write(self, origin: Origin, num_bytes: int, save: Callable[[Path], object]) -> Path | None:
         """Let `save` write a copy of about `num_bytes`, if nobody else does; return where it is.
 
-        Raises `ModelError` if there is no room for it.
+        Raises `ModelError` if there is no room for it, or if the system does not let.
         """
-        with self._alone(origin.name) as is_alone:
-            if not is_alone:
-                return None
-            self._make_room(num_bytes, keep=origin.name)
-            target = self.directory / origin.name
-            shutil.rmtree(target, ignore_errors=True)  # whose note was not written any more
-            save(target)
-            note = asdict(origin) | {"bytes": _weight_bytes(target)}
-            partial = target.with_suffix(".part")
+        try:
+            with self._alone(origin.name) as is_alone:
+                return self._write(origin, num_bytes, save) if is_alone else None
+        except OSError as error:
+            raise ModelError(
+                f"no packed copy is kept: {self.directory}: {error.strerror or error}; make "
+                "room, or set TANDEM_CACHE to a directory that can be written"
+            ) from error
+
+    def _write(self, origin: Origin, num_bytes: int, save: Callable[[Path], object]) -> Path:
+        self._sweep()
+        self._make_room(num_bytes, keep=origin.name)
+        target = self.directory / origin.name
+        shutil.rmtree(target, ignore_errors=True)  # whose note was not written any more
+        save(target)
+        note = asdict(origin) | {"bytes": _weight_bytes(target)}
+        partial = self._note(origin.name).with_suffix(".part")
+        try:
             partial.write_text(json.dumps(note, indent=1) + "\n", encoding="utf-8")
             partial.replace(self._note(origin.name))
-            return target
+        except OSError:
+            partial.unlink(missing_ok=True)
+            shutil.rmtree(target, ignore_errors=True)
+            raise
+        return target
+
+    def _sweep(self) -> None:
+        """Delete what writers left that were killed: directories without a note or half written."""
+        for left in [file for file in self.directory.iterdir() if file.is_dir()]:
+            name = left.name.removeprefix(".").removesuffix(".partial")
+            with self._alone(name) as is_alone:
+                if is_alone and (left.name != name or not self._note(name).exists()):
+                    shutil.rmtree(left, ignore_errors=True)
 
     def _make_room(self, num_bytes: int, *, keep: str) -> None:
+        """Remove the copies that were used least lately; raises `ModelError` if all are too few."""
         disk = shutil.disk_usage(self.directory)
         others = [copy for copy in self.all() if copy.name != keep]
-        while True:
-            taken = sum(copy.num_bytes for copy in others)
-            free = disk.free - disk.total * _LEFT_FREE
-            if taken + num_bytes <= self._limit and num_bytes <= free:
-                return
-            if not others or num_bytes > self._limit:
-                raise ModelError(
-                    f"no packed copy is kept: it takes {format_bytes(num_bytes)}, the limit is "
-                    f"{format_bytes(self._limit)} and {format_bytes(disk.free)} of the disk are "
-                    "free; raise --keep-limit or set TANDEM_CACHE to another disk"
-                )
-            self.remove(others.pop())
-            disk = shutil.disk_usage(self.directory)
+        taken = sum(copy.num_bytes for copy in others)
+        free = int(disk.free - disk.total * _LEFT_FREE)
+        if num_bytes > min(self._limit, free + taken):
+            raise ModelError(
+                f"no packed copy is kept: it takes {format_bytes(num_bytes)}, the limit is "
+                f"{format_bytes(self._limit)} and {format_bytes(disk.free)} of the disk are "
+                "free; raise --keep-limit or set TANDEM_CACHE to another disk"
+            )
+        while taken + num_bytes > self._limit or num_bytes > free:
+            oldest = others.pop()
+            self.remove(oldest.name)
+            taken, free = taken - oldest.num_bytes, free + oldest.num_bytes
 
     @contextlib.contextmanager
     def _alone(self, name: str) -> Iterator[bool]:
-        """Hold a name's lock while what killed writers left is removed and a copy is written."""
+        """Hold a name's lock; yield False if another process does."""
         self.directory.mkdir(parents=True, exist_ok=True)
         lock = os.open(self.directory / f".{name}.lock", os.O_CREAT | os.O_RDWR)
         try:

@@ -14,6 +14,8 @@ from queue import SimpleQueue
 
 from torch import Tensor, nn
 
+from tandem.kernels.memory import allocate
+
 _CHUNK_BYTES = 8 << 20
 # Enough to keep a disk's queue full; reading is the disk's work, not the processor's.
 _READERS = 4
@@ -29,10 +31,21 @@ def copy_out_of_files(model: nn.Module) -> None:
     A weight that is loaded in the dtype of its file is a view of the mapped file, and one such view
     keeps all pages of the file that were read, experts included, in the process.
     """
+    tensors = mapped_tensors(model)
+    map_ahead(tensors)
+    for tensor in tensors:
+        memory = allocate(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+        tensor.data = memory.copy_(tensor.detach())
+
+
+def mapped_tensors(model: nn.Module) -> list[Tensor]:
+    """Return a model's parameters and buffers that are views of mapped checkpoint files."""
     ranges = _mapped_ranges()
-    for tensor in [*model.parameters(), *model.buffers()]:
-        if tensor.device.type == "cpu" and _is_inside(tensor.data_ptr(), ranges):
-            tensor.data = tensor.data.clone()
+    return [
+        tensor
+        for tensor in (*model.parameters(), *model.buffers())
+        if tensor.device.type == "cpu" and _is_inside(tensor.data_ptr(), ranges)
+    ]
 
 
 def find_mapped() -> Callable[[Tensor], bool]:

@@ -24,7 +24,24 @@ def put_fused(layer: HostLayer, tensor_name: str, fused: Tensor | SourceTensor) 
             _put_codes(layer, tensor_name, expert, [(fused, fused.weight.read(expert))])
 
 
-def put_expert(
+def put_experts(
+    layer: HostLayer, tensor_name: str, columns: Sequence[list[Tensor | SourceTensor]]
+) -> None:
+    """Store all experts' tensors, each given in parts that are stacked: one column of each part.
+
+    The columns are emptied as it goes: a layer is never whole twice. Raises `ModelError`.
+    """
+    plain = [[part for part in column if isinstance(part, Tensor)] for column in columns]
+    if isinstance(layer, PackedLayer) and list(map(len, plain)) == list(map(len, columns)):
+        layer.put_all(tensor_name, list(zip(*plain, strict=True)))
+        return
+    for expert in range(len(columns[0])):
+        _put_expert(layer, tensor_name, expert, [column[expert] for column in columns])
+        for column in columns:
+            column[expert] = torch.empty(0, device="cpu")
+
+
+def _put_expert(
     layer: HostLayer, tensor_name: str, expert: int, parts: Sequence[Tensor | SourceTensor]
 ) -> None:
     """Store one expert's tensor, given in parts that are stacked; raises `ModelError`."""

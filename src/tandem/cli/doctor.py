@@ -6,16 +6,22 @@
 import argparse
 import json
 import os
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from tandem.cli.model_choice import ModelChoice, add_model, calm_transformers, find_model
+from tandem.cli.keeping import kept_copies
+from tandem.cli.model_choice import (
+    ModelChoice,
+    add_model,
+    calm_transformers,
+    find_model,
+    source_label,
+)
 from tandem.cli.paths import cache_dir
 from tandem.core.config import add_flags, from_flags, option
-
-if TYPE_CHECKING:
-    from tandem.forecast.finding import Finding
+from tandem.core.errors import TandemError
+from tandem.forecast.finding import Finding
 
 EXIT_BROKEN = 1
 _MARKS = {"good": "ok  ", "slow": "slow", "broken": "FAIL"}
@@ -58,12 +64,12 @@ def run(flags: argparse.Namespace) -> int:
     return EXIT_BROKEN if any(finding.state == "broken" for finding in findings) else 0
 
 
-def _print(finding: "Finding") -> None:
+def _print(finding: Finding) -> None:
     remedy = f"\n       -> {finding.remedy}" if finding.remedy else ""
     print(f"{_MARKS[finding.state]} {finding.what:<18} {finding.found}{remedy}", flush=True)
 
 
-def _check_model(choice: ModelChoice, options: DoctorOptions) -> "list[Finding]":
+def _check_model(choice: ModelChoice, options: DoctorOptions) -> list[Finding]:
     from tandem.forecast.machine_check import check_model_files, check_model_kernels
     from tandem.forecast.windows_check import check_place
     from tandem.hf.checkpoint import open_model
@@ -77,4 +83,22 @@ def _check_model(choice: ModelChoice, options: DoctorOptions) -> "list[Finding]"
         isa=os.environ.get("TANDEM_ISA"),
     )
     place = check_place("the model", Path(found.model))
-    return [*place, check_model_files(checkpoint), check_model_kernels(checkpoint, offload)]
+    copies = _check_copies(source_label(choice.model, Path(found.model)))
+    files = check_model_files(checkpoint)
+    return [*place, files, *copies, check_model_kernels(checkpoint, offload)]
+
+
+def _check_copies(source: str) -> Iterator[Finding]:
+    """Check the packed copies that were kept of a model, byte by byte."""
+    from tandem.forecast.machine_check import check_model_files
+    from tandem.hf.checkpoint import open_model
+
+    for copy in kept_copies().all():
+        if copy.source != source:
+            continue
+        try:
+            finding = check_model_files(open_model(copy.directory))
+            yield replace(finding, what="packed copy", found=f"{copy.name}: {finding.found}")
+        except TandemError as error:
+            remedy = f"tandem models rm {copy.name}; the next start makes it again"
+            yield Finding("packed copy", "broken", str(error), remedy)

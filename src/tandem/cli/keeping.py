@@ -3,6 +3,7 @@
 The copy is written beside the answers. Whether one is wanted is asked once, on a terminal.
 """
 
+import contextlib
 import sys
 import threading
 from dataclasses import dataclass
@@ -69,8 +70,22 @@ class Keeper:
         return Origin.of(source, files, options, version("tandem-moe"))
 
     def find(self, origin: "Origin") -> Path | None:
-        """Return the directory of a copy that was kept."""
-        return kept_copies(self._options).find(origin)
+        """Return the directory of a copy that was kept; one that is damaged is removed."""
+        from tandem.hf.checkpoint import open_model
+
+        copies = kept_copies(self._options)
+        directory = copies.find(origin)
+        if directory is None:
+            return None
+        try:
+            open_model(directory)  # reads the headers
+        except TandemError as error:
+            if not self._quiet:
+                print(f"[the packed copy is damaged and made again: {error}]", file=sys.stderr)
+            with contextlib.suppress(TandemError):  # a cache that cannot be written
+                copies.remove(origin.name)
+            return None
+        return directory
 
     def begin(self, origin: "Origin", model: "PreTrainedModel", seconds: float) -> None:
         """Write a copy of a model whose loading took so long, if one is wanted."""

@@ -21,6 +21,8 @@ from tandem.devices.options import OffloadOptions
 from tandem.foreign_types import PreTrainedModel, Tokenizer
 
 DEMO_MODELS = ("demo", "demo-equal")
+# What a packed copy has of its source beside the weights.
+_CONFIGS = ("config.json", "generation_config.json")
 _TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
 
 
@@ -129,14 +131,20 @@ def load_model_and_tokenizer(
         # On a device the dense parts stay as they are.
         "dense_dtype": dense_dtype if offload.device == "cpu" else "none",
     }
-    label = choice.model if choice.model in DEMO_MODELS else str(path.resolve())
-    origin = keeper.origin(label, checkpoint.weight_files, options)
+    configs = [file for name in _CONFIGS if (file := path / name).is_file()]
+    label = source_label(choice.model, path)
+    origin = keeper.origin(label, [*checkpoint.weight_files, *configs], options)
     if (copy := keeper.find(origin)) is not None:
         return _load(dataclasses.replace(found, model=str(copy)), offload, dense_dtype), tokenizer
     begin = time.perf_counter()
     model = _load(found, offload, dense_dtype)
     keeper.begin(origin, model, time.perf_counter() - begin)
     return model, tokenizer
+
+
+def source_label(model: str, path: Path) -> str:
+    """Return how a packed copy names the model that it was made of: `model`, found at `path`."""
+    return model if model in DEMO_MODELS else str(path.resolve())
 
 
 def load_model(

@@ -77,7 +77,7 @@ def _packed_copies() -> list[StoredModel]:
             copy.num_bytes,
             copy.last_used,
             copy.source,
-            partial(copies.remove, copy),
+            partial(copies.remove, copy.name),
         )
         for copy in copies.all()
     ]

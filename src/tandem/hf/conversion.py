@@ -13,7 +13,7 @@ from transformers.core_model_loading import ConversionOps
 
 from tandem.checkpoint.packed import packed_name
 from tandem.checkpoint.sources.source import SourceTensor
-from tandem.checkpoint.stored_experts import put_expert, put_fused
+from tandem.checkpoint.stored_experts import put_experts, put_fused
 from tandem.core.errors import ModelError, TandemError, UnsupportedModelError
 from tandem.experts.store.arrivals import WEIGHT_NAMES
 from tandem.experts.store.host_store import HostLayer
@@ -211,7 +211,4 @@ def _put_experts(layer: HostLayer, tensor_name: str, columns: list[list[Loaded]]
             f"{num_experts} experts of {layer.arrivals.name}.{tensor_name}; download the missing "
             "files again"
         )
-    for expert in range(num_experts):
-        put_expert(layer, tensor_name, expert, [column[expert] for column in columns])
-        for column in columns:  # free the source as we go: a layer is never whole twice
-            column[expert] = torch.empty(0, device="cpu")
+    put_experts(layer, tensor_name, columns)

@@ -12,7 +12,9 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 try:
@@ -105,8 +107,9 @@ def _pack(
     offload = from_mapping(OffloadConfig, options, where="tandem.pack")
     sink = FileSink(partial, _identity(source, options), on_progress)
     offload.sink = sink
-    model = load_checkpoint(source, offload)
-    num_bytes = sink.finish(model)
+    with contextlib.closing(sink):
+        model = load_checkpoint(source, offload)
+        num_bytes = sink.finish(model)
     require_runtime(model).executor.close()
     if isinstance(source, Checkpoint):
         _copy_small_files(source, partial)
@@ -129,6 +132,8 @@ class FileSink:
     resumed: int = 0
     done_bytes: int = 0
     expected_bytes: int = 0
+    pool: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, "tandem-pack"))
+    writing: Future[None] | None = None
 
     def __post_init__(self) -> None:
         """Read what an earlier run noted; another source or other options start again."""
@@ -166,11 +171,23 @@ class FileSink:
         self._note(name, layer)
 
     def take(self, layer: HostLayer) -> None:
+        """Write a layer beside what comes next, when the one before is written."""
+        self._wait()
+        self.writing = self.pool.submit(self._write, layer)
+
+    def close(self) -> None:
+        """Wait for what is being written."""
+        self.pool.shutdown()
+
+    def _wait(self) -> None:
+        if self.writing is not None:
+            self.writing.result()
+
+    def _write(self, layer: HostLayer) -> None:
         """Write a layer, and let it read from the file from now on."""
         name = experts_file(layer.layer)
-        tensors = layer_tensors(layer)
         try:
-            self.checksums[name] = write_tensors(self.directory, name, tensors)
+            self.checksums[name] = write_tensors(self.directory, name, layer_tensors(layer))
             self._write_progress()
         except OSError as error:
             reason = error.strerror or str(error)
@@ -184,6 +201,7 @@ class FileSink:
 
     def finish(self, model: PreTrainedModel) -> int:
         """Write the dense parts, the index and the config; return the bytes of all tensors."""
+        self._wait()
         dense = dense_tensors(model, require_runtime(model))
         self.checksums[DENSE_FILE] = write_tensors(self.directory, DENSE_FILE, dense)
         sizes = {name: tensor.nbytes for name, tensor in dense.items()}

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.core_model_loading import WeightConverter
 from transformers.quantizers.base import HfQuantizer
 
-from tandem.checkpoint.mapped_files import copy_out_of_files
+from tandem.checkpoint.mapped_files import copy_out_of_files, map_ahead, mapped_tensors
 from tandem.checkpoint.packed import INDEX_FILE, packed_name
 from tandem.core.errors import ConfigError, UnsupportedModelError
 from tandem.core.units import format_bytes
@@ -226,7 +226,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         as_offloaded(model)
         announce_steps(model, lambda: runtime.executor)
         if not self.pre_quantized:
-            copy_out_of_files(model)
+            map_ahead(mapped_tensors(model))
             require_finite_weights(model)
         # Files need not stay open.
         self.quantization_config.source = self.quantization_config.sink = None
@@ -235,6 +235,8 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         assemble(model, runtime, self.quantization_config)
         if self.pre_quantized:
             map_packed(model)
+        else:  # what has not been packed
+            copy_out_of_files(model)
         return model
 
     def is_serializable(self, *args: object, **kwargs: object) -> bool:

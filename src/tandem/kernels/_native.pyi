@@ -77,26 +77,7 @@ class ExpertEngine:
 
 def detect_cpu_features() -> CpuFeatures: ...
 def available_isas() -> list[str]: ...
-def quantize(
-    isa: str,
-    num_threads: int,
-    format: int,
-    group: int,
-    has_search: bool,
-    rows: int,
-    cols: int,
-    padded_cols: int,
-    source_type: int,
-    source: int,
-    row_stride: int,
-    col_stride: int,
-    importance: int,
-    data: int,
-    data_stride: int,
-    scales: int,
-    scale_stride: int,
-    /,
-) -> bool: ...
+def quantize(isa: str, num_threads: int, has_search: bool, count: int, calls: int, /) -> bool: ...
 def block_bytes(format: int, /) -> int: ...
 def rearrange_blocks(
     num_threads: int,

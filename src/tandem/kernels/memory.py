@@ -6,6 +6,7 @@ every 4 KiB. Matrices of a few megabytes share chunks, because a huge page has t
 
 import threading
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,14 +33,20 @@ def allocate(num_bytes: int) -> Tensor:
 
 
 def allocate_buffers(num_experts: int, num_bytes: int, *, has_huge_pages: bool = True) -> Tensor:
-    """Return zeroed buffers (num_experts, num_bytes) uint8."""
-    chunk = _new_chunk(num_experts * num_bytes, has_huge_pages=has_huge_pages)
-    return chunk.view(num_experts, num_bytes).zero_()
-
-
-def _new_chunk(num_bytes: int, *, has_huge_pages: bool = True) -> Tensor:
+    """Return zeroed buffers (num_experts, num_bytes) uint8, whose pages come when they are used."""
+    size = num_experts * num_bytes
     with torch.inference_mode(False):
-        chunk = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+        memory = torch.from_numpy(np.zeros(size + _ALIGNMENT, np.uint8))
+    first = -memory.data_ptr() % _ALIGNMENT
+    return _advised(memory[first : first + size], has_huge_pages).view(num_experts, num_bytes)
+
+
+def _new_chunk(num_bytes: int) -> Tensor:
+    with torch.inference_mode(False):
+        return _advised(torch.empty(num_bytes, dtype=torch.uint8, device="cpu"))
+
+
+def _advised(chunk: Tensor, has_huge_pages: bool = True) -> Tensor:
     if has_huge_pages:
-        _native.advise_huge_pages(chunk.data_ptr(), num_bytes)
+        _native.advise_huge_pages(chunk.data_ptr(), chunk.nbytes)
     return chunk

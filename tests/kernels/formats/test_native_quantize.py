@@ -1,16 +1,20 @@
 """Native rounding against the torch reference; its bytes are the same on every instruction set."""
 
+import itertools
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tandem.core.errors import ModelError
 from tandem.kernels import engine
 from tandem.kernels._native import available_isas
-from tandem.kernels.formats import FORMATS, PackedMatrix, WeightFormat, unpack
-from tandem.kernels.formats.native_quantize import _ROUNDED, quantize_natively
-from tandem.kernels.formats.packed import write_by_reference
+from tandem.kernels.formats import FORMATS, PackedMatrix, WeightFormat, find_format, unpack
+from tandem.kernels.formats.native_quantize import _ROUNDED, Rounding, quantize_natively
+from tandem.kernels.formats.packed import write_by_reference, write_weights
 from tests.kernels.formats.sources import draw_weights
 from tests.kernels.formats.test_layout import by_name
 
@@ -56,7 +60,8 @@ def packed_by(
     packed = PackedMatrix.empty(weights.shape[0], weights.shape[1], fmt)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "best_isa", lambda: isa)
-        assert quantize_natively(packed.blocks, fmt, weights, importance, has_search=has_search)
+        rounding = Rounding(packed.blocks, fmt, weights, importance=importance)
+        assert quantize_natively([rounding], has_search=has_search)
     return packed
 
 
@@ -68,7 +73,8 @@ def reference(
     has_search: bool = True,
 ) -> PackedMatrix:
     packed = PackedMatrix.empty(weights.shape[0], weights.shape[1], fmt)
-    write_by_reference(packed.blocks, fmt, weights, importance, has_search, "weight")
+    rounding = Rounding(packed.blocks, fmt, weights, importance=importance)
+    write_by_reference(rounding, has_search=has_search)
     return packed
 
 
@@ -129,4 +135,32 @@ def test_threads_change_nothing(fmt: WeightFormat) -> None:
 def test_other_dtypes_are_left_to_the_reference() -> None:
     fmt, weights = FORMATS[0], torch.ones(16, 8, dtype=torch.float64)
     packed = PackedMatrix.empty(16, 8, fmt)
-    assert not quantize_natively(packed.blocks, fmt, weights, None, has_search=True)
+    assert not quantize_natively([Rounding(packed.blocks, fmt, weights)])
+
+
+def test_matrices_together_are_as_each_alone(tmp_path: Path) -> None:
+    """Some of several formats, in memory and in a mapped file, with and without importance."""
+    file = tmp_path / "weights"
+    kept = draw_weights(700, 300).bfloat16()
+    kept.view(torch.uint8).numpy().tofile(file)
+    mapped = torch.from_file(str(file), size=kept.numel(), dtype=torch.bfloat16).view(700, 300)
+    sources = [mapped, mapped[1::2], mapped.T, kept.float(), kept[:1]]
+    jobs = []
+    for number, (fmt, source) in enumerate(itertools.product(NATIVE, sources)):
+        packed = PackedMatrix.empty(source.shape[0], source.shape[1], fmt)
+        importance = torch.rand(fmt.padded_cols(source.shape[1])) if number % 3 == 0 else None
+        jobs.append((packed, Rounding(packed.blocks, fmt, source, importance=importance)))
+    assert quantize_natively([rounding for _, rounding in jobs])
+    for packed, (_, fmt, source, _, importance) in jobs:
+        assert_same(packed, packed_by(engine.best_isa(), source.clone(), fmt, importance))
+
+
+def test_of_several_matrices_the_one_that_does_not_fit_is_named() -> None:
+    fmt, good, bad = find_format("int4"), torch.ones(16, 32), torch.full((16, 32), float("nan"))
+    packed = [PackedMatrix.empty(16, 32, fmt) for _ in range(3)]
+    roundings = [
+        Rounding(matrix.blocks, fmt, weight, name)
+        for matrix, weight, name in zip(packed, (good, bad, good), "abc", strict=True)
+    ]
+    with pytest.raises(ModelError, match="b has weights that are NaN or infinite"):
+        write_weights(roundings)

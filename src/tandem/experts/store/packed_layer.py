@@ -5,7 +5,7 @@ their own. Between the two projections that is an order of rows, and done while 
 of an expert's inputs is kept in `input_order`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,12 +17,14 @@ from tandem.kernels.formats.blocks import CodedMatrix
 from tandem.kernels.formats.coded_expert import order_inner_rows, pack_coded_down, pack_coded_up
 from tandem.kernels.formats.expert import ExpertLayout, unpack_expert
 from tandem.kernels.formats.file_blocks import FileBlocks, write_file_blocks
+from tandem.kernels.formats.native_quantize import Rounding
+from tandem.kernels.formats.packed import write_weights
 from tandem.kernels.formats.parts import (
-    pack_down,
+    halves_of,
     pack_down_bias,
-    pack_halves,
-    pack_up,
     pack_up_bias,
+    round_down,
+    round_up,
 )
 from tandem.kernels.formats.weight_format import ExpertFormat, WeightFormat, formats_of
 from tandem.kernels.memory import allocate_buffers
@@ -65,24 +67,24 @@ class PackedLayer:
     def put(self, tensor_name: str, fused: Tensor) -> None:
         """Pack the fused tensor (num_experts, ...) of one projection or bias."""
         self.arrivals.check_fused(tensor_name, tuple(fused.shape))
-        for expert, tensor in enumerate(fused):
-            self.put_expert(tensor_name, expert, [tensor])
+        self.put_all(tensor_name, [[tensor] for tensor in fused])
 
     def put_expert(self, tensor_name: str, expert: int, parts: Sequence[Tensor]) -> None:
         """Pack one expert's tensor, given in parts that are stacked along its first axis."""
-        first, *others = parts
-        rows = sum(len(part) for part in parts)
-        self.arrivals.check_expert(tensor_name, (rows, *first.shape[1:]))
-        are_halves = self._are_halves(tensor_name, parts)
-        try:
-            if are_halves:
-                pack_halves(self.layout, parts, out=self.buffers[expert])
-            else:
-                whole = torch.cat(list(parts)) if others else first
-                self._pack(tensor_name, self.buffers[expert], whole)
-        except ModelError as error:
-            raise ModelError(f"{self.arrivals.name}, expert {expert}: {error}") from error
-        self.arrivals.count(tensor_name, 1)
+        self._put(tensor_name, {expert: parts})
+
+    def put_all(self, tensor_name: str, experts: Sequence[Sequence[Tensor]]) -> None:
+        """Pack every expert's tensor, each given in parts, on all cores at once."""
+        self._put(tensor_name, dict(enumerate(experts)))
+
+    def _put(self, tensor_name: str, experts: Mapping[int, Sequence[Tensor]]) -> None:
+        roundings: list[Rounding] = []
+        for expert, parts in experts.items():
+            rows = sum(len(part) for part in parts)
+            self.arrivals.check_expert(tensor_name, (rows, *parts[0].shape[1:]))
+            roundings += self._roundings(tensor_name, expert, parts)
+        write_weights(roundings)
+        self.arrivals.count(tensor_name, len(experts))
 
     def put_codes(
         self, tensor_name: str, expert: int, coded: CodedMatrix, input_order: Tensor | None = None
@@ -206,18 +208,24 @@ class PackedLayer:
         shape = (self.layout.intermediate_size, self.layout.hidden_size)
         return len(parts) == 2 and all(tuple(part.shape) == shape for part in parts)
 
-    def _pack(self, tensor_name: str, buffer: Tensor, tensor: Tensor) -> None:
-        interleaved = self._is_interleaved
+    def _roundings(self, tensor_name: str, expert: int, parts: Sequence[Tensor]) -> list[Rounding]:
+        """Return where an expert's weights are to be rounded; a bias is written."""
+        name, out = f"{self.arrivals.name}, expert {expert}", self.buffers[expert]
+        layout, interleaved = self.layout, self._is_interleaved
+        if self._are_halves(tensor_name, parts):
+            return round_up(layout, parts, out=out, name=name)
+        whole = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
         if tensor_name == "down_proj_bias":
-            pack_down_bias(self.layout, tensor, out=buffer)
-        elif tensor_name.endswith("_bias"):
-            pack_up_bias(self.layout, tensor, is_interleaved=interleaved, out=buffer)
-        else:
-            weight = tensor.T if self.is_transposed else tensor
-            if tensor_name == "down_proj":
-                pack_down(self.layout, weight, out=buffer)
-            else:
-                pack_up(self.layout, weight, is_interleaved=interleaved, out=buffer)
+            pack_down_bias(layout, whole, out=out, name=name)
+            return []
+        if tensor_name.endswith("_bias"):
+            pack_up_bias(layout, whole, is_interleaved=interleaved, out=out, name=name)
+            return []
+        weight = whole.T if self.is_transposed else whole
+        if tensor_name == "down_proj":
+            return round_down(layout, weight, out=out, name=name)
+        halves = halves_of(layout, weight, is_interleaved=interleaved)
+        return round_up(layout, halves, out=out, name=name)
 
 
 def _layout(arrivals: Arrivals, fmt: ExpertFormat, *, is_transposed: bool) -> ExpertLayout:

@@ -1,6 +1,7 @@
 """One packed matrix: from weights, from codes, and back to values."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from tandem.core.errors import ModelError
 from tandem.kernels.formats.blocks import SCALE_DTYPES, CodedMatrix, MatrixBlocks
 from tandem.kernels.formats.codes import decode
-from tandem.kernels.formats.native_quantize import quantize_natively
+from tandem.kernels.formats.native_quantize import Rounding, quantize_natively
 from tandem.kernels.formats.quantize import quantize
 from tandem.kernels.formats.source_codes import coded_matrix
 from tandem.kernels.formats.weight_format import ROWS_PER_BLOCK, WeightFormat
@@ -99,28 +100,37 @@ def write_weight(
     name: str = "weight",
 ) -> None:
     """Round (rows, cols) weights, of any stride, into blocks that have room for just them."""
+    write_weights([Rounding(blocks, fmt, weight, name, importance)], has_search=has_search)
+
+
+def write_weights(roundings: Sequence[Rounding], *, has_search: bool = True) -> None:
+    """Round matrices, all together on all cores; their `importance` is not padded yet.
+
+    Raises `ModelError` with the name of one that is not finite or too large for its format.
+    """
+    ready = [r._replace(importance=_column_importance(r)) for r in roundings]
+    if quantize_natively(ready, has_search=has_search):
+        return
+    for rounding in ready:
+        if len(ready) == 1 or not quantize_natively([rounding], has_search=has_search):
+            write_by_reference(rounding, has_search=has_search)
+
+
+def _column_importance(rounding: Rounding) -> Tensor | None:
+    """Return the importance of the columns, those of the padding included; None: all alike."""
+    _, fmt, weight, _, importance = rounding
     cols, width = weight.shape[1], fmt.padded_cols(weight.shape[1])
     if importance is None and not fmt.encoding.has_zero and width > cols:
         importance = torch.ones(cols, device="cpu")  # what is not zero need not be near it
-    if importance is not None:
-        importance = F.pad(importance.float(), (0, width - cols))
-    if not quantize_natively(blocks, fmt, weight, importance, has_search=has_search):
-        write_by_reference(blocks, fmt, weight, importance, has_search, name)
+    return None if importance is None else F.pad(importance.float(), (0, width - cols))
 
 
-def write_by_reference(
-    blocks: MatrixBlocks,
-    fmt: WeightFormat,
-    weight: Tensor,
-    importance: Tensor | None,
-    has_search: bool,
-    name: str,
-) -> None:
+def write_by_reference(rounding: Rounding, *, has_search: bool) -> None:
     """As the torch reference does it, which says what is wrong with weights that do not fit."""
-    rows, cols = weight.shape
-    width = fmt.padded_cols(cols)
+    blocks, fmt, weight, name, importance = rounding
+    width = fmt.padded_cols(weight.shape[1])
     step = max(1, _CHUNK_WEIGHTS // width // ROWS_PER_BLOCK) * ROWS_PER_BLOCK
-    for start in range(0, rows, step):
+    for start in range(0, weight.shape[0], step):
         part = weight[start : start + step].float()  # (up to step, cols)
         part = _padded(part, fmt.padded_rows(part.shape[0]), width)
         coded = quantize(part, fmt, importance=importance, has_search=has_search, name=name)
