@@ -11,6 +11,7 @@
 #include "bindings.hpp"
 #include "coordinator/coordinator.hpp"
 #include "coordinator/copying.hpp"
+#include "coordinator/driver_copies.hpp"
 #include "coordinator/step_decisions.hpp"
 #include "coordinator/twin_stream.hpp"
 #include "program.hpp"
@@ -74,6 +75,12 @@ std::vector<std::tuple<std::int32_t, std::int32_t, double>> as_tuples(
   return found;
 }
 
+// Where a GPU's copies go: its driver, and its own table of addresses.
+struct DriverLink {
+  std::shared_ptr<Driver> driver;
+  std::uint64_t table;
+};
+
 // A coordinator with its slots, if it has any. Its end waits for its threads, without Python's
 // lock: they may be in a hook.
 class StepCoordinator {
@@ -101,7 +108,8 @@ class StepCoordinator {
 
   void manage_slots(std::uintptr_t entries, std::int64_t num_experts,
                     const std::vector<std::uintptr_t>& slots, StepPolicy* policy,
-                    double bytes_per_second, const nb::object& before_copy) {
+                    double bytes_per_second, const nb::object& before_copy,
+                    const DriverLink* link) {
     get().set_after_answer(nullptr);
     {
       const nb::gil_scoped_release release;
@@ -113,9 +121,14 @@ class StepCoordinator {
     entries_ = pointer<std::int64_t>(entries);
     std::vector<std::uint8_t*> memory;
     for (const std::uintptr_t slot : slots) memory.push_back(pointer<std::uint8_t>(slot));
-    copying_ = std::make_unique<CopyingThread>(
-        std::make_unique<HostCopyEngine>(calling<>(before_copy), bytes_per_second), layers_,
-        entries_, num_experts, std::move(memory));
+    std::unique_ptr<CopyEngine> engine;
+    if (link == nullptr) {
+      engine = std::make_unique<HostCopyEngine>(calling<>(before_copy));
+    } else {
+      engine = std::make_unique<DriverCopyEngine>(link->driver, link->table);
+    }
+    copying_ = std::make_unique<CopyingThread>(std::move(engine), layers_, entries_, num_experts,
+                                               std::move(memory), bytes_per_second);
     auto decisions = std::make_unique<StepDecisions>(policy, *copying_);
     decisions_ = decisions.get();
     get().set_after_answer(std::move(decisions));
@@ -144,7 +157,7 @@ class StepCoordinator {
     copying().submit(found);
   }
 
-  // For a table in the host's memory.
+  // Ahead of a launch, in the host's table.
   void clear_entries() {
     for (const std::int64_t key : copying().take_cleared())
       __atomic_store_n(entries_ + key, std::int64_t{0}, __ATOMIC_RELEASE);
@@ -229,18 +242,21 @@ nb::list take_decided(StepCoordinator& self) {
 
 void bind_steps(nb::module_& m) {
   nb::exception<StepLost>(m, "StepLostError", PyExc_RuntimeError);
+  nb::class_<DriverLink>(m, "DriverLink")
+      .def("__init__", [](DriverLink* self, const std::string& library, std::uint64_t table) {
+        new (self) DriverLink{std::make_shared<Driver>(library), table};
+      });
   nb::class_<StepCoordinator>(m, "StepCoordinator")
       .def(nb::init<Layers, int, const std::string&>())
       .def("close", &StepCoordinator::close)
       .def("set_hook", &StepCoordinator::set_hook, nb::arg().none())
-      .def("add_mailbox", [](StepCoordinator& self, std::int64_t num_rows, std::int64_t top_k,
-                             bool is_bf16) {
-        return self.get().add_mailbox(num_rows, top_k, value_type(is_bf16));
-      })
-      .def("mailbox", [](StepCoordinator& self, std::int64_t number) {
-        const Mailbox& box = self.get().mailbox(number);
-        return nb::make_tuple(reinterpret_cast<std::uintptr_t>(box.doorbell(0)), box.layout());
-      })
+      .def("add_mailbox",
+           [](StepCoordinator& self, std::int64_t num_rows, std::int64_t top_k, bool is_bf16,
+              std::uintptr_t memory) {
+             return self.get().add_mailbox(num_rows, top_k, value_type(is_bf16),
+                                           pointer<std::uint8_t>(memory));
+           },
+           nb::arg(), nb::arg(), nb::arg(), nb::arg() = 0)
       .def("begin_step", [](StepCoordinator& self, std::int64_t number, double patience) {
         const nb::gil_scoped_release release;
         self.get().begin_step(number, patience);
@@ -249,19 +265,19 @@ void bind_steps(nb::module_& m) {
         const nb::gil_scoped_release release;
         self.get().finish_step(patience);
       })
-      .def("abort_step", [](StepCoordinator& self) {
+      .def("abort_step", [](StepCoordinator& self, double patience) {
         const nb::gil_scoped_release release;
-        self.get().abort_step();
+        return self.get().abort_step(patience);
       })
       .def("records", &records_of)
       .def("manage_slots", &StepCoordinator::manage_slots, nb::arg(), nb::arg(), nb::arg(),
-           nb::arg().none(), nb::arg(), nb::arg().none(), nb::keep_alive<1, 5>())
+           nb::arg().none(), nb::arg(), nb::arg().none(), nb::arg().none() = nb::none(),
+           nb::keep_alive<1, 5>())
       .def("set_dense_seconds", [](StepCoordinator& self, double seconds) {
         self.decisions().set_dense_seconds(seconds);
       })
       .def("take_decided", &take_decided)
       .def("submit", &StepCoordinator::submit)
-      .def("take_cleared", [](StepCoordinator& self) { return self.copying().take_cleared(); })
       .def("clear_entries", &StepCoordinator::clear_entries)
       .def("begin_copies", [](StepCoordinator& self) { self.copying().begin_step(); })
       .def("take_arrivals", [](StepCoordinator& self) {

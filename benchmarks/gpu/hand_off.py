@@ -166,7 +166,7 @@ def serve(
 
 def captured(work: Callable[[], None]) -> Any:
     """Return a graph of some work; raises `NotHereError` where it cannot be captured."""
-    from tandem.decode.cuda.graphs import CudaCapture, on_capture_stream
+    from tandem.devices.cuda.captures import CudaCapture, on_capture_stream
 
     capture = CudaCapture(torch.device("cuda", torch.cuda.current_device()))
     with on_capture_stream(capture):

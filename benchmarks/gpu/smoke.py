@@ -182,7 +182,7 @@ def kernels_many() -> str:
 
 def graph() -> str:
     """Capture two pieces with eager work between, and replay them."""
-    from tandem.decode.cuda.graphs import CudaCapture, on_capture_stream
+    from tandem.devices.cuda.captures import CudaCapture, on_capture_stream
 
     x, capture = torch.zeros(4, device="cuda"), CudaCapture(torch.device("cuda"))
     with on_capture_stream(capture):
@@ -205,7 +205,7 @@ def graph() -> str:
 
 def broken_capture() -> str:
     """Break a capture; random numbers, the allocator and another capture must still work."""
-    from tandem.decode.cuda.graphs import CudaCapture, on_capture_stream
+    from tandem.devices.cuda.captures import CudaCapture, on_capture_stream
 
     device = torch.device("cuda", 0)
     capture, x = CudaCapture(device), torch.zeros(4, device=device)

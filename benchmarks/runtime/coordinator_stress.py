@@ -119,7 +119,7 @@ class Engine:
         if self._draw.random() < 0.03:  # the device is not told to go on, and the caller gives up
             machine.start(step, stops_before=self._draw.randrange(GEOMETRY.num_layers))
             machine.twin.join()
-            machine.coordinator.abort_step()
+            machine.coordinator.abort_step(20.0)
             outcome.interruptions += 1
             return
         try:

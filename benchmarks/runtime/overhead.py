@@ -23,13 +23,13 @@ from tandem.experts.cache.copy_thread import CopyThread
 from tandem.experts.cache.expert_cache import ExpertCache, Machine
 from tandem.experts.cache.slots import Claim, SlotUse
 from tandem.experts.execution.batch import ExpertBatch, ExpertFunctions
-from tandem.experts.execution.captured_steps import CapturedSteps
 from tandem.experts.execution.clock import WallClock
 from tandem.experts.execution.executor import CpuExecutor, Executor
 from tandem.experts.execution.expert_kernels import ExpertKernels, WeightSource
 from tandem.experts.execution.hybrid_executor import HybridExecutor
 from tandem.experts.execution.routed_layers import native_layer
 from tandem.experts.execution.routing import SumRows
+from tandem.experts.execution.twin_steps import TwinSteps
 from tandem.experts.store.host_store import HostStore
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.experts.tracing.cache_statistics import CacheStatistics
@@ -223,7 +223,7 @@ def on_the_emulated_device(steps: int, share: float) -> dict[str, float]:
     )
     native = [layer for host in store if (layer := native_layer(host, FUNCTIONS)) is not None]
     planned, captured = HybridExecutor(virtual, kernels), HybridExecutor(real, kernels)
-    captured.captured = CapturedSteps(real, native, threads, torch.float32)
+    captured.captured = TwinSteps(real, native, threads, torch.float32)
     fill(virtual, share)
     fill(real, share)
     alone = CpuExecutor(store, CpuThreads(num_threads=1))

@@ -49,7 +49,8 @@ Coordinator::~Coordinator() {
   thread_.join();
 }
 
-std::int64_t Coordinator::add_mailbox(std::int64_t num_rows, std::int64_t top_k, ValueType type) {
+std::int64_t Coordinator::add_mailbox(std::int64_t num_rows, std::int64_t top_k, ValueType type,
+                                      std::uint8_t* memory) {
   const MailboxLayout layout{static_cast<std::int64_t>(layers_.size()), num_rows, top_k,
                              layers_.front().layout.hidden_size, type};
   if (num_rows < 1 || top_k < 1)
@@ -60,12 +61,14 @@ std::int64_t Coordinator::add_mailbox(std::int64_t num_rows, std::int64_t top_k,
       throw std::invalid_argument("a layer of " + std::to_string(layer.layout.hidden_size) +
                                   " values a token, expected " +
                                   std::to_string(layout.hidden_size) + " as in the first one");
-  const auto bytes = static_cast<std::size_t>(layout.num_bytes());
-  const std::size_t page = 4096;  // drivers map whole pages
-  auto memory = std::make_unique<std::uint8_t[]>(bytes + 2 * page);
-  const std::uintptr_t first = reinterpret_cast<std::uintptr_t>(memory.get());
-  const Mailbox box(layout, memory.get() + ((first + page - 1) / page * page - first));
-  mailboxes_.push_back({std::move(memory), box});
+  std::unique_ptr<std::uint8_t[]> owned;
+  if (memory == nullptr) {
+    constexpr std::size_t line = MailboxLayout::kLineBytes;
+    owned = std::make_unique<std::uint8_t[]>(static_cast<std::size_t>(layout.num_bytes()) + line);
+    const std::uintptr_t first = reinterpret_cast<std::uintptr_t>(owned.get());
+    memory = owned.get() + ((first + line - 1) / line * line - first);
+  }
+  mailboxes_.push_back({std::move(owned), Mailbox(layout, memory)});
   return static_cast<std::int64_t>(mailboxes_.size()) - 1;
 }
 
@@ -175,11 +178,12 @@ bool Coordinator::close_for_device(std::int64_t layer) {
   return true;
 }
 
-void Coordinator::abort_step() {
+bool Coordinator::abort_step(double patience) {
   stop_letting_go();
   is_lost_.store(true);
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return is_idle_ || has_died_; });
+  return changed_.wait_for(lock, std::chrono::duration<double>(patience),
+                           [this] { return is_idle_ || has_died_; });
 }
 
 // ---- the thread that answers ----

@@ -20,6 +20,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -67,8 +68,10 @@ class Coordinator {
   Coordinator(const Coordinator&) = delete;
   Coordinator& operator=(const Coordinator&) = delete;
 
-  // Returns the number of a new mailbox. Throws std::invalid_argument for other layers than these.
-  std::int64_t add_mailbox(std::int64_t num_rows, std::int64_t top_k, ValueType type);
+  // Returns the number of a new mailbox, in memory of its own or as class Mailbox asks for it;
+  // between steps. Throws std::invalid_argument for other layers than these.
+  std::int64_t add_mailbox(std::int64_t num_rows, std::int64_t top_k, ValueType type,
+                           std::uint8_t* memory = nullptr);
   const Mailbox& mailbox(std::int64_t number) const { return mailboxes_.at(number).box; }
 
   // Both before the first step. The hook sees each layer before it is answered; if it throws, the
@@ -87,8 +90,9 @@ class Coordinator {
   // its own, however late it comes.
   void finish_step(double patience);
 
-  // Gives up a step that the device will not go on with: nothing waits in it.
-  void abort_step();
+  // Gives up a step that the device will not go on with: nothing waits in it. Returns whether the
+  // thread has left it, within `patience` seconds.
+  bool abort_step(double patience);
 
   // Of the layers of the last step that were noted, in order.
   std::span<const LayerRecord> records() const { return {records_.data(), num_records_}; }
@@ -117,7 +121,7 @@ class Coordinator {
   const std::vector<RoutedLayer> layers_;
   ExpertEngine engine_;
   RowExperts experts_;
-  std::vector<Owned> mailboxes_;
+  std::deque<Owned> mailboxes_;
   std::unique_ptr<AfterAnswer> after_;
   std::function<void(std::int64_t)> hook_;
   std::vector<const std::uint8_t*> addresses_;  // of the layer that is answered

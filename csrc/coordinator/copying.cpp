@@ -1,6 +1,7 @@
 #include "coordinator/copying.hpp"
 
 #include <algorithm>
+#include <chrono>
 
 #include "coordinator/words.hpp"
 
@@ -11,17 +12,19 @@ namespace {
 // link's whole bandwidth; so many may be queued.
 constexpr std::int64_t kChunkBytes = 512 << 10;
 constexpr std::int64_t kMostQueued = 2;
+constexpr double kShortestSleep = 1e-4;  // seconds; the system does not keep shorter ones
 
 }  // namespace
 
 CopyingThread::CopyingThread(std::unique_ptr<CopyEngine> engine, std::vector<RoutedLayer> layers,
                              std::int64_t* entries, std::int64_t num_experts,
-                             std::vector<std::uint8_t*> slots)
+                             std::vector<std::uint8_t*> slots, double bytes_per_second)
     : engine_(std::move(engine)),
       layers_(std::move(layers)),
       entries_(entries),
       num_experts_(num_experts),
       slots_(std::move(slots)),
+      bytes_per_second_(bytes_per_second),
       thread_([this] { loop(); }) {}
 
 CopyingThread::~CopyingThread() {
@@ -105,13 +108,26 @@ void CopyingThread::carry_out(const SlotCopy& copy) {
   const RoutedLayer& layer = layers_[copy.layer];
   const std::uint8_t* from = layer.experts + copy.expert * layer.expert_bytes;
   std::uint8_t* to = slots_[copy.slot];
-  for (std::int64_t begin = 0; begin < layer.expert_bytes; begin += kChunkBytes) {
+  const double begin = steady_seconds();
+  for (std::int64_t at = 0; at < layer.expert_bytes; at += kChunkBytes) {
     engine_->wait(kMostQueued - 1);
-    engine_->copy(to + begin, from + begin, std::min(kChunkBytes, layer.expert_bytes - begin));
+    engine_->copy(to + at, from + at, std::min(kChunkBytes, layer.expert_bytes - at));
   }
-  engine_->publish(entries_ + copy.layer * num_experts_ + copy.expert,
-                   reinterpret_cast<std::int64_t>(to));
+  const std::int64_t key = copy.layer * num_experts_ + copy.expert;
+  const auto address = reinterpret_cast<std::int64_t>(to);
+  engine_->publish(key, address);
   engine_->wait(0);
+  keep_pace(layer.expert_bytes, begin);
+  store_release(entries_ + key, address);
+}
+
+// Makes the link slower than it is, so that a fast machine stands in for another.
+void CopyingThread::keep_pace(std::int64_t bytes, double begin) {
+  if (bytes_per_second_ <= 0.0) return;
+  behind_ += static_cast<double>(bytes) / bytes_per_second_ - (steady_seconds() - begin);
+  if (behind_ < kShortestSleep) return;
+  std::this_thread::sleep_for(std::chrono::duration<double>(behind_));
+  behind_ = 0.0;
 }
 
 }  // namespace tandem

@@ -4,8 +4,10 @@
 //   submit(copy)           the victim's entry is to be cleared; the slot may still be read
 //     -> take_cleared      ahead of the next launch: the entries are cleared on the launch's stream
 //     -> begin_step        that launch's first doorbell: no kernel reads the slot any more
-//     -> the copy, part by part, then its entry, on one stream: a late entry is a miss now and a
-//        hit next time, never half an expert
+//     -> the copy, part by part, then its entry in a table of the device, if it has one that can be
+//        written while a step runs, on one stream; then its entry in the host's table, which is
+//        copied to the device ahead of each launch: a late entry is a miss now and a hit next
+//        time, never half an expert
 //     -> arrivals          only then may the slot be given away again
 //
 // An entry is set at any time, and cleared only between steps. `submit` is called by any thread,
@@ -35,11 +37,11 @@ struct Arrival {
 
 class CopyingThread {
  public:
-  // `entries` is the device's table (num_layers, num_experts); slot i lies at slots[i]. The experts
-  // of `layers`, the slots and the table outlive it.
+  // `entries` is the host's table (num_layers, num_experts); slot i lies at slots[i]. The experts
+  // of `layers`, the slots and the table outlive it. 0 bytes per second: as fast as it can be.
   CopyingThread(std::unique_ptr<CopyEngine> engine, std::vector<RoutedLayer> layers,
                 std::int64_t* entries, std::int64_t num_experts,
-                std::vector<std::uint8_t*> slots);
+                std::vector<std::uint8_t*> slots, double bytes_per_second = 0.0);
   ~CopyingThread();  // gives up what has not begun
   CopyingThread(const CopyingThread&) = delete;
   CopyingThread& operator=(const CopyingThread&) = delete;
@@ -67,6 +69,7 @@ class CopyingThread {
 
   void loop();
   void carry_out(const SlotCopy& copy);
+  void keep_pace(std::int64_t bytes, double begin);
   bool may_begin() const { return !jobs_.empty() && jobs_.front().launch <= begun_; }
 
   const std::unique_ptr<CopyEngine> engine_;
@@ -74,6 +77,8 @@ class CopyingThread {
   std::int64_t* const entries_;
   const std::int64_t num_experts_;
   const std::vector<std::uint8_t*> slots_;
+  const double bytes_per_second_;
+  double behind_ = 0.0;  // seconds that copies have been too fast
 
   std::mutex mutex_;  // of what follows; held for moments only
   std::condition_variable changed_;

@@ -1,5 +1,8 @@
 """Captured steps by themselves, with the twin of CUDA's graphs."""
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import pytest
 import torch
 
@@ -58,15 +61,24 @@ def test_what_is_not_cut_runs_once_before_it_is_captured() -> None:
     def experts(layer: int, hidden: torch.Tensor, *args: object) -> torch.Tensor:
         return hidden * 2
 
-    def uncut(layer: int, hidden: torch.Tensor, *args: object) -> torch.Tensor:
-        seen.append(len(captures))
-        return hidden * 2
+    class Uncut:
+        def __call__(
+            self, layer: int, hidden: torch.Tensor, *args: Any, **more: Any
+        ) -> torch.Tensor:
+            seen.append(len(captures))
+            return hidden * 2
+
+        def around(self) -> AbstractContextManager[None]:
+            return nullcontext()
+
+        def give_up(self, error: Exception) -> bool:
+            return False
 
     def step() -> torch.Tensor:
         hidden: torch.Tensor = opaque("experts", experts, 0, x + 1, x, x, None)
         return hidden + 1
 
-    graphed = new_graphed_step(step, torch.float32, Capture, lambda: uncut)
+    graphed = new_graphed_step(step, torch.float32, Capture, Uncut)
     results = [graphed().tolist() for _ in range(6)]
     assert results == [[5.0] * 4] * 6
     assert seen == [0, 1]  # compiled outside of the capture, then captured

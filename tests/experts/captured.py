@@ -25,6 +25,14 @@ class LayerTokens(NamedTuple):
     out: Tensor  # as hidden
 
 
+def native_layers(store: HostStore) -> list[_native.RoutedLayer]:
+    """Return a store's layers as the coordinator takes them; all of them must be packed."""
+    native = [native_layer(layer, FUNCTIONS) for layer in store]
+    layers = [layer for layer in native if layer is not None]
+    assert len(layers) == len(native)
+    return layers
+
+
 def random_step(
     num_tokens: int,
     generator: torch.Generator,
@@ -59,14 +67,17 @@ class TwinMachine:
         most_delay: int = 0,
         policy: _native.StepPolicy | None = None,
         before_copy: Callable[[], None] | None = None,
+        library: str | None = None,
     ) -> None:
-        """Start the threads; `most_delay` is in microseconds."""
-        native = [native_layer(layer, FUNCTIONS) for layer in store]
-        layers = [layer for layer in native if layer is not None]
-        assert len(layers) == len(native)
-        self.coordinator = _native.StepCoordinator(layers, num_threads, best_isa())
+        """Start the threads; `most_delay` is in microseconds.
+
+        With a driver's `library` the device has a table of its own, brought ahead of each step.
+        """
+        self.coordinator = _native.StepCoordinator(native_layers(store), num_threads, best_isa())
         box = self.coordinator.add_mailbox(num_rows, geometry.top_k, dtype is torch.bfloat16)
         self.table = torch.zeros(geometry.num_layers, geometry.num_experts, dtype=torch.int64)
+        self.seen = self.table if library is None else self.table.clone()
+        link = None if library is None else _native.DriverLink(library, self.seen.data_ptr())
         slot_bytes = max(layer.image_bytes for layer in store)
         self.slots = torch.zeros(max(1, num_slots), slot_bytes, dtype=torch.uint8)
         self.coordinator.manage_slots(
@@ -76,9 +87,10 @@ class TwinMachine:
             policy,
             0.0,
             before_copy,
+            link,
         )
         self.twin = _native.TwinStream(
-            self.coordinator, box, self.table.data_ptr(), start_engine(num_threads=1), most_delay, 0
+            self.coordinator, box, self.seen.data_ptr(), start_engine(num_threads=1), most_delay, 0
         )
         self.box = box
 
@@ -90,6 +102,8 @@ class TwinMachine:
         """Begin a step as a captured one begins: entries are cleared ahead of the launch."""
         self._step = step  # its tensors must live until the twin has ended
         self.coordinator.clear_entries()
+        if self.seen is not self.table:
+            self.seen.copy_(self.table)
         self.coordinator.begin_step(self.box, PATIENCE)
         calls = [
             (

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from tandem.core.errors import ExecutionError
-from tandem.experts.execution.captured_steps import CapturedSteps
 from tandem.experts.execution.executor import CpuExecutor
 from tandem.experts.execution.hybrid_executor import HybridExecutor
 from tandem.experts.execution.routed_layers import native_layer
+from tandem.experts.execution.twin_steps import TwinSteps
 from tandem.experts.store.host_store import HostStore
 from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tandem.experts.tracing.events import LayerExecuted
@@ -30,7 +30,7 @@ def store() -> HostStore:
 def executor(store: HostStore) -> Iterator[HybridExecutor]:
     executor = make_real_executor(store, 8)
     native = [native_layer(layer, FUNCTIONS) for layer in store]
-    executor.captured = CapturedSteps(
+    executor.captured = TwinSteps(
         executor.cache,
         [layer for layer in native if layer is not None],
         CpuThreads(num_threads=1),

@@ -13,7 +13,7 @@ from tandem.experts.execution.executor import CpuExecutor
 from tandem.experts.store.host_store import HostStore
 from tandem.kernels import _native
 from tandem.kernels.dense import CpuThreads
-from tests.experts.captured import LayerTokens, TwinMachine, random_step
+from tests.experts.captured import PATIENCE, LayerTokens, TwinMachine, random_step
 from tests.experts.machines import FUNCTIONS, GEOMETRY, make_store
 
 NUM_EXPERTS = GEOMETRY.num_layers * GEOMETRY.num_experts
@@ -131,7 +131,7 @@ def test_a_slow_thread_is_waited_for(store: HostStore, machine: TwinMachine) -> 
 def test_a_step_can_be_given_up(store: HostStore, machine: TwinMachine) -> None:
     machine.start(random_step(1, torch.Generator()), stops_before=1)
     machine.twin.join()
-    machine.coordinator.abort_step()
+    machine.coordinator.abort_step(PATIENCE)
     check(machine, store, random_step(1, torch.Generator()))
 
 

@@ -64,14 +64,16 @@ class Machine:
         native = [native_layer(layer, FUNCTIONS) for layer in store]
         layers = [layer for layer in native if layer is not None]
         self.coordinator = _native.StepCoordinator(layers, 1, best_isa())
-        self.number = self.coordinator.add_mailbox(num_rows, GEOMETRY.top_k, False)
-        address, box = self.coordinator.mailbox(self.number)
+        box = _native.MailboxLayout(GEOMETRY.num_layers, num_rows, GEOMETRY.top_k, HIDDEN, False)
+        memory = torch.zeros(box.num_bytes, dtype=torch.uint8)
+        self.number = self.coordinator.add_mailbox(
+            num_rows, GEOMETRY.top_k, False, memory.data_ptr()
+        )
         self.table = torch.zeros(GEOMETRY.num_layers, GEOMETRY.num_experts, dtype=torch.int64)
         for number, layer in enumerate(store):
             assert isinstance(layer, PackedLayer)
             for expert in resident:
                 self.table[number, expert] = layer.buffers[expert].data_ptr()
-        memory = handed.memory_at(address, box.num_bytes)
         self.layers = handed.HandedLayers(store, box, memory, self.table, TritonExperts(), signals)
 
     def step(self, calls: list[tuple[Tensor, Tensor, Tensor]]) -> list[Tensor]:

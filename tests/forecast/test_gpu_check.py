@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,22 +25,42 @@ class SlowStreams(LazyStreams):
         return DeviceMemory(16 << 30, 1 << 30)
 
 
+class Works:
+    """A way to signal each other that works."""
+
+    name = "stream operations"
+
+
 def by_name(
-    probe: FakeProbe, streams: LazyStreams | None = None, driver: Driver | None = None
+    probe: FakeProbe,
+    streams: LazyStreams | None = None,
+    driver: Driver | None = None,
+    signals: Any = Works,
 ) -> dict[str, Finding]:
     findings = check_gpu(
-        probe, lambda: streams or LazyStreams(), lambda: driver or parse_smi("580.65.06, 5, 16, 16")
+        probe,
+        lambda: streams or LazyStreams(),
+        lambda: driver or parse_smi("580.65.06, 5, 16, 16"),
+        lambda streams: signals,
     )
     return {finding.what: finding for finding in findings}
 
 
 def test_a_good_gpu() -> None:
     found = by_name(FakeProbe([HOPPER]))
-    assert list(found) == ["GPU", "driver", "link", "pinned memory"]
+    assert list(found) == ["GPU", "driver", "link", "decode steps", "pinned memory"]
     assert {finding.state for finding in found.values()} == {"good"}
     assert found["GPU"].found.startswith("NVIDIA H200 (compute 9.0), 1 GiB free of 1 GiB")
     assert found["driver"].found == "580.65.06"
     assert found["link"].found == "268.4 GB/s to the GPU, PCIe 5 with 16 lanes"
+
+
+def test_how_decode_steps_are_handed_over() -> None:
+    good = by_name(FakeProbe([HOPPER]))["decode steps"]
+    assert good.found == "one graph each, by stream operations"
+    slow = by_name(FakeProbe([HOPPER]), signals=None)["decode steps"]
+    assert slow.state == "slow"
+    assert slow.found.startswith("a break at the experts of each layer")
 
 
 def test_a_slow_link_and_a_full_gpu() -> None:
@@ -92,7 +113,7 @@ def test_nvidia_smi_is_asked_about_one_gpu(
 
 def test_a_driver_that_says_nothing_leaves_the_speed() -> None:
     found = by_name(FakeProbe([HOPPER]), driver=Driver())
-    assert list(found) == ["GPU", "link", "pinned memory"]
+    assert list(found) == ["GPU", "link", "decode steps", "pinned memory"]
     assert found["link"].found == "268.4 GB/s to the GPU"
 
 

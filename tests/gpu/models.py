@@ -24,7 +24,8 @@ def load_pair(directory: Path, name: str, dtype: torch.dtype, **options: Any) ->
     """
     checkpoint = save_tiny_checkpoint(directory / name, name)
     text = str(dtype).removeprefix("torch.")
-    alone = tandem.load(checkpoint, dtype=text, threads=2)
+    expert_dtype = options.get("expert_dtype", "auto")
+    alone = tandem.load(checkpoint, dtype=text, threads=2, expert_dtype=expert_dtype)
     return alone, load_hybrid(checkpoint, text, directory, **options)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from tandem.devices.cuda.captures import CudaCapture
 from tandem.devices.cuda.streams import CudaStreams
 from tandem.experts.execution.executor import CpuExecutor
 from tandem.experts.execution.routed_layers import native_layer
@@ -22,18 +23,21 @@ PATIENCE = 20.0
 
 @pytest.mark.parametrize("resident", [(), (0, 2, 3, 7), tuple(range(8))], ids=len)
 def test_a_captured_layer_is_answered(resident: tuple[int, ...]) -> None:
-    from tandem.devices.cuda.handed_layers import HandedLayers, find_signals, memory_at
+    from tandem.devices.cuda.handed_layers import HandedLayers, find_signals
     from tandem.kernels.triton.experts import TritonExperts
 
     streams, store = CudaStreams(), make_store()
-    signals = find_signals(streams, lambda: torch.cuda.current_stream().cuda_stream)
+    signals = find_signals(
+        streams,
+        lambda: torch.cuda.current_stream().cuda_stream,
+        lambda: CudaCapture(torch.device("cuda", 0)),
+    )
     assert signals is not None
     native = [x for x in (native_layer(host, FUNCTIONS) for host in store) if x is not None]
     coordinator = _native.StepCoordinator(native, 1, best_isa())
-    number = coordinator.add_mailbox(1, GEOMETRY.top_k, False)
-    address, box = coordinator.mailbox(number)
-    memory = memory_at(address, box.num_bytes)
-    assert streams.pin(memory)
+    box = _native.MailboxLayout(GEOMETRY.num_layers, 1, GEOMETRY.top_k, HIDDEN, False)
+    memory = streams.pinned(box.num_bytes).zero_()
+    number = coordinator.add_mailbox(1, GEOMETRY.top_k, False, memory.data_ptr())
     images, table = [], torch.zeros(GEOMETRY.num_layers, GEOMETRY.num_experts, dtype=torch.int64)
     for layer, host in enumerate(store):
         assert isinstance(host, PackedLayer)
@@ -67,7 +71,6 @@ def test_a_captured_layer_is_answered(resident: tuple[int, ...]) -> None:
         assert found is not None
         expected = cpu.execute(layer, hidden, index, weights, FUNCTIONS)
         assert float((found.cpu() - expected).norm() / expected.norm()) < 0.03
-    streams.unpin(memory)
     coordinator.close()
 
 

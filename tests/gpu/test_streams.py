@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from tandem.decode.cuda.graphs import CudaCapture, new_graphed_step, on_capture_stream
+from tandem.decode.cuda.graphs import new_graphed_step
 from tandem.devices.cuda.batch_copy import LEAST_BYTES, find_batch_copy
+from tandem.devices.cuda.captures import CudaCapture, on_capture_stream
 from tandem.devices.cuda.streams import CudaStreams, HostCopy, Stream
 from tests.gpu.models import IS_DRY
 

@@ -47,6 +47,9 @@ class OffloadOptions:
     emulated_speed: float = option(
         8.0, help="how many times faster than this CPU the emulated device computes", metavar="X"
     )
+    decode_graph: bool = option(
+        True, help="a GPU's decode steps are one graph each, answered by a thread, where that works"
+    )
     clock: str = option(
         "virtual",
         help="time of the emulated device: virtual (decisions repeat exactly) or real",

@@ -4,17 +4,21 @@ import resource
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from tandem.core.errors import CapacityError
 from tandem.core.units import format_bytes
 from tandem.devices.cuda.checks import Gpu, Probe, TorchProbe, require_cuda
+from tandem.devices.cuda.handed_steps import signals_of
 from tandem.devices.cuda.streams import CudaStreams, Stream, Streams
 from tandem.experts.execution.device import OutOfDeviceMemoryError
 from tandem.forecast.finding import Finding
 from tandem.forecast.windows_check import check_pinned_memory
+
+if TYPE_CHECKING:
+    from tandem.devices.cuda.handed_layers import Signals
 
 # Under PCIe 3 with 16 PCIe lanes, which gives about 12 GB/s.
 _SLOW_LINK_GIGABYTES = 10.0
@@ -39,6 +43,7 @@ def check_gpu(
     probe: Probe | None = None,
     open_streams: Callable[[], Streams] = CudaStreams,
     ask_driver: Callable[[], Driver] | None = None,
+    find_signals: Callable[[Streams], "Signals | None"] = signals_of,
 ) -> Iterator[Finding]:
     """Yield what is found; the arguments stand for the GPU in tests."""
     try:
@@ -52,6 +57,7 @@ def check_gpu(
     if driver.version is not None:
         yield Finding("driver", "good", driver.version)
     yield _link(streams, driver)
+    yield _hand_over(find_signals(streams))
     yield _locked_memory()
     yield from check_pinned_memory()
 
@@ -117,6 +123,16 @@ def _link(streams: Streams, driver: Driver) -> Finding:
             "a slot with fewer lanes, or PCIe 3: put the card into the slot nearest the processor",
         )  # fmt: skip
     return Finding("link", "good", text)
+
+
+def _hand_over(signals: "Signals | None") -> Finding:
+    if signals is None:
+        return Finding(
+            "decode steps", "slow", "a break at the experts of each layer: GPU and host cannot "
+            "signal each other in a graph",
+            "update the NVIDIA driver; Triton and a C compiler must be there too",
+        )  # fmt: skip
+    return Finding("decode steps", "good", f"one graph each, by {signals.name}")
 
 
 def _lanes(driver: Driver) -> str:

@@ -74,3 +74,15 @@ class LayerPlan(NamedTuple):
     def seconds(self) -> float:
         """Return the expected time of the layer's experts."""
         return max(self.gpu_seconds, self.cpu_seconds)
+
+    def in_launch_order(self) -> tuple[int, ...]:
+        """Return the experts processor by processor, the CPU's last."""
+        if not self.arriving and not self.fetch:
+            return (*self.gpu, *self.cpu)
+        return (*self.gpu, *self.arriving, *[copy.expert for copy in self.fetch], *self.cpu)
+
+    def all_on_cpu(self, load: LayerLoad) -> "LayerPlan":
+        """Return the plan without the device and the link."""
+        return self._replace(
+            gpu=(), arriving=(), fetch=(), cpu=load.experts, insert=(), prefetch=()
+        )

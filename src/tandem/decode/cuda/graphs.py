@@ -9,9 +9,8 @@ segment, experts, segment, experts, to the end. Everything lies at addresses tha
 """
 
 import contextlib
-import gc
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -19,11 +18,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from tandem.core.errors import TandemWarning
+from tandem.core.errors import ExecutionError, TandemWarning
+from tandem.devices.cuda.captures import Capture, Graph, on_capture_stream
+from tandem.experts.execution.batch import ExpertFunctions
 from tandem.experts.execution.executor import Executor
 from tandem.experts.tracing.events import unheard
 from tandem.hf.opaque_calls import EXPERTS, intercepted, opaque
-from tandem.kernels.torch_private import end_allocation_to_pool
 from tandem.recording.recorded_graph import Fusing, RecordedGraph
 from tandem.recording.recorder import NotRecordableError, Recorder
 from tandem.recording.replay import ReplayedStep
@@ -31,108 +31,6 @@ from tandem.recording.replay import ReplayedStep
 # How far replayed logits may be off: experts on the GPU and on the CPU round differently, and plans
 # change.
 TOLERANCES = {torch.float32: 1e-2, torch.bfloat16: 0.1, torch.float16: 0.05}
-
-
-class Graph(Protocol):
-    """Work that was captured."""
-
-    def replay(self) -> None:
-        """Queue it again, on the same memory."""
-
-
-class Capture(Protocol):
-    """Turns work into graphs that share their memory; made again for each step that is captured."""
-
-    def waits(self, *, allowed: bool) -> AbstractContextManager[None]:
-        """Raise `RuntimeError` inside where work makes the host wait, unless that is allowed."""
-
-    def begin(self) -> None:
-        """Begin a segment: from now on work is noted and not done."""
-
-    def end(self) -> Graph:
-        """End the segment."""
-
-    def abandon(self) -> None:
-        """Give up the segment that has begun, if any: from now on work is done again."""
-
-
-class CudaCapture:
-    """CUDA graphs on a stream of their own, from one pool of memory."""
-
-    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
-        """Capture on a GPU; inside `on_capture_stream`.
-
-        Captures that share a `stream` share the workspaces that matrix products keep for it.
-        """
-        self.stream = stream or torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
-        self._graph: torch.cuda.CUDAGraph | None = None
-
-    @contextlib.contextmanager
-    def waits(self, *, allowed: bool) -> Iterator[None]:
-        """Let torch itself raise before it waits."""
-        before = torch.cuda.get_sync_debug_mode()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it does not find every wait, which it says once
-            torch.cuda.set_sync_debug_mode("default" if allowed else "error")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
-
-    def begin(self) -> None:
-        """Begin to capture; other threads may go on calling CUDA."""
-        self._graph = torch.cuda.CUDAGraph()
-        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-
-    def end(self) -> Graph:
-        """End the capture."""
-        assert self._graph is not None
-        self._graph.capture_end()
-        graph, self._graph = self._graph, None
-        return graph
-
-    def abandon(self) -> None:
-        """Undo what a broken capture leaves: the stream, the allocator and the random numbers.
-
-        torch (as of 2.11) ends a capture that CUDA calls invalid with an error before it notifies
-        its allocator and its generator: the one would go on giving memory of the graph's pool, the
-        other refuse to draw.
-        """
-        graph, self._graph = self._graph, None
-        if graph is None:
-            return
-        device = self.stream.device
-        with contextlib.suppress(RuntimeError):
-            graph.capture_end()
-        with contextlib.suppress(RuntimeError):  # the allocator has been notified, or was never
-            end_allocation_to_pool(device.index, self._pool)
-        generator = torch.cuda.default_generators[device.index]
-        with contextlib.suppress(RuntimeError):
-            generator.graphsafe_set_state(generator.clone_state())
-        with contextlib.suppress(RuntimeError):
-            graph.reset()
-
-
-@contextlib.contextmanager
-def on_capture_stream(capture: Capture) -> Iterator[None]:
-    """Make a capture's stream the current one, behind and before what is queued elsewhere."""
-    if not isinstance(capture, CudaCapture):
-        yield
-        return
-    had_gc = gc.isenabled()
-    gc.collect()
-    gc.disable()  # what Python frees during a capture would be captured too
-    try:
-        torch.cuda.synchronize(capture.stream.device)
-        before = torch.cuda.current_stream(capture.stream.device)
-        capture.stream.wait_stream(before)
-        with torch.cuda.stream(capture.stream):
-            yield
-        before.wait_stream(capture.stream)
-    finally:
-        if had_gc:
-            gc.enable()
 
 
 class GraphBreak(NamedTuple):
@@ -145,8 +43,21 @@ class GraphBreak(NamedTuple):
 
 # Returns a router's choice (n_tokens, top_k) with padding for the rows that have no token.
 Pad = Callable[[Tensor], Tensor]
-# Computes a layer inside a segment, given the executor's arguments; None: a graph break.
-Resident = Callable[..., Tensor | None]
+
+
+class GraphLayers(Protocol):
+    """Computes a step's layers inside its graph segments."""
+
+    def __call__(
+        self, layer: int, hidden: Tensor, index: Tensor, weights: Tensor, functions: ExpertFunctions
+    ) -> Tensor | None:
+        """Queue a layer; None if it needs a graph break."""
+
+    def around(self) -> AbstractContextManager[None]:
+        """Return what is around every run of the step: its dry run, and each replay."""
+
+    def give_up(self, error: Exception) -> bool:
+        """Hear why a step with them was not captured; True: it is to be tried without them."""
 
 
 class _Padding:
@@ -171,14 +82,14 @@ class _DryRun:
 
     is_capturing = True
 
-    def __init__(self, capture: Capture, resident: Resident | None, pad: Pad) -> None:
-        self._capture, self._resident, self._pad = capture, resident, pad
+    def __init__(self, capture: Capture, layers: GraphLayers | None, pad: Pad) -> None:
+        self._capture, self._layers, self._pad = capture, layers, pad
 
     def call(self, kind: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         if kind != "experts":
             return function(*args)
         args = _padded(args, self._pad)
-        result = None if self._resident is None else self._resident(*args)
+        result = None if self._layers is None else self._layers(*args)
         if result is not None:
             return result
         with self._capture.waits(allowed=True):
@@ -190,18 +101,17 @@ class _GraphBreaker:
 
     is_capturing = True
 
-    def __init__(self, capture: Capture, resident: Resident | None, pad: Pad) -> None:
-        self._capture, self._resident, self._pad = capture, resident, pad
+    def __init__(self, capture: Capture, layers: GraphLayers | None, pad: Pad) -> None:
+        self._capture, self._layers, self._pad = capture, layers, pad
         self.segments: list[tuple[Graph, GraphBreak | None]] = []
 
     def call(self, kind: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         if kind != "experts":
             return function(*args)  # captured like everything else
         args = _padded(args, self._pad)
-        if self._resident is not None:
-            result = self._resident(*args)
-            if result is not None:
-                return result
+        result = None if self._layers is None else self._layers(*args)
+        if result is not None:
+            return result
         args = _handed_over(args)
         result = torch.empty_like(args[1])
         self.segments.append((self._capture.end(), GraphBreak(function, args, result)))
@@ -260,10 +170,13 @@ class CapturedStep:
         self,
         segments: list[tuple[Graph, GraphBreak | None]],
         result: Tensor,
-        deferring: Callable[[], AbstractContextManager[None]],
+        around: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Take segments with what comes after each, and the tensor that the last one writes."""
-        self._segments, self._result, self._deferring = segments, result, deferring
+        """Take segments with what comes after each, and the tensor that the last one writes.
+
+        Every run is inside `around`.
+        """
+        self._segments, self._result, self._around = segments, result, around
 
     @property
     def num_segments(self) -> int:
@@ -272,7 +185,7 @@ class CapturedStep:
 
     def run(self) -> Tensor:
         """Queue the step once more; return its result, valid until the next call."""
-        with self._deferring():
+        with self._around():
             for graph, call in self._segments:
                 graph.replay()
                 if call is not None:
@@ -284,7 +197,7 @@ def new_graphed_step(
     step: Callable[[], Tensor],
     dtype: torch.dtype,
     make_capture: Callable[[], Capture],
-    find_resident: Callable[[], Resident | None] = lambda: None,
+    find_layers: Callable[[], GraphLayers | None] = lambda: None,
     *,
     pad: Pad = lambda index: index,
     executor: Executor | None = None,
@@ -297,23 +210,33 @@ def new_graphed_step(
 
     `record_first` does it and returns it in fewer operations, which are captured in its place.
 
-    `find_resident` is asked at the capture: what it finds holds as long as the segments. Rows
-    without a token choose no expert, by `pad`. Replays run inside `deferring`: what experts leave
-    to later is done behind the next replay's launch. The rest is as of `ReplayedStep`.
+    `find_layers` is asked at the capture: what it finds holds as long as the segments. Rows
+    without a token choose no expert, by `pad`. Replays with graph breaks run inside `deferring`:
+    what experts leave to later is done behind the next replay's launch. The rest is as of
+    `ReplayedStep`.
     """
 
     def plain() -> Tensor:
         with intercepted(_Padding(pad)):
             return step()
 
+    def capture(layers: GraphLayers | None) -> CapturedStep:
+        capture = partial(_captured, make_capture=make_capture, layers=layers, pad=pad)
+        segments, result = _shortest(step, record_first, capture)
+        return CapturedStep(segments, result, deferring if layers is None else layers.around)
+
     def record() -> tuple[Tensor, CapturedStep]:
         expected = plain().clone()
         with unheard(executor):
-            capture = partial(
-                _captured, make_capture=make_capture, resident=find_resident(), pad=pad
-            )
-            segments, result = _shortest(step, record_first, capture)
-        return expected, CapturedStep(segments, result, deferring)
+            layers = find_layers()
+            try:
+                return expected, capture(layers)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                if layers is None or not layers.give_up(error):
+                    raise
+            return expected, capture(find_layers())
 
     return ReplayedStep(
         plain, record, TOLERANCES.get(dtype),
@@ -336,7 +259,7 @@ def _shortest(
             return capture(record_first())
         except NotRecordableError:
             pass
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, ExecutionError):
             raise
         except Exception as error:  # Triton's compilers and tools raise what they like
             first_line = str(error).partition("\n")[0]
@@ -351,7 +274,7 @@ def _shortest(
 def _captured(
     step: Callable[[], Tensor],
     make_capture: Callable[[], Capture],
-    resident: Resident | None,
+    layers: GraphLayers | None,
     pad: Pad,
 ) -> Captured:
     """Capture a step.
@@ -359,9 +282,11 @@ def _captured(
     It runs once before, which makes what is made lazily: masks, compiled kernels, workspaces.
     """
     capture = make_capture()
-    with intercepted(_DryRun(capture, resident, pad)), capture.waits(allowed=False):
+    dry_run = intercepted(_DryRun(capture, layers, pad))
+    around = contextlib.nullcontext() if layers is None else layers.around()
+    with around, dry_run, capture.waits(allowed=False):
         step()
-    breaker = _GraphBreaker(capture, resident, pad)
+    breaker = _GraphBreaker(capture, layers, pad)
     with on_capture_stream(capture), intercepted(breaker):
         try:
             capture.begin()

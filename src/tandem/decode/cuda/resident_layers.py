@@ -5,6 +5,8 @@ layers. What the routers chose stays in the step's memory; it is copied to the h
 replay and reported before the next one: a step late, and without a wait.
 """
 
+from contextlib import AbstractContextManager
+
 import torch
 from torch import Tensor
 
@@ -42,6 +44,14 @@ class GraphedLayers:
             return None
         self._chosen[layer] = index
         return self._layers.execute(layer, hidden, index, weights, functions)
+
+    def around(self) -> AbstractContextManager[None]:
+        """Return what is around a step that may have graph breaks."""
+        return self._executor.deferring()
+
+    def give_up(self, error: Exception) -> bool:
+        """Return False: without them a step is captured no sooner."""
+        return False
 
     def begin_step(self) -> None:
         """Note when a replay begins."""

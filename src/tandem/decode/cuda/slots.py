@@ -16,16 +16,12 @@ from torch import Tensor
 from tandem.core.errors import CapacityError
 from tandem.decode.cuda.attention import decode_kernels
 from tandem.decode.cuda.fusion import fuse_for_gpu
-from tandem.decode.cuda.graphs import (
-    TOLERANCES,
-    Capture,
-    CudaCapture,
-    new_graphed_step,
-    recorded_for_capture,
-)
+from tandem.decode.cuda.graphs import TOLERANCES, new_graphed_step, recorded_for_capture
+from tandem.decode.cuda.handed_graph import HandedGraph, handed_graph
 from tandem.decode.cuda.resident_layers import GraphedLayers, graphed_layers
 from tandem.decode.model_runner import ModelRunner, why_other_logits
 from tandem.decode.slots import MAX_STEP_TOKENS, CachedSlotPool
+from tandem.devices.cuda.captures import Capture, CudaCapture
 from tandem.experts.cache.expert_cache import SHRINK
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.opaque_calls import intercepted
@@ -214,11 +210,12 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
         def pad(index: Tensor) -> Tensor:
             return index if count == 1 else index.masked_fill(is_idle, -1)
 
-        def find_resident() -> GraphedLayers | None:
+        def find_layers() -> GraphedLayers | HandedGraph | None:
             layers = graphed_layers(self._model.executor)
-            if layers is not None:
-                layers.prepare(count)
             resident[:] = [] if layers is None else [layers]
+            if layers is None:
+                return handed_graph(self._model.executor, count)
+            layers.prepare(count)
             return layers
 
         def record_first() -> Callable[[], Tensor]:
@@ -230,7 +227,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
             run,
             self._model.model.dtype,
             self._make_capture or _no_capture,
-            find_resident,
+            find_layers,
             pad=pad,
             executor=self._model.executor,
             make_room=self._make_room,

@@ -15,7 +15,7 @@ from tandem.core.errors import ExecutionError
 from tandem.core.units import format_bytes
 from tandem.devices.cuda.copies import SlotEvents
 from tandem.devices.cuda.kernels import DeviceKernels
-from tandem.devices.cuda.resident import ResidentLayers
+from tandem.devices.cuda.resident import GroupedExperts, ResidentLayers
 from tandem.devices.cuda.streams import Event, Stream, Streams, Work
 from tandem.experts.cache.expert_cache import ExpertCache
 from tandem.experts.cache.slots import SlotUse
@@ -206,7 +206,13 @@ class CudaDevice:
 
     def resident(self, cache: ExpertCache) -> ResidentLayers | None:
         """Return what computes a cache's layers without a plan, once all of them are resident."""
-        return self._kernels.resident(cache, self.streams.device)
+        experts = self.grouped_experts
+        return None if experts is None else ResidentLayers(cache, experts, self.streams.device)
+
+    @property
+    def grouped_experts(self) -> GroupedExperts | None:
+        """Kernels that find their experts by addresses on the device; None: there are none."""
+        return self._kernels.grouped
 
     def require_usable(self) -> None:
         """Raise `ExecutionError` if an error has left the GPU unusable for this process."""

@@ -8,7 +8,6 @@ Doorbell and wait are the driver's stream operations, or kernels where a machine
 has is found by trying (`works`).
 """
 
-import ctypes
 import functools
 import time
 from collections.abc import Callable
@@ -18,7 +17,9 @@ import torch
 from torch import Tensor
 
 from tandem.devices.cuda import handing
-from tandem.devices.cuda.driver import DriverError, open_driver
+from tandem.devices.cuda.captures import Capture, Graph, on_capture_stream
+from tandem.devices.cuda.driver import open_driver
+from tandem.devices.cuda.handed_steps import MAX_ROWS
 from tandem.devices.cuda.resident import GroupedExperts
 from tandem.devices.cuda.stream_ops import StreamOps
 from tandem.devices.cuda.streams import Stream, Streams
@@ -28,7 +29,6 @@ from tandem.experts.store.packed_layer import PackedLayer
 from tandem.kernels import _native
 from tandem.kernels.triton.rows import GroupedRows
 
-MAX_ROWS = 8
 _TRIAL_SECONDS = 2.0
 
 
@@ -96,14 +96,16 @@ class HandedLayers:
         table: Tensor,
         experts: GroupedExperts,
         signals: Signals,
+        *,
+        host_table: Tensor | None = None,
     ) -> None:
         """Hand over through a mailbox, whose bytes are `memory` (num_bytes,) uint8, mapped.
 
         `table` (layers, experts) int64 on the device has the address of each resident expert, 0
-        for the others.
+        for the others. Each step begins with bringing `host_table`, pinned, if there is one.
         """
         self._store, self._box, self._memory, self._table = store, box, memory, table
-        self._experts, self._signals = experts, signals
+        self._experts, self._signals, self._host_table = experts, signals, host_table
 
     def serves(self, layer: int, functions: ExpertFunctions, index: Tensor) -> bool:
         """Tell whether a layer is handed over: packed, plainly gated, of few rows."""
@@ -120,6 +122,8 @@ class HandedLayers:
             return None
         host = self._store[layer]
         assert isinstance(host, PackedLayer)
+        if layer == 0 and self._host_table is not None:
+            self._table.copy_(self._host_table, non_blocking=True)
         num_experts = host.arrivals.num_experts
         hidden, index = hidden.contiguous(), index.contiguous()
         weights = weights.float().contiguous()
@@ -154,20 +158,22 @@ class HandedLayers:
         )
 
 
-def memory_at(address: int, num_bytes: int) -> Tensor:
-    """Return memory that another owns as a tensor (num_bytes,) uint8; it must outlive it."""
-    return torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), dtype=torch.uint8)
+def find_signals(
+    streams: Streams,
+    current_stream: Callable[[], int],
+    make_capture: Callable[[], Capture] | None = None,
+) -> Signals | None:
+    """Return how this GPU and the host signal each other, the better way that works; None: none.
 
-
-def find_signals(streams: Streams, current_stream: Callable[[], int]) -> Signals | None:
-    """Return how this GPU and the host signal each other, the better way that works; None: none."""
+    With `make_capture` it has to work in a graph.
+    """
     words = streams.pinned(128).view(torch.int32)
     for make in (functools.partial(_stream_signals, current_stream), _kernel_signals):
         try:
             signals = make(streams)
-            if signals is not None and works(signals, streams, words):
+            if signals is not None and works(signals, streams, words, make_capture):
                 return signals
-        except (DriverError, RuntimeError):
+        except Exception:  # Triton's compilers and tools raise what they like
             continue
     return None
 
@@ -181,23 +187,40 @@ def _kernel_signals(streams: Streams) -> Signals:
     return KernelSignals(streams.device)
 
 
-def works(signals: Signals, streams: Streams, words: Tensor) -> bool:
-    """Try a hand-over on two words of mapped memory; waits, but never for ever.
+def works(
+    signals: Signals,
+    streams: Streams,
+    words: Tensor,
+    make_capture: Callable[[], Capture] | None = None,
+) -> bool:
+    """Try a hand-over on words of mapped memory; waits, but never for ever.
 
     Whatever happens, the host sets what the stream waits for.
     """
+    with torch.inference_mode(False):
+        address_of = torch.zeros(1, dtype=torch.int64, device=streams.device)
+        none = torch.full((1, 1), -1, device=streams.device)
+        weight = torch.zeros(1, 1, device=streams.device)
     doorbell, done = words[:1], words[16:17]
-    words.zero_()
-    address_of = torch.zeros(1, dtype=torch.int64, device=streams.device)
     box = handing.MailboxTensors(doorbell, words[8:9], *(words[24 + i :][:1] for i in range(5)))
 
     def work() -> None:
-        none = torch.full((1, 1), -1, device=streams.device)
-        weight = torch.zeros(1, 1, device=streams.device)
         handing.publish(box, address_of, weight, none, weight, rings=signals.rings)
         signals.ring(doorbell)
         signals.wait(done)
 
+    if not _hands_over(work, streams, words):
+        return False
+    if make_capture is None:
+        return True
+    graph = _captured(work, make_capture(), streams)
+    return all(_hands_over(graph.replay, streams, words) for _ in range(2))
+
+
+def _hands_over(work: Callable[[], None], streams: Streams, words: Tensor) -> bool:
+    """Queue a hand-over, answer it, and tell whether both sides have seen what they should."""
+    words.zero_()
+    doorbell, done = words[:1], words[16:17]
     try:
         streams.run(Stream.COMPUTE, work)
         end = streams.record(Stream.COMPUTE)
@@ -206,6 +229,23 @@ def works(signals: Signals, streams: Streams, words: Tensor) -> bool:
         done.fill_(1)
     has_ended = _comes(end.query)  # also of a failed trial: the next one uses the same words
     return has_rung and has_ended and int(done) == 0
+
+
+def _captured(work: Callable[[], None], capture: Capture, streams: Streams) -> Graph:
+    graphs = list[Graph]()
+
+    def queue() -> None:
+        with on_capture_stream(capture):
+            try:
+                capture.begin()
+                work()
+                graphs.append(capture.end())
+            except BaseException:
+                capture.abandon()
+                raise
+
+    streams.run(Stream.COMPUTE, queue)
+    return graphs[0]
 
 
 def _comes(is_so: Callable[[], bool]) -> bool:

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from tandem.devices.cuda.checks import TRITON_MATRIX_CAPABILITY, Gpu
-from tandem.devices.cuda.resident import ResidentLayers
-from tandem.experts.cache.expert_cache import ExpertCache
+from tandem.devices.cuda.resident import GroupedExperts
 from tandem.experts.execution.batch import ExpertBatch, ExpertFunctions
 from tandem.experts.execution.expert_kernels import WeightSource
 from tandem.experts.store.host_store import HostLayer
@@ -52,8 +51,9 @@ class DeviceKernels(Protocol):
     def add_rows(self, rows: Tensor, row_of: Tensor, weights: Tensor, out: Tensor) -> None:
         """Write sum over k of weight * row, first to last; all on the device, -1 adds nothing."""
 
-    def resident(self, cache: ExpertCache, device: torch.device) -> ResidentLayers | None:
-        """Return what computes layers that are all resident without a plan; None: nothing."""
+    @property
+    def grouped(self) -> GroupedExperts | None:
+        """What finds its experts by addresses on the device; None: nothing does."""
 
 
 class TorchKernels:
@@ -80,8 +80,9 @@ class TorchKernels:
             total += weights[:, k, None].float() * padded[row_of[:, k].long()]
         out.copy_(total)
 
-    def resident(self, cache: ExpertCache, device: torch.device) -> None:
-        """Have nothing: a loop over experts must know on the host which they are."""
+    @property
+    def grouped(self) -> None:
+        """Nothing: a loop over experts must know on the host which they are."""
 
 
 class TritonKernels:
@@ -144,9 +145,10 @@ class TritonKernels:
         """Launch the sum."""
         self._experts.add_rows(rows.contiguous(), row_of, weights.contiguous(), out)
 
-    def resident(self, cache: ExpertCache, device: torch.device) -> ResidentLayers:
-        """Return layers on these kernels."""
-        return ResidentLayers(cache, self._experts, device)
+    @property
+    def grouped(self) -> GroupedExperts:
+        """The kernels themselves."""
+        return self._experts
 
 
 def _compute(batch: ExpertBatch, images: Sequence[Tensor], token: Tensor) -> None:

@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from tandem.core.errors import CapacityError
+from tandem.core.errors import CapacityError, ExecutionError
 from tandem.experts.cache.slots import MemoryPool, SlotUse
 from tandem.experts.execution.batch import ExpertBatch
 from tandem.experts.execution.routing import SumRows
@@ -26,6 +26,10 @@ from tandem.experts.execution.routing import SumRows
 
 class OutOfDeviceMemoryError(CapacityError):
     """The device has no memory left for a slot or for work; the cache shrinks and goes on."""
+
+
+class DeviceHangsError(ExecutionError):
+    """The device does not come to an end; to wait for it would be for ever."""
 
 
 class DeviceMemory(NamedTuple):

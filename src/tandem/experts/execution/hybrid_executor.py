@@ -22,12 +22,13 @@ from torch import Tensor
 from tandem.core.errors import ExecutionError
 from tandem.experts.cache.expert_cache import SHRINK, ExpertCache
 from tandem.experts.execution.batch import CallSide, ExpertFunctions, RoutedCall
-from tandem.experts.execution.captured_steps import NUM_ROWS, CapturedSteps
-from tandem.experts.execution.device import Device, OutOfDeviceMemoryError
+from tandem.experts.execution.captured_steps import CapturedSteps
+from tandem.experts.execution.device import Device, DeviceHangsError, OutOfDeviceMemoryError
 from tandem.experts.execution.executor import DirectCall, computed_in_chunks
 from tandem.experts.execution.expert_kernels import ExpertKernels
 from tandem.experts.execution.layer_call import LayerCall
 from tandem.experts.execution.routing import Routing
+from tandem.experts.execution.twin_steps import NUM_ROWS, TwinSteps
 from tandem.experts.store.host_store import HostLayer, HostStore
 from tandem.experts.tracing.events import LayerExecuted, Listener
 from tandem.policy.plan import Copy, Hint, LayerLoad, LayerPlan
@@ -78,7 +79,7 @@ class HybridExecutor:
         self.look_ahead: AsksAhead | None = None
         """Asked, for each layer that is about to be planned, what the next one will want."""
         self.captured: CapturedSteps | None = None
-        """Computes decode steps of few tokens instead of plans."""
+        """Computes decode steps of few tokens instead of plans: here, or in a GPU's graphs."""
         self._kernels = kernels
         self._turn = threading.Lock()
         self._announced: tuple[Sequence[int], bool] | None = None
@@ -94,6 +95,11 @@ class HybridExecutor:
         return self.cache.device
 
     @property
+    def _twin(self) -> TwinSteps | None:
+        """Captured steps whose layers are calls of this object."""
+        return self.captured if isinstance(self.captured, TwinSteps) else None
+
+    @property
     def needs_hooks(self) -> bool:
         """Whether routers are asked ahead, by what hooks on them have seen."""
         return self.look_ahead is not None
@@ -106,16 +112,46 @@ class HybridExecutor:
 
     def repeat_step(self, num_tokens: int) -> None:
         """Begin a captured step, if it is one: its recording does not ask."""
-        if self.captured is None or num_tokens > NUM_ROWS[-1]:
+        twin = self._twin
+        if twin is None or num_tokens > NUM_ROWS[-1]:
             return
         with self._turn:
             self._announced, self._last_layer = None, -1
-            self.captured.abort()
+            twin.abort()
             self.settle()
             try:
-                self.captured.begin(num_tokens)
+                twin.begin(num_tokens)
             except RuntimeError as error:
                 raise ExecutionError(f"a decode step cannot begin ({error}); try again") from error
+
+    @contextlib.contextmanager
+    def captured_step(self, begin: Callable[[], None]) -> Iterator[None]:
+        """Begin a captured step; inside, a graph that hands its layers over is launched."""
+        assert self.captured is not None
+        with self._turn:
+            self._announced, self._last_layer = None, len(self.store)
+            self.catch_up()
+            self.captured.abort()
+            with self._losing_at_most_a_step():
+                begin()
+                yield
+                self.captured.finish(self.listeners)
+
+    @contextlib.contextmanager
+    def _losing_at_most_a_step(self) -> Iterator[None]:
+        try:
+            yield
+        except (DeviceHangsError, torch.OutOfMemoryError):
+            raise
+        except RuntimeError as error:
+            self._recover(shrink=False)
+            raise ExecutionError(
+                f"a decode step was lost ({error}); the request is lost, the model can be "
+                "used again"
+            ) from error
+        except BaseException:  # Ctrl-C
+            self._recover(shrink=False)
+            raise
 
     def resize(self, num_slots: int) -> None:
         """Change the number of slots; it happens before the next step."""
@@ -146,22 +182,14 @@ class HybridExecutor:
 
     def direct_call(self, call: RoutedCall, functions: ExpertFunctions) -> DirectCall | None:
         """Return a layer of captured steps; None where each layer is planned."""
-        if self.captured is None:
-            return None
-        return self.captured.direct_call(call, functions, self._finish_replayed)
+        twin = self._twin
+        return None if twin is None else twin.direct_call(call, functions, self._finish_replayed)
 
     def _finish_replayed(self) -> None:
         """End a captured step whose layers were done by a recording."""
         assert self.captured is not None
-        with self._turn:
-            try:
-                self.captured.finish(self.listeners)
-            except RuntimeError as error:
-                self._recover(shrink=False)
-                raise ExecutionError(
-                    f"a decode step was lost ({error}); the request is lost, the model can be "
-                    "used again"
-                ) from error
+        with self._turn, self._losing_at_most_a_step():
+            self.captured.finish(self.listeners)
 
     def close(self) -> None:
         """End all threads and give the device's memory back."""
@@ -183,14 +211,16 @@ class HybridExecutor:
         call = RoutedCall(layer, hidden, top_k_index, top_k_weights).detached()
         with self._turn:
             try:
-                captured = self.captured
-                is_captured = captured is not None and captured.is_under_way
-                if captured and is_captured and layer > self._last_layer and captured.serves(call):
-                    return self._execute_captured(captured, call)
+                twin = self._twin
+                is_captured = twin is not None and twin.is_under_way
+                if twin and is_captured and layer > self._last_layer and twin.serves(call):
+                    return self._execute_captured(twin, call)
                 if is_captured or layer <= self._last_layer or self._announced is not None:
                     self._begin_step(hidden.shape[0])
                 self._last_layer = layer
                 return computed_in_chunks(call, lambda chunk: self._execute_chunk(chunk, functions))
+            except DeviceHangsError:
+                raise
             except Exception as error:
                 self._recover(shrink=False)
                 self.device.require_usable()
@@ -202,11 +232,11 @@ class HybridExecutor:
                 self._recover(shrink=False)
                 raise
 
-    def _execute_captured(self, captured: CapturedSteps, call: RoutedCall) -> Tensor:
+    def _execute_captured(self, twin: TwinSteps, call: RoutedCall) -> Tensor:
         self._last_layer = call.layer
-        out = captured.run(call)
+        out = twin.run(call)
         if call.layer == len(self.store) - 1:
-            captured.finish(self.listeners)
+            twin.finish(self.listeners)
         return out
 
     def _begin_step(self, num_tokens: int) -> None:
@@ -245,7 +275,7 @@ class HybridExecutor:
             out = self._carry_out(step, plan)
         except (OutOfDeviceMemoryError, torch.OutOfMemoryError):
             self._recover(shrink=True)
-            plan = _all_on_cpu(load, plan)
+            plan = plan.all_on_cpu(load)
             out = self._carry_out(step, plan)
         self._done = _Done(load, plan, begin, plan_seconds, step)
         if not self._is_deferring:
@@ -272,7 +302,7 @@ class HybridExecutor:
         """Start the CPU, the device and the link, compute the CPU's share, add up."""
         if plan.cpu:
             self._kernels.wake()
-        call = LayerCall(step.host, step.functions, step.routing, _order(plan))
+        call = LayerCall(step.host, step.functions, step.routing, plan.in_launch_order())
         num_rows, width = step.routing.num_rows, step.hidden.shape[1]
         num_on_device = len(plan.gpu) + len(plan.arriving) + len(plan.fetch)
         on_host = CallSide(step.tokens, self.device.host_rows(num_rows, width))
@@ -365,14 +395,3 @@ class HybridExecutor:
         self._step_copies = ()
         for listener in self.listeners:
             listener(event)
-
-
-def _order(plan: LayerPlan) -> Sequence[int]:
-    """Return the experts processor by processor, as `_carry_out` launches them."""
-    if not plan.arriving and not plan.fetch:
-        return (*plan.gpu, *plan.cpu)
-    return (*plan.gpu, *plan.arriving, *[copy.expert for copy in plan.fetch], *plan.cpu)
-
-
-def _all_on_cpu(load: LayerLoad, plan: LayerPlan) -> LayerPlan:
-    return plan._replace(gpu=(), arriving=(), fetch=(), cpu=load.experts, insert=(), prefetch=())

@@ -1,6 +1,7 @@
 """A GPU for a loaded model: its streams, its measured profile, and how its memory is shared out."""
 
 import warnings
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,9 +13,11 @@ from tandem.core.errors import ConfigError
 from tandem.devices.cuda.checks import Gpu, require_cuda, require_dtype
 from tandem.devices.cuda.copies import CudaCopyEngine, Link
 from tandem.devices.cuda.device import CudaDevice
+from tandem.devices.cuda.handed_steps import HandedSteps, handed_steps
 from tandem.devices.cuda.kernels import DeviceKernels, TorchKernels, best_kernels
 from tandem.devices.cuda.profile import measure_device
 from tandem.devices.cuda.streams import CudaStreams, Stream, Streams
+from tandem.experts.cache.expert_cache import ExpertCache
 from tandem.experts.cache.memory_share import MemoryShare, parse_gpu_memory
 from tandem.experts.cache.sizing import budget_bytes
 from tandem.experts.cache.slots import Slots
@@ -85,7 +88,18 @@ def device_parts(
     def make_engine(store: HostStore, slots: Slots, geometry: Geometry, _: Clock) -> CudaCopyEngine:
         return CudaCopyEngine(store, slots, geometry, clock, streams, device.events, link)
 
-    return DeviceParts(device, clock, kernels, make_engine, machine, share, reserved)
+    captured = partial(_handed_steps, observed, device)
+    return DeviceParts(device, clock, kernels, make_engine, machine, share, reserved, captured)
+
+
+def _handed_steps(
+    observed: ObservedModel, device: CudaDevice, cache: ExpertCache
+) -> HandedSteps | None:
+    """Return what computes decode steps as one graph each; None: they are graph segments."""
+    layers, rate = observed.native_layers(cache), observed.link_bytes_per_second
+    if layers is None or not observed.options.decode_graph:
+        return None
+    return handed_steps(cache, layers, observed.threads, observed.call.dtype, device, rate)
 
 
 def compiled_kernels(

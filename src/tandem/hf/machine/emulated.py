@@ -7,21 +7,17 @@ from tandem.experts.cache.copy_engine import VirtualCopyEngine
 from tandem.experts.cache.copy_thread import CopyThread
 from tandem.experts.cache.expert_cache import ExpertCache, Machine
 from tandem.experts.cache.memory_share import parse_gpu_memory
-from tandem.experts.cache.policy_tables import native_step_policy
 from tandem.experts.cache.slots import Slots
-from tandem.experts.execution.captured_steps import CapturedSteps
 from tandem.experts.execution.clock import Clock, WallClock
 from tandem.experts.execution.expert_kernels import ExpertKernels
-from tandem.experts.execution.routed_layers import can_run_steps, native_layer
+from tandem.experts.execution.twin_steps import TwinSteps
 from tandem.experts.measuring.profiler import with_emulated_gpu
 from tandem.experts.store.host_memory import available_bytes
 from tandem.experts.store.host_store import HostStore
 from tandem.hardware.profiles import load_profile
-from tandem.hf.experts import expert_functions
 from tandem.hf.machine.parts import DeviceParts, ObservedModel
 from tandem.hf.machine.profile import measured_profile
-from tandem.kernels import _native
-from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
+from tandem.kernels.dense import CpuThreads
 from tandem.policy.plan import Geometry
 from tandem.sim.timeline import Timeline
 
@@ -65,17 +61,10 @@ def _on_the_wall_clock(observed: ObservedModel, machine: Machine) -> DeviceParts
     )
 
 
-def _captured_steps(observed: ObservedModel, cache: ExpertCache) -> CapturedSteps | None:
+def _captured_steps(observed: ObservedModel, cache: ExpertCache) -> TwinSteps | None:
     """Return what computes decode steps; None where the kernels or the policy need plans."""
-    dtype, layers = observed.call.dtype, list[_native.RoutedLayer]()
-    for module, number in sorted(observed.bound, key=lambda bound: bound[1]):
-        host, functions = observed.store[number], expert_functions(module)
-        native = native_layer(host, functions)
-        if native is not None and can_run_steps(host, functions):
-            layers.append(native)
-    if len(layers) < len(observed.store) or dtype not in VALUE_DTYPES:
-        return None
-    if native_step_policy(cache.planner) is None:
+    layers = observed.native_layers(cache)
+    if layers is None:
         return None
     rate = observed.link_bytes_per_second
-    return CapturedSteps(cache, layers, observed.threads, dtype, bytes_per_second=rate)
+    return TwinSteps(cache, layers, observed.threads, observed.call.dtype, bytes_per_second=rate)

@@ -1,0 +1,75 @@
+// Copies to a GPU by calls of its driver, whose library is loaded when it is first asked for: no
+// build needs CUDA. Each function is asked for as CUDA 12 had it (see driver.py).
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "coordinator/copy_engine.hpp"
+
+namespace tandem {
+
+// The driver's functions, and the context that was current where it was made: that of the thread
+// which uses the GPU. Throws std::runtime_error, one sentence, for what is missing. The library
+// stays loaded: torch uses it too.
+class Driver {
+ public:
+  explicit Driver(const std::string& library);
+  Driver(const Driver&) = delete;
+  Driver& operator=(const Driver&) = delete;
+
+  using Handle = void*;
+  using Address = std::uint64_t;
+  int (*context_set_current)(Handle);
+  int (*stream_create)(Handle*, unsigned flags, int priority);
+  int (*stream_destroy)(Handle);
+  int (*stream_synchronize)(Handle);
+  int (*event_create)(Handle*, unsigned flags);
+  int (*event_destroy)(Handle);
+  int (*event_record)(Handle, Handle stream);
+  int (*event_synchronize)(Handle);
+  int (*copy_to_device)(Address, const void*, std::size_t, Handle stream);
+  int (*write_value)(Handle stream, Address, std::uint64_t, unsigned flags);  // may be null
+
+  Handle context() const { return context_; }
+  void require(int code, const char* what) const;  // throws what the driver says of a code
+
+ private:
+  template <typename Function>
+  void find(Function& function, const char* name, bool is_needed = true);
+
+  void* library_;
+  int (*get_address_)(const char*, void**, int, std::uint64_t, void*);
+  int (*error_string_)(int, const char**) = nullptr;
+  Handle context_ = nullptr;
+};
+
+// A stream of its own, of the lowest priority. Its calls come from one thread.
+class DriverCopyEngine : public CopyEngine {
+ public:
+  // The device's table begins at `table`, entries by key.
+  DriverCopyEngine(std::shared_ptr<Driver> driver, std::uint64_t table);
+  ~DriverCopyEngine() override;
+  DriverCopyEngine(const DriverCopyEngine&) = delete;
+  DriverCopyEngine& operator=(const DriverCopyEngine&) = delete;
+
+  void copy(std::uint8_t* to, const std::uint8_t* from, std::int64_t bytes) override;
+  void publish(std::int64_t key, std::int64_t address) override;
+  void wait(std::int64_t most_left) override;
+
+ private:
+  void enter();
+  void note_queued();
+
+  const std::shared_ptr<Driver> driver_;
+  const std::uint64_t table_;
+  bool can_write_, has_entered_ = false;
+  Driver::Handle stream_ = nullptr;
+  std::deque<Driver::Handle> queued_;  // an event behind each operation
+  std::vector<Driver::Handle> spare_;
+};
+
+}  // namespace tandem

@@ -1,0 +1,59 @@
+"""Captured steps that hand their layers over to the host: each is one graph, launched once."""
+
+import warnings
+from contextlib import AbstractContextManager
+from functools import partial
+
+from torch import Tensor
+
+from tandem.core.errors import TandemWarning
+from tandem.devices.cuda.handed_steps import MAX_ROWS, HandedSteps
+from tandem.experts.execution.batch import ExpertFunctions
+from tandem.experts.execution.executor import Executor
+from tandem.experts.execution.hybrid_executor import HybridExecutor
+
+
+class HandedGraph:
+    """Computes the layers of one captured step of so many rows."""
+
+    def __init__(self, executor: HybridExecutor, steps: HandedSteps, num_rows: int) -> None:
+        """Hand over to the coordinator of `steps`, in the name of `executor`."""
+        self._executor, self._steps, self._num_rows = executor, steps, num_rows
+        self._layers = steps.layers(num_rows)
+
+    def __call__(
+        self, layer: int, hidden: Tensor, index: Tensor, weights: Tensor, functions: ExpertFunctions
+    ) -> Tensor:
+        """Queue a layer. Raises `RuntimeError` for one that cannot be handed over."""
+        result = self._layers(layer, hidden, index, weights, functions)
+        if result is None:  # a graph break in such a step would be planned, in the middle of it
+            raise RuntimeError(f"MoE layer {layer} is not as it was when the model was loaded")
+        return result
+
+    def around(self) -> AbstractContextManager[None]:
+        """Return a step that the coordinator answers."""
+        return self._executor.captured_step(partial(self._steps.begin, self._num_rows))
+
+    def give_up(self, error: Exception) -> bool:
+        """Go the way of graph segments from now on."""
+        self._steps.is_given_up = True
+        first_line = str(error).partition("\n")[0]
+        warnings.warn(
+            f"decode steps are captured with a break at the experts of each layer: {first_line}",
+            TandemWarning,
+            stacklevel=2,
+        )
+        return True
+
+
+def handed_graph(executor: Executor | None, num_rows: int) -> HandedGraph | None:
+    """Return what hands a step's layers over; None where they are graph breaks.
+
+    Not behind executors that pass calls on: these may change the router's choice.
+    """
+    if not isinstance(executor, HybridExecutor) or num_rows > MAX_ROWS:
+        return None
+    steps = executor.captured
+    if not isinstance(steps, HandedSteps) or steps.is_given_up:
+        return None
+    return HandedGraph(executor, steps, num_rows)

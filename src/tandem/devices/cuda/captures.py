@@ -1,0 +1,114 @@
+"""CUDA graphs: captures of what is queued on a stream, and what a broken one leaves behind."""
+
+import contextlib
+import gc
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+
+from tandem.kernels.torch_private import end_allocation_to_pool
+
+
+class Graph(Protocol):
+    """Work that was captured."""
+
+    def replay(self) -> None:
+        """Queue it again, on the same memory."""
+
+
+class Capture(Protocol):
+    """Turns work into graphs that share their memory; made again for each step that is captured."""
+
+    def waits(self, *, allowed: bool) -> AbstractContextManager[None]:
+        """Raise `RuntimeError` inside where work makes the host wait, unless that is allowed."""
+
+    def begin(self) -> None:
+        """Begin a segment: from now on work is noted and not done."""
+
+    def end(self) -> Graph:
+        """End the segment."""
+
+    def abandon(self) -> None:
+        """Give up the segment that has begun, if any: from now on work is done again."""
+
+
+class CudaCapture:
+    """CUDA graphs on a stream of their own, from one pool of memory."""
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+        """Capture on a GPU; inside `on_capture_stream`.
+
+        Captures that share a `stream` share the workspaces that matrix products keep for it.
+        """
+        self.stream = stream or torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    @contextlib.contextmanager
+    def waits(self, *, allowed: bool) -> Iterator[None]:
+        """Let torch itself raise before it waits."""
+        before = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it does not find every wait, which it says once
+            torch.cuda.set_sync_debug_mode("default" if allowed else "error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+    def begin(self) -> None:
+        """Begin to capture; other threads may go on calling CUDA."""
+        self._graph = torch.cuda.CUDAGraph()
+        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def end(self) -> Graph:
+        """End the capture."""
+        assert self._graph is not None
+        self._graph.capture_end()
+        graph, self._graph = self._graph, None
+        return graph
+
+    def abandon(self) -> None:
+        """Undo what a broken capture leaves: the stream, the allocator and the random numbers.
+
+        torch (as of 2.11) ends a capture that CUDA calls invalid with an error before it notifies
+        its allocator and its generator: the one would go on giving memory of the graph's pool, the
+        other refuse to draw.
+        """
+        graph, self._graph = self._graph, None
+        if graph is None:
+            return
+        device = self.stream.device
+        with contextlib.suppress(RuntimeError):
+            graph.capture_end()
+        with contextlib.suppress(RuntimeError):  # the allocator has been notified, or was never
+            end_allocation_to_pool(device.index, self._pool)
+        generator = torch.cuda.default_generators[device.index]
+        with contextlib.suppress(RuntimeError):
+            generator.graphsafe_set_state(generator.clone_state())
+        with contextlib.suppress(RuntimeError):
+            graph.reset()
+
+
+@contextlib.contextmanager
+def on_capture_stream(capture: Capture) -> Iterator[None]:
+    """Make a capture's stream the current one, behind and before what is queued elsewhere."""
+    if not isinstance(capture, CudaCapture):
+        yield
+        return
+    had_gc = gc.isenabled()
+    gc.collect()
+    gc.disable()  # what Python frees during a capture would be captured too
+    try:
+        torch.cuda.synchronize(capture.stream.device)
+        before = torch.cuda.current_stream(capture.stream.device)
+        capture.stream.wait_stream(before)
+        with torch.cuda.stream(capture.stream):
+            yield
+        before.wait_stream(capture.stream)
+    finally:
+        if had_gc:
+            gc.enable()

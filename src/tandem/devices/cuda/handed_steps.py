@@ -1,0 +1,188 @@
+"""Captured steps on a GPU: one graph each, whose layers the coordinator answers.
+
+    begin     the host's table is as plans have left it, without the experts that are to go
+      -> the graph: the table is brought to the device, then each layer is handed over
+      -> finish  all layers have been answered; the GPU may still be at what follows them
+
+The device's own table is written by the copying thread too, while a step runs, where the driver
+can; what was lost between the two (an entry that was written and then brought as 0) is a miss once.
+"""
+
+import importlib.util
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tandem.core.errors import TandemWarning
+from tandem.devices.cuda.captures import CudaCapture
+from tandem.devices.cuda.device import CudaDevice
+from tandem.devices.cuda.driver import DRIVER_LIBRARY
+from tandem.devices.cuda.resident import GroupedExperts
+from tandem.devices.cuda.streams import Event, Stream, Streams
+from tandem.experts.cache.expert_cache import ExpertCache
+from tandem.experts.execution.captured_steps import PATIENCE_SECONDS, CapturedSteps
+from tandem.experts.execution.device import DeviceHangsError
+from tandem.experts.store.packed_layer import PackedLayer
+from tandem.experts.tracing.events import Listener
+from tandem.kernels import _native
+from tandem.kernels.dense import CpuThreads
+
+if TYPE_CHECKING:
+    from tandem.devices.cuda.handed_layers import HandedLayers, Signals
+
+MAX_ROWS = 8
+_LOOK_SECONDS = 5e-5
+
+
+class HandedSteps(CapturedSteps):
+    """The captured steps of an expert cache on a GPU, for tokens of one dtype."""
+
+    def __init__(
+        self,
+        cache: ExpertCache,
+        layers: Sequence[_native.RoutedLayer],
+        threads: CpuThreads,
+        dtype: torch.dtype,
+        *,
+        device: CudaDevice,
+        experts: GroupedExperts,
+        signals: "Signals",
+        library: str | None,
+        bytes_per_second: float | None = None,
+    ) -> None:
+        """Start the coordinator's threads; hits are computed by `experts`.
+
+        `library` is the driver's, by which experts are copied; None: slots are the host's memory.
+        Raises `RuntimeError` if it lacks what that takes.
+        """
+        geometry, streams = cache.geometry, device.streams
+        shape = geometry.num_layers, geometry.num_experts
+        with torch.inference_mode(False):
+            host = streams.pinned(8 * shape[0] * shape[1]).view(torch.int64).view(shape).zero_()
+            self._device_table = torch.zeros(shape, dtype=torch.int64, device=streams.device)
+        super().__init__(cache, layers, threads, host.numpy(), bytes_per_second=bytes_per_second)
+        self._device, self._streams, self._dtype = device, streams, dtype
+        self._host_table, self._experts, self._signals = host, experts, signals
+        first = cache.store[0]
+        assert isinstance(first, PackedLayer), "what is handed over is packed"
+        self._hidden_size = first.layout.hidden_size
+        self._layers: dict[int, tuple[int, HandedLayers]] = {}  # by rows, with the mailbox's number
+        self._begin: Event | None = None
+        self._end: Event | None = None
+        self._link: _native.DriverLink | None = None
+        self.is_given_up = False
+        """Whether steps go the way of graph segments after all."""
+        if library is not None:
+            streams.run(Stream.COMPUTE, lambda: self._open(library))  # the GPU is the current one
+
+    def _open(self, library: str) -> None:
+        self._link = _native.DriverLink(library, self._device_table.data_ptr())
+
+    def link(self) -> _native.DriverLink | None:
+        """Return how the copying thread reaches the GPU."""
+        return self._link
+
+    def layers(self, num_rows: int) -> "Callable[..., Tensor | None]":
+        """Return what queues the layers of a step of so many rows, at most `MAX_ROWS`."""
+        from tandem.devices.cuda.handed_layers import HandedLayers
+
+        if num_rows not in self._layers:
+            geometry, is_bf16 = self._cache.geometry, self._dtype is torch.bfloat16
+            box = _native.MailboxLayout(
+                geometry.num_layers, num_rows, geometry.top_k, self._hidden_size, is_bf16
+            )
+            with torch.inference_mode(False):
+                memory = self._streams.pinned(box.num_bytes)[: box.num_bytes].zero_()
+            number = self.coordinator.add_mailbox(
+                num_rows, geometry.top_k, is_bf16, memory.data_ptr()
+            )
+            self._layers[num_rows] = (
+                number,
+                HandedLayers(
+                    self._cache.store, box, memory, self._device_table, self._experts,
+                    self._signals, host_table=self._host_table,
+                ),
+            )  # fmt: skip
+        return self._layers[num_rows][1]
+
+    def begin(self, num_rows: int) -> None:
+        """Begin a step of so many rows, before its graph is launched."""
+        number, _ = self._layers[num_rows]
+        if self._begin is not None and self._end is not None and self._end.query():
+            self._device.add_busy(self._streams.between(self._begin, self._end))
+        self._begin = self._end = None
+        self.begin_on(number, num_rows)
+        self._begin = self._streams.record(Stream.COMPUTE, is_timed=True)
+
+    def finish(self, listeners: Sequence[Listener]) -> None:
+        """End a step whose graph has been launched; raises `DeviceHangsError` if nothing helps."""
+        self._end = self._streams.record(Stream.COMPUTE, is_timed=True)
+        try:
+            super().finish(listeners)
+        except _native.StepLostError:
+            self.wait_for_device()
+            raise
+
+    def wait_for_device(self) -> None:
+        """Wait for all that is queued; raises `DeviceHangsError` if that does not end."""
+        end = self._streams.record(Stream.COMPUTE)
+        last = time.perf_counter() + PATIENCE_SECONDS
+        while not end.query():
+            if time.perf_counter() > last:
+                raise DeviceHangsError(
+                    f"{self._streams.name} has not come to the end of a decode step for "
+                    f"{PATIENCE_SECONDS:.0f} seconds; start the program again"
+                )
+            time.sleep(_LOOK_SECONDS)
+
+
+def handed_steps(
+    cache: ExpertCache,
+    layers: Sequence[_native.RoutedLayer],
+    threads: CpuThreads,
+    dtype: torch.dtype,
+    device: CudaDevice,
+    bytes_per_second: float | None,
+) -> HandedSteps | None:
+    """Return captured steps by the signals that work here; None: steps are graph segments.
+
+    Where the machine is in the way, a warning says so.
+    """
+    experts, is_gpu = device.grouped_experts, device.streams.device.type == "cuda"
+    if experts is None:
+        return None
+    signals = signals_of(device.streams)
+    reason = "GPU and host cannot signal each other in a graph"
+    if signals is not None:
+        try:
+            return HandedSteps(
+                cache, layers, threads, dtype, device=device, experts=experts, signals=signals,
+                library=DRIVER_LIBRARY if is_gpu else None, bytes_per_second=bytes_per_second,
+            )  # fmt: skip
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+    warnings.warn(
+        f"decode steps are captured with a break at the experts of each layer, slower: {reason}",
+        TandemWarning,
+        stacklevel=2,
+    )
+    return None
+
+
+def signals_of(streams: Streams) -> "Signals | None":
+    """Try how a GPU and the host signal each other, in a graph; None: in no way, or no Triton."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from tandem.devices.cuda.handed_layers import find_signals
+
+    device = streams.device
+    is_gpu = device.type == "cuda"  # else a twin, whose captures know nothing of signals
+    return find_signals(
+        streams,
+        lambda: int(torch.cuda.current_stream(device).cuda_stream),
+        (lambda: CudaCapture(device)) if is_gpu else None,
+    )

@@ -1,0 +1,94 @@
+"""Captured steps on the emulated device: the caller's thread is the device's stream."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.experts.cache.expert_cache import ExpertCache
+from tandem.experts.execution.batch import ExpertFunctions, RoutedCall
+from tandem.experts.execution.captured_steps import PATIENCE_SECONDS, CapturedSteps
+from tandem.experts.execution.executor import DirectCall
+from tandem.experts.execution.routed_layers import native_layer
+from tandem.kernels import _native
+from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
+
+NUM_ROWS = (1, 2, 4, 8)
+
+
+class TwinSteps(CapturedSteps):
+    """The captured steps of an expert cache on the emulated device, for tokens of one dtype."""
+
+    def __init__(
+        self,
+        cache: ExpertCache,
+        layers: Sequence[_native.RoutedLayer],
+        threads: CpuThreads,
+        dtype: torch.dtype,
+        *,
+        bytes_per_second: float | None = None,
+    ) -> None:
+        """Start the coordinator's threads; hits are computed with `threads`."""
+        geometry = cache.geometry
+        # No tensor: a step that is being recorded must not see what is done here.
+        table = np.zeros((geometry.num_layers, geometry.num_experts), dtype=np.int64)
+        super().__init__(cache, layers, threads, table, bytes_per_second=bytes_per_second)
+        self._dtype = dtype
+        self._twins: dict[int, tuple[int, _native.TwinStream]] = {}
+        for rows in NUM_ROWS:
+            box = self.coordinator.add_mailbox(rows, geometry.top_k, dtype is torch.bfloat16)
+            twin = _native.TwinStream(
+                self.coordinator, box, table.ctypes.data, threads.engine, 0, 0
+            )
+            twin.set_patience(PATIENCE_SECONDS)
+            self._twins[rows] = box, twin
+        self._twin = self._twins[1][1]  # of the step under way
+
+    def serves(self, call: RoutedCall) -> bool:
+        """Tell whether native code reads a call's tensors as they are."""
+        _, hidden, index, weights = call
+        if hidden.dtype is not self._dtype or index.dtype is not torch.int64:
+            return False
+        return hidden.shape[0] <= NUM_ROWS[-1] and weights.dtype in VALUE_DTYPES
+
+    def begin(self, num_tokens: int) -> None:
+        """Begin a step of at most `NUM_ROWS[-1]` tokens."""
+        box, self._twin = self._twins[next(rows for rows in NUM_ROWS if rows >= num_tokens)]
+        self.begin_on(box, num_tokens)
+
+    def run(self, call: RoutedCall) -> Tensor:
+        """Compute a layer of the step; raises `StepLostError` if it is not answered."""
+        assert self.is_under_way
+        hidden, index, weights = [tensor.contiguous() for tensor in call.tensors]
+        out = torch.empty_like(hidden)
+        self._twin.run(_twin_call(call.layer, hidden, index, weights, out))
+        return out
+
+    def direct_call(
+        self, call: RoutedCall, functions: ExpertFunctions, finish: Callable[[], None]
+    ) -> DirectCall | None:
+        """Return a layer of recorded steps, which end with `finish`; None: it is planned."""
+        native = native_layer(self._cache.store[call.layer], functions)
+        if native is None or not self.serves(call):
+            return None
+        is_last = call.layer == len(self._cache.store) - 1
+        report = (lambda index, num_active: finish()) if is_last else None
+        return DirectCall(native, None, report, partial(self._add_to, call.layer))
+
+    def _add_to(
+        self, layer: int, program: _native.Program, tensors: tuple[Tensor, Tensor, Tensor, Tensor]
+    ) -> None:
+        """Add a layer (hidden, index, weights, out) to a program, which runs in begun steps."""
+        rows = next(rows for rows in NUM_ROWS if rows >= len(tensors[0]))
+        self._twins[rows][1].add_to(program, _twin_call(layer, *tensors))
+
+
+def _twin_call(
+    layer: int, hidden: Tensor, index: Tensor, weights: Tensor, out: Tensor
+) -> tuple[int, int, int, int, bool, int, int]:
+    return (
+        layer, len(hidden), hidden.data_ptr(), index.data_ptr(), weights.dtype is torch.bfloat16,
+        weights.data_ptr(), out.data_ptr(),
+    )  # fmt: skip

@@ -1,0 +1,295 @@
+"""Decode steps as one graph each, whose layers are handed over: a whole model on the CPU twins.
+
+The graph is the twin of CUDA's, publish and combine run in Triton's interpreter, the coordinator is
+the real one, and experts move by calls of a driver without a GPU.
+"""
+
+import ctypes
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tandem
+from tandem.core.errors import ExecutionError
+from tandem.decode.padded import PaddedBatch
+from tandem.devices.cuda.device import CudaDevice
+from tandem.devices.cuda.handed_steps import HandedSteps
+from tandem.devices.cuda.kernels import TorchKernels
+from tandem.experts.cache.expert_cache import ExpertCache
+from tandem.experts.execution.batch import ExpertFunctions
+from tandem.experts.execution.hybrid_executor import HybridExecutor
+from tandem.experts.store.packed_layer import PackedLayer
+from tandem.experts.tracing.cache_statistics import CacheStatistics
+from tandem.experts.tracing.events import LayerExecuted
+from tandem.hardware.profiles import save_profile
+from tandem.hf.config import OffloadConfig
+from tandem.hf.experts import expert_functions
+from tandem.hf.machine.cuda import device_parts
+from tandem.hf.machine.parts import ObservedModel, observe
+from tandem.hf.runtime import require_runtime
+from tandem.kernels.formats.expert import ExpertLayout
+from tandem.kernels.reference import expert_ffn
+from tests.decode.twin_capture import TwinCapture
+from tests.decode.whole_pool import WholePool, cuda_pool
+from tests.experts.driver_library import DriverLibrary
+from tests.experts.lazy_streams import LazyStreams
+from tests.experts.machines import make_machine
+from tests.experts.test_handed_layers import HostSignals
+from tests.hf.tiny import save_tiny_checkpoint
+from tests.kernels.interpreter import interpreted
+
+if TYPE_CHECKING:
+    from tandem.kernels.triton.rows import GroupedRows
+
+pytest.importorskip("triton")
+
+TOKENS = [50, 61, 72, 83, 94, 105, 116, 41]
+MOST_OFF = 0.02  # the CPU rounds what its experts read, and the reference does not
+_HANDED = list[Callable[..., Tensor]]()  # what the operation calls, by number
+
+
+@torch.library.custom_op("tandem_tests::handed", mutates_args=())
+def handed(number: int, layer: int, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Hand a layer over, as an operation that the twin of a graph notes."""
+    return _HANDED[number](layer, hidden, index, weights)
+
+
+class AddressedExperts:
+    """Reads experts at their addresses as the kernels do, sooner than their interpreter."""
+
+    def __init__(self, host: PackedLayer, activate: Callable[[Tensor], Tensor]) -> None:
+        self._host, self._activate = host, activate
+
+    def compute(
+        self,
+        layout: ExpertLayout,
+        activation: Any,
+        hidden: Tensor,
+        rows: "GroupedRows",
+        out: Tensor,
+    ) -> None:
+        for row, address in enumerate(rows.addresses.tolist()):
+            if address:
+                memory = (ctypes.c_uint8 * layout.num_bytes).from_address(address)
+                weights = self._host.weights_in(torch.frombuffer(memory, dtype=torch.uint8))
+                token = int(rows.row_token[row])
+                out[row] = expert_ffn(hidden[token : token + 1], weights, self._activate)[0]
+
+    def add_rows(self, *tensors: Tensor) -> None:
+        raise AssertionError("a captured step combines by itself")
+
+
+class NotedSteps(HandedSteps):
+    """Captured steps whose layers the twin of a graph notes."""
+
+    functions: ExpertFunctions
+    error: str | None = None
+
+    def layers(self, num_rows: int) -> Callable[..., Tensor | None]:
+        inner, functions = super().layers(num_rows), self.functions
+
+        def call(layer: int, *tensors: Tensor) -> Tensor:
+            if self.error is not None:
+                raise RuntimeError(self.error)
+            if not self.is_under_way:  # a capture, which does nothing on a GPU
+                return torch.zeros_like(tensors[0])
+            found = inner(layer, *tensors, functions)
+            assert found is not None
+            return found
+
+        _HANDED.append(call)
+        number = len(_HANDED) - 1
+        return lambda layer, hidden, index, weights, _: handed(
+            number, layer, hidden, index, weights
+        )
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory = save_tiny_checkpoint(tmp_path_factory.mktemp("models") / "mixtral")
+    # Both processors compute these alike.
+    return tandem.load(directory, dtype="float32", expert_dtype="mxfp4")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> DriverLibrary:
+    return DriverLibrary(tmp_path_factory.mktemp("driver"))
+
+
+@pytest.fixture
+def executor(model: Any, library: DriverLibrary, tmp_path: Path) -> Iterator[HybridExecutor]:
+    """Run the model's experts on the twins, a part of them resident."""
+    library.reset(delay=50)
+    save_profile(make_machine(cpu=2e-4, gpu=4e-5, link=1e-6, dense=1e-4).profile, tmp_path / "p")
+    config = OffloadConfig(
+        device="cuda", gpu_memory="32MB", threads=1, cache_dir=str(tmp_path),
+        profile=str(tmp_path / "p"),
+    )  # fmt: skip
+    runtime = require_runtime(model)
+    before = runtime.executor
+    with interpreted():
+        observed = dataclasses.replace(observe(model, runtime), options=config)
+        executor = _executor(observed, library)
+        runtime.use(executor)
+        yield executor
+        runtime.use(before)
+        executor.close()
+
+
+def _executor(observed: ObservedModel, library: DriverLibrary) -> HybridExecutor:
+    streams = LazyStreams(is_eager=True)
+    parts = device_parts(observed, streams=streams, device_kernels=TorchKernels())
+    cache = ExpertCache(
+        observed.store, parts.device, parts.clock, observed.geometry, parts.machine,
+        observed.options.planner_settings(), parts.make_engine,
+    )  # fmt: skip
+    cache.resize(observed.geometry.num_layers * observed.geometry.num_experts // 2)
+    executor = HybridExecutor(cache, parts.kernels)
+    layers = observed.native_layers(cache)
+    assert layers is not None
+    assert isinstance(parts.device, CudaDevice)
+    host, functions = observed.store[0], expert_functions(observed.bound[0][0])
+    assert isinstance(host, PackedLayer)
+    experts = AddressedExperts(host, functions.unpacked_activate or functions.activate)
+    steps = NotedSteps(
+        cache, layers, observed.threads, torch.float32, device=parts.device,
+        experts=experts, signals=HostSignals(), library=library.path,
+    )  # fmt: skip
+    steps.functions = functions
+    executor.captured = steps
+    return executor
+
+
+def steps_of(executor: HybridExecutor) -> NotedSteps:
+    assert isinstance(executor.captured, NotedSteps)
+    return executor.captured
+
+
+def prompts(num_rows: int) -> list[list[int]]:
+    return [[40 + row] * (3 + 2 * row) for row in range(num_rows)]
+
+
+def logits_of(rows: Any, num_rows: int, tokens: Sequence[int] = TOKENS) -> list[Tensor]:
+    return [rows.prefill().clone(), *(rows.decode([t] * num_rows).clone() for t in tokens)]
+
+
+def assert_alike(ours: Tensor, theirs: Tensor) -> None:
+    assert float((ours - theirs).norm() / theirs.norm()) < MOST_OFF
+
+
+def check_slots(executor: HybridExecutor) -> None:
+    """What the planner says is in a slot, is."""
+    steps_of(executor).leave()
+    cache = executor.cache
+    for key, slot in enumerate(cache.planner.residency.slot_of):
+        if slot >= 0:
+            layer, expert = divmod(key, cache.geometry.num_experts)
+            (extent,) = cache.store[layer].extents(expert)
+            memory = cache.engine.slots.memory(slot)
+            assert torch.equal(memory[: len(extent.data)], extent.data)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3])
+def test_a_step_is_one_graph_and_gives_the_cpus_logits(
+    model: Any, executor: HybridExecutor, num_rows: int
+) -> None:
+    runtime = require_runtime(model)
+    with runtime.using(runtime.cpu_executor()):
+        expected = logits_of(PaddedBatch(model, prompts(num_rows), 0), num_rows)
+    statistics, events = CacheStatistics(), list[LayerExecuted]()
+    executor.listeners += [statistics, events.append]
+    rows = cuda_pool(model, prompts(num_rows), 30, make_capture=TwinCapture)
+    found = logits_of(rows, num_rows)
+    assert rows.step.is_replaying, rows.step.why_not
+    assert rows.num_segments == 1
+    for ours, theirs in zip(found, expected, strict=True):
+        assert_alike(ours, theirs)
+    assert statistics.hits > 0
+    assert statistics.copies > 0
+    num_layers = len(executor.store)
+    assert [event.layer for event in events] == [*range(num_layers)] * (len(TOKENS) + num_rows)
+    assert all(event.num_tokens == num_rows for event in events[-num_layers:])
+    check_slots(executor)
+
+
+def test_prompts_between_them_and_other_sizes_use_the_same_cache(
+    model: Any, executor: HybridExecutor
+) -> None:
+    runtime, num_rows = require_runtime(model), 2
+    again = [[*prompt, 70, 71] for prompt in prompts(num_rows)]
+    with runtime.using(runtime.cpu_executor()):
+        expected = logits_of(PaddedBatch(model, again, 0), num_rows)
+    rows = cuda_pool(model, prompts(num_rows), 60, make_capture=TwinCapture)
+    logits_of(rows, num_rows)
+    for slots in (None, 3, 9):
+        if slots is not None:
+            executor.resize(slots)
+        rows.continue_with(again)
+        found = logits_of(rows, num_rows)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert_alike(ours, theirs)
+        assert rows.num_segments == 1
+        check_slots(executor)
+        assert slots is None or executor.cache.num_slots == slots
+
+
+def test_a_lost_step_is_a_sentence_and_the_next_is_right(
+    model: Any, executor: HybridExecutor
+) -> None:
+    runtime = require_runtime(model)
+    with runtime.using(runtime.cpu_executor()):
+        expected = logits_of(PaddedBatch(model, prompts(1), 0), 1)
+    rows = cuda_pool(model, prompts(1), 40, make_capture=TwinCapture)
+    logits_of(rows, 1)
+    is_bad = True
+
+    def fail(layer: int) -> None:
+        if is_bad and layer == 1:
+            raise MemoryError("no memory")
+
+    steps_of(executor).coordinator.set_hook(fail)
+    with pytest.raises(ExecutionError, match=r"has ended \(MemoryError: no memory\).*is lost"):
+        rows.decode([50])
+    is_bad = False
+    rows = cuda_pool(model, prompts(1), 40, make_capture=TwinCapture)
+    for ours, theirs in zip(logits_of(rows, 1), expected, strict=True):
+        assert_alike(ours, theirs)
+    check_slots(executor)
+
+
+def test_what_cannot_be_captured_goes_the_way_of_segments_and_says_so(
+    model: Any, executor: HybridExecutor
+) -> None:
+    steps_of(executor).error = "made up"
+    rows: WholePool = cuda_pool(model, prompts(1), 30, make_capture=TwinCapture)
+    with pytest.warns(UserWarning, match="a break at the experts of each layer: .*made up"):
+        logits_of(rows, 1)
+    assert rows.step.is_replaying, rows.step.why_not
+    assert rows.num_segments == len(executor.store) + 1
+    assert steps_of(executor).is_given_up
+
+
+def test_a_gpu_that_does_not_end_is_a_sentence(
+    model: Any, executor: HybridExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tandem.devices.cuda import handed_steps
+
+    class Never:
+        def query(self) -> bool:
+            return False
+
+    steps = steps_of(executor)
+    rows = cuda_pool(model, prompts(1), 30, make_capture=TwinCapture)
+    logits_of(rows, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(handed_steps, "PATIENCE_SECONDS", 0.05)
+        patch.setattr(steps._streams, "record", lambda stream, **_: Never())
+        steps.coordinator.set_hook(lambda layer: (_ for _ in ()).throw(MemoryError("made up")))
+        with pytest.raises(ExecutionError, match=r"lazy has not come to the end .*start the prog"):
+            rows.decode([50])
+    steps.coordinator.set_hook(None)

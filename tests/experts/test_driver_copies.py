@@ -1,0 +1,109 @@
+"""Experts copied by calls of a driver while captured steps run; the driver is one without a GPU."""
+
+import random
+
+import pytest
+import torch
+
+from tandem.experts.store.host_store import HostStore
+from tandem.kernels import _native
+from tests.experts.captured import TwinMachine, random_step
+from tests.experts.driver_library import DriverLibrary
+from tests.experts.machines import GEOMETRY, make_store
+from tests.experts.test_coordinator import check
+
+NOT_SUPPORTED = 801
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> DriverLibrary:
+    return DriverLibrary(tmp_path_factory.mktemp("driver"))
+
+
+@pytest.fixture(scope="module")
+def store() -> HostStore:
+    return make_store()
+
+
+@pytest.mark.parametrize("write_code", [0, NOT_SUPPORTED], ids=["writes", "no writes"])
+def test_steps_are_right_whatever_copies_do_meanwhile(
+    library: DriverLibrary, store: HostStore, write_code: int
+) -> None:
+    library.reset(delay=150, write_code=write_code)
+    draw, num_slots = random.Random(write_code), 6
+    machine = TwinMachine(store, 1, num_slots=num_slots, most_delay=150, library=library.path)
+    held: list[tuple[int, int] | None] = [None] * num_slots
+    arrived, hits = set[tuple[int, int]](), 0
+    for seed in range(40):
+        arrived |= {arrival[:2] for arrival in machine.coordinator.take_arrivals()}
+        for slot in range(num_slots):
+            layer, old = slot % GEOMETRY.num_layers, held[slot]
+            expert = draw.randrange(GEOMETRY.num_experts)
+            if (layer, expert) in held or (old is not None and old not in arrived):
+                continue
+            machine.copy(layer, expert, slot, -1 if old is None else old[1])
+            arrived.discard(old or (-1, -1))
+            held[slot] = layer, expert
+        check(machine, store, random_step(1, torch.Generator().manual_seed(seed)))
+        hits += sum(sum(record[2]) for record in machine.coordinator.records())
+    machine.close()
+    assert hits > 0
+    assert library.num_left == 0
+
+
+@pytest.mark.parametrize("write_code", [0, NOT_SUPPORTED], ids=["writes", "no writes"])
+def test_an_entry_is_seen_at_once_or_in_the_next_step(
+    library: DriverLibrary, store: HostStore, write_code: int
+) -> None:
+    library.reset(write_code=write_code)
+    machine = TwinMachine(store, 1, num_slots=1, library=library.path)
+    machine.copy(1, 3, 0)
+    machine.coordinator.drain_copies()
+    address = machine.slots[0].data_ptr()
+    assert machine.table[1, 3] == address
+    assert machine.seen[1, 3] == (0 if write_code else address)
+    step = random_step(1, torch.Generator().manual_seed(0))
+    step[1].chosen[0, 0] = 3
+    check(machine, store, step)
+    assert machine.coordinator.records()[1][2][0] == 1
+    machine.close()
+
+
+def test_large_experts_go_in_parts(library: DriverLibrary) -> None:
+    library.reset()
+    store = make_store(expert_dtype="bf16")
+    parts = -(-store[0].image_bytes // (512 << 10))
+    machine = TwinMachine(store, 1, num_slots=1, library=library.path)
+    before = library.num_copies
+    machine.copy(0, 1, 0)
+    machine.coordinator.drain_copies()
+    assert library.num_copies - before == parts
+    machine.close()
+
+
+def test_what_is_missing_is_a_sentence(library: DriverLibrary) -> None:
+    library.reset(hidden="cuEventRecord")
+    for path, said in (
+        ("libnone.so.9", "there is no libnone.so.9"),
+        ("libc.so.6", "older than CUDA 12"),
+        (library.path, "the driver has no cuEventRecord"),
+    ):
+        with pytest.raises(RuntimeError, match=said):
+            _native.DriverLink(path, 0)
+    library.reset(has_context=False)
+    with pytest.raises(RuntimeError, match="this thread uses no GPU"):
+        _native.DriverLink(library.path, 0)
+
+
+def test_a_copy_that_fails_is_said_and_stops_no_step(
+    library: DriverLibrary, store: HostStore
+) -> None:
+    library.reset(copy_code=719)
+    machine = TwinMachine(store, 1, num_slots=1, library=library.path)
+    machine.copy(0, 1, 0)
+    machine.coordinator.drain_copies()
+    said = "cuMemcpyHtoDAsync returned 719, unspecified launch failure"
+    assert said in machine.coordinator.copy_error()
+    check(machine, store, random_step(1, torch.Generator()))
+    machine.close()
+    library.reset()
