@@ -7,10 +7,13 @@ import llguidance
 import pytest
 import torch
 from llguidance.hf import from_tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from tandem.dialects.dialect import CALL, END_CALL, END_THINK, THINK
 from tandem.dialects.format import ChatFormat
 from tandem.dialects.grammar import CallForm, call_grammar, free_grammar
+from tandem.dialects.native_grammar import native_grammar
 from tandem.engine.constraint import Grammars
 from tests.architectures import VOCABULARY
 from tests.hf.tiny import byte_tokenizer
@@ -99,3 +102,84 @@ def test_any_scores_make_a_call_once_it_is_opened(seed: int) -> None:
     call = json.loads(text.removeprefix(f"x<y{CALL}").removesuffix(END_CALL))
     assert call["name"] == "f"
     assert call["arguments"]["n"] in (1, 22)
+
+
+ANY = {"type": "object", "properties": {
+    "n": {"type": "integer"}, "text": {"type": "string"}, "kind": {"enum": ["a", "b"]},
+    "tags": {"type": "array", "items": {"type": "string"}}}}  # fmt: skip
+BOTH = [("look", ANY), ("now", {"type": "object", "properties": {}})]
+# By a mark in the chat template: a good call, and beginnings that are none.
+NATIVE = {
+    "<|tool_call_begin|>": (
+        '<|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>{"n":5}<|tool_call_end|>',
+        ["<|tool_call_begin|>functions.other:", '<|tool_call_begin|>functions.look:0{"n"',
+         '<|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>{"n":"x"'],
+    ),
+    "<｜tool▁call▁begin｜>": (
+        '<｜tool▁call▁begin｜>look<｜tool▁sep｜>{"n":5}<｜tool▁call▁end｜>',
+        ["<｜tool▁call▁begin｜>other<", '<｜tool▁call▁begin｜>look<｜tool▁sep｜>{"n":"'],
+    ),
+    "[TOOL_CALLS][ARGS]": ('[TOOL_CALLS]look[ARGS]{"n":5}', ["[TOOL_CALLS]other["]),
+    "minimax:tool_call": (
+        '<invoke name="look">\n<parameter name="n">5</parameter>\n<parameter name="text">a\n<b>'
+        "</parameter>\n</invoke>",
+        ['<invoke name="other"', '<invoke name="look">\n<parameter name="x"',
+         '<invoke name="look">\n<parameter name="n">five'],
+    ),
+    "<arg_key>": (
+        "<tool_call>look\n<arg_key>kind</arg_key>\n<arg_value>b</arg_value>\n<arg_key>tags"
+        '</arg_key>\n<arg_value>["x"]</arg_value>\n</tool_call>',
+        ["<tool_call>other", "<tool_call>look\n<arg_key>x", "<tool_call>look\n<arg_key>kind"
+         "</arg_key>\n<arg_value>c"],
+    ),
+    "<function=<parameter=": (
+        "<tool_call>\n<function=look>\n<parameter=text>\na\nb\n</parameter>\n<parameter=n>\n5\n"
+        "</parameter>\n</function>\n</tool_call>",
+        ["<tool_call>\n<function=other", "<function=look>\n<parameter=x", "<function=look>\n5"],
+    ),
+}  # fmt: skip
+MARKS = [
+    "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "[TOOL_CALLS]",
+    "[ARGS]", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<tool_call>",
+    "[THINK]", "[/THINK]", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
+    "<think>", "</think>", "<minimax:tool_call>", "</minimax:tool_call>",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("has_tokens", [False, True])
+@pytest.mark.parametrize("mark", NATIVE)
+def test_calls_are_ruled_in_their_own_form(mark: str, has_tokens: bool) -> None:
+    """As plain text, and with marks that are tokens of their own."""
+    tokenizer = text_tokenizer(MARKS if has_tokens else [])
+    tokenizer.chat_template = f"{{# tools {mark} <think> #}}"
+    native = ChatFormat(tokenizer).native
+    assert native is not None
+    good, bad = NATIVE[mark]
+    for is_thinking, can_think in ((False, False), (False, True), (True, True)):
+        grammar = native_grammar(
+            BOTH, native, is_thinking=is_thinking, can_think=can_think, has_one_call=False
+        )
+        before = f"hm{native.end_think}" if is_thinking else ""
+        for text in ("yes", good, f"Sure. {good}", good + good):
+            if mark != "[TOOL_CALLS][ARGS]" or not text.endswith(good + good):
+                assert accepts(grammar, before + text, tokenizer), text
+        for text in bad:
+            assert not accepts(grammar, before + text, tokenizer), text
+        if can_think:
+            thought = f"{'' if is_thinking else native.think}{bad[0]}{native.end_think}ok"
+            assert accepts(grammar, thought, tokenizer)
+    only = native_grammar(BOTH, native, is_thinking=False, can_think=False, has_one_call=True)
+    assert accepts(only, good, tokenizer)
+    assert not accepts(only, good + good, tokenizer)
+
+
+def text_tokenizer(special: list[str]) -> Any:
+    """Return a tokenizer of bytes, with marks that are tokens of their own."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2} | {c: i + 3 for i, c in enumerate(alphabet)}
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>")
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    return tokenizer

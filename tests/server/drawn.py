@@ -73,6 +73,10 @@ _VALUES: list[Any] = [
     "x" * 3000,
     [], {}, [[]], [None], [{}], {"": ""}, {"type": "x"}, {"type": 5}, {"type": "text"}, _DEEP,
     ["a"] * 500, {"$ref": "#"}, {"type": "image", "source": {}}, "auto", "required", [1, "a", None],
+    {"type": "image", "source": {"type": "base64", "data": "x"}}, {"type": "custom", "name": "x"},
+    {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}},
+    {"type": "input_image", "image_url": "https://x"},
+    {"type": "namespace", "name": "x", "tools": [{"type": "custom", "name": "y", "format": {}}]},
 ]  # fmt: skip
 
 

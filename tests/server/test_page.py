@@ -280,6 +280,47 @@ def test_calls_are_shown_and_their_results_given_back(page: Page, server: Runnin
     assert page.run("document.querySelector('.call details pre').textContent") == "blue <b>"
 
 
+CHOOSE = """(async () => { const canvas = document.createElement('canvas');
+    canvas.width = 3000; canvas.height = 30;
+    const blob = await new Promise((done) => canvas.toBlob(done));
+    const files = [new File([blob], 'a.png'), new File(['x'], 'b.txt')];
+    await own.choosePictures(files); return 1; })()"""
+
+
+def test_pictures_are_attached_where_the_model_takes_some(
+    page: Page, server: RunningServer
+) -> None:
+    assert page.run("document.getElementById('attach').hidden")
+    page.run(CHOOSE)
+    assert not page.run("own.hasPictures()")
+    page.run("own.offerPictures(true)")
+    for _ in range(2):
+        page.run(CHOOSE)
+    problem = page.run("document.getElementById('picture-problem').textContent")
+    assert problem == "b.txt is no picture that this browser opens"
+    names = "[...document.querySelectorAll('#pictures img')].map((one) => one.alt)"
+    assert page.run(names) == ["a.png", "a.png"]
+    page.run("document.querySelector('#pictures button').click()")
+    script_answers(page, [{"content": "A line."}], [{"content": "Still."}])
+    page.run("document.getElementById('prompt').focus()")
+    page.write("What is it?")
+    page.press("Enter")
+    page.wait_for(f"{TEXT} === 'A line.' && {DONE}")
+    picture, text = page.run("sent[0].messages[0].content")
+    assert picture["image_url"]["url"].startswith("data:image/jpeg;base64,")
+    assert text == {"type": "text", "text": "What is it?"}
+    assert page.run(names) == []
+    assert page.run("document.querySelector('.message.user .picture').naturalWidth") == 1536
+    page.run(CHOOSE)
+    page.run("document.getElementById('send').click()")
+    page.wait_for(f"{TEXT} === 'Still.' && {DONE}")
+    assert len(page.run("sent[1].messages[2].content")) == 1
+    page.open(server.address + "/")
+    import_modules(page)
+    assert page.run("document.querySelectorAll('.message.user .picture').length") == 2
+    assert page.run("own.conversation[0].content[0].type") == "image_url"
+
+
 def test_tools_that_are_no_json_are_told(page: Page) -> None:
     page.run("own.settings.tools = '[oops'; own.ask('why?'); 1")
     page.wait_for("!!document.querySelector('.problem')")

@@ -12,8 +12,10 @@ from tandem.apis.images import TEXT_ONLY, ImageReader, without_sources
 from tandem.apis.ruling import chat_grammar, followed, text_grammar
 from tandem.apis.schemas import ChatRequest, CompletionRequest, Sampling, Tool
 from tandem.apis.turns import described, template_options, tools_of, turn_of
+from tandem.core.errors import ConfigError
 from tandem.dialects.format import ChatFormat, ChatPrompt
 from tandem.dialects.grammar import free_grammar
+from tandem.dialects.native_grammar import native_grammar
 from tandem.dialects.reader import AnswerReader
 from tandem.engine.messages import ModelInfo
 from tandem.foreign_types import Tokenizer
@@ -246,15 +248,20 @@ class GenerationRequests:
 
     def _free(self, body: ChatRequest, tools: list[Tool], prompt: ChatPrompt) -> str | None:
         """Return the grammar that rules calls alone, where the form of a call is known."""
-        if not tools or not self._format.has_our_marks:
+        native = self._format.native
+        if not tools or (native is None and not self._format.has_our_marks):
             return None
-        return free_grammar(
-            followed(tools),
-            self._format.marks,
-            is_thinking=prompt.is_thinking,
-            can_think=self._format.thinks,
-            has_one_call=body.parallel_tool_calls is False,
-        )
+        ways = {
+            "is_thinking": prompt.is_thinking,
+            "can_think": self._format.thinks,
+            "has_one_call": body.parallel_tool_calls is False,
+        }
+        if native is None:
+            return free_grammar(followed(tools), self._format.marks, **ways)
+        try:
+            return native_grammar(followed(tools), native, **ways)
+        except ConfigError:  # a schema too odd for tags: what comes is taken apart alone
+            return None
 
 
 def _fitting(

@@ -59,7 +59,7 @@ def value_of(argument: Argument, schema: Mapping[str, object]) -> object:
 def _nested_value(text: str, schema: object) -> object:
     """Return what a text means, which may have elements within."""
     elements = list(nested(text)) if NAMESPACE in text else []
-    types = set(_types(schema)) if isinstance(schema, dict) else set()
+    types = set(type_names(schema)) if isinstance(schema, dict) else set()
     if not elements:
         empty: dict[str, object] = {"array": [], "object": {}}
         kind = next(iter(types), "") if len(types) == 1 and not text.strip() else ""
@@ -78,7 +78,7 @@ def by_schema(text: str, schema: object) -> object:
     choices = schema.get("enum")
     if isinstance(choices, list):
         return text if text in choices else value
-    types = set(_types(schema))
+    types = set(type_names(schema))
     if not types:
         return value
     if "string" in types and (isinstance(value, str) or _type(value) not in types):
@@ -101,14 +101,14 @@ def _refuse(constant: str) -> None:
     raise ValueError(constant)
 
 
-def _types(schema: Mapping[str, object]) -> Iterator[str]:
+def type_names(schema: Mapping[str, object]) -> Iterator[str]:
     """Yield the types that a schema names, in its alternatives too."""
     named = schema.get("type")
     yield from [named] if isinstance(named, str) else filter(_is_text, _list(named))
     for key in ("anyOf", "oneOf"):
         for one in _list(schema.get(key)):
             if isinstance(one, dict):
-                yield from _types(one)
+                yield from type_names(one)
 
 
 def _is_text(value: object) -> bool:

@@ -21,6 +21,25 @@ _NAMED_CALL = {"type": "function", "function": {"name": "{name}", "arguments": "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenCall:
+    """How a call is written, text by text, for a grammar."""
+
+    opening: str
+    """From here on a text is a call."""
+    before_name: str = ""
+    after_name: str
+    closing: str = ""
+    argument: tuple[str, str, str] | None = None
+    """What stands before, in and after a key with its value; None: the arguments are JSON."""
+    is_numbered: bool = False
+    """Whether a colon and the call's number follow its name."""
+    around: tuple[str, ...] = ()
+    """Marks that may stand before and after calls."""
+    unless: tuple[str, ...] = ()
+    """Texts in a chat template that show another form."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
     """One family's way to write."""
 
@@ -46,6 +65,8 @@ class Dialect:
     """A pattern of what stands around calls and is no text; read over if there are tools."""
     beside: str | None = None
     """A pattern of what is no text in any answer."""
+    written: WrittenCall | None = None
+    """What a grammar of free answers rules calls by; None: none does, or Hermes' own."""
     answers_after: str = ""
     """What an answer that a grammar rules begins after."""
     tools_text: str | None = None

@@ -15,7 +15,15 @@ import re
 from collections.abc import Sequence
 
 from tandem.dialects.arguments import NAMESPACE
-from tandem.dialects.dialect import CALL, END_CALL, THINK, Dialect, marked_calls, named_calls
+from tandem.dialects.dialect import (
+    CALL,
+    END_CALL,
+    THINK,
+    Dialect,
+    WrittenCall,
+    marked_calls,
+    named_calls,
+)
 
 _SEP, _BEGIN, _END = "<｜tool▁sep｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 _NAMESPACE = re.escape(NAMESPACE)
@@ -97,6 +105,13 @@ FAMILIES: Sequence[Dialect] = (
         "exact match to one of the available tools\n- `tool_call_arguments` must be valid JSON "
         "that strictly follows the tool's Parameters JSON Schema",
         around=r"\s*<｜tool▁calls▁(?:begin|end)｜>",
+        written=WrittenCall(
+            opening=_BEGIN,
+            after_name=_SEP,
+            closing=_END,
+            around=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+            unless=("```json",),
+        ),
         special=frozenset({_BEGIN, THINK}),
     ),
     Dialect(
@@ -109,6 +124,14 @@ FAMILIES: Sequence[Dialect] = (
         ),
         opening="<|tool_call_begin|>",
         around=r"\s*<\|tool_calls_section_(?:begin|end)\|>",
+        written=WrittenCall(
+            opening="<|tool_call_begin|>",
+            before_name="functions.",
+            is_numbered=True,
+            after_name="<|tool_call_argument_begin|>",
+            closing="<|tool_call_end|>",
+            around=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+        ),
         special=frozenset({"<|tool_call_begin|>", THINK}),
     ),
     Dialect(
@@ -151,6 +174,13 @@ FAMILIES: Sequence[Dialect] = (
         values="tagged",
         tag=r'<parameter name="(?P<key>[^"]+)">(?P<value>.*?)</parameter>',
         around=r"\s*</?minimax:tool_call>",
+        written=WrittenCall(
+            opening='<invoke name="',
+            after_name='">\n',
+            closing="</invoke>",
+            argument=('<parameter name="', '">', "</parameter>"),
+            around=("<minimax:tool_call>", "</minimax:tool_call>"),
+        ),
         special=frozenset({"<minimax:tool_call>", THINK}),
     ),
     Dialect(
@@ -178,6 +208,12 @@ FAMILIES: Sequence[Dialect] = (
         ),
         values="tagged",
         tag=r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
+        written=WrittenCall(
+            opening="<tool_call>",
+            after_name="\n",
+            closing="</tool_call>",
+            argument=("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>"),
+        ),
         opening="<tool_call>",
         special=frozenset({"<tool_call>", "<arg_key>", THINK}),
     ),
@@ -190,6 +226,13 @@ FAMILIES: Sequence[Dialect] = (
         ),
         values="tagged",
         tag=r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>",
+        written=WrittenCall(
+            opening="<function=",
+            after_name=">\n",
+            closing="</function>",
+            argument=("<parameter=", ">\n", "</parameter>"),
+            around=(CALL, END_CALL),
+        ),
         around=r"\s*</?tool_call>",
         special=frozenset({"<tool_call>", THINK}),
     ),
@@ -201,6 +244,11 @@ FAMILIES: Sequence[Dialect] = (
         calls=named_calls(
             r"\s*\[TOOL_CALLS\](?P<name>[^\[\s{]+)(?:\[CALL_ID\]\w*)?\[ARGS\]",
             r"(?=\[TOOL_CALLS\])|</s>",
+        ),
+        written=WrittenCall(
+            opening="[TOOL_CALLS]",
+            after_name="[ARGS]",
+            unless=("[CALL_ID]",),
         ),
         opening="[TOOL_CALLS]",
         special=frozenset({"[TOOL_CALLS]", "[THINK]"}),

@@ -15,6 +15,7 @@ from tandem.dialects.arguments import Schemas
 from tandem.dialects.dialect import CALL, END_CALL, Dialect
 from tandem.dialects.families import HERMES, dialect_of
 from tandem.dialects.grammar import CallForm
+from tandem.dialects.native_grammar import NativeForm
 from tandem.dialects.reader import AnswerReader
 from tandem.dialects.turns import (
     Turn,
@@ -148,6 +149,19 @@ class ChatFormat:
             **{"add_generation_prompt": True, **options},
         )
         return text
+
+    @property
+    def native(self) -> NativeForm | None:
+        """How the model writes calls, where a grammar can rule them in its own form."""
+        dialect = self.dialect
+        written = None if self._own_template is not None else dialect.written
+        if written is None or any(text in self._text for text in written.unless):
+            return None
+        added = self._tokenizer.added_tokens_decoder.items()
+        ids = {str(token): number for number, token in added if token.special}
+        return NativeForm(
+            written=written, think=dialect.think, end_think=dialect.end_think, ids=ids
+        )
 
     @property
     def has_our_marks(self) -> bool:

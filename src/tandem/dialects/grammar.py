@@ -28,20 +28,20 @@ _SPACE_RULE = 'space: (" " | "\\n")?'
 
 def json_grammar(schema: Mapping[str, object]) -> str:
     """Return the grammar of a JSON schema's documents; `ConfigError` if it cannot be followed."""
-    return _checked(
+    return checked(
         llguidance.LLMatcher.grammar_from_json_schema(dict(schema), overrides=_COMPACT)  # type: ignore[arg-type]
     )
 
 
 def regex_grammar(pattern: str) -> str:
     """Return the grammar of the texts that a regular expression matches as a whole."""
-    return _checked(llguidance.LLMatcher.grammar_from_regex(pattern), "regular expression")
+    return checked(llguidance.LLMatcher.grammar_from_regex(pattern), "regular expression")
 
 
 def choice_grammar(texts: Sequence[str]) -> str:
     """Return the grammar of one of some texts."""
     lark = f"start: {' | '.join(json.dumps(text, ensure_ascii=False) for text in texts)}"
-    return _checked(llguidance.LLMatcher.grammar_from_lark(lark), "choice")
+    return checked(llguidance.LLMatcher.grammar_from_lark(lark), "choice")
 
 
 def written_grammar(text: str) -> str:
@@ -51,7 +51,7 @@ def written_grammar(text: str) -> str:
     except (GbnfToLarkError, ValueError, LookupError, RecursionError) as error:
         first_line = str(error).partition("\n")[0]
         raise ConfigError(f"the grammar cannot be followed: {first_line}") from error
-    return _checked(llguidance.LLMatcher.grammar_from_lark(lark), "grammar")
+    return checked(llguidance.LLMatcher.grammar_from_lark(lark), "grammar")
 
 
 def closed_objects(schema: Mapping[str, object]) -> dict[str, object]:
@@ -114,8 +114,8 @@ def call_grammar(
     """
     lark = f"{_call_rules(tools, form)}call: {form.mark(form.opening)} rest\nstart: call"
     if or_json is not None:
-        lark += f" | %json {_ruled(or_json)}"
-    return _checked(llguidance.LLMatcher.grammar_from_lark(lark))
+        lark += f" | %json {ruled(or_json)}"
+    return checked(llguidance.LLMatcher.grammar_from_lark(lark))
 
 
 def free_grammar(
@@ -140,7 +140,7 @@ def free_grammar(
         f"ANY: /{_ANY}/\nTEXT: {text}\n{rules}{_call_rules(tools, form)}"
         f"call: {opened} rest\nstart: {before} {answer}"
     )
-    return _checked(llguidance.LLMatcher.grammar_from_lark(lark))
+    return checked(llguidance.LLMatcher.grammar_from_lark(lark))
 
 
 def _call_rules(tools: Tools, form: CallForm) -> str:
@@ -148,12 +148,13 @@ def _call_rules(tools: Tools, form: CallForm) -> str:
     calls = []
     for name, schema in tools:
         words = ["{", '"name":', f"{json.dumps(name)},", '"arguments":']
-        calls.append(f"({_spaced(words)} space %json {_ruled(schema)} space {_spaced(['}'])})")
+        calls.append(f"({_spaced(words)} space %json {ruled(schema)} space {_spaced(['}'])})")
     around = ("space", f"({' | '.join(calls)})", "space", form.mark(form.closing))
     return f"{_SPACE_RULE}\nrest: {' '.join(around)}\n"
 
 
-def _ruled(schema: Mapping[str, object]) -> str:
+def ruled(schema: Mapping[str, object]) -> str:
+    """Return a schema as grammars hold it."""
     return json.dumps({**schema, "x-guidance": _COMPACT})
 
 
@@ -161,7 +162,8 @@ def _spaced(words: Sequence[str]) -> str:
     return " space ".join(json.dumps(word) for word in words)
 
 
-def _checked(grammar: str, what: str = "schema") -> str:
+def checked(grammar: str, what: str = "schema") -> str:
+    """Return a grammar that can be followed; raises `ConfigError` for another."""
     problem = llguidance.LLMatcher.validate_grammar(grammar)
     if problem and not problem.startswith("WARNING"):
         first_line = problem.strip().partition("\n")[0]

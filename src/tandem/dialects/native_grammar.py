@@ -1,0 +1,171 @@
+"""Grammars of free answers in a family's own form: whatever opens a call goes on as one of a tool.
+
+Text and reasoning are free. Which arguments a call must have is not ruled where each has a tag of
+its own, in any order; their names and the form of their values are.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import llguidance
+
+from tandem.core.errors import ConfigError
+from tandem.dialects.arguments import type_names
+from tandem.dialects.dialect import WrittenCall
+from tandem.dialects.grammar import Tools, checked, json_grammar, ruled
+
+_NAME = r"/[A-Za-z0-9_.-]+/"
+_ANY = r"(.|\n)*"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeForm:
+    """How one model writes calls; `ids` are the marks that are tokens of their own."""
+
+    written: WrittenCall
+    think: str
+    end_think: str
+    ids: Mapping[str, int]
+
+    def item(self, text: str) -> str:
+        """Return a text as grammars write it; its line breaks may be left out."""
+        special = "|".join(map(re.escape, sorted(self.ids, key=len, reverse=True)))
+        parts = re.split(f"({special}|\n)" if special else "(\n)", text)
+        return " ".join(self._part(part) for part in parts if part)
+
+    def _part(self, part: str) -> str:
+        if part == "\n":
+            return "nl"
+        return f"<[{self.ids[part]}]>" if part in self.ids else json.dumps(part)
+
+    @property
+    def own_ids(self) -> list[int]:
+        """The tokens that calls are written with."""
+        written = self.written
+        texts = (written.opening, written.after_name, written.closing, *written.around)
+        text = " ".join((*texts, *(written.argument or ())))
+        return sorted(number for mark, number in self.ids.items() if mark in text)
+
+    def up_to(self, mark: str) -> str:
+        """Return an item for any text that ends with the first mark."""
+        if mark in self.ids:
+            return f"{self._before(mark)}? <[{self.ids[mark]}]>"
+        return f"up_to_{_number(mark)}"
+
+    def rule_up_to(self, mark: str) -> str:
+        """Return the rule of that item."""
+        if mark in self.ids:
+            return ""
+        return f"up_to_{_number(mark)}[lazy]: {self._before(mark)} {json.dumps(mark)}\n"
+
+    def _before(self, mark: str) -> str:
+        return "TEXT" if mark == self.written.opening else "ANY"
+
+
+def native_grammar(
+    tools: Tools, form: NativeForm, *, is_thinking: bool, can_think: bool, has_one_call: bool
+) -> str:
+    """Return the grammar of any text in which calls are those of some tools.
+
+    As of `free_grammar`. Raises `ConfigError` where it cannot be written.
+    """
+    written = form.written
+    marks = [written.opening, *([form.end_think] if is_thinking or can_think else [])]
+    if written.argument is not None:
+        marks.append(written.argument[2])
+    text = f"/{_ANY}/"
+    if can_think and not is_thinking and form.think.strip() not in form.ids:
+        text += f" & ~/{re.escape(form.think.strip())}{_ANY}/"  # so begins reasoning alone
+    rules = [
+        f'ANY: /{_ANY}/\nTEXT: {text}\nnl: "\\n"?\n',
+        *(form.rule_up_to(mark) for mark in dict.fromkeys(marks)),
+    ]
+    calls = [f"tool_{number}" for number in range(len(tools))]
+    for number, (name, schema) in enumerate(tools):
+        rules += _tool_rules(form, number, name, schema)
+    around = [form.item(mark) for mark in written.around]
+    rules.append(f"call: {form.up_to(written.opening)} ({' | '.join(calls)})")
+    rules.append(f"{form.item(written.closing)}\n")
+    alone = [item for item in around if item.startswith("<[")]
+    free = f"(TEXT? ({' | '.join(alone)}))" if alone else ""
+    if has_one_call:
+        after = f"(nl ({' | '.join(around)}))*" if around else ""
+        body = f"{free and free + '*'} (call {after} nl | TEXT?)"
+    else:
+        body = f"(call{f' | {free}' if free else ''})* TEXT?"
+    rules.append(f"start: {_thought(form, is_thinking=is_thinking, can_think=can_think)} {body}\n")
+    return checked(llguidance.LLMatcher.grammar_from_lark(_joined(rules)))
+
+
+def _joined(rules: Sequence[str]) -> str:
+    return "".join(rule if rule.endswith("\n") else f"{rule} " for rule in rules if rule)
+
+
+def _thought(form: NativeForm, *, is_thinking: bool, can_think: bool) -> str:
+    """Return the item of the reasoning, which may mention calls."""
+    marks = form.own_ids
+    thought = f"(ANY? <[{','.join(map(str, marks))}]>)* " if marks else ""
+    thought += form.up_to(form.end_think)
+    if is_thinking:
+        return thought
+    return f"({form.item(form.think.strip())} {thought})?" if can_think else ""
+
+
+def _tool_rules(
+    form: NativeForm, number: int, name: str, schema: Mapping[str, object]
+) -> Iterator[str]:
+    written = form.written
+    head = [form.item(written.before_name), json.dumps(name)]
+    if written.is_numbered:
+        head.append('":" /[0-9]+/')
+    head.append(form.item(written.after_name))
+    if written.argument is None:
+        head.append(f"%json {ruled(schema)}")
+    else:
+        arguments = list(_arguments(form, number, schema))
+        for i, argument in enumerate(arguments):
+            yield f"argument_{number}_{i}: {argument}\n"
+        if arguments:
+            names = " | ".join(f"argument_{number}_{i}" for i in range(len(arguments)))
+            head.append(f"({names})*")
+    yield f"tool_{number}: {' '.join(filter(None, head))}\n"
+
+
+def _arguments(form: NativeForm, number: int, schema: Mapping[str, object]) -> Iterator[str]:
+    """Yield the items of the arguments that a tool takes."""
+    assert form.written.argument is not None
+    before, between, close = form.written.argument
+    properties = schema.get("properties")
+    known = properties if isinstance(properties, dict) else None
+    for key in known if known is not None else (None,):
+        own = known[key] if known is not None else {}
+        own = {**own, "$defs": schema["$defs"]} if "$defs" in schema and own else own
+        written = _NAME if key is None else json.dumps(key, ensure_ascii=False)
+        yield f"{form.item(before)} {written} {form.item(between)} {_value(form, own, close)} nl"
+
+
+def _value(form: NativeForm, schema: object, close: str) -> str:
+    """Return the item of a value and the mark behind it."""
+    if isinstance(schema, dict):
+        choices = schema.get("enum")
+        if isinstance(choices, list) and choices and all(isinstance(c, str) for c in choices):
+            return f"({' | '.join(map(json.dumps, choices))}) nl {form.item(close)}"
+        types = set(type_names(schema))
+        if types and "string" not in types and _can_rule(schema):
+            return f"%json {ruled(schema)} nl {form.item(close)}"
+    return form.up_to(close)
+
+
+def _can_rule(schema: Mapping[str, object]) -> bool:
+    try:
+        json_grammar(schema)
+    except ConfigError:
+        return False
+    return True
+
+
+def _number(mark: str) -> str:
+    """Return a name for a mark that no other has."""
+    return mark.encode().hex()
