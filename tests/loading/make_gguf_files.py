@@ -36,7 +36,11 @@ def _half_turned(theta: float) -> dict[str, Any]:
 
 # By file: the architecture in Transformers, and its config beside `tests.architectures`.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen35moe": ("qwen3_5_moe", {}),
+    "qwen35moe": ("qwen3_5_moe", {
+        "rope_parameters": _half_turned(1e6) | {
+            "mrope_section": [2, 1, 1], "mrope_interleaved": True,
+        },
+    }),
     "qwen3next": ("qwen3_next", {}),
     "gemma4": ("gemma4", {
         "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
@@ -67,7 +71,9 @@ def _as_released(config: dict[str, Any]) -> dict[str, Any]:
     is_dense = [kind == "dense" for kind in config.get("mlp_layer_types") or []]
     one_of_each = {"linear_attention": "mamba", "full_attention": "attention"}
     full = [n + 1 for n, kind in enumerate(kinds) if kind == "full_attention"]
+    by_sigmoid = {"first_k_dense_replace": sum(is_dense), "scoring_func": "sigmoid"}
     return {
+        "glm4_moe_lite": by_sigmoid, "deepseek_v32": by_sigmoid, "glm_moe_dsa": by_sigmoid,
         "granitemoehybrid": {"layer_types": [one_of_each.get(kind) for kind in kinds]},
         "kimi_linear": {
             "linear_attn_config": {
