@@ -47,6 +47,13 @@ void run_dense(DenseEngine& engine, const nb::tuple& matrices, std::int64_t num_
               value_type(is_bf16), pointer<const void>(input), out.data()});
 }
 
+void read_rows(DenseEngine& engine, const DenseMatrix& matrix, std::int64_t cols,
+               std::int64_t count, std::uintptr_t numbers, bool is_bf16, std::uintptr_t out) {
+  const Turn turn(engine);
+  engine.read({&matrix, cols, count, pointer<const std::int64_t>(numbers), value_type(is_bf16),
+               pointer<void>(out)});
+}
+
 // `calls` is (count, 14) int64, rows of what tandem.kernels.formats.native_quantize writes.
 bool quantize_matrices(const std::string& isa, int num_threads, bool has_search, std::int64_t count,
                        std::uintptr_t calls) {
@@ -213,7 +220,8 @@ void bind_dense(nb::module_& m) {
   m.def("make_dense_matrix", &make_matrix);
   nb::class_<DenseEngine>(m, "DenseEngine")
       .def(nb::init<ExpertEngine&>(), nb::keep_alive<1, 2>())
-      .def("run", &run_dense);
+      .def("run", &run_dense)
+      .def("read", &read_rows);
   bind_attention(m);
   bind_routed(m);
   bind_sampling(m);

@@ -79,6 +79,12 @@ void add_dense(Program& program, const std::vector<const DenseMatrix*>& matrices
                              pointer<const void>(input)});
 }
 
+void add_rows(Program& program, const DenseMatrix& matrix, std::int64_t cols, std::int64_t count,
+              std::uintptr_t numbers, bool is_bf16, std::uintptr_t out) {
+  program.add(RowsCall{&matrix, cols, count, pointer<const std::int64_t>(numbers),
+                       value_type(is_bf16), pointer<void>(out)});
+}
+
 void add_attention(Program& program, const AttentionCall& layer, bool is_bf16,
                    std::int64_t num_tokens, std::uintptr_t rows, std::uintptr_t positions,
                    std::uintptr_t query, std::int64_t query_token, std::int64_t query_head,
@@ -219,6 +225,7 @@ void bind_program(nb::module_& m) {
       .def("add_choice", &add_choice)
       .def("add_ranked_choice", &add_ranked_choice)
       .def("add_dense", &add_dense)
+      .def("add_rows", &add_rows, nb::keep_alive<1, 2>())
       .def("add_convolution", &add_convolution)
       .def("add_recurrence", &add_recurrence)
       .def("add_attention", &add_attention, nb::keep_alive<1, 2>())

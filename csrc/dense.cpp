@@ -1,6 +1,7 @@
 #include "dense.hpp"
 
 #include <algorithm>
+#include <limits>
 
 namespace tandem {
 namespace {
@@ -111,6 +112,20 @@ void DenseEngine::multiply(const DenseCall& call, const Task& task) const {
     kernels_.to_bf16(row, whole, to);
     for (std::int64_t r = whole; r < rows; ++r) to[r] = float_to_bf16(row[r]);
   }
+}
+
+void DenseEngine::read(const RowsCall& call) const {
+  if (call.count == 0) return;
+  pool_.run(call.count, [&](std::int64_t i) {
+    thread_local std::vector<float> values;
+    grow(values, call.cols);
+    const std::int64_t row = call.numbers[i];
+    if (row >= 0 && row < call.matrix->rows)
+      read_row(call.matrix->packed, row, call.cols, values.data());
+    else
+      std::fill_n(values.data(), call.cols, std::numeric_limits<float>::quiet_NaN());
+    store_values(values.data(), call.cols, call.type, value_at(call.out, call.type, i * call.cols));
+  });
 }
 
 }  // namespace tandem

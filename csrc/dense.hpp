@@ -26,12 +26,24 @@ struct DenseCall {
   void* const* outputs;
 };
 
+// Rows of a matrix, by number, as embeddings have them: (count, cols) values. A number outside gives
+// NaN.
+struct RowsCall {
+  const DenseMatrix* matrix;
+  std::int64_t cols;  // without padding
+  std::int64_t count;
+  const std::int64_t* numbers;
+  ValueType type;
+  void* out;
+};
+
 // Works with the threads and kernels of an expert engine, which must outlive it and be idle.
 class DenseEngine {
  public:
   explicit DenseEngine(ExpertEngine& engine) : kernels_(engine.kernels()), pool_(engine.pool()) {}
 
   void run(const DenseCall& call);
+  void read(const RowsCall& call) const;
   std::mutex& busy() { return pool_.busy(); }
 
  private:

@@ -49,6 +49,9 @@ struct Kernels {
   std::int64_t (*multiply_bf16)(std::int64_t count);
 };
 
+// The first `cols` values of a row, as the codes stand for them.
+void read_row(const PackedMatrix& matrix, std::int64_t row, std::int64_t cols, float* out);
+
 const Kernels& portable_kernels();
 #if defined(__x86_64__)
 const Kernels& avx512_kernels();   // AVX-512 with VNNI and BF16

@@ -310,6 +310,31 @@ std::int64_t multiply(std::int64_t count) {
 
 }  // namespace
 
+void read_row(const PackedMatrix& m, std::int64_t row, std::int64_t cols, float* out) {
+  const std::int64_t block = row / kBlockRows, own = row % kBlockRows;
+  const std::uint8_t* codes = m.data + block * code_bytes(m.format, m.cols);
+  Codes strip;
+  float weights[kStripCols][kBlockRows];
+  for (std::int64_t begin = 0; begin < cols; begin += kStripCols) {
+    const std::uint8_t* at = codes + code_bytes(m.format, begin);
+    const std::int64_t width = std::min(kStripCols, m.cols - begin);
+    if (is_integer(m.format)) unpack(m.format, at, width, strip);
+    else to_floats(m.format, at, width, weights);
+    Scale s{1, 0};
+    for (std::int64_t k = begin; k < std::min(begin + width, cols); ++k) {
+      if (is_integer(m.format)) {
+        if (k == begin || k % m.group == 0) s = scale_at(m, block, k / m.group, own);
+        const float value = static_cast<float>(strip[own][k - begin]) * s.scale;
+        out[k] = encoding(m.format).has_minima ? value + s.minimum : value;
+      } else {
+        out[k] = weights[k - begin][own];
+        if (m.format == Format::kFp8)
+          out[k] *= reinterpret_cast<const float*>(m.scales)[(block * m.cols + k) / m.group];
+      }
+    }
+  }
+}
+
 const Kernels& portable_kernels() {
   static const Kernels kernels{"portable", quantize, to_bf16,           matmul,
                                activate,   read,     multiply<int>, multiply<int>, multiply<float>};

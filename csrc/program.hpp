@@ -52,6 +52,7 @@ class Program {
     ValueType type;
     const void* input;
   };
+  void add(const RowsCall& call) { steps_.emplace_back(call); }
   void add(Dense call) { steps_.emplace_back(std::move(call)); }
 
   // Appends the new keys and values of `step` and attends; the KV cache is that of `layer` at the
@@ -80,7 +81,7 @@ class Program {
   };
   using Step = std::variant<RmsNorm, Rotary, RotaryPairs, Choice, RankedChoice, Elementwise,
                             Reduction, Softmax, LayerNorm, Greatest, Lookup, Scatter, Product,
-                            IndexSelection,
+                            IndexSelection, RowsCall,
                             ShortConvolution, Recurrence, Dense, Attention, Experts,
                             std::function<void()>>;
 
@@ -100,6 +101,7 @@ class Program {
   void operator()(const IndexSelection& call) { index_.run(call); }
   void operator()(const ShortConvolution& call) { recurrent_.run(call); }
   void operator()(const Recurrence& call) { recurrent_.run(call); }
+  void operator()(const RowsCall& call) { dense_.read(call); }
   void operator()(const Dense& call);
   void operator()(const Attention& call);
   void operator()(const Experts& call);

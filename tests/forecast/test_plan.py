@@ -22,7 +22,7 @@ from tandem.forecast.speed_forecast import extrapolate, prefixes_to_time
 from tandem.forecast.state_bytes import state_bytes_of
 from tandem.hf.checkpoint import open_checkpoint
 from tandem.hf.config import OffloadConfig
-from tandem.hf.dense import packed_layers
+from tandem.hf.dense import PackedModule
 from tandem.hf.load import empty_model
 from tandem.kernels.dense import CpuThreads
 from tests.architectures import build_tiny_model
@@ -47,7 +47,9 @@ def sizes_of(directory: Path, **options: Any) -> ModelSizes:
 
 def loaded_bytes(model: Any) -> tuple[int, int]:
     """Return the bytes of a loaded model's experts and of everything else."""
-    dense = sum(layer.packed.num_bytes for _, layer in packed_layers(model))
+    packed = [m.packed for m in model.modules() if isinstance(m, PackedModule)]
+    own = {weight.matrix.data.data_ptr(): weight for weight in packed}  # a head may share one
+    dense = sum(weight.num_bytes for weight in own.values())
     tensors = {id(t): t for t in [*model.parameters(), *model.buffers()]}
     return runtime_in(model).store.num_bytes, dense + sum(t.nbytes for t in tensors.values())
 

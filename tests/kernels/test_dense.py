@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from tandem.hf.dense import read_rows
 from tandem.kernels._native import available_isas
 from tandem.kernels.dense import CpuThreads, DenseWeight, multiply, pack_dense
+from tandem.kernels.formats.weight_format import FORMATS as PACKED_FORMATS
 from tandem.kernels.formats.weight_format import find_format
 
 FORMATS = [
@@ -73,3 +75,15 @@ def test_a_row_does_not_depend_on_the_others_or_on_threads() -> None:
 def test_no_tokens_give_no_rows() -> None:
     (empty,) = multiply(CpuThreads(num_threads=2), [weight_of(32, 64, "int8")], torch.empty(0, 64))
     assert empty.shape == (0, 32)
+
+
+@pytest.mark.parametrize("fmt", [fmt.name for fmt in PACKED_FORMATS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_by_number_are_those_of_the_unpacked_matrix(fmt: str, dtype: torch.dtype) -> None:
+    threads = CpuThreads(num_threads=2)
+    weight = weight_of(37, 256 if find_format(fmt).encoding.super_cols > 0 else 320, fmt)
+    for numbers in (torch.tensor([36]), torch.tensor([[0, 5, 17], [17, 16, 1]]), torch.tensor([])):
+        rows = read_rows(threads, weight, dtype, numbers.long())
+        assert torch.equal(rows, weight.values().to(dtype)[numbers.long()])
+    outside = read_rows(threads, weight, dtype, torch.tensor([37, -1]))
+    assert outside.isnan().all()

@@ -11,6 +11,9 @@ from safetensors.torch import load_file
 
 import tandem
 from tandem.checkpoint.sources.gguf_models import ARCHITECTURES
+from tandem.generate.generator import Generator
+from tandem.hf.dense import PackedEmbedding, packed_layers
+from tandem.recording.coverage import coverage_of
 from tests.inside import runtime_in
 from tests.loading.make_gguf_files import DATA, EXPECTED, MODELS, answers
 
@@ -39,6 +42,23 @@ def test_answers_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert (
         difference(model, name) < 0.3
     )  # a near tie of a router or an indexer; other weights give 1
+
+
+@pytest.mark.parametrize("name", ["qwen35moe", "gemma4"])
+def test_decode_steps_read_rows_and_gather_inputs_natively(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.hf.dense._LEAST_WEIGHTS", 0)
+    model = tandem.load(unpacked(name, tmp_path), dense_dtype="auto", threads=1)
+    assert isinstance(model.get_input_embeddings(), PackedEmbedding)
+    orders = [layer.input_order is not None for _, layer in packed_layers(model)]
+    assert any(orders) == (name == "qwen35moe")
+    generator = Generator(model)
+    generator.generate([40, 41, 42], max_new_tokens=6, temperature=0)
+    assert generator.recorded_graph is not None, generator.why_slower
+    coverage = coverage_of(generator.recorded_graph)
+    assert coverage.num_calls == 1
+    assert coverage.native["rows"] == 1 + (name == "gemma4")  # which has embeddings of layers
 
 
 def test_every_architecture_has_a_file() -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from tandem.bench.kernels import Ceiling, KernelBench
+from tandem.checkpoint.config_values import experts_per_token
 from tandem.decode.cpu_slots import CpuSlotPool
 from tandem.decode.slots import CachedSlotPool, SlotPool
 from tandem.experts.store.packed_layer import PackedLayer
@@ -21,7 +22,6 @@ from tandem.foreign_types import PreTrainedModel
 from tandem.generate.generator import Generator
 from tandem.generate.sampler import Sampler
 from tandem.generate.sampling import SamplingRule
-from tandem.hf.config_values import experts_per_token
 from tandem.hf.dense import PackedLinear, is_tower
 from tandem.hf.experts import is_experts_module
 from tandem.hf.runtime import require_runtime

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from tandem.checkpoint.config_values import foreign_errors
 from tandem.core.errors import TandemError
 from tandem.decode.attention import register_attention
 from tandem.decode.padded import PaddedBatch
@@ -20,7 +21,6 @@ from tandem.hf.compat import (
     repeat_warnings,
     takes_logits_to_keep,
 )
-from tandem.hf.config_values import foreign_errors
 from tandem.hf.lookahead.warm_up import warm_up_ids
 from tandem.hf.norms import NormSwitch
 from tandem.hf.runtime import runtime_of

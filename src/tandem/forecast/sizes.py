@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tandem.checkpoint.config_values import experts_per_token
 from tandem.decode.slots import MAX_STEP_TOKENS
 from tandem.experts.store.host_store import HostStore
 from tandem.experts.store.packed_layer import PackedLayer
@@ -17,7 +18,6 @@ from tandem.foreign_types import PreTrainedConfig
 from tandem.hf.checkpoint import AnyCheckpoint, Checkpoint, GgufCheckpoint
 from tandem.hf.compat import parts_in_fp32
 from tandem.hf.config import OffloadConfig, parse_dense_dtype
-from tandem.hf.config_values import experts_per_token
 from tandem.hf.dense import has_quantised_experts, packable_layers
 from tandem.hf.experts import is_experts_module
 from tandem.hf.load import empty_model, open_foreign, source_config
@@ -183,14 +183,20 @@ def _dense_bytes(model: nn.Module, packed: Mapping[str, WeightFormat]) -> dict[s
 
 
 def _dense_parts(model: nn.Module, packed: Mapping[str, WeightFormat]) -> Iterator[tuple[str, int]]:
-    """Yield (name, bytes) of parameters and buffers; linear layers that are packed by format."""
+    """Yield (name, bytes) of parameters and buffers; what is packed by its format."""
     experts = {id(p) for m in model.modules() if is_experts_module(m) for p in m.parameters()}
     in_fp32 = parts_in_fp32(model)
     seen: set[int] = set()
+    seen_packed: set[int] = set()  # a head and embeddings in the same form are one
     for path, module in model.named_modules():
         if path in packed:
-            fmt, rows, cols = packed[path], module.out_features, module.in_features
-            yield f"{path}.weight", fmt.data_bytes(rows, cols) + fmt.scale_bytes(rows, cols)
+            fmt, weight = packed[path], module.get_parameter("weight")
+            if id(weight) not in seen_packed:
+                seen_packed.add(id(weight))
+                yield (
+                    f"{path}.weight",
+                    fmt.data_bytes(*weight.shape) + fmt.scale_bytes(*weight.shape),
+                )
             continue
         own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         for name, tensor in own:

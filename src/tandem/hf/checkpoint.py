@@ -7,6 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from tandem.checkpoint.config_values import (
+    require_generation_config,
+    require_possible_values,
+    require_readable_config,
+)
 from tandem.checkpoint.hub import is_gguf
 from tandem.checkpoint.packed import INDEX_FILE
 from tandem.checkpoint.sources.files import JsonObject, TensorFiles, open_tensors, read_json
@@ -14,11 +19,6 @@ from tandem.checkpoint.sources.gguf_header import parts_of
 from tandem.core.errors import ModelError, UnsupportedModelError
 from tandem.core.registry import nearest_names
 from tandem.hf.config import QUANT_METHOD
-from tandem.hf.config_values import (
-    require_generation_config,
-    require_possible_values,
-    require_readable_config,
-)
 
 
 @dataclass(frozen=True, slots=True)

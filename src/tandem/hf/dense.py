@@ -15,13 +15,14 @@ from tandem.experts.store.packed_layer import PackedLayer
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.config import parse_dense_dtype, plain_name, stored_format
 from tandem.hf.experts import is_experts_module
-from tandem.hf.opaque_calls import DENSE, opaque
+from tandem.hf.opaque_calls import DENSE, ROWS, opaque
 from tandem.hf.runtime import runtime_of
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads, DenseWeight, multiply, pack_dense
 from tandem.kernels.formats.weight_format import WeightFormat
 from tandem.kernels.torch_private import tensor_without_values, tree_map
 
 _ROUTER_NAMES = ("gate", "router", "router_proj", "shared_expert_gate")
+_SCALE = "scalar_embed_scale"  # of Gemma's embeddings
 # Smaller ones save nothing.
 _LEAST_WEIGHTS = 1 << 14
 
@@ -32,14 +33,14 @@ class UnpackedWeight(Tensor):
     Code that asks for its dtype or shape costs nothing.
     """
 
-    packed: DenseWeight
+    layer: "PackedModule"
 
     @staticmethod
-    def __new__(cls, packed: DenseWeight, dtype: torch.dtype) -> "UnpackedWeight":
+    def __new__(cls, layer: "PackedModule") -> "UnpackedWeight":
         """Take no memory."""
-        shape = (packed.out_features, packed.in_features)
-        made: UnpackedWeight = tensor_without_values(cls, shape, dtype)
-        made.packed = packed
+        shape = (layer.packed.out_features, layer.packed.in_features)
+        made: UnpackedWeight = tensor_without_values(cls, shape, layer.dtype)
+        made.layer = layer
         return made
 
     @classmethod
@@ -52,7 +53,7 @@ class UnpackedWeight(Tensor):
 
     def values(self) -> Tensor:
         """Return the weight: (out_features, in_features)."""
-        return self.packed.values().to(self.dtype)
+        return self.layer.values().to(self.dtype)
 
 
 def with_values(arguments: Any) -> Any:
@@ -60,28 +61,63 @@ def with_values(arguments: Any) -> Any:
     return tree_map(lambda x: x.values() if isinstance(x, UnpackedWeight) else x, arguments)
 
 
-class PackedLinear(nn.Module):
-    """A linear layer whose weight is packed; its product runs on the experts' kernels."""
+class PackedModule(nn.Module):
+    """A layer whose weight is packed."""
 
     def __init__(self, weight: DenseWeight, threads: CpuThreads, dtype: torch.dtype) -> None:
         """Compute with `threads`; `dtype` is that of the layer that it replaces."""
         super().__init__()
         self.packed = weight
-        self.in_features, self.out_features = weight.in_features, weight.out_features
         self.threads = threads
         self.dtype = dtype
+
+    @property
+    def weight(self) -> Tensor:
+        """The unpacked weight, for code that looks at it. Slow where its values are read."""
+        return UnpackedWeight(self)
+
+    def values(self) -> Tensor:
+        """Return the weight in fp32; slow: unpacks."""
+        return self.packed.values()
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Tensor], prefix: str, keep_vars: bool
+    ) -> None:
+        """Save the rounded weights under the names of the layer that was replaced."""
+        destination[prefix + "weight"] = self.values().to(self.dtype)
+
+
+class PackedLinear(PackedModule):
+    """A linear layer whose weight is packed; its product runs on the experts' kernels."""
+
+    def __init__(
+        self,
+        weight: DenseWeight,
+        threads: CpuThreads,
+        dtype: torch.dtype,
+        input_order: Tensor | None = None,
+    ) -> None:
+        """Compute with `threads`; `dtype` is that of the layer that it replaces.
+
+        `input_order` (in_features,) says which input each column of `weight` belongs to.
+        """
+        super().__init__(weight, threads, dtype)
+        self.in_features, self.out_features = weight.in_features, weight.out_features
+        self.input_order = input_order
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x @ weight.T + bias: (..., in_features) -> (..., out_features)."""
         if x.dtype not in VALUE_DTYPES:
             return self.forward(x.float()).to(x.dtype)
+        if self.input_order is not None:
+            x = x.gather(-1, self.input_order.expand(x.shape))
         out: Tensor = opaque(DENSE, _multiply_one, self.threads, self.packed, x)
         return out
 
-    @property
-    def weight(self) -> Tensor:
-        """The unpacked weight, for code that looks at it. Slow where its values are read."""
-        return UnpackedWeight(self.packed, self.dtype)
+    def values(self) -> Tensor:
+        """Return the weight in fp32, columns in the order of the inputs; slow: unpacks."""
+        values = super().values()
+        return values if self.input_order is None else values[:, self.input_order.argsort()]
 
     @property
     def bias(self) -> Tensor | None:
@@ -92,14 +128,62 @@ class PackedLinear(nn.Module):
     def _save_to_state_dict(
         self, destination: dict[str, Tensor], prefix: str, keep_vars: bool
     ) -> None:
-        """Save the rounded weights under the names of the layer that was replaced."""
-        destination[prefix + "weight"] = self.packed.values().to(self.dtype)
+        super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.bias is not None:
             destination[prefix + "bias"] = self.bias
 
     def extra_repr(self) -> str:
         """Show the shape and the format."""
         return f"{self.in_features}, {self.out_features}, {self.packed.matrix.format.name}"
+
+
+class PackedEmbedding(PackedModule):
+    """Embeddings whose rows are read from their packed form, token by token."""
+
+    def __init__(self, weight: DenseWeight, threads: CpuThreads, replaced: nn.Embedding) -> None:
+        """Stand for embeddings that `is_packable_embedding`."""
+        super().__init__(weight, threads, replaced.weight.dtype)
+        self.num_embeddings, self.embedding_dim = weight.out_features, weight.in_features
+        self.padding_idx = replaced.padding_idx
+        scale = getattr(replaced, _SCALE, None)
+        self.scale = None if scale is None else torch.tensor(scale, dtype=self.dtype, device="cpu")
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Return the tokens' embeddings: (...) int64 -> (..., embedding_dim)."""
+        rows = self.rows(input_ids)
+        return rows if self.scale is None else rows * self.scale
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        """Return rows of the weight: (...) int64 -> (..., embedding_dim)."""
+        dtype = self.dtype if self.dtype in VALUE_DTYPES else torch.float32
+        rows: Tensor = opaque(ROWS, read_rows, self.threads, self.packed, dtype, numbers)
+        return rows.to(self.dtype)
+
+    def extra_repr(self) -> str:
+        """Show the shape and the format."""
+        return f"{self.num_embeddings}, {self.embedding_dim}, {self.packed.matrix.format.name}"
+
+
+def read_rows(
+    threads: CpuThreads, weight: DenseWeight, dtype: torch.dtype, numbers: Tensor
+) -> Tensor:
+    """Return rows of a packed matrix by number, fp32 or bf16: (...) -> (..., in_features)."""
+    numbers = numbers.contiguous()
+    assert numbers.dtype == torch.int64
+    out = torch.empty((*numbers.shape, weight.in_features), dtype=dtype, device="cpu")
+    is_bf16 = dtype == torch.bfloat16
+    threads.dense.read(
+        weight.native, weight.in_features, numbers.numel(), numbers.data_ptr(), is_bf16,
+        out.data_ptr(),
+    )  # fmt: skip
+    return out
+
+
+def is_packable_embedding(module: nn.Module) -> bool:
+    """Whether a module looks rows up and does nothing more, or multiplies them with a number."""
+    if not isinstance(module, nn.Embedding) or module.max_norm is not None:
+        return False
+    return type(module).forward is nn.Embedding.forward or hasattr(module, _SCALE)
 
 
 def _multiply_one(threads: CpuThreads, weight: DenseWeight, x: Tensor) -> Tensor:
@@ -178,8 +262,9 @@ def packed_layers(model: nn.Module) -> Iterator[tuple[str, PackedLinear]]:
 
 def share_threads(model: nn.Module, threads: CpuThreads) -> None:
     """Let all packed layers compute with these threads from now on."""
-    for _, layer in packed_layers(model):
-        layer.threads = threads
+    for module in model.modules():
+        if isinstance(module, PackedModule):
+            module.threads = threads
 
 
 def has_quantised_experts(store: Iterable[HostLayer]) -> bool:

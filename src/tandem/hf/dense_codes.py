@@ -15,7 +15,14 @@ from tandem.checkpoint.sources.gguf_weight import file_blocks
 from tandem.checkpoint.sources.source import Source, SourceTensor
 from tandem.core.errors import ModelError
 from tandem.foreign_types import PreTrainedModel
-from tandem.hf.dense import PackedLinear, packable_layers, untie
+from tandem.hf.dense import (
+    PackedEmbedding,
+    PackedLinear,
+    PackedModule,
+    is_packable_embedding,
+    packable_layers,
+    untie,
+)
 from tandem.kernels.dense import CpuThreads, DenseWeight, padded_bias
 from tandem.kernels.formats import PackedMatrix, WeightFormat
 from tandem.kernels.formats.file_blocks import write_file_blocks
@@ -27,7 +34,7 @@ def quantised_layers(
 ) -> dict[str, WeightFormat | None]:
     """Return the linear layers, by weight, that a source has quantised, and what holds their codes.
 
-    None: no format does, or inputs are in an order of their own. `targets` says in which parameter
+    None: no format does. `targets` says in which parameter
     each of the source's names ends.
     """
     by_parameter: dict[str, list[StoredWeight]] = defaultdict(list)
@@ -41,16 +48,31 @@ def quantised_layers(
         # A head that is tied to the embeddings has their codes.
         weights = by_parameter.get(tied.get(parameter, parameter), [])
         if weights:
-            found[parameter] = _format_of(weights, linear)
+            found[parameter] = _format_of(weights, linear.weight)
+    return found | _embeddings(model, by_parameter, found, tied)
+
+
+def _embeddings(
+    model: PreTrainedModel,
+    by_parameter: Mapping[str, list[StoredWeight]],
+    heads: Mapping[str, WeightFormat | None],
+    tied: Mapping[str, str],
+) -> dict[str, WeightFormat | None]:
+    """Return the embeddings whose rows can be read from their codes, if the head's are kept too."""
+    expanded = {tied[name] for name in tied if heads.get(name) is None}
+    found: dict[str, WeightFormat | None] = {}
+    for path, module in model.named_modules():
+        weights = by_parameter.get(f"{path}.weight", [])
+        if weights and is_packable_embedding(module) and f"{path}.weight" not in expanded:
+            fmt = _format_of(weights, module.get_parameter("weight"))
+            found |= {} if fmt is None else {f"{path}.weight": fmt}
     return found
 
 
-def _format_of(weights: list[StoredWeight], linear: nn.Linear) -> WeightFormat | None:
+def _format_of(weights: list[StoredWeight], parameter: Tensor) -> WeightFormat | None:
     weight = weights[0]
-    is_whole = len(weights) == 1 and tuple(weight.shape) == tuple(linear.weight.shape)
-    if not is_whole or weight.is_ordered or not weight.formats:
-        return None
-    return weight.formats[0]
+    is_whole = len(weights) == 1 and tuple(weight.shape) == tuple(parameter.shape)
+    return weight.formats[0] if is_whole and weight.formats else None
 
 
 class DenseCodes:
@@ -61,6 +83,8 @@ class DenseCodes:
         self._formats: dict[str, WeightFormat] = {}
         self._tied: dict[str, str] = {}
         self._matrices: dict[str, PackedMatrix] = {}
+        self._orders: dict[str, Tensor] = {}
+        """Of inputs, where a checkpoint has columns in another order."""
 
     def expect(self, formats: Mapping[str, WeightFormat | None], tied: Mapping[str, str]) -> None:
         """Keep the codes of these layers, by weight, in these formats.
@@ -73,13 +97,16 @@ class DenseCodes:
     def take(self, parameter: str, tensor: SourceTensor) -> Tensor:
         """Keep a weight's codes and return an empty placeholder, or return its values.
 
-        The codes of embeddings are kept for the head that is tied to them, and their values
-        returned. Raises `ModelError` for what is damaged.
+        A head that is tied to embeddings has their codes, once in memory if the embeddings are read
+        from them too. Raises `ModelError` for what is damaged.
         """
-        if parameter in self._tied:
-            self._take(self._tied[parameter], tensor)
+        head = self._tied.get(parameter)
+        if head is None:
+            return self._take(parameter, tensor)
+        self._take(head, tensor)
+        if head not in self._matrices or parameter not in self._formats:
             return tensor.values()
-        return self._take(parameter, tensor)
+        return self._keep(parameter, self._matrices[head], tensor)
 
     def _take(self, parameter: str, tensor: SourceTensor) -> Tensor:
         fmt = self._formats.get(parameter)
@@ -94,14 +121,14 @@ class DenseCodes:
             return self._keep(parameter, matrix, tensor)
         codes = tensor.weight.read()
         try:
-            if codes.input_order is not None:
-                return codes.values(name).to(tensor.dtype)
             coded = codes.coded(fmt, name)
         except ModelError:  # a scale that fp16 has not; damaged ones have no values either
             return codes.values(name).to(tensor.dtype)
         rows, cols = codes.codes.shape
         matrix = PackedMatrix.empty(rows, cols, fmt)
         write_codes(matrix.blocks, fmt, coded, name=name)
+        if codes.input_order is not None:
+            self._orders[parameter] = codes.input_order
         return self._keep(parameter, matrix, tensor)
 
     def _keep(self, parameter: str, matrix: PackedMatrix, tensor: SourceTensor) -> Tensor:
@@ -113,11 +140,15 @@ class DenseCodes:
         """Replace the layers whose codes were taken by packed ones."""
         for parameter, matrix in self._matrices.items():
             path = parameter.removesuffix(".weight")
-            linear, (above, _, name) = model.get_submodule(path), path.rpartition(".")
-            weight = DenseWeight(matrix, padded_bias(linear.bias, matrix.rows))
-            setattr(
-                model.get_submodule(above), name, PackedLinear(weight, threads, linear.weight.dtype)
-            )
+            module, (above, _, name) = model.get_submodule(path), path.rpartition(".")
+            packed: PackedModule
+            if isinstance(module, nn.Embedding):
+                packed = PackedEmbedding(DenseWeight(matrix, None), threads, module)
+            else:
+                weight = DenseWeight(matrix, padded_bias(module.bias, matrix.rows))
+                order = self._orders.get(parameter)
+                packed = PackedLinear(weight, threads, module.weight.dtype, order)
+            setattr(model.get_submodule(above), name, packed)
         if self._matrices:
             untie(model, PackedLinear)
-        self._matrices = {}
+        self._matrices, self._orders = {}, {}

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from tandem.hf.config import DEFAULT_DENSE_FORMAT
 from tandem.hf.dense import PackedLinear, packable_layers, packed_layers, untie
-from tandem.kernels.dense import CpuThreads, DenseWeight
+from tandem.kernels.dense import CpuThreads, DenseWeight, pack_dense
 from tandem.kernels.formats.packed import PackedMatrix
 from tandem.kernels.formats.weight_format import WeightFormat, find_format
 
@@ -74,10 +75,23 @@ def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of all packed layers for a file."""
     return {
         f"{path}.{TENSOR_NAME}": torch.cat(
-            [part.view(torch.uint8) for part in _parts((layer.packed.matrix, layer.packed.bias))]
+            [part.view(torch.uint8) for part in _parts((stored.matrix, stored.bias))]
         )
         for path, layer in packed_layers(model)
+        if (stored := _stored(layer))
     }
+
+
+def _stored(layer: PackedLinear) -> DenseWeight:
+    """Return a layer as files have it: packed again if its inputs are in another order."""
+    if layer.input_order is None:
+        return layer.packed
+    return pack_dense(layer.values(), layer.bias, _stored_format(layer))
+
+
+def _stored_format(layer: PackedLinear) -> WeightFormat:
+    is_ordered = layer.input_order is not None
+    return find_format(DEFAULT_DENSE_FORMAT) if is_ordered else layer.packed.matrix.format
 
 
 def dense_formats_of(model: nn.Module) -> tuple[str, dict[str, str]]:
@@ -85,7 +99,7 @@ def dense_formats_of(model: nn.Module) -> tuple[str, dict[str, str]]:
 
     The first is "none" if no layer is packed.
     """
-    names = {path: layer.packed.matrix.format.name for path, layer in packed_layers(model)}
+    names = {path: _stored_format(layer).name for path, layer in packed_layers(model)}
     if not names:
         return "none", {}
     ((most, _),) = Counter(names.values()).most_common(1)

@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from tandem.foreign_types import PreTrainedModel
 
@@ -20,6 +22,16 @@ def model_identity(model: PreTrainedModel) -> str:
     digest.update(json.dumps(kept, sort_keys=True, default=str).encode())
     embedding = model.get_input_embeddings()
     if embedding is not None and hasattr(embedding, "weight"):
-        sample = embedding.weight.detach().flatten()[:_SAMPLED_VALUES]
+        sample = _first_rows(embedding).detach().flatten()[:_SAMPLED_VALUES]
         digest.update(sample.to("cpu", torch.bfloat16).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def _first_rows(embedding: Any) -> Tensor:
+    """Return the first rows of embeddings, of packed ones (`PackedEmbedding`) without the rest."""
+    if not hasattr(embedding, "rows"):
+        weight: Tensor = embedding.weight
+        return weight
+    count = min(-(-_SAMPLED_VALUES // embedding.embedding_dim), embedding.num_embeddings)
+    rows: Tensor = embedding.rows(torch.arange(count, device="cpu"))
+    return rows

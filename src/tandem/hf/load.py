@@ -10,6 +10,7 @@ import torch
 import transformers
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from tandem.checkpoint.config_values import foreign_errors
 from tandem.checkpoint.gguf_choice import projectors_beside
 from tandem.checkpoint.hub import HubOptions, find_model_path
 from tandem.checkpoint.mapped_files import reading_along
@@ -22,7 +23,6 @@ from tandem.foreign_types import PreTrainedConfig, PreTrainedModel
 from tandem.hf.assembly import assemble
 from tandem.hf.checkpoint import AnyCheckpoint, Checkpoint, GgufCheckpoint, open_model
 from tandem.hf.config import OffloadConfig, parse_dense_dtype, parse_dtype, parse_expert_dtype
-from tandem.hf.config_values import foreign_errors
 from tandem.hf.dense_place import device_map_for
 from tandem.hf.packed_reading import read_packed, reading_afterwards
 from tandem.hf.runtime import require_runtime

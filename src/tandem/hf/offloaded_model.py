@@ -5,6 +5,7 @@ and `copy` look at the class.
 """
 
 import math
+from collections.abc import Iterable
 from functools import cache
 from types import TracebackType
 from typing import NoReturn, Self
@@ -14,9 +15,10 @@ from torch import Tensor
 
 from tandem.core.errors import ConfigError
 from tandem.foreign_types import PreTrainedModel
-from tandem.hf.dense import PackedLinear, packed_layers
+from tandem.hf.dense import PackedModule
 from tandem.hf.runtime import require_runtime
 from tandem.hf.stand_in import refuse_to_copy
+from tandem.kernels.dense import DenseWeight
 
 
 class OffloadedModel:
@@ -65,18 +67,20 @@ class OffloadedModel:
             return count
         for layer in require_runtime(self).store:
             count += sum(math.prod(shape) for shape in layer.arrivals.shapes.values())
-        for linear in self._packed_layers():
-            count += linear.out_features * (linear.in_features + (linear.packed.bias is not None))
+        for weight in self._packed_weights():
+            count += weight.out_features * (weight.in_features + (weight.bias is not None))
         return count
 
     def get_memory_footprint(self, return_buffers: bool = True) -> int:
         """Return the bytes that the model takes, packed weights and experts in host memory too."""
         num_bytes = int(super().get_memory_footprint(return_buffers))  # type: ignore[misc]
-        packed = sum(linear.packed.num_bytes for linear in self._packed_layers())
+        packed = sum(weight.num_bytes for weight in self._packed_weights())
         return num_bytes + packed + require_runtime(self).store.num_bytes
 
-    def _packed_layers(self) -> list[PackedLinear]:
-        return [linear for _, linear in packed_layers(self)]  # type: ignore[arg-type]
+    def _packed_weights(self) -> Iterable[DenseWeight]:
+        """Return each packed matrix once: a head and embeddings may share one."""
+        modules = [m for m in self.modules() if isinstance(m, PackedModule)]  # type: ignore[attr-defined]
+        return {module.packed.matrix.data.data_ptr(): module.packed for module in modules}.values()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         refuse_to_copy()

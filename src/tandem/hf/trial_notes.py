@@ -15,7 +15,7 @@ import transformers
 
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.foreign_types import PreTrainedModel
-from tandem.hf.dense import PackedLinear
+from tandem.hf.dense import PackedModule
 from tandem.hf.identity import model_identity
 from tandem.hf.runtime import runtime_of
 from tandem.kernels.dense import CpuThreads
@@ -53,7 +53,7 @@ def _parts(model: PreTrainedModel) -> Iterator[str]:
     """Yield what a model is made of, and in which formats."""
     for name, module in model.named_modules():
         kind = type(module)
-        packed = module.packed.matrix.format if isinstance(module, PackedLinear) else ""
+        packed = module.packed.matrix.format if isinstance(module, PackedModule) else ""
         yield f"{name} {kind.__module__}.{kind.__qualname__} {packed}"
     runtime = runtime_of(model)
     for layer in () if runtime is None else runtime.store:

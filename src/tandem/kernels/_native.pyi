@@ -112,6 +112,9 @@ class DenseEngine:
         outputs: tuple[int, ...],
         /,
     ) -> None: ...
+    def read(
+        self, matrix: DenseMatrix, cols: int, count: int, numbers: int, is_bf16: bool, out: int, /
+    ) -> None: ...
 
 class RoutedLayer:
     def __init__(
@@ -431,6 +434,9 @@ class Program:
         input: int,
         outputs: Sequence[int],
         /,
+    ) -> None: ...
+    def add_rows(
+        self, matrix: DenseMatrix, cols: int, count: int, numbers: int, is_bf16: bool, out: int, /
     ) -> None: ...
     def add_attention(
         self,

@@ -14,6 +14,7 @@ from tandem.recording.fusion.calls import (
     find_attentions,
     find_dense_groups,
     find_experts,
+    find_rows,
     find_selections,
     find_states,
 )
@@ -40,6 +41,7 @@ _FINDERS: tuple[Callable[[Graph, CpuThreads], Iterator[Found]], ...] = (
     find_attentions,
     find_states,
     find_selections,
+    find_rows,
     find_experts,
     find_small_linears,
     find_dense_groups,

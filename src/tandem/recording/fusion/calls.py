@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.hf.opaque_calls import ATTENTION, DENSE, EXPERTS, SELECTION, STATES
+from tandem.hf.opaque_calls import ATTENTION, DENSE, EXPERTS, ROWS, SELECTION, STATES
 from tandem.kernels import _native
 from tandem.kernels.attention import CachedAttention, selected_arguments
 from tandem.kernels.dense import CpuThreads, DenseWeight
@@ -94,6 +94,29 @@ def _attention_call(cache: KvCache, attention: CachedAttention) -> NativeCall:
         )  # fmt: skip
 
     return NativeCall(add, cache.threads)
+
+
+def find_rows(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
+    """Find rows that are read from packed embeddings."""
+    for operation in graph.operations:
+        if operation.name == ROWS:
+            owner, weight, _, numbers = operation.args
+            outputs = operation.outputs
+            call = _rows_call(owner, weight)
+            fused = Operation(call, (numbers,), {}, outputs, ROWS, [numbers])
+            yield Found([operation], fused)
+
+
+def _rows_call(threads: CpuThreads, weight: DenseWeight) -> NativeCall:
+    def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        (numbers,), (out,) = inputs, outputs
+        require_contiguous(numbers)
+        program.add_rows(
+            weight.native, weight.in_features, numbers.numel(), numbers.data_ptr(),
+            out.dtype == torch.bfloat16, out.data_ptr(),
+        )  # fmt: skip
+
+    return NativeCall(add, threads)
 
 
 def find_states(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
