@@ -69,7 +69,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--expert-dtype", default="int4", help="of the system `packed`")
     parser.add_argument("--dense-dtype", default="int4", help="of the system `packed`")
     parser.add_argument("--kv-dtype", default="auto")
-    parser.add_argument("--quantisation", default="Q4_0", help="of the GGUF: Q4_0, Q8_0, BF16")
+    parser.add_argument("--quantisation", default="Q4_0", help="of the GGUF: a type, or Q4_K_M")
     parser.add_argument("--flash-attention", action="store_true", help="llama.cpp's; slower here")
     parser.add_argument("--no-repacking", action="store_true", help="llama.cpp: as the file has it")
     parser.add_argument("--one-at-a-time", action="store_true")

@@ -9,6 +9,7 @@ from benchmarks.generation.gguf_architectures import (
     Matrix,
     add_common_metadata,
 )
+from benchmarks.loading.padded_demo import Ggml, kinds_of
 from numpy.typing import NDArray
 
 from tandem.bench.model_shapes import MODEL_SHAPES, ModelShape
@@ -21,35 +22,44 @@ _BYTE_TOKENS = 259  # three special ones, then every byte
 
 
 def write_random_gguf(path: Path, shape: ModelShape, vocabulary: int, quantisation: str) -> None:
-    """Write a shape with a vocabulary of so many tokens in Q4_0, Q8_0 or BF16.
+    """Write a shape with a vocabulary of so many tokens: blocks of a type, or mixed as Q4_K_M.
 
-    Tensors go to the file one by one: the memory needed is that of the largest.
+    K- and IQ-types need llama-cpp-python, whose library rounds to them. Tensors go to the file one
+    by one: the memory needed is that of the largest.
     """
     values = shape.values | {"vocab_size": vocabulary}
     architecture = ARCHITECTURES[shape.model_type]
-    kind = gguf.GGMLQuantizationType[quantisation]
+    kind_of = kinds_of(quantisation, int(values["num_hidden_layers"]), is_tied=False)
     writer = gguf.GGUFWriter(path, architecture.name)
     add_common_metadata(writer, values)
     architecture.add_metadata(writer, values)
     add_tokens(writer, vocabulary)
     matrices = list(architecture.matrices(values))
     for matrix in matrices:
-        _announce(writer, matrix, kind)
+        _announce(writer, matrix, kind_of(matrix.name))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    tiles: dict[int, NDArray[np.uint8]] = {}
+    tiles: dict[tuple[int, int], NDArray[np.uint8]] = {}
     for name, size, is_quantised in matrices:
         if not is_quantised:
             writer.write_tensor_data(_plain_values(name, size).astype(np.float32))
             continue
-        if size[-1] not in tiles:
-            tile = _normal((_TILE_ROWS, size[-1])).astype(np.float32)
-            tiles[size[-1]] = gguf.quants.quantize(tile, kind).view(np.uint8)
+        kind, cols = kind_of(name), size[-1]
+        if (kind, cols) not in tiles:
+            tiles[kind, cols] = _blocks(_normal((_TILE_ROWS, cols)).astype(np.float32), kind)
         num_rows = int(np.prod(size[:-1]))
-        repeated = np.tile(tiles[size[-1]], (-(-num_rows // _TILE_ROWS), 1))[:num_rows]
+        repeated = np.tile(tiles[kind, cols], (-(-num_rows // _TILE_ROWS), 1))[:num_rows]
         writer.write_tensor_data(repeated)
     writer.close()
+
+
+def _blocks(values: NDArray[np.float32], kind: gguf.GGMLQuantizationType) -> NDArray[np.uint8]:
+    try:
+        blocks: NDArray[np.uint8] = gguf.quants.quantize(values, kind).view(np.uint8)
+    except NotImplementedError:
+        return Ggml().quantize(values, kind)
+    return blocks
 
 
 def _plain_values(name: str, shape: tuple[int, ...]) -> NDArray[np.float64]:

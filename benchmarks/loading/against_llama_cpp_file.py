@@ -13,7 +13,6 @@ import argparse
 import json
 import math
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,8 +22,7 @@ import torch
 import torch.nn.functional as F
 from benchmarks.generation.perplexity import TEXT
 from benchmarks.generation.systems import LlamaCpp, Setting
-from benchmarks.loading.padded_demo import Ggml, write_padded
-from gguf import GGMLQuantizationType
+from benchmarks.loading.padded_demo import Ggml, kinds_of, write_padded
 from torch import Tensor
 from transformers import AutoTokenizer
 
@@ -43,20 +41,6 @@ TYPES = (
 )  # fmt: skip
 WINDOW = 500
 _STEPS, _PROMPT = 32, 512
-
-
-def kinds_of(name: str, num_layers: int) -> Callable[[str], GGMLQuantizationType]:
-    """Return which type each matrix has in a file of a type, or of llama.cpp's mixture Q4_K_M."""
-
-    def mixed(tensor: str) -> GGMLQuantizationType:
-        if tensor == "token_embd.weight":  # the head too
-            return GGMLQuantizationType.Q6_K
-        number = int(tensor.split(".")[1])
-        has_more = number < num_layers // 8 or number % 3 == 2 or number >= 7 * num_layers // 8
-        is_larger = has_more and ("attn_v" in tensor or "ffn_down" in tensor)
-        return GGMLQuantizationType.Q6_K if is_larger else GGMLQuantizationType.Q4_K
-
-    return mixed if name == "Q4_K_M" else lambda _: GGMLQuantizationType[name]
 
 
 @torch.inference_mode()

@@ -79,6 +79,24 @@ class _TypeTraits(ctypes.Structure):
     )
 
 
+def kinds_of(
+    name: str, num_layers: int, *, is_tied: bool = True
+) -> Callable[[str], GGMLQuantizationType]:
+    """Return which type each matrix has in a file of a type, or of llama.cpp's mixture Q4_K_M."""
+
+    usual = GGMLQuantizationType.Q4_K
+
+    def mixed(tensor: str) -> GGMLQuantizationType:
+        if not tensor.startswith("blk."):  # embeddings, often the head too
+            return GGMLQuantizationType.Q6_K if is_tied or "output" in tensor else usual
+        number = int(tensor.split(".")[1])
+        has_more = number < num_layers // 8 or number % 3 == 2 or number >= 7 * num_layers // 8
+        is_larger = has_more and ("attn_v" in tensor or "ffn_down" in tensor)
+        return GGMLQuantizationType.Q6_K if is_larger else usual
+
+    return mixed if name == "Q4_K_M" else lambda _: GGMLQuantizationType[name]
+
+
 def write_padded(
     file: Path,
     demo: Path,

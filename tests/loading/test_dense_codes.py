@@ -86,7 +86,9 @@ def test_the_plan_knows_the_bytes(name: str, quantised: dict[str, Path]) -> None
 
 
 def test_inputs_in_an_order_of_their_own(quantised: dict[str, Path], tmp_path: Path) -> None:
-    values = load_file(write_decoded(tmp_path / "decoded", quantised["gptq-order"]) / "model.safetensors")
+    values = load_file(
+        write_decoded(tmp_path / "decoded", quantised["gptq-order"]) / "model.safetensors"
+    )
     model = tandem.load(quantised["gptq-order"], dtype="fp32", dense_dtype="auto")
     ordered = {p: layer for p, layer in packed_layers(model) if layer.input_order is not None}
     assert {formats_of(model)[path] for path in ordered} == {"int4-g32"}

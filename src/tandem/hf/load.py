@@ -16,6 +16,7 @@ from tandem.checkpoint.hub import HubOptions, find_model_path
 from tandem.checkpoint.mapped_files import reading_along
 from tandem.checkpoint.sources.gguf import open_gguf
 from tandem.checkpoint.sources.source import Source, open_source
+from tandem.checkpoint.weight_report import LoadReport, require_own_weights
 from tandem.core.config import from_mapping
 from tandem.core.errors import ConfigError, TandemWarning
 from tandem.experts.store.host_memory import available_bytes
@@ -26,7 +27,6 @@ from tandem.hf.config import OffloadConfig, parse_dense_dtype, parse_dtype, pars
 from tandem.hf.dense_place import device_map_for
 from tandem.hf.packed_reading import read_packed, reading_afterwards
 from tandem.hf.runtime import require_runtime
-from tandem.hf.weight_report import LoadReport, require_own_weights
 
 
 def load(

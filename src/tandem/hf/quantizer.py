@@ -13,6 +13,7 @@ from transformers.quantizers.base import HfQuantizer
 
 from tandem.checkpoint.mapped_files import copy_out_of_files, map_ahead, mapped_tensors
 from tandem.checkpoint.packed import INDEX_FILE, packed_name
+from tandem.checkpoint.weight_report import require_shapes
 from tandem.core.errors import ConfigError, UnsupportedModelError
 from tandem.core.units import format_bytes
 from tandem.experts.store import host_memory
@@ -40,7 +41,6 @@ from tandem.hf.packed_reading import map_packed
 from tandem.hf.runtime import Runtime
 from tandem.hf.stand_in import keep_elsewhere
 from tandem.hf.steps import announce_steps
-from tandem.hf.weight_report import require_shapes
 from tandem.kernels.formats.weight_format import ExpertFormat, WeightFormat
 
 # What an error advises a user to try when the experts do not fit, largest first.

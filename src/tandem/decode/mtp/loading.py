@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from tandem.checkpoint.config_values import foreign_errors
 from tandem.checkpoint.sources.source import Source
+from tandem.checkpoint.weight_report import require_own_weights
 from tandem.core.config import from_mapping
 from tandem.core.errors import UnsupportedModelError
 from tandem.decode.mtp.embedding import MtpEmbedding
@@ -22,11 +24,9 @@ from tandem.decode.mtp.names import mtp_names
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.checkpoint import Checkpoint, open_checkpoint
 from tandem.hf.config import OffloadConfig
-from tandem.hf.config_values import foreign_errors
 from tandem.hf.dense import pack_as_loaded, pack_dense_layers
 from tandem.hf.load import class_of, keep_first_layers, open_foreign
 from tandem.hf.runtime import require_runtime
-from tandem.hf.weight_report import require_own_weights
 
 # Options of the model that hold for its MTP layer too.
 _SAME = ("expert_dtype", "dense_dtype", "threads", "isa", "cache_dir")

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import transformers
 
+from tandem.checkpoint.config_values import foreign_errors
 from tandem.core.errors import UnsupportedModelError
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.checkpoint import Checkpoint, open_model
 from tandem.hf.config import OffloadConfig
-from tandem.hf.config_values import foreign_errors
 from tandem.hf.dense import pack_as_loaded
 from tandem.hf.experts import is_experts_module
 from tandem.hf.load import empty_model, load_checkpoint, source_config
