@@ -9,7 +9,7 @@ from benchmarks.generation.gguf_architectures import (
     Matrix,
     add_common_metadata,
 )
-from benchmarks.loading.padded_demo import Ggml, kinds_of
+from benchmarks.loading.ggml import Ggml, kinds_of
 from numpy.typing import NDArray
 
 from tandem.bench.model_shapes import MODEL_SHAPES, ModelShape

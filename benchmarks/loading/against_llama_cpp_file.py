@@ -22,7 +22,8 @@ import torch
 import torch.nn.functional as F
 from benchmarks.generation.perplexity import TEXT
 from benchmarks.generation.systems import LlamaCpp, Setting
-from benchmarks.loading.padded_demo import Ggml, kinds_of, write_padded
+from benchmarks.loading.ggml import Ggml, kinds_of
+from benchmarks.loading.padded_demo import write_padded
 from torch import Tensor
 from transformers import AutoTokenizer
 
