@@ -51,6 +51,18 @@ def test_thinking_ends_after_so_many_tokens(
 def test_what_a_grammar_forbids_does_not_come() -> None:
     tokenizer: Any = byte_tokenizer()
     limit = ThinkingLimit(num_tokens=0, begin="<think>", end=END, closing=CLOSING, has_begun=True)
-    scores = torch.zeros((1, VOCABULARY))
-    scores[0, tokenizer(CLOSING)["input_ids"][0]] = float("-inf")
-    assert torch.equal(BoundedThinking(limit, tokenizer).restrict(scores), scores)
+    thinking = BoundedThinking(limit, tokenizer)
+    first, mark = tokenizer(CLOSING)["input_ids"][0], tokenizer(END)["input_ids"]
+    nothing = torch.zeros((1, VOCABULARY))
+    nothing[0, [first, mark[0]]] = float("-inf")
+    for _ in range(2):
+        assert torch.equal(thinking.restrict(nothing), nothing)
+        thinking.accept(60)
+    mark_alone = torch.zeros((1, VOCABULARY))
+    mark_alone[0, first] = float("-inf")
+    found = []
+    for _ in mark:
+        found.append(int(thinking.restrict(mark_alone).argmax()))
+        thinking.accept(found[-1])
+    assert found == mark
+    assert torch.equal(thinking.restrict(mark_alone), mark_alone)

@@ -71,6 +71,8 @@ def test_a_conversation_with_tools_means_the_same_chat() -> None:
 def test_a_message_of_the_assistant_at_the_end_is_gone_on_with() -> None:
     assert chat_of(messages=[*HELLO, {"role": "assistant", "content": "I"}]).continue_final_message
     assert chat_of(thinking={"type": "disabled"}).enable_thinking is False
+    limited = chat_of(thinking={"type": "enabled", "budget_tokens": 5})
+    assert (limited.enable_thinking, limited.thinking_token_budget) == (True, 5)
     assert chat_of().continue_final_message is None
 
 

@@ -1,6 +1,7 @@
 """Pictures in the requests of all three APIs: answered as by Transformers, or refused in words."""
 
 import base64
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 import tandem
+from tandem.apis.answering import GenerationRequests
 from tandem.apis.errors import ApiError
 from tandem.apis.images import ImageReader
 from tandem.core.errors import ConfigError
@@ -26,6 +28,7 @@ from tests.images import (
     transformers_tokens,
 )
 from tests.server.running import Reply, RunningServer, running_server
+from tests.server.test_trimming import INFO, asked
 
 pytest.importorskip("PIL", reason="Pillow is in the extra `images`")
 
@@ -246,6 +249,30 @@ def test_a_model_without_a_processor_says_why() -> None:
     reader = ImageReader(processor=None, token_id=IMAGE_TOKEN, why_none="it has no processor")
     with pytest.raises(ApiError, match="it has no processor"):
         reader.write("text", URLS)
+
+
+def test_turns_with_images_are_dropped_and_a_model_may_say_no(checkpoint: Path) -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint)
+    processor = load_processor(str(checkpoint), tokenizer, IMAGE_TOKEN)
+    reader = ImageReader(processor=processor, token_id=IMAGE_TOKEN)
+    requests = GenerationRequests(tokenizer, context=None, trims=True, images=reader)
+    shown: Any = [{"type": "image_url", "image_url": URLS[0]}, {"type": "text", "text": "x" * 100}]
+    turns = [
+        {"role": role, "content": shown if role == "user" else "yes"}
+        for _ in range(5)
+        for role in ("user", "assistant")
+    ]
+    body = asked([*turns, {"role": "user", "content": shown}], max_tokens=10)
+    (request,) = requests.chat(body, INFO)
+    images = request.fields["images"]
+    assert 0 < request.num_dropped_turns < 5
+    assert request.fields["prompt"] == images.ids
+    assert len(images.inputs["image_grid_thw"]) == 6 - request.num_dropped_turns
+    assert requests.capabilities(INFO)["image_input"] == {"supported": True}
+    info = dataclasses.replace(INFO, why_no_images="Gemma takes no images here: it may not")
+    assert requests.capabilities(info)["image_input"] == {"supported": False}
+    with pytest.raises(ApiError, match="Gemma takes no images here"):
+        requests.chat(body, info)
 
 
 def test_there_are_bounds_for_all_images_of_a_request(

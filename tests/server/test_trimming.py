@@ -14,6 +14,7 @@ from tandem.apis.reading import read_body
 from tandem.apis.replies import ChatReply
 from tandem.apis.schemas import ChatRequest, CompletionRequest
 from tandem.engine.messages import ModelInfo
+from tandem.generate.thinking import ThinkingLimit
 from tandem.server.service import trimming_headers
 
 LIMIT = 400
@@ -43,6 +44,21 @@ def trimmed(tokenizer: Any, messages: list[dict[str, str]], **fields: Any) -> Ge
     generation_requests = GenerationRequests(tokenizer, context=None, trims=True)
     (generation_request,) = generation_requests.chat(asked(messages, **fields), INFO)
     return generation_request
+
+
+def test_a_budget_of_reasoning_is_handed_on_where_the_model_reasons(tokenizer: Any) -> None:
+    plain = tokenizer.chat_template
+    limits = []
+    for template in (plain, plain + "<think>\n"):
+        tokenizer.chat_template = template
+        generation_request = trimmed(tokenizer, [LONG[-1]], thinking_token_budget=7)
+        limits.append(generation_request.fields["thinking"])
+    tokenizer.chat_template = plain
+    assert limits == [
+        None,
+        ThinkingLimit(num_tokens=7, begin="<think>", end="</think>", closing="\n</think>\n\n",
+                      has_begun=True),
+    ]  # fmt: skip
 
 
 def test_whole_turns_are_dropped_from_the_front_and_the_system_message_stays(

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from tandem.cli.images import load_image_reader
 from tandem.cli.model_choice import (
     ModelChoice,
     find_model,
@@ -71,6 +72,7 @@ def _build_app(
     api_key: str | None,
 ) -> Any:
     """Return one replica's application; its engine process begins and ends with it."""
+    from tandem.apis.images import allowed_directory
     from tandem.engine.messages import EngineSettings
     from tandem.server.app import create_app
     from tandem.server.engine_client import EngineClient
@@ -82,7 +84,8 @@ def _build_app(
     )
     settings = EngineSettings(max_running=options.max_running, part_tokens=options.part_tokens)
     engine = EngineClient(load, settings, max_waiting=options.max_waiting)
-    server = Server(engine, load_tokenizer(found), options, Path(choice.model).name)
+    images = load_image_reader(found, allowed_directory(options.image_files))
+    server = Server(engine, load_tokenizer(found), options, Path(choice.model).name, images)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: object) -> AsyncIterator[None]:

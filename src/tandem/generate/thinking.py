@@ -36,25 +36,39 @@ class BoundedThinking:
         """Begin an answer."""
         self._limit = limit
         self._decode: Callable[[Sequence[int]], str] = tokenizer.decode
-        self._closing: list[int] = tokenizer(limit.closing, add_special_tokens=False)["input_ids"]
+        self._closing, self._mark = (
+            list(tokenizer(text, add_special_tokens=False)["input_ids"])
+            for text in (limit.closing, limit.end)
+        )
         self._tokens: list[int] = []
         self._num_thought = 0
         self._is_open, self._has_ended = limit.has_begun, False
         self._forced = self._closing if limit.has_begun and limit.num_tokens == 0 else []
 
     def restrict(self, scores: "Tensor") -> "Tensor":
-        """Return scores (1, vocabulary), with -inf for all but the token that must come."""
-        if not self._forced or scores[0, self._forced[0]] == float("-inf"):
+        """Return scores (1, vocabulary), with -inf for all but the token that must come.
+
+        Where a grammar forbids that, the mark may come alone, or what the model likes.
+        """
+        if not self._forced:
+            return scores
+        if self._forced == self._closing and self._is_forbidden(scores):
+            self._forced = self._mark
+        if self._is_forbidden(scores):
             return scores
         only = scores.new_full(scores.shape, float("-inf"))
         only[0, self._forced[0]] = 0.0
         return only
 
+    def _is_forbidden(self, scores: "Tensor") -> bool:
+        return bool(scores[0, self._forced[0]] == float("-inf"))
+
     def accept(self, token: int) -> bool:
         """Count the token that came."""
         if self._forced:
-            self._forced = self._forced[1:] if token == self._forced[0] else []
-            self._has_ended = True
+            is_on_its_way = token == self._forced[0]
+            self._forced = self._forced[1:] if is_on_its_way else self._closing
+            self._has_ended = not self._forced
         elif not self._has_ended:
             self._tokens.append(token)
             self._look()
