@@ -53,12 +53,14 @@ _DEEPSEEK = {
         "mscale_all_dim": 0.707,
     },
 }  # fmt: skip
+_QWEN3 = {
+    "head_dim": 16, "num_experts": 8, "moe_intermediate_size": 96, "intermediate_size": 64,
+    "norm_topk_prob": True,
+}  # fmt: skip
 # By GGUF architecture: Transformers' model type and what its config has beside the common values.
 TINY: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3moe": ("qwen3_moe", {
-        "head_dim": 16, "num_experts": 8, "moe_intermediate_size": 96, "intermediate_size": 64,
-        "norm_topk_prob": True,
-    }),
+    "qwen3moe": ("qwen3_moe", _QWEN3),
+    "qwen3vlmoe": ("qwen3_moe", _QWEN3),
     "qwen2moe": ("qwen2_moe", {
         "num_experts": 8, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 128,
         "intermediate_size": 64,

@@ -55,6 +55,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "bailingmoe3": ("bailing_hybrid", {"layer_group_size": 3, "num_mtp_layers": 0}),
     "ernie4_5-moe": ("ernie4_5_moe", {}),
     "hunyuan-moe": ("hunyuan_v1_moe", {}),
+    "dots1": ("dots1", {}),
+    "hy_v3": ("hy_v3", {}),
+    "exaone-moe": ("exaone_moe", {}),
+    "granitemoe": ("granitemoe", {
+        "attention_multiplier": 0.1, "embedding_multiplier": 3.0, "residual_multiplier": 0.5,
+        "logits_scaling": 2.0,
+    }),
+    "granitemoe shared": ("granitemoeshared", {}),
     "mimo2": ("mimo_v2_flash", {
         "v_head_dim": 8,
         "rope_parameters": {

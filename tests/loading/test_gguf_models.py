@@ -62,5 +62,14 @@ def test_decode_steps_read_rows_and_gather_inputs_natively(
 
 
 def test_every_architecture_has_a_file() -> None:
-    older = {"qwen2moe", "qwen3moe", "minimax-m2", "llama", "olmoe", "gpt-oss", "glm4moe"}
+    older = {
+        "qwen2moe",
+        "qwen3moe",
+        "qwen3vlmoe",
+        "minimax-m2",
+        "llama",
+        "olmoe",
+        "gpt-oss",
+        "glm4moe",
+    }
     assert older | {"deepseek2"} | {name.partition(" ")[0] for name in MODELS} == set(ARCHITECTURES)

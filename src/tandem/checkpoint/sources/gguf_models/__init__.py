@@ -4,13 +4,16 @@ from tandem.checkpoint.sources.gguf_models.architecture import Architecture, Rec
 from tandem.checkpoint.sources.gguf_models.full_attention import (
     HUNYUAN,
     by_transformers,
+    dots1,
     ernie,
     glm4,
     gpt_oss,
     hunyuan,
+    hy_v3,
     mixtral,
     olmoe,
     paired,
+    qwen3_vl,
 )
 from tandem.checkpoint.sources.gguf_models.latent_attention import (
     INDEXED,
@@ -33,10 +36,11 @@ from tandem.checkpoint.sources.gguf_models.linear_attention import (
 from tandem.checkpoint.sources.gguf_models.state_space import (
     GRANITE_HYBRID,
     NEMOTRON_H,
+    granite,
     granite_hybrid,
     nemotron_h,
 )
-from tandem.checkpoint.sources.gguf_models.windows import GEMMA4, gemma4, mimo2
+from tandem.checkpoint.sources.gguf_models.windows import GEMMA4, exaone, gemma4, mimo2
 
 __all__ = ["ARCHITECTURES", "Architecture", "Recipe", "is_read_by_transformers"]
 
@@ -61,6 +65,11 @@ ARCHITECTURES = {
     "bailingmoe3": Architecture(bailing, BAILING),
     "ernie4_5-moe": Architecture(ernie),
     "hunyuan-moe": Architecture(hunyuan, HUNYUAN),
+    "qwen3vlmoe": Architecture(qwen3_vl),
+    "dots1": Architecture(dots1),
+    "hy_v3": Architecture(hy_v3),
+    "exaone-moe": Architecture(exaone),
+    "granitemoe": Architecture(granite, GRANITE_HYBRID),
     "mimo2": Architecture(mimo2),
     "gemma4": Architecture(gemma4, GEMMA4),
 }

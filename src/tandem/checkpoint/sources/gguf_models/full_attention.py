@@ -11,6 +11,7 @@ from tandem.checkpoint.sources.gguf_models.config_values import (
     config_of,
     head_dim,
     is_tied,
+    mlp_types,
     num_dense_layers,
     partial_rope,
     routing,
@@ -108,6 +109,40 @@ def hunyuan(header: GgufHeader) -> PreTrainedConfig:
         num_experts=header.value("expert_count"),
         intermediate_size=header.expert_width,
         head_dim=head_dim(header),
+    )
+
+
+def qwen3_vl(header: GgufHeader) -> PreTrainedConfig:
+    """Make the config of a Qwen3-VL's text model, which is a Qwen3 while it reads text alone."""
+    return config_of(
+        header,
+        "qwen3_moe",
+        head_dim=head_dim(header),
+        num_experts=header.value("expert_count"),
+        moe_intermediate_size=header.expert_width,
+        intermediate_size=header.value("feed_forward_length"),
+        norm_topk_prob=True,
+    )
+
+
+def dots1(header: GgufHeader) -> PreTrainedConfig:
+    """Make the config of a dots.llm1."""
+    return config_of(header, "dots1", head_dim=head_dim(header), **routing(header))
+
+
+def hy_v3(header: GgufHeader) -> PreTrainedConfig:
+    """Make the config of a Hunyuan V3."""
+    width = header.value("expert_shared_feed_forward_length", 0)
+    return config_of(
+        header,
+        "hy_v3",
+        head_dim=head_dim(header),
+        num_experts=header.value("expert_count"),
+        num_shared_experts=width // (header.expert_width or 1),
+        moe_intermediate_size=header.expert_width,
+        intermediate_size=header.value("feed_forward_length"),
+        router_scaling_factor=header.value("expert_weights_scale", 1.0),
+        mlp_layer_types=mlp_types(header),
     )
 
 

@@ -1,4 +1,4 @@
-"""Architectures with Mamba-2 layers: Nemotron-H and Granite 4 H."""
+"""Architectures with Mamba-2 layers: Nemotron-H and Granite 4 H; and Granite without them."""
 
 from typing import Any
 
@@ -66,6 +66,20 @@ def granite_hybrid(header: GgufHeader) -> PreTrainedConfig:
         mamba_d_head=inner // heads,
         mamba_expand=inner // header.value("embedding_length"),
         **granite_factors(header),
+    )
+
+
+def granite(header: GgufHeader) -> PreTrainedConfig:
+    """Make the config of a Granite with experts and attention alone."""
+    shared = header.value("expert_shared_feed_forward_length")
+    own = {} if shared is None else {"shared_intermediate_size": shared}
+    return config_of(
+        header,
+        "granitemoe" if shared is None else "granitemoeshared",
+        num_local_experts=header.value("expert_count"),
+        intermediate_size=header.expert_width,
+        **granite_factors(header),
+        **own,
     )
 
 

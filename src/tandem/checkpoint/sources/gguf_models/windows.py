@@ -88,6 +88,22 @@ def mimo2(header: GgufHeader) -> PreTrainedConfig:
     )
 
 
+def exaone(header: GgufHeader) -> PreTrainedConfig:
+    """Make the config of an EXAONE with experts."""
+    windows = each_layer(header, "attention.sliding_window_pattern")
+    values = routing(header)
+    values |= {"num_experts": values.pop("n_routed_experts")}
+    values |= {"num_shared_experts": values.pop("n_shared_experts")}
+    return config_of(
+        header,
+        "exaone_moe",
+        layer_types=["sliding_attention" if window else "full_attention" for window in windows],
+        mlp_layer_types=mlp_types(header),
+        sliding_window=header.value("attention.sliding_window"),
+        **values,
+    )
+
+
 GEMMA4: Names = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
