@@ -49,7 +49,7 @@ void DenseEngine::convert_input(const DenseCall& call) {
     std::fill(row + call.in_features, row + cols, 0.0f);
     if (form == ActivationForm::kBf16) kernels_.to_bf16(row, cols, bf16_.data() + t * cols);
     if (form == ActivationForm::kInt8)
-      kernels_.quantize(row, cols, matrix.group, sum_factor(matrix.format),
+      kernels_.quantize(row, cols, matrix.group, matrix.format,
                         quantized_.data() + t * cols, scales_.data() + t * groups,
                         sums_.data() + t * groups);
   });

@@ -236,7 +236,7 @@ void ExpertEngine::convert(const float* values, std::int64_t count, Rows& rows, 
       return;
     case ActivationForm::kInt8: {
       const std::int64_t group = row * rows.groups + begin / rows.group;
-      kernels_->quantize(values, count, rows.group, sum_factor(rows.format),
+      kernels_->quantize(values, count, rows.group, rows.format,
                          rows.quantized.data() + at, rows.scales.data() + group,
                          rows.sums.data() + group);
     }

@@ -25,7 +25,7 @@ struct Kernels {
 
   // Rounds one row to int8 with a scale per group: quantized, scales and sums as in Activations.
   void (*quantize)(const float* row, std::int64_t cols, std::int64_t group,
-                   std::int32_t sum_factor, std::int8_t* quantized, float* scales,
+                   Format format, std::int8_t* quantized, float* scales,
                    std::int32_t* sums);
 
   void (*to_bf16)(const float* row, std::int64_t cols, std::uint16_t* out);

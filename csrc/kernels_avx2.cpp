@@ -79,7 +79,7 @@ void quantize32(const float* x, __m256 kept, __m256 inverse, std::int8_t* out, _
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm256_permutevar8x32_epi32(bytes, order));
 }
 
-void quantize(const float* row, std::int64_t cols, std::int64_t group, std::int32_t sum_factor,
+void quantize(const float* row, std::int64_t cols, std::int64_t group, Format format,
               std::int8_t* quantized, float* scales, std::int32_t* sums) {
   const __m256i magnitude = _mm256_set1_epi32(0x7FFFFFFF);
   for (std::int64_t g = 0; g < cols / group; ++g) {
@@ -101,7 +101,7 @@ void quantize(const float* row, std::int64_t cols, std::int64_t group, std::int3
     for (std::int64_t k = 0; k + 32 <= group; k += 32)
       quantize32(x + k, kept, inverse, quantized + g * group + k, sum);
     scales[g] = is_finite ? top / 127.0f : NAN;  // which makes every result NaN
-    sums[g] = sum_factor * sum_of(sum);
+    sums[g] = stored_sum(format, sum_of(sum), scales[g]);
   }
 }
 

@@ -45,7 +45,7 @@ void matmul(const PackedMatrix& m, std::int64_t begin, std::int64_t end, const A
   });
 }
 
-void quantize(const float* row, std::int64_t cols, std::int64_t group, std::int32_t sum_factor,
+void quantize(const float* row, std::int64_t cols, std::int64_t group, Format format,
               std::int8_t* quantized, float* scales, std::int32_t* sums) {
   for (std::int64_t g = 0; g < cols / group; ++g) {
     const float* x = row + g * group;
@@ -66,7 +66,7 @@ void quantize(const float* row, std::int64_t cols, std::int64_t group, std::int3
       sum = _mm512_add_epi32(sum, q);
     }
     scales[g] = top / 127.0f;
-    sums[g] = sum_factor * _mm512_reduce_add_epi32(sum);
+    sums[g] = stored_sum(format, _mm512_reduce_add_epi32(sum), scales[g]);
   }
 }
 

@@ -130,7 +130,7 @@ void multiply_codes(const PackedMatrix& m, std::int64_t b, const Activations& x,
     for (int row = 0; row < kBlockRows; ++row) scales[row] = scale_at(m, b, g, row);
     for (std::int64_t t = 0; t < num_tokens; ++t) {
       const float x_scale = x.scales[t * x.group_stride + g];
-      const float x_sum = x_scale * static_cast<float>(x.sums[t * x.group_stride + g]);
+      const float x_sum = x.scaled_sum(t * x.group_stride + g);
       for (int row = 0; row < kBlockRows; ++row) {
         const Scale& s = scales[row];
         totals[t][row] += static_cast<float>(sums[t][row]) * (s.scale * x_scale);
@@ -205,7 +205,7 @@ void multiply_floats(const PackedMatrix& m, std::int64_t b, const Activations& x
 // Rounds to the nearest even, for up to 2^22: no call, so that loops of it become vectors.
 float rounded(float x) { return (x + 12582912.0f) - 12582912.0f; }  // 1.5 * 2^23
 
-void quantize(const float* row, std::int64_t cols, std::int64_t group, std::int32_t sum_factor,
+void quantize(const float* row, std::int64_t cols, std::int64_t group, Format format,
               std::int8_t* quantized, float* scales, std::int32_t* sums) {
   for (std::int64_t g = 0; g < cols / group; ++g) {
     const float* x = row + g * group;
@@ -222,7 +222,7 @@ void quantize(const float* row, std::int64_t cols, std::int64_t group, std::int3
       sum += q;
     }
     scales[g] = is_finite ? largest / 127.0f : NAN;
-    sums[g] = sum_factor * sum;
+    sums[g] = stored_sum(format, sum, scales[g]);
   }
 }
 

@@ -1,6 +1,7 @@
 // Packed weights as the kernels see them; docs/formats.md has the layout, byte by byte.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 
 namespace tandem {
@@ -116,11 +117,14 @@ struct PackedMatrix {
 struct Activations {
   const std::int8_t* quantized;  // integer formats; scales and sums have one value per group
   const float* scales;
-  const std::int32_t* sums;   // of the group's values, times sum_factor(format)
+  const std::int32_t* sums;   // of the group's values, see stored_sum()
   const std::uint16_t* bf16;  // kBf16, kFp8: e4m3 is exact in bf16
   const float* fp32;          // kFp16: bf16 would lose digits of its weights, fp16 the range
   std::int64_t stride;        // in values
   std::int64_t group_stride;  // in groups
+
+  // Of formats with minima, a group's sum times its scale.
+  float scaled_sum(std::int64_t group) const { return std::bit_cast<float>(sums[group]); }
 };
 
 // What a format's activations are: int8 with scales and sums, bf16, or fp32.
@@ -188,10 +192,12 @@ constexpr std::int64_t row_factors(Format format, std::int64_t block, std::int64
   return block * scale_bytes(format, cols, encoding(format).group);
 }
 
-// What the sums of activations are stored times: what the codes' offset adds to a dot product is
-// taken off by starting the accumulator there. Zero points need the plain sum.
-constexpr std::int32_t sum_factor(Format format) {
-  return encoding(format).has_minima ? 1 : -encoding(format).offset;
+// How the sum of a group's int8 values is kept. What the codes' offset adds to a dot product is taken
+// off by starting the accumulator at the sum times it; a minimum is multiplied with the bits of a
+// float, the sum times the scale.
+inline std::int32_t stored_sum(Format format, std::int32_t sum, float scale) {
+  if (!encoding(format).has_minima) return -encoding(format).offset * sum;
+  return std::bit_cast<std::int32_t>(scale * static_cast<float>(sum));
 }
 
 }  // namespace tandem

@@ -108,6 +108,27 @@ inline void widen(const std::int8_t* from, std::int64_t count, std::int16_t* to)
 // The hardware follows a stream to the end of its page only.
 constexpr std::int64_t kAheadBytes = 4096;
 
+// What a product reads: strips of codes, which lie in memory or decoded in a panel, and there the
+// scales of their groups as floats, each group's 16 followed by its minima.
+struct Strips {
+  const std::uint8_t* codes;
+  const float* scales;
+};
+
+template <Format F>
+constexpr std::int64_t kFloatsOfGroup = kHasMinima<F> ? 32 : 16;
+
+// Turns the scales of one group into a panel's floats.
+template <Format F>
+void fill_scales(const PackedMatrix& m, std::int64_t block, std::int64_t g, float* panel) {
+  const std::int64_t index = block * (m.cols / m.group) + g;
+  for (int h = 0; h < kHalves; ++h) {
+    _mm256_store_ps(panel + 8 * h, load_scales<F>(m, block, index, h));
+    if constexpr (kHasMinima<F>)
+      _mm256_store_ps(panel + 16 + 8 * h, load_minima<F>(m, index, h));
+  }
+}
+
 // Turns one strip into a panel's bytes.
 template <class Dot, Format F>
 void fill_panel(const std::uint8_t* strip, std::uint8_t* panel) {
@@ -186,7 +207,7 @@ std::int64_t span_of(const PackedMatrix& m) {
 // number in a row, and `Part` that in its strip.
 template <class Dot, Format F, bool IsCached, int Part, int T>
 void add_group(const Product& p, std::int64_t block, std::int64_t token, std::int64_t g,
-               const std::uint8_t* strips, const Inputs<Dot, F>& inputs, Totals<T>& total) {
+               Strips strips, const Inputs<Dot, F>& inputs, Totals<T>& total) {
   const Activations& x = p.x;
   const std::int64_t span = span_of<F>(p.m);
   const std::int64_t index = block * (p.m.cols / p.m.group) + g;
@@ -197,22 +218,25 @@ void add_group(const Product& p, std::int64_t block, std::int64_t token, std::in
     for (__m256i& sum : sums[t])
       sum = _mm256_set1_epi32(kHasMinima<F> ? 0 : x_sums[t * x.group_stride]);
   for (std::int64_t k = 0; k < span; k += kStripCols) {
-    add_strip<Dot, F, IsCached, Part>(strips, inputs.from(k), sums);
-    strips += IsCached ? kPanelStripBytes<Dot, F> : kStripBytes<F>;
+    add_strip<Dot, F, IsCached, Part>(strips.codes, inputs.from(k), sums);
+    strips.codes += IsCached ? kPanelStripBytes<Dot, F> : kStripBytes<F>;
   }
 #pragma GCC unroll 2
   for (int h = 0; h < kHalves; ++h) {
-    const __m256 scales = load_scales<F>(p.m, block, index, h);
+    const __m256 scales = IsCached ? _mm256_load_ps(strips.scales + 8 * h)
+                                   : load_scales<F>(p.m, block, index, h);
     [[maybe_unused]] __m256 minima;
-    if constexpr (kHasMinima<F>) minima = load_minima<F>(p.m, index, h);
+    if constexpr (kHasMinima<F>)
+      minima = IsCached ? _mm256_load_ps(strips.scales + 16 + 8 * h)
+                        : load_minima<F>(p.m, index, h);
 #pragma GCC unroll 4
     for (int t = 0; t < T; ++t) {
       const float x_scale = x_scales[t * x.group_stride];
       total[t][h] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[t][h]),
                                     _mm256_mul_ps(scales, _mm256_set1_ps(x_scale)), total[t][h]);
       if constexpr (kHasMinima<F>) {
-        const float weight = x_scale * static_cast<float>(x_sums[t * x.group_stride]);
-        total[t][h] = _mm256_fmadd_ps(minima, _mm256_set1_ps(weight), total[t][h]);
+        const __m256 x_sum = _mm256_set1_ps(x.scaled_sum((token + t) * x.group_stride + g));
+        total[t][h] = _mm256_fmadd_ps(minima, x_sum, total[t][h]);
       }
     }
   }
@@ -222,19 +246,21 @@ void add_group(const Product& p, std::int64_t block, std::int64_t token, std::in
 // other from `strips` on: in memory, or decoded in a panel. `inputs` are those of the first column.
 template <class Dot, Format F, bool IsCached, int T>
 void integer_tile(const Product& p, std::int64_t block, std::int64_t token,
-                  std::int64_t first_span, std::int64_t num_spans, const std::uint8_t* strips,
+                  std::int64_t first_span, std::int64_t num_spans, Strips strips,
                   Inputs<Dot, F> inputs, const Output& out) {
   constexpr int kParts = kGroupsOfStrip<F>;
   constexpr std::int64_t kBytes = IsCached ? kPanelStripBytes<Dot, F> : kStripBytes<F>;
   const std::int64_t span_bytes = span_of<F>(p.m) / kStripCols * kBytes;
   Totals<T> total;
   out.load<T>(total);
-  for (std::int64_t s = first_span; s < first_span + num_spans; ++s, strips += span_bytes) {
+  for (std::int64_t s = first_span; s < first_span + num_spans; ++s) {
     each<kParts>([&](auto part) TANDEM_INLINED {
       constexpr int kPart = decltype(part)::value;
       add_group<Dot, F, IsCached, kPart, T>(p, block, token, s * kParts + kPart, strips, inputs,
                                             total);
+      if constexpr (IsCached) strips.scales += kFloatsOfGroup<F>;
     });
+    strips.codes += span_bytes;
     inputs = inputs.from(span_of<F>(p.m));
   }
   out.store<T>(total);
@@ -277,7 +303,8 @@ void few_tokens(const Product& p, std::int64_t begin, std::int64_t end, std::int
       const std::uint8_t* data = p.m.data + code_bytes(F, b * p.m.cols + s * span);
       const Output out = p.block(b, s == 0, s + width == spans);
       in_tiles<kStreamedTile>(num_tokens, [&]<int T>(std::int64_t t) {
-        integer_tile<Dot, F, false, T>(p, b, t, s, width, data, x.token(t), out.token(t));
+        integer_tile<Dot, F, false, T>(p, b, t, s, width, {data, nullptr}, x.token(t),
+                                       out.token(t));
       });
     }
   }
@@ -286,9 +313,10 @@ void few_tokens(const Product& p, std::int64_t begin, std::int64_t end, std::int
 // Decodes a part of a block once for a batch of tokens; part and activations stay in the first cache.
 template <class Dot, Format F>
 void many_tokens(const Product& p, std::int64_t begin, std::int64_t end, std::int64_t num_tokens) {
-  constexpr int kTile = 4;
+  constexpr int kTile = 4, kParts = kGroupsOfStrip<F>;
   constexpr std::int64_t kBatch = 64, kBytes = kPanelStripBytes<Dot, F>, kPanelBytes = 8192;
   alignas(64) std::uint8_t panel[kPanelBytes];
+  alignas(64) float scales[kPanelBytes / kBytes * kGroupsOfStrip<F> * kFloatsOfGroup<F>];
   InputPanel<Dot, F, kBatch, kPanelBytes / kBytes * kStripCols> inputs;
   const std::int64_t span = span_of<F>(p.m), spans = p.m.cols / span;
   const std::int64_t strips = span / kStripCols;  // of a span
@@ -302,9 +330,12 @@ void many_tokens(const Product& p, std::int64_t begin, std::int64_t end, std::in
         const std::uint8_t* data = p.m.data + (b * spans + s) * strips * kStripBytes<F>;
         for (std::int64_t i = 0; i < width * strips; ++i)
           fill_panel<Dot, F>(data + i * kStripBytes<F>, panel + i * kBytes);
+        for (std::int64_t g = 0; g < width * kParts; ++g)
+          fill_scales<F>(p.m, b, s * kParts + g, scales + g * kFloatsOfGroup<F>);
         const Output out = p.block(b, s == 0, s + width == spans).token(batch);
         in_tiles<kTile>(count, [&]<int T>(std::int64_t t) {
-          integer_tile<Dot, F, true, T>(p, b, batch + t, s, width, panel, x.token(t), out.token(t));
+          integer_tile<Dot, F, true, T>(p, b, batch + t, s, width, {panel, scales}, x.token(t),
+                                        out.token(t));
         });
       }
     }

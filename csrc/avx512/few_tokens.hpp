@@ -85,8 +85,8 @@ TANDEM_INLINE void few_of_group(const PackedMatrix& m, std::int64_t block, std::
     total[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum),
                                _mm512_mul_ps(w_scale, _mm512_set1_ps(x_scale)), total[t]);
     if constexpr (kHasMinima<F>) {
-      const float x_sum = x_scale * static_cast<float>(x_sums[t * x.group_stride]);
-      total[t] = _mm512_fmadd_ps(minima, _mm512_set1_ps(x_sum), total[t]);
+      const __m512 x_sum = _mm512_set1_ps(x.scaled_sum(t * x.group_stride + g));
+      total[t] = _mm512_fmadd_ps(minima, x_sum, total[t]);
     }
   });
 }

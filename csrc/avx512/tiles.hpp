@@ -123,9 +123,9 @@ TANDEM_INLINE void integer_tile(const Panel& panel, int first_block, Columns col
       const __m512 scale = _mm512_mul_ps(w_scale, _mm512_set1_ps(x_scale));
       total[t][b] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[t][b]), scale, total[t][b]);
       if constexpr (kHasMinima<F>) {
-        const float x_sum = x_scale * static_cast<float>(x_sums[t * x.group_stride]);
-        total[t][b] = _mm512_fmadd_ps(_mm512_load_ps(panel.minima(g, first_block + b)),
-                                      _mm512_set1_ps(x_sum), total[t][b]);
+        const __m512 x_sum = _mm512_set1_ps(x.scaled_sum(first + g + t * x.group_stride));
+        total[t][b] = _mm512_fmadd_ps(_mm512_load_ps(panel.minima(g, first_block + b)), x_sum,
+                                      total[t][b]);
       }
     });
   }

@@ -70,7 +70,7 @@ struct Rounded {
     for (std::int64_t t = 0; t < c.num_tokens; ++t) {
       const float* row = c.rows.data() + t * c.cols;
       if (is_int8)
-        portable.quantize(row, c.cols, c.group, tandem::sum_factor(c.format),
+        portable.quantize(row, c.cols, c.group, c.format,
                           quantized.data() + t * c.cols, scales.data() + t * groups,
                           sums.data() + t * groups);
       else
