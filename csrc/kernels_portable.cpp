@@ -168,8 +168,8 @@ void to_floats(Format format, const std::uint8_t* codes, std::int64_t cols,
   }
 }
 
-float activation_at(const Activations& x, std::int64_t index) {
-  return x.bf16 != nullptr ? bf16_to_float(x.bf16[index]) : x.fp32[index];
+float activation_at(Format format, const Activations& x, std::int64_t index) {
+  return format == Format::kFp16 ? x.fp32[index] : bf16_to_float(x.bf16[index]);
 }
 
 // As multiply_codes(), of weights in floating point; the 16 rows of an fp8 block share scales.
@@ -190,7 +190,7 @@ void multiply_floats(const PackedMatrix& m, std::int64_t b, const Activations& x
         for (std::int64_t i = 0; i < cols; ++i) {
           Column column;
           std::memcpy(&column, weights[i], sizeof column);
-          sum += column * activation_at(x, t * x.stride + k + i);
+          sum += column * activation_at(m.format, x, t * x.stride + k + i);
         }
         sums[t] = sum;
       }
