@@ -24,20 +24,22 @@ class _Rate:
     hits: float = 0.0
     trials: float = 0.0
 
-    def add(self, *, is_hit: bool) -> None:
-        self.hits = self.hits * _DECAY + is_hit
-        self.trials = self.trials * _DECAY + 1
+    def add(self, decay: float, *, is_hit: bool) -> None:
+        self.hits = self.hits * decay + is_hit
+        self.trials = self.trials * decay + 1
 
 
 @dataclass(slots=True)
 class Acceptance:
     """Rates of all drafts of one drafter."""
 
+    decay: float = _DECAY
+    """What a token counts for when one more has come."""
     _rates: defaultdict[int, _Rate] = field(default_factory=lambda: defaultdict(_Rate))
 
     def add(self, evidence: int, *, is_hit: bool) -> None:
         """Note whether a drafted token came, after those before it in its draft had come."""
-        self._rates[evidence].add(is_hit=is_hit)
+        self._rates[evidence].add(self.decay, is_hit=is_hit)
 
     def chances(self, evidence: Sequence[int]) -> list[float]:
         """Return, for each token of a draft, how likely it and all before it come true."""

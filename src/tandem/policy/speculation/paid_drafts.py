@@ -7,6 +7,7 @@ again once in a while; in between nothing is drafted where that does not pay.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import sqrt
 
 from tandem.policy.speculation.acceptance import Acceptance, OpenDraft
 from tandem.policy.speculation.drafter import MOST_DRAFTED, Draft, PaidDrafter
@@ -17,8 +18,17 @@ from tandem.policy.speculation.step_costs import StepCosts
 _COUNTS = (1, 2, 3, 5, MOST_DRAFTED)
 _MOST_STEP_TOKENS = 16
 _LEAST_GAIN = 1.03
-# Drafts before the rates are believed, how many tokens they have, and how often one is tried again.
-_TRIALS, _TRIAL_TOKENS, _TRIED_AGAIN_AFTER = 12, 2, 64
+# Sizes that are hardly known are taken for so much better than they seem.
+_HOPE = 0.15
+# Drafts before the rates are believed, and how many tokens they have.
+_TRIALS, _TRIAL_TOKENS = 12, 2
+_TRIALS_AGAIN = 4
+# Steps after which one is tried again where that does not pay: at first, and at last.
+_TRIED_AGAIN_AFTER, _SELDOM = 64, 1024
+# Steps without drafts by which it is known what these would take.
+_LEAST_KNOWN = 2
+# A model's drafts come true about as often all the time: the latest hundred tokens count.
+_DECAY = 0.99
 
 
 @dataclass(slots=True)
@@ -28,12 +38,13 @@ class PaidDrafts:
     drafter: PaidDrafter
     clock: Callable[[], float]
     """Tells the seconds that drafting takes."""
-    acceptance: Acceptance = field(default_factory=Acceptance)
-    costs: StepCosts = field(default_factory=StepCosts)
+    acceptance: Acceptance = field(default_factory=lambda: Acceptance(_DECAY))
+    costs: StepCosts = field(default_factory=lambda: StepCosts(growth=1.0))
     """Of drafting so many tokens for each sequence."""
     _open: dict[int, OpenDraft] = field(default_factory=dict)
     _num_drafts: int = 0
     _num_idle_steps: int = 0
+    _patience: int = _TRIED_AGAIN_AFTER
 
     def plan(
         self,
@@ -49,17 +60,27 @@ class PaidDrafts:
         one = costs.seconds(batch)
         wanting = {slot: tokens for slot, tokens in histories.items() if rooms[slot] > 0}
         counts = [n for n in _COUNTS if batch + n * len(wanting) <= _MOST_STEP_TOKENS]
-        if one is None or not wanting or not counts:
+        if one is None or not wanting or not counts or costs.num_known(batch) < _LEAST_KNOWN:
             return None
         self._num_idle_steps += 1
-        is_trial = self._num_drafts < _TRIALS or self._num_idle_steps > _TRIED_AGAIN_AFTER
+        is_trial = self._num_drafts < _TRIALS or self._num_idle_steps > self._patience
+        if self._num_idle_steps > self._patience:
+            self._num_drafts = _TRIALS - _TRIALS_AGAIN
+            self._patience = min(_SELDOM, 2 * self._patience)
         chances = self.acceptance.chances(range(counts[-1]))
         gains = {n: self._gain(n, chances, one, len(wanting), batch, costs) for n in counts}
-        count = max(counts, key=lambda n: gains[n])
+        count = max(
+            counts,
+            key=lambda n: (
+                gains[n] * (1 + _HOPE / sqrt(1 + costs.num_known(batch + n * len(wanting))))
+            ),
+        )
         if is_trial:
             count = max(n for n in counts if n <= max(count, _TRIAL_TOKENS))
         most = {slot: min(count, rooms[slot]) for slot in wanting}
         gain = float("inf") if is_trial else gains[count]
+        if not is_trial and gain > _LEAST_GAIN:
+            self._patience = _TRIED_AGAIN_AFTER
         return Plan(gain, _LEAST_GAIN, partial(self._draft, wanting, most, count))
 
     def forget(self, slot: int) -> None:
