@@ -12,9 +12,12 @@ from torch import Tensor, nn
 import tandem
 from tandem.core.errors import TandemWarning, UnsupportedModelError
 from tandem.decode.cpu_slots import CpuSlotPool
-from tandem.decode.mtp.loading import load_mtp
+from tandem.decode.mtp.loading import _first_rows, load_mtp
 from tandem.decode.mtp.names import mtp_names
 from tandem.generate.generator import Generator
+from tandem.hf.dense import PackedLinear
+from tandem.kernels.dense import pack_dense
+from tandem.kernels.formats.weight_format import find_format
 from tests.architectures import build_tiny_model
 from tests.hf.tiny import byte_tokenizer
 from tests.threads import two_threads
@@ -136,6 +139,16 @@ def test_a_checkpoint_without_the_layer_drafts_otherwise(tmp_path: Path) -> None
         generator = Generator(model, speculate="mtp")
     (answer,) = generator.generate([IDS], max_new_tokens=2)
     assert len(answer.token_ids) > 0
+
+
+@pytest.mark.parametrize("dtype", ["int8-g32", "int4", "bf16"])
+def test_a_part_of_the_head_drafts(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.decode.mtp.loading._DRAFTED_TOKENS", 32)
+    threads = two_threads()
+    packed = pack_dense(torch.randn(100, 128), None, find_format(dtype))
+    whole = PackedLinear(packed, threads, torch.bfloat16)
+    x = torch.randn(3, 128)
+    assert torch.equal(_first_rows(whole)(x), whole(x)[:, :32])
 
 
 def test_layouts() -> None:

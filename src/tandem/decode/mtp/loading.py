@@ -6,6 +6,7 @@ the embedding and the head with the model that it predicts for.
 """
 
 import copy
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,14 @@ from tandem.decode.mtp.names import mtp_names
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.checkpoint import Checkpoint, open_checkpoint
 from tandem.hf.config import OffloadConfig
-from tandem.hf.dense import pack_as_loaded, pack_dense_layers
+from tandem.hf.dense import PackedLinear, pack_as_loaded, pack_dense_layers
 from tandem.hf.load import class_of, keep_first_layers, open_foreign
 from tandem.hf.runtime import require_runtime
+from tandem.kernels.dense import DenseWeight
 
 # Options of the model that hold for its MTP layer too.
 _SAME = ("expert_dtype", "dense_dtype", "threads", "isa", "cache_dir")
+_DRAFTED_TOKENS = 1 << 15  # of the vocabulary; the whole head would be read for each drafted one
 _TOKENS = 1  # of the vocabulary that is loaded: the model's own stands in its place
 
 
@@ -65,10 +68,21 @@ def load_mtp(
         module.load_state_dict({"weight": beside[f"{name}.weight"].to(model.dtype)})
     embedding = MtpEmbedding(model.get_input_embeddings(), enorm, hnorm, fc)
     head.set_input_embeddings(embedding)
-    head.set_output_embeddings(model.get_output_embeddings())
+    head.set_output_embeddings(_first_rows(model.get_output_embeddings()))
     pack_dense_layers(head, offload.dense_dtype, runtime.threads)
     pack_as_loaded(head, runtime.threads)
     return head.eval(), embedding
+
+
+def _first_rows(head: nn.Module) -> nn.Module:
+    """Return the part of a packed head that drafts; it shares the head's memory.
+
+    Ids are in the order of the tokenizer's merges, so that the first ones are the most frequent.
+    """
+    if not isinstance(head, PackedLinear) or head.out_features <= _DRAFTED_TOKENS:
+        return head
+    part = dataclasses.replace(head.packed.matrix, rows=_DRAFTED_TOKENS)
+    return PackedLinear(DenseWeight(part, head.packed.bias), head.threads, head.dtype)
 
 
 def _config(model: PreTrainedModel) -> PreTrainedConfig:
