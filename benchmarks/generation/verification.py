@@ -13,6 +13,7 @@ import dataclasses
 import json
 import time
 from statistics import median
+from typing import Any
 
 import numpy as np
 
@@ -152,7 +153,8 @@ class Steps:
         ]
         experts = float(np.mean(distinct)) * chosen.shape[1] * self._expert_bytes
         cache = self._pool.cache
-        return experts + dense_bytes(self._model) + 2 * cache.states.step_bytes + cache.filled_bytes
+        kept = 2 * cache.states.step_bytes + cache.filled_bytes
+        return float(experts + dense_bytes(self._model) + kept)
 
 
 def synthetic(num_layers: int, num_experts: int, top_k: int) -> RoutingTrace:
@@ -176,7 +178,7 @@ def synthetic(num_layers: int, num_experts: int, top_k: int) -> RoutingTrace:
     return made(tokens, num_experts)
 
 
-def made(experts: np.ndarray, num_experts: int) -> RoutingTrace:  # type: ignore[type-arg]
+def made(experts: Any, num_experts: int) -> RoutingTrace:
     """Return a trace of one sequence."""
     from tandem.trace.routing import TraceMeta
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from benchmarks.policy.report_text import INTRODUCTION, NEGATIVE_RESULTS, SECTIONS
+from benchmarks.policy.report_text import INTRODUCTION, NEGATIVE_RESULTS, SECTIONS, SPECULATION
 
 from tandem.hardware.profiles import load_profile
 from tandem.policy.assignment import ASSIGNMENTS
@@ -278,7 +278,7 @@ def main() -> None:
         lines += [SECTIONS[part].strip(), "", *rows(traces, found), ""]
         print(f"{part}: done", flush=True)
     lines = [INTRODUCTION.strip(), "", *summary_rows(found), "", *lines]
-    lines += [NEGATIVE_RESULTS.strip(), ""]
+    lines += [SPECULATION.strip(), "", NEGATIVE_RESULTS.strip(), ""]
     path = ROOT / "docs" / "policies.md"
     path.write_text("\n".join(lines), encoding="utf-8")
     print(json.dumps({"written": str(path.relative_to(ROOT)), "lines": len(lines)}))
