@@ -4,7 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from tandem.checkpoint.sources.gguf import read_gguf_header
-from tandem.checkpoint.sources.gguf_models import is_read_by_transformers
+
+# Architectures whose config Transformers reads.
+_READ_BY_TRANSFORMERS = ("qwen2moe", "qwen3moe", "minimax-m2")
 
 
 def load_gguf_tokenizer(file: Path) -> Any:
@@ -15,7 +17,7 @@ def load_gguf_tokenizer(file: Path) -> Any:
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    is_ours = not is_read_by_transformers(read_gguf_header(file).architecture)
+    is_ours = read_gguf_header(file).architecture not in _READ_BY_TRANSFORMERS
     kind = PreTrainedTokenizerFast if is_ours else AutoTokenizer
     return kind.from_pretrained(file.parent, gguf_file=file.name)
 

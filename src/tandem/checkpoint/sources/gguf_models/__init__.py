@@ -3,17 +3,18 @@
 from tandem.checkpoint.sources.gguf_models.architecture import Architecture, Recipe
 from tandem.checkpoint.sources.gguf_models.full_attention import (
     HUNYUAN,
-    by_transformers,
     dots1,
     ernie,
     glm4,
     gpt_oss,
     hunyuan,
     hy_v3,
+    minimax_m2,
     mixtral,
     olmoe,
     paired,
-    qwen3_vl,
+    qwen2,
+    qwen3,
 )
 from tandem.checkpoint.sources.gguf_models.latent_attention import (
     INDEXED,
@@ -42,13 +43,12 @@ from tandem.checkpoint.sources.gguf_models.state_space import (
 )
 from tandem.checkpoint.sources.gguf_models.windows import GEMMA4, exaone, gemma4, mimo2
 
-__all__ = ["ARCHITECTURES", "Architecture", "Recipe", "is_read_by_transformers"]
+__all__ = ["ARCHITECTURES", "Architecture", "Recipe"]
 
-# What Transformers makes the config of has `by_transformers`; the others' are made here.
 ARCHITECTURES = {
-    "qwen2moe": Architecture(by_transformers),
-    "qwen3moe": Architecture(by_transformers),
-    "minimax-m2": Architecture(by_transformers),
+    "qwen2moe": Architecture(qwen2),
+    "qwen3moe": Architecture(qwen3),
+    "minimax-m2": Architecture(minimax_m2),
     "llama": Architecture(mixtral, paired()),
     "olmoe": Architecture(olmoe),
     "gpt-oss": Architecture(gpt_oss, is_interleaved=True),
@@ -65,7 +65,7 @@ ARCHITECTURES = {
     "bailingmoe3": Architecture(bailing, BAILING),
     "ernie4_5-moe": Architecture(ernie),
     "hunyuan-moe": Architecture(hunyuan, HUNYUAN),
-    "qwen3vlmoe": Architecture(qwen3_vl),
+    "qwen3vlmoe": Architecture(qwen3),
     "dots1": Architecture(dots1),
     "hy_v3": Architecture(hy_v3),
     "exaone-moe": Architecture(exaone),
@@ -73,8 +73,3 @@ ARCHITECTURES = {
     "mimo2": Architecture(mimo2),
     "gemma4": Architecture(gemma4, GEMMA4),
 }
-
-
-def is_read_by_transformers(name: str) -> bool:
-    """Whether Transformers itself makes the config of an architecture's files."""
-    return ARCHITECTURES[name].config is by_transformers

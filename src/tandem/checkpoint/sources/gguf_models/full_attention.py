@@ -10,7 +10,6 @@ from tandem.checkpoint.sources.gguf_models.architecture import Names, Recipe
 from tandem.checkpoint.sources.gguf_models.config_values import (
     config_of,
     head_dim,
-    is_tied,
     mlp_types,
     num_dense_layers,
     partial_rope,
@@ -19,21 +18,34 @@ from tandem.checkpoint.sources.gguf_models.config_values import (
 from tandem.foreign_types import PreTrainedConfig
 
 
-def by_transformers(header: GgufHeader) -> PreTrainedConfig:
-    """Let Transformers make the config; the widths that it leaves at defaults come from tensors."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(header.file.parent, gguf_file=header.file.name)
-    if hasattr(config, "moe_intermediate_size"):
-        config.moe_intermediate_size = header.expert_width
-    else:
-        config.intermediate_size = header.expert_width
-    # Which tensors there are Transformers sees of the first part of a split model only.
-    config.tie_word_embeddings = is_tied(header)
+def qwen2(header: GgufHeader) -> PreTrainedConfig:
+    """Make the config of a Qwen2 with experts."""
     shared = header.rows("blk.0.ffn_gate_shexp.weight")
-    if shared is not None and hasattr(config, "shared_expert_intermediate_size"):
-        config.shared_expert_intermediate_size = shared
-    return config
+    return _qwen(header, "qwen2_moe", shared_expert_intermediate_size=shared)
+
+
+def qwen3(header: GgufHeader) -> PreTrainedConfig:
+    """Make the config of a Qwen3 with experts, which Qwen3-VL's text model is for text alone."""
+    return _qwen(header, "qwen3_moe", head_dim=head_dim(header), norm_topk_prob=True)
+
+
+def _qwen(header: GgufHeader, model_type: str, **own: Any) -> PreTrainedConfig:
+    return config_of(
+        header,
+        model_type,
+        num_experts=header.value("expert_count"),
+        moe_intermediate_size=header.expert_width,
+        intermediate_size=header.value("feed_forward_length"),
+        **own,
+    )
+
+
+def minimax_m2(header: GgufHeader) -> PreTrainedConfig:
+    """Make the config of a MiniMax-M2."""
+    rotary = header.value("rope.dimension_count")
+    return _with_local_experts(
+        header, "minimax_m2", rotary_dim=rotary, rope_parameters=partial_rope(header)
+    )
 
 
 def mixtral(header: GgufHeader) -> PreTrainedConfig:
@@ -109,19 +121,6 @@ def hunyuan(header: GgufHeader) -> PreTrainedConfig:
         num_experts=header.value("expert_count"),
         intermediate_size=header.expert_width,
         head_dim=head_dim(header),
-    )
-
-
-def qwen3_vl(header: GgufHeader) -> PreTrainedConfig:
-    """Make the config of a Qwen3-VL's text model, which is a Qwen3 while it reads text alone."""
-    return config_of(
-        header,
-        "qwen3_moe",
-        head_dim=head_dim(header),
-        num_experts=header.value("expert_count"),
-        moe_intermediate_size=header.expert_width,
-        intermediate_size=header.value("feed_forward_length"),
-        norm_topk_prob=True,
     )
 
 
