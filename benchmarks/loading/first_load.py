@@ -82,6 +82,7 @@ def measure(directory: Path, rounds: int, expert_dtype: str) -> None:
     files = sorted(directory.glob("*.safetensors"))
     num_bytes = sum(file.stat().st_size for file in files)
     taken: dict[str, list[float]] = {"read": [], "quantise": [], "load": []}
+    tandem.load(directory, expert_dtype=expert_dtype)  # imports the model's code
     for _ in range(rounds):
         let_go(files)
         taken["read"].append(_seconds(lambda: read_ahead(files, lambda _: None)))

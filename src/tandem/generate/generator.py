@@ -17,7 +17,6 @@ from torch import Tensor
 from tandem.core.config import from_mapping
 from tandem.core.errors import ConfigError, TandemWarning
 from tandem.decode.cpu_slots import CpuSlotPool, why_no_cpu_slots
-from tandem.decode.cuda.slots import new_cuda_slot_pool, why_no_cuda_slots
 from tandem.decode.images import ImagePrompt, require_images, why_no_slot_images
 from tandem.decode.padded import PaddedSlotPool
 from tandem.decode.slots import MAX_STEP_TOKENS, SlotPool
@@ -207,6 +206,8 @@ class Generator:
         if self._has_tried_slots:
             return
         if self.model.device.type == "cuda":
+            from tandem.decode.cuda.slots import why_no_cuda_slots
+
             self.why_padded = why_no_cuda_slots(self.model)
         else:
             self.why_padded = why_no_cpu_slots(self.model, self._threads)
@@ -238,6 +239,8 @@ class Generator:
         if self.why_padded is not None:
             self._latest_pool = PaddedSlotPool(self.model, num_slots, self._pad_id())
         elif self.model.device.type == "cuda":
+            from tandem.decode.cuda.slots import new_cuda_slot_pool
+
             self._latest_pool = new_cuda_slot_pool(
                 self.model, num_slots, capacity=capacity,
                 has_replay=self._has_replay, kv_dtype=self._kv_dtype,

@@ -14,7 +14,6 @@ from tandem.checkpoint.config_values import foreign_errors
 from tandem.checkpoint.gguf_choice import projectors_beside
 from tandem.checkpoint.hub import HubOptions, find_model_path
 from tandem.checkpoint.mapped_files import reading_along
-from tandem.checkpoint.sources.gguf import open_gguf
 from tandem.checkpoint.sources.source import Source, open_source
 from tandem.checkpoint.weight_report import LoadReport, require_own_weights
 from tandem.core.config import from_mapping
@@ -181,6 +180,8 @@ def open_foreign(
             keep_first_layers(config, num_layers)
 
     if isinstance(checkpoint, GgufCheckpoint):
+        from tandem.checkpoint.sources.gguf import open_gguf  # most loads do without
+
         return open_gguf(checkpoint.path, empty_model, adapt=adapt)
     assert checkpoint.quantization is not None
     source = open_source(checkpoint.files, checkpoint.quantization)
