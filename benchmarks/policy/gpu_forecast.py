@@ -55,10 +55,10 @@ leaves, a prompt of {prompt} tokens, a context of 4,096, and routing as models h
 Times are a profile's: bandwidths and peaks of data sheets and papers, in proportion to bytes where
 a model is not in the profile. Ratios mean more than absolutes.
 
-What the host itself does is in the times. "Segments" is how device `cuda` runs today: graph
-segments with Python between them at every layer. "Graph" is the whole step as one graph, which is
-being built ([runtime.md](runtime.md)); its host costs are what is asked of it. "Hits" are the
-active experts that run from the card's memory.
+What the host itself does is in the times. "Graph" is how device `cuda` decodes where driver and
+card let it: a whole step as one graph ([runtime.md](runtime.md)); its host costs are what is asked
+of it. "Segments" is the way elsewhere: graph segments with Python between them at every layer.
+"Hits" are the active experts that run from the card's memory.
 """
 
 

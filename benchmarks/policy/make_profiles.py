@@ -26,7 +26,7 @@ HOST_COSTS = (
         layer_seconds=190e-6,
         cpu_begin_seconds=0.0,
         cpu_end_seconds=45e-6,
-        fetch_seconds=175e-6,
+        fetch_seconds=22e-6,
     ),
     HostCosts(
         path="graph",
@@ -40,9 +40,9 @@ HOST_COSTS = (
 HOST_SOURCE = (
     " Host costs: segments, measured on CPU twins of the GPU on a quiet host: 190 us from a choice "
     "to the experts at work, 31 to 60 us from the CPU's last row to the next layer "
-    "(benchmarks.runtime.host_path), launches with their tables 150 to 200 us; a step's 200 us "
-    "assumed. Graph: two kernels and two stream operations of about 2 us each, 10 and 5 us asked "
-    "of the coordinator, one launch for eight fetched experts, a step's 150 us assumed."
+    "(benchmarks.runtime.host_path), launches with their tables 150 to 200 us, one for eight "
+    "fetched experts; a step's 200 us assumed. Graph: two kernels and two stream operations of "
+    "about 2 us each, 10 and 5 us asked of the coordinator, a step's 150 us assumed."
 )
 
 

@@ -1,6 +1,6 @@
 """How near a prompt comes to its link and its GPU: `python -m benchmarks.policy.prompts`.
 
-Eight layers of Qwen3-30B-A3B in int4 on the virtual clock, typical routing. A prompt can take no
+Qwen3-30B-A3B in int4 on the virtual clock, typical routing. A prompt can take no
 less than what its copies take on the link, or its work on the GPU; each cell is its time over the
 longer of these. Copies that wait for a layer's router, and a GPU that waits for copies, are what is
 above 1.
@@ -22,13 +22,12 @@ from tandem.sim.systems import TANDEM
 
 MACHINES = ("ddr4-12gb", "desktop-12gb", "desktop-24gb")
 PATHS = ("segments", "graph")
-LAYERS = 8
 GOAL = 1.1
 
 
 def cells(prompt: int) -> list[dict[str, Any]]:
     """Return the time of a prompt on every machine, with each share of resident experts."""
-    sizes = shape_sizes(find_shape("qwen3-30b-a3b").cut(LAYERS), OffloadConfig(expert_dtype="int4"))
+    sizes = shape_sizes(find_shape("qwen3-30b-a3b"), OffloadConfig(expert_dtype="int4"))
     geometry = geometry_of(sizes)
     trace = typical_routing(geometry, num_sequences=2, num_tokens=prompt + 1)
     found = []

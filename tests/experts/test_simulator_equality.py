@@ -62,7 +62,7 @@ def start_of(trace: RoutingTrace, settings: PlannerSettings, num_slots: int) -> 
 
 
 def live(
-    executor: HybridExecutor, trace: RoutingTrace, batch: int
+    executor: HybridExecutor, trace: RoutingTrace, batch: int, prompt: int
 ) -> tuple[CacheStatistics, list[LayerPlan]]:
     """Run the trace's first steps through the executor."""
     statistics, plans = CacheStatistics(), list[LayerPlan]()
@@ -72,7 +72,7 @@ def live(
         plans.append(event.plan)
 
     executor.listeners += [statistics, note]
-    for number, step in enumerate(replay_steps(trace, batch, prompt=8)):
+    for number, step in enumerate(replay_steps(trace, batch, prompt=prompt)):
         if number == STEPS:
             break
         ids = [] if trace.token_ids is None else trace.token_ids[step.tokens].tolist()
@@ -88,17 +88,22 @@ def live(
 
 
 def simulated(
-    trace: RoutingTrace, machine: Machine, settings: PlannerSettings, num_slots: int, batch: int
+    trace: RoutingTrace,
+    machine: Machine,
+    settings: PlannerSettings,
+    num_slots: int,
+    batch: int,
+    prompt: int = 8,
 ) -> tuple[Tally, list[LayerPlan]]:
     plans: list[LayerPlan] = []
-    steps = list(replay_steps(trace, batch, prompt=8))[:STEPS]
+    steps = list(replay_steps(trace, batch, prompt=prompt))[:STEPS]
     run = ReplaySettings(
         settings=settings,
         profile=machine.profile,
         shape=machine.shape,
         num_slots=num_slots,
         batch=batch,
-        prompt=8,
+        prompt=prompt,
         limit=sum(len(step.tokens) for step in steps),
         compare_every=0,
     )
@@ -112,7 +117,12 @@ def simulated(
 
 
 def check_same(
-    store: HostStore, trace: RoutingTrace, machine: Machine, settings: PlannerSettings, batch: int
+    store: HostStore,
+    trace: RoutingTrace,
+    machine: Machine,
+    settings: PlannerSettings,
+    batch: int,
+    prompt: int = 8,
 ) -> tuple[CacheStatistics, float]:
     num_slots = trace.meta.geometry.num_layers * trace.meta.geometry.num_experts // 3
     executor = make_executor(
@@ -123,8 +133,8 @@ def check_same(
         geometry=trace.meta.geometry,
         resident=start_of(trace, settings, num_slots),
     )
-    statistics, plans = live(executor, trace, batch)
-    tally, expected = simulated(trace, machine, settings, num_slots, batch)
+    statistics, plans = live(executor, trace, batch, prompt)
+    tally, expected = simulated(trace, machine, settings, num_slots, batch, prompt)
     clock = executor.cache.clock
     assert len(plans) == STEPS * trace.meta.n_moe_layers
     assert plans == expected
@@ -153,6 +163,17 @@ def test_same_plans_and_times_on_every_profile(
 ) -> None:
     statistics, _ = check_same(store, trace, machine_of(hardware, trace), TANDEM, batch)
     assert 0 < statistics.hits < statistics.active
+
+
+def test_a_long_prompt_is_copied_ahead_of_its_routers(
+    store: HostStore, trace: RoutingTrace
+) -> None:
+    """Into slots that it alone uses; then tokens follow as if these were not there."""
+    machine = machine_of("desktop-12gb", trace)
+    statistics, _ = check_same(store, trace, machine, TANDEM, 4, prompt=100)
+    short, _ = check_same(store, trace, machine, TANDEM, 4)
+    assert statistics.prefetch_issued > short.prefetch_issued + trace.meta.n_moe_layers
+    assert statistics.prefetch_useful > 0
 
 
 @pytest.mark.parametrize("eviction", EVICTIONS.names())

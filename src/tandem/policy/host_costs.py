@@ -5,6 +5,9 @@ import math
 
 from tandem.core.errors import ConfigError
 
+# Experts that are fetched for one use are computed so many in one launch, where slots allow.
+FETCHES_A_LAUNCH = 8
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HostCosts:
@@ -21,7 +24,7 @@ class HostCosts:
     cpu_end_seconds: float
     """The CPU's last row is computed -> the GPU goes on with it."""
     fetch_seconds: float
-    """A launch of its own behind each fetched expert: it takes at least so long."""
+    """A fetched expert's part of the launch of its group: it takes at least so long."""
 
     def __post_init__(self) -> None:
         """Check every field; `ConfigError` names the field, what was found and what is expected."""

@@ -21,6 +21,7 @@ from tandem.policy.plan import Copy, Geometry, Hint, LayerLoad, LayerPlan
 from tandem.policy.prediction.policy import Hintable, Prediction
 from tandem.policy.prefetch.policy import PrefetchChoice, PrefetchTerms
 from tandem.policy.prefetch.recurrence import Recurrence
+from tandem.policy.prompt_copies import PromptCopies
 from tandem.policy.residency import COPYING, NOWHERE, READY, Residency
 from tandem.policy.single_token_layers import SingleTokenLayers
 
@@ -65,6 +66,7 @@ class Planner:
         self._learners = [p for p in (eviction, prediction) if isinstance(p, Learner)]
         self._prefetch = prefetch
         self._admission = Admission(residency, eviction)
+        self.prompt = PromptCopies(geometry, residency, self.link, eviction)
         self._ring = tuple(ring_slots)
         self._max_fetches = max_fetches if self._ring else 0
         self._single_token = single_token
@@ -93,11 +95,24 @@ class Planner:
         if num_tokens != self._step_tokens:
             self._step_tokens = num_tokens
             self._dense_seconds = self.costs.dense(num_tokens)
+        self.residency.release_passed(-1, ())
         self._has_every_expert = self.residency.has_every_expert()
-        if not self._can_prefetch or self._has_every_expert:
+        self.prompt.begin_step(num_tokens, is_prefill=is_prefill and not self._prefetch.is_staged)
+        if self._has_every_expert:
             return ()
-        self.prediction.begin_step(token_ids)
+        if self._can_prefetch:
+            self.prediction.begin_step(token_ids)
         return self._copies_ahead(0, frozenset(), now, now + self._dense_seconds)
+
+    @property
+    def stages_predictions(self) -> bool:
+        """Whether predicted experts are copied to slots of their own, in decode steps too."""
+        return self._can_prefetch and self._prefetch.is_staged
+
+    @property
+    def num_ring(self) -> int:
+        """Slots that experts which are fetched for one use take turns in."""
+        return len(self._ring)
 
     def copy_finished(self, layer: int, expert: int, now: float) -> None:
         """Note that a planned copy has ended at `now`."""
@@ -134,7 +149,7 @@ class Planner:
         next_plan = now + split.seconds + self._dense_seconds
         fetch, insert = self._place(layer, split, pairs, now)
         ahead: tuple[Copy, ...] = ()
-        if self._can_prefetch and layer + 1 < self.geometry.num_layers:
+        if layer + 1 < self.geometry.num_layers:
             ahead = self._copies_ahead(layer + 1, in_use, now, next_plan)
         gpu, arriving, cpu = self._by_processor(load, states, split)
         seconds, hits = (split.gpu_seconds, split.cpu_seconds), states.count(READY)
@@ -153,7 +168,7 @@ class Planner:
         if states.count(READY) == len(keys):
             split = self._split_resident(load, keys, states, now)
         else:
-            if self._single_token is not None:
+            if self._single_token is not None and not self.residency.members[-1]:
                 busy, dense = self.link.busy_seconds(now), self._dense_seconds
                 decision = self._single_token.decision(load, states, now, dense, busy)
                 if decision is not None:
@@ -324,6 +339,13 @@ class Planner:
     def _copies_ahead(
         self, layer: int, in_use: frozenset[int], now: float, next_plan: float
     ) -> tuple[Copy, ...]:
+        if self.prompt.is_on:
+            return self.prompt.copies(layer, in_use, now, next_plan)
+        return self._predicted(layer, in_use, now, next_plan) if self._can_prefetch else ()
+
+    def _predicted(
+        self, layer: int, in_use: frozenset[int], now: float, next_plan: float
+    ) -> tuple[Copy, ...]:
         """Copy experts that a layer to come is expected to use."""
         residency, link, experts = self.residency, self.link, self.geometry.num_experts
         first, set_id = layer * experts, residency.set_of(layer)
@@ -336,7 +358,7 @@ class Planner:
         if forecast is None:
             return ()
         if is_staged:
-            self._release_stale(layer, in_use)
+            residency.release_passed(layer, in_use)
             set_id = residency.staging
         room = len(residency.free[set_id]) if is_staged else residency.capacity[set_id]
         terms = self._terms(first, room, idle_copies)
@@ -358,14 +380,6 @@ class Planner:
             link.issue(key, now)
             copies.append(Copy(layer, key - first, slot, evicts))
         return tuple(copies)
-
-    def _release_stale(self, layer: int, in_use: frozenset[int]) -> None:
-        """Free staging slots whose experts' layers have passed."""
-        residency, experts = self.residency, self.geometry.num_experts
-        for key in [*residency.members[residency.staging]]:
-            passed = key // experts != layer and key not in in_use
-            if passed and residency.state[key] == READY:
-                residency.remove(key)
 
     def _by_processor(
         self, load: LayerLoad, states: bytes, split: Split

@@ -6,7 +6,7 @@ per-layer cache; one set for all layers is a single pool. One more set, `staging
 that are copied for one use or ahead of it. Slots change sets by `adopt`; a set's size is constant.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from tandem.core.errors import ConfigError
 from tandem.policy.plan import Geometry
@@ -92,3 +92,11 @@ class Residency:
         """Mark an expert's copy as complete."""
         assert self.state[key] == COPYING, f"expert {key} is not being copied"
         self.state[key] = READY
+
+    def release_passed(self, layer: int, in_use: Container[int]) -> None:
+        """Free the slots of staged experts that are ready, unless of a layer or in use."""
+        experts = self.geometry.num_experts
+        for key in [*self.members[self.staging]]:
+            passed = key // experts != layer and key not in in_use
+            if passed and self.state[key] == READY:
+                self.remove(key)

@@ -20,7 +20,12 @@ from tandem.policy.tables import Tables
 
 # The price of a second of the link, in seconds of computation: other copies may need it.
 LINK_SHARE = 0.15
-RING_SLOTS = 2  # double buffer for experts that are fetched for one use
+# Slots of which experts take turns that are fetched for one use: half of them are computed in one
+# launch while the others are filled; in small caches at least two.
+RING_SLOTS, RING_SHARE = 16, 1 / 96
+# For copies ahead in long prompts: the layer that runs and the one to come have half each. As many
+# as a link of 25 GB/s fills while 2,048 tokens of Qwen3-30B-A3B attend on a 4070.
+PROMPT_SLOTS, PROMPT_SHARE = 64, 1 / 32
 POOLS = ("by-layer", "shared")
 
 
@@ -50,6 +55,11 @@ class PlannerSettings:
         if self.prefetch_count < 0:
             raise ConfigError(f"prefetch_count is {self.prefetch_count}; expected at least 0")
 
+    @property
+    def can_prefetch(self) -> bool:
+        """Whether anything is copied ahead."""
+        return self.prefetch_count > 0 and self.prediction != "none"
+
     def set_sizes(self, geometry: Geometry, num_slots: int) -> list[int]:
         """Return the sizes of the cache's sets; ring and staging slots are taken off first."""
         cached = num_slots - self.extra_slots(num_slots)
@@ -63,13 +73,15 @@ class PlannerSettings:
 
     def staging_slots(self, num_slots: int) -> int:
         """Return the slots for copies ahead: for the layer that runs and for the one to come."""
-        if self.prefetch != "top-k":
+        if not self.can_prefetch:
             return 0
+        if self.prefetch != "top-k":
+            return min(PROMPT_SLOTS, int(num_slots * PROMPT_SHARE))
         return min(2 * self.prefetch_count, num_slots // 4)
 
     def ring_slots(self, num_slots: int) -> int:
         """Return the slots for experts that are fetched for one use."""
-        return min(RING_SLOTS, num_slots // 4)
+        return min(RING_SLOTS, num_slots // 4, max(2, int(num_slots * RING_SHARE)))
 
     def extra_slots(self, num_slots: int) -> int:
         """Return the slots that are no part of the cache proper."""
@@ -114,7 +126,7 @@ def make_planner(
         ring_slots=ring,
         max_fetches=settings.max_fetches,
         never_worse_than_cpu=settings.never_worse_than_cpu,
-        can_prefetch=settings.prefetch_count > 0 and settings.prediction != "none",
+        can_prefetch=settings.can_prefetch,
         copy_price_seconds=copy_price_seconds,
         single_token=_single_token_layers(settings, costs, residency, eviction, tables)
         if ring
@@ -162,10 +174,9 @@ def _single_token_layers(
     """Return what decides about single-token layers; None for other policies than Tandem's."""
     if tables is None or tables.single_token is None or not isinstance(eviction, NextUse):
         return None
-    has_staging = residency.capacity[residency.staging] > 0
-    if settings.assignment != "balanced" or settings.assignment_options or has_staging:
+    if settings.assignment != "balanced" or settings.assignment_options:
         return None
-    if settings.pool != "by-layer":
+    if settings.pool != "by-layer" or settings.prefetch == "top-k":
         return None
     return SingleTokenLayers(
         tables.single_token,

@@ -27,9 +27,8 @@ class SingleTokenLayers:
         max_fetches: int,
         never_worse_than_cpu: bool,
     ) -> None:
-        """Look at one set of slots per layer, none of them for staging."""
+        """Look at one set of slots per layer, while nothing is staged."""
         assert residency.num_sets == residency.geometry.num_layers
-        assert residency.capacity[residency.staging] == 0
         cpu, gpu, first, link = costs.cpu[1], costs.gpu[1], costs.cpu_first, costs.link
         self._decide = make(
             SingleTokenTerms(cpu, gpu, first, link, max_fetches, never_worse_than_cpu)

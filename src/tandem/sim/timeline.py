@@ -22,6 +22,22 @@ class Arrival(NamedTuple):
     seconds: float
 
 
+class _GpuQueue:
+    """The GPU in one layer: what has arrived runs at once, residents while it would wait."""
+
+    def __init__(self, now: float, resident_seconds: float) -> None:
+        self.end, self.left, self.busy = now, resident_seconds, resident_seconds
+
+    def run(self, seconds: float, arrival: float) -> float:
+        """Run an expert that arrives at a time; return when it is done."""
+        if arrival > self.end:
+            self.left -= min(self.left, arrival - self.end)
+            self.end = arrival
+        self.end += seconds
+        self.busy += seconds
+        return self.end
+
+
 class Timeline:
     """The clock of CPU, GPU and link; `now` is when everything before the next layer is done."""
 
@@ -75,23 +91,17 @@ class Timeline:
 
     def _run_gpu(self, plan: LayerPlan, tokens: dict[int, int], cpu_end: float) -> float:
         gpu = self.costs.gpu
-        end = self.now
-        for expert in plan.gpu:
-            end += gpu[tokens[expert]]
-        busy = end - self.now
+        queue = _GpuQueue(self.now, sum([gpu[tokens[expert]] for expert in plan.gpu]))
         if plan.arriving:
             for arrival in self._under_way:
                 if arrival.layer == plan.layer and arrival.expert in plan.arriving:
-                    end = max(end, arrival.seconds) + gpu[tokens[arrival.expert]]
-                    busy += gpu[tokens[arrival.expert]]
+                    queue.run(gpu[tokens[arrival.expert]], arrival.seconds)
         slot_free: dict[int, float] = {}
         for copy in plan.fetch:
             arrival_seconds = self._copy(copy, slot_free.get(copy.slot, 0.0), cpu_end)
-            end = max(end, arrival_seconds) + gpu[tokens[copy.expert]]
-            busy += gpu[tokens[copy.expert]]
-            slot_free[copy.slot] = end
-        self.gpu_busy += busy
-        return end
+            slot_free[copy.slot] = queue.run(gpu[tokens[copy.expert]], arrival_seconds)
+        self.gpu_busy += queue.busy
+        return queue.end + queue.left
 
     def _copy(self, copy: Copy, slot_free: float, cpu_end: float) -> float:
         """Append a copy to the link; returns when it ends."""

@@ -8,7 +8,7 @@ What the host does for a layer is measured by itself, as `HostCosts`, since the 
 
     routing, tables, launches and the sum -> each layer
     the CPU's rows, brought to the GPU    -> a layer with experts on the CPU
-    a launch of its own                   -> a fetched expert takes at least as long
+    a launch for several fetched experts  -> each takes at least its part of that
 
 What it does once a step is in the dense parts, which are timed in whole steps.
 """
@@ -33,7 +33,7 @@ from tandem.experts.execution.routing import Routing
 from tandem.experts.measuring.profiler import REPETITIONS, MeasuredExperts, beside, seconds_each
 from tandem.experts.store.image import aligned
 from tandem.policy.cost import HardwareProfile
-from tandem.policy.host_costs import HostCosts
+from tandem.policy.host_costs import FETCHES_A_LAUNCH, HostCosts
 
 # So many times the GPU's cache lie between two uses of an expert, which is then read from memory.
 CACHES_BETWEEN_USES = 4
@@ -75,7 +75,7 @@ def measure_device(
         layer_seconds=bench.host_seconds(bench.hand_off),
         cpu_begin_seconds=0.0,  # the CPU begins before the launches
         cpu_end_seconds=bench.bring_seconds(),
-        fetch_seconds=bench.launch_seconds(),
+        fetch_seconds=bench.launch_seconds() / FETCHES_A_LAUNCH,
     )
     return dataclasses.replace(
         profile,

@@ -82,12 +82,13 @@ def native_step_policy(planner: Planner) -> _native.StepPolicy | None:
     """Return what decides behind the layers of captured steps, from a planner's state.
 
     It decides as the planner with the assignment `ready-on-gpu`, and learns in its tables.
-    None for an eviction without native tables, and for slots that layers share or stage in.
+    None for an eviction without native tables, for slots that layers share, and for predictions
+    that are staged.
     """
     eviction, residency = planner.eviction, planner.residency
     if not isinstance(eviction, next_use.NextUse) or residency.num_sets == 1:
         return None
-    if residency.capacity[residency.staging] > 0:
+    if planner.stages_predictions:
         return None
     tables = [t.native for t in eviction.tables if isinstance(t, _NextUseTable)]
     if len(tables) < len(eviction.tables):
@@ -101,8 +102,13 @@ def native_step_policy(planner: Planner) -> _native.StepPolicy | None:
 def resident_lists(
     planner: Planner,
 ) -> tuple[bytes, list[int], list[list[int]], list[list[int]]]:
-    """Return (state and slot by key, experts with a slot and free slots by layer)."""
+    """Return (state and slot by key, experts with a slot and free slots by layer).
+
+    What was staged for a prompt is given up.
+    """
     residency, experts = planner.residency, planner.geometry.num_experts
+    residency.release_passed(-1, ())
+    assert not residency.members[residency.staging], "a staged expert is still being copied"
     members = [[key % experts for key in keys] for keys in residency.members[: residency.staging]]
     free = residency.free[: residency.staging]
     return bytes(residency.state), residency.slot_of, members, free

@@ -9,17 +9,20 @@ What the layers run on is a subclass: a GPU's graph, or on the emulated device t
 takes over what captured ones have copied, and the other way round, at the border between them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from tandem.experts.cache.expert_cache import ExpertCache
 from tandem.experts.cache.policy_tables import native_step_policy, resident_lists
+from tandem.experts.execution.batch import ExpertFunctions
 from tandem.experts.execution.device import DeviceHangsError
+from tandem.experts.execution.routed_layers import can_run_steps, native_layer
 from tandem.experts.tracing.events import LayerExecuted, Listener
 from tandem.kernels import _native
-from tandem.kernels.dense import CpuThreads
+from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
 from tandem.policy.eviction.next_use import NextUse
 from tandem.policy.plan import Copy, LayerLoad, LayerPlan
 
@@ -207,3 +210,21 @@ class CapturedSteps:
             begin_seconds=rung,
             end_seconds=answered,
         )
+
+
+def captured_layers(
+    cache: ExpertCache, functions: Mapping[int, ExpertFunctions], dtype: torch.dtype
+) -> list[_native.RoutedLayer] | None:
+    """Return the layers as captured steps take them; None where kernels or policy need plans.
+
+    `functions` are by layer.
+    """
+    layers = [
+        native
+        for host in cache.store
+        if can_run_steps(host, functions[host.layer])
+        and (native := native_layer(host, functions[host.layer])) is not None
+    ]
+    if len(layers) < len(cache.store) or dtype not in VALUE_DTYPES:
+        return None
+    return None if native_step_policy(cache.planner) is None else layers

@@ -26,6 +26,7 @@ from tandem.experts.execution.captured_steps import CapturedSteps
 from tandem.experts.execution.device import Device, DeviceHangsError, OutOfDeviceMemoryError
 from tandem.experts.execution.executor import DirectCall, computed_in_chunks
 from tandem.experts.execution.expert_kernels import ExpertKernels
+from tandem.experts.execution.launching import launch
 from tandem.experts.execution.layer_call import LayerCall
 from tandem.experts.execution.routing import Routing
 from tandem.experts.execution.twin_steps import NUM_ROWS, TwinSteps
@@ -252,7 +253,7 @@ class HybridExecutor:
         self._step_copies = ahead
         if ahead:
             cache.clock.issue(ahead)
-            cache.submit(ahead, is_needed=False)
+            cache.submit(ahead, is_needed=cache.planner.prompt.is_on)
 
     def _execute_chunk(self, call: RoutedCall, functions: ExpertFunctions) -> Tensor:
         self.catch_up()
@@ -314,9 +315,9 @@ class HybridExecutor:
         try:
             self.cache.cancel_unused(plan.layer, step.routing.experts)
             on_device = CallSide(step.hidden, self.device.rows(num_rows, width))
-            self._launch(call, plan, on_device)
+            launch(self.cache, self.device, call, plan, on_device)
             self.cache.submit(plan.insert, is_needed=False)
-            self.cache.submit(plan.prefetch, is_needed=False)
+            self.cache.submit(plan.prefetch, is_needed=self.cache.planner.prompt.is_on)
             if num_on_device:
                 result = call.prepare_result(on_device, step.weights, self.device.prepare_sum)
             else:
@@ -338,25 +339,6 @@ class HybridExecutor:
         (weights,) = self.device.download(step.weights)
         result = call.prepare_result(side, weights, self._kernels.prepare_sum)
         return lambda: self._uploaded(result(), step)
-
-    def _launch(self, call: LayerCall, plan: LayerPlan, side: CallSide) -> None:
-        """Give the device its batches, in the order in which their experts are there."""
-        cache, launch, use = self.cache, self.device.launch, self.cache.engine.use
-        first = plan.layer * cache.geometry.num_experts
-        slot_of = cache.planner.residency.slot_of
-        at = len(plan.gpu)
-        if at:
-            keys = [first + expert for expert in plan.gpu]
-            launch(call.batch(0, at, side), use([slot_of[key] for key in keys], keys))
-        for expert in plan.arriving:  # each runs as it lands
-            key = first + expert
-            launch(call.batch(at, at + 1, side), use((slot_of[key],), (key,)))
-            at += 1
-        for copy in plan.fetch:
-            cache.submit((copy,), is_needed=True)
-            claim = use((copy.slot,), (first + copy.expert,))
-            launch(call.batch(at, at + 1, side), claim)
-            at += 1
 
     def _uploaded(self, result: Tensor, step: "_LayerStep") -> Tensor:
         """Return a result of the host where the model's state lies."""

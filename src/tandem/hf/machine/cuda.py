@@ -2,7 +2,6 @@
 
 import warnings
 from functools import partial
-from pathlib import Path
 
 import torch
 from tqdm import tqdm
@@ -189,7 +188,8 @@ def _profile(
 ) -> HardwareProfile:
     """Return this machine's profile, kept or measured."""
     model, store = observed.model, observed.store
-    directory = _profile_directory(observed.options.cache_path, device.streams.name)
+    folder = "".join(c if c.isalnum() else "-" for c in device.streams.name.lower())
+    directory = observed.options.cache_path / folder
     name = f"gpu-{observed.model_type}-{profile_key(observed)}-{_MEASUREMENT}.json"
     kept = directory / "profiles" / name
     known = kept_profile(kept)
@@ -207,7 +207,3 @@ def _profile(
     profile = measure_device(base, device, observed.experts(kernels))
     save_profile(profile, kept)
     return profile
-
-
-def _profile_directory(cache: Path, name: str) -> Path:
-    return cache / "".join(c if c.isalnum() else "-" for c in name.lower())

@@ -7,14 +7,12 @@ from tandem.core.errors import UnsupportedModelError
 from tandem.core.units import parse_bandwidth
 from tandem.experts.cache.expert_cache import EngineMaker, ExpertCache, Machine
 from tandem.experts.cache.memory_share import MemoryShare
-from tandem.experts.cache.policy_tables import native_step_policy
 from tandem.experts.execution.batch import ExpertFunctions
-from tandem.experts.execution.captured_steps import CapturedSteps
+from tandem.experts.execution.captured_steps import CapturedSteps, captured_layers
 from tandem.experts.execution.clock import Clock
 from tandem.experts.execution.device import Device
 from tandem.experts.execution.executor import Executor
 from tandem.experts.execution.expert_kernels import ExpertKernels
-from tandem.experts.execution.routed_layers import can_run_steps, native_layer
 from tandem.experts.measuring.profiler import MeasuredExperts, with_link
 from tandem.experts.store.host_store import HostStore
 from tandem.foreign_types import PreTrainedModel
@@ -24,7 +22,7 @@ from tandem.hf.experts import Bound, bind_all, expert_functions
 from tandem.hf.lookahead.warm_up import WARM_UP_TOKENS, ExpertsCall, Observer, forward_tokens
 from tandem.hf.runtime import Runtime
 from tandem.kernels import _native
-from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
+from tandem.kernels.dense import CpuThreads
 from tandem.policy.cost import HardwareProfile
 from tandem.policy.plan import Geometry
 
@@ -77,15 +75,8 @@ class ObservedModel:
 
     def native_layers(self, cache: ExpertCache) -> list[_native.RoutedLayer] | None:
         """Return the layers as captured steps take them; None where something needs plans."""
-        layers = list[_native.RoutedLayer]()
-        for module, number in sorted(self.bound, key=lambda bound: bound[1]):
-            host, functions = self.store[number], expert_functions(module)
-            native = native_layer(host, functions)
-            if native is not None and can_run_steps(host, functions):
-                layers.append(native)
-        if len(layers) < len(self.store) or self.call.dtype not in VALUE_DTYPES:
-            return None
-        return None if native_step_policy(cache.planner) is None else layers
+        functions = {layer: expert_functions(module) for module, layer in self.bound}
+        return captured_layers(cache, functions, self.call.dtype)
 
     def machine(self, profile: HardwareProfile) -> Machine:
         """Return a profile's machine for this model, with the link that the options ask for.
