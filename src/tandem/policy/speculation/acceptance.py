@@ -12,8 +12,7 @@ from tandem.policy.speculation.drafter import Draft
 
 # The latest 20 tokens or so decide: answers change between quoting and writing.
 _DECAY = 0.95
-# What is expected of a first token before anything is known, and as how many tokens it counts; of
-# later ones the same is expected as of the token before.
+# What is expected before anything is known, and as how many tokens it counts.
 _PRIOR, _PRIOR_WEIGHT = 0.4, 2.0
 
 
@@ -35,6 +34,9 @@ class Acceptance:
 
     decay: float = _DECAY
     """What a token counts for when one more has come."""
+    follows: bool = False
+    """Whether a later token is expected to come true as often as the one before, where little is
+    known of it: places in a draft do, kinds of matches do not."""
     _rates: defaultdict[int, _Rate] = field(default_factory=lambda: defaultdict(_Rate))
 
     def add(self, evidence: int, *, is_hit: bool) -> None:
@@ -45,8 +47,8 @@ class Acceptance:
         """Return, for each token of a draft, how likely it and all before it come true."""
         chance, chances, share = 1.0, [], _PRIOR
         for kind in evidence:
-            rate = self._rates[kind]
-            share = (rate.hits + share * _PRIOR_WEIGHT) / (rate.trials + _PRIOR_WEIGHT)
+            rate, expected = self._rates[kind], share if self.follows else _PRIOR
+            share = (rate.hits + expected * _PRIOR_WEIGHT) / (rate.trials + _PRIOR_WEIGHT)
             chance *= share
             chances.append(chance)
         return chances

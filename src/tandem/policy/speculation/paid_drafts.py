@@ -17,7 +17,7 @@ from tandem.policy.speculation.step_costs import StepCosts
 # Drafted tokens of each sequence: each makes a step of another size, which is recorded once.
 _COUNTS = (1, 2, 3, 5, MOST_DRAFTED)
 _MOST_STEP_TOKENS = 16
-_LEAST_GAIN = 1.03
+_LEAST_GAIN, _SURE_GAIN = 1.03, 1.3
 # Sizes that are hardly known are taken for so much better than they seem.
 _HOPE = 0.15
 # Drafts before the rates are believed, and how many tokens they have.
@@ -38,7 +38,7 @@ class PaidDrafts:
     drafter: PaidDrafter
     clock: Callable[[], float]
     """Tells the seconds that drafting takes."""
-    acceptance: Acceptance = field(default_factory=lambda: Acceptance(_DECAY))
+    acceptance: Acceptance = field(default_factory=lambda: Acceptance(_DECAY, follows=True))
     costs: StepCosts = field(default_factory=lambda: StepCosts(growth=1.0))
     """Of drafting so many tokens for each sequence."""
     _open: dict[int, OpenDraft] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class PaidDrafts:
         one = costs.seconds(batch)
         wanting = {slot: tokens for slot, tokens in histories.items() if rooms[slot] > 0}
         counts = [n for n in _COUNTS if batch + n * len(wanting) <= _MOST_STEP_TOKENS]
-        if one is None or not wanting or not counts or costs.num_known(batch) < _LEAST_KNOWN:
+        if one is None or not wanting or not counts:
             return None
         self._num_idle_steps += 1
         is_trial = self._num_drafts < _TRIALS or self._num_idle_steps > self._patience
@@ -75,6 +75,8 @@ class PaidDrafts:
                 gains[n] * (1 + _HOPE / sqrt(1 + costs.num_known(batch + n * len(wanting))))
             ),
         )
+        if costs.num_known(batch) < _LEAST_KNOWN and gains[count] < _SURE_GAIN:
+            return None  # so that it is known what drafts are compared with
         if is_trial:
             count = max(n for n in counts if n <= max(count, _TRIAL_TOKENS))
         most = {slot: min(count, rooms[slot]) for slot in wanting}

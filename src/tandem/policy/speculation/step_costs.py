@@ -8,11 +8,11 @@ from statistics import median
 
 _KEPT = 15  # latest steps of a size; their median is its time
 # Steps after which a size that nothing chose is measured again: the machine may have been busy.
-_FORGOTTEN_AFTER = 256
+_FORGOTTEN_AFTER = 128
 # Before a size is measured: a second token of a sequence touches .57 to .71 times the bytes of the
 # first on real routing, four touch 2.4 to 2.9 times as many as one.
 _GROWTH = 0.75
-_LEAST_GROWTH = 0.2  # what looks like less is noise
+_LEAST_GROWTH = 0.4  # what looks like less is noise
 # How far a step moves the level, as far as it is no outlier.
 _LEVEL_SHARE, _OUTLIER = 0.05, 0.3
 _LEAST_SECONDS = 1e-9
