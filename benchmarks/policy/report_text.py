@@ -31,7 +31,7 @@ they were measured, rates of acceptance as they were met. desktop-12gb, batch 1,
 resident, speed over none: `python -m benchmarks.policy.speculation --gpu-experts 0.5` (gpt-oss-20b
 `--limit 1500`; deepseek-v2-lite `--limit 1000`, with fewer changes of the rates' prior):
 
-| drafter | gpt-oss-20b: best length | its speed | auto | deepseek-v2-lite: best length | its speed | auto |
+| drafter | gpt-oss: best length | its speed | auto | deepseek: best length | its speed | auto |
 |---|---|---|---|---|---|---|
 | n-gram | 2 | 1.10 | 1.06 | | | |
 | mtp=0.5 | 2 | 1.13 | 1.09 | 1 | 1.20 | 1.18 |
