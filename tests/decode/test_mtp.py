@@ -29,6 +29,14 @@ FULL = {"layer_types": ["linear_attention", "full_attention", "full_attention"]}
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "deepseek_v3": (BEHIND, {"first_k_dense_replace": 1}),
     "glm4_moe": (BEHIND, {"first_k_dense_replace": 1}),
+    "mellum": (
+        UNDER,
+        {
+            "num_mtp_layers": 1,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "mlp_layer_types": ["sparse"] * 3,
+        },
+    ),
     "qwen3_next": (UNDER, FULL),
     "qwen3_5_moe": (UNDER, FULL),
 }
