@@ -37,6 +37,10 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
             "mlp_layer_types": ["sparse"] * 3,
         },
     ),
+    "bailing_hybrid": (
+        BEHIND,
+        {**FULL, "num_mtp_layers": 1, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    ),
     "qwen3_next": (UNDER, FULL),
     "qwen3_5_moe": (UNDER, FULL),
 }

@@ -88,19 +88,33 @@ def _first_rows(head: nn.Module) -> nn.Module:
 def _config(model: PreTrainedModel) -> PreTrainedConfig:
     """Return the config of a model of the MTP layer alone."""
     text = model.config.get_text_config(decoder=True)
-    if getattr(text, "num_mtp_layers", None) and hasattr(text, "get_mtp_config"):
-        config = text.get_mtp_config()
-        keep_first_layers(config, 1)
-    else:
-        config = copy.deepcopy(text)
-        config.num_hidden_layers = 1
-        for name, value in _ONE_LAYER.items():
-            if hasattr(config, name):
-                setattr(config, name, value)
+    config = _stated_config(text) or _usual_config(text)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # Transformers refuses two
     config.vocab_size, config.pad_token_id = _TOKENS, None
     config.architectures, config.tie_word_embeddings = None, False
+    return config
+
+
+def _stated_config(text: PreTrainedConfig) -> PreTrainedConfig | None:
+    """Return what a config itself says of its MTP layer, by Transformers; None: too little."""
+    if not getattr(text, "num_mtp_layers", None) or not hasattr(text, "get_mtp_config"):
+        return None
+    try:
+        config: PreTrainedConfig = text.get_mtp_config()
+    except ValueError:  # it lists kinds of layers, and not that of this one
+        return None
+    keep_first_layers(config, 1)
+    return config
+
+
+def _usual_config(text: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the config of one layer with experts and full attention, as MTP layers usually are."""
+    config = copy.deepcopy(text)
+    config.num_hidden_layers = 1
+    for name, value in _ONE_LAYER.items():
+        if hasattr(config, name):
+            setattr(config, name, value)
     return config
 
 
