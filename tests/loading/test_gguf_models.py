@@ -3,6 +3,7 @@
 `make_gguf_files` wrote them; all their weights are exact in Q8_0.
 """
 
+import dataclasses
 import lzma
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import pytest
 from safetensors.torch import load_file
 
 import tandem
+from tandem.checkpoint.sources.gguf_header import read_header
 from tandem.checkpoint.sources.gguf_models import ARCHITECTURES
+from tandem.core.errors import ModelError
 from tandem.generate.generator import Generator
 from tandem.hf.dense import PackedEmbedding, packed_layers
 from tandem.recording.coverage import coverage_of
@@ -59,6 +62,21 @@ def test_decode_steps_read_rows_and_gather_inputs_natively(
     coverage = coverage_of(generator.recorded_graph)
     assert coverage.num_calls == 1
     assert coverage.native["rows"] == 1 + (name == "gemma4")  # which has embeddings of layers
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("ssm.time_step_rank", 0), ("ssm.inner_size", "wide"), ("attention.head_count", None)],
+)
+def test_metadata_that_make_no_config(
+    key: str, value: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    header = read_header(unpacked("qwen35moe", tmp_path))
+    fields = {**header.fields, f"qwen35moe.{key}": value}
+    damaged = dataclasses.replace(header, fields=fields)
+    monkeypatch.setattr("tandem.checkpoint.sources.gguf.read_header", lambda file: damaged)
+    with pytest.raises(ModelError, match=r"qwen35moe.*download it again"):
+        tandem.load(damaged.file)
 
 
 def test_every_architecture_has_a_file() -> None:

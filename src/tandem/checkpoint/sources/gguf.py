@@ -73,6 +73,11 @@ def _config_of(header: GgufHeader) -> PreTrainedConfig:
         return ARCHITECTURES[header.architecture].config(header)
     except TandemError:
         raise
+    except (TypeError, ArithmeticError, AttributeError, IndexError) as error:
+        raise ModelError(
+            f"{header.file} has metadata that make no config of a {header.architecture!r} "
+            f"({error}); download it again"
+        ) from error
     except (ValueError, KeyError) as error:
         raise UnsupportedModelError(
             f"Transformers makes no config of {header.file}, of architecture "
