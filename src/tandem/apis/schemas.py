@@ -4,7 +4,7 @@ A field that would make another answer and that Tandem does not follow is accept
 value that changes nothing; what happens to other fields is `reading`'s.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
@@ -188,7 +188,7 @@ class Message(Body):
 
     @field_validator("content", mode="before")
     @classmethod
-    def _has_known_parts(cls, content: object) -> Any:
+    def _has_known_parts(cls, content: object) -> object:
         """Say what else a message held, rather than which types it did not match."""
         for part in content if isinstance(content, list) else ():
             kind = part.get("type") if isinstance(part, dict) else None

@@ -3,10 +3,10 @@
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tandem.cli.model_choice import ModelChoice, find_model, load_tokenizer
 from tandem.core.errors import TandemWarning
+from tandem.engine.messages import DraftSources
 from tandem.foreign_types import Tokenizer
 
 
@@ -18,13 +18,13 @@ class DraftChoice:
     draft: str | None
     quiet: bool
 
-    def load(self, tokenizer: Tokenizer) -> dict[str, Any]:
+    def load(self, tokenizer: Tokenizer) -> DraftSources:
         """Return what `Generator` is told, for a model with this tokenizer.
 
         A model with other tokens is left out, with a warning.
         """
         own = find_model(self.choice, quiet=self.quiet)
-        told: dict[str, Any] = {"mtp_from": Path(own.model)}  # not a packed copy of it
+        told: DraftSources = {"mtp_from": Path(own.model)}  # not a packed copy of it
         if self.draft is None:
             return told
         found = find_model(ModelChoice(model=self.draft), quiet=self.quiet)

@@ -7,7 +7,8 @@ was under way already: the receiver drops that.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 from tandem.foreign_types import PreTrainedModel, Tokenizer
 from tandem.generate.ending import EndOptions
@@ -26,7 +27,14 @@ ModelLoader = Callable[[], tuple[PreTrainedModel, Tokenizer]]
 EXIT_CANNOT_LOAD = 3
 
 
-def no_drafting(tokenizer: Tokenizer) -> dict[str, Any]:
+class DraftSources(TypedDict, total=False):
+    """What `Generator` is told about drafting."""
+
+    draft: PreTrainedModel
+    mtp_from: Path
+
+
+def no_drafting(tokenizer: Tokenizer) -> DraftSources:
     """Draft with what the model itself has."""
     return {}
 
@@ -39,7 +47,7 @@ class EngineSettings:
     part_tokens: int
     has_replay: bool = True
     speculate: str = "auto"
-    load_drafting: Callable[[Tokenizer], dict[str, Any]] = no_drafting
+    load_drafting: Callable[[Tokenizer], DraftSources] = no_drafting
     """Returns what else `Generator` is told about drafting; pickled by name."""
     max_gap: float | None = None
     """Seconds that streams wait for prompts at most; None: whatever a chunk takes."""

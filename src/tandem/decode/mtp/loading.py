@@ -119,7 +119,7 @@ def _usual_config(text: PreTrainedConfig) -> PreTrainedConfig:
 
 
 # What says of a config which layers have experts, and which attend.
-_ONE_LAYER: dict[str, Any] = {
+_ONE_LAYER: dict[str, object] = {
     "layer_types": ["full_attention"],
     "mlp_layer_types": ["sparse"],
     "first_k_dense_replace": 0,
@@ -151,7 +151,7 @@ def _loaded(
 
 def _tensors(
     checkpoint: Checkpoint, names: Mapping[str, str], offload: OffloadConfig
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the layer's tensors by their new names, as Transformers takes them."""
     if checkpoint.quantization is None:
         return {new: checkpoint.files.slice_of(old) for old, new in names.items()}

@@ -1,7 +1,6 @@
 """What the metadata of GGUF files have in common, as the values of a Transformers config."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from tandem.checkpoint.sources.gguf_header import GgufHeader
 from tandem.core.errors import ModelError
@@ -13,7 +12,7 @@ _OPTIONAL = (
 
 
 def config_of(
-    header: GgufHeader, model_type: str, without: Sequence[str] = (), **own: Any
+    header: GgufHeader, model_type: str, without: Sequence[str] = (), /, **own: object
 ) -> PreTrainedConfig:
     """Return a config with what all architectures name alike, and `own` values.
 
@@ -105,7 +104,7 @@ def head_dim(header: GgufHeader) -> int:
     return int(length)
 
 
-def rope(header: GgufHeader) -> dict[str, Any]:
+def rope(header: GgufHeader) -> dict[str, object]:
     """Return the rotary embedding's parameters."""
     parameters = {"rope_type": "default", "rope_theta": float(header.value("rope.freq_base", 1e4))}
     kind = header.value("rope.scaling.type", "none")
@@ -132,14 +131,14 @@ def rope(header: GgufHeader) -> dict[str, Any]:
     return parameters
 
 
-def partial_rope(header: GgufHeader) -> dict[str, Any]:
+def partial_rope(header: GgufHeader) -> dict[str, object]:
     """Return the rotary embedding's parameters where it turns a part of each head."""
     width = head_dim(header)
     rotary = header.value("rope.dimension_count", width)
     return rope(header) | {"partial_rotary_factor": rotary / width}
 
 
-def routing(header: GgufHeader) -> dict[str, Any]:
+def routing(header: GgufHeader) -> dict[str, object]:
     """Return how DeepSeek and its heirs choose experts, by their names for it."""
     return {
         "n_routed_experts": header.value("expert_count"),

@@ -1,7 +1,5 @@
 """Architectures whose layers all attend in the usual way: Qwen, Mixtral, OLMoE, gpt-oss, GLM."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -29,7 +27,7 @@ def qwen3(header: GgufHeader) -> PreTrainedConfig:
     return _qwen(header, "qwen3_moe", head_dim=head_dim(header), norm_topk_prob=True)
 
 
-def _qwen(header: GgufHeader, model_type: str, **own: Any) -> PreTrainedConfig:
+def _qwen(header: GgufHeader, model_type: str, **own: object) -> PreTrainedConfig:
     return config_of(
         header,
         model_type,
@@ -70,7 +68,7 @@ def gpt_oss(header: GgufHeader) -> PreTrainedConfig:
     return _with_local_experts(header, "gpt_oss", sliding_window=window)
 
 
-def _with_local_experts(header: GgufHeader, model_type: str, **own: Any) -> PreTrainedConfig:
+def _with_local_experts(header: GgufHeader, model_type: str, **own: object) -> PreTrainedConfig:
     return config_of(
         header,
         model_type,
@@ -99,7 +97,7 @@ def ernie(header: GgufHeader) -> PreTrainedConfig:
     return config_of(
         header,
         "ernie4_5_moe",
-        without=("num_experts_per_tok",),
+        ("num_experts_per_tok",),
         moe_k=header.value("expert_used_count"),
         moe_num_experts=header.value("expert_count"),
         moe_num_shared_experts=header.value("expert_shared_count", 0),
@@ -116,7 +114,7 @@ def hunyuan(header: GgufHeader) -> PreTrainedConfig:
     return config_of(
         header,
         "hunyuan_v1_moe",
-        without=("num_experts_per_tok",),
+        ("num_experts_per_tok",),
         moe_topk=header.value("expert_used_count"),
         num_experts=header.value("expert_count"),
         intermediate_size=header.expert_width,

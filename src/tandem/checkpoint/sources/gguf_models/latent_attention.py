@@ -1,7 +1,5 @@
 """Architectures that keep a latent for keys and values: DeepSeek's, GLM's, with indexers too."""
 
-from typing import Any
-
 from tandem.checkpoint.sources.gguf_header import GgufHeader
 from tandem.checkpoint.sources.gguf_models.architecture import Names
 from tandem.checkpoint.sources.gguf_models.config_values import (
@@ -24,7 +22,7 @@ def deepseek(header: GgufHeader) -> PreTrainedConfig:
     return config_of(header, "deepseek_v3" if is_v3 else "deepseek_v2", **values)
 
 
-def latents(header: GgufHeader) -> dict[str, Any]:
+def latents(header: GgufHeader) -> dict[str, object]:
     """Return the widths of attention's latents and heads."""
     rotary = header.value("rope.dimension_count")
     # Newer files have the latent widths under these names, and those of a head apart.
@@ -55,7 +53,7 @@ def glm_dsa(header: GgufHeader) -> PreTrainedConfig:
     return config_of(header, "glm_moe_dsa", **own)
 
 
-def _indexed(header: GgufHeader) -> dict[str, Any]:
+def _indexed(header: GgufHeader) -> dict[str, object]:
     return {
         **latents(header),
         **routing(header),

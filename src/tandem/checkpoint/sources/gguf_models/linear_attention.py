@@ -1,7 +1,6 @@
 """Architectures with gated delta rules or short convolutions: Qwen3-Next, Qwen3.5, LFM2, Kimi."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +35,7 @@ def qwen3_5(header: GgufHeader) -> PreTrainedConfig:
     return config
 
 
-def _delta_rule(header: GgufHeader) -> dict[str, Any]:
+def _delta_rule(header: GgufHeader) -> dict[str, object]:
     heads = header.value("ssm.time_step_rank", 1)
     return {
         "rope_parameters": partial_rope(header),
@@ -60,7 +59,7 @@ def lfm2(header: GgufHeader) -> PreTrainedConfig:
     return config_of(
         header,
         "lfm2_moe",
-        without=("rms_norm_eps",),
+        ("rms_norm_eps",),
         norm_eps=header.value("attention.layer_norm_rms_epsilon"),
         num_key_value_heads=max(heads),
         layer_types=["full_attention" if count else "conv" for count in heads],
@@ -77,7 +76,7 @@ def lfm2(header: GgufHeader) -> PreTrainedConfig:
 
 def kimi(header: GgufHeader) -> PreTrainedConfig:
     """Make the config of a Kimi-Linear, whose attention does not see positions."""
-    return config_of(header, "kimi_linear", without=("rope_parameters",), **_kimi_values(header))
+    return config_of(header, "kimi_linear", ("rope_parameters",), **_kimi_values(header))
 
 
 def bailing(header: GgufHeader) -> PreTrainedConfig:
@@ -93,7 +92,7 @@ def bailing(header: GgufHeader) -> PreTrainedConfig:
     return config
 
 
-def _kimi_values(header: GgufHeader) -> dict[str, Any]:
+def _kimi_values(header: GgufHeader) -> dict[str, object]:
     values = latents(header) | routing(header)
     values["num_local_experts"] = values.pop("n_routed_experts")
     del values["first_k_dense_replace"]

@@ -1,7 +1,5 @@
 """Architectures with Mamba-2 layers: Nemotron-H and Granite 4 H; and Granite without them."""
 
-from typing import Any
-
 from tandem.checkpoint.sources.gguf_header import GgufHeader
 from tandem.checkpoint.sources.gguf_models.architecture import Names, Recipe
 from tandem.checkpoint.sources.gguf_models.config_values import (
@@ -83,7 +81,7 @@ def granite(header: GgufHeader) -> PreTrainedConfig:
     )
 
 
-def granite_factors(header: GgufHeader) -> dict[str, Any]:
+def granite_factors(header: GgufHeader) -> dict[str, object]:
     """Return the numbers with which Granite multiplies between its layers."""
     return {
         "attention_multiplier": header.value("attention.scale"),
