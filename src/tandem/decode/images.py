@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -26,7 +27,7 @@ class ImagePrompt:
     ids: tuple[int, ...]
     keys: tuple[int, ...]
     """The same, but negative numbers where an image is; equal ones mean equal images."""
-    inputs: Mapping[str, "np.ndarray[Any, Any]"]
+    inputs: Mapping[str, "npt.NDArray[np.generic]"]
     """What the processor made beside the ids, by the names of the model's arguments."""
 
     def tensors(self) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ def without_adapters_wrapper(model: PreTrainedModel) -> Any:
     return model.get_base_model()
 
 
-def adapter_state(model: PreTrainedModel) -> tuple[Any, ...]:
+def adapter_state(model: PreTrainedModel) -> tuple[object, ...]:
     """Return what of a model's adapters is in use; what was computed with another state is void."""
     if not hasattr(model, "peft_config"):
         return ()
