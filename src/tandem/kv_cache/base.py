@@ -106,7 +106,7 @@ class SlotCache(ABC):
             raise NotInSlotsError("keys were given twice before attention was asked for")
         self._awaited = layer
 
-    def expect_sharing(self, module: Any) -> None:
+    def expect_sharing(self, module: object) -> None:
         """Expect the layer of an attention module that gave no keys: it has those of another one.
 
         They are kept for it too, since what a model makes of them differs from layer to layer.
@@ -228,14 +228,16 @@ class _StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         self.recurrent_states = dict(enumerate(self._handles))
         self.has_previous_state = dict.fromkeys(range(number_of_states), True)
 
-    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+    def update_conv_state(
+        self, conv_states: Tensor, state_idx: int = 0, **kwargs: object
+    ) -> Tensor:
         """Return what is new alone; the convolution knows the rest."""
         self._cache.states_asked_for = self._handles[state_idx]
         return conv_states
 
     def update_recurrent_state(
         self, recurrent_states: Any, state_idx: int = 0, **kwargs: Any
-    ) -> Any:
+    ) -> object:
         """No-op: the operation has written its state."""
         return recurrent_states
 

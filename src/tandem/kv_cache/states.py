@@ -37,7 +37,7 @@ class StateHandle(NamedTuple):
     layer: int
     number: int
 
-    def to(self, *args: Any, **kwargs: Any) -> "StateHandle":
+    def to(self, *args: object, **kwargs: object) -> "StateHandle":
         """Return itself: what a model does to the tensor that it takes this for."""
         return self
 
