@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def option(
-    default: Any = dataclasses.MISSING,
+    default: object = dataclasses.MISSING,
     *,
     help: str,
     choices: Sequence[str] | None = None,
@@ -35,7 +35,7 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def field_type(annotation: Any) -> type:
+def field_type(annotation: object) -> type:
     """Return the type that a flag's text is converted to: X for `X | None`."""
     if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
         annotation = next(t for t in typing.get_args(annotation) if t is not type(None))

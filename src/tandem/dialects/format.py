@@ -171,7 +171,7 @@ class ChatFormat:
     def reader(
         self,
         prompt: ChatPrompt,
-        tools: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, object]],
         *,
         is_ruled: bool = False,
     ) -> AnswerReader | None:

@@ -8,7 +8,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import llguidance
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
@@ -73,7 +72,7 @@ def closed_objects(schema: Mapping[str, object]) -> dict[str, object]:
     return found
 
 
-def _closed(schema: object) -> Any:
+def _closed(schema: object) -> object:
     return closed_objects(schema) if isinstance(schema, dict) else schema
 
 

@@ -38,7 +38,7 @@ def copy_module(
     return copy
 
 
-def end_allocation_to_pool(device_idx: int, pool: Any) -> None:
+def end_allocation_to_pool(device_idx: int, pool: object) -> None:
     """Let the CUDA allocator leave a graph's pool, if torch can say so (2.11 to today can).
 
     Stands in for what `CUDAGraph.capture_end` leaves out when it raises; raises `RuntimeError`
