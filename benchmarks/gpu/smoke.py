@@ -273,8 +273,8 @@ def _hand_off(check: str) -> str:
 
 
 def _kernel_speed(name: str, num_tokens: int) -> str:
-    from tandem.kernels.triton.experts import TritonExperts
-    from tandem.kernels.triton.rows import row_table
+    from tandem.triton_kernels.experts import TritonExperts
+    from tandem.triton_kernels.rows import row_table
 
     layout = ExpertLayout(find_format(name), 2048, 768, is_gated=True, has_bias=False)
     store = torch.zeros(EXPERTS, layout.num_bytes, dtype=torch.uint8, device="cuda")

@@ -44,7 +44,7 @@ from tests.hf.tiny import save_tiny_checkpoint
 from tests.kernels.interpreter import interpreted
 
 if TYPE_CHECKING:
-    from tandem.kernels.triton.rows import GroupedRows
+    from tandem.triton_kernels.rows import GroupedRows
 
 pytest.importorskip("triton")
 

@@ -36,7 +36,7 @@ _LAUNCHES = {"decode_attention": 3}
 @pytest.fixture(scope="module")
 def find_kernels() -> Iterator[Any]:
     with interpreted():
-        from tandem.kernels.triton.decode_attention import DecodeAttention
+        from tandem.triton_kernels.decode_attention import DecodeAttention
 
         yield lambda device: DecodeAttention(1)
 

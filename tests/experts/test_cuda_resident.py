@@ -22,7 +22,7 @@ def experts() -> Iterator[Any]:
     """Import the kernels while Triton interprets."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(os.environ, "TRITON_INTERPRET", "1")
-        from tandem.kernels.triton.experts import TritonExperts
+        from tandem.triton_kernels.experts import TritonExperts
 
         yield TritonExperts()
 

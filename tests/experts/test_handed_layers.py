@@ -59,7 +59,7 @@ class Machine:
     def __init__(
         self, handed: ModuleType, store: HostStore, num_rows: int, resident: set[int], signals: Any
     ) -> None:
-        from tandem.kernels.triton.experts import TritonExperts
+        from tandem.triton_kernels.experts import TritonExperts
 
         native = [native_layer(layer, FUNCTIONS) for layer in store]
         layers = [layer for layer in native if layer is not None]

@@ -24,7 +24,7 @@ PATIENCE = 20.0
 @pytest.mark.parametrize("resident", [(), (0, 2, 3, 7), tuple(range(8))], ids=len)
 def test_a_captured_layer_is_answered(resident: tuple[int, ...]) -> None:
     from tandem.devices.cuda.handed_layers import HandedLayers, find_signals
-    from tandem.kernels.triton.experts import TritonExperts
+    from tandem.triton_kernels.experts import TritonExperts
 
     streams, store = CudaStreams(), make_store()
     signals = find_signals(
@@ -77,7 +77,7 @@ def test_a_captured_layer_is_answered(resident: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("num_rows", [1, 8, 100])
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_packed_linear_layers(name: str, num_rows: int) -> None:
-    from tandem.kernels.triton.dense import bring, multiply
+    from tandem.triton_kernels.dense import bring, multiply
 
     random = torch.Generator().manual_seed(0)
     packed = pack_dense(torch.randn(520, 1024, generator=random) / 32, None, find_format(name))

@@ -23,7 +23,7 @@ def error_of(
     dtype: torch.dtype = torch.bfloat16,
 ) -> float:
     """Compute experts with so many tokens each on the GPU; return the relative error."""
-    from tandem.kernels.triton.experts import TritonExperts
+    from tandem.triton_kernels.experts import TritonExperts
 
     return relative_error(
         TritonExperts(),
@@ -68,6 +68,6 @@ def test_other_dtypes_of_activations(dtype: torch.dtype) -> None:
 
 
 def test_rows_are_added_in_the_routers_order() -> None:
-    from tandem.kernels.triton.experts import TritonExperts
+    from tandem.triton_kernels.experts import TritonExperts
 
     assert sum_error(TritonExperts(), 1500, device=DEVICE) < 1e-5

@@ -23,8 +23,8 @@ from triton.compiler import ASTSource
 
 from tandem.kernels.formats import ExpertLayout, find_format
 from tandem.kernels.native import ActivationKind, NativeActivation
-from tandem.kernels.triton import combine, experts, matrix, vector
-from tandem.kernels.triton.rows import row_table
+from tandem.triton_kernels import combine, experts, matrix, vector
+from tandem.triton_kernels.rows import row_table
 
 _POINTERS = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32",

@@ -15,8 +15,8 @@ from tandem.devices.cuda import handing
 from tandem.kernels.attention import AttentionForm
 from tandem.kernels.dense import pack_dense
 from tandem.kernels.formats.weight_format import find_format
-from tandem.kernels.triton import attention, dense, hand_over, operations, small
-from tandem.kernels.triton.decode_attention import DecodeAttention
+from tandem.triton_kernels import attention, dense, hand_over, operations, small
+from tandem.triton_kernels.decode_attention import DecodeAttention
 from tests.kernels.compile_triton import (
     Launch,
     compiled,

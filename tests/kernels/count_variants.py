@@ -83,7 +83,7 @@ def _prepare_sum(kernels: TritonKernels, row_of: Tensor, weights: Tensor) -> Sum
 
 def main() -> None:
     """Print how many kernels loading compiles, and how many the prompts need beside them."""
-    from tandem.kernels.triton.experts import TritonExperts
+    from tandem.triton_kernels.experts import TritonExperts
 
     launches, kernels = noted_launches(), TritonKernels(TritonExperts())
     store = make_store(GEOMETRY)

@@ -37,7 +37,7 @@ def triton_experts() -> Iterator[ModuleType]:
     """Import the kernels while Triton interprets: it decides when a kernel is decorated."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(os.environ, "TRITON_INTERPRET", "1")
-        from tandem.kernels.triton import experts
+        from tandem.triton_kernels import experts
 
         yield experts
 

@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def triton_attention() -> Iterator[ModuleType]:
     with interpreted():
-        from tandem.kernels.triton import decode_attention
+        from tandem.triton_kernels import decode_attention
 
         yield decode_attention
 

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def dense() -> Iterator[ModuleType]:
     with interpreted():
-        from tandem.kernels.triton import dense
+        from tandem.triton_kernels import dense
 
         yield dense
 

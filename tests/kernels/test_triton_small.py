@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 @pytest.fixture(scope="module")
 def operations() -> Iterator[ModuleType]:
     with interpreted():
-        from tandem.kernels.triton import operations
+        from tandem.triton_kernels import operations
 
         yield operations
 

@@ -39,7 +39,7 @@ def relative_error(
     device: str = "cpu",
 ) -> float:
     """Compute experts with so many tokens each by `TritonExperts`; return the relative error."""
-    from tandem.kernels.triton.rows import row_table
+    from tandem.triton_kernels.rows import row_table
 
     generator = torch.Generator().manual_seed(0)
     is_gated = activation is None or activation.is_gated

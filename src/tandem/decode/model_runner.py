@@ -25,6 +25,7 @@ from tandem.hf.lookahead.warm_up import warm_up_ids
 from tandem.hf.norms import NormSwitch
 from tandem.hf.runtime import runtime_of
 from tandem.kernels.dense import CpuThreads
+from tandem.kernels.torch_private import own_forward_hooks
 from tandem.kv_cache.base import NotInSlotsError, SlotCache, stepping, transformers_cache
 from tandem.kv_cache.indexers import masks_by_layer_type
 
@@ -128,7 +129,7 @@ class ModelRunner:
         def note(module: object, args: object, outputs: Any) -> None:
             self.hidden = outputs.last_hidden_state
 
-        decoder._forward_hooks = decoder._forward_hooks.copy()  # the model's own stay as they are
+        own_forward_hooks(decoder)  # the model's stay as they are
         decoder.register_forward_hook(note)
         self._noted = decoder
 

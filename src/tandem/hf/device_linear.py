@@ -21,7 +21,7 @@ def pack_on_device(model: PreTrainedModel, fmt: WeightFormat) -> int:
             f"dense_dtype is {fmt.name!r} and Triton, which would multiply with such weights on "
             "the GPU, is not installed; pip install triton, or leave dense_dtype out"
         )
-    from tandem.kernels.triton.dense import bring
+    from tandem.triton_kernels.dense import bring
 
     num_bytes = 0
     for parent, name, linear in list(packable_layers(model)):

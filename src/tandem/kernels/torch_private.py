@@ -38,6 +38,14 @@ def copy_module(
     return copy
 
 
+def own_forward_hooks(copy: nn.Module) -> None:
+    """Give a copy hooks of its own: those that it gets from now on are not the original's.
+
+    Stands in for copies that do not share the dictionary of hooks (2.11 to today).
+    """
+    copy._forward_hooks = copy._forward_hooks.copy()
+
+
 def end_allocation_to_pool(device_idx: int, pool: object) -> None:
     """Let the CUDA allocator leave a graph's pool, if torch can say so (2.11 to today can).
 

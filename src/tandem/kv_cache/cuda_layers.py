@@ -25,7 +25,7 @@ _INVENTED_SPREAD = 0.1
 
 
 class DecodeKernels(Protocol):
-    """Attention of decode steps: see `kernels.triton.decode_attention.DecodeAttention`."""
+    """Attention of decode steps: see `triton_kernels.decode_attention.DecodeAttention`."""
 
     def __call__(
         self,

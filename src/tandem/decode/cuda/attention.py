@@ -22,7 +22,7 @@ def decode_kernels(device: torch.device) -> DecodeKernels | None:
     properties = torch.cuda.get_device_properties(device)
     if (properties.major, properties.minor) < TRITON_MATRIX_CAPABILITY:
         return None
-    from tandem.kernels.triton.decode_attention import DecodeAttention
+    from tandem.triton_kernels.decode_attention import DecodeAttention
 
     kernels = DecodeAttention(properties.multi_processor_count)
     try:

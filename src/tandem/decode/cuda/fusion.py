@@ -29,7 +29,7 @@ class _Norm:
     rounds_first: bool
 
     def __call__(self, x: Tensor) -> Tensor:
-        from tandem.kernels.triton import operations
+        from tandem.triton_kernels import operations
 
         result: Tensor = operations.norm(x, self.weight, self.eps, self.rounds_first)
         return result
@@ -40,7 +40,7 @@ class _SumAndNorm:
     norm: _Norm
 
     def __call__(self, x: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-        from tandem.kernels.triton import operations
+        from tandem.triton_kernels import operations
 
         norm = self.norm
         result: tuple[Tensor, Tensor] = operations.add_and_norm(
@@ -54,7 +54,7 @@ class _Rotary:
     heads: int
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        from tandem.kernels.triton import operations
+        from tandem.triton_kernels import operations
 
         result: Tensor = operations.rotate(x, cos, sin, self.heads)
         return result
@@ -65,7 +65,7 @@ class _TwoRotaries:
     heads: int
 
     def __call__(self, x: Tensor, other: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        from tandem.kernels.triton import operations
+        from tandem.triton_kernels import operations
 
         result: tuple[Tensor, Tensor] = operations.rotate_two(x, other, cos, sin, self.heads)
         return result
@@ -74,7 +74,7 @@ class _TwoRotaries:
 def _choice(
     top_k: int, scale: float, *, is_normalised: bool, dtype: torch.dtype
 ) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    from tandem.kernels.triton import operations
+    from tandem.triton_kernels import operations
 
     def choose(logits: Tensor) -> tuple[Tensor, Tensor]:
         found: tuple[Tensor, Tensor] = operations.choose(logits, top_k, scale, is_normalised, dtype)

@@ -27,7 +27,7 @@ from tandem.experts.execution.batch import ExpertFunctions
 from tandem.experts.store.host_store import HostStore
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.kernels import _native
-from tandem.kernels.triton.rows import GroupedRows
+from tandem.triton_kernels.rows import GroupedRows
 
 _TRIAL_SECONDS = 2.0
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.kernels.triton import hand_over
+from tandem.triton_kernels import hand_over
 
 _COMBINE_COLS = 1024
 _PUBLISHED_AT_ONCE = 1024

@@ -20,7 +20,7 @@ from tandem.experts.store.packed_layer import PackedLayer
 from tandem.kernels.reference import expert_ffn
 
 if TYPE_CHECKING:
-    from tandem.kernels.triton.experts import TritonExperts
+    from tandem.triton_kernels.experts import TritonExperts
 
 
 class Prepared(NamedTuple):
@@ -99,7 +99,7 @@ class TritonKernels:
         self, layers: Sequence[LayerFunctions], dtype: torch.dtype, top_k: int, device: torch.device
     ) -> Sequence[Callable[[], None]]:
         """Return the launches of every kernel, once for each layout and activation."""
-        from tandem.kernels.triton.variants import variants
+        from tandem.triton_kernels.variants import variants
 
         different = {
             (host.layout, functions.native): functions
@@ -122,7 +122,7 @@ class TritonKernels:
 
     def prepare(self, batch: ExpertBatch, use: WeightSource) -> Prepared:
         """Lay the rows out."""
-        from tandem.kernels.triton.rows import row_table
+        from tandem.triton_kernels.rows import row_table
 
         layer, functions = batch.layer, batch.functions
         if not isinstance(layer, PackedLayer):
@@ -170,7 +170,7 @@ def best_kernels(gpu: Gpu | None = None) -> DeviceKernels:
             stacklevel=2,
         )
         return TorchKernels()
-    from tandem.kernels.triton.experts import TritonExperts
+    from tandem.triton_kernels.experts import TritonExperts
 
     has_matrix_units = gpu is None or gpu.capability >= TRITON_MATRIX_CAPABILITY
     return TritonKernels(TritonExperts(has_matrix_units=has_matrix_units))

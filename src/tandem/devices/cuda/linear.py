@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from tandem.kernels.triton.dense import DeviceWeight
+    from tandem.triton_kernels.dense import DeviceWeight
 
 
 class DeviceLinear(nn.Module):
@@ -21,7 +21,7 @@ class DeviceLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x @ weight.T + bias: (..., in_features) -> (..., out_features)."""
-        from tandem.kernels.triton.dense import multiply
+        from tandem.triton_kernels.dense import multiply
 
         return multiply(x, self.packed)
 

@@ -20,14 +20,14 @@ from tandem.experts.store.packed_layer import PackedLayer
 from tandem.experts.tracing.events import LayerExecuted
 from tandem.kernels.formats.expert import ExpertLayout
 from tandem.kernels.native import NativeActivation
-from tandem.kernels.triton.rows import GroupedRows
 from tandem.policy.plan import LayerPlan
+from tandem.triton_kernels.rows import GroupedRows
 
 MAX_TOKENS = 8  # more are worth sorting by expert
 
 
 class GroupedExperts(Protocol):
-    """The kernels: see `kernels.triton.experts.TritonExperts`."""
+    """The kernels: see `triton_kernels.experts.TritonExperts`."""
 
     def compute(
         self,

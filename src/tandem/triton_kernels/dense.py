@@ -13,8 +13,8 @@ from tandem.kernels.formats.weight_format import (
     WeightFormat,
     find_format,
 )
-from tandem.kernels.triton.experts import Matrix, TritonExperts, matrix_of
-from tandem.kernels.triton.rows import MAX_VECTOR_TOKENS, TILE_ROWS, GroupedRows
+from tandem.triton_kernels.experts import Matrix, TritonExperts, matrix_of
+from tandem.triton_kernels.rows import MAX_VECTOR_TOKENS, TILE_ROWS, GroupedRows
 
 _MATRIX_UNITS = (8, 0)  # the capability from which on Triton can use them
 

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
-from tandem.kernels.triton.rows import TABLES
+from tandem.triton_kernels.rows import TABLES
 
 
 @triton.jit(do_not_specialize_on_alignment=TABLES)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tandem.kernels.formats.expert import ExpertLayout
 from tandem.kernels.native import NativeActivation
-from tandem.kernels.triton.experts import TritonExperts
-from tandem.kernels.triton.rows import TILE_ROWS, VECTOR_TOKENS, row_table
+from tandem.triton_kernels.experts import TritonExperts
+from tandem.triton_kernels.rows import TILE_ROWS, VECTOR_TOKENS, row_table
 
 
 def variants(

@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
-from tandem.kernels.triton.epilogue import PLAIN, RELU2, gated, load_bias, relu2
-from tandem.kernels.triton.rows import TABLES
-from tandem.kernels.triton.tiles import (
+from tandem.triton_kernels.epilogue import PLAIN, RELU2, gated, load_bias, relu2
+from tandem.triton_kernels.rows import TABLES
+from tandem.triton_kernels.tiles import (
     biased_values,
     load_minima,
     load_scales,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.rows import row_stride
-from tandem.kernels.triton import small
+from tandem.triton_kernels import small
 
 _FEW_WARPS_WIDTH = 1024
 

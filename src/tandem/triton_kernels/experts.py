@@ -14,8 +14,8 @@ from tandem.core.errors import UnsupportedModelError
 from tandem.kernels.formats.expert import ExpertLayout
 from tandem.kernels.formats.weight_format import WeightFormat
 from tandem.kernels.native import NativeActivation
-from tandem.kernels.triton import combine, matrix, tiles, vector
-from tandem.kernels.triton.rows import GroupedRows
+from tandem.triton_kernels import combine, matrix, tiles, vector
+from tandem.triton_kernels.rows import GroupedRows
 
 _VECTOR_LANES = 32
 # Chunks times tokens of a vector kernel: each takes two registers of fp32, and more spill.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.attention import AttentionForm
-from tandem.kernels.triton import attention
+from tandem.triton_kernels import attention
 
 KINDS = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int8: "int8",
@@ -80,7 +80,7 @@ class DecodeAttention:
     ) -> None:
         """Append a token to each of the first slots; key and value are (KV heads, slots, dim).
 
-        `where` and `positions` (slots,) int64 as of `kernels.triton.attention`. A `value` of no
+        `where` and `positions` (slots,) int64 as of `triton_kernels.attention`. A `value` of no
         dimensions is part of the key.
         """
         num_heads, num_slots, key_dim = key.shape
