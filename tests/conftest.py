@@ -10,7 +10,12 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+# Drawn cases are judged by what they give, never by their time: machines are shared.
+hypothesis.settings.register_profile("tandem", deadline=None)
+hypothesis.settings.load_profile("tandem")
 
 # Read when torch loads its OpenMP: threads that spin for a busy core stop a shared machine.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")

@@ -7,6 +7,7 @@ above 1.
 """
 
 import argparse
+import dataclasses
 import json
 import sys
 from typing import Any
@@ -20,6 +21,7 @@ from tandem.sim.replay import ReplaySettings, replay
 from tandem.sim.start import SIMULATED_STARTS
 from tandem.sim.systems import TANDEM
 
+SETTINGS = dataclasses.replace(TANDEM, copies_prompts=True)
 MACHINES = ("ddr4-12gb", "desktop-12gb", "desktop-24gb")
 PATHS = ("segments", "graph")
 GOAL = 1.1
@@ -37,12 +39,12 @@ def cells(prompt: int) -> list[dict[str, Any]]:
             slots = round(share * sizes.num_experts)
             resident = list(
                 SIMULATED_STARTS.factory("hottest")(
-                    geometry, TANDEM.set_sizes(geometry, slots), trace.sequences(0, 1)
+                    geometry, SETTINGS.set_sizes(geometry, slots), trace.sequences(0, 1)
                 )
             )
             for path in PATHS:
                 run = ReplaySettings(
-                    settings=TANDEM,
+                    settings=SETTINGS,
                     profile=profile,
                     shape=profile.charged(costs_for(sizes, profile), path),
                     num_slots=slots,

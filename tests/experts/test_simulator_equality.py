@@ -25,6 +25,7 @@ from tests.experts.machines import FUNCTIONS, HIDDEN, make_executor, make_store
 
 TRACES = Path(__file__).parents[2] / "data" / "traces"
 STEPS = 40
+LONG_PROMPTS = dataclasses.replace(TANDEM, copies_prompts=True)
 DALI = PlannerSettings(
     assignment="dali",
     eviction="dali-window",
@@ -170,8 +171,8 @@ def test_a_long_prompt_is_copied_ahead_of_its_routers(
 ) -> None:
     """Into slots that it alone uses; then tokens follow as if these were not there."""
     machine = machine_of("desktop-12gb", trace)
-    statistics, _ = check_same(store, trace, machine, TANDEM, 4, prompt=100)
-    short, _ = check_same(store, trace, machine, TANDEM, 4)
+    statistics, _ = check_same(store, trace, machine, LONG_PROMPTS, 4, prompt=100)
+    short, _ = check_same(store, trace, machine, LONG_PROMPTS, 4)
     assert statistics.prefetch_issued > short.prefetch_issued + trace.meta.n_moe_layers
     assert statistics.prefetch_useful > 0
 

@@ -38,7 +38,7 @@ def threads_of(isa: str) -> CpuThreads:
 
 
 @pytest.mark.parametrize("isa", available_isas())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(fmt=FORMATS_OF_LAYERS, rows=SIZES, cols=SIZES, num_rows=NUM_ROWS, is_bf16=st.booleans())
 @example(fmt=find_format("bf16"), rows=1536, cols=576, num_rows=64, is_bf16=True)
 @example(fmt=find_format("fp16"), rows=1536, cols=576, num_rows=3, is_bf16=False)
@@ -63,7 +63,7 @@ def layer_of(fmt: WeightFormat, hidden: int, inner: int) -> Layer:
 
 
 @pytest.mark.parametrize("isa", available_isas())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(fmt=FORMATS_OF_LAYERS, hidden=SIZES, inner=SIZES, num_rows=NUM_ROWS)
 @example(fmt=find_format("bf16"), hidden=576, inner=640, num_rows=64)
 @example(fmt=find_format("fp8"), hidden=640, inner=576, num_rows=9)

@@ -198,7 +198,7 @@ class Session:
     def _begin_explanation(self, generator: "Generator") -> "Explanation | None":
         if not self.options.explain:
             return None
-            from tandem.cli.explain import Explanation
+        from tandem.cli.explain import Explanation
 
         return Explanation(self._model, generator)
 

@@ -107,4 +107,6 @@ class OffloadOptions:
             prefetch=self.prefetch,
             prefetch_count=self.prefetch_count,
             pool=self.pool,
+            # Worth a few slots of decode steps where a prompt waits for a real link.
+            copies_prompts=kind_of(self.device).holds_dense_parts,
         )

@@ -38,6 +38,7 @@ class PlannerSettings:
     prediction: str = "none"
     prefetch: str = "pays"
     prefetch_count: int = 0  # experts copied ahead per layer, at most
+    copies_prompts: bool = False  # whether slots are set aside for copies ahead in long prompts
     pool: str = "by-layer"
     max_fetches: int = UNLIMITED
     never_worse_than_cpu: bool = True
@@ -75,9 +76,9 @@ class PlannerSettings:
         """Return the slots for copies ahead: for the layer that runs and for the one to come."""
         if not self.can_prefetch:
             return 0
-        if self.prefetch != "top-k":
-            return min(PROMPT_SLOTS, int(num_slots * PROMPT_SHARE))
-        return min(2 * self.prefetch_count, num_slots // 4)
+        if self.prefetch == "top-k":
+            return min(2 * self.prefetch_count, num_slots // 4)
+        return min(PROMPT_SLOTS, int(num_slots * PROMPT_SHARE)) if self.copies_prompts else 0
 
     def ring_slots(self, num_slots: int) -> int:
         """Return the slots for experts that are fetched for one use."""

@@ -86,7 +86,7 @@ def assert_same(actual: PackedMatrix, expected: PackedMatrix) -> None:
 
 @pytest.mark.parametrize("isa", available_isas())
 @pytest.mark.parametrize("fmt", NATIVE, ids=by_name)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(source=sources)
 def test_without_search_it_is_the_references(
     fmt: WeightFormat, isa: str, source: dict[str, object]
@@ -98,7 +98,7 @@ def test_without_search_it_is_the_references(
 
 @pytest.mark.parametrize("is_weighed", [False, True])
 @pytest.mark.parametrize("fmt", GROUPED, ids=by_name)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(source=sources)
 def test_the_search_loses_what_the_references_loses(
     fmt: WeightFormat, is_weighed: bool, source: dict[str, object]

@@ -72,7 +72,7 @@ weight_matrices = st.builds(
 
 
 @pytest.mark.parametrize("fmt", GROUPED, ids=by_name)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(weights=weight_matrices)
 def test_no_weight_is_further_than_half_a_step(fmt: WeightFormat, weights: Tensor) -> None:
     values = unpack(pack(weights, fmt, has_search=False))
@@ -88,7 +88,7 @@ def test_no_weight_is_further_than_half_a_step(fmt: WeightFormat, weights: Tenso
 
 
 @pytest.mark.parametrize("fmt", GROUPED, ids=by_name)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(weights=weight_matrices)
 def test_the_search_is_never_worse_than_absmax(fmt: WeightFormat, weights: Tensor) -> None:
     plain = group_errors(weights, unpack(pack(weights, fmt, has_search=False)), fmt)

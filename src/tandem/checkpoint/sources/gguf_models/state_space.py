@@ -25,7 +25,7 @@ def nemotron_h(header: GgufHeader) -> PreTrainedConfig:
     return config_of(
         header,
         "nemotron_h",
-        without=("num_hidden_layers", "rms_norm_eps", "rope_parameters", "first_k_dense_replace"),
+        ("num_hidden_layers", "rms_norm_eps", "rope_parameters", "first_k_dense_replace"),
         layers_block_type=types,
         layer_norm_epsilon=header.value("attention.layer_norm_epsilon")
         or header.value("attention.layer_norm_rms_epsilon"),

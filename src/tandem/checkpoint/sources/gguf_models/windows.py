@@ -24,7 +24,7 @@ def gemma4(header: GgufHeader) -> PreTrainedConfig:
     return config_of(
         header,
         "gemma4_text",
-        without=("num_experts_per_tok",),
+        ("num_experts_per_tok",),
         layer_types=["sliding_attention" if window else "full_attention" for window in windows],
         num_key_value_heads=_first(heads, windows, True),
         num_global_key_value_heads=_first(heads, windows, False),
