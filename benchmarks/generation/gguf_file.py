@@ -57,7 +57,7 @@ def write_random_gguf(path: Path, shape: ModelShape, vocabulary: int, quantisati
 def _blocks(values: NDArray[np.float32], kind: gguf.GGMLQuantizationType) -> NDArray[np.uint8]:
     try:
         blocks: NDArray[np.uint8] = gguf.quants.quantize(values, kind).view(np.uint8)
-    except NotImplementedError:
+    except NotImplementedError:  # of types that the gguf package reads but does not write
         return Ggml().quantize(values, kind)
     return blocks
 

@@ -15,7 +15,7 @@ class CopyEngine {
   // Queues a copy of a part of an expert.
   virtual void copy(std::uint8_t* to, const std::uint8_t* from, std::int64_t bytes) = 0;
 
-  // Queues: a device that has a table of its own is told that the expert lies here, if it can be
+  // Queues: a device that has a table of its own learns that the expert lies here, if it can be
   // told while a step runs. The host's table says so once all of it has happened.
   virtual void publish(std::int64_t key, std::int64_t address) = 0;
 

@@ -53,7 +53,7 @@ MOST_OFF = 0.02  # the CPU rounds what its experts read, and the reference does 
 _HANDED = list[Callable[..., Tensor]]()  # what the operation calls, by number
 
 
-@torch.library.custom_op("tandem_tests::handed", mutates_args=())
+@torch.library.custom_op("twin::handed", mutates_args=())
 def handed(number: int, layer: int, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     """Hand a layer over, as an operation that the twin of a graph notes."""
     return _HANDED[number](layer, hidden, index, weights)

@@ -281,15 +281,12 @@ def test_calls_are_shown_and_their_results_given_back(page: Page, server: Runnin
 
 
 CHOOSE = """(async () => { const canvas = document.createElement('canvas');
-    canvas.width = 3000; canvas.height = 30;
-    const blob = await new Promise((done) => canvas.toBlob(done));
+   canvas.width = 3000; canvas.height = 30; const blob = await new Promise((d) => canvas.toBlob(d));
     const files = [new File([blob], 'a.png'), new File(['x'], 'b.txt')];
     await own.choosePictures(files); return 1; })()"""
 
 
-def test_pictures_are_attached_where_the_model_takes_some(
-    page: Page, server: RunningServer
-) -> None:
+def test_pictures_are_attached_where_models_take_them(page: Page, server: RunningServer) -> None:
     assert page.run("document.getElementById('attach').hidden")
     page.run(CHOOSE)
     assert not page.run("own.hasPictures()")

@@ -19,7 +19,7 @@ class DraftChoice:
     quiet: bool
 
     def load(self, tokenizer: Tokenizer) -> DraftSources:
-        """Return what `Generator` is told, for a model with this tokenizer.
+        """Return `Generator`'s arguments for drafting, for a model with this tokenizer.
 
         A model with other tokens is left out, with a warning.
         """

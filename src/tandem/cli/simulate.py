@@ -16,6 +16,13 @@ LISTS = "list"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags; every name may be `list`, which prints what there is."""
     parser.add_argument("traces", nargs="*", metavar="TRACE", help="routing traces (.npz)")
+    _add_machine(parser)
+    _add_policies(parser)
+    _add_work(parser)
+    _add_output(parser)
+
+
+def _add_machine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hardware",
         default="desktop-12gb",
@@ -37,6 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FRACTION",
         help="fraction of all experts that the GPU has room for (%(default)s)",
     )
+
+
+def _add_policies(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--assignment", default="balanced", help="who computes (%(default)s)")
     parser.add_argument("--eviction", default="successor", help="what stays (%(default)s)")
     parser.add_argument("--prediction", default="foresight", help="what comes next (%(default)s)")
@@ -47,7 +57,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pool", default="by-layer", help="slots by-layer or shared by all layers (%(default)s)"
     )
-    parser.add_argument("--batch", type=int, default=1, help="sequences side by side (%(default)s)")
     parser.add_argument(
         "--prefetch", type=int, default=0, metavar="K", help="copies ahead per layer (%(default)s)"
     )
@@ -57,6 +66,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="pipeline",
         help="what `balanced` minimises: overlapped copies, or DALI's equations 3-9 (%(default)s)",
     )
+
+
+def _add_work(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--batch", type=int, default=1, help="sequences side by side (%(default)s)")
     parser.add_argument(
         "--prompt", type=int, default=16, help="tokens of each sequence run at once (%(default)s)"
     )
@@ -75,6 +88,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hold-out", type=int, default=0, metavar="N", help="leave the last N sequences out"
     )
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dump", metavar="FILE", help="write every plan as JSON lines")
     parser.add_argument(
         "--compare", action="store_true", help="run the systems of the papers at equal GPU memory"

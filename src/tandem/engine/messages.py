@@ -28,7 +28,7 @@ EXIT_CANNOT_LOAD = 3
 
 
 class DraftSources(TypedDict, total=False):
-    """What `Generator` is told about drafting."""
+    """Arguments of `Generator` that say what drafts."""
 
     draft: PreTrainedModel
     mtp_from: Path
@@ -48,7 +48,7 @@ class EngineSettings:
     has_replay: bool = True
     speculate: str = "auto"
     load_drafting: Callable[[Tokenizer], DraftSources] = no_drafting
-    """Returns what else `Generator` is told about drafting; pickled by name."""
+    """Returns what drafts for a model with this tokenizer; pickled by name."""
     max_gap: float | None = None
     """Seconds that streams wait for prompts at most; None: whatever a chunk takes."""
     kept_prefixes: KeptPrefixes | None = None

@@ -38,7 +38,7 @@ class PromptCopies:
     def copies(
         self, layer: int, in_use: Container[int], now: float, next_plan: float
     ) -> tuple[Copy, ...]:
-        """Return copies for a layer that is planned at `next_plan`; the link is told of them.
+        """Return copies for a layer that is planned at `next_plan`, and queue them on the link.
 
         Staged experts of other layers that are not `in_use` leave first.
         """
