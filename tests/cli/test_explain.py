@@ -36,6 +36,9 @@ def test_a_run_is_explained(tmp_path: Path) -> None:
     # What is planned is no native call; its times are no part of the run.
     assert "experts" in {entry["operation"] for entry in report["not_native"]}
     assert report["generated_tokens"] == 6
+    why = "what records or forces routing sees one token of each sequence in a step"
+    assert f"speculation: nothing is drafted: {why}" in done.stderr
+    assert report["why_nothing_is_drafted"] == why
 
 
 def test_without_an_expert_cache_the_decode_step_is_explained(
@@ -51,6 +54,9 @@ def test_without_an_expert_cache_the_decode_step_is_explained(
     assert "layer" not in err
     report = json.loads(out.splitlines()[-1])
     assert report["why_slower"] is None
+    assert re.search(r"speculation: 0 tokens drafted, 0 kept; \d steps had none: ", err)
+    assert sum(report["steps_by_drafted_tokens"].values()) == 5
+    assert report["why_nothing_is_drafted"] is None
     calls = {entry["operation"]: entry["calls"] for entry in report["not_native"]}
     assert all(count > 0 for count in calls.values())
     assert calls

@@ -1,7 +1,9 @@
 """Speculation: what is drafted, how much of it is verified, and that answers stay what they are."""
 
 import random
+import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from tandem.generate.speculation.speculation import Speculation
 from tandem.hf.lookahead.routing_recording import recording
 from tandem.policy.speculation.drafter import MOST_DRAFTED, Draft
 from tandem.policy.speculation.free_drafts import FreeDrafts
-from tandem.policy.speculation.prompt_lookup import PromptLookup
+from tandem.policy.speculation.prompt_lookup import EarlierAnswers, PromptLookup
 from tests.hf.tiny import save_tiny_checkpoint
 
 NEW_TOKENS = 24
@@ -79,7 +81,7 @@ def looking_up() -> Speculation:
 
 def speculating(model: Any, speculation: Speculation) -> Generator:
     generator = Generator(model)
-    generator._speculation = speculation
+    generator.speculation = speculation
     return generator
 
 
@@ -193,6 +195,51 @@ def test_prompt_lookup_finds_the_latest_and_longest() -> None:
     assert found == Draft(long[20 : 20 + MOST_DRAFTED], [3] * MOST_DRAFTED)
 
 
+def test_earlier_answers_are_looked_up() -> None:
+    chance = random.Random(2)
+    answer = [chance.randrange(1000) for _ in range(200)]
+    way = FreeDrafts(partial(PromptLookup, EarlierAnswers()))
+    speculation = Speculation([way])
+    for _ in range(40):
+        speculation.costs.add(1, 1.0)
+    prompt = [1, 2, 3]
+    assert len(grown(speculation, [*prompt, *answer], CHEAP)) > 180
+    speculation.forget(0)
+    again = grown(speculation, [4, *prompt, *answer], CHEAP)
+    assert len(again) < 100
+    way.forget(7)  # which never drafted
+
+
+def test_earlier_answers_are_bounded() -> None:
+    earlier = EarlierAnswers(most_tokens=25)
+    for first in (100, 200, 300):
+        earlier.add(range(first, first + 10))
+    assert earlier.find([9, 300, 301, 302]) == (tuple(range(300, 310)), 3)
+    assert earlier.find([100, 101, 102]) == ((), 0)
+    earlier.add([300, 301, 302, 7])  # the latest place is found, and stays when the older goes
+    earlier.add(range(400, 420))
+    assert earlier.find([300, 301, 302])[0] == (300, 301, 302, 7)
+    assert earlier.find([301, 302, 303]) == ((), 0)
+    earlier.add(range(1000))
+    assert len(earlier._ends) == 25 - 3
+    assert earlier.find([300, 301, 302]) == ((), 0)
+
+
+def test_steps_are_counted_by_drafted_tokens() -> None:
+    speculation = looking_up()
+    assert speculation.counts.line() == "no step could have verified drafted tokens"
+    before = speculation.counts.copy()
+    text = [*range(50)] * 4
+    drafted = grown(speculation, text, CHEAP)
+    counts = speculation.counts.since(before)
+    assert counts.steps.total() == len(drafted)
+    assert counts.num_drafting == sum(n > 0 for n in drafted)
+    assert re.search(r"steps verified drafted tokens: .*7 \(", counts.line())
+    assert "there was nothing to draft" in counts.line()
+    grown(dear := looking_up(), text, DEAR)
+    assert dear.counts.num_unpaid > 50
+
+
 def grown(speculation: Speculation, text: Sequence[int], seconds: dict[int, float]) -> list[int]:
     """Let one request write a text; return how many tokens were drafted in each step."""
     at, drafted = 1, []
@@ -237,6 +284,6 @@ def test_a_request_gets_no_more_than_it_has_room_for() -> None:
 
 
 def test_unknown_drafters_are_refused(model: Any) -> None:
-    assert Generator(model, speculate="none")._speculation is None
+    assert Generator(model, speculate="none").speculation is None
     with pytest.raises(ConfigError, match="unknown drafter 'lokup'; did you mean 'lookup'"):
         Generator(model, speculate="lokup")

@@ -27,7 +27,9 @@ def steps_of(
 ) -> tuple[list[int], TraceSpeculation]:
     """Return how many tokens each decode step brings; a step takes a second and .2 a draft."""
     clock = Clock()
-    decoding = TraceSpeculation(one, SpeculationChoice.parsed(drafter, length), clock)
+    decoding = TraceSpeculation(
+        one, SpeculationChoice.parsed(drafter, length), clock, lambda n: 0.1
+    )
     brought = []
     for step in replay_steps(one, batch, 4, decoding):
         if not step.is_prefill:
@@ -61,7 +63,7 @@ def test_the_length_follows_what_it_costs() -> None:
     often, _ = steps_of(trace([900]), "mtp=0.95", "auto")
     never, decoding = steps_of(trace([900]), "mtp=0.05", "auto")
     assert len(often) < 400
-    assert decoding.drafted < 60
+    assert decoding.drafted < 80
     assert len(never) > 880
 
 

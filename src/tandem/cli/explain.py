@@ -1,8 +1,8 @@
 """`tandem run --explain`: why a run was as fast as it was, and what one change would bring.
 
-The first part is what of a decode step is not native, and costs. With an expert cache there are two
-more: what happened, layer by layer; and the run's routing replayed in the simulator, with one thing
-changed at a time, which holds as far as the profile does.
+The first parts are what of a decode step is not native, and costs, and what was drafted. With an
+expert cache there are two more: what happened, layer by layer; and the run's routing replayed in
+the simulator, with one thing changed at a time, which holds as far as the profile does.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ from tandem.experts.store.host_store import HostStore
 from tandem.experts.tracing.cache_statistics import CacheStatistics, LayerCounts
 from tandem.experts.tracing.events import unheard
 from tandem.foreign_types import PreTrainedModel
+from tandem.generate.speculation.draft_counts import DraftCounts
 from tandem.kernels.formats.weight_format import find_format
 from tandem.policy.cost import HardwareProfile, ShapeCosts
 from tandem.policy.eviction import Eviction
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from tandem.experts.tracing.recorder import RoutingRecorder
     from tandem.generate.answer import Answer
     from tandem.generate.generator import Generator
+    from tandem.generate.speculation.speculation import Speculation
     from tandem.recording.coverage import Coverage
     from tandem.trace import RoutingTrace
 
@@ -173,6 +175,40 @@ def decode_step(generator: "Generator") -> DecodeStep:
     return DecodeStep(coverage, generator.why_slower)
 
 
+class Drafting:
+    """What was drafted from its creation on."""
+
+    def __init__(self, speculation: "Speculation | None") -> None:
+        """Start with what is drafted next; None: speculation is off."""
+        self._speculation = speculation
+        self._before = DraftCounts() if speculation is None else speculation.counts.copy()
+
+    @property
+    def _why_none(self) -> str | None:
+        return "--speculate none" if self._speculation is None else self._speculation.why_none
+
+    @property
+    def _counts(self) -> DraftCounts:
+        now = DraftCounts() if self._speculation is None else self._speculation.counts
+        return now.since(self._before)
+
+    def line(self, answer: "Answer") -> str:
+        """Return how many tokens steps had drafted, or why none."""
+        if self._why_none is not None:
+            return f"speculation: nothing is drafted: {self._why_none}"
+        told = f"speculation: {answer.drafted_tokens} tokens drafted, {answer.accepted_tokens} kept"
+        return f"{told}; {self._counts.line()}"
+
+    def json(self) -> dict[str, object]:
+        """Return the same for scripts: steps by drafted tokens."""
+        counts = self._counts
+        return {
+            "steps_by_drafted_tokens": {str(n): steps for n, steps in sorted(counts.steps.items())},
+            "steps_that_would_not_have_paid": counts.num_unpaid,
+            "why_nothing_is_drafted": self._why_none,
+        }
+
+
 class Explanation:
     """Watches a run from its creation to `finish`."""
 
@@ -181,6 +217,7 @@ class Explanation:
         from tandem.hf.runtime import require_runtime
 
         self._generator = generator
+        self._drafting = Drafting(generator.speculation)
         self._runtime = require_runtime(model)
         self._executor, self._expert_cache = self._runtime.executor, self._runtime.executor.cache
         self._statistics = CacheStatistics()
@@ -204,7 +241,8 @@ class Explanation:
             step = decode_step(self._generator)
         else:  # profiling would write into the KV cache what an earlier answer's step did
             step = DecodeStep(None, self._generator.why_slower)
-        return "\n\n".join([step.line(), *tables]), step.json()
+        text = "\n\n".join([step.line(), self._drafting.line(answer), *tables])
+        return text, {**step.json(), **self._drafting.json()}
 
     def _cache_tables(self) -> list[str]:
         """Return what the expert cache did, and what changes would bring; nothing without one."""

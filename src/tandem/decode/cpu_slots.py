@@ -114,12 +114,17 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
         return logits
 
     @property
-    def can_verify(self) -> bool:
-        """Whether `verify` takes several tokens of a slot, which may then be taken back."""
+    def why_no_drafts(self) -> str | None:
+        """Why `verify` takes one token of a slot; None: it takes several, which may be taken back.
+
+        One sentence.
+        """
         executor = self._model.executor
         if executor is not None and not executor.takes_drafts:
-            return False
-        return self._is_packed or self._steps_are_native()
+            return "what records or forces routing sees one token of each sequence in a step"
+        if self._is_packed or self._steps_are_native():
+            return None
+        return "linear layers are not packed (--dense-dtype), so that an answer might change"
 
     def _steps_are_native(self) -> bool:
         """Whether recorded steps compute a token alike in any batch, as far as there are some."""

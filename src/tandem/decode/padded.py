@@ -89,7 +89,8 @@ class PaddedBatch:
 class PaddedSlotPool(UnmovableSlots):
     """Slots that begin together, on the model's own caches: for models that nothing else steps."""
 
-    can_prefill_in_chunks = can_verify = False
+    can_prefill_in_chunks = False
+    why_no_drafts = "steps run padded, on Transformers' own caches"
     num_bytes = None
     step = None
 

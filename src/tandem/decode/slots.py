@@ -101,14 +101,16 @@ class SlotPool(Protocol):
         """Give a slot whose tokens were put in the states after them."""
 
     @property
-    def can_verify(self) -> bool:
-        """Whether `verify` takes several tokens of a slot, which may then be taken back."""
+    def why_no_drafts(self) -> str | None:
+        """Why `verify` takes one token of a slot; None: it takes several, which may be taken back.
+
+        One sentence.
+        """
 
     def verify(self, tokens: Mapping[int, Sequence[int]]) -> Tensor:
         """Append tokens to slots in one decode step; return the logits after each token.
 
-        They are (n_tokens, vocabulary), slot by slot, and as of `decode`. Without `can_verify` each
-        slot has one.
+        They are (n_tokens, vocabulary), slot by slot, and as of `decode`.
         """
 
 
@@ -174,9 +176,9 @@ class CachedSlotPool(UnmovableSlots, ABC, Generic[_Cache]):
         self._held = [[-1] * depth for _ in self._held]
 
     @property
-    def can_verify(self) -> bool:
-        """Whether `verify` takes several tokens of a slot, which may then be taken back."""
-        return False
+    def why_no_drafts(self) -> str | None:
+        """Why `verify` takes one token of a slot."""
+        return "decode steps on this device take one token of each sequence"
 
     def verify(self, tokens: Mapping[int, Sequence[int]]) -> Tensor:
         """Append one token to each of some slots; see `SlotPool`."""

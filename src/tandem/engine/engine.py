@@ -47,6 +47,7 @@ from tandem.generate.pace import Pace
 from tandem.generate.penalties import PenalisedScores, Together
 from tandem.generate.running import Constraint, Request
 from tandem.generate.sampling import SamplingOptions
+from tandem.generate.speculation.draft_counts import DraftCounts
 from tandem.generate.thinking import BoundedThinking
 from tandem.generate.token_output import BatchCounts
 from tandem.hf.dense import pack_as_loaded
@@ -92,6 +93,7 @@ class Engine:
             model, tokenizer, has_replay=settings.has_replay, speculate=settings.speculate,
             **settings.load_drafting(tokenizer),
         )  # fmt: skip
+        self._speculation = generator.speculation
         self._scheduler = generator.scheduler(
             settings.max_running,
             chunk_tokens=settings.part_tokens,
@@ -246,6 +248,7 @@ class Engine:
     def _statistics(self) -> EngineStatistics:
         cache, experts, expert_cache = self._cache, self._experts, self._executor.cache
         slot_bytes = 0 if expert_cache is None else expert_cache.slot_bytes
+        drafts = DraftCounts() if self._speculation is None else self._speculation.counts
         return EngineStatistics(
             batch=self._scheduler.counts,
             active_experts=experts.active_experts,
@@ -256,6 +259,8 @@ class Engine:
             rows_on_device=cache.device_rows,
             rows_on_cpu=experts.expert_rows - cache.device_rows,
             expert_bytes_read=experts.touched_bytes,
+            drafting_steps=drafts.num_drafting,
+            unpaid_draft_steps=drafts.num_unpaid,
             slots=0 if expert_cache is None else expert_cache.num_slots,
             disk_bytes=self._scheduler.prefixes.num_bytes_on_disk,
             memory_bytes=self._memory(),

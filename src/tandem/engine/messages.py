@@ -142,6 +142,10 @@ class EngineStatistics:
     rows_on_device: int = 0
     rows_on_cpu: int = 0
     expert_bytes_read: int = 0
+    drafting_steps: int = 0
+    """Decode steps that verified drafted tokens."""
+    unpaid_draft_steps: int = 0
+    """Of the others, those in which there was something to draft that would not have paid."""
     slots: int = 0
     disk_bytes: int = 0
     memory_bytes: dict[str, int] = field(default_factory=dict)

@@ -91,7 +91,8 @@ class Generator:
         self._kv_dtype = require_kv_dtype(kv_dtype)
         self._has_replay = has_replay
         parts = DraftParts(model=model, threads=self._threads, draft=draft, mtp_from=mtp_from)
-        self._speculation = new_speculation(speculate, parts)
+        self.speculation = new_speculation(speculate, parts)
+        """What drafts tokens for all requests; None: nothing does."""
         self._has_tried_slots = False
         self.why_padded: str | None = None
         """Why prompts run padded, on Transformers' caches; None: they do not, or not tried yet."""
@@ -174,7 +175,7 @@ class Generator:
         pool = self._pool_for(len(ids), longest, has_images=any(images))
         scheduler = Scheduler(
             self.model, self.tokenizer, pool, chunk_tokens=MAX_STEP_TOKENS, merges_prompts=True,
-            speculation=self._speculation,
+            speculation=self.speculation,
         )  # fmt: skip
         self._batch = Batch(scheduler, requests, on_text or (lambda _row, _piece: None))
         return self._batch
@@ -197,7 +198,7 @@ class Generator:
         pool = self.slot_pool(num_slots)
         return Scheduler(
             self.model, self.tokenizer, pool, chunk_tokens=chunk_tokens,
-            speculation=self._speculation,
+            speculation=self.speculation,
             files=None if kept is None else kept.open(self.model, pool), pace=pace,
         )  # fmt: skip
 
@@ -249,7 +250,7 @@ class Generator:
             self._latest_pool = CpuSlotPool(
                 self.model, self._threads, num_slots, capacity=capacity,
                 has_replay=self._has_replay, kv_dtype=self._kv_dtype,
-                notes_hidden=self._speculation is not None and self._speculation.needs_hidden,
+                notes_hidden=self.speculation is not None and self.speculation.needs_hidden,
             )  # fmt: skip
         return self._latest_pool
 

@@ -332,7 +332,10 @@ class Scheduler:
 
     def _drafts(self, batch: list[Running]) -> dict[int, Sequence[int]]:
         """Return the drafted tokens that a step verifies, by slot."""
-        if self._speculation is None or not self._pool.can_verify:
+        if self._speculation is None:
+            return {}
+        self._speculation.why_none = self._pool.why_no_drafts
+        if self._speculation.why_none is not None:
             return {}
         drafting = [one for one in batch if one.request.may_speculate]
         return self._speculation.choose(

@@ -18,6 +18,8 @@ _SUMS = {
     "decode_steps": "decode steps",
     "drafted_tokens": "drafted tokens that were verified",
     "accepted_tokens": "of them, those that the answers have",
+    "drafting_steps": "decode steps that verified drafted tokens",
+    "unpaid_draft_steps": "decode steps for which drafts were not worth verifying",
     "decode_seconds": "seconds of decode steps",
     "prefill_seconds": "seconds of prefill",
     "active_experts": "experts that a layer and step needed",

@@ -16,6 +16,7 @@ from tandem.policy.assignment.problem import (
 from tandem.policy.cost import HardwareProfile, ShapeCosts
 from tandem.policy.plan import LayerLoad, LayerPlan
 from tandem.policy.settings import PlannerSettings, make_planner_on
+from tandem.policy.speculation.step_shape import TouchedExperts
 from tandem.sim.exact import optimal_seconds
 from tandem.sim.exact_overlapped import overlapped_optimal_seconds
 from tandem.sim.speculation import SpeculationChoice, TraceSpeculation
@@ -145,10 +146,11 @@ class _Replay:
             options["pipelined"] = False
         self._by_equations = ASSIGNMENTS.factory(run.settings.assignment)(**options)
         self._watch = watch
+        self._touched = TouchedExperts(lambda: self._planner)
         self._decoding = (
             None
             if run.speculation is None
-            else TraceSpeculation(trace, run.speculation, self._timeline)
+            else TraceSpeculation(trace, run.speculation, self._timeline, self._touched)
         )
         self._tally = Tally()
         self._ahead: set[tuple[int, int]] = set()
@@ -198,6 +200,8 @@ class _Replay:
             timeline.run_dense(count)
             for arrival in timeline.arrivals():
                 planner.copy_finished(*arrival)
+            if self._decoding is not None:
+                self._touched.observe(load)
             known = hints[load.layer + 1] if hints and load.layer + 1 < len(hints) else ()
             compared = self._compare(load)
             start = time.perf_counter()

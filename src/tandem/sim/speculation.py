@@ -15,9 +15,10 @@ from tandem.core.errors import ConfigError
 from tandem.policy.speculation.drafter import MOST_DRAFTED
 from tandem.policy.speculation.free_drafts import FreeDrafts
 from tandem.policy.speculation.paid_drafts import PaidDrafts
-from tandem.policy.speculation.plans import Drafting, Drafts, best_drafts
+from tandem.policy.speculation.plans import Drafting, Drafts, best_plan
 from tandem.policy.speculation.prompt_lookup import PromptLookup
 from tandem.policy.speculation.step_costs import StepCosts
+from tandem.policy.speculation.step_shape import StepShape
 from tandem.sim.steps import Ints
 from tandem.trace import RoutingTrace
 
@@ -63,8 +64,13 @@ def _number(what: str, text: str, kind: Callable[[str], float], most: float) -> 
 class TraceSpeculation:
     """Chooses what the decode steps of a replay verify: a `Decoding` of `replay_steps`."""
 
-    def __init__(self, trace: RoutingTrace, choice: SpeculationChoice, clock: Clock) -> None:
-        """Raises `ConfigError` for look-up on a trace without token ids."""
+    def __init__(
+        self, trace: RoutingTrace, choice: SpeculationChoice, clock: Clock, layer_seconds: StepShape
+    ) -> None:
+        """Choose by what a layer takes for so many tokens; an MTP layer takes as long for one.
+
+        Raises `ConfigError` for look-up on a trace without token ids.
+        """
         if trace.token_ids is None and choice.acceptance is None:
             raise ConfigError(
                 "the trace has no token ids; expected some for --speculate n-gram "
@@ -74,16 +80,13 @@ class TraceSpeculation:
         self._ids: list[int] = [*range(trace.num_tokens)] if ids is None else ids.tolist()
         self._starts = trace.seq_offsets
         self._places = dict(zip(self._ids, range(trace.num_tokens), strict=True))
-        self._length, self._clock, self._costs = choice.length, clock, StepCosts()
+        self._length, self._clock, self._costs = choice.length, clock, StepCosts(layer_seconds)
         self._chance = random.Random(0)
         self._begin, self._num_tokens = 0.0, 0
         self._scripted = None
         self._way: Drafting = FreeDrafts(PromptLookup)
         if choice.acceptance is not None:
-            layers = trace.meta.n_moe_layers
-            self._scripted = _ScriptedMtp(
-                self._ids, choice.acceptance, clock, self._seconds, layers
-            )
+            self._scripted = _ScriptedMtp(self._ids, choice.acceptance, clock, layer_seconds)
             self._way = PaidDrafts(self._scripted, lambda: clock.now)
         self.drafted = self.accepted = 0
 
@@ -119,7 +122,8 @@ class TraceSpeculation:
         if self._scripted is not None:
             self._scripted.next_places = {end: end - rooms[end] for end in histories}
         if self._length is None:
-            return best_drafts([self._way], self._costs, histories, rooms, batch)
+            plan = best_plan([self._way], self._costs, histories, rooms, batch)
+            return plan.drafts() if plan is not None and plan.is_worth else {}
         most = {end: min(self._length, room) for end, room in rooms.items()}
         if self._scripted is not None:
             return dict(self._scripted.draft(histories, most)) if any(most.values()) else {}
@@ -132,25 +136,26 @@ class TraceSpeculation:
         """Return the index of a token that stands for a rejected one."""
         return self._places.get(token, self._chance.randrange(len(self._ids)))
 
-    def _seconds(self) -> float:
-        """Return what a step of one token takes, as far as that is known."""
-        return self._costs.seconds(1) or 0.0
-
 
 class _ScriptedMtp:
-    """Drafts what comes, each token with a chance; a step of the layer takes its share of one."""
+    """Drafts what comes, each token with a chance; each takes a layer's time for one token.
+
+    Which tokens it knows is drawn once, so that lengths are compared on the same ones.
+    """
 
     def __init__(
         self,
         ids: Sequence[int],
         acceptance: float,
         clock: Clock,
-        seconds: Callable[[], float],
-        num_layers: int,
+        layer_seconds: StepShape,
     ) -> None:
-        self._ids, self._acceptance, self._clock = ids, acceptance, clock
-        self._seconds, self._num_layers = seconds, num_layers
-        self._chance = random.Random(1)
+        chance = np.random.default_rng(1)
+        known = chance.random(len(ids)) < acceptance
+        others = chance.permutation(ids)
+        others[others == ids] = -1
+        self._drafts = np.where(known, ids, others).tolist()
+        self._clock, self._layer_seconds = clock, layer_seconds
         self.next_places: dict[int, int] = {}
         """Where in the trace the next token of each sequence is."""
 
@@ -158,21 +163,6 @@ class _ScriptedMtp:
         self, histories: Mapping[int, Sequence[int]], most: Mapping[int, int]
     ) -> dict[int, Sequence[int]]:
         """Return up to `most` tokens by sequence."""
-        drafts: dict[int, Sequence[int]] = {}
-        for end, count in most.items():
-            place = self.next_places[end]
-            is_right = [self._chance.random() < self._acceptance for _ in range(count)]
-            drafts[end] = [
-                self._ids[place + i] if right else self._other(place + i)
-                for i, right in enumerate(is_right)
-            ]
-        self._clock.now += self._seconds() / self._num_layers * max(most.values(), default=0)
-        return drafts
-
-    def _other(self, place: int) -> int:
-        """Return a token that is not the one at a place."""
-        for _ in range(100):
-            token = self._ids[self._chance.randrange(len(self._ids))]
-            if token != self._ids[place]:
-                return token
-        return -1
+        self._clock.now += self._layer_seconds(1) * max(most.values(), default=0)
+        places = self.next_places
+        return {end: self._drafts[places[end] : places[end] + n] for end, n in most.items()}

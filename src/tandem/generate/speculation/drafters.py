@@ -14,6 +14,7 @@ from tandem.foreign_types import PreTrainedModel
 from tandem.generate.speculation.draft_model import DraftModel
 from tandem.generate.speculation.mtp import MtpDrafter
 from tandem.generate.speculation.speculation import Speculation
+from tandem.generate.speculation.touched_experts import touched_experts
 from tandem.hf.dense import share_threads
 from tandem.hf.next_token_models import vocabulary_size
 from tandem.hf.runtime import runtime_of
@@ -21,7 +22,8 @@ from tandem.kernels.dense import CpuThreads
 from tandem.policy.speculation.free_drafts import FreeDrafts
 from tandem.policy.speculation.paid_drafts import PaidDrafts
 from tandem.policy.speculation.plans import Drafting
-from tandem.policy.speculation.prompt_lookup import PromptLookup
+from tandem.policy.speculation.prompt_lookup import EarlierAnswers, PromptLookup
+from tandem.policy.speculation.step_costs import StepCosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +44,7 @@ DRAFTERS: Registry[Drafting | DraftModel] = Registry("drafter")
 
 @DRAFTERS.register("lookup")
 def _lookup(parts: DraftParts) -> Drafting:
-    return FreeDrafts(PromptLookup)
+    return FreeDrafts(partial(PromptLookup, EarlierAnswers()))
 
 
 @DRAFTERS.register("model")
@@ -77,7 +79,17 @@ def new_speculation(name: str, parts: DraftParts) -> Speculation | None:
     made = [_made(each, parts) for each in DRAFTERS if each in wanted]
     models = [one for one in made if isinstance(one, DraftModel)]
     free = [one for one in made if one is not None and not isinstance(one, DraftModel)]
-    return Speculation([*free, *(PaidDrafts(one, time.perf_counter) for one in models)], models)
+    ways = [*free, *(PaidDrafts(one, time.perf_counter) for one in models)]
+    return Speculation(ways, models, _costs(parts.model))
+
+
+def _costs(model: PreTrainedModel) -> StepCosts:
+    """Return the costs of a model's steps, of which none is known yet."""
+    runtime = runtime_of(model)
+    cache = None if runtime is None else runtime.executor.cache
+    if runtime is None or cache is None or model.device.type != "cpu":
+        return StepCosts()
+    return StepCosts(touched_experts(runtime.executor, cache))
 
 
 def _made(name: str, parts: DraftParts) -> Drafting | DraftModel | None:

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 
 from tandem.decode.cpu_slots import CpuSlotPool
 from tandem.decode.slots import SlotPool
+from tandem.generate.speculation.draft_counts import DraftCounts
 from tandem.generate.speculation.draft_model import DraftModel
-from tandem.policy.speculation.plans import Drafting, Drafts, best_drafts
+from tandem.policy.speculation.plans import Drafting, Drafts, best_plan
 from tandem.policy.speculation.step_costs import StepCosts
 
 
@@ -23,6 +24,9 @@ class Speculation:
     models: Sequence[DraftModel] = ()
     """Of the ways, those that write ahead in slots of their own."""
     costs: StepCosts = field(default_factory=StepCosts)
+    counts: DraftCounts = field(default_factory=DraftCounts)
+    why_none: str | None = None
+    """Why the steps that were done last cannot verify drafted tokens, as one sentence."""
 
     @property
     def needs_hidden(self) -> bool:
@@ -38,8 +42,12 @@ class Speculation:
     def choose(
         self, histories: Mapping[int, Sequence[int]], rooms: Mapping[int, int], batch: int
     ) -> Drafts:
-        """Return the drafted tokens that the next step verifies, as of `best_drafts`."""
-        return best_drafts(self.ways, self.costs, histories, rooms, batch)
+        """Return the drafted tokens that the next step verifies, as of `best_plan`; often none."""
+        plan = best_plan(self.ways, self.costs, histories, rooms, batch)
+        is_unpaid = plan is not None and not plan.is_worth
+        drafts = {} if plan is None or is_unpaid else plan.drafts()
+        self.counts.add(sum(map(len, drafts.values())), is_unpaid=is_unpaid)
+        return drafts
 
     def forget(self, slot: int) -> None:
         """Drop what is known of a request that is through."""

@@ -12,8 +12,6 @@ from tandem.policy.speculation.drafter import Draft
 
 # The latest 20 tokens or so decide: answers change between quoting and writing.
 _DECAY = 0.95
-# What is expected before anything is known, and as how many tokens it counts.
-_PRIOR, _PRIOR_WEIGHT = 0.4, 2.0
 
 
 @dataclass(slots=True)
@@ -34,6 +32,10 @@ class Acceptance:
 
     decay: float = _DECAY
     """What a token counts for when one more has come."""
+    prior: float = 0.4
+    """What is expected before anything is known."""
+    prior_weight: float = 2.0
+    """As how many tokens that counts."""
     follows: bool = False
     """Whether a later token is expected to come true as often as the one before, where little is
     known of it: places in a draft do, kinds of matches do not."""
@@ -45,10 +47,10 @@ class Acceptance:
 
     def chances(self, evidence: Sequence[int]) -> list[float]:
         """Return, for each token of a draft, how likely it and all before it come true."""
-        chance, chances, share = 1.0, [], _PRIOR
+        chance, chances, share, weight = 1.0, [], self.prior, self.prior_weight
         for kind in evidence:
-            rate, expected = self._rates[kind], share if self.follows else _PRIOR
-            share = (rate.hits + expected * _PRIOR_WEIGHT) / (rate.trials + _PRIOR_WEIGHT)
+            rate, expected = self._rates[kind], share if self.follows else self.prior
+            share = (rate.hits + expected * weight) / (rate.trials + weight)
             chance *= share
             chances.append(chance)
         return chances

@@ -25,6 +25,9 @@ class Drafter(Protocol):
         `tokens` is the same sequence at each call, with more at its end.
         """
 
+    def end(self) -> None:
+        """Hear that the sequence is through."""
+
 
 class PaidDrafter(Protocol):
     """Guesses what comes next in several sequences at once, and takes its time."""

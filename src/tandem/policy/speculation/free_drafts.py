@@ -49,7 +49,8 @@ class FreeDrafts:
 
     def forget(self, slot: int) -> None:
         """Drop the drafter of a request that is through."""
-        self._drafters.pop(slot, None)
+        if slot in self._drafters:
+            self._drafters.pop(slot)[0].end()
 
     def _drafted(self, slot: int, tokens: Sequence[int]) -> Draft:
         """Judge a request's last draft by what has come; return one that follows."""

@@ -15,20 +15,21 @@ from tandem.policy.speculation.plans import Drafts, Plan
 from tandem.policy.speculation.step_costs import StepCosts
 
 # Drafted tokens of each sequence: each makes a step of another size, which is recorded once.
-_COUNTS = (1, 2, 3, 5, MOST_DRAFTED)
+_COUNTS = (1, 2, 3, 4, 5, 6, MOST_DRAFTED)
 _MOST_STEP_TOKENS = 16
 _LEAST_GAIN, _SURE_GAIN = 1.03, 1.3
 # Sizes that are hardly known are taken for so much better than they seem.
-_HOPE = 0.15
-# Drafts before the rates are believed, and how many tokens they have.
-_TRIALS, _TRIAL_TOKENS = 12, 2
+_HOPE = 0.03
+# Drafts before the rates are believed, and how many tokens they have at least.
+_TRIALS, _TRIAL_TOKENS = 6, 2
 _TRIALS_AGAIN = 4
 # Steps after which one is tried again where that does not pay: at first, and at last.
 _TRIED_AGAIN_AFTER, _SELDOM = 64, 1024
 # Steps without drafts by which it is known what these would take.
-_LEAST_KNOWN = 2
-# A model's drafts come true about as often all the time: the latest hundred tokens count.
-_DECAY = 0.99
+_LEAST_KNOWN = 1
+# A model's drafts come true about as often all the time: the latest two hundred tokens count. What
+# is published of MTP layers and draft models lies around the prior.
+_DECAY, _PRIOR, _PRIOR_WEIGHT = 0.995, 0.7, 5.0
 
 
 @dataclass(slots=True)
@@ -38,8 +39,10 @@ class PaidDrafts:
     drafter: PaidDrafter
     clock: Callable[[], float]
     """Tells the seconds that drafting takes."""
-    acceptance: Acceptance = field(default_factory=lambda: Acceptance(_DECAY, follows=True))
-    costs: StepCosts = field(default_factory=lambda: StepCosts(growth=1.0))
+    acceptance: Acceptance = field(
+        default_factory=lambda: Acceptance(_DECAY, _PRIOR, _PRIOR_WEIGHT, follows=True)
+    )
+    costs: StepCosts = field(default_factory=lambda: StepCosts(float))
     """Of drafting so many tokens for each sequence."""
     _open: dict[int, OpenDraft] = field(default_factory=dict)
     _num_drafts: int = 0
@@ -111,7 +114,10 @@ class PaidDrafts:
         self.costs.add(count, self.clock() - start)
         self._num_drafts += 1
         self._num_idle_steps = 0
-        for slot, tokens in found.items():
+        for slot in most:
+            tokens = found.get(slot, ())
+            if not len(tokens):  # it took its time all the same
+                self.acceptance.add(0, is_hit=False)
             draft = Draft(tokens, range(len(tokens)))
             self._open[slot] = OpenDraft(draft, len(histories[slot]))
         return {slot: tokens for slot, tokens in found.items() if len(tokens)}

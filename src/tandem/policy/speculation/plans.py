@@ -19,6 +19,11 @@ class Plan(NamedTuple):
     drafts: Callable[[], Drafts]
     """Returns the drafts; may take the time that the gain accounts for."""
 
+    @property
+    def is_worth(self) -> bool:
+        """Whether the plan is to be followed."""
+        return self.gain > self.least_gain
+
 
 class Drafting(Protocol):
     """A way of drafting for the requests of one scheduler."""
@@ -30,25 +35,24 @@ class Drafting(Protocol):
         batch: int,
         costs: StepCosts,
     ) -> Plan | None:
-        """Return the best that there is for the next step, as of `best_drafts`."""
+        """Return the best that there is for the next step, as of `best_plan`."""
 
     def forget(self, slot: int) -> None:
         """Drop what is known of a request that is through."""
 
 
-def best_drafts(
+def best_plan(
     ways: Iterable[Drafting],
     costs: StepCosts,
     histories: Mapping[int, Sequence[int]],
     rooms: Mapping[int, int],
     batch: int,
-) -> Drafts:
-    """Return the drafted tokens that the next step verifies, by slot; often none.
+) -> Plan | None:
+    """Return the best plan that is worth it, else the best of all; None: there is nothing to draft.
 
-    `histories` are all tokens of each request that may have some, `rooms` how many; `batch`
+    `histories` are all tokens of each request that may have drafted ones, `rooms` how many; `batch`
     requests decode.
     """
     plans = [way.plan(histories, rooms, batch, costs) for way in ways]
-    worth = [plan for plan in plans if plan is not None and plan.gain > plan.least_gain]
-    best = max(worth, key=lambda plan: plan.gain, default=None)
-    return {} if best is None else best.drafts()
+    known = [plan for plan in plans if plan is not None]
+    return max(known, key=lambda plan: (plan.is_worth, plan.gain), default=None)

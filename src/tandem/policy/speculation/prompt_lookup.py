@@ -1,9 +1,11 @@
 """Prompt look-up: what followed the last time that the latest tokens stood in the context.
 
 Saxena, "Prompt Lookup Decoding" (2023). Answers that quote, edit or summarise their prompt, and
-code, repeat long parts of it; the context holds the conversation's earlier answers too.
+code, repeat long parts of it; the context holds the conversation's earlier answers too. Answers to
+other requests are looked up besides, as far as they are kept.
 """
 
+from collections import deque
 from collections.abc import Sequence
 
 from tandem.policy.speculation.drafter import MOST_DRAFTED, Draft
@@ -13,25 +15,83 @@ _SHORTEST, _LONGEST = 2, 3
 # Matches of 4, 8 and 16 tokens are evidence of a higher kind each; drafted tokens that came true
 # make a match longer.
 _EVIDENCE = (4, 8, 16)
+# Answers to other requests are evidence of other kinds.
+_ELSEWHERE = len(_EVIDENCE) + 1
+# Tokens of earlier answers that are kept: 10 MB with their index.
+_KEPT_TOKENS = 1 << 15
+
+
+class EarlierAnswers:
+    """The latest answers of a session, found by three of their tokens."""
+
+    def __init__(self, most_tokens: int = _KEPT_TOKENS) -> None:
+        """Keep so many tokens at most."""
+        self._most_tokens, self._num_tokens = most_tokens, 0
+        self._answers: deque[tuple[int, ...]] = deque()
+        self._ends: dict[tuple[int, ...], tuple[tuple[int, ...], int]] = {}
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Keep an answer, or its beginning; the oldest ones go."""
+        answer = tuple(tokens[: self._most_tokens])
+        if len(answer) <= _LONGEST:
+            return
+        while self._num_tokens + len(answer) > self._most_tokens:
+            self._drop_oldest()
+        self._answers.append(answer)
+        self._num_tokens += len(answer)
+        for end in range(_LONGEST, len(answer)):
+            self._ends[answer[end - _LONGEST : end]] = answer, end
+
+    def find(self, tokens: Sequence[int]) -> tuple[Sequence[int], int]:
+        """Return the latest answer in which the last tokens stand, and where they end; or ()."""
+        return self._ends.get(tuple(tokens[-_LONGEST:]), ((), 0))
+
+    def _drop_oldest(self) -> None:
+        oldest = self._answers.popleft()
+        self._num_tokens -= len(oldest)
+        for end in range(_LONGEST, len(oldest)):
+            key = oldest[end - _LONGEST : end]
+            if key in self._ends and self._ends[key][0] is oldest:
+                del self._ends[key]
 
 
 class PromptLookup:
     """Finds the latest place where the last two or three tokens stood before."""
 
-    def __init__(self) -> None:
-        """Know no sequence."""
+    def __init__(self, earlier: EarlierAnswers | None = None) -> None:
+        """Know no sequence but, perhaps, earlier answers, which get this one in the end."""
+        self._earlier = earlier
         self._ends: dict[tuple[int, ...], int] = {}  # of each n-gram but the last, by its tokens
         self._num_known = 0
+        self._tokens: Sequence[int] = ()
+        self._answer_begin = 0
 
     def draft(self, tokens: Sequence[int]) -> Draft:
         """Return what followed the longest match; nothing where there is none."""
+        if not self._num_known:
+            self._answer_begin = len(tokens) - 1
+        self._tokens = tokens
         self._learn(tokens)
+        end, length = self._found(tokens)
+        if self._earlier is not None and length < _EVIDENCE[-1]:
+            answer, place = self._earlier.find(tokens)
+            elsewhere = _match_length(tokens, answer, place)
+            if elsewhere > length:
+                return _draft(answer, place, elsewhere, _ELSEWHERE)
+        return _draft(tokens, end, length, 0) if end else Draft((), ())
+
+    def end(self) -> None:
+        """Keep the answer for later requests."""
+        if self._earlier is not None:
+            self._earlier.add(self._tokens[self._answer_begin :])
+
+    def _found(self, tokens: Sequence[int]) -> tuple[int, int]:
+        """Return where the last tokens ended before, and how many are the same; 0 if nowhere."""
         for size in range(min(_LONGEST, len(tokens) - 1), _SHORTEST - 1, -1):
             end = self._ends.get(tuple(tokens[-size:]))
             if end is not None:
-                found, length = tokens[end : end + MOST_DRAFTED], _match_length(tokens, end)
-                return Draft(found, [_evidence(length + place) for place in range(len(found))])
-        return Draft((), ())
+                return end, _match_length(tokens, tokens, end)
+        return 0, 0
 
     def _learn(self, tokens: Sequence[int]) -> None:
         """Note where n-grams end that end before the last token."""
@@ -41,12 +101,18 @@ class PromptLookup:
         self._num_known = max(self._num_known, len(tokens) - 1)
 
 
-def _match_length(tokens: Sequence[int], end: int) -> int:
-    """Return how many tokens before `end` are the sequence's last ones; more do not count."""
-    length, most = 0, min(end, _EVIDENCE[-1])
-    while length < most and tokens[end - 1 - length] == tokens[len(tokens) - 1 - length]:
+def _match_length(tokens: Sequence[int], text: Sequence[int], end: int) -> int:
+    """Return how many tokens of a text before `end` are the last ones; more do not count."""
+    length, most = 0, min(end, len(tokens), _EVIDENCE[-1])
+    while length < most and text[end - 1 - length] == tokens[len(tokens) - 1 - length]:
         length += 1
     return length
+
+
+def _draft(text: Sequence[int], end: int, length: int, first_kind: int) -> Draft:
+    """Return what follows a match of so many tokens, with kinds of evidence from the first on."""
+    found = text[end : end + MOST_DRAFTED]
+    return Draft(found, [first_kind + _evidence(length + place) for place in range(len(found))])
 
 
 def _evidence(length: int) -> int:

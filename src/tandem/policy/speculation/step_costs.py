@@ -1,48 +1,64 @@
-"""What decode steps of several tokens cost, measured as they are done."""
+"""What decode steps of several tokens cost: measured as they are done, between them by a shape."""
 
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import exp, log
 from statistics import median
 
-_KEPT = 15  # latest steps of a size; their median is its time
-# Steps after which a size that nothing chose is measured again: the machine may have been busy.
-_FORGOTTEN_AFTER = 128
-# Before a size is measured: a second token of a sequence touches .57 to .71 times the bytes of the
-# first on real routing, four touch 2.4 to 2.9 times as many as one.
-_GROWTH = 0.75
-_LEAST_GROWTH = 0.4  # what looks like less is noise
-# How far a step moves the level, as far as it is no outlier.
-_LEVEL_SHARE, _OUTLIER = 0.05, 0.3
+from tandem.policy.speculation.step_shape import StepShape, shape_of_bytes
+
+_KEPT = 15  # latest steps of a size; their median is what is special to it
+# Steps after which a size that nothing chose is as the shape says: the machine may have been busy.
+_FORGOTTEN_AFTER = 256
+# What all sizes have in common follows the latest 30 steps or so.
+_DECAY = 0.97
+# How strongly the shape is believed: as so many steps of sizes as far apart as 1 and e tokens.
+_SHAPE_WEIGHT = 0.5
+# What a size has to itself is believed by half after so many steps of it.
+_OWN_WEIGHT = 5.0
+_OUTLIER = 0.3
 _LEAST_SECONDS = 1e-9
-_OTHERS_WEIGHT = 0.5  # what other sizes say of one counts as so many steps of its own
 
 
 @dataclass(slots=True)
-class _Size:
-    """The latest steps of so many tokens."""
+class _Line:
+    """A line through decayed points, with a prior that it is level."""
 
-    found: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_KEPT))
-    """Of each the number of the step, and the logarithm of its seconds less the level then."""
+    weight: float = 0.0
+    x: float = 0.0
+    xx: float = 0.0
+    y: float = 0.0
+    xy: float = 0.0
 
-    def since(self, step: int) -> list[float]:
-        """Return the logarithms from a step on."""
-        return [distance for number, distance in self.found if number >= step]
+    def add(self, x: float, y: float) -> None:
+        """Note a point."""
+        keep = _DECAY
+        self.weight, self.x = self.weight * keep + 1, self.x * keep + x
+        self.xx, self.y = self.xx * keep + x * x, self.y * keep + y
+        self.xy = self.xy * keep + x * y
+
+    def at(self, x: float) -> float:
+        """Return the line's height; 0 without any point."""
+        if not self.weight:
+            return 0.0
+        mean_x, mean_y = self.x / self.weight, self.y / self.weight
+        spread = self.xx - self.x * mean_x + _SHAPE_WEIGHT
+        return mean_y + (self.xy - self.x * mean_y) / spread * (x - mean_x)
 
 
 @dataclass(slots=True)
 class StepCosts:
     """Seconds of a step by its number of tokens.
 
-    All sizes become faster or slower together, when an expert cache fills or the machine is busy:
-    a level that each step moves, while each size has its distance from it.
+    Their logarithms are those of the shape, and a line: all sizes become faster or slower together,
+    when the machine is busy, and more tokens may cost more or less than the shape tells. What is
+    left is special to a size.
     """
 
-    growth: float = _GROWTH
-    """With which power of their tokens steps grow, before two sizes are known."""
-    _sizes: dict[int, _Size] = field(default_factory=dict)
-    _level: float = 0.0
+    shape: StepShape = field(default_factory=lambda: shape_of_bytes(1.0, 1.0))
+    _line: _Line = field(default_factory=_Line)
+    _own: dict[int, deque[tuple[int, float]]] = field(default_factory=dict)
+    """Of each size the latest steps: their numbers, and what they took beyond shape and line."""
     _num_steps: int = 0
 
     def add(self, num_tokens: int, seconds: float) -> None:
@@ -51,55 +67,35 @@ class StepCosts:
         That one was still compared with the model's own.
         """
         self._num_steps += 1
-        size = self._sizes.get(num_tokens)
-        if size is None:
-            self._sizes[num_tokens] = _Size()
+        if num_tokens not in self._own:
+            self._own[num_tokens] = deque(maxlen=_KEPT)
             return
-        found = log(max(seconds, _LEAST_SECONDS))
-        if latest := self._latest(size):
-            beyond = found - median(latest) - self._level
-            self._level += _LEVEL_SHARE * min(_OUTLIER, max(-_OUTLIER, beyond))
-        size.found.append((self._num_steps, found - self._level))
+        x = log(num_tokens)
+        found = log(max(seconds, _LEAST_SECONDS)) - log(self.shape(num_tokens))
+        if self._line.weight:
+            expected = self._line.at(x) + self._beyond(num_tokens)
+            found = expected + min(_OUTLIER, max(-_OUTLIER, found - expected))
+        self._line.add(x, found)
+        self._own[num_tokens].append((self._num_steps, found - self._line.at(x)))
 
     def seconds(self, num_tokens: int) -> float | None:
-        """Return what a step of so many tokens takes, by those of its size or else of others."""
-        latest = {n: self._latest(size) for n, size in self._sizes.items()}
-        known = {n: median(distances) for n, distances in latest.items() if distances}
-        if not known:
+        """Return what a step of so many tokens takes; None before any was measured."""
+        if not self._line.weight:
             return None
-        others = {n: x for n, x in known.items() if n != num_tokens}
-        if num_tokens not in known:
-            distance = self._distance(num_tokens, others)
-        elif others:
-            share = self.num_known(num_tokens) / (self.num_known(num_tokens) + _OTHERS_WEIGHT)
-            by_others = self._distance(num_tokens, others)
-            distance = share * known[num_tokens] + (1 - share) * by_others
-        else:
-            distance = known[num_tokens]
-        return exp(self._level + distance)
+        beyond = self._line.at(log(num_tokens)) + self._beyond(num_tokens)
+        return self.shape(num_tokens) * exp(beyond)
 
     def num_known(self, num_tokens: int) -> int:
-        """Return how many steps of a size its time is known by."""
-        size = self._sizes.get(num_tokens)
-        return 0 if size is None else len(self._latest(size))
+        """Return how many steps of a size were measured lately."""
+        return len(self._latest(num_tokens))
 
-    def _distance(self, num_tokens: int, known: Mapping[int, float]) -> float:
-        """Return a size's distance from the level by those of others: between two, or beyond."""
-        below = max((n for n in known if n < num_tokens), default=None)
-        above = min((n for n in known if n > num_tokens), default=None)
-        if below is not None and above is not None:
-            share = log(num_tokens / below) / log(above / below)
-            return known[below] * (1 - share) + known[above] * share
-        nearest = above if below is None else below
-        assert nearest is not None
-        return known[nearest] + log(num_tokens / nearest) * self._growth(known)
+    def _beyond(self, num_tokens: int) -> float:
+        """Return what is special to a size, as far as it is known."""
+        latest = self._latest(num_tokens)
+        if not latest:
+            return 0.0
+        return median(latest) * len(latest) / (len(latest) + _OWN_WEIGHT)
 
-    def _growth(self, known: Mapping[int, float]) -> float:
-        least, most = min(known), max(known)
-        if least == most:
-            return self.growth
-        found = (known[most] - known[least]) / log(most / least)
-        return min(1.0, max(_LEAST_GROWTH, found))
-
-    def _latest(self, size: _Size) -> list[float]:
-        return size.since(self._num_steps - _FORGOTTEN_AFTER)
+    def _latest(self, num_tokens: int) -> list[float]:
+        since = self._num_steps - _FORGOTTEN_AFTER
+        return [x for number, x in self._own.get(num_tokens, ()) if number >= since]

@@ -1,0 +1,47 @@
+"""How many tokens steps had drafted, and why the others had none."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """Sums over decode steps that could have verified drafted tokens."""
+
+    steps: Counter[int] = field(default_factory=Counter)
+    """Steps by the number of drafted tokens that they verified."""
+    num_unpaid: int = 0
+    """Of those without, the ones in which there was something to draft that would not have paid."""
+
+    @property
+    def num_drafting(self) -> int:
+        """Steps that verified drafted tokens."""
+        return self.steps.total() - self.steps[0]
+
+    def add(self, num_drafted: int, *, is_unpaid: bool) -> None:
+        """Note a step."""
+        self.steps[num_drafted] += 1
+        self.num_unpaid += is_unpaid
+
+    def since(self, before: "DraftCounts") -> "DraftCounts":
+        """Return what came after an earlier copy."""
+        return DraftCounts(self.steps - before.steps, self.num_unpaid - before.num_unpaid)
+
+    def copy(self) -> "DraftCounts":
+        """Return the sums as they are now."""
+        return DraftCounts(self.steps.copy(), self.num_unpaid)
+
+    def line(self) -> str:
+        """Return the sums for people."""
+        with_some = {drafted: n for drafted, n in sorted(self.steps.items()) if drafted}
+        num_none = self.steps[0]
+        parts = []
+        if with_some:
+            sizes = ", ".join(f"{drafted} ({n})" for drafted, n in with_some.items())
+            parts.append(f"{self.num_drafting} steps verified drafted tokens: {sizes}")
+        if num_none:
+            parts.append(
+                f"{num_none} steps had none: in {self.num_unpaid} it would not have paid, in "
+                f"{num_none - self.num_unpaid} there was nothing to draft"
+            )
+        return "; ".join(parts) or "no step could have verified drafted tokens"

@@ -1,0 +1,35 @@
+"""What steps of several tokens take where experts are resident, as the executor's events tell."""
+
+import contextlib
+import weakref
+from collections.abc import Callable
+
+from tandem.experts.cache.expert_cache import ExpertCache
+from tandem.experts.execution.executor import Executor
+from tandem.experts.tracing.events import LayerExecuted
+from tandem.policy.speculation.step_shape import TouchedExperts
+
+
+def touched_experts(executor: Executor, cache: ExpertCache) -> TouchedExperts:
+    """Return the shape of an executor's steps, which hears of its layers as long as it is held."""
+    touched = TouchedExperts(lambda: cache.planner)
+    listener = _listener(weakref.ref(touched))
+    executor.listeners.append(listener)
+
+    def forget() -> None:
+        with contextlib.suppress(ValueError):  # nobody is to hear of what goes on
+            executor.listeners.remove(listener)
+
+    weakref.finalize(touched, forget)
+    return touched
+
+
+def _listener(
+    reference: "weakref.ReferenceType[TouchedExperts]",
+) -> Callable[[LayerExecuted], None]:
+    def listener(event: LayerExecuted) -> None:
+        touched = reference()
+        if touched is not None and event.load is not None:
+            touched.observe(event.load)
+
+    return listener

@@ -1,0 +1,270 @@
+"""Answers with drafted tokens are those without: every architecture, drafter, batch and device.
+
+python -m tests.generate.speculation_matrix [--names NAME...]    all of them, some ten minutes
+
+Each request of a batch follows another rule: greedy, sampled, penalties, a grammar. Drafts have
+random lengths, whatever would pay.
+"""
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher
+
+import tandem
+from tandem.decode.cpu_slots import CpuSlotPool
+from tandem.decode.mtp.loading import load_mtp
+from tandem.engine.constraint import Grammars
+from tandem.generate.generator import Generator
+from tandem.generate.penalties import PenalisedScores, Penalties
+from tandem.generate.running import Constraint, Request
+from tandem.generate.sampling import SamplingOptions
+from tandem.generate.speculation.draft_model import DraftModel
+from tandem.generate.speculation.mtp import MtpDrafter
+from tandem.generate.speculation.speculation import Speculation
+from tandem.hf.runtime import require_runtime
+from tandem.policy.speculation.drafter import PaidDrafter
+from tandem.policy.speculation.plans import Drafts, Plan
+from tandem.policy.speculation.prompt_lookup import EarlierAnswers, PromptLookup
+from tandem.policy.speculation.step_costs import StepCosts
+from tests.architectures import VOCABULARY, architectures
+from tests.decode.test_mtp import MODELS, WithMtp
+from tests.generate.test_architectures import (
+    NOT_GENERATING_UPSTREAM,
+    NOT_TOKEN_BY_TOKEN,
+    ON_THEIR_OWN_CACHES,
+)
+from tests.hf.tiny import byte_tokenizer, save_tiny_checkpoint
+
+NAMES = sorted(
+    set(architectures()) - NOT_TOKEN_BY_TOKEN - NOT_GENERATING_UPSTREAM - ON_THEIR_OWN_CACHES
+)
+DEVICES: dict[str, dict[str, Any]] = {
+    "cpu": {},
+    "emulated": {"device": "emulated", "gpu_memory": "60KB"},
+}
+DRAFTERS = ("scripted", "lookup", "model", "mtp")
+BATCHES = (1, 2, 3, 4)
+NEW_TOKENS = 14
+WORDS = [50, 61, 72, 50, 61, 83, 94]
+PROMPTS = [WORDS * 2, [40, 41, *WORDS, 90, *WORDS], [77], [*range(40, 90), *WORDS[:3]]]
+RULES: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.3, "seed": 3},
+    {"temperature": 1.0, "top_k": 9, "top_p": 0.9, "seed": 4},
+    {"temperature": 0.8, "min_p": 0.02, "repetition_penalty": 1.3, "seed": 5},
+    {"temperature": 1.0, "seed": 6},  # with penalties as of OpenAI's API
+    {"temperature": 0.9, "seed": 7},  # with a grammar
+]
+
+
+@cache
+def _grammars() -> Grammars:
+    return Grammars(byte_tokenizer(), VOCABULARY, [2])
+
+
+def _constraint(rule: int) -> Constraint | None:
+    if rule == 4:
+        return PenalisedScores(Penalties(presence=0.3, frequency=0.2, bias=((50, -1.0),)))
+    if rule == 5:
+        return _grammars().constraint(LLMatcher.grammar_from_regex("([a-h]{2}[0-9])*"))
+    return None
+
+
+def requests(batch: int) -> list[Request]:
+    """Return requests of a batch, each with a rule of its own; other batches have others."""
+    rules = [(number + batch - 1) % len(RULES) for number in range(batch)]
+    return [
+        Request(
+            request_id=number,
+            prompt=tuple(PROMPTS[number]),
+            options=SamplingOptions(max_new_tokens=NEW_TOKENS - number, **RULES[rule]),
+            constraint=_constraint(rule),
+        )
+        for number, rule in enumerate(rules)
+    ]
+
+
+@dataclass
+class AnyLength:
+    """A way of drafting that always pays, with drafts of random lengths."""
+
+    drafter: PaidDrafter
+    chance: random.Random = field(default_factory=lambda: random.Random(7))
+    num_drafted: int = 0
+
+    def plan(
+        self,
+        histories: Mapping[int, Sequence[int]],
+        rooms: Mapping[int, int],
+        batch: int,
+        costs: StepCosts,
+    ) -> Plan | None:
+        most = {slot: min(self.chance.randrange(6), rooms[slot]) for slot in histories}
+        most = {slot: count for slot, count in most.items() if count > 0}
+        return Plan(2.0, 1.0, partial(self._drafts, histories, most)) if most else None
+
+    def _drafts(self, histories: Mapping[int, Sequence[int]], most: Mapping[int, int]) -> Drafts:
+        found = self.drafter.draft({slot: histories[slot] for slot in most}, most)
+        drafts = {slot: tokens[: most[slot]] for slot, tokens in found.items() if len(tokens)}
+        self.num_drafted += sum(map(len, drafts.values()))
+        return drafts
+
+    def forget(self, slot: int) -> None:
+        """Remember nothing."""
+
+
+class Lookup:
+    """Prompt look-up, and earlier answers, for all sequences."""
+
+    def __init__(self) -> None:
+        self.earlier = EarlierAnswers()
+
+    def draft(self, histories: Mapping[int, Sequence[int]], most: Mapping[int, int]) -> Drafts:
+        drafts: Drafts = {}
+        for slot, tokens in histories.items():
+            drafts[slot] = PromptLookup(self.earlier).draft(tokens).tokens
+            self.earlier.add(tokens)
+        return drafts
+
+
+class Scripted:
+    """Drafts what is known to come, spoilt at random."""
+
+    def __init__(self, wholes: Sequence[Sequence[int]]) -> None:
+        self.wholes = [[*whole] for whole in wholes]
+        self.chance = random.Random(3)
+
+    def draft(self, histories: Mapping[int, Sequence[int]], most: Mapping[int, int]) -> Drafts:
+        drafts: Drafts = {}
+        for slot, tokens in histories.items():
+            known = next((w for w in self.wholes if w[: len(tokens)] == [*tokens]), [])
+            coming = known[len(tokens) : len(tokens) + most[slot]]
+            drafts[slot] = [t if self.chance.random() < 0.8 else 39 for t in coming]
+        return drafts
+
+
+def loaded(directory: Path, **options: Any) -> Any:
+    """Load a tiny model with all its linear layers packed, as far as they can be."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tandem.hf.dense._LEAST_WEIGHTS", 1)
+        model = tandem.load(
+            directory, dtype="bfloat16", expert_dtype="int8-g32", dense_dtype="int8-g32",
+            threads=1, **options,
+        )  # fmt: skip
+    model.generation_config.eos_token_id = None
+    return model
+
+
+class Cells:
+    """One architecture on one device."""
+
+    def __init__(self, name: str, device: str, folder: Path) -> None:
+        self.name = name
+        directory = folder / f"{name}-{device}"
+        if name in MODELS:
+            WithMtp(directory, name)
+        else:
+            save_tiny_checkpoint(directory, name)
+        self.model = loaded(directory, **DEVICES[device])
+        self.copy = loaded(directory)
+        require_runtime(self.copy).share(require_runtime(self.model).threads)
+
+    def run(self, drafter: str, batches: Sequence[int] = BATCHES) -> int:
+        """Compare all answers; return how many tokens were drafted."""
+        drafted = 0
+        for batch in batches:
+            expected = self._answers(None, batch)
+            way, models = self._way(drafter, expected)
+            found = self._answers(Speculation([way], models), batch)
+            assert found == expected, (self.name, drafter, batch)
+            drafted += way.num_drafted
+        assert drafted > 0, (self.name, drafter)
+        return drafted
+
+    def _way(
+        self, drafter: str, expected: Mapping[int, Sequence[Any]]
+    ) -> tuple[AnyLength, list[DraftModel]]:
+        if drafter == "scripted":
+            wholes = [[*PROMPTS[n], *(one[0] for one in expected[n])] for n in expected]
+            return AnyLength(Scripted(wholes)), []
+        if drafter == "lookup":
+            return AnyLength(Lookup()), []
+        threads = require_runtime(self.model).threads
+        if drafter == "model":
+            model = DraftModel(partial(CpuSlotPool, self.copy, threads), VOCABULARY)
+        else:
+            head, embedding = load_mtp(self.model)
+            new_pool = partial(
+                CpuSlotPool, head, threads, notes_hidden=True, inputs=embedding.fixed
+            )
+            model = MtpDrafter(new_pool, embedding, VOCABULARY)
+        return AnyLength(model), [model]
+
+    def _answers(self, speculation: Speculation | None, batch: int) -> dict[int, list[Any]]:
+        """Answer the requests of a batch twice: the second time, much is recorded."""
+        generator = Generator(self.model, speculate="none")
+        generator.speculation = speculation
+        scheduler = generator.scheduler(batch)
+        found: dict[int, list[Any]] = {}
+        for again in range(2):
+            for request in requests(batch):
+                scheduler.add(request)
+            answers: dict[int, list[Any]] = {}
+            while scheduler.has_work:
+                for one in scheduler.step():
+                    answers.setdefault(one.request_id, []).append((one.token_id, one.finish_reason))
+            assert not again or answers == found, (self.name, batch, "the second time")
+            found = answers
+        return found
+
+
+def drafters_of(name: str) -> Iterator[str]:
+    """Yield the drafters that there are for an architecture."""
+    yield from (one for one in DRAFTERS if one != "mtp" or name in MODELS)
+
+
+def main() -> None:
+    """Run everything; ends with 1 if an answer differs."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--names", nargs="+", default=NAMES)
+    args = parser.parse_args()
+    failed, num_cells, start = [], 0, time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        for name in args.names:
+            for device in DEVICES:
+                cells = Cells(name, device, Path(folder))
+                for drafter in drafters_of(name):
+                    num_cells += len(BATCHES)
+                    try:
+                        drafted = cells.run(drafter)
+                        print(
+                            f"{name:<24} {device:<9} {drafter:<9} {drafted:>5} drafted", flush=True
+                        )
+                    except Exception as error:
+                        failed.append((name, device, drafter))
+                        print(
+                            f"{name:<24} {device:<9} {drafter:<9} FAILED: {error!r:.300}",
+                            flush=True,
+                        )
+                cells.model.close()
+                cells.copy.close()
+    minutes = (time.perf_counter() - start) / 60
+    print(
+        f"{num_cells} cells of {len(args.names)} architectures, {len(failed)} failed, "
+        f"{minutes:.0f} min"
+    )
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
