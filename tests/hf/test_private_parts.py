@@ -101,3 +101,15 @@ def test_each_private_part_has_a_sentence_on_what_it_is(home: str) -> None:
 )
 def test_a_private_part_is_found(code: str, name: str) -> None:
     assert [found for _, found in private_uses(ast.parse(code))] == [name]
+
+
+def test_no_object_of_ours_is_asked_for_its_own_attributes_by_name() -> None:
+    found = [
+        f"{path.relative_to(SOURCE)}:{node.lineno}"
+        for path in SOURCE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in ("getattr", "hasattr")
+        and ast.unparse(node.args[0]) in ("self", "flags", "options", "runtime")
+    ]
+    assert found == []

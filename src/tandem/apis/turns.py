@@ -25,9 +25,8 @@ def turn_of(message: Message) -> dict[str, object]:
         content = content_of(content)
     role = "system" if message.role == "developer" else message.role
     turn: dict[str, object] = {"role": role, "content": content or ""}
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        if (value := getattr(message, name)) is not None:
-            turn[name] = value
+    told = {"name", "tool_call_id", "reasoning_content"}
+    turn |= message.model_dump(include=told, exclude_none=True)
     if message.tool_calls:
         turn["tool_calls"] = [
             {

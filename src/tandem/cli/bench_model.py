@@ -47,11 +47,12 @@ class ModelBenchOptions:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
+        given = asdict(self)
         for name in ("prompt", "gen", "batch"):
-            require_range(name, getattr(self, name), 1, what="a number")
+            require_range(name, given[name], 1, what="a number")
         require_range("depth", self.depth, 0, what="a number of tokens")
         for name in ("layers", "vocabulary", "threads"):
-            if (value := getattr(self, name)) is not None:
+            if (value := given[name]) is not None:
                 require_range(name, value, 1, what="a number")
 
 

@@ -41,12 +41,7 @@ def layer_table(statistics: CacheStatistics, eviction: Eviction) -> str:
     lines = [head]
     for layer, counts in sorted(statistics.layers.items()):
         lines.append(f"{_row(str(layer), counts)}  {eviction.rule(layer)}".rstrip())
-    total = LayerCounts()
-    for counts in statistics.layers.values():
-        for field in dataclasses.fields(LayerCounts):
-            value = getattr(total, field.name) + getattr(counts, field.name)
-            setattr(total, field.name, value)
-    lines.append(_row("all", total))
+    lines.append(_row("all", sum(statistics.layers.values(), LayerCounts())))
     return "\n".join(lines)
 
 

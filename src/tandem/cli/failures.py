@@ -27,7 +27,8 @@ def report_failure(error: BaseException, *, has_json: bool) -> int:
         sentence, exit_code = "interrupted", EXIT_INTERRUPTED
     else:
         sentence, exit_code = sentence_of(error), EXIT_USER_ERROR
-        print(f"{getattr(error, 'program', 'tandem')}: error: {sentence}", file=sys.stderr)
+        program = error.program if isinstance(error, UsageError) else "tandem"
+        print(f"{program}: error: {sentence}", file=sys.stderr)
     if has_json:
         with contextlib.suppress(OSError):  # standard output itself may be what has failed
             print(failure_json(error, sentence), flush=True)

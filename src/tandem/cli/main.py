@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(words: list[str]) -> int:
     flags = parse(words)
     name = "version" if flags.version else flags.command
-    with progress_as_lines(), warnings_as_lines(quiet=getattr(flags, "quiet", False)):
+    with progress_as_lines(), warnings_as_lines(quiet=vars(flags).get("quiet", False)):
         exit_code: int = importlib.import_module(f"tandem.cli.{name}").run(flags)
     return exit_code
 

@@ -159,14 +159,13 @@ def load_model(
 def _load(found: ModelChoice, offload: OffloadOptions, dense_dtype: str) -> PreTrainedModel:
     import tandem
 
-    names = [field.name for field in dataclasses.fields(OffloadOptions)]
     return tandem.load(
         found.model,
         trust_remote_code=found.trust_remote_code,
         isa=os.environ.get("TANDEM_ISA"),
         cache_dir=str(cache_dir()),
         dense_dtype=dense_dtype,
-        **{name: getattr(offload, name) for name in names},
+        **dataclasses.asdict(offload),
     )
 
 

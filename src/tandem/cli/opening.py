@@ -41,7 +41,7 @@ class SessionPlan:
         self._offload = from_flags(OffloadOptions, flags)
         self._choice = from_flags(ModelChoice, flags)
         self._keep = from_flags(KeepOptions, flags)
-        self._images = open_images(getattr(flags, "image", None) or ())
+        self._images = open_images(vars(flags).get("image") or ())
 
     def open(self) -> Session:
         """Load the model and begin."""

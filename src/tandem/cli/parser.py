@@ -90,7 +90,7 @@ def _with_negative_values(words: Sequence[str]) -> list[str]:
 def _refuse_unknown(
     parser: argparse.ArgumentParser, flags: argparse.Namespace, unknown: list[str]
 ) -> NoReturn:
-    sub: argparse.ArgumentParser = getattr(flags, "parser", parser)
+    sub: argparse.ArgumentParser = vars(flags).get("parser", parser)
     known = [name for action in sub._actions for name in action.option_strings]
     word = unknown[0].partition("=")[0]
     hint = f"; {nearest_names(word, known)}" if word.startswith("-") else ""

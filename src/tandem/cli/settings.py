@@ -49,7 +49,7 @@ class ChatSettings:
 
     def _value(self, name: str, text: str) -> Any:
         if text == DEFAULT:
-            return getattr(self._first_sampling, name)
+            return dataclasses.asdict(self._first_sampling)[name]
         kind = self._types[name]
         try:
             return kind(text)
@@ -59,6 +59,6 @@ class ChatSettings:
 
     def _line(self, name: str) -> str:
         sampling, options = self._session.sampling, self._session.options
-        value = options.system if name == _SYSTEM else getattr(sampling, name)
+        value = options.system if name == _SYSTEM else dataclasses.asdict(sampling)[name]
         unset = "none" if name == _SYSTEM else "the model's own"
         return f"{name} = {unset if value is None else value}"

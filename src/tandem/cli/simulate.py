@@ -137,7 +137,7 @@ def _print_lists(flags: argparse.Namespace) -> bool:
         "start": SIMULATED_STARTS.names(),
         "pool": list(POOLS),
     }
-    asked = {name: names for name, names in known.items() if getattr(flags, name) == LISTS}
+    asked = {name: names for name, names in known.items() if vars(flags)[name] == LISTS}
     for names in asked.values():
         print("\n".join(names))
     if asked and flags.json:

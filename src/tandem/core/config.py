@@ -74,7 +74,7 @@ def from_flags(config: type[T], flags: argparse.Namespace) -> T:
     values = {
         field.name: value
         for field in dataclasses.fields(config)  # type: ignore[arg-type]
-        if (value := getattr(flags, field.name, None)) is not None
+        if (value := vars(flags).get(field.name)) is not None
     }
     return config(**values)
 

@@ -1,6 +1,6 @@
 """How the next token is chosen: the options of an answer, and the rule that follows from them."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from tandem.core.config import option, require_range
@@ -70,9 +70,9 @@ class SamplingOptions:
         require_range("max_new_tokens", self.max_new_tokens, 1, what="a number of tokens")
         if self.temperature is not None:
             require_range("temperature", self.temperature, 0)
-        for name in ("top_p", "min_p"):
-            if (value := getattr(self, name)) is not None:
-                require_range(name, value, 1e-6, 1)
+        for name, share in (("top_p", self.top_p), ("min_p", self.min_p)):
+            if share is not None:
+                require_range(name, share, 1e-6, 1)
         if self.top_k is not None:
             require_range("top_k", self.top_k, 1, what="a number of tokens")
         if self.repetition_penalty is not None:
@@ -107,7 +107,7 @@ class SamplingOptions:
         )
 
     def _given_or(self, name: str, generation_config: GenerationConfig) -> Any:
-        given = getattr(self, name)
+        given = asdict(self)[name]
         return getattr(generation_config, name, None) if given is None else given
 
 

@@ -92,7 +92,7 @@ def experts_forward(
     self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """Compute the weighted sum of each token's experts: (n_tokens, hidden_size) in and out."""
-    binding: ExpertsBinding | None = getattr(self, BINDING_NAME, None)
+    binding: ExpertsBinding | None = vars(self).get(BINDING_NAME)
     if binding is None:
         raise ConfigError(
             "experts_implementation='tandem' was set on a model that Tandem did not load; load it "

@@ -30,8 +30,9 @@ class HostCosts:
         """Check every field; `ConfigError` names the field, what was found and what is expected."""
         if not isinstance(self.path, str) or not self.path:
             raise ConfigError(f"path is {self.path!r}; expected the name of a way, such as 'graph'")
-        for field in dataclasses.fields(self)[1:]:
-            value = getattr(self, field.name)
+        times = dataclasses.asdict(self)
+        del times["path"]
+        for name, value in times.items():
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not is_number or not math.isfinite(value) or value < 0:
-                raise ConfigError(f"{field.name} is {value!r}; expected a time of at least 0")
+                raise ConfigError(f"{name} is {value!r}; expected a time of at least 0")

@@ -1,9 +1,9 @@
 """A planner by names: which policies, how many slots, how they are shared. Wires a `Planner`."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 from tandem.core.errors import ConfigError
 from tandem.policy.assignment import ASSIGNMENTS
@@ -12,11 +12,13 @@ from tandem.policy.eviction import EVICTIONS, Eviction
 from tandem.policy.eviction.next_use import NextUse
 from tandem.policy.plan import Geometry
 from tandem.policy.planner import UNLIMITED, Planner
-from tandem.policy.prediction import PREDICTIONS
+from tandem.policy.prediction import PREDICTIONS, Prediction
 from tandem.policy.prefetch import PREFETCHES
 from tandem.policy.residency import Residency, sets_by_layer
 from tandem.policy.single_token_layers import SingleTokenLayers
-from tandem.policy.tables import Tables
+from tandem.policy.tables import LearnsInTables, Tables
+
+P = TypeVar("P", Eviction, Prediction)
 
 # The price of a second of the link, in seconds of computation: other copies may need it.
 LINK_SHARE = 0.15
@@ -189,8 +191,7 @@ def _single_token_layers(
     )
 
 
-def _with_tables(make: Any, tables: Tables | None) -> Any:
+def _with_tables(make: Callable[..., P], tables: Tables | None) -> Callable[..., P]:
     """Return a policy's maker that gives it these tables, if it learns in any."""
-    if tables is None or not getattr(make, "has_tables", False):
-        return make
-    return partial(make, tables=tables)
+    learns = isinstance(make, type) and issubclass(make, LearnsInTables)
+    return partial(make, tables=tables) if learns and tables is not None else make

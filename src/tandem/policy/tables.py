@@ -96,6 +96,12 @@ class DecideSingleToken(Protocol):
         """
 
 
+class LearnsInTables:
+    """Base of a policy whose constructor takes `tables`, which may be native, to learn in."""
+
+    __slots__ = ()
+
+
 class Tables(NamedTuple):
     """Makers of both kinds, and of decisions about single-token layers, which may be missing."""
 

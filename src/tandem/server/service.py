@@ -21,6 +21,7 @@ from tandem.apis.reading import ReadBody, known_names, read_body
 from tandem.apis.schemas import Asked
 from tandem.core.errors import TandemError
 from tandem.core.registry import nearest_names
+from tandem.dialects.format import TemplateError
 from tandem.engine.messages import ModelInfo
 from tandem.foreign_types import Tokenizer
 from tandem.server.engine_client import EngineClient
@@ -103,7 +104,8 @@ class Server:
             raise
         except TandemError as error:
             self.metrics.requests.labels(endpoint, "400").inc()
-            reason = getattr(error, "reason", None)  # where the message repeats a prompt
+            # A template's message repeats the prompt.
+            reason = error.reason if isinstance(error, TemplateError) else None
             raise ApiError(400, str(error), reason=reason) from error
 
     async def read(self, request: Request, kind: type[B]) -> tuple[B, ModelInfo]:

@@ -5,6 +5,7 @@ import json
 import zipfile
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -39,19 +40,25 @@ def write_trace(path: str | Path, trace: RoutingTrace) -> None:
     trace.check(str(path))
     meta = {
         "model": trace.meta.model,
-        **{name: getattr(trace.meta, name) for name in _COUNTS},
+        "n_moe_layers": trace.meta.n_moe_layers,
+        "n_experts": trace.meta.n_experts,
+        "top_k": trace.meta.top_k,
         **trace.meta.more,
     }
     if trace.meta.predictors:
         meta["predictors"] = list(trace.meta.predictors)
-    arrays = {name: array for name in _OPTIONAL if (array := getattr(trace, name)) is not None}
+    arrays: dict[str, Any] = {
+        "weights": trace.weights,
+        "token_ids": trace.token_ids,
+        "predicted": trace.predicted,
+    }
     buffer = io.BytesIO()
     np.savez_compressed(
         buffer,
         experts=trace.experts,
         seq_offsets=trace.seq_offsets,
         meta=np.array(json.dumps(meta)),
-        **arrays,
+        **{name: array for name, array in arrays.items() if array is not None},
     )
     partial = Path(f"{path}.partial")
     try:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from types import EllipsisType
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +18,6 @@ from tandem.kernels.formats import WeightFormat, find_format
 from tandem.kernels.formats.file_blocks import FileBlocks, has_file_blocks
 
 Index = int | slice | EllipsisType | tuple[slice, ...]
-_BY_ROW = ("codes", "scales", "minima", "super_scales", "super_minima")  # of `Codes`
 _EXPERTS = "_exps."  # in the names of tensors with all experts of a layer
 PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -85,12 +83,19 @@ class GgufWeight:
             parts = [widened(part, _format_of(tensor), fmt) for part, tensor in pairs]
         parts = [_times(part, factor, expert) for part, factor in zip_longest(parts, self.factors)]
 
-        def joined(name: str) -> Any:
-            found = [getattr(part, name) for part in parts]
-            return None if found[0] is None else self.in_order(found)
+        def joined(found: list[Tensor | None]) -> Tensor | None:
+            there = [tensor for tensor in found if tensor is not None]
+            return self.in_order(there) if there else None
 
-        by_row = {name: joined(name) for name in _BY_ROW}
-        return Codes(parts[0].kind, **by_row, input_order=self.column_order)
+        return Codes(
+            parts[0].kind,
+            codes=self.in_order([part.codes for part in parts]),
+            scales=self.in_order([part.scales for part in parts]),
+            minima=joined([part.minima for part in parts]),
+            super_scales=joined([part.super_scales for part in parts]),
+            super_minima=joined([part.super_minima for part in parts]),
+            input_order=self.column_order,
+        )
 
     def in_order(self, parts: list[Tensor], axis: int = 0) -> Tensor:
         """Join what each tensor has for its rows, along `axis`, in Transformers' order."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from tandem.checkpoint.config_values import foreign_errors
-from tandem.checkpoint.sources.source import Source
+from tandem.checkpoint.sources.source import Source, SourceTensor
 from tandem.checkpoint.weight_report import require_own_weights
 from tandem.core.config import from_mapping
 from tandem.core.errors import UnsupportedModelError
@@ -55,9 +55,8 @@ def load_mtp(
             f"{path} has no MTP layer, under mtp. or as layer {count}, in a layout that is known"
         )
     runtime = require_runtime(model)
-    offload = from_mapping(
-        OffloadConfig, {name: getattr(runtime.options, name) for name in _SAME}, where="load_mtp"
-    )
+    options = dataclasses.asdict(runtime.options)
+    offload = from_mapping(OffloadConfig, {name: options[name] for name in _SAME}, where="load_mtp")
     head, beside = _loaded(checkpoint, _config(model), names, offload, model.dtype)
     own = require_runtime(head)
     own.share(runtime.threads)
@@ -163,5 +162,5 @@ def _tensors(
 
 
 def _values(stored: Any) -> Tensor:
-    values: Tensor = stored.values() if hasattr(stored, "weight") else stored[:]
+    values: Tensor = stored.values() if isinstance(stored, SourceTensor) else stored[:]
     return values

@@ -1,6 +1,7 @@
 """What the expert cache did in a run: a fold over the executor's events."""
 
-from dataclasses import dataclass, field
+import operator
+from dataclasses import astuple, dataclass, field
 
 from tandem.experts.tracing.events import LayerExecuted
 from tandem.policy.plan import Copy
@@ -22,6 +23,10 @@ class LayerCounts:
     device_waited_seconds: float = 0.0
     """What the device stood still for the CPU, by the plans' own times."""
     cpu_waited_seconds: float = 0.0
+
+    def __add__(self, other: "LayerCounts") -> "LayerCounts":
+        """Return the sums of both."""
+        return LayerCounts(*map(operator.add, astuple(self), astuple(other)))
 
 
 @dataclass(slots=True)

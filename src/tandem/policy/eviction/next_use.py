@@ -25,7 +25,7 @@ from tandem.policy.eviction.rule_choice import NEXT_USE, RECENCY, RULES, RuleCho
 from tandem.policy.lanes import ONE, Lanes
 from tandem.policy.plan import Geometry, LayerLoad
 from tandem.policy.regression import Regression, rate_shift, sum_rows
-from tandem.policy.tables import NextUseTable, Tables
+from tandem.policy.tables import LearnsInTables, NextUseTable, Tables
 
 # Fitted on every second sequence of the traces, reported on the others (docs/policies.md).
 HORIZON, DISCOUNT = 8, 0.8
@@ -67,7 +67,7 @@ class _Pending(NamedTuple):
     used: int
 
 
-class NextUse(Eviction):
+class NextUse(Eviction, LearnsInTables):
     """Ranks experts by their predicted discounted next use, or by the rule that a layer follows.
 
     A layer's rows are computed lazily: when a score of the layer is read, when `learn` is called,
@@ -75,7 +75,6 @@ class NextUse(Eviction):
     """
 
     background = "idle"
-    has_tables = True
 
     def __init__(self, geometry: Geometry, *, tables: Tables | None = None) -> None:
         """Start with all experts equally likely; None learns in tables of plain Python."""

@@ -15,7 +15,7 @@ from tandem.policy.prediction.calibration import Calibration
 from tandem.policy.prediction.hint_blend import HintBlend
 from tandem.policy.prediction.policy import Forecast
 from tandem.policy.regression import SUM_OFFSET, Regression, rate_shift, sum_rows
-from tandem.policy.tables import PredictionTables, Tables
+from tandem.policy.tables import LearnsInTables, PredictionTables, Tables
 
 RATE = 0.08  # of the error, shared by the rows of experts
 TOKEN_RATE = 1 / 8  # of a token's share of the error, to its row
@@ -36,14 +36,12 @@ class _Lesson(NamedTuple):
     before: Sequence[int]
 
 
-class RegressionPredictor:
+class RegressionPredictor(LearnsInTables):
     """Predicts the next layer at every layer, and the first layer at the start of a step.
 
     A layer's lesson is learned when `learn` is called or the layer is predicted again, whichever
     comes first; the forecasts are the same.
     """
-
-    has_tables = True
 
     def __init__(self, geometry: Geometry, *, tables: Tables | None = None) -> None:
         """Start with all experts equally likely; None learns in tables of plain Python."""
