@@ -41,7 +41,7 @@ class Launch(NamedTuple):
     """What a kernel was launched with."""
 
     kernel: Any
-    args: tuple[Tensor | int, ...]
+    args: tuple[Tensor | int | None, ...]
     constants: dict[str, Any]
 
 
@@ -118,9 +118,11 @@ def compiled(launch: Launch, capability: int) -> Any:
     """Compile a launch; raises what the compiler raises."""
     names = launch.kernel.arg_names
     constants = {k: v for k, v in launch.constants.items() if k not in _OPTIONS}
+    constants |= {n: None for n, a in zip(names, launch.args, strict=False) if a is None}
     signature = {
         name: "i64" if isinstance(a, int) else _POINTERS[a.dtype]
         for name, a in zip(names, launch.args, strict=False)
+        if a is not None
     }
     signature |= dict.fromkeys(constants, "constexpr")
     # What the launcher finds by itself: tensors start at multiples of 16 bytes. Of some it is not
@@ -163,6 +165,13 @@ CASES: tuple[tuple[str, int, NativeActivation | None, torch.dtype], ...] = (
     ("bf16", 129, SWIGLU, torch.float32),
     ("int4z", 129, SWIGLU, torch.float32),
     ("int4", 64, SWIGLU, torch.float32),
+    # Two planes of bits, super-blocks with and without minima, tables, factors of rows.
+    ("q5_k", 2, SWIGLU, torch.bfloat16),
+    ("q6_k", 129, SWIGLU, torch.bfloat16),
+    ("iq4_xs", 8, SWIGLU, torch.bfloat16),
+    ("q2_k", 64, SWIGLU, torch.bfloat16),
+    ("iq2_xs", 1, SWIGLU, torch.bfloat16),
+    ("nvfp4", 64, SWIGLU, torch.bfloat16),
     # From here on for a release or a new version of Triton, not for every change.
     ("mxfp4", 16, CLAMPED, torch.float32),
     ("bf16", 8, SWIGLU, torch.bfloat16),
@@ -179,6 +188,33 @@ CASES: tuple[tuple[str, int, NativeActivation | None, torch.dtype], ...] = (
     ("bf16", 200, None, torch.bfloat16),
     ("fp16", 20, SWIGLU, torch.float32),
     ("fp16", 8, SWIGLU, torch.float32),
+    ("q4_k", 1, SWIGLU, torch.bfloat16),
+    ("q4_k", 8, SWIGLU, torch.bfloat16),
+    ("q4_k", 129, SWIGLU, torch.bfloat16),
+    ("q4_k", 129, SWIGLU, torch.float32),
+    ("q5_k", 8, SWIGLU, torch.bfloat16),
+    ("q5_k", 32, SWIGLU, torch.bfloat16),
+    ("q5_k", 129, SWIGLU, torch.float32),
+    ("q6_k", 1, SWIGLU, torch.bfloat16),
+    ("q6_k", 64, SWIGLU, torch.float32),
+    ("q2_k", 8, SWIGLU, torch.bfloat16),
+    ("q2_k", 129, SWIGLU, torch.bfloat16),
+    ("q3_k", 1, SWIGLU, torch.bfloat16),
+    ("q3_k", 64, SWIGLU, torch.bfloat16),
+    ("q3_k", 129, SWIGLU, torch.float32),
+    ("int5", 4, SWIGLU, torch.float16),
+    ("int5z", 16, SWIGLU, torch.float16),
+    ("iq4_nl", 1, SWIGLU, torch.bfloat16),
+    ("iq4_nl", 64, SWIGLU, torch.bfloat16),
+    ("iq4_xs", 129, SWIGLU, torch.bfloat16),
+    ("iq4_xs", 129, SWIGLU, torch.float32),
+    ("iq3_s", 2, SWIGLU, torch.bfloat16),
+    ("iq3_xxs", 32, SWIGLU, torch.bfloat16),
+    ("iq2_xxs", 64, SWIGLU, torch.bfloat16),
+    ("iq2_xs", 129, SWIGLU, torch.float32),
+    ("nvfp4", 1, CLAMPED, torch.bfloat16),
+    ("nvfp4", 8, SWIGLU, torch.bfloat16),
+    ("nvfp4", 129, SWIGLU, torch.float32),
 )
 
 

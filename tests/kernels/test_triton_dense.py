@@ -34,6 +34,8 @@ def dense() -> Iterator[ModuleType]:
         ("int4", False, torch.float32),
         ("int4", True, torch.float16),
         ("bf16", True, torch.float32),
+        ("q5_k", True, torch.float32),
+        ("iq4_xs", False, torch.float16),
     ],
 )
 def test_products_are_those_of_the_unpacked_weight(
@@ -44,6 +46,11 @@ def test_products_are_those_of_the_unpacked_weight(
     bias = torch.randn(72, generator=random) if has_bias else None
     packed = pack_dense(weight, bias, find_format(name))
     layer = DeviceLinear(dense.bring(packed, CPU), dtype)
+    back = layer.on_host()
+    assert torch.equal(back.values(), packed.values())
+    assert (back.bias is None) == (bias is None)
+    if back.bias is not None and bias is not None:
+        assert torch.equal(back.bias[:72], bias)
     for shape in ((1, 1), (3,), (2, 10), (0,)):
         x = torch.randn(*shape, 160, generator=random).to(dtype)
         expected = F.linear(x.float(), packed.values(), bias)

@@ -1,5 +1,6 @@
 """Linear layers of quantised checkpoints keep their codes, or the plan says that they do not."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,15 @@ from transformers import AutoModelForCausalLM
 
 import tandem
 from tandem.cli.main import main
+from tandem.devices.cuda.linear import DeviceLinear
 from tandem.forecast.sizes import model_sizes
 from tandem.hf.checkpoint import open_model
 from tandem.hf.config import OffloadConfig
 from tandem.hf.dense import packed_layers
+from tandem.hf.device_linear import on_device
 from tests.architectures import result_of, tiny_inputs
 from tests.forecast.test_plan import loaded_bytes
+from tests.kernels.interpreter import interpreted
 from tests.loading.checkpoints import FORMATS, write_decoded, write_plain, write_quantised
 from tests.loading.gguf_files import tiny_model, write_gguf
 
@@ -109,6 +113,43 @@ def test_a_named_dtype_dequantises_and_the_plan_says_so(
     words = [str(quantised["gptq"]), "--no-measure", "--dense-dtype", "int8-g64"]
     assert main(["plan", *words]) == 0
     assert "with --dense-dtype auto" in capsys.readouterr().out
+
+
+@pytest.fixture
+def gpu_loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let linear layers go where they go on a GPU, whose kernels are interpreted."""
+    pytest.importorskip("triton")
+    cpu = torch.device("cpu")
+    monkeypatch.setattr("tandem.hf.quantizer._device_of", lambda device_map: torch.device("cuda"))
+    monkeypatch.setattr("tandem.hf.assembly.pack_dense_layers", lambda *_: 0)
+    for module in ("quantizer", "dense_files"):
+        monkeypatch.setattr(f"tandem.hf.{module}.where", lambda device, threads: on_device(cpu))
+    with interpreted():
+        yield
+
+
+def on_gpu(model: Any) -> dict[str, DeviceLinear]:
+    return {path: m for path, m in model.named_modules() if isinstance(m, DeviceLinear)}
+
+
+@pytest.mark.parametrize("name", ["gptq-order", "nvfp4"])
+def test_they_are_kept_on_a_gpu_and_saved_from_there(
+    name: str, quantised: dict[str, Path], tmp_path: Path, gpu_loads: None
+) -> None:
+    decoded = write_decoded(tmp_path / "decoded", quantised[name])
+    values = load_file(decoded / "model.safetensors")
+    model = tandem.load(quantised[name], dtype="fp32", dense_dtype="auto")
+    again = tandem.load(tandem.save(model, tmp_path / "saved"))
+    layers, kept = on_gpu(model), on_gpu(again)
+    assert set(layers) == set(kept)
+    assert {f"{path}.weight" for path in layers} < set(values)
+    for path, layer in layers.items():
+        x = torch.randn(1, layer.in_features)
+        expected = x @ values[f"{path}.weight"].T
+        assert (layer(x) - expected).norm() < 1e-4 * expected.norm()
+        error = kept[path].on_host().values() - values[f"{path}.weight"]
+        is_rounded = layer.input_order is not None  # in order again, as int8
+        assert error.norm() <= (0.01 * expected.norm() if is_rounded else 0)
 
 
 @pytest.mark.parametrize("name", ["gptq", "fp8"])

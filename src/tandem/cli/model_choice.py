@@ -118,6 +118,7 @@ def load_model_and_tokenizer(
     With a `keeper`, a packed copy of a model that must be converted is read or written.
     """
     found = find_model(choice, quiet=quiet)
+    from tandem.devices import kind_of
     from tandem.hf.checkpoint import open_model
 
     calm_transformers(quiet)
@@ -126,10 +127,10 @@ def load_model_and_tokenizer(
     tokenizer = load_tokenizer(found)  # before the model, which may take minutes
     if keeper is None or checkpoint.is_packed or found.trust_remote_code:
         return _load(found, offload, dense_dtype), tokenizer
+    on_device = kind_of(offload.device).holds_dense_parts  # "auto" means other layers there
     options = {
         "expert_dtype": offload.expert_dtype,
-        # On a device the dense parts stay as they are.
-        "dense_dtype": dense_dtype if offload.device == "cpu" else "none",
+        "dense_dtype": f"{dense_dtype} on {offload.device}" if on_device else dense_dtype,
     }
     configs = [file for name in _CONFIGS if (file := path / name).is_file()]
     label = source_label(choice.model, path)

@@ -84,20 +84,17 @@ def run(flags: argparse.Namespace) -> int:
 def _plan(
     source: ModelChoice, options: PlanOptions, offload: OffloadOptions
 ) -> "tuple[Plan, dict[str, ModelSizes]]":
-    from tandem.devices import kind_of
     from tandem.experts.store.host_memory import available_bytes, process_bytes
     from tandem.forecast.gpu_forecast import device_memory, host_bytes_elsewhere
     from tandem.forecast.model_plan import Plan, plan_slots
     from tandem.generate.generator import Generator  # noqa: F401  its modules are part of a run
     from tandem.hf.config import OffloadConfig
 
-    # On a GPU linear layers are packed where that is asked for by name.
-    is_as_loaded = kind_of(offload.device).holds_dense_parts and options.dense_dtype == "auto"
-    dense_dtype = "none" if is_as_loaded else options.dense_dtype
-
     def config(expert_dtype: str) -> OffloadConfig:
-        values = asdict(offload) | {"expert_dtype": expert_dtype, "dense_dtype": dense_dtype}
-        return OffloadConfig(**values, isa=os.environ.get("TANDEM_ISA"), cache_dir=str(cache_dir()))
+        own = {"expert_dtype": expert_dtype, "dense_dtype": options.dense_dtype}
+        return OffloadConfig(
+            **asdict(offload) | own, isa=os.environ.get("TANDEM_ISA"), cache_dir=str(cache_dir())
+        )
 
     chosen = config(offload.expert_dtype)
     process, elsewhere = process_bytes(), host_bytes_elsewhere(chosen)

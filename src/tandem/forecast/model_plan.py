@@ -155,7 +155,7 @@ def _rounded_dense_layers(sizes: ModelSizes) -> list[str]:
     if not kept:
         return [
             f"the {others} linear layers that the checkpoint has quantised are dequantised; codes "
-            "are kept on the CPU, with --dense-dtype auto, where a packed format holds them"
+            "are kept with --dense-dtype auto, where a packed format holds them"
         ]
     return [
         f"{kept} linear layers keep the checkpoint's codes; {others} that no packed format holds "

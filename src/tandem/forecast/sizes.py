@@ -11,6 +11,7 @@ from torch import nn
 
 from tandem.checkpoint.config_values import experts_per_token
 from tandem.decode.slots import MAX_STEP_TOKENS
+from tandem.devices import kind_of
 from tandem.experts.store.host_store import HostStore
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.forecast.state_bytes import state_bytes_of
@@ -23,7 +24,7 @@ from tandem.hf.experts import is_experts_module
 from tandem.hf.load import empty_model, open_foreign, source_config
 from tandem.hf.quantizer import OffloadQuantizer
 from tandem.hf.save import stored_name
-from tandem.kernels.formats.weight_format import WeightFormat, find_format
+from tandem.kernels.formats.weight_format import WeightFormat
 from tandem.kv_cache.windows import most_kept
 
 # Words in the names of modules -> the part that their weights belong to; the first that fits.
@@ -99,8 +100,9 @@ def model_sizes(checkpoint: AnyCheckpoint, offload: OffloadConfig) -> ModelSizes
         config, offload.source = open_foreign(checkpoint)
         return config_sizes(config, offload)
     if checkpoint.is_packed:
-        dense_dtype = offload.dense_dtype
+        dense_dtype, device = offload.dense_dtype, offload.device
         offload = OffloadConfig.from_dict(checkpoint.quantization or {})
+        offload.device = device
         if offload.dense_dtype == "none":  # then loading packs what the files have not
             offload.dense_dtype = dense_dtype
     sizes = config_sizes(source_config(checkpoint), offload)
@@ -117,7 +119,8 @@ def config_sizes(config: PreTrainedConfig, offload: OffloadConfig) -> ModelSizes
     model = empty_model(config)
     quantizer = OffloadQuantizer(offload)
     quantizer.announce_layers(model)
-    codes = quantizer.dense_code_formats(model)
+    on_device = kind_of(offload.device).holds_dense_parts
+    codes = quantizer.dense_code_formats(model, on_device=on_device)
     offload.source = None
     store, text = quantizer.runtime.store, config.get_text_config()
     dtype = next(model.parameters()).dtype
@@ -163,14 +166,18 @@ def _packed_formats(
     codes: Mapping[str, WeightFormat | None],
 ) -> dict[str, WeightFormat]:
     """Return the formats of the linear layers that will be packed, by path."""
-    fmt = parse_dense_dtype(offload.dense_dtype)
-    if fmt is None or (offload.dense_dtype == "auto" and not has_quantised_experts(store)):
+    fmt, is_auto = parse_dense_dtype(offload.dense_dtype), offload.dense_dtype == "auto"
+    if fmt is None or (is_auto and not has_quantised_experts(store)):
         return {}
-    paths = {id(module): path for path, module in model.named_modules()}
-    formats = {paths[id(linear)]: fmt for _, _, linear in packable_layers(model)}
-    formats |= {p: find_format(name) for p, name in (offload.dense_formats or {}).items()}
     kept = {name.removesuffix(".weight"): own for name, own in codes.items() if own is not None}
-    return formats | kept
+    if is_auto and kind_of(offload.device).holds_dense_parts:
+        return kept  # what has no codes stays as it was loaded
+    paths = {id(module): path for path, module in model.named_modules()}
+    formats: dict[str, WeightFormat | None] = {
+        paths[id(linear)]: fmt for _, _, linear in packable_layers(model)
+    }
+    formats |= {p: parse_dense_dtype(name) for p, name in (offload.dense_formats or {}).items()}
+    return {path: own for path, own in formats.items() if own is not None} | kept
 
 
 def _dense_bytes(model: nn.Module, packed: Mapping[str, WeightFormat]) -> dict[str, int]:

@@ -118,7 +118,7 @@ class OffloadConfig(OffloadOptions, QuantizationConfigMixin):  # type: ignore[mi
     expert_formats: list[str] | None = None
     """The format of each MoE layer; only in packed checkpoints whose layers differ."""
     dense_formats: dict[str, str] | None = None
-    """Linear layers in another format than `dense_dtype`; only in packed checkpoints."""
+    """Linear layers in another format than `dense_dtype`, or "none"; only in packed checkpoints."""
     source: Source | None = dataclasses.field(default=None, init=False, repr=False, compare=False)
     """The quantised checkpoint that `tandem.load` reads; never written."""
     sink: Any = dataclasses.field(default=None, init=False, repr=False, compare=False)

@@ -241,13 +241,13 @@ def _replace(
     return num_bytes
 
 
-def untie(model: PreTrainedModel, kind: type[nn.Module]) -> None:
+def untie(model: PreTrainedModel, *kinds: type[nn.Module]) -> None:
     """Let Transformers no longer tie the weights of layers that hold them in another form.
 
     A head that is tied to the embeddings becomes a packed copy of them.
     """
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
-    kept = [key for key in tied if isinstance(model.get_submodule(key.rpartition(".")[0]), kind)]
+    kept = [key for key in tied if isinstance(model.get_submodule(key.rpartition(".")[0]), kinds)]
     for key in kept:
         del tied[key]
     if kept:  # else `tie_weights` would find them in the config again

@@ -1,7 +1,8 @@
 """Linear layers of quantised checkpoints that keep their codes: packed as they arrive.
 
-For `dense_dtype` "auto" on the CPU. A layer that no packed format holds exactly is dequantised and
-packed again, like the layers that the checkpoint has not quantised.
+For `dense_dtype` "auto", on the CPU and on a GPU with Triton. A layer that no packed format holds
+exactly is dequantised, and on the CPU packed again, like the layers that the checkpoint has not
+quantised.
 """
 
 from collections import defaultdict
@@ -14,15 +15,16 @@ from tandem.checkpoint.sources.codes import StoredWeight
 from tandem.checkpoint.sources.gguf_weight import file_blocks
 from tandem.checkpoint.sources.source import Source, SourceTensor
 from tandem.core.errors import ModelError
+from tandem.devices.cuda.linear import DeviceLinear
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.dense import (
     PackedEmbedding,
     PackedLinear,
-    PackedModule,
     is_packable_embedding,
     packable_layers,
     untie,
 )
+from tandem.hf.device_linear import Place
 from tandem.kernels.dense import CpuThreads, DenseWeight, padded_bias
 from tandem.kernels.formats import PackedMatrix, WeightFormat
 from tandem.kernels.formats.file_blocks import write_file_blocks
@@ -30,12 +32,12 @@ from tandem.kernels.formats.packed import write_codes
 
 
 def quantised_layers(
-    model: nn.Module, source: Source, targets: Mapping[str, str]
+    model: nn.Module, source: Source, targets: Mapping[str, str], *, has_embeddings: bool
 ) -> dict[str, WeightFormat | None]:
     """Return the linear layers, by weight, that a source has quantised, and what holds their codes.
 
-    None: no format does. `targets` says in which parameter
-    each of the source's names ends.
+    None: no format does. `targets` says in which parameter each of the source's names ends;
+    with `has_embeddings` these are among them.
     """
     by_parameter: dict[str, list[StoredWeight]] = defaultdict(list)
     for name, weight in source.weights.items():
@@ -49,7 +51,7 @@ def quantised_layers(
         weights = by_parameter.get(tied.get(parameter, parameter), [])
         if weights:
             found[parameter] = _format_of(weights, linear.weight)
-    return found | _embeddings(model, by_parameter, found, tied)
+    return found | (_embeddings(model, by_parameter, found, tied) if has_embeddings else {})
 
 
 def _embeddings(
@@ -136,19 +138,19 @@ class DenseCodes:
         self._matrices[parameter] = matrix
         return torch.empty(0, dtype=tensor.dtype, device="cpu")
 
-    def put_in(self, model: PreTrainedModel, threads: CpuThreads) -> None:
-        """Replace the layers whose codes were taken by packed ones."""
+    def put_in(self, model: PreTrainedModel, threads: CpuThreads, place: Place) -> None:
+        """Replace the layers whose codes were taken by packed ones, linear ones by `place`."""
         for parameter, matrix in self._matrices.items():
             path = parameter.removesuffix(".weight")
             module, (above, _, name) = model.get_submodule(path), path.rpartition(".")
-            packed: PackedModule
+            packed: nn.Module
             if isinstance(module, nn.Embedding):
                 packed = PackedEmbedding(DenseWeight(matrix, None), threads, module)
             else:
                 weight = DenseWeight(matrix, padded_bias(module.bias, matrix.rows))
                 order = self._orders.get(parameter)
-                packed = PackedLinear(weight, threads, module.weight.dtype, order)
+                packed = place(weight, module.weight.dtype, order)
             setattr(model.get_submodule(above), name, packed)
         if self._matrices:
-            untie(model, PackedLinear)
+            untie(model, PackedLinear, DeviceLinear)
         self._matrices, self._orders = {}, {}

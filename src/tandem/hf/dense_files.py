@@ -4,13 +4,15 @@ Its name is none of Transformers' own, so that nothing but Tandem takes it for a
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
-from tandem.hf.config import DEFAULT_DENSE_FORMAT
-from tandem.hf.dense import PackedLinear, packable_layers, packed_layers, untie
+from tandem.devices.cuda.linear import DeviceLinear
+from tandem.hf.config import DEFAULT_DENSE_FORMAT, parse_dense_dtype
+from tandem.hf.dense import PackedLinear, packable_layers, untie
+from tandem.hf.device_linear import where
 from tandem.kernels.dense import CpuThreads, DenseWeight, pack_dense
 from tandem.kernels.formats.packed import PackedMatrix
 from tandem.kernels.formats.weight_format import WeightFormat, find_format
@@ -34,8 +36,8 @@ class StoredLinear(nn.Module):
         place = torch.empty(size, dtype=torch.uint8, device=linear.weight.device)
         setattr(self, TENSOR_NAME, nn.Parameter(place, requires_grad=False))
 
-    def packed(self, threads: CpuThreads) -> PackedLinear:
-        """Return the layer, with memory of its own, once the bytes are there."""
+    def packed(self, threads: CpuThreads) -> nn.Module:
+        """Return the layer, with memory of its own where it is, once the bytes are there."""
         stored = self.get_parameter(TENSOR_NAME)
         matrix = PackedMatrix.empty(*self.shape, self.format)
         bias = (
@@ -46,7 +48,7 @@ class StoredLinear(nn.Module):
         parts = [part.view(torch.uint8) for part in _parts((matrix, bias))]
         for part, piece in zip(parts, stored.split([len(part) for part in parts]), strict=True):
             part.copy_(piece)
-        return PackedLinear(DenseWeight(matrix, bias), threads, self.dtype)
+        return where(stored.device, threads)(DenseWeight(matrix, bias), self.dtype, None)
 
 
 def expect_stored_layers(
@@ -54,12 +56,14 @@ def expect_stored_layers(
 ) -> None:
     """Put a `StoredLinear` where each layer that `pack_dense_layers` would pack is.
 
-    `others` names the formats of those, by path, that are not packed in `fmt`.
+    `others` names the formats of those, by path, that are not packed in `fmt`; "none": as loaded.
     """
-    formats = {path: find_format(name) for path, name in (others or {}).items()}
+    formats = {path: parse_dense_dtype(name) for path, name in (others or {}).items()}
     paths = {id(module): path for path, module in model.named_modules()}
     for parent, name, linear in list(packable_layers(model)):
-        setattr(parent, name, StoredLinear(linear, formats.get(paths[id(linear)], fmt)))
+        own = formats.get(paths[id(linear)], fmt)
+        if own is not None:
+            setattr(parent, name, StoredLinear(linear, own))
     untie(model, StoredLinear)
 
 
@@ -77,32 +81,50 @@ def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
         f"{path}.{TENSOR_NAME}": torch.cat(
             [part.view(torch.uint8) for part in _parts((stored.matrix, stored.bias))]
         )
-        for path, layer in packed_layers(model)
+        for path, layer in _packed_anywhere(model)
         if (stored := _stored(layer))
     }
 
 
-def _stored(layer: PackedLinear) -> DenseWeight:
+def _stored(layer: PackedLinear | DeviceLinear) -> DenseWeight:
     """Return a layer as files have it: packed again if its inputs are in another order."""
+    weight = layer.on_host() if isinstance(layer, DeviceLinear) else layer.packed
     if layer.input_order is None:
-        return layer.packed
-    return pack_dense(layer.values(), layer.bias, _stored_format(layer))
+        return weight
+    bias = None if weight.bias is None else weight.bias[: weight.out_features]
+    in_order = weight.values()[:, layer.input_order.cpu().argsort()]
+    return pack_dense(in_order, bias, _stored_format(layer))
 
 
-def _stored_format(layer: PackedLinear) -> WeightFormat:
-    is_ordered = layer.input_order is not None
-    return find_format(DEFAULT_DENSE_FORMAT) if is_ordered else layer.packed.matrix.format
+def _stored_format(layer: PackedLinear | DeviceLinear) -> WeightFormat:
+    if layer.input_order is not None:
+        return find_format(DEFAULT_DENSE_FORMAT)
+    packed = layer.packed
+    return packed.matrix.format if isinstance(packed, DenseWeight) else find_format(packed.format)
+
+
+def _packed_anywhere(model: nn.Module) -> Iterator[tuple[str, PackedLinear | DeviceLinear]]:
+    """Yield (path, layer) of the linear layers that are packed, on the CPU or on a GPU."""
+    kinds = (PackedLinear, DeviceLinear)
+    return ((path, m) for path, m in model.named_modules() if isinstance(m, kinds))
+
+
+def packed_formats(model: nn.Module) -> dict[str, str]:
+    """Return the formats of a model's packed linear layers by path, as files have them."""
+    return {path: _stored_format(layer).name for path, layer in _packed_anywhere(model)}
 
 
 def dense_formats_of(model: nn.Module) -> tuple[str, dict[str, str]]:
     """Name the format of most of a model's packed layers, and those of the others by path.
 
-    The first is "none" if no layer is packed.
+    The first is "none" if no layer is packed, and so are those of layers that are not.
     """
-    names = {path: _stored_format(layer).name for path, layer in packed_layers(model)}
+    names = packed_formats(model)
     if not names:
         return "none", {}
     ((most, _),) = Counter(names.values()).most_common(1)
+    paths = {id(module): path for path, module in model.named_modules()}
+    names |= {paths[id(linear)]: "none" for _, _, linear in packable_layers(model)}
     return most, {path: name for path, name in names.items() if name != most}
 
 

@@ -1,13 +1,51 @@
-"""Packs a model's linear layers where they lie on a GPU."""
+"""Packed linear layers where a model's dense parts are: on the CPU, or on a GPU."""
 
 import importlib.util
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
 
 from tandem.core.errors import ConfigError
 from tandem.devices.cuda.linear import DeviceLinear
 from tandem.foreign_types import PreTrainedModel
-from tandem.hf.dense import packable_layers, untie
-from tandem.kernels.dense import pack_dense
+from tandem.hf.dense import PackedLinear, packable_layers, untie
+from tandem.kernels.dense import CpuThreads, DenseWeight, pack_dense
 from tandem.kernels.formats.weight_format import WeightFormat
+
+Place = Callable[[DenseWeight, torch.dtype, Tensor | None], nn.Module]
+"""Makes the layer of a weight, of its values' dtype and the order of its inputs."""
+
+
+def has_kernels() -> bool:
+    """Whether a GPU can multiply with packed weights: Triton is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def on_cpu(threads: CpuThreads) -> Place:
+    """Return what makes layers that some threads multiply."""
+    return lambda weight, dtype, order: PackedLinear(weight, threads, dtype, order)
+
+
+def on_device(device: torch.device) -> Place:
+    """Return what brings weights to a GPU; raises `ConfigError` without Triton."""
+    if not has_kernels():
+        raise ConfigError(
+            "linear layers are packed and Triton, which would multiply with such weights on the "
+            "GPU, is not installed; pip install triton, or leave dense_dtype out"
+        )
+    from tandem.triton_kernels.dense import bring
+
+    def place(weight: DenseWeight, dtype: torch.dtype, order: Tensor | None) -> nn.Module:
+        there = None if order is None else order.to(device)
+        return DeviceLinear(bring(weight, device), dtype, there)
+
+    return place
+
+
+def where(device: torch.device, threads: CpuThreads) -> Place:
+    """Return what makes packed layers beside a model's other dense parts."""
+    return on_cpu(threads) if device.type == "cpu" else on_device(device)
 
 
 def pack_on_device(model: PreTrainedModel, fmt: WeightFormat) -> int:
@@ -16,20 +54,13 @@ def pack_on_device(model: PreTrainedModel, fmt: WeightFormat) -> int:
     One by one, so that a layer in both forms is the most that is there. Routers, embeddings and
     towers for images stay, as on the CPU. Raises `ConfigError` without Triton.
     """
-    if importlib.util.find_spec("triton") is None:
-        raise ConfigError(
-            f"dense_dtype is {fmt.name!r} and Triton, which would multiply with such weights on "
-            "the GPU, is not installed; pip install triton, or leave dense_dtype out"
-        )
-    from tandem.triton_kernels.dense import bring
-
     num_bytes = 0
     for parent, name, linear in list(packable_layers(model)):
-        device, dtype = linear.weight.device, linear.weight.dtype
+        place, dtype = on_device(linear.weight.device), linear.weight.dtype
         bias = None if linear.bias is None else linear.bias.detach().cpu()
         label = f"{type(parent).__name__}.{name}"
         packed = pack_dense(linear.weight.detach().cpu(), bias, fmt, name=label)
-        setattr(parent, name, DeviceLinear(bring(packed, device), dtype))
+        setattr(parent, name, place(packed, dtype, None))
         num_bytes += packed.num_bytes
     untie(model, DeviceLinear)
     return num_bytes

@@ -34,6 +34,7 @@ from tandem.hf.dense import has_quantised_experts
 from tandem.hf.dense_codes import quantised_layers
 from tandem.hf.dense_files import expect_stored_layers
 from tandem.hf.dense_place import device_map_for
+from tandem.hf.device_linear import has_kernels, where
 from tandem.hf.experts import EXPERTS_IMPLEMENTATION, is_experts_module
 from tandem.hf.finite import require_finite_weights
 from tandem.hf.offloaded_model import as_offloaded
@@ -62,6 +63,8 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         self._targets: dict[str, str] = {}
         """Of the source's names, the parameters in which they end."""
         self._from_source: set[str] = set()
+        self._device = torch.device("cpu")
+        """Where the dense parts are loaded to."""
         self._shapes: dict[str, torch.Size] = {}
         """Of the dense parameters, by the config."""
 
@@ -121,9 +124,11 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         if self.pre_quantized and dense_format is not None:
             stored = self.quantization_config.dense_formats or {}
             expect_stored_layers(model, dense_format, stored)
-        if not _on_device(kwargs.get("device_map")):
-            tied = getattr(model, "all_tied_weights_keys", {})
-            self._writer.dense.expect(self.dense_code_formats(model), tied)
+        self._device = _device_of(kwargs.get("device_map"))
+        is_here = self._device.type == "cpu"
+        if is_here or has_kernels():
+            formats = self.dense_code_formats(model, on_device=not is_here)
+            self._writer.dense.expect(formats, getattr(model, "all_tied_weights_keys", {}))
         self._shapes = {
             name: parameter.shape
             for name, parameter in model.named_parameters()
@@ -131,16 +136,18 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         }
         return model
 
-    def dense_code_formats(self, model: PreTrainedModel) -> dict[str, WeightFormat | None]:
+    def dense_code_formats(
+        self, model: PreTrainedModel, *, on_device: bool
+    ) -> dict[str, WeightFormat | None]:
         """Return in which formats linear layers keep the codes of the source, by weight.
 
         None for those that it has quantised and that do not: no format holds them, or `dense_dtype`
-        is another than "auto".
+        is another than "auto". On a device embeddings do not.
         """
         source = self.quantization_config.source
         if source is None:
             return {}
-        found = quantised_layers(model, source, self._targets)
+        found = quantised_layers(model, source, self._targets, has_embeddings=not on_device)
         is_auto = self.quantization_config.dense_dtype == "auto"
         keeps_codes = is_auto and has_quantised_experts(self.runtime.store)
         return found if keeps_codes else dict.fromkeys(found)
@@ -231,7 +238,8 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         # Files need not stay open.
         self.quantization_config.source = self.quantization_config.sink = None
         self._targets, self._from_source = {}, set()
-        self._writer.dense.put_in(model, runtime.threads)
+        place = where(self._device, runtime.threads)
+        self._writer.dense.put_in(model, runtime.threads, place)
         assemble(model, runtime, self.quantization_config)
         if self.pre_quantized:
             map_packed(model)
@@ -273,7 +281,7 @@ def _announce(
 
 def _dense_bytes(model: PreTrainedModel, device_map: dict[str, object] | None) -> int:
     """Return what the parts of a model that are no experts take of host memory while it loads."""
-    if _on_device(device_map):
+    if _device_of(device_map).type != "cpu":
         return 0  # on the GPU, whose own check counts them
     experts = {id(p) for m in model.modules() if is_experts_module(m) for p in m.parameters()}
     tied = getattr(model, "all_tied_weights_keys", {})
@@ -281,9 +289,9 @@ def _dense_bytes(model: PreTrainedModel, device_map: dict[str, object] | None) -
     return sum(t.nbytes for n, t in tensors if id(t) not in experts and n not in tied)
 
 
-def _on_device(device_map: dict[str, object] | None) -> bool:
-    """Whether a model's dense parts are loaded to a GPU."""
-    return any(str(place) != "cpu" for place in (device_map or {}).values())
+def _device_of(device_map: dict[str, Any] | None) -> torch.device:
+    """Return where a model's dense parts are loaded to."""
+    return torch.device(next(iter((device_map or {}).values()), "cpu"))
 
 
 def _require_memory(store: HostStore, modules: dict[str, Any], dense_bytes: int) -> None:

@@ -7,13 +7,15 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.dense import DenseWeight
+from tandem.kernels.formats.packed import PackedMatrix
 from tandem.kernels.formats.weight_format import (
     ROWS_PER_BLOCK,
     SECTION_ALIGNMENT_BYTES,
     WeightFormat,
     find_format,
 )
-from tandem.triton_kernels.experts import Matrix, TritonExperts, matrix_of
+from tandem.triton_kernels.experts import TritonExperts
+from tandem.triton_kernels.packed import Packed, packed_matrix
 from tandem.triton_kernels.rows import MAX_VECTOR_TOKENS, TILE_ROWS, GroupedRows
 
 _MATRIX_UNITS = (8, 0)  # the capability from which on Triton can use them
@@ -44,6 +46,19 @@ def bring(weight: DenseWeight, device: torch.device) -> DeviceWeight:
     address = torch.tensor([image.data_ptr()], device=device)
     shape = matrix.cols, matrix.rows
     return DeviceWeight(image, address, matrix.format.name, *shape, has_bias=bias is not None)
+
+
+def fetch(weight: DeviceWeight) -> DenseWeight:
+    """Return a copy of a packed weight on the host."""
+    fmt, shape = find_format(weight.format), (weight.out_features, weight.in_features)
+    matrix = PackedMatrix.empty(*shape, fmt)
+    bias = torch.empty(fmt.padded_rows(shape[0]), device="cpu") if weight.has_bias else None
+    for offset, part in zip(
+        _sections(fmt, *shape), (matrix.data, matrix.scales, bias), strict=True
+    ):
+        if part is not None:
+            part.view(torch.uint8).copy_(weight.image[offset : offset + part.nbytes])
+    return DenseWeight(matrix, bias)
 
 
 def multiply(x: Tensor, weight: DeviceWeight) -> Tensor:
@@ -80,10 +95,10 @@ def _experts(device: torch.device) -> TritonExperts:
 
 
 @functools.lru_cache(maxsize=256)
-def _matrix(format_name: str, cols: int, rows: int, has_bias: bool) -> Matrix:
+def _matrix(format_name: str, cols: int, rows: int, has_bias: bool) -> Packed:
     fmt = find_format(format_name)
     blocks = -(-rows // ROWS_PER_BLOCK)
-    return matrix_of(fmt, _sections(fmt, rows, cols), cols, rows, blocks, has_bias=has_bias)
+    return packed_matrix(fmt, _sections(fmt, rows, cols), cols, rows, blocks, has_bias=has_bias)
 
 
 def _sections(fmt: WeightFormat, rows: int, cols: int) -> tuple[int, int, int]:

@@ -1,5 +1,7 @@
 """What comes between an expert's two projections, in registers: bias and activation."""
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
@@ -12,26 +14,30 @@ RELU2 = constexpr(2)
 PLAIN = constexpr(-1)
 
 
+@dataclass(frozen=True, slots=True)
+class Epilogue:
+    """What follows an expert's first projection: a constant that kernels are compiled for."""
+
+    activation: int
+    is_gated: bool
+    alpha: float = 1.0
+    limit: float = 0.0
+    has_limit: bool = False
+    up_offset: float = 0.0
+
+
 @triton.jit
-def gated(
-    gate: tensor,
-    up: tensor,
-    kind: constexpr,
-    alpha: constexpr,
-    limit: constexpr,
-    has_limit: constexpr,
-    offset: constexpr,
-) -> tensor:
+def gated(gate: tensor, up: tensor, epilogue: constexpr) -> tensor:
     """Return activation(gate, up); see `NativeActivation`."""
-    if kind == GELU_TANH_GATE:
+    if epilogue.activation == GELU_TANH_GATE:
         # 0.5 * (1 + tanh(z)) is sigmoid(2 z); the numbers are those of GELU's tanh form.
         z = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         inner = gate * _sigmoid(2 * z) * up
     else:
-        if has_limit:
-            gate = tl.minimum(gate, limit)
-            up = tl.minimum(tl.maximum(up, -limit), limit)
-        inner = gate * _sigmoid(alpha * gate) * (up + offset)
+        if epilogue.has_limit:
+            gate = tl.minimum(gate, epilogue.limit)
+            up = tl.minimum(tl.maximum(up, -epilogue.limit), epilogue.limit)
+        inner = gate * _sigmoid(epilogue.alpha * gate) * (up + epilogue.up_offset)
     return inner
 
 

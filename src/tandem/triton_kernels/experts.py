@@ -5,16 +5,16 @@ Checks nothing that costs time: addresses, rows and tokens are the executor's pr
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tandem.core.errors import UnsupportedModelError
 from tandem.kernels.formats.expert import ExpertLayout
-from tandem.kernels.formats.weight_format import WeightFormat
 from tandem.kernels.native import NativeActivation
-from tandem.triton_kernels import combine, matrix, tiles, vector
+from tandem.triton_kernels import combine, matrix, vector
+from tandem.triton_kernels.epilogue import Epilogue
+from tandem.triton_kernels.packed import Packed, packed_matrix
 from tandem.triton_kernels.rows import GroupedRows
 
 _VECTOR_LANES = 32
@@ -57,13 +57,6 @@ class Tilings(NamedTuple):
 DEFAULT_TILINGS = Tilings()
 
 
-class Matrix(NamedTuple):
-    """What a kernel must know of one packed matrix; see `matrix_of`."""
-
-    num_rows: int
-    constants: dict[str, Any]
-
-
 class TritonExperts:
     """Computes batches of experts on the current CUDA stream."""
 
@@ -98,11 +91,12 @@ class TritonExperts:
         width = layout.intermediate_size * (layout.num_halves if activation is None else 1)
         inner = torch.empty((len(rows.row_token), width), dtype=dtype, device=hidden.device)
         launch = self._launch_vector if has_few_tokens else self._launch_matrix
-        launch(_up(layout), rows, (rows.row_token, hidden, inner), _epilogue(layout, activation))
+        tensors = (rows.row_token, hidden, inner)
+        launch(_up(layout), rows, tensors, _epilogue(layout, activation))
         if activation is None:
             assert activate is not None
             inner = activate(inner).contiguous()
-        launch(_down(layout), rows, (inner, out), {})
+        launch(_down(layout), rows, (inner, out))
 
     def add_rows(self, rows: Tensor, row_of: Tensor, weights: Tensor, out: Tensor) -> None:
         """Write sum over k of weight * row to `out` (n_tokens, hidden_size), first to last.
@@ -116,45 +110,44 @@ class TritonExperts:
             rows, row_of, weights, out, num_cols=num_cols, top_k=top_k, block_cols=_COMBINE_COLS
         )
 
-    def multiply(self, packed: Matrix, rows: GroupedRows, x: Tensor, out: Tensor) -> None:
+    def multiply(self, packed: Packed, rows: GroupedRows, x: Tensor, out: Tensor) -> None:
         """Write x @ matrix.T to `out` (n_rows, matrix rows), in its dtype, by tiles of `rows`."""
         launch = self._launch_vector if rows.block_rows == 0 else self._launch_matrix
-        launch(packed, rows, (x, out), {})
+        launch(packed, rows, (x, out))
 
     def _launch_vector(
         self,
-        packed: Matrix,
+        packed: Packed,
         rows: GroupedRows,
         tensors: tuple[Tensor, ...],
-        more: dict[str, object],
+        epilogue: Epilogue | None = None,
     ) -> None:
         num_tokens = 1 << (rows.most_tokens - 1).bit_length()
         tiling = self._tilings.vector if num_tokens <= 2 else self._tilings.vector_many
-        kernel = vector.vector_up if more else vector.vector_down
-        num_lanes = 16 * packed.constants["num_blocks"]
+        kernel = vector.vector_down if epilogue is None else vector.vector_up
+        num_lanes = 16 * packed.num_blocks
         kernel[-(-num_lanes // _VECTOR_LANES), len(rows.addresses)](
             rows.addresses,
             rows.begin,
             *tensors,
-            **packed.constants,
-            **more,
+            _table(packed.table, rows.addresses.device),
+            packed=packed,
+            **({} if epilogue is None else {"epilogue": epilogue}),
             num_tokens=num_tokens,
-            block_chunks=min(
-                tiling.block_cols // packed.constants["per_dword"], _MOST_SUMS // num_tokens
-            ),
+            block_chunks=min(tiling.block_cols // packed.per_chunk, _MOST_SUMS // num_tokens),
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
         )
 
     def _launch_matrix(
         self,
-        packed: Matrix,
+        packed: Packed,
         rows: GroupedRows,
         tensors: tuple[Tensor, ...],
-        more: dict[str, object],
+        epilogue: Epilogue | None = None,
     ) -> None:
-        kernel = matrix.matrix_up if more else matrix.matrix_down
-        num_lanes = 16 * packed.constants["num_blocks"]
+        kernel = matrix.matrix_down if epilogue is None else matrix.matrix_up
+        num_lanes = 16 * packed.num_blocks
         is_fp32 = tensors[-2].dtype == torch.float32  # which the matrix units would round
         tiling = self._tilings.of_matrix(
             rows.block_rows, on_matrix_units=self.has_matrix_units and not is_fp32
@@ -165,11 +158,12 @@ class TritonExperts:
             rows.tile_expert,
             rows.tile_first,
             *tensors,
-            **packed.constants,
-            **more,
+            _table(packed.table, rows.addresses.device),
+            packed=packed,
+            **({} if epilogue is None else {"epilogue": epilogue}),
             block_rows=rows.block_rows,
             block_lanes=tiling.block_lanes,
-            block_chunks=tiling.block_cols // packed.constants["per_dword"],
+            block_chunks=tiling.block_cols // packed.per_chunk,
             precision="ieee" if is_fp32 else "tf32",
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
@@ -177,64 +171,41 @@ class TritonExperts:
 
 
 @functools.lru_cache(maxsize=64)
-def _up(layout: ExpertLayout) -> Matrix:
+def _up(layout: ExpertLayout) -> Packed:
     sections = (layout.up.offset, layout.up_scales.offset, layout.up_bias.offset)
     cols, blocks = layout.hidden_size, layout.up_rows // 16
     rows = layout.intermediate_size
-    return matrix_of(layout.format, sections, cols, rows, blocks, has_bias=layout.has_bias)
+    return packed_matrix(layout.format, sections, cols, rows, blocks, has_bias=layout.has_bias)
 
 
 @functools.lru_cache(maxsize=64)
-def _down(layout: ExpertLayout) -> Matrix:
+def _down(layout: ExpertLayout) -> Packed:
     sections = (layout.down.offset, layout.down_scales.offset, layout.down_bias.offset)
     cols, blocks = layout.intermediate_size, layout.down_rows // 16
     rows = layout.hidden_size
-    return matrix_of(layout.down_format, sections, cols, rows, blocks, has_bias=layout.has_bias)
-
-
-def matrix_of(
-    fmt: WeightFormat,
-    sections: tuple[int, int, int],
-    cols: int,
-    rows: int,
-    blocks: int,
-    *,
-    has_bias: bool,
-) -> Matrix:
-    """Return a packed matrix with its data, scales and bias at offsets from its address.
-
-    `blocks` are those of 16 rows in memory; of a gated projection `rows` are the gate's alone.
-    """
-    if fmt.kind not in tiles.FACTOR_AND_OFFSET:
-        raise UnsupportedModelError(
-            f"experts in {fmt.name} have no kernels on a GPU; run them with device='cpu', or give "
-            "an expert_dtype such as int8, to which they are rounded"
-        )
-    factor, offset = tiles.FACTOR_AND_OFFSET[fmt.kind]
-    per_dword = fmt.weights_per_dword
-    constants: dict[str, Any] = {
-        "data_offset": sections[0],
-        "scales_offset": sections[1],
-        "bias_offset": sections[2] if has_bias else -1,
-        "num_cols": cols,
-        "num_rows": rows,
-        "num_blocks": blocks,
-        "num_chunks": fmt.padded_cols(cols) // per_dword,
-        "kind": fmt.kind,
-        "per_dword": per_dword,
-        "chunks_per_group": (fmt.group_size or 0) // per_dword,
-        "factor": factor,
-        "value_offset": offset,
-    }
-    return Matrix(rows, constants)
+    return packed_matrix(layout.down_format, sections, cols, rows, blocks, has_bias=layout.has_bias)
 
 
 @functools.lru_cache(maxsize=64)
-def _epilogue(layout: ExpertLayout, activation: NativeActivation | None) -> dict[str, object]:
-    numbers = {"alpha": 1.0, "limit": 0.0, "has_limit": False, "up_offset": 0.0}
-    if activation is not None:
-        numbers |= {"alpha": activation.alpha, "up_offset": activation.offset}
-        if activation.limit != float("inf"):
-            numbers |= {"limit": activation.limit, "has_limit": True}
-    kind = _PLAIN if activation is None else int(activation.kind)
-    return {"activation": kind, "is_gated": layout.is_gated, **numbers}
+def _table(values: tuple[float, ...], device: torch.device) -> Tensor | None:
+    """Return what codes are looked up in, on a device; None if they are not."""
+    if not values:
+        return None
+    with torch.inference_mode(False):
+        # Every number of a table is exact in fp16, and loads of it are not staged in shared memory.
+        return torch.tensor(values, dtype=torch.float16, device=device)
+
+
+@functools.lru_cache(maxsize=64)
+def _epilogue(layout: ExpertLayout, activation: NativeActivation | None) -> Epilogue:
+    if activation is None:
+        return Epilogue(_PLAIN, layout.is_gated)
+    has_limit = activation.limit != float("inf")
+    return Epilogue(
+        int(activation.kind),
+        layout.is_gated,
+        activation.alpha,
+        activation.limit if has_limit else 0.0,
+        has_limit,
+        activation.offset,
+    )

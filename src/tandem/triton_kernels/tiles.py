@@ -1,127 +1,158 @@
 """Tiles of a packed matrix in registers: dwords, scales, and the numbers that codes stand for.
 
 `docs/formats.md` says where each byte lies. Every format is one transposition of dwords: lane n of
-a tile is row n % 16 of block n // 16, and a chunk is the dword that holds 2, 4 or 8 columns of it.
-Codes become floats by bit tricks, without conversions, as `value = factor * biased + offset`; the
-launcher passes both numbers, which depend on the format alone.
+a tile is row n % 16 of block n // 16, and a chunk is the dword that holds the lowest bits of 2, 4,
+8 or 16 columns of it. Codes become floats by bit tricks, without conversions, or are looked up.
 """
 
 import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
-# What `biased_values` returns stands for factor * biased + offset.
-FACTOR_AND_OFFSET = {
-    "bf16": (1.0, 0.0),
-    "fp16": (1.0, 0.0),
-    "int8": (256.0, -256.0 - 128.0),
-    "fp8": (256.0, 0.0),
-    "int4": (16.0, -16.0 - 8.0),
-    "int4z": (16.0, -16.0),
-    "mxfp4": (16384.0, 0.0),
-}
-
 
 @triton.jit
 def load_words(
-    data: tensor,
-    block: tensor,
-    lane: tensor,
-    chunk: tensor,
-    num_blocks: constexpr,
-    num_chunks: constexpr,
+    data: tensor, block: tensor, lane: tensor, chunk: tensor, packed: constexpr
 ) -> tensor:
-    """Return dwords (chunks, lanes) int32; zeros outside the matrix."""
-    place = (block * (num_chunks * 16) + lane)[None, :] + chunk[:, None] * 16
-    is_inside = (block < num_blocks)[None, :] & (chunk < num_chunks)[:, None]
-    return tl.load(data + place, mask=is_inside, other=0)
+    """Return the dwords of each chunk's codes, (chunks, lanes) int32; zeros outside the matrix.
+
+    First those with the codes' low bits, then those with the bits above, the chunk's own in the
+    lowest places of each byte.
+    """
+    is_inside = (block < packed.num_blocks)[None, :] & (chunk < packed.num_chunks)[:, None]
+    dwords: constexpr = packed.num_chunks * packed.bits // packed.low_bits
+    of_row = (block * (dwords * 16) + lane)[None, :]
+    if packed.high_bits == 0:
+        low = tl.load(data + of_row + chunk[:, None] * 16, mask=is_inside, other=0)
+        high = low
+    else:  # planes follow each other in strips of 32 columns
+        strip = chunk // packed.low_bits * packed.bits
+        place = chunk % packed.low_bits
+        at = of_row + (strip + place)[:, None] * 16
+        low = tl.load(data + at, mask=is_inside, other=0)
+        fours = place * (8 // packed.low_bits)
+        above = strip + packed.low_bits + fours // (8 // packed.high_bits)
+        high = tl.load(data + of_row + above[:, None] * 16, mask=is_inside, other=0)
+        high = high >> (packed.high_bits * (fours % (8 // packed.high_bits)))[:, None]
+    return low, high
 
 
 @triton.jit
 def load_scales(
-    scales: tensor,
-    block: tensor,
-    lane: tensor,
-    chunk: tensor,
-    num_blocks: constexpr,
-    num_chunks: constexpr,
-    kind: constexpr,
-    chunks_per_group: constexpr,
+    scales: tensor, block: tensor, lane: tensor, chunk: tensor, packed: constexpr
 ) -> tensor:
-    """Return the scale of each dword, (chunks, lanes) fp32; zeros outside the matrix.
+    """Return the scale and the minimum of each chunk, (chunks, lanes) fp32; zeros outside.
 
-    Padding chunks of the last group share the last real chunk's.
+    Padding chunks of the last group share the last real chunk's. Without minima the second is the
+    scale again.
     """
-    num_groups: constexpr = num_chunks // chunks_per_group
-    group = (chunk // chunks_per_group)[:, None]
-    is_inside = (block < num_blocks)[None, :] & (chunk < num_chunks)[:, None]
-    line = block[None, :] * num_groups + group
-    if kind == "fp8":
-        place = line + lane[None, :] * 0  # one scale for the 16 rows of a block
-    elif kind == "int4z":
-        place = line * 32 + lane[None, :]
+    group = (chunk // packed.chunks_per_group)[:, None]
+    is_inside = (block < packed.num_blocks)[None, :] & (chunk < packed.num_chunks)[:, None]
+    if packed.num_supers > 0:
+        scale, minimum = _scales_of_supers(scales, block, lane, group, is_inside, packed)
     else:
-        place = line * 16 + lane[None, :]
-    raw = tl.load(scales + place, mask=is_inside, other=0)
-    if kind == "mxfp4":
-        exponent = raw.to(tl.int32)
-        # 2^-127 is subnormal: its exponent field is 0 and its mantissa is not.
-        bits = tl.where(exponent == 0, 1 << 22, exponent << 23)
-        scale = bits.to(tl.float32, bitcast=True)
-    else:
-        scale = raw.to(tl.float32)
-    return scale
-
-
-@triton.jit
-def load_minima(
-    scales: tensor,
-    block: tensor,
-    lane: tensor,
-    chunk: tensor,
-    num_blocks: constexpr,
-    num_chunks: constexpr,
-    chunks_per_group: constexpr,
-) -> tensor:
-    """Return int4z's minimum of each dword, (chunks, lanes) fp32: 16 elements after its scale."""
-    num_groups: constexpr = num_chunks // chunks_per_group
-    line = block[None, :] * num_groups + (chunk // chunks_per_group)[:, None]
-    is_inside = (block < num_blocks)[None, :] & (chunk < num_chunks)[:, None]
-    return tl.load(scales + line * 32 + 16 + lane[None, :], mask=is_inside, other=0).to(tl.float32)
-
-
-@triton.jit
-def biased_values(words: tensor, place: tensor, kind: constexpr) -> tensor:
-    """Return column `place` of each dword as fp32 that are still to be scaled and shifted.
-
-    `place` is a number, or a tensor that broadcasts with `words`.
-    """
-    if kind == "bf16":
-        values = ((words << (16 - 16 * place)) & -65536).to(tl.float32, bitcast=True)
-    elif kind == "fp16":
-        values = _half((words >> (16 * place)) & 0xFFFF)
-    elif kind == "int8":  # the code becomes the upper mantissa of a number from 1 to 2
-        values = _from_one(((words >> (8 * place)) & 0xFF) << 15)
-    elif kind == "fp8":  # e4m3 in the bits of a half, whose exponent counts from another number
-        code = words >> (8 * place)
-        values = _half(((code & 0x80) << 8) | ((code & 0x7F) << 7))
-    else:
-        code = words >> (8 * (place % 4) + 4 * (place // 4))
-        if kind == "mxfp4":
-            values = _half(((code & 8) << 12) | ((code & 7) << 9))
+        line = block[None, :] * packed.num_groups + group
+        if packed.scale == "fp32":
+            place = line + lane[None, :] * 0  # one scale for the 16 rows of a block
         else:
-            values = _from_one((code & 15) << 19)
-    return values
+            place = line * packed.group_stride + lane[None, :]
+        raw = tl.load(scales + place, mask=is_inside, other=0)
+        if packed.scale == "e8m0":
+            exponent = raw.to(tl.int32)
+            # 2^-127 is subnormal: its exponent field is 0 and its mantissa is not.
+            bits = tl.where(exponent == 0, 1 << 22, exponent << 23)
+            scale = bits.to(tl.float32, bitcast=True)
+        else:
+            scale = raw.to(tl.float32)
+        minimum = scale
+        if packed.has_minima:
+            minimum = tl.load(scales + place + 16, mask=is_inside, other=0).to(tl.float32)
+    return scale, minimum
 
 
 @triton.jit
-def _from_one(mantissa: tensor) -> tensor:
-    return (mantissa | 0x3F800000).to(tl.float32, bitcast=True)
+def _scales_of_supers(
+    scales: tensor,
+    block: tensor,
+    lane: tensor,
+    group: tensor,
+    is_inside: tensor,
+    packed: constexpr,
+) -> tensor:
+    """Return scales and minima that are bytes, times the factors of their super-block or row."""
+    per_super: constexpr = packed.num_groups // packed.num_supers
+    line = block[None, :] * packed.num_supers + group // per_super
+    lines: constexpr = 2 if packed.has_minima else 1
+    at = line * packed.super_bytes + (16 * packed.factor_bytes * lines) + lane[None, :]
+    at += group % per_super * packed.group_stride
+    own = tl.load(scales + at, mask=is_inside, other=0)
+    if packed.factor_bytes == 4:
+        factors = scales.to(tl.pointer_type(tl.float32))
+    else:
+        factors = scales.to(tl.pointer_type(tl.float16))
+    factors += line * (packed.super_bytes // packed.factor_bytes) + lane[None, :]
+    scale = tl.load(factors, mask=is_inside, other=0).to(tl.float32) * _number(own, packed)
+    minimum = scale
+    if packed.has_minima:
+        if packed.scale == "nibble":
+            low = (own >> 4).to(tl.float32)
+        else:
+            low = _number(tl.load(scales + at + 16, mask=is_inside, other=0), packed)
+        minimum = tl.load(factors + 16, mask=is_inside, other=0).to(tl.float32) * low
+    return scale, minimum
+
+
+@triton.jit
+def _number(byte: tensor, packed: constexpr) -> tensor:
+    """Return what a group's byte (uint8) stands for, fp32."""
+    if packed.scale == "nibble":
+        number = (byte & 15).to(tl.float32)
+    elif packed.scale == "e4m3":
+        number = _e4m3(byte.to(tl.int32)) * 256.0
+    else:
+        number = byte.to(tl.int8, bitcast=True).to(tl.float32)
+    return number
+
+
+@triton.jit
+def biased_values(
+    low: tensor, high: tensor, place: tensor, table: tensor, packed: constexpr
+) -> tensor:
+    """Return column `place` of each chunk as fp32 that are still to be scaled and shifted.
+
+    `place` is a number, or a tensor that broadcasts with the dwords.
+    """
+    if packed.element == "bf16":
+        values = ((low << (16 - 16 * place)) & -65536).to(tl.float32, bitcast=True)
+    elif packed.element == "fp16":
+        values = _half((low >> (16 * place)) & 0xFFFF)
+    else:
+        byte = 8 * (place % 4)
+        code = (low >> (byte + packed.low_bits * (place // 4))) & ((1 << packed.low_bits) - 1)
+        if packed.high_bits > 0:
+            above = high >> (byte + packed.high_bits * (place // 4))
+            code |= (above & ((1 << packed.high_bits) - 1)) << packed.low_bits
+        if packed.element == "e4m3":
+            values = _e4m3(code)
+        elif packed.element == "e2m1":
+            values = _half(((code & 8) << 12) | ((code & 7) << 9))
+        elif packed.element == "table":
+            values = tl.load(table + code).to(tl.float32)
+        else:  # the code becomes the upper mantissa of a number from 1 to 2
+            mantissa = code << (23 - packed.bits)
+            values = (mantissa | 0x3F800000).to(tl.float32, bitcast=True)
+    return values
 
 
 @triton.jit
 def _half(bits: tensor) -> tensor:
     return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _e4m3(code: tensor) -> tensor:
+    """Return 1/256 of e4m3 numbers: in a half, the exponent counts from another number."""
+    return _half(((code & 0x80) << 8) | ((code & 0x7F) << 7))
 
 
 @triton.jit
@@ -135,12 +166,12 @@ def section(address: tensor, offset: constexpr, dtype: constexpr) -> tensor:
 
 
 @triton.jit
-def scale_section(address: tensor, offset: constexpr, kind: constexpr) -> tensor:
-    """Return a pointer to the scales, in the format's type of scale."""
-    if kind == "mxfp4":
-        pointer = section(address, offset, tl.uint8)
-    elif kind == "fp8":
-        pointer = section(address, offset, tl.float32)
+def scale_section(address: tensor, packed: constexpr) -> tensor:
+    """Return a pointer to the scales, in their type; to bytes where there are super-blocks."""
+    if packed.num_supers > 0 or packed.scale == "e8m0":
+        pointer = section(address, packed.scales_offset, tl.uint8)
+    elif packed.scale == "fp32":
+        pointer = section(address, packed.scales_offset, tl.float32)
     else:
-        pointer = section(address, offset, tl.float16)
+        pointer = section(address, packed.scales_offset, tl.float16)
     return pointer

@@ -1,7 +1,7 @@
 """Few tokens per expert: weights are read once, as fast as memory gives them, for all its tokens.
 
 A program computes some rows of one expert's matrix for up to `num_tokens` tokens, a power of two.
-Products are fp32 on ordinary cores; a scale is applied once per dword, to the sum of its columns.
+Products are fp32 on ordinary cores; a scale is applied once per chunk, to the sum of its columns.
 """
 
 import triton
@@ -12,7 +12,6 @@ from tandem.triton_kernels.epilogue import PLAIN, RELU2, gated, load_bias, relu2
 from tandem.triton_kernels.rows import TABLES
 from tandem.triton_kernels.tiles import (
     biased_values,
-    load_minima,
     load_scales,
     load_words,
     scale_section,
@@ -32,26 +31,27 @@ def _column(x: tensor, row: tensor, num_cols: constexpr, col: tensor) -> tensor:
 
 
 @triton.jit
-def _dword_sums(
-    words: tensor,
+def _chunk_sums(
+    low: tensor,
+    high: tensor,
     x: tensor,
     rows: tensor,
     chunk: tensor,
-    num_cols: constexpr,
-    kind: constexpr,
-    per_dword: constexpr,
+    table: tensor,
+    packed: constexpr,
     num_tokens: constexpr,
     block_chunks: constexpr,
     block_lanes: constexpr,
 ) -> tensor:
-    """Return for each token the sums, over a dword's columns, of biased values * x and of x."""
+    """Return for each token the sums, over a chunk's columns, of biased values * x and of x."""
     parts = (tl.full((block_chunks, block_lanes), 0.0, dtype=tl.float32),) * num_tokens
     totals = (tl.full((block_chunks,), 0.0, dtype=tl.float32),) * num_tokens
-    for place in tl.static_range(per_dword):
-        values = biased_values(words, place, kind)
+    per_chunk: constexpr = packed.per_chunk
+    for place in tl.static_range(per_chunk):
+        values = biased_values(low, high, place, table, packed)
         new_parts, new_totals = (), ()
         for token in tl.static_range(num_tokens):
-            column = _column(x, rows[token], num_cols, chunk * per_dword + place)
+            column = _column(x, rows[token], packed.num_cols, chunk * per_chunk + place)
             new_parts = new_parts + (parts[token] + values * column[:, None],)
             new_totals = new_totals + (totals[token] + column,)
         parts, totals = new_parts, new_totals
@@ -60,46 +60,35 @@ def _dword_sums(
 
 @triton.jit
 def _products(
-    data: tensor,
-    scales: tensor,
+    address: tensor,
     x: tensor,
     rows: tensor,
     block: tensor,
     lane: tensor,
-    num_cols: constexpr,
-    num_blocks: constexpr,
-    num_chunks: constexpr,
-    kind: constexpr,
-    per_dword: constexpr,
-    chunks_per_group: constexpr,
-    factor: constexpr,
-    offset: constexpr,
+    table: tensor,
+    packed: constexpr,
     num_tokens: constexpr,
     block_chunks: constexpr,
     block_lanes: constexpr,
 ) -> tensor:
     """Return a tuple of (block_lanes,) fp32: the lanes' products with each token's row of x."""
+    data = section(address, packed.data_offset, tl.int32)
+    scales = scale_section(address, packed)
     sums = (tl.full((block_chunks, block_lanes), 0.0, dtype=tl.float32),) * num_tokens
-    for start in range(0, num_chunks, block_chunks):
+    for start in range(0, packed.num_chunks, block_chunks):
         chunk = start + tl.arange(0, block_chunks)
-        words = load_words(data, block, lane, chunk, num_blocks, num_chunks)
-        parts, totals = _dword_sums(
-            words, x, rows, chunk, num_cols, kind, per_dword, num_tokens, block_chunks, block_lanes
+        low, high = load_words(data, block, lane, chunk, packed)
+        parts, totals = _chunk_sums(
+            low, high, x, rows, chunk, table, packed, num_tokens, block_chunks, block_lanes
         )
-        if chunks_per_group > 0:
-            scale = load_scales(
-                scales, block, lane, chunk, num_blocks, num_chunks, kind, chunks_per_group
-            )
-        if kind == "int4z":
-            minimum = load_minima(
-                scales, block, lane, chunk, num_blocks, num_chunks, chunks_per_group
-            )
+        if packed.chunks_per_group > 0:
+            scale, minimum = load_scales(scales, block, lane, chunk, packed)
         new_sums = ()
         for token in tl.static_range(num_tokens):
-            part = parts[token] * factor + offset * totals[token][:, None]
-            if chunks_per_group > 0:
+            part = parts[token] * packed.factor + packed.offset * totals[token][:, None]
+            if packed.chunks_per_group > 0:
                 part = part * scale
-            if kind == "int4z":
+            if packed.has_minima:
                 part = part + minimum * totals[token][:, None]
             new_sums = new_sums + (sums[token] + part,)
         sums = new_sums
@@ -118,39 +107,34 @@ def _store_up(
     first: tensor,
     count: tensor,
     lanes: tensor,
-    bias_offset: constexpr,
-    num_rows: constexpr,
-    num_blocks: constexpr,
-    activation: constexpr,
-    is_gated: constexpr,
-    alpha: constexpr,
-    limit: constexpr,
-    has_limit: constexpr,
-    up_offset: constexpr,
+    packed: constexpr,
+    epilogue: constexpr,
     num_tokens: constexpr,
 ) -> None:
     """Write the activation of the lanes' products of each token; see `vector_up`."""
     block, lane = lanes // 16, lanes % 16
+    num_rows: constexpr = packed.num_rows
     for token in tl.static_range(num_tokens):
         values = products[token]
-        if bias_offset >= 0:
-            values += load_bias(section(address, bias_offset, tl.float32), block, lane, num_blocks)
+        if packed.bias_offset >= 0:
+            bias = section(address, packed.bias_offset, tl.float32)
+            values += load_bias(bias, block, lane, packed.num_blocks)
         row = (first + token).to(tl.int64)
         is_real = count > token
-        if is_gated:
+        if epilogue.is_gated:
             gate, up = tl.split(tl.permute(tl.reshape(values, (2, 16)), (1, 0)))
             out_row = tl.program_id(0) * 16 + tl.arange(0, 16)
             mask = is_real & (out_row < num_rows)
-            if activation == PLAIN:
+            if epilogue.activation == PLAIN:
                 at = inner + row * (2 * num_rows) + out_row
                 tl.store(at, gate.to(inner.dtype.element_ty), mask=mask)
                 tl.store(at + num_rows, up.to(inner.dtype.element_ty), mask=mask)
             else:
-                done = gated(gate, up, activation, alpha, limit, has_limit, up_offset)
+                done = gated(gate, up, epilogue)
                 at = inner + row * num_rows + out_row
                 tl.store(at, done.to(inner.dtype.element_ty), mask=mask)
         else:
-            if activation == RELU2:
+            if epilogue.activation == RELU2:
                 values = relu2(values)
             at = inner + row * num_rows + lanes
             tl.store(at, values.to(inner.dtype.element_ty), mask=is_real & (lanes < num_rows))
@@ -163,24 +147,9 @@ def vector_up(
     row_token: tensor,
     hidden: tensor,
     inner: tensor,
-    data_offset: constexpr,
-    scales_offset: constexpr,
-    bias_offset: constexpr,
-    num_cols: constexpr,
-    num_rows: constexpr,
-    num_blocks: constexpr,
-    num_chunks: constexpr,
-    kind: constexpr,
-    per_dword: constexpr,
-    chunks_per_group: constexpr,
-    factor: constexpr,
-    value_offset: constexpr,
-    activation: constexpr,
-    is_gated: constexpr,
-    alpha: constexpr,
-    limit: constexpr,
-    has_limit: constexpr,
-    up_offset: constexpr,
+    table: tensor,
+    packed: constexpr,
+    epilogue: constexpr,
     num_tokens: constexpr,
     block_chunks: constexpr,
 ) -> None:
@@ -190,7 +159,6 @@ def vector_up(
     with PLAIN gated experts inner is (n_rows, 2 * num_rows), the gate first.
     """
     lanes = tl.program_id(0) * 32 + tl.arange(0, 32)
-    block, lane = lanes // 16, lanes % 16
     expert = tl.program_id(1)
     address = tl.load(addresses + expert)
     if address != 0:
@@ -201,15 +169,10 @@ def vector_up(
             row = first + tl.minimum(count - 1, token)
             rows = rows + (tl.load(row_token + row).to(tl.int64),)
         products = _products(
-            section(address, data_offset, tl.int32),
-            scale_section(address, scales_offset, kind),
-            hidden, rows, block, lane, num_cols, num_blocks, num_chunks, kind, per_dword,
-            chunks_per_group, factor, value_offset, num_tokens, block_chunks, 32,
+            address, hidden, rows, lanes // 16, lanes % 16, table, packed, num_tokens,
+            block_chunks, 32,
         )  # fmt: skip
-        _store_up(
-            inner, products, address, first, count, lanes, bias_offset, num_rows, num_blocks,
-            activation, is_gated, alpha, limit, has_limit, up_offset, num_tokens,
-        )  # fmt: skip
+        _store_up(inner, products, address, first, count, lanes, packed, epilogue, num_tokens)
 
 
 @triton.jit(do_not_specialize_on_alignment=TABLES)
@@ -218,24 +181,15 @@ def vector_down(
     begin: tensor,
     inner: tensor,
     out: tensor,
-    data_offset: constexpr,
-    scales_offset: constexpr,
-    bias_offset: constexpr,
-    num_cols: constexpr,
-    num_rows: constexpr,
-    num_blocks: constexpr,
-    num_chunks: constexpr,
-    kind: constexpr,
-    per_dword: constexpr,
-    chunks_per_group: constexpr,
-    factor: constexpr,
-    value_offset: constexpr,
+    table: tensor,
+    packed: constexpr,
     num_tokens: constexpr,
     block_chunks: constexpr,
 ) -> None:
     """Write the down projection of 32 lanes: out (n_rows, num_rows) fp32, num_rows hidden_size."""
     lanes = tl.program_id(0) * 32 + tl.arange(0, 32)
     block, lane = lanes // 16, lanes % 16
+    num_rows: constexpr = packed.num_rows
     expert = tl.program_id(1)
     address = tl.load(addresses + expert)
     if address != 0:
@@ -244,15 +198,12 @@ def vector_down(
         for token in tl.static_range(num_tokens):
             rows = rows + ((first + tl.minimum(count - 1, token)).to(tl.int64),)
         products = _products(
-            section(address, data_offset, tl.int32),
-            scale_section(address, scales_offset, kind),
-            inner, rows, block, lane, num_cols, num_blocks, num_chunks, kind, per_dword,
-            chunks_per_group, factor, value_offset, num_tokens, block_chunks, 32,
-        )  # fmt: skip
+            address, inner, rows, block, lane, table, packed, num_tokens, block_chunks, 32
+        )
         for token in tl.static_range(num_tokens):
             values = products[token]
-            if bias_offset >= 0:
-                bias = section(address, bias_offset, tl.float32)
-                values += load_bias(bias, block, lane, num_blocks)
+            if packed.bias_offset >= 0:
+                bias = section(address, packed.bias_offset, tl.float32)
+                values += load_bias(bias, block, lane, packed.num_blocks)
             at = out + (first + token).to(tl.int64) * num_rows + lanes
             tl.store(at, values, mask=(count > token) & (lanes < num_rows))

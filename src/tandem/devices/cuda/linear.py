@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from tandem.kernels.dense import DenseWeight
+
 if TYPE_CHECKING:
     from tandem.triton_kernels.dense import DeviceWeight
 
@@ -12,18 +14,34 @@ if TYPE_CHECKING:
 class DeviceLinear(nn.Module):
     """A linear layer whose weight is packed on a device; Triton multiplies."""
 
-    def __init__(self, weight: "DeviceWeight", values_dtype: torch.dtype) -> None:
-        """Take a weight; `values_dtype` is that of the layer that it replaces."""
+    def __init__(
+        self,
+        weight: "DeviceWeight",
+        values_dtype: torch.dtype,
+        input_order: Tensor | None = None,
+    ) -> None:
+        """Take a weight; `values_dtype` is that of the layer that it replaces.
+
+        `input_order` (in_features,), on the device, says which input each column belongs to.
+        """
         super().__init__()
         self.packed = weight
         self.in_features, self.out_features = weight.in_features, weight.out_features
-        self.dtype = values_dtype
+        self.dtype, self.input_order = values_dtype, input_order
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x @ weight.T + bias: (..., in_features) -> (..., out_features)."""
         from tandem.triton_kernels.dense import multiply
 
+        if self.input_order is not None:
+            x = x.index_select(-1, self.input_order)
         return multiply(x, self.packed)
+
+    def on_host(self) -> DenseWeight:
+        """Return a copy of the packed weight in host memory."""
+        from tandem.triton_kernels.dense import fetch
+
+        return fetch(self.packed)
 
     @property
     def weight(self) -> Tensor:

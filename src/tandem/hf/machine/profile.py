@@ -8,7 +8,7 @@ from pathlib import Path
 from tandem.core.errors import FileFormatError, TandemWarning
 from tandem.experts.measuring.profiler import measure_profile
 from tandem.hardware.profiles import load_profile, save_profile
-from tandem.hf.dense import packed_layers
+from tandem.hf.dense_files import packed_formats
 from tandem.hf.lookahead.warm_up import NoExperts, forward_tokens
 from tandem.hf.machine.parts import ObservedModel
 from tandem.kernels.cpu import detect_cpu
@@ -61,7 +61,7 @@ def profile_key(observed: ObservedModel) -> str:
     shapes = [(layer.arrivals.shapes, layer.image_bytes, type(layer).__name__) for layer in layers]
     threads, isa = options.threads or cpu.num_threads, options.isa or ""
     parts = (MEASUREMENT, cpu.model_name, cpu.instruction_sets, threads, isa)
-    dense = sorted({x.packed.matrix.format.name for _, x in packed_layers(observed.model)})
+    dense = sorted(set(packed_formats(observed.model).values()))
     text = repr((*parts, observed.geometry, shapes, str(observed.call.dtype), *dense))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
