@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 import tandem
+from tandem.decode.cuda.compiling import step_compilations
 from tandem.decode.cuda.fusion import fuse_for_gpu
 from tandem.decode.cuda.graphs import recorded_for_capture
 from tandem.decode.cuda.slots import CudaSlotPool
 from tandem.decode.padded import PaddedBatch
+from tandem.hf.experts import bind_all
+from tandem.hf.lookahead.warm_up import NoExperts
 from tandem.hf.opaque_calls import EXPERTS
 from tandem.kernels.torch_private import operator_schema
 from tandem.recording.recorder import Operation
@@ -61,6 +64,49 @@ def test_a_step_in_fewer_launches_gives_the_models_logits(
     assert rows.num_segments == len(runtime_in(model).store) + 1
     for ours, theirs in zip(found, logits_of(PaddedBatch(model, PROMPTS, 0)), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-4)
+
+
+class Noted:
+    """Stands in a kernel's place, launches it, and notes what it would be compiled for."""
+
+    def __init__(self, kernel: Any, seen: set[str]) -> None:
+        self._kernel, self._seen = kernel, seen
+
+    def __getitem__(self, grid: Any) -> Any:
+        def launch(*args: Any, **constants: Any) -> None:
+            dtypes = [getattr(a, "dtype", type(a)) for a in args]
+            self._seen.add(repr((self._kernel.__name__, dtypes, sorted(constants.items()))))
+            self._kernel[grid](*args, **constants)
+
+        return launch
+
+
+def test_kernels_of_a_step_are_met_before_the_first_one(
+    tmp_path: Path, find_kernels: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tandem.triton_kernels import attention, small
+
+    seen: set[str] = set()
+    for module, names in (
+        (attention, ("store_token", "attend_parts", "join_parts")),
+        (small, ("norm_rows", "add_and_norm_rows", "rotate_heads", "choose_experts")),
+    ):
+        for name in names:
+            monkeypatch.setattr(module, name, Noted(getattr(module, name), seen))
+    directory = save_tiny_checkpoint(tmp_path / "model", "qwen3_moe", num_hidden_layers=1)
+    model = tandem.load(directory, dtype="float32")
+    runtime = runtime_in(model)
+    bind_all(runtime.bound, NoExperts(runtime.store))
+    for work in step_compilations(model, find_kernels)[:2]:  # of one and of two rows
+        work()
+    before = set(seen)
+    assert len({key.split(",")[0] for key in before}) == 7
+    bind_all(runtime.bound, runtime.executor)
+    pool = CudaSlotPool(model, 2, capacity=20, make_capture=TwinCapture, find_kernels=find_kernels)
+    prompts = [*PROMPTS, [50, 51]]
+    WholePool(pool, prompts).decode(TOKENS[:2])
+    assert pool.step.why_not is None
+    assert seen == before
 
 
 def launches_of(operation: Operation) -> int:

@@ -149,9 +149,10 @@ class TritonExperts:
         kernel = matrix.matrix_down if epilogue is None else matrix.matrix_up
         num_lanes = 16 * packed.num_blocks
         is_fp32 = tensors[-2].dtype == torch.float32  # which the matrix units would round
-        tiling = self._tilings.of_matrix(
-            rows.block_rows, on_matrix_units=self.has_matrix_units and not is_fp32
-        )
+        on_matrix_units = self.has_matrix_units and not is_fp32
+        tiling = self._tilings.of_matrix(rows.block_rows, on_matrix_units=on_matrix_units)
+        if packed.table and not on_matrix_units:  # an address more, where registers are all taken
+            tiling = tiling._replace(num_stages=1)
         kernel[-(-num_lanes // tiling.block_lanes), len(rows.tile_expert)](
             rows.addresses,
             rows.begin,

@@ -198,17 +198,39 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
             self._steps[key] = self._new_step(count)
         return self._steps[key]
 
+    @torch.inference_mode()
+    def launch_once(self, count: int) -> None:
+        """Do what a captured step of `count` slots does, without a capture; nothing is kept of it.
+
+        Its kernels are then compiled and loaded. Raises `NotRecordableError`, and what they raise.
+        """
+        if self._kernels is None:
+            return
+        with _on(self._device):
+            self.cache.begin_decode(range(count), count)
+            self._bring(dict.fromkeys(range(count), 0))
+            with intercepted(_Announced()):
+                self._run(count)  # makes what is made on first use
+                self.cache.begin_decode(range(count), count)
+                self._recorded(count)()
+
+    def _run(self, count: int) -> Tensor:
+        """Step the first slots by the model's own code."""
+        ids, positions = self._ids[:count], self.cache.positions[:count]
+        return self._model.logits(ids, positions[:, None], 1)[:, -1]
+
+    def _pad(self, count: int, index: Tensor) -> Tensor:
+        return index if count == 1 else index.masked_fill(self._is_idle[:count], -1)
+
+    def _recorded(self, count: int) -> Callable[[], Tensor]:
+        """Do a step of the first slots and return it in fewer operations."""
+        inputs = self._ids, self.cache.positions, self._is_idle
+        changing = (*(tensor[:count] for tensor in inputs), *inputs)
+        run, pad = partial(self._run, count), partial(self._pad, count)
+        return recorded_for_capture(run, changing, fuse_for_gpu, pad).run
+
     def _new_step(self, count: int) -> _Step:
-        ids, positions, is_idle = (
-            tensor[:count] for tensor in (self._ids, self.cache.positions, self._is_idle)
-        )
         resident: list[GraphedLayers] = []
-
-        def run() -> Tensor:
-            return self._model.logits(ids, positions[:, None], 1)[:, -1]
-
-        def pad(index: Tensor) -> Tensor:
-            return index if count == 1 else index.masked_fill(is_idle, -1)
 
         def find_layers() -> GraphedLayers | HandedGraph | None:
             layers = graphed_layers(self._model.executor)
@@ -218,21 +240,17 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
             layers.prepare(count)
             return layers
 
-        def record_first() -> Callable[[], Tensor]:
-            inputs = (ids, positions, is_idle, self.cache.positions)
-            return recorded_for_capture(run, inputs, fuse_for_gpu, pad).run
-
         has_replay = self._make_capture is not None
         replayed = new_graphed_step(
-            run,
+            partial(self._run, count),
             self._model.model.dtype,
             self._make_capture or _no_capture,
             find_layers,
-            pad=pad,
+            pad=partial(self._pad, count),
             executor=self._model.executor,
             make_room=self._make_room,
             deferring=self._deferring,
-            record_first=None if self._kernels is None else record_first,
+            record_first=None if self._kernels is None else partial(self._recorded, count),
             why_not=self._model.why_not_replayed(TOLERANCES, has_replay=has_replay),
         )
         return _Step(replayed, resident)

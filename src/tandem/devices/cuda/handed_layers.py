@@ -140,6 +140,19 @@ class HandedLayers:
         handing.combine(computed, box.results, addresses, index, weights, num_experts, out)
         return out
 
+    def launch_once(self, hidden: Tensor, top_k: int) -> None:
+        """Queue a layer's first and last kernel, for rows that have chosen no expert."""
+        with torch.inference_mode(False):
+            index = torch.full((len(hidden), top_k), -1, device=hidden.device)
+            weights = torch.zeros(len(hidden), top_k, device=hidden.device)
+            computed = hidden.new_empty(index.numel(), hidden.shape[1], dtype=torch.float32)
+        count = self._store[0].arrivals.num_experts
+        box, table = self._tensors(0, hidden, index.numel()), self._table[0, :count]
+        addresses = handing.publish(box, table, hidden, index, weights, rings=self._signals.rings)
+        handing.combine(
+            computed, box.results, addresses, index, weights, count, torch.empty_like(hidden)
+        )
+
     def _tensors(self, layer: int, hidden: Tensor, pairs: int) -> handing.MailboxTensors:
         """Return the mailbox of a layer as tensors of the host's memory, for so many choices."""
         box, start = self._box, layer * self._box.layer_bytes

@@ -12,6 +12,7 @@ import importlib.util
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -91,15 +92,9 @@ class HandedSteps(CapturedSteps):
         from tandem.devices.cuda.handed_layers import HandedLayers
 
         if num_rows not in self._layers:
-            geometry, is_bf16 = self._cache.geometry, self._dtype is torch.bfloat16
-            box = _native.MailboxLayout(
-                geometry.num_layers, num_rows, geometry.top_k, self._hidden_size, is_bf16
-            )
-            with torch.inference_mode(False):
-                memory = self._streams.pinned(box.num_bytes)[: box.num_bytes].zero_()
-            number = self.coordinator.add_mailbox(
-                num_rows, geometry.top_k, is_bf16, memory.data_ptr()
-            )
+            box, memory = self._mailbox(num_rows)
+            top_k, is_bf16 = self._cache.geometry.top_k, self._dtype is torch.bfloat16
+            number = self.coordinator.add_mailbox(num_rows, top_k, is_bf16, memory.data_ptr())
             self._layers[num_rows] = (
                 number,
                 HandedLayers(
@@ -108,6 +103,32 @@ class HandedSteps(CapturedSteps):
                 ),
             )  # fmt: skip
         return self._layers[num_rows][1]
+
+    def _mailbox(self, num_rows: int) -> tuple[_native.MailboxLayout, Tensor]:
+        """Return a new mailbox for steps of so many rows, with its memory, all zeros."""
+        geometry, is_bf16 = self._cache.geometry, self._dtype is torch.bfloat16
+        box = _native.MailboxLayout(
+            geometry.num_layers, num_rows, geometry.top_k, self._hidden_size, is_bf16
+        )
+        with torch.inference_mode(False):
+            return box, self._streams.pinned(box.num_bytes)[: box.num_bytes].zero_()
+
+    def compilations(self) -> list[Callable[[], None]]:
+        """Return works after which no capture compiles what hands layers over."""
+        return [partial(self._launch_once, 1 << n) for n in range(MAX_ROWS.bit_length())]
+
+    def _launch_once(self, num_rows: int) -> None:
+        """Hand a layer over in a mailbox that nobody answers: it misses nothing."""
+        from tandem.devices.cuda.handed_layers import HandedLayers
+
+        box, memory = self._mailbox(num_rows)
+        store, table, geometry = self._cache.store, self._device_table, self._cache.geometry
+        layers = HandedLayers(store, box, memory, table, self._experts, self._signals)
+        with torch.inference_mode(False):
+            hidden = torch.zeros(
+                num_rows, self._hidden_size, dtype=self._dtype, device=table.device
+            )
+        layers.launch_once(hidden, geometry.top_k)
 
     def begin(self, num_rows: int) -> None:
         """Begin a step of so many rows, before its graph is launched."""

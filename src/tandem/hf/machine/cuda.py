@@ -1,6 +1,8 @@
 """A GPU for a loaded model: its streams, its measured profile, and how its memory is shared out."""
 
+import gc
 import warnings
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -71,6 +73,8 @@ def device_parts(
         is_watched=clock.is_watched,
     )
     kernels = observed.cpu_kernels(clock.add_cpu)
+    if gpu is not None:  # a twin runs steps in torch
+        _compile_steps(observed, streams)
     try:
         pin_store(observed.store, device.pin, is_mapped=find_mapped())
         if options.profile is not None:
@@ -98,7 +102,10 @@ def _handed_steps(
     layers, rate = observed.native_layers(cache), observed.link_bytes_per_second
     if layers is None or not observed.options.decode_graph:
         return None
-    return handed_steps(cache, layers, observed.threads, observed.call.dtype, device, rate)
+    steps = handed_steps(cache, layers, observed.threads, observed.call.dtype, device, rate)
+    if steps is not None:
+        _run_all(steps.compilations(), "Compiling decode steps", device.streams)
+    return steps
 
 
 def compiled_kernels(
@@ -108,12 +115,8 @@ def compiled_kernels(
     call = observed.call
     layers = [(observed.store[layer], expert_functions(x)) for x, layer in observed.bound]
     works = kernels.compilations(layers, call.dtype, call.top_k, streams.device)
-    is_hidden = not logging.is_progress_bar_enabled()
-    bar = tqdm(works, "Compiling GPU kernels", disable=is_hidden, delay=_SHOWN_AFTER_SECONDS)
     try:
-        for work in bar:
-            streams.run(Stream.COMPUTE, work)
-        streams.synchronize()
+        _run_all(works, "Compiling GPU kernels", streams)
     except Exception as error:  # Triton's compilers and tools raise what they like
         first_line = str(error).partition("\n")[0]
         warnings.warn(
@@ -124,6 +127,24 @@ def compiled_kernels(
         )
         return TorchKernels()
     return kernels
+
+
+def _compile_steps(observed: ObservedModel, streams: Streams) -> None:
+    """Compile what decode steps launch beside their experts, so that the first one does not."""
+    # Stepping needs all of Transformers, which is not there yet when this module is imported.
+    from tandem.decode.cuda.compiling import step_compilations
+
+    observed.bind(NoExperts(observed.store))
+    _run_all(step_compilations(observed.model), "Compiling decode steps", streams)
+    gc.collect()  # slots know their steps, and their memory is counted next
+
+
+def _run_all(works: Sequence[Callable[[], None]], label: str, streams: Streams) -> None:
+    """Do works on the stream that computes, behind a progress bar if they take long."""
+    is_hidden = not logging.is_progress_bar_enabled()
+    for work in tqdm(works, label, disable=is_hidden, delay=_SHOWN_AFTER_SECONDS):
+        streams.run(Stream.COMPUTE, work)
+    streams.synchronize()
 
 
 def require_on_one_gpu(model: PreTrainedModel) -> int:

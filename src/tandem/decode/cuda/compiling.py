@@ -1,0 +1,36 @@
+"""What decode steps launch beside their experts, compiled and loaded before the first token."""
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from tandem.decode.cuda.attention import decode_kernels
+from tandem.decode.cuda.slots import CudaSlotPool
+from tandem.devices.cuda.handed_steps import MAX_ROWS
+from tandem.foreign_types import PreTrainedModel
+from tandem.kv_cache.base import NotInSlotsError
+from tandem.kv_cache.cuda_layers import DecodeKernels
+
+STEP_ROWS = tuple(1 << power for power in range(MAX_ROWS.bit_length()))
+
+
+def step_compilations(
+    model: PreTrainedModel,
+    find_kernels: Callable[[torch.device], DecodeKernels | None] = decode_kernels,
+) -> list[Callable[[], None]]:
+    """Return works, one for each size of step, after which a capture compiles nothing.
+
+    The experts modules are to be bound to something that computes nothing.
+    """
+    try:
+        pool = CudaSlotPool(model, MAX_ROWS, find_kernels=find_kernels)
+    except NotInSlotsError:
+        return []
+    return [partial(_launch_once, pool, count) for count in STEP_ROWS]
+
+
+def _launch_once(pool: CudaSlotPool, count: int) -> None:
+    with contextlib.suppress(Exception):  # the first capture meets it again, and says so
+        pool.launch_once(count)
