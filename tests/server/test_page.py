@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -398,3 +399,29 @@ def test_pictures_can_be_taken(page: Page, tmp_path: Path) -> None:
     picture = page.picture()
     assert picture.startswith(b"\x89PNG")
     assert len(picture) > 10_000
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1280, "dark"), (390, "light")])
+def test_axe_finds_nothing_serious(page: Page, width: int, scheme: str) -> None:
+    axe = (resources.files("axe_core_python") / "axe.min.js").read_text(encoding="utf-8")
+    page.resize(width, 800)
+    page.prefer(scheme)
+    set_field(page, "max_tokens", "8")
+    page.run("document.getElementById('prompt').focus()")
+    page.write("hello")
+    page.press("Enter")
+    page.wait_for(DONE)
+    page.run(axe)
+    assert serious(page) == []
+    page.run("document.getElementById('open-settings').click()")
+    assert serious(page) == []
+    page.run("document.getElementById('settings').append(document.createElement('button'))")
+    assert serious(page) == ["button-name"]  # it finds what there is
+
+
+def serious(page: Page) -> list[str]:
+    """Return the rules of axe that what is to be seen breaks, by people who need help to read."""
+    page.run("window.found = null; axe.run().then((found) => { window.found = found; })")
+    page.wait_for("window.found !== null")
+    told = page.run("found.violations.map((one) => [one.impact, one.id])")
+    return [rule for impact, rule in told if impact in ("serious", "critical")]
