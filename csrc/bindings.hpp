@@ -5,7 +5,9 @@
 
 #include <cstdint>
 #include <mutex>
+#include <vector>
 
+#include "dense.hpp"
 #include "experts.hpp"
 #include "values.hpp"
 
@@ -20,6 +22,22 @@ T* pointer(std::uintptr_t address) {
 }
 
 inline ValueType value_type(bool is_bf16) { return is_bf16 ? ValueType::kBf16 : ValueType::kFp32; }
+
+// Where each of a group's matrices, of equal rows, writes its results of the first token, and how far
+// the next token's are: they are (num_tokens, matrices, rows) without gaps.
+inline std::vector<void*> grouped_outputs(const std::vector<const DenseMatrix*>& matrices,
+                                          bool is_bf16, std::uintptr_t out) {
+  std::vector<void*> outputs;
+  for (const DenseMatrix* matrix : matrices) {
+    outputs.push_back(pointer<void>(out));
+    out += static_cast<std::uintptr_t>(matrix->rows * (is_bf16 ? 2 : 4));
+  }
+  return outputs;
+}
+
+inline std::int64_t grouped_stride(const std::vector<const DenseMatrix*>& matrices) {
+  return static_cast<std::int64_t>(matrices.size()) * matrices.front()->rows;
+}
 
 // What routing gives is checked here, where a row costs a nanosecond: nothing is read outside.
 // Throws std::invalid_argument.

@@ -1,6 +1,7 @@
 // What Python sees of the dense kernels, attention and sampling.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <array>
 #include <stdexcept>
@@ -45,6 +46,17 @@ void run_dense(DenseEngine& engine, const nb::tuple& matrices, std::int64_t num_
   const Turn turn(engine);
   engine.run({static_cast<std::int64_t>(count), chosen.data(), num_tokens, in_features,
               value_type(is_bf16), pointer<const void>(input), out.data()});
+}
+
+void run_groups(DenseEngine& engine, const std::vector<const DenseMatrix*>& matrices,
+                std::int64_t num_tokens, std::int64_t in_features, bool is_bf16,
+                std::uintptr_t input, std::int64_t token_stride, std::int64_t group_stride,
+                std::uintptr_t out) {
+  const std::vector<void*> outputs = grouped_outputs(matrices, is_bf16, out);
+  const Turn turn(engine);
+  engine.run({static_cast<std::int64_t>(matrices.size()), matrices.data(), num_tokens, in_features,
+              value_type(is_bf16), pointer<const void>(input), outputs.data(), token_stride,
+              group_stride, grouped_stride(matrices)});
 }
 
 void read_rows(DenseEngine& engine, const DenseMatrix& matrix, std::int64_t cols,
@@ -221,6 +233,7 @@ void bind_dense(nb::module_& m) {
   nb::class_<DenseEngine>(m, "DenseEngine")
       .def(nb::init<ExpertEngine&>(), nb::keep_alive<1, 2>())
       .def("run", &run_dense)
+      .def("run_groups", &run_groups)
       .def("read", &read_rows);
   bind_attention(m);
   bind_routed(m);

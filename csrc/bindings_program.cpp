@@ -79,6 +79,15 @@ void add_dense(Program& program, const std::vector<const DenseMatrix*>& matrices
                              pointer<const void>(input)});
 }
 
+void add_groups(Program& program, const std::vector<const DenseMatrix*>& matrices,
+                std::int64_t num_tokens, std::int64_t in_features, bool is_bf16,
+                std::uintptr_t input, std::int64_t token_stride, std::int64_t group_stride,
+                std::uintptr_t out) {
+  program.add(Program::Dense{matrices, grouped_outputs(matrices, is_bf16, out), num_tokens,
+                             in_features, value_type(is_bf16), pointer<const void>(input),
+                             token_stride, group_stride, grouped_stride(matrices)});
+}
+
 void add_rows(Program& program, const DenseMatrix& matrix, std::int64_t cols, std::int64_t count,
               std::uintptr_t numbers, bool is_bf16, std::uintptr_t out) {
   program.add(RowsCall{&matrix, cols, count, pointer<const std::int64_t>(numbers),
@@ -225,6 +234,7 @@ void bind_program(nb::module_& m) {
       .def("add_choice", &add_choice)
       .def("add_ranked_choice", &add_ranked_choice)
       .def("add_dense", &add_dense)
+      .def("add_groups", &add_groups)
       .def("add_rows", &add_rows, nb::keep_alive<1, 2>())
       .def("add_convolution", &add_convolution)
       .def("add_recurrence", &add_recurrence)

@@ -33,25 +33,26 @@ void DenseEngine::run(const DenseCall& call) {
 void DenseEngine::convert_input(const DenseCall& call) {
   const PackedMatrix& matrix = call.matrices[0]->packed;
   const ActivationForm form = activation_form(matrix.format);
-  const std::int64_t cols = matrix.cols;
+  const std::int64_t cols = matrix.cols, rows = call.input_rows();
   const std::int64_t groups = form == ActivationForm::kInt8 ? cols / matrix.group : 0;
-  grow(fp32_, call.num_tokens * cols);
-  if (form == ActivationForm::kBf16) grow(bf16_, call.num_tokens * cols);
+  const std::int64_t stride = call.token_stride ? call.token_stride : call.in_features;
+  grow(fp32_, rows * cols);
+  if (form == ActivationForm::kBf16) grow(bf16_, rows * cols);
   if (form == ActivationForm::kInt8) {
-    grow(quantized_, call.num_tokens * cols);
-    grow(scales_, call.num_tokens * groups);
-    grow(sums_, call.num_tokens * groups);
+    grow(quantized_, rows * cols);
+    grow(scales_, rows * groups);
+    grow(sums_, rows * groups);
   }
-  pool_.run(call.num_tokens, [&](std::int64_t t) {
-    float* row = fp32_.data() + t * cols;
-    load_values(value_at(call.input, call.type, t * call.in_features), call.type,
-                call.in_features, row);
+  pool_.run(rows, [&](std::int64_t r) {
+    float* row = fp32_.data() + r * cols;
+    const std::int64_t at = r / call.num_tokens * call.matrix_stride + r % call.num_tokens * stride;
+    load_values(value_at(call.input, call.type, at), call.type, call.in_features, row);
     std::fill(row + call.in_features, row + cols, 0.0f);
-    if (form == ActivationForm::kBf16) kernels_.to_bf16(row, cols, bf16_.data() + t * cols);
+    if (form == ActivationForm::kBf16) kernels_.to_bf16(row, cols, bf16_.data() + r * cols);
     if (form == ActivationForm::kInt8)
       kernels_.quantize(row, cols, matrix.group, matrix.format,
-                        quantized_.data() + t * cols, scales_.data() + t * groups,
-                        sums_.data() + t * groups);
+                        quantized_.data() + r * cols, scales_.data() + r * groups,
+                        sums_.data() + r * groups);
   });
 }
 
@@ -72,17 +73,17 @@ void DenseEngine::plan_tasks(const DenseCall& call) {
   }
 }
 
-Activations DenseEngine::activations(const PackedMatrix& matrix, std::int64_t token) const {
+Activations DenseEngine::activations(const PackedMatrix& matrix, std::int64_t row) const {
   Activations x{};
   x.stride = matrix.cols;
   switch (activation_form(matrix.format)) {
-    case ActivationForm::kBf16: x.bf16 = bf16_.data() + token * matrix.cols; break;
-    case ActivationForm::kFp32: x.fp32 = fp32_.data() + token * matrix.cols; break;
+    case ActivationForm::kBf16: x.bf16 = bf16_.data() + row * matrix.cols; break;
+    case ActivationForm::kFp32: x.fp32 = fp32_.data() + row * matrix.cols; break;
     case ActivationForm::kInt8: {
       const std::int64_t groups = matrix.cols / matrix.group;
-      x.quantized = quantized_.data() + token * matrix.cols;
-      x.scales = scales_.data() + token * groups;
-      x.sums = sums_.data() + token * groups;
+      x.quantized = quantized_.data() + row * matrix.cols;
+      x.scales = scales_.data() + row * groups;
+      x.sums = sums_.data() + row * groups;
       x.group_stride = groups;
     }
   }
@@ -91,13 +92,15 @@ Activations DenseEngine::activations(const PackedMatrix& matrix, std::int64_t to
 
 void DenseEngine::multiply(const DenseCall& call, const Task& task) const {
   const DenseMatrix& matrix = *call.matrices[task.matrix];
-  const Activations x = activations(matrix.packed, task.first_token);
+  const std::int64_t own = call.matrix_stride ? task.matrix * call.num_tokens : 0;
+  const std::int64_t stride = call.out_stride ? call.out_stride : matrix.rows;
+  const Activations x = activations(matrix.packed, own + task.first_token);
   const std::int64_t first = task.begin * kBlockRows;
   const std::int64_t rows = std::min(task.end * kBlockRows, matrix.rows) - first;
-  void* out = value_at(call.outputs[task.matrix], call.type, task.first_token * matrix.rows);
+  void* out = value_at(call.outputs[task.matrix], call.type, task.first_token * stride);
   if (call.type == ValueType::kFp32) {
     kernels_.matmul(matrix.packed, task.begin, task.end, x, task.num_tokens, matrix.rows,
-                    static_cast<float*>(out), matrix.rows);
+                    static_cast<float*>(out), stride);
     return;
   }
   thread_local std::vector<float> results;  // (tokens of the task, its rows)
@@ -108,7 +111,7 @@ void DenseEngine::multiply(const DenseCall& call, const Task& task) const {
   const std::int64_t whole = rows / 8 * 8;  // what to_bf16 can do
   for (std::int64_t t = 0; t < task.num_tokens; ++t) {
     const float* row = results.data() + t * rows;
-    std::uint16_t* to = bits + t * matrix.rows;
+    std::uint16_t* to = bits + t * stride;
     kernels_.to_bf16(row, whole, to);
     for (std::int64_t r = whole; r < rows; ++r) to[r] = float_to_bf16(row[r]);
   }

@@ -1,4 +1,4 @@
-// Packed dense matrices times a model's activations: one input, one or several matrices.
+// Packed dense matrices times a model's activations: several matrices and one input, or one for each.
 #pragma once
 
 #include <cstdint>
@@ -24,6 +24,11 @@ struct DenseCall {
   ValueType type;  // of input and outputs
   const void* input;
   void* const* outputs;
+  // Values from a token's input to the next one's, from a matrix's input to that of the next one (0:
+  // it is the same), and from a token's results to the next one's; 0: without a gap.
+  std::int64_t token_stride = 0, matrix_stride = 0, out_stride = 0;
+
+  std::int64_t input_rows() const { return (matrix_stride ? num_matrices : 1) * num_tokens; }
 };
 
 // Rows of a matrix, by number, as embeddings have them: (count, cols) values. A number outside gives
@@ -54,7 +59,7 @@ class DenseEngine {
   void convert_input(const DenseCall& call);
   void plan_tasks(const DenseCall& call);
   void multiply(const DenseCall& call, const Task& task) const;
-  Activations activations(const PackedMatrix& matrix, std::int64_t token) const;
+  Activations activations(const PackedMatrix& matrix, std::int64_t row) const;
 
   const Kernels& kernels_;
   ThreadPool& pool_;

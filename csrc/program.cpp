@@ -61,7 +61,8 @@ void Program::operator()(const Product& call) {
 
 void Program::operator()(const Dense& call) {
   dense_.run({static_cast<std::int64_t>(call.matrices.size()), call.matrices.data(),
-              call.num_tokens, call.in_features, call.type, call.input, call.outputs.data()});
+              call.num_tokens, call.in_features, call.type, call.input, call.outputs.data(),
+              call.token_stride, call.matrix_stride, call.out_stride});
 }
 
 void Program::operator()(const Attention& call) {

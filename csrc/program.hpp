@@ -44,13 +44,14 @@ class Program {
   void add(const ShortConvolution& call) { steps_.emplace_back(call); }
   void add(const Recurrence& call) { steps_.emplace_back(call); }
 
-  // One input, one or several matrices; output m is at outputs[m].
+  // As of DenseCall; output m is at outputs[m].
   struct Dense {
     std::vector<const DenseMatrix*> matrices;
     std::vector<void*> outputs;
     std::int64_t num_tokens, in_features;
     ValueType type;
     const void* input;
+    std::int64_t token_stride = 0, matrix_stride = 0, out_stride = 0;
   };
   void add(const RowsCall& call) { steps_.emplace_back(call); }
   void add(Dense call) { steps_.emplace_back(std::move(call)); }

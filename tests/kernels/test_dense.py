@@ -5,7 +5,13 @@ import torch
 
 from tandem.hf.dense import read_rows
 from tandem.kernels._native import available_isas
-from tandem.kernels.dense import CpuThreads, DenseWeight, multiply, pack_dense
+from tandem.kernels.dense import (
+    CpuThreads,
+    DenseWeight,
+    multiply,
+    multiply_groups,
+    pack_dense,
+)
 from tandem.kernels.formats.weight_format import FORMATS as PACKED_FORMATS
 from tandem.kernels.formats.weight_format import find_format
 
@@ -87,3 +93,27 @@ def test_rows_by_number_are_those_of_the_unpacked_matrix(fmt: str, dtype: torch.
         assert torch.equal(rows, weight.values().to(dtype)[numbers.long()])
     outside = read_rows(threads, weight, dtype, torch.tensor([37, -1]))
     assert outside.isnan().all()
+
+
+@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_group_has_its_own_product(isa: str, fmt: str, dtype: torch.dtype) -> None:
+    threads = CpuThreads(num_threads=2, isa=isa)
+    for groups, rows, cols, tokens in [
+        (1, 16, 64, 1),
+        (5, 48, 96, 1),
+        (3, 20, 256, 7),
+        (2, 32, 32, 0),
+    ]:
+        weights = [weight_of(rows, cols, fmt, seed=group) for group in range(groups)]
+        random = torch.Generator().manual_seed(1)
+        # A part of what lies side by side, and tokens that are further apart than groups.
+        x = torch.randn(tokens, groups + 1, cols + 8, generator=random).to(dtype)[:, :-1, 8:]
+        actual = multiply_groups(threads, weights, x)
+        wanted = torch.stack([expected(w, x[:, i]) for i, w in enumerate(weights)], dim=1)
+        assert actual.dtype == dtype
+        assert actual.shape == (tokens, groups, rows)
+        if tokens:
+            assert error(actual, wanted) < (5e-3 if fmt in ("bf16", "fp16") else 0.015)
+            assert torch.equal(multiply_groups(threads, weights, x[-1:]), actual[-1:])

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tandem.core.errors import ConfigError
+from tandem.decode.latents import attend_latents, has_latents
 from tandem.kernels.attention import AttentionForm
 from tandem.kv_cache.base import NotInSlotsError, current_cache
 from tandem.kv_cache.indexers import SeesAllBefore, SelectedPositions
@@ -60,7 +61,7 @@ def attention_forward(
         num_kv_heads=key.shape[1],
         key_dim=key.shape[-1],
         value_dim=value.shape[-1],
-        scale=key.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         softcap=float(softcap or 0),
         window=sliding_window or cache.expected_window,  # some models tell it to their mask alone
     )
@@ -68,7 +69,10 @@ def attention_forward(
     # (heads, all tokens, dim), a view in either case
     query, key, value = (x.transpose(0, 1).flatten(1, 2) for x in (query, key, value))
     selected = None if indices is None else indices.flatten(0, 1)
-    out = cache.attend(form, query, key, value, s_aux, selected)
+    if has_latents(module, cache):
+        out = attend_latents(module, cache, form, query, key, value, s_aux, selected)
+    else:
+        out = cache.attend(form, query, key, value, s_aux, selected)
     return out.view(batch, num_tokens, *out.shape[1:]), None
 
 

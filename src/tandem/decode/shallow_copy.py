@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from tandem.decode.latents import latent_methods
 from tandem.decode.named_operations import forward_with_operations
 from tandem.decode.state_forwards import forward_for
 from tandem.hf.compat import config_to_step
@@ -60,7 +61,7 @@ class ShallowCopy:
             own["forward"] = self._forwards[module]
         forward = None if "forward" in vars(module) else _forward_of(module)
         copy = module
-        methods = methods_for(module)
+        methods = {**methods_for(module), **latent_methods(module)}
         if (
             own
             or forward

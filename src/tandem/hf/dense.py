@@ -104,6 +104,8 @@ class PackedLinear(PackedModule):
         super().__init__(weight, threads, dtype)
         self.in_features, self.out_features = weight.in_features, weight.out_features
         self.input_order = input_order
+        self.by_head: tuple[list[DenseWeight], list[DenseWeight]] | None = None
+        """What attention to latents made of it."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x @ weight.T + bias: (..., in_features) -> (..., out_features)."""

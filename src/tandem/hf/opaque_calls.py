@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 # Kinds of `opaque` operations.
 DENSE = "dense"
+GROUPS = "groups"
 ROWS = "rows"
 ATTENTION = "attention"
 EXPERTS = "experts"

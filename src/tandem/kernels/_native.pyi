@@ -112,6 +112,18 @@ class DenseEngine:
         outputs: tuple[int, ...],
         /,
     ) -> None: ...
+    def run_groups(
+        self,
+        matrices: Sequence[DenseMatrix],
+        num_tokens: int,
+        in_features: int,
+        is_bf16: bool,
+        input: int,
+        token_stride: int,
+        group_stride: int,
+        out: int,
+        /,
+    ) -> None: ...
     def read(
         self, matrix: DenseMatrix, cols: int, count: int, numbers: int, is_bf16: bool, out: int, /
     ) -> None: ...
@@ -433,6 +445,18 @@ class Program:
         is_bf16: bool,
         input: int,
         outputs: Sequence[int],
+        /,
+    ) -> None: ...
+    def add_groups(
+        self,
+        matrices: Sequence[DenseMatrix],
+        num_tokens: int,
+        in_features: int,
+        is_bf16: bool,
+        input: int,
+        token_stride: int,
+        group_stride: int,
+        out: int,
         /,
     ) -> None: ...
     def add_rows(

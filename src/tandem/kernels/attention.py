@@ -111,6 +111,13 @@ class CachedAttention:
         self.keys, self.values = new
         self.native.set_cache(self.keys.data_ptr(), self.values.data_ptr(), num_blocks)
 
+    def with_sinks(self, sinks: Tensor) -> "CachedAttention":
+        """Return attention to the same keys and values, which this one holds, with other sinks."""
+        other = CachedAttention(self.form, self.kv_dtype, sinks)
+        other.keys, other.values = self.keys, self.values
+        other.native.set_cache(self.keys.data_ptr(), self.values.data_ptr(), self.keys.shape[2])
+        return other
+
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Let a slot begin with the first `length` tokens of another one."""
         blocks = -(-length // BLOCK_TOKENS)

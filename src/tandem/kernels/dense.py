@@ -139,6 +139,24 @@ def multiply(threads: CpuThreads, weights: Sequence[DenseWeight], x: Tensor) -> 
     return outputs
 
 
+def multiply_groups(threads: CpuThreads, weights: Sequence[DenseWeight], x: Tensor) -> Tensor:
+    """Return each group's own product: (n_tokens, groups, in) -> (n_tokens, groups, out).
+
+    `weights` is one (out, in) matrix a group, all of one shape and format. `x` is fp32 or bf16, its
+    last dimension without gaps; the result has its dtype.
+    """
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    num_tokens, first = len(x), weights[0].matrix
+    assert x.dtype in VALUE_DTYPES
+    assert x.shape[1:] == (len(weights), first.cols)
+    out = torch.empty((num_tokens, len(weights), first.rows), dtype=x.dtype, device="cpu")
+    threads.dense.run_groups(
+        [weight.native for weight in weights], num_tokens, first.cols, x.dtype == torch.bfloat16,
+        x.data_ptr(), x.stride(0), x.stride(1), out.data_ptr(),
+    )  # fmt: skip
+    return out
+
+
 def padded_bias(bias: Tensor | None, rows: int) -> Tensor | None:
     """Return a layer's bias as `DenseWeight` takes it."""
     if bias is None:

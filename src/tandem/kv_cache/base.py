@@ -27,6 +27,7 @@ from tandem.kernels.attention import AttentionForm
 from tandem.kernels.recurrent import LayerState
 from tandem.kv_cache.index_keys import Pool, Selection
 from tandem.kv_cache.indexers import IndexScores
+from tandem.kv_cache.latents import Expansion
 from tandem.kv_cache.states import StateHandle
 
 # Transformers' layers by what they keep.
@@ -43,6 +44,10 @@ class NotInSlotsError(Exception):
 class SlotCache(ABC):
     """Lengths of slots, and the order in which a model must ask: keys of a layer, its attention."""
 
+    keeps_latents = False
+    """Whether latent attention keeps its latents here, and not what is made of them."""
+    is_decoding = False
+    """Whether the tokens that are announced are a decode step's."""
     slots: Tensor
     """The slot of each token of the step that is under way, on the host."""
 
@@ -74,6 +79,20 @@ class SlotCache(ABC):
         All are (heads, n_tokens, dim) in the order of the step; returns (n_tokens, heads, dim).
         `selected` (n_tokens, most) are the positions that tokens see, as of `select`.
         """
+
+    def attend_expanded(
+        self,
+        form: AttentionForm,
+        key: Tensor,
+        value: Tensor,
+        expansion: Expansion,
+        selected: Tensor | None = None,
+    ) -> Tensor:
+        """Append new latents as of `attend`; attend to what slots keep of them, expanded.
+
+        Raises `NotInSlotsError` where latents are not kept.
+        """
+        raise NotInSlotsError("the model keeps latents in place of keys and values")
 
     def advance(
         self, handle: StateHandle, kind: str, new: Callable[[int], LayerState], *inputs: Tensor

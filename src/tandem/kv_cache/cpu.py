@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import CapacityError
-from tandem.core.units import format_bytes
 from tandem.experts.store import host_memory
 from tandem.hf.opaque_calls import ATTENTION, SELECTION, STATES, opaque
 from tandem.kernels.attention import (
@@ -24,7 +23,9 @@ from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
 from tandem.kernels.recurrent import LayerState, StateTokens
 from tandem.kv_cache.base import NotInSlotsError, SlotCache
 from tandem.kv_cache.index_keys import IndexStore, NewIndexKeys, Pool, Selection
+from tandem.kv_cache.latents import ExpandedKeys, Expansion
 from tandem.kv_cache.pretended import pretend
+from tandem.kv_cache.room import no_room, require_room
 from tandem.kv_cache.states import StateHandle, StateKey, StateStore
 from tandem.kv_cache.windows import KeptWindow
 
@@ -34,6 +35,8 @@ _GRANULE_TOKENS = 256
 
 class KvCache(SlotCache):
     """Keys and values of all layers for a fixed number of slots, grown as they get longer."""
+
+    keeps_latents = True
 
     def __init__(
         self, threads: CpuThreads, num_slots: int, capacity: int, *, kv_dtype: str = "auto"
@@ -53,17 +56,16 @@ class KvCache(SlotCache):
         """What layers keep in place of keys and values."""
         self.index_keys = IndexStore(num_slots)
         """What layers with an indexer keep beside them."""
+        self._expanded = ExpandedKeys()
         self._expected_bytes = 0
         self._segments: list[Segment] = []
-        self.is_decoding = False
-        """Whether the tokens that are announced are a decode step's."""
         self.slots = self.positions = torch.zeros(0, dtype=torch.int64, device="cpu")
 
     @property
     def num_bytes(self) -> int:
         """Bytes that the cache takes now."""
         kept = sum(layer.num_bytes for layer in self._layers.values())
-        return kept + self.states.num_bytes + self.index_keys.num_bytes
+        return kept + self.states.num_bytes + self.index_keys.num_bytes + self._expanded.num_bytes
 
     @property
     def filled_bytes(self) -> int:
@@ -90,7 +92,7 @@ class KvCache(SlotCache):
 
     def begin(self, segments: Sequence[Segment]) -> None:
         """Announce the tokens of the next forward, which follow what their slots hold."""
-        self._segments = list(segments)
+        self._announce(segments)
         self.slots = torch.tensor(
             [s.slot for s in segments for _ in range(s.num_tokens)], device="cpu"
         )
@@ -114,7 +116,7 @@ class KvCache(SlotCache):
         a slot may be taken back by `truncate`.
         """
         segments = [Segment(slot, self.lengths[slot], n) for slot, n in counts.items()]
-        self._segments = segments
+        self._announce(segments)
         self.reserve(max(s.first_position + s.num_tokens for s in segments))
         places = [(s.slot, s.first_position + i) for s in segments for i in range(s.num_tokens)]
         slots.copy_(torch.tensor([slot for slot, _ in places], device="cpu"))
@@ -124,6 +126,11 @@ class KvCache(SlotCache):
         self._awaited = self.states_asked_for = None
         self.is_decoding = True
         self.states.begin_decode(segments)
+
+    def _announce(self, segments: Sequence[Segment]) -> None:
+        self._segments = list(segments)
+        for segment in segments:
+            self._expanded.note_written(segment.slot, segment.first_position)
 
     def commit(self) -> None:
         """Count the announced tokens as held: the forward is through."""
@@ -141,6 +148,7 @@ class KvCache(SlotCache):
             kept = length if window is None else max(0, length - window.first(source))
             layer.copy_prefix(source, target, kept)
         self.index_keys.copy_prefix(source, target, length)
+        self._expanded.note_written(target, 0)
         for window in self._windows.values():
             window.follow(source, target)
         self.states.go_back(source, target, length, self.lengths[source] - length)
@@ -190,12 +198,9 @@ class KvCache(SlotCache):
         Needs a forward before it, which makes the layers.
         """
         self.reserve(length + 1)
+        self._expanded.clear()
         for window in self._windows.values():
-            for slot in range(len(self.lengths)):
-                window.begin_anew(slot, length)
-            window.place(
-                [Segment(0, length, 1)], torch.tensor([length], device="cpu"), is_kept=False
-            )
+            window.pretend(length)
         for layer in self._layers.values():
             kept = self._windows.get(layer.form.window)
             for slot in range(len(self.lengths)):
@@ -230,7 +235,7 @@ class KvCache(SlotCache):
         As of `IndexStore.select`, in the order of `begin`.
         """
         new = NewIndexKeys(layer, selection, pool)
-        result: Tensor = opaque(SELECTION, _select, self, new, key, query, weights)
+        result: Tensor = opaque(SELECTION, KvCache.select_of_layer, self, new, key, query, weights)
         return result
 
     def select_of_layer(
@@ -255,14 +260,12 @@ class KvCache(SlotCache):
         All are (heads, n_tokens, dim) in the order of `begin`; returns (n_tokens, heads, dim).
         `selected` (n_tokens, most) are the positions that tokens see, as of `select`.
         """
-        layer = self._expected_layer()
-        if key.dtype not in VALUE_DTYPES or key.shape[1] != len(self.positions):
-            raise NotInSlotsError(f"keys are {key.dtype} of shape {tuple(key.shape)}")
+        attention = self._layer_for(form, key, sinks)
         if selected is not None and form.window:
             raise NotInSlotsError("positions are selected within a window")
-        attention = self._layers.get(layer) or self._add_layer(layer, form, key.dtype, sinks)
         more = [] if selected is None else [selected]
-        result: Tensor = opaque(ATTENTION, _attend_layer, self, attention, query, key, value, *more)
+        tensors = (query, key, value, *more)
+        result: Tensor = opaque(ATTENTION, KvCache.attend_layer, self, attention, *tensors)
         return result
 
     def attend_layer(
@@ -277,6 +280,28 @@ class KvCache(SlotCache):
         slots, positions = self.slots, self.positions_of(attention)
         attention.append(self.threads, slots, positions, key, value)
         return attention.attend(self.threads, slots, positions, query, selected)
+
+    def attend_expanded(
+        self,
+        form: AttentionForm,
+        key: Tensor,
+        value: Tensor,
+        expansion: Expansion,
+        selected: Tensor | None = None,
+    ) -> Tensor:
+        """Append new latents as of `attend`; attend to what slots keep of them, expanded."""
+        attention = self._layer_for(form, key, expansion.sinks)
+        positions = self.positions_of(attention)
+        attention.append(self.threads, self.slots, positions, key, value)
+        tokens = (self._segments, positions)
+        return self._expanded.attend(self.threads, attention, *tokens, expansion, selected)
+
+    def _layer_for(self, form: AttentionForm, key: Tensor, sinks: Tensor | None) -> CachedAttention:
+        """Return the expected layer, for new keys (KV heads, n_tokens, dim)."""
+        number = self._expected_layer()
+        if key.dtype not in VALUE_DTYPES or key.shape[1] != len(self.positions):
+            raise NotInSlotsError(f"keys are {key.dtype} of shape {tuple(key.shape)}")
+        return self._layers.get(number) or self._add_layer(number, form, key.dtype, sinks)
 
     def positions_of(self, attention: CachedAttention) -> Tensor:
         """Return the places (n_tokens,) of the step's tokens in a layer's slots.
@@ -336,9 +361,7 @@ class KvCache(SlotCache):
         needed = sum(layer.bytes_of(self._capacity) for layer in layers)
         needed = (needed + self.index_keys.bytes_of(self._capacity)) * len(self.lengths)
         held = sum(layer.num_bytes for layer in layers) + self.index_keys.num_bytes
-        available = host_memory.available_bytes()
-        if needed - held > available:
-            raise self._no_memory(needed, available + held)
+        self._require_bytes(needed, held)
 
     def _expect_kind(self, attention: CachedAttention, capacity: int) -> None:
         """Raise `CapacityError` unless there is room for all layers of this one's kind.
@@ -348,40 +371,20 @@ class KvCache(SlotCache):
         sliding = self.num_sliding_layers or self.num_layers
         count = sliding if attention.form.window else self.num_layers - self.num_sliding_layers
         self._expected_bytes += max(1, count) * attention.bytes_of(capacity) * len(self.lengths)
-        available = host_memory.available_bytes()
-        if self._expected_bytes > available:
-            raise self._no_memory(self._expected_bytes, available)
+        self._require_bytes(self._expected_bytes)
+
+    def _require_bytes(self, needed: int, held: int = 0) -> None:
+        """Raise `CapacityError` unless there is room for so many bytes, of which some are held."""
+        if needed - held > host_memory.available_bytes():
+            self._expanded.clear()  # it can be made again
+        require_room(needed, held, len(self.lengths), self._capacity)
 
     def _grow(self, layer: CachedAttention, capacity: int, used: int) -> None:
         try:
             layer.reserve(len(self.lengths), capacity, used)
         except RuntimeError as error:  # torch's own words for "no memory" name a C++ file
             size = layer.bytes_of(capacity) * len(self.lengths) * self.num_layers
-            raise self._no_memory(size, host_memory.available_bytes()) from error
-
-    def _no_memory(self, num_bytes: int, available: int) -> CapacityError:
-        return CapacityError(
-            f"a KV cache of {len(self.lengths)} slots of {self._capacity} tokens takes "
-            f"{format_bytes(num_bytes)} and {format_bytes(available)} of host memory are free; use "
-            "fewer prompts at once, shorter ones, a smaller max_new_tokens or kv_dtype='int8'"
-        )
-
-
-def _attend_layer(
-    cache: KvCache,
-    attention: CachedAttention,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *more: Tensor,
-) -> Tensor:
-    return cache.attend_layer(attention, query, key, value, *more)
-
-
-def _select(
-    cache: KvCache, new: NewIndexKeys, key: Tensor, query: Tensor, weights: Tensor | None
-) -> Tensor:
-    return cache.select_of_layer(new, key, query, weights)
+            raise no_room(size, 0, len(self.lengths), self._capacity) from error
 
 
 def _advance(cache: KvCache, state: LayerState, *inputs: Tensor) -> Tensor:

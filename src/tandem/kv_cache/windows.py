@@ -66,6 +66,13 @@ class KeptWindow:
         """Let a slot's memory begin where it needs to for a slot of `length` tokens."""
         self._firsts[slot] = self._needed_first(length)
 
+    @torch.inference_mode()
+    def pretend(self, length: int) -> None:
+        """Let every slot's memory be where it is for a slot of `length` tokens."""
+        for slot in range(len(self._firsts)):
+            self.begin_anew(slot, length)
+        self.place([Segment(0, length, 1)], torch.tensor([length], device="cpu"), is_kept=False)
+
     def follow(self, source: int, target: int) -> None:
         """Let a slot begin where another one does, from which it was copied."""
         self._firsts[target] = self._firsts[source]

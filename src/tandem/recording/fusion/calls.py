@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.hf.opaque_calls import ATTENTION, DENSE, EXPERTS, ROWS, SELECTION, STATES
+from tandem.hf.opaque_calls import ATTENTION, DENSE, EXPERTS, GROUPS, ROWS, SELECTION, STATES
 from tandem.kernels import _native
 from tandem.kernels.attention import CachedAttention, selected_arguments
 from tandem.kernels.dense import CpuThreads, DenseWeight
@@ -60,6 +60,28 @@ def _dense_call(threads: CpuThreads, weights: list[DenseWeight]) -> NativeCall:
 def _first_last(group: list[Operation]) -> list[Operation]:
     """Order a group so that the fused call stands where its first operation does."""
     return [*group[1:], group[0]]
+
+
+def find_group_products(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
+    """Find the products of matrices that have an input each."""
+    for operation in graph.operations:
+        if operation.name == GROUPS:
+            owner, x, weights = operation.args
+            if graph.tensor(x).stride(-1) == 1:
+                call = _groups_call(owner, weights)
+                yield Found([operation], Operation(call, (x,), {}, operation.outputs, GROUPS, [x]))
+
+
+def _groups_call(threads: CpuThreads, weights: list[DenseWeight]) -> NativeCall:
+    def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        (x,), (out,) = inputs, outputs
+        require_contiguous(out)
+        program.add_groups(
+            [weight.native for weight in weights], len(x), x.shape[2],
+            x.dtype == torch.bfloat16, x.data_ptr(), x.stride(0), x.stride(1), out.data_ptr(),
+        )  # fmt: skip
+
+    return NativeCall(add, threads)
 
 
 def find_attentions(graph: Graph, threads: CpuThreads) -> Iterator[Found]:

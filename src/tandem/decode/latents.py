@@ -1,0 +1,171 @@
+"""Latent attention (DeepSeek, GLM, Kimi, Mistral) over a cache that keeps the latents themselves.
+
+Modules of this kind make keys and values of latents in a method that has one name and one body in
+all of Transformers. In a shallow copy it hands the latents on, and attention is asked for here:
+a decode step's queries are taken to the latents' space by what would have made keys, and what is
+attended is taken back by what would have made values; both are products by head.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tandem.hf.dense import PackedLinear, read_rows
+from tandem.hf.opaque_calls import GROUPS, opaque
+from tandem.kernels.attention import AttentionForm
+from tandem.kernels.dense import CpuThreads, DenseWeight, multiply_groups, pack_dense
+from tandem.kernels.formats.packed import PackedMatrix
+from tandem.kernels.formats.weight_format import ROWS_PER_BLOCK, find_format
+from tandem.kv_cache.base import SlotCache, current_cache
+from tandem.kv_cache.latents import Expansion
+
+_NAMES = ("expand_kv", "kv_b_proj", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
+
+
+def latent_methods(module: nn.Module) -> Mapping[str, Callable[..., Any]]:
+    """Return what stands in place of a module's methods in a copy, by name."""
+    if not all(hasattr(module, name) for name in _NAMES):
+        return {}
+    projection: Any = module.kv_b_proj
+    is_plain = type(projection) in (nn.Linear, PackedLinear) and projection.bias is None
+    return {"expand_kv": _keep_latents} if is_plain else {}
+
+
+def has_latents(module: nn.Module, cache: SlotCache) -> bool:
+    """Tell whether a copied module hands its latents on to a cache that keeps them."""
+    return cache.keeps_latents and "expand_kv" in vars(module)
+
+
+def _keep_latents(self: Any, latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (b, 1, n, latent + rotary) for keys and (b, 1, n, latent) for values."""
+    cache = current_cache()
+    if cache is None or not cache.keeps_latents:
+        expanded: tuple[Tensor, Tensor] = type(self).expand_kv(self, latents, rotary)
+        return expanded
+    return torch.cat([latents, rotary], dim=-1), latents
+
+
+def attend_latents(
+    module: Any,
+    cache: SlotCache,
+    form: AttentionForm,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    selected: Tensor | None,
+) -> Tensor:
+    """Attend as of `SlotCache.attend`, with what `_keep_latents` has returned.
+
+    `query` (heads, n_tokens, key dim) is that of expanded keys, `form` that of the one latent key;
+    returns (n_tokens, heads, value dim) of expanded values.
+    """
+    if not cache.is_decoding:
+        expanded = dataclasses.replace(
+            form, num_kv_heads=form.num_heads, key_dim=query.shape[-1], value_dim=module.v_head_dim
+        )
+        expansion = Expansion(expanded, query, sinks, partial(_expand, module))
+        return cache.attend_expanded(form, key, value, expansion, selected)
+    num_plain = module.qk_nope_head_dim
+    by_head = _products(module, form.num_heads)
+    of_tokens = query.transpose(0, 1)  # (n_tokens, heads, key dim)
+    absorbed = by_head.of_keys(of_tokens[..., :num_plain])
+    query = torch.cat([absorbed, of_tokens[..., num_plain:]], dim=-1).transpose(0, 1)
+    return by_head.of_values(cache.attend(form, query, key, value, sinks, selected))
+
+
+def _expand(module: Any, kept: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys and values (heads, n, dim) of kept (n, latent + rotary), by the module's code."""
+    latents, rotary = kept[None, None].split(
+        [module.kv_lora_rank, kept.shape[-1] - module.kv_lora_rank], dim=-1
+    )
+    keys, values = type(module).expand_kv(module, latents, rotary)
+    return keys[0], values[0]
+
+
+class _Products(NamedTuple):
+    """What `kv_b_proj` is to each head, (n_tokens, heads, inputs) -> (n_tokens, heads, outputs)."""
+
+    of_keys: Callable[[Tensor], Tensor]
+    """From a query's part without rotary embeddings to one for latents."""
+    of_values: Callable[[Tensor], Tensor]
+    """From what was attended of latents to a head's result."""
+
+
+def _products(module: Any, num_heads: int) -> _Products:
+    projection, num_plain = module.kv_b_proj, module.qk_nope_head_dim
+    if isinstance(projection, PackedLinear):
+        if projection.by_head is None:
+            projection.by_head = _packed_by_head(projection, num_heads, num_plain)
+        return _Products(
+            *(partial(_packed_product, projection.threads, w) for w in projection.by_head)
+        )
+    weight = projection.weight.view(num_heads, -1, module.kv_lora_rank)
+    keys, values = weight[:, :num_plain], weight[:, num_plain:]
+    return _Products(partial(_product, keys), partial(_product, values.transpose(1, 2)))
+
+
+def _product(weight: Tensor, x: Tensor) -> Tensor:
+    """Multiply with plain weights (heads, inputs, outputs)."""
+    return torch.matmul(x.transpose(0, 1), weight).transpose(0, 1)
+
+
+def _packed_product(threads: CpuThreads, weights: Sequence[DenseWeight], x: Tensor) -> Tensor:
+    out: Tensor = opaque(GROUPS, _multiply, threads, x, weights)
+    return out
+
+
+def _multiply(threads: CpuThreads, x: Tensor, weights: Sequence[DenseWeight]) -> Tensor:
+    return multiply_groups(threads, weights, x)
+
+
+def _packed_by_head(
+    projection: PackedLinear, num_heads: int, num_plain: int
+) -> tuple[list[DenseWeight], list[DenseWeight]]:
+    """Return what makes keys, turned and in bf16, and the packed rows that make values, by head.
+
+    Rows that are no whole blocks, or whose columns are in another order, are bf16 too.
+    """
+    each = projection.out_features // num_heads
+    rows = torch.arange(projection.out_features, device="cpu").view(num_heads, each)
+    keys = _values_of(projection, rows[:, :num_plain])  # (heads, plain, latent)
+    of_keys = _bf16_by_head(keys.transpose(1, 2))
+    if each % ROWS_PER_BLOCK or num_plain % ROWS_PER_BLOCK or projection.input_order is not None:
+        return of_keys, _bf16_by_head(_values_of(projection, rows[:, num_plain:]))
+    firsts = (head * each + num_plain for head in range(num_heads))
+    return of_keys, [_rows_of(projection.packed, first, each - num_plain) for first in firsts]
+
+
+def _values_of(projection: PackedLinear, rows: Tensor) -> Tensor:
+    """Return rows (any) of a packed weight by number: (any, in_features) bf16."""
+    if projection.input_order is not None:
+        return projection.values().bfloat16()[rows]
+    return read_rows(projection.threads, projection.packed, torch.bfloat16, rows)
+
+
+def _bf16_by_head(weight: Tensor) -> list[DenseWeight]:
+    """Pack (heads, outputs, inputs)."""
+    bf16, (num_heads, num_rows, _) = find_format("bf16"), weight.shape
+    if num_rows % ROWS_PER_BLOCK:
+        return [pack_dense(head, None, bf16) for head in weight]
+    packed = pack_dense(weight.flatten(0, 1), None, bf16)
+    return [_rows_of(packed, head * num_rows, num_rows) for head in range(num_heads)]
+
+
+def _rows_of(weight: DenseWeight, first: int, count: int) -> DenseWeight:
+    """Return whole blocks of a matrix's rows, in the same memory."""
+    matrix = weight.matrix
+    num_blocks = -(-matrix.rows // ROWS_PER_BLOCK)
+    begin, end = first // ROWS_PER_BLOCK, -(-(first + count) // ROWS_PER_BLOCK)
+
+    def part(of_all: Tensor) -> Tensor:
+        each = of_all.numel() // num_blocks
+        return of_all[begin * each : end * each]
+
+    scales = None if matrix.scales is None else part(matrix.scales)
+    rows = PackedMatrix(matrix.format, count, matrix.cols, part(matrix.data), scales)
+    return DenseWeight(rows, None)

@@ -1,0 +1,185 @@
+"""Latent attention in sequence slots: a token keeps its latent and its rotary key, for all heads.
+
+Both together are the one key that a layer keeps of a token, and the latent is its value. Decode
+steps attend to them as they are. The many tokens of a prompt share the work of expanding what is
+kept into keys and values of each head, which is less than each of them would have with latents.
+Either way a token meets what is kept, rounded as it is, so a prompt may be cut anywhere.
+What was expanded stays for the slot's next prompt, as far as memory is free.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tandem.experts.store import host_memory
+from tandem.kernels.attention import BLOCK_TOKENS, AttentionForm, CachedAttention, Segment
+from tandem.kernels.dense import CpuThreads
+
+# Latents that are expanded at once, before the kernels' own layout takes them; whole blocks.
+_AT_ONCE = 1024
+# Of the free memory, what expanded keys and values may take.
+_SHARE = 0.25
+_KEPT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
+_DWORD_BYTES = 4
+_INT8_OFFSET = 128  # of keys
+
+
+class Expansion(NamedTuple):
+    """How a prompt's tokens attend to the keys and values that latents stand for."""
+
+    form: AttentionForm
+    """Of attention with keys and values for each head."""
+    query: Tensor
+    """(heads, n_tokens, key dim)"""
+    sinks: Tensor | None
+    expand: Callable[[Tensor], tuple[Tensor, Tensor]]
+    """Of what is kept (n, latent + rotary): keys (heads, n, key dim), values (heads, n, dim)."""
+
+
+class _Rows(NamedTuple):
+    """The expanded keys and values of one layer and slot."""
+
+    layer: CachedAttention
+    length: int
+    """Positions that are filled, and as the slot keeps them."""
+
+
+class ExpandedKeys:
+    """Expanded keys and values of slots that prompts were given to, as far as memory is free.
+
+    What is dropped is expanded again: only time depends on what is here.
+    """
+
+    def __init__(self) -> None:
+        # By slot, least recently used first, and layer.
+        self._rows: OrderedDict[int, dict[CachedAttention, _Rows]] = OrderedDict()
+        self._written: dict[int, int] = {}  # the first position that changed since rows were filled
+        self._shared: CachedAttention | None = None  # of layers whose rows have no room
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are taken."""
+        shared = 0 if self._shared is None else self._shared.num_bytes
+        rows = (one for layers in self._rows.values() for one in layers.values())
+        return shared + sum(one.layer.num_bytes for one in rows)
+
+    def clear(self) -> None:
+        """Give all memory back."""
+        self._rows.clear()
+        self._written.clear()
+        self._shared = None
+
+    def note_written(self, slot: int, position: int) -> None:
+        """Note that a slot is written anew from a position on."""
+        if slot in self._rows:
+            self._written[slot] = min(position, self._written.get(slot, position))
+
+    def attend(
+        self,
+        threads: CpuThreads,
+        kept: CachedAttention,
+        segments: Sequence[Segment],
+        positions: Tensor,
+        expansion: Expansion,
+        selected: Tensor | None,
+    ) -> Tensor:
+        """Attend to what slots keep, (n_tokens, heads, value dim), slot by slot.
+
+        `positions` (n_tokens,) are places in the slots' memory; the tokens have been appended.
+        `selected` is as of `CachedAttention.attend`.
+        """
+        form, query = expansion.form, expansion.query
+        out = query.new_empty((query.shape[1], form.num_heads, form.value_dim))
+        begin = 0
+        for segment in segments:
+            part = slice(begin, begin + segment.num_tokens)
+            begin, places = part.stop, positions[part]
+            layer = self._filled(threads, kept, segment.slot, int(places[-1]) + 1, expansion)
+            own = None if selected is None else selected[part]
+            out[part] = layer.attend(threads, torch.zeros_like(places), places, query[:, part], own)
+        return out
+
+    def _filled(
+        self, threads: CpuThreads, kept: CachedAttention, slot: int, length: int, by: Expansion
+    ) -> CachedAttention:
+        """Return a layer of one slot with the first tokens that this slot keeps, expanded."""
+        self._forget_written(slot)
+        layer, filled = self._room(kept, slot, length, by)
+        for first in range(filled // BLOCK_TOKENS * BLOCK_TOKENS, length, _AT_ONCE):
+            count = min(_AT_ONCE, length - first)
+            keys, values = by.expand(kept_keys(kept, slot, first, count).to(by.query.dtype))
+            places = torch.arange(first, first + count, device="cpu")
+            layer.append(threads, torch.zeros_like(places), places, keys, values)
+        if layer is not self._shared:
+            self._rows[slot][kept] = _Rows(layer, length)
+        return layer if by.sinks is None else layer.with_sinks(by.sinks)
+
+    def _forget_written(self, slot: int) -> None:
+        end = self._written.pop(slot, None)
+        if end is not None:
+            rows = self._rows[slot]
+            rows |= {kept: one._replace(length=min(one.length, end)) for kept, one in rows.items()}
+
+    def _room(
+        self, kept: CachedAttention, slot: int, length: int, by: Expansion
+    ) -> tuple[CachedAttention, int]:
+        """Return memory for a layer's expanded positions, and how many are there already."""
+        layers = self._rows.setdefault(slot, {})
+        self._rows.move_to_end(slot)
+        layer, filled = layers.get(kept) or (CachedAttention(by.form, by.query.dtype), 0)
+        capacity = layer.keys.shape[2] * BLOCK_TOKENS
+        if by.form.window:
+            filled = 0  # slots slide
+        if length <= capacity:
+            return layer, filled
+        capacity = max(length, min(capacity * 3 // 2, length + _AT_ONCE))
+        if by.form.window or not self._has_room(layer.bytes_of(capacity), slot):
+            layers.pop(kept, None)
+            return self._shared_room(length, by), 0
+        layer.reserve(1, capacity, filled)
+        return layer, filled
+
+    def _has_room(self, num_bytes: int, slot: int) -> bool:
+        """Tell whether rows may take so many bytes more; drops other slots' for it."""
+        while True:
+            limit = (host_memory.available_bytes() + self.num_bytes) * _SHARE
+            if self.num_bytes + num_bytes <= limit:
+                return True
+            oldest = next(iter(self._rows))
+            if oldest == slot:
+                return False
+            del self._rows[oldest]
+            self._written.pop(oldest, None)
+
+    def _shared_room(self, length: int, by: Expansion) -> CachedAttention:
+        shared = self._shared
+        fits = shared is not None and length <= shared.keys.shape[2] * BLOCK_TOKENS
+        if shared is None or not fits or shared.form != by.form:
+            shared = self._shared = CachedAttention(by.form, by.query.dtype)
+            shared.reserve(1, length)
+        return shared
+
+
+def kept_keys(layer: CachedAttention, slot: int, first: int, count: int) -> Tensor:
+    """Return what a layer keeps as the keys of a slot's tokens, (count, key dim), one KV head.
+
+    `first` is the first position of a block; values are fp32 or bf16, as they are kept.
+    """
+    assert first % BLOCK_TOKENS == 0
+    assert layer.form.num_kv_heads == 1
+    dtype, dim = _KEPT_DTYPES[layer.kv_dtype], layer.form.key_dim
+    width = -(-dim // 4) * 4
+    num_dwords = width * dtype.itemsize // _DWORD_BYTES
+    begin, end = first // BLOCK_TOKENS, -(-(first + count) // BLOCK_TOKENS)
+    dwords = layer.keys[slot, 0, begin:end].view(torch.int32)  # (blocks, dwords and scales)
+    # A block's dwords are (dword of the key, position): see csrc/kv_layout.hpp.
+    codes = dwords[:, : num_dwords * BLOCK_TOKENS].unflatten(1, (num_dwords, BLOCK_TOKENS))
+    keys = codes.transpose(1, 2).contiguous().view(dtype)  # (blocks, positions, width)
+    if dtype == torch.uint8:
+        scales = dwords[:, num_dwords * BLOCK_TOKENS :].contiguous().view(torch.float32)
+        keys = (keys.float() - _INT8_OFFSET) * scales[:, :, None]
+    found: Tensor = keys.flatten(0, 1)[:count, :dim]
+    return found
