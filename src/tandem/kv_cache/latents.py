@@ -73,7 +73,7 @@ class ExpandedKeys:
         self._shared = None
 
     def note_written(self, slot: int, position: int) -> None:
-        """Note that a slot is written anew from a position on."""
+        """Note that a slot is written from a position on."""
         if slot in self._rows:
             self._written[slot] = min(position, self._written.get(slot, position))
 
