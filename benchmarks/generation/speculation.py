@@ -13,6 +13,8 @@ import tandem
 from tandem.cli.model_choice import ModelChoice, load_model_and_tokenizer
 from tandem.generate.generator import Generator
 from tandem.hf.config import OffloadConfig
+from tandem.policy.speculation.free_drafts import FreeDrafts
+from tandem.policy.speculation.prompt_lookup import PromptLookup
 
 TEXT = (
     "The lighthouse stood on a small rock far from the shore. Every evening the keeper climbed the "
@@ -49,6 +51,11 @@ def main() -> None:
     offload = OffloadConfig(expert_dtype=args.expert_dtype)
     model, tokenizer = load_model_and_tokenizer(choice, offload, quiet=True, dense_dtype="auto")
     generators = {name: Generator(model, tokenizer, speculate=name) for name in ("none", "auto")}
+    speculation = generators["auto"].speculation
+    assert speculation is not None
+    for way in speculation.ways:
+        if isinstance(way, FreeDrafts):
+            way.make_drafter = PromptLookup  # the same answers come again: none is looked up
     found = {
         name: measured(generators, prompt, args.rounds, args.tokens)
         for name, prompt in PROMPTS.items()

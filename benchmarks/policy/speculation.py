@@ -1,4 +1,4 @@
-"""Lengths of drafts on real routing: python -m benchmarks.policy.speculation [--limit TOKENS]
+"""Lengths of drafts on real routing: python -m benchmarks.policy.speculation [--sure]
 
 For each trace, share of experts on the GPU and way of drafting: decode speed on the virtual clock
 with drafts of a fixed length, and with the length by cost, over none.
@@ -28,13 +28,14 @@ def main() -> None:
     parser.add_argument("--hardware", default="desktop-12gb")
     parser.add_argument("--gpu-experts", nargs="+", type=float, default=SHARES)
     parser.add_argument("--traces", nargs="+", default=TRACES)
+    parser.add_argument("--sure", action="store_true", help="a layer that tells how sure it is")
     args = parser.parse_args()
-    drafters = [f"mtp={share}" for share in ACCEPTANCES]
-    print(f"{'trace':<18} {'GPU':>4} {'drafter':<8} {'best':>5} {'fixed':>6} {'auto':>6} ratio")
+    drafters = [f"{'sure-' if args.sure else ''}mtp={share}" for share in ACCEPTANCES]
+    print(f"{'trace':<18} {'GPU':>4} {'drafter':<12} {'best':>5} {'fixed':>6} {'auto':>6} ratio")
     ratios = []
     for name in args.traces:
         trace = read_trace(f"data/traces/{name}.npz")
-        lookup = [] if trace.token_ids is None else ["n-gram"]
+        lookup = [] if trace.token_ids is None or args.sure else ["n-gram"]
         for share in args.gpu_experts:
             conditions = Conditions(
                 profile=load_profile(args.hardware), gpu_experts=share, limit=args.limit,
@@ -45,7 +46,7 @@ def main() -> None:
                 length, fixed, auto = measured(trace, conditions, drafter, none)
                 ratios.append(auto / fixed)
                 print(
-                    f"{name:<18} {share:>4} {drafter:<8} {length:>5} "
+                    f"{name:<18} {share:>4} {drafter:<12} {length:>5} "
                     f"{fixed:6.2f} {auto:6.2f} {ratios[-1]:5.2f}",
                     flush=True,
                 )

@@ -1,6 +1,6 @@
 """Answers with drafted tokens are those without: every architecture, drafter, batch and device.
 
-python -m tests.generate.speculation_matrix [--names NAME...]    all of them, some ten minutes
+python -m tests.generate.speculation_matrix [--names NAME...]    all of them, some twenty minutes
 
 Each request of a batch follows another rule: greedy, sampled, penalties, a grammar. Drafts have
 random lengths, whatever would pay.
@@ -32,7 +32,7 @@ from tandem.generate.speculation.draft_model import DraftModel
 from tandem.generate.speculation.mtp import MtpDrafter
 from tandem.generate.speculation.speculation import Speculation
 from tandem.hf.runtime import require_runtime
-from tandem.policy.speculation.drafter import PaidDrafter
+from tandem.policy.speculation.drafter import PaidDrafter, SureDraft
 from tandem.policy.speculation.plans import Drafts, Plan
 from tandem.policy.speculation.prompt_lookup import EarlierAnswers, PromptLookup
 from tandem.policy.speculation.step_costs import StepCosts
@@ -109,13 +109,14 @@ class AnyLength:
         batch: int,
         costs: StepCosts,
     ) -> Plan | None:
-        most = {slot: min(self.chance.randrange(6), rooms[slot]) for slot in histories}
+        most = {slot: min(self.chance.randrange(5), rooms[slot]) for slot in histories}
         most = {slot: count for slot, count in most.items() if count > 0}
         return Plan(2.0, 1.0, partial(self._drafts, histories, most)) if most else None
 
     def _drafts(self, histories: Mapping[int, Sequence[int]], most: Mapping[int, int]) -> Drafts:
-        found = self.drafter.draft({slot: histories[slot] for slot in most}, most)
-        drafts = {slot: tokens[: most[slot]] for slot, tokens in found.items() if len(tokens)}
+        found = self.drafter.draft({slot: histories[slot] for slot in most}, most, 0.0)
+        tokens = {slot: draft.tokens[: most[slot]] for slot, draft in found.items()}
+        drafts = {slot: some for slot, some in tokens.items() if len(some)}
         self.num_drafted += sum(map(len, drafts.values()))
         return drafts
 
@@ -124,16 +125,19 @@ class AnyLength:
 
 
 class Lookup:
-    """Prompt look-up, and earlier answers, for all sequences."""
+    """Prompt look-up, and earlier answers of which half begin otherwise, for all sequences."""
 
-    def __init__(self) -> None:
+    def __init__(self, wholes: Sequence[Sequence[int]]) -> None:
         self.earlier = EarlierAnswers()
+        for number, whole in enumerate(wholes):
+            self.earlier.add(whole if number % 2 == 0 else whole[-9:])
 
-    def draft(self, histories: Mapping[int, Sequence[int]], most: Mapping[int, int]) -> Drafts:
-        drafts: Drafts = {}
+    def draft(
+        self, histories: Mapping[int, Sequence[int]], most: Mapping[int, int], least: float
+    ) -> dict[int, SureDraft]:
+        drafts = {}
         for slot, tokens in histories.items():
-            drafts[slot] = PromptLookup(self.earlier).draft(tokens).tokens
-            self.earlier.add(tokens)
+            drafts[slot] = SureDraft(PromptLookup(self.earlier).draft(tokens).tokens)
         return drafts
 
 
@@ -144,12 +148,14 @@ class Scripted:
         self.wholes = [[*whole] for whole in wholes]
         self.chance = random.Random(3)
 
-    def draft(self, histories: Mapping[int, Sequence[int]], most: Mapping[int, int]) -> Drafts:
-        drafts: Drafts = {}
+    def draft(
+        self, histories: Mapping[int, Sequence[int]], most: Mapping[int, int], least: float
+    ) -> dict[int, SureDraft]:
+        drafts = {}
         for slot, tokens in histories.items():
             known = next((w for w in self.wholes if w[: len(tokens)] == [*tokens]), [])
             coming = known[len(tokens) : len(tokens) + most[slot]]
-            drafts[slot] = [t if self.chance.random() < 0.8 else 39 for t in coming]
+            drafts[slot] = SureDraft([t if self.chance.random() < 0.8 else 39 for t in coming])
         return drafts
 
 
@@ -166,7 +172,7 @@ def loaded(directory: Path, **options: Any) -> Any:
 
 
 class Cells:
-    """One architecture on one device."""
+    """One architecture on one device, in the same slots: each size of step is recorded once."""
 
     def __init__(self, name: str, device: str, folder: Path) -> None:
         self.name = name
@@ -175,57 +181,59 @@ class Cells:
             WithMtp(directory, name)
         else:
             save_tiny_checkpoint(directory, name)
-        self.model = loaded(directory, **DEVICES[device])
-        self.copy = loaded(directory)
-        require_runtime(self.copy).share(require_runtime(self.model).threads)
+        self.model, self.copy = loaded(directory, **DEVICES[device]), loaded(directory)
+        self.threads = require_runtime(self.model).threads
+        require_runtime(self.copy).share(self.threads)
+        self.models = {"model": self._draft_model()}
+        if name in MODELS:
+            self.models["mtp"] = self._mtp_layer()
+        generator = Generator(self.model, speculate="none")
+        generator.speculation = Speculation([], [*self.models.values()])
+        self.scheduler = generator.scheduler(max(BATCHES))
+        self.expected = {batch: self._answers(batch) for batch in BATCHES}
 
     def run(self, drafter: str, batches: Sequence[int] = BATCHES) -> int:
         """Compare all answers; return how many tokens were drafted."""
         drafted = 0
         for batch in batches:
-            expected = self._answers(None, batch)
-            way, models = self._way(drafter, expected)
-            found = self._answers(Speculation([way], models), batch)
-            assert found == expected, (self.name, drafter, batch)
+            way = AnyLength(self._drafter(drafter, batch))
+            self._speculation.ways = [way]
+            assert self._answers(batch) == self.expected[batch], (self.name, drafter, batch)
             drafted += way.num_drafted
         assert drafted > 0, (self.name, drafter)
         return drafted
 
-    def _way(
-        self, drafter: str, expected: Mapping[int, Sequence[Any]]
-    ) -> tuple[AnyLength, list[DraftModel]]:
-        if drafter == "scripted":
-            wholes = [[*PROMPTS[n], *(one[0] for one in expected[n])] for n in expected]
-            return AnyLength(Scripted(wholes)), []
-        if drafter == "lookup":
-            return AnyLength(Lookup()), []
-        threads = require_runtime(self.model).threads
-        if drafter == "model":
-            model = DraftModel(partial(CpuSlotPool, self.copy, threads), VOCABULARY)
-        else:
-            head, embedding = load_mtp(self.model)
-            new_pool = partial(
-                CpuSlotPool, head, threads, notes_hidden=True, inputs=embedding.fixed
-            )
-            model = MtpDrafter(new_pool, embedding, VOCABULARY)
-        return AnyLength(model), [model]
+    @property
+    def _speculation(self) -> Speculation:
+        assert self.scheduler._speculation is not None
+        return self.scheduler._speculation
 
-    def _answers(self, speculation: Speculation | None, batch: int) -> dict[int, list[Any]]:
-        """Answer the requests of a batch twice: the second time, much is recorded."""
-        generator = Generator(self.model, speculate="none")
-        generator.speculation = speculation
-        scheduler = generator.scheduler(batch)
-        found: dict[int, list[Any]] = {}
-        for again in range(2):
-            for request in requests(batch):
-                scheduler.add(request)
-            answers: dict[int, list[Any]] = {}
-            while scheduler.has_work:
-                for one in scheduler.step():
-                    answers.setdefault(one.request_id, []).append((one.token_id, one.finish_reason))
-            assert not again or answers == found, (self.name, batch, "the second time")
-            found = answers
-        return found
+    def _draft_model(self) -> DraftModel:
+        return DraftModel(partial(CpuSlotPool, self.copy, self.threads), VOCABULARY)
+
+    def _mtp_layer(self) -> DraftModel:
+        head, embedding = load_mtp(self.model)
+        new_pool = partial(
+            CpuSlotPool, head, self.threads, notes_hidden=True, inputs=embedding.fixed
+        )
+        return MtpDrafter(new_pool, embedding, VOCABULARY)
+
+    def _drafter(self, name: str, batch: int) -> PaidDrafter:
+        if name not in ("scripted", "lookup"):
+            return self.models[name]
+        answers = self.expected[batch]
+        wholes = [[*PROMPTS[n], *(one[0] for one in answers[n])] for n in answers]
+        return Scripted(wholes) if name == "scripted" else Lookup(wholes)
+
+    def _answers(self, batch: int) -> dict[int, list[Any]]:
+        """Answer the requests of a batch."""
+        for request in requests(batch):
+            self.scheduler.add(request)
+        answers: dict[int, list[Any]] = {}
+        while self.scheduler.has_work:
+            for one in self.scheduler.step():
+                answers.setdefault(one.request_id, []).append((one.token_id, one.finish_reason))
+        return answers
 
 
 def drafters_of(name: str) -> Iterator[str]:

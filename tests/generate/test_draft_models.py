@@ -11,6 +11,7 @@ from tandem.decode.cpu_slots import CpuSlotPool
 from tandem.generate.generator import Generator
 from tandem.generate.speculation.draft_model import DraftModel
 from tandem.generate.speculation.small_model import load_small
+from tandem.policy.speculation.drafter import SureDraft
 from tandem.policy.speculation.paid_drafts import PaidDrafts
 from tandem.policy.speculation.step_costs import StepCosts
 from tests.architectures import VOCABULARY, build_tiny_model
@@ -37,7 +38,8 @@ def test_answers_are_those_without(draft: str, tmp_path: Path) -> None:
         drafted = sum(answer.drafted_tokens for answer in answers)
         kept = sum(answer.accepted_tokens for answer in answers)
         assert drafted > NEW_TOKENS / 4
-        assert kept == drafted if draft == "qwen3_moe" else kept < drafted
+        is_right = kept > 0.8 * drafted  # some were looked up
+        assert is_right == (draft == "qwen3_moe")
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_5_moe"])
@@ -50,18 +52,22 @@ def test_what_is_written_ahead_is_forgotten(name: str) -> None:
     fresh = CpuSlotPool(model, threads, 1)
     sequences = {0: PROMPTS[0][:], 1: PROMPTS[1][:]}
     for new in (50, 51, 52):
-        drafts = drafter.draft(sequences, {0: 3, 1: 2})
+        drafts = drafter.draft(sequences, {0: 3, 1: 2}, 0.0)
         for slot, tokens in sequences.items():
             fresh.keep(0, 0)
             logits, expected = fresh.prefill({0: tokens}), []
-            for _ in range(3 - slot):
+            for place in range(3 - slot):
                 expected.append(int(logits.argmax()))
+                most = float(logits.float().softmax(-1).max())
+                assert drafts[slot].sureness[place] == pytest.approx(most, rel=1e-4)
                 logits = fresh.decode({0: expected[-1]})
-            assert drafts[slot] == expected
+            assert drafts[slot].tokens == expected
             tokens += [new, new + 9]
     fewer = DraftModel(lambda n: CpuSlotPool(model, threads, n, has_replay=False), 1)
     fewer.follow(CpuSlotPool(model, threads, 1))
-    assert not fewer.draft({0: PROMPTS[0]}, {0: 2})[0]  # tokens that the model does not know
+    unknown = fewer.draft({0: PROMPTS[0]}, {0: 2}, 0.0)[0]  # tokens that the model does not know
+    assert unknown == ([], [])
+    assert len(drafter.draft({0: PROMPTS[0]}, {0: 5}, 1.0)[0].tokens) == 1  # it is not so sure
 
 
 def test_dense_models_draft_too(tmp_path: Path) -> None:
@@ -87,11 +93,13 @@ class Scripted:
         self.token, self.seconds, self.now, self.num_drafts = token, seconds, 0.0, 0
 
     def draft(
-        self, histories: Mapping[int, Sequence[int]], most: Mapping[int, int]
-    ) -> dict[int, Sequence[int]]:
+        self, histories: Mapping[int, Sequence[int]], most: Mapping[int, int], least: float
+    ) -> dict[int, SureDraft]:
         self.num_drafts += 1
         self.now += self.seconds * max(most.values())
-        return {slot: [self.token] * most[slot] for slot in histories} if self.token else {}
+        if not self.token:
+            return {}
+        return {slot: SureDraft([self.token] * most[slot]) for slot in histories}
 
 
 @pytest.mark.parametrize(

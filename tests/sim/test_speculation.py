@@ -40,7 +40,7 @@ def steps_of(
 
 
 @pytest.mark.parametrize("length", ["0", "1", "3", "7", "auto"])
-@pytest.mark.parametrize("drafter", ["mtp=0", "mtp=0.6", "mtp=1", "n-gram"])
+@pytest.mark.parametrize("drafter", ["mtp=0", "mtp=0.6", "sure-mtp=0.6", "mtp=1", "n-gram"])
 def test_every_token_comes_once(drafter: str, length: str) -> None:
     brought, decoding = steps_of(trace(LENGTHS), drafter, length)
     assert sum(brought) == sum(LENGTHS) - 4 * len(LENGTHS)
@@ -70,7 +70,7 @@ def test_the_length_follows_what_it_costs() -> None:
 @pytest.mark.parametrize(
     ("drafter", "length", "told"),
     [
-        ("lookup", "auto", "--speculate is 'lookup'; expected n-gram or mtp=ACCEPTANCE"),
+        ("lookup", "auto", "--speculate is 'lookup'; expected n-gram, mtp=ACCEPTANCE or sure-mtp"),
         ("mtp=2", "auto", "mtp=ACCEPTANCE got '2'; expected a number from 0 to 1"),
         ("mtp", "auto", "mtp=ACCEPTANCE got ''"),
         ("n-gram", "some", "--length got 'some'; expected a number from 0 to 7"),

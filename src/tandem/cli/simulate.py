@@ -77,7 +77,8 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--speculate",
         metavar="DRAFTER",
-        help="verify drafted tokens: n-gram (look-up in the trace), or mtp=ACCEPTANCE",
+        help="verify drafted tokens: n-gram (look-up in the trace), mtp=ACCEPTANCE, or "
+        "sure-mtp=ACCEPTANCE (it tells how likely each token is)",
     )
     parser.add_argument(
         "--length",

@@ -7,22 +7,27 @@ trace does; where the trace has that token, as it did there.
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 from typing import Protocol
 
 import numpy as np
 
 from tandem.core.errors import ConfigError
-from tandem.policy.speculation.drafter import MOST_DRAFTED
+from tandem.policy.speculation.drafter import MOST_DRAFTED, SureDraft
 from tandem.policy.speculation.free_drafts import FreeDrafts
 from tandem.policy.speculation.paid_drafts import PaidDrafts
 from tandem.policy.speculation.plans import Drafting, Drafts, best_plan
 from tandem.policy.speculation.prompt_lookup import PromptLookup
-from tandem.policy.speculation.step_costs import StepCosts
+from tandem.policy.speculation.step_costs import TOUCHED, StepCosts
 from tandem.policy.speculation.step_shape import StepShape
 from tandem.sim.steps import Ints
 from tandem.trace import RoutingTrace
 
 AUTO = "auto"
+# Chances of a layer's tokens are drawn from a beta distribution of this sample size: many are near
+# 0 or 1.
+_SPREAD = 1.5
 
 
 class Clock(Protocol):
@@ -37,18 +42,26 @@ class SpeculationChoice:
 
     acceptance: float | None
     """How often each token of an MTP layer comes true after those before it; None: look-up."""
+    is_sure: bool
+    """Whether the layer tells how likely each of its tokens is, which differs."""
     length: int | None
     """Drafted tokens that each step verifies, as far as there are so many; None: by cost."""
 
     @classmethod
     def parsed(cls, drafter: str, length: str) -> "SpeculationChoice":
-        """Read `n-gram` or `mtp=ACCEPTANCE`, and `auto` or a number; raises `ConfigError`."""
+        """Read `n-gram`, `mtp=ACCEPTANCE` or `sure-mtp=ACCEPTANCE`, and `auto` or a number.
+
+        Raises `ConfigError`.
+        """
         name, _, share = drafter.partition("=")
-        if name not in ("n-gram", "mtp") or (name == "n-gram" and share):
-            raise ConfigError(f"--speculate is {drafter!r}; expected n-gram or mtp=ACCEPTANCE")
+        if name not in ("n-gram", "mtp", "sure-mtp") or (name == "n-gram" and share):
+            raise ConfigError(
+                f"--speculate is {drafter!r}; expected n-gram, mtp=ACCEPTANCE or "
+                "sure-mtp=ACCEPTANCE"
+            )
         acceptance = None if name == "n-gram" else _number("mtp=ACCEPTANCE", share, float, 1.0)
         count = None if length == AUTO else _number("--length", length, int, MOST_DRAFTED)
-        return cls(acceptance, None if count is None else int(count))
+        return cls(acceptance, name == "sure-mtp", None if count is None else int(count))
 
 
 def _number(what: str, text: str, kind: Callable[[str], float], most: float) -> float:
@@ -80,13 +93,17 @@ class TraceSpeculation:
         self._ids: list[int] = [*range(trace.num_tokens)] if ids is None else ids.tolist()
         self._starts = trace.seq_offsets
         self._places = dict(zip(self._ids, range(trace.num_tokens), strict=True))
-        self._length, self._clock, self._costs = choice.length, clock, StepCosts(layer_seconds)
+        self._length, self._clock, self._costs = (
+            choice.length,
+            clock,
+            StepCosts(layer_seconds, TOUCHED),
+        )
         self._chance = random.Random(0)
         self._begin, self._num_tokens = 0.0, 0
         self._scripted = None
         self._way: Drafting = FreeDrafts(PromptLookup)
         if choice.acceptance is not None:
-            self._scripted = _ScriptedMtp(self._ids, choice.acceptance, clock, layer_seconds)
+            self._scripted = _ScriptedMtp(self._ids, choice, clock, layer_seconds)
             self._way = PaidDrafts(self._scripted, lambda: clock.now)
         self.drafted = self.accepted = 0
 
@@ -126,7 +143,8 @@ class TraceSpeculation:
             return plan.drafts() if plan is not None and plan.is_worth else {}
         most = {end: min(self._length, room) for end, room in rooms.items()}
         if self._scripted is not None:
-            return dict(self._scripted.draft(histories, most)) if any(most.values()) else {}
+            found = self._scripted.draft(histories, most, 0.0) if any(most.values()) else {}
+            return {end: draft.tokens for end, draft in found.items()}
         return {
             end: PromptLookup().draft(history).tokens[: most[end]]
             for end, history in histories.items()
@@ -140,29 +158,43 @@ class TraceSpeculation:
 class _ScriptedMtp:
     """Drafts what comes, each token with a chance; each takes a layer's time for one token.
 
-    Which tokens it knows is drawn once, so that lengths are compared on the same ones.
+    Which tokens it knows is drawn once, so that lengths are compared on the same ones. A layer that
+    is sure has chances that differ, as those of real layers do, and tells them.
     """
 
     def __init__(
         self,
         ids: Sequence[int],
-        acceptance: float,
+        choice: SpeculationChoice,
         clock: Clock,
         layer_seconds: StepShape,
     ) -> None:
-        chance = np.random.default_rng(1)
-        known = chance.random(len(ids)) < acceptance
+        chance, share = np.random.default_rng(1), choice.acceptance or 0.0
+        chances = np.full(len(ids), share)
+        self._chances: list[float] = []
+        if choice.is_sure and 0 < share < 1:
+            chances = chance.beta(_SPREAD * share, _SPREAD * (1 - share), len(ids))
+            self._chances = chances.tolist()
+        known = chance.random(len(ids)) < chances
         others = chance.permutation(ids)
         others[others == ids] = -1
-        self._drafts = np.where(known, ids, others).tolist()
+        self._drafts: list[int] = np.where(known, ids, others).tolist()
         self._clock, self._layer_seconds = clock, layer_seconds
         self.next_places: dict[int, int] = {}
         """Where in the trace the next token of each sequence is."""
 
     def draft(
-        self, histories: Mapping[int, Sequence[int]], most: Mapping[int, int]
-    ) -> dict[int, Sequence[int]]:
-        """Return up to `most` tokens by sequence."""
-        self._clock.now += self._layer_seconds(1) * max(most.values(), default=0)
-        places = self.next_places
-        return {end: self._drafts[places[end] : places[end] + n] for end, n in most.items()}
+        self, histories: Mapping[int, Sequence[int]], most: Mapping[int, int], least: float
+    ) -> dict[int, SureDraft]:
+        """Return up to `most` tokens by sequence; see `PaidDrafter`."""
+        drafts = {}
+        for end, count in most.items():
+            first = self.next_places[end]
+            told = self._chances[first : first + count]
+            together = list(accumulate(told, mul))
+            length = next((i for i, x in enumerate(together, 1) if x < least), count)
+            tokens = self._drafts[first : first + length]
+            drafts[end] = SureDraft(tokens, told[: len(tokens)])
+        longest = max((len(draft.tokens) for draft in drafts.values()), default=0)
+        self._clock.now += self._layer_seconds(1) * longest
+        return drafts

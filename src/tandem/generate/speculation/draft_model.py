@@ -1,17 +1,28 @@
 """A small model that writes ahead: greedily, in sequence slots of its own."""
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
+from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tandem.decode.cpu_slots import CpuSlotPool
 from tandem.decode.slots import num_shared
+from tandem.policy.speculation.drafter import SureDraft
 
 NewPool = Callable[[int], CpuSlotPool]
 """Returns so many slots of the model that drafts."""
 
 _MOST_STEP_TOKENS = 8  # of a slot; more are read as a prompt
+
+
+class Guess(NamedTuple):
+    """A token that may come next, and how likely it is by the model that drafts."""
+
+    token: int
+    sureness: float
 
 
 class DraftModel:
@@ -33,27 +44,28 @@ class DraftModel:
 
     @torch.inference_mode()
     def draft(
-        self, histories: Mapping[int, Sequence[int]], most: Mapping[int, int]
-    ) -> dict[int, Sequence[int]]:
+        self, histories: Mapping[int, Sequence[int]], most: Mapping[int, int], least: float
+    ) -> dict[int, SureDraft]:
         """Read what is new of the sequences, write on, and forget that."""
         pool = self._slots()
-        drafts = {slot: [token] for slot, token in self._catch_up(pool, histories).items()}
+        drafts = {slot: [guess] for slot, guess in self._catch_up(pool, histories).items()}
         with pool.on_trial(list(drafts)):
             for length in range(1, max(most.values())):
                 lasts = {
-                    slot: tokens[-1]
-                    for slot, tokens in drafts.items()
-                    if len(tokens) == length < most[slot]
+                    slot: guesses[-1].token
+                    for slot, guesses in drafts.items()
+                    if len(guesses) == length < most[slot]
+                    and prod(guess.sureness for guess in guesses) >= least
                 }
                 if not lasts:
                     break
-                for slot, token in zip(lasts, self._written_on(pool, lasts), strict=True):
-                    drafts[slot].append(token)
-        return {slot: self._possible(tokens) for slot, tokens in drafts.items()}
+                for slot, guess in zip(lasts, self._written_on(pool, lasts), strict=True):
+                    drafts[slot].append(guess)
+        return {slot: self._possible(guesses) for slot, guesses in drafts.items()}
 
     def _catch_up(
         self, pool: CpuSlotPool, histories: Mapping[int, Sequence[int]]
-    ) -> dict[int, int]:
+    ) -> dict[int, Guess]:
         """Read what slots do not hold of their sequences; return what may come next."""
         new = {}
         for slot, tokens in histories.items():
@@ -62,7 +74,7 @@ class DraftModel:
             new[slot] = tokens[shared:]
         return dict(zip(new, read(pool, new), strict=True))
 
-    def _written_on(self, pool: CpuSlotPool, lasts: Mapping[int, int]) -> list[int]:
+    def _written_on(self, pool: CpuSlotPool, lasts: Mapping[int, int]) -> list[Guess]:
         """Return what may follow the tokens that were drafted last."""
         return _best(pool.decode(lasts))
 
@@ -72,13 +84,13 @@ class DraftModel:
             self._pool = self._new_pool(self._main.num_slots)
         return self._pool
 
-    def _possible(self, tokens: Sequence[int]) -> Sequence[int]:
+    def _possible(self, guesses: Sequence[Guess]) -> SureDraft:
         """Return a draft up to the first token that the other model does not know."""
-        unknown = (i for i, token in enumerate(tokens) if token >= self._num_tokens)
-        return tokens[: next(unknown, len(tokens))]
+        known = [*takewhile(lambda guess: guess.token < self._num_tokens, guesses)]
+        return SureDraft([guess.token for guess in known], [guess.sureness for guess in known])
 
 
-def read(pool: CpuSlotPool, tokens: Mapping[int, Sequence[int]]) -> list[int]:
+def read(pool: CpuSlotPool, tokens: Mapping[int, Sequence[int]]) -> list[Guess]:
     """Append tokens to slots; return the likeliest one after each slot's last."""
     if max(map(len, tokens.values())) > _MOST_STEP_TOKENS:
         return _best(pool.prefill(tokens))
@@ -86,6 +98,8 @@ def read(pool: CpuSlotPool, tokens: Mapping[int, Sequence[int]]) -> list[int]:
     return _best(pool.verify(tokens)[lasts])
 
 
-def _best(logits: Tensor) -> list[int]:
-    tokens: list[int] = logits.argmax(-1).tolist()
-    return tokens
+def _best(logits: Tensor) -> list[Guess]:
+    """Return the likeliest token by each of logits (n, vocabulary)."""
+    values, tokens = logits.float().max(-1)
+    surenesses = (values - logits.float().logsumexp(-1)).exp()
+    return [*map(Guess, tokens.tolist(), surenesses.tolist())]

@@ -23,7 +23,7 @@ from tandem.policy.speculation.free_drafts import FreeDrafts
 from tandem.policy.speculation.paid_drafts import PaidDrafts
 from tandem.policy.speculation.plans import Drafting
 from tandem.policy.speculation.prompt_lookup import EarlierAnswers, PromptLookup
-from tandem.policy.speculation.step_costs import StepCosts
+from tandem.policy.speculation.step_costs import TOUCHED, StepCosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,7 @@ def _costs(model: PreTrainedModel) -> StepCosts:
     cache = None if runtime is None else runtime.executor.cache
     if runtime is None or cache is None or model.device.type != "cpu":
         return StepCosts()
-    return StepCosts(touched_experts(runtime.executor, cache))
+    return StepCosts(touched_experts(runtime.executor, cache), TOUCHED)
 
 
 def _made(name: str, parts: DraftParts) -> Drafting | DraftModel | None:

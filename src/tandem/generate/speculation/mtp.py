@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tandem.decode.cpu_slots import CpuSlotPool
 from tandem.decode.mtp.embedding import MtpEmbedding
-from tandem.generate.speculation.draft_model import DraftModel, NewPool, read
+from tandem.generate.speculation.draft_model import DraftModel, Guess, NewPool, read
 
 _READ_AT_ONCE = 1024  # pairs
 _PROMPT_TOKENS = 32  # so many are read when they come, not when a draft is asked for
@@ -71,10 +71,10 @@ class MtpDrafter(DraftModel):
 
     def _catch_up(
         self, pool: CpuSlotPool, histories: Mapping[int, Sequence[int]]
-    ) -> dict[int, int]:
+    ) -> dict[int, Guess]:
         return self._read(pool, {n: x for n, x in histories.items() if n in self._pairs})
 
-    def _read(self, pool: CpuSlotPool, sequences: Mapping[int, Sequence[int]]) -> dict[int, int]:
+    def _read(self, pool: CpuSlotPool, sequences: Mapping[int, Sequence[int]]) -> dict[int, Guess]:
         """Read the pairs whose tokens are certain by now; return what may come after the last."""
         new: dict[int, Sequence[int]] = {}
         rows: list[Tensor] = []
@@ -95,13 +95,13 @@ class MtpDrafter(DraftModel):
 
     def _read_pairs(
         self, pool: CpuSlotPool, tokens: Mapping[int, Sequence[int]], rows: Sequence[Tensor]
-    ) -> dict[int, int]:
+    ) -> dict[int, Guess]:
         """Read pairs of some slots; return what may come after each slot's last."""
         if not tokens:
             return {}
         if sum(map(len, tokens.values())) <= _PROMPT_TOKENS:
             return self._read_together(pool, tokens, torch.cat(list(rows)))
-        drafts: dict[int, int] = {}
+        drafts: dict[int, Guess] = {}
         for (slot, new), of_slot in zip(tokens.items(), rows, strict=True):
             for begin in range(0, len(new), _READ_AT_ONCE):
                 part = slice(begin, begin + _READ_AT_ONCE)
@@ -110,18 +110,18 @@ class MtpDrafter(DraftModel):
 
     def _read_together(
         self, pool: CpuSlotPool, tokens: Mapping[int, Sequence[int]], rows: Tensor
-    ) -> dict[int, int]:
+    ) -> dict[int, Guess]:
         self._embedding.give(rows)
         drafts = dict(zip(tokens, read(pool, tokens), strict=True))
         ends = list(accumulate(map(len, tokens.values())))
         self._note_made(pool, dict(zip(tokens, ends, strict=True)))
         return drafts
 
-    def _written_on(self, pool: CpuSlotPool, lasts: Mapping[int, int]) -> list[int]:
+    def _written_on(self, pool: CpuSlotPool, lasts: Mapping[int, int]) -> list[Guess]:
         self._embedding.give(torch.stack([self._made[slot] for slot in lasts]))
-        tokens = super()._written_on(pool, lasts)
+        guesses = super()._written_on(pool, lasts)
         self._note_made(pool, {slot: row + 1 for row, slot in enumerate(lasts)})
-        return tokens
+        return guesses
 
     def _note_made(self, pool: CpuSlotPool, ends: Mapping[int, int]) -> None:
         """Keep what the layer has made of the last token of each slot; they end at rows."""

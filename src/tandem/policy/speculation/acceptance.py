@@ -25,6 +25,10 @@ class _Rate:
         self.hits = self.hits * decay + is_hit
         self.trials = self.trials * decay + 1
 
+    def share(self, expected: float, weight: float) -> float:
+        """Return the share, where what was expected counts as so many tokens."""
+        return (self.hits + expected * weight) / (self.trials + weight)
+
 
 @dataclass(slots=True)
 class Acceptance:
@@ -36,21 +40,28 @@ class Acceptance:
     """What is expected before anything is known."""
     prior_weight: float = 2.0
     """As how many tokens that counts."""
-    follows: bool = False
-    """Whether a later token is expected to come true as often as the one before, where little is
-    known of it: places in a draft do, kinds of matches do not."""
+    common_weight: float = 0.0
+    """As how many tokens of one kind the rate of all kinds together counts: much for places in a
+    draft, which are alike; 0 for kinds of matches, which are not."""
+    _common: _Rate = field(default_factory=_Rate)
     _rates: defaultdict[int, _Rate] = field(default_factory=lambda: defaultdict(_Rate))
 
     def add(self, evidence: int, *, is_hit: bool) -> None:
         """Note whether a drafted token came, after those before it in its draft had come."""
+        self._common.add(self.decay, is_hit=is_hit)
         self._rates[evidence].add(self.decay, is_hit=is_hit)
 
-    def chances(self, evidence: Sequence[int]) -> list[float]:
-        """Return, for each token of a draft, how likely it and all before it come true."""
-        chance, chances, share, weight = 1.0, [], self.prior, self.prior_weight
-        for kind in evidence:
-            rate, expected = self._rates[kind], share if self.follows else self.prior
-            share = (rate.hits + expected * weight) / (rate.trials + weight)
+    def chances(self, evidence: Sequence[int], told: Sequence[float] = ()) -> list[float]:
+        """Return, for each token of a draft, how likely it and all before it come true.
+
+        `told` is what the drafter expects of each, which counts where little is known.
+        """
+        expected, weight = self.prior, self.prior_weight
+        if self.common_weight:
+            expected, weight = self._common.share(expected, weight), self.common_weight
+        chance, chances = 1.0, []
+        for place, kind in enumerate(evidence):
+            share = self._rates[kind].share(told[place] if told else expected, weight)
             chance *= share
             chances.append(chance)
         return chances
@@ -64,15 +75,19 @@ class OpenDraft:
     length: int = 0
     """Tokens of the sequence that the draft followed."""
     num_judged: int = 0
+    is_wrong: bool = False
 
-    def judge(self, tokens: Sequence[int], acceptance: Acceptance) -> bool:
-        """Compare the draft with the tokens that came; tell whether more of it is to come."""
+    @property
+    def is_open(self) -> bool:
+        """Whether more of the draft is to come."""
+        return not self.is_wrong and self.num_judged < len(self.draft.tokens)
+
+    def judge(self, tokens: Sequence[int], acceptance: Acceptance) -> None:
+        """Compare the draft with the tokens that came."""
         draft = self.draft
-        while self.num_judged < min(len(draft.tokens), len(tokens) - self.length):
+        while self.is_open and self.length + self.num_judged < len(tokens):
             place = self.num_judged
             is_hit = draft.tokens[place] == tokens[self.length + place]
             acceptance.add(draft.evidence[place], is_hit=is_hit)
-            if not is_hit:
-                return False
-            self.num_judged += 1
-        return self.num_judged < len(draft.tokens)
+            self.is_wrong = not is_hit
+            self.num_judged += is_hit

@@ -29,15 +29,24 @@ class Drafter(Protocol):
         """Hear that the sequence is through."""
 
 
+class SureDraft(NamedTuple):
+    """Tokens that may come next, and how sure the drafter is of each, if those before come true."""
+
+    tokens: Sequence[int]
+    sureness: Sequence[float] = ()
+    """From 0 to 1; empty: the drafter does not know."""
+
+
 class PaidDrafter(Protocol):
     """Guesses what comes next in several sequences at once, and takes its time."""
 
     def draft(
-        self, histories: Mapping[int, Sequence[int]], most: Mapping[int, int]
-    ) -> dict[int, Sequence[int]]:
+        self, histories: Mapping[int, Sequence[int]], most: Mapping[int, int], least: float
+    ) -> Mapping[int, SureDraft]:
         """Return tokens that may follow, by slot: up to `most` each, often fewer than asked.
 
-        `histories` are all tokens of the sequences by their slots.
+        `histories` are all tokens of the sequences by their slots. A drafter that knows how sure it
+        is ends a draft whose tokens all come true with a chance below `least`.
         """
 
 

@@ -57,9 +57,9 @@ class FreeDrafts:
         if slot not in self._drafters:
             self._drafters[slot] = self.make_drafter(), OpenDraft()
         drafter, last = self._drafters[slot]
-        is_open = last.judge(tokens, self.acceptance)
+        last.judge(tokens, self.acceptance)
         draft = drafter.draft(tokens)
-        if not is_open:
+        if not last.is_open:
             self._drafters[slot] = drafter, OpenDraft(draft, len(tokens))
         return draft
 

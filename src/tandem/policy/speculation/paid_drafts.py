@@ -1,21 +1,21 @@
 """Drafts that take time to make: as many tokens as pay, by how often those before came true.
 
 What a draft costs is measured like what a step costs. A drafter is tried a few times at first, and
-again once in a while; in between nothing is drafted where that does not pay.
+again once in a while; in between nothing is drafted where that does not pay. One that tells how
+sure it is of its tokens drafts as many as are likely enough, and the likeliest are verified.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import sqrt
+from typing import NamedTuple
 
 from tandem.policy.speculation.acceptance import Acceptance, OpenDraft
-from tandem.policy.speculation.drafter import MOST_DRAFTED, Draft, PaidDrafter
+from tandem.policy.speculation.drafter import MOST_DRAFTED, Draft, PaidDrafter, SureDraft
 from tandem.policy.speculation.plans import Drafts, Plan
 from tandem.policy.speculation.step_costs import StepCosts
 
-# Drafted tokens of each sequence: each makes a step of another size, which is recorded once.
-_COUNTS = (1, 2, 3, 4, 5, 6, MOST_DRAFTED)
 _MOST_STEP_TOKENS = 16
 _LEAST_GAIN, _SURE_GAIN = 1.03, 1.3
 # Sizes that are hardly known are taken for so much better than they seem.
@@ -27,9 +27,36 @@ _TRIALS_AGAIN = 4
 _TRIED_AGAIN_AFTER, _SELDOM = 64, 1024
 # Steps without drafts by which it is known what these would take.
 _LEAST_KNOWN = 1
-# A model's drafts come true about as often all the time: the latest two hundred tokens count. What
+# A model's drafts come true about as often all the time: the latest five hundred tokens count. What
 # is published of MTP layers and draft models lies around the prior.
-_DECAY, _PRIOR, _PRIOR_WEIGHT = 0.995, 0.7, 5.0
+_DECAY, _PRIOR, _PRIOR_WEIGHT = 0.998, 0.7, 5.0
+_COMMON_WEIGHT = 40.0
+# Tokens of which the drafter is as sure, to a tenth, are judged by each other.
+_SURENESSES, _SURENESS_WEIGHT = 10, 10.0
+# However fast steps without drafts are, what is so likely is drafted.
+_LIKELY = 0.9
+
+
+class _Terms(NamedTuple):
+    """What a step's drafts are weighed by."""
+
+    batch: int
+    length: int
+    """Tokens that each sequence has drafted, if the drafter does not know which come true."""
+    speed: float
+    """Tokens a second that are expected of that."""
+    costs: StepCosts
+    is_trial: bool
+
+
+@dataclass(slots=True)
+class _Judged:
+    """A draft by its places, and by how sure the drafter was."""
+
+    by_place: OpenDraft
+    by_sureness: OpenDraft
+    is_cut: bool
+    """Whether it has fewer tokens than were asked for."""
 
 
 @dataclass(slots=True)
@@ -40,11 +67,18 @@ class PaidDrafts:
     clock: Callable[[], float]
     """Tells the seconds that drafting takes."""
     acceptance: Acceptance = field(
-        default_factory=lambda: Acceptance(_DECAY, _PRIOR, _PRIOR_WEIGHT, follows=True)
+        default_factory=lambda: Acceptance(_DECAY, _PRIOR, _PRIOR_WEIGHT, _COMMON_WEIGHT)
     )
+    """By place: how often a token is drafted and comes true, if those before did."""
+    sureness: Acceptance = field(
+        default_factory=lambda: Acceptance(_DECAY, prior_weight=_SURENESS_WEIGHT)
+    )
+    """By how sure the drafter was, in tenths."""
     costs: StepCosts = field(default_factory=lambda: StepCosts(float))
     """Of drafting so many tokens for each sequence."""
-    _open: dict[int, OpenDraft] = field(default_factory=dict)
+    _open: dict[int, _Judged] = field(default_factory=dict)
+    _is_sure: bool = False
+    """Whether the drafter has told how sure it is."""
     _num_drafts: int = 0
     _num_idle_steps: int = 0
     _patience: int = _TRIED_AGAIN_AFTER
@@ -58,66 +92,130 @@ class PaidDrafts:
     ) -> Plan | None:
         """Return the number of drafted tokens that makes the most tokens a second, or a trial."""
         for slot, tokens in histories.items():
-            if slot in self._open and not self._open[slot].judge(tokens, self.acceptance):
-                del self._open[slot]
+            self._judge(slot, tokens)
         one = costs.seconds(batch)
         wanting = {slot: tokens for slot, tokens in histories.items() if rooms[slot] > 0}
-        counts = [n for n in _COUNTS if batch + n * len(wanting) <= _MOST_STEP_TOKENS]
+        longest = (_MOST_STEP_TOKENS - batch) // max(1, len(wanting))
+        counts = range(1, min(MOST_DRAFTED, longest) + 1)
         if one is None or not wanting or not counts:
             return None
-        self._num_idle_steps += 1
-        is_trial = self._num_drafts < _TRIALS or self._num_idle_steps > self._patience
-        if self._num_idle_steps > self._patience:
-            self._num_drafts = _TRIALS - _TRIALS_AGAIN
-            self._patience = min(_SELDOM, 2 * self._patience)
-        chances = self.acceptance.chances(range(counts[-1]))
-        gains = {n: self._gain(n, chances, one, len(wanting), batch, costs) for n in counts}
-        count = max(
-            counts,
-            key=lambda n: (
-                gains[n] * (1 + _HOPE / sqrt(1 + costs.num_known(batch + n * len(wanting))))
-            ),
-        )
+        is_trial = self._is_trial()
+        gains = self._gains(counts, one, len(wanting), batch, costs)
+        count = self._best(gains, len(wanting), batch, costs)
         if costs.num_known(batch) < _LEAST_KNOWN and gains[count] < _SURE_GAIN:
             return None  # so that it is known what drafts are compared with
         if is_trial:
-            count = max(n for n in counts if n <= max(count, _TRIAL_TOKENS))
-        most = {slot: min(count, rooms[slot]) for slot in wanting}
-        gain = float("inf") if is_trial else gains[count]
-        if not is_trial and gain > _LEAST_GAIN:
+            count = min(max(count, _TRIAL_TOKENS), counts[-1])
+        elif gains[count] > _LEAST_GAIN:
             self._patience = _TRIED_AGAIN_AFTER
-        return Plan(gain, _LEAST_GAIN, partial(self._draft, wanting, most, count))
+        terms = _Terms(batch, count, gains[count] * batch / one, costs, is_trial)
+        asked = counts[-1] if self._is_sure and not is_trial else count
+        most = {slot: min(asked, rooms[slot]) for slot in wanting}
+        gain = float("inf") if is_trial else gains[count]
+        return Plan(gain, _LEAST_GAIN, partial(self._draft, wanting, most, terms))
 
     def forget(self, slot: int) -> None:
         """Drop the draft of a request that is through."""
         self._open.pop(slot, None)
 
-    def _gain(
-        self,
-        count: int,
-        chances: Sequence[float],
-        one: float,
-        num_drafting: int,
-        batch: int,
-        costs: StepCosts,
-    ) -> float:
-        verified = costs.seconds(batch + count * num_drafting) or one
-        seconds = verified + (self.costs.seconds(count) or 0.0)
-        tokens = batch + num_drafting * sum(chances[:count])
-        return tokens / seconds * one / batch
+    def _judge(self, slot: int, tokens: Sequence[int]) -> None:
+        """Compare a slot's last draft with what has come."""
+        judged = self._open.get(slot)
+        if judged is None:
+            return
+        judged.by_place.judge(tokens, self.acceptance)
+        judged.by_sureness.judge(tokens, self.sureness)
+        if not judged.by_place.is_open:
+            if judged.is_cut and not judged.by_place.is_wrong:
+                self.acceptance.add(judged.by_place.num_judged, is_hit=False)
+            del self._open[slot]
+
+    def _is_trial(self) -> bool:
+        """Tell whether drafts are tried whatever seems to pay; called in each step."""
+        self._num_idle_steps += 1
+        if self._num_idle_steps > self._patience:
+            self._num_drafts = _TRIALS - _TRIALS_AGAIN
+            self._patience = min(_SELDOM, 2 * self._patience)
+            return True
+        return self._num_drafts < _TRIALS
+
+    def _gains(
+        self, counts: Sequence[int], one: float, num_drafting: int, batch: int, costs: StepCosts
+    ) -> dict[int, float]:
+        """Return the expected tokens a second with so many drafted tokens, over those without."""
+        chances, gains = self.acceptance.chances(range(counts[-1])), {}
+        for count in counts:
+            verified = costs.seconds(batch + count * num_drafting) or one
+            seconds = verified + (self.costs.seconds(count) or 0.0)
+            tokens = batch + num_drafting * sum(chances[:count])
+            gains[count] = tokens / seconds * one / batch
+        return gains
+
+    def _best(
+        self, gains: Mapping[int, float], num_drafting: int, batch: int, costs: StepCosts
+    ) -> int:
+        def hoped(count: int) -> float:
+            num_known = costs.num_known(batch + count * num_drafting)
+            return gains[count] * (1 + _HOPE / sqrt(1 + num_known))
+
+        return max(gains, key=hoped)
 
     def _draft(
-        self, histories: Mapping[int, Sequence[int]], most: Mapping[int, int], count: int
+        self, histories: Mapping[int, Sequence[int]], most: Mapping[int, int], terms: _Terms
     ) -> Drafts:
         start = self.clock()
-        found = self.drafter.draft(histories, most)
-        self.costs.add(count, self.clock() - start)
+        found = self.drafter.draft(histories, most, 0.0 if terms.is_trial else self._least(terms))
+        length = max((len(draft.tokens) for draft in found.values()), default=terms.length)
+        self.costs.add(max(1, length), self.clock() - start)
         self._num_drafts += 1
         self._num_idle_steps = 0
         for slot in most:
-            tokens = found.get(slot, ())
-            if not len(tokens):  # it took its time all the same
-                self.acceptance.add(0, is_hit=False)
-            draft = Draft(tokens, range(len(tokens)))
-            self._open[slot] = OpenDraft(draft, len(histories[slot]))
-        return {slot: tokens for slot, tokens in found.items() if len(tokens)}
+            self._note(slot, found.get(slot, SureDraft(())), len(histories[slot]), most[slot])
+        if terms.is_trial or not self._is_sure:
+            return {slot: draft.tokens for slot, draft in found.items() if len(draft.tokens)}
+        return self._worth(found, terms)
+
+    def _note(self, slot: int, draft: SureDraft, length: int, asked: int) -> None:
+        """Let a draft of a sequence of so many tokens be judged later."""
+        tokens, count = draft.tokens, len(draft.tokens)
+        if not count:  # it took its time all the same
+            self.acceptance.add(0, is_hit=False)
+        self._is_sure = self._is_sure or bool(draft.sureness)
+        surenesses = _kinds(draft.sureness)
+        self._open[slot] = _Judged(
+            OpenDraft(Draft(tokens, range(count)), length),
+            OpenDraft(Draft(tokens[: len(surenesses)], surenesses), length),
+            0 < count < asked,
+        )
+
+    def _least(self, terms: _Terms) -> float:
+        """Return how likely a token must come true to be worth its time, with all before it."""
+        costs, most = terms.costs, terms.batch + terms.length
+        verified = (costs.seconds(most + 1) or 0.0) - (costs.seconds(most) or 0.0)
+        drafted = (self.costs.seconds(terms.length) or 0.0) / terms.length
+        return min(_LIKELY, terms.speed * (verified + drafted))
+
+    def _worth(self, found: Mapping[int, SureDraft], terms: _Terms) -> Drafts:
+        """Return the likeliest tokens, as many as pay: as are faster than the usual speed."""
+        chances = sorted(
+            (
+                (chance, slot)
+                for slot, (_, told) in found.items()
+                for chance in self.sureness.chances(_kinds(told), told)
+            ),
+            reverse=True,
+        )
+        tokens, taken = 0.0, dict.fromkeys(found, 0)
+        best, kept = -terms.speed * (terms.costs.seconds(terms.batch) or 0.0), dict(taken)
+        for count, (chance, slot) in enumerate(chances, 1):
+            tokens += chance
+            taken[slot] += 1
+            worth = tokens - terms.speed * (terms.costs.seconds(terms.batch + count) or 0.0)
+            if worth > best:
+                best, kept = worth, dict(taken)
+        return {slot: found[slot].tokens[:count] for slot, count in kept.items() if count}
+
+
+def _kinds(sureness: Sequence[float]) -> list[int]:
+    """Return the kinds of evidence that surenesses are."""
+    return [min(_SURENESSES - 1, int(sure * _SURENESSES)) for sure in sureness]

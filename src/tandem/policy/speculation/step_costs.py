@@ -7,43 +7,47 @@ from statistics import median
 
 from tandem.policy.speculation.step_shape import StepShape, shape_of_bytes
 
-_KEPT = 15  # latest steps of a size; their median is what is special to it
+_KEPT = 31  # latest steps of a size; their median is what is special to it
 # Steps after which a size that nothing chose is as the shape says: the machine may have been busy.
 _FORGOTTEN_AFTER = 256
-# What all sizes have in common follows the latest 30 steps or so.
-_DECAY = 0.97
-# How strongly the shape is believed: as so many steps of sizes as far apart as 1 and e tokens.
-_SHAPE_WEIGHT = 0.5
+# The level of all sizes follows the latest 30 steps or so; how they grow changes slowly.
+_LEVEL_DECAY, _SLOPE_DECAY = 0.97, 0.998
+# How strongly a shape is believed, as so many steps of sizes as far apart as 1 and e tokens: one
+# that is only typical, and one of the experts that tokens touch. Steps of other sizes than usual
+# say less than that: they find the expert cache as the usual ones leave it.
+_TYPICAL, TOUCHED = 3.0, 30.0
 # What a size has to itself is believed by half after so many steps of it.
-_OWN_WEIGHT = 5.0
+_OWN_WEIGHT = 15.0
 _OUTLIER = 0.3
 _LEAST_SECONDS = 1e-9
 
 
 @dataclass(slots=True)
 class _Line:
-    """A line through decayed points, with a prior that it is level."""
+    """A line through points that move up and down together; level as long as little is known."""
 
     weight: float = 0.0
     x: float = 0.0
-    xx: float = 0.0
     y: float = 0.0
+    xx: float = 0.0
     xy: float = 0.0
 
     def add(self, x: float, y: float) -> None:
         """Note a point."""
-        keep = _DECAY
-        self.weight, self.x = self.weight * keep + 1, self.x * keep + x
-        self.xx, self.y = self.xx * keep + x * x, self.y * keep + y
-        self.xy = self.xy * keep + x * y
+        if self.weight:
+            beyond_x, beyond_y = x - self.x / self.weight, y - self.y / self.weight
+            self.xx = self.xx * _SLOPE_DECAY + beyond_x * beyond_x
+            self.xy = self.xy * _SLOPE_DECAY + beyond_x * beyond_y
+        self.weight = self.weight * _LEVEL_DECAY + 1
+        self.x = self.x * _LEVEL_DECAY + x
+        self.y = self.y * _LEVEL_DECAY + y
 
-    def at(self, x: float) -> float:
-        """Return the line's height; 0 without any point."""
+    def at(self, x: float, level_weight: float) -> float:
+        """Return the line's height, level by so many points; 0 without any point."""
         if not self.weight:
             return 0.0
-        mean_x, mean_y = self.x / self.weight, self.y / self.weight
-        spread = self.xx - self.x * mean_x + _SHAPE_WEIGHT
-        return mean_y + (self.xy - self.x * mean_y) / spread * (x - mean_x)
+        slope = self.xy / (self.xx + level_weight)
+        return self.y / self.weight + slope * (x - self.x / self.weight)
 
 
 @dataclass(slots=True)
@@ -56,6 +60,7 @@ class StepCosts:
     """
 
     shape: StepShape = field(default_factory=lambda: shape_of_bytes(1.0, 1.0))
+    shape_weight: float = _TYPICAL
     _line: _Line = field(default_factory=_Line)
     _own: dict[int, deque[tuple[int, float]]] = field(default_factory=dict)
     """Of each size the latest steps: their numbers, and what they took beyond shape and line."""
@@ -73,16 +78,16 @@ class StepCosts:
         x = log(num_tokens)
         found = log(max(seconds, _LEAST_SECONDS)) - log(self.shape(num_tokens))
         if self._line.weight:
-            expected = self._line.at(x) + self._beyond(num_tokens)
+            expected = self._line.at(x, self.shape_weight) + self._beyond(num_tokens)
             found = expected + min(_OUTLIER, max(-_OUTLIER, found - expected))
         self._line.add(x, found)
-        self._own[num_tokens].append((self._num_steps, found - self._line.at(x)))
+        self._own[num_tokens].append((self._num_steps, found - self._line.at(x, self.shape_weight)))
 
     def seconds(self, num_tokens: int) -> float | None:
         """Return what a step of so many tokens takes; None before any was measured."""
         if not self._line.weight:
             return None
-        beyond = self._line.at(log(num_tokens)) + self._beyond(num_tokens)
+        beyond = self._line.at(log(num_tokens), self.shape_weight) + self._beyond(num_tokens)
         return self.shape(num_tokens) * exp(beyond)
 
     def num_known(self, num_tokens: int) -> int:
