@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
-from tandem.hf.norms import NormSwitch
+from tandem.decode.norms import NormSwitch
 from tests.architectures import build_tiny_model
 from tests.threads import two_threads
 

@@ -18,9 +18,10 @@ from tandem.forecast.gpu_forecast import (
     geometry_of,
     measured_shape,
 )
-from tandem.forecast.sizes import ModelSizes, config_sizes
+from tandem.forecast.sizes import ModelSizes, config_sizes, model_sizes
 from tandem.forecast.typical_routing import typical_routing
 from tandem.hardware.profiles import load_profile
+from tandem.hf.checkpoint import open_model
 from tandem.hf.config import OffloadConfig
 from tandem.policy.plan import Geometry
 from tandem.policy.settings import PlannerSettings
@@ -91,10 +92,10 @@ def test_a_plan_for_a_gpu_that_is_elsewhere(
     assert "have not been compared with a GPU" in out.replace("\n", " ")
     report = json.loads(out.splitlines()[-1])
     assert report["expert_slots"] == report["experts"]  # tiny: all of them
-    assert (
-        report["gpu_bytes"]["dense"]
-        == sum(report["parts_bytes"].values()) - report["parts_bytes"]["experts"]
-    )
+    sizes = model_sizes(open_model(checkpoint), OffloadConfig(device="cuda", expert_dtype="int4"))
+    dense = sum(report["parts_bytes"].values()) - report["parts_bytes"]["experts"]
+    assert report["gpu_bytes"]["dense"] == sizes.device_bytes == dense - sizes.host_bytes
+    assert report["load_host_bytes"] - sizes.host_bytes - sizes.experts_bytes > 0  # the program
     assert report["gpu_bytes"]["kv_cache"] == report["kv_cache_bytes"]
     assert report["decode_tokens_per_second"] > 0
     assert report["profile"] == "desktop-12gb"

@@ -127,9 +127,9 @@ def _sizes_with(
     source: ModelChoice, shape: str | None
 ) -> "tuple[Callable[[OffloadConfig], ModelSizes], bool]":
     """Return what gives a model's sizes under some options, and whether its files are packed."""
+    from tandem.forecast.completeness import require_complete
     from tandem.forecast.sizes import model_sizes
     from tandem.hf.checkpoint import open_model
-    from tandem.hf.completeness import require_complete
 
     if shape is not None:
         from tandem.bench.model_shapes import find_shape

@@ -9,6 +9,7 @@ from torch import Tensor
 from tandem.checkpoint.config_values import foreign_errors
 from tandem.core.errors import TandemError
 from tandem.decode.attention import register_attention
+from tandem.decode.norms import NormSwitch
 from tandem.decode.padded import PaddedBatch
 from tandem.decode.shallow_copy import ShallowCopy
 from tandem.experts.execution.executor import Executor
@@ -22,7 +23,6 @@ from tandem.hf.compat import (
     takes_logits_to_keep,
 )
 from tandem.hf.lookahead.warm_up import warm_up_ids
-from tandem.hf.norms import NormSwitch
 from tandem.hf.runtime import runtime_of
 from tandem.kernels.dense import CpuThreads
 from tandem.kernels.torch_private import own_forward_hooks

@@ -11,11 +11,11 @@ from tandem.checkpoint.packed_files import require_checksums
 from tandem.checkpoint.sources.gguf import read_gguf_header
 from tandem.core.units import format_bytes
 from tandem.experts.store import host_memory
+from tandem.forecast.completeness import require_complete
 from tandem.forecast.finding import Finding
 from tandem.forecast.gpu_check import check_gpu
 from tandem.forecast.windows_check import check_place, check_windows, huge_pages
 from tandem.hf.checkpoint import AnyCheckpoint, GgufCheckpoint
-from tandem.hf.completeness import require_complete
 from tandem.hf.config import OffloadConfig
 from tandem.hf.machine.self_check import check_model
 from tandem.kernels import _native

@@ -62,7 +62,8 @@ class Plan:
     def load_bytes(self) -> int:
         """Host memory once the model is loaded, before a prompt."""
         here = self.process_bytes + self.sizes.experts_bytes
-        return here + (0 if self.is_dense_on_gpu else self.sizes.total_dense_bytes)
+        sizes = self.sizes
+        return here + (sizes.host_bytes if self.is_dense_on_gpu else sizes.total_dense_bytes)
 
     @property
     def host_bytes(self) -> int:
@@ -103,7 +104,7 @@ def plan_slots(
         return 0, parts
     if kind_of(device).holds_dense_parts:
         parts |= {
-            "dense": sizes.total_dense_bytes,
+            "dense": sizes.device_bytes,
             "kv_cache": context_tokens * sizes.expanded_kv_bytes_per_token + sizes.state_bytes,
             "workspace": workspace_bytes(sizes, context_tokens),
         }

@@ -15,11 +15,12 @@ from tandem.devices import kind_of
 from tandem.experts.store.host_store import HostStore
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.forecast.state_bytes import state_bytes_of
-from tandem.foreign_types import PreTrainedConfig
+from tandem.foreign_types import PreTrainedConfig, PreTrainedModel
 from tandem.hf.checkpoint import AnyCheckpoint, Checkpoint, GgufCheckpoint
 from tandem.hf.compat import parts_in_fp32
 from tandem.hf.config import OffloadConfig, parse_dense_dtype
 from tandem.hf.dense import has_quantised_experts, packable_layers
+from tandem.hf.dense_place import is_kept_on_host
 from tandem.hf.experts import is_experts_module
 from tandem.hf.load import empty_model, open_foreign, source_config
 from tandem.hf.quantizer import OffloadQuantizer
@@ -57,6 +58,10 @@ class ModelSizes:
     num_layers: int
     dense_bytes: dict[str, int]
     """By part, as the options pack them."""
+    host_bytes: int
+    """Of the dense parts, what stays in host memory beside a GPU: embeddings."""
+    device_bytes: int
+    """Of the dense parts, what is on a GPU."""
     dense_layers_with_codes: int
     """Linear layers that are quantised in the checkpoint and keep their codes."""
     dense_layers_without: int
@@ -130,6 +135,10 @@ def config_sizes(config: PreTrainedConfig, offload: OffloadConfig) -> ModelSizes
     expanded = _kv_bytes_by_layer(text, dtype, _expanded_kv_bytes)
     kv_bytes = sum(num_bytes for _, num_bytes in layers)
     sliding = sum(num_bytes for kind, num_bytes in layers if kind == "sliding_attention")
+    packed = _packed_formats(model, store, offload, codes)
+    dense_bytes = _dense_bytes(model, packed)
+    host_bytes, is_head_apart = _embedding_bytes(model, packed)
+    shared = 0 if is_head_apart else host_bytes
     return ModelSizes(
         config=text,
         experts_bytes=store.expected_bytes(dtype),
@@ -140,7 +149,9 @@ def config_sizes(config: PreTrainedConfig, offload: OffloadConfig) -> ModelSizes
         num_experts=sum(layer.arrivals.num_experts for layer in store),
         moe_layers=tuple(_layer_number(layer.arrivals.name) for layer in store),
         num_layers=int(getattr(text, "num_hidden_layers", len(store))),
-        dense_bytes=_dense_bytes(model, _packed_formats(model, store, offload, codes)),
+        dense_bytes=dense_bytes,
+        host_bytes=host_bytes,
+        device_bytes=sum(dense_bytes.values()) - shared,
         dense_layers_with_codes=sum(fmt is not None for fmt in codes.values()),
         dense_layers_without=sum(fmt is None for fmt in codes.values()),
         kv_bytes_per_token=kv_bytes,
@@ -191,6 +202,22 @@ def _dense_bytes(model: nn.Module, packed: Mapping[str, WeightFormat]) -> dict[s
         part = next((p for p, words in _PARTS if any(w in name for w in words)), _OTHER)
         totals[part] += num_bytes
     return {part: total for part, total in totals.items() if total}
+
+
+def _embedding_bytes(
+    model: PreTrainedModel, packed: Mapping[str, WeightFormat]
+) -> tuple[int, bool]:
+    """Return what the embeddings take on the host, and whether a head has a copy of its own.
+
+    0 where a head that is tied to them is in the model's dtype: then they are on the GPU.
+    """
+    embeddings = model.get_input_embeddings()
+    path = next(path for path, module in model.named_modules() if module is embeddings)
+    is_alone = is_kept_on_host(model, embeddings)
+    if path in packed:
+        shape, fmt = embeddings.weight.shape, packed[path]
+        return fmt.data_bytes(*shape) + fmt.scale_bytes(*shape), not is_alone
+    return (embeddings.weight.nbytes if is_alone else 0), False
 
 
 def _dense_parts(model: nn.Module, packed: Mapping[str, WeightFormat]) -> Iterator[tuple[str, int]]:

@@ -18,6 +18,7 @@ from tandem.foreign_types import PreTrainedModel
 from tandem.hf.config import OffloadConfig, parse_dense_dtype
 from tandem.hf.dense import pack_dense_layers, share_threads
 from tandem.hf.dense_files import take_stored_layers
+from tandem.hf.dense_place import keep_embeddings_on_host
 from tandem.hf.device_linear import pack_on_device
 from tandem.hf.identity import model_identity
 from tandem.hf.lookahead.look_ahead import SOURCES, LookAhead, look_ahead
@@ -36,6 +37,8 @@ def assemble(model: PreTrainedModel, runtime: Runtime, options: OffloadConfig) -
     dense = parse_dense_dtype(options.dense_dtype)
     if dense is not None and options.dense_dtype != "auto" and model.device.type == "cuda":
         pack_on_device(model, dense)
+    if model.device.type == "cuda":
+        keep_embeddings_on_host(model)
     share_threads(model, runtime.threads)
     runtime.look_ahead = None
     if options.device == "cpu":

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tandem.devices.cuda.embedding import HostEmbedding
 from tandem.experts.store.host_store import HostLayer
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.foreign_types import PreTrainedModel
@@ -265,8 +266,9 @@ def packed_layers(model: nn.Module) -> Iterator[tuple[str, PackedLinear]]:
 def share_threads(model: nn.Module, threads: CpuThreads) -> None:
     """Let all packed layers compute with these threads from now on."""
     for module in model.modules():
-        if isinstance(module, PackedModule):
-            module.threads = threads
+        own = module.on_host if isinstance(module, HostEmbedding) else module
+        if isinstance(own, PackedModule):
+            own.threads = threads
 
 
 def has_quantised_experts(store: Iterable[HostLayer]) -> bool:

@@ -32,12 +32,13 @@ from tandem.kernels.formats.packed import write_codes
 
 
 def quantised_layers(
-    model: nn.Module, source: Source, targets: Mapping[str, str], *, has_embeddings: bool
+    model: PreTrainedModel, source: Source, targets: Mapping[str, str], *, are_apart: bool
 ) -> dict[str, WeightFormat | None]:
     """Return the linear layers, by weight, that a source has quantised, and what holds their codes.
 
-    None: no format does. `targets` says in which parameter each of the source's names ends;
-    with `has_embeddings` these are among them.
+    None: no format does. `targets` says in which parameter each of the source's names ends.
+    Embeddings are among them; where they `are_apart` from the layers, on the host beside a GPU,
+    those that read token ids alone.
     """
     by_parameter: dict[str, list[StoredWeight]] = defaultdict(list)
     for name, weight in source.weights.items():
@@ -51,7 +52,9 @@ def quantised_layers(
         weights = by_parameter.get(tied.get(parameter, parameter), [])
         if weights:
             found[parameter] = _format_of(weights, linear.weight)
-    return found | (_embeddings(model, by_parameter, found, tied) if has_embeddings else {})
+    embeddings = _embeddings(model, by_parameter, found, tied)
+    read = [f"{paths[id(model.get_input_embeddings())]}.weight"] if are_apart else [*embeddings]
+    return found | {name: embeddings[name] for name in read if name in embeddings}
 
 
 def _embeddings(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tandem.devices.cuda.embedding import HostEmbedding
 from tandem.foreign_types import PreTrainedModel
 
 # Keys that say where a model lies or how it was loaded, not what it is.
@@ -21,6 +22,8 @@ def model_identity(model: PreTrainedModel) -> str:
     kept = {key: value for key, value in config.items() if key not in _CIRCUMSTANCES}
     digest.update(json.dumps(kept, sort_keys=True, default=str).encode())
     embedding = model.get_input_embeddings()
+    if isinstance(embedding, HostEmbedding):
+        embedding = embedding.on_host
     if embedding is not None and hasattr(embedding, "weight"):
         sample = _first_rows(embedding).detach().flatten()[:_SAMPLED_VALUES]
         digest.update(sample.to("cpu", torch.bfloat16).view(torch.uint8).numpy().tobytes())

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import ConfigError
+from tandem.devices.cuda.embedding import HostEmbedding
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.dense import PackedModule
 from tandem.hf.runtime import require_runtime
@@ -67,6 +68,9 @@ class OffloadedModel:
             return count
         for layer in require_runtime(self).store:
             count += sum(math.prod(shape) for shape in layer.arrivals.shapes.values())
+        for module in self.modules():  # type: ignore[attr-defined]
+            if isinstance(module, HostEmbedding) and not exclude_embeddings:
+                count += module.num_embeddings * module.embedding_dim
         for weight in self._packed_weights():
             count += weight.out_features * (weight.in_features + (weight.bias is not None))
         return count

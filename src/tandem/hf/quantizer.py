@@ -142,12 +142,12 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         """Return in which formats linear layers keep the codes of the source, by weight.
 
         None for those that it has quantised and that do not: no format holds them, or `dense_dtype`
-        is another than "auto". On a device embeddings do not.
+        is another than "auto".
         """
         source = self.quantization_config.source
         if source is None:
             return {}
-        found = quantised_layers(model, source, self._targets, has_embeddings=not on_device)
+        found = quantised_layers(model, source, self._targets, are_apart=on_device)
         is_auto = self.quantization_config.dense_dtype == "auto"
         keeps_codes = is_auto and has_quantised_experts(self.runtime.store)
         return found if keeps_codes else dict.fromkeys(found)

@@ -22,6 +22,7 @@ from tandem.decode.cuda.resident_layers import GraphedLayers, graphed_layers
 from tandem.decode.model_runner import ModelRunner, why_other_logits
 from tandem.decode.slots import MAX_STEP_TOKENS, CachedSlotPool
 from tandem.devices.cuda.captures import Capture, CudaCapture
+from tandem.devices.cuda.embedding import StepRows, given_rows
 from tandem.experts.cache.expert_cache import SHRINK
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.opaque_calls import intercepted
@@ -83,6 +84,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
         self._active = [True] * num_slots
         with torch.inference_mode(False):
             self._ids = torch.zeros((num_slots, 1), dtype=torch.int64, device=self._device)
+            self._rows = StepRows(model.get_input_embeddings(), num_slots)
             self._is_idle = torch.zeros((num_slots, 1), dtype=torch.bool, device=self._device)
 
     @property
@@ -142,7 +144,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
             executor.begin_step(tokens, is_prefill=len(tokens) > 1)
         ids = on_its_way(list(tokens), self._device).to(self._device, non_blocking=True)
         positions = torch.arange(first, first + len(tokens), device=self._device)
-        with intercepted(_Announced()):
+        with intercepted(_Announced()), given_rows(self._rows.of_prompt(tokens)):
             logits = self._model.logits(ids[None], positions[None], keep)[0]
         self.cache.commit()
         return logits
@@ -168,6 +170,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
         """Queue the step's token ids, and which slots have none if that has changed."""
         ids = [tokens.get(slot, 0) for slot in range(self.num_slots)]
         self._ids.copy_(on_its_way(ids, self._device)[:, None], non_blocking=True)
+        self._rows.bring(ids)
         active = [slot in tokens for slot in range(self.num_slots)]
         if active != self._active:
             self._active = active
@@ -217,14 +220,17 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
     def _run(self, count: int) -> Tensor:
         """Step the first slots by the model's own code."""
         ids, positions = self._ids[:count], self.cache.positions[:count]
-        return self._model.logits(ids, positions[:, None], 1)[:, -1]
+        rows = None if self._rows.memory is None else self._rows.memory[:count]
+        with given_rows(rows):
+            return self._model.logits(ids, positions[:, None], 1)[:, -1]
 
     def _pad(self, count: int, index: Tensor) -> Tensor:
         return index if count == 1 else index.masked_fill(self._is_idle[:count], -1)
 
     def _recorded(self, count: int) -> Callable[[], Tensor]:
         """Do a step of the first slots and return it in fewer operations."""
-        inputs = self._ids, self.cache.positions, self._is_idle
+        inputs = [self._ids, self.cache.positions, self._is_idle]
+        inputs += [] if self._rows.memory is None else [self._rows.memory]
         changing = (*(tensor[:count] for tensor in inputs), *inputs)
         run, pad = partial(self._run, count), partial(self._pad, count)
         return recorded_for_capture(run, changing, fuse_for_gpu, pad).run

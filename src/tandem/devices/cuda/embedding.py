@@ -1,0 +1,97 @@
+"""Embeddings that stay in host memory beside a GPU: a token's row is read there and brought to it.
+
+A captured step cannot read token ids back. Who knows them on the host reads the rows first and says
+so: `with given_rows(rows): model(ids)`. Without that the ids are waited for.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_GIVEN: ContextVar[Tensor | None] = ContextVar("tandem_given_rows", default=None)
+
+
+class HostEmbedding(nn.Module):
+    """Stands on a device for embeddings on the host, which are none of the model's parameters."""
+
+    def __init__(self, on_host: Any, device: torch.device) -> None:
+        """Read rows by calling `on_host`, embeddings on the CPU."""
+        super().__init__()
+        self._on_host = (on_host,)  # no child: what moves the model leaves it
+        self.device = device
+        self.num_embeddings: int = on_host.num_embeddings
+        self.embedding_dim: int = on_host.embedding_dim
+        self.padding_idx = on_host.padding_idx
+        self.dtype: torch.dtype = on_host.weight.dtype
+
+    @property
+    def on_host(self) -> Any:
+        """The embeddings, on the CPU."""
+        return self._on_host[0]
+
+    def rows(self, ids: Sequence[int]) -> Tensor:
+        """Return rows on the host, (n, embedding_dim); copies of them to a GPU do not wait."""
+        found: Tensor = self.on_host(torch.tensor(ids, dtype=torch.int64, device="cpu"))
+        return found.pin_memory() if self.device.type == "cuda" else found
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the tokens' embeddings where `ids` are: (...) int64 -> (..., embedding_dim)."""
+        given = _GIVEN.get()
+        if given is not None and given.shape[:-1] == ids.shape:
+            return given
+        rows: Tensor = self.on_host(ids.cpu())
+        return rows.to(ids.device)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight, on the host, for code that looks at it."""
+        weight: Tensor = self.on_host.weight
+        return weight
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Tensor], prefix: str, keep_vars: bool
+    ) -> None:
+        """Save the weight under the name of the layer that was replaced."""
+        for name, value in self.on_host.state_dict(keep_vars=keep_vars).items():
+            destination[prefix + name] = value
+
+
+@contextmanager
+def given_rows(rows: Tensor | None) -> Iterator[None]:
+    """Let the ids that a model is called with inside have these embeddings; None: to be read."""
+    token = _GIVEN.set(rows)
+    try:
+        yield
+    finally:
+        _GIVEN.reset(token)
+
+
+class StepRows:
+    """The embeddings of decode steps, in memory of the device that stays where it is."""
+
+    def __init__(self, embeddings: nn.Module, num_slots: int) -> None:
+        """Serve `num_slots` slots; nothing is to be done for embeddings that the device has."""
+        self._source = embeddings if isinstance(embeddings, HostEmbedding) else None
+        self.memory: Tensor | None = None
+        """(num_slots, 1, embedding_dim)."""
+        if self._source is not None:
+            shape = num_slots, 1, self._source.embedding_dim
+            with torch.inference_mode(False):
+                self.memory = torch.zeros(
+                    shape, dtype=self._source.dtype, device=self._source.device
+                )
+
+    def bring(self, ids: Sequence[int]) -> None:
+        """Queue the copy of a step's rows, one for each slot."""
+        if self._source is not None and self.memory is not None:
+            self.memory.copy_(self._source.rows(ids)[:, None], non_blocking=True)
+
+    def of_prompt(self, ids: Sequence[int]) -> Tensor | None:
+        """Return a prompt's rows on the device, (1, n, embedding_dim); None: it has them."""
+        if self._source is None:
+            return None
+        return self._source.rows(ids)[None].to(self._source.device, non_blocking=True)
