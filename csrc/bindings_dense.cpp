@@ -66,12 +66,13 @@ void read_rows(DenseEngine& engine, const DenseMatrix& matrix, std::int64_t cols
                pointer<void>(out)});
 }
 
+std::uintptr_t address(std::int64_t value) { return static_cast<std::uintptr_t>(value); }
+
 // `calls` is (count, 14) int64, rows of what tandem.kernels.formats.native_quantize writes.
 bool quantize_matrices(const std::string& isa, int num_threads, bool has_search, std::int64_t count,
                        std::uintptr_t calls) {
   constexpr std::int64_t kFields = 14;
   const auto* f = pointer<const std::int64_t>(calls);
-  const auto address = [](std::int64_t value) { return static_cast<std::uintptr_t>(value); };
   std::vector<QuantizeCall> matrices;
   for (std::int64_t i = 0; i < count; ++i, f += kFields)
     matrices.push_back({static_cast<Format>(f[0]), f[1], has_search, f[2], f[3], f[4],
@@ -83,15 +84,18 @@ bool quantize_matrices(const std::string& isa, int num_threads, bool has_search,
   return quantize(matrices, isa, num_threads);
 }
 
-bool rearrange_blocks(int num_threads, int format, std::uintptr_t source, std::uintptr_t order,
-                      std::int64_t rows, std::int64_t cols, std::uintptr_t data,
-                      std::int64_t data_stride, std::uintptr_t scales, std::int64_t scale_stride) {
-  const Rearrangement work{static_cast<Format>(format), pointer<const std::uint8_t>(source),
-                           pointer<const std::int64_t>(order), rows, cols,
-                           pointer<std::uint8_t>(data), pointer<std::uint8_t>(scales),
-                           data_stride, scale_stride};
+// `calls` is (count, 9) int64, rows of what tandem.kernels.formats.file_blocks writes.
+bool rearrange_blocks(int num_threads, std::int64_t count, std::uintptr_t calls) {
+  constexpr std::int64_t kFields = 9;
+  const auto* f = pointer<const std::int64_t>(calls);
+  std::vector<Rearrangement> works;
+  for (std::int64_t i = 0; i < count; ++i, f += kFields)
+    works.push_back({static_cast<Format>(f[0]), pointer<const std::uint8_t>(address(f[1])),
+                     pointer<const std::int64_t>(address(f[2])), f[3], f[4],
+                     pointer<std::uint8_t>(address(f[5])), pointer<std::uint8_t>(address(f[6])),
+                     f[7], f[8]});
   const nb::gil_scoped_release release;
-  return rearrange(work, num_threads);
+  return rearrange(works, num_threads);
 }
 
 void bind_attention(nb::module_& m) {

@@ -1,11 +1,10 @@
 #include "blocks.hpp"
 
 #include <algorithm>
-#include <atomic>
 #include <bit>
 #include <cstring>
-#include <thread>
-#include <vector>
+
+#include "pieces.hpp"
 
 namespace tandem {
 namespace {
@@ -192,12 +191,10 @@ Super padding(const Encoding& e) {
   return zeros;
 }
 
-// What a thread should have to do to be worth its start.
-constexpr std::int64_t kWeightsPerThread = 1 << 18;
-
 // Writes 16 rows; false if a scale is not finite.
-bool rearrange_block(const Rearrangement& work, const Reader& reader, std::int64_t block) {
+bool rearrange_block(const Rearrangement& work, std::int64_t block) {
   const Encoding& e = encoding(work.format);
+  const Reader reader = reader_of(work.format);
   const std::int64_t supers = work.cols / kSuperCols;
   std::uint8_t* data = work.data + block * work.data_stride;
   std::uint8_t* scales = work.scales + block * work.scale_stride;
@@ -221,26 +218,22 @@ bool rearrange_block(const Rearrangement& work, const Reader& reader, std::int64
   return is_whole;
 }
 
+// Where a piece's blocks lie; of rows in another order, where all of them lie.
+Extent source_of(const Piece<Rearrangement>& piece) {
+  const Rearrangement& work = *piece.call;
+  const std::int64_t row_bytes = work.cols / kSuperCols * source_bytes(work.format);
+  if (work.order != nullptr) return {work.source, work.rows * row_bytes};
+  const std::int64_t first = piece.first * kBlockRows;
+  const std::int64_t count = std::min(work.rows - first, piece.count * kBlockRows);
+  return {work.source + first * row_bytes, count * row_bytes};
+}
+
 }  // namespace
 
 std::int64_t source_bytes(Format format) { return reader_of(format).bytes; }
 
-bool rearrange(const Rearrangement& work, int num_threads) {
-  const Reader reader = reader_of(work.format);
-  const std::int64_t blocks = (work.rows + kBlockRows - 1) / kBlockRows;
-  std::atomic<std::int64_t> next{0};
-  std::atomic<bool> is_whole{true};
-  const auto run = [&] {
-    for (std::int64_t block = next++; block < blocks; block = next++)
-      if (!rearrange_block(work, reader, block)) is_whole = false;
-  };
-  const std::int64_t worth = work.rows * work.cols / kWeightsPerThread;
-  std::vector<std::jthread> helpers;
-  for (std::int64_t i = 1; i < std::min<std::int64_t>(num_threads, worth); ++i)
-    helpers.emplace_back(run);
-  run();
-  helpers.clear();  // waits for them
-  return is_whole;
+bool rearrange(std::span<const Rearrangement> works, int num_threads) {
+  return do_pieces(works, num_threads, source_of, rearrange_block);
 }
 
 }  // namespace tandem

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 
 #include "packed.hpp"
 
@@ -22,8 +23,9 @@ struct Rearrangement {
 // Bytes of 256 numbers in a file; 0 for formats that no blocks are.
 std::int64_t source_bytes(Format format);
 
-// Writes every block of 16 rows, padding included. False if a scale is not finite. Throws
-// std::system_error if the system gives no thread.
-bool rearrange(const Rearrangement& work, int num_threads);
+// Writes every block of 16 rows of each, padding included; mapped files are read ahead. False, with
+// some blocks written perhaps, if a scale is not finite. Throws std::system_error if the system gives
+// no thread.
+bool rearrange(std::span<const Rearrangement> works, int num_threads);
 
 }  // namespace tandem

@@ -1,6 +1,6 @@
 """Compares what `tandem plan` says of a packed checkpoint's speed with what a load then does.
 
-    python -m benchmarks.loading.packed_checkpoint write DIR
+    python -m benchmarks.loading.large_model write DIR
     python -m benchmarks.loading.speed_forecast DIR --pairs 3
 
 Each pair is a fresh forecast and a load after it, in processes of their own. What the memory gives
@@ -56,7 +56,7 @@ def run_pair(directory: Path, tokens: int) -> Pair:
     plan = ["-m", "tandem.cli.main", "plan", str(directory), "--refresh", "--json"]
     forecast = _last_line(plan)
     between = _read_rate()
-    load = ["-m", "benchmarks.loading.packed_checkpoint", "load", str(directory)]
+    load = ["-m", "benchmarks.loading.large_model", "load", str(directory)]
     loaded = _last_line([*load, "--tokens", str(tokens), "--dense-dtype", "auto"])
     after = _read_rate()
     return Pair(forecast, loaded, (before + between) / 2, (between + after) / 2)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tandem.checkpoint.sources.codes import Codes, StoredWeight
+from tandem.checkpoint.sources.codes import Codes
 from tandem.checkpoint.sources.gguf_weight import file_blocks
 from tandem.checkpoint.sources.source import SourceTensor
 from tandem.core.errors import ModelError
@@ -19,9 +19,10 @@ def put_fused(layer: HostLayer, tensor_name: str, fused: Tensor | SourceTensor) 
     if not isinstance(fused, SourceTensor):
         layer.put(tensor_name, fused)
         return
+    if _put_blocks(layer, tensor_name, fused):
+        return
     for expert in range(fused.shape[0]):
-        if not _put_blocks(layer, tensor_name, expert, fused.weight):
-            _put_codes(layer, tensor_name, expert, [(fused, fused.weight.read(expert))])
+        _put_codes(layer, tensor_name, expert, [(fused, fused.weight.read(expert))])
 
 
 def put_experts(
@@ -54,14 +55,16 @@ def _put_expert(
     layer.put_expert(tensor_name, expert, tensors)
 
 
-def _put_blocks(layer: HostLayer, tensor_name: str, expert: int, weight: StoredWeight) -> bool:
-    """Rearrange an expert's blocks straight from the file; False where they come as codes."""
+def _put_blocks(layer: HostLayer, tensor_name: str, fused: SourceTensor) -> bool:
+    """Rearrange all experts' blocks straight from the file; False where they come as codes."""
     if not isinstance(layer, PackedLayer):
         return False
-    blocks = file_blocks(weight, layer.format_of(tensor_name), expert)
-    if blocks is None:
+    fmt = layer.format_of(tensor_name)
+    found = [file_blocks(fused.weight, fmt, expert) for expert in range(fused.shape[0])]
+    blocks = [one for one in found if one is not None]
+    if len(blocks) < len(found):
         return False
-    layer.put_blocks(tensor_name, expert, blocks)
+    layer.put_blocks(tensor_name, blocks)
     return True
 
 

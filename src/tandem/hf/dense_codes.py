@@ -27,7 +27,7 @@ from tandem.hf.dense import (
 from tandem.hf.device_linear import Place
 from tandem.kernels.dense import CpuThreads, DenseWeight, padded_bias
 from tandem.kernels.formats import PackedMatrix, WeightFormat
-from tandem.kernels.formats.file_blocks import write_file_blocks
+from tandem.kernels.formats.file_blocks import Placing, write_file_blocks
 from tandem.kernels.formats.packed import write_codes
 
 
@@ -122,7 +122,7 @@ class DenseCodes:
         if blocks is not None and len(blocks) == 1:
             rows, cols = tensor.weight.shape
             matrix = PackedMatrix.empty(rows, cols, fmt)
-            write_file_blocks(matrix.blocks, fmt, blocks[0], name=name)
+            write_file_blocks([Placing(matrix.blocks, fmt, blocks[0], name)])
             return self._keep(parameter, matrix, tensor)
         codes = tensor.weight.read()
         try:

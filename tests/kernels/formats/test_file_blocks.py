@@ -11,7 +11,12 @@ from tandem.checkpoint.sources.gguf_blocks import FORMATS as OF_BLOCKS
 from tandem.checkpoint.sources.gguf_blocks import read_blocks
 from tandem.core.errors import ModelError
 from tandem.kernels.formats import PackedMatrix, find_format, unpack
-from tandem.kernels.formats.file_blocks import FileBlocks, has_file_blocks, write_file_blocks
+from tandem.kernels.formats.file_blocks import (
+    FileBlocks,
+    Placing,
+    has_file_blocks,
+    write_file_blocks,
+)
 from tandem.kernels.formats.packed import write_codes
 from tests.loading.gguf_files import FACTORS
 
@@ -43,7 +48,7 @@ def rearranged(kind: str, source: FileBlocks, supers: int) -> PackedMatrix:
     packed.data.fill_(0xA5)
     assert packed.scales is not None
     packed.scales.fill_(0xA5)
-    write_file_blocks(packed.blocks, fmt, source)
+    write_file_blocks([Placing(packed.blocks, fmt, source)])
     return packed
 
 
@@ -104,3 +109,26 @@ def test_a_scale_that_is_not_finite(kind: str) -> None:
             np.errstate(invalid="ignore"),
         ):
             read_blocks(damaged, GGMLQuantizationType[kind], keep=True).coded(fmt, "weight")
+
+
+def test_many_matrices_in_one_call_are_those_of_one_each() -> None:
+    kinds = ["Q4_K", "Q6_K", "Q4_K", "IQ4_XS"]
+    sources = [draw_blocks(kind, 40 + 700 * i, i + 1) for i, kind in enumerate(kinds)]
+    alone = [
+        rearranged(kind, FileBlocks(source), i + 1)
+        for i, (kind, source) in enumerate(zip(kinds, sources, strict=True))
+    ]
+    placings = [
+        Placing(empty.blocks, empty.format, FileBlocks(source), f"matrix {i}")
+        for i, (one, source) in enumerate(zip(alone, sources, strict=True))
+        if (empty := PackedMatrix.empty(one.rows, one.cols, one.format))
+    ]
+    write_file_blocks(placings)
+    for placing, one in zip(placings, alone, strict=True):
+        assert placing.blocks.scales is not None
+        assert one.blocks.scales is not None
+        assert torch.equal(placing.blocks.words, one.blocks.words)
+        assert torch.equal(placing.blocks.scales, one.blocks.scales)
+    sources[2][1300, :2] = (0, 0x7C)  # infinity
+    with pytest.raises(ModelError, match=r"matrix 2's scales hold NaN or infinity"):
+        write_file_blocks(placings)

@@ -5,7 +5,7 @@ their own. Between the two projections that is an order of rows, and done while 
 of an expert's inputs is kept in `input_order`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from tandem.experts.store.image import Extent
 from tandem.kernels.formats.blocks import CodedMatrix
 from tandem.kernels.formats.coded_expert import order_inner_rows, pack_coded_down, pack_coded_up
 from tandem.kernels.formats.expert import ExpertLayout, unpack_expert
-from tandem.kernels.formats.file_blocks import FileBlocks, write_file_blocks
+from tandem.kernels.formats.file_blocks import FileBlocks, Placing, write_file_blocks
 from tandem.kernels.formats.native_quantize import Rounding
 from tandem.kernels.formats.packed import write_weights
 from tandem.kernels.formats.parts import (
@@ -119,8 +119,17 @@ class PackedLayer:
                 self._orders()[expert] = input_order
         self.arrivals.count(tensor_name, 1)
 
-    def put_blocks(self, tensor_name: str, expert: int, parts: Sequence[FileBlocks]) -> None:
-        """Place one expert's projection from blocks of a file: gate and up, or one matrix."""
+    def put_blocks(self, tensor_name: str, experts: Sequence[Sequence[FileBlocks]]) -> None:
+        """Place all experts' projections from blocks of a file: gate and up, or one matrix each."""
+        placings: list[Placing] = []
+        for expert, parts in enumerate(experts):
+            placings += self._placings(tensor_name, expert, parts)
+        write_file_blocks(placings)
+        self.arrivals.count(tensor_name, len(experts))
+
+    def _placings(
+        self, tensor_name: str, expert: int, parts: Sequence[FileBlocks]
+    ) -> Iterator[Placing]:
         fmt, buffer = self.format_of(tensor_name), self.buffers[expert]
         rows = sum(len(part.rows) for part in parts)
         cols = self.layout.hidden_size
@@ -135,8 +144,7 @@ class PackedLayer:
             targets = [self.layout.up_half(buffer, half) for half in halves]
         name = f"{self.arrivals.name}, expert {expert}: {tensor_name}"
         for target, part in zip(targets, parts, strict=True):
-            write_file_blocks(target, fmt, part, name=name)
-        self.arrivals.count(tensor_name, 1)
+            yield Placing(target, fmt, part, name)
 
     def format_of(self, tensor_name: str) -> WeightFormat:
         """Return the format of a projection."""

@@ -1,6 +1,8 @@
 """Blocks of 256 numbers as GGUF files have them, rearranged natively into packed matrices."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,13 +31,37 @@ def has_file_blocks(fmt: WeightFormat) -> bool:
     return _native.block_bytes(fmt.encoding.number) > 0
 
 
-def write_file_blocks(
-    blocks: MatrixBlocks, fmt: WeightFormat, source: FileBlocks, *, name: str = "weight"
-) -> None:
-    """Place rows into blocks that have room for just them; `ModelError` for a scale of NaN.
+class Placing(NamedTuple):
+    """Rows of blocks, and blocks of a packed matrix that have room for just them."""
 
-    Works with as many threads as torch does, without Python's lock.
+    blocks: MatrixBlocks
+    format: WeightFormat
+    source: FileBlocks
+    name: str = "weight"
+
+
+def write_file_blocks(placings: Sequence[Placing]) -> None:
+    """Place rows into matrices; `ModelError` names the first with a scale that is not finite.
+
+    Works with as many threads as torch does, without Python's lock; mapped files are read ahead.
     """
+    if _place(placings):
+        return
+    damaged = next(placing for placing in placings if not _place([placing]))
+    raise ModelError(
+        f"{damaged.name}'s scales hold NaN or infinity, expected finite numbers; the checkpoint is "
+        "damaged: download or convert it again"
+    )
+
+
+def _place(placings: Sequence[Placing]) -> bool:
+    calls = torch.tensor([_call(placing) for placing in placings], dtype=torch.int64, device="cpu")
+    return _native.rearrange_blocks(torch.get_num_threads(), len(calls), calls.data_ptr())
+
+
+def _call(placing: Placing) -> tuple[int, ...]:
+    """Return what csrc/bindings_dense.cpp reads of one."""
+    blocks, fmt, source, _ = placing
     rows, row_bytes = source.rows.shape
     assert source.rows.flags.c_contiguous
     supers, rest = divmod(row_bytes, _native.block_bytes(fmt.encoding.number))
@@ -43,20 +69,9 @@ def write_file_blocks(
     assert rest == 0
     assert blocks.scales is not None
     assert blocks.words.shape[:2] == (fmt.padded_rows(rows) // 16, fmt.dwords(cols))
-    is_whole = _native.rearrange_blocks(
-        torch.get_num_threads(),
-        fmt.encoding.number,
-        source.rows.ctypes.data,
-        0 if source.order is None else source.order.data_ptr(),
-        rows,
-        cols,
-        blocks.words.data_ptr(),
-        blocks.words.stride(0) * blocks.words.element_size(),
-        blocks.scales.data_ptr(),
-        blocks.scales.stride(0),
-    )
-    if not is_whole:
-        raise ModelError(
-            f"{name}'s scales hold NaN or infinity, expected finite numbers; the checkpoint is "
-            "damaged: download or convert it again"
-        )
+    return (
+        fmt.encoding.number, source.rows.ctypes.data,
+        0 if source.order is None else source.order.data_ptr(), rows, cols,
+        blocks.words.data_ptr(), blocks.scales.data_ptr(),
+        blocks.words.stride(0) * blocks.words.element_size(), blocks.scales.stride(0),
+    )  # fmt: skip

@@ -1,18 +1,24 @@
-"""Loads a packed checkpoint of a released shape, with random weights, and answers with it.
+"""Loads a model of a released shape with random weights, packed or as GGUF, and answers with it.
 
-    python -m benchmarks.loading.packed_checkpoint write DIR [--shape NAME] [--layers N]
-    python -m benchmarks.loading.packed_checkpoint load DIR [--cold] [--tokens N]
+    python -m benchmarks.loading.large_model write DIR [--shape NAME] [--layers N]
+    python -m benchmarks.loading.large_model write FILE.gguf [--quantisation Q4_K_M]
+    python -m benchmarks.loading.large_model load DIR|FILE.gguf [--cold] [--tokens N]
 
-`write` makes the files layer by layer, in little memory. `load --cold` first drops them from the
-page cache and times a plain read of all files, then drops them again and times the load. What a
-prompt and tokens take is measured as `tandem plan` does for its forecast. The last line is JSON.
+`write` makes the files layer by layer, in little memory. `load` measures the time and the memory of
+its own that the process takes meanwhile, which mapped pages of files are no part of. `load --cold`
+first drops the files from the page cache and times a plain read of all, then drops them again.
+What a prompt and tokens take is measured as `tandem plan` does for its forecast; with `--tokens 0`
+it is not. The last line is JSON.
 """
 
 import argparse
 import json
 import os
 import resource
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,12 +26,13 @@ from typing import Any
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as `import tandem` sets it, here too late
 
 import torch
+from benchmarks.generation.gguf_file import write_random_gguf
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import tandem
 from tandem.bench.generation import WARM_UP_STEPS, Workload, measure
-from tandem.bench.model_shapes import MODEL_SHAPES, find_shape
+from tandem.bench.model_shapes import MODEL_SHAPES, ModelShape, find_shape
 from tandem.bench.random_model import drop_experts
 from tandem.bench.random_weights import random_experts
 from tandem.checkpoint.mapped_files import read_ahead
@@ -37,17 +44,16 @@ from tandem.experts.store.packed_layer import STORED_NAME, PackedLayer
 from tandem.forecast.speed_forecast import PROMPT_TOKENS
 from tandem.generate.generator import Generator
 from tandem.hf.config import PACKED_FORMAT_VERSION, OffloadConfig
+from tandem.hf.dense import PackedModule
 from tandem.hf.quantizer import OffloadQuantizer
+from tandem.hf.runtime import require_runtime
 
 _STD = 0.02
 _ROUNDS = 3  # of a prompt and tokens; the first one also tells how the first tokens come
 
 
-def write(directory: Path, shape_name: str, num_layers: int | None, expert_dtype: str) -> None:
+def write(directory: Path, shape: ModelShape, expert_dtype: str) -> None:
     """Write a shape's packed checkpoint."""
-    shape = find_shape(shape_name)
-    if num_layers:
-        shape = shape.sample(num_layers)
     config = AutoConfig.for_model(shape.model_type, **shape.values)
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -91,8 +97,8 @@ def _filled(like: Tensor, random: Tensor) -> Tensor:
 
 def load(flags: argparse.Namespace) -> None:
     """Time the load and an answer; print one JSON line last."""
-    directory, is_cold = flags.directory, flags.cold
-    files = sorted(directory.glob("*.safetensors"))
+    path, is_cold = flags.path, flags.cold
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     total = sum(file.stat().st_size for file in files)
     report: dict[str, Any] = {"bytes": total}
     if is_cold:
@@ -101,23 +107,62 @@ def load(flags: argparse.Namespace) -> None:
         read_ahead(files, lambda count: None)
         report["raw_read_seconds"] = time.perf_counter() - begin
         _drop(files)
-    begin = time.perf_counter()
-    model = tandem.load(directory, dense_dtype=flags.dense_dtype, threads=flags.threads)
-    report["load_seconds"] = time.perf_counter() - begin
+    begin, own_before = time.perf_counter(), _memory_kinds()["rssanon_bytes"]
+    with _watching_memory() as seen:
+        model = tandem.load(path, dense_dtype=flags.dense_dtype, threads=flags.threads)
+    seconds = time.perf_counter() - begin
+    report |= {"load_seconds": seconds, "gigabytes_per_second": total / seconds / 1e9}
+    report["peak_own_bytes"] = max(seen) - own_before
+    report["packed_bytes"] = _packed_bytes(model)
     report["resident_bytes_after_load"] = process_bytes()
-    work = Workload(prompt_tokens=PROMPT_TOKENS, new_tokens=flags.tokens)
-    rounds = [measure(model, Generator(model), work) for _ in range(_ROUNDS)]
-    first = rounds[0]
-    report["first_prefill_seconds"] = first.first_prefill_seconds
-    report["first_tokens_per_second"] = WARM_UP_STEPS / first.warm_up_seconds
-    report["prefill_seconds"] = median(x.time_to_first_token_seconds for x in rounds)
-    report["decode_tokens_per_second"] = median(x.speed.decode_tokens_per_second for x in rounds)
-    report["resident_bytes"] = process_bytes()
-    report["peak_resident_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    report |= _memory_kinds()
     if is_cold:
         report["share_of_raw_read"] = report["raw_read_seconds"] / report["load_seconds"]
-    print(json.dumps(report))
+    if flags.tokens:
+        report |= _answers(model, flags.tokens)
+    print(json.dumps(report | _memory_kinds()))
+
+
+def _packed_bytes(model: Any) -> int:
+    """Return what the experts and the other packed matrices take; tied ones count once."""
+    dense = {
+        module.packed.matrix.data.data_ptr(): module.packed.num_bytes
+        for module in model.modules()
+        if isinstance(module, PackedModule)
+    }
+    return require_runtime(model).store.num_bytes + sum(dense.values())
+
+
+@contextmanager
+def _watching_memory() -> Iterator[list[int]]:
+    """Collect how many bytes of its own the process has, every twentieth of a second."""
+    seen, has_ended = [0], threading.Event()
+
+    def watch() -> None:
+        while not has_ended.wait(0.05):
+            seen.append(_memory_kinds()["rssanon_bytes"])
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        has_ended.set()
+        thread.join()
+
+
+def _answers(model: Any, num_tokens: int) -> dict[str, Any]:
+    """Return what a prompt and tokens take, and the memory behind them."""
+    work = Workload(prompt_tokens=PROMPT_TOKENS, new_tokens=num_tokens)
+    rounds = [measure(model, Generator(model), work) for _ in range(_ROUNDS)]
+    first = rounds[0]
+    return {
+        "first_prefill_seconds": first.first_prefill_seconds,
+        "first_tokens_per_second": WARM_UP_STEPS / first.warm_up_seconds,
+        "prefill_seconds": median(x.time_to_first_token_seconds for x in rounds),
+        "decode_tokens_per_second": median(x.speed.decode_tokens_per_second for x in rounds),
+        "resident_bytes": process_bytes(),
+        "peak_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
 
 
 def _drop(files: list[Path]) -> None:
@@ -141,21 +186,28 @@ def _memory_kinds() -> dict[str, int]:
 
 def main() -> None:
     """Write or load, as the command line says."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("action", choices=("write", "load"))
-    parser.add_argument("directory", type=Path)
+    parser.add_argument("path", type=Path, help="a directory, or a GGUF file")
     parser.add_argument("--shape", default="qwen3-30b-a3b", choices=sorted(MODEL_SHAPES))
     parser.add_argument("--layers", type=int)
     parser.add_argument("--expert-dtype", default="int4")
+    parser.add_argument("--quantisation", default="Q4_K_M", help="of a GGUF file")
     parser.add_argument("--cold", action="store_true")
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--dense-dtype", default="none", help="of the load; packing takes time")
     flags = parser.parse_args()
-    if flags.action == "write":
-        write(flags.directory, flags.shape, flags.layers, flags.expert_dtype)
-    else:
+    shape = find_shape(flags.shape)
+    shape = shape.sample(flags.layers) if flags.layers else shape
+    if flags.action == "load":
         load(flags)
+    elif flags.path.suffix == ".gguf":
+        write_random_gguf(flags.path, shape, int(shape.values["vocab_size"]), flags.quantisation)
+    else:
+        write(flags.path, shape, flags.expert_dtype)
 
 
 if __name__ == "__main__":
