@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from tandem.devices.cuda.linear import DeviceLinear
 from tandem.hf.dense import PackedLinear, read_rows
 from tandem.hf.opaque_calls import GROUPS, opaque
 from tandem.kernels.attention import AttentionForm
@@ -31,7 +32,8 @@ def latent_methods(module: nn.Module) -> Mapping[str, Callable[..., Any]]:
     if not all(hasattr(module, name) for name in _NAMES):
         return {}
     projection: Any = module.kv_b_proj
-    is_plain = type(projection) in (nn.Linear, PackedLinear) and projection.bias is None
+    kinds = (nn.Linear, PackedLinear, DeviceLinear)
+    is_plain = type(projection) in kinds and projection.bias is None
     return {"expand_kv": _keep_latents} if is_plain else {}
 
 
@@ -64,6 +66,8 @@ def attend_latents(
     `query` (heads, n_tokens, key dim) is that of expanded keys, `form` that of the one latent key;
     returns (n_tokens, heads, value dim) of expanded values.
     """
+    if cache.shares_values:
+        value = value[..., :0]
     if not cache.is_decoding:
         expanded = dataclasses.replace(
             form, num_kv_heads=form.num_heads, key_dim=query.shape[-1], value_dim=module.v_head_dim
@@ -104,7 +108,9 @@ def _products(module: Any, num_heads: int) -> _Products:
         return _Products(
             *(partial(_packed_product, projection.threads, w) for w in projection.by_head)
         )
-    weight = projection.weight.view(num_heads, -1, module.kv_lora_rank)
+    is_packed = isinstance(projection, DeviceLinear)
+    weight = projection.unpacked if is_packed else projection.weight
+    weight = weight.view(num_heads, -1, module.kv_lora_rank)
     keys, values = weight[:, :num_plain], weight[:, num_plain:]
     return _Products(partial(_product, keys), partial(_product, values.transpose(1, 2)))
 

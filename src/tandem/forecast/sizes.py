@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,8 +68,8 @@ class ModelSizes:
     """Linear layers that are quantised in the checkpoint and are dequantised."""
     kv_bytes_per_token: int
     """In all layers on the CPU, whatever they see."""
-    expanded_kv_bytes_per_token: int
-    """The same where latents are expanded before they are kept, as on a GPU."""
+    device_kv_bytes_per_token: int
+    """The same on a GPU, where a latent is kept once."""
     sliding_window: int
     """Positions that the layers with a window see; 0: there are none."""
     sliding_share: float
@@ -131,8 +131,8 @@ def config_sizes(config: PreTrainedConfig, offload: OffloadConfig) -> ModelSizes
     offload.source = None
     store, text = quantizer.runtime.store, config.get_text_config()
     dtype = next(model.parameters()).dtype
-    layers = _kv_bytes_by_layer(text, dtype, _kv_bytes)
-    expanded = _kv_bytes_by_layer(text, dtype, _expanded_kv_bytes)
+    layers = _kv_bytes_by_layer(text, dtype, latents=2)
+    on_gpu = _kv_bytes_by_layer(text, dtype, latents=1)
     kv_bytes = sum(num_bytes for _, num_bytes in layers)
     sliding = sum(num_bytes for kind, num_bytes in layers if kind == "sliding_attention")
     packed = _packed_formats(model, store, offload, codes)
@@ -155,7 +155,7 @@ def config_sizes(config: PreTrainedConfig, offload: OffloadConfig) -> ModelSizes
         dense_layers_with_codes=sum(fmt is not None for fmt in codes.values()),
         dense_layers_without=sum(fmt is None for fmt in codes.values()),
         kv_bytes_per_token=kv_bytes,
-        expanded_kv_bytes_per_token=sum(num_bytes for _, num_bytes in expanded),
+        device_kv_bytes_per_token=sum(num_bytes for _, num_bytes in on_gpu),
         sliding_window=int(getattr(text, "sliding_window", None) or 0),
         sliding_share=sliding / max(1, kv_bytes),
         state_bytes=state_bytes_of(model),
@@ -245,34 +245,24 @@ def _dense_parts(model: nn.Module, packed: Mapping[str, WeightFormat]) -> Iterat
 
 
 def _kv_bytes_by_layer(
-    config: PreTrainedConfig,
-    dtype: torch.dtype,
-    bytes_of: Callable[[PreTrainedConfig, torch.dtype], int],
+    config: PreTrainedConfig, dtype: torch.dtype, *, latents: int
 ) -> list[tuple[str, int]]:
-    """Return each layer's kind and what a token's keys and values take in it."""
+    """Return each layer's kind and what a token takes in it, with so many copies of a latent."""
     usual = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
     count = int(config.num_hidden_layers)
     kinds = getattr(config, "layer_types", None) or [usual] * count
     layers = getattr(config, "per_layer_config", [config] * count)
     return [
-        (kind, 0 if kind in _WITHOUT_KEYS else bytes_of(layer, dtype))
+        (kind, 0 if kind in _WITHOUT_KEYS else _kv_bytes(layer, dtype, latents))
         for kind, layer in zip(kinds, layers, strict=True)
     ]
 
 
-def _kv_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
-    """Return what a token's keys and values take in a layer with this config."""
-    if getattr(config, "kv_lora_rank", None):  # the latent is kept as key and as value
-        return int(2 * config.kv_lora_rank + config.qk_rope_head_dim) * dtype.itemsize
-    return _expanded_kv_bytes(config, dtype)
-
-
-def _expanded_kv_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
-    """Return the same where latents are expanded."""
-    heads = int(getattr(config, "num_attention_heads", 1))
+def _kv_bytes(config: PreTrainedConfig, dtype: torch.dtype, latents: int) -> int:
+    """Return what a token's keys and values take in a layer, with so many copies of a latent."""
     if getattr(config, "kv_lora_rank", None):
-        width = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
-        return heads * int(width) * dtype.itemsize
+        return int(latents * config.kv_lora_rank + config.qk_rope_head_dim) * dtype.itemsize
+    heads = int(getattr(config, "num_attention_heads", 1))
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
     return 2 * kv_heads * head_dim * dtype.itemsize

@@ -46,6 +46,8 @@ class SlotCache(ABC):
 
     keeps_latents = False
     """Whether latent attention keeps its latents here, and not what is made of them."""
+    shares_values = False
+    """Whether latents are kept once: they come as keys, with values of no dimensions."""
     is_decoding = False
     """Whether the tokens that are announced are a decode step's."""
     slots: Tensor

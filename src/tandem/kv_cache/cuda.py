@@ -17,6 +17,7 @@ from tandem.core.errors import CapacityError
 from tandem.kernels.attention import AttentionForm, Segment
 from tandem.kv_cache.base import NotInSlotsError, SlotCache
 from tandem.kv_cache.cuda_layers import DecodeKernels, LayerMemory, stored_dtype
+from tandem.kv_cache.latents import Expansion
 
 _SHORTEST_LENGTH = 256
 # Bounds the scores of attention that no fused kernel computes; several copies live at a time.
@@ -25,6 +26,8 @@ _MOST_SCORE_BYTES = 64 << 20
 
 class StaticKvCache(SlotCache):
     """Keys and values of all layers for a fixed number of slots."""
+
+    keeps_latents = shares_values = True
 
     def __init__(
         self,
@@ -66,7 +69,7 @@ class StaticKvCache(SlotCache):
     def begin(self, segment: Segment) -> None:
         """Announce a prompt's next tokens, of one slot."""
         assert segment.first_position == self.lengths[segment.slot]
-        self._segment, self._awaited = segment, None
+        self._segment, self._awaited, self.is_decoding = segment, None, False
         self.slots = torch.full((segment.num_tokens,), segment.slot, device="cpu")
         self.reserve(segment.first_position + segment.num_tokens)
 
@@ -77,7 +80,7 @@ class StaticKvCache(SlotCache):
         they write behind what they hold, and that does not count.
         """
         assert max(slots) < count <= len(self.lengths)
-        self._segment, self._awaited = None, None
+        self._segment, self._awaited, self.is_decoding = None, None, True
         self._decoded, self._count, self.slots = slots, count, torch.arange(count, device="cpu")
         self.reserve(max(self.lengths[:count]) + 1)
         self.positions.copy_(on_its_way(self.lengths, self._device), non_blocking=True)
@@ -127,15 +130,35 @@ class StaticKvCache(SlotCache):
         All are (heads, n_tokens, dim); returns (n_tokens, heads, dim).
         """
         assert selected is None  # `select` has refused
-        layer = self._layer(self._expected_layer(), form, key.dtype)
         if self._segment is None:
+            layer = self._layer(form, key, value)
             return self._decode(form, layer, query, key, value, sinks)
+        keys, values = self._appended(form, key, value)
+        return self._prefill(form, query, keys, values, sinks)
+
+    def attend_expanded(
+        self,
+        form: AttentionForm,
+        key: Tensor,
+        value: Tensor,
+        expansion: Expansion,
+        selected: Tensor | None = None,
+    ) -> Tensor:
+        """Append a prompt's new latents; attend to what its slot keeps of them, expanded."""
+        assert selected is None  # `select` has refused
+        kept, _ = self._appended(form, key, value)
+        keys, values = expansion.expand(kept[0])
+        return self._prefill(expansion.form, expansion.query, keys, values, expansion.sinks)
+
+    def _appended(self, form: AttentionForm, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Append a prompt's next tokens to its slot; return all keys and values of this."""
+        assert self._segment is not None, "a prompt's tokens were announced"
+        layer = self._layer(form, key, value)
         slot, first, count = self._segment
         if key.shape[1] != count:
             raise NotInSlotsError(f"{count} tokens were announced and {key.shape[1]} came")
         layer.store(slot, slice(first, first + count), key, value)
-        keys, values = layer.read(slot, first + count, query.dtype)
-        return self._prefill(form, query, keys, values, sinks)
+        return layer.read(slot, first + count, key.dtype)
 
     def _decode(
         self,
@@ -180,13 +203,16 @@ class StaticKvCache(SlotCache):
         out = _attention(form, query[None], keys[None], values[None], mask, heads)[0]
         return out.transpose(0, 1)
 
-    def _layer(self, number: int, form: AttentionForm, dtype: torch.dtype) -> LayerMemory:
+    def _layer(self, form: AttentionForm, key: Tensor, value: Tensor) -> LayerMemory:
+        """Return the expected layer, for keys and values of this kind."""
+        number = self._expected_layer()
         if number not in self._layers:
-            stored = stored_dtype(self._kv_dtype, dtype)
+            stored = stored_dtype(self._kv_dtype, key.dtype)
             with torch.inference_mode(False):
                 self._layers[number] = LayerMemory(
-                    form, len(self.lengths), self.capacity, stored, self._zeros
-                )
+                    form, len(self.lengths), self.capacity, stored, self._zeros,
+                    has_values=value.shape[-1] > 0,
+                )  # fmt: skip
         return self._layers[number]
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

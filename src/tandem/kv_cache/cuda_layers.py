@@ -40,7 +40,7 @@ class DecodeKernels(Protocol):
     ) -> Tensor:
         """Append a token (heads, slots, dim) to each of the first slots and attend.
 
-        Returns (slots, heads, value_dim).
+        Returns (slots, heads, value_dim). A `value` of no dimensions is part of the key.
         """
 
 
@@ -55,14 +55,26 @@ class LayerMemory:
     """One layer's keys and values; in inference mode or not, its tensors are ordinary ones."""
 
     def __init__(
-        self, form: AttentionForm, num_slots: int, capacity: int, dtype: torch.dtype, zeros: Zeros
+        self,
+        form: AttentionForm,
+        num_slots: int,
+        capacity: int,
+        dtype: torch.dtype,
+        zeros: Zeros,
+        *,
+        has_values: bool = True,
     ) -> None:
-        """Take memory for `capacity` positions of each slot."""
-        self.dtype, self._zeros = dtype, zeros
+        """Take memory for `capacity` positions of each slot.
+
+        Without `has_values` values are the first dimensions of the keys.
+        """
+        self.dtype, self._zeros, self._value_dim = dtype, zeros, form.value_dim
         lead = (num_slots, form.num_kv_heads, capacity)
-        self._tensors = [zeros((*lead, form.key_dim), dtype), zeros((*lead, form.value_dim), dtype)]
+        dims = (form.key_dim, form.value_dim) if has_values else (form.key_dim,)
+        self._num_lines = len(dims)
+        self._tensors = [zeros((*lead, dim), dtype) for dim in dims]
         if dtype == torch.int8:
-            self._tensors += [zeros(lead, torch.float32), zeros(lead, torch.float32)]
+            self._tensors += [zeros(lead, torch.float32) for _ in dims]
         self.where = zeros((5,), torch.int64)
         self._note_where()
 
@@ -78,23 +90,23 @@ class LayerMemory:
 
     def store(self, slots: Tensor | int, at: Tensor | slice, key: Tensor, value: Tensor) -> None:
         """Write keys and values of the positions `at` of some slots, in the order of indexing."""
-        for number, new in enumerate((key, value)):
+        for number, new in zip(range(self._num_lines), (key, value), strict=False):
             if self.dtype == torch.int8:
                 scale = new.float().abs().amax(-1) / _LARGEST
                 codes = (new.float() / scale.clamp_min(1e-32)[..., None] + 0.5).floor()
-                self._tensors[number + 2][slots, :, at] = scale
+                self._tensors[number + self._num_lines][slots, :, at] = scale
                 new = codes.to(torch.int8)
             self._tensors[number][slots, :, at] = new.to(self.dtype)
 
     def read(self, slots: int | slice, end: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the keys and values of the first positions of some slots, in a dtype."""
         found = []
-        for number in range(2):
+        for number in range(self._num_lines):
             stored = self._tensors[number][slots, :, :end]
             if self.dtype == torch.int8:
-                stored = stored * self._tensors[number + 2][slots, :, :end, None]
+                stored = stored * self._tensors[number + self._num_lines][slots, :, :end, None]
             found.append(stored.to(dtype))
-        return found[0], found[1]
+        return found[0], found[1] if len(found) > 1 else found[0][..., : self._value_dim]
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Let a slot hold the first positions of another one."""
@@ -124,8 +136,8 @@ class LayerMemory:
         self._note_where()
 
     def _note_where(self) -> None:
-        keys, values, *scales = self._tensors
-        key_scales, value_scales = scales or (keys, values)
-        found = [x.data_ptr() for x in (keys, values, key_scales, value_scales)]
-        host = torch.tensor([*found, keys.shape[2]], device="cpu")
+        lines = self._tensors[: self._num_lines]
+        scales = self._tensors[self._num_lines :] or lines
+        found = [x.data_ptr() for x in (lines[0], lines[-1], scales[0], scales[-1])]
+        host = torch.tensor([*found, lines[0].shape[2]], device="cpu")
         self.where.copy_(host)

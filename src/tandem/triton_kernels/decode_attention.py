@@ -30,6 +30,7 @@ def _append_and_attend(
     value: Tensor,
     sinks: Tensor | None,
     kind: str,
+    value_dim: int,
     scale: float,
     softcap: float,
     window: int,
@@ -38,11 +39,12 @@ def _append_and_attend(
     """Do what `DecodeAttention.__call__` says; writes to memory that only `where` knows."""
     form = AttentionForm(
         num_heads=query.shape[0], num_kv_heads=key.shape[0], key_dim=key.shape[2],
-        value_dim=value.shape[2], scale=scale, softcap=softcap, window=window,
+        value_dim=value_dim, scale=scale, softcap=softcap, window=window,
     )  # fmt: skip
     kernels = DecodeAttention(num_processors)
     kernels.store(where, positions, key, value, kind)
-    return kernels.attend(form, where, positions, query, sinks, kind)
+    has_values = value.shape[2] > 0
+    return kernels.attend(form, where, positions, query, sinks, kind, has_values=has_values)
 
 
 class DecodeAttention:
@@ -70,8 +72,8 @@ class DecodeAttention:
     ) -> Tensor:
         """Append a token to each of the first slots and attend; see `store` and `attend`."""
         result: Tensor = _append_and_attend(
-            where, positions, query, key, value, sinks, kind, form.scale, form.softcap, form.window,
-            self._num_processors,
+            where, positions, query, key, value, sinks, kind, form.value_dim, form.scale,
+            form.softcap, form.window, self._num_processors,
         )  # fmt: skip
         return result
 

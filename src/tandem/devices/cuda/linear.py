@@ -1,5 +1,6 @@
 """A linear layer whose packed weight lies on a GPU, where a decode step reads it as it is."""
 
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,6 +43,22 @@ class DeviceLinear(nn.Module):
         from tandem.triton_kernels.dense import fetch
 
         return fetch(self.packed)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias, for code that asks whether there is one."""
+        return self.on_host().bias if self.packed.has_bias else None
+
+    @cached_property
+    def unpacked(self) -> Tensor:
+        """The weight (out_features, in_features) beside the packed one, made when it is asked for.
+
+        For what multiplies with it by head.
+        """
+        values = self.on_host().values()
+        if self.input_order is not None:
+            values = values[:, self.input_order.cpu().argsort()]
+        return values.to(self.packed.image.device, self.dtype)
 
     @property
     def weight(self) -> Tensor:

@@ -30,7 +30,7 @@ from tandem.experts.store.pinning import pin_store
 from tandem.foreign_types import PreTrainedModel
 from tandem.hardware.profiles import load_profile, save_profile
 from tandem.hf.experts import expert_functions
-from tandem.hf.lookahead.warm_up import ExpertsCall, NoExperts, forward_tokens
+from tandem.hf.lookahead.warm_up import ExpertsCall, NoExperts, forward_tokens, warm_up_ids
 from tandem.hf.machine.parts import DeviceParts, ObservedModel
 from tandem.hf.machine.profile import kept_profile, measured_profile, profile_key
 from tandem.policy.cost import HardwareProfile
@@ -193,7 +193,20 @@ def workspace_bytes(store: HostStore, call: ExpertsCall, num_tokens: int) -> int
 
 
 def kv_bytes_per_token(model: PreTrainedModel) -> int:
-    """Return what a token adds to the model's own KV cache: found by looking at one."""
+    """Return what a token takes in the KV cache of decode steps, or else in the model's own one."""
+    from tandem.decode.cuda.slots import CudaSlotPool
+    from tandem.kv_cache.base import NotInSlotsError
+
+    try:
+        pool = CudaSlotPool(model, 1)
+        pool.prefill({0: warm_up_ids(model, 1).tolist()})
+        return pool.cache.num_bytes // pool.cache.capacity
+    except NotInSlotsError:
+        return _own_kv_bytes_per_token(model)
+
+
+def _own_kv_bytes_per_token(model: PreTrainedModel) -> int:
+    """Return what a token adds to the cache that the model makes by itself."""
     ids = torch.arange(_KV_SAMPLE_TOKENS, device=model.device)[None] + 11
     vocabulary = model.get_input_embeddings().weight.shape[0]
     with torch.no_grad():
