@@ -76,7 +76,7 @@ def test_steps_are_transformers_own_by_the_kernels(
 def test_a_packed_projection_is_absorbed_unpacked(triton_kernels: Any) -> None:
     from tandem.triton_kernels.dense import bring
 
-    model: Any = build_tiny_model("deepseek_v3", values={"num_hidden_layers": 1})
+    model: Any = build_tiny_model("deepseek_v3", values={"num_hidden_layers": 2})
     for module in model.modules():
         if hasattr(module, "expand_kv"):
             weight = module.kv_b_proj.weight

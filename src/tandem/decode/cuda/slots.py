@@ -27,6 +27,7 @@ from tandem.experts.cache.expert_cache import SHRINK
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.opaque_calls import intercepted
 from tandem.kernels.attention import Segment
+from tandem.kv_cache.base import NotInSlotsError
 from tandem.kv_cache.cuda import StaticKvCache, on_its_way
 from tandem.kv_cache.cuda_layers import DecodeKernels
 from tandem.recording.replay import ReplayedStep
@@ -322,6 +323,16 @@ def why_no_cuda_slots(model: PreTrainedModel) -> str | None:
     Raises `CapacityError` if the GPU has no memory for as much.
     """
     return why_other_logits(model, lambda num_slots: CudaSlotPool(model, num_slots))
+
+
+def slot_bytes_per_token(model: PreTrainedModel, prompt: Sequence[int]) -> int | None:
+    """Return what a token takes in a slot, found with a prompt; None for a model without slots."""
+    try:
+        pool = CudaSlotPool(model, 1)
+        pool.prefill({0: prompt})
+    except NotInSlotsError:
+        return None
+    return pool.cache.num_bytes // pool.cache.capacity
 
 
 def _no_capture() -> Capture:

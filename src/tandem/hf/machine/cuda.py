@@ -194,19 +194,11 @@ def workspace_bytes(store: HostStore, call: ExpertsCall, num_tokens: int) -> int
 
 def kv_bytes_per_token(model: PreTrainedModel) -> int:
     """Return what a token takes in the KV cache of decode steps, or else in the model's own one."""
-    from tandem.decode.cuda.slots import CudaSlotPool
-    from tandem.kv_cache.base import NotInSlotsError
+    from tandem.decode.cuda.slots import slot_bytes_per_token
 
-    try:
-        pool = CudaSlotPool(model, 1)
-        pool.prefill({0: warm_up_ids(model, 1).tolist()})
-        return pool.cache.num_bytes // pool.cache.capacity
-    except NotInSlotsError:
-        return _own_kv_bytes_per_token(model)
-
-
-def _own_kv_bytes_per_token(model: PreTrainedModel) -> int:
-    """Return what a token adds to the cache that the model makes by itself."""
+    in_slots = slot_bytes_per_token(model, warm_up_ids(model, 1).tolist())
+    if in_slots is not None:
+        return in_slots
     ids = torch.arange(_KV_SAMPLE_TOKENS, device=model.device)[None] + 11
     vocabulary = model.get_input_embeddings().weight.shape[0]
     with torch.no_grad():
