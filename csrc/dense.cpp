@@ -14,6 +14,9 @@ constexpr std::int64_t kMaxTaskBlocks = 8;
 // that the threads do not fall asleep in between.
 constexpr std::int64_t kStepTokens = 64;
 
+// Rows whose length is a power of two would share the same lines of the cache.
+constexpr std::int64_t kRowPadding = 64;
+
 template <typename T>
 void grow(std::vector<T>& values, std::int64_t size) {
   if (static_cast<std::int64_t>(values.size()) < size) values.resize(size);
@@ -33,25 +36,25 @@ void DenseEngine::run(const DenseCall& call) {
 void DenseEngine::convert_input(const DenseCall& call) {
   const PackedMatrix& matrix = call.matrices[0]->packed;
   const ActivationForm form = activation_form(matrix.format);
-  const std::int64_t cols = matrix.cols, rows = call.input_rows();
+  const std::int64_t cols = matrix.cols, width = cols + kRowPadding, rows = call.input_rows();
   const std::int64_t groups = form == ActivationForm::kInt8 ? cols / matrix.group : 0;
   const std::int64_t stride = call.token_stride ? call.token_stride : call.in_features;
-  grow(fp32_, rows * cols);
-  if (form == ActivationForm::kBf16) grow(bf16_, rows * cols);
+  grow(fp32_, rows * width);
+  if (form == ActivationForm::kBf16) grow(bf16_, rows * width);
   if (form == ActivationForm::kInt8) {
-    grow(quantized_, rows * cols);
+    grow(quantized_, rows * width);
     grow(scales_, rows * groups);
     grow(sums_, rows * groups);
   }
   pool_.run(rows, [&](std::int64_t r) {
-    float* row = fp32_.data() + r * cols;
+    float* row = fp32_.data() + r * width;
     const std::int64_t at = r / call.num_tokens * call.matrix_stride + r % call.num_tokens * stride;
     load_values(value_at(call.input, call.type, at), call.type, call.in_features, row);
     std::fill(row + call.in_features, row + cols, 0.0f);
-    if (form == ActivationForm::kBf16) kernels_.to_bf16(row, cols, bf16_.data() + r * cols);
+    if (form == ActivationForm::kBf16) kernels_.to_bf16(row, cols, bf16_.data() + r * width);
     if (form == ActivationForm::kInt8)
       kernels_.quantize(row, cols, matrix.group, matrix.format,
-                        quantized_.data() + r * cols, scales_.data() + r * groups,
+                        quantized_.data() + r * width, scales_.data() + r * groups,
                         sums_.data() + r * groups);
   });
 }
@@ -75,13 +78,13 @@ void DenseEngine::plan_tasks(const DenseCall& call) {
 
 Activations DenseEngine::activations(const PackedMatrix& matrix, std::int64_t row) const {
   Activations x{};
-  x.stride = matrix.cols;
+  x.stride = matrix.cols + kRowPadding;
   switch (activation_form(matrix.format)) {
-    case ActivationForm::kBf16: x.bf16 = bf16_.data() + row * matrix.cols; break;
-    case ActivationForm::kFp32: x.fp32 = fp32_.data() + row * matrix.cols; break;
+    case ActivationForm::kBf16: x.bf16 = bf16_.data() + row * x.stride; break;
+    case ActivationForm::kFp32: x.fp32 = fp32_.data() + row * x.stride; break;
     case ActivationForm::kInt8: {
       const std::int64_t groups = matrix.cols / matrix.group;
-      x.quantized = quantized_.data() + row * matrix.cols;
+      x.quantized = quantized_.data() + row * x.stride;
       x.scales = scales_.data() + row * groups;
       x.sums = sums_.data() + row * groups;
       x.group_stride = groups;

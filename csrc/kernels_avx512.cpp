@@ -15,14 +15,19 @@
 namespace tandem {
 namespace {
 
-// Tiles of many tokens and row blocks pay where what is done once a group is done seldom: of groups
-// below 128, eight tokens and one block are up to a fifth faster, however many there are.
-template <Format F>
-constexpr bool kMayTile = !is_integer(F) || encoding(F).group == 0;
-
-template <Format F>
-bool wants_tiles(std::int64_t num_tokens, std::int64_t group) {
-  return num_tokens > kFewTokens && (!is_integer(F) || group == kTileGroup);
+// Calls with<Group>() for the columns that share a scale; returns false for as many as no tile is
+// made for.
+template <Format F, typename With>
+bool with_group(std::int64_t group, const With& with) {
+  constexpr int kOwn = static_cast<int>(encoding(F).group);
+  if constexpr (!is_integer(F) || kOwn > 0) {
+    with.template operator()<is_integer(F) ? kOwn : 128>();
+    return true;
+  } else {
+    if (group == 32) with.template operator()<32>();
+    if (group == 128) with.template operator()<128>();
+    return group == 32 || group == 128;
+  }
 }
 
 template <Format F>
@@ -30,9 +35,10 @@ void matmul_format(const PackedMatrix& m, std::int64_t begin, std::int64_t end,
                    const Activations& x, std::int64_t num_tokens, std::int64_t num_rows, float* out,
                    std::int64_t stride) {
   end = std::min(end, (num_rows + kBlockRows - 1) / kBlockRows);
-  if constexpr (kMayTile<F>)
-    if (wants_tiles<F>(num_tokens, m.group))
-      return many_tokens<F>(m, begin, end, x, num_tokens, num_rows, out, stride);
+  const bool is_done = num_tokens > kFewTokens && with_group<F>(m.group, [&]<int Group>() {
+    many_tokens<F, Group>(m, begin, end, x, num_tokens, num_rows, out, stride);
+  });
+  if (is_done) return;
   for (std::int64_t b = begin; b < end; ++b)
     few_by_few<F>(m, b, b + 1 == end, x, num_tokens, num_rows, out, stride);
 }

@@ -6,18 +6,19 @@
 namespace tandem {
 namespace {
 
-template <Format F>
+// More tokens than `kFewTokens`: shared evenly, no tile is much smaller than the largest.
+template <Format F, int Group>
 void multiply_panel(const Panel& panel, Columns columns, const Activations& x,
                     std::int64_t num_tokens, const Results& results, Ahead ahead) {
-  for (std::int64_t t = 0; t < num_tokens; t += kTileTokens) {
-    for (int b = 0; b < kPanelBlocks; b += kTileBlocks<F>) {
-      switch (num_tokens - t) {
-        case 1: tile<F, 1>(panel, b, columns, x, t, results, ahead); break;
-        case 2: tile<F, 2>(panel, b, columns, x, t, results, ahead); break;
-        case 3: tile<F, 3>(panel, b, columns, x, t, results, ahead); break;
-        default: tile<F, kTileTokens>(panel, b, columns, x, t, results, ahead);
-      }
-    }
+  constexpr int kMost = Shape<F, Group>::kTokens;
+  const std::int64_t num_tiles = Shape<F, Group>::count(num_tokens);
+  for (std::int64_t i = 0; i < num_tiles; ++i) {
+    const std::int64_t t = i * num_tokens / num_tiles;
+    const std::int64_t count = (i + 1) * num_tokens / num_tiles - t;
+    each<3>([&](auto fewer) TANDEM_INLINED {
+      if (count == kMost - fewer)
+        tile<F, Group, kMost - decltype(fewer)::value>(panel, columns, x, t, results, ahead);
+    });
   }
 }
 
@@ -27,39 +28,38 @@ Results results_of(const PackedMatrix& m, Blocks blocks, std::int64_t num_tokens
                    std::int64_t num_rows, float* out, std::int64_t stride) {
   thread_local Lines<float> memory;
   const bool is_kept = m.cols > kPanelColumns<F>;
-  float* kept = is_kept ? memory.of(num_tokens * kPanelBlocks * kParts<F>) : nullptr;
+  float* kept = is_kept ? memory.of(num_tokens * kMostBlocks * kParts<F>) : nullptr;
   Results results{kept, kParts<F>, true, true, blocks.count, {}};
   for (int b = 0; b < blocks.count; ++b)
     results.to[b] = Output::of(m, blocks.first + b, num_rows, out, stride);
   return results;
 }
 
-// Groups of `kTileGroup`, or none.
-template <Format F>
+// Formats with groups have them of `Group` columns.
+template <Format F, int Group>
 void many_tokens(const PackedMatrix& m, std::int64_t begin, std::int64_t end, const Activations& x,
                  std::int64_t num_tokens, std::int64_t num_rows, float* out, std::int64_t stride) {
+  constexpr int B = Shape<F, Group>::kBlocks;
   thread_local Panel panel;
   const auto columns_from = [&](std::int64_t k) {
     return Columns{k, std::min(k + kPanelColumns<F>, m.cols)};
   };
   const auto blocks_from = [&](std::int64_t first) {
-    return Blocks{first,
-                  static_cast<int>(std::clamp<std::int64_t>(end - first, 0, kPanelBlocks))};
+    return Blocks{first, static_cast<int>(std::clamp<std::int64_t>(end - first, 0, B))};
   };
-  const std::int64_t num_tiles =
-      (num_tokens + kTileTokens - 1) / kTileTokens * (kPanelBlocks / kTileBlocks<F>);
-  for (std::int64_t block = begin; block < end; block += kPanelBlocks) {
+  const std::int64_t num_tiles = Shape<F, Group>::count(num_tokens);
+  for (std::int64_t block = begin; block < end; block += B) {
     Results results = results_of<F>(m, blocks_from(block), num_tokens, num_rows, out, stride);
     for (std::int64_t k = 0; k < m.cols; k += kPanelColumns<F>) {
       const Columns columns = columns_from(k);
       results.is_first = k == 0;
       results.is_last = columns.end == m.cols;
-      const std::int64_t next = results.is_last ? block + kPanelBlocks : block;
+      const std::int64_t next = results.is_last ? block + B : block;
       const Ahead ahead =
           Ahead::of<F>(m, blocks_from(next), columns_from(results.is_last ? 0 : columns.end),
                        num_tiles * num_pieces(columns.count()));
-      panel.fill<F>(m, blocks_from(block), columns);
-      multiply_panel<F>(panel, columns, x, num_tokens, results, ahead);
+      panel.fill<F, B>(m, blocks_from(block), columns);
+      multiply_panel<F, Group>(panel, columns, x, num_tokens, results, ahead);
     }
   }
 }

@@ -1,7 +1,7 @@
-// What many tokens are multiplied with: some columns of four row blocks, ready for the multiplier.
-// Integers and bf16 are read where they lie. They stay in the second-level cache, from where a tile
-// loads as fast as it multiplies, and codes of four bits are taken apart beside the products. FP8
-// and fp16 are decoded once into memory that stays in that cache as well.
+// What many tokens are multiplied with: some columns of a tile's row blocks, ready for the multiplier.
+// Codes of eight bits and bf16 are read where they lie, all others are decoded once. Integers come in
+// parts that stay in the first-level cache, floats in parts for the second one, from where a tile
+// loads as fast as it multiplies.
 #pragma once
 
 #include <algorithm>
@@ -12,21 +12,24 @@
 namespace tandem {
 namespace {
 
-constexpr int kPanelBlocks = 4;
+constexpr int kMostBlocks = 4;  // of a panel
 
 // What one register of the panel holds of each row.
 template <Format F>
-constexpr std::int64_t kStepColumns = is_integer(F)         ? kLineColumns<F>
-                                      : F == Format::kFp16 ? 1
-                                                           : 2;
+constexpr std::int64_t kStepColumns = is_integer(F) ? 4 : F == Format::kFp16 ? 1 : 2;
 
-// Whole groups; up to 32 KB of each block.
-constexpr std::int64_t kDecodedSteps = 512;
+// Whole groups; 8 KB of each block, or 32 KB.
 template <Format F>
-constexpr std::int64_t kPanelColumns = is_integer(F) ? 2048 : kDecodedSteps * kStepColumns<F>;
+constexpr std::int64_t kPanelSteps = is_integer(F) ? 128 : 512;
+template <Format F>
+constexpr std::int64_t kPanelColumns = kPanelSteps<F> * kStepColumns<F>;
 
-// The groups that come here.
-constexpr std::int64_t kTileGroup = 128;
+// Whether the panel is written, and not just the matrix.
+template <Format F>
+constexpr bool kIsDecoded = F == Format::kFp8 || F == Format::kFp16 || kBits<F> < 8;
+
+// Columns for which a tile fetches a piece of the next panel.
+constexpr std::int64_t kPieceColumns = 128;
 
 struct Columns {
   std::int64_t begin, end;
@@ -43,7 +46,7 @@ inline std::int64_t groups(const PackedMatrix& m, std::int64_t columns) {
   return m.group == 0 ? 0 : columns / m.group;
 }
 
-// Row blocks first .. first + count - 1 of a matrix, count <= kPanelBlocks.
+// Row blocks first .. first + count - 1 of a matrix, count <= kMostBlocks.
 struct Blocks {
   std::int64_t first;
   int count;
@@ -69,36 +72,41 @@ class Panel {
  public:
   // One register per block and step of columns. Blocks that the matrix has not are those of
   // another: whoever stores results leaves them out.
-  const std::uint8_t* codes[kPanelBlocks];
+  const std::uint8_t* codes[kMostBlocks];
 
   // 16 rows each.
   const float* scales(std::int64_t group, int block) const { return scales_ + at(group, block); }
   const float* minima(std::int64_t group, int block) const { return minima_ + at(group, block); }
 
-  template <Format F>
+  // For tiles of B blocks.
+  template <Format F, int B>
   void fill(const PackedMatrix& m, Blocks blocks, Columns columns) {
-    for (int b = 0; b < kPanelBlocks; ++b) {
+    for (int b = 0; b < B; ++b) {
       const std::int64_t block = blocks.first + std::min(b, blocks.count - 1);
       codes[b] = codes_at(m, block, columns.begin);
-      if constexpr (F == Format::kFp8 || F == Format::kFp16)
-        codes[b] = decoded<F>(codes[b], b, columns.count());
+      if constexpr (kIsDecoded<F>) codes[b] = decoded<F>(codes[b], b, columns.count());
     }
     if constexpr (F != Format::kBf16 && F != Format::kFp16) fill_scales<F>(m, blocks, columns);
   }
 
  private:
   static std::int64_t at(std::int64_t group, int block) {
-    return (group * kPanelBlocks + block) * kBlockRows;
+    return (group * kMostBlocks + block) * kBlockRows;
   }
 
   template <Format F>
   const std::uint8_t* decoded(const std::uint8_t* data, int block, std::int64_t columns) {
-    constexpr std::int64_t kBlockBytes = kDecodedSteps * 64;
-    std::uint8_t* start = code_memory_.of(kPanelBlocks * kDecodedSteps) + block * kBlockBytes;
+    constexpr std::int64_t kBlockBytes = kPanelSteps<F> * 64;
+    std::uint8_t* start = code_memory_.of(kMostBlocks * kPanelSteps<F>) + block * kBlockBytes;
     const auto put = [&](std::int64_t step, __m512i codes) TANDEM_INLINED {
       _mm512_store_si512(start + step * 64, codes);
     };
-    if constexpr (F == Format::kFp8) {
+    if constexpr (is_integer(F)) {
+      for (std::int64_t k = 0; k < columns; k += kStripCols, data += kStripBytes<F>)
+        each<kFoursOfStrip>([&](auto j) TANDEM_INLINED {
+          put(k / 4 + j, codes_of<Bytes64, F, decltype(j)::value>(data));
+        });
+    } else if constexpr (F == Format::kFp8) {
       const E4m3Decoder decoder;
       for (std::int64_t k = 0; k < columns; k += 4, data += 64) {
         __m512i w[2];
@@ -118,9 +126,9 @@ class Panel {
 
   template <Format F>
   void fill_scales(const PackedMatrix& m, Blocks blocks, Columns columns) {
-    constexpr std::int64_t kGroups = kPanelColumns<F> / kTileGroup;
-    float* scales = scale_memory_.of(kPanelBlocks * kGroups);
-    float* minima = minimum_memory_.of(kPanelBlocks * kGroups);
+    const std::int64_t num_groups = groups(m, kPanelColumns<F>);
+    float* scales = scale_memory_.of(kMostBlocks * num_groups);
+    float* minima = minimum_memory_.of(kMostBlocks * num_groups);
     for (int b = 0; b < blocks.count; ++b) {
       const std::int64_t first = (blocks.first + b) * groups(m, m.cols) + groups(m, columns.begin);
       for (std::int64_t g = 0; g < groups(m, columns.count()); ++g) {
@@ -144,24 +152,26 @@ class Region {
  public:
   Region(const std::uint8_t* start, std::int64_t stride, std::int64_t bytes, int num_rows,
          std::int64_t pieces)
-      : at_(start), stride_(stride), bytes_(bytes), left_(num_rows * bytes),
-        piece_(left_ / pieces + 64) {}
+      : at_(start), stride_(stride), row_lines_((bytes + 63) / 64), left_in_row_(row_lines_),
+        rows_(bytes > 0 ? num_rows : 0), piece_(row_lines_ * num_rows / pieces + 1) {}
 
+  // A piece ends with its row.
   TANDEM_INLINE void fetch_piece() {
-    for (const std::int64_t stop = std::max<std::int64_t>(0, left_ - piece_); left_ > stop;
-         left_ -= 64) {
-      _mm_prefetch(reinterpret_cast<const char*>(at_ + done_), _MM_HINT_T1);
-      done_ += 64;
-      if (done_ >= bytes_) {
-        done_ = 0;
-        at_ += stride_;
-      }
-    }
+    if (rows_ == 0) return;
+    const std::int64_t count = std::min(piece_, left_in_row_);
+    const std::uint8_t* at = at_ + (row_lines_ - left_in_row_) * 64;
+    for (std::int64_t i = 0; i < count; ++i)
+      _mm_prefetch(reinterpret_cast<const char*>(at + i * 64), _MM_HINT_T1);
+    left_in_row_ -= count;
+    if (left_in_row_ > 0) return;
+    at_ += stride_;
+    left_in_row_ = row_lines_;
+    --rows_;
   }
 
  private:
   const std::uint8_t* at_;
-  std::int64_t stride_, bytes_, left_, piece_, done_ = 0;
+  std::int64_t stride_, row_lines_, left_in_row_, rows_, piece_;
 };
 
 // What the next panel is made of, fetched while this one is multiplied: the first tile would else

@@ -6,35 +6,56 @@
 namespace tandem {
 namespace {
 
-constexpr int kTileTokens = 4;
-
 // Sums that a result is made of until its columns have ended; see `few_tokens`.
 template <Format F>
 constexpr int kParts = F == Format::kBf16 || F == Format::kFp16 ? 2 : 1;
 
-// Row blocks in one tile: with two parts a result has two sums.
-template <Format F>
-constexpr int kTileBlocks = is_integer(F) ? 4 : 2;
+// The shape of a tile: results that its registers hold. Where groups of integers are short their
+// totals are registers, too; with two parts a result has two sums.
+template <Format F, int Group>
+struct Shape {
+  static constexpr bool kIsShort = is_integer(F) && Group < 128;
+  static constexpr int kTokens = kIsShort ? 6 : 4;
+  static constexpr int kBlocks = is_integer(F) && !kIsShort ? 4 : 2;
 
-// A tile fetches a piece of the next panel before every group, of floats before as many columns.
+  // Tiles for so many tokens, which they share evenly.
+  static constexpr std::int64_t count(std::int64_t num_tokens) {
+    return (num_tokens + kTokens - 1) / kTokens;
+  }
+};
+
+// A tile fetches a piece of the next panel before so many columns.
 constexpr std::int64_t num_pieces(std::int64_t columns) {
-  return (columns + kTileGroup - 1) / kTileGroup;
+  return (columns + kPieceColumns - 1) / kPieceColumns;
 }
 
-// Results of four row blocks: kept in memory from one panel to the next, written after the last.
+// Calls function(token, block) for every pair of a tile.
+template <int T, int B, typename Function>
+TANDEM_INLINE void each_pair(const Function& function) {
+  each<T>([&](auto t) TANDEM_INLINED {
+    each<B>([&](auto b) TANDEM_INLINED { function(t, b); });
+  });
+}
+
+// Results of a tile's row blocks: kept in memory from one panel to the next, written after the last.
 struct Results {
   float* kept;  // [token][block][part], one register each
   int parts;
   bool is_first, is_last;
   int num_blocks;
-  Output to[kPanelBlocks];
+  Output to[kMostBlocks];
 
   float* at(std::int64_t token, int block, int part) const {
-    return kept + ((token * kPanelBlocks + block) * parts + part) * kBlockRows;
+    return kept + ((token * kMostBlocks + block) * parts + part) * kBlockRows;
   }
 
-  TANDEM_INLINE __m512 load(std::int64_t token, int block, int part = 0) const {
-    return is_first ? _mm512_setzero_ps() : _mm512_load_ps(at(token, block, part));
+  template <int T, int B>
+  TANDEM_INLINE void load(std::int64_t token, int part, __m512 (&sums)[T][B]) const {
+    each_pair<T, B>([&](auto t, auto b) TANDEM_INLINED { sums[t][b] = _mm512_setzero_ps(); });
+    if (is_first) return;
+    each_pair<T, B>([&](auto t, auto b) TANDEM_INLINED {
+      sums[t][b] = _mm512_load_ps(at(token + t, b, part));
+    });
   }
 
   TANDEM_INLINE void store(std::int64_t token, int block, __m512 sum) const {
@@ -54,20 +75,12 @@ struct Results {
   }
 };
 
-// Calls function(token, block) for every pair of a tile.
-template <int T, int B, typename Function>
-TANDEM_INLINE void each_pair(const Function& function) {
-  each<T>([&](auto t) TANDEM_INLINED {
-    each<B>([&](auto b) TANDEM_INLINED { function(t, b); });
-  });
-}
-
 template <int B>
 struct Codes {
   const std::uint8_t* block[B];
 
-  Codes(const Panel& panel, int first_block, std::int64_t step) {
-    each<B>([&](auto b) TANDEM_INLINED { block[b] = panel.codes[first_block + b] + step * 64; });
+  Codes(const Panel& panel, std::int64_t step) {
+    each<B>([&](auto b) TANDEM_INLINED { block[b] = panel.codes[b] + step * 64; });
   }
 
   TANDEM_INLINE __m512i load(int b, std::int64_t step) const {
@@ -75,17 +88,15 @@ struct Codes {
   }
 };
 
-template <Format F, int T, int B>
+template <int Group, int T, int B>
 TANDEM_INLINE void multiply_group(const Codes<B>& codes, const std::int8_t* q, std::int64_t stride,
                                   __m512i (&sums)[T][B]) {
-  for (std::int64_t line = 0; line < kTileGroup / kLineColumns<F>; ++line) {
-    each<kLineColumns<F> / 4>([&](auto half) TANDEM_INLINED {
+  for (std::int64_t step = 0; step < Group / 4; step += 2, q += 8) {
+    each<2>([&](auto i) TANDEM_INLINED {
       __m512i w[B];
-      each<B>([&](auto b) TANDEM_INLINED {
-        w[b] = codes_of<Bytes64, F, decltype(half)::value>(codes.block[b] + line * 64);
-      });
+      each<B>([&](auto b) TANDEM_INLINED { w[b] = codes.load(b, step + i); });
       each<T>([&](auto t) TANDEM_INLINED {
-        const __m512i four = broadcast4(q + t * stride + line * kLineColumns<F> + 4 * half);
+        const __m512i four = broadcast4(q + t * stride + 4 * i);
         each<B>([&](auto b) TANDEM_INLINED {
           sums[t][b] = multiply_add_int8(sums[t][b], w[b], four);
         });
@@ -94,43 +105,40 @@ TANDEM_INLINE void multiply_group(const Codes<B>& codes, const std::int8_t* q, s
   }
 }
 
-// The totals are so seldom needed that they may live in memory.
-template <Format F, int T>
-TANDEM_INLINE void integer_tile(const Panel& panel, int first_block, Columns columns,
-                                const Activations& x, std::int64_t token, const Results& results,
-                                Ahead& ahead) {
-  constexpr int B = kTileBlocks<F>;
-  const std::int8_t* q = x.quantized + token * x.stride + columns.begin;
-  const std::int64_t first = token * x.group_stride + columns.begin / kTileGroup;
+// Totals that do not find a register are so seldom needed that they may live in memory.
+template <Format F, int Group, int T>
+TANDEM_INLINE void integer_tile(const Panel& panel, Columns columns, const Activations& x,
+                                std::int64_t token, const Results& results, Ahead& ahead) {
+  constexpr int B = Shape<F, Group>::kBlocks;
+  // Copies: else they would be read again after every fetch.
+  const std::int64_t stride = x.stride, group_stride = x.group_stride;
+  const std::int64_t first = token * group_stride + columns.begin / Group;
+  const std::int8_t* q = x.quantized + token * stride + columns.begin;
+  const std::int32_t* x_sums = x.sums + first;
+  const float* x_scales = x.scales + first;
   __m512 total[T][B];
-  each_pair<T, B>([&](auto t, auto b) TANDEM_INLINED {
-    total[t][b] = results.load(token + t, first_block + b);
-  });
-  for (std::int64_t g = 0; g < columns.count() / kTileGroup; ++g, q += kTileGroup) {
-    ahead.fetch_piece();
-    const std::int32_t* x_sums = x.sums + first + g;
-    const float* x_scales = x.scales + first + g;
+  results.load(token, 0, total);
+  for (std::int64_t g = 0; g < columns.count() / Group; ++g, q += Group) {
+    if (g * Group % kPieceColumns == 0) ahead.fetch_piece();
     __m512i sums[T][B];
     each_pair<T, B>([&](auto t, auto b) TANDEM_INLINED {
       sums[t][b] = kHasMinima<F> ? _mm512_setzero_si512()
-                                 : _mm512_set1_epi32(x_sums[t * x.group_stride]);
+                                 : _mm512_set1_epi32(x_sums[t * group_stride + g]);
     });
-    const Codes<B> codes(panel, first_block, g * (kTileGroup / kStepColumns<F>));
-    multiply_group<F, T, B>(codes, q, x.stride, sums);
+    multiply_group<Group, T, B>(Codes<B>(panel, g * (Group / 4)), q, stride, sums);
     each_pair<T, B>([&](auto t, auto b) TANDEM_INLINED {
-      const float x_scale = x_scales[t * x.group_stride];
-      const __m512 w_scale = _mm512_load_ps(panel.scales(g, first_block + b));
-      const __m512 scale = _mm512_mul_ps(w_scale, _mm512_set1_ps(x_scale));
+      const __m512 x_scale = _mm512_set1_ps(x_scales[t * group_stride + g]);
+      const __m512 scale = _mm512_mul_ps(_mm512_load_ps(panel.scales(g, b)), x_scale);
       total[t][b] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[t][b]), scale, total[t][b]);
       if constexpr (kHasMinima<F>) {
-        const __m512 x_sum = _mm512_set1_ps(x.scaled_sum(first + g + t * x.group_stride));
-        total[t][b] = _mm512_fmadd_ps(_mm512_load_ps(panel.minima(g, first_block + b)), x_sum,
+        const float x_sum = std::bit_cast<float>(x_sums[t * group_stride + g]);
+        total[t][b] = _mm512_fmadd_ps(_mm512_load_ps(panel.minima(g, b)), _mm512_set1_ps(x_sum),
                                       total[t][b]);
       }
     });
   }
   each_pair<T, B>([&](auto t, auto b) TANDEM_INLINED {
-    results.store(token + t, first_block + b, total[t][b]);
+    results.store(token + t, b, total[t][b]);
   });
 }
 
@@ -171,37 +179,29 @@ TANDEM_INLINE void multiply_steps(const Codes<B>& codes, std::int64_t steps, con
 }
 
 template <Format F, int T>
-TANDEM_INLINE void float_tile(const Panel& panel, int first_block, Columns columns,
-                              const Activations& x, std::int64_t token, const Results& results,
-                              Ahead& ahead) {
-  constexpr int B = kTileBlocks<F>;
+TANDEM_INLINE void float_tile(const Panel& panel, Columns columns, const Activations& x,
+                              std::int64_t token, const Results& results, Ahead& ahead) {
+  constexpr int B = Shape<F, kPieceColumns>::kBlocks;
   Sums<T, B> sums;
-  each<2>([&](auto part) TANDEM_INLINED {
-    each_pair<T, B>([&](auto t, auto b) TANDEM_INLINED {
-      sums[part][t][b] = results.load(token + t, first_block + b, part);
-    });
-  });
-  for (std::int64_t k = 0; k < columns.count(); k += kTileGroup) {
+  each<2>([&](auto part) TANDEM_INLINED { results.load(token, part, sums[part]); });
+  for (std::int64_t k = 0; k < columns.count(); k += kPieceColumns) {
     ahead.fetch_piece();
-    const std::int64_t count = std::min(kTileGroup, columns.count() - k);
-    multiply_steps<F, B, T>(Codes<B>(panel, first_block, k / kStepColumns<F>),
+    const std::int64_t count = std::min(kPieceColumns, columns.count() - k);
+    multiply_steps<F, B, T>(Codes<B>(panel, k / kStepColumns<F>),
                             count / kStepColumns<F>, x, token * x.stride + columns.begin + k, sums);
   }
   each_pair<T, B>([&](auto t, auto b) TANDEM_INLINED {
-    results.store(token + t, first_block + b, sums[0][t][b], sums[1][t][b]);
+    results.store(token + t, b, sums[0][t][b], sums[1][t][b]);
   });
 }
 
 template <int T>
-TANDEM_INLINE void fp8_tile(const Panel& panel, int first_block, Columns columns,
-                            const Activations& x, std::int64_t token, const Results& results,
-                            Ahead& ahead) {
-  constexpr int B = kTileBlocks<Format::kFp8>;
+TANDEM_INLINE void fp8_tile(const Panel& panel, Columns columns, const Activations& x,
+                            std::int64_t token, const Results& results, Ahead& ahead) {
+  constexpr int B = Shape<Format::kFp8, kPieceColumns>::kBlocks;
   __m512 total[T][B];
-  each_pair<T, B>([&](auto t, auto b) TANDEM_INLINED {
-    total[t][b] = results.load(token + t, first_block + b);
-  });
-  for (std::int64_t g = 0; g < columns.count() / kTileGroup; ++g) {
+  results.load(token, 0, total);
+  for (std::int64_t g = 0; g < columns.count() / kPieceColumns; ++g) {
     ahead.fetch_piece();
     Sums<T, B> sums;
     each<2>([&](auto part) TANDEM_INLINED {
@@ -209,29 +209,29 @@ TANDEM_INLINE void fp8_tile(const Panel& panel, int first_block, Columns columns
         sums[part][t][b] = _mm512_setzero_ps();
       });
     });
-    multiply_steps<Format::kFp8, B, T>(Codes<B>(panel, first_block, g * kTileGroup / 2),
-                                       kTileGroup / 2, x,
-                                       token * x.stride + columns.begin + g * kTileGroup, sums);
+    multiply_steps<Format::kFp8, B, T>(Codes<B>(panel, g * kPieceColumns / 2),
+                                       kPieceColumns / 2, x,
+                                       token * x.stride + columns.begin + g * kPieceColumns, sums);
     each_pair<T, B>([&](auto t, auto b) TANDEM_INLINED {
       const __m512 sum = _mm512_add_ps(sums[0][t][b], sums[1][t][b]);
-      const __m512 scale = _mm512_load_ps(panel.scales(g, first_block + b));
+      const __m512 scale = _mm512_load_ps(panel.scales(g, b));
       total[t][b] = _mm512_fmadd_ps(sum, scale, total[t][b]);
     });
   }
   each_pair<T, B>([&](auto t, auto b) TANDEM_INLINED {
-    results.store(token + t, first_block + b, total[t][b]);
+    results.store(token + t, b, total[t][b]);
   });
 }
 
-template <Format F, int T>
-TANDEM_INLINE void tile(const Panel& panel, int first_block, Columns columns, const Activations& x,
+template <Format F, int Group, int T>
+TANDEM_INLINE void tile(const Panel& panel, Columns columns, const Activations& x,
                         std::int64_t token, const Results& results, Ahead& ahead) {
   if constexpr (is_integer(F))
-    integer_tile<F, T>(panel, first_block, columns, x, token, results, ahead);
+    integer_tile<F, Group, T>(panel, columns, x, token, results, ahead);
   else if constexpr (F == Format::kFp8)
-    fp8_tile<T>(panel, first_block, columns, x, token, results, ahead);
+    fp8_tile<T>(panel, columns, x, token, results, ahead);
   else
-    float_tile<F, T>(panel, first_block, columns, x, token, results, ahead);
+    float_tile<F, T>(panel, columns, x, token, results, ahead);
 }
 
 }  // namespace

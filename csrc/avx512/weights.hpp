@@ -59,10 +59,6 @@ TANDEM_INLINE __m512 multiply_add_bf16(__m512 sum, __m512i weights, __m512i two)
   return sum;
 }
 
-// Columns in 64 bytes of codes of eight bits or four.
-template <Format F>
-constexpr std::int64_t kLineColumns = kBits<F> == 8 ? 4 : 8;
-
 // e4m3 to bf16 by table: the low seven bits name the number without its sign.
 struct E4m3Table {
   alignas(64) std::uint8_t low[128];
