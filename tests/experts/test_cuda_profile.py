@@ -1,7 +1,8 @@
 """What is measured of a GPU: experts that lie in memory and not in a cache, and the host's work."""
 
+import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -17,8 +18,11 @@ from tandem.experts.measuring.profiler import MeasuredExperts
 from tandem.experts.store.host_store import HostStore
 from tandem.kernels.dense import CpuThreads
 from tandem.policy.cost import HardwareProfile
+from tandem.policy.host_costs import HostCosts
 from tests.experts.lazy_streams import LazyStreams
 from tests.experts.machines import FUNCTIONS, GEOMETRY, HIDDEN, make_machine, make_store
+from tests.experts.test_handed_layers import HostSignals
+from tests.kernels.interpreter import interpreted
 
 CACHE_BYTES = 100_000
 PREPARING_SECONDS, SENDING_SECONDS = 3.0, 0.5
@@ -71,7 +75,11 @@ def store() -> HostStore:
 
 
 def measured(
-    store: HostStore, monkeypatch: pytest.MonkeyPatch, kernels: Noting, clock: Clock
+    store: HostStore,
+    monkeypatch: pytest.MonkeyPatch,
+    kernels: Noting,
+    clock: Clock,
+    graph: Callable[[float], HostCosts] | None = None,
 ) -> tuple[HardwareProfile, HardwareProfile]:
     """Return a profile before and after the GPU has been measured."""
     streams = Streams(is_eager=True)
@@ -91,6 +99,7 @@ def measured(
             dtype=torch.float32,
             hidden_size=HIDDEN,
         ),
+        graph,
     )
     return before, after
 
@@ -136,3 +145,24 @@ def test_the_hosts_work_is_measured_and_charged_to_layers_fetches_and_cpu_expert
     link = PREPARING_SECONDS / 100 / 8
     assert alone.link_seconds_per_expert == pytest.approx(link)
     assert after.link_bytes_per_second == pytest.approx(now.expert_bytes / link)
+
+
+def test_steps_that_are_one_graph_have_costs_of_their_own(
+    store: HostStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    with interpreted():
+        from tandem.devices.cuda.hand_over_cost import graph_costs
+
+        monkeypatch.setattr("tandem.devices.cuda.hand_over_cost._LAYERS", 4)
+        costs = graph_costs(HostSignals(), LazyStreams(is_eager=True), HIDDEN, 1e-6)
+    assert costs.layer_seconds > 0
+    assert costs.cpu_begin_seconds == costs.cpu_end_seconds >= 0
+
+    def graph(fetch_seconds: float) -> HostCosts:
+        return dataclasses.replace(costs, fetch_seconds=fetch_seconds)
+
+    _, after = measured(store, monkeypatch, Noting(clock := Clock()), clock, graph)
+    assert [host.path for host in after.host] == ["graph", "segments"]
+    assert after.host[0].fetch_seconds == after.host[1].fetch_seconds
+    assert after.host_costs() is after.host[0]

@@ -206,6 +206,10 @@ def test_dense_parts_are_timed_in_captured_steps(
     (shape,) = found.shapes
     for tokens, seconds in zip(shape.tokens, shape.dense_seconds, strict=True):
         assert 0 < seconds < 9.0 if tokens <= 8 else seconds == 9.0
+    host = found.host_costs()
+    assert host is not None
+    assert host.path == "segments"  # breaks at the experts
+    assert host.layer_seconds >= 0
     # A step that cannot be captured leaves the profile as it is.
     observed.bind(CpuExecutor(store, CpuThreads(num_threads=1)))
 

@@ -7,6 +7,7 @@ from tandem.core.errors import ConfigError
 
 # Experts that are fetched for one use are computed so many in one launch, where slots allow.
 FETCHES_A_LAUNCH = 8
+SEGMENTS, GRAPH = "segments", "graph"  # paths
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

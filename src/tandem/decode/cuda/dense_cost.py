@@ -1,15 +1,20 @@
 """What a decode step on a GPU costs beside its experts: timed as it will run, in captured segments.
 
-The model's own code takes several times as long, which is the host's time and not the GPU's. With
-each layer goes what every layer costs whatever is planned: one wait for the router's choice.
+The model's own code takes several times as long, which is the host's time and not the GPU's. Steps
+are timed as one graph without experts, and once more in segments, with what every planned layer
+costs whatever is planned: a break, and a wait for the router's choice.
 """
 
+import contextlib
 import dataclasses
 import gc
 import time
+from contextlib import AbstractContextManager
 
+import torch
 from torch import Tensor
 
+from tandem.decode.cuda.graphs import GraphLayers
 from tandem.decode.cuda.slots import CudaSlotPool, MakeCapture
 from tandem.experts.execution.batch import ExpertFunctions, RoutedCall
 from tandem.experts.execution.device import Device
@@ -19,6 +24,7 @@ from tandem.hf.experts import Bound, bind_all
 from tandem.hf.lookahead.warm_up import NoExperts, warm_up_ids
 from tandem.kv_cache.base import NotInSlotsError
 from tandem.policy.cost import HardwareProfile, interpolate
+from tandem.policy.host_costs import SEGMENTS, HostCosts
 
 STEP_ROWS = (1, 8)
 _PROMPT_TOKENS, _STEPS_BEFORE, _STEPS = 16, 8, 12
@@ -36,6 +42,21 @@ class _HandOver(NoExperts):
         return super().compute(call, functions)
 
 
+class _NoLayers:
+    """Computes nothing, inside a graph."""
+
+    def __call__(
+        self, layer: int, hidden: Tensor, index: Tensor, weights: Tensor, functions: ExpertFunctions
+    ) -> Tensor:
+        return torch.zeros_like(hidden)
+
+    def around(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def give_up(self, error: Exception) -> bool:
+        return False
+
+
 def with_captured_steps(
     profile: HardwareProfile,
     model: PreTrainedModel,
@@ -46,15 +67,17 @@ def with_captured_steps(
 ) -> HardwareProfile:
     """Return a profile whose dense parts, for few tokens, are those of captured steps.
 
-    As it was where a model's steps cannot be captured. The experts modules are bound to nothing
-    useful afterwards.
+    Its host costs are what breaks of the graph add to a layer. As it was where a model's steps
+    cannot be captured. The experts modules are bound to nothing useful afterwards.
     """
     bind_all(bound, _HandOver(store, device))
-    found = [_step_seconds(model, num_slots, make_capture) for num_slots in STEP_ROWS]
+    found = [_step_seconds(model, n, make_capture, _NoLayers()) for n in STEP_ROWS]
+    in_segments = _step_seconds(model, 1, make_capture) if None not in found else None
     gc.collect()  # slots and their steps know each other, and their memory is counted next
     seconds = [each / len(store) for each in found if each is not None]
-    if len(seconds) < len(STEP_ROWS):
+    if len(seconds) < len(STEP_ROWS) or in_segments is None:
         return profile
+    breaks = max(0.0, in_segments / len(store) - seconds[0])
     (shape,) = profile.shapes
     dense = tuple(
         interpolate(STEP_ROWS, seconds, tokens)
@@ -62,18 +85,28 @@ def with_captured_steps(
         else max(seconds[-1], before)
         for tokens, before in zip(shape.tokens, shape.dense_seconds, strict=True)
     )
-    return dataclasses.replace(profile, shapes=(dataclasses.replace(shape, dense_seconds=dense),))
+    shape = dataclasses.replace(shape, dense_seconds=dense)
+    host = HostCosts(
+        path=SEGMENTS, step_seconds=0.0, layer_seconds=breaks, cpu_begin_seconds=0.0,
+        cpu_end_seconds=0.0, fetch_seconds=0.0,
+    )  # fmt: skip
+    return dataclasses.replace(profile, shapes=(shape,), host=(host,))
 
 
 def _step_seconds(
-    model: PreTrainedModel, num_slots: int, make_capture: MakeCapture
+    model: PreTrainedModel,
+    num_slots: int,
+    make_capture: MakeCapture,
+    layers: GraphLayers | None = None,
 ) -> float | None:
-    """Time a decode step of so many slots; None if it is not captured."""
+    """Time a decode step of so many slots, with breaks without `layers`; None: not captured."""
     prompt = warm_up_ids(model, _PROMPT_TOKENS).tolist()
     capacity = _PROMPT_TOKENS + _STEPS_BEFORE + _STEPS
     tokens = dict.fromkeys(range(num_slots), prompt[0])
     try:
-        pool = CudaSlotPool(model, num_slots, capacity=capacity, make_capture=make_capture)
+        pool = CudaSlotPool(
+            model, num_slots, capacity=capacity, make_capture=make_capture, layers=layers
+        )
         pool.prefill(dict.fromkeys(range(num_slots), prompt))
         for _ in range(_STEPS_BEFORE):
             pool.decode(tokens)[0, 0].item()

@@ -16,8 +16,13 @@ from torch import Tensor
 from tandem.core.errors import CapacityError
 from tandem.decode.cuda.attention import decode_kernels
 from tandem.decode.cuda.fusion import fuse_for_gpu
-from tandem.decode.cuda.graphs import TOLERANCES, new_graphed_step, recorded_for_capture
-from tandem.decode.cuda.handed_graph import HandedGraph, handed_graph
+from tandem.decode.cuda.graphs import (
+    TOLERANCES,
+    GraphLayers,
+    new_graphed_step,
+    recorded_for_capture,
+)
+from tandem.decode.cuda.handed_graph import handed_graph
 from tandem.decode.cuda.resident_layers import GraphedLayers, graphed_layers
 from tandem.decode.model_runner import ModelRunner, why_other_logits
 from tandem.decode.slots import MAX_STEP_TOKENS, CachedSlotPool
@@ -64,14 +69,16 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
         make_capture: MakeCapture | None = None,
         kv_dtype: str = "auto",
         find_kernels: Callable[[torch.device], DecodeKernels | None] = decode_kernels,
+        layers: GraphLayers | None = None,
     ) -> None:
         """Make slots with room for `capacity` tokens each; they grow.
 
         `kv_dtype` is what keys and values are kept in, `find_kernels` returns what attends on a
-        device. Without `make_capture` steps run as they
-        are. Raises `NotInSlotsError` for a model that keeps more than keys and values.
+        device. Without `make_capture` steps run as they are; `layers` compute the experts of
+        captured ones, in place of what the executor has for it. Raises
+        `NotInSlotsError` for a model that keeps more than keys and values.
         """
-        self._kernels = find_kernels(model.device)
+        self._kernels, self._layers = find_kernels(model.device), layers
         cache = StaticKvCache(
             num_slots, max(1, capacity), model.device, self._make_room,
             kv_dtype=kv_dtype, kernels=self._kernels,
@@ -239,7 +246,9 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
     def _new_step(self, count: int) -> _Step:
         resident: list[GraphedLayers] = []
 
-        def find_layers() -> GraphedLayers | HandedGraph | None:
+        def find_layers() -> GraphLayers | None:
+            if self._layers is not None:
+                return self._layers
             layers = graphed_layers(self._model.executor)
             resident[:] = [] if layers is None else [layers]
             if layers is None:

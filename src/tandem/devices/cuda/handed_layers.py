@@ -226,7 +226,7 @@ def works(
         return False
     if make_capture is None:
         return True
-    graph = _captured(work, make_capture(), streams)
+    graph = captured_work(work, make_capture(), streams)
     return all(_hands_over(graph.replay, streams, words) for _ in range(2))
 
 
@@ -244,7 +244,8 @@ def _hands_over(work: Callable[[], None], streams: Streams, words: Tensor) -> bo
     return has_rung and has_ended and int(done) == 0
 
 
-def _captured(work: Callable[[], None], capture: Capture, streams: Streams) -> Graph:
+def captured_work(work: Callable[[], None], capture: Capture, streams: Streams) -> Graph:
+    """Return a graph of what `work` queues."""
     graphs = list[Graph]()
 
     def queue() -> None:

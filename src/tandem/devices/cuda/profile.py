@@ -10,6 +10,8 @@ What the host does for a layer is measured by itself, as `HostCosts`, since the 
     the CPU's rows, brought to the GPU    -> a layer with experts on the CPU
     a launch for several fetched experts  -> each takes at least its part of that
 
+A step that is one graph has costs of its own (`hand_over_cost`).
+
 What it does once a step is in the dense parts, which are timed in whole steps.
 """
 
@@ -33,7 +35,7 @@ from tandem.experts.execution.routing import Routing
 from tandem.experts.measuring.profiler import REPETITIONS, MeasuredExperts, beside, seconds_each
 from tandem.experts.store.image import aligned
 from tandem.policy.cost import HardwareProfile
-from tandem.policy.host_costs import FETCHES_A_LAUNCH, HostCosts
+from tandem.policy.host_costs import FETCHES_A_LAUNCH, SEGMENTS, HostCosts
 
 # So many times the GPU's cache lie between two uses of an expert, which is then read from memory.
 CACHES_BETWEEN_USES = 4
@@ -57,10 +59,13 @@ def measure_device(
     profile: HardwareProfile,
     device: CudaDevice,
     experts: MeasuredExperts,
+    graph: Callable[[float], HostCosts] | None = None,
 ) -> HardwareProfile:
     """Return a profile with the GPU, the link and the host's work as they are; the CPU's stays.
 
-    Dense parts in `profile` are the GPU's already. The store should be pinned.
+    Dense parts in `profile` are the GPU's already, and the host's work in it what a layer waits for
+    its router. The store should be pinned. `graph` measures steps that are one graph, given the
+    seconds of a fetched expert's launch; None: there are none.
     """
     bench = _Bench(device, experts)
     (shape,) = profile.shapes
@@ -69,14 +74,17 @@ def measure_device(
     shape = dataclasses.replace(
         shape, gpu_seconds=bench.gpu_table(shape.tokens), link_seconds_per_expert=link
     )
-    host = HostCosts(
-        path="segments",
+    known = profile.host_costs()
+    wait_seconds = 0.0 if known is None else known.layer_seconds
+    segments = HostCosts(
+        path=SEGMENTS,
         step_seconds=0.0,
-        layer_seconds=bench.host_seconds(bench.hand_off),
+        layer_seconds=wait_seconds + bench.host_seconds(bench.hand_off),
         cpu_begin_seconds=0.0,  # the CPU begins before the launches
         cpu_end_seconds=bench.bring_seconds(),
         fetch_seconds=bench.launch_seconds() / FETCHES_A_LAUNCH,
     )
+    host = () if graph is None else (graph(segments.fetch_seconds),)  # the usual way comes first
     return dataclasses.replace(
         profile,
         source="measured by tandem profile",
@@ -86,7 +94,7 @@ def measure_device(
         cpu_slowdown_while_copying=cpu_slowdown,
         link_slowdown_while_computing=link_slowdown,
         shapes=(shape,),
-        host=(host,),
+        host=(*host, segments),
     )
 
 

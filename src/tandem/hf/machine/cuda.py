@@ -14,7 +14,8 @@ from tandem.core.errors import ConfigError
 from tandem.devices.cuda.checks import Gpu, require_cuda, require_dtype
 from tandem.devices.cuda.copies import CudaCopyEngine, Link
 from tandem.devices.cuda.device import CudaDevice
-from tandem.devices.cuda.handed_steps import HandedSteps, handed_steps
+from tandem.devices.cuda.hand_over_cost import graph_costs
+from tandem.devices.cuda.handed_steps import HandedSteps, handed_steps, signals_of
 from tandem.devices.cuda.kernels import DeviceKernels, TorchKernels, best_kernels
 from tandem.devices.cuda.profile import measure_device
 from tandem.devices.cuda.streams import CudaStreams, Stream, Streams
@@ -33,7 +34,9 @@ from tandem.hf.experts import expert_functions
 from tandem.hf.lookahead.warm_up import ExpertsCall, NoExperts, forward_tokens, warm_up_ids
 from tandem.hf.machine.parts import DeviceParts, ObservedModel
 from tandem.hf.machine.profile import kept_profile, measured_profile, profile_key
+from tandem.kernels.dense import VALUE_DTYPES
 from tandem.policy.cost import HardwareProfile
+from tandem.policy.host_costs import HostCosts
 from tandem.policy.plan import Geometry
 
 # Tokens of KV cache for which memory is kept before the rest goes to experts; longer texts take
@@ -41,7 +44,7 @@ from tandem.policy.plan import Geometry
 KV_TOKENS = 4096
 _KV_SAMPLE_TOKENS = 64
 # Raise it when what is measured of a GPU changes: older profiles are then measured again.
-_MEASUREMENT = 3
+_MEASUREMENT = 4
 # Kernels that are on disk already are there sooner.
 _SHOWN_AFTER_SECONDS = 1.0
 
@@ -221,6 +224,7 @@ def _profile(
     known = kept_profile(kept)
     if known is not None:
         return known
+    graph: Callable[[float], HostCosts] | None = None
     # Dense parts are timed on the GPU, so the CPU's part is kept apart from that of other devices.
     base = measured_profile(observed, cache_dir=directory)
     if model.device.type == "cuda":  # a twin has no captures of its own
@@ -228,8 +232,13 @@ def _profile(
         from tandem.decode.cuda.dense_cost import with_captured_steps
         from tandem.decode.cuda.slots import make_cuda_capture
 
-        capture = make_cuda_capture(model)
+        capture, call = make_cuda_capture(model), observed.call
         base = with_captured_steps(base, model, store, observed.bound, device, capture)
-    profile = measure_device(base, device, observed.experts(kernels))
+        signals = signals_of(device.streams) if call.dtype in VALUE_DTYPES else None
+        if signals is not None:
+            graph = partial(
+                graph_costs, signals, device.streams, call.hidden_size, make_capture=capture
+            )
+    profile = measure_device(base, device, observed.experts(kernels), graph)
     save_profile(profile, kept)
     return profile

@@ -24,6 +24,7 @@ from tandem.hf.runtime import Runtime
 from tandem.kernels import _native
 from tandem.kernels.dense import CpuThreads
 from tandem.policy.cost import HardwareProfile
+from tandem.policy.host_costs import SEGMENTS
 from tandem.policy.plan import Geometry
 
 
@@ -86,7 +87,9 @@ class ObservedModel:
         rate = self.link_bytes_per_second
         profile = profile if rate is None else with_link(profile, rate)
         shape = shape_for(profile, self.model_type, self.geometry)
-        return Machine(profile, profile.charged(shape))
+        has_segments = any(costs.path == SEGMENTS for costs in profile.host)
+        path = SEGMENTS if has_segments and not self.options.decode_graph else None
+        return Machine(profile, profile.charged(shape, path))
 
 
 def observe(model: PreTrainedModel, runtime: Runtime) -> ObservedModel:
