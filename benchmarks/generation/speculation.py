@@ -11,8 +11,8 @@ from statistics import median
 
 import tandem
 from tandem.cli.model_choice import ModelChoice, load_model_and_tokenizer
+from tandem.devices.options import OffloadOptions
 from tandem.generate.generator import Generator
-from tandem.hf.config import OffloadConfig
 from tandem.policy.speculation.free_drafts import FreeDrafts
 from tandem.policy.speculation.prompt_lookup import PromptLookup
 
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=160)
     args = parser.parse_args()
     choice = ModelChoice(model=args.model)
-    offload = OffloadConfig(expert_dtype=args.expert_dtype)
+    offload = OffloadOptions(expert_dtype=args.expert_dtype)
     model, tokenizer = load_model_and_tokenizer(choice, offload, quiet=True, dense_dtype="auto")
     generators = {name: Generator(model, tokenizer, speculate=name) for name in ("none", "auto")}
     speculation = generators["auto"].speculation

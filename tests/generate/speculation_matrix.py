@@ -1,6 +1,6 @@
 """Answers with drafted tokens are those without: every architecture, drafter, batch and device.
 
-python -m tests.generate.speculation_matrix [--names NAME...]    all of them, some twenty minutes
+python -m tests.generate.speculation_matrix [--names NAME...]    all of them, half an hour
 
 Each request of a batch follows another rule: greedy, sampled, penalties, a grammar. Drafts have
 random lengths, whatever would pay.

@@ -1,6 +1,7 @@
 """Models that draft for others: what they write ahead is read and forgotten, and never decides."""
 
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -124,3 +125,38 @@ def test_what_does_not_pay_is_seldom_drafted(
         tokens_a_step.append(num_kept + 1)
     assert drafter.num_drafts <= most
     assert (sum(tokens_a_step[100:]) > 3 * 300) == (token == 7 and seconds < 1)
+
+
+class Sure:
+    """Knows what comes, but for each fourth token, of which it is not sure."""
+
+    def draft(
+        self, histories: Mapping[int, Sequence[int]], most: Mapping[int, int], least: float
+    ) -> dict[int, SureDraft]:
+        drafts = {}
+        for slot, tokens in histories.items():
+            places = range(len(tokens), len(tokens) + most[slot])
+            told = [0.2 if place % 4 == 0 else 0.95 for place in places]
+            drafts[slot] = SureDraft([8 if place % 4 == 0 else 7 for place in places], told)
+        return drafts
+
+
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_only_tokens_that_are_likely_are_verified(
+    num_slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.policy.speculation.paid_drafts._TRIALS", 6)
+    costs, way = StepCosts(), PaidDrafts(Sure(), lambda: 0.0)
+    histories = {slot: [7] for slot in range(num_slots)}
+    drafted = kept = 0
+    for step in range(60):
+        plan = way.plan(histories, dict.fromkeys(histories, 8), num_slots, costs)
+        drafts = {} if plan is None or not plan.is_worth else plan.drafts()
+        num_drafted = sum(map(len, drafts.values()))
+        costs.add(num_slots + num_drafted, 1 + 0.3 * num_drafted)
+        for slot, tokens in histories.items():
+            right = [*takewhile(lambda token: token == 7, drafts.get(slot, ()))]
+            tokens += [7] * (len(right) + 1)
+            drafted += len(drafts.get(slot, ())) if step > 10 else 0
+            kept += len(right) if step > 10 else 0
+    assert kept == drafted > 40 * num_slots

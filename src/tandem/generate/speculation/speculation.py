@@ -44,9 +44,8 @@ class Speculation:
     ) -> Drafts:
         """Return the drafted tokens that the next step verifies, as of `best_plan`; often none."""
         plan = best_plan(self.ways, self.costs, histories, rooms, batch)
-        is_unpaid = plan is not None and not plan.is_worth
-        drafts = {} if plan is None or is_unpaid else plan.drafts()
-        self.counts.add(sum(map(len, drafts.values())), is_unpaid=is_unpaid)
+        drafts = plan.drafts() if plan is not None and plan.is_worth else {}
+        self.counts.add(sum(map(len, drafts.values())), is_unpaid=plan is not None and not drafts)
         return drafts
 
     def forget(self, slot: int) -> None:

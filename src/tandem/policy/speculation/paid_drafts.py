@@ -17,7 +17,7 @@ from tandem.policy.speculation.plans import Drafts, Plan
 from tandem.policy.speculation.step_costs import StepCosts
 
 _MOST_STEP_TOKENS = 16
-_LEAST_GAIN, _SURE_GAIN = 1.03, 1.3
+_LEAST_GAIN, _SURE_GAIN = 1.01, 1.3
 # Sizes that are hardly known are taken for so much better than they seem.
 _HOPE = 0.03
 # Drafts before the rates are believed, and how many tokens they have at least.
