@@ -19,7 +19,13 @@ NEW_TOKENS = 9  # some from the model, some compared, the last ones from the rec
 # They write in blocks, or not at all.
 NOT_TOKEN_BY_TOKEN = {"diffusion_gemma", "openai_privacy_filter"}
 # They do something of their own around attention: padded, on Transformers' caches.
-ON_THEIR_OWN_CACHES = {"deepseek_v4", "inkling", "inkling2", "unlimited_ocr"}
+WHY_PADDED = {
+    "deepseek_v4": "beside a window, one entry of keys for many tokens, gated together as they come",
+    "inkling": "attention adds a bias by distance, made of each token's hidden state",
+    "inkling2": "attention adds a bias by distance, made of each token's hidden state",
+    "unlimited_ocr": "decoded tokens slide out of a window, a prompt's never do",
+}
+ON_THEIR_OWN_CACHES = set(WHY_PADDED)
 # Transformers' own generate fails on text alone.
 NOT_GENERATING_UPSTREAM = {"qwen3_omni_moe"}
 

@@ -24,7 +24,7 @@ from tests.architectures import (
     takes_cache,
     tiny_inputs,
 )
-from tests.generate.test_architectures import NOT_TOKEN_BY_TOKEN, ON_THEIR_OWN_CACHES
+from tests.generate.test_architectures import NOT_TOKEN_BY_TOKEN, WHY_PADDED
 from tests.hf import models_document
 from tests.hf.models_document import ModelsDocument
 from tests.inside import runtime_in
@@ -89,8 +89,8 @@ def decode_step(name: str) -> str:
     """Say how a decode step runs: what `tests/generate` and `tests/decode` find."""
     if name in NOT_TOKEN_BY_TOKEN:
         return "none"
-    if name in ON_THEIR_OWN_CACHES:
-        return "the model's own code, padded"
+    if name in WHY_PADDED:
+        return f"the model's own code, padded: {WHY_PADDED[name]}"
     pinned = json.loads(TABLE.read_text(encoding="utf-8")).get(name)
     if pinned is None:
         return "recorded, in slots"
