@@ -19,12 +19,12 @@ constexpr std::int64_t kManyHeads = 32;
 // More selected positions than this are marked by all threads.
 constexpr std::int64_t kManySelected = 1 << 14;
 
-const AttentionKernel& choose(const std::string& isa) {
+const AttentionKernel& choose(const std::string& isa, bool may_use_tiles) {
 #if defined(__x86_64__)
-  if (isa == "avx512") return avx512_attention();
+  if (isa == "avx512") return avx512_attention(may_use_tiles);
   if (isa == "avx2" || isa == "avxvnni") return avx2_attention();
 #endif
-  (void)isa;
+  (void)isa, (void)may_use_tiles;
   return portable_attention();
 }
 
@@ -131,8 +131,8 @@ struct TileRows {
 
 }  // namespace
 
-AttentionEngine::AttentionEngine(ThreadPool& pool, const std::string& isa)
-    : kernel_(choose(isa)), pool_(pool) {}
+AttentionEngine::AttentionEngine(ThreadPool& pool, const std::string& isa, bool may_use_tiles)
+    : kernel_(choose(isa, may_use_tiles)), pool_(pool) {}
 
 void AttentionEngine::append(const AttentionCall& call) {
   const std::int64_t tasks = 2 * call.num_kv_heads;

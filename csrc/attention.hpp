@@ -68,13 +68,13 @@ struct AttentionKernel {
 const AttentionKernel& portable_attention();
 #if defined(__x86_64__)
 const AttentionKernel& avx2_attention();
-const AttentionKernel& avx512_attention();
+const AttentionKernel& avx512_attention(bool may_use_tiles);  // of AMX, where the processor has them
 #endif
 
 class AttentionEngine {
  public:
-  // `isa` names the kernels as ExpertEngine::isa does.
-  AttentionEngine(ThreadPool& pool, const std::string& isa);
+  // `isa` names the kernels as ExpertEngine::isa does; AVX-512's may use the tiles of AMX.
+  AttentionEngine(ThreadPool& pool, const std::string& isa, bool may_use_tiles = true);
 
   // Writes the tokens' keys and values into the cache. A row's tokens come in the order of their
   // positions, which follow what the row holds.

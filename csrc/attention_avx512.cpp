@@ -1,5 +1,6 @@
 // Attention with AVX-512: registers of 16 floats; bf16 and int8 caches are multiplied as they are,
-// by the instructions that add up products of two bf16 or four int8 values per lane.
+// by the instructions that add up products of two bf16 or four int8 values per lane; bf16 on the tiles
+// of AMX where there are some.
 #include <immintrin.h>
 
 #include <algorithm>
@@ -8,7 +9,13 @@
 #include <cstring>
 #include <vector>
 
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "attention.hpp"
+#include "cpu_features.hpp"
 
 #define TANDEM_LANES 16
 
@@ -108,7 +115,7 @@ class Bf16Math : public InRegisters<Bf16Math> {
       store_bf16(weights_ + (row * kKvChunk + p) * 2, _mm512_loadu_ps(weights + p));
   }
 
- private:
+ protected:
   friend class InRegisters<Bf16Math>;
 
   static void store_bf16(std::uint8_t* to, __m512 x) {
@@ -167,6 +174,8 @@ class Bf16Math : public InRegisters<Bf16Math> {
   Bytes query_;
   alignas(64) std::uint8_t weights_[kGroupRows * kKvChunk * 2];
 };
+
+#include "attention_amx.inl"
 
 // ---- int8 ----
 
@@ -304,12 +313,15 @@ class Int8Math : public InRegisters<Int8Math> {
   alignas(64) std::uint8_t weights_[kGroupRows * kKvChunk];
 };
 
+template <bool HasTiles>
 void attend_any(const KvLayout& layout, Bytes keys, Bytes values, const QueryTile& tile,
                 std::int64_t begin, std::int64_t end, const PartialAttention& partial) {
   switch (layout.type) {
     case KvType::kFp32:
       return attend_fp32(layout, keys, values, tile, begin, end, partial);
     case KvType::kBf16:
+      if (HasTiles && AmxMath::takes(layout))
+        return attend_with<AmxMath>(layout, keys, values, tile, begin, end, partial);
       return attend_with<Bf16Math>(layout, keys, values, tile, begin, end, partial);
     case KvType::kInt8:
       return attend_with<Int8Math>(layout, keys, values, tile, begin, end, partial);
@@ -318,9 +330,9 @@ void attend_any(const KvLayout& layout, Bytes keys, Bytes values, const QueryTil
 
 }  // namespace
 
-const AttentionKernel& avx512_attention() {
-  static const AttentionKernel kernel{attend_any};
-  return kernel;
+const AttentionKernel& avx512_attention(bool may_use_tiles) {
+  static const AttentionKernel kernel{attend_any<false>}, with_tiles{attend_any<true>};
+  return may_use_tiles && have_tiles() ? with_tiles : kernel;
 }
 
 }  // namespace tandem

@@ -1,18 +1,20 @@
 // The attention kernel for one width of registers; each instruction set's file includes it with
 // TANDEM_LANES (floats of a register) set, inside a namespace of its own, after vectors.inl.
 //
-// Chunks of 64 positions meet up to eight query rows at a time: their scores, the softmax, the
+// Chunks of 64 positions meet up to 16 query rows at a time: their scores, the softmax, the
 // weighted sums of values. Both products are the same one: rows times packed dwords, whose lanes are
 // positions (of keys) or dimensions (of values); so no sum runs across a register.
 
-constexpr std::int64_t kGroupRows = 8;                  // query rows that meet a chunk together
+constexpr std::int64_t kGroupRows = 16;                 // query rows that meet a chunk together
 constexpr int kBlockVectors = kKvBlock / TANDEM_LANES;  // registers for a block's positions
 constexpr std::int64_t kChunkBlocks = kKvChunk / kKvBlock;
 
-// Calls f<n>(first) for rows 0..count-1 in groups of eight (or `Most`), four, two and one.
+// Calls f<n>(first) for rows 0..count-1 in groups of `Most`, then eight, four, two and one.
 template <int Most, typename F>
 inline void in_groups(std::int64_t count, const F& f) {
   std::int64_t row = 0;
+  if constexpr (Most >= 16)
+    for (; row + 16 <= count; row += 16) f.template operator()<16>(row);
   if constexpr (Most >= 8)
     for (; row + 8 <= count; row += 8) f.template operator()<8>(row);
   for (; row + 4 <= count; row += 4) f.template operator()<4>(row);

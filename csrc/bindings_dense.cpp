@@ -126,10 +126,10 @@ void bind_attention(nb::module_& m) {
       });
   nb::class_<AttentionEngine>(m, "AttentionEngine")
       .def("__init__",
-           [](AttentionEngine* self, ExpertEngine& engine) {
-             new (self) AttentionEngine(engine.pool(), engine.isa());
+           [](AttentionEngine* self, ExpertEngine& engine, bool may_use_tiles) {
+             new (self) AttentionEngine(engine.pool(), engine.isa(), may_use_tiles);
            },
-           nb::keep_alive<1, 2>())
+           nb::arg(), nb::arg("may_use_tiles") = true, nb::keep_alive<1, 2>())
       .def("append",
            [](AttentionEngine& engine, AttentionCall& call, bool is_bf16, std::int64_t num_tokens,
               std::uintptr_t rows, std::uintptr_t positions, std::uintptr_t key,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tandem.core.errors import ConfigError
-from tandem.kernels._native import available_isas
+from tandem.kernels._native import AttentionEngine, available_isas
 from tandem.kernels.attention import KV_DTYPES, AttentionForm, CachedAttention, require_kv_dtype
 from tandem.kernels.dense import CpuThreads
 
@@ -234,3 +234,22 @@ def test_bytes_are_those_of_the_format() -> None:
 def test_an_unknown_kv_dtype_gets_one_sentence() -> None:
     with pytest.raises(ConfigError, match=r"kv_dtype is 'int4'.*did you mean 'int8'"):
         require_kv_dtype("int4")
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4, 7, 16, 40])
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(64, 64), (96, 32), (576, 512)])
+def test_tiles_give_what_vectors_give(heads: int, key_dim: int, value_dim: int) -> None:
+    """Where the processor has tiles (AMX); elsewhere both are the same kernel."""
+    tiles, vectors = (CpuThreads(num_threads=2) for _ in range(2))
+    vars(vectors)["attention"] = AttentionEngine(vectors.engine, may_use_tiles=False)
+    attention, _, _ = filled(form_of(heads, 1, key_dim, value_dim), torch.bfloat16, rows=1)
+    for positions in ([0], [15], [40], [47, 48, 49], [680, 681, 682, 683, 684]):
+        query = torch.randn(heads, len(positions), key_dim).bfloat16()
+        places = torch.tensor(positions)
+        found, expected = (
+            attention.attend(threads, torch.zeros_like(places), places, query).float()
+            for threads in (tiles, vectors)
+        )
+        assert (found - expected).norm() < 5e-3 * expected.norm()
+        alone = attention.attend(tiles, torch.zeros(1).long(), places[-1:], query[:, -1:])
+        assert torch.equal(alone[0].float(), found[-1])

@@ -1,0 +1,134 @@
+// bf16 attention on the tiles of AMX: an instruction multiplies 16 query rows by 32 values of 16
+// positions, or by 32 positions of 16 values, whose dwords lie as a tile wants them already. Included
+// by attention_avx512.cpp after Bf16Math, whose packed queries and weights it uses.
+//
+// Some compilers do not know that loading a tile reads memory: `see_memory` makes them write it before.
+// The order of additions is the tiles' own, so a layer is computed by them always or never.
+
+// Tiles by number, which the instructions want as literals: 0 and 1 the left side (query rows), 2 the
+// right side (16 dwords of 16 positions or values), 4 to 7 sums.
+constexpr std::int64_t kTileBytes = 64;   // of a tile's row
+constexpr std::int64_t kTileValues = 32;  // bf16 values of it
+
+struct alignas(64) TileConfig {
+  std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  std::uint16_t row_bytes[16] = {};
+  std::uint8_t rows[16] = {};
+};
+
+#define TANDEM_ADD_BLOCK(sum, from)                                   \
+  do {                                                                \
+    prefetch_lines((from) + kChunkBlocks * bytes, kTileBytes);        \
+    _tile_loadd(2, (from), kTileBytes);                               \
+    _tile_dpbf16ps(sum, 0, 2);                                        \
+  } while (false)
+
+inline void see_memory() { __asm__ volatile("" ::: "memory"); }
+
+class AmxMath : public Bf16Math {
+ public:
+  static constexpr int kMostRows = 16;
+
+  AmxMath(const KvLayout& layout, const QueryTile& tile) : Bf16Math(layout, tile) {}
+  ~AmxMath() { _tile_release(); }
+  AmxMath(const AmxMath&) = delete;
+  AmxMath& operator=(const AmxMath&) = delete;
+
+  static bool takes(const KvLayout& layout) { return layout.key_width() % kTileValues == 0; }
+
+  template <int R>
+  void score(Bytes keys, std::int64_t blocks, std::int64_t row, float* scores) {
+    use_rows(R);
+    const std::int64_t bytes = layout_.key_block_bytes();
+    Bytes left = query_ + row * row_bytes_;
+    _tile_zero(4);
+    _tile_zero(5);
+    _tile_zero(6);
+    _tile_zero(7);
+    for (std::int64_t at = 0; at < layout_.key_bytes(); at += 1024, left += kTileBytes) {
+      _tile_loadd(0, left, row_bytes_);
+      TANDEM_ADD_BLOCK(4, keys + at);
+      if (blocks > 1) TANDEM_ADD_BLOCK(5, keys + bytes + at);
+      if (blocks > 2) TANDEM_ADD_BLOCK(6, keys + 2 * bytes + at);
+      if (blocks > 3) TANDEM_ADD_BLOCK(7, keys + 3 * bytes + at);
+    }
+    constexpr std::int64_t kStride = kKvChunk * 4;
+    _tile_stored(4, scores, kStride);
+    _tile_stored(5, scores + kKvBlock, kStride);  // zeros behind the last block
+    _tile_stored(6, scores + 2 * kKvBlock, kStride);
+    _tile_stored(7, scores + 3 * kKvBlock, kStride);
+  }
+
+  template <int R>
+  void add(Bytes values, std::int64_t blocks, std::int64_t row, const float*, float* weighted) {
+    use_rows(R);
+    Bytes left = weights_ + row * kKvChunk * 2;
+    _tile_loadd(0, left, kKvChunk * 2);
+    if (blocks > 2) {
+      _tile_loadd(1, left + kTileBytes, kKvChunk * 2);
+    }
+    const std::int64_t width = layout_.value_width(), next = 2 * layout_.value_block_bytes();
+    for (std::int64_t d = 0; d < width; d += kKvBlock) {
+      _tile_loadd(4, weighted + d, width * 4);
+      load_values(values + d * 4, blocks);
+      _tile_dpbf16ps(4, 0, 2);
+      if (blocks > 2) {
+        load_values(values + next + d * 4, blocks - 2);
+        _tile_dpbf16ps(4, 1, 2);
+      }
+      _tile_stored(4, weighted + d, width * 4);
+    }
+  }
+
+ private:
+  static void prefetch_lines(Bytes first, std::int64_t stride) {
+#pragma GCC unroll 16
+    for (int line = 0; line < 16; ++line) prefetch(first + line * stride);
+  }
+
+  // Loads the dwords of 16 values of two blocks' positions; of one alone, with zeros behind them.
+  void load_values(Bytes values, std::int64_t blocks) {
+    const std::int64_t stride = layout_.value_width() * 4;
+    prefetch_lines(values + kChunkBlocks * layout_.value_block_bytes(), stride);
+    if (blocks > 1) {
+      _tile_loadd(2, values, stride);
+      return;
+    }
+    alignas(64) std::uint8_t padded[16 * kTileBytes] = {};
+    for (std::int64_t g = 0; g < kKvBlock / 2; ++g)
+      std::memcpy(padded + g * kTileBytes, values + g * stride, kTileBytes);
+    see_memory();
+    _tile_loadd(2, padded, kTileBytes);
+  }
+
+  void use_rows(int rows) {
+    see_memory();
+    if (rows == rows_) return;
+    rows_ = rows;
+    TileConfig config;
+    for (int tile = 0; tile < 8; ++tile) {
+      config.row_bytes[tile] = kTileBytes;
+      config.rows[tile] = tile == 2 ? 16 : static_cast<std::uint8_t>(rows);
+    }
+    see_memory();
+    _tile_loadconfig(&config);
+  }
+
+  int rows_ = 0;
+};
+
+// Asks the system for the tiles' registers, once: a process has them only then.
+bool have_tiles() {
+#if defined(__linux__)
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  static const bool found = [] {
+    const auto sets = detect_cpu_features().instruction_sets;
+    const auto has = [&](const char* name) { return std::count(sets.begin(), sets.end(), name) > 0; };
+    return has("amx_tile") && has("amx_bf16") &&
+           syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  }();
+  return found;
+#else
+  return false;
+#endif
+}
