@@ -20,7 +20,7 @@ NEW_TOKENS = 9  # some from the model, some compared, the last ones from the rec
 NOT_TOKEN_BY_TOKEN = {"diffusion_gemma", "openai_privacy_filter"}
 # They do something of their own around attention: padded, on Transformers' caches.
 WHY_PADDED = {
-    "deepseek_v4": "beside a window, one entry of keys for many tokens, gated together as they come",
+    "deepseek_v4": "beside a window, one key for many tokens, gated together as they come",
     "inkling": "attention adds a bias by distance, made of each token's hidden state",
     "inkling2": "attention adds a bias by distance, made of each token's hidden state",
     "unlimited_ocr": "decoded tokens slide out of a window, a prompt's never do",
