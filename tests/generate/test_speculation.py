@@ -1,5 +1,6 @@
 """Speculation: what is drafted, how much of it is verified, and that answers stay what they are."""
 
+import gc
 import random
 import re
 from collections.abc import Mapping, Sequence
@@ -21,9 +22,11 @@ from tandem.generate.sampling import SamplingOptions
 from tandem.generate.scheduler import Scheduler
 from tandem.generate.speculation.speculation import Speculation
 from tandem.hf.lookahead.routing_recording import recording
+from tandem.hf.runtime import require_runtime
 from tandem.policy.speculation.drafter import MOST_DRAFTED, Draft
 from tandem.policy.speculation.free_drafts import FreeDrafts
 from tandem.policy.speculation.prompt_lookup import EarlierAnswers, PromptLookup
+from tandem.policy.speculation.step_shape import TouchedExperts
 from tests.hf.tiny import save_tiny_checkpoint
 
 NEW_TOKENS = 24
@@ -170,6 +173,23 @@ def test_answers_with_an_expert_cache_are_those_without(tmp_path: Path) -> None:
     answers = generator.generate(PROMPTS, max_new_tokens=NEW_TOKENS)
     assert texts(answers) == texts(expected)
     assert sum(one.accepted_tokens for one in answers) > NEW_TOKENS / 4
+
+
+def test_costs_follow_what_is_touched_and_resident(tmp_path: Path) -> None:
+    model = loaded(tmp_path, "qwen3_moe", device="emulated", gpu_memory="200KB")
+    listeners = require_runtime(model).executor.listeners
+    num_before = len(listeners)
+    generator = Generator(model)
+    generator.generate(PROMPTS[0], max_new_tokens=NEW_TOKENS)
+    assert generator.speculation is not None
+    touched = generator.speculation.costs.shape
+    assert isinstance(touched, TouchedExperts)
+    assert touched._num_seen > NEW_TOKENS
+    assert 0 < touched(1) < touched(4)
+    assert len(listeners) == num_before + 1
+    del generator, touched
+    gc.collect()
+    assert len(listeners) == num_before
 
 
 def test_what_records_routing_sees_a_token_a_step(model: Any) -> None:

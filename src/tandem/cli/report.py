@@ -113,6 +113,7 @@ class RunReport:
             "speculation": {
                 "drafted": answer.drafted_tokens,
                 "accepted": answer.accepted_tokens,
+                "tokens_per_step": _tokens_per_step(answer),
             },
             "is_interrupted": answer.is_interrupted,
             "device": self._device_name,
@@ -139,3 +140,10 @@ class RunReport:
         on_gpu = self._device.type == "cuda"
         gpu = torch.cuda.max_memory_allocated(self._device) if on_gpu else 0
         return {"host": peak, "gpu": gpu}
+
+
+def _tokens_per_step(answer: "Answer") -> float | None:
+    """Return how many tokens a decode step brought; None without any step."""
+    decoded = len(answer.token_ids) - 1  # the first one is the prompt's
+    num_steps = decoded - answer.accepted_tokens
+    return decoded / num_steps if num_steps > 0 else None
