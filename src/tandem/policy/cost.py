@@ -221,9 +221,15 @@ def interpolate(tokens: Sequence[int], seconds: Sequence[float], count: int) -> 
 class CostTable:
     """A shape's times as lists indexed by token count, so that a planner only indexes."""
 
-    def __init__(self, costs: ShapeCosts, *, link_slowdown: float = 1.0) -> None:
-        """Expand the tables; copies are priced with `link_slowdown`, as they share the memory."""
+    def __init__(
+        self, costs: ShapeCosts, *, link_slowdown: float = 1.0, cpu_slowdown: float = 1.0
+    ) -> None:
+        """Expand the tables; copies are priced with `link_slowdown`, as they share the memory.
+
+        `cpu_slowdown` is the factor on CPU times while the link is busy; it is not in the tables.
+        """
         self.costs = costs
+        self.link_slowdown, self.cpu_slowdown = link_slowdown, cpu_slowdown
         self.cpu: list[float] = [0.0]
         self.gpu: list[float] = [0.0]
         self.cpu_first = costs.cpu_first_expert_seconds

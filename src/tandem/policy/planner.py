@@ -220,6 +220,8 @@ class Planner:
             costs.link,
             link.busy_seconds(now),
             self._max_fetches,
+            costs.cpu_slowdown,
+            costs.link_slowdown,
         )
 
     def _split(self, problem: LayerProblem) -> Split:

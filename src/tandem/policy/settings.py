@@ -153,7 +153,11 @@ def make_planner_on(
     tables: Tables | None = None,
 ) -> Planner:
     """Build a planner that plans with a machine's costs; the engine and the simulator do."""
-    costs = CostTable(shape, link_slowdown=profile.link_slowdown_while_computing)
+    costs = CostTable(
+        shape,
+        link_slowdown=profile.link_slowdown_while_computing,
+        cpu_slowdown=profile.cpu_slowdown_while_copying,
+    )
     price = (profile.cpu_slowdown_while_copying - 1.0 + LINK_SHARE) * costs.link
     return make_planner(
         settings,

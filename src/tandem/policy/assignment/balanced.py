@@ -36,6 +36,13 @@ class Balanced:
         fetch, spill, gpu_seconds, cpu_seconds = self._best_pair(
             problem, [cpu[i] for i in absent], gpu_fetched, arrival, held_left, floor, spilled
         )
+        if self.pipelined and problem.link_slowdown > 1.0 and len(gpu_fetched) > len(absent):
+            # Without the CPU copies are as fast as the link alone.
+            alone = problem._replace(link=problem.link / problem.link_slowdown)
+            total, done = self._fetch_seconds(alone, absent)
+            everything = max(max(held_left[0], floor[0]) + total[-1], done[-1])
+            if everything < max(gpu_seconds, cpu_seconds):
+                fetch, spill, gpu_seconds, cpu_seconds = len(absent), 0, everything, 0.0
         experts = problem.experts
         return Split(
             [experts[i] for i in absent[:fetch]],
@@ -134,6 +141,7 @@ class Balanced:
     ) -> tuple[int, int, float, float]:
         """Return (fetches, spills, gpu, cpu seconds) with the least maximum of both times."""
         surcharge = problem.cpu_first if self.pipelined else 0.0
+        slower = problem.cpu_slowdown - 1.0 if self.pipelined else 0.0
         last = len(held_left) - 1
         left = sum(cpu_absent)
         best, best_seconds = (0, last, 0.0, left + spilled[last] + surcharge), float("inf")
@@ -147,6 +155,7 @@ class Balanced:
                 gpu = max(max(held_left[spill], floor[spill]) + total, arrival[fetch])
                 on_cpu = spill or fetch < len(cpu_absent)
                 cpu = left + spilled[spill] + surcharge if on_cpu else 0.0
+                cpu += slower * min(cpu, problem.link_busy + fetch * problem.link)
                 seconds = gpu if gpu > cpu else cpu
                 if seconds < best_seconds:
                     best, best_seconds = (fetch, spill, gpu, cpu), seconds

@@ -24,6 +24,8 @@ class LayerProblem(NamedTuple):
     link: float  # seconds to copy one expert
     link_busy: float  # seconds until the link can start a new copy
     max_fetches: int  # equation 9: how many absent experts may be brought in
+    cpu_slowdown: float = 1.0  # factor on CPU seconds while the link is busy
+    link_slowdown: float = 1.0  # factor in `link`, which a CPU without experts would not cost
 
 
 class Split(NamedTuple):
