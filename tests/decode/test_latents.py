@@ -117,6 +117,18 @@ def test_slots_go_back_and_begin_with_what_others_hold(threads: CpuThreads) -> N
     assert error(pool.prefill({1: [77]}), fresh.prefill({1: [*LONG[:30], 77]})) < 1e-5
 
 
+def test_what_is_taken_out_is_put_into_another_slot(threads: CpuThreads) -> None:
+    model: Any = build_tiny_model("deepseek_v3")
+    pool, fresh = (CpuSlotPool(model, threads, 2) for _ in range(2))
+    pool.prefill({0: LONG[:64]})
+    pool.prefill({1: LONG[9:70]})  # another text, whose expanded keys are of no use then
+    data = pool.take_out(0, 0, 48)
+    assert data is not None
+    pool.keep(1, 0)
+    pool.put_in(1, LONG[:48], data)
+    assert error(pool.prefill({1: LONG[48:70]}), fresh.prefill({0: LONG[:70]})) < 1e-5
+
+
 def test_what_has_no_room_is_expanded_again(
     threads: CpuThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
