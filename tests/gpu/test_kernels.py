@@ -12,7 +12,6 @@ from tests.gpu.models import DEVICE
 from tests.kernels.triton_cases import ACTIVATIONS, SWIGLU, relative_error, sum_error
 
 HIDDEN, INTERMEDIATE = 264, 200  # no multiple of a tile; fp8's 128 and int4z's padding too
-ON_GPU = [fmt for fmt in FORMATS if fmt.encoding.number <= 6]  # no blocks of GGUF alone
 FEW, SOME, MANY = (1, 2), (3, 8, 1), (1, 200, 65)
 
 
@@ -38,7 +37,7 @@ def error_of(
 
 
 @pytest.mark.parametrize("counts", [FEW, MANY], ids=["vector", "matrix"])
-@pytest.mark.parametrize("fmt", ON_GPU, ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
 def test_every_format_gives_what_the_reference_gives(
     fmt: WeightFormat, counts: tuple[int, ...]
 ) -> None:
