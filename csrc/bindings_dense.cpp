@@ -231,6 +231,7 @@ void bind_sampling(nb::module_& m) {
 void bind_dense(nb::module_& m) {
   m.def("quantize", &quantize_matrices);
   m.def("block_bytes", [](int format) { return source_bytes(static_cast<Format>(format)); });
+  m.def("block_cols", [](int format) { return source_cols(static_cast<Format>(format)); });
   m.def("rearrange_blocks", &rearrange_blocks);
   nb::class_<DenseMatrix>(m, "DenseMatrix");
   m.def("make_dense_matrix", &make_matrix);

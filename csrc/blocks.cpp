@@ -3,11 +3,18 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <iterator>
 
 #include "pieces.hpp"
 
 namespace tandem {
 namespace {
+
+// 32 numbers of one row: unsigned codes, the bits of an fp16 scale, or of an e8m0 one, and a minimum.
+struct Strip {
+  std::uint8_t codes[kStripCols];
+  std::uint16_t scales[2];
+};
 
 // 256 numbers of one row: unsigned codes, bytes of each group's scale and minimum, fp16 factors.
 struct Super {
@@ -23,7 +30,59 @@ std::uint16_t half_bits(const std::uint8_t* at) {
   return bits;
 }
 
+// Beyond it a scale is NaN or its numbers leave fp32.
+constexpr std::uint16_t kLargestE8m0 = 252;
+
 bool is_finite(std::uint16_t half) { return (half & 0x7C00) != 0x7C00; }
+
+// Nibbles of 16 bytes: the lower ones first.
+void read_nibbles(const std::uint8_t* bytes, std::uint8_t* codes) {
+  for (int i = 0; i < 16; ++i) {
+    codes[i] = bytes[i] & 15;
+    codes[16 + i] = bytes[i] >> 4;
+  }
+}
+
+// The same with a fifth bit for each, in four bytes.
+void read_fives(const std::uint8_t* fifth, const std::uint8_t* bytes, std::uint8_t* codes) {
+  std::uint32_t bits;
+  std::memcpy(&bits, fifth, sizeof bits);
+  read_nibbles(bytes, codes);
+  for (int i = 0; i < kStripCols; ++i)
+    codes[i] = static_cast<std::uint8_t>(codes[i] | (bits >> i & 1) << 4);
+}
+
+void read_q4_0(const std::uint8_t* block, Strip& out) {
+  read_nibbles(block + 2, out.codes);
+  out.scales[0] = half_bits(block);
+}
+
+void read_q4_1(const std::uint8_t* block, Strip& out) {
+  read_nibbles(block + 4, out.codes);
+  out.scales[0] = half_bits(block);
+  out.scales[1] = half_bits(block + 2);
+}
+
+void read_q5_0(const std::uint8_t* block, Strip& out) {
+  read_fives(block + 2, block + 6, out.codes);
+  out.scales[0] = half_bits(block);
+}
+
+void read_q5_1(const std::uint8_t* block, Strip& out) {
+  read_fives(block + 4, block + 8, out.codes);
+  out.scales[0] = half_bits(block);
+  out.scales[1] = half_bits(block + 2);
+}
+
+void read_q8_0(const std::uint8_t* block, Strip& out) {
+  for (int i = 0; i < kStripCols; ++i) out.codes[i] = block[2 + i] ^ 0x80;
+  out.scales[0] = half_bits(block);
+}
+
+void read_mxfp4(const std::uint8_t* block, Strip& out) {
+  read_nibbles(block + 1, out.codes);
+  out.scales[0] = block[0];
+}
 
 // Eight scales and minima of 6 bits in 12 bytes; a minimum is subtracted, so its factor's sign turns.
 void read_scales(const std::uint8_t* block, Super& out) {
@@ -115,17 +174,27 @@ void read_iq4xs(const std::uint8_t* block, Super& out) {
 struct Reader {
   std::int64_t bytes;
   void (*read)(const std::uint8_t* block, Super& out);
+  void (*read_strip)(const std::uint8_t* block, Strip& out);
+
+  std::int64_t cols() const { return read_strip == nullptr ? kSuperCols : kStripCols; }
 };
 
 Reader reader_of(Format format) {
   switch (format) {
-    case Format::kQ4K: return {144, read_q4k};
-    case Format::kQ5K: return {176, read_q5k};
-    case Format::kQ6K: return {210, read_q6k};
-    case Format::kQ2K: return {84, read_q2k};
-    case Format::kQ3K: return {110, read_q3k};
-    case Format::kIq4Xs: return {136, read_iq4xs};
-    default: return {0, nullptr};
+    case Format::kInt4: return {18, nullptr, read_q4_0};
+    case Format::kInt4Zero: return {20, nullptr, read_q4_1};
+    case Format::kInt5: return {22, nullptr, read_q5_0};
+    case Format::kInt5Zero: return {24, nullptr, read_q5_1};
+    case Format::kInt8: return {34, nullptr, read_q8_0};
+    case Format::kMxfp4: return {17, nullptr, read_mxfp4};
+    case Format::kIq4Nl: return {18, nullptr, read_q4_0};
+    case Format::kQ4K: return {144, read_q4k, nullptr};
+    case Format::kQ5K: return {176, read_q5k, nullptr};
+    case Format::kQ6K: return {210, read_q6k, nullptr};
+    case Format::kQ2K: return {84, read_q2k, nullptr};
+    case Format::kQ3K: return {110, read_q3k, nullptr};
+    case Format::kIq4Xs: return {136, read_iq4xs, nullptr};
+    default: return {0, nullptr, nullptr};
   }
 }
 
@@ -142,8 +211,8 @@ std::uint32_t joined(const std::uint8_t* codes, int shift) {
   return word;
 }
 
-template <int Width>
-void write_plane(const Super (&rows)[kBlockRows], std::int64_t col, int shift, std::uint8_t* out) {
+template <int Width, class Row>
+void write_plane(const Row (&rows)[kBlockRows], std::int64_t col, int shift, std::uint8_t* out) {
   for (int line = 0; line < Width; ++line)
     for (int r = 0; r < kBlockRows; ++r) {
       const std::uint32_t word = joined<Width>(rows[r].codes + col + 32 / Width * line, shift);
@@ -151,11 +220,13 @@ void write_plane(const Super (&rows)[kBlockRows], std::int64_t col, int shift, s
     }
 }
 
-void write_codes(const Super (&rows)[kBlockRows], int bits, std::uint8_t* out) {
-  for (std::int64_t col = 0; col < kSuperCols; col += kStripCols) {
+template <class Row>
+void write_codes(const Row (&rows)[kBlockRows], int bits, std::uint8_t* out) {
+  for (std::int64_t col = 0; col < std::ssize(rows[0].codes); col += kStripCols) {
     for (int done = 0; done < bits;) {
       const int width = static_cast<int>(std::bit_floor(static_cast<unsigned>(bits - done)));
       switch (width) {
+        case 8: write_plane<8>(rows, col, done, out); break;
         case 4: write_plane<4>(rows, col, done, out); break;
         case 2: write_plane<2>(rows, col, done, out); break;
         default: write_plane<1>(rows, col, done, out);
@@ -184,44 +255,73 @@ void write_scales(const Super (&rows)[kBlockRows], const Encoding& e, std::uint8
     }
 }
 
+void write_scales(const Strip (&rows)[kBlockRows], const Encoding& e, std::uint8_t* out) {
+  for (int r = 0; r < kBlockRows; ++r) {
+    if (e.scale == ScaleKind::kE8m0)
+      out[r] = static_cast<std::uint8_t>(rows[r].scales[0]);
+    else
+      std::memcpy(out + 2 * r, &rows[r].scales[0], 2);
+    if (e.has_minima) std::memcpy(out + 32 + 2 * r, &rows[r].scales[1], 2);
+  }
+}
+
 // A row of padding: zeros.
-Super padding(const Encoding& e) {
-  Super zeros{};
+template <class Row>
+Row padding(const Encoding& e) {
+  Row zeros{};
   std::memset(zeros.codes, e.table == nullptr ? e.offset : 0, sizeof zeros.codes);
   return zeros;
 }
 
-// Writes 16 rows; false if a scale is not finite.
-bool rearrange_block(const Rearrangement& work, std::int64_t block) {
+bool are_finite(const Super& row, const Encoding& e) {
+  return is_finite(row.factors[0]) && (!e.has_minima || is_finite(row.factors[1]));
+}
+
+bool are_finite(const Strip& row, const Encoding& e) {
+  if (e.scale == ScaleKind::kE8m0) return row.scales[0] <= kLargestE8m0;
+  return is_finite(row.scales[0]) && (!e.has_minima || is_finite(row.scales[1]));
+}
+
+// Writes 16 rows, the columns of a `Row` at a time; false if a scale is not finite.
+template <class Row>
+bool rearrange_rows(const Rearrangement& work, std::int64_t block, std::int64_t block_bytes,
+                    void (*read)(const std::uint8_t* block, Row& out)) {
   const Encoding& e = encoding(work.format);
-  const Reader reader = reader_of(work.format);
-  const std::int64_t supers = work.cols / kSuperCols;
+  Row rows[kBlockRows];
+  const std::int64_t cols = std::ssize(rows[0].codes), steps = work.cols / cols;
+  const std::int64_t group = e.group == 0 ? cols : e.group;
   std::uint8_t* data = work.data + block * work.data_stride;
   std::uint8_t* scales = work.scales + block * work.scale_stride;
   bool is_whole = true;
-  Super rows[kBlockRows];
-  for (std::int64_t s = 0; s < supers; ++s) {
+  for (std::int64_t s = 0; s < steps; ++s) {
     for (std::int64_t r = 0; r < kBlockRows; ++r) {
       const std::int64_t row = block * kBlockRows + r;
       if (row >= work.rows) {
-        rows[r] = padding(e);
+        rows[r] = padding<Row>(e);
         continue;
       }
       const std::int64_t from = work.order ? work.order[row] : row;
-      reader.read(work.source + (from * supers + s) * reader.bytes, rows[r]);
-      is_whole &= is_finite(rows[r].factors[0]);
-      if (e.has_minima) is_whole &= is_finite(rows[r].factors[1]);
+      read(work.source + (from * steps + s) * block_bytes, rows[r]);
+      is_whole &= are_finite(rows[r], e);
     }
-    write_codes(rows, e.bits, data + s * code_bytes(work.format, kSuperCols));
-    write_scales(rows, e, scales + s * scale_bytes(work.format, kSuperCols, e.group));
+    write_codes(rows, e.bits, data + s * code_bytes(work.format, cols));
+    write_scales(rows, e, scales + s * scale_bytes(work.format, cols, group));
   }
   return is_whole;
+}
+
+bool rearrange_block(const Rearrangement& work, std::int64_t block) {
+  const Reader reader = reader_of(work.format);
+  return reader.read_strip == nullptr
+             ? rearrange_rows(work, block, reader.bytes, reader.read)
+             : rearrange_rows(work, block, reader.bytes, reader.read_strip);
 }
 
 // Where a piece's blocks lie; of rows in another order, where all of them lie.
 Extent source_of(const Piece<Rearrangement>& piece) {
   const Rearrangement& work = *piece.call;
-  const std::int64_t row_bytes = work.cols / kSuperCols * source_bytes(work.format);
+  const Reader reader = reader_of(work.format);
+  const std::int64_t row_bytes = work.cols / reader.cols() * reader.bytes;
   if (work.order != nullptr) return {work.source, work.rows * row_bytes};
   const std::int64_t first = piece.first * kBlockRows;
   const std::int64_t count = std::min(work.rows - first, piece.count * kBlockRows);
@@ -231,6 +331,8 @@ Extent source_of(const Piece<Rearrangement>& piece) {
 }  // namespace
 
 std::int64_t source_bytes(Format format) { return reader_of(format).bytes; }
+
+std::int64_t source_cols(Format format) { return reader_of(format).cols(); }
 
 bool rearrange(std::span<const Rearrangement> works, int num_threads) {
   return do_pieces(works, num_threads, source_of, rearrange_block);

@@ -61,7 +61,10 @@ def by_codes(kind: str, source: NDArray[np.uint8], supers: int) -> PackedMatrix:
 
 
 def test_blocks_of_most_files_are_rearranged_natively() -> None:
-    assert set(IN_FILES) == {"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"}
+    assert set(IN_FILES) == {
+        *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4", "IQ4_NL"),
+        *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"),
+    }
 
 
 @pytest.mark.parametrize(("rows", "supers"), [(16, 1), (37, 3)])
@@ -132,3 +135,14 @@ def test_many_matrices_in_one_call_are_those_of_one_each() -> None:
     sources[2][1300, :2] = (0, 0x7C)  # infinity
     with pytest.raises(ModelError, match=r"matrix 2's scales hold NaN or infinity"):
         write_file_blocks(placings)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4", "IQ4_NL"])
+def test_rows_of_few_blocks_of_32(kind: str) -> None:
+    size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1]
+    source = np.ascontiguousarray(draw_blocks(kind, 21, 1)[:, : 3 * size])
+    fmt = find_format(OF_BLOCKS[kind])
+    packed = PackedMatrix.empty(21, 96, fmt)
+    write_file_blocks([Placing(packed.blocks, fmt, FileBlocks(source))])
+    expected = torch.from_numpy(dequantize(source, GGMLQuantizationType[kind]))
+    assert torch.equal(unpack(packed), expected)

@@ -1,4 +1,4 @@
-"""Blocks of 256 numbers as GGUF files have them, rearranged natively into packed matrices."""
+"""Blocks of 32 or 256 numbers as GGUF files have them, rearranged natively into packed matrices."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +28,9 @@ class FileBlocks:
 
 def has_file_blocks(fmt: WeightFormat) -> bool:
     """Whether a format's blocks in files can be rearranged natively."""
-    return _native.block_bytes(fmt.encoding.number) > 0
+    number = fmt.encoding.number
+    is_of_blocks = fmt.encoding.super_cols > 0 or fmt.group_size == _native.block_cols(number)
+    return is_of_blocks and _native.block_bytes(number) > 0
 
 
 class Placing(NamedTuple):
@@ -64,8 +66,8 @@ def _call(placing: Placing) -> tuple[int, ...]:
     blocks, fmt, source, _ = placing
     rows, row_bytes = source.rows.shape
     assert source.rows.flags.c_contiguous
-    supers, rest = divmod(row_bytes, _native.block_bytes(fmt.encoding.number))
-    cols = supers * fmt.encoding.super_cols
+    count, rest = divmod(row_bytes, _native.block_bytes(fmt.encoding.number))
+    cols = count * _native.block_cols(fmt.encoding.number)
     assert rest == 0
     assert blocks.scales is not None
     assert blocks.words.shape[:2] == (fmt.padded_rows(rows) // 16, fmt.dwords(cols))
@@ -73,5 +75,6 @@ def _call(placing: Placing) -> tuple[int, ...]:
         fmt.encoding.number, source.rows.ctypes.data,
         0 if source.order is None else source.order.data_ptr(), rows, cols,
         blocks.words.data_ptr(), blocks.scales.data_ptr(),
-        blocks.words.stride(0) * blocks.words.element_size(), blocks.scales.stride(0),
+        blocks.words.stride(0) * blocks.words.element_size(),
+        blocks.scales.stride(0) * blocks.scales.element_size(),
     )  # fmt: skip
