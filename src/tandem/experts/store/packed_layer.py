@@ -143,6 +143,8 @@ class PackedLayer:
             halves = range(self.layout.num_halves)
             targets = [self.layout.up_half(buffer, half) for half in halves]
         name = f"{self.arrivals.name}, expert {expert}: {tensor_name}"
+        if len(parts) < len(targets):  # one tensor has both halves
+            parts = parts[0].in_halves()
         for target, part in zip(targets, parts, strict=True):
             yield Placing(target, fmt, part, name)
 

@@ -25,6 +25,12 @@ class FileBlocks:
     rows: npt.NDArray[np.uint8]
     order: Tensor | None = None
 
+    def in_halves(self) -> "tuple[FileBlocks, FileBlocks]":
+        """Return the first and the second half of the rows, which are in order."""
+        assert self.order is None
+        half = len(self.rows) // 2
+        return FileBlocks(self.rows[:half]), FileBlocks(self.rows[half:])
+
 
 def has_file_blocks(fmt: WeightFormat) -> bool:
     """Whether a format's blocks in files can be rearranged natively."""
