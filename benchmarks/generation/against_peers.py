@@ -91,6 +91,7 @@ def setting_of(options: argparse.Namespace) -> Setting:
         name = f"{options.shape}-{options.layers}-{vocabulary}-{options.quantisation}.gguf"
         file = options.directory / name
         if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
             partial_file = file.with_suffix(".partial")
             write_random_gguf(
                 partial_file, shape.sample(options.layers), vocabulary, options.quantisation
