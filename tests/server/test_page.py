@@ -4,20 +4,17 @@ import json
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.server.browser import Page, browser_page, find_chromium, import_modules
 from tests.server.cable import cable_to
+from tests.server.page_talk import DONE, TEXT, drawn, script_answers, serious, set_field
 from tests.server.running import RunningServer
 
 pytestmark = pytest.mark.skipif(
     find_chromium() is None, reason="Chromium is not installed (Debian: apt install chromium)"
 )
-
-TEXT = "document.querySelector('.message.assistant:last-child .text').textContent"
-DONE = "!document.querySelector('.busy') && !!document.querySelector('.message.assistant')"
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +37,6 @@ def page(browser: Page, server: RunningServer) -> Iterator[Page]:
     yield browser
     assert browser.problems == []
     assert all(url.startswith((server.address, "data:")) for url in browser.urls), browser.urls
-
-
-def set_field(page: Page, name: str, value: str) -> None:
-    page.run("document.getElementById('open-settings').click()")
-    page.run(f"document.getElementById('set-{name}').value = '{value}'")
-    page.run("document.querySelector('#settings .primary').click()")
-    page.wait_for(f"own.settings.{name} === '{value}'")
 
 
 def test_a_question_is_answered_as_it_streams(page: Page) -> None:
@@ -137,15 +127,6 @@ def test_a_server_that_goes_and_comes_back_is_told(page: Page, server: RunningSe
     page.problems.clear()  # the browser notes what it could not reach
 
 
-def drawn(page: Page, *texts: str) -> Any:
-    """Draw texts one after the other in one place; return what is there as HTML."""
-    return page.run(
-        f"""(() => {{ const place = document.createElement('div');
-            for (const text of {json.dumps(texts)}) own.writeMarkdown(place, text);
-            return place.innerHTML; }})()"""
-    )
-
-
 MARKDOWN = """# Title
 One **strong** and *soft* `a*b*c` line
 that goes on, 2 * 3 * 4, snake_case_name.
@@ -225,25 +206,6 @@ def test_a_conversation_outlives_a_reload_until_a_new_one(
     page.run("document.getElementById('clear').click()")
     assert page.run("document.querySelectorAll('.message').length + own.conversation.length") == 0
     assert page.run("sessionStorage.getItem('tandem-chat')") == "[]"
-
-
-def script_answers(page: Page, *answers: list[dict[str, Any]]) -> None:
-    """Let the page get scripted streams, each a list of deltas; notes the bodies that it sent."""
-    streams = [
-        "".join(
-            f"data: {json.dumps({'choices': [{'index': 0, 'delta': delta}]})}\n\n"
-            for delta in deltas
-        )
-        + ": a comment\n\ndata: [DONE]\n\n"
-        for deltas in answers
-    ]
-    page.run(f"""(() => {{ const streams = {json.dumps(streams)}, real = window.fetch;
-        window.sent = [];
-        window.fetch = async (url, options) => {{
-          if (!String(url).includes('chat/completions') || streams.length === 0)
-            return real(url, options);
-          window.sent.push(JSON.parse(options.body));
-          return new Response(streams.shift()); }}; }})()""")
 
 
 def test_calls_are_shown_and_their_results_given_back(page: Page, server: RunningServer) -> None:
@@ -417,11 +379,3 @@ def test_axe_finds_nothing_serious(page: Page, width: int, scheme: str) -> None:
     assert serious(page) == []
     page.run("document.getElementById('settings').append(document.createElement('button'))")
     assert serious(page) == ["button-name"]  # it finds what there is
-
-
-def serious(page: Page) -> list[str]:
-    """Return the rules of axe that what is to be seen breaks, by people who need help to read."""
-    page.run("window.found = null; axe.run().then((found) => { window.found = found; })")
-    page.wait_for("window.found !== null")
-    told = page.run("found.violations.map((one) => [one.impact, one.id])")
-    return [rule for impact, rule in told if impact in ("serious", "critical")]

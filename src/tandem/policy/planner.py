@@ -209,20 +209,11 @@ class Planner:
                 if held == COPYING:
                     wait[i] = link.remaining_seconds(keys[i], now)
         return LayerProblem(
-            load.layer,
-            load.experts,
-            tokens,
-            [cpu_table[n] for n in tokens],
-            [gpu_table[n] for n in tokens],
-            wait,
-            self.eviction.scores(keys),
-            costs.cpu_first,
-            costs.link,
-            link.busy_seconds(now),
-            self._max_fetches,
-            costs.cpu_slowdown,
-            costs.link_slowdown,
-        )
+            load.layer, load.experts, tokens,
+            [cpu_table[n] for n in tokens], [gpu_table[n] for n in tokens], wait,
+            self.eviction.scores(keys), costs.cpu_first, costs.link, link.busy_seconds(now),
+            self._max_fetches, costs.cpu_slowdown, costs.link_slowdown,
+        )  # fmt: skip
 
     def _split(self, problem: LayerProblem) -> Split:
         split = self._assignment.assign(problem)

@@ -1,0 +1,52 @@
+"""What tests of the page do with it, and ask of it."""
+
+import json
+from typing import Any
+
+from tests.server.browser import Page
+
+TEXT = "document.querySelector('.message.assistant:last-child .text').textContent"
+DONE = "!document.querySelector('.busy') && !!document.querySelector('.message.assistant')"
+
+
+def set_field(page: Page, name: str, value: str) -> None:
+    page.run("document.getElementById('open-settings').click()")
+    page.run(f"document.getElementById('set-{name}').value = '{value}'")
+    page.run("document.querySelector('#settings .primary').click()")
+    page.wait_for(f"own.settings.{name} === '{value}'")
+
+
+def drawn(page: Page, *texts: str) -> Any:
+    """Draw texts one after the other in one place; return what is there as HTML."""
+    return page.run(
+        f"""(() => {{ const place = document.createElement('div');
+            for (const text of {json.dumps(texts)}) own.writeMarkdown(place, text);
+            return place.innerHTML; }})()"""
+    )
+
+
+def script_answers(page: Page, *answers: list[dict[str, Any]]) -> None:
+    """Let the page get scripted streams, each a list of deltas; notes the bodies that it sent."""
+    streams = [
+        "".join(
+            f"data: {json.dumps({'choices': [{'index': 0, 'delta': delta}]})}\n\n"
+            for delta in deltas
+        )
+        + ": a comment\n\ndata: [DONE]\n\n"
+        for deltas in answers
+    ]
+    page.run(f"""(() => {{ const streams = {json.dumps(streams)}, real = window.fetch;
+        window.sent = [];
+        window.fetch = async (url, options) => {{
+          if (!String(url).includes('chat/completions') || streams.length === 0)
+            return real(url, options);
+          window.sent.push(JSON.parse(options.body));
+          return new Response(streams.shift()); }}; }})()""")
+
+
+def serious(page: Page) -> list[str]:
+    """Return the rules of axe that what is to be seen breaks, by people who need help to read."""
+    page.run("window.found = null; axe.run().then((found) => { window.found = found; })")
+    page.wait_for("window.found !== null")
+    told = page.run("found.violations.map((one) => [one.impact, one.id])")
+    return [rule for impact, rule in told if impact in ("serious", "critical")]
