@@ -1,7 +1,9 @@
 """Drafts that cost nothing to make: all are made and judged, and the likeliest are verified."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tandem.policy.speculation.acceptance import Acceptance, OpenDraft
 from tandem.policy.speculation.drafter import Draft, Drafter, MakeDrafter
@@ -12,6 +14,41 @@ from tandem.policy.speculation.step_costs import StepCosts
 _SIZES = (2, 4, 8, 16)
 # A gain that is smaller is noise, or a step of a new size that is recorded for nothing.
 _LEAST_GAIN = 1.1
+# What drafts may cost a request beyond what they gained it, in decode steps without drafts: at its
+# beginning, and for each token. So no answer takes much longer than without.
+_FIRST_ALLOWANCE, _ALLOWANCE_PER_TOKEN = 0.5, 0.01
+
+
+@dataclass(slots=True)
+class _Request:
+    """A request's drafter, its draft that is judged, and what its drafts may cost it still."""
+
+    drafter: Drafter
+    open: OpenDraft = field(default_factory=OpenDraft)
+    allowance: float = _FIRST_ALLOWANCE
+    length: int = 0
+    """Tokens of the sequence when the last step was planned."""
+    price: float | None = None
+    """What the last step's drafts cost it, in decode steps; None: it had none."""
+
+    def settle(self, length: int) -> None:
+        """Count what has come since the last plan: each drafted token saved a step."""
+        if self.price is not None:
+            self.allowance += length - self.length - 1 - self.price
+        if self.length:
+            self.allowance += _ALLOWANCE_PER_TOKEN * (length - self.length)
+        self.length, self.price = length, None
+
+
+class _Chosen(NamedTuple):
+    """The drafted tokens of a step."""
+
+    gain: float = 0.0
+    """Expected tokens a second over those of a step without drafts."""
+    price: float = 0.0
+    """What each costs, in decode steps of one request."""
+    counts: Mapping[int, int] = {}
+    """How many, by slot."""
 
 
 @dataclass(slots=True)
@@ -20,7 +57,7 @@ class FreeDrafts:
 
     make_drafter: MakeDrafter
     acceptance: Acceptance = field(default_factory=Acceptance)
-    _drafters: dict[int, tuple[Drafter, OpenDraft]] = field(default_factory=dict)
+    _requests: dict[int, _Request] = field(default_factory=dict)
 
     def plan(
         self,
@@ -31,45 +68,57 @@ class FreeDrafts:
     ) -> Plan | None:
         """Return the drafts that make the most tokens a second, if some make more than none."""
         drafts = {slot: self._drafted(slot, tokens) for slot, tokens in histories.items()}
-        chances = [
-            (chance, slot)
+        chances = {
+            slot: self.acceptance.chances(draft.evidence)[: rooms[slot]]
             for slot, draft in drafts.items()
-            for chance in self.acceptance.chances(draft.evidence)[: rooms[slot]]
-        ]
-        chances.sort(reverse=True)  # chances fall along a draft, so that its first tokens go first
-        gain, count = _best(batch, [chance for chance, _ in chances], costs)
+        }
+        options = [self._chosen(size, chances, batch, costs) for size in _SIZES]
+        chosen = max(options, key=lambda option: option.gain)
 
-        def likeliest() -> Drafts:
-            taken = dict.fromkeys(histories, 0)
-            for _, slot in chances[:count]:
-                taken[slot] += 1
-            return {slot: drafts[slot].tokens[:n] for slot, n in taken.items() if n}
+        def take() -> Drafts:
+            for slot, count in chosen.counts.items():
+                self._requests[slot].price = count * chosen.price
+            return {slot: drafts[slot].tokens[:n] for slot, n in chosen.counts.items()}
 
-        return Plan(gain, _LEAST_GAIN, likeliest) if count else None
+        return Plan(chosen.gain, _LEAST_GAIN, take) if chosen.counts else None
 
     def forget(self, slot: int) -> None:
         """Drop the drafter of a request that is through."""
-        if slot in self._drafters:
-            self._drafters.pop(slot)[0].end()
+        if slot in self._requests:
+            self._requests.pop(slot).drafter.end()
 
     def _drafted(self, slot: int, tokens: Sequence[int]) -> Draft:
         """Judge a request's last draft by what has come; return one that follows."""
-        if slot not in self._drafters:
-            self._drafters[slot] = self.make_drafter(), OpenDraft()
-        drafter, last = self._drafters[slot]
-        last.judge(tokens, self.acceptance)
-        draft = drafter.draft(tokens)
-        if not last.is_open:
-            self._drafters[slot] = drafter, OpenDraft(draft, len(tokens))
+        if slot not in self._requests:
+            self._requests[slot] = _Request(self.make_drafter())
+        request = self._requests[slot]
+        request.settle(len(tokens))
+        request.open.judge(tokens, self.acceptance)
+        draft = request.drafter.draft(tokens)
+        if not request.open.is_open:
+            request.open = OpenDraft(draft, len(tokens))
         return draft
 
-
-def _best(batch: int, chances: Sequence[float], costs: StepCosts) -> tuple[float, int]:
-    """Return the gain of the best number of drafted tokens, likeliest first, and the number."""
-    one, best = costs.seconds(batch), (0.0, 0)
-    for size in _SIZES:
-        seconds, num_drafted = costs.seconds(size), size - batch
-        if one is not None and seconds is not None and 0 < num_drafted <= len(chances):
-            tokens = batch + sum(chances[:num_drafted])
-            best = max(best, (tokens / seconds * one / batch, num_drafted))
-    return best
+    def _chosen(
+        self, size: int, chances: Mapping[int, Sequence[float]], batch: int, costs: StepCosts
+    ) -> _Chosen:
+        """Return the likeliest drafted tokens that fill a step, of what their requests may pay."""
+        one, seconds, num_drafted = costs.seconds(batch), costs.seconds(size), size - batch
+        if one is None or seconds is None or num_drafted <= 0:
+            return _Chosen()
+        price = max(0.0, batch * (seconds / one - 1) / num_drafted)
+        # Chances fall along a draft, so that its first tokens go first.
+        likeliest = sorted(
+            (
+                (chance, slot)
+                for slot, row in chances.items()
+                for place, chance in enumerate(row)
+                if (place + 1) * price <= self._requests[slot].allowance
+            ),
+            reverse=True,
+        )[:num_drafted]
+        if len(likeliest) < num_drafted:
+            return _Chosen()
+        tokens = batch + sum(chance for chance, _ in likeliest)
+        counts = Counter(slot for _, slot in likeliest)
+        return _Chosen(tokens / seconds * one / batch, price, counts)
