@@ -5,6 +5,8 @@
 
 #include <cstdint>
 #include <mutex>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "dense.hpp"
@@ -22,6 +24,13 @@ T* pointer(std::uintptr_t address) {
 }
 
 inline ValueType value_type(bool is_bf16) { return is_bf16 ? ValueType::kBf16 : ValueType::kFp32; }
+
+// What the experts' calls pass: TOKEN_DTYPES in tandem.kernels.native. Throws std::invalid_argument.
+inline ValueType token_type(int type) {
+  if (type < 0 || type > static_cast<int>(ValueType::kFp16))
+    throw std::invalid_argument("type " + std::to_string(type) + ", expected 0, 1 or 2");
+  return static_cast<ValueType>(type);
+}
 
 // Where each of a group's matrices, of equal rows, writes its results of the first token, and how far
 // the next token's are: they are (num_tokens, matrices, rows) without gaps.

@@ -178,9 +178,8 @@ void bind_mailbox(nb::module_& m) {
   nb::class_<MailboxLayout>(m, "MailboxLayout")
       .def("__init__",
            [](MailboxLayout* self, std::int64_t num_layers, std::int64_t num_rows,
-              std::int64_t top_k, std::int64_t hidden_size, bool is_bf16) {
-             new (self) MailboxLayout{num_layers, num_rows, top_k, hidden_size,
-                                      value_type(is_bf16)};
+              std::int64_t top_k, std::int64_t hidden_size, int type) {
+             new (self) MailboxLayout{num_layers, num_rows, top_k, hidden_size, token_type(type)};
            })
       .def_prop_ro("doorbell", [](const MailboxLayout&) { return MailboxLayout::kDoorbell; })
       .def_prop_ro("done", [](const MailboxLayout&) { return MailboxLayout::kDone; })
@@ -251,9 +250,9 @@ void bind_steps(nb::module_& m) {
       .def("close", &StepCoordinator::close)
       .def("set_hook", &StepCoordinator::set_hook, nb::arg().none())
       .def("add_mailbox",
-           [](StepCoordinator& self, std::int64_t num_rows, std::int64_t top_k, bool is_bf16,
+           [](StepCoordinator& self, std::int64_t num_rows, std::int64_t top_k, int type,
               std::uintptr_t memory) {
-             return self.get().add_mailbox(num_rows, top_k, value_type(is_bf16),
+             return self.get().add_mailbox(num_rows, top_k, token_type(type),
                                            pointer<std::uint8_t>(memory));
            },
            nb::arg(), nb::arg(), nb::arg(), nb::arg() = 0)
@@ -292,8 +291,8 @@ void bind_steps(nb::module_& m) {
       .def("copy_error", [](StepCoordinator& self) { return self.copying().error(); });
 }
 
-// layer, tokens, hidden, index, are weights bf16, weights, out
-using TwinTuple = std::tuple<std::int64_t, std::int64_t, std::uintptr_t, std::uintptr_t, bool,
+// layer, tokens, hidden, index, the weights' type, weights, out
+using TwinTuple = std::tuple<std::int64_t, std::int64_t, std::uintptr_t, std::uintptr_t, int,
                              std::uintptr_t, std::uintptr_t>;
 
 // A twin on the threads of an engine that is its own while it runs.
@@ -309,13 +308,13 @@ class BoundTwin {
   ~BoundTwin() { join(); }
 
   TwinCall call_of(const TwinTuple& call) const {
-    const auto& [layer, tokens, hidden, index, is_bf16, weights, out] = call;
+    const auto& [layer, tokens, hidden, index, type, weights, out] = call;
     if (layer < 0 || layer >= num_layers_ || tokens < 0 || tokens > rows_)
       throw std::invalid_argument("layer " + std::to_string(layer) + " with " +
                                   std::to_string(tokens) + " tokens, expected at most " +
                                   std::to_string(rows_) + " and a layer that exists");
     return {layer, tokens, pointer<const void>(hidden), pointer<const std::int64_t>(index),
-            value_type(is_bf16), pointer<const void>(weights), pointer<void>(out)};
+            token_type(type), pointer<const void>(weights), pointer<void>(out)};
   }
 
   void run(const TwinTuple& call) {

@@ -115,11 +115,11 @@ void add_attention(Program& program, const AttentionCall& layer, bool is_bf16,
 }
 
 std::int64_t add_experts(Program& program, const RoutedLayer& layer, std::int64_t num_tokens,
-                         std::int64_t top_k, bool is_bf16, std::uintptr_t hidden,
-                         std::uintptr_t index, bool weights_are_bf16, std::uintptr_t weights,
+                         std::int64_t top_k, int type, std::uintptr_t hidden,
+                         std::uintptr_t index, int weight_type, std::uintptr_t weights,
                          std::uintptr_t out) {
-  return program.add(layer, {num_tokens, top_k, value_type(is_bf16), pointer<const void>(hidden),
-                             pointer<const std::int64_t>(index), value_type(weights_are_bf16),
+  return program.add(layer, {num_tokens, top_k, token_type(type), pointer<const void>(hidden),
+                             pointer<const std::int64_t>(index), token_type(weight_type),
                              pointer<const void>(weights), pointer<void>(out)});
 }
 

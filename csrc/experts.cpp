@@ -186,6 +186,18 @@ void ExpertEngine::project(const ExpertLayout& layout, bool is_up, const ExpertC
   });
 }
 
+void ExpertEngine::load(const void* from, ValueType type, std::int64_t count, float* to) const {
+  if (type == ValueType::kFp16)
+    return kernels_->from_fp16(static_cast<const std::uint16_t*>(from), count, to);
+  load_values(from, type, count, to);
+}
+
+void ExpertEngine::store(const float* from, std::int64_t count, ValueType type, void* to) const {
+  if (type == ValueType::kFp16)
+    return kernels_->to_fp16(from, count, static_cast<std::uint16_t*>(to));
+  store_values(from, count, type, to);
+}
+
 void ExpertEngine::add_rows(const RowSum& sum) {
   pool_.run(sum.num_tokens, [&](std::int64_t t) {
     // Block by block through all rows: half of them lie in another core's cache, and come sooner

@@ -10,6 +10,7 @@
 #include "kernels.hpp"
 #include "packed.hpp"
 #include "thread_pool.hpp"
+#include "values.hpp"
 
 namespace tandem {
 
@@ -78,6 +79,10 @@ class ExpertEngine {
   // One projection alone: the first (gate and up in turn, by blocks of 16) or the second, from rows
   // of inner_rows values. `call.hidden` and `call.out` have its inputs and outputs, fp32.
   void project(const ExpertLayout& layout, bool is_up, const ExpertCall& call);
+
+  // Values of the model's tensors to fp32 and back, as load_values and store_values, but faster.
+  void load(const void* from, ValueType type, std::int64_t count, float* to) const;
+  void store(const float* from, std::int64_t count, ValueType type, void* to) const;
 
   // The same bits whoever computed the rows: a product and an addition each round by themselves.
   void add_rows(const RowSum& sum);

@@ -20,7 +20,7 @@ static inline std::uint16_t float_to_bf16(float value) {
                                            : (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
 }
 
-// The two below have no branch either. A subnormal number comes from a normal one less its power.
+// None of those below has a branch either. A subnormal number comes from a normal one less its power.
 static inline float half_to_float(std::uint16_t bits) {
   const std::uint32_t size = (bits & 0x7FFFu) << 13, sign = (bits & 0x8000u) << 16;
   const float subnormal = std::bit_cast<float>(size + (113u << 23)) - 0x1p-14f;
@@ -28,6 +28,20 @@ static inline float half_to_float(std::uint16_t bits) {
   value = size < 1u << 23 ? std::bit_cast<std::uint32_t>(subnormal) : value;
   value = size >= 31u << 23 ? size | 0x7F800000 : value;
   return std::bit_cast<float>(value | sign);
+}
+
+// Rounds to the nearest even, as torch does; what is too large is infinite, NaN stays NaN.
+static inline std::uint16_t float_to_half(float value) {
+  const auto bits = std::bit_cast<std::uint32_t>(value);
+  const std::uint32_t size = bits & 0x7FFFFFFF, sign = (bits & 0x80000000) >> 16;
+  // Below 2^-14 in steps of 2^-24, the last bit of numbers from .5 to 1.
+  const std::uint32_t subnormal =
+      std::bit_cast<std::uint32_t>(std::bit_cast<float>(size) + 0.5f) - 0x3F000000;
+  std::uint32_t half = (size - (112u << 23) + 0xFFF + ((size >> 13) & 1)) >> 13;
+  half = size < 113u << 23 ? subnormal : half;
+  half = size >= 143u << 23 ? 0x7C00 : half;  // 65,536
+  half = size > 0x7F800000 ? 0x7E00 | ((size >> 13) & 0x3FF) : half;
+  return static_cast<std::uint16_t>(half | sign);
 }
 
 // Four bits of exponent, three of mantissa; no infinity, and one NaN for each sign.

@@ -30,6 +30,10 @@ struct Kernels {
 
   void (*to_bf16)(const float* row, std::int64_t cols, std::uint16_t* out);
 
+  // Any number of values that lie side by side.
+  void (*from_fp16)(const std::uint16_t* bits, std::int64_t count, float* out);
+  void (*to_fp16)(const float* values, std::int64_t count, std::uint16_t* out);
+
   // out[t * out_stride + 16 * b + r] = row (16 b + r) of the matrix times activations t, plus bias,
   // for blocks begin..end-1 and tokens 0..num_tokens-1. Rows from `num_rows` on are not written.
   void (*matmul)(const PackedMatrix& matrix, std::int64_t begin, std::int64_t end,

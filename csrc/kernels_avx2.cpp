@@ -9,6 +9,7 @@
 #include <initializer_list>
 
 #include "avx2/float.hpp"
+#include "avx2/half_rows.hpp"
 #include "avx2/integer.hpp"
 
 namespace tandem {
@@ -220,8 +221,9 @@ std::int64_t multiply_bf16(std::int64_t count) {
 }  // namespace
 
 const Kernels& avx2_kernels() {
-  static const Kernels kernels{"avx2",   quantize, to_bf16,       matmul,
-                               activate, read,     multiply_int4, multiply_int8, multiply_bf16};
+  static const Kernels kernels{"avx2",   quantize, to_bf16, from_fp16,     to_fp16,
+                               matmul,   activate, read,    multiply_int4, multiply_int8,
+                               multiply_bf16};
   return kernels;
 }
 

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "avx2/half_rows.hpp"
 #include "avx512/few_tokens.hpp"
 #include "avx512/many_tokens.hpp"
 #include "kernels.hpp"
@@ -172,8 +173,9 @@ std::int64_t multiply_bf16(std::int64_t count) {
 }  // namespace
 
 const Kernels& avx512_kernels() {
-  static const Kernels kernels{"avx512", quantize, to_bf16,       matmul,
-                               activate, read,     multiply_int8, multiply_int8, multiply_bf16};
+  static const Kernels kernels{"avx512", quantize, to_bf16, from_fp16,     to_fp16,
+                               matmul,   activate, read,    multiply_int8, multiply_int8,
+                               multiply_bf16};
   return kernels;
 }
 

@@ -6,6 +6,7 @@
 
 #include "half.hpp"
 #include "kernels.hpp"
+#include "values.hpp"
 
 namespace tandem {
 namespace {
@@ -230,6 +231,14 @@ void to_bf16(const float* row, std::int64_t cols, std::uint16_t* out) {
   for (std::int64_t k = 0; k < cols; ++k) out[k] = float_to_bf16(row[k]);
 }
 
+void from_fp16(const std::uint16_t* bits, std::int64_t count, float* out) {
+  load_values(bits, ValueType::kFp16, count, out);
+}
+
+void to_fp16(const float* values, std::int64_t count, std::uint16_t* out) {
+  store_values(values, count, ValueType::kFp16, out);
+}
+
 // Where the activations of a token on begin.
 Activations from_token(Activations x, std::int64_t t) {
   if (x.quantized != nullptr) x.quantized += t * x.stride;
@@ -336,8 +345,9 @@ void read_row(const PackedMatrix& m, std::int64_t row, std::int64_t cols, float*
 }
 
 const Kernels& portable_kernels() {
-  static const Kernels kernels{"portable", quantize, to_bf16,           matmul,
-                               activate,   read,     multiply<int>, multiply<int>, multiply<float>};
+  static const Kernels kernels{"portable", quantize, to_bf16, from_fp16,     to_fp16,
+                               matmul,     activate, read,    multiply<int>, multiply<int>,
+                               multiply<float>};
   return kernels;
 }
 

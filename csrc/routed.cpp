@@ -37,15 +37,15 @@ std::int64_t RoutedExperts::run(const RoutedLayer& layer, const RoutedCall& call
   sums_.resize(std::max<std::size_t>(sums_.size(), values));
   weights_.resize(std::max<std::size_t>(weights_.size(), row_of_.size()));
   rows_.resize(std::max<std::size_t>(rows_.size(), token_.size() * size));
-  load_values(call.hidden, call.type, values, hidden_.data());
-  load_values(call.weights, call.weight_type, call.num_tokens * call.top_k, weights_.data());
+  engine_.load(call.hidden, call.type, values, hidden_.data());
+  engine_.load(call.weights, call.weight_type, call.num_tokens * call.top_k, weights_.data());
   if (active > 0)
     engine_.run(layer.layout, layer.activation,
                 {active, call.num_tokens, addresses_.data(), begin_.data(), token_.data(),
                  hidden_.data(), rows_.data()});
   engine_.add_rows({call.num_tokens, call.top_k, size, rows_.data(), row_of_.data(),
                     weights_.data(), sums_.data()});
-  store_values(sums_.data(), values, call.type, call.out);
+  engine_.store(sums_.data(), values, call.type, call.out);
   engine_.wake();  // the next layer's projections come soon
   return active;
 }

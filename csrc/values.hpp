@@ -1,4 +1,5 @@
-// Tensors of the model as the dense kernels and attention see them: fp32 or bf16 values.
+// Tensors of the model as the native side sees them: fp32, bf16 or fp16 values. Experts take tokens of
+// each; dense kernels, attention and what stands between them take the first two.
 #pragma once
 
 #include <cstdint>
@@ -8,10 +9,10 @@
 
 namespace tandem {
 
-// The numbers are those that tandem.kernels.values passes.
-enum class ValueType : int { kFp32 = 0, kBf16 = 1 };
+// The numbers are those of TOKEN_DTYPES in tandem.kernels.native.
+enum class ValueType : int { kFp32 = 0, kBf16 = 1, kFp16 = 2 };
 
-constexpr std::int64_t value_bytes(ValueType type) { return type == ValueType::kBf16 ? 2 : 4; }
+constexpr std::int64_t value_bytes(ValueType type) { return type == ValueType::kFp32 ? 4 : 2; }
 
 static inline const void* value_at(const void* values, ValueType type, std::int64_t index) {
   return static_cast<const std::uint8_t*>(values) + index * value_bytes(type);
@@ -28,7 +29,10 @@ static inline void load_values(const void* from, ValueType type, std::int64_t co
     return;
   }
   const auto* bits = static_cast<const std::uint16_t*>(from);
-  for (std::int64_t i = 0; i < count; ++i) to[i] = bf16_to_float(bits[i]);
+  if (type == ValueType::kBf16)
+    for (std::int64_t i = 0; i < count; ++i) to[i] = bf16_to_float(bits[i]);
+  else
+    for (std::int64_t i = 0; i < count; ++i) to[i] = half_to_float(bits[i]);
 }
 
 static inline void store_values(const float* from, std::int64_t count, ValueType type, void* to) {
@@ -37,7 +41,10 @@ static inline void store_values(const float* from, std::int64_t count, ValueType
     return;
   }
   auto* bits = static_cast<std::uint16_t*>(to);
-  for (std::int64_t i = 0; i < count; ++i) bits[i] = float_to_bf16(from[i]);
+  if (type == ValueType::kBf16)
+    for (std::int64_t i = 0; i < count; ++i) bits[i] = float_to_bf16(from[i]);
+  else
+    for (std::int64_t i = 0; i < count; ++i) bits[i] = float_to_half(from[i]);
 }
 
 }  // namespace tandem

@@ -25,6 +25,7 @@ from benchmarks.runtime.overhead import (
 from tandem.experts.execution.routed_layers import native_layer
 from tandem.kernels import _native
 from tandem.kernels.engine import best_isa, start_engine
+from tandem.kernels.native import TOKEN_DTYPES
 from tandem.policy.plan import Geometry
 
 PATIENCE = 20.0
@@ -36,7 +37,7 @@ def hand_offs(name: str, layers: int, steps: int, dense: float, share: float) ->
     store = make_store(geometry, QWEN_HIDDEN, QWEN_INTERMEDIATE, name)
     native = [layer for host in store if (layer := native_layer(host, FUNCTIONS)) is not None]
     coordinator = _native.StepCoordinator(native, 1, best_isa())
-    box = coordinator.add_mailbox(1, QWEN_TOP_K, True)
+    box = coordinator.add_mailbox(1, QWEN_TOP_K, TOKEN_DTYPES[torch.bfloat16])
     table = torch.zeros(layers, QWEN_EXPERTS, dtype=torch.int64)
     each = round(share * QWEN_EXPERTS)
     slots = torch.zeros(layers * each, store[0].image_bytes, dtype=torch.uint8)

@@ -43,7 +43,7 @@ class Machine {
         num_experts_(random.between(3, 9)),
         num_rows_(1 << random.between(0, 3)),
         top_k_(random.between(1, 3)),
-        type_(static_cast<ValueType>(random.between(0, 1))),
+        type_(static_cast<ValueType>(random.between(0, 2))),
         blocks_copies_(blocks_copies),
         twin_engine_(1, "portable"),
         alone_(twin_engine_) {

@@ -35,6 +35,18 @@ std::vector<float> read(const std::vector<std::uint8_t>& bytes, ValueType type) 
 }
 
 ValueType any_type(Random& random) { return static_cast<ValueType>(random.between(0, 1)); }
+ValueType any_token_type(Random& random) { return static_cast<ValueType>(random.between(0, 2)); }
+
+// Conversions by any instruction set are those of half.hpp, to the last bit.
+bool halves_agree(Random& random, const tandem::ExpertEngine& engine) {
+  const std::int64_t count = random.between(0, 40);
+  const Values halves(random.normals(count, random.between(0, 1) ? 1e-6f : 3e4f), ValueType::kFp16);
+  std::vector<float> numbers(count);
+  std::vector<std::uint8_t> bytes(halves.bytes.size());
+  engine.load(halves.bytes.data(), ValueType::kFp16, count, numbers.data());
+  engine.store(numbers.data(), count, ValueType::kFp16, bytes.data());
+  return numbers == halves.numbers && bytes == halves.bytes;
+}
 
 bool is_near(const std::vector<float>& actual, const std::vector<float>& wanted, double limit) {
   double error = 0;
@@ -228,14 +240,14 @@ void add_expert(const Layer& l, std::int64_t expert, float weight, const float* 
 bool routed_agrees(Random& random, tandem::ExpertEngine& engine) {
   const Layer l = make_layer(random, 8 * random.between(1, 12), random.between(1, 9));
   const std::int64_t tokens = random.between(1, 20), top_k = random.between(1, 4);
-  const ValueType type = any_type(random);
+  const ValueType type = any_token_type(random), weight_type = any_token_type(random);
   const Values hidden(random.normals(tokens * l.hidden), type);
-  const Values weights(random.normals(tokens * top_k), ValueType::kFp32);
+  const Values weights(random.normals(tokens * top_k), weight_type);
   std::vector<std::int64_t> index(tokens * top_k);
   for (std::int64_t& expert : index) expert = random.between(-1, l.count);  // both ends outside
   std::vector<std::uint8_t> out(hidden.bytes.size());
   tandem::RoutedExperts(engine).run(
-      l.routed, {tokens, top_k, type, hidden.bytes.data(), index.data(), ValueType::kFp32,
+      l.routed, {tokens, top_k, type, hidden.bytes.data(), index.data(), weight_type,
                  weights.bytes.data(), out.data()});
   std::vector<float> wanted(tokens * l.hidden);
   for (std::int64_t i = 0; i < tokens * top_k; ++i)
@@ -259,6 +271,7 @@ int main() {
                         : !pairs_agree(random, isa)          ? "a rotary embedding of pairs"
                         : !ranked_agrees(random)             ? "a choice by ranks"
                         : !choice_agrees(random)         ? "a router's choice"
+                        : !halves_agree(random, engine)  ? "fp16"
                         : !routed_agrees(random, engine) ? "a routed layer"
                                                           : nullptr;
     if (wrong != nullptr) {

@@ -36,7 +36,7 @@ std::int64_t RowExperts::run(const ExpertLayout& layout, const ActivationSpec& a
   if (active == 0) return 0;
   const std::int64_t size = layout.hidden_size, values = call.num_tokens * size;
   hidden_.resize(std::max<std::size_t>(hidden_.size(), values));
-  load_values(call.hidden, call.type, values, hidden_.data());
+  engine_.load(call.hidden, call.type, values, hidden_.data());
   ExpertCall work{active,         call.num_tokens, addresses_.data(), begin_.data(),
                   token_.data(),  hidden_.data(),  call.out};
   if (call.num_tokens == 1) {  // each expert has one row, which goes where it belongs

@@ -70,7 +70,7 @@ void TwinStream::publish(const TwinCall& call) {
   const std::int64_t* table = addresses_ + call.layer * row_of_table_;
   std::int32_t *choice = box_.choice(call.layer), *is_hit = box_.is_hit(call.layer);
   bool has_misses = false;
-  if (active > 0) load_values(call.weights, call.weight_type, active, weights_.data());
+  if (active > 0) engine_.load(call.weights, call.weight_type, active, weights_.data());
   std::fill(weights_.begin() + active, weights_.end(), 0.0f);
   std::copy(weights_.begin(), weights_.end(), box_.weights(call.layer));
   for (std::int64_t i = 0; i < layout.pairs(); ++i) {
@@ -121,7 +121,7 @@ void TwinStream::combine(const TwinCall& call) {
       std::copy_n(box_.results() + i * size, size, rows_.data() + i * size);
   engine_.add_rows({call.num_tokens, layout.top_k, size, rows_.data(), row_of_.data(),
                     weights_.data(), sums_.data()});
-  store_values(sums_.data(), call.num_tokens * size, layout.type, call.out);
+  engine_.store(sums_.data(), call.num_tokens * size, layout.type, call.out);
 }
 
 TwinStep::TwinStep(TwinStream& stream, std::vector<TwinCall> calls, std::int64_t stops_before)

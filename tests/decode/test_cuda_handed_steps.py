@@ -110,10 +110,11 @@ class NotedSteps(HandedSteps):
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     directory = save_tiny_checkpoint(tmp_path_factory.mktemp("models") / "mixtral")
-    # Both processors compute these alike.
-    return tandem.load(directory, dtype="float32", expert_dtype="mxfp4")
+    # Both processors compute these experts alike.
+    dtype = getattr(request, "param", "float32")
+    return tandem.load(directory, dtype=dtype, expert_dtype="mxfp4")
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +158,7 @@ def _executor(observed: ObservedModel, library: DriverLibrary) -> HybridExecutor
     assert isinstance(host, PackedLayer)
     experts = AddressedExperts(host, functions.unpacked_activate or functions.activate)
     steps = NotedSteps(
-        cache, layers, observed.threads, torch.float32, device=parts.device,
+        cache, layers, observed.threads, observed.model.dtype, device=parts.device,
         experts=experts, signals=HostSignals(), library=library.path,
     )  # fmt: skip
     steps.functions = functions
@@ -179,7 +180,7 @@ def logits_of(rows: Any, num_rows: int, tokens: Sequence[int] = TOKENS) -> list[
 
 
 def assert_alike(ours: Tensor, theirs: Tensor) -> None:
-    assert float((ours - theirs).norm() / theirs.norm()) < MOST_OFF
+    assert float((ours - theirs).float().norm() / theirs.float().norm()) < MOST_OFF
 
 
 def check_slots(executor: HybridExecutor) -> None:
@@ -194,7 +195,18 @@ def check_slots(executor: HybridExecutor) -> None:
             assert torch.equal(memory[: len(extent.data)], extent.data)
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("model", "num_rows"),
+    [
+        ("float32", 1),
+        ("float32", 2),
+        ("float32", 3),
+        ("bfloat16", 1),
+        ("float16", 1),
+        ("float16", 2),
+    ],
+    indirect=["model"],
+)
 def test_a_step_is_one_graph_and_gives_the_cpus_logits(
     model: Any, executor: HybridExecutor, num_rows: int
 ) -> None:

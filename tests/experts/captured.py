@@ -10,6 +10,7 @@ from tandem.experts.execution.routed_layers import native_layer
 from tandem.experts.store.host_store import HostStore
 from tandem.kernels import _native
 from tandem.kernels.engine import best_isa, start_engine
+from tandem.kernels.native import TOKEN_DTYPES
 from tandem.policy.plan import Geometry
 from tests.experts.machines import FUNCTIONS, GEOMETRY, HIDDEN
 
@@ -74,7 +75,7 @@ class TwinMachine:
         With a driver's `library` the device has a table of its own, brought ahead of each step.
         """
         self.coordinator = _native.StepCoordinator(native_layers(store), num_threads, best_isa())
-        box = self.coordinator.add_mailbox(num_rows, geometry.top_k, dtype is torch.bfloat16)
+        box = self.coordinator.add_mailbox(num_rows, geometry.top_k, TOKEN_DTYPES[dtype])
         self.table = torch.zeros(geometry.num_layers, geometry.num_experts, dtype=torch.int64)
         self.seen = self.table if library is None else self.table.clone()
         link = None if library is None else _native.DriverLink(library, self.seen.data_ptr())
@@ -108,7 +109,7 @@ class TwinMachine:
         calls = [
             (
                 layer, len(call.hidden), call.hidden.data_ptr(), call.chosen.data_ptr(),
-                call.weights.dtype is torch.bfloat16, call.weights.data_ptr(), call.out.data_ptr(),
+                TOKEN_DTYPES[call.weights.dtype], call.weights.data_ptr(), call.out.data_ptr(),
             )
             for layer, call in enumerate(step)
         ]  # fmt: skip

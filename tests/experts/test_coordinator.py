@@ -13,6 +13,7 @@ from tandem.experts.execution.executor import CpuExecutor
 from tandem.experts.store.host_store import HostStore
 from tandem.kernels import _native
 from tandem.kernels.dense import CpuThreads
+from tandem.kernels.native import TOKEN_DTYPES
 from tests.experts.captured import PATIENCE, LayerTokens, TwinMachine, random_step
 from tests.experts.machines import FUNCTIONS, GEOMETRY, make_store
 
@@ -47,7 +48,7 @@ def check(machine: TwinMachine, store: HostStore, step: list[LayerTokens]) -> No
 
 @pytest.mark.every_isa
 @pytest.mark.parametrize("name", ["bf16", "int8", "int4", "mxfp4"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", TOKEN_DTYPES)
 @pytest.mark.parametrize("num_rows", [1, 2, 8])
 def test_bits_equal_those_of_the_cpu(name: str, dtype: torch.dtype, num_rows: int) -> None:
     """All on the CPU, half resident, all resident; full batches, idle rows, padding."""

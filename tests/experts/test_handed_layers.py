@@ -19,6 +19,7 @@ from tandem.experts.store.packed_layer import PackedLayer
 from tandem.kernels import _native
 from tandem.kernels.dense import CpuThreads
 from tandem.kernels.engine import best_isa
+from tandem.kernels.native import TOKEN_DTYPES
 from tests.experts.machines import FUNCTIONS, GEOMETRY, HIDDEN, make_store
 from tests.kernels.interpreter import interpreted
 
@@ -64,10 +65,12 @@ class Machine:
         native = [native_layer(layer, FUNCTIONS) for layer in store]
         layers = [layer for layer in native if layer is not None]
         self.coordinator = _native.StepCoordinator(layers, 1, best_isa())
-        box = _native.MailboxLayout(GEOMETRY.num_layers, num_rows, GEOMETRY.top_k, HIDDEN, False)
+        box = _native.MailboxLayout(
+            GEOMETRY.num_layers, num_rows, GEOMETRY.top_k, HIDDEN, TOKEN_DTYPES[torch.float32]
+        )
         memory = torch.zeros(box.num_bytes, dtype=torch.uint8)
         self.number = self.coordinator.add_mailbox(
-            num_rows, GEOMETRY.top_k, False, memory.data_ptr()
+            num_rows, GEOMETRY.top_k, TOKEN_DTYPES[torch.float32], memory.data_ptr()
         )
         self.table = torch.zeros(GEOMETRY.num_layers, GEOMETRY.num_experts, dtype=torch.int64)
         for number, layer in enumerate(store):

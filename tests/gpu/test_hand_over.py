@@ -14,6 +14,7 @@ from tandem.kernels import _native
 from tandem.kernels.dense import CpuThreads, pack_dense
 from tandem.kernels.engine import best_isa
 from tandem.kernels.formats.weight_format import find_format
+from tandem.kernels.native import TOKEN_DTYPES
 from tests.experts.machines import FUNCTIONS, GEOMETRY, HIDDEN, make_store
 from tests.gpu.models import DEVICE, IS_DRY
 
@@ -35,9 +36,13 @@ def test_a_captured_layer_is_answered(resident: tuple[int, ...]) -> None:
     assert signals is not None
     native = [x for x in (native_layer(host, FUNCTIONS) for host in store) if x is not None]
     coordinator = _native.StepCoordinator(native, 1, best_isa())
-    box = _native.MailboxLayout(GEOMETRY.num_layers, 1, GEOMETRY.top_k, HIDDEN, False)
+    box = _native.MailboxLayout(
+        GEOMETRY.num_layers, 1, GEOMETRY.top_k, HIDDEN, TOKEN_DTYPES[torch.float32]
+    )
     memory = streams.pinned(box.num_bytes).zero_()
-    number = coordinator.add_mailbox(1, GEOMETRY.top_k, False, memory.data_ptr())
+    number = coordinator.add_mailbox(
+        1, GEOMETRY.top_k, TOKEN_DTYPES[torch.float32], memory.data_ptr()
+    )
     images, table = [], torch.zeros(GEOMETRY.num_layers, GEOMETRY.num_experts, dtype=torch.int64)
     for layer, host in enumerate(store):
         assert isinstance(host, PackedLayer)

@@ -138,10 +138,10 @@ class RoutedExperts:
         layer: RoutedLayer,
         num_tokens: int,
         top_k: int,
-        is_bf16: bool,
+        type: int,
         hidden: int,
         index: int,
-        weights_are_bf16: bool,
+        weight_type: int,
         weights: int,
         out: int,
         /,
@@ -477,10 +477,10 @@ class Program:
         layer: RoutedLayer,
         num_tokens: int,
         top_k: int,
-        is_bf16: bool,
+        type: int,
         hidden: int,
         index: int,
-        weights_are_bf16: bool,
+        weight_type: int,
         weights: int,
         out: int,
         /,
@@ -590,7 +590,7 @@ class MailboxLayout:
         num_rows: int,
         top_k: int,
         hidden_size: int,
-        is_bf16: bool,
+        type: int,
         /,
     ) -> None: ...
     @property
@@ -659,7 +659,7 @@ class StepCoordinator:
     def __init__(self, layers: Sequence[RoutedLayer], num_threads: int, isa: str, /) -> None: ...
     def close(self) -> None: ...
     def set_hook(self, hook: Callable[[int], None] | None, /) -> None: ...
-    def add_mailbox(self, num_rows: int, top_k: int, is_bf16: bool, memory: int = 0, /) -> int: ...
+    def add_mailbox(self, num_rows: int, top_k: int, type: int, memory: int = 0, /) -> int: ...
     def begin_step(self, number: int, patience: float, /) -> None: ...
     def finish_step(self, patience: float, /) -> None: ...
     def abort_step(self, patience: float, /) -> bool: ...
@@ -686,7 +686,7 @@ class StepCoordinator:
     def drain_copies(self) -> None: ...
     def copy_error(self) -> str: ...
 
-_TwinCall = tuple[int, int, int, int, bool, int, int]
+_TwinCall = tuple[int, int, int, int, int, int, int]
 
 class TwinStream:
     def __init__(

@@ -7,13 +7,13 @@ activation; the executor does everything else.
 from types import MethodType
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
 from tandem.experts.execution.batch import ExpertFunctions, RoutedCall
 from tandem.experts.execution.executor import DirectCall, Executor
 from tandem.kernels import _native
 from tandem.kernels.dense import CpuThreads
+from tandem.kernels.native import TOKEN_DTYPES
 from tandem.recording.program import NativeCall, Report, require_contiguous
 
 
@@ -47,8 +47,8 @@ def _call(threads: CpuThreads, direct: DirectCall) -> NativeCall:
             direct.add(program, (hidden, index, weights, out))
             return None if reported is None else lambda: reported(index, 0)
         number = program.add_experts(
-            direct.layer, index.shape[0], index.shape[1], hidden.dtype == torch.bfloat16,
-            hidden.data_ptr(), index.data_ptr(), weights.dtype == torch.bfloat16,
+            direct.layer, index.shape[0], index.shape[1], TOKEN_DTYPES[hidden.dtype],
+            hidden.data_ptr(), index.data_ptr(), TOKEN_DTYPES[weights.dtype],
             weights.data_ptr(), out.data_ptr(),
         )  # fmt: skip
 

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.kernels.dense import VALUE_DTYPES
+from tandem.kernels.native import TOKEN_DTYPES
 from tandem.kernels.rows import row_stride
 from tandem.recording.fusion.graph import Found, Graph
 from tandem.recording.fusion.norms import norms_as
 from tandem.recording.fusion.rotary import rotaries_as
 from tandem.recording.fusion.routers import choices_as, choices_first_as
-from tandem.recording.recorder import Operation
+from tandem.recording.recorder import Operation, Ref
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,7 +92,7 @@ def _sums_with_norms(graph: Graph) -> Iterator[Found]:
         if total is None or total.kwargs or len(total.args) != 2:
             continue
         refs = total.inputs
-        if len(refs) != 2 or not _are_alike(*(graph.tensor(r) for r in (*refs, norm.args[0]))):
+        if len(refs) != 2 or not _are_alike(graph, *refs, norm.args[0]):
             continue
         outputs = [total.outputs[0], norm.outputs[0]]
         fused = Operation(
@@ -102,14 +102,14 @@ def _sums_with_norms(graph: Graph) -> Iterator[Found]:
         yield Found([total, norm], fused)
 
 
-def _are_alike(*tensors: Tensor) -> bool:
-    first = tensors[0]
+def _are_alike(graph: Graph, *refs: Ref) -> bool:
+    first, *_ = tensors = [graph.tensor(ref) for ref in refs]
     return (
         all(
             x.shape == first.shape and x.dtype == first.dtype and row_stride(x) is not None
             for x in tensors
         )
-        and first.dtype in VALUE_DTYPES
+        and first.dtype in graph.dtypes
     )
 
 
@@ -148,7 +148,7 @@ def fuse_for_gpu(
 ) -> list[Operation]:
     """Return the operations with groups replaced; `fixed` numbers the tensors that never change."""
     for finder in _FINDERS:
-        graph = Graph(operations, tensors, fixed)
+        graph = Graph(operations, tensors, fixed, TOKEN_DTYPES)
         for group, fused in finder(graph):
             graph.replace(group, fused)
         operations = graph.result()

@@ -31,6 +31,7 @@ from tandem.experts.store.packed_layer import PackedLayer
 from tandem.experts.tracing.events import Listener
 from tandem.kernels import _native
 from tandem.kernels.dense import CpuThreads
+from tandem.kernels.native import TOKEN_DTYPES
 
 if TYPE_CHECKING:
     from tandem.devices.cuda.handed_layers import HandedLayers, Signals
@@ -93,8 +94,8 @@ class HandedSteps(CapturedSteps):
 
         if num_rows not in self._layers:
             box, memory = self._mailbox(num_rows)
-            top_k, is_bf16 = self._cache.geometry.top_k, self._dtype is torch.bfloat16
-            number = self.coordinator.add_mailbox(num_rows, top_k, is_bf16, memory.data_ptr())
+            top_k, kind = self._cache.geometry.top_k, TOKEN_DTYPES[self._dtype]
+            number = self.coordinator.add_mailbox(num_rows, top_k, kind, memory.data_ptr())
             self._layers[num_rows] = (
                 number,
                 HandedLayers(
@@ -106,9 +107,9 @@ class HandedSteps(CapturedSteps):
 
     def _mailbox(self, num_rows: int) -> tuple[_native.MailboxLayout, Tensor]:
         """Return a new mailbox for steps of so many rows, with its memory, all zeros."""
-        geometry, is_bf16 = self._cache.geometry, self._dtype is torch.bfloat16
+        geometry, kind = self._cache.geometry, TOKEN_DTYPES[self._dtype]
         box = _native.MailboxLayout(
-            geometry.num_layers, num_rows, geometry.top_k, self._hidden_size, is_bf16
+            geometry.num_layers, num_rows, geometry.top_k, self._hidden_size, kind
         )
         with torch.inference_mode(False):
             return box, self._streams.pinned(box.num_bytes)[: box.num_bytes].zero_()

@@ -22,7 +22,8 @@ from tandem.experts.execution.device import DeviceHangsError
 from tandem.experts.execution.routed_layers import can_run_steps, native_layer
 from tandem.experts.tracing.events import LayerExecuted, Listener
 from tandem.kernels import _native
-from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
+from tandem.kernels.dense import CpuThreads
+from tandem.kernels.native import TOKEN_DTYPES
 from tandem.policy.eviction.next_use import NextUse
 from tandem.policy.plan import Copy, LayerLoad, LayerPlan
 
@@ -225,6 +226,6 @@ def captured_layers(
         if can_run_steps(host, functions[host.layer])
         and (native := native_layer(host, functions[host.layer])) is not None
     ]
-    if len(layers) < len(cache.store) or dtype not in VALUE_DTYPES:
+    if len(layers) < len(cache.store) or dtype not in TOKEN_DTYPES:
         return None
     return None if native_step_policy(cache.planner) is None else layers

@@ -14,8 +14,7 @@ from tandem.experts.execution.batch import ExpertBatch, ExpertFunctions, RoutedC
 from tandem.experts.store.host_store import HostLayer
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.kernels import _native
-from tandem.kernels.dense import VALUE_DTYPES
-from tandem.kernels.native import NativeExperts, native_layout
+from tandem.kernels.native import TOKEN_DTYPES, NativeExperts, native_layout
 
 _TOKEN_BYTES = torch.int32.itemsize
 MAX_TOKENS = 64  # more are a prompt's, where sorting in Python costs nothing
@@ -43,8 +42,8 @@ def can_read(call: RoutedCall) -> bool:
     _, hidden, index, weights = call
     return (
         hidden.shape[0] <= MAX_TOKENS
-        and hidden.dtype in VALUE_DTYPES
-        and weights.dtype in VALUE_DTYPES
+        and hidden.dtype in TOKEN_DTYPES
+        and weights.dtype in TOKEN_DTYPES
         and index.dtype is torch.int64
     )
 
@@ -105,8 +104,8 @@ class RoutedLayers:
         num_tokens, top_k = index.shape
         active = self._run(
             native.native, num_tokens, top_k,
-            hidden.dtype is torch.bfloat16, hidden.data_ptr(), index.data_ptr(),
-            weights.dtype is torch.bfloat16, weights.data_ptr(), out.data_ptr(),
+            TOKEN_DTYPES[hidden.dtype], hidden.data_ptr(), index.data_ptr(),
+            TOKEN_DTYPES[weights.dtype], weights.data_ptr(), out.data_ptr(),
         )  # fmt: skip
         return out, active
 

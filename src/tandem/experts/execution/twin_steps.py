@@ -13,7 +13,8 @@ from tandem.experts.execution.captured_steps import PATIENCE_SECONDS, CapturedSt
 from tandem.experts.execution.executor import DirectCall
 from tandem.experts.execution.routed_layers import native_layer
 from tandem.kernels import _native
-from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
+from tandem.kernels.dense import CpuThreads
+from tandem.kernels.native import TOKEN_DTYPES
 
 NUM_ROWS = (1, 2, 4, 8)
 
@@ -38,7 +39,7 @@ class TwinSteps(CapturedSteps):
         self._dtype = dtype
         self._twins: dict[int, tuple[int, _native.TwinStream]] = {}
         for rows in NUM_ROWS:
-            box = self.coordinator.add_mailbox(rows, geometry.top_k, dtype is torch.bfloat16)
+            box = self.coordinator.add_mailbox(rows, geometry.top_k, TOKEN_DTYPES[dtype])
             twin = _native.TwinStream(
                 self.coordinator, box, table.ctypes.data, threads.engine, 0, 0
             )
@@ -51,7 +52,7 @@ class TwinSteps(CapturedSteps):
         _, hidden, index, weights = call
         if hidden.dtype is not self._dtype or index.dtype is not torch.int64:
             return False
-        return hidden.shape[0] <= NUM_ROWS[-1] and weights.dtype in VALUE_DTYPES
+        return hidden.shape[0] <= NUM_ROWS[-1] and weights.dtype in TOKEN_DTYPES
 
     def begin(self, num_tokens: int) -> None:
         """Begin a step of at most `NUM_ROWS[-1]` tokens."""
@@ -87,8 +88,8 @@ class TwinSteps(CapturedSteps):
 
 def _twin_call(
     layer: int, hidden: Tensor, index: Tensor, weights: Tensor, out: Tensor
-) -> tuple[int, int, int, int, bool, int, int]:
+) -> tuple[int, int, int, int, int, int, int]:
     return (
-        layer, len(hidden), hidden.data_ptr(), index.data_ptr(), weights.dtype is torch.bfloat16,
+        layer, len(hidden), hidden.data_ptr(), index.data_ptr(), TOKEN_DTYPES[weights.dtype],
         weights.data_ptr(), out.data_ptr(),
     )  # fmt: skip

@@ -34,7 +34,7 @@ from tandem.hf.experts import expert_functions
 from tandem.hf.lookahead.warm_up import ExpertsCall, NoExperts, forward_tokens, warm_up_ids
 from tandem.hf.machine.parts import DeviceParts, ObservedModel
 from tandem.hf.machine.profile import kept_profile, measured_profile, profile_key
-from tandem.kernels.dense import VALUE_DTYPES
+from tandem.kernels.native import TOKEN_DTYPES
 from tandem.policy.cost import HardwareProfile
 from tandem.policy.host_costs import HostCosts
 from tandem.policy.plan import Geometry
@@ -234,7 +234,7 @@ def _profile(
 
         capture, call = make_cuda_capture(model), observed.call
         base = with_captured_steps(base, model, store, observed.bound, device, capture)
-        signals = signals_of(device.streams) if call.dtype in VALUE_DTYPES else None
+        signals = signals_of(device.streams) if call.dtype in TOKEN_DTYPES else None
         if signals is not None:
             graph = partial(
                 graph_costs, signals, device.streams, call.hidden_size, make_capture=capture

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
-from tandem.kernels.dense import CpuThreads
+from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
 from tandem.recording.fusion.calls import (
     find_attentions,
     find_dense_groups,
@@ -61,7 +61,7 @@ def fuse(
     for finder in _FINDERS:
         if finder is find_small:  # patterns know operations by who reads them
             operations = without_repeats(operations, tensors)
-        graph = Graph(operations, tensors, fixed)
+        graph = Graph(operations, tensors, fixed, VALUE_DTYPES)
         for group, fused in finder(graph, threads):
             graph.replace(group, fused)
         operations = graph.result()

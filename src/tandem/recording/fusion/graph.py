@@ -1,8 +1,9 @@
 """A recording as a graph: who makes and who reads each tensor, and which groups are replaced."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from tandem.recording.program import memory_of
@@ -17,12 +18,21 @@ class Found(NamedTuple):
 
 
 class Graph:
-    """Operations with who makes and who reads each tensor."""
+    """Operations with who makes and who reads each tensor.
 
-    def __init__(self, operations: list[Operation], tensors: list[Tensor], fixed: set[int]) -> None:
+    `dtypes` are those of values that the kernels take which stand for groups.
+    """
+
+    def __init__(
+        self,
+        operations: list[Operation],
+        tensors: list[Tensor],
+        fixed: set[int],
+        dtypes: Container[torch.dtype],
+    ) -> None:
         self.operations = operations
         self.tensors = tensors
-        self.fixed = fixed
+        self.fixed, self.dtypes = fixed, dtypes
         self.maker: dict[Ref, Operation] = {}
         self.users: dict[Ref, list[Operation]] = {}
         for operation in operations:

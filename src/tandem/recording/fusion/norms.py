@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tandem.kernels import _native
-from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
+from tandem.kernels.dense import CpuThreads
 from tandem.kernels.rows import row_stride
 from tandem.recording.fusion.graph import Found, Graph, other
 from tandem.recording.program import NativeCall
@@ -70,7 +70,7 @@ def _follow(
     Return the whole chain, the weight in fp32, and whether rounding comes before it.
     """
     x = graph.tensor(source)
-    if x.dtype not in VALUE_DTYPES or row_stride(x) is None:
+    if x.dtype not in graph.dtypes or row_stride(x) is None:
         return None
     weight: Tensor | None = None
     rounds_first = False

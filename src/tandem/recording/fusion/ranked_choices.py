@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tandem.kernels import _native
-from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
+from tandem.kernels.dense import CpuThreads
 from tandem.recording.fusion.graph import Found, Graph
 from tandem.recording.fusion.routers import takes_largest
 from tandem.recording.program import NativeCall, require_contiguous
@@ -62,7 +62,7 @@ def _match(graph: Graph, gathered: Operation, threads: CpuThreads) -> Found | No
     if graph.is_read_outside(group, [index, result]):
         return None
     tensors = [graph.tensor(ref) for ref in (scores, ranks, result)]  # type: ignore[arg-type]
-    if tensors[1].dtype != torch.float32 or any(x.dtype not in VALUE_DTYPES for x in tensors):
+    if tensors[1].dtype != torch.float32 or any(x.dtype not in graph.dtypes for x in tensors):
         return None
     if not all(x.dim() == 2 and x.is_contiguous() for x in tensors):
         return None

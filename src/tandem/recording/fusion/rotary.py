@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tandem.kernels import _native
-from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
+from tandem.kernels.dense import CpuThreads
 from tandem.recording.fusion.graph import Found, Graph, other
 from tandem.recording.program import NativeCall, require_contiguous
 from tandem.recording.recorder import NotRecordableError, Operation, Ref
@@ -102,7 +102,7 @@ def _pairs_heads(graph: Graph, source: Ref, turns_ref: Any, result: Ref | None) 
     if (out.shape, out.dtype) != (x.shape, x.dtype):
         return None
     is_turn = 2 * turns.numel() == x.shape[0] * x.shape[-1] and 2 * turns.shape[-1] == x.shape[-1]
-    return _heads_of(x) if is_turn and turns.shape[0] == x.shape[0] else None
+    return _heads_of(graph, x) if is_turn and turns.shape[0] == x.shape[0] else None
 
 
 def _pairs_call(threads: CpuThreads, heads: int) -> NativeCall:
@@ -137,7 +137,7 @@ def _heads_dimension(graph: Graph, source: Ref, cos_ref: Any, sin_ref: Any) -> i
     if not (isinstance(cos_ref, Ref) and isinstance(sin_ref, Ref)):
         return None
     x = graph.tensor(source)
-    heads = _heads_of(x)
+    heads = _heads_of(graph, x)
     if heads is None:
         return None
     rows, dim = x.shape[0], x.shape[3]
@@ -149,8 +149,8 @@ def _heads_dimension(graph: Graph, source: Ref, cos_ref: Any, sin_ref: Any) -> i
     return heads
 
 
-def _heads_of(x: Tensor) -> int | None:
-    if x.dim() != 4 or x.dtype not in VALUE_DTYPES or x.stride(-1) != 1:
+def _heads_of(graph: Graph, x: Tensor) -> int | None:
+    if x.dim() != 4 or x.dtype not in graph.dtypes or x.stride(-1) != 1:
         return None
     if 1 not in x.shape[1:3]:
         return None

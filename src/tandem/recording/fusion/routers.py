@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tandem.hf.opaque_calls import DENSE
 from tandem.kernels import _native
-from tandem.kernels.dense import VALUE_DTYPES, CpuThreads, pack_dense
+from tandem.kernels.dense import CpuThreads, pack_dense
 from tandem.kernels.formats.weight_format import find_format
 from tandem.recording.fusion.graph import Found, Graph
 from tandem.recording.program import NativeCall, require_contiguous
@@ -79,7 +79,7 @@ def choices_as(graph: Graph, make: MakeChoice) -> Iterator[Found]:
         is_plain = (
             logits.dim() == 2
             and logits.is_contiguous()
-            and logits.dtype in VALUE_DTYPES
+            and logits.dtype in graph.dtypes
             and softmax.args[1] in (-1, 1)
             and graph.tensor(best.args[0]).dtype == torch.float32
         )
@@ -100,11 +100,11 @@ def choices_first_as(graph: Graph, make: MakeChoice) -> Iterator[Found]:
         values, index = best.outputs
         softmax = graph.only_user(values, "softmax")
         logits = graph.tensor(best.args[0])
-        is_plain = logits.dim() == 2 and logits.is_contiguous() and logits.dtype in VALUE_DTYPES
+        is_plain = logits.dim() == 2 and logits.is_contiguous() and logits.dtype in graph.dtypes
         if softmax is None or softmax.args[1] not in (-1, 1) or not is_plain:
             continue
         weights = softmax.outputs[0]
-        if weights is None or graph.tensor(weights).dtype not in VALUE_DTYPES:
+        if weights is None or graph.tensor(weights).dtype not in graph.dtypes:
             continue
         dtype = graph.tensor(weights).dtype
         call = make(best.args[1], 1.0, is_normalised=True, dtype=dtype)
@@ -136,7 +136,7 @@ def _fuse_choice(graph: Graph, softmax: Operation, best: Operation, make: MakeCh
         users = graph.users.get(values, [])
     if len(users) == 1 and users[0].name == "to":
         rounded = users[0].outputs[0]
-        if rounded is not None and graph.tensor(rounded).dtype in VALUE_DTYPES:
+        if rounded is not None and graph.tensor(rounded).dtype in graph.dtypes:
             chain.append(users[0])
             values = rounded
     source = softmax.args[0]
