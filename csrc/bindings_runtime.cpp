@@ -190,10 +190,13 @@ nb::tuple decide_lone_layer(const LoneTerms& terms, Ids experts, nb::handle stat
 
 void bind_lone_layers(nb::module_& m) {
   nb::class_<LoneTerms>(m, "LoneTerms")
-      .def("__init__", [](LoneTerms* self, double cpu, double gpu, double cpu_first, double link,
-                          std::int64_t max_fetches, bool never_worse_than_cpu) {
-        new (self) LoneTerms{cpu, gpu, cpu_first, link, max_fetches, never_worse_than_cpu};
-      });
+      .def("__init__",
+           [](LoneTerms* self, double cpu, double gpu, double cpu_first, double link,
+              double cpu_slowdown, double link_slowdown, std::int64_t max_fetches,
+              bool never_worse_than_cpu) {
+             new (self) LoneTerms{cpu,          gpu,           cpu_first,   link,
+                                  cpu_slowdown, link_slowdown, max_fetches, never_worse_than_cpu};
+           });
   m.def("decide_lone_layer", &decide_lone_layer);
 }
 

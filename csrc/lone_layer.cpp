@@ -10,6 +10,22 @@ bool contains(const Ids& experts, std::int32_t expert) {
   return std::find(experts.begin(), experts.end(), expert) != experts.end();
 }
 
+// Seconds if `count` experts are on the CPU, while the link is busy for so long.
+double cpu_seconds(const LoneTerms& terms, std::int64_t count, double link_seconds) {
+  if (count == 0) return 0.0;
+  const double alone = static_cast<double>(count) * terms.cpu + terms.cpu_first;
+  return alone + (terms.cpu_slowdown - 1.0) * std::min(alone, link_seconds);
+}
+
+// Seconds if the device takes all experts: copies are then as fast as the link alone.
+double device_seconds(const LoneTerms& terms, const LoneLayer& layer, std::int64_t num_absent) {
+  const double link = terms.link / terms.link_slowdown;
+  double done = 0.0;
+  for (std::int64_t fetch = 1; fetch <= num_absent; ++fetch)
+    done = std::max(done, layer.link_busy + static_cast<double>(fetch) * link) + terms.gpu;
+  return std::max(static_cast<double>(layer.experts.size()) * terms.gpu, done);
+}
+
 // The best number of fetches with the best number of spills; all experts cost the same.
 void assign(const LoneTerms& terms, const LoneLayer& layer, const Ids& absent, const Ids& resident,
             LoneDecision& out) {
@@ -27,9 +43,9 @@ void assign(const LoneTerms& terms, const LoneLayer& layer, const Ids& absent, c
       const double on_gpu = std::max(static_cast<double>(last - spill) * terms.gpu +
                                          static_cast<double>(fetch) * terms.gpu,
                                      arrived);
-      const std::int64_t count = num_absent - fetch + spill;
       const double on_cpu =
-          count > 0 ? static_cast<double>(count) * terms.cpu + terms.cpu_first : 0.0;
+          cpu_seconds(terms, num_absent - fetch + spill,
+                      layer.link_busy + static_cast<double>(fetch) * terms.link);
       if (std::max(on_gpu, on_cpu) < best) {
         best = std::max(on_gpu, on_cpu);
         best_fetch = fetch, best_spill = spill;
@@ -39,6 +55,13 @@ void assign(const LoneTerms& terms, const LoneLayer& layer, const Ids& absent, c
       ++spill;
     }
     spill -= spill > 0;
+  }
+  if (terms.link_slowdown > 1.0 && num_absent <= terms.max_fetches) {
+    const double seconds = device_seconds(terms, layer, num_absent);
+    if (seconds < best) {
+      best = seconds, best_fetch = num_absent, best_spill = 0;
+      out.gpu_seconds = seconds, out.cpu_seconds = 0.0;
+    }
   }
   const double all_on_cpu = layer.all_on_cpu + terms.cpu_first;
   if (terms.never_worse_than_cpu && all_on_cpu < best) {

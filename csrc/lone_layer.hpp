@@ -18,6 +18,8 @@ struct LoneTerms {
   double cpu, gpu;   // one expert, one token
   double cpu_first;  // on top, if the CPU has any
   double link;       // one copy
+  double cpu_slowdown;   // factor on CPU seconds while the link is busy
+  double link_slowdown;  // factor in `link`, which a CPU without experts would not cost
   std::int64_t max_fetches;
   bool never_worse_than_cpu;
 };

@@ -122,8 +122,13 @@ def test_predictions_are_alike(trace: RoutingTrace, batch: int) -> None:
 
 
 @pytest.mark.parametrize("link", [0.0, 0.3, 3.0])
-@pytest.mark.parametrize(("never_worse", "max_fetches"), [(True, UNLIMITED), (False, 2)])
-def test_single_tokens_are_planned_alike(link: float, never_worse: bool, max_fetches: int) -> None:
+@pytest.mark.parametrize(
+    ("never_worse", "max_fetches", "slowdown"),
+    [(True, UNLIMITED, 1.0), (False, 2, 1.0), (True, UNLIMITED, 1.6), (False, UNLIMITED, 1.15)],
+)
+def test_single_tokens_are_planned_alike(
+    link: float, never_worse: bool, max_fetches: int, slowdown: float
+) -> None:
     """Random routing, with layers of two tokens between and copies that end at random.
 
     Now and then more experts are chosen than the model would: a trace may be forced onto it.
@@ -132,7 +137,11 @@ def test_single_tokens_are_planned_alike(link: float, never_worse: bool, max_fet
     settings = dataclasses.replace(
         TANDEM, never_worse_than_cpu=never_worse, max_fetches=max_fetches
     )
-    costs = CostTable(make_machine(geometry, link=link, gpu=0.3).shape)
+    costs = CostTable(
+        make_machine(geometry, link=link, gpu=0.3).shape,
+        cpu_slowdown=slowdown,
+        link_slowdown=slowdown,
+    )
     asked = 0
 
     def counting(terms: SingleTokenTerms) -> DecideSingleToken:

@@ -1,6 +1,7 @@
 """Every assignment policy: sound, deterministic, as good as promised; the papers' examples."""
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
@@ -188,16 +189,18 @@ def test_equation_9_limits_fetches() -> None:
         assert len(ASSIGNMENTS.factory(name)().assign(layer).fetch) <= 1
 
 
-def test_balanced_knows_that_copies_slow_the_cpu_and_the_cpu_copies() -> None:
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_balanced_knows_that_copies_slow_the_cpu_and_the_cpu_copies(tokens: int) -> None:
     cpu, gpu, wait = [8.0] * 6, [0.5] * 6, [-1.0] * 6
-    free = Balanced().assign(problem(cpu, gpu, wait, link=4.0))
+    of = partial(problem, tokens=[tokens] * 6)
+    free = Balanced().assign(of(cpu, gpu, wait, link=4.0))
     assert (len(free.fetch), free.seconds) == (4, 16.5)
     # Copies of 4 seconds take 2.5 while the CPU has nothing to do.
-    shared = problem(cpu, gpu, wait, link=4.0, cpu_slowdown=1.6, link_slowdown=1.6)
+    shared = of(cpu, gpu, wait, link=4.0, cpu_slowdown=1.6, link_slowdown=1.6)
     alone = Balanced().assign(shared)
     assert len(alone.fetch) == 6
     assert alone.cpu_seconds == 0.0
     assert alone.gpu_seconds == pytest.approx(6 * 2.5 + 0.5)
     # With nothing to copy, nothing is slowed.
-    resident = problem(cpu, [9.0] * 6, [0.0] * 6, cpu_slowdown=1.6, link_slowdown=1.6)
+    resident = of(cpu, [9.0] * 6, [0.0] * 6, cpu_slowdown=1.6, link_slowdown=1.6)
     assert Balanced().assign(resident).cpu_seconds % 8.0 == 0.0

@@ -563,6 +563,8 @@ class LoneTerms:
         gpu: float,
         cpu_first: float,
         link: float,
+        cpu_slowdown: float,
+        link_slowdown: float,
         max_fetches: int,
         never_worse_than_cpu: bool,
         /,

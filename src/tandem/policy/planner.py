@@ -226,13 +226,16 @@ class Planner:
     def _split_resident(
         self, load: LayerLoad, keys: Sequence[int], states: bytes, now: float
     ) -> Split:
-        """Split a layer without misses; with one token each, only their number matters."""
+        """Split a layer without misses; with one token each, only their number matters.
+
+        What copies for other layers cost the CPU meanwhile is left out then.
+        """
         if max(load.tokens) > 1:
             return self._split(self._problem(load, keys, states, now))
         count = len(keys)
         known = self._resident_splits.get(count)
         if known is None:
-            known = self._split(self._problem(load, keys, states, now))
+            known = self._split(self._problem(load, keys, states, now)._replace(link_busy=0.0))
             self._resident_splits[count] = known
         if not known.spill:
             return known

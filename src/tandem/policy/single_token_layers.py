@@ -29,10 +29,13 @@ class SingleTokenLayers:
     ) -> None:
         """Look at one set of slots per layer, while nothing is staged."""
         assert residency.num_sets == residency.geometry.num_layers
-        cpu, gpu, first, link = costs.cpu[1], costs.gpu[1], costs.cpu_first, costs.link
+        cpu = costs.cpu[1]
         self._decide = make(
-            SingleTokenTerms(cpu, gpu, first, link, max_fetches, never_worse_than_cpu)
-        )
+            SingleTokenTerms(
+                cpu, costs.gpu[1], costs.cpu_first, costs.link, costs.cpu_slowdown,
+                costs.link_slowdown, max_fetches, never_worse_than_cpu,
+            )
+        )  # fmt: skip
         self._residency = residency
         self._eviction = eviction
         # By number of experts: added up, as the planner does. Forced routing may exceed top_k.

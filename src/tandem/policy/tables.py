@@ -57,6 +57,8 @@ class SingleTokenTerms(NamedTuple):
     gpu: float
     cpu_first: float  # on top, if the CPU has any
     link: float  # one copy
+    cpu_slowdown: float  # factor on CPU seconds while the link is busy
+    link_slowdown: float  # factor in `link`, which a CPU without experts would not cost
     max_fetches: int
     never_worse_than_cpu: bool
 

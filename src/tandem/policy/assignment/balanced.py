@@ -57,6 +57,7 @@ class Balanced:
         """Return the best split of a decode step at batch 1: only numbers matter, no lists."""
         cpu, gpu, link = problem.cpu[0], problem.gpu[0], problem.link
         surcharge = problem.cpu_first if self.pipelined else 0.0
+        slower = problem.cpu_slowdown - 1.0 if self.pipelined else 0.0
         fetched = gpu if self.pipelined or gpu > link else link
         best, best_seconds = (0, 0, 0.0, 0.0), float("inf")
         arrived, spill, last = 0.0, 0, len(resident)
@@ -71,6 +72,7 @@ class Balanced:
                     on_gpu = arrived
                 count = len(absent) - fetch + spill
                 on_cpu = count * cpu + surcharge if count else 0.0
+                on_cpu += slower * min(on_cpu, problem.link_busy + fetch * link)
                 seconds = on_gpu if on_gpu > on_cpu else on_cpu
                 if seconds < best_seconds:
                     best, best_seconds = (fetch, spill, on_gpu, on_cpu), seconds
@@ -78,6 +80,9 @@ class Balanced:
                     break
                 spill += 1
             spill -= spill > 0
+        everything = self._equals_without_cpu(problem, len(absent))
+        if everything < best_seconds:
+            best = len(absent), 0, everything, 0.0
         fetch, spill, on_gpu, on_cpu = best
         experts = problem.experts
         if fetch:
@@ -88,6 +93,16 @@ class Balanced:
             on_gpu,
             on_cpu,
         )
+
+    def _equals_without_cpu(self, problem: LayerProblem, num_absent: int) -> float:
+        """Return the GPU's seconds if it takes all: copies are as fast as the link alone then."""
+        is_slower = self.pipelined and problem.link_slowdown > 1.0
+        if not is_slower or num_absent > problem.max_fetches:
+            return float("inf")
+        gpu, link, done = problem.gpu[0], problem.link / problem.link_slowdown, 0.0
+        for fetch in range(1, num_absent + 1):
+            done = max(done, problem.link_busy + fetch * link) + gpu
+        return max(len(problem.experts) * gpu, done)
 
     def _resident_seconds(
         self, problem: LayerProblem, resident: Sequence[int]
