@@ -57,7 +57,9 @@ def test_without_an_expert_cache_the_decode_step_is_explained(
     assert re.search(r"speculation: 0 tokens drafted, 0 kept; \d steps had none: ", err)
     assert sum(report["steps_by_drafted_tokens"].values()) == 5
     assert report["why_nothing_is_drafted"] is None
-    assert report["speculation"] == {"drafted": 0, "accepted": 0, "tokens_per_step": 1.0}
+    assert report["speculation"] == {
+        "drafted": 0, "accepted": 0, "tokens_per_step": 1.0, "saved_expert_bytes": 0
+    }  # fmt: skip
     calls = {entry["operation"]: entry["calls"] for entry in report["not_native"]}
     assert all(count > 0 for count in calls.values())
     assert calls

@@ -4,6 +4,7 @@ import gc
 import random
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 
 import tandem
 from tandem.core.errors import ConfigError
+from tandem.experts.tracing.events import ExpertStatistics, LayerExecuted
 from tandem.generate.answer import Answer
 from tandem.generate.generator import Generator
 from tandem.generate.penalties import PenalisedScores, Penalties
@@ -25,7 +27,9 @@ from tandem.hf.lookahead.routing_recording import recording
 from tandem.hf.runtime import require_runtime
 from tandem.policy.speculation.drafter import MOST_DRAFTED, Draft
 from tandem.policy.speculation.free_drafts import FreeDrafts
+from tandem.policy.speculation.plans import Plan
 from tandem.policy.speculation.prompt_lookup import EarlierAnswers, PromptLookup
+from tandem.policy.speculation.step_costs import StepCosts
 from tandem.policy.speculation.step_shape import TouchedExperts
 from tests.hf.tiny import save_tiny_checkpoint
 
@@ -202,6 +206,56 @@ def test_what_records_routing_sees_a_token_a_step(model: Any) -> None:
         trace = recorder.trace("tiny")
     assert answer.drafted_tokens == 0
     assert len(trace.experts) >= len(PROMPTS[0]) + 7
+
+
+@dataclass
+class Known:
+    """A way of drafting that always offers the same number of tokens of a known text."""
+
+    text: Sequence[int]
+    count: int
+
+    def plan(self, histories: Any, rooms: Any, batch: int, costs: StepCosts) -> Plan:
+        """Ask for them, whatever they cost."""
+        drafts = {
+            slot: self.text[len(tokens) : len(tokens) + min(self.count, rooms[slot])]
+            for slot, tokens in histories.items()
+        }
+        return Plan(2.0, 1.0, lambda: {slot: draft for slot, draft in drafts.items() if draft})
+
+    def forget(self, slot: int) -> None:
+        """Know no requests."""
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_bytes_that_drafts_save_are_counted(model: Any, is_right: bool) -> None:
+    (plain,) = Generator(model, speculate="none").generate(PROMPTS[0], max_new_tokens=NEW_TOKENS)
+    text = [*PROMPTS[0], *(plain.token_ids if is_right else [39] * NEW_TOKENS)]
+    generator = speculating(model, Speculation([Known(text, 3)]))
+    executor, speculation = require_runtime(model).executor, generator.speculation
+    assert speculation is not None
+    generator.generate(PROMPTS[0], max_new_tokens=NEW_TOKENS)  # records the steps
+    speculation.experts, before = ExpertStatistics(), speculation.counts.copy()
+    shared = 0
+
+    def add_shared(event: LayerExecuted) -> None:
+        nonlocal shared
+        if event.num_tokens in (2, 3, 4):
+            each = event.touched_bytes // event.num_active_experts
+            assert event.chosen is not None
+            assert event.num_active_experts == len(event.chosen.unique())
+            shared += (event.chosen.numel() - len(event.chosen.unique())) * each
+
+    executor.listeners += [speculation.experts, add_shared]
+    (answer,) = generator.generate(PROMPTS[0], max_new_tokens=NEW_TOKENS)
+    executor.listeners.remove(speculation.experts)
+    executor.listeners.remove(add_shared)
+    saved = speculation.counts.since(before).saved_bytes
+    assert answer.token_ids == plain.token_ids
+    if is_right:
+        assert saved == shared > 0
+    else:
+        assert saved < 0
 
 
 def test_prompt_lookup_finds_the_latest_and_longest() -> None:

@@ -12,6 +12,7 @@ from tandem.experts.tracing.events import ExpertStatistics
 from tandem.foreign_types import PreTrainedModel
 
 if TYPE_CHECKING:
+    from tandem.generate.speculation.speculation import Speculation
     from tandem.generate.stream import Answer
 
 _RSS_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024
@@ -33,9 +34,20 @@ class RunReport:
         if self._expert_cache is not None:
             self._expert_cache.clock.watchers += 1
         self._seconds_before = self._seconds()
+        self._speculation: Speculation | None = None
+        self._saved_before = 0
+
+    def count_drafts(self, speculation: "Speculation | None") -> None:
+        """Count what drafted tokens save from now on."""
+        self._speculation = speculation
+        if speculation is not None:
+            speculation.experts = self._experts
+            self._saved_before = speculation.counts.saved_bytes
 
     def close(self) -> None:
         """Stop counting."""
+        if self._speculation is not None:
+            self._speculation.experts = None
         self._executor.listeners.remove(self._experts)
         self._executor.listeners.remove(self._cache)
         if self._expert_cache is not None:
@@ -52,7 +64,8 @@ class RunReport:
             f"memory {format_bytes(memory['host'])}",
         ]
         if answer.drafted_tokens:
-            parts.append(f"drafted {answer.drafted_tokens}, kept {answer.accepted_tokens}")
+            saved = f", {format_bytes(self._saved_bytes)} not read" if self._saved_bytes > 0 else ""
+            parts.append(f"drafted {answer.drafted_tokens}, kept {answer.accepted_tokens}{saved}")
         if answer.is_interrupted:
             parts.append("interrupted")
         lines = ["[" + " | ".join(parts) + "]"]
@@ -72,6 +85,13 @@ class RunReport:
             f"device {cache.device_share:.0%} of the rows",
             f"busy: cpu {busy['cpu']:.0%}, device {busy['gpu']:.0%}, link {busy['link']:.0%}",
         ]
+
+    @property
+    def _saved_bytes(self) -> int:
+        """Weights of experts that were not read, as drafted tokens shared them; may be negative."""
+        if self._speculation is None:
+            return 0
+        return self._speculation.counts.saved_bytes - self._saved_before
 
     def _copied_bytes(self) -> int:
         return self._cache.copies * self._expert_cache.slot_bytes if self._expert_cache else 0
@@ -114,6 +134,7 @@ class RunReport:
                 "drafted": answer.drafted_tokens,
                 "accepted": answer.accepted_tokens,
                 "tokens_per_step": _tokens_per_step(answer),
+                "saved_expert_bytes": self._saved_bytes,
             },
             "is_interrupted": answer.is_interrupted,
             "device": self._device_name,

@@ -167,6 +167,7 @@ class Session:
         report = RunReport(self._model)
         try:
             generator = self._ready_generator()
+            report.count_drafts(generator.speculation)
             explanation = self._begin_explanation(generator)
             answer = generate_answer(
                 self._model, self._tokenizer, prompt, self.sampling, _print_text,

@@ -111,6 +111,8 @@ class Engine:
         self._warm_up()
         # An event a layer and step: without slots there is nothing to count of them.
         executor.listeners.append(self._experts)
+        if self._speculation is not None:
+            self._speculation.experts = self._experts
         if executor.cache is not None:
             executor.listeners.append(self._cache)
         connection.send(Ready(self._info(generator, vocabulary)))
@@ -261,6 +263,7 @@ class Engine:
             expert_bytes_read=experts.touched_bytes,
             drafting_steps=drafts.num_drafting,
             unpaid_draft_steps=drafts.num_unpaid,
+            draft_saved_bytes=drafts.saved_bytes,
             slots=0 if expert_cache is None else expert_cache.num_slots,
             disk_bytes=self._scheduler.prefixes.num_bytes_on_disk,
             memory_bytes=self._memory(),

@@ -146,6 +146,9 @@ class EngineStatistics:
     """Decode steps that verified drafted tokens."""
     unpaid_draft_steps: int = 0
     """Of the others, those in which there was something to draft that would not have paid."""
+    draft_saved_bytes: int = 0
+    """Expert weights that were not read, as drafted tokens shared experts, less what only rejected
+    ones touched."""
     slots: int = 0
     disk_bytes: int = 0
     memory_bytes: dict[str, int] = field(default_factory=dict)

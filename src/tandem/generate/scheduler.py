@@ -317,12 +317,15 @@ class Scheduler:
         batch.sort(key=lambda running: running.slot)
         drafts = self._drafts(batch)
         tokens = {one.slot: (one.history[-1], *drafts.get(one.slot, ())) for one in batch}
-        logits = self._verify(tokens)
+        logits, accepted = self._verify(tokens), self.counts.accepted_tokens
         token_outputs = []
         for one, of_one in zip(batch, logits.split([*map(len, tokens.values())]), strict=True):
             token_outputs += self._attempt(
                 [one.request], partial(self._choose_all, one, tokens[one.slot][1:], of_one)
             )
+        if drafts and self._speculation is not None:
+            num_kept = len(batch) + self.counts.accepted_tokens - accepted
+            self._speculation.note_kept(len(logits), num_kept)
         self.counts.decode_steps += 1
         seconds = time.perf_counter() - start
         self.counts.decode_seconds += seconds
@@ -332,10 +335,7 @@ class Scheduler:
 
     def _drafts(self, batch: list[Running]) -> dict[int, Sequence[int]]:
         """Return the drafted tokens that a step verifies, by slot."""
-        if self._speculation is None:
-            return {}
-        self._speculation.why_none = self._pool.why_no_drafts
-        if self._speculation.why_none is not None:
+        if self._speculation is None or not self._speculation.can_verify(self._pool):
             return {}
         drafting = [one for one in batch if one.request.may_speculate]
         return self._speculation.choose(

@@ -29,6 +29,8 @@ class NativeCall:
     """Takes the operation's inputs and outputs; may return what is to be called after each run."""
     threads: CpuThreads
     """Whose program it joins."""
+    reported: Sequence[int] = ()
+    """Inputs that what `add` returns reads, by their places: they stay until the graph has run."""
 
     def __call__(self, *args: Any) -> Any:
         """Stand for a function; never called."""
@@ -139,11 +141,16 @@ class _Groups:
 
     def last_uses(self, operations: Sequence[Operation]) -> dict[int, int]:
         """Return, by group, the index of the last operation that reads or writes it."""
-        return {
+        last = {
             self.of(ref.number): index
             for index, operation in enumerate(operations)
             for ref in (*operation.inputs, *filter(None, operation.outputs))
         }
+        for operation in operations:
+            if isinstance(operation.function, NativeCall):
+                kept = [operation.inputs[place] for place in operation.function.reported]
+                last |= {self.of(ref.number): len(operations) for ref in kept}
+        return last
 
 
 class _Memory:

@@ -16,6 +16,8 @@ from tandem.kernels.dense import CpuThreads
 from tandem.kernels.native import TOKEN_DTYPES
 from tandem.recording.program import NativeCall, Report, require_contiguous
 
+_INDEX = 1  # the router's choice among a call's inputs
+
 
 def routed_call(
     threads: CpuThreads,
@@ -56,4 +58,4 @@ def _call(threads: CpuThreads, direct: DirectCall) -> NativeCall:
             return None
         return lambda: reported(index, program.num_active(number))
 
-    return NativeCall(add, threads)
+    return NativeCall(add, threads, () if direct.report is None else (_INDEX,))

@@ -98,6 +98,8 @@ class _EngineCollector:
             "decode_tokens_per_second": ("generated tokens over the time of decode steps",
                                          _ratio(statistics.batch.generated_tokens,
                                                 statistics.batch.decode_seconds)),
+            "draft_saved_bytes": ("bytes of expert weights that drafted tokens saved",
+                                  statistics.draft_saved_bytes),
             "device_share_of_rows": ("share of (token, expert) rows that the device computed",
                                      _ratio(statistics.rows_on_device, statistics.rows_on_device
                                             + statistics.rows_on_cpu)),

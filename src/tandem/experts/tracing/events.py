@@ -64,11 +64,15 @@ class ExpertStatistics:
     """Sums over the events of a run; add it to an executor's listeners."""
 
     touched_bytes: int = 0
+    separate_bytes: int = 0
+    """What would have been read if no two tokens of a step had shared an expert."""
     active_experts: int = 0
     expert_rows: int = 0
 
     def __call__(self, event: LayerExecuted) -> None:
         """Fold one event into the sums."""
         self.touched_bytes += event.touched_bytes
+        each = event.touched_bytes // max(1, event.num_active_experts)
+        self.separate_bytes += event.num_expert_rows * each
         self.active_experts += event.num_active_experts
         self.expert_rows += event.num_expert_rows

@@ -1,7 +1,9 @@
 """How many tokens steps had drafted, and why the others had none."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+from tandem.experts.tracing.events import ExpertStatistics
 
 
 @dataclass(slots=True)
@@ -12,6 +14,9 @@ class DraftCounts:
     """Steps by the number of drafted tokens that they verified."""
     num_unpaid: int = 0
     """Of those without, the ones in which there was something to draft that would not have paid."""
+    saved_bytes: int = 0
+    """Weights of experts that steps did not read, as tokens that were kept shared experts, less
+    what only rejected ones touched; 0 where nobody counts what experts read."""
 
     @property
     def num_drafting(self) -> int:
@@ -23,13 +28,22 @@ class DraftCounts:
         self.steps[num_drafted] += 1
         self.num_unpaid += is_unpaid
 
+    def add_read(self, read: ExpertStatistics, before: ExpertStatistics, kept: float) -> None:
+        """Note what experts read in a step of drafted tokens, of which a share is kept."""
+        separate = read.separate_bytes - before.separate_bytes
+        self.saved_bytes += round(separate * kept) - (read.touched_bytes - before.touched_bytes)
+
     def since(self, before: "DraftCounts") -> "DraftCounts":
         """Return what came after an earlier copy."""
-        return DraftCounts(self.steps - before.steps, self.num_unpaid - before.num_unpaid)
+        return DraftCounts(
+            self.steps - before.steps,
+            self.num_unpaid - before.num_unpaid,
+            self.saved_bytes - before.saved_bytes,
+        )
 
     def copy(self) -> "DraftCounts":
         """Return the sums as they are now."""
-        return DraftCounts(self.steps.copy(), self.num_unpaid)
+        return replace(self, steps=self.steps.copy())
 
     def line(self) -> str:
         """Return the sums for people."""

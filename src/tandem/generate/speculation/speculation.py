@@ -6,10 +6,11 @@ none. The answer is the same whatever it takes.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tandem.decode.cpu_slots import CpuSlotPool
 from tandem.decode.slots import SlotPool
+from tandem.experts.tracing.events import ExpertStatistics
 from tandem.generate.speculation.draft_counts import DraftCounts
 from tandem.generate.speculation.draft_model import DraftModel
 from tandem.policy.speculation.plans import Drafting, Drafts, best_plan
@@ -27,6 +28,9 @@ class Speculation:
     counts: DraftCounts = field(default_factory=DraftCounts)
     why_none: str | None = None
     """Why the steps that were done last cannot verify drafted tokens, as one sentence."""
+    experts: ExpertStatistics | None = None
+    """Who counts what experts read, if someone does: then `counts` has what drafts saved of it."""
+    _read_before: ExpertStatistics | None = None
 
     @property
     def needs_hidden(self) -> bool:
@@ -39,6 +43,11 @@ class Speculation:
             for model in self.models:
                 model.follow(pool)
 
+    def can_verify(self, pool: SlotPool) -> bool:
+        """Tell whether steps of these slots can verify drafted tokens; `why_none` says why not."""
+        self.why_none = pool.why_no_drafts
+        return self.why_none is None
+
     def choose(
         self, histories: Mapping[int, Sequence[int]], rooms: Mapping[int, int], batch: int
     ) -> Drafts:
@@ -46,7 +55,13 @@ class Speculation:
         plan = best_plan(self.ways, self.costs, histories, rooms, batch)
         drafts = plan.drafts() if plan is not None and plan.is_worth else {}
         self.counts.add(sum(map(len, drafts.values())), is_unpaid=plan is not None and not drafts)
+        self._read_before = replace(self.experts) if self.experts and drafts else None
         return drafts
+
+    def note_kept(self, num_tokens: int, num_kept: int) -> None:
+        """Note how many tokens of a step that verified drafted ones came true, certain ones too."""
+        if self.experts is not None and self._read_before is not None:
+            self.counts.add_read(self.experts, self._read_before, num_kept / num_tokens)
 
     def forget(self, slot: int) -> None:
         """Drop what is known of a request that is through."""
