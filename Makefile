@@ -54,7 +54,7 @@ floors: setup
 unit: setup
 	$(PYTEST)
 
-SANITIZED := matmul kernels layers attention recurrent quantize tensors
+SANITIZED := matmul kernels layers attention recurrent quantize tensors blocks
 sanitize: $(SANITIZED:%=sanitized-%)  ## The native kernels under AddressSanitizer and UndefinedBehaviorSanitizer
 
 sanitized:

@@ -84,16 +84,25 @@ bool quantize_matrices(const std::string& isa, int num_threads, bool has_search,
   return quantize(matrices, isa, num_threads);
 }
 
-// `calls` is (count, 9) int64, rows of what tandem.kernels.formats.file_blocks writes.
+Numbers numbers_of(const std::int64_t* f) {
+  return {pointer<const std::uint8_t>(address(f[0])), static_cast<NumberType>(f[1]), f[2], f[3]};
+}
+
+// `calls` is (count, 27) int64, rows of what tandem.kernels.formats.file_rows writes.
 bool rearrange_blocks(int num_threads, std::int64_t count, std::uintptr_t calls) {
-  constexpr std::int64_t kFields = 9;
+  constexpr std::int64_t kNumbers = 27;
   const auto* f = pointer<const std::int64_t>(calls);
   std::vector<Rearrangement> works;
-  for (std::int64_t i = 0; i < count; ++i, f += kFields)
-    works.push_back({static_cast<Format>(f[0]), pointer<const std::uint8_t>(address(f[1])),
-                     pointer<const std::int64_t>(address(f[2])), f[3], f[4],
-                     pointer<std::uint8_t>(address(f[5])), pointer<std::uint8_t>(address(f[6])),
-                     f[7], f[8]});
+  for (std::int64_t i = 0; i < count; ++i, f += kNumbers)
+    works.push_back({static_cast<Format>(f[0]), static_cast<BlockKind>(f[1]),
+                     pointer<const std::uint8_t>(address(f[2])),
+                     pointer<const std::int64_t>(address(f[3])), f[4], f[5],
+                     pointer<std::uint8_t>(address(f[6])), pointer<std::uint8_t>(address(f[7])),
+                     f[8], f[9], pointer<const std::uint8_t>(address(f[10])),
+                     pointer<const float>(address(f[11])),
+                     {f[12], f[13], static_cast<std::uint32_t>(f[14]),
+                      static_cast<std::uint8_t>(f[15]), f[16], f[17], f[18],
+                      numbers_of(f + 19), numbers_of(f + 23)}});
   const nb::gil_scoped_release release;
   return rearrange(works, num_threads);
 }
@@ -230,8 +239,8 @@ void bind_sampling(nb::module_& m) {
 
 void bind_dense(nb::module_& m) {
   m.def("quantize", &quantize_matrices);
-  m.def("block_bytes", [](int format) { return source_bytes(static_cast<Format>(format)); });
-  m.def("block_cols", [](int format) { return source_cols(static_cast<Format>(format)); });
+  m.def("block_bytes", [](int kind) { return block_reader(static_cast<BlockKind>(kind)).bytes; });
+  m.def("block_cols", [](int kind) { return block_reader(static_cast<BlockKind>(kind)).cols; });
   m.def("rearrange_blocks", &rearrange_blocks);
   nb::class_<DenseMatrix>(m, "DenseMatrix");
   m.def("make_dense_matrix", &make_matrix);

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tandem.checkpoint.sources.codes import Codes
-from tandem.checkpoint.sources.gguf_weight import file_blocks
+from tandem.checkpoint.sources.codes import Codes, StoredWeight
 from tandem.checkpoint.sources.source import SourceTensor
 from tandem.core.errors import ModelError
 from tandem.experts.store.host_store import HostLayer
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.kernels.formats import CodedMatrix
+from tandem.kernels.formats.file_rows import FileRows
 
 
 def put_fused(layer: HostLayer, tensor_name: str, fused: Tensor | SourceTensor) -> None:
@@ -19,9 +19,10 @@ def put_fused(layer: HostLayer, tensor_name: str, fused: Tensor | SourceTensor) 
     if not isinstance(fused, SourceTensor):
         layer.put(tensor_name, fused)
         return
-    if _put_blocks(layer, tensor_name, fused):
+    experts = range(fused.shape[0])
+    if _put_rows(layer, tensor_name, [[(fused.weight, expert)] for expert in experts]):
         return
-    for expert in range(fused.shape[0]):
+    for expert in experts:
         _put_codes(layer, tensor_name, expert, [(fused, fused.weight.read(expert))])
 
 
@@ -35,6 +36,13 @@ def put_experts(
     plain = [[part for part in column if isinstance(part, Tensor)] for column in columns]
     if isinstance(layer, PackedLayer) and list(map(len, plain)) == list(map(len, columns)):
         layer.put_all(tensor_name, list(zip(*plain, strict=True)))
+        return
+    unread = [
+        [(part.weight, None) for part in parts if isinstance(part, SourceTensor)]
+        for parts in zip(*columns, strict=True)
+    ]
+    are_all = all(len(parts) == len(columns) for parts in unread)
+    if are_all and _put_rows(layer, tensor_name, unread):
         return
     for expert in range(len(columns[0])):
         _put_expert(layer, tensor_name, expert, [column[expert] for column in columns])
@@ -55,16 +63,27 @@ def _put_expert(
     layer.put_expert(tensor_name, expert, tensors)
 
 
-def _put_blocks(layer: HostLayer, tensor_name: str, fused: SourceTensor) -> bool:
-    """Rearrange all experts' blocks straight from the file; False where they come as codes."""
+def _put_rows(
+    layer: HostLayer,
+    tensor_name: str,
+    experts: Sequence[Sequence[tuple[StoredWeight, int | None]]],
+) -> bool:
+    """Place all experts' rows straight from the file; False where they come as codes.
+
+    Also for what is damaged: the torch reference, which reads codes, says how.
+    """
     if not isinstance(layer, PackedLayer):
         return False
-    fmt = layer.format_of(tensor_name)
-    found = [file_blocks(fused.weight, fmt, expert) for expert in range(fused.shape[0])]
-    blocks = [one for one in found if one is not None]
-    if len(blocks) < len(found):
+    fmt, found = layer.format_of(tensor_name), list[list[FileRows]]()
+    for parts in experts:
+        rows = [weight.in_file(fmt, expert) for weight, expert in parts]
+        found.append([one for part in rows if part is not None for one in part])
+        if any(part is None for part in rows):
+            return False
+    try:
+        layer.put_rows(tensor_name, found)
+    except ModelError:
         return False
-    layer.put_blocks(tensor_name, blocks)
     return True
 
 

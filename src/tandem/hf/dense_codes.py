@@ -7,12 +7,12 @@ quantised.
 
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
 
 from tandem.checkpoint.sources.codes import StoredWeight
-from tandem.checkpoint.sources.gguf_weight import file_blocks
 from tandem.checkpoint.sources.source import Source, SourceTensor
 from tandem.core.errors import ModelError
 from tandem.devices.cuda.linear import DeviceLinear
@@ -27,7 +27,7 @@ from tandem.hf.dense import (
 from tandem.hf.device_linear import Place
 from tandem.kernels.dense import CpuThreads, DenseWeight, padded_bias
 from tandem.kernels.formats import PackedMatrix, WeightFormat
-from tandem.kernels.formats.file_blocks import Placing, write_file_blocks
+from tandem.kernels.formats.file_rows import Placing, write_file_rows
 from tandem.kernels.formats.packed import write_codes
 
 
@@ -118,12 +118,13 @@ class DenseCodes:
         if fmt is None:
             return tensor.values()
         name = tensor.weight.name
-        blocks = file_blocks(tensor.weight, fmt)
-        if blocks is not None and len(blocks) == 1:
+        found = tensor.weight.in_file(fmt)
+        if found is not None and len(found) == 1:
             rows, cols = tensor.weight.shape
             matrix = PackedMatrix.empty(rows, cols, fmt)
-            write_file_blocks([Placing(matrix.blocks, fmt, blocks[0], name)])
-            return self._keep(parameter, matrix, tensor)
+            with suppress(ModelError):  # the reference says what is wrong, or reads values
+                write_file_rows([Placing(matrix.blocks, fmt, found[0], name)])
+                return self._keep(parameter, matrix, tensor)
         codes = tensor.weight.read()
         try:
             coded = codes.coded(fmt, name)

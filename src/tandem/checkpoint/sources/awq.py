@@ -13,11 +13,15 @@ from tandem.checkpoint.sources.codes import Codes, StoredWeight, integer_formats
 from tandem.checkpoint.sources.files import JsonObject, TensorFiles
 from tandem.checkpoint.sources.found import FileWeight, Found, checked_group_size
 from tandem.core.errors import UnsupportedModelError
+from tandem.kernels.formats import WeightFormat
+from tandem.kernels.formats.file_rows import FileFields
+from tandem.kernels.formats.source_codes import minima_of
 
 _BITS = 4
 _PARTS = ("qweight", "qzeros", "scales")
 _OUTPUT_OF_NIBBLE = [0, 2, 4, 6, 1, 3, 5, 7]
 _NIBBLE_OF_OUTPUT = [_OUTPUT_OF_NIBBLE.index(output) for output in range(8)]
+_PLACES = sum(nibble << 4 * output for output, nibble in enumerate(_NIBBLE_OF_OUTPUT))
 
 
 def find_awq(files: TensorFiles, config: JsonObject) -> Found:
@@ -60,15 +64,29 @@ class AwqWeight(FileWeight):
 
     has_zeros: bool
 
+    def fields(self, fmt: WeightFormat, expert: int | None) -> FileFields | None:
+        """Return codes and scales where they lie: eight outputs share a word."""
+        if fmt.bits != _BITS:
+            return None
+        words, scales, zeros = self._parts()
+        minima = None if zeros is None else minima_of(zeros, scales)
+        return FileFields(words.T, self.shape, scales, minima, places=_PLACES)
+
     def read(self, expert: int | None = None) -> Codes:
         """Read codes, scales and zero points."""
+        words, scales, zeros = self._parts()
+        codes = _in_order(words).T.contiguous()
+        if zeros is None:
+            return Codes("int", codes.to(torch.int16) - 8, scales.contiguous())
+        return Codes("int", codes, scales.contiguous(), zeros.contiguous())
+
+    def _parts(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return words (inputs, outputs / 8), and scales and zero points row by row."""
         prefix = self.name.removesuffix(".weight")
-        codes = _in_order(self.files.read(f"{prefix}.qweight")).T.contiguous()
-        scales = self.files.read(f"{prefix}.scales").T.contiguous()
+        words, scales = (self.files.read(f"{prefix}.{part}") for part in ("qweight", "scales"))
         if not self.has_zeros:
-            return Codes("int", codes.to(torch.int16) - 8, scales)
-        zeros = _in_order(self.files.read(f"{prefix}.qzeros")).T.contiguous()
-        return Codes("int", codes, scales, zeros)
+            return words, scales.T, None
+        return words, scales.T, _in_order(self.files.read(f"{prefix}.qzeros")).T
 
 
 def _in_order(words: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from tandem.core.errors import ModelError
 from tandem.kernels.formats import CodedMatrix, WeightFormat, coded_matrix, find_format
 from tandem.kernels.formats.codes import decode
+from tandem.kernels.formats.file_rows import FileRows
 from tandem.kernels.formats.source_codes import stored_matrix
 
 GROUP_SIZES = (128, 64, 32)  # of the packed formats, the fewest scales first
@@ -109,6 +110,20 @@ class Codes:
         return scales, self.zeros.repeat_interleave(source // size, dim=1)[:, :groups]
 
 
+def stored_codes(
+    coded: CodedMatrix, fmt: WeightFormat, *, input_order: Tensor | None = None
+) -> Codes:
+    """Return the codes of a matrix as its format stores them."""
+    kind, codes = fmt.name, coded.codes
+    if fmt.encoding.element == "integer" and not fmt.encoding.super_cols:
+        kind, codes = "int", codes.to(torch.int16) - fmt.encoding.offset
+    assert coded.scales is not None, "formats without scales hold no codes"
+    return Codes(
+        kind, codes, coded.scales, input_order=input_order, minima=coded.minima,
+        super_scales=coded.super_scales, super_minima=coded.super_minima,
+    )  # fmt: skip
+
+
 class StoredWeight(Protocol):
     """A weight of a quantised checkpoint, not read yet."""
 
@@ -135,6 +150,12 @@ class StoredWeight(Protocol):
     @property
     def is_ordered(self) -> bool:
         """Whether its columns may be in another order than the layer's inputs."""
+
+    def in_file(self, fmt: WeightFormat, expert: int | None = None) -> Sequence[FileRows] | None:
+        """Return where a matrix's (or an expert's) rows lie, in parts that follow each other.
+
+        None where a format does not take them as they are; `read` returns their codes then.
+        """
 
     def read(self, expert: int | None = None) -> Codes:
         """Read the matrix, or one expert's; raises `ModelError` for what is damaged."""
@@ -195,3 +216,8 @@ def unpack_bits(words: Tensor, bits: int) -> Tensor:
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device="cpu")
     numbers = (words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
     return numbers.flatten(-2).to(torch.uint8)
+
+
+def nibbles(codes: Tensor) -> Tensor:
+    """Return the numbers of (..., n) bytes, each byte's low nibble and then its high one."""
+    return torch.stack((codes & 0x0F, codes >> 4), dim=-1).flatten(-2)

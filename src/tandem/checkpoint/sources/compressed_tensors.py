@@ -23,6 +23,9 @@ from tandem.checkpoint.sources.found import FileWeight, Found
 from tandem.checkpoint.sources.fp8 import find_fp8
 from tandem.checkpoint.sources.nvfp4 import find_nvfp4
 from tandem.core.errors import ModelError, UnsupportedModelError
+from tandem.kernels.formats import WeightFormat
+from tandem.kernels.formats.file_rows import FileFields
+from tandem.kernels.formats.source_codes import minima_of
 
 _BITS = (4, 8)
 _PARTS = ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape")
@@ -114,20 +117,35 @@ class PackedIntegers(FileWeight):
 
     bits: int
 
+    def fields(self, fmt: WeightFormat, expert: int | None) -> FileFields | None:
+        """Return codes and scales where they lie, unless inputs are in another order."""
+        words, scales, zeros, order = self._parts()
+        if fmt.bits != self.bits or order is not None:
+            return None
+        return FileFields(
+            words, self.shape, scales, None if zeros is None else minima_of(zeros, scales)
+        )
+
     def read(self, expert: int | None = None) -> Codes:
         """Read codes, scales, zero points and the order of the inputs."""
-        prefix, (rows, cols) = self.name.removesuffix(".weight"), self.shape
-        codes = unpack_bits(self.files.read(f"{prefix}.weight_packed"), self.bits)[:, :cols]
-        scales = _scales(self.files, prefix, rows)
-        order = self._input_order(prefix, cols // scales.shape[1])
+        words, scales, zeros, order = self._parts()
+        codes = unpack_bits(words, self.bits)[:, : self.shape[1]]
         if order is not None:
             codes = codes[:, order]
-        name = f"{prefix}.weight_zero_point"
-        if name not in self.files:
+        if zeros is None:
             half = 1 << (self.bits - 1)
             return Codes("int", codes.to(torch.int16) - half, scales, None, order)
-        zeros = unpack_bits(self.files.read(name).T.contiguous(), self.bits)[:, :rows].T
         return Codes("int", codes, scales, zeros.contiguous(), order)
+
+    def _parts(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Return words, scales and zero points row by row, and the order of the inputs."""
+        prefix, (rows, cols) = self.name.removesuffix(".weight"), self.shape
+        words, name = self.files.read(f"{prefix}.weight_packed"), f"{prefix}.weight_zero_point"
+        scales, zeros = _scales(self.files, prefix, rows), None
+        order = self._input_order(prefix, cols // scales.shape[1])
+        if name in self.files:
+            zeros = unpack_bits(self.files.read(name).T.contiguous(), self.bits)[:, :rows].T
+        return words, scales, zeros, order
 
     def _input_order(self, prefix: str, group_size: int) -> Tensor | None:
         if f"{prefix}.weight_g_idx" not in self.files:
@@ -156,7 +174,14 @@ def _plain(files: TensorFiles, prefix: str, parts: list[str]) -> StoredWeight:
 class PlainIntegers(FileWeight):
     """One linear layer's weight as int8."""
 
+    def fields(self, fmt: WeightFormat, expert: int | None) -> FileFields:
+        """Return codes and scales where they lie."""
+        codes = self.files.read(self.name).view(torch.uint8)
+        return FileFields(codes, self.shape, self._scales(), flip=0x80)
+
     def read(self, expert: int | None = None) -> Codes:
         """Read codes and scales."""
-        scales = _scales(self.files, self.name.removesuffix(".weight"), self.shape[0])
-        return Codes("int", self.files.read(self.name), scales)
+        return Codes("int", self.files.read(self.name), self._scales())
+
+    def _scales(self) -> Tensor:
+        return _scales(self.files, self.name.removesuffix(".weight"), self.shape[0])

@@ -7,6 +7,7 @@ from tandem.checkpoint.sources.codes import StoredWeight
 from tandem.checkpoint.sources.files import TensorFiles
 from tandem.core.errors import ModelError
 from tandem.kernels.formats import WeightFormat
+from tandem.kernels.formats.file_rows import FileFields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +21,15 @@ class FileWeight:
     num_bytes: int
     files: TensorFiles = field(repr=False)
     is_ordered: bool = False
+
+    def in_file(self, fmt: WeightFormat, expert: int | None = None) -> list[FileFields] | None:
+        """Return where rows lie that go to their places natively; None where they are not."""
+        fields = self.fields(fmt, expert) if fmt in self.formats else None
+        return None if fields is None or not fields.fit(fmt) else [fields]
+
+    def fields(self, fmt: WeightFormat, expert: int | None) -> FileFields | None:
+        """Return the codes of a format that holds them, for those that can say where they lie."""
+        return None
 
 
 @dataclass(slots=True)

@@ -6,11 +6,15 @@ the whole matrix stands for all blocks; one for each row has no packed format.
 
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from tandem.checkpoint.sources.codes import Codes
 from tandem.checkpoint.sources.files import JsonObject, TensorFiles
 from tandem.checkpoint.sources.found import FileWeight, Found
 from tandem.core.errors import ModelError
-from tandem.kernels.formats import find_format
+from tandem.kernels.formats import WeightFormat, find_format
+from tandem.kernels.formats.file_rows import FileFields
 
 BLOCK = 128
 _SCALE_NAMES = ("weight_scale_inv", "weight_scale")
@@ -61,13 +65,20 @@ class Fp8Weight(FileWeight):
 
     scales: str
 
+    def fields(self, fmt: WeightFormat, expert: int | None) -> FileFields:
+        """Return codes and scales where they lie."""
+        codes = self.files.read(self.name).view(torch.uint8)
+        return FileFields(codes, self.shape, self._block_scales(self.files.read(self.scales)))
+
     def read(self, expert: int | None = None) -> Codes:
         """Read codes and scales."""
-        rows, cols = self.shape
         codes, scales = self.files.read(self.name), self.files.read(self.scales).float()
         if not self.formats:  # a group for each row, as wide as the matrix
-            return Codes("int", codes.float(), scales.reshape(rows, 1))
+            return Codes("int", codes.float(), scales.reshape(self.shape[0], 1))
+        return Codes("fp8", codes, self._block_scales(scales).contiguous())
+
+    def _block_scales(self, scales: Tensor) -> Tensor:
+        """Return a scale for each block, one that stands for all of them as a view."""
+        rows, cols = self.shape
         blocks = (-(-rows // BLOCK), -(-cols // BLOCK))
-        if scales.numel() == 1:
-            scales = scales.reshape(1, 1).expand(blocks)
-        return Codes("fp8", codes, scales.contiguous())
+        return scales.reshape(1, 1).expand(blocks) if scales.numel() == 1 else scales

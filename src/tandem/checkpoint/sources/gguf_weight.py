@@ -1,21 +1,19 @@
 """Weights of a GGUF file, unread: in blocks, or in plain numbers."""
 
-import dataclasses
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from types import EllipsisType
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tandem.checkpoint.sources.codes import Codes, StoredWeight
-from tandem.checkpoint.sources.gguf_blocks import FORMATS, common_format, read_blocks, widened
+from tandem.checkpoint.sources.codes import Codes, stored_codes
+from tandem.checkpoint.sources.gguf_blocks import code_table, common_format
 from tandem.checkpoint.sources.gguf_header import GgufTensor
-from tandem.kernels.formats import WeightFormat, find_format
-from tandem.kernels.formats.file_blocks import FileBlocks, has_file_blocks
+from tandem.kernels.formats import CodedMatrix, PackedMatrix, WeightFormat
+from tandem.kernels.formats.file_rows import FileBlocks, Placing, write_file_rows
 
 Index = int | slice | EllipsisType | tuple[slice, ...]
 _EXPERTS = "_exps."  # in the names of tensors with all experts of a layer
@@ -71,31 +69,34 @@ class GgufWeight:
         """Bytes in the file."""
         return sum(int(tensor.n_bytes) for tensor in self.tensors)
 
+    def in_file(self, fmt: WeightFormat, expert: int | None = None) -> list[FileBlocks] | None:
+        """Return the blocks of the matrix (or an expert's), a part for each tensor.
+
+        None where a format does not take them as they are; `read` returns their codes then.
+        """
+        is_joined = self.row_order is not None and len(self.tensors) > 1
+        if fmt not in self.formats or self.is_ordered or is_joined:
+            return None
+        return [replace(part, order=self.row_order) for part in self._blocks(fmt, expert)]
+
     def read(self, expert: int | None = None) -> Codes:
         """Read the matrix, or one expert's, as codes where a format holds them, else as values."""
         fmt = next(iter(self.formats), None)
-        parts = [
-            read_blocks(_rows_of(tensor, expert), tensor.tensor_type, keep=fmt is not None)
-            for tensor in self.tensors
-        ]
-        if fmt is not None:
-            pairs = zip(parts, self.tensors, strict=True)
-            parts = [widened(part, _format_of(tensor), fmt) for part, tensor in pairs]
-        parts = [_times(part, factor, expert) for part, factor in zip_longest(parts, self.factors)]
+        if fmt is None:
+            values = self.in_order([_rows_values(tensor, expert) for tensor in self.tensors])
+            return Codes("int", values, torch.ones(len(values), 1, device="cpu"))
+        parts = [_placed(blocks, fmt, self.name) for blocks in self._blocks(fmt, expert)]
+        rows = torch.arange(sum(len(part.codes) for part in parts), device="cpu")
+        rows = self.in_order(list(rows.split([len(part.codes) for part in parts])))
+        coded = CodedMatrix.stacked(parts).rows(rows)
+        return stored_codes(coded, fmt, input_order=self.column_order)
 
-        def joined(found: list[Tensor | None]) -> Tensor | None:
-            there = [tensor for tensor in found if tensor is not None]
-            return self.in_order(there) if there else None
-
-        return Codes(
-            parts[0].kind,
-            codes=self.in_order([part.codes for part in parts]),
-            scales=self.in_order([part.scales for part in parts]),
-            minima=joined([part.minima for part in parts]),
-            super_scales=joined([part.super_scales for part in parts]),
-            super_minima=joined([part.super_minima for part in parts]),
-            input_order=self.column_order,
-        )
+    def _blocks(self, fmt: WeightFormat, expert: int | None) -> Iterator[FileBlocks]:
+        for tensor, factor in zip_longest(self.tensors, self.factors):
+            rows = (tensor.data if expert is None else tensor.data[expert]).view(np.uint8)
+            number = None if factor is None else _factor(factor, expert)
+            table = code_table(tensor.tensor_type.name, fmt)
+            yield FileBlocks(rows, tensor.tensor_type.value, table=table, factor=number)
 
     def in_order(self, parts: list[Tensor], axis: int = 0) -> Tensor:
         """Join what each tensor has for its rows, along `axis`, in Transformers' order."""
@@ -103,22 +104,6 @@ class GgufWeight:
             return torch.stack(parts, dim=axis + 1).flatten(axis, axis + 1)
         joined = torch.cat(parts, dim=axis) if len(parts) > 1 else parts[0]
         return joined if self.row_order is None else joined[self.row_order]
-
-
-def file_blocks(
-    weight: StoredWeight, fmt: WeightFormat, expert: int | None = None
-) -> list[FileBlocks] | None:
-    """Return a weight's (or expert's) blocks, a part for each tensor, where they lie in the file.
-
-    None where a format does not take them as they are; `read` returns their codes then.
-    """
-    if not isinstance(weight, GgufWeight) or fmt not in weight.formats or not has_file_blocks(fmt):
-        return None
-    if weight.is_ordered or (weight.row_order is not None and len(weight.tensors) > 1):
-        return None
-    if any(_format_of(tensor) != fmt for tensor in weight.tensors):
-        return None
-    return [FileBlocks(_mapped_rows(tensor, expert), weight.row_order) for tensor in weight.tensors]
 
 
 class PlainTensor:
@@ -152,18 +137,15 @@ class PlainTensor:
         return chosen
 
 
-def _format_of(tensor: GgufTensor) -> WeightFormat:
-    return find_format(FORMATS[tensor.tensor_type.name])
+def _placed(blocks: FileBlocks, fmt: WeightFormat, name: str) -> CodedMatrix:
+    """Return the codes of blocks as a format stores them, row by row."""
+    packed = PackedMatrix.empty(blocks.num_rows, blocks.num_cols, fmt)
+    write_file_rows([Placing(packed.blocks, fmt, blocks, name)])
+    return packed.blocks.read(fmt).rows(slice(blocks.num_rows))
 
 
-def _times(codes: Codes, factor: GgufTensor | None, expert: int | None) -> Codes:
-    """Return the codes of a matrix that is to be multiplied with a number."""
-    if factor is None:
-        return codes
-    number = float(np.array(factor.data)[expert or 0])
-    if codes.super_scales is None:
-        return dataclasses.replace(codes, scales=codes.scales * number)
-    return dataclasses.replace(codes, super_scales=codes.super_scales * number)
+def _factor(factor: GgufTensor, expert: int | None) -> Tensor:
+    return torch.tensor(float(np.array(factor.data)[expert or 0]), device="cpu")
 
 
 def _values_of(tensor: GgufTensor, factor: GgufTensor | None) -> Tensor:
@@ -182,9 +164,9 @@ def _plain_values(tensor: GgufTensor) -> Tensor:
     return values.view([int(size) for size in reversed(tensor.shape)])
 
 
-def _mapped_rows(tensor: GgufTensor, expert: int | None) -> npt.NDArray[np.uint8]:
-    return (tensor.data if expert is None else tensor.data[expert]).view(np.uint8)
+def _rows_values(tensor: GgufTensor, expert: int | None) -> Tensor:
+    """Return what blocks stand for that no format holds: (rows, cols) fp32."""
+    from gguf import dequantize
 
-
-def _rows_of(tensor: GgufTensor, expert: int | None) -> npt.NDArray[np.generic]:
-    return np.array(tensor.data if expert is None else tensor.data[expert])
+    rows = np.array(tensor.data if expert is None else tensor.data[expert])
+    return torch.from_numpy(np.ascontiguousarray(dequantize(rows, tensor.tensor_type)))

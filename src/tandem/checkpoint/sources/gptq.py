@@ -8,6 +8,7 @@ Zero points are stored less one, except in `checkpoint_format` gptq_v2.
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from tandem.checkpoint.sources.codes import (
     Codes,
@@ -19,6 +20,9 @@ from tandem.checkpoint.sources.codes import (
 from tandem.checkpoint.sources.files import JsonObject, TensorFiles
 from tandem.checkpoint.sources.found import FileWeight, Found, checked_group_size
 from tandem.core.errors import ModelError, UnsupportedModelError
+from tandem.kernels.formats import WeightFormat
+from tandem.kernels.formats.file_rows import FileFields
+from tandem.kernels.formats.source_codes import minima_of
 
 _PARTS = ("qweight", "qzeros", "scales", "g_idx")
 
@@ -72,25 +76,45 @@ class GptqWeight(FileWeight):
     is_symmetric: bool
     zero_offset: int
 
+    def fields(self, fmt: WeightFormat, expert: int | None) -> FileFields | None:
+        """Return codes and scales where they lie, unless inputs are in another order."""
+        if fmt.bits != self.bits or self._order() is not None:
+            return None
+        words, scales, zeros = self._parts()
+        minima = None if self._are_middle(zeros) else minima_of(zeros, scales)
+        return FileFields(words, self.shape, scales, minima)
+
     def read(self, expert: int | None = None) -> Codes:
         """Read codes, scales, zero points and the order of the inputs."""
-        prefix, bits = self.name.removesuffix(".weight"), self.bits
-        words = self.files.read(f"{prefix}.qweight").T.contiguous()
-        codes = unpack_bits(words, bits)  # (rows, cols)
-        scales = self.files.read(f"{prefix}.scales").T.contiguous()
-        zeros = unpack_bits(self.files.read(f"{prefix}.qzeros"), bits).T + self.zero_offset
-        order = None
-        if f"{prefix}.g_idx" in self.files:
-            name = f"{prefix}.g_idx"
-            order = input_order(self.files.read(name), self.group_size, name)
+        words, scales, zeros = self._parts()
+        codes, order = unpack_bits(words.contiguous(), self.bits), self._order()
         if order is not None:
             codes = codes[:, order]
-        if not self.is_symmetric:
-            return Codes("int", codes, scales, zeros.contiguous(), order)
-        middle = 1 << (bits - 1)
-        if not (zeros == middle).all():
+        if not self._are_middle(zeros):
+            return Codes("int", codes, scales.contiguous(), zeros.contiguous(), order)
+        middle = 1 << (self.bits - 1)
+        return Codes("int", codes.to(torch.int16) - middle, scales.contiguous(), None, order)
+
+    def _parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return words, scales and zero points, row by row."""
+        prefix = self.name.removesuffix(".weight")
+        words, scales, zeros = (
+            self.files.read(f"{prefix}.{part}") for part in ("qweight", "scales", "qzeros")
+        )
+        return words.T, scales.T, unpack_bits(zeros, self.bits).T + self.zero_offset
+
+    def _order(self) -> Tensor | None:
+        name = f"{self.name.removesuffix('.weight')}.g_idx"
+        if name not in self.files:
+            return None
+        return input_order(self.files.read(name), self.group_size, name)
+
+    def _are_middle(self, zeros: Tensor) -> bool:
+        """Whether codes are symmetric; `ModelError` if the config says so and they are not."""
+        middle = 1 << (self.bits - 1)
+        if self.is_symmetric and not (zeros == middle).all():
             raise ModelError(
                 f"{self.name} has zero points other than {middle}, but config.json says that its "
                 "codes are symmetric; set sym to false there"
             )
-        return Codes("int", codes.to(torch.int16) - middle, scales, None, order)
+        return self.is_symmetric

@@ -6,13 +6,14 @@
 
 from dataclasses import dataclass
 
-import torch
+from torch import Tensor
 
-from tandem.checkpoint.sources.codes import Codes
+from tandem.checkpoint.sources.codes import Codes, nibbles
 from tandem.checkpoint.sources.files import JsonObject, TensorFiles
 from tandem.checkpoint.sources.found import FileWeight, Found
 from tandem.core.errors import ModelError
-from tandem.kernels.formats import find_format
+from tandem.kernels.formats import WeightFormat, find_format
+from tandem.kernels.formats.file_rows import FileFields
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 
@@ -47,10 +48,17 @@ def find_mxfp4(files: TensorFiles, config: JsonObject) -> Found:
 class Mxfp4Weight(FileWeight):
     """The fused weight of a layer's experts; rows are the outputs, whatever the model's order."""
 
+    def fields(self, fmt: WeightFormat, expert: int | None) -> FileFields:
+        """Return one expert's codes and exponents where they lie."""
+        blocks, scales = self._parts(expert)
+        return FileFields(blocks.flatten(1), self.shape[-2:], scales)
+
     def read(self, expert: int | None = None) -> Codes:
         """Read one expert's codes and exponents."""
+        blocks, scales = self._parts(expert)
+        return Codes("mxfp4", nibbles(blocks).flatten(1), scales.contiguous())
+
+    def _parts(self, expert: int | None) -> tuple[Tensor, Tensor]:
+        """Return (rows, groups, 16) codes and (rows, groups) exponents."""
         blocks, scales = (self.files.read(self.name + part) for part in (_BLOCKS, _SCALES))
-        if expert is not None:
-            blocks, scales = blocks[expert], scales[expert]
-        nibbles = torch.stack((blocks & 0x0F, blocks >> 4), dim=-1)  # (rows, groups, 16, 2)
-        return Codes("mxfp4", nibbles.flatten(1), scales.contiguous())
+        return (blocks, scales) if expert is None else (blocks[expert], scales[expert])

@@ -8,14 +8,15 @@ inputs / 16) float8. compressed-tensors calls the codes `x.weight_packed` and di
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from tandem.checkpoint.sources.block_bits import nibbles
-from tandem.checkpoint.sources.codes import Codes
+from tandem.checkpoint.sources.codes import Codes, nibbles
 from tandem.checkpoint.sources.files import JsonObject, TensorFiles
 from tandem.checkpoint.sources.found import FileWeight, Found
 from tandem.checkpoint.sources.fp8 import find_fp8
 from tandem.core.errors import ModelError, UnsupportedModelError
-from tandem.kernels.formats import find_format
+from tandem.kernels.formats import WeightFormat, find_format
+from tandem.kernels.formats.file_rows import FileFields
 
 _GROUP = 16
 _PACKED, _GLOBAL = "weight_packed", "weight_global_scale"
@@ -82,11 +83,21 @@ class Nvfp4Weight(FileWeight):
     codes: str
     factor: str
 
+    def fields(self, fmt: WeightFormat, expert: int | None) -> FileFields:
+        """Return codes, scales, and the factor of all of them."""
+        codes, scales, factor = self._parts()
+        return FileFields(codes, self.shape, scales, factor=factor)
+
     def read(self, expert: int | None = None) -> Codes:
         """Read codes, scales, and the factor of all of them."""
+        codes, scales, factor = self._parts()
+        factors = factor.reshape(1, 1).repeat(self.shape[0], 1)
+        return Codes("nvfp4", nibbles(codes), scales, super_scales=factors)
+
+    def _parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return two codes a byte, scales as bytes, and an fp32 number."""
         prefix = self.name.removesuffix(".weight")
-        codes = nibbles(self.files.read(f"{prefix}.{self.codes}").view(torch.uint8))
+        codes = self.files.read(f"{prefix}.{self.codes}").view(torch.uint8)
         scales = self.files.read(f"{prefix}.weight_scale").view(torch.uint8)
-        factor = self.files.read(f"{prefix}.{self.factor}").float().reshape(1, 1)
-        factor = 1 / factor if self.factor == _GLOBAL else factor
-        return Codes("nvfp4", codes, scales, super_scales=factor.repeat(self.shape[0], 1))
+        factor = self.files.read(f"{prefix}.{self.factor}").float()
+        return codes, scales, 1 / factor if self.factor == _GLOBAL else factor.clone()

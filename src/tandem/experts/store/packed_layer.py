@@ -15,8 +15,8 @@ from tandem.experts.store.arrivals import Arrivals
 from tandem.experts.store.image import Extent
 from tandem.kernels.formats.blocks import CodedMatrix
 from tandem.kernels.formats.coded_expert import order_inner_rows, pack_coded_down, pack_coded_up
-from tandem.kernels.formats.expert import ExpertLayout, unpack_expert
-from tandem.kernels.formats.file_blocks import FileBlocks, Placing, write_file_blocks
+from tandem.kernels.formats.expert import ExpertLayout, half_rows, unpack_expert
+from tandem.kernels.formats.file_rows import FileRows, Placing, write_file_rows
 from tandem.kernels.formats.native_quantize import Rounding
 from tandem.kernels.formats.packed import write_weights
 from tandem.kernels.formats.parts import (
@@ -119,32 +119,31 @@ class PackedLayer:
                 self._orders()[expert] = input_order
         self.arrivals.count(tensor_name, 1)
 
-    def put_blocks(self, tensor_name: str, experts: Sequence[Sequence[FileBlocks]]) -> None:
-        """Place all experts' projections from blocks of a file: gate and up, or one matrix each."""
+    def put_rows(self, tensor_name: str, experts: Sequence[Sequence[FileRows]]) -> None:
+        """Place all experts' projections from rows of a file: gate and up, or one matrix each.
+
+        Raises `ModelError` for scales that are not finite; nothing has arrived then.
+        """
         placings: list[Placing] = []
         for expert, parts in enumerate(experts):
             placings += self._placings(tensor_name, expert, parts)
-        write_file_blocks(placings)
+        write_file_rows(placings)
         self.arrivals.count(tensor_name, len(experts))
 
     def _placings(
-        self, tensor_name: str, expert: int, parts: Sequence[FileBlocks]
+        self, tensor_name: str, expert: int, parts: Sequence[FileRows]
     ) -> Iterator[Placing]:
-        fmt, buffer = self.format_of(tensor_name), self.buffers[expert]
-        rows = sum(len(part.rows) for part in parts)
-        cols = self.layout.hidden_size
+        fmt, layout, buffer = self.format_of(tensor_name), self.layout, self.buffers[expert]
+        shape = (sum(part.num_rows for part in parts), parts[0].num_cols)
+        self.arrivals.check_expert(tensor_name, shape[::-1] if self.is_transposed else shape)
         if tensor_name == "down_proj":
-            cols = self.layout.intermediate_size
-        shape = (cols, rows) if self.is_transposed else (rows, cols)
-        self.arrivals.check_expert(tensor_name, shape)
-        if tensor_name == "down_proj":
-            targets = [self.layout.down_blocks(buffer)]
+            targets = [layout.down_blocks(buffer)]
         else:
-            halves = range(self.layout.num_halves)
-            targets = [self.layout.up_half(buffer, half) for half in halves]
+            targets = [layout.up_half(buffer, half) for half in range(layout.num_halves)]
         name = f"{self.arrivals.name}, expert {expert}: {tensor_name}"
         if len(parts) < len(targets):  # one tensor has both halves
-            parts = parts[0].in_halves()
+            halves = (half_rows(layout, half, self._is_interleaved) for half in range(2))
+            parts = [parts[0].rows_at(half) for half in halves]
         for target, part in zip(targets, parts, strict=True):
             yield Placing(target, fmt, part, name)
 

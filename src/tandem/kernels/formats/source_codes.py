@@ -45,9 +45,14 @@ def coded_matrix(
     if zeros is None:
         raise ModelError(f"{name} has no zero points, but {fmt.name} needs them; use int4")
     _require_shape(zeros, (rows, groups), f"{name}'s zero points")
-    minima = (-zeros.float() * half.float()).half()
+    minima = minima_of(zeros, half)
     _require_finite(minima, f"{name}'s zero points times scales")
     return CodedMatrix(stored, half, minima)
+
+
+def minima_of(zeros: Tensor, scales: Tensor) -> Tensor:
+    """Return what zero points are as minima: minus zero * scale, rounded to fp16."""
+    return (-zeros.float() * scales.float()).half()
 
 
 def stored_matrix(coded: CodedMatrix, name: str) -> CodedMatrix:

@@ -1,0 +1,52 @@
+// Blocks of numbers as GGUF files have them, read into codes and scales of packed formats.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+#include <variant>
+
+#include "placed_rows.hpp"
+
+namespace tandem {
+
+// The numbers are ggml's; what is in no blocks is fields of bits.
+enum class BlockKind : int {
+  kFields = 0,
+  kQ4_0 = 2,
+  kQ4_1 = 3,
+  kQ5_0 = 6,
+  kQ5_1 = 7,
+  kQ8_0 = 8,
+  kQ2K = 10,
+  kQ3K = 11,
+  kQ4K = 12,
+  kQ5K = 13,
+  kQ6K = 14,
+  kIq2Xxs = 16,
+  kIq2Xs = 17,
+  kIq3Xxs = 18,
+  kIq4Nl = 20,
+  kIq3S = 21,
+  kIq2S = 22,
+  kIq4Xs = 23,
+  kMxfp4 = 39,
+  kNvfp4 = 40
+};
+
+// Reads a block; `grid` has the codes of a grid's lines, without signs, where a kind has one.
+template <class Row>
+using ReadBlock = void (*)(const std::uint8_t* block, const std::uint8_t* grid, Row& out);
+
+struct BlockReader {
+  std::int64_t cols = 1, bytes = 0;  // of a block; no bytes: the kind is not read
+  std::variant<ReadBlock<Strip>, ReadBlock<Sixteens>, ReadBlock<Super>> read;
+
+  BlockReader() = default;
+  template <class Row>
+  BlockReader(std::int64_t bytes, void (*read)(const std::uint8_t*, const std::uint8_t*, Row&))
+      : cols(std::extent_v<decltype(Row::codes)>), bytes(bytes), read(read) {}
+};
+
+BlockReader block_reader(BlockKind kind);
+
+}  // namespace tandem

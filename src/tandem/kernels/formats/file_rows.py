@@ -1,0 +1,189 @@
+"""Rows that are quantised already, as files have them, rearranged natively into packed matrices."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tandem.core.errors import ModelError
+from tandem.kernels import _native
+from tandem.kernels.formats.blocks import MatrixBlocks
+from tandem.kernels.formats.source_codes import FP8_BLOCK_ROWS
+from tandem.kernels.formats.weight_format import ROWS_PER_BLOCK, WeightFormat
+
+# The numbers are those of csrc/blocks.hpp.
+_NUMBER_TYPES = {
+    torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.uint8: 3,
+    torch.float8_e4m3fn: 3,
+}  # fmt: skip
+_NO_NUMBERS = (0, 0, 0, 0)
+_FIELDS = 0  # the kind of what is in no blocks
+_WORD_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class FileBlocks:
+    """Rows of blocks: (rows, bytes) uint8, contiguous, where they lie in a mapped file.
+
+    `kind` is ggml's number of the blocks' type. `order` (rows,) int64 says which row of the source
+    each row is; None: the same. `table` has, of grids, the codes of their lines without signs, else
+    what each of 256 codes becomes in the format; None: the same. `factor` is an fp32 number, what
+    the values of a format with factors of rows are to be multiplied with; None: 1.
+    """
+
+    rows: npt.NDArray[np.uint8]
+    kind: int
+    order: Tensor | None = None
+    table: Tensor | None = None
+    factor: Tensor | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the matrix."""
+        return len(self.rows)
+
+    @property
+    def num_cols(self) -> int:
+        """Columns of the matrix."""
+        row_bytes: int = self.rows.shape[1]
+        blocks, rest = divmod(row_bytes, _native.block_bytes(self.kind))
+        assert rest == 0
+        return blocks * _native.block_cols(self.kind)
+
+    def rows_at(self, chosen: slice) -> "FileBlocks":
+        """Return some rows that follow each other."""
+        assert self.order is None
+        return replace(self, rows=self.rows[chosen])
+
+
+@dataclass(frozen=True, slots=True)
+class FileFields:
+    """Codes of a (rows, cols) matrix in words of 32 bits, lowest bits first, and their scales.
+
+    `words` is (rows, words) int32, or its bytes, of any strides; where eight rows share a word,
+    `places` has for each of them, a nibble each, which field of it is theirs, and `words` is
+    (rows / 8, cols). The format's width is the codes'. `flip` has the bits of a code that are
+    turned. `scales` and `minima` are (rows, groups), for fp8 (rows / 128, groups), rounded up; they
+    may be views that repeat. A group of theirs may be several of the format's. `factor` is that of
+    `FileBlocks`.
+    """
+
+    words: Tensor
+    shape: tuple[int, ...]
+    scales: Tensor
+    minima: Tensor | None = None
+    places: int = 0
+    flip: int = 0
+    factor: Tensor | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the matrix."""
+        return self.shape[0]
+
+    @property
+    def num_cols(self) -> int:
+        """Columns of the matrix."""
+        return self.shape[1]
+
+    def fit(self, fmt: WeightFormat) -> bool:
+        """Whether rows are whole words, and scales of a type that can be the format's."""
+        has_bytes = fmt.encoding.scale in ("e8m0", "e4m3")
+        numbers = [self.scales] if self.minima is None else [self.scales, self.minima]
+        return self.num_cols * fmt.bits % 32 == 0 and all(
+            part.dtype in _NUMBER_TYPES and (part.element_size() == 1) == has_bytes
+            for part in numbers
+        )
+
+    def rows_at(self, chosen: slice) -> "FileFields":
+        """Return some rows, each with words and scales of its own."""
+        assert self.places == 0
+        assert len(self.scales) == self.num_rows
+        words, minima = self.words[chosen], self.minima
+        return replace(
+            self, words=words, shape=(len(words), self.num_cols), scales=self.scales[chosen],
+            minima=None if minima is None else minima[chosen],
+        )  # fmt: skip
+
+
+FileRows = FileBlocks | FileFields
+
+
+class Placing(NamedTuple):
+    """Rows of a file, and blocks of a packed matrix that have room for just them."""
+
+    blocks: MatrixBlocks
+    format: WeightFormat
+    source: FileRows
+    name: str = "weight"
+
+
+def write_file_rows(placings: Sequence[Placing]) -> None:
+    """Place rows into matrices; `ModelError` names the first with a scale that is not finite.
+
+    Of fields also one with a scale, or an e4m3 code, that the format does not hold exactly. Works
+    with as many threads as torch does, without Python's lock; mapped files are read ahead.
+    """
+    if _place(placings):
+        return
+    damaged = next(placing for placing in placings if not _place([placing]))
+    raise ModelError(
+        f"{damaged.name}'s scales hold NaN or infinity, expected finite numbers; the checkpoint is "
+        "damaged: download or convert it again"
+    )
+
+
+def _place(placings: Sequence[Placing]) -> bool:
+    calls = torch.tensor([_call(placing) for placing in placings], dtype=torch.int64, device="cpu")
+    return _native.rearrange_blocks(torch.get_num_threads(), len(calls), calls.data_ptr())
+
+
+def _call(placing: Placing) -> tuple[int, ...]:
+    """Return what csrc/bindings_dense.cpp reads of one."""
+    blocks, fmt, source, _ = placing
+    rows, cols = source.num_rows, source.num_cols
+    assert blocks.scales is not None
+    expected = (fmt.padded_rows(rows) // ROWS_PER_BLOCK, fmt.dwords(cols))
+    assert blocks.words.shape[:2] == expected
+    target = (
+        blocks.words.data_ptr(), blocks.scales.data_ptr(),
+        blocks.words.stride(0) * blocks.words.element_size(),
+        blocks.scales.stride(0) * blocks.scales.element_size(),
+    )  # fmt: skip
+    factor = _address(source.factor)
+    if isinstance(source, FileFields):
+        first = (_FIELDS, source.words.data_ptr(), 0, rows, cols)
+        return (fmt.encoding.number, *first, *target, 0, factor, *_fields(source, fmt))
+    assert source.rows.flags.c_contiguous
+    first = (source.kind, source.rows.ctypes.data, _address(source.order), rows, cols)
+    none = (0,) * 7 + 2 * _NO_NUMBERS
+    return (fmt.encoding.number, *first, *target, _address(source.table), factor, *none)
+
+
+def _fields(source: FileFields, fmt: WeightFormat) -> tuple[int, ...]:
+    assert fmt.group_size is not None
+    words, groups = source.words, -(-source.num_cols // fmt.group_size)
+    is_of_words = words.element_size() == _WORD_BYTES
+    assert is_of_words or words.stride(1) * words.element_size() == 1
+    word_stride = words.stride(1) * _WORD_BYTES if is_of_words else _WORD_BYTES
+    return (
+        words.stride(0) * words.element_size(), word_stride, source.places, source.flip,
+        fmt.group_size, -(-groups // source.scales.shape[1]),
+        FP8_BLOCK_ROWS if fmt.encoding.element == "e4m3" else 1,
+        *_numbers(source.scales),
+        *(_NO_NUMBERS if source.minima is None else _numbers(source.minima)),
+    )  # fmt: skip
+
+
+def _numbers(numbers: Tensor) -> tuple[int, ...]:
+    size = numbers.element_size()
+    strides = (numbers.stride(0) * size, numbers.stride(1) * size)
+    return (numbers.data_ptr(), _NUMBER_TYPES[numbers.dtype], *strides)
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
