@@ -9,12 +9,12 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 import tandem
 from tandem.checkpoint.sources.gguf_blocks import FORMATS
-from tandem.core.errors import ModelError, UnsupportedModelError
+from tandem.core.errors import ModelError, TandemWarning, UnsupportedModelError
 from tests.architectures import result_of, tiny_inputs
 from tests.inside import runtime_in
 from tests.loading.gguf_files import MIXTURES, TINY, WIDE, tiny_model, write_gguf
 
-CASES = [("qwen3moe", kind) for kind in (*FORMATS, *MIXTURES)]
+CASES = [("qwen3moe", kind) for kind in (*FORMATS, *MIXTURES) if kind != "apart"]
 MIXED = {
     "Q4_K_M": ["q4_k+q6_k", "q4_k"], "UD-Q4_K_XL": ["q4_k+q5_k", "iq4_xs+q4_k"],
     "unlike Q4_K": ["q5_k+q4_k", "q6_k+q4_k"],
@@ -53,6 +53,22 @@ def test_answers_are_those_of_the_decoded_blocks(
             up, down = torch.cat((up.T[0::2], up.T[1::2])), down.T
         assert torch.equal(layer.weights(3).up, up)
         assert torch.equal(layer.weights(3).down, down)
+
+
+def test_types_that_no_format_holds_together_are_rounded_and_named(tmp_path: Path) -> None:
+    expected, file = tiny_model(sizes=WIDE), tmp_path / "model.gguf"
+    write_gguf(file, expected, "apart")
+    said = r"layers.0.*\(GGUF blocks IQ4_XS and Q5_K\) to int8-g32 and 1 more like it are rounded"
+    with pytest.warns(TandemWarning, match=said):
+        model = tandem.load(file, dtype="fp32")
+    layers = list(runtime_in(model).store)
+    assert [x.layout.format_name for x in layers] == ["int8-g32+q4_k"] * 2
+    dense = expected.state_dict()
+    for layer in layers:
+        up, down = (dense[f"{layer.arrivals.name}.{n}_proj"][3] for n in ("gate_up", "down"))
+        assert (layer.weights(3).up - up).norm() < 0.006 * up.norm()
+        assert torch.equal(layer.weights(3).down, down)
+    assert difference(model, expected) < 0.1
 
 
 @pytest.mark.parametrize("architecture", ["qwen3moe", "gpt-oss"])

@@ -4,6 +4,7 @@ Transformers calls it while it loads: before the weights (find the experts modul
 layers), for each expert tensor (move it into the host store) and after (bind modules to executor).
 """
 
+import warnings
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from transformers.quantizers.base import HfQuantizer
 from tandem.checkpoint.mapped_files import copy_out_of_files, map_ahead, mapped_tensors
 from tandem.checkpoint.packed import INDEX_FILE, packed_name
 from tandem.checkpoint.weight_report import require_shapes
-from tandem.core.errors import ConfigError, UnsupportedModelError
+from tandem.core.errors import ConfigError, TandemWarning, UnsupportedModelError
 from tandem.core.units import format_bytes
 from tandem.experts.store import host_memory
 from tandem.experts.store.arrivals import TENSOR_NAMES
@@ -171,9 +172,10 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
             self._from_source = set(self._targets.values())
             targets = self._targets
             if config.parsed_expert_dtype is None:
-                exact = {name: source.expert_format(targets, name) for name in names}
-                self._writer.exact = {name for name, fmt in exact.items() if fmt is not None}
-                return dict(exact)
+                found = {name: source.expert_format(targets, name) for name in names}
+                self._writer.exact = {n for n, (fmt, why) in found.items() if fmt and not why}
+                _warn_of_rounding([why for _, why in found.values() if why])
+                return {name: fmt for name, (fmt, _) in found.items()}
         return dict.fromkeys(names, config.parsed_expert_dtype)
 
     def param_needs_quantization(
@@ -338,3 +340,14 @@ def _why_refused(model: PreTrainedModel) -> str:
         f"{name} is a dense model: it has no experts that Tandem could offload; "
         "load it with Transformers alone"
     )
+
+
+def _warn_of_rounding(rounded: list[str]) -> None:
+    if rounded:
+        more = f" and {len(rounded) - 1} more like it" if len(rounded) > 1 else ""
+        warnings.warn(
+            f"no packed format holds all of a projection exactly: {rounded[0]}{more} are rounded, "
+            "by half a percent of their values; an expert_dtype such as fp16 loses less",
+            TandemWarning,
+            stacklevel=2,
+        )

@@ -144,6 +144,10 @@ class StoredWeight(Protocol):
         """Why there is no such format, for an error; empty if there is one."""
 
     @property
+    def near_format(self) -> WeightFormat | None:
+        """What to round it to where no format holds all its parts, but one each; else None."""
+
+    @property
     def num_bytes(self) -> int:
         """Bytes in the checkpoint's files."""
 

@@ -21,6 +21,7 @@ class FileWeight:
     num_bytes: int
     files: TensorFiles = field(repr=False)
     is_ordered: bool = False
+    near_format: None = None
 
     def in_file(self, fmt: WeightFormat, expert: int | None = None) -> list[FileFields] | None:
         """Return where rows lie that go to their places natively; None where they are not."""

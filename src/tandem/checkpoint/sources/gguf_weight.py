@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from tandem.checkpoint.sources.codes import Codes, stored_codes
-from tandem.checkpoint.sources.gguf_blocks import code_table, common_format
+from tandem.checkpoint.sources.gguf_blocks import FORMATS, code_table, common_format
 from tandem.checkpoint.sources.gguf_header import GgufTensor
-from tandem.kernels.formats import CodedMatrix, PackedMatrix, WeightFormat
+from tandem.kernels.formats import CodedMatrix, PackedMatrix, WeightFormat, find_format
 from tandem.kernels.formats.file_rows import FileBlocks, Placing, write_file_rows
 
 Index = int | slice | EllipsisType | tuple[slice, ...]
@@ -63,6 +63,12 @@ class GgufWeight:
         """What blocks these are, where no format holds them."""
         kinds = sorted({tensor.tensor_type.name for tensor in self.tensors})
         return "" if self.formats else f"GGUF blocks {' and '.join(kinds)}"
+
+    @property
+    def near_format(self) -> WeightFormat | None:
+        """What blocks of several types are rounded to: half a percent of a group's values."""
+        are_held = all(tensor.tensor_type.name in FORMATS for tensor in self.tensors)
+        return find_format("int8-g32") if are_held and not self.formats else None
 
     @property
     def num_bytes(self) -> int:

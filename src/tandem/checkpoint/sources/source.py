@@ -1,7 +1,7 @@
 """A quantised checkpoint as Transformers' loader and the host store take it."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,6 +57,15 @@ class SourceTensor:
         return values_of(self.weight).to(self.dtype)
 
 
+class FormatFound(NamedTuple):
+    """The packed formats of a module's experts."""
+
+    format: ExpertFormat | None
+    """None: they are not quantised in the checkpoint."""
+    rounded: str
+    """What of them is rounded to it; empty: they are held exactly."""
+
+
 class Source:
     """The weights of a quantised checkpoint, and its tensors that are not quantised."""
 
@@ -75,25 +84,32 @@ class Source:
         """Return all tensors by the names that they would have in an unquantised checkpoint."""
         return self.plain | {name: SourceTensor(weight) for name, weight in self.weights.items()}
 
-    def expert_format(self, targets: Mapping[str, str], module: str) -> ExpertFormat | None:
-        """Return the packed formats that hold a module's experts exactly.
+    def expert_format(self, targets: Mapping[str, str], module: str) -> "FormatFound":
+        """Return the packed formats that hold a module's experts.
 
-        `targets` says in which parameter each checkpoint name ends. None if these experts are not
-        quantised; `UnsupportedModelError` if no format holds all of a projection.
+        `targets` says in which parameter each checkpoint name ends. No format if these experts are
+        not quantised; `UnsupportedModelError` if no format holds all of a projection.
         """
-        up = self._common_format(targets, [f"{module}.{n}" for n in ("gate_up_proj", "up_proj")])
-        down = self._common_format(targets, [f"{module}.down_proj"])
-        return None if up is None or down is None else expert_format(up, down)
+        names = ("gate_up_proj", "up_proj"), ("down_proj",)
+        up, down = ([f"{module}.{name}" for name in of_one] for of_one in names)
+        found = [self._common_format(targets, parameters) for parameters in (up, down)]
+        formats = [fmt for fmt, _ in found if fmt is not None]
+        whole = expert_format(*formats) if len(formats) == len(found) else None
+        return FormatFound(whole, next((why for _, why in found if why), ""))
 
     def _common_format(
         self, targets: Mapping[str, str], parameters: Sequence[str]
-    ) -> WeightFormat | None:
+    ) -> tuple[WeightFormat | None, str]:
+        """Return what holds these parameters, and what is rounded to it, if anything."""
         weights = [w for name, w in self.weights.items() if targets.get(name) in parameters]
         if not weights:
-            return None
+            return None, ""
         for fmt in weights[0].formats:
             if all(fmt in weight.formats for weight in weights):
-                return fmt
+                return fmt, ""
+        near = weights[0].near_format
+        if len(weights) == 1 and near is not None:
+            return near, f"{weights[0].name} ({weights[0].why_not}) to {near.name}"
         odd = next((weight for weight in weights if weight.why_not), weights[-1])
         raise UnsupportedModelError(
             f"{odd.name} has {odd.why_not or 'another format than its neighbours'}, which no "
