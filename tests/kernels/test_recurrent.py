@@ -12,11 +12,12 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
 from tandem.kernels.dense import CpuThreads
 from tandem.kernels.recurrent import (
-    ConvolutionState,
+    Convolution,
     LayerState,
+    Recurrence,
     RecurrenceForm,
-    RecurrenceState,
     StateTokens,
+    new_layer_state,
 )
 from tests.threads import two_threads
 
@@ -69,7 +70,7 @@ def test_convolutions(
         x.t()[None], weight.to(dtype), bias.to(dtype), activation=activation
     )[0].t()
     for cuts in ([], [1], [2, 3, 8]):
-        layer = ConvolutionState(3, weight.to(dtype), bias.to(dtype), has_silu=has_silu)
+        layer = new_layer_state(3, Convolution(weight.to(dtype), bias.to(dtype), has_silu=has_silu))
         close(in_parts(layer, threads, x, cuts=cuts), expected, dtype=dtype)
         assert not layer.states[0].any()
         assert not layer.states[2].any()
@@ -108,7 +109,7 @@ def test_the_gated_delta_rule(
         is_delta=True, is_normalised=True, scale=key_dim**-0.5,
     )  # fmt: skip
     outputs = [
-        in_parts(RecurrenceState(2, form), threads, *rows_of(inputs), cuts=cuts)
+        in_parts(new_layer_state(2, Recurrence(form)), threads, *rows_of(inputs), cuts=cuts)
         for cuts in ([], [1], [5, 6, 140])
     ]
     close(outputs[0][None], expected, dtype=dtype)
@@ -125,7 +126,7 @@ def test_kimis_delta_attention(threads: CpuThreads) -> None:
         3, 3, 32, 24, "key", is_delta=True, is_normalised=True, scale=32**-0.5
     )  # fmt: skip
     outputs = [
-        in_parts(RecurrenceState(2, form), threads, *rows_of(inputs), cuts=cuts)
+        in_parts(new_layer_state(2, Recurrence(form)), threads, *rows_of(inputs), cuts=cuts)
         for cuts in ([], [1, 7])
     ]
     close(outputs[0][None], expected)
@@ -139,7 +140,7 @@ def test_mamba_2(threads: CpuThreads) -> None:
     expected = nemotron.mamba2_chunk_scan(x, dt, a, b, c, **CHUNK, D=skip)
     form = RecurrenceForm(6, 2, 16, 24, "head")
     for cuts in ([], [1, 7]):
-        layer = RecurrenceState(2, form, skip=skip[:, None].expand(6, 24))
+        layer = new_layer_state(2, Recurrence(form, skip=skip[:, None].expand(6, 24)))
         out = in_parts(layer, threads, x[0], c[0], b[0], (dt * a)[0], dt[0], cuts=cuts)
         close(out[None], expected)
 
@@ -150,7 +151,7 @@ def test_mamba(threads: CpuThreads) -> None:
     expected = jamba.mamba_selective_scan(x, dt, a, b, c)
     form = RecurrenceForm(1, 1, 16, 40, "pair")
     for cuts in ([], [1, 7]):
-        layer = RecurrenceState(2, form, factor=a)
+        layer = new_layer_state(2, Recurrence(form, factor=a))
         by_token = [part[0].t().contiguous() for part in (x * dt, c, b, dt)]
         value, query, key, rate = by_token
         out = in_parts(
@@ -162,7 +163,7 @@ def test_mamba(threads: CpuThreads) -> None:
 def test_slots_do_not_disturb_each_other(threads: CpuThreads) -> None:
     form = RecurrenceForm(2, 2, 16, 16, "head", is_delta=True)
     inputs = rows_of(delta_inputs(12, 2, 2, 16, 16, torch.float32))
-    layer, alone = RecurrenceState(4, form), RecurrenceState(4, form)
+    layer, alone = new_layer_state(4, Recurrence(form)), new_layer_state(4, Recurrence(form))
     together = layer(threads, tokens_of({3: 5, 0: 7}), inputs)
     first = alone(threads, tokens_of({3: 5}), [x[:5] for x in inputs])
     second = alone(threads, tokens_of({0: 7}), [x[5:] for x in inputs])
@@ -185,12 +186,13 @@ def layers_of_all_kinds() -> dict[str, tuple[LayerState, list[Tensor]]]:
     pairs = [draw(12, 1, n, seed=n) for n in (40, 16, 16)]
     return {
         "convolution": (
-            ConvolutionState(2, draw(300, 4, seed=1), draw(300), has_silu=True), [draw(12, 300)]
+            new_layer_state(2, Convolution(draw(300, 4, seed=1), draw(300), has_silu=True)),
+            [draw(12, 300)],
         ),
-        "head": (RecurrenceState(2, forms["head"]), rows_of(delta)),
-        "key": (RecurrenceState(2, forms["key"]), rows_of(kimi_delta)),
+        "head": (new_layer_state(2, Recurrence(forms["head"])), rows_of(delta)),
+        "key": (new_layer_state(2, Recurrence(forms["key"])), rows_of(kimi_delta)),
         "pair": (
-            RecurrenceState(2, forms["pair"], factor=-draw(40, 16, seed=2).abs()),
+            new_layer_state(2, Recurrence(forms["pair"], factor=-draw(40, 16, seed=2).abs())),
             [*pairs, draw(12, 40, seed=3).exp()],
         ),
     }  # fmt: skip
@@ -225,23 +227,23 @@ def test_drafted_tokens_are_taken_back(kind: str, threads: CpuThreads) -> None:
 
 @pytest.mark.parametrize("num_tokens", [0, 1])
 def test_none_and_one_token(num_tokens: int, threads: CpuThreads) -> None:
-    layer = ConvolutionState(1, draw(8, 4), None, has_silu=True)
+    layer = new_layer_state(1, Convolution(draw(8, 4), None, has_silu=True))
     out = layer(threads, tokens_of({0: num_tokens}), [draw(num_tokens, 8)])
     assert out.shape == (num_tokens, 8)
 
 
 def test_what_the_kernels_cannot_read_is_refused(threads: CpuThreads) -> None:
-    layer = ConvolutionState(1, draw(8, 4), None, has_silu=True)
+    layer = new_layer_state(1, Convolution(draw(8, 4), None, has_silu=True))
     with pytest.raises(ValueError, match="gaps"):
         layer(threads, tokens_of({0: 2}), [draw(8, 2).t()])
     with pytest.raises(ValueError, match="over 17 tokens"):
-        ConvolutionState(1, draw(8, 17), None, has_silu=True)
+        new_layer_state(1, Convolution(draw(8, 17), None, has_silu=True))
 
 
 def test_values_that_are_not_finite_stay_so(threads: CpuThreads) -> None:
     inputs: list[Any] = rows_of(delta_inputs(3, 1, 1, 16, 16, torch.float32))
     inputs[0][1, 0, 3] = float("nan")
     form = RecurrenceForm(1, 1, 16, 16, "head", is_delta=True)
-    out = RecurrenceState(1, form)(threads, tokens_of({0: 3}), inputs)
+    out = new_layer_state(1, Recurrence(form))(threads, tokens_of({0: 3}), inputs)
     assert out[0].isfinite().all()
     assert out[2, 0, 3].isnan()

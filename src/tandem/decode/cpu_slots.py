@@ -301,17 +301,6 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
                 self.cache.lengths[slot] = length
                 del self._held[slot][length:]
 
-    @contextmanager
-    def _going_back(self, slots: Sequence[int]) -> Iterator[None]:
-        """Let slots with states go back to a checkpoint if a step breaks off."""
-        try:
-            yield
-        except BaseException:
-            if self.cache.states:
-                for slot in slots:
-                    self.keep(slot, self.usable(slot, max(0, self.cache.lengths[slot] - 1)))
-            raise
-
     def _step_of(self, num_tokens: int) -> _Step:
         if num_tokens not in self._steps:
             self._steps[num_tokens] = self._new_step(num_tokens)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.kernels.recurrent import ConvolutionState, RecurrenceForm, RecurrenceState
+from tandem.kernels.recurrent import Convolution, Recurrence, RecurrenceForm
 from tandem.kv_cache.base import NotInSlotsError, current_cache
 from tandem.kv_cache.states import StateHandle
 
@@ -97,7 +97,7 @@ def _convolve(
     result: Tensor = handle.cache.advance(
         handle,
         "convolution",
-        lambda slots: ConvolutionState(slots, weight, bias, has_silu=activation is not None),
+        lambda: Convolution(weight, bias, has_silu=activation is not None),
         x.transpose(1, 2).reshape(batch * num_tokens, channels),
     )
     return result.view(batch, num_tokens, channels).transpose(1, 2)
@@ -135,7 +135,7 @@ def _delta_rule(
     out = initial_state.cache.advance(
         initial_state,
         "recurrence",
-        lambda slots: RecurrenceState(slots, form),
+        lambda: Recurrence(form),
         *(x.flatten(0, 1) for x in (value, query, key)),
         g.float().flatten(0, 1).contiguous(),
         beta.flatten(0, 1).contiguous(),
@@ -215,7 +215,7 @@ def _scan(
     out: Tensor = handle.cache.advance(
         handle,
         "recurrence",
-        lambda slots: RecurrenceState(slots, form, skip=skips),
+        lambda: Recurrence(form, skip=skips),
         x, query, key, decay, rate.contiguous(),
     )  # fmt: skip
     return out
@@ -294,7 +294,7 @@ def _selective_scan(
     out = handle.cache.advance(
         handle,
         "recurrence",
-        lambda slots: RecurrenceState(slots, form, factor=a.float()),
+        lambda: Recurrence(form, factor=a.float()),
         (wide * rate)[:, None], query.float()[:, None], key.float()[:, None], rate.contiguous(),
     )[:, 0]  # fmt: skip
     if skip is not None:

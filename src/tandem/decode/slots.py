@@ -5,7 +5,8 @@ that the next turn of a conversation finds its beginning there.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
@@ -187,6 +188,17 @@ class CachedSlotPool(UnmovableSlots, ABC, Generic[_Cache]):
     @abstractmethod
     def decode(self, tokens: Mapping[int, int]) -> Tensor:
         """Append one token to each of some slots; return (slots, vocabulary) in their order."""
+
+    @contextmanager
+    def _going_back(self, slots: Sequence[int]) -> Iterator[None]:
+        """Let slots with states go back to a checkpoint if a step breaks off."""
+        try:
+            yield
+        except BaseException:
+            if self.cache.states:
+                for slot in slots:
+                    self.keep(slot, self.usable(slot, max(0, self.cache.lengths[slot] - 1)))
+            raise
 
     def _require_finite(self, slots: Sequence[int], logits: Tensor) -> None:
         """Raise `ExecutionError` for logits (slots, vocabulary) that are not; forget the slots."""

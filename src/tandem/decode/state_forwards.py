@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tandem.kernels.recurrent import ConvolutionState, RecurrenceForm, RecurrenceState
+from tandem.kernels.recurrent import Convolution, Recurrence, RecurrenceForm
 from tandem.kv_cache.base import NotInSlotsError
 from tandem.kv_cache.states import StateHandle
 
@@ -51,7 +51,7 @@ def _lightning_attention(
     out = handle.cache.advance(
         handle,
         "recurrence",
-        lambda slots: RecurrenceState(slots, form),
+        lambda: Recurrence(form),
         *(value, query, key, decay.contiguous()),
     )
     out = self.norm(out.view(*hidden_states.shape[:-1], heads * dim))
@@ -116,6 +116,6 @@ def _delayed(handle: StateHandle, kind: str, x: Tensor) -> Tensor:
 
 def _advanced(handle: StateHandle, kind: str, x: Tensor, weight: Callable[[], Tensor]) -> Tensor:
     result: Tensor = handle.cache.advance(
-        handle, kind, lambda slots: ConvolutionState(slots, weight(), None, has_silu=False), x
+        handle, kind, lambda: Convolution(weight(), None, has_silu=False), x
     )
     return result

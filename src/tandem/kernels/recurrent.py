@@ -22,6 +22,46 @@ _MOST_KEY_DIM = 512
 _Native = _native.ShortConvolution | _native.Recurrence
 
 
+class Convolution(NamedTuple):
+    """A causal convolution of each channel by itself, (n_tokens, channels) -> the same shape."""
+
+    weight: Tensor
+    """(channels, width), the newest input's last"""
+    bias: Tensor | None
+    """(channels,)"""
+    has_silu: bool
+
+
+class RecurrenceForm(NamedTuple):
+    """A linear recurrence, but for its numbers."""
+
+    num_heads: int
+    num_key_heads: int
+    key_dim: int
+    value_dim: int
+    decay: str
+    """What fades alike: "head", "key", or "pair" of key and value."""
+    is_delta: bool = False
+    """Whether a value is corrected by what the state says of its key (the delta rule)."""
+    is_normalised: bool = False
+    """Whether queries and keys are divided by their lengths."""
+    scale: float = 1.0
+    """Of queries."""
+
+
+class Recurrence(NamedTuple):
+    """S = e^decay * S; S += key (x) rate * (value - key S); out = query S + skip * value."""
+
+    form: RecurrenceForm
+    factor: Tensor | None = None
+    """(value_dim, key_dim): of decays by pair."""
+    skip: Tensor | None = None
+    """(heads, value_dim)"""
+
+
+StateOperation = Convolution | Recurrence
+
+
 class StateTokens(NamedTuple):
     """Which slots a call's tokens are of, and where they stand; (n_tokens,) int64 each.
 
@@ -79,12 +119,11 @@ class LayerState(ABC):
 
 
 class ConvolutionState(LayerState):
-    """A causal convolution of each channel by itself, (n_tokens, channels) -> the same shape."""
+    """A convolution with the inputs before the next one."""
 
-    def __init__(
-        self, num_slots: int, weight: Tensor, bias: Tensor | None, *, has_silu: bool
-    ) -> None:
-        """Take `weight` (channels, width), the newest input's last, and `bias` (channels,)."""
+    def __init__(self, num_slots: int, operation: Convolution) -> None:
+        """Begin with zeros in all slots; raises `ValueError` for a width that no kernel has."""
+        weight, bias, has_silu = operation
         channels, width = weight.shape
         if not 2 <= width <= MOST_WIDTH:
             raise ValueError(f"a convolution over {width} tokens is not one of 2 to {MOST_WIDTH}")
@@ -124,35 +163,12 @@ class ConvolutionState(LayerState):
         )  # fmt: skip
 
 
-class RecurrenceForm(NamedTuple):
-    """A linear recurrence, but for its numbers."""
-
-    num_heads: int
-    num_key_heads: int
-    key_dim: int
-    value_dim: int
-    decay: str
-    """What fades alike: "head", "key", or "pair" of key and value."""
-    is_delta: bool = False
-    """Whether a value is corrected by what the state says of its key (the delta rule)."""
-    is_normalised: bool = False
-    """Whether queries and keys are divided by their lengths."""
-    scale: float = 1.0
-    """Of queries."""
-
-
 class RecurrenceState(LayerState):
-    """S = e^decay * S; S += key (x) rate * (value - key S); out = query S + skip * value."""
+    """A recurrence with its states."""
 
-    def __init__(
-        self,
-        num_slots: int,
-        form: RecurrenceForm,
-        *,
-        factor: Tensor | None = None,
-        skip: Tensor | None = None,
-    ) -> None:
-        """Take `skip` (heads, value_dim); by pair, decays' `factor` (value_dim, key_dim)."""
+    def __init__(self, num_slots: int, operation: Recurrence) -> None:
+        """Begin with zeros in all slots; raises `ValueError` for keys that no kernel has."""
+        form, factor, skip = operation
         if form.key_dim > _MOST_KEY_DIM:
             raise ValueError(f"keys of {form.key_dim} values; expected at most {_MOST_KEY_DIM}")
         self.form = form
@@ -224,6 +240,13 @@ class RecurrenceState(LayerState):
         padded = torch.zeros(self._blocks * _BLOCK, self.form.key_dim, device="cpu")
         padded[: len(factor)] = factor.detach()
         return padded.view(self._blocks, _BLOCK, -1).transpose(1, 2).contiguous()
+
+
+def new_layer_state(num_slots: int, operation: StateOperation) -> LayerState:
+    """Return an operation with states of zeros for so many slots."""
+    if isinstance(operation, Convolution):
+        return ConvolutionState(num_slots, operation)
+    return RecurrenceState(num_slots, operation)
 
 
 def _require_values(first: Tensor, *others: Tensor) -> None:

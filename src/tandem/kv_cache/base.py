@@ -24,11 +24,11 @@ from tandem.foreign_types import PreTrainedModel
 from tandem.hf.compat import cache_layer_kinds, is_empty_cache_layer, own_cache_class
 from tandem.hf.steps import SEQUENCES
 from tandem.kernels.attention import AttentionForm
-from tandem.kernels.recurrent import LayerState
+from tandem.kernels.recurrent import StateOperation
 from tandem.kv_cache.index_keys import Pool, Selection
 from tandem.kv_cache.indexers import IndexScores
 from tandem.kv_cache.latents import Expansion
-from tandem.kv_cache.states import StateHandle
+from tandem.kv_cache.states import KeptStates, StateHandle
 
 # Transformers' layers by what they keep.
 _FULL_AND_STATES = cache_layer_kinds("LinearAttentionAndFullAttentionLayer")
@@ -50,6 +50,8 @@ class SlotCache(ABC):
     """Whether latents are kept once: they come as keys, with values of no dimensions."""
     is_decoding = False
     """Whether the tokens that are announced are a decode step's."""
+    states: KeptStates[Any]
+    """What layers keep beside keys and values."""
     slots: Tensor
     """The slot of each token of the step that is under way, on the host."""
 
@@ -96,15 +98,18 @@ class SlotCache(ABC):
         """
         raise NotInSlotsError("the model keeps latents in place of keys and values")
 
+    @abstractmethod
     def advance(
-        self, handle: StateHandle, kind: str, new: Callable[[int], LayerState], *inputs: Tensor
+        self,
+        handle: StateHandle,
+        kind: str,
+        operation: Callable[[], StateOperation],
+        *inputs: Tensor,
     ) -> Tensor:
         """Go on from a layer's states by the step's tokens; return what comes out, by token.
 
-        `new` makes the layer's states of a kind, for so many slots. Raises `NotInSlotsError` where
-        none are kept.
+        `operation` says what a kind of a layer's states is for, when it is first asked for.
         """
-        raise NotInSlotsError("the model keeps states beside keys and values")
 
     def select(
         self,
@@ -158,12 +163,20 @@ class SlotCache(ABC):
         """Let a slot hold the first tokens of another one, in place of what it held."""
 
     def usable(self, slot: int, length: int) -> int:
-        """Return with how many of the first `length` tokens that it holds a slot can go on: all."""
-        return length
+        """Return with how many of the first `length` tokens that it holds a slot can go on.
+
+        All; where layers keep states, as many as the longest checkpoint has.
+        """
+        assert length <= self.lengths[slot]
+        return self.states.usable(slot, length, self.lengths[slot])
 
     def truncate(self, slot: int, length: int) -> None:
-        """Forget a slot's tokens from `length` on."""
-        assert 0 <= length <= self.lengths[slot]
+        """Forget a slot's tokens from `length` on, which is `usable`."""
+        assert length == self.usable(slot, length)
+        self.states.go_back(slot, slot, length, self.lengths[slot] - length)
+        self._forget(slot, length)
+
+    def _forget(self, slot: int, length: int) -> None:
         self.lengths[slot] = length
 
     def _expected_layer(self) -> int:

@@ -20,13 +20,14 @@ from tandem.kernels.attention import (
     require_kv_dtype,
 )
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
-from tandem.kernels.recurrent import LayerState, StateTokens
+from tandem.kernels.recurrent import LayerState, StateOperation, StateTokens
 from tandem.kv_cache.base import NotInSlotsError, SlotCache
+from tandem.kv_cache.cpu_states import CpuStates
 from tandem.kv_cache.index_keys import IndexStore, NewIndexKeys, Pool, Selection
 from tandem.kv_cache.latents import ExpandedKeys, Expansion
 from tandem.kv_cache.pretended import pretend
 from tandem.kv_cache.room import no_room, require_room
-from tandem.kv_cache.states import StateHandle, StateKey, StateStore
+from tandem.kv_cache.states import StateHandle, StateKey
 from tandem.kv_cache.windows import KeptWindow
 
 # Capacity grows in steps, so that it is copied rarely and never much too large.
@@ -37,6 +38,8 @@ class KvCache(SlotCache):
     """Keys and values of all layers for a fixed number of slots, grown as they get longer."""
 
     keeps_latents = True
+    states: CpuStates
+    """What layers keep in place of keys and values."""
 
     def __init__(
         self, threads: CpuThreads, num_slots: int, capacity: int, *, kv_dtype: str = "auto"
@@ -52,8 +55,7 @@ class KvCache(SlotCache):
         self._capacity = _rounded(capacity)
         self._layers: dict[int, CachedAttention] = {}
         self._windows: dict[int, KeptWindow] = {}
-        self.states = StateStore(num_slots)
-        """What layers keep in place of keys and values."""
+        self.states = CpuStates(num_slots)
         self.index_keys = IndexStore(num_slots)
         """What layers with an indexer keep beside them."""
         self._expanded = ExpandedKeys()
@@ -160,17 +162,9 @@ class KvCache(SlotCache):
         None where layers with a window no longer have what the next token sees; where layers keep
         states, as many as the longest checkpoint has.
         """
-        assert length <= self.lengths[slot]
-        if self.states and not self.states.can_take_back(slot, self.lengths[slot] - length):
-            length = self.states.best_length(slot, length)
+        length = super().usable(slot, length)
         is_there = all(window.reaches(slot, length) for window in self._windows.values())
         return length if is_there else 0
-
-    def truncate(self, slot: int, length: int) -> None:
-        """Forget a slot's tokens from `length` on, which is `usable`."""
-        assert length == self.usable(slot, length)
-        self.states.go_back(slot, slot, length, self.lengths[slot] - length)
-        self._forget(slot, length)
 
     def cut(self, slot: int, length: int) -> bool:
         """Forget a slot's tokens from `length` on, so that others can be put in.
@@ -186,7 +180,7 @@ class KvCache(SlotCache):
         return True
 
     def _forget(self, slot: int, length: int) -> None:
-        super().truncate(slot, length)
+        super()._forget(slot, length)
         if length == 0:
             for window in self._windows.values():
                 window.begin_anew(slot)
@@ -210,14 +204,17 @@ class KvCache(SlotCache):
         self.lengths[:] = [length] * len(self.lengths)
 
     def advance(
-        self, handle: StateHandle, kind: str, new: Callable[[int], LayerState], *inputs: Tensor
+        self,
+        handle: StateHandle,
+        kind: str,
+        operation: Callable[[], StateOperation],
+        *inputs: Tensor,
     ) -> Tensor:
         """Go on from a layer's states by the step's tokens; return what comes out, by token.
 
-        `new` makes the layer's states of a kind, for so many slots.
+        `operation` says what is done, when it is first asked for.
         """
-        key = StateKey(handle.layer, kind, handle.number)
-        state = self.states.layer(key, new)
+        state = self.states.layer(StateKey(handle.layer, kind, handle.number), operation)
         result: Tensor = opaque(STATES, _advance, self, state, *inputs)
         return result
 

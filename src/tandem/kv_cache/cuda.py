@@ -8,6 +8,7 @@ to a power of two (the *attended length*), masked by position.
 
 import gc
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +16,13 @@ from torch import Tensor
 
 from tandem.core.errors import CapacityError
 from tandem.kernels.attention import AttentionForm, Segment
+from tandem.kernels.device_states import StateKernels, TorchStates
+from tandem.kernels.recurrent import StateOperation
 from tandem.kv_cache.base import NotInSlotsError, SlotCache
 from tandem.kv_cache.cuda_layers import DecodeKernels, LayerMemory, stored_dtype
+from tandem.kv_cache.cuda_states import DeviceStates
 from tandem.kv_cache.latents import Expansion
+from tandem.kv_cache.states import StateHandle, StateKey
 
 _SHORTEST_LENGTH = 256
 # Bounds the scores of attention that no fused kernel computes; several copies live at a time.
@@ -28,6 +33,8 @@ class StaticKvCache(SlotCache):
     """Keys and values of all layers for a fixed number of slots."""
 
     keeps_latents = shares_values = True
+    states: DeviceStates
+    """What layers keep beside keys and values."""
 
     def __init__(
         self,
@@ -38,10 +45,12 @@ class StaticKvCache(SlotCache):
         *,
         kv_dtype: str = "auto",
         kernels: DecodeKernels | None = None,
+        state_kernels: StateKernels | None = None,
     ) -> None:
         """Hold `num_slots` slots of `capacity` tokens; `make_room` frees memory if it can.
 
-        Keys and values are kept in `kv_dtype`; `kernels` attend in decode steps, None: torch.
+        Keys and values are kept in `kv_dtype`; `kernels` attend in decode steps, `state_kernels`
+        advance states; None: torch.
         """
         super().__init__(num_slots)
         self.capacity = _rounded(capacity)
@@ -59,31 +68,47 @@ class StaticKvCache(SlotCache):
         self._count = num_slots
         with torch.inference_mode(False):
             self._slots = torch.arange(num_slots, device=device)
-            self.positions = torch.zeros(num_slots, dtype=torch.int64, device=device)
+            self._places = torch.zeros((2, num_slots), dtype=torch.int64, device=device)
+            self.positions, self.state_positions = self._places.unbind()
+        zeros = partial(self._zeros, what="states")
+        self.states = DeviceStates(num_slots, state_kernels or TorchStates(), zeros)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the cache takes now."""
+        """Bytes that the cache takes now, with the host's copies of states."""
+        return self.kv_bytes + self.states.num_bytes
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values."""
         return sum(layer.num_bytes for layer in self._layers.values())
 
     def begin(self, segment: Segment) -> None:
         """Announce a prompt's next tokens, of one slot."""
         assert segment.first_position == self.lengths[segment.slot]
-        self._segment, self._awaited, self.is_decoding = segment, None, False
+        self._segment, self.is_decoding = segment, False
+        self._awaited = self.states_asked_for = None
         self.slots = torch.full((segment.num_tokens,), segment.slot, device="cpu")
-        self.reserve(segment.first_position + segment.num_tokens)
+        end = segment.first_position + segment.num_tokens
+        self.reserve(end)
+        positions = torch.arange(segment.first_position, end, device=self._device)
+        self.states.begin_prompt(segment, positions)
 
     def begin_decode(self, slots: Sequence[int], count: int) -> None:
         """Announce one token for some of the first `count` slots; queue what the step reads.
 
         The others of the first `count` go through the step too, so that it has one of few sizes:
-        they write behind what they hold, and that does not count.
+        they write behind what they hold, and that does not count. Their states stay.
         """
         assert max(slots) < count <= len(self.lengths)
-        self._segment, self._awaited, self.is_decoding = None, None, True
+        self._segment, self.is_decoding = None, True
+        self._awaited = self.states_asked_for = None
         self._decoded, self._count, self.slots = slots, count, torch.arange(count, device="cpu")
         self.reserve(max(self.lengths[:count]) + 1)
-        self.positions.copy_(on_its_way(self.lengths, self._device), non_blocking=True)
+        of_states = [n if slot in slots else -1 for slot, n in enumerate(self.lengths)]
+        places = on_its_way([*self.lengths, *of_states], self._device)
+        self._places.copy_(places.view(2, -1), non_blocking=True)
+        self.states.begin_decode(self.state_positions, count)
         if self._kernels is not None:
             return
         longest = max(self.lengths[slot] for slot in slots)
@@ -94,6 +119,7 @@ class StaticKvCache(SlotCache):
     def commit(self) -> None:
         """Count the announced tokens as held."""
         self._require_through()
+        self.states.commit()
         if self._segment is not None:
             self.lengths[self._segment.slot] += self._segment.num_tokens
             return
@@ -103,10 +129,21 @@ class StaticKvCache(SlotCache):
     @torch.inference_mode()
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Let a slot hold the first tokens of another one, in place of what it held."""
-        assert length <= self.lengths[source]
+        assert length == self.usable(source, length)
         for layer in self._layers.values():
             layer.copy_prefix(source, target, length)
+        self.states.go_back(source, target, length, self.lengths[source] - length)
         self.lengths[target] = length
+
+    def advance(
+        self,
+        handle: StateHandle,
+        kind: str,
+        operation: Callable[[], StateOperation],
+        *inputs: Tensor,
+    ) -> Tensor:
+        """Go on from a layer's states by the step's tokens; see `SlotCache.advance`."""
+        return self.states.advance(StateKey(handle.layer, kind, handle.number), operation, inputs)
 
     @torch.inference_mode()
     def pretend(self, length: int) -> None:
@@ -215,7 +252,7 @@ class StaticKvCache(SlotCache):
                 )  # fmt: skip
         return self._layers[number]
 
-    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype, what: str = "") -> Tensor:
         has_collected = False
         while True:
             try:
@@ -227,9 +264,10 @@ class StaticKvCache(SlotCache):
                     has_collected = True
                     gc.collect()
                 elif not self._make_room():
+                    what = what or f"a KV cache of {shape[0]} slots of {shape[2]} tokens"
                     raise CapacityError(
-                        f"the GPU has no memory for a KV cache of {shape[0]} slots of {shape[2]} "
-                        "tokens; use fewer prompts at once, shorter ones or more gpu_memory"
+                        f"the GPU has no memory for {what}; use fewer prompts at once, shorter "
+                        "ones or more gpu_memory"
                     ) from error
 
     def reserve(self, needed: int) -> None:

@@ -9,6 +9,8 @@ import torch
 from tandem.core.errors import TandemWarning
 from tandem.devices.cuda.checks import TRITON_MATRIX_CAPABILITY
 from tandem.kernels.attention import AttentionForm
+from tandem.kernels.device_states import SlotTokens, StateKernels
+from tandem.kernels.recurrent import Convolution
 from tandem.kv_cache.cuda_layers import DecodeKernels, LayerMemory
 
 _TRIED = AttentionForm(num_heads=2, num_kv_heads=1, key_dim=64, value_dim=64, scale=1.0)
@@ -40,6 +42,15 @@ def decode_kernels(device: torch.device) -> DecodeKernels | None:
     return kernels
 
 
+def state_kernels(kernels: DecodeKernels | None) -> StateKernels | None:
+    """Return what advances states where `kernels` attend; None: torch."""
+    if kernels is None:
+        return None
+    from tandem.triton_kernels.states import TritonStates
+
+    return TritonStates()
+
+
 def _try(kernels: DecodeKernels, device: torch.device) -> None:
     """Attend to one token, whose value is then the result; raises what is wrong."""
 
@@ -53,3 +64,11 @@ def _try(kernels: DecodeKernels, device: torch.device) -> None:
     out = kernels(_TRIED, layer.where, positions, *token, None, layer.kind)
     if not torch.equal(out, torch.ones_like(out)):
         raise RuntimeError("it gives other numbers than torch")
+    states = state_kernels(kernels)
+    assert states is not None
+    convolution = Convolution(torch.ones(2, 64, device=device).t(), None, has_silu=False)
+    tokens = SlotTokens(0, 2, positions)
+    x = query[:, 0]
+    out = states.convolve(convolution, zeros((1, 1, 64), torch.float32), tokens, x)
+    if not torch.equal(out, x.cumsum(0).to(x.dtype)):
+        raise RuntimeError("convolutions give other numbers than torch")

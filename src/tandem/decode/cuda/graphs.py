@@ -203,6 +203,7 @@ def new_graphed_step(
     executor: Executor | None = None,
     make_room: Callable[[], bool] = lambda: False,
     deferring: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    save: Callable[[], Callable[[], None]] = lambda: lambda: None,
     record_first: Callable[[], Callable[[], Tensor]] | None = None,
     why_not: str | None = None,
 ) -> ReplayedStep:
@@ -225,22 +226,28 @@ def new_graphed_step(
         segments, result = _shortest(step, record_first, capture)
         return CapturedStep(segments, result, deferring if layers is None else layers.around)
 
+    def capture_one_way() -> CapturedStep:
+        layers = find_layers()
+        try:
+            return capture(layers)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if layers is None or not layers.give_up(error):
+                raise
+        return capture(find_layers())
+
     def record() -> tuple[Tensor, CapturedStep]:
         expected = plain().clone()
+        go_on = save()  # a capture may do the step several times
         with unheard(executor):
-            layers = find_layers()
-            try:
-                return expected, capture(layers)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:
-                if layers is None or not layers.give_up(error):
-                    raise
-            return expected, capture(find_layers())
+            captured = capture_one_way()
+        go_on()
+        return expected, captured
 
     return ReplayedStep(
         plain, record, TOLERANCES.get(dtype),
-        executor=executor, make_room=make_room, warns=True, why_not=why_not,
+        executor=executor, save=save, make_room=make_room, warns=True, why_not=why_not,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import CapacityError
-from tandem.decode.cuda.attention import decode_kernels
+from tandem.decode.cuda.attention import decode_kernels, state_kernels
 from tandem.decode.cuda.fusion import fuse_for_gpu
 from tandem.decode.cuda.graphs import (
     TOLERANCES,
@@ -81,7 +81,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
         self._kernels, self._layers = find_kernels(model.device), layers
         cache = StaticKvCache(
             num_slots, max(1, capacity), model.device, self._make_room,
-            kv_dtype=kv_dtype, kernels=self._kernels,
+            kv_dtype=kv_dtype, kernels=self._kernels, state_kernels=state_kernels(self._kernels),
         )  # fmt: skip
         super().__init__(ModelRunner(model, cache), cache)
         self._device, self._make_capture = model.device, make_capture
@@ -120,7 +120,8 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
             for start in range(0, len(tokens), MAX_STEP_TOKENS):
                 chunk = tokens[start : start + MAX_STEP_TOKENS]
                 prefill = partial(self._prefill, slot, first + start, chunk, keep)
-                logits = self._with_room(prefill)
+                with self._going_back([slot]):
+                    logits = self._with_room(prefill, [slot])
                 found = [*found, logits] if keep is None else [logits]
                 self._held[slot] += chunk
         return found[0] if len(found) == 1 else torch.cat(found)
@@ -137,8 +138,11 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
             executor = self._model.executor
             if executor is not None:
                 executor.begin_step(ids, is_prefill=False)
-            logits = self._with_room(partial(self._decode, count))
-            self.cache.commit()
+            with self._going_back(slots):
+                is_replaying = self._step_at(count).replayed.is_replaying
+                can_repeat = not (self.cache.states and is_replaying)
+                logits = self._with_room(partial(self._decode, count), slots, can_repeat=can_repeat)
+                self.cache.commit()
             for slot, token in tokens.items():
                 self._held[slot].append(token)
             if slots == list(range(len(slots))):
@@ -237,7 +241,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
 
     def _recorded(self, count: int) -> Callable[[], Tensor]:
         """Do a step of the first slots and return it in fewer operations."""
-        inputs = [self._ids, self.cache.positions, self._is_idle]
+        inputs = [self._ids, self.cache.positions, self.cache.state_positions, self._is_idle]
         inputs += [] if self._rows.memory is None else [self._rows.memory]
         changing = (*(tensor[:count] for tensor in inputs), *inputs)
         run, pad = partial(self._run, count), partial(self._pad, count)
@@ -266,6 +270,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
             executor=self._model.executor,
             make_room=self._make_room,
             deferring=self._deferring,
+            save=lambda: self.cache.states.save(range(count)),
             record_first=None if self._kernels is None else partial(self._recorded, count),
             why_not=self._model.why_not_replayed(TOLERANCES, has_replay=has_replay),
         )
@@ -275,21 +280,27 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
         executor = self._model.executor
         return contextlib.nullcontext() if executor is None else executor.deferring()
 
-    def _with_room(self, work: Callable[[], Tensor]) -> Tensor:
+    def _with_room(
+        self, work: Callable[[], Tensor], slots: Sequence[int], *, can_repeat: bool = True
+    ) -> Tensor:
         """Do some work; where the GPU has no memory for it, experts make room and it is repeated.
 
-        Raises `CapacityError` when there is none left to make.
+        So states of the slots are copied before, unless it cannot be repeated: a replayed step's
+        are too many for each token. Raises `CapacityError` when there is no room left to make.
         """
         while True:
+            put_back = _nothing
             try:
+                put_back = self.cache.states.save(slots if can_repeat else ())
                 return work()
             except torch.OutOfMemoryError as error:
-                if not self._make_room():
+                if not (self._make_room() and can_repeat):
                     first_line = str(error).partition("\n")[0]
                     raise CapacityError(
                         f"the GPU has no memory left for this step ({first_line}); use fewer or "
                         "shorter prompts at once, or more gpu_memory"
                     ) from error
+            put_back()
             self._follow_executor()  # what was captured may read slots that are gone
 
     def _make_room(self) -> bool:
@@ -335,13 +346,20 @@ def why_no_cuda_slots(model: PreTrainedModel) -> str | None:
 
 
 def slot_bytes_per_token(model: PreTrainedModel, prompt: Sequence[int]) -> int | None:
-    """Return what a token takes in a slot, found with a prompt; None for a model without slots."""
+    """Return what a token takes in a slot, found with a prompt; None for a model without slots.
+
+    States are of no token: see `slot_state_bytes`.
+    """
     try:
         pool = CudaSlotPool(model, 1)
         pool.prefill({0: prompt})
     except NotInSlotsError:
         return None
-    return pool.cache.num_bytes // pool.cache.capacity
+    return pool.cache.kv_bytes // pool.cache.capacity
+
+
+def _nothing() -> None:
+    pass
 
 
 def _no_capture() -> Capture:

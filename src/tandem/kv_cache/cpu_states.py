@@ -1,0 +1,159 @@
+"""States on the CPU: of drafted tokens, which may be taken back, and those that move to files."""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.kernels.attention import Segment
+from tandem.kernels.dense import CpuThreads
+from tandem.kernels.recurrent import (
+    MOST_DRAFTED,
+    LayerState,
+    StateOperation,
+    StateTokens,
+    new_layer_state,
+)
+from tandem.kv_cache.states import KeptStates, StateKey
+
+
+class CpuStates(KeptStates[LayerState]):
+    """States that the native kernels advance."""
+
+    def __init__(self, num_slots: int) -> None:
+        """Hold states of so many slots; layers come as the model asks for them."""
+        super().__init__(num_slots)
+        self._lost: set[int] = set()  # slots whose tokens were put in, and their states not yet
+        self._drafted = [0] * num_slots
+        self._kept: list[Any] = []  # what each layer's `kept` shares with numpy
+        self._announced: list[Segment] = []
+
+    def _of(self, layer: LayerState) -> tuple[Tensor, ...]:
+        return layer.states, layer.kept, layer.log
+
+    def layer(self, key: StateKey, operation: Callable[[], StateOperation]) -> LayerState:
+        """Return a state's operation, which is made for all slots on first use."""
+        if key not in self._layers:
+            self._layers[key] = new_layer_state(self._num_slots, operation())
+            self._kept.append(self._layers[key].kept.numpy())
+        return self._layers[key]
+
+    def begin(self, segments: Iterable[Segment]) -> None:
+        """Announce a prompt's tokens, of which some will be followed by a checkpoint; or none."""
+        segments, self._announced = list(segments), []
+        for segment in segments:
+            self._drafted[segment.slot] = 0  # what was kept of them is done before these tokens
+        super().begin(segments)
+
+    def begin_decode(self, segments: Sequence[Segment]) -> None:
+        """Announce a decode step's tokens: all but the first of a slot may be taken back."""
+        self._cuts, self._announced = [], list(segments)
+        for segment in segments:
+            assert not self or segment.num_tokens <= 1 + MOST_DRAFTED
+            self._drafted[segment.slot] = 0
+
+    def advance(
+        self, threads: CpuThreads, layer: LayerState, tokens: StateTokens, inputs: Sequence[Tensor]
+    ) -> Tensor:
+        """Do a layer's operation for the tokens that are announced."""
+        if not self._cuts:
+            return layer(threads, tokens, inputs)
+        compute = partial(_part, threads, layer, tokens, inputs)
+        return self._with_cuts(layer, len(tokens.slots), compute)
+
+    def commit(self) -> None:
+        """Keep the checkpoints of the forward that is through."""
+        super().commit()
+        for segment in self._announced:
+            if segment.num_tokens > 1:
+                self._keep_drafted(segment.slot, segment.num_tokens - 1)
+        self._announced = []
+
+    def can_take_back(self, slot: int, num_tokens: int) -> bool:
+        """Whether a slot's last tokens, if any, were drafted in its last step."""
+        return num_tokens <= self._drafted[slot] and slot not in self._lost
+
+    def _keep_drafted(self, slot: int, num_tokens: int) -> None:
+        """Let a slot's next call do so many of its drafted tokens again."""
+        self._drafted[slot] = num_tokens
+        for kept in self._kept:
+            kept[slot] = num_tokens
+
+    def save(self, slots: Iterable[int]) -> Callable[[], None]:
+        """Copy the states of some slots; return what puts them back."""
+        drafted = {slot: self._drafted[slot] for slot in slots}
+        states = super().save(drafted)
+
+        def put_back() -> None:
+            for slot, count in drafted.items():
+                self._drafted[slot] = count
+            states()
+
+        return put_back
+
+    def go_back(self, source: int, target: int, length: int, num_less: int) -> None:
+        """Let `target` stand where `source` stood `num_less` tokens ago, at a usable length."""
+        is_drafted = self.can_take_back(source, num_less)
+        super().go_back(source, target, length, num_less)
+        if is_drafted and num_less:
+            self._keep_drafted(target, self._drafted[target] - num_less)
+
+    def _restore(self, source: int, target: int, length: int) -> None:
+        super()._restore(source, target, length)
+        self._lost.discard(target)
+        self._keep_drafted(target, 0)
+
+    def _copy(self, source: int, target: int) -> None:
+        super()._copy(source, target)
+        self._drafted[target] = self._drafted[source]
+        self._lost.discard(target)
+
+    # ---- moving ----------------------------------------------------------------------------------
+
+    def keep_every(self, num_tokens: int) -> None:
+        """Leave a checkpoint at every multiple of so many tokens of prompts, too."""
+        self._every = num_tokens
+
+    def lose(self, slot: int, length: int) -> None:
+        """Let a slot go on from so many tokens without their states, which are put in later."""
+        self._checkpoints.copy(slot, slot, length)
+        self._keep_drafted(slot, 0)
+        self._lost.add(slot)
+
+    @torch.inference_mode()
+    def take_out(self, slot: int, length: int) -> memoryview | None:
+        """Return a copy of a slot's states after so many tokens; None: there is no checkpoint."""
+        kept = self._checkpoints.longest(slot, length)
+        if kept is None or kept.length != length:
+            return None
+        copied = torch.cat([state.flatten().view(torch.uint8) for state in kept.states])
+        return copied.numpy().data
+
+    @torch.inference_mode()
+    def put_in(self, slot: int, length: int, data: memoryview) -> None:
+        """Let a slot stand where `take_out` has stood; a checkpoint there is kept, too."""
+        source = torch.frombuffer(data, dtype=torch.uint8)
+        states, begin = [], 0
+        for layer in self._layers.values():
+            own = layer.states[slot]
+            part = source[begin : begin + own.nbytes].clone()
+            states.append(part.view(own.dtype).view(own.shape))
+            layer.states[slot] = states[-1]
+            begin += own.nbytes
+        assert begin == len(data)
+        self._lost.discard(slot)
+        self._checkpoints.add(slot, length, states)
+        self._checkpoints.thin(self._budget)
+
+
+def _part(
+    threads: CpuThreads,
+    layer: LayerState,
+    tokens: StateTokens,
+    inputs: Sequence[Tensor],
+    part: slice,
+) -> Tensor:
+    some = StateTokens(tokens.slots[part], tokens.positions[part])
+    return layer(threads, some, [x[part] for x in inputs])

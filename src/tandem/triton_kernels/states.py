@@ -1,0 +1,126 @@
+"""Convolutions and recurrences on a GPU: launches the kernels of `recurrent`, and never waits.
+
+Each is one operation of torch, so that what records or captures a step sees it.
+"""
+
+import torch
+from torch import Tensor
+
+from tandem.kernels.device_states import SlotTokens
+from tandem.kernels.recurrent import Convolution, Recurrence
+from tandem.triton_kernels import recurrent
+
+_BLOCK_CHANNELS = 128
+_BLOCK_TOKENS = 16
+_WARP_ELEMENTS = 1024  # of a state, in the registers of one warp
+_LEAST_VALUES, _MOST_VALUES = 8, 64
+
+
+class TritonStates:
+    """Advances states by Triton kernels; see `tandem.kernels.device_states.StateKernels`."""
+
+    def convolve(
+        self, operation: Convolution, states: Tensor, tokens: SlotTokens, x: Tensor
+    ) -> Tensor:
+        """Return what (n_tokens, channels) give; states are (slots, width - 1, channels)."""
+        weight, bias, has_silu = operation
+        first, each, positions = tokens
+        result: Tensor = _convolve(states, positions, x, weight, bias, has_silu, first, each)
+        return result
+
+    def recur(
+        self,
+        operation: Recurrence,
+        states: Tensor,
+        tokens: SlotTokens,
+        value: Tensor,
+        query: Tensor,
+        key: Tensor,
+        decay: Tensor,
+        rate: Tensor | None = None,
+    ) -> Tensor:
+        """Return what tokens give, (n_tokens, heads, value_dim)."""
+        form, factor, skip = operation
+        first, each, positions = tokens
+        result: Tensor = _recur(
+            states, positions, value, query, key, decay, rate, factor, skip, first, each,
+            form.decay, form.is_delta, form.is_normalised, form.scale,
+        )  # fmt: skip
+        return result
+
+
+@torch.library.custom_op("tandem::convolve", mutates_args=("states",))
+def _convolve(
+    states: Tensor,
+    positions: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    has_silu: bool,
+    first_slot: int,
+    num_each: int,
+) -> Tensor:
+    """Convolve (slots * tokens, channels) and keep the last inputs."""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    channels, width = weight.shape
+    blocks, num_slots = -(-channels // _BLOCK_CHANNELS), len(positions)
+    sizes = {"channels": channels, "width": width, "block_channels": _BLOCK_CHANNELS}
+    recurrent.convolve_tokens[blocks, -(-num_each // _BLOCK_TOKENS), num_slots](
+        x, weight, x if bias is None else bias, states, positions, out, first_slot, num_each,
+        x.stride(0), **sizes, has_bias=bias is not None, has_silu=has_silu,
+        block_tokens=_BLOCK_TOKENS, num_warps=_BLOCK_CHANNELS // 32,
+    )  # fmt: skip
+    recurrent.keep_inputs[blocks, num_slots](
+        x, states, positions, first_slot, num_each, x.stride(0), **sizes,
+        num_warps=_BLOCK_CHANNELS // 32,
+    )  # fmt: skip
+    return out
+
+
+@torch.library.custom_op("tandem::recur", mutates_args=("states",))
+def _recur(
+    states: Tensor,
+    positions: Tensor,
+    value: Tensor,
+    query: Tensor,
+    key: Tensor,
+    decay: Tensor,
+    rate: Tensor | None,
+    factor: Tensor | None,
+    skip: Tensor | None,
+    first_slot: int,
+    num_each: int,
+    decay_kind: str,
+    is_delta: bool,
+    is_normalised: bool,
+    scale: float,
+) -> Tensor:
+    """Go on from the slots' states by (slots * tokens) tokens."""
+    value, query, key = (x if x.stride(2) == 1 else x.contiguous() for x in (value, query, key))
+    decay, rate = decay.contiguous(), None if rate is None else rate.contiguous()
+    out = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+    _, num_heads, key_dim, value_dim = states.shape
+    width, values = _tile(key_dim, value_dim)
+    recurrent.recur_tokens[-(-value_dim // values), num_heads, len(positions)](
+        value, query, key, decay, value if rate is None else rate,
+        value if factor is None else factor, value if skip is None else skip,
+        states, positions, out, first_slot, num_each, value.stride(0), value.stride(1),
+        query.stride(0), query.stride(1), key.stride(0), key.stride(1),
+        num_heads=num_heads, num_key_heads=key.shape[1], key_dim=key_dim, value_dim=value_dim,
+        decay_kind=decay_kind, is_delta=is_delta, is_normalised=is_normalised, scale=scale,
+        has_rate=rate is not None, has_skip=skip is not None, key_width=width,
+        block_values=values, num_warps=max(1, width * values // _WARP_ELEMENTS),
+    )  # fmt: skip
+    return out
+
+
+def _tile(key_dim: int, value_dim: int) -> tuple[int, int]:
+    """Return how many keys and values of a state a program holds: powers of two."""
+    width = _power_of_two(key_dim)
+    most = min(_MOST_VALUES, max(_LEAST_VALUES, _WARP_ELEMENTS // width))
+    return width, min(most, _power_of_two(value_dim))
+
+
+def _power_of_two(count: int) -> int:
+    return max(_LEAST_VALUES, 1 << (count - 1).bit_length())
