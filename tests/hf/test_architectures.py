@@ -24,6 +24,7 @@ from tests.architectures import (
     takes_cache,
     tiny_inputs,
 )
+from tests.decode.test_cuda_architectures import steps_on_gpu
 from tests.generate.test_architectures import NOT_TOKEN_BY_TOKEN, WHY_PADDED
 from tests.hf import models_document
 from tests.hf.models_document import ModelsDocument
@@ -82,7 +83,8 @@ def describe(name: str, model: Any) -> str:
     words += [] if experts.is_concatenated else ["interleaved"]
     words += ["post-norm"] if getattr(experts, "has_post_expert_norm", False) else []
     steps = "prompt, decode" if takes_cache(model) else "prompt (no cache)"
-    return f"{type(model).__name__} | {', '.join(words)} | {steps} | {decode_step(name)}"
+    cells = [type(model).__name__, ", ".join(words), steps, decode_step(name), steps_on_gpu(name)]
+    return " | ".join(cells)
 
 
 def decode_step(name: str) -> str:

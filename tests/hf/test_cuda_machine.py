@@ -29,7 +29,7 @@ from tandem.hf.machine import cuda as cuda_machine
 from tandem.hf.machine.cuda import (
     compiled_kernels,
     device_parts,
-    kv_bytes_per_token,
+    kv_bytes,
     require_on_one_gpu,
 )
 from tandem.hf.machine.parts import DeviceParts, ObservedModel, observe
@@ -99,9 +99,9 @@ def test_the_profile_is_measured_once_and_memory_is_shared_out(
     assert profile.gpu == "lazy"
     assert len(shape.gpu_seconds) == len(shape.tokens)
     assert [path.name for path in tmp_path.rglob("gpu-*.json")]
-    kv_bytes = 4096 * kv_bytes_per_token(model)
-    assert kv_bytes > 0
-    assert made.reserved_bytes > kv_bytes
+    of_sequence = kv_bytes(model, 4096)
+    assert of_sequence > 0
+    assert made.reserved_bytes > of_sequence
     slots = count_slots(
         made.share,
         streams.memory(),

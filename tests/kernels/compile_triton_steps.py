@@ -14,9 +14,12 @@ import torch
 from tandem.devices.cuda import handing
 from tandem.kernels.attention import AttentionForm
 from tandem.kernels.dense import pack_dense
+from tandem.kernels.device_states import SlotTokens
 from tandem.kernels.formats.weight_format import find_format
-from tandem.triton_kernels import attention, dense, hand_over, operations, small
+from tandem.kernels.recurrent import Convolution, Recurrence, RecurrenceForm
+from tandem.triton_kernels import attention, dense, hand_over, operations, recurrent, small
 from tandem.triton_kernels.decode_attention import DecodeAttention
+from tandem.triton_kernels.states import TritonStates
 from tests.kernels.compile_triton import (
     Launch,
     compiled,
@@ -29,6 +32,7 @@ KERNELS = (
     (attention, ("store_token", "attend_parts", "join_parts")),
     (small, ("norm_rows", "add_and_norm_rows", "rotate_heads", "choose_experts")),
     (hand_over, ("publish", "wait_for", "combine")),
+    (recurrent, ("convolve_tokens", "keep_inputs", "recur_tokens")),
 )
 # Heads, KV heads, key and value dimensions, what lies in memory, dtype, window, sinks: as models
 # have them; of latents the values are a part of the keys.
@@ -84,6 +88,39 @@ def small_launches(hidden_size: int, head_dim: int, num_experts: int, top_k: int
     return launches
 
 
+# As Qwen3.6, Kimi-Linear, Nemotron-H, Jamba and MiniMax have them; the widest keys there are.
+STATES = (
+    RecurrenceForm(32, 16, 128, 128, "head", is_delta=True, is_normalised=True, scale=0.1),
+    RecurrenceForm(32, 32, 128, 128, "key", is_delta=True, is_normalised=True, scale=0.1),
+    RecurrenceForm(64, 8, 128, 64, "head"),
+    RecurrenceForm(1, 1, 16, 8192, "pair"),
+    RecurrenceForm(64, 64, 96, 96, "head"),
+    RecurrenceForm(8, 8, 512, 512, "key", is_delta=True),
+)
+
+
+def state_launches(form: RecurrenceForm) -> list[Launch]:
+    """Return what a recurrence and a convolution of two slots launch."""
+    launches, kernels = noted_launches_of(KERNELS), TritonStates()
+    tokens = SlotTokens(0, 1, torch.zeros(2, dtype=torch.int64))
+    is_pair = form.decay == "pair"
+    dtype = torch.float32 if is_pair else torch.bfloat16
+    value = torch.zeros(2, form.num_heads, form.value_dim, dtype=dtype)
+    query = torch.zeros(2, form.num_key_heads, form.key_dim, dtype=dtype)
+    factor = torch.zeros(form.value_dim, form.key_dim) if is_pair else None
+    skip = None if is_pair or form.is_delta else torch.zeros(form.num_heads, form.value_dim)
+    states = torch.zeros(2, form.num_heads, form.key_dim, form.value_dim)
+    decay, rate = torch.zeros(2, form.value_dim), value[:, :, 0]
+    kernels.recur(
+        Recurrence(form, factor, skip), states, tokens, value, query, query, decay,
+        None if is_pair else rate,
+    )  # fmt: skip
+    x = torch.zeros(40, 8192, dtype=torch.bfloat16)
+    convolution = Convolution(torch.zeros(8192, 4), None, has_silu=True)
+    kernels.convolve(convolution, torch.zeros(2, 3, 8192), tokens._replace(num_each=20), x)
+    return launches
+
+
 SMALL = ((2048, 128, 128, 8), (2880, 64, 32, 4), (7168, 256, 512, 10), (2816, 256, 128, 8))
 
 
@@ -133,6 +170,7 @@ def main() -> None:
     steps += [
         (f"{f}, {n} rows", dense_launches(f, n)) for f in ("int8", "int4") for n in (1, 8, 40)
     ]
+    steps += [(str(form), state_launches(form)) for form in STATES]
     steps += [(f"{rows} rows", hand_over_launches(rows, 8, 2048)) for rows in (1, 8)]
     found: list[dict[str, Any]] = [
         result_of(case, launch, capabilities[number % len(capabilities)])

@@ -47,9 +47,7 @@ class Plan:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of the checkpoints of states at the context; there are none on a GPU."""
-        if self.is_dense_on_gpu:
-            return 0
+        """Bytes of the checkpoints of states at the context, wherever the states are."""
         free = self.available_bytes - (self.load_bytes - self.process_bytes)
         return checkpoint_bytes(self.sizes.state_bytes, self.context_tokens, free)
 
@@ -68,10 +66,10 @@ class Plan:
     @property
     def host_bytes(self) -> int:
         """Host memory with a full context."""
-        if self.is_dense_on_gpu:
-            return self.load_bytes + self.workspace_bytes
-        held = self.kv_cache_bytes + self.sizes.state_bytes + self.checkpoint_bytes
-        return self.load_bytes + held + self.workspace_bytes
+        held = self.load_bytes + self.checkpoint_bytes + self.workspace_bytes
+        if not self.is_dense_on_gpu:
+            held += self.kv_cache_bytes + self.sizes.state_bytes
+        return held
 
     @property
     def is_dense_on_gpu(self) -> bool:

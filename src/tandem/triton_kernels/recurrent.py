@@ -31,6 +31,25 @@ def _input(
     return given + tl.load(state + (at + width - 1) * channels, mask=is_kept, other=0.0)
 
 
+@triton.jit
+def _keep(
+    x: tensor,
+    state: tensor,
+    num_tokens: tensor,
+    token_stride: tensor,
+    position: tensor,
+    mask: tensor,
+    channels: constexpr,
+    width: constexpr,
+) -> None:
+    """Keep the last inputs of some channels, once their convolution is done."""
+    for i in tl.static_range(width - 1):
+        at = num_tokens + (i + 1 - width)
+        new = _input(x, state, at, token_stride, position, mask, channels, width)
+        tl.debug_barrier()  # an input is read from a later row than it is written to
+        tl.store(state + i * channels, new, mask=mask & (position >= 0))
+
+
 @triton.jit(do_not_specialize=(*_SLOTS, "token_stride"))
 def convolve_tokens(
     x: tensor,
@@ -48,11 +67,13 @@ def convolve_tokens(
     has_silu: constexpr,
     block_channels: constexpr,
     block_tokens: constexpr,
+    keeps: constexpr,
 ) -> None:
     """Write the convolution of each channel: out (slots * tokens, channels).
 
-    `weight` is (width, channels), `states` (slots, width - 1, channels). A program is (block of
-    channels, block of tokens, slot).
+    With `keeps` a slot's tokens are one block, and its last inputs are kept too. `weight` is
+    (width, channels), `states` (slots, width - 1, channels). A program is (block of channels,
+    block of tokens, slot).
     """
     channel = tl.program_id(0) * block_channels + tl.arange(0, block_channels)
     row = tl.program_id(2).to(tl.int64)
@@ -75,6 +96,8 @@ def convolve_tokens(
             total = total.to(dtype).to(tl.float32)
             total = total / (1.0 + tl.exp(-total))
         tl.store(out + t * channels, total.to(dtype), mask=mask)
+    if keeps:
+        _keep(x, state, num_tokens, token_stride, position, mask, channels, width)
 
 
 @triton.jit(do_not_specialize=(*_SLOTS, "token_stride"))
@@ -89,7 +112,7 @@ def keep_inputs(
     width: constexpr,
     block_channels: constexpr,
 ) -> None:
-    """Keep the last inputs of each slot, once their convolution is done.
+    """Keep the last inputs of each slot, whose convolution is done.
 
     A program is (block of channels, slot).
     """
@@ -98,11 +121,7 @@ def keep_inputs(
     mask, position = channel < channels, tl.load(positions + row)
     state = states + (first_slot + row) * (width - 1) * channels + channel
     x += row * num_tokens * token_stride + channel
-    for i in tl.static_range(width - 1):
-        at = num_tokens + (i + 1 - width)
-        new = _input(x, state, at, token_stride, position, mask, channels, width)
-        tl.debug_barrier()  # an input is read from a later row than it is written to
-        tl.store(state + i * channels, new, mask=mask & (position >= 0))
+    _keep(x, state, num_tokens, token_stride, position, mask, channels, width)
 
 
 @triton.jit

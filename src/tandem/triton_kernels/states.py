@@ -66,15 +66,17 @@ def _convolve(
     channels, width = weight.shape
     blocks, num_slots = -(-channels // _BLOCK_CHANNELS), len(positions)
     sizes = {"channels": channels, "width": width, "block_channels": _BLOCK_CHANNELS}
-    recurrent.convolve_tokens[blocks, -(-num_each // _BLOCK_TOKENS), num_slots](
+    token_blocks = -(-num_each // _BLOCK_TOKENS)
+    recurrent.convolve_tokens[blocks, token_blocks, num_slots](
         x, weight, x if bias is None else bias, states, positions, out, first_slot, num_each,
         x.stride(0), **sizes, has_bias=bias is not None, has_silu=has_silu,
-        block_tokens=_BLOCK_TOKENS, num_warps=_BLOCK_CHANNELS // 32,
+        block_tokens=_BLOCK_TOKENS, keeps=token_blocks == 1, num_warps=_BLOCK_CHANNELS // 32,
     )  # fmt: skip
-    recurrent.keep_inputs[blocks, num_slots](
-        x, states, positions, first_slot, num_each, x.stride(0), **sizes,
-        num_warps=_BLOCK_CHANNELS // 32,
-    )  # fmt: skip
+    if token_blocks > 1:
+        recurrent.keep_inputs[blocks, num_slots](
+            x, states, positions, first_slot, num_each, x.stride(0), **sizes,
+            num_warps=_BLOCK_CHANNELS // 32,
+        )  # fmt: skip
     return out
 
 

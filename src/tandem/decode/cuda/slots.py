@@ -345,17 +345,15 @@ def why_no_cuda_slots(model: PreTrainedModel) -> str | None:
     return why_other_logits(model, lambda num_slots: CudaSlotPool(model, num_slots))
 
 
-def slot_bytes_per_token(model: PreTrainedModel, prompt: Sequence[int]) -> int | None:
-    """Return what a token takes in a slot, found with a prompt; None for a model without slots.
-
-    States are of no token: see `slot_state_bytes`.
-    """
+def slot_bytes(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int) -> int | None:
+    """Return what a slot of so many tokens takes, found with a prompt; None: there are no slots."""
     try:
         pool = CudaSlotPool(model, 1)
         pool.prefill({0: prompt})
     except NotInSlotsError:
         return None
-    return pool.cache.kv_bytes // pool.cache.capacity
+    cache = pool.cache
+    return cache.kv_bytes // cache.capacity * num_tokens + cache.states.step_bytes
 
 
 def _nothing() -> None:

@@ -184,7 +184,7 @@ def _share(observed: ObservedModel, streams: Streams) -> tuple[MemoryShare, int]
         share = MemoryShare(num_bytes=taken + budget_bytes(share, memory))
     budget = budget_bytes(share, memory)
     streams.limit(budget)
-    return share, taken + workspace + KV_TOKENS * kv_bytes_per_token(model)
+    return share, taken + workspace + kv_bytes(model, KV_TOKENS)
 
 
 def workspace_bytes(store: HostStore, call: ExpertsCall, num_tokens: int) -> int:
@@ -195,11 +195,11 @@ def workspace_bytes(store: HostStore, call: ExpertsCall, num_tokens: int) -> int
     return rows + num_tokens * call.hidden_size * (4 + itemsize)
 
 
-def kv_bytes_per_token(model: PreTrainedModel) -> int:
-    """Return what a token takes in the KV cache of decode steps, or else in the model's own one."""
-    from tandem.decode.cuda.slots import slot_bytes_per_token
+def kv_bytes(model: PreTrainedModel, num_tokens: int) -> int:
+    """Return what one sequence takes in the slots of decode steps, or else in the model's cache."""
+    from tandem.decode.cuda.slots import slot_bytes
 
-    in_slots = slot_bytes_per_token(model, warm_up_ids(model, 1).tolist())
+    in_slots = slot_bytes(model, warm_up_ids(model, 1).tolist(), num_tokens)
     if in_slots is not None:
         return in_slots
     ids = torch.arange(_KV_SAMPLE_TOKENS, device=model.device)[None] + 11
@@ -209,7 +209,7 @@ def kv_bytes_per_token(model: PreTrainedModel) -> int:
     layers = getattr(cache, "layers", ())
     tensors = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
     num_bytes = sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
-    return -(-num_bytes // _KV_SAMPLE_TOKENS)
+    return -(-num_bytes * num_tokens // _KV_SAMPLE_TOKENS)
 
 
 def _profile(

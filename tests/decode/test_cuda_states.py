@@ -1,0 +1,170 @@
+"""Models with states in slots on a GPU: what Transformers' own caches give, on the CPU twin."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.core.errors import CapacityError
+from tandem.decode.cuda.attention import state_kernels
+from tandem.decode.cuda.slots import CudaSlotPool, why_no_cuda_slots
+from tandem.decode.padded import PaddedBatch
+from tests.architectures import build_tiny_model
+from tests.decode.test_states import LONG, close
+from tests.decode.twin_capture import TwinCapture
+from tests.decode.whole_pool import WholePool
+from tests.kernels.interpreter import interpreted
+
+# The gated delta rule, Kimi's, both Mambas, convolutions alone, lightning attention, ZAYA's.
+NAMES = [
+    "qwen3_5_moe", "qwen3_next", "kimi_linear", "nemotron_h", "granitemoehybrid", "jamba",
+    "lfm2_moe", "bailing_hybrid", "minimax", "zaya",
+]  # fmt: skip
+PROMPTS = [[40, 41, 42, 43, 44], [50], LONG[:20]]
+
+
+@pytest.fixture(scope="module")
+def find_kernels() -> Iterator[Any]:
+    pytest.importorskip("triton")
+    with interpreted():
+        from tandem.triton_kernels.decode_attention import DecodeAttention
+
+        yield lambda device: DecodeAttention(1)
+
+
+def require_alike(model: Any, prompts: list[list[int]], **options: Any) -> None:
+    """Compare prompts and captured steps with Transformers' own caches."""
+    pool = CudaSlotPool(model, len(prompts), make_capture=TwinCapture, **options)
+    rows, padded = WholePool(pool, prompts), PaddedBatch(model, prompts, 0)
+    close(rows.prefill(), padded.prefill())
+    for step in range(6):
+        tokens = [60 + step + 10 * slot for slot in range(len(prompts))]
+        close(rows.decode(tokens), padded.decode(tokens))
+    assert rows.step.is_replaying, rows.step.why_not
+
+
+@pytest.mark.seam
+@pytest.mark.parametrize("name", NAMES)
+def test_prompts_and_steps_are_the_models(name: str) -> None:
+    model: Any = build_tiny_model(name)
+    require_alike(model, PROMPTS)
+    assert why_no_cuda_slots(model) is None
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_moe", "lfm2_moe", "jamba"])
+def test_so_they_are_by_the_kernels(
+    name: str, find_kernels: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention stays in torch for all but one: its kernels have tests of their own."""
+    model: Any = build_tiny_model(name)
+    if name == "qwen3_5_moe":
+        require_alike(model, [[40, 41, 42]], find_kernels=find_kernels)
+        return
+    states = state_kernels(find_kernels(model.device))
+    monkeypatch.setattr("tandem.decode.cuda.slots.state_kernels", lambda kernels: states)
+    require_alike(model, [[40, 41], [50]])
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_moe", "jamba"])
+def test_slots_are_stepped_in_any_company(name: str) -> None:
+    """The same tokens as alone; slots without a token in a step stay where they are."""
+    model: Any = build_tiny_model(name)
+    texts = {0: [40, 41, 42], 1: [60] * 5, 3: LONG[:70]}
+    alone = {slot: CudaSlotPool(model, 1) for slot in texts}
+    pool = CudaSlotPool(model, 4, make_capture=TwinCapture)
+    for slot, text in texts.items():
+        close(pool.prefill({slot: text}), alone[slot].prefill({0: text}))
+    for turn, company in enumerate([(0,), (0, 1), (0, 1, 3), (3,), (1, 3)] * 5):
+        logits = pool.decode({slot: 40 + (turn + slot) % 50 for slot in company})
+        for slot, ours in zip(company, logits, strict=True):
+            close(ours[None], alone[slot].decode({0: 40 + (turn + slot) % 50}))
+    assert {key[0] for key, step in pool._steps.items() if step.replayed.is_replaying} == {1, 2, 4}
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_moe", "nemotron_h", "lfm2_moe"])
+def test_a_slot_goes_back_to_a_checkpoint(name: str) -> None:
+    model: Any = build_tiny_model(name)
+    pool, fresh = (CudaSlotPool(model, 2, make_capture=TwinCapture) for _ in range(2))
+    for part in (LONG[:120], LONG[120:]):  # a prompt in parts
+        logits = pool.prefill({0: part})
+    close(logits, fresh.prefill({1: LONG}))
+    for i in range(3):
+        pool.decode({0: 60 + i})
+    found = [pool.usable(0, n) for n in (203, 202, 192, 191, 112, 111)]
+    assert found == [203, 192, 192, 112, 112, 0]
+    pool.copy(0, 1, 192)
+    pool.keep(0, 112)
+    expected = fresh.prefill({0: [*LONG[:112], 33, 34]})
+    close(pool.prefill({0: [33, 34]}), expected)
+    close(pool.decode({0: 77}), fresh.decode({0: 77}))
+    fresh.keep(0, 0)
+    close(pool.prefill({1: [33]}), fresh.prefill({0: [*LONG[:192], 33]}))
+    pool.copy(1, 0, 193)  # states as they are, without a checkpoint
+    close(pool.decode({0: 77}), fresh.decode({0: 77}))
+    pool.keep(0, 0)  # and begins anew with zeros
+    fresh.keep(0, 0)
+    close(pool.prefill({0: LONG[:9]}), fresh.prefill({0: LONG[:9]}))
+
+
+def test_a_step_that_breaks_off_goes_back_to_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = build_tiny_model("qwen3_5_moe")
+    pool = CudaSlotPool(model, 2)
+    expected = pool.prefill({0: LONG[:120]})
+    with monkeypatch.context() as patch:
+        patch.setattr(pool.cache, "commit", lambda: 1 / 0)  # the states have moved on
+        with pytest.raises(ZeroDivisionError):
+            pool.decode({0: 60})
+    assert pool.held(0) == LONG[:112]
+    close(pool.prefill({0: LONG[112:120]}), expected)
+
+
+def test_a_step_without_memory_is_repeated_from_where_it_began(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model: Any = build_tiny_model("qwen3_5_moe")
+    pool, fresh = CudaSlotPool(model, 1, make_capture=TwinCapture), CudaSlotPool(model, 1)
+    for one in (pool, fresh):
+        one.prefill({0: LONG[:120]})
+    commit, room = pool._model.logits, [1]
+
+    def scarce(*args: Any, **options: Any) -> torch.Tensor:
+        result: torch.Tensor = commit(*args, **options)
+        if room:
+            room.pop()
+            raise torch.OutOfMemoryError("made up")
+        return result
+
+    monkeypatch.setattr(pool, "_make_room", lambda: True)
+    monkeypatch.setattr(pool._model, "logits", scarce)
+    close(pool.prefill({0: [33, 34]}), fresh.prefill({0: [33, 34]}))
+    room.append(1)
+    while not pool.step.is_replaying:
+        close(pool.decode({0: 60}), fresh.decode({0: 60}))
+    # A replayed step cannot be repeated: the request is lost, the slot goes back.
+    monkeypatch.setattr(pool.step.recording, "run", lambda: scarce_run())
+
+    def scarce_run() -> torch.Tensor:
+        raise torch.OutOfMemoryError("made up")
+
+    with pytest.raises(CapacityError, match="no memory left"):
+        pool.decode({0: 60})
+    assert pool.held(0) == LONG[:112]
+
+
+def test_memory_counts_states_and_their_checkpoints() -> None:
+    model: Any = build_tiny_model("qwen3_5_moe")
+    pool = CudaSlotPool(model, 2)
+    pool.prefill({0: LONG[:5]})
+    states = pool.cache.states
+    assert states.num_bytes == 2 * states.step_bytes > 0
+    assert pool.num_bytes == pool.cache.kv_bytes + states.num_bytes
+    pool.keep(0, 0)
+    pool.prefill({0: LONG})
+    assert states.num_bytes == 4 * states.step_bytes  # at 192 and 72 tokens
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    model: Any = build_tiny_model("qwen3_5_moe").to(dtype)
+    assert why_no_cuda_slots(model) is None
