@@ -16,7 +16,10 @@ ELSEWHERE = {
     ("cli/parser.py", "_actions"),
     # Triton's interpreter takes its fast way for these functions alone; a kernel cannot import them
     *product(
-        (f"triton_kernels/{name}.py" for name in ("attention", "hand_over", "small", "vector")),
+        (
+            f"triton_kernels/{name}.py"
+            for name in ("attention", "hand_over", "recurrent", "small", "vector")
+        ),
         ("_sum_combine", "_elementwise_max", "_elementwise_min"),
     ),
 }
