@@ -83,7 +83,7 @@ MACHINES = [name for name in profile_names() if name not in ("desktop-24gb", "dd
 
 @pytest.mark.parametrize("hardware", MACHINES)
 def test_never_slower_than_lru_that_inserts_every_miss(trace: RoutingTrace, hardware: str) -> None:
-    given = conditions(hardware, limit=1000, compare_every=0)
+    given = conditions(hardware, limit=400, compare_every=0)
     ours = run_timed(trace, PlannerSettings(), given).decode_tokens_per_second()
     assert ours >= run_timed(trace, LRU, given).decode_tokens_per_second()
 
@@ -93,7 +93,7 @@ def test_never_slower_than_lru_that_inserts_every_miss(trace: RoutingTrace, hard
 def test_prefetch_is_never_slower_than_none(
     trace: RoutingTrace, hardware: str, gpu_experts: float
 ) -> None:
-    given = conditions(hardware, gpu_experts=gpu_experts, limit=300, compare_every=0)
+    given = conditions(hardware, gpu_experts=gpu_experts, limit=200, compare_every=0)
     without = run_timed(trace, PlannerSettings(), given).decode_tokens_per_second()
     assert run_timed(trace, TANDEM, given).decode_tokens_per_second() >= without * (1 - 1e-6)
 
