@@ -23,12 +23,12 @@ from triton.compiler import ASTSource
 
 from tandem.kernels.formats import ExpertLayout, find_format
 from tandem.kernels.native import ActivationKind, NativeActivation
-from tandem.triton_kernels import combine, experts, matrix, vector
+from tandem.triton_kernels import combine, experts, linear, matrix, vector
 from tandem.triton_kernels.rows import row_table
 
 _POINTERS = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32",
-    torch.int32: "*i32", torch.int64: "*i64",
+    torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8",
 }  # fmt: skip
 _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -62,6 +62,7 @@ def noted_launches() -> list[Launch]:
             (vector, ("vector_up", "vector_down")),
             (matrix, ("matrix_up", "matrix_down")),
             (combine, ("add_rows",)),
+            (linear, ("few_rows", "many_rows")),
         )
     )
 
@@ -120,18 +121,19 @@ def compiled(launch: Launch, capability: int) -> Any:
     constants = {k: v for k, v in launch.constants.items() if k not in _OPTIONS}
     constants |= {n: None for n, a in zip(names, launch.args, strict=False) if a is None}
     signature = {
-        name: "i64" if isinstance(a, int) else _POINTERS[a.dtype]
+        name: ("i32" if a < 1 << 31 else "i64") if isinstance(a, int) else _POINTERS[a.dtype]
         for name, a in zip(names, launch.args, strict=False)
         if a is not None
     }
     signature |= dict.fromkeys(constants, "constexpr")
-    # What the launcher finds by itself: tensors start at multiples of 16 bytes. Of some it is not
-    # to look.
+    # What the launcher finds by itself: tensors start at multiples of 16 bytes, numbers may be
+    # multiples of 16. Of some it is not to look.
     aligned = {
         (place,): [["tt.divisibility", 16]]
         for place, argument in enumerate(launch.args)
-        if isinstance(argument, Tensor)
+        if (isinstance(argument, Tensor) or (isinstance(argument, int) and argument % 16 == 0))
         and not launch.kernel.params[place].do_not_specialize_on_alignment
+        and not launch.kernel.params[place].do_not_specialize
     }
     source = ASTSource(launch.kernel, signature, constants, aligned)
     options = {k: v for k, v in launch.constants.items() if k in _OPTIONS}

@@ -168,7 +168,7 @@ def main() -> None:
     steps = [(str(case), launches_of(case)) for case in CASES]
     steps += [(str(case), small_launches(*case)) for case in SMALL]
     steps += [
-        (f"{f}, {n} rows", dense_launches(f, n)) for f in ("int8", "int4") for n in (1, 8, 40)
+        (f"{f}, {n} rows", dense_launches(f, n)) for f in ("int8", "q6_k") for n in (1, 8, 40)
     ]
     steps += [(str(form), state_launches(form)) for form in STATES]
     steps += [(f"{rows} rows", hand_over_launches(rows, 8, 2048)) for rows in (1, 8)]

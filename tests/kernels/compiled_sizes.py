@@ -13,7 +13,7 @@ from typing import Any
 from tests.kernels.compile_triton import CASES
 from tests.kernels.test_triton import SHARED_KIB
 
-GPUS = (80, 86, 89, 90, 120)
+GPUS = (75, 80, 86, 89, 90, 120)
 
 
 def compiled(*arguments: object) -> list[dict[str, Any]]:

@@ -8,15 +8,17 @@ each key that Triton's own launcher makes of the arguments: constants, dtypes, a
 
 import functools
 import json
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from tandem.devices.cuda.kernels import TritonKernels
+from tandem.devices.cuda.linear import DeviceLinear, linear_compilations
 from tandem.experts.execution.batch import CallSide
 from tandem.experts.execution.layer_call import LayerCall
 from tandem.experts.execution.routing import Routing, SumRows
@@ -27,6 +29,7 @@ from tests.kernels.compile_triton import Launch, noted_launches
 
 GEOMETRY = Geometry(1, 16, 2)
 PROMPTS = (1, 3, 6, 9, 13, 17, 25, 33, 50, 65, 90, 129, 150, 200, 257, 400, 700, 1000, 1800, 2048)
+SHAPES = ((2048, 4096), (2048, 512), (4096, 2048), (2048, 151936))  # of linear layers
 BACKEND = make_backend(GPUTarget("cuda", 90, 32))
 
 
@@ -50,15 +53,31 @@ class _Slots(NamedTuple):
         raise AssertionError("variants are counted without their experts' memory")
 
 
+def linear_layers(formats: Sequence[str]) -> list[DeviceLinear]:
+    """Return packed linear layers of some formats, each with layers of several shapes."""
+    from tandem.triton_kernels.dense import DeviceWeight
+
+    image = torch.zeros(1, dtype=torch.uint8)
+    return [
+        DeviceLinear(DeviceWeight(image, name, *shape, has_bias=False), torch.bfloat16)
+        for name in formats
+        for shape in SHAPES
+    ]
+
+
 def on_device(table: Tensor) -> Tensor:
     """Return a copy that is aligned as torch's memory on a GPU is."""
     return torch.empty_like(table).copy_(table)
 
 
-def run_prompt(kernels: TritonKernels, store: HostStore, num_tokens: int) -> None:
+def run_prompt(
+    kernels: TritonKernels, store: HostStore, layers: list[DeviceLinear], num_tokens: int
+) -> None:
     """Launch the batches of a prompt and of six tokens after it: all experts, halves, single."""
     generator = torch.Generator().manual_seed(num_tokens)
     for count in (num_tokens, 1, 2, 3, 5, 8):
+        for layer in layers:
+            layer(torch.zeros(1, count, layer.in_features, dtype=torch.bfloat16))
         hidden, index, weights = route(count, generator, GEOMETRY)
         routing = Routing(index, GEOMETRY.num_experts)
         order = routing.experts
@@ -81,23 +100,28 @@ def _prepare_sum(kernels: TritonKernels, row_of: Tensor, weights: Tensor) -> Sum
     return sum_rows
 
 
-def main() -> None:
-    """Print how many kernels loading compiles, and how many the prompts need beside them."""
+def counts(launches: list[Launch], formats: Sequence[str]) -> dict[str, int]:
+    """Return how many kernels loading compiles, and how many the prompts need beside them."""
     from tandem.triton_kernels.experts import TritonExperts
 
-    launches, kernels = noted_launches(), TritonKernels(TritonExperts())
-    store = make_store(GEOMETRY)
-    at_load = kernels.compilations(
-        [(store[0], FUNCTIONS)] * 3, torch.bfloat16, GEOMETRY.top_k, torch.device("cpu")
-    )
-    for compile_one in at_load:
+    kernels, store, cpu = TritonKernels(TritonExperts()), make_store(GEOMETRY), torch.device("cpu")
+    layers = linear_layers(formats)
+    at_load = kernels.compilations([(store[0], FUNCTIONS)] * 3, torch.bfloat16, GEOMETRY.top_k, cpu)
+    launches.clear()
+    for compile_one in (*at_load, *linear_compilations(nn.ModuleList(layers), cpu)):
         compile_one()
     loaded = {key(launch) for launch in launches}
     launches.clear()
     for num_tokens in PROMPTS:
-        run_prompt(kernels, store, num_tokens)
+        run_prompt(kernels, store, layers, num_tokens)
     met = {key(launch) for launch in launches}
-    print(json.dumps([{"loaded": len(loaded), "met": len(met), "later": len(met - loaded)}]))
+    return {"loaded": len(loaded), "met": len(met), "later": len(met - loaded)}
+
+
+def main() -> None:
+    """Print the counts without packed linear layers, with one format of them, and with two."""
+    launches = noted_launches()
+    print(json.dumps([counts(launches, f) for f in ((), ("int4",), ("q4_k", "q6_k"))]))
 
 
 if __name__ == "__main__":

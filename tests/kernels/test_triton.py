@@ -132,11 +132,14 @@ def test_the_compiler_takes_the_kernels_for_every_supported_gpu() -> None:
 
 
 def test_all_kernels_of_a_model_are_compiled_when_it_is_loaded_and_are_few() -> None:
-    """Six prompts with steps after them: tables lie anywhere, and no kernel is compiled for it."""
-    (counts,) = compiler_says("tests.kernels.count_variants")
-    assert counts["met"] > 12
-    assert counts["loaded"] <= 20
-    assert counts["later"] == 0
+    """Twenty prompts with steps after them: no kernel is compiled for their lengths or tables."""
+    experts, one, two = compiler_says("tests.kernels.count_variants")
+    for counts in (experts, one, two):
+        assert counts["met"] > 10
+        assert counts["later"] == 0
+    assert experts["loaded"] <= 14
+    assert one["loaded"] <= 20  # with packed linear layers of one format, whatever their shapes
+    assert two["loaded"] <= 26
 
 
 @pytest.fixture(scope="module")

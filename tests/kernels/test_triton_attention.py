@@ -171,5 +171,5 @@ def test_the_compiler_takes_the_kernels_for_every_gpu_with_matrix_units() -> Non
         assert result["shared_bytes"] <= SHARED_KIB[result["sm"]] * 1024, result
         assert result["spilled_bytes"] == 0, result
         assert (result["matrix_units"] > 0) == (
-            result["kernel"] in ("attend_parts", "matrix_down") and "float32" not in result["case"]
+            result["kernel"] in ("attend_parts", "many_rows") and "float32" not in result["case"]
         ), result

@@ -1,7 +1,7 @@
-"""One packed matrix on a GPU: nn.Linear's product, few or many rows, on the experts' kernels."""
+"""One packed matrix on a GPU: nn.Linear's product, by kernels that layers of a format share."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,9 +14,10 @@ from tandem.kernels.formats.weight_format import (
     WeightFormat,
     find_format,
 )
-from tandem.triton_kernels.experts import TritonExperts
-from tandem.triton_kernels.packed import Packed, packed_matrix
-from tandem.triton_kernels.rows import MAX_VECTOR_TOKENS, TILE_ROWS, GroupedRows
+from tandem.triton_kernels import linear
+from tandem.triton_kernels.experts import DEFAULT_TILINGS, VECTOR_LANES, table_on
+from tandem.triton_kernels.packed import Packed, packed_as
+from tandem.triton_kernels.rows import block_rows, vector_tokens
 
 _MATRIX_UNITS = (8, 0)  # the capability from which on Triton can use them
 
@@ -25,7 +26,6 @@ class DeviceWeight(NamedTuple):
     """A packed weight in the memory of a device."""
 
     image: Tensor  # (n,) uint8: codes, scales, the bias in fp32
-    address: Tensor  # (1,) int64, on the device too: where the image is
     format: str
     in_features: int
     out_features: int
@@ -43,9 +43,8 @@ def bring(weight: DenseWeight, device: torch.device) -> DeviceWeight:
         if part is not None:
             host[offset : offset + part.nbytes] = part.view(torch.uint8)
     image = host.to(device)
-    address = torch.tensor([image.data_ptr()], device=device)
     shape = matrix.cols, matrix.rows
-    return DeviceWeight(image, address, matrix.format.name, *shape, has_bias=bias is not None)
+    return DeviceWeight(image, matrix.format.name, *shape, has_bias=bias is not None)
 
 
 def fetch(weight: DeviceWeight) -> DenseWeight:
@@ -72,7 +71,6 @@ def multiply(x: Tensor, weight: DeviceWeight) -> Tensor:
 def _packed_linear(
     x: Tensor,
     image: Tensor,
-    address: Tensor,
     format_name: str,
     in_features: int,
     out_features: int,
@@ -81,24 +79,32 @@ def _packed_linear(
     """Multiply rows (n, in_features); one operation of torch, so that recordings see it."""
     out = torch.empty(len(x), out_features, dtype=x.dtype, device=x.device)
     if len(x):
-        packed = _matrix(format_name, in_features, out_features, has_bias)
-        begin, tile_expert, tile_first, block = _tables(len(x), x.device)
-        rows = GroupedRows(address, begin, begin, tile_expert, tile_first, len(x), block)
-        _experts(x.device).multiply(packed, rows, x, out)
+        fmt = find_format(format_name)
+        packed, num_blocks = packed_as(fmt), -(-out_features // ROWS_PER_BLOCK)
+        _, scales, bias = _sections(fmt, out_features, in_features)
+        num_chunks = fmt.padded_cols(in_features) // packed.per_chunk
+        kernel, grid, constants = _launch(packed, len(x), num_blocks, x.dtype, x.device)
+        kernel[grid](
+            x, out, image, table_on(packed.table, x.device), len(x), in_features, out_features,
+            num_blocks, num_chunks, num_blocks if has_bias else 0, scales, bias,
+            packed=packed, **constants,
+        )  # fmt: skip
     return out
 
 
-@functools.lru_cache(maxsize=8)
-def _experts(device: torch.device) -> TritonExperts:
-    is_new = device.type != "cuda" or torch.cuda.get_device_capability(device) >= _MATRIX_UNITS
-    return TritonExperts(has_matrix_units=is_new)
-
-
 @functools.lru_cache(maxsize=256)
-def _matrix(format_name: str, cols: int, rows: int, has_bias: bool) -> Packed:
-    fmt = find_format(format_name)
-    blocks = -(-rows // ROWS_PER_BLOCK)
-    return packed_matrix(fmt, _sections(fmt, rows, cols), cols, rows, blocks, has_bias=has_bias)
+def _launch(
+    packed: Packed, num_rows: int, num_blocks: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Any, tuple[int, ...], dict[str, Any]]:
+    """Return a kernel with its grid and what it is compiled for."""
+    num_lanes, block = ROWS_PER_BLOCK * num_blocks, block_rows(num_rows, num_rows)
+    if not block:
+        constants = DEFAULT_TILINGS.vector_constants(packed, vector_tokens(num_rows))
+        return linear.few_rows, (-(-num_lanes // VECTOR_LANES),), constants
+    is_new = device.type != "cuda" or torch.cuda.get_device_capability(device) >= _MATRIX_UNITS
+    constants = DEFAULT_TILINGS.matrix_constants(packed, block, dtype, has_matrix_units=is_new)
+    grid = (-(-num_lanes // constants["block_lanes"]), -(-num_rows // block))
+    return linear.many_rows, grid, constants
 
 
 def _sections(fmt: WeightFormat, rows: int, cols: int) -> tuple[int, int, int]:
@@ -109,15 +115,3 @@ def _sections(fmt: WeightFormat, rows: int, cols: int) -> tuple[int, int, int]:
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // SECTION_ALIGNMENT_BYTES) * SECTION_ALIGNMENT_BYTES
-
-
-@functools.lru_cache(maxsize=64)
-def _tables(num_rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Return begin, the tiles' expert and first row, and a tile's rows, 0 for few rows."""
-    is_few = num_rows <= MAX_VECTOR_TOKENS
-    block = 0 if is_few else next((n for n in TILE_ROWS if n >= num_rows), TILE_ROWS[-1])
-    num_tiles = 0 if is_few else -(-num_rows // block)
-    with torch.inference_mode(False):
-        begin = torch.tensor([0, num_rows], dtype=torch.int32, device=device)
-        first = torch.arange(num_tiles, dtype=torch.int32, device=device) * block
-        return begin, torch.zeros_like(first), first, block

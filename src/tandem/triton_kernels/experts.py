@@ -5,7 +5,7 @@ Checks nothing that costs time: addresses, rows and tokens are the executor's pr
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,10 +14,10 @@ from tandem.kernels.formats.expert import ExpertLayout
 from tandem.kernels.native import NativeActivation
 from tandem.triton_kernels import combine, matrix, vector
 from tandem.triton_kernels.epilogue import Epilogue
-from tandem.triton_kernels.packed import Packed, packed_matrix
-from tandem.triton_kernels.rows import GroupedRows
+from tandem.triton_kernels.packed import Extent, Packed, extent_of, packed_as
+from tandem.triton_kernels.rows import GroupedRows, vector_tokens
 
-_VECTOR_LANES = 32
+VECTOR_LANES = 32
 # Chunks times tokens of a vector kernel: each takes two registers of fp32, and more spill.
 _MOST_SUMS = 256
 _PLAIN = -1  # of epilogue.py
@@ -40,15 +40,42 @@ class Tilings(NamedTuple):
     columns of fp32 spill, and 64 take 120 KiB of shared memory, more than a consumer card has.
     """
 
-    vector: Tiling = Tiling(_VECTOR_LANES, 512, 4)
-    vector_many: Tiling = Tiling(_VECTOR_LANES, 256, 4)  # from 3 tokens an expert on
+    vector: Tiling = Tiling(VECTOR_LANES, 512, 4)
+    vector_many: Tiling = Tiling(VECTOR_LANES, 256, 4)  # from 3 tokens an expert on
     matrix: Tiling = Tiling(64, 64, 4)
     matrix_large: Tiling = Tiling(128, 64, 8)
     ordinary: Tiling = Tiling(64, 16, 4)
     ordinary_large: Tiling = Tiling(64, 16, 8)
 
-    def of_matrix(self, block_rows: int, *, on_matrix_units: bool) -> Tiling:
-        """Return the tiling of the matrix kernels for tiles of so many rows."""
+    def vector_constants(self, packed: Packed, num_tokens: int) -> dict[str, Any]:
+        """Return what the vector kernels are compiled for, beside the matrix."""
+        tiling = self.vector if num_tokens <= 2 else self.vector_many
+        return {
+            "num_tokens": num_tokens,
+            "block_chunks": min(tiling.block_cols // packed.per_chunk, _MOST_SUMS // num_tokens),
+            "num_warps": tiling.num_warps,
+            "num_stages": tiling.num_stages,
+        }
+
+    def matrix_constants(
+        self, packed: Packed, block_rows: int, dtype: torch.dtype, *, has_matrix_units: bool
+    ) -> dict[str, Any]:
+        """Return what the matrix kernels are compiled for, beside the matrix."""
+        is_fp32 = dtype == torch.float32  # which the matrix units would round
+        on_matrix_units = has_matrix_units and not is_fp32
+        tiling = self._of_matrix(block_rows, on_matrix_units=on_matrix_units)
+        if packed.table and not on_matrix_units:  # an address more, where registers are all taken
+            tiling = tiling._replace(num_stages=1)
+        return {
+            "block_rows": block_rows,
+            "block_lanes": tiling.block_lanes,
+            "block_chunks": tiling.block_cols // packed.per_chunk,
+            "precision": "ieee" if is_fp32 else "tf32",
+            "num_warps": tiling.num_warps,
+            "num_stages": tiling.num_stages,
+        }
+
+    def _of_matrix(self, block_rows: int, *, on_matrix_units: bool) -> Tiling:
         if on_matrix_units:
             return self.matrix_large if block_rows == 128 else self.matrix
         return self.ordinary_large if block_rows == 128 else self.ordinary
@@ -69,7 +96,7 @@ class TritonExperts:
 
         `has_matrix_units` tells whether Triton can use the GPU's: from capability 8.0 on.
         """
-        self._tilings = tilings
+        self.tilings = tilings
         self.has_matrix_units = has_matrix_units
 
     def compute(
@@ -110,85 +137,73 @@ class TritonExperts:
             rows, row_of, weights, out, num_cols=num_cols, top_k=top_k, block_cols=_COMBINE_COLS
         )
 
-    def multiply(self, packed: Packed, rows: GroupedRows, x: Tensor, out: Tensor) -> None:
-        """Write x @ matrix.T to `out` (n_rows, matrix rows), in its dtype, by tiles of `rows`."""
-        launch = self._launch_vector if rows.block_rows == 0 else self._launch_matrix
-        launch(packed, rows, (x, out))
-
     def _launch_vector(
         self,
-        packed: Packed,
+        matrix_of: tuple[Packed, Extent],
         rows: GroupedRows,
         tensors: tuple[Tensor, ...],
         epilogue: Epilogue | None = None,
     ) -> None:
-        num_tokens = 1 << (rows.most_tokens - 1).bit_length()
-        tiling = self._tilings.vector if num_tokens <= 2 else self._tilings.vector_many
+        (packed, extent), num_tokens = matrix_of, vector_tokens(rows.most_tokens)
         kernel = vector.vector_down if epilogue is None else vector.vector_up
-        num_lanes = 16 * packed.num_blocks
-        kernel[-(-num_lanes // _VECTOR_LANES), len(rows.addresses)](
+        num_lanes = 16 * extent.num_blocks
+        kernel[-(-num_lanes // VECTOR_LANES), len(rows.addresses)](
             rows.addresses,
             rows.begin,
             *tensors,
-            _table(packed.table, rows.addresses.device),
+            table_on(packed.table, rows.addresses.device),
             packed=packed,
+            extent=extent,
             **({} if epilogue is None else {"epilogue": epilogue}),
-            num_tokens=num_tokens,
-            block_chunks=min(tiling.block_cols // packed.per_chunk, _MOST_SUMS // num_tokens),
-            num_warps=tiling.num_warps,
-            num_stages=tiling.num_stages,
+            **self.tilings.vector_constants(packed, num_tokens),
         )
 
     def _launch_matrix(
         self,
-        packed: Packed,
+        matrix_of: tuple[Packed, Extent],
         rows: GroupedRows,
         tensors: tuple[Tensor, ...],
         epilogue: Epilogue | None = None,
     ) -> None:
+        packed, extent = matrix_of
         kernel = matrix.matrix_down if epilogue is None else matrix.matrix_up
-        num_lanes = 16 * packed.num_blocks
-        is_fp32 = tensors[-2].dtype == torch.float32  # which the matrix units would round
-        on_matrix_units = self.has_matrix_units and not is_fp32
-        tiling = self._tilings.of_matrix(rows.block_rows, on_matrix_units=on_matrix_units)
-        if packed.table and not on_matrix_units:  # an address more, where registers are all taken
-            tiling = tiling._replace(num_stages=1)
-        kernel[-(-num_lanes // tiling.block_lanes), len(rows.tile_expert)](
+        constants = self.tilings.matrix_constants(
+            packed, rows.block_rows, tensors[-2].dtype, has_matrix_units=self.has_matrix_units
+        )
+        kernel[-(-16 * extent.num_blocks // constants["block_lanes"]), len(rows.tile_expert)](
             rows.addresses,
             rows.begin,
             rows.tile_expert,
             rows.tile_first,
             *tensors,
-            _table(packed.table, rows.addresses.device),
+            table_on(packed.table, rows.addresses.device),
             packed=packed,
+            extent=extent,
             **({} if epilogue is None else {"epilogue": epilogue}),
-            block_rows=rows.block_rows,
-            block_lanes=tiling.block_lanes,
-            block_chunks=tiling.block_cols // packed.per_chunk,
-            precision="ieee" if is_fp32 else "tf32",
-            num_warps=tiling.num_warps,
-            num_stages=tiling.num_stages,
+            **constants,
         )
 
 
 @functools.lru_cache(maxsize=64)
-def _up(layout: ExpertLayout) -> Packed:
+def _up(layout: ExpertLayout) -> tuple[Packed, Extent]:
     sections = (layout.up.offset, layout.up_scales.offset, layout.up_bias.offset)
     cols, blocks = layout.hidden_size, layout.up_rows // 16
     rows = layout.intermediate_size
-    return packed_matrix(layout.format, sections, cols, rows, blocks, has_bias=layout.has_bias)
+    fmt, has_bias = layout.format, layout.has_bias
+    return packed_as(fmt), extent_of(fmt, sections, cols, rows, blocks, has_bias=has_bias)
 
 
 @functools.lru_cache(maxsize=64)
-def _down(layout: ExpertLayout) -> Packed:
+def _down(layout: ExpertLayout) -> tuple[Packed, Extent]:
     sections = (layout.down.offset, layout.down_scales.offset, layout.down_bias.offset)
     cols, blocks = layout.intermediate_size, layout.down_rows // 16
     rows = layout.hidden_size
-    return packed_matrix(layout.down_format, sections, cols, rows, blocks, has_bias=layout.has_bias)
+    fmt, has_bias = layout.down_format, layout.has_bias
+    return packed_as(fmt), extent_of(fmt, sections, cols, rows, blocks, has_bias=has_bias)
 
 
 @functools.lru_cache(maxsize=64)
-def _table(values: tuple[float, ...], device: torch.device) -> Tensor | None:
+def table_on(values: tuple[float, ...], device: torch.device) -> Tensor | None:
     """Return what codes are looked up in, on a device; None if they are not."""
     if not values:
         return None

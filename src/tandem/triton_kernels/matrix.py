@@ -28,24 +28,65 @@ def _weights(
     lane: tensor,
     chunk: tensor,
     table: tensor,
+    num_blocks: tensor,
+    num_chunks: tensor,
     packed: constexpr,
     block_lanes: constexpr,
     block_chunks: constexpr,
 ) -> tensor:
     """Return the lanes' weights of some chunks, (columns, lanes) fp32."""
     place = tl.arange(0, packed.per_chunk)[None, :, None]
-    low, high = load_words(data, block, lane, chunk, packed)
+    low, high = load_words(data, block, lane, chunk, num_blocks, num_chunks, packed)
     values = biased_values(low[:, None, :], high[:, None, :], place, table, packed)
     if packed.factor != 1:
         values = values * packed.factor
     if packed.offset != 0:
         values = values + packed.offset
     if packed.chunks_per_group > 0:
-        scale, minimum = load_scales(scales, block, lane, chunk, packed)
+        scale, minimum = load_scales(scales, block, lane, chunk, num_blocks, num_chunks, packed)
         values = values * scale[:, None, :]
         if packed.has_minima:
             values = values + minimum[:, None, :]
     return tl.reshape(values, (block_chunks * packed.per_chunk, block_lanes))
+
+
+@triton.jit
+def tile_products(
+    data: tensor,
+    scales: tensor,
+    x: tensor,
+    row: tensor,
+    is_row: tensor,
+    lanes: tensor,
+    table: tensor,
+    num_cols: tensor,
+    num_blocks: tensor,
+    num_chunks: tensor,
+    packed: constexpr,
+    block_rows: constexpr,
+    block_lanes: constexpr,
+    block_chunks: constexpr,
+    precision: constexpr,
+) -> tensor:
+    """Return x[row] times the lanes' rows: (block_rows, block_lanes) fp32."""
+    block, lane = lanes // 16, lanes % 16
+    per_chunk: constexpr = packed.per_chunk
+    total = tl.full((block_rows, block_lanes), 0.0, dtype=tl.float32)
+    for start in range(0, num_chunks, block_chunks):
+        chunk = start + tl.arange(0, block_chunks)
+        weights = _weights(
+            data, scales, block, lane, chunk, table, num_blocks, num_chunks, packed, block_lanes,
+            block_chunks,
+        )  # fmt: skip
+        col = start * per_chunk + tl.arange(0, block_chunks * per_chunk)
+        rows_of_x = tl.load(
+            x + row[:, None] * num_cols + col[None, :],
+            mask=is_row[:, None] & (col < num_cols)[None, :],
+            other=0.0,
+        )
+        weights = weights.to(x.dtype.element_ty)
+        total = tl.dot(rows_of_x, weights, total, input_precision=precision)
+    return total
 
 
 @triton.jit
@@ -57,33 +98,22 @@ def _tile_products(
     lanes: tensor,
     table: tensor,
     packed: constexpr,
+    extent: constexpr,
     block_rows: constexpr,
     block_lanes: constexpr,
     block_chunks: constexpr,
     precision: constexpr,
 ) -> tensor:
-    """Return x[row] times the lanes' rows, and their bias: (block_rows, block_lanes) fp32."""
-    block, lane = lanes // 16, lanes % 16
-    data = section(address, packed.data_offset, tl.int32)
-    scales = scale_section(address, packed)
-    per_chunk: constexpr = packed.per_chunk
-    total = tl.full((block_rows, block_lanes), 0.0, dtype=tl.float32)
-    for start in range(0, packed.num_chunks, block_chunks):
-        chunk = start + tl.arange(0, block_chunks)
-        weights = _weights(
-            data, scales, block, lane, chunk, table, packed, block_lanes, block_chunks
-        )
-        col = start * per_chunk + tl.arange(0, block_chunks * per_chunk)
-        rows_of_x = tl.load(
-            x + row[:, None] * packed.num_cols + col[None, :],
-            mask=is_row[:, None] & (col < packed.num_cols)[None, :],
-            other=0.0,
-        )
-        weights = weights.to(x.dtype.element_ty)
-        total = tl.dot(rows_of_x, weights, total, input_precision=precision)
-    if packed.bias_offset >= 0:
-        bias = section(address, packed.bias_offset, tl.float32)
-        total += load_bias(bias, block, lane, packed.num_blocks)[None, :]
+    """Return those of the expert at `address`, with their bias; see `tile_products`."""
+    data = section(address, extent.data_offset, tl.int32)
+    scales = scale_section(address, extent.scales_offset, packed)
+    total = tile_products(
+        data, scales, x, row, is_row, lanes, table, extent.num_cols, extent.num_blocks,
+        extent.num_chunks, packed, block_rows, block_lanes, block_chunks, precision,
+    )  # fmt: skip
+    if extent.bias_offset >= 0:
+        bias = section(address, extent.bias_offset, tl.float32)
+        total += load_bias(bias, lanes // 16, lanes % 16, extent.num_blocks)[None, :]
     return total
 
 
@@ -137,6 +167,7 @@ def matrix_up(
     inner: tensor,
     table: tensor,
     packed: constexpr,
+    extent: constexpr,
     epilogue: constexpr,
     block_rows: constexpr,
     block_lanes: constexpr,
@@ -151,10 +182,10 @@ def matrix_up(
     address = tl.load(addresses + expert)
     token = tl.load(row_token + row, mask=is_row, other=0).to(tl.int64)
     values = _tile_products(
-        address, hidden, token, is_row, lanes, table, packed, block_rows, block_lanes,
+        address, hidden, token, is_row, lanes, table, packed, extent, block_rows, block_lanes,
         block_chunks, precision,
     )  # fmt: skip
-    _store_up(inner, values, row, is_row, lanes, packed.num_rows, epilogue, block_rows, block_lanes)
+    _store_up(inner, values, row, is_row, lanes, extent.num_rows, epilogue, block_rows, block_lanes)
 
 
 @triton.jit(do_not_specialize_on_alignment=TABLES)
@@ -167,6 +198,7 @@ def matrix_down(
     out: tensor,
     table: tensor,
     packed: constexpr,
+    extent: constexpr,
     block_rows: constexpr,
     block_lanes: constexpr,
     block_chunks: constexpr,
@@ -180,8 +212,8 @@ def matrix_down(
     address = tl.load(addresses + expert)
     row = row.to(tl.int64)
     values = _tile_products(
-        address, inner, row, is_row, lanes, table, packed, block_rows, block_lanes,
+        address, inner, row, is_row, lanes, table, packed, extent, block_rows, block_lanes,
         block_chunks, precision,
     )  # fmt: skip
-    mask = is_row[:, None] & (lanes < packed.num_rows)[None, :]
-    tl.store(out + row[:, None] * packed.num_rows + lanes[None, :], values, mask=mask)
+    mask = is_row[:, None] & (lanes < extent.num_rows)[None, :]
+    tl.store(out + row[:, None] * extent.num_rows + lanes[None, :], values, mask=mask)

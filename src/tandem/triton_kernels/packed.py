@@ -1,8 +1,9 @@
-"""What a kernel must know of one packed matrix: a constant that it is compiled for.
+"""What a kernel must know of a packed matrix: constants that it is compiled for.
 
-It says how the weights lie and what they stand for, never a format's name; see `docs/formats.md`.
+They say how weights lie and what they stand for, never a format's name; see `docs/formats.md`.
 """
 
+import functools
 from dataclasses import dataclass, field
 
 from tandem.kernels.formats.weight_format import ROWS_PER_BLOCK, Encoding, WeightFormat
@@ -10,24 +11,12 @@ from tandem.kernels.formats.weight_format import ROWS_PER_BLOCK, Encoding, Weigh
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """One packed matrix of an expert, or of a dense layer.
+    """How the numbers of packed matrices lie and what they stand for, whatever their shape.
 
-    Columns are read in chunks, as many as lie in a dword of the codes' lowest plane. Numbers of
-    scales are in elements of their type, or bytes where there are super-blocks.
+    Columns are read in chunks, as many as lie in a dword of the codes' lowest plane.
     """
 
-    num_rows: int
-    """Of a gated projection the gate's alone."""
-    num_cols: int
-    num_blocks: int
-    """Of 16 rows, in memory."""
-    num_chunks: int
     per_chunk: int
-    data_offset: int
-    scales_offset: int
-    bias_offset: int
-    """-1: no bias."""
-
     element: str
     bits: int
     low_bits: int
@@ -42,51 +31,46 @@ class Packed:
     """Its type; "": there are no scales."""
     has_minima: bool
     chunks_per_group: int
-    num_groups: int
-    num_supers: int
-    """Super-blocks of a row; 0: there are none."""
-    super_bytes: int
-    """Of the scales of a super-block's 16 rows."""
+    groups_per_super: int
+    """Of a super-block; 0: a row is one, or there are none."""
     factor_bytes: int
-    """Of one factor: 2 (fp16) or 4 (fp32)."""
+    """Of one factor of a super-block: 2 (fp16) or 4 (fp32); 0: there are none."""
     group_stride: int
-    """From one group's scales to the next's."""
+    """From one group's scales to the next's, in elements, or bytes where there are super-blocks."""
 
     table: tuple[float, ...] = field(repr=False, compare=False, default=())
     """What codes stand for, of tables; the kernels get it in memory."""
 
 
-def packed_matrix(
-    fmt: WeightFormat,
-    sections: tuple[int, int, int],
-    cols: int,
-    rows: int,
-    blocks: int,
-    *,
-    has_bias: bool,
-) -> Packed:
-    """Return a packed matrix with its data, scales and bias at offsets from its address.
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """The shape of one packed matrix, and where its parts are."""
 
-    `blocks` are those of 16 rows in memory; of a gated projection `rows` are the gate's alone.
-    """
+    num_rows: int
+    """Of a gated projection the gate's alone."""
+    num_cols: int
+    num_blocks: int
+    """Of 16 rows, in memory."""
+    num_chunks: int
+    data_offset: int
+    scales_offset: int
+    bias_offset: int
+    """-1: no bias."""
+
+
+@functools.lru_cache(maxsize=64)
+def packed_as(fmt: WeightFormat) -> Packed:
+    """Return what the kernels must know of a format."""
     encoding = fmt.encoding
     low_bits, *higher = encoding.planes
     assert len(higher) <= 1, "codes have at most two planes"
     per_chunk = 32 // low_bits
-    num_groups = fmt.padded_cols(cols) // fmt.group_size if fmt.group_size else 0
     factor, offset = _factor_and_offset(encoding)
     # Nibbles hold a scale and its minimum.
     lines = 1 if encoding.scale == "nibble" else encoding.lines
-    num_supers = fmt.supers(cols)
+    group_cols = fmt.group_size or 0
     return Packed(
-        num_rows=rows,
-        num_cols=cols,
-        num_blocks=blocks,
-        num_chunks=fmt.padded_cols(cols) // per_chunk,
         per_chunk=per_chunk,
-        data_offset=sections[0],
-        scales_offset=sections[1],
-        bias_offset=sections[2] if has_bias else -1,
         element=encoding.element,
         bits=encoding.bits,
         low_bits=low_bits,
@@ -95,14 +79,30 @@ def packed_matrix(
         offset=offset,
         scale=encoding.scale or "",
         has_minima=encoding.has_minima,
-        chunks_per_group=(fmt.group_size or 0) // per_chunk,
-        num_groups=num_groups,
-        num_supers=num_supers,
-        super_bytes=fmt.scale_bytes(ROWS_PER_BLOCK, cols) // num_supers if num_supers else 0,
+        chunks_per_group=group_cols // per_chunk,
+        groups_per_super=encoding.super_cols // group_cols if encoding.super_cols > 0 else 0,
         factor_bytes=encoding.super_bytes // encoding.lines,
         group_stride=ROWS_PER_BLOCK * lines,
         table=encoding.table,
     )
+
+
+def extent_of(
+    fmt: WeightFormat,
+    sections: tuple[int, int, int],
+    cols: int,
+    rows: int,
+    blocks: int,
+    *,
+    has_bias: bool,
+) -> Extent:
+    """Return the shape of a matrix with data, scales and bias at offsets from its address.
+
+    `blocks` are those of 16 rows in memory; of a gated projection `rows` are the gate's alone.
+    """
+    data, scales, bias = sections
+    chunks = fmt.padded_cols(cols) // packed_as(fmt).per_chunk
+    return Extent(rows, cols, blocks, chunks, data, scales, bias if has_bias else -1)
 
 
 def _factor_and_offset(encoding: Encoding) -> tuple[float, float]:

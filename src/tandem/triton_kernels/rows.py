@@ -10,10 +10,10 @@ from torch import Tensor
 
 # Up to so many tokens per expert the vector kernels serve; more go to the matrix units.
 MAX_VECTOR_TOKENS = 8
-# Rows of a matrix kernel's tile, and the power of two up to which vector kernels compute tokens:
-# each size is a kernel that must be compiled.
-TILE_ROWS = (16, 32, 64, 128)
-VECTOR_TOKENS = (1, 2, 4, MAX_VECTOR_TOKENS)
+# Rows of a matrix kernel's tile, and how many tokens a vector kernel computes at most: each size is
+# a kernel that must be compiled. Products of 2 tokens hide behind the weights as those of 4 do.
+TILE_ROWS = (32, 64, 128)
+VECTOR_TOKENS = (1, 4, MAX_VECTOR_TOKENS)
 # Arguments of kernels that lie anywhere in a table: a kernel for each alignment would be compiled.
 TABLES = ("addresses", "begin", "row_token", "tile_expert", "tile_first", "row_of", "weights")
 
@@ -64,19 +64,25 @@ def row_table(addresses: Sequence[int], begin: Sequence[int], row_token: Tensor)
     starts = starts - starts[0]
     counts = np.diff(starts)
     most = int(counts.max())
-    block_rows = _block_rows(most, float(counts.mean()))
-    tile_expert, tile_first = _tiles(starts, counts, block_rows)
+    size = block_rows(most, float(counts.mean()))
+    tile_expert, tile_first = _tiles(starts, counts, size)
     parts = [starts, row_token.numpy(), tile_expert, tile_first]
     num_ints = sum(len(part) for part in parts)
     memory = np.zeros(len(addresses) + (num_ints + 1) // 2, dtype=np.int64)
     memory[: len(addresses)] = addresses
     np.concatenate(parts, out=memory[len(addresses) :].view(np.int32)[:num_ints])
     return RowTable(
-        torch.from_numpy(memory), len(addresses), len(row_token), len(tile_expert), most, block_rows
+        torch.from_numpy(memory), len(addresses), len(row_token), len(tile_expert), most, size
     )
 
 
-def _block_rows(most: int, mean: float) -> int:
+def vector_tokens(most: int) -> int:
+    """Return how many tokens the vector kernel for at most so many computes."""
+    return next(size for size in VECTOR_TOKENS if most <= size)
+
+
+def block_rows(most: int, mean: float) -> int:
+    """Return the rows of a tile for experts that have so many; 0: the vector kernels serve."""
     if most <= MAX_VECTOR_TOKENS:
         return 0
     return next((size for size in TILE_ROWS if mean <= size), TILE_ROWS[-1])

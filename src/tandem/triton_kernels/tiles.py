@@ -12,15 +12,21 @@ from triton.language import constexpr, tensor
 
 @triton.jit
 def load_words(
-    data: tensor, block: tensor, lane: tensor, chunk: tensor, packed: constexpr
+    data: tensor,
+    block: tensor,
+    lane: tensor,
+    chunk: tensor,
+    num_blocks: tensor,
+    num_chunks: tensor,
+    packed: constexpr,
 ) -> tensor:
     """Return the dwords of each chunk's codes, (chunks, lanes) int32; zeros outside the matrix.
 
     First those with the codes' low bits, then those with the bits above, the chunk's own in the
     lowest places of each byte.
     """
-    is_inside = (block < packed.num_blocks)[None, :] & (chunk < packed.num_chunks)[:, None]
-    dwords: constexpr = packed.num_chunks * packed.bits // packed.low_bits
+    is_inside = (block < num_blocks)[None, :] & (chunk < num_chunks)[:, None]
+    dwords = num_chunks * packed.bits // packed.low_bits
     of_row = (block * (dwords * 16) + lane)[None, :]
     if packed.high_bits == 0:
         low = tl.load(data + of_row + chunk[:, None] * 16, mask=is_inside, other=0)
@@ -39,7 +45,13 @@ def load_words(
 
 @triton.jit
 def load_scales(
-    scales: tensor, block: tensor, lane: tensor, chunk: tensor, packed: constexpr
+    scales: tensor,
+    block: tensor,
+    lane: tensor,
+    chunk: tensor,
+    num_blocks: tensor,
+    num_chunks: tensor,
+    packed: constexpr,
 ) -> tensor:
     """Return the scale and the minimum of each chunk, (chunks, lanes) fp32; zeros outside.
 
@@ -47,11 +59,14 @@ def load_scales(
     scale again.
     """
     group = (chunk // packed.chunks_per_group)[:, None]
-    is_inside = (block < packed.num_blocks)[None, :] & (chunk < packed.num_chunks)[:, None]
-    if packed.num_supers > 0:
-        scale, minimum = _scales_of_supers(scales, block, lane, group, is_inside, packed)
+    is_inside = (block < num_blocks)[None, :] & (chunk < num_chunks)[:, None]
+    num_groups = num_chunks // packed.chunks_per_group
+    if packed.factor_bytes > 0:
+        scale, minimum = _scales_of_supers(
+            scales, block, lane, group, is_inside, num_groups, packed
+        )
     else:
-        line = block[None, :] * packed.num_groups + group
+        line = block[None, :] * num_groups + group
         if packed.scale == "fp32":
             place = line + lane[None, :] * 0  # one scale for the 16 rows of a block
         else:
@@ -77,20 +92,22 @@ def _scales_of_supers(
     lane: tensor,
     group: tensor,
     is_inside: tensor,
+    num_groups: tensor,
     packed: constexpr,
 ) -> tensor:
     """Return scales and minima that are bytes, times the factors of their super-block or row."""
-    per_super: constexpr = packed.num_groups // packed.num_supers
-    line = block[None, :] * packed.num_supers + group // per_super
-    lines: constexpr = 2 if packed.has_minima else 1
-    at = line * packed.super_bytes + (16 * packed.factor_bytes * lines) + lane[None, :]
+    per_super = packed.groups_per_super if packed.groups_per_super > 0 else num_groups
+    line = block[None, :] * (num_groups // per_super) + group // per_super
+    factors_bytes: constexpr = packed.factor_bytes * (32 if packed.has_minima else 16)
+    super_bytes = factors_bytes + per_super * packed.group_stride
+    at = line * super_bytes + factors_bytes + lane[None, :]
     at += group % per_super * packed.group_stride
     own = tl.load(scales + at, mask=is_inside, other=0)
     if packed.factor_bytes == 4:
         factors = scales.to(tl.pointer_type(tl.float32))
     else:
         factors = scales.to(tl.pointer_type(tl.float16))
-    factors += line * (packed.super_bytes // packed.factor_bytes) + lane[None, :]
+    factors += line * (super_bytes // packed.factor_bytes) + lane[None, :]
     scale = tl.load(factors, mask=is_inside, other=0).to(tl.float32) * _number(own, packed)
     minimum = scale
     if packed.has_minima:
@@ -156,8 +173,8 @@ def _e4m3(code: tensor) -> tensor:
 
 
 @triton.jit
-def section(address: tensor, offset: constexpr, dtype: constexpr) -> tensor:
-    """Return a pointer to a section of the expert at `address`.
+def section(address: tensor, offset: tensor, dtype: constexpr) -> tensor:
+    """Return a pointer to a section of the expert or layer at `address`.
 
     Sections start at multiples of 64 bytes; said of the pointer (not of the number), that lets
     loads be 16 bytes wide.
@@ -166,12 +183,12 @@ def section(address: tensor, offset: constexpr, dtype: constexpr) -> tensor:
 
 
 @triton.jit
-def scale_section(address: tensor, packed: constexpr) -> tensor:
+def scale_section(address: tensor, offset: tensor, packed: constexpr) -> tensor:
     """Return a pointer to the scales, in their type; to bytes where there are super-blocks."""
-    if packed.num_supers > 0 or packed.scale == "e8m0":
-        pointer = section(address, packed.scales_offset, tl.uint8)
+    if packed.factor_bytes > 0 or packed.scale == "e8m0":
+        pointer = section(address, offset, tl.uint8)
     elif packed.scale == "fp32":
-        pointer = section(address, packed.scales_offset, tl.float32)
+        pointer = section(address, offset, tl.float32)
     else:
-        pointer = section(address, packed.scales_offset, tl.float16)
+        pointer = section(address, offset, tl.float16)
     return pointer

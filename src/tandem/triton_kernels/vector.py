@@ -26,7 +26,7 @@ def _expert_rows(begin: tensor, expert: tensor) -> tensor:
 
 
 @triton.jit
-def _column(x: tensor, row: tensor, num_cols: constexpr, col: tensor) -> tensor:
+def _column(x: tensor, row: tensor, num_cols: tensor, col: tensor) -> tensor:
     return tl.load(x + row * num_cols + col, mask=col < num_cols, other=0.0).to(tl.float32)
 
 
@@ -38,6 +38,7 @@ def _chunk_sums(
     rows: tensor,
     chunk: tensor,
     table: tensor,
+    num_cols: tensor,
     packed: constexpr,
     num_tokens: constexpr,
     block_chunks: constexpr,
@@ -51,7 +52,7 @@ def _chunk_sums(
         values = biased_values(low, high, place, table, packed)
         new_parts, new_totals = (), ()
         for token in tl.static_range(num_tokens):
-            column = _column(x, rows[token], packed.num_cols, chunk * per_chunk + place)
+            column = _column(x, rows[token], num_cols, chunk * per_chunk + place)
             new_parts = new_parts + (parts[token] + values * column[:, None],)
             new_totals = new_totals + (totals[token] + column,)
         parts, totals = new_parts, new_totals
@@ -59,30 +60,33 @@ def _chunk_sums(
 
 
 @triton.jit
-def _products(
-    address: tensor,
+def lane_products(
+    data: tensor,
+    scales: tensor,
     x: tensor,
     rows: tensor,
     block: tensor,
     lane: tensor,
     table: tensor,
+    num_cols: tensor,
+    num_blocks: tensor,
+    num_chunks: tensor,
     packed: constexpr,
     num_tokens: constexpr,
     block_chunks: constexpr,
     block_lanes: constexpr,
 ) -> tensor:
     """Return a tuple of (block_lanes,) fp32: the lanes' products with each token's row of x."""
-    data = section(address, packed.data_offset, tl.int32)
-    scales = scale_section(address, packed)
     sums = (tl.full((block_chunks, block_lanes), 0.0, dtype=tl.float32),) * num_tokens
-    for start in range(0, packed.num_chunks, block_chunks):
+    for start in range(0, num_chunks, block_chunks):
         chunk = start + tl.arange(0, block_chunks)
-        low, high = load_words(data, block, lane, chunk, packed)
+        low, high = load_words(data, block, lane, chunk, num_blocks, num_chunks, packed)
         parts, totals = _chunk_sums(
-            low, high, x, rows, chunk, table, packed, num_tokens, block_chunks, block_lanes
-        )
+            low, high, x, rows, chunk, table, num_cols, packed, num_tokens, block_chunks,
+            block_lanes,
+        )  # fmt: skip
         if packed.chunks_per_group > 0:
-            scale, minimum = load_scales(scales, block, lane, chunk, packed)
+            scale, minimum = load_scales(scales, block, lane, chunk, num_blocks, num_chunks, packed)
         new_sums = ()
         for token in tl.static_range(num_tokens):
             part = parts[token] * packed.factor + packed.offset * totals[token][:, None]
@@ -100,6 +104,28 @@ def _products(
 
 
 @triton.jit
+def _products(
+    address: tensor,
+    x: tensor,
+    rows: tensor,
+    block: tensor,
+    lane: tensor,
+    table: tensor,
+    packed: constexpr,
+    extent: constexpr,
+    num_tokens: constexpr,
+    block_chunks: constexpr,
+) -> tensor:
+    """Return those of the expert at `address`; see `lane_products`."""
+    data = section(address, extent.data_offset, tl.int32)
+    scales = scale_section(address, extent.scales_offset, packed)
+    return lane_products(
+        data, scales, x, rows, block, lane, table, extent.num_cols, extent.num_blocks,
+        extent.num_chunks, packed, num_tokens, block_chunks, 32,
+    )  # fmt: skip
+
+
+@triton.jit
 def _store_up(
     inner: tensor,
     products: tensor,
@@ -107,18 +133,18 @@ def _store_up(
     first: tensor,
     count: tensor,
     lanes: tensor,
-    packed: constexpr,
+    extent: constexpr,
     epilogue: constexpr,
     num_tokens: constexpr,
 ) -> None:
     """Write the activation of the lanes' products of each token; see `vector_up`."""
     block, lane = lanes // 16, lanes % 16
-    num_rows: constexpr = packed.num_rows
+    num_rows: constexpr = extent.num_rows
     for token in tl.static_range(num_tokens):
         values = products[token]
-        if packed.bias_offset >= 0:
-            bias = section(address, packed.bias_offset, tl.float32)
-            values += load_bias(bias, block, lane, packed.num_blocks)
+        if extent.bias_offset >= 0:
+            bias = section(address, extent.bias_offset, tl.float32)
+            values += load_bias(bias, block, lane, extent.num_blocks)
         row = (first + token).to(tl.int64)
         is_real = count > token
         if epilogue.is_gated:
@@ -149,6 +175,7 @@ def vector_up(
     inner: tensor,
     table: tensor,
     packed: constexpr,
+    extent: constexpr,
     epilogue: constexpr,
     num_tokens: constexpr,
     block_chunks: constexpr,
@@ -169,10 +196,10 @@ def vector_up(
             row = first + tl.minimum(count - 1, token)
             rows = rows + (tl.load(row_token + row).to(tl.int64),)
         products = _products(
-            address, hidden, rows, lanes // 16, lanes % 16, table, packed, num_tokens,
-            block_chunks, 32,
+            address, hidden, rows, lanes // 16, lanes % 16, table, packed, extent, num_tokens,
+            block_chunks,
         )  # fmt: skip
-        _store_up(inner, products, address, first, count, lanes, packed, epilogue, num_tokens)
+        _store_up(inner, products, address, first, count, lanes, extent, epilogue, num_tokens)
 
 
 @triton.jit(do_not_specialize_on_alignment=TABLES)
@@ -183,13 +210,14 @@ def vector_down(
     out: tensor,
     table: tensor,
     packed: constexpr,
+    extent: constexpr,
     num_tokens: constexpr,
     block_chunks: constexpr,
 ) -> None:
     """Write the down projection of 32 lanes: out (n_rows, num_rows) fp32, num_rows hidden_size."""
     lanes = tl.program_id(0) * 32 + tl.arange(0, 32)
     block, lane = lanes // 16, lanes % 16
-    num_rows: constexpr = packed.num_rows
+    num_rows: constexpr = extent.num_rows
     expert = tl.program_id(1)
     address = tl.load(addresses + expert)
     if address != 0:
@@ -198,12 +226,12 @@ def vector_down(
         for token in tl.static_range(num_tokens):
             rows = rows + ((first + tl.minimum(count - 1, token)).to(tl.int64),)
         products = _products(
-            address, inner, rows, block, lane, table, packed, num_tokens, block_chunks, 32
+            address, inner, rows, block, lane, table, packed, extent, num_tokens, block_chunks
         )
         for token in tl.static_range(num_tokens):
             values = products[token]
-            if packed.bias_offset >= 0:
-                bias = section(address, packed.bias_offset, tl.float32)
-                values += load_bias(bias, block, lane, packed.num_blocks)
+            if extent.bias_offset >= 0:
+                bias = section(address, extent.bias_offset, tl.float32)
+                values += load_bias(bias, block, lane, extent.num_blocks)
             at = out + (first + token).to(tl.int64) * num_rows + lanes
             tl.store(at, values, mask=(count > token) & (lanes < num_rows))

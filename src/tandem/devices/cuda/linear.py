@@ -1,6 +1,7 @@
 """A linear layer whose packed weight lies on a GPU, where a decode step reads it as it is."""
 
-from functools import cached_property
+from collections.abc import Callable
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -69,3 +70,22 @@ class DeviceLinear(nn.Module):
     def extra_repr(self) -> str:
         """Show the shape and the format."""
         return f"{self.in_features}, {self.out_features}, {self.packed.format}"
+
+
+def linear_compilations(model: nn.Module, device: torch.device) -> list[Callable[[], None]]:
+    """Return launches after which a model's packed linear layers compile nothing, at any length."""
+    from tandem.triton_kernels.rows import TILE_ROWS, VECTOR_TOKENS
+
+    # Layers of one kind share kernels: Triton looks at whether shapes are multiples of 16.
+    kinds = {
+        (m.packed.format, m.dtype, m.in_features % 16 == 0, m.out_features % 16 == 0): m
+        for m in model.modules()
+        if isinstance(m, DeviceLinear) and m.packed.image.device == device
+    }
+    sizes = (*VECTOR_TOKENS, *TILE_ROWS)
+    return [partial(_launch_once, layer, size) for layer in kinds.values() for size in sizes]
+
+
+def _launch_once(layer: DeviceLinear, num_rows: int) -> None:
+    device = layer.packed.image.device
+    layer(torch.zeros(num_rows, layer.in_features, dtype=layer.dtype, device=device))

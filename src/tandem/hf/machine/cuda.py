@@ -17,6 +17,7 @@ from tandem.devices.cuda.device import CudaDevice
 from tandem.devices.cuda.hand_over_cost import graph_costs
 from tandem.devices.cuda.handed_steps import HandedSteps, handed_steps, signals_of
 from tandem.devices.cuda.kernels import DeviceKernels, TorchKernels, best_kernels
+from tandem.devices.cuda.linear import linear_compilations
 from tandem.devices.cuda.profile import measure_device
 from tandem.devices.cuda.streams import CudaStreams, Stream, Streams
 from tandem.experts.cache.expert_cache import ExpertCache
@@ -138,7 +139,8 @@ def _compile_steps(observed: ObservedModel, streams: Streams) -> None:
     from tandem.decode.cuda.compiling import step_compilations
 
     observed.bind(NoExperts(observed.store))
-    _run_all(step_compilations(observed.model), "Compiling decode steps", streams)
+    linear = linear_compilations(observed.model, streams.device)
+    _run_all([*linear, *step_compilations(observed.model)], "Compiling decode steps", streams)
     gc.collect()  # slots know their steps, and their memory is counted next
 
 

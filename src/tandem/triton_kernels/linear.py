@@ -1,0 +1,96 @@
+"""One packed matrix times some rows, whatever its shape: linear layers of a format share kernels.
+
+Shapes are arguments, or a model would compile a kernel for each of its layers' shapes. Of some
+arguments the compiler is not to look at the alignment, for the same reason.
+"""
+
+import triton
+import triton.language as tl
+from triton.language import constexpr, tensor
+
+from tandem.triton_kernels.epilogue import load_bias
+from tandem.triton_kernels.matrix import tile_products
+from tandem.triton_kernels.tiles import scale_section, section
+from tandem.triton_kernels.vector import lane_products
+
+_ANY = ("num_rows", "num_blocks", "num_chunks", "num_biased", "scales_offset", "bias_offset")
+
+
+@triton.jit(do_not_specialize=_ANY)
+def few_rows(
+    x: tensor,
+    out: tensor,
+    image: tensor,
+    table: tensor,
+    num_rows: tensor,
+    num_cols: tensor,
+    num_outputs: tensor,
+    num_blocks: tensor,
+    num_chunks: tensor,
+    num_biased: tensor,
+    scales_offset: tensor,
+    bias_offset: tensor,
+    packed: constexpr,
+    num_tokens: constexpr,
+    block_chunks: constexpr,
+) -> None:
+    """Write x (num_rows, num_cols) @ matrix.T to out (num_rows, num_outputs); 32 lanes a program.
+
+    `image` has codes, scales and the bias of `num_biased` blocks; num_rows is at most num_tokens.
+    """
+    lanes = tl.program_id(0) * 32 + tl.arange(0, 32)
+    block, lane = lanes // 16, lanes % 16
+    address = image.to(tl.int64)
+    data = section(address, 0, tl.int32)
+    scales = scale_section(address, scales_offset, packed)
+    rows = ()
+    for token in tl.static_range(num_tokens):
+        # A row beyond the last repeats it; its result is not stored.
+        rows = rows + (tl.minimum(num_rows - 1, token).to(tl.int64),)
+    products = lane_products(
+        data, scales, x, rows, block, lane, table, num_cols, num_blocks, num_chunks, packed,
+        num_tokens, block_chunks, 32,
+    )  # fmt: skip
+    bias = load_bias(section(address, bias_offset, tl.float32), block, lane, num_biased)
+    for token in tl.static_range(num_tokens):
+        values = (products[token] + bias).to(out.dtype.element_ty)
+        at = out + rows[token] * num_outputs + lanes
+        tl.store(at, values, mask=(num_rows > token) & (lanes < num_outputs))
+
+
+@triton.jit(do_not_specialize=_ANY)
+def many_rows(
+    x: tensor,
+    out: tensor,
+    image: tensor,
+    table: tensor,
+    num_rows: tensor,
+    num_cols: tensor,
+    num_outputs: tensor,
+    num_blocks: tensor,
+    num_chunks: tensor,
+    num_biased: tensor,
+    scales_offset: tensor,
+    bias_offset: tensor,
+    packed: constexpr,
+    block_rows: constexpr,
+    block_lanes: constexpr,
+    block_chunks: constexpr,
+    precision: constexpr,
+) -> None:
+    """Do what `few_rows` does; a program is (block of lanes, block of rows)."""
+    row = (tl.program_id(1) * block_rows + tl.arange(0, block_rows)).to(tl.int64)
+    is_row = row < num_rows
+    lanes = tl.program_id(0) * block_lanes + tl.arange(0, block_lanes)
+    address = image.to(tl.int64)
+    data = section(address, 0, tl.int32)
+    scales = scale_section(address, scales_offset, packed)
+    values = tile_products(
+        data, scales, x, row, is_row, lanes, table, num_cols, num_blocks, num_chunks, packed,
+        block_rows, block_lanes, block_chunks, precision,
+    )  # fmt: skip
+    bias = section(address, bias_offset, tl.float32)
+    values += load_bias(bias, lanes // 16, lanes % 16, num_biased)[None, :]
+    at = out + row[:, None] * num_outputs + lanes[None, :]
+    mask = is_row[:, None] & (lanes < num_outputs)[None, :]
+    tl.store(at, values.to(out.dtype.element_ty), mask=mask)
