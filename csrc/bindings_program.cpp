@@ -27,10 +27,10 @@ void add_norm(Program& program, std::int64_t num_rows, std::int64_t cols, float 
 }
 
 void add_rotary(Program& program, std::int64_t num_tokens, std::int64_t num_heads,
-                std::int64_t dim, bool is_bf16, std::uintptr_t input, std::int64_t token_stride,
-                std::int64_t head_stride, std::uintptr_t cos, std::uintptr_t sin,
-                std::uintptr_t out) {
-  program.add(Rotary{num_tokens, num_heads, dim, dim, value_type(is_bf16),
+                std::int64_t dim, std::int64_t rotated, bool is_bf16, std::uintptr_t input,
+                std::int64_t token_stride, std::int64_t head_stride, std::uintptr_t cos,
+                std::uintptr_t sin, std::uintptr_t out) {
+  program.add(Rotary{num_tokens, num_heads, dim, rotated, value_type(is_bf16),
                      pointer<const void>(input), token_stride, head_stride,
                      pointer<const void>(cos), pointer<const void>(sin), pointer<void>(out)});
 }

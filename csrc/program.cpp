@@ -7,6 +7,8 @@ namespace {
 
 // A prompt's rows are worth all threads, a step's are not.
 constexpr std::int64_t kManyValues = 1 << 17;
+// Of operations that take several nanoseconds a value.
+constexpr std::int64_t kManySlowValues = 1 << 14;
 
 }  // namespace
 
@@ -34,6 +36,34 @@ void Program::operator()(const RmsNorm& call) {
     part.gate = value_at(call.gate, call.type, first * call.gate_stride);
     part.out = value_at(call.out, call.type, first * call.cols);
     rows_.norm(part);
+  });
+}
+
+void Program::operator()(const Rotary& call) {
+  const std::int64_t values = call.num_heads * call.dim;  // of a token
+  if (call.num_tokens * values < kManyValues) return rows_.rotate(call);
+  const std::int64_t each = std::max<std::int64_t>(1, kManyValues / 8 / values);
+  pool_.run((call.num_tokens + each - 1) / each, [&](std::int64_t i) {
+    Rotary part = call;
+    const std::int64_t first = i * each;
+    part.num_tokens = std::min(each, call.num_tokens - first);
+    part.input = value_at(call.input, call.type, first * call.token_stride);
+    part.cos = value_at(call.cos, call.type, first * call.rotated);
+    part.sin = value_at(call.sin, call.type, first * call.rotated);
+    part.out = value_at(call.out, call.type, first * values);
+    rows_.rotate(part);
+  });
+}
+
+template <typename Call>
+void Program::by_rows(const Call& call, void (*run)(const Call&)) {
+  const Four& sizes = call.sizes;
+  const std::int64_t total = sizes[0] * sizes[1] * sizes[2] * sizes[3];
+  if (total < kManySlowValues) return run(call);
+  const int dim = first_of_several(sizes);
+  const std::int64_t each = std::max<std::int64_t>(1, sizes[dim] * (kManySlowValues / 8) / total);
+  pool_.run((sizes[dim] + each - 1) / each, [&](std::int64_t i) {
+    run(part_of(call, dim, i * each, std::min(each, sizes[dim] - i * each)));
   });
 }
 

@@ -87,15 +87,15 @@ class Program {
                             std::function<void()>>;
 
   void operator()(const RmsNorm& call);
-  void operator()(const Rotary& call) { rows_.rotate(call); }
+  void operator()(const Rotary& call);
   void operator()(const RotaryPairs& call) { rows_.rotate_pairs(call); }
   void operator()(const Choice& call) { choose(call); }
   void operator()(const RankedChoice& call) { choose(call); }
   void operator()(const Elementwise& call);
-  void operator()(const Reduction& call) { tensors_.reduce(call); }
-  void operator()(const Softmax& call) { tensors_.softmax(call); }
+  void operator()(const Reduction& call) { by_rows(call, tensors_.reduce); }
+  void operator()(const Softmax& call) { by_rows(call, tensors_.softmax); }
   void operator()(const LayerNorm& call) { tensors_.layer_norm(call); }
-  void operator()(const Greatest& call) { tensors_.find_greatest(call); }
+  void operator()(const Greatest& call) { by_rows(call, tensors_.find_greatest); }
   void operator()(const Lookup& call) { tensors_.look_up(call); }
   void operator()(const Scatter& call) { tensors_.scatter(call); }
   void operator()(const Product& call);
@@ -107,6 +107,10 @@ class Program {
   void operator()(const Attention& call);
   void operator()(const Experts& call);
   void operator()(const std::function<void()>& call) { call(); }
+
+  // Shares the rows of the last dimension among the threads, if they are many.
+  template <typename Call>
+  void by_rows(const Call& call, void (*run)(const Call&));
 
   const RowKernels& rows_;
   const TensorKernels& tensors_;

@@ -3,6 +3,19 @@
 #include <algorithm>
 
 namespace tandem {
+namespace {
+
+// Tokens of one task where activations are converted.
+constexpr std::int64_t kTaskTokens = 32;
+
+}  // namespace
+
+void RoutedExperts::each_part(std::int64_t num_tokens, const Part& part) {
+  if (num_tokens <= 2 * kTaskTokens) return part(0, num_tokens);
+  engine_.pool().run((num_tokens + kTaskTokens - 1) / kTaskTokens, [&](std::int64_t i) {
+    part(i * kTaskTokens, std::min((i + 1) * kTaskTokens, num_tokens));
+  });
+}
 
 // Counting sort by expert; a token keeps its place among the rows of an expert.
 std::int64_t RoutedExperts::sort_rows(const RoutedLayer& layer, const RoutedCall& call) {
@@ -37,7 +50,10 @@ std::int64_t RoutedExperts::run(const RoutedLayer& layer, const RoutedCall& call
   sums_.resize(std::max<std::size_t>(sums_.size(), values));
   weights_.resize(std::max<std::size_t>(weights_.size(), row_of_.size()));
   rows_.resize(std::max<std::size_t>(rows_.size(), token_.size() * size));
-  engine_.load(call.hidden, call.type, values, hidden_.data());
+  each_part(call.num_tokens, [&](std::int64_t begin, std::int64_t end) {
+    engine_.load(value_at(call.hidden, call.type, begin * size), call.type, (end - begin) * size,
+                 hidden_.data() + begin * size);
+  });
   engine_.load(call.weights, call.weight_type, call.num_tokens * call.top_k, weights_.data());
   if (active > 0)
     engine_.run(layer.layout, layer.activation,
@@ -45,7 +61,10 @@ std::int64_t RoutedExperts::run(const RoutedLayer& layer, const RoutedCall& call
                  hidden_.data(), rows_.data()});
   engine_.add_rows({call.num_tokens, call.top_k, size, rows_.data(), row_of_.data(),
                     weights_.data(), sums_.data()});
-  engine_.store(sums_.data(), values, call.type, call.out);
+  each_part(call.num_tokens, [&](std::int64_t begin, std::int64_t end) {
+    engine_.store(sums_.data() + begin * size, (end - begin) * size, call.type,
+                  value_at(call.out, call.type, begin * size));
+  });
   engine_.wake();  // the next layer's projections come soon
   return active;
 }

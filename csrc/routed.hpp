@@ -1,8 +1,8 @@
-// A layer's experts straight from the router's choice, for steps of few tokens: sorting, computing
-// and adding up in one call.
+// A layer's experts straight from the router's choice: sorting, computing and adding up in one call.
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "experts.hpp"
@@ -38,6 +38,9 @@ class RoutedExperts {
   std::mutex& busy() { return engine_.busy(); }
 
  private:
+  using Part = std::function<void(std::int64_t begin, std::int64_t end)>;  // of the tokens
+
+  void each_part(std::int64_t num_tokens, const Part& part);
   std::int64_t sort_rows(const RoutedLayer& layer, const RoutedCall& call);
 
   ExpertEngine& engine_;

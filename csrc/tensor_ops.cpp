@@ -13,6 +13,21 @@ void move(View& view, int dim, std::int64_t first) {
     view.data = static_cast<Byte*>(view.data) + first * view.strides[dim] * element_bytes(view.type);
 }
 
+// The part of a call that writes `width` values a row, without gaps.
+template <typename Call>
+Call rows_of(const Call& call, int dim, std::int64_t first, std::int64_t count,
+             std::int64_t width) {
+  Call part = call;
+  part.sizes[dim] = count;
+  move(part.x, dim, first);
+  std::int64_t rows = first;  // before the part
+  for (int d = dim + 1; d < 3; ++d) rows *= call.sizes[d];
+  part.out = static_cast<std::uint8_t*>(call.out) + rows * width * element_bytes(call.type);
+  if constexpr (!std::is_same_v<Call, Softmax>)
+    if (call.index) part.index = call.index + rows * width;
+  return part;
+}
+
 }  // namespace
 
 const TensorKernels& tensor_kernels([[maybe_unused]] const std::string& isa) {
@@ -31,6 +46,18 @@ Elementwise part_of(const Elementwise& call, int dim, std::int64_t first, std::i
   move(part.c, dim, first);
   move(part.out, dim, first);
   return part;
+}
+
+Reduction part_of(const Reduction& call, int dim, std::int64_t first, std::int64_t count) {
+  return rows_of(call, dim, first, count, 1);
+}
+
+Softmax part_of(const Softmax& call, int dim, std::int64_t first, std::int64_t count) {
+  return rows_of(call, dim, first, count, call.sizes[3]);
+}
+
+Greatest part_of(const Greatest& call, int dim, std::int64_t first, std::int64_t count) {
+  return rows_of(call, dim, first, count, call.top_k);
 }
 
 Product part_of(const Product& call, std::int64_t first, std::int64_t count) {

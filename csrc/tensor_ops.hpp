@@ -166,6 +166,14 @@ const TensorKernels& tensor_kernels(const std::string& isa);
 
 // The part of a call whose dimension `dim` begins at `first` and has `count`.
 Elementwise part_of(const Elementwise& call, int dim, std::int64_t first, std::int64_t count);
+// The same of calls that write their rows one after the other; `dim` is `first_of_several`.
+Reduction part_of(const Reduction& call, int dim, std::int64_t first, std::int64_t count);
+Softmax part_of(const Softmax& call, int dim, std::int64_t first, std::int64_t count);
+Greatest part_of(const Greatest& call, int dim, std::int64_t first, std::int64_t count);
+// The first dimension that has several rows; the last but one if none has.
+constexpr int first_of_several(const Four& sizes) {
+  return sizes[0] > 1 ? 0 : sizes[1] > 1 ? 1 : 2;
+}
 // The part of a call whose columns begin at `first`.
 Product part_of(const Product& call, std::int64_t first, std::int64_t count);
 

@@ -51,8 +51,10 @@ def test_without_an_expert_cache_the_decode_step_is_explained(
     assert re.search(
         r"not native: \d+ of the \d+ calls of a decode step, [.\d]+ of [.\d]+ ms: ", err
     )
+    assert re.search(r"not native of a prompt: \d+ calls of torch for 128 tokens, ", err)
     assert "layer" not in err
     report = json.loads(out.splitlines()[-1])
+    assert {entry["operation"] for entry in report["prompt_not_native"]} >= {"index"}
     assert report["why_slower"] is None
     assert re.search(r"speculation: 0 tokens drafted, 0 kept; \d steps had none: ", err)
     assert sum(report["steps_by_drafted_tokens"].values()) == 5

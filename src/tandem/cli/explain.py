@@ -1,7 +1,7 @@
 """`tandem run --explain`: why a run was as fast as it was, and what one change would bring.
 
-The first parts are what of a decode step is not native, and costs, and what was drafted. With an
-expert cache there are two more: what happened, layer by layer; and the run's routing replayed in
+The first parts are what of a decode step and of a prompt is not native, and what was drafted. With
+an expert cache there are two more: what happened, layer by layer; and the run's routing replayed in
 the simulator, with one thing changed at a time, which holds as far as the profile does.
 """
 
@@ -26,10 +26,11 @@ if TYPE_CHECKING:
     from tandem.generate.answer import Answer
     from tandem.generate.generator import Generator
     from tandem.generate.speculation.speculation import Speculation
-    from tandem.recording.coverage import Coverage
+    from tandem.recording.coverage import Coverage, PromptCoverage
     from tandem.trace import RoutingTrace
 
 SMALLER_FORMAT = "int4"
+_PROMPT_TOKENS = 128
 
 
 def layer_table(statistics: CacheStatistics, eviction: Eviction) -> str:
@@ -145,18 +146,26 @@ class DecodeStep(NamedTuple):
 
     coverage: "Coverage | None"
     why_slower: str | None
+    prompt: "PromptCoverage | None" = None
 
     def line(self) -> str:
         """Return what is not native and what it costs."""
-        if self.coverage is not None:
-            return self.coverage.line()
-        return f"not native: not counted, as {self.why_slower or 'no decode step was replayed'}"
+        why = self.why_slower or "no decode step was replayed"
+        step = self.coverage
+        lines = [step.line() if step is not None else f"not native: not counted, as {why}"]
+        return "\n".join([*lines, *([] if self.prompt is None else [self.prompt.line()])])
 
     def json(self) -> dict[str, object]:
-        """Return the same for scripts; `not_native` is None where it is not known."""
-        entries = None if self.coverage is None else self.coverage.not_native
-        not_native = None if entries is None else [dataclasses.asdict(entry) for entry in entries]
-        return {"not_native": not_native, "why_slower": self.why_slower}
+        """Return the same for scripts; None stands where it is not known."""
+        return {
+            "not_native": _entries(self.coverage),
+            "prompt_not_native": _entries(self.prompt),
+            "why_slower": self.why_slower,
+        }
+
+
+def _entries(coverage: "Coverage | PromptCoverage | None") -> list[dict[str, object]] | None:
+    return None if coverage is None else [dataclasses.asdict(e) for e in coverage.not_native]
 
 
 def decode_step(generator: "Generator") -> DecodeStep:
@@ -167,7 +176,27 @@ def decode_step(generator: "Generator") -> DecodeStep:
     recorded = generator.recorded_graph
     with unheard(require_runtime(generator.model).executor):
         coverage = coverage_of(recorded) if recorded is not None else None
-    return DecodeStep(coverage, generator.why_slower)
+        prompt = _prompt(generator)
+    return DecodeStep(coverage, generator.why_slower, prompt)
+
+
+def _prompt(generator: "Generator") -> "PromptCoverage | None":
+    """Run a short prompt in slots of its own; None where it would teach what plans experts."""
+    from tandem.hf.lookahead.warm_up import warm_up_ids
+    from tandem.hf.runtime import require_runtime
+    from tandem.recording.coverage import coverage_of_prompt
+
+    needs_steps = require_runtime(generator.model).executor.needs_steps
+    if generator.why_padded is not None or needs_steps or generator.model.device.type != "cpu":
+        return None
+    ids = warm_up_ids(generator.model, _PROMPT_TOKENS).tolist()
+    pool = generator.slot_pool(1, capacity=_PROMPT_TOKENS)
+
+    def run() -> None:
+        pool.prefill({0: ids})
+        pool.keep(0, 0)
+
+    return coverage_of_prompt(run, _PROMPT_TOKENS)
 
 
 class Drafting:

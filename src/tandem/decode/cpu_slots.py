@@ -265,7 +265,7 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
         keys = torch.tensor([token for _, tokens in chunk for token in tokens], device="cpu")
         with self._going_back([slot for slot, _ in chunk]):
             ids, positions, features = self._images.place(segments, keys, self.cache.positions)
-            logits = self._model.logits(ids[None], positions, keep, features)
+            logits = self._model.logits(ids[None], positions, keep, features, is_prompt=True)
             self.cache.commit()
         for slot, tokens in chunk:
             self._held[slot] += tokens

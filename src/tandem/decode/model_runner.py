@@ -1,6 +1,7 @@
 """A model on a KV cache of Tandem's: its forward, its executor, and whether that serves it."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +12,7 @@ from tandem.core.errors import TandemError
 from tandem.decode.attention import register_attention
 from tandem.decode.norms import NormSwitch
 from tandem.decode.padded import PaddedBatch
+from tandem.decode.prompt_operations import PromptOperations
 from tandem.decode.shallow_copy import ShallowCopy
 from tandem.experts.execution.executor import Executor
 from tandem.experts.tracing.events import unheard
@@ -35,7 +37,6 @@ _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 _TRIAL_TOKENS = 6
 _TRIAL_FIRST_IDS = (11, 12, 13)  # near ties of the router may flip, but not with other tokens too
 _OTHER_LOGITS = "its logits differ"
-_STEP_TOKENS = 64  # more are a prompt's; steps are recorded as the model does them
 
 
 class ModelRunner:
@@ -51,7 +52,7 @@ class ModelRunner:
     ) -> None:
         """Raises `NotInSlotsError` for a model that keeps more than keys and values.
 
-        With `threads`, a prompt's norms are native. `notes_hidden` as of `hidden`.
+        With `threads`, prompts are native. `notes_hidden` as of `hidden`.
         """
         self.hidden: Tensor | None = None
         """What the latest forward gave to the output head, (b, n_tokens, width), if that is noted.
@@ -61,6 +62,7 @@ class ModelRunner:
         self.model = model
         self._cache = cache
         self._norms = NormSwitch(model, threads)
+        self._operations = None if threads is None else PromptOperations(threads)
         self._copy = ShallowCopy(model, register_attention(), self._norms.forwards)
         self._shell = transformers_cache(model, cache)
         masks = masks_by_layer_type(model, self._shell.layers)
@@ -94,20 +96,28 @@ class ModelRunner:
         positions: Tensor,
         keep: Tensor | int | None = None,
         features: Any = None,
+        *,
+        is_prompt: bool = False,
     ) -> Tensor:
         """Return the logits (b, n_tokens, vocabulary) of ids (b, n_tokens) at their positions.
 
         Positions are (b, n_tokens), or (kinds, b, n_tokens) where images have several. With `keep`,
         of those tokens alone, where the model can leave the others out. `features` are those of
-        the image tokens among the ids, as of `SlotImages`.
+        the image tokens among the ids, as of `SlotImages`. What is no prompt runs as the model has
+        it, to be recorded.
         """
         is_kept = keep is not None and self.keeps_logits
-        self._norms.is_on = ids.numel() > _STEP_TOKENS
+        native = self._operations if is_prompt else None
+        self._norms.is_on = native is not None
         forget_positions(self._shell)
         copy = self._copy.model
         if self._notes_hidden:
             self._note_hidden(copy.get_decoder())
-        with stepping(self._cache), given_features(copy, features) as images:
+        with (
+            stepping(self._cache),
+            given_features(copy, features) as images,
+            native or nullcontext(),
+        ):
             outputs = copy(
                 input_ids=ids,
                 position_ids=positions,

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem.decode.prompt_rotary import rotate_prompt
 from tandem.kernels.recurrent import Convolution, Recurrence, RecurrenceForm
 from tandem.kv_cache.base import NotInSlotsError, current_cache
 from tandem.kv_cache.states import StateHandle
@@ -321,6 +322,7 @@ def _time_steps(
 
 
 OPERATIONS: dict[str, Operation] = {
+    "apply_rotary_pos_emb": rotate_prompt,
     "causal_conv1d_fn": _convolve_prompt,
     "causal_conv1d_update": _convolve_token,
     "torch_chunk_gated_delta_rule": _delta_rule,

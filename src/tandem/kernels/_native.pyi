@@ -331,6 +331,7 @@ class Program:
         num_tokens: int,
         num_heads: int,
         dim: int,
+        rotated: int,
         is_bf16: bool,
         input: int,
         token_stride: int,

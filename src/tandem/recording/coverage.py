@@ -1,13 +1,18 @@
-"""What of a recorded decode step is native, and what the operations cost that are not.
+"""What of a recorded decode step and of a prompt is native, and what costs what is not.
 
-Native neighbours are one call; other operations run one by one, in torch or in Python.
+A step's native neighbours are one call; other operations run one by one, in torch or in Python.
 """
 
+import time
 from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from tandem.recording.program import NativeCall
+from torch import Tensor
+
+from tandem.kernels.torch_private import TorchDispatchMode, operator_schema
+from tandem.recording.program import NativeCall, memory_of
 from tandem.recording.recorded_graph import RecordedGraph
 
 _PROFILE_RUNS = 5
@@ -39,15 +44,35 @@ class Coverage(NamedTuple):
         """Return what is not native and what it costs, for people."""
         if not self.not_native:
             return "not native: nothing"
-        named, rest = self.not_native[:_NAMED_OPERATIONS], self.not_native[_NAMED_OPERATIONS:]
-        parts = [_part(o.operation, [o]) for o in named]
-        parts += [_part(f"{len(rest)} more", rest)] if rest else []
         calls = sum(o.calls for o in self.not_native)
-        milliseconds = sum(o.milliseconds for o in self.not_native)
-        return (
-            f"not native: {calls} of the {self.num_calls} calls of a decode step, "
-            f"{milliseconds:.2f} of {self.milliseconds:.2f} ms: {', '.join(parts)}"
-        )
+        what = f"{calls} of the {self.num_calls} calls of a decode step"
+        return f"not native: {what}, {_costs(self.not_native, self.milliseconds)}"
+
+
+class PromptCoverage(NamedTuple):
+    """One prompt, whose torch operations were counted."""
+
+    num_tokens: int
+    milliseconds: float
+    """Of the prompt without the count."""
+    not_native: list[NotNative]
+    """The costliest first."""
+
+    def line(self) -> str:
+        """Return what is not native and what it costs, for people."""
+        if not self.not_native:
+            return "not native of a prompt: nothing"
+        calls = sum(o.calls for o in self.not_native)
+        what = f"{calls} calls of torch for {self.num_tokens} tokens"
+        return f"not native of a prompt: {what}, {_costs(self.not_native, self.milliseconds)}"
+
+
+def _costs(not_native: list[NotNative], milliseconds: float) -> str:
+    named, rest = not_native[:_NAMED_OPERATIONS], not_native[_NAMED_OPERATIONS:]
+    parts = [_part(o.operation, [o]) for o in named]
+    parts += [_part(f"{len(rest)} more", rest)] if rest else []
+    spent = sum(o.milliseconds for o in not_native)
+    return f"{spent:.2f} of {milliseconds:.2f} ms: {', '.join(parts)}"
 
 
 def _part(name: str, operations: list[NotNative]) -> str:
@@ -71,5 +96,59 @@ def coverage_of(recorded: RecordedGraph) -> Coverage:
         else:
             calls[operation.name] += 1
             seconds[operation.name] += taken  # type: ignore[assignment]
-    not_native = [NotNative(name, calls[name], s * 1e3) for name, s in seconds.most_common()]
+    not_native = _by_cost(calls, seconds)
     return Coverage(recorded.num_calls, total * 1e3, dict(sorted(native.items())), not_native)
+
+
+def coverage_of_prompt(run: Callable[[], object], num_tokens: int) -> PromptCoverage:
+    """Run a prompt twice, once with its torch operations counted."""
+    begin = time.perf_counter()
+    run()
+    taken = time.perf_counter() - begin
+    work = TorchWork()
+    with work:
+        run()
+    return PromptCoverage(num_tokens, taken * 1e3, _by_cost(work.calls, work.seconds))
+
+
+def _by_cost(calls: Counter[str], seconds: Counter[str]) -> list[NotNative]:
+    return [NotNative(name, calls[name], s * 1e3) for name, s in seconds.most_common()]
+
+
+class TorchWork(TorchDispatchMode):
+    """Counts what torch computes while it is active as a context; views and new memory are not."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: Counter[str] = Counter()
+        """Of each operation."""
+        self.seconds: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        begin = time.perf_counter()
+        result = func(*args, **(kwargs or {}))
+        schema = operator_schema(func)
+        name = schema.name.partition("::")[2]
+        is_written = schema.is_mutable and name != "detach_"
+        if is_written or not (_is_new_memory(name) or _is_view(result, args)):
+            self.calls[name] += 1
+            self.seconds[name] += time.perf_counter() - begin  # type: ignore[assignment]
+        return result
+
+
+def _is_new_memory(name: str) -> bool:
+    return name.removeprefix("new_").startswith("empty")
+
+
+def _is_view(results: Any, args: tuple[Any, ...]) -> bool:
+    """Tell whether an operation's results lie in the memory of its first argument."""
+    parts = results if isinstance(results, list | tuple) else [results]
+    if not args or not all(isinstance(x, Tensor) for x in (args[0], *parts)):
+        return False
+    return all(memory_of(x) == memory_of(args[0]) for x in parts)

@@ -197,17 +197,17 @@ class CpuExecutor(StatelessExecutor):
 
     def _execute(self, call: RoutedCall, functions: ExpertFunctions) -> Tensor:
         layer = self.store[call.layer]
-        step = self._kernels.run_step(layer, functions, call)
-        if step is not None:
-            out, num_active = step
-            if self.listeners:
-                self.report(layer, call.top_k_index, num_active, call.top_k_index.numel())
-            return out
         return computed_in_chunks(call, lambda chunk: self._execute_chunk(layer, chunk, functions))
 
     def _execute_chunk(
         self, layer: HostLayer, call: RoutedCall, functions: ExpertFunctions
     ) -> Tensor:
+        direct = self._kernels.run_directly(layer, functions, call)
+        if direct is not None:
+            out, num_active = direct
+            if self.listeners:
+                self.report(layer, call.top_k_index, num_active, call.top_k_index.numel())
+            return out
         self._kernels.wake()  # while the rows are sorted
         routing = Routing(call.top_k_index, layer.arrivals.num_experts)
         order = routing.lone_order()

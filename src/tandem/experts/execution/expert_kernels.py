@@ -89,16 +89,16 @@ class ExpertKernels:
 
         return sum_rows
 
-    def run_step(
+    def run_directly(
         self, layer: HostLayer, functions: ExpertFunctions, call: RoutedCall
     ) -> tuple[Tensor, int] | None:
-        """Compute all experts of a layer on the CPU for few tokens; see `RoutedLayers.run_step`."""
+        """Compute all experts of a layer on the CPU; see `RoutedLayers.run_directly`."""
         if not isinstance(layer, PackedLayer):
             return None
         if self._on_busy is None:
-            return self.routed.run_step(layer, functions, call)
+            return self.routed.run_directly(layer, functions, call)
         begin = time.perf_counter()
-        found = self.routed.run_step(layer, functions, call)
+        found = self.routed.run_directly(layer, functions, call)
         self._on_busy(time.perf_counter() - begin)
         return found
 

@@ -1,4 +1,4 @@
-"""Packed layers as the native calls take them: one call for a batch, or for a whole small step.
+"""Packed layers as the native calls take them: one call for a batch, or for a whole layer.
 
 Where the kernels know the layer's format and the model's activation; the rest goes the long way.
 """
@@ -17,7 +17,6 @@ from tandem.kernels import _native
 from tandem.kernels.native import TOKEN_DTYPES, NativeExperts, native_layout
 
 _TOKEN_BYTES = torch.int32.itemsize
-MAX_TOKENS = 64  # more are a prompt's, where sorting in Python costs nothing
 
 
 def native_layer(layer: HostLayer, functions: ExpertFunctions) -> _native.RoutedLayer | None:
@@ -41,8 +40,7 @@ def can_read(call: RoutedCall) -> bool:
     """Tell whether native code reads a call's tensors as they are, but for gaps."""
     _, hidden, index, weights = call
     return (
-        hidden.shape[0] <= MAX_TOKENS
-        and hidden.dtype in TOKEN_DTYPES
+        hidden.dtype in TOKEN_DTYPES
         and weights.dtype in TOKEN_DTYPES
         and index.dtype is torch.int64
     )
@@ -89,7 +87,7 @@ class RoutedLayers:
         except ValueError as error:  # rows, experts or tokens that do not exist
             raise ModelError(f"the routing of a layer is damaged: {error}") from error
 
-    def run_step(
+    def run_directly(
         self, layer: HostLayer, functions: ExpertFunctions, call: RoutedCall
     ) -> tuple[Tensor, int] | None:
         """Return a layer's result and how many experts were active; None if it cannot.

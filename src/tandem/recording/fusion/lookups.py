@@ -58,10 +58,11 @@ def _match_rows(graph: Graph, operation: Operation) -> Small | None:
         return None
     if not graph.tensor(index).is_contiguous():
         return None
-    return Small([table, index], _add_rows)
+    return Small([table, index], add_rows)
 
 
-def _add_rows(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+def add_rows(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+    """Add rows of a table, by number: [table, index] to [rows]."""
     (table, index), (out,) = inputs, outputs
     require_contiguous(index)
     rows = table if table.dim() == 2 else table[:, None]

@@ -34,8 +34,8 @@ def match_reduction(graph: Graph, operation: Operation) -> Small | None:
         return _match_reduction(operation, x)
     if x.dim() > MAX_DIMENSIONS:
         return None
-    if operation.name == "softmax" and _is_last(operation.args[1], x):
-        return Small([source], _add_softmax)
+    if operation.name == "softmax" and is_last(operation.args[1], x):
+        return Small([source], add_softmax)
     if operation.name == "topk":
         return _match_greatest(operation, x)
     if operation.name == "layer_norm":
@@ -43,7 +43,8 @@ def match_reduction(graph: Graph, operation: Operation) -> Small | None:
     return None
 
 
-def _is_last(dim: Any, x: Tensor) -> bool:
+def is_last(dim: Any, x: Tensor) -> bool:
+    """Tell whether this is the last dimension of a tensor."""
     return isinstance(dim, int) and dim % x.dim() == x.dim() - 1
 
 
@@ -64,11 +65,18 @@ def _match_reduction(operation: Operation, x: Tensor) -> Small | None:
         return None
 
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        x = _put_last(inputs[0], dim)
         index = outputs[1].data_ptr() if is_two else 0
-        program.add_reduction(kind, in_four(x.shape, 1), view_of(x), dense_of(outputs[0]), index)
+        add_reduction(program, kind, dim, inputs[0], outputs[0], index)
 
     return Small([operation.args[0]], add)
+
+
+def add_reduction(
+    program: _native.Program, kind: int, dim: int, x: Tensor, out: Tensor, index: int
+) -> None:
+    """Add a sum or the like along a dimension; `index` is where numbers of places go, or 0."""
+    x = _put_last(x, dim)
+    program.add_reduction(kind, in_four(x.shape, 1), view_of(x), dense_of(out), index)
 
 
 def _put_last(x: Tensor, dim: int) -> Tensor:
@@ -78,7 +86,8 @@ def _put_last(x: Tensor, dim: int) -> Tensor:
     return x.as_strided(shape, [x.stride(d) for d in (*others, dim)], x.storage_offset())
 
 
-def _add_softmax(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+def add_softmax(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+    """Add a softmax over the last dimension."""
     (x,) = inputs
     program.add_softmax(in_four(x.shape, 1), view_of(x), dense_of(outputs[0]))
 
@@ -89,12 +98,17 @@ def _match_greatest(operation: Operation, x: Tensor) -> Small | None:
     count: int = operation.args[1]
 
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        values, index = outputs
-        shape = in_four(inputs[0].shape, 1)
-        view = view_of(inputs[0])
-        program.add_greatest(shape, view, count, dense_of(values), index.data_ptr())
+        add_greatest(program, inputs[0], count, *outputs)
 
     return Small([operation.args[0]], add)
+
+
+def add_greatest(
+    program: _native.Program, x: Tensor, count: int, values: Tensor, index: Tensor
+) -> None:
+    """Add the greatest `count` of the last dimension, best first."""
+    shape = in_four(x.shape, 1)
+    program.add_greatest(shape, view_of(x), count, dense_of(values), index.data_ptr())
 
 
 def _match_layer_norm(graph: Graph, operation: Operation, x: Tensor) -> Small | None:

@@ -164,8 +164,9 @@ def _rotary_call(threads: CpuThreads, heads: int) -> NativeCall:
         if x.stride(-1) != 1:
             raise NotRecordableError("a head's values do not lie side by side")
         program.add_rotary(
-            x.shape[0], x.shape[heads], x.shape[3], x.dtype == torch.bfloat16, x.data_ptr(),
-            x.stride(0), x.stride(heads), cos.data_ptr(), sin.data_ptr(), out.data_ptr(),
+            x.shape[0], x.shape[heads], x.shape[3], x.shape[3], x.dtype == torch.bfloat16,
+            x.data_ptr(), x.stride(0), x.stride(heads), cos.data_ptr(), sin.data_ptr(),
+            out.data_ptr(),
         )  # fmt: skip
 
     return NativeCall(add, threads)

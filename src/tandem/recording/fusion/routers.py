@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tandem.hf.opaque_calls import DENSE
 from tandem.kernels import _native
-from tandem.kernels.dense import CpuThreads, pack_dense
+from tandem.kernels.dense import CpuThreads, DenseWeight, pack_dense
 from tandem.kernels.formats.weight_format import find_format
 from tandem.recording.fusion.graph import Found, Graph
 from tandem.recording.program import NativeCall, require_contiguous
@@ -28,16 +28,28 @@ def find_small_linears(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
         source, *rest = operation.args
         refs = [ref for ref in rest if isinstance(ref, Ref)]
         weights = [graph.tensor(ref) for ref in refs]
-        is_small = bool(weights) and weights[0].numel() <= _SMALL_WEIGHTS
-        if not is_small or any(ref.number not in graph.fixed for ref in refs):
+        if not weights or any(ref.number not in graph.fixed for ref in refs):
             continue
-        is_whole = graph.tensor(source).is_contiguous()
-        if is_whole and _holds_bf16(graph, source) and all(map(_is_exact_in_bf16, weights)):
-            packed = pack_dense(weights[0], weights[1] if len(weights) > 1 else None, _BF16)
+        if not graph.tensor(source).is_contiguous() or not _holds_bf16(graph, source):
+            continue
+        packed = pack_small(weights[0], weights[1] if len(weights) > 1 else None)
+        if packed is not None:
             args = (threads, packed, source)
             outputs = operation.outputs
             fused = Operation(operation.function, args, {}, outputs, DENSE, [source])
             yield Found([operation], fused)
+
+
+def pack_small(weight: Tensor, bias: Tensor | None) -> DenseWeight | None:
+    """Return a small layer's weight (out, in) and bias in bf16; None if that is not exact."""
+    given = [weight] if bias is None else [weight, bias]
+    if (
+        weight.dim() != 2
+        or weight.numel() > _SMALL_WEIGHTS
+        or not all(map(_is_exact_in_bf16, given))
+    ):
+        return None
+    return pack_dense(weight, bias, _BF16)
 
 
 def _holds_bf16(graph: Graph, ref: Ref) -> bool:

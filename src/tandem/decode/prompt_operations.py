@@ -1,0 +1,321 @@
+"""What torch would compute of a prompt besides its layers and attention, natively.
+
+While a prompt runs, each torch function that the model's code calls comes by here: residuals,
+routers, activations, angles. Those that the small native operations know (csrc/tensor_ops.hpp) are
+theirs, with the same results but for a last bit; the others stay torch's. Decode steps are not met:
+they are recorded (decision 8).
+"""
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from tandem.hf.opaque_calls import ACTIVE
+from tandem.kernels import _native
+from tandem.kernels.dense import VALUE_DTYPES, CpuThreads, DenseWeight, multiply
+from tandem.recording.fusion.elementwise import CASTS, KINDS
+from tandem.recording.fusion.lookups import add_rows
+from tandem.recording.fusion.reductions import add_greatest, add_reduction, add_softmax, is_last
+from tandem.recording.fusion.routers import pack_small
+from tandem.recording.fusion.views import (
+    ELEMENT_TYPES,
+    FLOAT_DTYPES,
+    MAX_DIMENSIONS,
+    add_combination,
+)
+
+# By the names of torch's functions, those of one and of two arguments.
+_ONE = ("silu", "sigmoid", "relu", "exp", "sin", "cos", "tanh", "neg", "sqrt", "rsqrt")
+_TWO = ("add", "mul", "sub", "div")
+_CAST_TO = {"float": torch.float32, "bfloat16": torch.bfloat16}
+_REDUCTIONS = {"sum": 0, "mean": 1}
+
+Arguments = tuple[Any, ...]
+# Takes the arguments of a torch function and returns its result; None: torch must compute it.
+Native = Callable[["PromptOperations", Arguments, Mapping[str, Any]], Any]
+
+
+class PromptOperations(TorchFunctionMode):
+    """Active as a context, for one thread at a time; also meets opaque calls, whose inside is not.
+
+    `threads` compute.
+    """
+
+    is_capturing = False
+
+    def __init__(self, threads: CpuThreads) -> None:
+        super().__init__()
+        self._threads = threads
+        self._is_paused = False
+        self._packed: dict[int, tuple[weakref.ref[Tensor], DenseWeight | None]] = {}
+        """Small weights in bf16, by their addresses as objects; None for one that is not exact."""
+        self._widened: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+        """What fp32 tensors were made of that hold the values of a bf16 one."""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: object,
+        args: Arguments = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs, name = kwargs or {}, func.__name__
+        if name.endswith("_") and args:  # it may write there
+            self._widened.pop(id(args[0]), None)
+        native = None if self._is_paused else _NATIVE.get(name)
+        result = None if native is None else native(self, args, kwargs)
+        return func(*args, **kwargs) if result is None else result
+
+    def call(self, kind: str, function: Callable[..., Any], args: tuple[object, ...]) -> Any:
+        """Call a function that may compute by its own means; see `Interceptor`."""
+        self._is_paused = True
+        try:
+            return function(*args)
+        finally:
+            self._is_paused = False
+
+    def run(self, add: Callable[[_native.Program], None]) -> None:
+        """Do what is added to a program."""
+        program = self._threads.program()
+        add(program)
+        program.run()
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor | None:
+        """Return rotary embeddings of halves, of one sequence; None for other shapes.
+
+        `x` is (1, heads, n, dim) or (1, n, heads, dim) with the heads in dimension `heads`; tables
+        are (1, n, rotated), and only the first `rotated` values of a head turn.
+        """
+        tokens = 3 - heads
+        num_tokens, rotated = cos.shape[-2:]
+        is_fit = (
+            x.dim() == 4 and len(x) == 1 and x.stride(3) == 1 and x.dtype in VALUE_DTYPES
+            and cos.numel() == num_tokens * rotated and x.shape[tokens] == num_tokens
+            and all(t.dtype == x.dtype and t.is_contiguous() for t in (cos, sin))
+        )  # fmt: skip
+        if not is_fit or rotated > x.shape[3]:
+            return None
+        num_heads, dim = x.shape[heads], x.shape[3]
+        out = torch.empty((1, num_tokens, num_heads, dim), dtype=x.dtype, device="cpu")
+        self.run(
+            lambda program: program.add_rotary(
+                num_tokens, num_heads, dim, rotated, x.dtype == torch.bfloat16, x.data_ptr(),
+                x.stride(tokens), x.stride(heads), cos.data_ptr(), sin.data_ptr(), out.data_ptr(),
+            )
+        )  # fmt: skip
+        return out.transpose(1, 2) if heads == 1 else out
+
+    def combine(self, kind: int, args: Arguments, out: Tensor | None = None) -> Tensor | None:
+        """Compute tensors and numbers value by value, perhaps into one of them."""
+        tensors = [x for x in args if isinstance(x, Tensor)]
+        numbers = [x for x in args if not isinstance(x, Tensor)]
+        if not tensors or not all(_is_known(x) and x.dim() for x in tensors):
+            return None
+        if not all(type(x) in (int, float) for x in numbers):
+            return None
+        shape = torch.broadcast_shapes(*(x.shape for x in tensors))
+        dtype = tensors[0].dtype if len({x.dtype for x in tensors}) == 1 else torch.float32
+        if out is None:
+            like = next((x for x in tensors if x.shape == shape), None)
+            if like is None:
+                out = torch.empty(shape, dtype=dtype, device="cpu")
+            else:  # strides as torch has them: views of the result must be possible
+                out = torch.empty_like(like, dtype=dtype, device="cpu")
+        elif (out.shape, out.dtype) != (shape, dtype):
+            return None
+        self.run(lambda program: add_combination(program, kind, args, out))
+        return out
+
+    def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Return a tensor's values as another type; None for those that stay what they are."""
+        is_known = type(x) in _PLAIN and x.device.type == "cpu" and x.dtype in ELEMENT_TYPES
+        if not is_known or x.dtype == dtype or dtype not in FLOAT_DTYPES:
+            return None
+        out = torch.empty_like(x, dtype=dtype)
+        self.run(lambda program: add_combination(program, KINDS["copy"], [x], out))
+        if x.dtype == torch.bfloat16:
+            number = id(out)
+            forget = weakref.ref(out, lambda _: self._widened.pop(number, None))
+            self._widened[number] = forget, x
+        return out
+
+    def before(self, x: Tensor) -> Tensor:
+        """Return the bf16 tensor that an fp32 one was made of, if it was; else the tensor."""
+        return self._widened[id(x)][1] if id(x) in self._widened else x
+
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        """Return a small layer's product, where all values are exact in bf16."""
+        if not (_is_known(x) and _is_known(weight)) or self.before(x).dtype != torch.bfloat16:
+            return None
+        packed = self._pack(self.before(weight), bias)
+        return None if packed is None else multiply(self._threads, [packed], x)[0]
+
+    def _pack(self, weight: Tensor, bias: Tensor | None) -> DenseWeight | None:
+        known = self._packed.get(id(weight))
+        if known is None or known[0]() is not weight:
+            known = weakref.ref(weight), pack_small(weight, bias)
+            self._packed[id(weight)] = known
+        return known[1]
+
+    def __enter__(self) -> "PromptOperations":
+        self._token = ACTIVE.set(self)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        ACTIVE.reset(self._token)
+        self._widened.clear()
+
+
+def active_operations() -> PromptOperations | None:
+    """Return what computes the prompt that runs now; None for other steps."""
+    active = ACTIVE.get()
+    return active if isinstance(active, PromptOperations) else None
+
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def _is_known(x: object) -> bool:
+    """Tell whether this is a tensor of values that lies in the host's memory."""
+    return type(x) in _PLAIN and x.device.type == "cpu" and x.dtype in FLOAT_DTYPES  # type: ignore[attr-defined]
+
+
+def _has_rows(x: Any) -> bool:
+    return _is_known(x) and 1 <= x.dim() <= MAX_DIMENSIONS and x.numel() > 0
+
+
+# ---- torch's functions, by how their arguments are read ----
+
+
+def _elementwise(name: str, num_operands: int) -> Native:
+    def native(ops: PromptOperations, args: Arguments, kwargs: Mapping[str, Any]) -> Any:
+        if len(args) != num_operands or any(kwargs.values()):
+            return None
+        return ops.combine(KINDS[name], args)
+
+    return native
+
+
+def _in_place(name: str) -> Native:
+    def native(ops: PromptOperations, args: Arguments, kwargs: Mapping[str, Any]) -> Any:
+        return None if kwargs or len(args) != 2 else ops.combine(KINDS[name], args, args[0])
+
+    return native
+
+
+def _cast(ops: PromptOperations, args: Arguments, kwargs: Mapping[str, Any]) -> Any:
+    if len(args) + len(kwargs) != 2 or kwargs.keys() - {"dtype"}:
+        return None
+    target = args[1] if len(args) == 2 else kwargs["dtype"]
+    dtype = target.dtype if isinstance(target, Tensor) else target
+    return ops.cast(args[0], dtype) if isinstance(dtype, torch.dtype) else None
+
+
+def _cast_to(dtype: torch.dtype) -> Native:
+    return lambda ops, args, kwargs: ops.cast(args[0], dtype)
+
+
+def _softmax(ops: PromptOperations, args: Arguments, kwargs: Mapping[str, Any]) -> Any:
+    x, *rest = args
+    dim = rest[0] if rest else kwargs.get("dim")
+    if not _has_rows(x) or len(rest) > 1 or not is_last(dim, x):
+        return None
+    dtype = kwargs.get("dtype") or x.dtype
+    if dtype not in FLOAT_DTYPES:
+        return None
+    out = torch.empty(x.shape, dtype=dtype, device="cpu")
+    ops.run(lambda program: add_softmax(program, [x], [out]))
+    return out
+
+
+def _greatest(ops: PromptOperations, args: Arguments, kwargs: Mapping[str, Any]) -> Any:
+    x, *rest = args
+    given = dict(zip(("k", "dim", "largest", "sorted"), rest, strict=False)) | dict(kwargs)
+    if not _has_rows(x) or given.keys() - _GREATEST_KEYS:
+        return None
+    count = given.get("k")
+    if not is_last(given.get("dim", -1), x) or not given.get("largest", True):
+        return None
+    if type(count) is not int or count > x.shape[-1]:
+        return None
+    values = torch.empty((*x.shape[:-1], count), dtype=x.dtype, device="cpu")
+    index = torch.empty(values.shape, dtype=torch.int64, device="cpu")
+    ops.run(lambda program: add_greatest(program, x, count, values, index))
+    return torch.return_types.topk((values, index))
+
+
+_GREATEST_KEYS = {"k", "dim", "largest", "sorted"}
+
+
+def _reduction(name: str) -> Native:
+    def native(ops: PromptOperations, args: Arguments, kwargs: Mapping[str, Any]) -> Any:
+        x, *rest = args
+        given = dict(zip(("dim", "keepdim"), rest, strict=False)) | dict(kwargs)
+        dims = given.pop("dim", None)
+        (dim,) = dims if isinstance(dims, list | tuple) and len(dims) == 1 else (dims,)
+        if type(dim) is not int or given.keys() - {"keepdim"} or not _has_rows(x):
+            return None
+        shape = [1 if d == dim % x.dim() else size for d, size in enumerate(x.shape)]
+        out = torch.empty(shape, dtype=x.dtype, device="cpu")
+        ops.run(lambda program: add_reduction(program, _REDUCTIONS[name], dim, x, out, 0))
+        return out if given.get("keepdim") else out.squeeze(dim)
+
+    return native
+
+
+def _linear(ops: PromptOperations, args: Arguments, kwargs: Mapping[str, Any]) -> Any:
+    x, weight, *rest = args
+    bias = rest[0] if rest else kwargs.get("bias")
+    return ops.multiply(x, weight, bias)
+
+
+def _join(ops: PromptOperations, args: Arguments, kwargs: Mapping[str, Any]) -> Any:
+    tensors, *rest = args
+    dim = rest[0] if rest else kwargs.get("dim", 0)
+    first = tensors[0]
+    if not all(_is_known(x) and x.dtype == first.dtype for x in tensors):
+        return None
+    if any(x.dim() != first.dim() for x in tensors) or kwargs.keys() - {"dim"}:
+        return None
+    sizes = [x.shape[dim] for x in tensors]
+    shape = list(first.shape)
+    shape[dim] = sum(sizes)
+    out = torch.empty(shape, dtype=first.dtype, device="cpu")
+
+    def add(program: _native.Program) -> None:
+        for x, part in zip(tensors, out.split(sizes, dim), strict=True):
+            add_combination(program, KINDS["copy"], [x], part)
+
+    ops.run(add)
+    return out
+
+
+def _rows(ops: PromptOperations, args: Arguments, kwargs: Mapping[str, Any]) -> Any:
+    index, table = args[:2]
+    is_plain = len(args) == 2 and not (kwargs.get("max_norm") or kwargs.get("sparse"))
+    if not is_plain or not _is_known(table) or index.dtype != torch.int64:
+        return None
+    out = torch.empty((*index.shape, table.shape[1]), dtype=table.dtype, device="cpu")
+    ops.run(lambda program: add_rows(program, [table, index.contiguous()], [out]))
+    return out
+
+
+_NATIVE: dict[str, Native] = {
+    **{name: _elementwise(name, 1) for name in _ONE},
+    **{name: _elementwise(name, 2) for name in _TWO},
+    **{f"{name}_": _in_place(name) for name in _TWO},
+    **{name: _cast for name in (*CASTS, "type")},
+    **{name: _cast_to(dtype) for name, dtype in _CAST_TO.items()},
+    **{name: _reduction(name) for name in _REDUCTIONS},
+    "softmax": _softmax,
+    "topk": _greatest,
+    "linear": _linear,
+    "cat": _join,
+    "embedding": _rows,
+}
