@@ -12,10 +12,16 @@ options of llama-bench. Each system is a process of its own, which stands still 
 timed; systems that do not fit into memory together are measured `--one-at-a-time`. A ratio is the
 median over rounds of turns next to each other. `--write-docs` puts the table into
 docs/performance.md. Needs the packages gguf and llama-cpp-python.
+
+TANDEM_ISA gives Tandem and its ceilings another instruction set, and limits torch to it. llama.cpp
+has the one that its library was compiled for, which the table then names; a library for AVX2 is
+`CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX512=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON
+-DGGML_BMI2=ON" pip install --no-binary llama-cpp-python llama-cpp-python`.
 """
 
 import argparse
 import json
+import os
 import shlex
 import statistics
 from collections.abc import Mapping
@@ -27,12 +33,14 @@ from tempfile import gettempdir
 from benchmarks.generation.gguf_file import SHAPES, write_random_gguf
 from benchmarks.generation.systems import SYSTEMS, Setting, Speeds
 from benchmarks.generation.systems.llama_bench import LlamaBench
+from benchmarks.generation.systems.llama_cpp import llama_cpp_isa
 from benchmarks.generation.turns import Maker, measure_rounds, median
 
 from tandem.bench.generation import measure_machine
 from tandem.bench.kernels import KernelBench
 from tandem.bench.model_shapes import find_shape
 from tandem.kernels.cpu import detect_cpu
+from tandem.kernels.engine import choose_isa
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "performance.md"
 BEGIN, END = "<!-- against_peers: begin -->\n", "<!-- against_peers: end -->\n"
@@ -102,7 +110,23 @@ def setting_of(options: argparse.Namespace) -> Setting:
         prompt=options.prompt, steps=options.steps, expert_dtype=options.expert_dtype,
         dense_dtype=options.dense_dtype, kv_dtype=options.kv_dtype, gguf=file,
         has_flash_attention=options.flash_attention, may_repack=not options.no_repacking,
+        isa=choose_isa(os.environ.get("TANDEM_ISA", "")),
     )  # fmt: skip
+
+
+def limit_torch(isa: str) -> None:
+    """Let torch, in processes that start from here on, have no more than an instruction set."""
+    if isa in ("avx2", "avxvnni"):
+        os.environ |= {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    elif isa == "portable":
+        os.environ |= {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"}
+
+
+def named(system: str, setting: Setting) -> str:
+    """Return what stands for a system in the table: of llama.cpp, with what it computes by."""
+    if system != "llama.cpp":
+        return system
+    return f"{system} ({llama_cpp_isa(may_repack=setting.may_repack)})"
 
 
 def ratios(ours: list[Speeds], theirs: list[Speeds]) -> tuple[float, float]:
@@ -157,9 +181,10 @@ def main() -> None:
     """Measure, print, and end with one line of JSON."""
     options = read_options()
     setting = setting_of(options)
-    bench = KernelBench(num_threads=options.threads)
+    limit_torch(setting.isa)
+    bench = KernelBench(num_threads=options.threads, isa=setting.isa)
     before = say_ceiling(bench, "before")
-    makers: dict[str, Maker] = {name: SYSTEMS[name] for name in options.systems}
+    makers: dict[str, Maker] = {named(name, setting): SYSTEMS[name] for name in options.systems}
     makers |= dict(options.rival)
     groups = [{n: m} for n, m in makers.items()] if options.one_at_a_time else [makers]
     try:
@@ -175,7 +200,8 @@ def main() -> None:
         text = (
             f"{what}, {options.quantisation if not options.file else 'its file'}, prompt "
             f"{options.prompt}, {options.rounds} rounds in turns, {options.threads} threads of "
-            f"{cpu.model_name}. At best before: {before}; afterwards: {after}.\n\n"
+            f"{cpu.model_name}, Tandem with {setting.isa}. "
+            f"At best before: {before}; afterwards: {after}.\n\n"
         )
         write_into(DOCUMENT, text + "\n".join(rows) + "\n")
     report = [

@@ -15,6 +15,7 @@ from benchmarks.generation.against_peers import (
     write_into,
 )
 from benchmarks.generation.systems.llama_bench import LlamaBench
+from benchmarks.generation.systems.llama_cpp import widest_isa
 from benchmarks.generation.systems.setting import Setting, Speeds
 
 SETTING = Setting(
@@ -64,6 +65,20 @@ def test_ratios_are_medians_of_turns_next_to_each_other() -> None:
     assert ratios(ours, theirs) == (2, 1)
     rows = table({"tandem": {0: ours}, "llama.cpp": {0: theirs}}, [0])
     assert rows[-1] == "| llama.cpp | 0 | 25.0, 10.0 | 2.00, 1.00 |  |"
+
+
+@pytest.mark.parametrize(
+    ("told", "isa"),
+    [
+        ("CPU : SSE3 = 1 | AVX2 = 1 | AVX512 = 1 | AMX_INT8 = 1 | OPENMP = 1 | ", "AVX512"),
+        ("CPU : SSE3 = 1 | AVX = 1 | AVX2 = 1 | AVX512 = 0 | ", "AVX2"),
+        ("CPU : AVX2 = 1 | AVX512 = 1 | ", "AVX512"),
+        ("CPU : NEON = 1 | ", "no vectors"),
+    ],
+)
+def test_what_llama_cpp_was_compiled_for_is_named(told: str, isa: str) -> None:
+    assert widest_isa(told, may_repack=False) == isa
+    assert widest_isa(told, may_repack=True) == ("AMX_INT8" if "AMX" in told else isa)
 
 
 def test_the_table_is_put_between_its_marks(tmp_path: Path) -> None:

@@ -144,6 +144,26 @@ class LlamaCpp:
             self._lib.llama_batch_free(batch)
 
 
+def llama_cpp_isa(*, may_repack: bool) -> str:
+    """Return the widest instruction set that llama.cpp's library uses."""
+    import llama_cpp
+
+    llama_cpp.llama_cpp.llama_backend_init()
+    told = llama_cpp.llama_cpp.llama_print_system_info().decode()
+    return widest_isa(told, may_repack=may_repack)
+
+
+def widest_isa(told: str, *, may_repack: bool) -> str:
+    """Read the widest instruction set from what llama.cpp tells of itself: `AVX2 = 1 | ...`.
+
+    AMX needs weights in a layout of its own.
+    """
+    flags = [flag.rpartition(":")[2].partition("=") for flag in told.split("|")]
+    here = {name.strip() for name, _, value in flags if value.strip() == "1"}
+    order = (*(["AMX_INT8"] if may_repack else []), "AVX512", "AVX_VNNI", "AVX2", "AVX")
+    return next((name for name in order if name in here), "no vectors")
+
+
 def _silent(level: int, text: bytes, data: object) -> None:
     """Say nothing: llama.cpp's messages would end in the report."""
 

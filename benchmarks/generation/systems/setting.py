@@ -20,6 +20,8 @@ class Setting:
     kv_dtype: str
     gguf: Path
     has_flash_attention: bool
+    isa: str = ""
+    """Tandem's instruction set; "" is the best of this processor."""
     may_repack: bool = True
     """Whether llama.cpp may keep weights in other layouts; those for AMX crash with experts."""
 

@@ -20,13 +20,15 @@ class Tandem:
 
     def __init__(self, setting: Setting) -> None:
         """Load the GGUF file, whose codes stay as they are."""
-        model = load(setting.gguf, dense_dtype="auto", threads=setting.threads)
-        self._prepare(setting, model, CpuThreads(num_threads=setting.threads))
+        model = load(
+            setting.gguf, dense_dtype="auto", threads=setting.threads, isa=setting.isa or None
+        )
+        self._prepare(setting, model, CpuThreads(num_threads=setting.threads, isa=setting.isa))
 
     def _prepare(self, setting: Setting, model: Any, threads: CpuThreads) -> None:
         self._setting, self._model = setting, model
         self._generator = Generator(model, threads=threads, kv_dtype=setting.kv_dtype)
-        self._bench = KernelBench(num_threads=setting.threads)
+        self._bench = KernelBench(num_threads=setting.threads, isa=setting.isa)
 
     def measure(self, depth: int) -> Speeds:
         """Measure; multiplications at best before and after, reading between decode steps."""
@@ -50,8 +52,10 @@ class PackedTandem(Tandem):
 
     def __init__(self, setting: Setting) -> None:
         """Build the model straight in packed form."""
-        offload = OffloadConfig(expert_dtype=setting.expert_dtype, threads=setting.threads)
-        threads = CpuThreads(num_threads=setting.threads)
+        offload = OffloadConfig(
+            expert_dtype=setting.expert_dtype, threads=setting.threads, isa=setting.isa or None
+        )
+        threads = CpuThreads(num_threads=setting.threads, isa=setting.isa)
         model = build_random_model(
             find_shape(setting.shape), offload, threads, dense_dtype=setting.dense_dtype,
             num_layers=setting.layers, vocabulary=setting.vocabulary,
