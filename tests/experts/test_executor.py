@@ -92,7 +92,10 @@ def test_events_count_what_was_read(executor: CpuExecutor) -> None:
     executor.execute(0, hidden, index, weights, FUNCTIONS)
     expert_bytes = 2 * HIDDEN * INTERMEDIATE * 4
     assert statistics == ExpertStatistics(
-        touched_bytes=3 * expert_bytes, active_experts=3, expert_rows=6
+        touched_bytes=3 * expert_bytes,
+        active_experts=3,
+        expert_rows=6,
+        separate_bytes=6 * expert_bytes,
     )
 
 
