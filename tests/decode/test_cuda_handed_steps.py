@@ -111,9 +111,9 @@ class NotedSteps(HandedSteps):
 
 @pytest.fixture(scope="module")
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    directory = save_tiny_checkpoint(tmp_path_factory.mktemp("models") / "mixtral")
+    name, dtype = getattr(request, "param", ("mixtral", "float32"))
+    directory = save_tiny_checkpoint(tmp_path_factory.mktemp("models") / name, name)
     # Both processors compute these experts alike.
-    dtype = getattr(request, "param", "float32")
     return tandem.load(directory, dtype=dtype, expert_dtype="mxfp4")
 
 
@@ -198,12 +198,14 @@ def check_slots(executor: HybridExecutor) -> None:
 @pytest.mark.parametrize(
     ("model", "num_rows"),
     [
-        ("float32", 1),
-        ("float32", 2),
-        ("float32", 3),
-        ("bfloat16", 1),
-        ("float16", 1),
-        ("float16", 2),
+        (("mixtral", "float32"), 1),
+        (("mixtral", "float32"), 2),
+        (("mixtral", "float32"), 3),
+        (("mixtral", "bfloat16"), 1),
+        (("mixtral", "float16"), 1),
+        (("mixtral", "float16"), 2),
+        (("qwen3_5_moe", "float32"), 1),  # states beside keys and values
+        (("lfm2_moe", "float32"), 2),
     ],
     indirect=["model"],
 )

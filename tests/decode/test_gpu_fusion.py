@@ -33,6 +33,9 @@ PROMPTS = [[40, 41, 42]]
 # Norm (with the sum before it), three projections, two norms of heads, one rotary embedding, three
 # of attention, the output, the second norm, router and choice.
 MOST_LAUNCHES = 14
+# Of linear attention: five projections, convolution, the rate, the decay, the recurrence, its norm
+# and gate, the second norm; of the shared expert five and two; router and choice.
+MOST_LINEAR_LAUNCHES = 21
 _LAUNCHES = {"decode_attention": 3}
 
 
@@ -150,3 +153,20 @@ def test_a_layer_of_qwen3_moe_is_few_launches_outside_its_experts(
     names = [operation.name for operation in layer]
     assert sum(map(launches_of, layer)) <= MOST_LAUNCHES, names
     assert all(len(other) == len(layer) for other in others)
+
+
+def test_a_layer_of_linear_attention_is_few_launches_outside_its_experts(
+    tmp_path: Path, find_kernels: Any
+) -> None:
+    model = load(tmp_path, "qwen3_5_moe", "float32")
+    pool = CudaSlotPool(model, 1, capacity=20, find_kernels=find_kernels)
+    pool.prefill({0: PROMPTS[0]})
+    pool.cache.begin_decode([0], 1)
+    with torch.inference_mode():
+        graph: Any = pool._recorded(1)
+    layers = [[op.name for op in layer] for layer in layers_of(graph.__self__.operations)]
+    number = next(number for number, names in enumerate(layers) if "recur" in names)
+    names = layers[number]
+    assert {"convolve", "recur", "rms_norm", "chain", "add_and_norm"} <= set(names)
+    launches = map(launches_of, layers_of(graph.__self__.operations)[number])
+    assert sum(launches) <= MOST_LINEAR_LAUNCHES, names

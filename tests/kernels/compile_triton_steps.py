@@ -17,7 +17,15 @@ from tandem.kernels.dense import pack_dense
 from tandem.kernels.device_states import SlotTokens
 from tandem.kernels.formats.weight_format import find_format
 from tandem.kernels.recurrent import Convolution, Recurrence, RecurrenceForm
-from tandem.triton_kernels import attention, dense, hand_over, operations, recurrent, small
+from tandem.triton_kernels import (
+    attention,
+    chains,
+    dense,
+    hand_over,
+    operations,
+    recurrent,
+    small,
+)
 from tandem.triton_kernels.decode_attention import DecodeAttention
 from tandem.triton_kernels.states import TritonStates
 from tests.kernels.compile_triton import (
@@ -33,6 +41,7 @@ KERNELS = (
     (small, ("norm_rows", "add_and_norm_rows", "rotate_heads", "choose_experts")),
     (hand_over, ("publish", "wait_for", "combine")),
     (recurrent, ("convolve_tokens", "keep_inputs", "recur_tokens")),
+    (chains, ("run_chain",)),
 )
 # Heads, KV heads, key and value dimensions, what lies in memory, dtype, window, sinks: as models
 # have them; of latents the values are a part of the keys.
@@ -121,6 +130,18 @@ def state_launches(form: RecurrenceForm) -> list[Launch]:
     return launches
 
 
+def chain_launches(num_rows: int) -> list[Launch]:
+    """Return a decay in fp32 of bf16 values, and a gate that is a number for each row."""
+    launches, bf16 = noted_launches_of(KERNELS), torch.bfloat16
+    x, bias = torch.zeros(num_rows, 1, 32, dtype=bf16), torch.zeros(32)
+    decay = chains.Chain((0, 8, 3, 9), (0, 3, 4, 2), (0, 1, 4, 5), (0, 0, 0, 0), ())
+    chains.chain([x, bias, bias], decay, x.shape, torch.float32)
+    rows, gate = torch.zeros(num_rows, 2048, dtype=bf16), torch.zeros(num_rows, 1, dtype=bf16)
+    gated = chains.Chain((2, 9, 8, 9), (2, 0, 5, 6), (2, 4, 1, 3), (1, 1, 1, 1), (0.5,))
+    chains.chain([rows, rows, gate], gated, rows.shape, bf16)
+    return launches
+
+
 SMALL = ((2048, 128, 128, 8), (2880, 64, 32, 4), (7168, 256, 512, 10), (2816, 256, 128, 8))
 
 
@@ -171,6 +192,7 @@ def main() -> None:
         (f"{f}, {n} rows", dense_launches(f, n)) for f in ("int8", "q6_k") for n in (1, 8, 40)
     ]
     steps += [(str(form), state_launches(form)) for form in STATES]
+    steps += [(f"{rows} rows", chain_launches(rows)) for rows in (1, 8)]
     steps += [(f"{rows} rows", hand_over_launches(rows, 8, 2048)) for rows in (1, 8)]
     found: list[dict[str, Any]] = [
         result_of(case, launch, capabilities[number % len(capabilities)])

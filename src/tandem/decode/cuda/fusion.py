@@ -1,6 +1,7 @@
-"""Groups of a recorded step that become one launch on a GPU: found as on the CPU, and two more.
+"""Groups of a recorded step that become one launch on a GPU: found as on the CPU, and more.
 
-A sum that a norm reads is done with it; two rotary embeddings with the same angles are one launch.
+A sum that a norm reads is done with it; two rotary embeddings with the same angles are one launch,
+and so is what else is computed value by value (`tandem.decode.cuda.chains`).
 """
 
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tandem.decode.cuda.chains import find_chains
 from tandem.kernels.native import TOKEN_DTYPES
 from tandem.kernels.rows import row_stride
 from tandem.recording.fusion.graph import Found, Graph
@@ -140,6 +142,7 @@ _FINDERS: tuple[Callable[[Graph], Iterator[Found]], ...] = (
     partial(choices_first_as, make=_choice),
     _sums_with_norms,
     _pairs_of_rotaries,
+    find_chains,
 )
 
 

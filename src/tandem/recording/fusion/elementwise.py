@@ -46,7 +46,7 @@ def match_elementwise(graph: Graph, operation: Operation) -> Small | None:
         return None
     if is_in_place and (not operation.name.endswith("_") or operation.args[0] != result):
         return None
-    found = _kind_and_operands(graph, operation)
+    found = kind_and_operands(graph, operation)
     if found is None or graph.tensor(result).dtype not in WRITTEN_DTYPES:
         return None
     kind, values = found
@@ -93,7 +93,7 @@ def _operand(graph: Graph, value: Any, result: Tensor) -> _Operand | None:
     return float(x.to(result.dtype)) if x.dim() == 0 and value.number in graph.fixed else None
 
 
-def _kind_and_operands(graph: Graph, operation: Operation) -> tuple[str, list[Any]] | None:
+def kind_and_operands(graph: Graph, operation: Operation) -> tuple[str, list[Any]] | None:
     """Return the kind of an operation with as many operands as it has."""
     name = operation.name.removesuffix("_") if operation.has_effects else operation.name
     args, kwargs = list(operation.args), operation.kwargs

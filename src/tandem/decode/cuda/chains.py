@@ -1,0 +1,154 @@
+"""Chains of small operations of a recorded step that become one launch on a GPU.
+
+Activations, gates and decays: values that nobody else reads are computed where they are needed.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tandem.recording.fusion.elementwise import CASTS, kind_and_operands
+from tandem.recording.fusion.graph import Found, Graph
+from tandem.recording.recorder import Operation, Ref
+
+if TYPE_CHECKING:
+    from tandem.triton_kernels.chains import Chain
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _ChainCall:
+    """A chain as one launch."""
+
+    steps: "Chain"
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __call__(self, *sources: Tensor) -> Tensor:
+        from tandem.triton_kernels.chains import chain
+
+        return chain(sources, self.steps, self.shape, self.dtype)
+
+
+def find_chains(graph: Graph) -> Iterator[Found]:
+    """Find chains of two operations and more, those that end last first."""
+    places = {id(operation): place for place, operation in enumerate(graph.operations)}
+    taken: set[int] = set()
+    for root in reversed(graph.operations):
+        if id(root) in taken or _parts(graph, root) is None:
+            continue
+        group, sources = _grown(graph, root)
+        group.sort(key=lambda operation: places[id(operation)])
+        between = graph.operations[places[id(group[0])] : places[id(root)]]
+        if len(group) < 2 or _is_written(graph, sources, between):
+            continue
+        taken |= set(map(id, group))
+        yield Found(group, _fused(graph, group, sources))
+
+
+def _parts(graph: Graph, operation: Operation) -> tuple[str, list[Any]] | None:
+    """Return an operation's kind and operands; None for one that no chain has."""
+    from tandem.triton_kernels.chains import KINDS
+
+    result = operation.outputs[0] if len(operation.outputs) == 1 else None
+    if result is None or operation.has_effects or not _is_operand(graph, result):
+        return None
+    if operation.name in CASTS:
+        source = operation.args[0]
+        is_copy = isinstance(source, Ref) and not graph.shares_memory(source, result)
+        found: tuple[str, list[Any]] | None = ("copy", [source]) if is_copy else None
+    else:
+        found = kind_and_operands(graph, operation)
+    if found is None or found[0] not in KINDS:
+        return None
+    return found if all(_is_operand(graph, operand) for operand in found[1]) else None
+
+
+def _is_operand(graph: Graph, value: Any) -> bool:
+    from tandem.triton_kernels.chains import dtype_code
+
+    if isinstance(value, Ref):
+        return dtype_code(graph.tensor(value).dtype) is not None
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _grown(graph: Graph, root: Operation) -> tuple[list[Operation], list[Ref]]:
+    """Return an operation with those before it that it alone reads, and what these read."""
+    from tandem.triton_kernels.chains import MOST_SOURCES, MOST_STEPS
+
+    shape = graph.tensor(_result(root)).shape
+    group, sources = [root], _tensors(graph, root)
+    if not _fit(graph, sources, shape):
+        return group, sources
+    has_grown = True
+    while has_grown and len(group) < MOST_STEPS:
+        has_grown = False
+        for source in sources:
+            maker = graph.maker.get(source)
+            if maker is None or any(user not in group for user in graph.users[source]):
+                continue
+            if _parts(graph, maker) is None:
+                continue
+            others = [other for other in sources if other != source]
+            new = list(dict.fromkeys([*others, *_tensors(graph, maker)]))
+            if len(new) <= MOST_SOURCES and _fit(graph, new, shape):
+                group, sources, has_grown = [*group, maker], new, True
+                break
+    return group, sources
+
+
+def _result(operation: Operation) -> Ref:
+    (result,) = operation.outputs
+    assert result is not None
+    return result
+
+
+def _tensors(graph: Graph, operation: Operation) -> list[Ref]:
+    parts = _parts(graph, operation)
+    assert parts is not None
+    return list(dict.fromkeys(x for x in parts[1] if isinstance(x, Ref)))
+
+
+def _fit(graph: Graph, sources: list[Ref], shape: torch.Size) -> bool:
+    """Tell whether the kernel can read all of some tensors, broadcast to a shape."""
+    from tandem.triton_kernels.chains import strides_in
+
+    return (
+        bool(sources)
+        and bool(shape)
+        and all(strides_in(graph.tensor(source), shape) is not None for source in sources)
+    )
+
+
+def _is_written(graph: Graph, sources: list[Ref], operations: list[Operation]) -> bool:
+    """Tell whether an operation may write what a chain reads after it."""
+    writers = [operation for operation in operations if operation.has_effects]
+    return any(
+        graph.shares_memory(source, ref)
+        for writer in writers for ref in writer.inputs for source in sources
+    )  # fmt: skip
+
+
+def _fused(graph: Graph, group: list[Operation], sources: list[Ref]) -> Operation:
+    from tandem.triton_kernels.chains import KINDS, Chain, dtype_code
+
+    parts = [(_parts(graph, operation) or ("", [])) for operation in group]
+    numbers = [float(x) for _, operands in parts for x in operands if not isinstance(x, Ref)]
+    numbers = list(dict.fromkeys(numbers))
+    made = [_result(operation) for operation in group]
+    place: dict[Any, int] = {
+        value: number for number, value in enumerate([*sources, *numbers, *made])
+    }
+    kinds, first, second, dtypes = [], [], [], []
+    for operation, (kind, operands) in zip(group, parts, strict=True):
+        at = [place[x if isinstance(x, Ref) else float(x)] for x in operands]
+        kinds.append(KINDS[kind])
+        first.append(at[0])
+        second.append(at[-1])
+        dtypes.append(dtype_code(graph.tensor(_result(operation)).dtype) or 0)
+    steps = Chain(tuple(kinds), tuple(first), tuple(second), tuple(dtypes), tuple(numbers))
+    result = graph.tensor(made[-1])
+    call = _ChainCall(steps, tuple(result.shape), result.dtype)
+    return Operation(call, tuple(sources), {}, [made[-1]], "chain", list(sources))
