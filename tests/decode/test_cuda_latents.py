@@ -84,3 +84,32 @@ def test_a_packed_projection_is_absorbed_unpacked(triton_kernels: Any) -> None:
             module.kv_b_proj = DeviceLinear(packed, weight.dtype)
     pool = require_alike(model, 1e-4, find_kernels=triton_kernels)
     assert pool.cache.num_bytes == 2 * pool.cache.capacity * kept_bytes(model)
+
+
+def test_few_tokens_behind_a_long_text_attend_to_latents_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    values = {"num_hidden_layers": 2, "kv_lora_rank": 32}
+    model: Any = build_tiny_model("deepseek_v3", values=values)
+    text = [40 + i % 70 for i in range(140)]
+    calls = {"latents": 0, "expanded": 0}
+    pool = CudaSlotPool(model, 1)
+    for name, kind in (("_prefill_latents", "latents"), ("_prefill", "expanded")):
+        right = getattr(pool.cache, name)
+
+        def counted(*args: Any, right: Any = right, kind: str = kind) -> torch.Tensor:
+            calls[kind] += 1
+            result: torch.Tensor = right(*args)
+            return result
+
+        monkeypatch.setattr(pool.cache, name, counted)
+    config = model.config
+    rank, of_keys = config.kv_lora_rank, config.qk_nope_head_dim
+    # Operations for each head and position: to expand it, and what each token takes more with it.
+    most = rank * (of_keys + config.v_head_dim) // (2 * rank - of_keys - config.v_head_dim)
+    begins = [0, 60, 60 + most - 1, 60 + 2 * most - 1]
+    for begin, end in zip(begins, [*begins[1:], len(text)], strict=True):
+        logits = pool.prefill({0: text[begin:end]})
+        assert error(logits, prefill_again(model, text[:end])) < 1e-4
+    assert len(text) - begins[-1] < most == 32
+    assert calls == {"latents": 4, "expanded": 4}

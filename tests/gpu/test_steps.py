@@ -15,7 +15,7 @@ from tests.hf.tiny import save_tiny_checkpoint
 from tests.inside import runtime_in
 
 PROMPTS = [[40, 41, 42], [60] * 9]
-CAPTURED = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v2", "gemma4")
+CAPTURED = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v2", "gemma4", "qwen3_5_moe", "jamba")
 
 
 def replaying_rows(model: Any, prompts: list[list[int]] = PROMPTS) -> WholePool:

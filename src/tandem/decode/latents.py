@@ -68,10 +68,10 @@ def attend_latents(
     """
     if cache.shares_values:
         value = value[..., :0]
-    if not cache.is_decoding:
-        expanded = dataclasses.replace(
-            form, num_kv_heads=form.num_heads, key_dim=query.shape[-1], value_dim=module.v_head_dim
-        )
+    expanded = dataclasses.replace(
+        form, num_kv_heads=form.num_heads, key_dim=query.shape[-1], value_dim=module.v_head_dim
+    )
+    if not cache.absorbs(form, expanded):
         expansion = Expansion(expanded, query, sinks, partial(_expand, module))
         return cache.attend_expanded(form, key, value, expansion, selected)
     num_plain = module.qk_nope_head_dim

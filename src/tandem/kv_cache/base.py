@@ -84,6 +84,13 @@ class SlotCache(ABC):
         `selected` (n_tokens, most) are the positions that tokens see, as of `select`.
         """
 
+    def absorbs(self, kept: AttentionForm, expanded: AttentionForm) -> bool:
+        """Tell whether the step's tokens attend to latents as they are kept, or to expanded ones.
+
+        `kept` is the form of the one key that all heads have, `expanded` that of a key for each.
+        """
+        return self.is_decoding
+
     def attend_expanded(
         self,
         form: AttentionForm,

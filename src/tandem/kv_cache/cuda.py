@@ -171,7 +171,23 @@ class StaticKvCache(SlotCache):
             layer = self._layer(form, key, value)
             return self._decode(form, layer, query, key, value, sinks)
         keys, values = self._appended(form, key, value)
-        return self._prefill(form, query, keys, values, sinks)
+        is_latent = value.shape[2] == 0
+        prefill = self._prefill_latents if is_latent else self._prefill
+        return prefill(form, query, keys, values, sinks)
+
+    def absorbs(self, kept: AttentionForm, expanded: AttentionForm) -> bool:
+        """Tell whether the step's tokens attend to latents as they are kept.
+
+        Behind a long text a prompt's few tokens do, where that is less arithmetic than to expand
+        what is before them: of each head and position twice as many operations as is counted here.
+        """
+        if self._segment is None:
+            return True
+        _, first, count = self._segment
+        rotary = kept.key_dim - kept.value_dim
+        expanding = kept.value_dim * (expanded.key_dim - rotary + expanded.value_dim)
+        wider = kept.key_dim + kept.value_dim - expanded.key_dim - expanded.value_dim
+        return first > 0 and count * wider < expanding
 
     def attend_expanded(
         self,
@@ -234,11 +250,24 @@ class StaticKvCache(SlotCache):
                 query[None], keys[None], values[None], is_causal=True, scale=form.scale
             )
             return out[0].transpose(0, 1)
-        place = torch.arange(total - count, total, device=self._device)[:, None]
-        mask = _visible(place, torch.arange(total, device=self._device)[None], form.window)
+        mask = self._seen_by_last(count, total, form.window)
         heads = None if sinks is None else sinks.reshape(form.num_heads, 1, 1)
         out = _attention(form, query[None], keys[None], values[None], mask, heads)[0]
         return out.transpose(0, 1)
+
+    def _prefill_latents(
+        self, form: AttentionForm, query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None
+    ) -> Tensor:
+        """Attend with a prompt's few tokens to the one key that all heads have, copied for none."""
+        mask = self._seen_by_last(query.shape[1], keys.shape[1], form.window)[:, None]
+        of_tokens = query.transpose(0, 1)[None]  # (1, n_tokens, heads, dim)
+        heads = None if sinks is None else sinks.reshape(-1, 1)
+        return _in_pieces(form, of_tokens, keys[None], values[None], mask, heads)[0]
+
+    def _seen_by_last(self, count: int, total: int, window: int) -> Tensor:
+        """Tell what the last of some positions see of all: (count, total)."""
+        place = torch.arange(total - count, total, device=self._device)[:, None]
+        return _visible(place, torch.arange(total, device=self._device)[None], window)
 
     def _layer(self, form: AttentionForm, key: Tensor, value: Tensor) -> LayerMemory:
         """Return the expected layer, for keys and values of this kind."""
@@ -306,6 +335,13 @@ def _attention(
     """Attend (b, h, n, d) to (b, h, m, d); `sinks` (h, n or 1, 1) are scores of nothing."""
     if not form.softcap and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=form.scale)
+    return _in_pieces(form, q, k, v, mask, sinks)
+
+
+def _in_pieces(
+    form: AttentionForm, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | None
+) -> Tensor:
+    """As `_attention_by_scores`, for some queries at a time."""
     # fp32 scores of 2,048 queries of gpt-oss at 8,192 positions are 4 GB, and there are copies.
     bytes_per_query = 4 * q.shape[0] * q.shape[1] * k.shape[2]
     count = max(1, _MOST_SCORE_BYTES // bytes_per_query)
