@@ -1,12 +1,15 @@
 """Captured decode steps between planned prompts: one expert cache, the CPU executor's bits."""
 
 import random
+import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from tandem.core.errors import ExecutionError
+from tandem.experts.execution import captured_steps
+from tandem.experts.execution.device import DeviceLostError
 from tandem.experts.execution.executor import CpuExecutor
 from tandem.experts.execution.hybrid_executor import HybridExecutor
 from tandem.experts.execution.routed_layers import native_layer
@@ -119,6 +122,28 @@ def test_a_lost_step_is_a_sentence_and_the_next_is_right(
     for num_tokens in (1, 12, 1):
         step(executor, store, num_tokens, 7 + num_tokens)
     check_slots(executor, store)
+
+
+def test_a_thread_that_does_not_come_back_loses_the_device(
+    executor: HybridExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A debugger has stopped it, say."""
+    captured, goes_on = executor.captured, threading.Event()
+    assert isinstance(captured, TwinSteps)
+    executor.begin_step([1], is_prefill=False)
+    monkeypatch.setattr(captured_steps, "PATIENCE_SECONDS", 0.05)
+    captured._twin.set_patience(0.05)
+
+    def stop(layer: int) -> None:
+        goes_on.wait(20.0)
+
+    captured.coordinator.set_hook(stop)
+    call = route(1, torch.Generator().manual_seed(1), GEOMETRY)
+    call[1][:] = torch.arange(GEOMETRY.top_k)  # not all of them resident
+    with pytest.raises(DeviceLostError, match="has not come back from one; start the program"):
+        executor.execute(0, *call, FUNCTIONS)
+    goes_on.set()
+    captured.coordinator.set_hook(None)
 
 
 def test_a_step_that_breaks_off_is_given_up(executor: HybridExecutor, store: HostStore) -> None:

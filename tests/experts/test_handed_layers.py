@@ -163,6 +163,18 @@ class ThreadStreams:
         return End()
 
 
+class NothingPinned(ThreadStreams):
+    """A machine that lets no memory be mapped, or no more of it."""
+
+    def pinned(self, num_bytes: int) -> Tensor:
+        raise RuntimeError("CUDA error: operation not supported")
+
+
+def test_without_mapped_memory_nothing_is_handed_over(handed: ModuleType) -> None:
+    streams: Any = NothingPinned()
+    assert handed.find_signals(streams, lambda: 0) is None
+
+
 class NeverRings(HostSignals):
     """A machine whose writes do not reach the host."""
 

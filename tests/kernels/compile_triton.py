@@ -116,12 +116,14 @@ def hand_off_launches() -> list[Launch]:
 
 
 def compiled(launch: Launch, capability: int) -> Any:
-    """Compile a launch; raises what the compiler raises."""
-    names = launch.kernel.arg_names
+    """Compile a launch, before 8.0 with fp16 for bf16; raises what the compiler raises."""
+    names, is_old = launch.kernel.arg_names, capability < 80
     constants = {k: v for k, v in launch.constants.items() if k not in _OPTIONS}
+    constants = {k: "fp16" if is_old and v == "bf16" else v for k, v in constants.items()}
+    pointers = _POINTERS | ({torch.bfloat16: "*fp16"} if is_old else {})
     constants |= {n: None for n, a in zip(names, launch.args, strict=False) if a is None}
     signature = {
-        name: ("i32" if a < 1 << 31 else "i64") if isinstance(a, int) else _POINTERS[a.dtype]
+        name: ("i32" if a < 1 << 31 else "i64") if isinstance(a, int) else pointers[a.dtype]
         for name, a in zip(names, launch.args, strict=False)
         if a is not None
     }
@@ -221,15 +223,11 @@ CASES: tuple[tuple[str, int, NativeActivation | None, torch.dtype], ...] = (
 
 
 def results(capabilities: list[int], num_cases: int) -> Iterator[dict[str, Any]]:
-    """Compile the cases, each for one of the processors by turns; yield what came of it.
-
-    Of a processor before 8.0 only what it can: no bf16.
-    """
+    """Compile the cases, each for one of the processors by turns; yield what came of it."""
     for number, (name, num_tokens, activation, dtype) in enumerate(CASES[:num_cases]):
         capability = capabilities[number % len(capabilities)]
-        is_old = capability < 80
-        dtype = torch.float16 if is_old and dtype is torch.bfloat16 else dtype
-        for launch in launches_of(name, num_tokens, activation, dtype, has_matrix_units=not is_old):
+        is_new = capability >= 80
+        for launch in launches_of(name, num_tokens, activation, dtype, has_matrix_units=is_new):
             yield result_of(str((name, num_tokens, str(dtype))), launch, capability)
 
 

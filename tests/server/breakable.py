@@ -15,6 +15,7 @@ import torch
 import tandem
 from tandem.core.errors import ExecutionError
 from tandem.engine.messages import EngineSettings
+from tandem.experts.execution.device import DeviceLostError
 from tandem.server.options import ServerOptions
 from tandem.server.serving import Source, serve
 
@@ -22,6 +23,8 @@ BREAKING = "~"
 UNKNOWN_WORDS = "what only the log may say"
 KNOWN_BREAKING = "^"
 KNOWN_WORDS = "there is no memory for this; free some"
+LOSING = "@@@"  # in a prompt: what the model writes may have any one character
+LOST_WORDS = "the GPU has stopped working for this program; start it again"
 
 
 def load_tokenizer(directory: str) -> Any:
@@ -32,15 +35,18 @@ def load_tokenizer(directory: str) -> Any:
 
 
 def load(directory: str) -> tuple[Any, Any]:
-    """Load a model whose forward refuses two tokens."""
+    """Load a model whose forward refuses two tokens, and three of a third one."""
     model, tokenizer = tandem.load(directory), load_tokenizer(directory)
-    (unknown,), (known,) = (tokenizer(text)["input_ids"] for text in (BREAKING, KNOWN_BREAKING))
+    texts = (BREAKING, KNOWN_BREAKING, LOSING[0])
+    (unknown,), (known,), (losing,) = (tokenizer(text)["input_ids"] for text in texts)
 
     def refuse(module: Any, inputs: tuple[torch.Tensor]) -> None:
         if (inputs[0] == unknown).any():
             raise RuntimeError(UNKNOWN_WORDS)
         if (inputs[0] == known).any():
             raise ExecutionError(KNOWN_WORDS)
+        if (inputs[0] == losing).sum() >= len(LOSING):
+            raise DeviceLostError(LOST_WORDS)
 
     model.get_input_embeddings().register_forward_pre_hook(refuse)
     return model, tokenizer

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.breakable import BREAKING, KNOWN_BREAKING, KNOWN_WORDS, UNKNOWN_WORDS
+from tests.server.breakable import (
+    BREAKING,
+    KNOWN_BREAKING,
+    KNOWN_WORDS,
+    LOSING,
+    LOST_WORDS,
+    UNKNOWN_WORDS,
+)
 from tests.server.running import Reply, RunningServer, running_server
 
 LONG = 30000
@@ -57,6 +64,14 @@ def test_a_decode_step_that_breaks_fails_for_those_in_it(breakable: RunningServe
     require_failure(write(breakable, f"a{KNOWN_BREAKING}b"), KNOWN_WORDS)
     breakable.wait_for("tandem_requests_running", 0)
     after = breakable.chat("before", max_tokens=30, temperature=0)
+    assert after.json["choices"] == expected.json["choices"]
+
+
+def test_a_gpu_that_is_lost_costs_its_requests_and_a_new_process(breakable: RunningServer) -> None:
+    expected = breakable.chat("before", max_tokens=10, temperature=0)
+    require_failure(breakable.chat(f"a {LOSING}", max_tokens=4), LOST_WORDS)
+    breakable.wait_for("tandem_engine_restarts_total", 1)
+    after = breakable.chat("before", max_tokens=10, temperature=0)
     assert after.json["choices"] == expected.json["choices"]
 
 

@@ -25,6 +25,7 @@ from tandem.engine.constraint import Grammars
 from tandem.engine.live import LiveSnapshots
 from tandem.engine.messages import (
     EXIT_CANNOT_LOAD,
+    EXIT_DEVICE_LOST,
     Cancel,
     EngineSettings,
     EngineStatistics,
@@ -39,6 +40,7 @@ from tandem.engine.messages import (
     Submit,
     Watch,
 )
+from tandem.experts.execution.device import DeviceLostError
 from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tandem.experts.tracing.events import ExpertStatistics
 from tandem.generate.failure import StepFailedError
@@ -230,6 +232,9 @@ class Engine:
             # Requests are lost, the model is not: what failed is said, and the others go on.
             for numbers, error in failed.failures:
                 self._tell_failed(numbers, error)
+            if any(isinstance(error, DeviceLostError) for _, error in failed.failures):
+                # The HTTP side starts another process. This one's end would wait for the GPU.
+                os._exit(EXIT_DEVICE_LOST)
             token_outputs = failed.token_outputs
         if token_outputs:
             self._connection.send(Progressed(token_outputs))

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 ModelLoader = Callable[[], tuple[PreTrainedModel, Tokenizer]]
 # The engine process ends so when the model cannot be loaded: trying again would not help.
 EXIT_CANNOT_LOAD = 3
+# And so when its GPU hangs or has broken: another process can use it.
+EXIT_DEVICE_LOST = 4
 
 
 class DraftSources(TypedDict, total=False):

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tandem.core.errors import ExecutionError
 from tandem.core.units import format_bytes
 from tandem.devices.cuda.copies import SlotEvents
 from tandem.devices.cuda.kernels import DeviceKernels
@@ -20,7 +19,11 @@ from tandem.devices.cuda.streams import Event, Stream, Streams, Work
 from tandem.experts.cache.expert_cache import ExpertCache
 from tandem.experts.cache.slots import SlotUse
 from tandem.experts.execution.batch import ExpertBatch
-from tandem.experts.execution.device import DeviceMemory, OutOfDeviceMemoryError
+from tandem.experts.execution.device import (
+    DeviceLostError,
+    DeviceMemory,
+    OutOfDeviceMemoryError,
+)
 from tandem.experts.execution.expert_kernels import WeightSource
 from tandem.experts.execution.routing import SumRows
 from tandem.experts.execution.row_memory import RowMemory
@@ -215,12 +218,12 @@ class CudaDevice:
         return self._kernels.grouped
 
     def require_usable(self) -> None:
-        """Raise `ExecutionError` if an error has left the GPU unusable for this process."""
+        """Raise `DeviceLostError` if an error has left the GPU unusable for this process."""
         try:
             self.streams.synchronize()
         except RuntimeError as error:
             first_line = str(error).partition("\n")[0]
-            raise ExecutionError(
+            raise DeviceLostError(
                 f"the GPU has stopped working for this program ({first_line}); start it again"
             ) from error
 

@@ -26,7 +26,7 @@ from tandem.devices.cuda.resident import GroupedExperts
 from tandem.devices.cuda.streams import Event, Stream, Streams
 from tandem.experts.cache.expert_cache import ExpertCache
 from tandem.experts.execution.captured_steps import PATIENCE_SECONDS, CapturedSteps
-from tandem.experts.execution.device import DeviceHangsError
+from tandem.experts.execution.device import DeviceLostError
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.experts.tracing.events import Listener
 from tandem.kernels import _native
@@ -141,7 +141,7 @@ class HandedSteps(CapturedSteps):
         self._begin = self._streams.record(Stream.COMPUTE, is_timed=True)
 
     def finish(self, listeners: Sequence[Listener]) -> None:
-        """End a step whose graph has been launched; raises `DeviceHangsError` if nothing helps."""
+        """End a step whose graph has been launched; raises `DeviceLostError` if nothing helps."""
         self._end = self._streams.record(Stream.COMPUTE, is_timed=True)
         try:
             super().finish(listeners)
@@ -150,12 +150,12 @@ class HandedSteps(CapturedSteps):
             raise
 
     def wait_for_device(self) -> None:
-        """Wait for all that is queued; raises `DeviceHangsError` if that does not end."""
+        """Wait for all that is queued; raises `DeviceLostError` if that does not end."""
         end = self._streams.record(Stream.COMPUTE)
         last = time.perf_counter() + PATIENCE_SECONDS
         while not end.query():
             if time.perf_counter() > last:
-                raise DeviceHangsError(
+                raise DeviceLostError(
                     f"{self._streams.name} has not come to the end of a decode step for "
                     f"{PATIENCE_SECONDS:.0f} seconds; start the program again"
                 )

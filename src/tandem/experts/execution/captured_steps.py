@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tandem.experts.cache.expert_cache import ExpertCache
 from tandem.experts.cache.policy_tables import native_step_policy, resident_lists
 from tandem.experts.execution.batch import ExpertFunctions
-from tandem.experts.execution.device import DeviceHangsError
+from tandem.experts.execution.device import DeviceLostError
 from tandem.experts.execution.routed_layers import can_run_steps, native_layer
 from tandem.experts.tracing.events import LayerExecuted, Listener
 from tandem.kernels import _native
@@ -94,12 +94,12 @@ class CapturedSteps:
     def abort(self) -> None:
         """Give up a step that has broken off, or was lost, once nothing on the device waits in it.
 
-        What was decided in it holds. Raises `DeviceHangsError` if its thread does not come back.
+        What was decided in it holds. Raises `DeviceLostError` if its thread does not come back.
         """
         if not self._num_tokens:
             return
         if not self.coordinator.abort_step(PATIENCE_SECONDS):
-            raise DeviceHangsError(
+            raise DeviceLostError(
                 "the thread that answers decode steps has not come back from one; start the "
                 "program again"
             )

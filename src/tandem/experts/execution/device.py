@@ -28,8 +28,8 @@ class OutOfDeviceMemoryError(CapacityError):
     """The device has no memory left for a slot or for work; the cache shrinks and goes on."""
 
 
-class DeviceHangsError(ExecutionError):
-    """The device does not come to an end; to wait for it would be for ever."""
+class DeviceLostError(ExecutionError):
+    """The device hangs or has broken: of no use to this process, only another one gets it back."""
 
 
 class DeviceMemory(NamedTuple):
@@ -88,7 +88,7 @@ class Device(MemoryPool, Protocol):
         """Return when all launched batches are done; raises the first error of any of them."""
 
     def require_usable(self) -> None:
-        """Raise `ExecutionError` if an error has left the device unusable for this program."""
+        """Raise `DeviceLostError` if an error has left the device unusable for this program."""
 
     def close(self) -> None:
         """End the device's threads."""

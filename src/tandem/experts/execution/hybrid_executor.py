@@ -23,7 +23,7 @@ from tandem.core.errors import ExecutionError
 from tandem.experts.cache.expert_cache import SHRINK, ExpertCache
 from tandem.experts.execution.batch import CallSide, ExpertFunctions, RoutedCall
 from tandem.experts.execution.captured_steps import CapturedSteps
-from tandem.experts.execution.device import Device, DeviceHangsError, OutOfDeviceMemoryError
+from tandem.experts.execution.device import Device, DeviceLostError, OutOfDeviceMemoryError
 from tandem.experts.execution.executor import DirectCall, computed_in_chunks
 from tandem.experts.execution.expert_kernels import ExpertKernels
 from tandem.experts.execution.launching import launch
@@ -142,10 +142,11 @@ class HybridExecutor:
     def _losing_at_most_a_step(self) -> Iterator[None]:
         try:
             yield
-        except (DeviceHangsError, torch.OutOfMemoryError):
+        except (DeviceLostError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:
             self._recover(shrink=False)
+            self.device.require_usable()
             raise ExecutionError(
                 f"a decode step was lost ({error}); the request is lost, the model can be "
                 "used again"
@@ -220,7 +221,7 @@ class HybridExecutor:
                     self._begin_step(hidden.shape[0])
                 self._last_layer = layer
                 return computed_in_chunks(call, lambda chunk: self._execute_chunk(chunk, functions))
-            except DeviceHangsError:
+            except DeviceLostError:
                 raise
             except Exception as error:
                 self._recover(shrink=False)
