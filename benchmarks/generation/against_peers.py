@@ -22,7 +22,6 @@ has the one that its library was compiled for, which the table then names; a lib
 import argparse
 import json
 import os
-import shlex
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -32,7 +31,7 @@ from tempfile import gettempdir
 
 from benchmarks.generation.gguf_file import SHAPES, write_random_gguf
 from benchmarks.generation.systems import SYSTEMS, Setting, Speeds
-from benchmarks.generation.systems.llama_bench import LlamaBench
+from benchmarks.generation.systems.llama_bench import LlamaBench, parse_rival
 from benchmarks.generation.systems.llama_cpp import llama_cpp_isa
 from benchmarks.generation.turns import Maker, measure_rounds, median
 
@@ -51,12 +50,7 @@ Rounds = Mapping[int, list[Speeds]]
 
 def rival(text: str) -> tuple[str, Maker]:
     """Read `NAME=PROGRAM ARGUMENTS`."""
-    name, _, command = text.partition("=")
-    words = shlex.split(command)
-    if not name or not words or not Path(words[0]).is_file():
-        raise argparse.ArgumentTypeError(
-            f"{text!r} does not name a program; write NAME=PATH_TO_LLAMA_BENCH"
-        )
+    name, words = parse_rival(text)
     return name, partial(LlamaBench, words)
 
 

@@ -2,9 +2,9 @@
 
     python -m benchmarks.gpu --shape qwen3-30b-a3b [--layers N] [--out result.json]
 
-Builds a released shape with random weights, replays real routing where a trace of the shape is
-there, and prints a line per cell as it is measured: a run that is cut short has lost nothing. The
-last line of standard output is one JSON document.
+Builds a released shape with random weights, lets its routers choose or replays real routing, and
+prints a line per cell as it is measured: a run that is cut short has lost nothing. The last line of
+standard output is one JSON document.
 """
 
 import argparse
@@ -98,6 +98,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--link-bandwidth", help="let the link be no faster than this")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--seconds", type=float, default=440, help="begin no cell after this")
+    parser.add_argument(
+        "--real-routing", action="store_true",
+        help="replay the shape's trace, if there is one; decode steps are then graph segments",
+    )  # fmt: skip
     parser.add_argument("--device", default="cuda", choices=["cuda", "emulated"])
     parser.add_argument("--cache-dir", help="where profiles are kept")
     parser.add_argument("--profile", help="use this hardware profile, measure none")
@@ -162,7 +166,8 @@ def _measure(model: Any, cell: Cell, options: argparse.Namespace) -> Result:
 
 def _trace_path(options: argparse.Namespace) -> Path | None:
     path = TRACES / f"{options.shape}.npz"
-    return path if path.is_file() and options.layers is None else None
+    is_there = options.real_routing and path.is_file()
+    return path if is_there and options.layers is None else None
 
 
 def _cell_keys(cell: Cell) -> dict[str, Any]:

@@ -1,23 +1,31 @@
-"""llama.cpp on the same shape at equal GPU memory: a share of its layers on the GPU, 4.5 bits each.
+"""llama.cpp on the same shape at equal GPU memory: a share of its experts on the GPU, in Q4_0.
 
-    python -m benchmarks.gpu.llama_cpp --shape qwen3-30b-a3b --shares 0.5 1.0
+    python -m benchmarks.gpu.llama_cpp --shape qwen3-30b-a3b --shares 0.5 1.0 \\
+        --rival "llama.cpp=/opt/llama.cpp/bin/llama-bench"
 
-Random weights in Q4_0, as Tandem's int4: what is timed does not depend on them. Needs the packages
-gguf and llama-cpp-python, the latter built for CUDA; where one is missing that is said, and nothing
-fails. The last line is one JSON document.
+Random weights, 4.5 bits each as Tandem's int4: what is timed does not depend on them. A rival is a
+program with llama-bench's options; experts of so many layers are left to its CPU (`-ncmoe`).
+Without one it is llama-cpp-python, whole layers at a time. Needs the package gguf, and a rival or
+llama-cpp-python built for CUDA; where one is missing that is said, and nothing fails. The last line
+is one JSON document.
 """
 
 import argparse
 import importlib.util
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+from benchmarks.generation.systems.llama_bench import LlamaBench, parse_rival
+from benchmarks.generation.systems.setting import Setting, Speeds
 
 from tandem.bench.model_shapes import MODEL_SHAPES, find_shape
 from tandem.kernels.cpu import detect_cpu
 
 QUANTISATION = "Q4_0"
+_OWN = ("llama.cpp", ())  # the package
 
 
 def main() -> int:
@@ -30,6 +38,7 @@ def main() -> int:
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--threads", type=int, default=detect_cpu().num_threads)
+    parser.add_argument("--rival", type=parse_rival, action="append", default=[])
     parser.add_argument("--without-gpu", action="store_true", help="try this script without one")
     options = parser.parse_args()
     why = _why_not(options)
@@ -43,23 +52,25 @@ def main() -> int:
 
 
 def _why_not(options: argparse.Namespace) -> str | None:
-    for name, package in (("gguf", "gguf"), ("llama_cpp", "llama-cpp-python")):
-        if importlib.util.find_spec(name) is None:
-            return f"the package {package} is not installed"
-    import llama_cpp
+    if importlib.util.find_spec("gguf") is None:
+        return "the package gguf is not installed"
     from benchmarks.generation.gguf_file import SHAPES
 
     if options.shape not in SHAPES:
         return f"GGUF files are written of {', '.join(SHAPES)} alone"
+    if options.rival:
+        return None
+    if importlib.util.find_spec("llama_cpp") is None:
+        return "there is no --rival, and the package llama-cpp-python is not installed"
+    import llama_cpp
 
     if not (llama_cpp.llama_supports_gpu_offload() or options.without_gpu):
         return "llama-cpp-python is built without CUDA"
     return None
 
 
-def _measure(options: argparse.Namespace) -> list[dict[str, float]]:
+def _measure(options: argparse.Namespace) -> list[dict[str, str | float]]:
     from benchmarks.generation.gguf_file import write_random_gguf
-    from benchmarks.generation.systems import LlamaCpp, Setting
 
     shape = find_shape(options.shape)
     layers = options.layers or shape.values["num_hidden_layers"]
@@ -73,21 +84,37 @@ def _measure(options: argparse.Namespace) -> list[dict[str, float]]:
             expert_dtype="", dense_dtype="", kv_dtype="", gguf=file, has_flash_attention=True,
         )  # fmt: skip
         for share in options.shares:
-            on_gpu = 0 if options.without_gpu else layers + 1 if share == 1 else int(share * layers)
-            speeds = LlamaCpp(setting, on_gpu).measure(0)
-            print(
-                f"llama.cpp            {QUANTISATION:5} {share:4.0%} batch 1: prefill "
-                f"{speeds.prefill:8.0f} tok/s, decode {speeds.decode:7.1f} tok/s, "
-                f"{on_gpu} of {layers} layers on the GPU",
-                flush=True,
-            )
-            rows.append(
-                {
-                    "share": share, "prefill_tokens_per_second": speeds.prefill,
-                    "decode_tokens_per_second": speeds.decode,
-                }
-            )  # fmt: skip
+            for name, command in options.rival or [_OWN]:
+                try:
+                    speeds = _speeds(setting, share, command, without_gpu=options.without_gpu)
+                except OSError as error:
+                    print(f"{name:20} {share:4.0%}: failed: {error}", flush=True)
+                    continue
+                print(
+                    f"{name:20} {QUANTISATION:5} {share:4.0%} batch 1: prefill "
+                    f"{speeds.prefill:8.0f} tok/s, decode {speeds.decode:7.1f} tok/s",
+                    flush=True,
+                )
+                rows.append(
+                    {
+                        "system": name, "share": share,
+                        "prefill_tokens_per_second": speeds.prefill,
+                        "decode_tokens_per_second": speeds.decode,
+                    }
+                )  # fmt: skip
     return rows
+
+
+def _speeds(setting: Setting, share: float, command: Sequence[str], *, without_gpu: bool) -> Speeds:
+    """Time a program with the experts of some layers on the CPU, or the package."""
+    if command:
+        on_cpu = setting.layers - round(share * setting.layers)
+        options = ["-ngl", "0" if without_gpu else "99", "-ncmoe", str(on_cpu)]
+        return LlamaBench([*command, *options], setting).measure(0)
+    from benchmarks.generation.systems import LlamaCpp
+
+    on_gpu = setting.layers + 1 if share == 1 else int(share * setting.layers)
+    return LlamaCpp(setting, 0 if without_gpu else on_gpu).measure(0)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ class System(NamedTuple):
 
 TANDEM = System("tandem", {})
 BASELINES = (
+    # A graph break at the experts of each layer, with Python between.
+    System("segments", {"decode_graph": False}),
     System("all-cpu", {"assignment": "cpu-only", "prediction": "none", "prefetch": "none"}),
     System(
         "hits-gpu-misses-cpu",

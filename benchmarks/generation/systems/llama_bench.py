@@ -1,10 +1,24 @@
 """A program that takes llama-bench's options: llama.cpp's own, or that of a fork."""
 
+import argparse
 import json
+import shlex
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 
 from benchmarks.generation.systems.setting import Setting, Speeds
+
+
+def parse_rival(text: str) -> tuple[str, list[str]]:
+    """Read `NAME=PROGRAM ARGUMENTS`; returns the name and the command."""
+    name, _, command = text.partition("=")
+    words = shlex.split(command)
+    if not name or not words or not Path(words[0]).is_file():
+        raise argparse.ArgumentTypeError(
+            f"{text!r} does not name a program; write NAME=PATH_TO_LLAMA_BENCH"
+        )
+    return name, words
 
 
 class LlamaBench:
