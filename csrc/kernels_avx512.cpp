@@ -40,8 +40,8 @@ void matmul_format(const PackedMatrix& m, std::int64_t begin, std::int64_t end,
     many_tokens<F, Group>(m, begin, end, x, num_tokens, num_rows, out, stride);
   });
   if (is_done) return;
-  for (std::int64_t b = begin; b < end; ++b)
-    few_by_few<F>(m, b, b + 1 == end, x, num_tokens, num_rows, out, stride);
+  for (std::int64_t b = begin; b < end; b += 2)
+    few_by_few<F>(m, {b, b + 1 < end ? 1 : 0}, b + 2 >= end, x, num_tokens, num_rows, out, stride);
 }
 
 void matmul(const PackedMatrix& m, std::int64_t begin, std::int64_t end, const Activations& x,

@@ -1,5 +1,6 @@
-// Few tokens: the weights stream through the registers once, one row block after the other, and
-// are multiplied as they come. Bound by memory with one token, by arithmetic from about four.
+// Few tokens: the weights stream through the registers once and are multiplied as they come, with two
+// tokens or more two row blocks at once, so that a broadcast activation is read once for both. Bound by
+// memory up to about four tokens, by arithmetic from there.
 #pragma once
 
 #include <algorithm>
@@ -27,83 +28,130 @@ TANDEM_INLINE void prefetch_scales(const PackedMatrix& m, std::int64_t block, st
   _mm_prefetch(reinterpret_cast<const char*>(next), _MM_HINT_T0);
 }
 
-// Few tokens need two sums each to hide the multiplier's latency; from five on they hide it.
-template <int T>
-constexpr int kIntegerChains = T < 5 ? 2 : 1;
+// Fewer than five sums need two each to hide the multiplier's latency; from five on they hide it.
+template <int Sums>
+constexpr int kIntegerChains = Sums < 5 ? 2 : 1;
 
 // Fours of columns that lie in the same lines, those of the widest plane of bits.
 template <Format F>
 constexpr int kFoursOfLine = kBits<F> & 8 ? 1 : kBits<F> & 4 ? 2 : kBits<F> & 2 ? 4 : 8;
 
-// Adds group `Part` of a strip, or all of it.
-template <Format F, int Part, int T>
-TANDEM_INLINE void multiply_strip(const std::uint8_t* strip, std::int64_t ahead,
-                                  const std::int8_t* q, std::int64_t stride,
-                                  __m512i (&sums)[kIntegerChains<T>][T]) {
+// Where row blocks are read, `step` bytes apart, and how far ahead of that they are fetched.
+struct Strips {
+  const std::uint8_t* first;
+  std::int64_t step, ahead;
+
+  TANDEM_INLINE const std::uint8_t* of(int b) const { return first + b * step; }
+};
+
+// The activations of T tokens, of which the last one may stand twice: fewer kernels, the same time.
+template <int T>
+struct FewRows {
+  const Activations& x;
+  std::int64_t last;  // its number
+
+  template <typename Index>
+  TANDEM_INLINE std::int64_t number(Index t) const {
+    return t < T - 1 ? t : last;
+  }
+};
+
+template <int T, int B>
+using FewSums = __m512i[kIntegerChains<T * B>][B][T];
+
+// Adds group `Part` of a strip of each block, or all of it.
+template <Format F, int Part, int T, int B>
+TANDEM_INLINE void multiply_strip(const Strips& strips, const std::int8_t* q,
+                                  const FewRows<T>& rows, FewSums<T, B>& sums) {
   constexpr int kCount = kFoursOfStrip / kGroupsOfStrip<F>;
   each<kCount>([&](auto i) TANDEM_INLINED {
     constexpr int J = Part * kCount + decltype(i)::value;
-    constexpr int kChain = J % kIntegerChains<T>;
+    constexpr int kChain = J % kIntegerChains<T * B>;
     // Lines are asked for one by one: all at once they wait for each other. The barrier keeps the
     // compiler from gathering them, and what one line is read for stays together.
     if constexpr (J % kFoursOfLine<F> == 0) asm volatile("" ::: "memory");
     constexpr int kLines = kStripBytes<F> / 64, kLine = J * kLines / kFoursOfStrip;
-    each<(J + 1) * kLines / kFoursOfStrip - kLine>(
-        [&](auto line) TANDEM_INLINED { prefetch(strip + 64 * (kLine + line), ahead); });
-    const __m512i w = codes_of<Bytes64, F, J>(strip);
+    __m512i w[B];
+    each<B>([&](auto b) TANDEM_INLINED {
+      each<(J + 1) * kLines / kFoursOfStrip - kLine>([&](auto line) TANDEM_INLINED {
+        prefetch(strips.of(b) + 64 * (kLine + line), strips.ahead);
+      });
+      w[b] = codes_of<Bytes64, F, J>(strips.of(b));
+    });
     each<T>([&](auto t) TANDEM_INLINED {
-      sums[kChain][t] = multiply_add_int8(sums[kChain][t], w, broadcast4(q + t * stride + 4 * J));
+      const __m512i four = broadcast4(q + rows.number(t) * rows.x.stride + 4 * J);
+      each<B>([&](auto b) TANDEM_INLINED {
+        sums[kChain][b][t] = multiply_add_int8(sums[kChain][b][t], w[b], four);
+      });
     });
   });
 }
+
+// Row blocks of a matrix: `second` is the distance of the second one, 0 where there is none.
+struct FewBlocks {
+  std::int64_t first, second;
+
+  TANDEM_INLINE std::int64_t of(int b) const { return b == 0 ? first : first + second; }
+};
 
 // Adds the products of one group; `g` is its number in a row, and `Part` that in its strip.
-template <Format F, int Part, int T>
-TANDEM_INLINE void few_of_group(const PackedMatrix& m, std::int64_t block, std::int64_t g,
-                                const std::uint8_t* strips, const Activations& x,
-                                std::int64_t ahead, __m512 (&total)[T]) {
+template <Format F, int Part, int T, int B>
+TANDEM_INLINE void few_of_group(const PackedMatrix& m, FewBlocks blocks, std::int64_t g,
+                                Strips strips, const FewRows<T>& rows, __m512 (&total)[B][T]) {
+  constexpr int kLast = kIntegerChains<T * B> - 1;
+  const Activations& x = rows.x;
   const std::int64_t groups = m.cols / m.group;
-  const std::int32_t* x_sums = x.sums + g;
-  __m512i sums[kIntegerChains<T>][T];
+  const auto at = [&](auto t) TANDEM_INLINED { return rows.number(t) * x.group_stride + g; };
+  FewSums<T, B> sums;
   each<T>([&](auto t) TANDEM_INLINED {
-    sums[kIntegerChains<T> - 1][t] = _mm512_setzero_si512();
-    sums[0][t] = kHasMinima<F> ? _mm512_setzero_si512()
-                               : _mm512_set1_epi32(x_sums[t * x.group_stride]);
+    each<B>([&](auto b) TANDEM_INLINED {
+      sums[kLast][b][t] = _mm512_setzero_si512();
+      sums[0][b][t] = kHasMinima<F> ? _mm512_setzero_si512() : _mm512_set1_epi32(x.sums[at(t)]);
+    });
   });
   const std::int8_t* q = x.quantized + g / kGroupsOfStrip<F> * kGroupsOfStrip<F> * m.group;
-  for (std::int64_t k = 0; k < m.group; k += kStripCols)
-    multiply_strip<F, Part, T>(strips + code_bytes(F, k), ahead, q + k, x.stride, sums);
-  const std::int64_t index = block * groups + g;
-  prefetch_scales<F>(m, block, index, groups);
-  const __m512 w_scale = load_scales<F>(m, block, index);
-  [[maybe_unused]] __m512 minima;
-  if constexpr (kHasMinima<F>) minima = load_minima<F>(m, block, index);
-  each<T>([&](auto t) TANDEM_INLINED {
-    const float x_scale = x.scales[t * x.group_stride + g];
-    __m512i sum = sums[0][t];
-    if constexpr (kIntegerChains<T> == 2) sum = _mm512_add_epi32(sum, sums[1][t]);
-    total[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum),
-                               _mm512_mul_ps(w_scale, _mm512_set1_ps(x_scale)), total[t]);
-    if constexpr (kHasMinima<F>) {
-      const __m512 x_sum = _mm512_set1_ps(x.scaled_sum(t * x.group_stride + g));
-      total[t] = _mm512_fmadd_ps(minima, x_sum, total[t]);
-    }
+  for (std::int64_t k = 0; k < m.group; k += kStripCols, strips.first += code_bytes(F, kStripCols))
+    multiply_strip<F, Part, T, B>(strips, q + k, rows, sums);
+  each<B>([&](auto b) TANDEM_INLINED {
+    const std::int64_t block = blocks.of(b), index = block * groups + g;
+    prefetch_scales<F>(m, block, index, B * groups);
+    const __m512 w_scale = load_scales<F>(m, block, index);
+    [[maybe_unused]] __m512 minima;
+    if constexpr (kHasMinima<F>) minima = load_minima<F>(m, block, index);
+    each<T>([&](auto t) TANDEM_INLINED {
+      const __m512 x_scale = _mm512_set1_ps(x.scales[at(t)]);
+      __m512i sum = sums[0][b][t];
+      if constexpr (kLast > 0) sum = _mm512_add_epi32(sum, sums[1][b][t]);
+      total[b][t] =
+          _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_mul_ps(w_scale, x_scale), total[b][t]);
+      if constexpr (kHasMinima<F>)
+        total[b][t] = _mm512_fmadd_ps(minima, _mm512_set1_ps(x.scaled_sum(at(t))), total[b][t]);
+    });
   });
 }
 
-template <Format F, int T>
-void few_integer(const PackedMatrix& m, std::int64_t block, const Activations& x,
-                 std::int64_t ahead, const Output& out) {
+// B row blocks, whose results go to `out`, times `num_tokens` tokens: T or one less.
+template <Format F, int T, int B>
+void few_integer(const PackedMatrix& m, FewBlocks blocks, const Activations& x,
+                 std::int64_t num_tokens, std::int64_t ahead, const Output* out) {
   constexpr int kParts = kGroupsOfStrip<F>;
-  const std::int64_t groups = m.cols / m.group;
-  const std::uint8_t* strips = m.data + block * code_bytes(F, m.cols);
-  __m512 total[T];
-  each<T>([&](auto t) TANDEM_INLINED { total[t] = _mm512_setzero_ps(); });
-  for (std::int64_t g = 0; g < groups; g += kParts, strips += code_bytes(F, kParts * m.group))
+  const std::int64_t groups = m.cols / m.group, block_bytes = code_bytes(F, m.cols);
+  const FewRows<T> rows{x, num_tokens - 1};
+  Strips strips{m.data + blocks.first * block_bytes, blocks.second * block_bytes, ahead};
+  __m512 total[B][T];
+  each<T>([&](auto t) TANDEM_INLINED {
+    each<B>([&](auto b) TANDEM_INLINED { total[b][t] = _mm512_setzero_ps(); });
+  });
+  for (std::int64_t g = 0; g < groups; g += kParts, strips.first += code_bytes(F, kParts * m.group))
     each<kParts>([&](auto part) TANDEM_INLINED {
-      few_of_group<F, decltype(part)::value, T>(m, block, g + part, strips, x, ahead, total);
+      few_of_group<F, decltype(part)::value, T, B>(m, blocks, g + part, strips, rows, total);
     });
-  each<T>([&](auto t) TANDEM_INLINED { out.store(t, total[t]); });
+  each<T>([&](auto t) TANDEM_INLINED {
+    if (t < num_tokens)
+      each<B>([&](auto b) TANDEM_INLINED {
+        if (b == 0 || blocks.second > 0) out[b].store(t, total[b][t]);
+      });
+  });
 }
 
 template <int T>
@@ -196,23 +244,31 @@ void few_tokens(const PackedMatrix& m, std::int64_t block, const Activations& x,
   if constexpr (F == Format::kBf16) return few_bf16<T>(m, block, x, ahead, out);
   if constexpr (F == Format::kFp8) return few_fp8<T>(m, block, x, ahead, out);
   if constexpr (F == Format::kFp16) return few_fp16<T>(m, block, x, ahead, out);
-  if constexpr (is_integer(F)) return few_integer<F, T>(m, block, x, ahead, out);
 }
 
 constexpr std::int64_t kFewTokens = 8;
 
+// Up to two row blocks times up to `kFewTokens` tokens.
 template <Format F>
-void few_at_once(const PackedMatrix& m, std::int64_t block, const Activations& x,
-                 std::int64_t num_tokens, std::int64_t ahead, const Output& out) {
-  switch (num_tokens) {
-    case 1: return few_tokens<F, 1>(m, block, x, ahead, out);
-    case 2: return few_tokens<F, 2>(m, block, x, ahead, out);
-    case 3: return few_tokens<F, 3>(m, block, x, ahead, out);
-    case 4: return few_tokens<F, 4>(m, block, x, ahead, out);
-    case 5: return few_tokens<F, 5>(m, block, x, ahead, out);
-    case 6: return few_tokens<F, 6>(m, block, x, ahead, out);
-    case 7: return few_tokens<F, 7>(m, block, x, ahead, out);
-    case 8: return few_tokens<F, 8>(m, block, x, ahead, out);
+void few_at_once(const PackedMatrix& m, FewBlocks blocks, const Activations& x,
+                 std::int64_t num_tokens, std::int64_t ahead, const Output (&out)[2]) {
+  if constexpr (!is_integer(F)) {
+    each<kFewTokens>([&](auto i) TANDEM_INLINED {
+      constexpr int T = decltype(i)::value + 1;
+      if (num_tokens != T) return;
+      few_tokens<F, T>(m, blocks.first, x, ahead, out[0]);
+      if (blocks.second > 0) few_tokens<F, T>(m, blocks.first + 1, x, ahead, out[1]);
+    });
+  } else if (num_tokens == 1) {
+    few_integer<F, 1, 1>(m, {blocks.first, 0}, x, 1, ahead, out);
+    if (blocks.second > 0) few_integer<F, 1, 1>(m, {blocks.first + 1, 0}, x, 1, ahead, out + 1);
+  } else {
+    each<5>([&](auto i) TANDEM_INLINED {
+      constexpr int kMost[] = {1, 2, 3, 4, 6, kFewTokens}, I = decltype(i)::value;
+      constexpr int T = kMost[I + 1];
+      if (num_tokens > kMost[I] && num_tokens <= T)
+        few_integer<F, T, 2>(m, blocks, x, num_tokens, ahead, out);
+    });
   }
 }
 
@@ -227,18 +283,20 @@ inline Activations from_token(Activations x, std::int64_t token) {
   return x;
 }
 
-// Any number of tokens, `kFewTokens` at a time. The first ones bring a block into the cache, the
-// second ones fetch the next block.
+// Any number of tokens, `kFewTokens` at a time. The first ones bring blocks into the cache, the
+// second ones fetch the next blocks.
 template <Format F>
-void few_by_few(const PackedMatrix& m, std::int64_t block, bool is_last, const Activations& x,
+void few_by_few(const PackedMatrix& m, FewBlocks blocks, bool is_last, const Activations& x,
                 std::int64_t num_tokens, std::int64_t num_rows, float* out, std::int64_t stride) {
   const std::int64_t block_bytes = code_bytes(F, m.cols);
   for (std::int64_t t = 0; t < num_tokens; t += kFewTokens) {
     const std::int64_t ahead = t == 0                        ? kAheadBytes
-                               : t == kFewTokens && !is_last ? block_bytes
+                               : t == kFewTokens && !is_last ? (1 + blocks.second) * block_bytes
                                                              : 0;
-    few_at_once<F>(m, block, from_token(x, t), std::min(kFewTokens, num_tokens - t), ahead,
-                   Output::of(m, block, num_rows, out + t * stride, stride));
+    float* to = out + t * stride;
+    few_at_once<F>(m, blocks, from_token(x, t), std::min(kFewTokens, num_tokens - t), ahead,
+                   {Output::of(m, blocks.first, num_rows, to, stride),
+                    Output::of(m, blocks.first + blocks.second, num_rows, to, stride)});
   }
 }
 
