@@ -5,8 +5,9 @@
 The demo model, padded so that blocks of 256 fit its rows, is quantised to each type by llama.cpp's
 own library. Then: (a) the weights that Tandem decodes are compared with ggml's reference, bit by
 bit; (b) the divergence of each system's answers from those of the fp32 model of these weights, and
-(c) its perplexity, on text; (d) prefill and decode in turns. The last line is JSON. Needs the
-packages gguf and llama-cpp-python.
+(c) its perplexity, on text; (d) prefill and decode in turns. For (b) also what these weights
+diverge as a bf16 model with bf16 experts, without rounded activations. The last line is JSON. Needs
+the packages gguf and llama-cpp-python.
 """
 
 import argparse
@@ -112,13 +113,16 @@ def compare(name: str, arguments: argparse.Namespace, scratch: Path) -> dict[str
     true_model = tandem.load(file, dtype="fp32", expert_dtype="fp32", threads=threads)
     expected = answers(true_model, windows)
     del true_model
+    in_bf16 = tandem.load(file, dtype="bf16", expert_dtype="bf16", threads=threads)
+    reference = divergence(answers(in_bf16, windows), expected)
+    del in_bf16
     model = tandem.load(file, dtype=arguments.dtype, dense_dtype="auto", threads=threads)
     report: dict[str, Any] = {
         "type": name,
         "file_bytes": file.stat().st_size,
         "differing_weights": differing_weights(file, model, ggml),
         "perplexity": {"fp32": perplexity(expected, windows)},
-        "divergence": {},
+        "divergence": {"bf16": reference},
     }
     setting = Setting(
         shape="", layers=0, vocabulary=model.config.vocab_size, threads=threads, prompt=_PROMPT,
@@ -165,7 +169,8 @@ def _line(report: dict[str, Any]) -> str:
     kl, text = report["divergence"], report["perplexity"]
     line = (
         f"{report['type']:8} differing weights {report['differing_weights']}, "
-        f"KL {kl['tandem']:.5f} ({kl['tandem'] / kl['llama.cpp']:.2f} of llama.cpp's), "
+        f"KL {kl['tandem']:.5f} ({kl['tandem'] / kl['llama.cpp']:.2f} of llama.cpp's, "
+        f"{kl['tandem'] / kl['bf16']:.2f} of the bf16 model's), "
         f"perplexity {text['tandem']:.3f} (fp32 {text['fp32']:.3f}, "
         f"llama.cpp {text['llama.cpp']:.3f})"
     )

@@ -12,7 +12,7 @@ from tandem.core.errors import ConfigError
 from tandem.generate.generator import Generator
 from tandem.hf.config import parse_dense_dtype
 from tandem.hf.dense import PackedLinear, pack_as_loaded, pack_dense_layers, packed_layers
-from tandem.kernels.dense import CpuThreads, DenseWeight, pack_dense
+from tandem.kernels.dense import CpuThreads, DenseWeight, multiply, pack_dense
 from tandem.kernels.formats.weight_format import find_format
 from tests.architectures import build_tiny_model, result_of, tiny_inputs
 from tests.decode.whole_pool import cpu_pool
@@ -90,6 +90,21 @@ def test_packed_models_generate(threads: CpuThreads) -> None:
     pack_dense_layers(model, "bf16", threads)
     (answer,) = Generator(model, threads=threads).generate([40, 41, 42], max_new_tokens=5)
     assert answer.token_ids
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_a_packed_head_gives_logits_in_fp32(checkpoint: Path, dtype: str) -> None:
+    model = tandem.load(
+        checkpoint, dtype=dtype, expert_dtype="int8-g32", dense_dtype="int8-g32", threads=1
+    )
+    hidden: list[torch.Tensor] = []
+    model.get_output_embeddings().register_forward_pre_hook(lambda _, args: hidden.append(args[0]))
+    logits = logits_of(model)
+    assert logits.dtype == torch.float32
+    assert hidden[0].dtype == model.dtype
+    (head,) = (x for name, x in packed_layers(model) if name == "lm_head")
+    (expected,) = multiply(head.threads, [head.packed], hidden[0].float())
+    assert torch.equal(logits, expected)
 
 
 def test_an_unknown_dense_dtype_gets_one_sentence() -> None:

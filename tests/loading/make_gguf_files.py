@@ -34,6 +34,9 @@ def _half_turned(theta: float) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.5}
 
 
+_WINDOWS = ["full_attention", *["sliding_attention"] * 3]
+
+
 # By file: the architecture in Transformers, and its config beside `tests.architectures`.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen35moe": ("qwen3_5_moe", {
@@ -63,6 +66,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "logits_scaling": 2.0,
     }),
     "granitemoe shared": ("granitemoeshared", {}),
+    "afmoe": ("afmoe", {"mup_enabled": True, "layer_types": _WINDOWS[1:] + _WINDOWS[:1]}),
+    "laguna": ("laguna", {"layer_types": _WINDOWS}),
     "mimo2": ("mimo_v2_flash", {
         "v_head_dim": 8,
         "rope_parameters": {

@@ -16,7 +16,7 @@ from tandem.core.errors import ConfigError
 from tandem.experts.store.packed_layer import STORED_NAME, PackedLayer
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.config import OffloadConfig, parse_dense_dtype
-from tandem.hf.dense import PackedLinear, packable_layers, untie
+from tandem.hf.dense import PackedLinear, give_fp32_logits, packable_layers, untie
 from tandem.hf.experts import is_experts_module
 from tandem.hf.quantizer import OffloadQuantizer
 from tandem.kernels.dense import CpuThreads, DenseWeight
@@ -85,3 +85,4 @@ def _pack_linear_layers(
         weight = DenseWeight(random_matrix(rows, cols, fmt), None)
         setattr(parent, name, PackedLinear(weight, threads, torch.bfloat16))
     untie(model, PackedLinear)
+    give_fp32_logits(model)

@@ -16,7 +16,7 @@ from tandem.experts.execution.captured_steps import CapturedSteps
 from tandem.experts.execution.hybrid_executor import HybridExecutor
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.config import OffloadConfig, parse_dense_dtype
-from tandem.hf.dense import pack_dense_layers, share_threads
+from tandem.hf.dense import give_fp32_logits, pack_dense_layers, share_threads
 from tandem.hf.dense_files import take_stored_layers
 from tandem.hf.dense_place import keep_embeddings_on_host
 from tandem.hf.device_linear import pack_on_device
@@ -40,6 +40,7 @@ def assemble(model: PreTrainedModel, runtime: Runtime, options: OffloadConfig) -
     if model.device.type == "cuda":
         keep_embeddings_on_host(model)
     share_threads(model, runtime.threads)
+    give_fp32_logits(model)
     runtime.look_ahead = None
     if options.device == "cpu":
         runtime.use(runtime.cpu_executor())

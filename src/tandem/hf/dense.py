@@ -107,10 +107,13 @@ class PackedLinear(PackedModule):
         self.input_order = input_order
         self.by_head: tuple[list[DenseWeight], list[DenseWeight]] | None = None
         """What attention to latents made of it."""
+        self.gives_fp32 = False
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x @ weight.T + bias: (..., in_features) -> (..., out_features)."""
-        if x.dtype not in VALUE_DTYPES:
+        if self.gives_fp32:
+            x = x.float()
+        elif x.dtype not in VALUE_DTYPES:
             return self.forward(x.float()).to(x.dtype)
         if self.input_order is not None:
             x = x.gather(-1, self.input_order.expand(x.shape))
@@ -241,6 +244,7 @@ def _replace(
         setattr(parent, name, PackedLinear(packed, threads, linear.weight.dtype))
         num_bytes += packed.num_bytes
     untie(model, PackedLinear)
+    give_fp32_logits(model)
     return num_bytes
 
 
@@ -256,6 +260,13 @@ def untie(model: PreTrainedModel, *kinds: type[nn.Module]) -> None:
     if kept:  # else `tie_weights` would find them in the config again
         model.config.tie_word_embeddings = False
         model.config.get_text_config().tie_word_embeddings = False
+
+
+def give_fp32_logits(model: PreTrainedModel) -> None:
+    """Let a packed head on the CPU give fp32: bf16 logits are the most that steps in bf16 lose."""
+    head = model.get_output_embeddings()
+    if isinstance(head, PackedLinear):
+        head.gives_fp32 = True
 
 
 def packed_layers(model: nn.Module) -> Iterator[tuple[str, PackedLinear]]:

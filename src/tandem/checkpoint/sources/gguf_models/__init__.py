@@ -41,7 +41,16 @@ from tandem.checkpoint.sources.gguf_models.state_space import (
     granite_hybrid,
     nemotron_h,
 )
-from tandem.checkpoint.sources.gguf_models.windows import GEMMA4, exaone, gemma4, mimo2
+from tandem.checkpoint.sources.gguf_models.windows import (
+    AFMOE,
+    GEMMA4,
+    LAGUNA,
+    afmoe,
+    exaone,
+    gemma4,
+    laguna,
+    mimo2,
+)
 
 __all__ = ["ARCHITECTURES", "Architecture", "Recipe"]
 
@@ -72,4 +81,6 @@ ARCHITECTURES = {
     "granitemoe": Architecture(granite, GRANITE_HYBRID),
     "mimo2": Architecture(mimo2),
     "gemma4": Architecture(gemma4, GEMMA4),
+    "afmoe": Architecture(afmoe, AFMOE),
+    "laguna": Architecture(laguna, LAGUNA),
 }

@@ -1,4 +1,4 @@
-"""Architectures with two kinds of attention, whole and in a window: Gemma 4 and MiMo V2."""
+"""Architectures with two kinds of attention, whole and in a window, such as Gemma 4."""
 
 import numpy as np
 
@@ -9,6 +9,7 @@ from tandem.checkpoint.sources.gguf_models.config_values import (
     each_layer,
     head_dim,
     mlp_types,
+    num_dense_layers,
     partial_rope,
     routing,
 )
@@ -104,6 +105,64 @@ def exaone(header: GgufHeader) -> PreTrainedConfig:
     )
 
 
+def afmoe(header: GgufHeader) -> PreTrainedConfig:
+    """Make the config of an AFMoE (Trinity), every fourth layer of which attends to all."""
+    return config_of(
+        header,
+        "afmoe",
+        head_dim=head_dim(header),
+        num_experts=header.value("expert_count"),
+        num_shared_experts=header.value("expert_shared_count", 0),
+        moe_intermediate_size=header.expert_width,
+        intermediate_size=header.value("feed_forward_length"),
+        num_dense_layers=num_dense_layers(header),
+        route_scale=header.value("expert_weights_scale", 1.0),
+        sliding_window=header.value("attention.sliding_window"),
+        global_attn_every_n_layers=4,  # as llama.cpp has it, and the next: files do not say
+        mup_enabled=True,
+    )
+
+
+def laguna(header: GgufHeader) -> PreTrainedConfig:
+    """Make the config of a Laguna, whose layers may have different numbers of heads."""
+    heads, width = each_layer(header, "attention.head_count"), head_dim(header)
+    window = header.value("attention.sliding_window", 0)
+    windows = [bool(window and layer % 4) for layer in range(len(heads))]  # files do not say
+    gates = header.rows("blk.0.attn_gate.weight")
+    whole = partial_rope(header)
+    in_window = {
+        "rope_type": "default",
+        "rope_theta": float(header.value("rope.freq_base_swa", 1e4)),
+        "partial_rotary_factor": header.value("rope.dimension_count_swa", width) / width,
+    }
+    return config_of(
+        header,
+        "laguna",
+        layer_types=["sliding_attention" if window else "full_attention" for window in windows],
+        mlp_layer_types=mlp_types(header),
+        num_attention_heads=max(heads),
+        num_attention_heads_per_layer=heads,
+        head_dim=width,
+        gating="per-element" if gates == heads[0] * width else "per-head",
+        sliding_window=window or None,
+        num_experts=header.value("expert_count"),
+        moe_intermediate_size=header.expert_width,
+        shared_expert_intermediate_size=header.value("expert_shared_feed_forward_length"),
+        intermediate_size=header.value("feed_forward_length"),
+        moe_routed_scaling_factor=header.value("expert_weights_scale", 1.0),
+        rope_parameters={"full_attention": whole, "sliding_attention": in_window},
+    )
+
+
+AFMOE: Names = {
+    "self_attn.gate_proj": "attn_gate",
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_mlp_layernorm": "ffn_norm",
+    "post_mlp_layernorm": "post_ffw_norm",
+    "router.gate": "ffn_gate_inp",
+    "expert_bias": ("exp_probs_b.bias", "exp_probs_b"),
+}
+LAGUNA: Names = {"g_proj": "attn_gate"}
 GEMMA4: Names = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
