@@ -1,19 +1,25 @@
 """Models with states in slots on a GPU: what Transformers' own caches give, on the CPU twin."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import tandem
 from tandem.core.errors import CapacityError
 from tandem.decode.cuda.attention import state_kernels
 from tandem.decode.cuda.slots import CudaSlotPool, why_no_cuda_slots
 from tandem.decode.padded import PaddedBatch
+from tandem.generate.generator import Generator
+from tandem.generate.running import Request
+from tandem.generate.sampling import SamplingOptions
 from tests.architectures import build_tiny_model
 from tests.decode.test_states import LONG, close
 from tests.decode.twin_capture import TwinCapture
 from tests.decode.whole_pool import WholePool
+from tests.hf.tiny import save_tiny_checkpoint
 from tests.kernels.interpreter import interpreted
 
 # The gated delta rule, Kimi's, both Mambas, convolutions alone, lightning attention, ZAYA's.
@@ -82,6 +88,34 @@ def test_slots_are_stepped_in_any_company(name: str) -> None:
         for slot, ours in zip(company, logits, strict=True):
             close(ours[None], alone[slot].decode({0: 40 + (turn + slot) % 50}))
     assert {key[0] for key, step in pool._steps.items() if step.replayed.is_replaying} == {1, 2, 4}
+
+
+def test_requests_are_answered_alike_on_both_pools(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server's loop: five requests on three slots, prompts in parts, beginnings reused."""
+    model = tandem.load(save_tiny_checkpoint(tmp_path, "qwen3_5_moe"), dtype="float32")
+    model.generation_config.eos_token_id = None
+    prompts = [LONG[:150], [*LONG[:145], 60, 61], [70] * 3, [*LONG[:100], 90], [50, 51, 52]]
+
+    def answers(generator: Generator) -> tuple[dict[int, list[int | None]], int]:
+        scheduler = generator.scheduler(3, chunk_tokens=40)
+        tokens: dict[int, list[int | None]] = {}
+        for number, prompt in enumerate(prompts):
+            options = SamplingOptions(max_new_tokens=8 + 3 * number, temperature=0)
+            scheduler.add(Request(request_id=number, prompt=tuple(prompt), options=options))
+        while scheduler.has_work:
+            for progress in scheduler.step():
+                tokens.setdefault(progress.request_id, []).append(progress.token_id)
+        return tokens, scheduler.counts.reused_tokens
+
+    expected = answers(Generator(model, has_replay=False))
+    generator = Generator(model, has_replay=False)
+    pool = CudaSlotPool(model, 3, make_capture=TwinCapture)
+    monkeypatch.setattr(generator, "slot_pool", lambda num_slots: pool)
+    assert answers(generator) == expected
+    assert expected[1] > 0
+    assert any(step.replayed.is_replaying for step in pool._steps.values())
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_moe", "nemotron_h", "lfm2_moe"])

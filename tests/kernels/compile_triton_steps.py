@@ -40,7 +40,7 @@ KERNELS = (
     (attention, ("store_token", "attend_parts", "join_parts")),
     (small, ("norm_rows", "add_and_norm_rows", "rotate_heads", "choose_experts")),
     (hand_over, ("publish", "wait_for", "combine")),
-    (recurrent, ("convolve_tokens", "keep_inputs", "recur_tokens")),
+    (recurrent, ("convolve_tokens", "recur_tokens")),
     (chains, ("run_chain",)),
 )
 # Heads, KV heads, key and value dimensions, what lies in memory, dtype, window, sinks: as models
@@ -124,9 +124,9 @@ def state_launches(form: RecurrenceForm) -> list[Launch]:
         Recurrence(form, factor, skip), states, tokens, value, query, query, decay,
         None if is_pair else rate,
     )  # fmt: skip
-    x = torch.zeros(40, 8192, dtype=torch.bfloat16)
+    x = torch.zeros(2, 8192, dtype=torch.bfloat16)
     convolution = Convolution(torch.zeros(8192, 4), None, has_silu=True)
-    kernels.convolve(convolution, torch.zeros(2, 3, 8192), tokens._replace(num_each=20), x)
+    kernels.convolve(convolution, torch.zeros(2, 3, 8192), tokens, x)
     return launches
 
 

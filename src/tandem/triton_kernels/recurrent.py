@@ -31,26 +31,7 @@ def _input(
     return given + tl.load(state + (at + width - 1) * channels, mask=is_kept, other=0.0)
 
 
-@triton.jit
-def _keep(
-    x: tensor,
-    state: tensor,
-    num_tokens: tensor,
-    token_stride: tensor,
-    position: tensor,
-    mask: tensor,
-    channels: constexpr,
-    width: constexpr,
-) -> None:
-    """Keep the last inputs of some channels, once their convolution is done."""
-    for i in tl.static_range(width - 1):
-        at = num_tokens + (i + 1 - width)
-        new = _input(x, state, at, token_stride, position, mask, channels, width)
-        tl.debug_barrier()  # an input is read from a later row than it is written to
-        tl.store(state + i * channels, new, mask=mask & (position >= 0))
-
-
-@triton.jit(do_not_specialize=(*_SLOTS, "token_stride"))
+@triton.jit(do_not_specialize=(*_SLOTS, "num_convolved", "token_stride", "keeps"))
 def convolve_tokens(
     x: tensor,
     weight: tensor,
@@ -60,20 +41,21 @@ def convolve_tokens(
     out: tensor,
     first_slot: tensor,
     num_tokens: tensor,
+    num_convolved: tensor,
     token_stride: tensor,
+    keeps: tensor,
     channels: constexpr,
     width: constexpr,
     has_bias: constexpr,
     has_silu: constexpr,
     block_channels: constexpr,
     block_tokens: constexpr,
-    keeps: constexpr,
 ) -> None:
-    """Write the convolution of each channel: out (slots * tokens, channels).
+    """Write the convolution of each slot's first `num_convolved` tokens; then, if it `keeps`, its
+    last inputs: what all blocks of its tokens have read by then.
 
-    With `keeps` a slot's tokens are one block, and its last inputs are kept too. `weight` is
-    (width, channels), `states` (slots, width - 1, channels). A program is (block of channels,
-    block of tokens, slot).
+    `out` is (slots * tokens, channels), `weight` (width, channels), `states` (slots, width - 1,
+    channels). A program is (block of channels, block of tokens, slot).
     """
     channel = tl.program_id(0) * block_channels + tl.arange(0, block_channels)
     row = tl.program_id(2).to(tl.int64)
@@ -83,7 +65,7 @@ def convolve_tokens(
     out += row * num_tokens * channels + channel
     dtype: constexpr = out.dtype.element_ty
     first = tl.program_id(1) * block_tokens
-    for t in range(first, min(first + block_tokens, num_tokens)):
+    for t in range(first, min(first + block_tokens, num_convolved)):
         total = tl.full((block_channels,), 0.0, dtype=tl.float32)
         if has_bias:
             total += tl.load(bias + channel, mask=mask, other=0.0)
@@ -96,32 +78,12 @@ def convolve_tokens(
             total = total.to(dtype).to(tl.float32)
             total = total / (1.0 + tl.exp(-total))
         tl.store(out + t * channels, total.to(dtype), mask=mask)
-    if keeps:
-        _keep(x, state, num_tokens, token_stride, position, mask, channels, width)
-
-
-@triton.jit(do_not_specialize=(*_SLOTS, "token_stride"))
-def keep_inputs(
-    x: tensor,
-    states: tensor,
-    positions: tensor,
-    first_slot: tensor,
-    num_tokens: tensor,
-    token_stride: tensor,
-    channels: constexpr,
-    width: constexpr,
-    block_channels: constexpr,
-) -> None:
-    """Keep the last inputs of each slot, whose convolution is done.
-
-    A program is (block of channels, slot).
-    """
-    channel = tl.program_id(0) * block_channels + tl.arange(0, block_channels)
-    row = tl.program_id(1).to(tl.int64)
-    mask, position = channel < channels, tl.load(positions + row)
-    state = states + (first_slot + row) * (width - 1) * channels + channel
-    x += row * num_tokens * token_stride + channel
-    _keep(x, state, num_tokens, token_stride, position, mask, channels, width)
+    if keeps != 0:
+        for i in tl.static_range(width - 1):
+            at = num_tokens + (i + 1 - width)
+            new = _input(x, state, at, token_stride, position, mask, channels, width)
+            tl.debug_barrier()  # an input is read from a later row than it is written to
+            tl.store(state + i * channels, new, mask=mask & (position >= 0))
 
 
 @triton.jit

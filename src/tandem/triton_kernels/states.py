@@ -64,18 +64,16 @@ def _convolve(
     x = x if x.stride(1) == 1 else x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     channels, width = weight.shape
-    blocks, num_slots = -(-channels // _BLOCK_CHANNELS), len(positions)
-    sizes = {"channels": channels, "width": width, "block_channels": _BLOCK_CHANNELS}
-    token_blocks = -(-num_each // _BLOCK_TOKENS)
-    recurrent.convolve_tokens[blocks, token_blocks, num_slots](
-        x, weight, x if bias is None else bias, states, positions, out, first_slot, num_each,
-        x.stride(0), **sizes, has_bias=bias is not None, has_silu=has_silu,
-        block_tokens=_BLOCK_TOKENS, keeps=token_blocks == 1, num_warps=_BLOCK_CHANNELS // 32,
-    )  # fmt: skip
-    if token_blocks > 1:
-        recurrent.keep_inputs[blocks, num_slots](
-            x, states, positions, first_slot, num_each, x.stride(0), **sizes,
-            num_warps=_BLOCK_CHANNELS // 32,
+    channel_blocks, token_blocks = -(-channels // _BLOCK_CHANNELS), -(-num_each // _BLOCK_TOKENS)
+    # What is kept overwrites what every block of tokens may read, so it comes after them.
+    launches = [(token_blocks, num_each, token_blocks == 1)]
+    launches += [(1, 0, True)] if token_blocks > 1 else []
+    for num_blocks, num_convolved, keeps in launches:
+        recurrent.convolve_tokens[channel_blocks, num_blocks, len(positions)](
+            x, weight, x if bias is None else bias, states, positions, out, first_slot, num_each,
+            num_convolved, x.stride(0), int(keeps), channels=channels, width=width,
+            has_bias=bias is not None, has_silu=has_silu, block_channels=_BLOCK_CHANNELS,
+            block_tokens=_BLOCK_TOKENS, num_warps=_BLOCK_CHANNELS // 32,
         )  # fmt: skip
     return out
 
