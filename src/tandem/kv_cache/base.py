@@ -316,6 +316,12 @@ def transformers_cache(model: PreTrainedModel, cache: SlotCache) -> DynamicCache
     return shell
 
 
+def has_indexers(model: PreTrainedModel) -> bool:
+    """Tell whether layers of a model select the positions that their attention sees."""
+    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    return any(type(layer) is DynamicIndexedLayer for layer in layers)
+
+
 def _stand_in(cache: SlotCache, number: int, layer: Any) -> Any:
     kind = type(layer)
     if kind in (DynamicLayer, DynamicSlidingWindowLayer):

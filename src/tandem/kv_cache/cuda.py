@@ -19,14 +19,15 @@ from tandem.kernels.attention import AttentionForm, Segment
 from tandem.kernels.device_states import StateKernels, TorchStates
 from tandem.kernels.recurrent import StateOperation
 from tandem.kv_cache.base import NotInSlotsError, SlotCache
+from tandem.kv_cache.cuda_attention import attention, attention_in_pieces, visible
+from tandem.kv_cache.cuda_index import DeviceIndexKeys
 from tandem.kv_cache.cuda_layers import DecodeKernels, LayerMemory, stored_dtype
 from tandem.kv_cache.cuda_states import DeviceStates
+from tandem.kv_cache.index_keys import Pool, Selection
 from tandem.kv_cache.latents import Expansion
 from tandem.kv_cache.states import StateHandle, StateKey
 
 _SHORTEST_LENGTH = 256
-# Bounds the scores of attention that no fused kernel computes; several copies live at a time.
-_MOST_SCORE_BYTES = 64 << 20
 
 
 class StaticKvCache(SlotCache):
@@ -71,6 +72,8 @@ class StaticKvCache(SlotCache):
             self._places = torch.zeros((2, num_slots), dtype=torch.int64, device=device)
             self.positions, self.state_positions = self._places.unbind()
         zeros = partial(self._zeros, what="states")
+        self.index_keys = DeviceIndexKeys(num_slots, self._zeros)
+        """What layers with an indexer keep beside keys and values."""
         self.states = DeviceStates(num_slots, state_kernels or TorchStates(), zeros)
 
     @property
@@ -80,8 +83,8 @@ class StaticKvCache(SlotCache):
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of keys and values."""
-        return sum(layer.num_bytes for layer in self._layers.values())
+        """Bytes of keys and values, index keys among them."""
+        return self.index_keys.num_bytes + sum(x.num_bytes for x in self._layers.values())
 
     def begin(self, segment: Segment) -> None:
         """Announce a prompt's next tokens, of one slot."""
@@ -132,6 +135,7 @@ class StaticKvCache(SlotCache):
         assert length == self.usable(source, length)
         for layer in self._layers.values():
             layer.copy_prefix(source, target, length)
+        self.index_keys.copy_prefix(source, target, length)
         self.states.go_back(source, target, length, self.lengths[source] - length)
         self.lengths[target] = length
 
@@ -151,7 +155,29 @@ class StaticKvCache(SlotCache):
         self.reserve(length + 1)
         for layer in self._layers.values():
             layer.invent(length)
+        self.index_keys.invent(length)
         self.lengths[:] = [length] * len(self.lengths)
+
+    def select(
+        self,
+        layer: int,
+        selection: Selection,
+        key: Tensor,
+        query: Tensor,
+        weights: Tensor | None,
+        pool: Pool | None = None,
+    ) -> Tensor:
+        """Keep the step's new index keys of a layer; return a mask of what its tokens see.
+
+        (n_tokens, positions); otherwise as of `IndexStore.select`.
+        """
+        if pool is not None or self._kernels is not None:
+            raise NotInSlotsError("an indexer selects blocks of positions, or kernels attend")
+        keys = self.index_keys.layer(layer, self.capacity, key.shape[1])
+        if self._segment is not None:
+            return self.index_keys.of_prompt(keys, self._segment, selection, key, query, weights)
+        tokens = self.positions[: self._count], self.attended_length
+        return self.index_keys.of_step(keys, *tokens, selection, key, query, weights)
 
     def attend(
         self,
@@ -166,14 +192,14 @@ class StaticKvCache(SlotCache):
 
         All are (heads, n_tokens, dim); returns (n_tokens, heads, dim).
         """
-        assert selected is None  # `select` has refused
+        selected = _as_mask(selected)
         if self._segment is None:
             layer = self._layer(form, key, value)
-            return self._decode(form, layer, query, key, value, sinks)
+            return self._decode(form, layer, query, key, value, sinks, selected)
         keys, values = self._appended(form, key, value)
         is_latent = value.shape[2] == 0
         prefill = self._prefill_latents if is_latent else self._prefill
-        return prefill(form, query, keys, values, sinks)
+        return prefill(form, query, keys, values, sinks, selected)
 
     def absorbs(self, kept: AttentionForm, expanded: AttentionForm) -> bool:
         """Tell whether the step's tokens attend to latents as they are kept.
@@ -198,10 +224,10 @@ class StaticKvCache(SlotCache):
         selected: Tensor | None = None,
     ) -> Tensor:
         """Append a prompt's new latents; attend to what its slot keeps of them, expanded."""
-        assert selected is None  # `select` has refused
         kept, _ = self._appended(form, key, value)
         keys, values = expansion.expand(kept[0])
-        return self._prefill(expansion.form, expansion.query, keys, values, expansion.sinks)
+        mask = _as_mask(selected)
+        return self._prefill(expansion.form, expansion.query, keys, values, expansion.sinks, mask)
 
     def _appended(self, form: AttentionForm, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Append a prompt's next tokens to its slot; return all keys and values of this."""
@@ -221,6 +247,7 @@ class StaticKvCache(SlotCache):
         key: Tensor,
         value: Tensor,
         sinks: Tensor | None,
+        selected: Tensor | None,
     ) -> Tensor:
         count = self._count
         slots, positions = self._slots[:count], self.positions[:count]
@@ -233,41 +260,56 @@ class StaticKvCache(SlotCache):
         # Heads that share keys stand as several queries of one head: all see the same positions.
         q = query.transpose(0, 1).reshape(count, form.num_kv_heads, group, form.key_dim)
         mask = self._mask(form.window)[:count, ..., : self.attended_length]
+        mask = mask if selected is None else mask & selected[:, None, None]
         sink = None if sinks is None else sinks.reshape(form.num_kv_heads, group, 1)
-        out = _attention(form, q, keys, values, mask, sink)
+        out = attention(form, q, keys, values, mask, sink)
         return out.reshape(count, form.num_heads, form.value_dim)
 
     def _prefill(
-        self, form: AttentionForm, query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None
+        self,
+        form: AttentionForm,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        sinks: Tensor | None,
+        selected: Tensor | None,
     ) -> Tensor:
         count, total = query.shape[1], keys.shape[1]
         group = form.num_heads // form.num_kv_heads
         keys = keys.repeat_interleave(group, 0)  # (heads, total, dim)
         values = values.repeat_interleave(group, 0)
         is_whole = count == total and not (form.window and form.window < total)
+        is_whole = is_whole and selected is None
         if is_whole and not form.softcap and sinks is None:  # needs no mask, and has fast kernels
             out = F.scaled_dot_product_attention(
                 query[None], keys[None], values[None], is_causal=True, scale=form.scale
             )
             return out[0].transpose(0, 1)
-        mask = self._seen_by_last(count, total, form.window)
+        mask = self._seen_by_last(count, total, form.window, selected)
         heads = None if sinks is None else sinks.reshape(form.num_heads, 1, 1)
-        out = _attention(form, query[None], keys[None], values[None], mask, heads)[0]
+        out = attention(form, query[None], keys[None], values[None], mask, heads)[0]
         return out.transpose(0, 1)
 
     def _prefill_latents(
-        self, form: AttentionForm, query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None
+        self,
+        form: AttentionForm,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        sinks: Tensor | None,
+        selected: Tensor | None,
     ) -> Tensor:
         """Attend with a prompt's few tokens to the one key that all heads have, copied for none."""
-        mask = self._seen_by_last(query.shape[1], keys.shape[1], form.window)[:, None]
+        mask = self._seen_by_last(query.shape[1], keys.shape[1], form.window, selected)[:, None]
         of_tokens = query.transpose(0, 1)[None]  # (1, n_tokens, heads, dim)
         heads = None if sinks is None else sinks.reshape(-1, 1)
-        return _in_pieces(form, of_tokens, keys[None], values[None], mask, heads)[0]
+        return attention_in_pieces(form, of_tokens, keys[None], values[None], mask, heads)[0]
 
-    def _seen_by_last(self, count: int, total: int, window: int) -> Tensor:
+    def _seen_by_last(self, count: int, total: int, window: int, selected: Tensor | None) -> Tensor:
         """Tell what the last of some positions see of all: (count, total)."""
         place = torch.arange(total - count, total, device=self._device)[:, None]
-        return _visible(place, torch.arange(total, device=self._device)[None], window)
+        seen = visible(place, torch.arange(total, device=self._device)[None], window)
+        return seen if selected is None else seen & selected
 
     def _layer(self, form: AttentionForm, key: Tensor, value: Tensor) -> LayerMemory:
         """Return the expected layer, for keys and values of this kind."""
@@ -310,6 +352,7 @@ class StaticKvCache(SlotCache):
         with torch.inference_mode(False):
             for layer in self._layers.values():
                 layer.grow(capacity, used)
+            self.index_keys.grow(capacity, used)
         self.capacity = capacity  # only now: without memory for all layers the old one holds
 
     def _mask(self, window: int) -> Tensor:
@@ -320,60 +363,12 @@ class StaticKvCache(SlotCache):
 
     def _seen(self, window: int) -> Tensor:
         place = self.positions[:, None, None, None]
-        return _visible(place, torch.arange(self.capacity, device=self._device), window)
+        return visible(place, torch.arange(self.capacity, device=self._device), window)
 
 
-def _visible(place: Tensor, position: Tensor, window: int) -> Tensor:
-    """Tell which positions the token at a place sees."""
-    seen = position <= place
-    return seen & (position > place - window) if window else seen
-
-
-def _attention(
-    form: AttentionForm, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | None
-) -> Tensor:
-    """Attend (b, h, n, d) to (b, h, m, d); `sinks` (h, n or 1, 1) are scores of nothing."""
-    if not form.softcap and sinks is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=form.scale)
-    return _in_pieces(form, q, k, v, mask, sinks)
-
-
-def _in_pieces(
-    form: AttentionForm, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | None
-) -> Tensor:
-    """As `_attention_by_scores`, for some queries at a time."""
-    # fp32 scores of 2,048 queries of gpt-oss at 8,192 positions are 4 GB, and there are copies.
-    bytes_per_query = 4 * q.shape[0] * q.shape[1] * k.shape[2]
-    count = max(1, _MOST_SCORE_BYTES // bytes_per_query)
-    pieces = []
-    for first in range(0, q.shape[2], count):
-        some = slice(first, first + count)
-        sink = None if sinks is None else _of_queries(sinks, some)
-        pieces.append(
-            _attention_by_scores(form, q[:, :, some], k, v, _of_queries(mask, some), sink)
-        )
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
-
-
-def _of_queries(tensor: Tensor, some: slice) -> Tensor:
-    """Return some queries' part of (..., n, m); with n = 1 it is that of all."""
-    return tensor if tensor.shape[-2] == 1 else tensor[..., some, :]
-
-
-def _attention_by_scores(
-    form: AttentionForm, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | None
-) -> Tensor:
-    """As `_attention`, with all scores in memory: what fused kernels do not know."""
-    scores = torch.matmul(q, k.transpose(-1, -2)).float() * form.scale
-    if form.softcap:
-        scores = form.softcap * torch.tanh(scores / form.softcap)
-    scores = scores.masked_fill_(~mask, float("-inf"))
-    if sinks is not None:
-        nothing = sinks.float().expand(*scores.shape[:-1], 1)
-        scores = torch.cat([scores, nothing], -1).softmax(-1)[..., :-1]
-    else:
-        scores = scores.softmax(-1)
-    return torch.matmul(scores.to(v.dtype), v)
+def _as_mask(selected: Tensor | None) -> Tensor | None:
+    """Return what `select` gave; models' code makes integers of it."""
+    return None if selected is None else selected != 0
 
 
 def on_its_way(numbers: list[int] | list[bool], device: torch.device) -> Tensor:

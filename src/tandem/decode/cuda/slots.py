@@ -32,7 +32,7 @@ from tandem.experts.cache.expert_cache import SHRINK
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.opaque_calls import intercepted
 from tandem.kernels.attention import Segment
-from tandem.kv_cache.base import NotInSlotsError
+from tandem.kv_cache.base import NotInSlotsError, has_indexers
 from tandem.kv_cache.cuda import StaticKvCache, on_its_way
 from tandem.kv_cache.cuda_layers import DecodeKernels
 from tandem.recording.replay import ReplayedStep
@@ -78,7 +78,9 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
         captured ones, in place of what the executor has for it. Raises
         `NotInSlotsError` for a model that keeps more than keys and values.
         """
-        self._kernels, self._layers = find_kernels(model.device), layers
+        # Kernels attend to all positions, and torch to those that an indexer has selected.
+        self._kernels = None if has_indexers(model) else find_kernels(model.device)
+        self._layers = layers
         cache = StaticKvCache(
             num_slots, max(1, capacity), model.device, self._make_room,
             kv_dtype=kv_dtype, kernels=self._kernels, state_kernels=state_kernels(self._kernels),

@@ -1,0 +1,63 @@
+"""Attention in torch on a GPU's keys and values: what no kernel of Tandem's does."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tandem.kernels.attention import AttentionForm
+
+# Bounds the scores of attention that no fused kernel computes; several copies live at a time.
+_MOST_SCORE_BYTES = 64 << 20
+
+
+def visible(place: Tensor, position: Tensor, window: int) -> Tensor:
+    """Tell which positions the token at a place sees."""
+    seen = position <= place
+    return seen & (position > place - window) if window else seen
+
+
+def attention(
+    form: AttentionForm, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | None
+) -> Tensor:
+    """Attend (b, h, n, d) to (b, h, m, d); `sinks` (h, n or 1, 1) are scores of nothing."""
+    if not form.softcap and sinks is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=form.scale)
+    return attention_in_pieces(form, q, k, v, mask, sinks)
+
+
+def attention_in_pieces(
+    form: AttentionForm, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | None
+) -> Tensor:
+    """As `_attention_by_scores`, for some queries at a time."""
+    # fp32 scores of 2,048 queries of gpt-oss at 8,192 positions are 4 GB, and there are copies.
+    bytes_per_query = 4 * q.shape[0] * q.shape[1] * k.shape[2]
+    count = max(1, _MOST_SCORE_BYTES // bytes_per_query)
+    pieces = []
+    for first in range(0, q.shape[2], count):
+        some = slice(first, first + count)
+        sink = None if sinks is None else _of_queries(sinks, some)
+        pieces.append(
+            _attention_by_scores(form, q[:, :, some], k, v, _of_queries(mask, some), sink)
+        )
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
+
+
+def _of_queries(tensor: Tensor, some: slice) -> Tensor:
+    """Return some queries' part of (..., n, m); with n = 1 it is that of all."""
+    return tensor if tensor.shape[-2] == 1 else tensor[..., some, :]
+
+
+def _attention_by_scores(
+    form: AttentionForm, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | None
+) -> Tensor:
+    """As `attention`, with all scores in memory: what fused kernels do not know."""
+    scores = torch.matmul(q, k.transpose(-1, -2)).float() * form.scale
+    if form.softcap:
+        scores = form.softcap * torch.tanh(scores / form.softcap)
+    scores = scores.masked_fill_(~mask, float("-inf"))
+    if sinks is not None:
+        nothing = sinks.float().expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, nothing], -1).softmax(-1)[..., :-1]
+    else:
+        scores = scores.softmax(-1)
+    return torch.matmul(scores.to(v.dtype), v)

@@ -1,0 +1,83 @@
+"""Models whose indexers select what attention sees, in slots on a GPU: on the CPU twin.
+
+The tiny models select 4 positions, so that all but the first tokens leave some out.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.decode.cuda.slots import CudaSlotPool, why_no_cuda_slots
+from tandem.kv_cache import cuda_index
+from tests.architectures import build_tiny_model
+from tests.decode.test_indexed import Own, require_near, tokens_of
+from tests.decode.twin_capture import TwinCapture
+
+NAMES = ["axk2", "deepseek_v32", "dots3_note", "glm_moe_dsa", "hy_v4", "mistral_large4"]
+
+
+def filled(model: Any, lengths: list[int]) -> tuple[CudaSlotPool, list[Own]]:
+    """Slots that hold prompts of some lengths, each compared with Transformers' own."""
+    pool = CudaSlotPool(model, len(lengths), make_capture=TwinCapture)
+    own = [Own(model) for _ in lengths]
+    for slot, length in enumerate(lengths):
+        prompt = tokens_of(slot, length)
+        require_near(pool.prefill({slot: prompt})[0], own[slot].next(prompt))
+    return pool, own
+
+
+def decode_and_compare(pool: CudaSlotPool, own: dict[int, Own], count: int) -> None:
+    for i in range(count):
+        tokens = {slot: 32 + (7 * i + 13 * slot) % 90 for slot in own}
+        logits = pool.decode(tokens)
+        for row, (slot, token) in enumerate(tokens.items()):
+            require_near(logits[row], own[slot].next([token]))
+
+
+@pytest.mark.seam
+@pytest.mark.parametrize("name", NAMES)
+def test_prompts_and_steps_are_transformers_own(name: str) -> None:
+    model: Any = build_tiny_model(name)
+    assert why_no_cuda_slots(model) is None
+    pool, own = filled(model, [3, 1, 20])
+    decode_and_compare(pool, dict(enumerate(own)), 6)
+    assert pool.step.is_replaying, pool.step.why_not
+    decode_and_compare(pool, {1: own[1]}, 2)
+    more = tokens_of(9, 12)
+    require_near(pool.prefill({2: more})[0], own[2].next(more))
+
+
+def test_a_cache_that_grows_and_slots_that_follow_others() -> None:
+    model: Any = build_tiny_model("deepseek_v32")
+    pool, own = filled(model, [250, 2])
+    decode_and_compare(pool, dict(enumerate(own)), 12)  # beyond 256
+    before = pool.cache.index_keys.num_bytes
+    assert pool.num_bytes > before > 0
+    pool.copy(0, 1, 200)
+    pool.keep(0, 100)
+    fresh = CudaSlotPool(model, 2)
+    held = list(pool.held(1))
+    for slot, length in ((0, 100), (1, 200)):
+        fresh.prefill({slot: held[:length]})
+    require_near(pool.decode({0: 50, 1: 60}), fresh.decode({0: 50, 1: 60}))
+
+
+def test_scores_of_a_prompt_are_never_in_memory_as_a_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model: Any = build_tiny_model("glm_moe_dsa")
+    whole, parts = CudaSlotPool(model, 1), CudaSlotPool(model, 1)
+    text = tokens_of(1, 60)
+    expected = whole.prefill({0: text})
+    monkeypatch.setattr(cuda_index, "_MOST_SCORES", 1)  # token by token
+    require_near(parts.prefill({0: text}), expected)
+
+
+def test_of_equal_scores_the_first_positions_are_seen() -> None:
+    scores, places = torch.zeros(3, 9), torch.tensor([2, 5, 8])
+    scores[2, 7] = float("nan")
+    seen = cuda_index._seen(scores, places, 4)
+    assert [row.nonzero().flatten().tolist() for row in seen] == [
+        [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 7]
+    ]  # fmt: skip
