@@ -10,11 +10,10 @@ import torch
 
 from tandem.decode.cuda.slots import CudaSlotPool, why_no_cuda_slots
 from tandem.kv_cache import cuda_index
+from tandem.kv_cache.index_keys import Selection
 from tests.architectures import build_tiny_model
-from tests.decode.test_indexed import Own, require_near, tokens_of
+from tests.decode.test_indexed import NAMES, Own, require_near, tokens_of
 from tests.decode.twin_capture import TwinCapture
-
-NAMES = ["axk2", "deepseek_v32", "dots3_note", "glm_moe_dsa", "hy_v4", "mistral_large4"]
 
 
 def filled(model: Any, lengths: list[int]) -> tuple[CudaSlotPool, list[Own]]:
@@ -48,17 +47,19 @@ def test_prompts_and_steps_are_transformers_own(name: str) -> None:
     require_near(pool.prefill({2: more})[0], own[2].next(more))
 
 
-def test_a_cache_that_grows_and_slots_that_follow_others() -> None:
-    model: Any = build_tiny_model("deepseek_v32")
-    pool, own = filled(model, [250, 2])
-    decode_and_compare(pool, dict(enumerate(own)), 12)  # beyond 256
+@pytest.mark.parametrize("name", ["deepseek_v32", "qwen4_exp"])  # by positions, by blocks
+def test_a_cache_that_grows_and_slots_that_follow_others(name: str) -> None:
+    model: Any = build_tiny_model(name)
+    pool, own = filled(model, [253, 2])
+    decode_and_compare(pool, dict(enumerate(own)), 5)  # beyond 256
     before = pool.cache.index_keys.num_bytes
     assert pool.num_bytes > before > 0
-    pool.copy(0, 1, 200)
-    pool.keep(0, 100)
-    fresh = CudaSlotPool(model, 2)
-    held = list(pool.held(1))
-    for slot, length in ((0, 100), (1, 200)):
+    fresh, held = CudaSlotPool(model, 2), list(pool.held(0))
+    longer, shorter = pool.usable(0, 252), pool.usable(0, 140)
+    assert longer > shorter > 0
+    pool.copy(0, 1, longer)
+    pool.keep(0, shorter)
+    for slot, length in ((0, shorter), (1, longer)):
         fresh.prefill({slot: held[:length]})
     require_near(pool.decode({0: 50, 1: 60}), fresh.decode({0: 50, 1: 60}))
 
@@ -77,7 +78,7 @@ def test_scores_of_a_prompt_are_never_in_memory_as_a_whole(
 def test_of_equal_scores_the_first_positions_are_seen() -> None:
     scores, places = torch.zeros(3, 9), torch.tensor([2, 5, 8])
     scores[2, 7] = float("nan")
-    seen = cuda_index._seen(scores, places, 4)
+    seen = cuda_index._seen(scores, places, Selection(1.0, 4), 9)
     assert [row.nonzero().flatten().tolist() for row in seen] == [
         [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 7]
     ]  # fmt: skip

@@ -23,7 +23,7 @@ from tandem.kv_cache.cuda_attention import attention, attention_in_pieces, visib
 from tandem.kv_cache.cuda_index import DeviceIndexKeys
 from tandem.kv_cache.cuda_layers import DecodeKernels, LayerMemory, stored_dtype
 from tandem.kv_cache.cuda_states import DeviceStates
-from tandem.kv_cache.index_keys import Pool, Selection
+from tandem.kv_cache.index_keys import NewIndexKeys, Pool, Selection
 from tandem.kv_cache.latents import Expansion
 from tandem.kv_cache.states import StateHandle, StateKey
 
@@ -73,6 +73,7 @@ class StaticKvCache(SlotCache):
             self.positions, self.state_positions = self._places.unbind()
         zeros = partial(self._zeros, what="states")
         self.index_keys = DeviceIndexKeys(num_slots, self._zeros)
+        self.index_keys.reserve(self.capacity, 0)
         """What layers with an indexer keep beside keys and values."""
         self.states = DeviceStates(num_slots, state_kernels or TorchStates(), zeros)
 
@@ -171,13 +172,13 @@ class StaticKvCache(SlotCache):
 
         (n_tokens, positions); otherwise as of `IndexStore.select`.
         """
-        if pool is not None or self._kernels is not None:
-            raise NotInSlotsError("an indexer selects blocks of positions, or kernels attend")
-        keys = self.index_keys.layer(layer, self.capacity, key.shape[1])
+        if self._kernels is not None:
+            raise NotInSlotsError("kernels attend to all positions")
+        new = NewIndexKeys(layer, selection, pool)
         if self._segment is not None:
-            return self.index_keys.of_prompt(keys, self._segment, selection, key, query, weights)
-        tokens = self.positions[: self._count], self.attended_length
-        return self.index_keys.of_step(keys, *tokens, selection, key, query, weights)
+            return self.index_keys.of_prompt(new, self._segment, key, query, weights)
+        positions, length = self.positions[: self._count], self.attended_length
+        return self.index_keys.of_step(new, positions, length, key, query, weights)
 
     def attend(
         self,
@@ -352,7 +353,7 @@ class StaticKvCache(SlotCache):
         with torch.inference_mode(False):
             for layer in self._layers.values():
                 layer.grow(capacity, used)
-            self.index_keys.grow(capacity, used)
+            self.index_keys.reserve(capacity, used)
         self.capacity = capacity  # only now: without memory for all layers the old one holds
 
     def _mask(self, window: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Index keys on a GPU, at addresses that stay: which positions a layer's tokens see.
 
-As `IndexStore`, for indexers of single positions. What comes out is a mask, of a size that depends
-on the step's alone, so that a step can be captured.
+As `IndexStore`. What comes out is a mask, whose size depends on the step's alone: so a step can be
+captured.
 """
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tandem.kernels.attention import Segment
 from tandem.kv_cache.cuda_layers import Zeros
-from tandem.kv_cache.index_keys import Selection
+from tandem.kv_cache.index_keys import NewIndexKeys, Selection
 
 # fp32 scores that are computed at a time: a prompt's have a value for each head, token, position.
 _MOST_SCORES = 1 << 26
@@ -20,8 +20,9 @@ class DeviceIndexKeys:
 
     def __init__(self, num_slots: int, zeros: Zeros) -> None:
         """Hold nothing for so many slots, in memory that `zeros` takes."""
-        self._num_slots, self._zeros = num_slots, zeros
-        self._layers: dict[int, Tensor] = {}  # (slots, capacity, dim)
+        self._num_slots, self._zeros, self._capacity = num_slots, zeros, 0
+        self._layers: dict[tuple[int, int], Tensor] = {}
+        """(slots, capacity / block, dim), by a layer's number and the block that a key is of"""
 
     @property
     def num_bytes(self) -> int:
@@ -30,75 +31,93 @@ class DeviceIndexKeys:
 
     def of_prompt(
         self,
-        keys: Tensor,
+        new: NewIndexKeys,
         segment: Segment,
-        selection: Selection,
         key: Tensor,
         query: Tensor,
         weights: Tensor | None,
     ) -> Tensor:
-        """Keep a prompt's new keys (n_tokens, dim); return what its tokens see.
+        """Keep a prompt's new keys (n_tokens, any); return what its tokens see.
 
-        `keys` are the layer's; `query` is (n_tokens, heads, dim), `weights` (n_tokens, heads); the
-        result (n_tokens, positions up to the last token's).
+        `query` is (n_tokens, heads, dim), `weights` (n_tokens, heads); the result (n_tokens,
+        positions up to the last token's).
         """
-        slot, first, count = segment
-        end = first + count
+        (slot, first, count), selection = segment, new.selection
+        end, block = first + count, selection.block
+        keys = self._kept(new.layer, 1, key.shape[1])
         keys[slot, first:end] = key.float()
+        if new.pool is not None:
+            begin, num_blocks = first // block, end // block  # that are whole now
+            whole = keys[slot, begin * block : num_blocks * block]
+            pooled = new.pool(whole.unflatten(0, (num_blocks - begin, block)))
+            keys = self._kept(new.layer, block, pooled.shape[1])
+            keys[slot, begin:num_blocks] = pooled.float()
         places = torch.arange(first, end, device=key.device)
         if end <= selection.most:
             return _visible(places, end)
-        at_once = max(1, _MOST_SCORES // (end * query.shape[1]))
+        scored = keys[slot, : end // block]
+        at_once = max(1, _MOST_SCORES // (len(scored) * query.shape[1]))
         pieces = []
         for begin in range(0, count, at_once):
             some = slice(begin, begin + at_once)
             own = None if weights is None else weights[some]
-            scores = _scores(keys[slot, :end], selection.scale, query[some], own)
-            pieces.append(_seen(scores, places[some], selection.most))
+            scores = _scores(scored, selection.scale, query[some], own)
+            pieces.append(_seen(scores, places[some], selection, end))
         return torch.cat(pieces)
 
     def of_step(
         self,
-        keys: Tensor,
+        new: NewIndexKeys,
         positions: Tensor,
         length: int,
-        selection: Selection,
         key: Tensor,
         query: Tensor,
         weights: Tensor | None,
     ) -> Tensor:
         """Keep a new key of each of the first slots; return what their tokens see of `length`."""
-        count = len(positions)
-        keys[torch.arange(count, device=key.device), positions] = key.float()
+        count, selection, block = len(positions), new.selection, new.selection.block
+        slots = torch.arange(count, device=key.device)
+        keys = self._kept(new.layer, 1, key.shape[1])
+        keys[slots, positions] = key.float()
+        if new.pool is not None:  # of the last block, whole or not: no token sees it before it is
+            last = positions // block
+            places = last[:, None] * block + torch.arange(block, device=key.device)
+            pooled = new.pool(keys[slots[:, None], places.clamp(max=keys.shape[1] - 1)])
+            keys = self._kept(new.layer, block, pooled.shape[1])
+            keys[slots, last] = pooled.float()
         if length <= selection.most:
             return _visible(positions, length)
-        scores = _scores(keys[:count, :length], selection.scale, query, weights)
-        return _seen(scores, positions, selection.most)
+        scores = _scores(keys[:count, : length // block], selection.scale, query, weights)
+        return _seen(scores, positions, selection, length)
 
-    def layer(self, number: int, capacity: int, dim: int) -> Tensor:
+    def _kept(self, layer: int, block: int, dim: int) -> Tensor:
         """Return a layer's keys, which are made on first use."""
-        if number not in self._layers:
+        if (layer, block) not in self._layers:
             with torch.inference_mode(False):
-                shape = (self._num_slots, capacity, dim)
-                self._layers[number] = self._zeros(shape, torch.float32)
-        return self._layers[number]
+                self._layers[layer, block] = self._room(block, dim)
+        return self._layers[layer, block]
+
+    def _room(self, block: int, dim: int) -> Tensor:
+        return self._zeros((self._num_slots, -(-self._capacity // block), dim), torch.float32)
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Let a slot begin with the first `length` tokens of another one."""
-        for keys in self._layers.values():
-            keys[target, :length] = keys[source, :length]
+        for (_, block), keys in self._layers.items():
+            count = -(-length // block)
+            keys[target, :count] = keys[source, :count]
 
     def invent(self, length: int) -> None:
         """Let every slot hold `length` invented tokens."""
-        for keys in self._layers.values():
-            keys[:, :length].normal_()
+        for (_, block), keys in self._layers.items():
+            keys[:, : -(-length // block)].normal_()
 
-    def grow(self, capacity: int, used: int) -> None:
+    def reserve(self, capacity: int, used: int) -> None:
         """Make room for `capacity` tokens in each slot, of which the first `used` are kept."""
-        for number, old in self._layers.items():
-            new = self._zeros((self._num_slots, capacity, old.shape[2]), torch.float32)
-            new[:, :used] = old[:, :used]
-            self._layers[number] = new
+        self._capacity = capacity
+        for (layer, block), old in self._layers.items():
+            count, new = -(-used // block), self._room(block, old.shape[2])
+            new[:, :count] = old[:, :count]
+            self._layers[layer, block] = new
 
 
 def _visible(places: Tensor, length: int) -> Tensor:
@@ -113,17 +132,22 @@ def _scores(keys: Tensor, scale: float, query: Tensor, weights: Tensor | None) -
     return torch.matmul(weights.float()[:, None], by_head)[:, 0]
 
 
-def _seen(scores: Tensor, places: Tensor, most: int) -> Tensor:
-    """Tell which positions tokens see: the greatest of those before them, of equal ones the first.
+def _seen(scores: Tensor, places: Tensor, selection: Selection, length: int) -> Tensor:
+    """Tell which of `length` positions tokens see, by scores of blocks (n_tokens, n_blocks).
 
+    The greatest of those before them, of equal ones the first, and the tail behind whole blocks.
     What is no number is seen too, and the logits tell.
     """
-    visible = _visible(places, scores.shape[1])
+    num_blocks, block = scores.shape[1], selection.block
+    device, num_whole = places.device, (places + 1)[:, None] // block
+    is_hidden = torch.arange(num_blocks, device=device) >= num_whole
     scores = scores.nan_to_num(nan=float("inf"), posinf=float("inf"), neginf=float("-inf"))
-    scores = scores.masked_fill(~visible, float("-inf"))
+    scores = scores.masked_fill(is_hidden, float("-inf"))
+    most = min(num_blocks, (selection.most + 1) // block - 1)
     least = scores.topk(most, dim=-1).values[:, -1:]
     is_greater, is_least = scores > least, scores == least
     missing = most - is_greater.sum(dim=-1, keepdim=True)
     is_selected = is_greater | (is_least & (is_least.cumsum(dim=-1) <= missing))
-    sees_all = (places < most)[:, None]
-    return visible & (is_selected | sees_all)
+    of_position = torch.arange(length, device=device) // block
+    is_seen = is_selected[:, of_position.clamp(max=num_blocks - 1)] | (of_position >= num_whole)
+    return _visible(places, length) & (is_seen | (places < selection.most)[:, None])

@@ -79,11 +79,12 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
         `NotInSlotsError` for a model that keeps more than keys and values.
         """
         # Kernels attend to all positions, and torch to those that an indexer has selected.
-        self._kernels = None if has_indexers(model) else find_kernels(model.device)
+        found = find_kernels(model.device)
+        self._kernels = None if has_indexers(model) else found
         self._layers = layers
         cache = StaticKvCache(
             num_slots, max(1, capacity), model.device, self._make_room,
-            kv_dtype=kv_dtype, kernels=self._kernels, state_kernels=state_kernels(self._kernels),
+            kv_dtype=kv_dtype, kernels=self._kernels, state_kernels=state_kernels(found),
         )  # fmt: skip
         super().__init__(ModelRunner(model, cache), cache)
         self._device, self._make_capture = model.device, make_capture
