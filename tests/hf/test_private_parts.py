@@ -14,6 +14,8 @@ ELSEWHERE = {
     # argparse lists its flags nowhere else
     ("cli/completion.py", "_actions"),
     ("cli/parser.py", "_actions"),
+    # public, whatever its name: a process that ends at once
+    ("engine/engine.py", "_exit"),
     # Triton's interpreter takes its fast way for these functions alone; a kernel cannot import them
     *product(
         (
