@@ -56,9 +56,9 @@ Times are a profile's: bandwidths and peaks of data sheets and papers, in propor
 a model is not in the profile. Ratios mean more than absolutes.
 
 What the host itself does is in the times. "Graph" is how device `cuda` decodes where driver and
-card let it: a whole step as one graph ([runtime.md](runtime.md)); its host costs are what is asked
-of it. "Segments" is the way elsewhere: graph segments with Python between them at every layer.
-"Hits" are the active experts that run from the card's memory.
+card let it: a whole step as one graph ([runtime.md](runtime.md)); the host's part in it is measured
+on a CPU twin, the card's assumed. "Segments" is the way elsewhere: graph segments with Python
+between them at every layer. "Hits" are the active experts that run from the card's memory.
 """
 
 
