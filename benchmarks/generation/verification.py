@@ -125,7 +125,7 @@ class Steps:
             else cut(read_trace(trace), len(layers))
         )
         runtime.use(ForcedRouting(runtime.executor, self._trace))
-        self._pool = CpuSlotPool(self._model, threads, 1, capacity=DEPTH + 16)
+        self._pool = CpuSlotPool(self._model, runtime.threads, 1, capacity=DEPTH + 16)
         self._pool.prefill({0: [5] * 8})
         self._pool.pretend(DEPTH, 16)
         self._pool.decode({0: 5})

@@ -128,7 +128,8 @@ void arrange(Totals<T>& total) {
     for (__m256& sum : sums) sum = FloatCode<F>::arrange(sum);
 }
 
-// The hardware follows a stream to the end of its page only.
+// The hardware follows a stream to the end of its page only. Into the second cache: lines on their
+// way to the first have few places.
 constexpr std::int64_t kFloatAheadBytes = 4096;
 
 // A block's sums have one order of additions, however many tokens there are, so that a result does
@@ -149,7 +150,7 @@ void add_columns(const Product& p, const std::uint8_t* data, std::int64_t token,
     for (int c = 0; c < kStep; c += 2) {
       const std::uint8_t* chunk = data + 64 * (c / Code::kCols);
       if (kFirst == 0 && c % Code::kCols == 0)
-        _mm_prefetch(reinterpret_cast<const char*>(chunk + kFloatAheadBytes), _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char*>(chunk + kFloatAheadBytes), _MM_HINT_T1);
       __m256 w[kHalves][2];
       for (int h = 0; h < kHalves; ++h) Code::decode2(chunk, h, c % Code::kCols / 2, w[h]);
 #pragma GCC unroll 4

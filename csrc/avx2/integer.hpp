@@ -105,8 +105,12 @@ inline void widen(const std::int8_t* from, std::int64_t count, std::int16_t* to)
   }
 }
 
-// The hardware follows a stream to the end of its page only.
+// The hardware follows a stream to the end of its page only. One token asks for it into the second
+// cache, as lines on their way to the first have few places; several tokens lose by that, and so
+// does what takes longer to decode.
 constexpr std::int64_t kAheadBytes = 4096;
+template <Format F, int T>
+constexpr _mm_hint kHint = T == 1 && !has_supers(F) ? _MM_HINT_T1 : _MM_HINT_T0;
 
 // What a product reads: strips of codes, which lie in memory or decoded in a panel, and there the
 // scales of their groups as floats, each group's 16 followed by its minima.
@@ -181,7 +185,7 @@ TANDEM_INLINE void add_strip(const std::uint8_t* strip, const Inputs<Dot, F>& x,
       kIsWide<Dot, F> || kMostProducts<Dot, F> > kCount ? kCount : kMostProducts<Dot, F>;
   if constexpr (!IsCached && Part == 0)
     for (int i = 0; i < kStripBytes<F> / 64; ++i)
-      _mm_prefetch(reinterpret_cast<const char*>(strip + 64 * i + kAheadBytes), _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(strip + 64 * i + kAheadBytes), kHint<F, T>);
   each<kCount / kSteps>([&](auto start) TANDEM_INLINED {
     constexpr int kFirst = Part * kCount + decltype(start)::value * kSteps;
     Sums<T> parts;
