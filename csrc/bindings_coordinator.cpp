@@ -25,8 +25,10 @@ using Layers = std::vector<RoutedLayer>;
 using CopyTuple = std::tuple<std::int32_t, std::int32_t, std::int32_t, std::int32_t>;
 
 // Of what Python prints of an error, the sentence.
-std::string last_line(const std::string& text) {
-  return text.substr(text.find_last_of('\n', text.size() - 2) + 1);
+std::string last_line(std::string text) {
+  while (!text.empty() && text.back() == '\n') text.pop_back();  // Python's limited API ends so
+  if (text.empty()) return text;
+  return text.substr(text.find_last_of('\n') + 1);
 }
 
 // A call of Python from a thread of ours; what it raises becomes a C++ error.
