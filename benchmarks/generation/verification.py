@@ -4,8 +4,9 @@ Steps of 1 to 4 tokens of one sequence, in turns, on random weights of a release
 trace is (--trace FILE) or so that two tokens touch 1.7 and three 2.35 times the experts of one. A
 model of --layers layers and one of one layer are timed, and the whole model follows from both. What
 an MTP layer would bring: the layer of that shape with a head of 32,768 tokens really computed, its
-drafts kept with .88, and the second with .85 if the first was. Times are CPU time of the process,
-which other processes disturb less.
+drafts kept with .88, and the second with .85 if the first was. With --sequences the tokens of a
+step are one of each of as many sequences, and nothing is drafted. Times are CPU time of the
+process, which other processes disturb less.
 """
 
 import argparse
@@ -44,15 +45,17 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--sequences", action="store_true", help="a token of each of several")
     parser.add_argument("--wall", action="store_true", help="wall-clock time; on a quiet machine")
     args = parser.parse_args()
     clock = time.perf_counter if args.wall else time.process_time
     shape = find_shape(args.shape)
     threads = CpuThreads(num_threads=args.threads)
     total = shape.values["num_hidden_layers"]
-    few = Steps(shape.sample(args.layers), threads, args.trace)
-    one = Steps(one_layer(shape), threads, args.trace)
-    draft = Steps(one_layer(shape), threads, args.trace, vocabulary=DRAFT_HEAD)
+    kind = SequenceSteps if args.sequences else Steps
+    few = kind(shape.sample(args.layers), threads, args.trace)
+    one = kind(one_layer(shape), threads, args.trace)
+    draft = kind(one_layer(shape), threads, args.trace, vocabulary=DRAFT_HEAD)
     parts: list[dict[int, list[float]]] = [{n: [] for n in SIZES} for _ in range(3)]
     for _ in range(args.rounds):
         for steps, found in zip((few, one, draft), parts, strict=True):
@@ -65,14 +68,14 @@ def main() -> None:
         + (total - 1) * (few.num_bytes(n) - one.num_bytes(n)) / (args.layers - 1)
         for n in SIZES
     }
-    speeds = with_mtp(seconds, mtp)
     result = {
         "milliseconds": {n: seconds[n] * 1e3 for n in SIZES},
         "time_ratio": {n: seconds[n] / seconds[1] for n in SIZES},
         "bytes_ratio": {n: num_bytes[n] / num_bytes[1] for n in SIZES},
-        "mtp_milliseconds": {n: mtp[n] * 1e3 for n in SIZES},
-        "mtp_over_none": speeds,
     }
+    if not args.sequences:
+        result["mtp_milliseconds"] = {n: mtp[n] * 1e3 for n in SIZES}
+        result["mtp_over_none"] = with_mtp(seconds, mtp)
     for name, values in result.items():
         print(f"{name:<18} " + "  ".join(f"{n}: {value:.3f}" for n, value in values.items()))
     beyond = (seconds[4] / seconds[1]) / (num_bytes[4] / num_bytes[1])
@@ -104,6 +107,8 @@ def all_with_experts(values: dict) -> dict:  # type: ignore[type-arg]
 class Steps:
     """A model with one slot, which is taken back after each step."""
 
+    num_slots = 1
+
     def __init__(
         self, shape: ModelShape, threads: CpuThreads, trace: str | None, *,
         vocabulary: int | None = None,
@@ -125,8 +130,8 @@ class Steps:
             else cut(read_trace(trace), len(layers))
         )
         runtime.use(ForcedRouting(runtime.executor, self._trace))
-        self._pool = CpuSlotPool(self._model, runtime.threads, 1, capacity=DEPTH + 16)
-        self._pool.prefill({0: [5] * 8})
+        self._pool = CpuSlotPool(self._model, runtime.threads, self.num_slots, capacity=2 * DEPTH)
+        self._pool.prefill({slot: [5] * 8 for slot in range(self.num_slots)})
         self._pool.pretend(DEPTH, 16)
         self._pool.decode({0: 5})
         for size in SIZES:
@@ -152,9 +157,28 @@ class Steps:
             for layer in range(chosen.shape[1])
         ]
         experts = float(np.mean(distinct)) * chosen.shape[1] * self._expert_bytes
+        return float(experts + dense_bytes(self._model) + self._kept_bytes(size))
+
+    def _kept_bytes(self, size: int) -> float:
         cache = self._pool.cache
-        kept = 2 * cache.states.step_bytes + cache.filled_bytes
-        return float(experts + dense_bytes(self._model) + kept)
+        return 2 * cache.states.step_bytes + cache.filled_bytes
+
+
+class SequenceSteps(Steps):
+    """A model with a slot for each token of a step."""
+
+    num_slots = SIZES[-1]
+
+    def seconds(self, size: int, clock) -> float:  # type: ignore[no-untyped-def]
+        """Return what a step of a token of so many sequences takes."""
+        start = clock()
+        self._pool.decode(dict.fromkeys(range(size), 7))
+        taken: float = clock() - start
+        return taken
+
+    def _kept_bytes(self, size: int) -> float:
+        cache = self._pool.cache
+        return size * (2 * cache.states.step_bytes + cache.filled_bytes / self.num_slots)
 
 
 def synthetic(num_layers: int, num_experts: int, top_k: int) -> RoutingTrace:
