@@ -12,7 +12,6 @@ from tandem.bench.model_shapes import find_shape
 from tandem.bench.random_model import build_random_model
 from tandem.generate.generator import Generator
 from tandem.hf.config import OffloadConfig
-from tandem.kernels.dense import CpuThreads
 
 
 def main() -> None:
@@ -23,13 +22,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--new", type=int, default=64)
     arguments = parser.parse_args()
-    threads = CpuThreads()
-    offload = OffloadConfig(expert_dtype="int4", threads=threads.num_threads)
+    offload = OffloadConfig(expert_dtype="int4")
     model = build_random_model(
-        find_shape(arguments.shape), offload, threads,
+        find_shape(arguments.shape), offload,
         num_layers=arguments.layers, vocabulary=32_000,
     )  # fmt: skip
-    generator = Generator(model, threads=threads)
+    generator = Generator(model)
     draw = torch.Generator().manual_seed(0)
 
     def tokens(count: int) -> list[int]:

@@ -12,7 +12,7 @@ from tandem.bench.model_shapes import ModelShape, find_shape
 from tandem.bench.random_model import build_random_model
 from tandem.decode.cpu_slots import CpuSlotPool
 from tandem.hf.config import OffloadConfig
-from tandem.kernels.dense import CpuThreads
+from tandem.hf.runtime import require_runtime
 
 TINY = {
     "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -30,12 +30,12 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     options = parser.parse_args()
     values = find_shape("qwen3-30b-a3b").values | TINY
-    threads = CpuThreads(num_threads=options.threads)
     offload = OffloadConfig(expert_dtype="int4", threads=options.threads)
     model = build_random_model(
-        ModelShape("qwen3_moe", values), offload, threads, num_layers=options.layers,
+        ModelShape("qwen3_moe", values), offload, num_layers=options.layers,
         dense_dtype="int8-g32",
     )  # fmt: skip
+    threads = require_runtime(model).threads
     prompts = {slot: [1 + slot, 2, 3] for slot in range(options.batch)}
     for has_replay in (False, True):
         pool = CpuSlotPool(model, threads, options.batch, capacity=3 + STEPS, has_replay=has_replay)

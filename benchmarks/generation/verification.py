@@ -26,7 +26,6 @@ from tandem.decode.cpu_slots import CpuSlotPool
 from tandem.experts.tracing.forced_routing import ForcedRouting
 from tandem.hf.config import OffloadConfig
 from tandem.hf.runtime import require_runtime
-from tandem.kernels.dense import CpuThreads
 from tandem.trace import RoutingTrace, read_trace
 
 SIZES = (1, 2, 3, 4)
@@ -50,12 +49,11 @@ def main() -> None:
     args = parser.parse_args()
     clock = time.perf_counter if args.wall else time.process_time
     shape = find_shape(args.shape)
-    threads = CpuThreads(num_threads=args.threads)
     total = shape.values["num_hidden_layers"]
     kind = SequenceSteps if args.sequences else Steps
-    few = kind(shape.sample(args.layers), threads, args.trace)
-    one = kind(one_layer(shape), threads, args.trace)
-    draft = kind(one_layer(shape), threads, args.trace, vocabulary=DRAFT_HEAD)
+    few = kind(shape.sample(args.layers), args.threads, args.trace)
+    one = kind(one_layer(shape), args.threads, args.trace)
+    draft = kind(one_layer(shape), args.threads, args.trace, vocabulary=DRAFT_HEAD)
     parts: list[dict[int, list[float]]] = [{n: [] for n in SIZES} for _ in range(3)]
     for _ in range(args.rounds):
         for steps, found in zip((few, one, draft), parts, strict=True):
@@ -110,13 +108,13 @@ class Steps:
     num_slots = 1
 
     def __init__(
-        self, shape: ModelShape, threads: CpuThreads, trace: str | None, *,
+        self, shape: ModelShape, threads: int | None, trace: str | None, *,
         vocabulary: int | None = None,
     ) -> None:  # fmt: skip
         shape = dataclasses.replace(shape, values=all_with_experts(shape.values))
-        offload = OffloadConfig(expert_dtype="int4", threads=threads.num_threads)
+        offload = OffloadConfig(expert_dtype="int4", threads=threads)
         self._model = build_random_model(
-            shape, offload, threads, num_layers=shape.values["num_hidden_layers"],
+            shape, offload, num_layers=shape.values["num_hidden_layers"],
             vocabulary=vocabulary,
         )  # fmt: skip
         runtime = require_runtime(self._model)

@@ -29,8 +29,6 @@ from tandem.experts.tracing.forced_routing import ForcedRouting
 from tandem.hf.assembly import assemble
 from tandem.hf.config import OffloadConfig
 from tandem.hf.runtime import require_runtime
-from tandem.kernels.cpu import detect_cpu
-from tandem.kernels.dense import CpuThreads
 from tandem.trace import read_trace
 
 TRACES = Path(__file__).parents[2] / "data" / "traces"
@@ -124,11 +122,9 @@ def _config(cell: Cell, options: argparse.Namespace) -> OffloadConfig:
 
 def _build(shape: ModelShape, cell: Cell, options: argparse.Namespace) -> Any:
     begin = time.perf_counter()
-    threads = CpuThreads(num_threads=options.threads or detect_cpu().num_threads, isa="")
     model = build_random_model(
         shape,
         _config(cell, options),
-        threads,
         dense_dtype="none",
         num_layers=options.layers,
         vocabulary=options.vocabulary,

@@ -20,7 +20,6 @@ from tandem.generate.running import Request
 from tandem.generate.sampling import SamplingOptions
 from tandem.generate.scheduler import Scheduler
 from tandem.hf.config import OffloadConfig
-from tandem.kernels.dense import CpuThreads
 
 _STEPS_BEFORE = 60
 _LONG = 100
@@ -81,12 +80,11 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=3)
     parser.add_argument("--max-gap", type=float, default=0.5)
     options = parser.parse_args()
-    threads = CpuThreads()
     model = build_random_model(
-        find_shape(options.shape), OffloadConfig(expert_dtype="int4"), threads,
+        find_shape(options.shape), OffloadConfig(expert_dtype="int4"),
         num_layers=options.layers,
     )  # fmt: skip
-    generator = tandem.Generator(model, threads=threads)
+    generator = tandem.Generator(model)
     found: dict[str, Any] = {}
     for name, pace in (("without", None), ("paced", Pace(options.max_gap))):
         scheduler = generator.scheduler(options.streams + 1, pace=pace)

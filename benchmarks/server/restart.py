@@ -22,7 +22,6 @@ from tandem.generate.running import Request
 from tandem.generate.sampling import SamplingOptions
 from tandem.generate.scheduler import Scheduler
 from tandem.hf.config import OffloadConfig
-from tandem.kernels.dense import CpuThreads
 
 _ROUNDS = 3
 
@@ -50,12 +49,11 @@ def forget(directory: Path) -> int:
 
 def load(options: argparse.Namespace) -> Any:
     """Return a checkpoint's model, or one of a released shape."""
-    threads = CpuThreads()
     if options.model is not None:
-        return tandem.load(options.model, expert_dtype="int4", dense_dtype="int8"), threads
+        return tandem.load(options.model, expert_dtype="int4", dense_dtype="int8")
     shape = find_shape(options.shape)
     offload = OffloadConfig(expert_dtype="int4")
-    return build_random_model(shape, offload, threads, num_layers=options.layers), threads
+    return build_random_model(shape, offload, num_layers=options.layers)
 
 
 def main() -> None:
@@ -66,8 +64,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=8000)
     options = parser.parse_args()
-    model, threads = load(options)
-    generator = tandem.Generator(model, threads=threads)
+    model = load(options)
+    generator = tandem.Generator(model)
     prompt = [100 + i * 31 % 20_000 for i in range(options.tokens)]
     directory = Path(tempfile.mkdtemp(prefix="kv"))
     found: list[dict[str, float]] = []

@@ -16,7 +16,6 @@ from tandem.bench.random_model import build_random_model
 from tandem.generate.generator import Generator
 from tandem.hf.config import OffloadConfig
 from tandem.hf.dense import PackedLinear
-from tandem.kernels.dense import CpuThreads
 from tests.architectures import SIZES
 from tests.inside import runtime_in
 
@@ -34,13 +33,13 @@ def tiny(name: str, **more: Any) -> ModelShape:
 
 def build(shape: ModelShape, dense_dtype: str = "int8") -> Any:
     return build_random_model(
-        shape, OffloadConfig(expert_dtype="int4", threads=1), CpuThreads(num_threads=1),
+        shape, OffloadConfig(expert_dtype="int4", threads=1),
         dense_dtype=dense_dtype, num_layers=4, vocabulary=VOCABULARY,
     )  # fmt: skip
 
 
 def measured(model: Any, work: Workload = WORK) -> Measured:
-    return measure(model, Generator(model, threads=CpuThreads(num_threads=1)), work)
+    return measure(model, Generator(model), work)
 
 
 @pytest.mark.parametrize("name", MODEL_SHAPES)

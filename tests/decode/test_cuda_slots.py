@@ -15,9 +15,8 @@ from tandem.decode.padded import PaddedBatch
 from tandem.experts.execution.executor import CpuExecutor
 from tandem.experts.tracing.events import LayerExecuted
 from tandem.generate.generator import Generator
-from tandem.generate.running import Request
-from tandem.generate.sampling import SamplingOptions
 from tandem.hf.experts import bind_all
+from tests.decode.scheduled import scheduled_answers
 from tests.decode.twin_capture import TwinCapture
 from tests.decode.whole_pool import cuda_pool
 from tests.hf.tiny import save_tiny_checkpoint
@@ -196,23 +195,12 @@ def test_requests_are_answered_alike_on_both_pools(
     beginning = [40 + i % 50 for i in range(11)]
     prompts = [beginning, [*beginning, 60, 61], [70] * 3, [*beginning[:6], 90], [50, 51, 52, 53]]
 
-    def answers(generator: Generator) -> tuple[dict[int, list[int | None]], int]:
-        scheduler = generator.scheduler(3, chunk_tokens=4)
-        tokens: dict[int, list[int | None]] = {}
-        for number, prompt in enumerate(prompts):
-            options = SamplingOptions(max_new_tokens=8 + 3 * number, temperature=0)
-            scheduler.add(Request(request_id=number, prompt=tuple(prompt), options=options))
-        while scheduler.has_work:
-            for progress in scheduler.step():
-                tokens.setdefault(progress.request_id, []).append(progress.token_id)
-        return tokens, scheduler.counts.reused_tokens
-
     monkeypatch.setattr(model.generation_config, "eos_token_id", None)
-    expected = answers(Generator(model, has_replay=False))
+    expected = scheduled_answers(Generator(model, has_replay=False), prompts, chunk_tokens=4)
     generator = Generator(model, has_replay=False)
     pool = CudaSlotPool(model, 3, make_capture=TwinCapture)
     monkeypatch.setattr(generator, "slot_pool", lambda num_slots: pool)
-    assert answers(generator) == expected
+    assert scheduled_answers(generator, prompts, chunk_tokens=4) == expected
     assert any(step.replayed.is_replaying for step in pool._steps.values())
 
 

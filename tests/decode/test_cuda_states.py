@@ -13,9 +13,8 @@ from tandem.decode.cuda.attention import state_kernels
 from tandem.decode.cuda.slots import CudaSlotPool, why_no_cuda_slots
 from tandem.decode.padded import PaddedBatch
 from tandem.generate.generator import Generator
-from tandem.generate.running import Request
-from tandem.generate.sampling import SamplingOptions
 from tests.architectures import architectures, build_tiny_model
+from tests.decode.scheduled import scheduled_answers
 from tests.decode.test_states import LONG, close
 from tests.decode.twin_capture import TwinCapture
 from tests.decode.whole_pool import WholePool
@@ -99,22 +98,11 @@ def test_requests_are_answered_alike_on_both_pools(
     model.generation_config.eos_token_id = None
     prompts = [LONG[:150], [*LONG[:145], 60, 61], [70] * 3, [*LONG[:100], 90], [50, 51, 52]]
 
-    def answers(generator: Generator) -> tuple[dict[int, list[int | None]], int]:
-        scheduler = generator.scheduler(3, chunk_tokens=40)
-        tokens: dict[int, list[int | None]] = {}
-        for number, prompt in enumerate(prompts):
-            options = SamplingOptions(max_new_tokens=8 + 3 * number, temperature=0)
-            scheduler.add(Request(request_id=number, prompt=tuple(prompt), options=options))
-        while scheduler.has_work:
-            for progress in scheduler.step():
-                tokens.setdefault(progress.request_id, []).append(progress.token_id)
-        return tokens, scheduler.counts.reused_tokens
-
-    expected = answers(Generator(model, has_replay=False))
+    expected = scheduled_answers(Generator(model, has_replay=False), prompts, chunk_tokens=40)
     generator = Generator(model, has_replay=False)
     pool = CudaSlotPool(model, 3, make_capture=TwinCapture)
     monkeypatch.setattr(generator, "slot_pool", lambda num_slots: pool)
-    assert answers(generator) == expected
+    assert scheduled_answers(generator, prompts, chunk_tokens=40) == expected
     assert expected[1] > 0
     assert any(step.replayed.is_replaying for step in pool._steps.values())
 

@@ -267,8 +267,7 @@ def test_a_packed_shape_takes_what_was_forecast(tmp_path: Path) -> None:
     cut = {"num_hidden_layers": 4, "num_experts": 16, "vocab_size": 8_000}  # 390 MB of files
     model = build_random_model(
         ModelShape(shape.model_type, shape.values | cut),
-        OffloadConfig(expert_dtype="int4"),
-        CpuThreads(num_threads=1),
+        OffloadConfig(expert_dtype="int4", threads=1),
         dense_dtype="none",
     )
     forecast, taken = memory_of(tandem.save(model, tmp_path / "packed"))

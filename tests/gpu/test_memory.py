@@ -14,7 +14,6 @@ from tandem.bench.random_model import build_random_model
 from tandem.core.errors import CapacityError
 from tandem.hardware.profiles import save_profile
 from tandem.hf.config import OffloadConfig
-from tandem.kernels.dense import CpuThreads
 from tests.decode.whole_pool import gpu_pool
 from tests.experts.machines import make_machine
 from tests.gpu.models import DEVICE, IS_DRY
@@ -45,8 +44,7 @@ def build(tmp_path: Path, gpu_memory: str, link_bandwidth: str | None = None) ->
         cache_dir=str(tmp_path),
         start_content="random",
     )
-    threads = CpuThreads(num_threads=4, isa="")
-    return build_random_model(SHAPE, config, threads, dense_dtype="none", device=DEVICE)
+    return build_random_model(SHAPE, config, dense_dtype="none", device=DEVICE)
 
 
 def test_the_peak_stays_within_two_hundredths_of_gpu_memory(tmp_path: Path) -> None:

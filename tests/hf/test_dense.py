@@ -92,6 +92,16 @@ def test_packed_models_generate(threads: CpuThreads) -> None:
     assert answer.token_ids
 
 
+def test_a_generators_threads_are_those_of_layers_packed_before(threads: CpuThreads) -> None:
+    """Two sets of threads in one step would look out for work in turns."""
+    model: Any = build_tiny_model("mixtral")
+    pack_dense_layers(model, "bf16", CpuThreads(num_threads=1))
+    Generator(model, threads=threads)
+    packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    assert packed
+    assert all(module.threads is threads for module in packed)
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_a_packed_head_gives_logits_in_fp32(checkpoint: Path, dtype: str) -> None:
     model = tandem.load(

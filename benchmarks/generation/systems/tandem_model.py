@@ -12,7 +12,6 @@ from tandem.bench.random_model import build_random_model
 from tandem.generate.generator import Generator
 from tandem.hf.config import OffloadConfig
 from tandem.hf.load import load
-from tandem.kernels.dense import CpuThreads
 
 
 class Tandem:
@@ -23,11 +22,11 @@ class Tandem:
         model = load(
             setting.gguf, dense_dtype="auto", threads=setting.threads, isa=setting.isa or None
         )
-        self._prepare(setting, model, CpuThreads(num_threads=setting.threads, isa=setting.isa))
+        self._prepare(setting, model)
 
-    def _prepare(self, setting: Setting, model: Any, threads: CpuThreads) -> None:
+    def _prepare(self, setting: Setting, model: Any) -> None:
         self._setting, self._model = setting, model
-        self._generator = Generator(model, threads=threads, kv_dtype=setting.kv_dtype)
+        self._generator = Generator(model, kv_dtype=setting.kv_dtype)
         self._bench = KernelBench(num_threads=setting.threads, isa=setting.isa)
 
     def measure(self, depth: int) -> Speeds:
@@ -55,9 +54,8 @@ class PackedTandem(Tandem):
         offload = OffloadConfig(
             expert_dtype=setting.expert_dtype, threads=setting.threads, isa=setting.isa or None
         )
-        threads = CpuThreads(num_threads=setting.threads, isa=setting.isa)
         model = build_random_model(
-            find_shape(setting.shape), offload, threads, dense_dtype=setting.dense_dtype,
+            find_shape(setting.shape), offload, dense_dtype=setting.dense_dtype,
             num_layers=setting.layers, vocabulary=setting.vocabulary,
         )  # fmt: skip
-        self._prepare(setting, model, threads)
+        self._prepare(setting, model)

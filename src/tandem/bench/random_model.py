@@ -26,7 +26,6 @@ from tandem.kernels.formats.weight_format import WeightFormat
 def build_random_model(
     shape: ModelShape,
     offload: OffloadConfig,
-    threads: CpuThreads,
     *,
     dense_dtype: str = "auto",
     num_layers: int | None = None,
@@ -58,7 +57,7 @@ def build_random_model(
         )
         layer.adopt(STORED_NAME, experts)
     drop_experts(model)
-    _pack_linear_layers(model, parse_dense_dtype(dense_dtype), threads)
+    _pack_linear_layers(model, parse_dense_dtype(dense_dtype), quantizer.runtime.threads)
     model.to_empty(device=device)
     model.init_weights()  # also the tables of rotary embeddings, which no checkpoint holds
     quantizer._process_model_after_weight_loading(model)

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from tandem.bench.kernels import Ceiling
     from tandem.cli.model_choice import ModelChoice
     from tandem.hf.config import OffloadConfig
-    from tandem.kernels.dense import CpuThreads
 
 _DEFAULT_SHAPE = "qwen3-30b-a3b"
 _DEVICES = [name for name in DEVICES if not kind_of(name).holds_dense_parts]
@@ -66,20 +65,18 @@ def run_model(options: ModelBenchOptions, choice: "ModelChoice | None") -> int:
     from tandem.hf.config import OffloadConfig
     from tandem.hf.runtime import require_runtime
     from tandem.kernels.cpu import detect_cpu
-    from tandem.kernels.dense import CpuThreads
     from tandem.trace import read_trace
 
     cpu = detect_cpu()
     isa = os.environ.get("TANDEM_ISA", "")
     num_threads = options.threads or cpu.num_threads
-    threads = CpuThreads(num_threads=num_threads, isa=isa)
     offload = OffloadConfig(
         expert_dtype=options.expert_dtype, threads=num_threads, isa=isa or None,
         device=options.device,
     )  # fmt: skip
     # Read before the model is built, which takes long.
     trace = read_trace(options.replay) if options.replay is not None else None
-    name, model = _model(options, choice, offload, threads)
+    name, model = _model(options, choice, offload)
     if trace is not None:
         runtime = require_runtime(model)
         runtime.use(ForcedRouting(runtime.executor, trace))
@@ -93,7 +90,7 @@ def run_model(options: ModelBenchOptions, choice: "ModelChoice | None") -> int:
     measured = measure(model, generator, work, bench)
     machine = replace(machine, read_gigabytes_per_second=measured.read_gigabytes_per_second)
     ceiling = ceiling_of(model, work, machine, measured.step_bytes)
-    print(f"{cpu.model_name}, {num_threads} threads, {threads.engine.isa}")
+    print(f"{cpu.model_name}, {num_threads} threads, {bench.experts.isa}")
     _print(machine, ceiling, measured)
     if generator.why_slower is not None:
         print(f"slower than it could be: {generator.why_slower}")
@@ -108,7 +105,6 @@ def _model(
     options: ModelBenchOptions,
     choice: "ModelChoice | None",
     offload: "OffloadConfig",
-    threads: "CpuThreads",
 ) -> tuple[str, Any]:
     from tandem.bench.model_shapes import find_shape
     from tandem.bench.random_model import build_random_model
@@ -118,7 +114,7 @@ def _model(
         shape = find_shape(name)
         print(f"building {name} with random weights", file=sys.stderr, flush=True)
         return name, build_random_model(
-            shape, offload, threads, dense_dtype=options.dense_dtype, num_layers=options.layers,
+            shape, offload, dense_dtype=options.dense_dtype, num_layers=options.layers,
             vocabulary=options.vocabulary,
         )  # fmt: skip
     from tandem.cli.model_choice import load_model

@@ -19,7 +19,7 @@ from tandem.devices import kind_of
 from tandem.experts.execution.device import DeviceMemory
 from tandem.experts.measuring.profiler import with_emulated_gpu, with_link
 from tandem.forecast.sizes import ModelSizes, config_sizes
-from tandem.forecast.speed_forecast import PROMPT_TOKENS, cpu_threads, cut_shape
+from tandem.forecast.speed_forecast import PROMPT_TOKENS, cut_shape
 from tandem.forecast.typical_routing import typical_routing
 from tandem.hardware.profiles import load_profile, shape_for
 from tandem.hf.assembly import profile_of
@@ -120,7 +120,7 @@ def _measured_cpu(sizes: ModelSizes, offload: OffloadConfig) -> HardwareProfile:
     """Measure the CPU and the memory on a few layers; what was measured is kept."""
     here = dataclasses.replace(offload, device="cpu", expert_dtype=sizes.expert_formats[0])
     shape = measured_shape(sizes)
-    model = build_random_model(shape, here, cpu_threads(offload), dense_dtype=offload.dense_dtype)
+    model = build_random_model(shape, here, dense_dtype=offload.dense_dtype)
     profile = profile_of(model)
     require_runtime(model).executor.close()
     return profile
@@ -130,9 +130,7 @@ def _measured_gpu(sizes: ModelSizes, offload: OffloadConfig) -> HardwareProfile:
     """Measure this machine's GPU as loading does, on a few layers."""
     here = dataclasses.replace(offload, expert_dtype=sizes.expert_formats[0])
     shape = measured_shape(sizes)
-    model = build_random_model(
-        shape, here, cpu_threads(offload), dense_dtype="none", device=offload.device
-    )
+    model = build_random_model(shape, here, dense_dtype="none", device=offload.device)
     executor = require_runtime(model).executor
     executor.close()
     assert executor.cache is not None

@@ -25,7 +25,6 @@ from tandem.generate.generator import Generator
 from tandem.hf.config import OffloadConfig
 from tandem.hf.runtime import require_runtime
 from tandem.kernels.cpu import detect_cpu
-from tandem.kernels.dense import CpuThreads
 
 # Raise it when what is measured changes: older forecasts are then measured again.
 MEASUREMENT = 6
@@ -193,7 +192,7 @@ def _build(sizes: ModelSizes, offload: OffloadConfig, num_layers: int) -> PreTra
     )
     shape = cut_shape(sizes, num_layers)
     return build_random_model(
-        shape, options, cpu_threads(offload), dense_dtype=offload.dense_dtype,
+        shape, options, dense_dtype=offload.dense_dtype,
         has_huge_pages=not sizes.are_experts_mapped,
     )  # fmt: skip
 
@@ -208,11 +207,6 @@ def _time(model: PreTrainedModel) -> _Times:
         measured.first_prefill_seconds,
         measured.warm_up_seconds,
     )
-
-
-def cpu_threads(offload: OffloadConfig) -> CpuThreads:
-    """Return the threads that the options ask for."""
-    return CpuThreads(num_threads=offload.threads, isa=offload.isa or "")
 
 
 def cut_shape(sizes: ModelSizes, num_layers: int) -> ModelShape:

@@ -31,7 +31,7 @@ from tandem.generate.running import Request
 from tandem.generate.sampling import SamplingOptions, not_followed
 from tandem.generate.scheduler import CHUNK_TOKENS, Scheduler
 from tandem.generate.speculation.drafters import DraftParts, new_speculation
-from tandem.hf.dense import pack_dense_layers
+from tandem.hf.dense import pack_dense_layers, share_threads
 from tandem.hf.next_token_models import (
     adapter_state,
     require_next_token_model,
@@ -88,6 +88,7 @@ class Generator:
         self.tokenizer, self.processor = tokenizer, processor
         self._threads = threads or _threads_of(model)
         pack_dense_layers(model, dense_dtype, self._threads)
+        share_threads(model, self._threads)  # what is packed already, too
         self._kv_dtype = require_kv_dtype(kv_dtype)
         self._has_replay = has_replay
         parts = DraftParts(model=model, threads=self._threads, draft=draft, mtp_from=mtp_from)
