@@ -134,7 +134,7 @@ void multiply_codes(const PackedMatrix& m, std::int64_t b, const Activations& x,
       const float x_sum = x.scaled_sum(t * x.group_stride + g);
       for (int row = 0; row < kBlockRows; ++row) {
         const Scale& s = scales[row];
-        totals[t][row] += static_cast<float>(sums[t][row]) * (s.scale * x_scale);
+        totals[t][row] += static_cast<float>(sums[t][row]) * s.scale * x_scale;
         if (encoding(m.format).has_minima) totals[t][row] += s.minimum * x_sum;
       }
     }

@@ -192,11 +192,22 @@ constexpr std::int64_t row_factors(Format format, std::int64_t block, std::int64
   return block * scale_bytes(format, cols, encoding(format).group);
 }
 
+// A group's dot product of integers is below 2^22. A sum that starts at the bits of this float, 1.5 *
+// 2^23, has the bits of that float plus the product, so that nothing converts it: multiplied with a
+// scale in one instruction, it has the base times the scale taken off.
+constexpr float kSumBase = 12582912.0f;
+constexpr std::int32_t kSumStart = std::bit_cast<std::int32_t>(kSumBase);
+
+// Whether the base times a scale is exact: a scale has 11 digits of fp16, or 18 with those of a byte.
+constexpr bool has_short_scales(Format format) {
+  return encoding(format).scale != ScaleKind::kE4m3OfRow;
+}
+
 // How the sum of a group's int8 values is kept. What the codes' offset adds to a dot product is taken
-// off by starting the accumulator at the sum times it; a minimum is multiplied with the bits of a
-// float, the sum times the scale.
+// off by starting the accumulator at the base less the sum times it; a minimum is multiplied with the
+// bits of a float, the sum times the scale.
 inline std::int32_t stored_sum(Format format, std::int32_t sum, float scale) {
-  if (!encoding(format).has_minima) return -encoding(format).offset * sum;
+  if (!encoding(format).has_minima) return kSumStart - encoding(format).offset * sum;
   return std::bit_cast<std::int32_t>(scale * static_cast<float>(sum));
 }
 

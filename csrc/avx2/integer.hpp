@@ -220,24 +220,23 @@ void add_group(const Product& p, std::int64_t block, std::int64_t token, std::in
   Sums<T> sums;
   for (int t = 0; t < T; ++t)
     for (__m256i& sum : sums[t])
-      sum = _mm256_set1_epi32(kHasMinima<F> ? 0 : x_sums[t * x.group_stride]);
+      sum = _mm256_set1_epi32(kHasMinima<F> ? kSumStart : x_sums[t * x.group_stride]);
   for (std::int64_t k = 0; k < span; k += kStripCols) {
     add_strip<Dot, F, IsCached, Part>(strips.codes, inputs.from(k), sums);
     strips.codes += IsCached ? kPanelStripBytes<Dot, F> : kStripBytes<F>;
   }
 #pragma GCC unroll 2
   for (int h = 0; h < kHalves; ++h) {
-    const __m256 scales = IsCached ? _mm256_load_ps(strips.scales + 8 * h)
-                                   : load_scales<F>(p.m, block, index, h);
+    const SumScale<F> scales(IsCached ? _mm256_load_ps(strips.scales + 8 * h)
+                                      : load_scales<F>(p.m, block, index, h));
     [[maybe_unused]] __m256 minima;
     if constexpr (kHasMinima<F>)
       minima = IsCached ? _mm256_load_ps(strips.scales + 16 + 8 * h)
                         : load_minima<F>(p.m, index, h);
 #pragma GCC unroll 4
     for (int t = 0; t < T; ++t) {
-      const float x_scale = x_scales[t * x.group_stride];
-      total[t][h] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[t][h]),
-                                    _mm256_mul_ps(scales, _mm256_set1_ps(x_scale)), total[t][h]);
+      const __m256 x_scale = _mm256_set1_ps(x_scales[t * x.group_stride]);
+      total[t][h] = _mm256_fmadd_ps(scales.times(sums[t][h]), x_scale, total[t][h]);
       if constexpr (kHasMinima<F>) {
         const __m256 x_sum = _mm256_set1_ps(x.scaled_sum((token + t) * x.group_stride + g));
         total[t][h] = _mm256_fmadd_ps(minima, x_sum, total[t][h]);

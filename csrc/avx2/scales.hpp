@@ -82,5 +82,22 @@ __m256 load_minima(const PackedMatrix& m, std::int64_t index, int half) {
   }
 }
 
+// What sums of integers that started at kSumStart are multiplied with; rounds the product once.
+template <Format F>
+class SumScale {
+ public:
+  explicit SumScale(__m256 scale)
+      : scale_(scale), base_(_mm256_mul_ps(scale, _mm256_set1_ps(-kSumBase))) {}
+
+  TANDEM_INLINE __m256 times(__m256i sum) const {
+    const __m256 moved = _mm256_castsi256_ps(sum);
+    if constexpr (has_short_scales(F)) return _mm256_fmadd_ps(moved, scale_, base_);
+    return _mm256_mul_ps(_mm256_sub_ps(moved, _mm256_set1_ps(kSumBase)), scale_);
+  }
+
+ private:
+  __m256 scale_, base_;
+};
+
 }  // namespace
 }  // namespace tandem

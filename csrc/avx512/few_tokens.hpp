@@ -107,7 +107,7 @@ TANDEM_INLINE void few_of_group(const PackedMatrix& m, FewBlocks blocks, std::in
   each<T>([&](auto t) TANDEM_INLINED {
     each<B>([&](auto b) TANDEM_INLINED {
       sums[kLast][b][t] = _mm512_setzero_si512();
-      sums[0][b][t] = kHasMinima<F> ? _mm512_setzero_si512() : _mm512_set1_epi32(x.sums[at(t)]);
+      sums[0][b][t] = _mm512_set1_epi32(kHasMinima<F> ? kSumStart : x.sums[at(t)]);
     });
   });
   const std::int8_t* q = x.quantized + g / kGroupsOfStrip<F> * kGroupsOfStrip<F> * m.group;
@@ -116,15 +116,14 @@ TANDEM_INLINE void few_of_group(const PackedMatrix& m, FewBlocks blocks, std::in
   each<B>([&](auto b) TANDEM_INLINED {
     const std::int64_t block = blocks.of(b), index = block * groups + g;
     prefetch_scales<F>(m, block, index, B * groups);
-    const __m512 w_scale = load_scales<F>(m, block, index);
+    const SumScale<F> w_scale(load_scales<F>(m, block, index));
     [[maybe_unused]] __m512 minima;
     if constexpr (kHasMinima<F>) minima = load_minima<F>(m, block, index);
     each<T>([&](auto t) TANDEM_INLINED {
       const __m512 x_scale = _mm512_set1_ps(x.scales[at(t)]);
       __m512i sum = sums[0][b][t];
       if constexpr (kLast > 0) sum = _mm512_add_epi32(sum, sums[1][b][t]);
-      total[b][t] =
-          _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_mul_ps(w_scale, x_scale), total[b][t]);
+      total[b][t] = _mm512_fmadd_ps(w_scale.times(sum), x_scale, total[b][t]);
       if constexpr (kHasMinima<F>)
         total[b][t] = _mm512_fmadd_ps(minima, _mm512_set1_ps(x.scaled_sum(at(t))), total[b][t]);
     });

@@ -122,19 +122,20 @@ TANDEM_INLINE void integer_tile(const Panel& panel, Columns columns, const Activ
     if (g * Group % kPieceColumns == 0) ahead.fetch_piece();
     __m512i sums[T][B];
     each_pair<T, B>([&](auto t, auto b) TANDEM_INLINED {
-      sums[t][b] = kHasMinima<F> ? _mm512_setzero_si512()
-                                 : _mm512_set1_epi32(x_sums[t * group_stride + g]);
+      sums[t][b] = _mm512_set1_epi32(kHasMinima<F> ? kSumStart : x_sums[t * group_stride + g]);
     });
     multiply_group<Group, T, B>(Codes<B>(panel, g * (Group / 4)), q, stride, sums);
-    each_pair<T, B>([&](auto t, auto b) TANDEM_INLINED {
-      const __m512 x_scale = _mm512_set1_ps(x_scales[t * group_stride + g]);
-      const __m512 scale = _mm512_mul_ps(_mm512_load_ps(panel.scales(g, b)), x_scale);
-      total[t][b] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[t][b]), scale, total[t][b]);
-      if constexpr (kHasMinima<F>) {
-        const float x_sum = std::bit_cast<float>(x_sums[t * group_stride + g]);
-        total[t][b] = _mm512_fmadd_ps(_mm512_load_ps(panel.minima(g, b)), _mm512_set1_ps(x_sum),
-                                      total[t][b]);
-      }
+    each<B>([&](auto b) TANDEM_INLINED {
+      const SumScale<F> w_scale(_mm512_load_ps(panel.scales(g, b)));
+      each<T>([&](auto t) TANDEM_INLINED {
+        const __m512 x_scale = _mm512_set1_ps(x_scales[t * group_stride + g]);
+        total[t][b] = _mm512_fmadd_ps(w_scale.times(sums[t][b]), x_scale, total[t][b]);
+        if constexpr (kHasMinima<F>) {
+          const float x_sum = std::bit_cast<float>(x_sums[t * group_stride + g]);
+          total[t][b] = _mm512_fmadd_ps(_mm512_load_ps(panel.minima(g, b)), _mm512_set1_ps(x_sum),
+                                        total[t][b]);
+        }
+      });
     });
   }
   each_pair<T, B>([&](auto t, auto b) TANDEM_INLINED {

@@ -195,6 +195,23 @@ TANDEM_INLINE __m512 load_minima(const PackedMatrix& m, std::int64_t block, std:
   return load_halves(at + 32);
 }
 
+// What sums of integers that started at kSumStart are multiplied with; rounds the product once.
+template <Format F>
+class SumScale {
+ public:
+  explicit SumScale(__m512 scale)
+      : scale_(scale), base_(_mm512_mul_ps(scale, _mm512_set1_ps(-kSumBase))) {}
+
+  TANDEM_INLINE __m512 times(__m512i sum) const {
+    const __m512 moved = _mm512_castsi512_ps(sum);
+    if constexpr (has_short_scales(F)) return _mm512_fmadd_ps(moved, scale_, base_);
+    return _mm512_mul_ps(_mm512_sub_ps(moved, _mm512_set1_ps(kSumBase)), scale_);
+  }
+
+ private:
+  __m512 scale_, base_;
+};
+
 // Where a row block's results go.
 struct Output {
   float* at;
