@@ -124,7 +124,7 @@ class ByKernels:
         from benchmarks.gpu import hand_off_kernels as hand_off
 
         hand_off.wait_for[(1,)](
-            box.done, self.seen, most_polls=_MOST_POLLS, has_pause=True, num_warps=1
+            box.done, self.seen, most_polls=_MOST_POLLS, on_gpu=True, num_warps=1
         )
 
 
@@ -188,7 +188,7 @@ def load_kernels(box: Mailbox, source: Tensor) -> None:
     for sets_flag in (False, True):
         _publish(box, source, sets_flag=sets_flag)
     box.answer()
-    hand_off.wait_for[(1,)](box.done, seen, most_polls=_MOST_POLLS, has_pause=True, num_warps=1)
+    hand_off.wait_for[(1,)](box.done, seen, most_polls=_MOST_POLLS, on_gpu=True, num_warps=1)
     for is_volatile in (False, True):
         hand_off.collect[(1,)](box.answers, out, count=COUNT, is_volatile=is_volatile, num_warps=4)
     source.add_(0)

@@ -12,33 +12,29 @@ import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
-_PAUSE = constexpr("nanosleep.u32 100; mov.u32 $0, 0;")
+from tandem.triton_kernels import hand_over
 
 
 @triton.jit
 def publish(
-    numbers: tensor, flag: tensor, source: tensor, count: constexpr, sets_flag: constexpr
+    numbers: tensor,
+    flag: tensor,
+    source: tensor,
+    count: constexpr,
+    sets_flag: constexpr,
+    on_gpu: constexpr = True,
 ) -> None:
     """Write `count` numbers, each plus one; then the flag, unless a stream's write follows."""
     place = tl.arange(0, count)
     tl.store(numbers + place, tl.load(source + place) + 1)
     if sets_flag:
-        tl.debug_barrier()  # the numbers of all threads, before one of them releases
-        tl.atomic_xchg(flag, 1, sem="release", scope="sys")
+        hand_over.ring(flag, on_gpu)
 
 
 @triton.jit
-def wait_for(flag: tensor, seen: tensor, most_polls: constexpr, has_pause: constexpr) -> None:
+def wait_for(flag: tensor, seen: tensor, most_polls: constexpr, on_gpu: constexpr) -> None:
     """Wait until a flag is 1 and reset it; `seen` tells whether it came within so many looks."""
-    value = tl.load(flag, volatile=True)
-    polls = 0
-    while (value != 1) & (polls < most_polls):
-        if has_pause:
-            tl.inline_asm_elementwise(
-                _PAUSE, "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1
-            )
-        value = tl.load(flag, volatile=True)
-        polls += 1
+    value = hand_over.wait_for(flag, most_polls, on_gpu)
     tl.store(seen, value)
     tl.store(flag, 0)
 

@@ -31,7 +31,7 @@ HOST_COSTS = (
     HostCosts(
         path="graph",
         step_seconds=150e-6,
-        layer_seconds=7e-6,
+        layer_seconds=4e-6,
         cpu_begin_seconds=6.5e-6,
         cpu_end_seconds=3e-6,
         fetch_seconds=22e-6,
@@ -41,8 +41,8 @@ HOST_SOURCE = (
     " Host costs: segments, measured on CPU twins of the GPU on a quiet host: 190 us from a choice "
     "to the experts at work, 31 to 60 us from the CPU's last row to the next layer "
     "(benchmarks.runtime.host_path), launches with their tables 150 to 200 us, one for eight "
-    "fetched experts; a step's 200 us assumed. Graph: two kernels and two stream operations of "
-    "about 2 us each; 4.4 and .8 us of the coordinator, measured on a twin on a quiet host "
+    "fetched experts; a step's 200 us assumed. Graph: two kernels of about 2 us each, which ring "
+    "and wait themselves; 4.4 and .8 us of the coordinator, measured on a twin on a quiet host "
     "(benchmarks.runtime.coordinator_latency), with about 2 us of the link each; a step's 150 us "
     "assumed."
 )

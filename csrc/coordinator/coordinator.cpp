@@ -89,7 +89,7 @@ void Coordinator::begin_step(std::int64_t mailbox, double patience) {
     start_thread();
   }
   for (std::int64_t l = 0; is_lost_.load() && box_ != nullptr && l < box.layout().num_layers; ++l)
-    *box_->doorbell(l) = *box_->done(l) = *box_->error(l) = 0;
+    *box_->doorbell(l) = *box_->error(l) = 0;
   for (std::size_t l = 0; l < layers_.size(); ++l) answers_[l].store(kOpen);
   is_lost_.store(false);
   box_ = &box;

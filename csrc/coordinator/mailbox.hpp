@@ -4,7 +4,7 @@
 // A layer's block, each part from a multiple of 64 bytes on:
 //
 //   doorbell  u32                 the device sets 1 behind what it has published, the host resets
-//   done      u32                 set behind the results; the device resets behind its wait
+//   done      u32                 1: the device may go on; 0 from its publishing until then
 //   error     u32                 not 0: the step is lost; set by the host, before `done`
 //   choice    i32 (rows, top_k)   the router's; outside 0..num_experts-1 is padding
 //   is_hit    i32 (rows, top_k)   1: the device computes it, or it is padding; 0: the host does
@@ -15,12 +15,11 @@
 //   hidden    (rows, hidden_size) in the model's type; may be left as it is where nothing misses
 //   results   f32 (rows * top_k, hidden_size)   of the misses, not weighted
 //
-// Order. The device: choice, is_hit, weights, hidden -> (if nothing misses: done = 1) -> doorbell =
-// 1 -> its hits -> waits for done == 1, done = 0 -> reads the results -> may publish the next
-// layer. The host: takes the doorbell (acquire), reads, writes the results of all misses -> done =
-// 1 (release). Where nothing misses the host never writes `done`: a second 1 would end the wait of
-// the next step. Flags, not counters, because operations of a captured graph carry constants.
-// Between steps all words are 0, and all blocks have been read.
+// Order. The device: choice, is_hit, weights, hidden, done = 0 (1 if nothing misses) -> doorbell = 1
+// -> its hits -> waits for done == 1 -> reads the results -> may publish the next layer. The host:
+// takes the doorbell (acquire), reads, writes the results of all misses -> done = 1 (release). Where
+// nothing misses the host never writes `done`. Flags, not counters, because operations of a captured
+// graph carry constants. Between steps all doorbells and errors are 0, and all blocks have been read.
 #pragma once
 
 #include <cstddef>

@@ -87,8 +87,7 @@ void TwinStream::publish(const TwinCall& call) {
   if (has_misses)
     std::memcpy(box_.hidden(), call.hidden,
                 call.num_tokens * layout.hidden_size * value_bytes(layout.type));
-  else
-    store_release(box_.done(call.layer), 1u);
+  store_release(box_.done(call.layer), has_misses ? 0u : 1u);
 }
 
 void TwinStream::wait(std::int64_t layer) {
@@ -105,7 +104,6 @@ void TwinStream::wait(std::int64_t layer) {
     if (patience_ > 0.0 && waited > patience_)
       throw StepLost("MoE layer " + std::to_string(layer) + " was not answered in time");
   }
-  store_release(box_.done(layer), 0u);
   if (patience_ > 0.0 && load_acquire(box_.error(layer)) != 0)
     throw StepLost("MoE layer " + std::to_string(layer) +
                    " was answered with an error: the thread that answers has ended");

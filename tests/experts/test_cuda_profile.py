@@ -21,7 +21,7 @@ from tandem.policy.cost import HardwareProfile
 from tandem.policy.host_costs import HostCosts
 from tests.experts.lazy_streams import LazyStreams
 from tests.experts.machines import FUNCTIONS, GEOMETRY, HIDDEN, make_machine, make_store
-from tests.experts.test_handed_layers import HostSignals
+from tests.experts.test_handed_layers import HostSignals, NeverRings
 from tests.kernels.interpreter import interpreted
 
 CACHE_BYTES = 100_000
@@ -155,7 +155,11 @@ def test_steps_that_are_one_graph_have_costs_of_their_own(
         from tandem.devices.cuda.hand_over_cost import graph_costs
 
         monkeypatch.setattr("tandem.devices.cuda.hand_over_cost._LAYERS", 4)
-        costs = graph_costs(HostSignals(), LazyStreams(is_eager=True), HIDDEN, 1e-6)
+        streams = LazyStreams(is_eager=True)
+        costs = graph_costs(HostSignals(), streams, HIDDEN, 1e-6)
+        monkeypatch.setattr("tandem.devices.cuda.hand_over_cost._LIMIT_SECONDS", 0.01)
+        with pytest.raises(RuntimeError, match="did not reach the host"):  # and nothing hangs
+            graph_costs(NeverRings(), streams, HIDDEN, 1e-6)
     assert costs.layer_seconds > 0
     assert costs.cpu_begin_seconds == costs.cpu_end_seconds >= 0
 

@@ -43,7 +43,7 @@ def store() -> HostStore:
 class HostSignals:
     """Does at once what a stream does in its order."""
 
-    name, rings = "words", False
+    name, in_kernels = "words", False
 
     def ring(self, doorbell: Tensor) -> None:
         doorbell.fill_(1)
@@ -51,7 +51,6 @@ class HostSignals:
     def wait(self, done: Tensor) -> None:
         while int(done) != 1:
             pass
-        done.fill_(0)
 
 
 class Machine:
@@ -111,7 +110,7 @@ def test_hits_and_misses_together_are_the_layer(
     num_rows: int,
     make_signals: Callable[[], Any] | None,
 ) -> None:
-    signals = make_signals() if make_signals else handed.KernelSignals(torch.device("cpu"))
+    signals = make_signals() if make_signals else handed.KernelSignals()
     machine = Machine(handed, store, num_rows, resident, signals)
     cpu = CpuExecutor(store, CpuThreads(num_threads=1))
     for seed in range(2):  # words are as before after a step
@@ -186,11 +185,38 @@ def test_signals_are_tried_before_they_are_used(
     handed: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(handed, "open_driver", lambda: None)
+    monkeypatch.setattr(handed, "_TRIAL_SECONDS", 20.0)
     streams: Any = ThreadStreams()
     found = handed.find_signals(streams, lambda: 0)
     assert found.name == "polling kernels"
-    assert int(found.gave_up) == 0
-    monkeypatch.setattr(handed, "_TRIAL_SECONDS", 0.1)
     words = torch.zeros(32, dtype=torch.int32)
-    assert not handed.works(NeverRings(), streams, words)
     assert handed.works(HostSignals(), streams, words)
+    monkeypatch.setattr(handed, "_TRIAL_SECONDS", 0.1)
+    assert not handed.works(NeverRings(), streams, words)
+
+
+def test_of_two_ways_that_work_the_quicker_is_taken(
+    handed: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds: dict[str, Any] = {}
+
+    class Trial:
+        def __init__(self, signals: Any, *_: object) -> None:
+            self._name = signals.name
+
+        def answered_seconds(self) -> float:
+            if seconds[self._name] is None:
+                raise RuntimeError("a layer's doorbell did not reach the host")
+            return float(seconds[self._name])
+
+    monkeypatch.setattr(handed, "_stream_signals", lambda _: HostSignals())
+    monkeypatch.setattr(handed, "_TRIAL_SECONDS", 20.0)
+    monkeypatch.setattr("tandem.devices.cuda.hand_over_cost.Trial", Trial)
+    streams: Any = ThreadStreams()
+    for of_words, quickest in (
+        (1e-6, "words"),
+        (3e-6, "polling kernels"),
+        (None, "polling kernels"),
+    ):
+        seconds.update({"words": of_words, "polling kernels": 2e-6})
+        assert handed.find_signals(streams, lambda: 0).name == quickest

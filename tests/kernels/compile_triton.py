@@ -107,9 +107,9 @@ def hand_off_launches() -> list[Launch]:
     numbers, flag, other = words[64:320], words[32:33], words[512:768]
     return [
         Launch(hand_off.publish, (numbers, flag, other),
-               {"count": 256, "sets_flag": True, "num_warps": 4}),
+               {"count": 256, "sets_flag": True, "on_gpu": True, "num_warps": 4}),
         Launch(hand_off.wait_for, (flag, other),
-               {"most_polls": 1000, "has_pause": True, "num_warps": 1}),
+               {"most_polls": 1000, "on_gpu": True, "num_warps": 1}),
         Launch(hand_off.collect, (numbers, other),
                {"count": 256, "is_volatile": True, "num_warps": 4}),
     ]  # fmt: skip
@@ -251,7 +251,7 @@ def hand_off_results(capability: int) -> dict[str, Any]:
         launch.kernel.__name__: [
             line.strip()
             for line in compiled(launch, capability).asm["ptx"].splitlines()
-            if any(word in line for word in ("atom.", "ld.", "st.", "nanosleep", "bar."))
+            if any(word in line for word in ("atom.", "ld.", "st.", "fence.", "nanosleep", "bar."))
         ]
         for launch in hand_off_launches()
     }

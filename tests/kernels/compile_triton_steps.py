@@ -39,7 +39,7 @@ from tests.kernels.compile_triton import (
 KERNELS = (
     (attention, ("store_token", "attend_parts", "join_parts")),
     (small, ("norm_rows", "add_and_norm_rows", "rotate_heads", "choose_experts")),
-    (hand_over, ("publish", "wait_for", "combine")),
+    (hand_over, ("publish", "combine")),
     (recurrent, ("convolve_tokens", "recur_tokens")),
     (chains, ("run_chain",)),
 )
@@ -154,10 +154,15 @@ def hand_over_launches(num_rows: int, top_k: int, hidden_size: int) -> list[Laun
     hidden = torch.zeros(num_rows, hidden_size, dtype=torch.bfloat16)
     box = handing.MailboxTensors(words[:1], words[:1], words, words, weights, hidden, rows)
     table = torch.zeros(128, dtype=torch.int64)
-    addresses = handing.publish(box, table, hidden, index, weights, rings=True)
-    handing.wait_for(box.done, words[:1])
-    handing.combine(rows, rows, addresses, index, weights, 128, hidden)
-    return launches
+    for inside in (False, True):  # `code_of` shows the last
+        addresses = handing.publish(box, table, hidden, index, weights, rings=inside)
+        handing.combine(box, rows, addresses, index, weights, 128, hidden, waits=inside)
+    return [on_gpu(launch) for launch in launches]
+
+
+def on_gpu(launch: Launch) -> Launch:
+    """Return a launch whose tensors would lie on a GPU: here they do not."""
+    return launch._replace(constants=launch.constants | {"on_gpu": True})
 
 
 def dense_launches(format_name: str, num_rows: int) -> list[Launch]:
@@ -172,7 +177,7 @@ def dense_launches(format_name: str, num_rows: int) -> list[Launch]:
 
 def code_of(launches: list[Launch], capability: int) -> dict[str, list[str]]:
     """Return what each kernel asks of memory, and its products, line by line."""
-    words = ("atom.", "ld.", "st.", "bar.", "fma.", ".f32")
+    words = ("atom.", "ld.", "st.", "fence.", "nanosleep", "bar.", "fma.", ".f32")
     return {
         launch.kernel.__name__: [
             line.strip()

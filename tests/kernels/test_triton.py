@@ -102,12 +102,14 @@ def compiler_says(*arguments: str) -> list[dict[str, Any]]:
 
 def require_ordered(code: dict[str, list[str]]) -> None:
     """Numbers before the flag, for the whole system; flags and numbers past the caches."""
-    numbers, barrier, flag = code["publish"][-3:]
+    numbers, barrier, fence, flag = code["publish"][-4:]
     assert "st.global" in numbers
     assert "bar.sync" in barrier
-    assert "atom.global.sys.release.exch" in flag
+    assert "fence.acq_rel.sys" in fence
+    assert "st.global" in flag
     assert sum("ld.volatile.global" in line for line in code["wait_for"]) == 2
     assert any("nanosleep" in line for line in code["wait_for"])
+    assert any("fence.acq_rel.sys" in line for line in code["wait_for"])
     assert any("ld.volatile.global" in line for line in code["collect"])
 
 
@@ -153,7 +155,7 @@ def test_numbers_are_handed_over_before_their_flag_and_back(hand_off: ModuleType
     source = torch.arange(16, dtype=torch.int32)
     numbers, flag, out = torch.zeros(16).int(), torch.zeros(1).int(), torch.zeros(16).int()
     for sets_flag in (False, True):
-        hand_off.publish[(1,)](numbers, flag, source, count=16, sets_flag=sets_flag)
+        hand_off.publish[(1,)](numbers, flag, source, count=16, sets_flag=sets_flag, on_gpu=False)
         assert numbers.tolist() == list(range(1, 17))
         assert flag.item() == int(sets_flag)
     for is_volatile in (False, True):
@@ -166,5 +168,5 @@ def test_a_flag_is_waited_for_and_reset_and_a_missing_one_holds_nobody(
 ) -> None:
     for value, seen_value in ((1, 1), (0, 0)):
         flag, seen = torch.tensor([value]).int(), torch.tensor([7]).int()
-        hand_off.wait_for[(1,)](flag, seen, most_polls=3, has_pause=False)
+        hand_off.wait_for[(1,)](flag, seen, most_polls=3, on_gpu=False)
         assert (flag.item(), seen.item()) == (0, seen_value)

@@ -152,12 +152,16 @@ def test_nothing_is_captured_again_when_a_text_or_the_cache_grows(
 
 def require_ordered(code: dict[str, list[str]]) -> None:
     """What is published before the doorbell, the host's rows past the caches, no joined sums."""
-    *_, last_write, barrier, doorbell = code["publish"]
+    *_, last_write, barrier, fence, doorbell = code["publish"]
     assert "st.global" in last_write
     assert "bar.sync" in barrier
-    assert "atom.global.sys.release.exch" in doorbell
-    assert sum("ld.volatile.global" in line for line in code["wait_for"]) == 2
-    assert any("ld.volatile.global" in line for line in code["combine"])
+    assert "fence.acq_rel.sys" in fence
+    assert "st.global" in doorbell
+    looks = [n for n, line in enumerate(code["combine"]) if "ld.volatile.global.b32" in line]
+    fence_at = next(n for n, line in enumerate(code["combine"]) if "fence.acq_rel.sys" in line)
+    assert any("nanosleep" in line for line in code["combine"][:fence_at])
+    assert sum(n < fence_at for n in looks) == 2  # for `done`; behind the fence the host's rows
+    assert any("ld.volatile.global" in line for line in code["combine"][fence_at:])
     assert not any("fma" in line for line in code["combine"])
     assert any("add.rn.f32" in line for line in code["combine"])
 

@@ -1,15 +1,16 @@
 """A layer of a decode step in one graph: the GPU computes its hits, the host the misses, meanwhile.
 
     publish   looks the chosen experts up, writes the layer's mailbox in mapped host memory
-      -> the doorbell: a stream's write behind it, or publish itself (`rings`)
+      -> the doorbell: publish itself (`rings`), or a stream's write behind it
       -> hits: the vector kernels on the addresses that publish has used; 0 is no expert
-      -> wait: a stream's wait for `done` and its reset, or `wait_for`
-      -> combine: rows of the GPU and rows of the host, added in the router's order
+      -> combine: waits for `done` (`waits`; else a stream's wait stands before it); rows of the GPU
+         and rows of the host, added in the router's order
 
 The mailbox's bytes are csrc/coordinator/mailbox.hpp. Ordering: `publish` is one program, and what
 it has written is seen by the host before the doorbell, as the kernel has ended by then; where it
-rings itself, a barrier and a release for the whole system stand between. `combine` comes behind the
-wait, and reads what the host has written past the caches.
+rings itself, a barrier and a fence for the whole system stand between. `combine` reads what the
+host has written past the caches, behind a fence where it has waited itself. Doorbell and `done` are
+plain stores and loads: atomic operations on the host's memory take a way there and back.
 """
 
 import triton
@@ -17,6 +18,38 @@ import triton.language as tl
 from triton.language import constexpr, tensor
 
 _PAUSE = constexpr("nanosleep.u32 100; mov.u32 $0, 0;")
+_FENCE = constexpr("fence.acq_rel.sys; mov.u32 $0, 0;")
+
+
+@triton.jit
+def ring(doorbell: tensor, on_gpu: constexpr) -> None:
+    """Set a word behind all that this program has written, as the host sees it."""
+    tl.debug_barrier()  # what all threads have written, before one of them rings
+    if on_gpu:
+        tl.inline_asm_elementwise(
+            _FENCE, "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False, pack=1
+        )
+    tl.store(doorbell, 1)
+
+
+@triton.jit
+def wait_for(done: tensor, most_polls: constexpr, on_gpu: constexpr) -> tensor:
+    """Wait until a word of the host's is 1, so many looks at most; return what it is then.
+
+    All that the host has written before is seen behind it. Off a GPU there are no pauses.
+    """
+    value = tl.load(done, volatile=True)
+    polls = 0
+    while (value != 1) & (polls < most_polls):
+        if on_gpu:
+            tl.inline_asm_elementwise(
+                _PAUSE, "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1
+            )
+        value = tl.load(done, volatile=True)
+        polls += 1
+    if on_gpu:
+        tl.inline_asm_elementwise(_FENCE, "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1)
+    return value
 
 
 @triton.jit
@@ -38,6 +71,7 @@ def publish(
     num_values: constexpr,
     block_values: constexpr,
     rings: constexpr,
+    on_gpu: constexpr,
 ) -> None:
     """Hand a layer over: one program.
 
@@ -57,9 +91,8 @@ def publish(
     weight = tl.load(top_k_weights + place, mask=is_there, other=0.0)
     tl.store(weights + place, weight.to(tl.float32), mask=is_there)
     num_misses = tl.reduce(is_miss.to(tl.int32), 0, tl.standard._sum_combine)
-    if num_misses == 0:
-        tl.store(done, 1)
-    else:
+    tl.store(done, (num_misses == 0).to(tl.int32))
+    if num_misses != 0:
         for start in range(0, num_values, block_values):
             value = start + tl.arange(0, block_values)
             some = tl.load(hidden + value, mask=value < num_values, other=0.0)
@@ -69,28 +102,12 @@ def publish(
                 mask=value < num_values,
             )
     if rings:
-        tl.debug_barrier()  # what all threads have written, before one of them releases
-        tl.atomic_xchg(doorbell, 1, sem="release", scope="sys")
-
-
-@triton.jit
-def wait_for(done: tensor, gave_up: tensor, most_polls: constexpr, has_pause: constexpr) -> None:
-    """Wait until `done` is 1 and reset it; counts in `gave_up` if it never came. One program."""
-    value = tl.load(done, volatile=True)
-    polls = 0
-    while (value != 1) & (polls < most_polls):
-        if has_pause:
-            tl.inline_asm_elementwise(
-                _PAUSE, "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1
-            )
-        value = tl.load(done, volatile=True)
-        polls += 1
-    tl.store(done, 0)
-    tl.store(gave_up, tl.load(gave_up) + (value != 1).to(tl.int32))
+        ring(doorbell, on_gpu)
 
 
 @triton.jit
 def combine(
+    done: tensor,
     rows: tensor,
     results: tensor,
     addresses: tensor,
@@ -101,6 +118,9 @@ def combine(
     top_k: constexpr,
     num_experts: constexpr,
     block_cols: constexpr,
+    waits: constexpr,
+    most_polls: constexpr,
+    on_gpu: constexpr,
 ) -> None:
     """Write sum over k of weight * row, first to last, to out (rows, num_cols).
 
@@ -108,6 +128,8 @@ def combine(
     host's where an expert had none; padding adds nothing. A program is (block of columns, row).
     Each product and each sum is rounded by itself, as on the CPU, if it is compiled so.
     """
+    if waits:
+        wait_for(done, most_polls, on_gpu)
     token = tl.program_id(1).to(tl.int64)
     col = tl.program_id(0) * block_cols + tl.arange(0, block_cols)
     total = tl.full((block_cols,), 0.0, dtype=tl.float32)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tandem.devices.cuda.handed_layers import Signals
 
 _LAYERS = 64  # of a graph
+_LIMIT_SECONDS = 2.0  # for a doorbell
 _NO_EXPERT, _ABSENT = -1, 0
 
 
@@ -37,8 +38,8 @@ def graph_costs(
 
     Without `make_capture` the layers are queued one by one, as on a twin.
     """
-    trial = _Trial(signals, streams, hidden_size, make_capture)
-    of_hits, of_misses = trial.layer_seconds(_NO_EXPERT), trial.layer_seconds(_ABSENT)
+    trial = Trial(signals, streams, hidden_size, make_capture)
+    of_hits, of_misses = trial.layer_seconds(_NO_EXPERT), trial.answered_seconds()
     one_way = max(0.0, of_misses - of_hits) / 2
     return HostCosts(
         path=GRAPH,
@@ -50,7 +51,7 @@ def graph_costs(
     )
 
 
-class _Trial:
+class Trial:
     """Layers of one token, in one mailbox."""
 
     def __init__(
@@ -65,9 +66,15 @@ class _Trial:
         self._shared = streams.pinned(4 * hidden_size).view(torch.float32)[:hidden_size]
         with torch.inference_mode(False):
             device = streams.device
-            self._hidden = torch.zeros(1, hidden_size, device=device)
+            self._hidden, self._out = (torch.zeros(1, hidden_size, device=device) for _ in range(2))
             self._weights = torch.zeros(1, 1, device=device)
+            self._rows = torch.zeros(1, hidden_size, device=device)
             self._address_of = torch.zeros(1, dtype=torch.int64, device=device)
+        self._is_lost = False
+
+    def answered_seconds(self) -> float:
+        """Time a layer that the host answers; raises `RuntimeError` if it does not come through."""
+        return self.layer_seconds(_ABSENT)
 
     def layer_seconds(self, expert: int) -> float:
         """Time a layer whose token has chosen one expert."""
@@ -96,10 +103,11 @@ class _Trial:
             doorbell, done, choice, is_hit, words[34:35].view(torch.float32), self._shared,
             self._shared,
         )  # fmt: skip
-        rings = self._signals.rings
-        handing.publish(box, self._address_of, self._hidden, index, self._weights, rings=rings)
+        table, weights, inside = self._address_of, self._weights, self._signals.in_kernels
+        addresses = handing.publish(box, table, self._hidden, index, weights, rings=inside)
         self._signals.ring(doorbell)
         self._signals.wait(done)
+        handing.combine(box, self._rows, addresses, index, weights, 1, self._out, waits=inside)
 
     def _once(self, launch: Callable[[], Any], expert: int) -> float:
         """Return how long the layers take; whatever happens, nothing is left waiting."""
@@ -112,17 +120,30 @@ class _Trial:
             begin = time.perf_counter()
             self._streams.run(Stream.COMPUTE, launch)
             self._streams.synchronize()
-            return time.perf_counter() - begin
+            seconds = time.perf_counter() - begin
         finally:
             is_over.set()
             if expert == _ABSENT:
                 answering.join()
+        if self._is_lost:
+            raise RuntimeError("a layer's doorbell did not reach the host")
+        return seconds
 
     def _answer(self, is_over: threading.Event) -> None:
         words = self._words.numpy()  # sooner read than a tensor
         for _ in range(_LAYERS):
+            last = time.perf_counter() + _LIMIT_SECONDS
             while words[0] != 1:
                 if is_over.is_set():
                     return
+                if time.perf_counter() > last:
+                    return self._let_go(is_over)
             words[0] = 0
             words[16] = 1
+
+    def _let_go(self, is_over: threading.Event) -> None:
+        """Let the device through what is left."""
+        self._is_lost = True
+        while not is_over.is_set():
+            self._words[16] = 1
+            time.sleep(1e-3)

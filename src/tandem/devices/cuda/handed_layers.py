@@ -1,16 +1,18 @@
 """A layer inside a captured step whose misses the host computes: queued, never waited for.
 
-    publish -> doorbell -> hits (vector kernels) -> wait for `done`, reset it -> combine
+    publish -> doorbell -> hits (vector kernels) -> wait for `done` -> combine
 
 It stands where `ResidentLayers` does, so that a step with it is one graph. The host's side is the
 coordinator (docs/decisions/0016-coordinator.md), whose mailbox and table of addresses it reads.
-Doorbell and wait are the driver's stream operations, or kernels where a machine has none: what it
-has is found by trying (`works`).
+Publish and combine ring and wait themselves, or the driver's stream operations do: which of them
+work is found by trying (`works`), and the quicker way is taken.
 """
 
+import contextlib
 import functools
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -30,26 +32,27 @@ from tandem.kernels import _native
 from tandem.triton_kernels.rows import GroupedRows
 
 _TRIAL_SECONDS = 2.0
+_TRIAL_VALUES = 2048  # of a token whose hand-over is timed
 
 
 class Signals(Protocol):
     """How a stream sets a word that the host sees, and waits for one of the host's."""
 
     name: str
-    rings: bool
-    """Whether publish sets the doorbell itself."""
+    in_kernels: bool
+    """Whether publish sets the doorbell itself, and combine waits."""
 
     def ring(self, doorbell: Tensor) -> None:
-        """Queue `doorbell = 1`, behind all that is queued; nothing where publish `rings`."""
+        """Queue `doorbell = 1`, behind all that is queued; nothing where kernels do it."""
 
     def wait(self, done: Tensor) -> None:
-        """Queue a wait for `done == 1`, and its reset."""
+        """Queue a wait for `done == 1`; nothing where kernels do it."""
 
 
 class StreamSignals:
     """The driver's writes and waits, in the order of torch's current stream."""
 
-    name, rings = "stream operations", False
+    name, in_kernels = "stream operations", False
 
     def __init__(self, operations: StreamOps, current_stream: Callable[[], int]) -> None:
         """Queue on the stream that `current_stream` returns."""
@@ -61,28 +64,21 @@ class StreamSignals:
         self._operations.write(self._current_stream(), address, 1)
 
     def wait(self, done: Tensor) -> None:
-        """Queue a wait and a write."""
-        address, stream = self._operations.address_of(done.data_ptr()), self._current_stream()
-        self._operations.wait(stream, address, 1)
-        self._operations.write(stream, address, 0)
+        """Queue a wait."""
+        address = self._operations.address_of(done.data_ptr())
+        self._operations.wait(self._current_stream(), address, 1)
 
 
 class KernelSignals:
-    """A kernel that sets the flag, and one that polls it with a pause."""
+    """Publish sets the doorbell, and combine polls with a pause: nothing else is queued."""
 
-    name, rings = "polling kernels", True
-
-    def __init__(self, device: torch.device) -> None:
-        """Count on `device` the waits that were given up."""
-        with torch.inference_mode(False):
-            self.gave_up = torch.zeros(1, dtype=torch.int32, device=device)
+    name, in_kernels = "polling kernels", True
 
     def ring(self, doorbell: Tensor) -> None:
         """No-op: publish has done it."""
 
     def wait(self, done: Tensor) -> None:
-        """Queue the kernel that polls."""
-        handing.wait_for(done, self.gave_up)
+        """No-op: combine does it."""
 
 
 class HandedLayers:
@@ -128,16 +124,17 @@ class HandedLayers:
         hidden, index = hidden.contiguous(), index.contiguous()
         weights = weights.float().contiguous()
         box = self._tensors(layer, hidden, index.numel())
-        addresses = handing.publish(
-            box, self._table[layer, :num_experts], hidden, index, weights, rings=self._signals.rings
-        )
-        self._signals.ring(box.doorbell)
+        signals, table = self._signals, self._table[layer, :num_experts]
+        addresses = handing.publish(box, table, hidden, index, weights, rings=signals.in_kernels)
+        signals.ring(box.doorbell)
         computed = hidden.new_empty(index.numel(), hidden.shape[1], dtype=torch.float32)
         rows = _rows(addresses, *index.shape)
         self._experts.compute(host.layout, functions.native, hidden, rows, computed)
-        self._signals.wait(box.done)
+        signals.wait(box.done)
         out = torch.empty_like(hidden)
-        handing.combine(computed, box.results, addresses, index, weights, num_experts, out)
+        handing.combine(
+            box, computed, addresses, index, weights, num_experts, out, waits=signals.in_kernels
+        )
         return out
 
     def launch_once(self, hidden: Tensor, top_k: int) -> None:
@@ -148,10 +145,9 @@ class HandedLayers:
             computed = hidden.new_empty(index.numel(), hidden.shape[1], dtype=torch.float32)
         count = self._store[0].arrivals.num_experts
         box, table = self._tensors(0, hidden, index.numel()), self._table[0, :count]
-        addresses = handing.publish(box, table, hidden, index, weights, rings=self._signals.rings)
-        handing.combine(
-            computed, box.results, addresses, index, weights, count, torch.empty_like(hidden)
-        )
+        inside, out = self._signals.in_kernels, torch.empty_like(hidden)
+        addresses = handing.publish(box, table, hidden, index, weights, rings=inside)
+        handing.combine(box, computed, addresses, index, weights, count, out, waits=inside)
 
     def _tensors(self, layer: int, hidden: Tensor, pairs: int) -> handing.MailboxTensors:
         """Return the mailbox of a layer as tensors of the host's memory, for so many choices."""
@@ -176,7 +172,7 @@ def find_signals(
     current_stream: Callable[[], int],
     make_capture: Callable[[], Capture] | None = None,
 ) -> Signals | None:
-    """Return how this GPU and the host signal each other, the better way that works; None: none.
+    """Return how this GPU and the host signal each other, the quicker way that works; None: none.
 
     With `make_capture` it has to work in a graph.
     """
@@ -184,23 +180,59 @@ def find_signals(
         words = streams.pinned(128).view(torch.int32)
     except RuntimeError:  # no memory that both of them see
         return None
-    for make in (functools.partial(_stream_signals, current_stream), _kernel_signals):
-        try:
-            signals = make(streams)
+    found = list[Signals]()
+    for make in (KernelSignals, functools.partial(_stream_signals, current_stream)):
+        with contextlib.suppress(Exception):  # Triton's compilers and tools raise what they like
+            signals = make()
             if signals is not None and works(signals, streams, words, make_capture):
-                return signals
-        except Exception:  # Triton's compilers and tools raise what they like
-            continue
-    return None
+                found.append(signals)
+    return _quickest(found, streams, make_capture) if found else None
 
 
-def _stream_signals(current_stream: Callable[[], int], streams: Streams) -> Signals | None:
+def _stream_signals(current_stream: Callable[[], int]) -> Signals | None:
     driver = open_driver()
     return None if driver is None else StreamSignals(StreamOps(driver), current_stream)
 
 
-def _kernel_signals(streams: Streams) -> Signals:
-    return KernelSignals(streams.device)
+def _quickest(
+    found: Sequence[Signals], streams: Streams, make_capture: Callable[[], Capture] | None
+) -> Signals:
+    from tandem.devices.cuda.hand_over_cost import Trial
+
+    def seconds(signals: Signals) -> float:
+        try:
+            return Trial(signals, streams, _TRIAL_VALUES, make_capture).answered_seconds()
+        except Exception:  # as above
+            return math.inf
+
+    return found[0] if len(found) == 1 else min(found, key=seconds)
+
+
+class _TrialLayer:
+    """A layer of one token, whose only expert the host computes: one value."""
+
+    def __init__(self, words: Tensor, device: torch.device) -> None:
+        self.words = words
+        self.doorbell, self.done = words[:1], words[16:17]
+        floats = words.view(torch.float32)
+        self.result = floats[28:29]
+        self.box = handing.MailboxTensors(
+            self.doorbell, self.done, words[24:25], words[25:26], floats[26:27], floats[27:28],
+            self.result,
+        )  # fmt: skip
+        with torch.inference_mode(False):
+            self._absent = torch.zeros(1, dtype=torch.int64, device=device)
+            self._index = torch.zeros(1, 1, dtype=torch.int64, device=device)
+            self._one, self.out = (torch.ones(1, 1, device=device) for _ in range(2))
+
+    def queue(self, signals: Signals) -> None:
+        """Hand it over."""
+        box, index, one = self.box, self._index, self._one
+        inside = signals.in_kernels
+        addresses = handing.publish(box, self._absent, one, index, one, rings=inside)
+        signals.ring(self.doorbell)
+        signals.wait(self.done)
+        handing.combine(box, one, addresses, index, one, 1, self.out, waits=inside)
 
 
 def works(
@@ -213,38 +245,31 @@ def works(
 
     Whatever happens, the host sets what the stream waits for.
     """
-    with torch.inference_mode(False):
-        address_of = torch.zeros(1, dtype=torch.int64, device=streams.device)
-        none = torch.full((1, 1), -1, device=streams.device)
-        weight = torch.zeros(1, 1, device=streams.device)
-    doorbell, done = words[:1], words[16:17]
-    box = handing.MailboxTensors(doorbell, words[8:9], *(words[24 + i :][:1] for i in range(5)))
-
-    def work() -> None:
-        handing.publish(box, address_of, weight, none, weight, rings=signals.rings)
-        signals.ring(doorbell)
-        signals.wait(done)
-
-    if not _hands_over(work, streams, words):
+    layer = _TrialLayer(words, streams.device)
+    work = functools.partial(layer.queue, signals)
+    if not _hands_over(work, streams, layer, 2.0):
         return False
     if make_capture is None:
         return True
     graph = captured_work(work, make_capture(), streams)
-    return all(_hands_over(graph.replay, streams, words) for _ in range(2))
+    return all(_hands_over(graph.replay, streams, layer, result) for result in (3.0, 4.0))
 
 
-def _hands_over(work: Callable[[], None], streams: Streams, words: Tensor) -> bool:
+def _hands_over(
+    work: Callable[[], None], streams: Streams, layer: _TrialLayer, result: float
+) -> bool:
     """Queue a hand-over, answer it, and tell whether both sides have seen what they should."""
-    words.zero_()
-    doorbell, done = words[:1], words[16:17]
+    layer.words.zero_()
     try:
         streams.run(Stream.COMPUTE, work)
         end = streams.record(Stream.COMPUTE)
-        has_rung = _comes(lambda: int(doorbell) == 1)
+        has_rung = _comes(lambda: int(layer.doorbell) == 1)
+        has_waited = not end.query()
     finally:
-        done.fill_(1)
+        layer.result.fill_(result)
+        layer.done.fill_(1)
     has_ended = _comes(end.query)  # also of a failed trial: the next one uses the same words
-    return has_rung and has_ended and int(done) == 0
+    return has_rung and has_waited and has_ended and float(layer.out) == result
 
 
 def captured_work(work: Callable[[], None], capture: Capture, streams: Streams) -> Graph:

@@ -38,7 +38,8 @@ def publish(
 ) -> Tensor:
     """Publish a layer; return the addresses of its hits, (rows * top_k,) int64, 0 for no hit.
 
-    `address_of` is (num_experts,) int64. With `rings` the kernel itself sets the doorbell.
+    `address_of` is (num_experts,) int64. `done` becomes whether nothing misses. With `rings` the
+    kernel itself sets the doorbell.
     """
     num_choices, num_values = index.numel(), hidden.numel()
     addresses = torch.empty(num_choices, dtype=torch.int64, device=index.device)
@@ -46,34 +47,31 @@ def publish(
         index, weights, hidden, address_of, addresses, box.doorbell, box.done, box.choice,
         box.is_hit, box.weights, box.hidden, num_choices=num_choices,
         choice_width=1 << max(4, (num_choices - 1).bit_length()), num_experts=len(address_of),
-        num_values=num_values, block_values=_PUBLISHED_AT_ONCE, rings=rings, num_warps=4,
+        num_values=num_values, block_values=_PUBLISHED_AT_ONCE, rings=rings,
+        on_gpu=index.is_cuda, num_warps=4,
     )  # fmt: skip
     return addresses
 
 
-def wait_for(done: Tensor, gave_up: Tensor) -> None:
-    """Hold the stream until `done` is 1, and reset it; counts in `gave_up` what never came."""
-    has_pause = done.device.type == "cuda" or gave_up.device.type == "cuda"
-    hand_over.wait_for[(1,)](
-        done, gave_up, most_polls=_MOST_POLLS, has_pause=has_pause, num_warps=1
-    )
-
-
 def combine(
+    box: MailboxTensors,
     rows: Tensor,
-    results: Tensor,
     addresses: Tensor,
     index: Tensor,
     weights: Tensor,
     num_experts: int,
     out: Tensor,
+    *,
+    waits: bool,
 ) -> None:
     """Add the GPU's and the host's rows up in the router's order; see `hand_over.combine`.
 
-    Its products and sums are not joined, as they are not on the CPU.
+    With `waits` the kernel itself waits until the host is done. Its products and sums are not
+    joined, as they are not on the CPU.
     """
     num_rows, num_cols = out.shape
     hand_over.combine[-(-num_cols // _COMBINE_COLS), num_rows](
-        rows, results, addresses, index, weights, out, num_cols=num_cols, top_k=index.shape[1],
-        num_experts=num_experts, block_cols=_COMBINE_COLS, enable_fp_fusion=False,
+        box.done, rows, box.results, addresses, index, weights, out, num_cols=num_cols,
+        top_k=index.shape[1], num_experts=num_experts, block_cols=_COMBINE_COLS, waits=waits,
+        most_polls=_MOST_POLLS, on_gpu=out.is_cuda, enable_fp_fusion=False,
     )  # fmt: skip
