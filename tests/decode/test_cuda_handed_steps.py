@@ -233,6 +233,25 @@ def test_a_step_is_one_graph_and_gives_the_cpus_logits(
     check_slots(executor)
 
 
+@pytest.mark.parametrize("model", [("qwen3_5_moe", "float32")], indirect=True)
+def test_drafted_tokens_are_verified_in_one_graph(model: Any, executor: HybridExecutor) -> None:
+    runtime = require_runtime(model)
+    with runtime.using(runtime.cpu_executor()):
+        expected = logits_of(PaddedBatch(model, prompts(1), 0), 1)[1:]
+    rows = cuda_pool(model, prompts(1), 30, make_capture=TwinCapture)
+    rows.prefill()
+    done = 0
+    for num_kept in (1, 2, 3, 1, 1):
+        drafted = TOKENS[done : done + 3]
+        logits = rows.pool.verify({0: drafted})
+        for ours, theirs in zip(logits, expected[done:], strict=False):
+            assert_alike(ours[None], theirs)
+        done += num_kept
+        rows.pool.keep(0, len(prompts(1)[0]) + done)
+    assert rows.step.is_replaying, rows.step.why_not
+    assert rows.num_segments == 1
+
+
 def test_prompts_between_them_and_other_sizes_use_the_same_cache(
     model: Any, executor: HybridExecutor
 ) -> None:

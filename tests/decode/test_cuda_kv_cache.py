@@ -49,7 +49,7 @@ def read_prompt(window: int, softcap: float, sinks: Tensor | None) -> tuple[Tens
     with Largest() as largest:  # type: ignore[no-untyped-call]
         prompt = attend(NUM_TOKENS)
     cache.commit()
-    cache.begin_decode([0], 1)
+    cache.begin_decode({0: 1}, 1)
     return torch.cat([prompt, attend(1)]), largest.num_bytes
 
 

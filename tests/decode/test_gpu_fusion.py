@@ -141,8 +141,8 @@ def test_a_layer_of_qwen3_moe_is_few_launches_outside_its_experts(
     model = load(tmp_path, "qwen3_moe", dtype)
     pool = CudaSlotPool(model, 1, capacity=20, find_kernels=find_kernels)
     pool.prefill({0: PROMPTS[0]})
-    pool.cache.begin_decode([0], 1)
-    ids, positions = torch.tensor([[5]]), pool.cache.positions
+    pool.cache.begin_decode({0: 1}, 1)
+    ids, positions = torch.tensor([[5]]), pool.cache.places(1).positions
 
     def step() -> Tensor:
         return pool._model.logits(ids, positions[:, None], 1)[:, -1]
@@ -161,7 +161,7 @@ def test_a_layer_of_linear_attention_is_few_launches_outside_its_experts(
     model = load(tmp_path, "qwen3_5_moe", "float32")
     pool = CudaSlotPool(model, 1, capacity=20, find_kernels=find_kernels)
     pool.prefill({0: PROMPTS[0]})
-    pool.cache.begin_decode([0], 1)
+    pool.cache.begin_decode({0: 1}, 1)
     with torch.inference_mode():
         graph: Any = pool._recorded(1)
     layers = [[op.name for op in layer] for layer in layers_of(graph.__self__.operations)]

@@ -6,8 +6,14 @@ import pytest
 import torch
 
 from tandem.decode.cuda.slots import CudaSlotPool, new_cuda_slot_pool
-from tandem.kernels.device_states import SlotTokens, TorchStates
-from tandem.kernels.recurrent import Convolution, Recurrence, RecurrenceForm
+from tandem.kernels.device_states import Run, SlotTokens, StateMemory, TorchStates, logged_values
+from tandem.kernels.recurrent import (
+    MOST_DRAFTED,
+    Convolution,
+    Recurrence,
+    RecurrenceForm,
+    StateOperation,
+)
 from tests.gpu.models import DEVICE, IS_DRY, compare_logits, load_hybrid
 from tests.hf.tiny import save_tiny_checkpoint
 
@@ -23,8 +29,29 @@ def near(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert float((found - expected).float().norm() / expected.float().norm()) < 0.02
 
 
+def near_runs(found: torch.Tensor, expected: torch.Tensor, tokens: SlotTokens) -> None:
+    """Compare the rows that have tokens."""
+    for _, first, count, *_ in tokens.runs.tolist():
+        near(found[first : first + count], expected[first : first + count])
+
+
+def memory_of(operation: StateOperation, states: torch.Tensor) -> StateMemory:
+    shape = len(states), 2, MOST_DRAFTED, logged_values(operation)
+    return StateMemory(states.clone(), torch.zeros(shape, device=DEVICE))
+
+
+def steps_of(num_each: int) -> list[SlotTokens]:
+    """Two slots' tokens: certain ones; then drafted ones; then some of these again, and others."""
+    found = []
+    for certain, again, half in ((num_each, (-1, 0), 0), (1, (0, 0), 0), (1, (2, 0), 1)):
+        count = num_each if certain == num_each else min(num_each, 1 + MOST_DRAFTED)
+        runs = [Run(1 + n, n * num_each, count, certain, again[n], half) for n in range(2)]
+        found.append(SlotTokens(torch.tensor(runs, device=DEVICE), count))
+    return found
+
+
 @pytest.mark.skipif(IS_DRY, reason="needs the Triton kernels")
-@pytest.mark.parametrize("num_each", [1, 700])
+@pytest.mark.parametrize("num_each", [1, 8, 700])
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.decay}-{form.num_heads}")
 def test_recurrences_give_what_torch_gives(form: RecurrenceForm, num_each: int) -> None:
     from tandem.triton_kernels.states import TritonStates
@@ -50,15 +77,15 @@ def test_recurrences_give_what_torch_gives(form: RecurrenceForm, num_each: int) 
     operation = Recurrence(form, None if factor is None else factor.t().contiguous().t())
     shape = (3, form.num_heads, form.key_dim, form.value_dim)
     states = torch.randn(shape, generator=random, device=DEVICE)
-    tokens = SlotTokens(1, num_each, torch.tensor([0, 5], device=DEVICE))
-    found = states.clone()
-    out = TritonStates().recur(operation, found, tokens, *given)
-    near(out, TorchStates().recur(operation, states, tokens, *given))
-    near(found, states)
+    ours, theirs = (memory_of(operation, states) for _ in range(2))
+    for tokens in steps_of(num_each):
+        out = TritonStates().recur(operation, ours, tokens, *given)
+        near_runs(out, TorchStates().recur(operation, theirs, tokens, *given), tokens)
+        near(ours.states, theirs.states)
 
 
 @pytest.mark.skipif(IS_DRY, reason="needs the Triton kernels")
-@pytest.mark.parametrize("num_each", [1, 700])
+@pytest.mark.parametrize("num_each", [1, 8, 700])
 def test_convolutions_give_what_torch_gives(num_each: int) -> None:
     from tandem.triton_kernels.states import TritonStates
 
@@ -66,11 +93,12 @@ def test_convolutions_give_what_torch_gives(num_each: int) -> None:
     x = torch.randn(2 * num_each, 8192, generator=random, device=DEVICE).bfloat16()
     weight = torch.randn(4, 8192, generator=random, device=DEVICE).t()
     states = torch.randn(3, 3, 8192, generator=random, device=DEVICE)
-    tokens, found = SlotTokens(1, num_each, torch.tensor([0, 5], device=DEVICE)), states.clone()
     operation = Convolution(weight, None, has_silu=True)
-    out = TritonStates().convolve(operation, found, tokens, x)
-    near(out, TorchStates().convolve(operation, states, tokens, x))
-    assert torch.equal(found, states)
+    ours, theirs = (memory_of(operation, states) for _ in range(2))
+    for tokens in steps_of(num_each):
+        out = TritonStates().convolve(operation, ours, tokens, x)
+        near_runs(out, TorchStates().convolve(operation, theirs, tokens, x), tokens)
+        assert torch.equal(ours.states, theirs.states)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_moe", "nemotron_h", "lfm2_moe"])

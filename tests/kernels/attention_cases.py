@@ -61,7 +61,7 @@ def attend_both(
                 cache.commit()
         results = []
         for _ in range(steps):
-            cache.begin_decode(range(len(lengths)), len(lengths))
+            cache.begin_decode(dict.fromkeys(range(len(lengths)), 1), len(lengths))
             cache.expect(0)
             query, key, value = tokens(form, len(lengths), dtype, random, device)
             results.append(cache.attend(form, query, key, value, sinks))

@@ -14,9 +14,15 @@ import torch
 from tandem.devices.cuda import handing
 from tandem.kernels.attention import AttentionForm
 from tandem.kernels.dense import pack_dense
-from tandem.kernels.device_states import SlotTokens
+from tandem.kernels.device_states import Run, SlotTokens, StateMemory, logged_values
 from tandem.kernels.formats.weight_format import find_format
-from tandem.kernels.recurrent import Convolution, Recurrence, RecurrenceForm
+from tandem.kernels.recurrent import (
+    MOST_DRAFTED,
+    Convolution,
+    Recurrence,
+    RecurrenceForm,
+    StateOperation,
+)
 from tandem.triton_kernels import (
     attention,
     chains,
@@ -68,7 +74,7 @@ def launches_of(case: tuple[Any, ...]) -> list[Launch]:
         scale=0.1, window=window,
     )  # fmt: skip
     is_latent = kv_heads == 1
-    where, positions = torch.zeros(5, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    where, places = torch.zeros(5, dtype=torch.int64), (torch.zeros(2, dtype=torch.int64),) * 2
     query = torch.zeros(2, heads, key_dim, dtype=dtype).transpose(0, 1)
     key, value = (
         torch.zeros(2, kv_heads, dim, dtype=dtype).transpose(0, 1)
@@ -76,8 +82,8 @@ def launches_of(case: tuple[Any, ...]) -> list[Launch]:
     )
     sinks = torch.zeros(heads, dtype=dtype) if has_sinks else None
     kernels = DecodeAttention(128)
-    kernels.store(where, positions, key, value, kind)
-    kernels.attend(form, where, positions, query, sinks, kind, has_values=not is_latent)
+    kernels.store(where, *places, key, value, kind)
+    kernels.attend(form, where, *places, query, sinks, kind, has_values=not is_latent)
     return launches
 
 
@@ -111,7 +117,7 @@ STATES = (
 def state_launches(form: RecurrenceForm) -> list[Launch]:
     """Return what a recurrence and a convolution of two slots launch."""
     launches, kernels = noted_launches_of(KERNELS), TritonStates()
-    tokens = SlotTokens(0, 1, torch.zeros(2, dtype=torch.int64))
+    tokens = SlotTokens(torch.tensor([Run(0, 0, 1, 1)] * 2), 1)
     is_pair = form.decay == "pair"
     dtype = torch.float32 if is_pair else torch.bfloat16
     value = torch.zeros(2, form.num_heads, form.value_dim, dtype=dtype)
@@ -120,14 +126,21 @@ def state_launches(form: RecurrenceForm) -> list[Launch]:
     skip = None if is_pair or form.is_delta else torch.zeros(form.num_heads, form.value_dim)
     states = torch.zeros(2, form.num_heads, form.key_dim, form.value_dim)
     decay, rate = torch.zeros(2, form.value_dim), value[:, :, 0]
+    operation = Recurrence(form, factor, skip)
     kernels.recur(
-        Recurrence(form, factor, skip), states, tokens, value, query, query, decay,
+        operation, memory_of(operation, states), tokens, value, query, query, decay,
         None if is_pair else rate,
     )  # fmt: skip
     x = torch.zeros(2, 8192, dtype=torch.bfloat16)
     convolution = Convolution(torch.zeros(8192, 4), None, has_silu=True)
-    kernels.convolve(convolution, torch.zeros(2, 3, 8192), tokens, x)
+    kernels.convolve(convolution, memory_of(convolution, torch.zeros(2, 3, 8192)), tokens, x)
     return launches
+
+
+def memory_of(operation: StateOperation, states: torch.Tensor) -> StateMemory:
+    """Return states with a log of drafted tokens."""
+    shape = len(states), 2, MOST_DRAFTED, logged_values(operation)
+    return StateMemory(states, torch.zeros(shape))
 
 
 def chain_launches(num_rows: int) -> list[Launch]:

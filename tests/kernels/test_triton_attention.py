@@ -110,10 +110,10 @@ def test_a_latent_is_key_and_value_at_once(triton_attention: ModuleType) -> None
     query = torch.randn(heads, 1, 576, generator=random)
     new = torch.randn(1, 1, 576, generator=random)
     kernels = triton_attention.DecodeAttention(4)
-    positions = torch.tensor([length])
-    kernels.store(where, positions, new, new[..., :0], "fp32")
+    places = torch.tensor([0]), torch.tensor([length])
+    kernels.store(where, *places, new, new[..., :0], "fp32")
     torch.testing.assert_close(keys[0, 0, length], new[0, 0])
-    out = kernels.attend(form, where, positions, query, None, "fp32", has_values=False)
+    out = kernels.attend(form, where, *places, query, None, "fp32", has_values=False)
     scores = (query[:, 0] @ keys[0, 0, : length + 1].T * form.scale).softmax(-1)
     torch.testing.assert_close(
         out[0], scores @ keys[0, 0, : length + 1, :512], rtol=1e-5, atol=1e-5
@@ -142,7 +142,7 @@ def test_nothing_is_captured_again_when_a_text_or_the_cache_grows(
         cache.attend(form, torch.ones(4, more, 16), key, value, None)
         cache.commit()
         memory = cache.num_bytes
-        cache.begin_decode([0], 1)
+        cache.begin_decode({0: 1}, 1)
         cache.expect(0)
         cache.attend(form, torch.ones(4, 1, 16), key[:, :1], value[:, :1], None)
     assert len(set(launches)) == 1

@@ -3,6 +3,7 @@
 The interpreter cuts bf16 off where others round, so its results are further away.
 """
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,8 +15,15 @@ from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.nemotron_h import modeling_nemotron_h as nemotron
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
-from tandem.kernels.device_states import SlotTokens, StateKernels, TorchStates
-from tandem.kernels.recurrent import Convolution, Recurrence, RecurrenceForm
+from tandem.kernels.device_states import (
+    Run,
+    SlotTokens,
+    StateKernels,
+    StateMemory,
+    TorchStates,
+    logged_values,
+)
+from tandem.kernels.recurrent import MOST_DRAFTED, Convolution, Recurrence, RecurrenceForm
 from tests.kernels.interpreter import interpreted
 from tests.kernels.test_recurrent import close, delta_inputs, draw, rows_of
 
@@ -46,12 +54,18 @@ class OneSlot:
             form = operation.form
             shape = (form.num_heads, form.key_dim, form.value_dim)
         self.states = torch.full((SLOTS, *shape), 7.0)  # a state of zeros begins by itself
+        log = torch.full((SLOTS, 2, MOST_DRAFTED, logged_values(operation)), 7.0)
+        self.memory = StateMemory(self.states, log)
 
     def __call__(self, inputs: list[Tensor], first: int) -> Tensor:
-        tokens = SlotTokens(1, len(inputs[0]), torch.tensor([first]))
+        count = len(inputs[0])
+        return self.step([Run(1, 0, count, count, 0 if first else -1)], inputs)
+
+    def step(self, runs: list[Run], inputs: list[Tensor]) -> Tensor:
+        tokens = SlotTokens(torch.tensor(runs), max(run.num_tokens for run in runs))
         if isinstance(self._operation, Convolution):
-            return self._kernels.convolve(self._operation, self.states, tokens, *inputs)
-        return self._kernels.recur(self._operation, self.states, tokens, *inputs)
+            return self._kernels.convolve(self._operation, self.memory, tokens, *inputs)
+        return self._kernels.recur(self._operation, self.memory, tokens, *inputs)
 
     def in_parts(self, inputs: list[Tensor], cuts: list[int]) -> Tensor:
         parts = zip([0, *cuts], [*cuts, len(inputs[0])], strict=True)
@@ -144,18 +158,15 @@ def test_mamba(kernels: StateKernels) -> None:
 
 
 def test_slots_go_on_side_by_side_and_idle_ones_stay(kernels: StateKernels) -> None:
-    """A step of three slots: one begins, one goes on, one has no token."""
+    """A step of three rows: a slot begins, one goes on, and a row has no token."""
     form = RecurrenceForm(2, 1, 16, 16, "head", is_delta=True)
     inputs = rows_of(delta_inputs(SLOTS, 1, 2, 16, 16, torch.float32))
     convolution = Convolution(draw(4, 8, seed=1).t(), None, True)
     for operation, given in ((Recurrence(form), inputs), (convolution, [draw(SLOTS, 8)])):
         alone, together = OneSlot(kernels, operation), OneSlot(kernels, operation)
         before = together.states.normal_(generator=torch.Generator().manual_seed(0)).clone()
-        tokens = SlotTokens(0, 1, torch.tensor([0, 9, -1]))
-        if isinstance(operation, Convolution):
-            out = kernels.convolve(operation, together.states, tokens, *given)
-        else:
-            out = kernels.recur(operation, together.states, tokens, *given)
+        runs = [Run(0, 0, 1, 1), Run(1, 1, 1, 1, 0), Run(0, 2, 1, 0)]
+        out = together.step(runs, given)
         assert torch.equal(together.states[2], before[2])
         assert out.isfinite().all()
         for slot, position in ((0, 0), (1, 9)):
@@ -163,3 +174,61 @@ def test_slots_go_on_side_by_side_and_idle_ones_stay(kernels: StateKernels) -> N
             expected = alone([x[slot : slot + 1] for x in given], position)
             close(out[slot : slot + 1], expected)
             close(together.states[slot], alone.states[1])
+
+
+OPERATIONS: dict[str, Convolution | Recurrence] = {
+    "delta": Recurrence(RecurrenceForm(4, 2, 16, 24, "head", is_delta=True, is_normalised=True)),
+    "by key": Recurrence(RecurrenceForm(2, 2, 33, 16, "key", is_delta=True)),
+    "skip": Recurrence(RecurrenceForm(2, 1, 16, 16, "head"), skip=draw(2, 16, seed=3)),
+    "pair": Recurrence(RecurrenceForm(1, 1, 16, 40, "pair"), -draw(16, 40, seed=2).abs().t()),
+    "convolution": Convolution(draw(4, 24, seed=1).t(), None, has_silu=True),
+}
+
+
+def tokens_for(operation: Convolution | Recurrence, count: int) -> list[Tensor]:
+    """Inputs of so many tokens."""
+    if isinstance(operation, Convolution):
+        return [draw(count, len(operation.weight))]
+    form = operation.form
+    shape = {
+        "head": (form.num_heads,), "key": (form.num_heads, form.key_dim), "pair": (form.value_dim,)
+    }[form.decay]  # fmt: skip
+    decay = draw(count, *shape, seed=7).abs()
+    keys = [draw(count, form.num_key_heads, form.key_dim, seed=n) for n in (5, 6)]
+    rates = [] if form.decay == "pair" else [draw(count, form.num_heads, seed=8).sigmoid()]
+    value = draw(count, form.num_heads, form.value_dim)
+    return [value, *keys, decay if form.decay == "pair" else -decay, *rates]
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_drafted_tokens_that_are_taken_back_leave_nothing(kernels: StateKernels, name: str) -> None:
+    """Two slots write texts in steps of random drafts, of which the first few are kept."""
+    operation, length, chance = OPERATIONS[name], 14, random.Random(3)
+    texts = {
+        slot: [x.flip(0) if slot else x for x in tokens_for(operation, length)] for slot in (0, 2)
+    }
+    expected = {slot: OneSlot(kernels, operation)(text, 0) for slot, text in texts.items()}
+    pool = OneSlot(kernels, operation)
+    done, again, half = {0: 0, 2: 0}, {0: -1, 2: -1}, {0: 0, 2: 0}
+    while min(done.values()) < length:
+        runs, rows, row = [], [], 0
+        for slot in [n for n in texts if done[n] < length]:
+            count = min(chance.randrange(1, 6), length - done[slot])
+            runs.append(Run(slot, row, count, 1, again[slot], half[slot]))
+            rows.append([x[done[slot] : done[slot] + count] for x in texts[slot]])
+            row += count
+        runs.append(Run(runs[0].slot, row, 1, 0, -1, runs[0].half))
+        inputs = [
+            torch.cat([*of_tokens, of_tokens[0][:1]]) for of_tokens in zip(*rows, strict=True)
+        ]
+        out = pool.step(runs, inputs)
+        assert out.isfinite().all()
+        for run in runs[:-1]:
+            first, kept = done[run.slot], chance.randrange(1, run.num_tokens + 1)
+            found = out[run.first : run.first + run.num_tokens]
+            close(found, expected[run.slot][first : first + run.num_tokens])
+            done[run.slot] += kept
+            again[run.slot] = kept - 1
+            half[run.slot] ^= run.num_tokens > 1
+    assert (pool.states[1] == 7).all()
+    assert (pool.memory.log[1] == 7).all()

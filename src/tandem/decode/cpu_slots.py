@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tandem.core.errors import ExecutionError
 from tandem.decode.model_runner import ModelRunner, why_other_logits
-from tandem.decode.slots import MAX_STEP_TOKENS, CachedSlotPool
+from tandem.decode.slots import EACH_TOKEN_SEEN, MAX_STEP_TOKENS, CachedSlotPool
 from tandem.experts.tracing.events import unheard
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.lookahead.warm_up import warm_up_ids
@@ -121,7 +121,7 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
         """
         executor = self._model.executor
         if executor is not None and not executor.takes_drafts:
-            return "what records or forces routing sees one token of each sequence in a step"
+            return EACH_TOKEN_SEEN
         if self._is_packed or self._steps_are_native():
             return None
         return "linear layers are not packed (--dense-dtype), so that an answer might change"
@@ -133,10 +133,6 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
         return bool(graphs) and all(
             isinstance(graph, RecordedGraph) and not graph.has_torch_products for graph in graphs
         )
-
-    def decode(self, tokens: Mapping[int, int]) -> Tensor:
-        """Append one token to each of some slots; return (slots, vocabulary) in their order."""
-        return self.verify({slot: (token,) for slot, token in tokens.items()})
 
     @torch.inference_mode()
     def verify(self, tokens: Mapping[int, Sequence[int]]) -> Tensor:

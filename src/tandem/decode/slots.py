@@ -24,6 +24,9 @@ _Cache = TypeVar("_Cache", bound=SlotCache)
 # Bounds the activations of a long prompt; experts are read, or fetched, once per so many tokens.
 MAX_STEP_TOKENS = 2048
 
+# Why nothing is drafted beside executors that pass calls on.
+EACH_TOKEN_SEEN = "what records or forces routing sees one token of each sequence in a step"
+
 
 class SlotPool(Protocol):
     """What a scheduler needs of a model whose requests come and go."""
@@ -176,18 +179,13 @@ class CachedSlotPool(UnmovableSlots, ABC, Generic[_Cache]):
         self.cache.pretend(depth)
         self._held = [[-1] * depth for _ in self._held]
 
-    @property
-    def why_no_drafts(self) -> str | None:
-        """Why `verify` takes one token of a slot."""
-        return "decode steps on this device take one token of each sequence"
-
-    def verify(self, tokens: Mapping[int, Sequence[int]]) -> Tensor:
-        """Append one token to each of some slots; see `SlotPool`."""
-        return self.decode({slot: token for slot, (token,) in tokens.items()})
-
     @abstractmethod
+    def verify(self, tokens: Mapping[int, Sequence[int]]) -> Tensor:
+        """Append tokens to slots in one decode step; see `SlotPool`."""
+
     def decode(self, tokens: Mapping[int, int]) -> Tensor:
         """Append one token to each of some slots; return (slots, vocabulary) in their order."""
+        return self.verify({slot: (token,) for slot, token in tokens.items()})
 
     @contextmanager
     def _going_back(self, slots: Sequence[int]) -> Iterator[None]:

@@ -1,7 +1,8 @@
 """Convolutions and recurrences on a device that computes in torch: the reference of its kernels.
 
-Tokens are those of neighbouring slots, as many of each, slot by slot. Nothing here waits for the
-device, so that steps can be captured.
+Tokens come in runs: of one slot, one after the other. All but the certain ones of a run may be
+taken back: its state stays before them, they are logged, and the slot's next run does as many of
+them again as were kept. Nothing here waits for the device, so that steps can be captured.
 """
 
 from typing import NamedTuple, Protocol
@@ -10,36 +11,71 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.kernels.recurrent import Convolution, Recurrence
+from tandem.kernels.recurrent import (
+    MOST_DRAFTED,
+    Convolution,
+    Recurrence,
+    RecurrenceForm,
+    StateOperation,
+)
 
 _LEAST_SQUARE = 1e-6  # beside the sum that a query's or key's length is the root of
 
 
-class SlotTokens(NamedTuple):
-    """Which slots a call's tokens are of."""
+class Run(NamedTuple):
+    """Tokens of one slot that follow each other in a call."""
 
-    first_slot: int
-    num_each: int
-    positions: Tensor
-    """(slots,) int64: of each slot's first token, on the device. At 0 a slot begins with zeros;
-    below that it is idle: its tokens give something, and its state stays as it is."""
+    slot: int
+    first: int
+    """Row of the first token."""
+    num_tokens: int
+    num_certain: int
+    """The slot's state is kept after so many, the others are logged. 0: the run is idle: its tokens
+    give something, and nothing is kept. An idle run names the slot and half of the first run."""
+    num_again: int = -1
+    """Logged tokens that are done again before; -1: the slot begins with zeros."""
+    half: int = 0
+    """Which half of the slot's log is read; the other one is written."""
+
+
+class SlotTokens(NamedTuple):
+    """A call's tokens."""
+
+    runs: Tensor
+    """(n_runs, 6) int64 on the device: each is a `Run`; the first one is not idle."""
+    most: int
+    """Tokens of a run, at most."""
+    have_log: bool = True
+    """Whether some tokens are done again or logged; kernels that loop on the device find out."""
+
+
+class StateMemory(NamedTuple):
+    """What an operation keeps, fp32."""
+
+    states: Tensor
+    """(slots, width - 1, channels), or (slots, heads, key_dim, value_dim)"""
+    log: Tensor
+    """(slots, 2, MOST_DRAFTED, `logged_values`)"""
 
 
 class StateKernels(Protocol):
-    """Operations on states (slots, ...) fp32, which they change; numbers are fp32, too.
+    """Operations on states, which they change; numbers are fp32, too.
 
     Weights lie (width, channels), factors (key_dim, value_dim) in memory, whatever their shape.
     """
 
+    loops_on_device: bool
+    """Whether a call serves runs of any number of tokens, so that its launches are the same."""
+
     def convolve(
-        self, operation: Convolution, states: Tensor, tokens: SlotTokens, x: Tensor
+        self, operation: Convolution, memory: StateMemory, tokens: SlotTokens, x: Tensor
     ) -> Tensor:
-        """Return what (n_tokens, channels) give; states are (slots, width - 1, channels)."""
+        """Return what (n_tokens, channels) give."""
 
     def recur(
         self,
         operation: Recurrence,
-        states: Tensor,
+        memory: StateMemory,
         tokens: SlotTokens,
         value: Tensor,
         query: Tensor,
@@ -47,33 +83,50 @@ class StateKernels(Protocol):
         decay: Tensor,
         rate: Tensor | None = None,
     ) -> Tensor:
-        """Return what tokens give, (n_tokens, heads, value_dim), as of `RecurrenceState.add`.
+        """Return what tokens give, (n_tokens, heads, value_dim), as of `RecurrenceState.add`."""
 
-        States are (slots, heads, key_dim, value_dim).
-        """
+
+def logged_values(operation: StateOperation) -> int:
+    """Return how many values a drafted token's log has."""
+    if isinstance(operation, Convolution):
+        return len(operation.weight)
+    return sum(logged_sizes(operation.form))
+
+
+def logged_sizes(form: RecurrenceForm) -> tuple[int, int, int, int]:
+    """Return how many values of keys, values, decays and rates a token's log has, in this order."""
+    values = form.num_heads * form.value_dim
+    each = {"head": 1, "key": form.key_dim, "pair": form.value_dim}[form.decay]
+    return form.num_key_heads * form.key_dim, values, form.num_heads * each, form.num_heads
 
 
 class TorchStates:
     """The same in torch."""
 
+    loops_on_device = False
+
     def convolve(
-        self, operation: Convolution, states: Tensor, tokens: SlotTokens, x: Tensor
+        self, operation: Convolution, memory: StateMemory, tokens: SlotTokens, x: Tensor
     ) -> Tensor:
         """See `StateKernels.convolve`."""
         weight, bias, has_silu = operation
-        num_each, width = tokens.num_each, weight.shape[1]
-        kept, before = _kept(states, tokens)
-        inputs = torch.cat([before, x.float().view(len(kept), num_each, -1)], 1)
-        taps = [inputs[:, j : j + num_each] * weight[:, j] for j in range(width)]
+        runs, before = _Runs(tokens, len(x)), weight.shape[1] - 1
+        inputs = runs.states(memory)  # (runs, tokens, channels)
+        if tokens.have_log:
+            inputs = torch.cat([inputs, runs.logged(memory)], 1)
+            inputs = _from(inputs, runs.num_again.clamp(min=0), before)
+        inputs = torch.cat([inputs, runs.tokens_of(x.float())], 1)
+        taps = [inputs[:, j : j + tokens.most] * weight[:, j] for j in range(before + 1)]
         out = torch.stack(taps).sum(0)
-        out = (out if bias is None else out + bias).to(x.dtype)
-        _keep(kept, tokens, inputs[:, num_each:])
-        return (F.silu(out) if has_silu else out).view(x.shape)
+        out = runs.rows_of((out if bias is None else out + bias).to(x.dtype))
+        drafted = _from(inputs, before + runs.num_certain, MOST_DRAFTED)
+        runs.keep(memory, _from(inputs, runs.num_certain, before), drafted)
+        return F.silu(out) if has_silu else out
 
     def recur(
         self,
         operation: Recurrence,
-        states: Tensor,
+        memory: StateMemory,
         tokens: SlotTokens,
         value: Tensor,
         query: Tensor,
@@ -83,53 +136,110 @@ class TorchStates:
     ) -> Tensor:
         """See `StateKernels.recur`."""
         form, factor, skip = operation
-        kept, state = _kept(states, tokens)
-        group = form.num_heads // form.num_key_heads
-
-        def by_slot(x: Tensor) -> Tensor:
-            return x.float().view(len(kept), tokens.num_each, *x.shape[1:])
-
-        def of_heads(x: Tensor, scale: float) -> Tensor:
-            if form.is_normalised:
-                wide = x.float()
-                x = wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + _LEAST_SQUARE)
-            return by_slot(x.float() * scale).repeat_interleave(group, 2)
-
-        queries, keys, values = of_heads(query, form.scale), of_heads(key, 1.0), by_slot(value)
-        kept_share = _kept_share(form.decay, by_slot(decay), factor)
-        rates = None if rate is None else by_slot(rate)[..., None]
-        outputs = []
-        for t in range(tokens.num_each):
-            state = state * kept_share[:, t]
-            change = values[:, t]
-            if form.is_delta:
-                change = change - (state * keys[:, t, :, :, None]).sum(2)
-            change = change if rates is None else change * rates[:, t]
-            state = state + keys[:, t, :, :, None] * change[:, :, None]
-            out = (state * queries[:, t, :, :, None]).sum(2)
-            outputs.append(out if skip is None else out + skip * values[:, t])
-        _keep(kept, tokens, state)
-        return torch.stack(outputs, 1).view(value.shape).to(value.dtype)
+        runs, state = _Runs(tokens, len(value)), _Stepped(form, factor, rate is not None)
+        rates = value.new_ones(value.shape[:2]) if rate is None else rate
+        said = runs.tokens_of(
+            torch.cat([x.flatten(1).float() for x in (key, value, decay, rates)], 1)
+        )
+        queries = runs.tokens_of(_heads(form, query.float(), form.scale))
+        now = runs.states(memory)
+        if tokens.have_log:
+            logged = runs.logged(memory)
+            for t in range(MOST_DRAFTED):
+                is_again = runs.num_again.gt(t).view(-1, 1, 1, 1)
+                now = torch.where(is_again, state(now, logged[:, t]), now)
+        kept, outputs = now, []
+        for t in range(tokens.most):
+            now = state(now, said[:, t])
+            kept = torch.where(runs.num_certain.eq(t + 1).view(-1, 1, 1, 1), now, kept)
+            out = (now * queries[:, t, :, :, None]).sum(2)
+            outputs.append(out if skip is None else out + skip * state.values(said[:, t]))
+        runs.keep(memory, kept, _from(said, runs.num_certain, MOST_DRAFTED))
+        return runs.rows_of(torch.stack(outputs, 1)).to(value.dtype)
 
 
-def _kept(states: Tensor, tokens: SlotTokens) -> tuple[Tensor, Tensor]:
-    """Return the slots' states as they lie, and as the tokens find them."""
-    count = len(tokens.positions)
-    kept = states[tokens.first_slot : tokens.first_slot + count]
-    goes_on = (tokens.positions > 0).view(-1, *[1] * (kept.dim() - 1))
-    return kept, torch.where(goes_on, kept, 0.0)
+class _Runs:
+    """A call's runs, and where their tokens lie."""
+
+    def __init__(self, tokens: SlotTokens, num_rows: int) -> None:
+        self._has_log, self._most, runs = tokens.have_log, tokens.most, tokens.runs
+        self._slot, first, count, self.num_certain, self.num_again, self._half = runs.unbind(1)
+        place = torch.arange(self._most, device=runs.device)
+        self._rows = (first[:, None] + place).clamp(max=num_rows - 1)
+        row = torch.arange(num_rows, device=runs.device)[:, None]
+        self._run_of = ((first <= row) & (row < first + count)).to(torch.int8).argmax(1)
+        self._place_of = (row[:, 0] - first[self._run_of]).clamp(min=0)
+        number = torch.arange(len(runs), device=runs.device)
+        self._kept_from = torch.where(self.num_certain > 0, number, 0)
+
+    def tokens_of(self, rows: Tensor) -> Tensor:
+        """Return rows' values by run: (runs, tokens, ...)."""
+        return rows[self._rows]
+
+    def rows_of(self, tokens: Tensor) -> Tensor:
+        """Return values of runs' tokens in the order of the call."""
+        return tokens[self._run_of, self._place_of]
+
+    def states(self, memory: StateMemory) -> Tensor:
+        """Return the runs' states; those that begin have zeros."""
+        found = memory.states[self._slot]
+        return torch.where((self.num_again >= 0).view(-1, *[1] * (found.dim() - 1)), found, 0.0)
+
+    def logged(self, memory: StateMemory) -> Tensor:
+        """Return what was logged by the runs' slots: (runs, MOST_DRAFTED, values)."""
+        return memory.log[self._slot, self._half]
+
+    def keep(self, memory: StateMemory, states: Tensor, drafted: Tensor) -> None:
+        """Keep states and logs of all runs that are not idle."""
+        memory.states[self._slot] = states[self._kept_from]  # idle ones write what the first does
+        if self._has_log:
+            memory.log[self._slot, 1 - self._half] = drafted[self._kept_from]
 
 
-def _keep(kept: Tensor, tokens: SlotTokens, new: Tensor) -> None:
-    is_busy = (tokens.positions >= 0).view(-1, *[1] * (kept.dim() - 1))
-    kept.copy_(torch.where(is_busy, new, kept))
+class _Stepped:
+    """Moves states (runs, heads, key_dim, value_dim) on by a token, as it is logged."""
+
+    def __init__(self, form: RecurrenceForm, factor: Tensor | None, has_rate: bool) -> None:
+        self._form, self._factor, self._has_rate = form, factor, has_rate
+
+    def __call__(self, state: Tensor, token: Tensor) -> Tensor:
+        """Return the states after tokens (runs, logged values)."""
+        form = self._form
+        key, _, decay, rate = token.split(logged_sizes(form), -1)
+        keys = _heads(form, key.unflatten(-1, (form.num_key_heads, form.key_dim)), 1.0)[..., None]
+        state = state * self._share(decay)
+        change = self.values(token)
+        if form.is_delta:
+            change = change - (state * keys).sum(2)
+        change = change * rate[..., None] if self._has_rate else change
+        return state + keys * change[:, :, None]
+
+    def values(self, token: Tensor) -> Tensor:
+        """Return tokens' values, (runs, heads, value_dim)."""
+        _, value, _, _ = token.split(logged_sizes(self._form), -1)
+        values: Tensor = value.unflatten(-1, (self._form.num_heads, self._form.value_dim))
+        return values
+
+    def _share(self, decay: Tensor) -> Tensor:
+        """Return what is left of states, (runs, heads or 1, key_dim or 1, value_dim or 1)."""
+        if self._form.decay == "head":
+            return decay[..., None, None].exp()
+        if self._form.decay == "key":
+            by_key: Tensor = decay.unflatten(-1, (self._form.num_heads, self._form.key_dim))
+            return by_key[..., None].exp()
+        assert self._factor is not None
+        return (decay[:, None, None] * self._factor.t()).exp()
 
 
-def _kept_share(kind: str, decay: Tensor, factor: Tensor | None) -> Tensor:
-    """Return what is left of states, (slots, tokens, heads or 1, key_dim or 1, value_dim or 1)."""
-    if kind == "head":
-        return decay[..., None, None].exp()
-    if kind == "key":
-        return decay[..., None].exp()
-    assert factor is not None
-    return (decay[:, :, None, None] * factor.t()).exp()
+def _heads(form: RecurrenceForm, x: Tensor, scale: float) -> Tensor:
+    """Return queries or keys (..., key heads, key_dim) for each head."""
+    if form.is_normalised:
+        x = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _LEAST_SQUARE)
+    return (x * scale).repeat_interleave(form.num_heads // form.num_key_heads, -2)
+
+
+def _from(x: Tensor, first: Tensor, count: int) -> Tensor:
+    """Return some of (runs, tokens, ...) from `first` (runs,) on; the last again where it ends."""
+    place = first[:, None] + torch.arange(count, device=x.device)
+    run = torch.arange(len(x), device=x.device)[:, None]
+    return x[run, place.clamp(max=x.shape[1] - 1)]

@@ -1,6 +1,6 @@
 """States on the CPU: of drafted tokens, which may be taken back, and those that move to files."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,9 +26,7 @@ class CpuStates(KeptStates[LayerState]):
         """Hold states of so many slots; layers come as the model asks for them."""
         super().__init__(num_slots)
         self._lost: set[int] = set()  # slots whose tokens were put in, and their states not yet
-        self._drafted = [0] * num_slots
         self._kept: list[Any] = []  # what each layer's `kept` shares with numpy
-        self._announced: list[Segment] = []
 
     def _of(self, layer: LayerState) -> tuple[Tensor, ...]:
         return layer.states, layer.kept, layer.log
@@ -39,13 +37,6 @@ class CpuStates(KeptStates[LayerState]):
             self._layers[key] = new_layer_state(self._num_slots, operation())
             self._kept.append(self._layers[key].kept.numpy())
         return self._layers[key]
-
-    def begin(self, segments: Iterable[Segment]) -> None:
-        """Announce a prompt's tokens, of which some will be followed by a checkpoint; or none."""
-        segments, self._announced = list(segments), []
-        for segment in segments:
-            self._drafted[segment.slot] = 0  # what was kept of them is done before these tokens
-        super().begin(segments)
 
     def begin_decode(self, segments: Sequence[Segment]) -> None:
         """Announce a decode step's tokens: all but the first of a slot may be taken back."""
@@ -63,51 +54,21 @@ class CpuStates(KeptStates[LayerState]):
         compute = partial(_part, threads, layer, tokens, inputs)
         return self._with_cuts(layer, len(tokens.slots), compute)
 
-    def commit(self) -> None:
-        """Keep the checkpoints of the forward that is through."""
-        super().commit()
-        for segment in self._announced:
-            if segment.num_tokens > 1:
-                self._keep_drafted(segment.slot, segment.num_tokens - 1)
-        self._announced = []
-
     def can_take_back(self, slot: int, num_tokens: int) -> bool:
         """Whether a slot's last tokens, if any, were drafted in its last step."""
-        return num_tokens <= self._drafted[slot] and slot not in self._lost
+        return super().can_take_back(slot, num_tokens) and slot not in self._lost
 
     def _keep_drafted(self, slot: int, num_tokens: int) -> None:
-        """Let a slot's next call do so many of its drafted tokens again."""
-        self._drafted[slot] = num_tokens
+        super()._keep_drafted(slot, num_tokens)
         for kept in self._kept:
             kept[slot] = num_tokens
-
-    def save(self, slots: Iterable[int]) -> Callable[[], None]:
-        """Copy the states of some slots; return what puts them back."""
-        drafted = {slot: self._drafted[slot] for slot in slots}
-        states = super().save(drafted)
-
-        def put_back() -> None:
-            for slot, count in drafted.items():
-                self._drafted[slot] = count
-            states()
-
-        return put_back
-
-    def go_back(self, source: int, target: int, length: int, num_less: int) -> None:
-        """Let `target` stand where `source` stood `num_less` tokens ago, at a usable length."""
-        is_drafted = self.can_take_back(source, num_less)
-        super().go_back(source, target, length, num_less)
-        if is_drafted and num_less:
-            self._keep_drafted(target, self._drafted[target] - num_less)
 
     def _restore(self, source: int, target: int, length: int) -> None:
         super()._restore(source, target, length)
         self._lost.discard(target)
-        self._keep_drafted(target, 0)
 
     def _copy(self, source: int, target: int) -> None:
         super()._copy(source, target)
-        self._drafted[target] = self._drafted[source]
         self._lost.discard(target)
 
     # ---- moving ----------------------------------------------------------------------------------

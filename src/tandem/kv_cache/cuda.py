@@ -7,7 +7,7 @@ to a power of two (the *attended length*), masked by position.
 """
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -21,7 +21,12 @@ from tandem.kernels.recurrent import StateOperation
 from tandem.kv_cache.base import NotInSlotsError, SlotCache
 from tandem.kv_cache.cuda_attention import attention, attention_in_pieces, visible
 from tandem.kv_cache.cuda_index import DeviceIndexKeys
-from tandem.kv_cache.cuda_layers import DecodeKernels, LayerMemory, stored_dtype
+from tandem.kv_cache.cuda_layers import (
+    DecodeKernels,
+    LayerMemory,
+    StepPlaces,
+    stored_dtype,
+)
 from tandem.kv_cache.cuda_states import DeviceStates
 from tandem.kv_cache.index_keys import NewIndexKeys, Pool, Selection
 from tandem.kv_cache.latents import Expansion
@@ -63,19 +68,16 @@ class StaticKvCache(SlotCache):
         self._make_room = make_room
         self._kv_dtype, self._kernels = kv_dtype, kernels
         self._layers: dict[int, LayerMemory] = {}
-        self._masks: dict[int, Tensor] = {}  # by window; (slots, 1, 1, capacity), True is seen
         self._segment: Segment | None = None  # None: a decode step
-        self._decoded: Sequence[int] = ()
-        self._count = num_slots
-        with torch.inference_mode(False):
-            self._slots = torch.arange(num_slots, device=device)
-            self._places = torch.zeros((2, num_slots), dtype=torch.int64, device=device)
-            self.positions, self.state_positions = self._places.unbind()
+        self._counts: Mapping[int, int] = {}
+        self._places: dict[int, StepPlaces] = {}
+        self._step = self.places(1)
+        self._is_aligned = False
         zeros = partial(self._zeros, what="states")
         self.index_keys = DeviceIndexKeys(num_slots, self._zeros)
         self.index_keys.reserve(self.capacity, 0)
         """What layers with an indexer keep beside keys and values."""
-        self.states = DeviceStates(num_slots, state_kernels or TorchStates(), zeros)
+        self.states = DeviceStates(num_slots, state_kernels or TorchStates(), zeros, device)
 
     @property
     def num_bytes(self) -> int:
@@ -95,30 +97,44 @@ class StaticKvCache(SlotCache):
         self.slots = torch.full((segment.num_tokens,), segment.slot, device="cpu")
         end = segment.first_position + segment.num_tokens
         self.reserve(end)
-        positions = torch.arange(segment.first_position, end, device=self._device)
-        self.states.begin_prompt(segment, positions)
+        self.states.begin_prompt(segment)
 
-    def begin_decode(self, slots: Sequence[int], count: int) -> None:
-        """Announce one token for some of the first `count` slots; queue what the step reads.
+    def places(self, num_rows: int) -> StepPlaces:
+        """Return where the rows of steps of so many stand, which is the same tensor every time."""
+        if num_rows not in self._places:
+            self._places[num_rows] = StepPlaces(num_rows, self._device)
+        return self._places[num_rows]
 
-        The others of the first `count` go through the step too, so that it has one of few sizes:
-        they write behind what they hold, and that does not count. Their states stay.
+    @property
+    def form(self) -> tuple[int, bool, bool]:
+        """What of the announced step beside its size is captured: always the same with kernels."""
+        return self.attended_length, self._is_aligned, self.states.have_log
+
+    def begin_decode(self, counts: Mapping[int, int], num_rows: int) -> None:
+        """Announce the next tokens of some slots, by slot how many; queue what the step reads.
+
+        A step has one of few sizes: its last rows are idle. They write behind what a slot holds,
+        the shortest, as that is read, and it does not count. All but the first token of a slot may
+        be taken back by `truncate`.
         """
-        assert max(slots) < count <= len(self.lengths)
         self._segment, self.is_decoding = None, True
         self._awaited = self.states_asked_for = None
-        self._decoded, self._count, self.slots = slots, count, torch.arange(count, device="cpu")
-        self.reserve(max(self.lengths[:count]) + 1)
-        of_states = [n if slot in slots else -1 for slot, n in enumerate(self.lengths)]
-        places = on_its_way([*self.lengths, *of_states], self._device)
-        self._places.copy_(places.view(2, -1), non_blocking=True)
-        self.states.begin_decode(self.state_positions, count)
+        self._counts = counts
+        segments = [Segment(slot, self.lengths[slot], n) for slot, n in counts.items()]
+        rows = [(s.slot, s.first_position + i) for s in segments for i in range(s.num_tokens)]
+        ends = [length + counts.get(slot, 0) for slot, length in enumerate(self.lengths)]
+        end, idle = min((end, slot) for slot, end in enumerate(ends))
+        longest = max(position for _, position in rows)
+        self.reserve(max(longest, end) + 1)
+        slots, positions = zip(*rows, *[(idle, end)] * (num_rows - len(rows)), strict=True)
+        self.slots = torch.tensor(slots, device="cpu")
+        self._step = self.places(num_rows)
+        runs = self.states.begin_decode(segments, self._step.runs)
+        self._step.bring(slots, positions, runs)
         if self._kernels is not None:
             return
-        longest = max(self.lengths[slot] for slot in slots)
+        self._is_aligned = slots == tuple(range(num_rows))
         self.attended_length = min(max(_SHORTEST_LENGTH, 1 << longest.bit_length()), self.capacity)
-        for window, mask in self._masks.items():
-            mask.copy_(self._seen(window))
 
     def commit(self) -> None:
         """Count the announced tokens as held."""
@@ -127,8 +143,8 @@ class StaticKvCache(SlotCache):
         if self._segment is not None:
             self.lengths[self._segment.slot] += self._segment.num_tokens
             return
-        for slot in self._decoded:
-            self.lengths[slot] += 1
+        for slot, count in self._counts.items():
+            self.lengths[slot] += count
 
     @torch.inference_mode()
     def copy_prefix(self, source: int, target: int, length: int) -> None:
@@ -177,8 +193,8 @@ class StaticKvCache(SlotCache):
         new = NewIndexKeys(layer, selection, pool)
         if self._segment is not None:
             return self.index_keys.of_prompt(new, self._segment, key, query, weights)
-        positions, length = self.positions[: self._count], self.attended_length
-        return self.index_keys.of_step(new, positions, length, key, query, weights)
+        length, read = self.attended_length, self._read_slots()
+        return self.index_keys.of_step(new, self._step, read, length, key, query, weights)
 
     def attend(
         self,
@@ -250,17 +266,18 @@ class StaticKvCache(SlotCache):
         sinks: Tensor | None,
         selected: Tensor | None,
     ) -> Tensor:
-        count = self._count
-        slots, positions = self._slots[:count], self.positions[:count]
+        slots, positions = self._step.slots, self._step.positions
+        count = len(slots)
         if self._kernels is not None:
             tokens = (query, key, value)
-            return self._kernels(form, layer.where, positions, *tokens, sinks, layer.kind)
+            return self._kernels(form, layer.where, slots, positions, *tokens, sinks, layer.kind)
         layer.store(slots, positions, key.transpose(0, 1), value.transpose(0, 1))
-        keys, values = layer.read(slice(count), self.attended_length, query.dtype)
+        keys, values = layer.read(self._read_slots(), self.attended_length, query.dtype)
+        keys, values = (x.expand(count, -1, -1, -1) for x in (keys, values))
         group = form.num_heads // form.num_kv_heads
         # Heads that share keys stand as several queries of one head: all see the same positions.
         q = query.transpose(0, 1).reshape(count, form.num_kv_heads, group, form.key_dim)
-        mask = self._mask(form.window)[:count, ..., : self.attended_length]
+        mask = self._step.mask(form.window, self.capacity)[..., : self.attended_length]
         mask = mask if selected is None else mask & selected[:, None, None]
         sink = None if sinks is None else sinks.reshape(form.num_kv_heads, group, 1)
         out = attention(form, q, keys, values, mask, sink)
@@ -349,33 +366,25 @@ class StaticKvCache(SlotCache):
         capacity, used = _rounded(max(needed, self.capacity * 3 // 2)), max(self.lengths)
         if self._kernels is None:
             self.generation += 1
-            self._masks.clear()
         with torch.inference_mode(False):
             for layer in self._layers.values():
                 layer.grow(capacity, used)
             self.index_keys.reserve(capacity, used)
         self.capacity = capacity  # only now: without memory for all layers the old one holds
 
-    def _mask(self, window: int) -> Tensor:
-        if window not in self._masks:
-            with torch.inference_mode(False):
-                self._masks[window] = self._seen(window)
-        return self._masks[window]
+    def _read_slots(self) -> slice | Tensor:
+        """Return whose keys the step's rows read: the same for all, a slot each in order, or any.
 
-    def _seen(self, window: int) -> Tensor:
-        place = self.positions[:, None, None, None]
-        return visible(place, torch.arange(self.capacity, device=self._device), window)
+        To read those of any slots copies them.
+        """
+        if len(self.lengths) == 1:
+            return slice(1)
+        return slice(len(self._step.slots)) if self._is_aligned else self._step.slots
 
 
 def _as_mask(selected: Tensor | None) -> Tensor | None:
     """Return what `select` gave; models' code makes integers of it."""
     return None if selected is None else selected != 0
-
-
-def on_its_way(numbers: list[int] | list[bool], device: torch.device) -> Tensor:
-    """Return numbers on the host, pinned if they go to a GPU: copies of them do not wait then."""
-    host = torch.tensor(numbers, device="cpu")
-    return host.pin_memory() if device.type == "cuda" else host
 
 
 def _rounded(tokens: int) -> int:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.attention import Segment
-from tandem.kv_cache.cuda_layers import Zeros
+from tandem.kv_cache.cuda_layers import StepPlaces, Zeros
 from tandem.kv_cache.index_keys import NewIndexKeys, Selection
 
 # fp32 scores that are computed at a time: a prompt's have a value for each head, token, position.
@@ -68,26 +68,30 @@ class DeviceIndexKeys:
     def of_step(
         self,
         new: NewIndexKeys,
-        positions: Tensor,
+        places: StepPlaces,
+        read: slice | Tensor,
         length: int,
         key: Tensor,
         query: Tensor,
         weights: Tensor | None,
     ) -> Tensor:
-        """Keep a new key of each of the first slots; return what their tokens see of `length`."""
-        count, selection, block = len(positions), new.selection, new.selection.block
-        slots = torch.arange(count, device=key.device)
+        """Keep the new keys of a step; return what its tokens see of `length` positions.
+
+        `read` chooses whose keys each row scores, as of `StaticKvCache`.
+        """
+        slots, positions = places.slots, places.positions
+        selection, block = new.selection, new.selection.block
         keys = self._kept(new.layer, 1, key.shape[1])
         keys[slots, positions] = key.float()
         if new.pool is not None:  # of the last block, whole or not: no token sees it before it is
             last = positions // block
-            places = last[:, None] * block + torch.arange(block, device=key.device)
-            pooled = new.pool(keys[slots[:, None], places.clamp(max=keys.shape[1] - 1)])
+            of_block = last[:, None] * block + torch.arange(block, device=key.device)
+            pooled = new.pool(keys[slots[:, None], of_block.clamp(max=keys.shape[1] - 1)])
             keys = self._kept(new.layer, block, pooled.shape[1])
             keys[slots, last] = pooled.float()
         if length <= selection.most:
             return _visible(positions, length)
-        scores = _scores(keys[:count, : length // block], selection.scale, query, weights)
+        scores = _scores(keys[read, : length // block], selection.scale, query, weights)
         return _seen(scores, positions, selection, length)
 
     def _kept(self, layer: int, block: int, dim: int) -> Tensor:

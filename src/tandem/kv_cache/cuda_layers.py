@@ -4,14 +4,16 @@ int8 ones have an fp32 scale for each line of `dim`, as on the CPU. `where` on t
 they lie: kernels of captured steps read it, so that a layer may grow under them.
 """
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from tandem.core.errors import ConfigError
 from tandem.kernels.attention import AttentionForm
+from tandem.kernels.device_states import Run
+from tandem.kv_cache.cuda_attention import visible
 
 # Returns zeros of a shape and dtype on the device; raises `CapacityError`.
 Zeros = Callable[[tuple[int, ...], torch.dtype], Tensor]
@@ -31,6 +33,7 @@ class DecodeKernels(Protocol):
         self,
         form: AttentionForm,
         where: Tensor,
+        slots: Tensor,
         positions: Tensor,
         query: Tensor,
         key: Tensor,
@@ -38,9 +41,10 @@ class DecodeKernels(Protocol):
         sinks: Tensor | None,
         kind: str,
     ) -> Tensor:
-        """Append a token (heads, slots, dim) to each of the first slots and attend.
+        """Append tokens (heads, n_tokens, dim) to their slots, at their positions, and attend.
 
-        Returns (slots, heads, value_dim). A `value` of no dimensions is part of the key.
+        Returns (n_tokens, heads, value_dim). A slot may have several tokens, of which each sees
+        those before it. A `value` of no dimensions is part of the key.
         """
 
 
@@ -49,6 +53,49 @@ def stored_dtype(kv_dtype: str, dtype: torch.dtype) -> torch.dtype:
     if kv_dtype not in ("auto", *_DTYPES):
         raise ConfigError(f"kv_dtype is {kv_dtype!r}; expected auto, {', '.join(_DTYPES)}")
     return _DTYPES.get(kv_dtype, dtype)
+
+
+class StepPlaces:
+    """Where the rows of a decode step stand, at addresses that stay: the same for each size."""
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        """Hold so many rows, to be brought."""
+        self._device, self._masks = device, dict[int, Tensor]()
+        self._width = max(2, num_rows)  # kernels are compiled for addresses of whole 16 bytes
+        fields = len(Run._fields)
+        with torch.inference_mode(False):
+            self._memory = torch.zeros(
+                self._width * 2 + num_rows * fields, dtype=torch.int64, device=device
+            )
+        self.slots = self._memory[:num_rows]
+        self.positions = self._memory[self._width : self._width + num_rows]
+        self.runs = self._memory[2 * self._width :].view(num_rows, fields)
+        """As of `device_states.Run`."""
+
+    def bring(self, slots: Sequence[int], positions: Sequence[int], runs: Sequence[Run]) -> None:
+        """Queue a step's rows."""
+        gap = [0] * (self._width - len(slots))
+        numbers = [*slots, *gap, *positions, *gap, *(number for run in runs for number in run)]
+        self._memory.copy_(on_its_way(numbers, self._device), non_blocking=True)
+        for window, mask in self._masks.items():
+            mask.copy_(self._seen(window, mask.shape[3]))
+
+    def mask(self, window: int, capacity: int) -> Tensor:
+        """Return which of `capacity` positions rows see: (n_rows, 1, 1, capacity), kept."""
+        if window not in self._masks or self._masks[window].shape[3] != capacity:
+            with torch.inference_mode(False):
+                self._masks[window] = self._seen(window, capacity)
+        return self._masks[window]
+
+    def _seen(self, window: int, capacity: int) -> Tensor:
+        place = self.positions[:, None, None, None]
+        return visible(place, torch.arange(capacity, device=self._device), window)
+
+
+def on_its_way(numbers: Sequence[Any], device: torch.device) -> Tensor:
+    """Return numbers on the host, pinned if they go to a GPU: copies of them do not wait then."""
+    host = torch.tensor(numbers, device="cpu")
+    return host.pin_memory() if device.type == "cuda" else host
 
 
 class LayerMemory:
@@ -98,7 +145,9 @@ class LayerMemory:
                 new = codes.to(torch.int8)
             self._tensors[number][slots, :, at] = new.to(self.dtype)
 
-    def read(self, slots: int | slice, end: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def read(
+        self, slots: int | slice | Tensor, end: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
         """Return the keys and values of the first positions of some slots, in a dtype."""
         found = []
         for number in range(self._num_lines):

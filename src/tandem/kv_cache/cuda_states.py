@@ -1,19 +1,24 @@
 """States on a GPU, at addresses that stay: convolutions and recurrences of captured steps.
 
-A decode step goes through neighbouring slots; those without a token are idle in it, by their
-position, and keep their states.
+Rows of a decode step that have no token are idle runs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tandem.kernels.attention import Segment
-from tandem.kernels.device_states import SlotTokens, StateKernels
-from tandem.kernels.recurrent import Convolution, Recurrence, StateOperation
-from tandem.kv_cache.cuda_layers import Zeros
+from tandem.kernels.device_states import (
+    Run,
+    SlotTokens,
+    StateKernels,
+    StateMemory,
+    logged_values,
+)
+from tandem.kernels.recurrent import MOST_DRAFTED, Convolution, Recurrence, StateOperation
+from tandem.kv_cache.cuda_layers import Zeros, on_its_way
 from tandem.kv_cache.states import KeptStates, StateKey
 
 
@@ -22,30 +27,66 @@ class DeviceLayer:
     """An operation whose numbers lie as `StateKernels` reads them, with its states."""
 
     operation: StateOperation
-    states: Tensor
+    memory: StateMemory
+
+    @property
+    def states(self) -> Tensor:
+        """(slots, ...) fp32"""
+        return self.memory.states
 
 
 class DeviceStates(KeptStates[DeviceLayer]):
     """States that kernels of a device advance."""
 
-    def __init__(self, num_slots: int, kernels: StateKernels, zeros: Zeros) -> None:
+    def __init__(
+        self, num_slots: int, kernels: StateKernels, zeros: Zeros, device: torch.device
+    ) -> None:
         """Hold states of so many slots, in memory that `zeros` takes."""
         super().__init__(num_slots)
-        self._kernels, self._zeros = kernels, zeros
-        self._first_slot, self._num_each, self._count = 0, 1, num_slots
-        self._positions = torch.empty(0, dtype=torch.int64, device="cpu")
+        self._kernels, self._zeros, self._device = kernels, zeros, device
+        self._half = [0] * num_slots  # of a slot's log, that is read next
+        self._parts: list[SlotTokens] = []
+        self.have_log = True
+        """Whether drafted tokens are kept or done again in the step that is announced."""
 
-    def begin_prompt(self, segment: Segment, positions: Tensor) -> None:
-        """Announce a prompt's tokens, of one slot, with their positions on the device."""
+    def _of(self, layer: DeviceLayer) -> tuple[Tensor, ...]:
+        return layer.memory
+
+    def begin_prompt(self, segment: Segment) -> None:
+        """Announce a prompt's tokens, of one slot."""
+        run = self._run(segment, 0, segment.num_tokens)
         self.begin([segment])
-        self._first_slot, self._num_each, self._count = segment.slot, segment.num_tokens, 1
-        self._positions = positions
+        ends = [*(cut.token for cut in self._cuts), segment.num_tokens]
+        self._parts, first = [], 0
+        for end in ends:
+            part = run._replace(num_tokens=end - first, num_certain=end - first)
+            part = part if first == 0 else part._replace(num_again=0)
+            runs = on_its_way([part], self._device).to(self._device, non_blocking=True)
+            self._parts.append(SlotTokens(runs, part.num_tokens, part.num_again > 0))
+            first = end
 
-    def begin_decode(self, positions: Tensor, count: int) -> None:
-        """Announce a token of each of the first slots; those that have none stand below 0."""
-        self._cuts = []
-        self._first_slot, self._num_each, self._count = 0, 1, count
-        self._positions = positions
+    def begin_decode(self, segments: Sequence[Segment], runs: Tensor) -> list[Run]:
+        """Announce a step's tokens, slot by slot; rows behind them are idle.
+
+        Return what the caller copies to `runs` (n_rows, 6), which a captured step refers to. All
+        but the first token of a slot may be taken back.
+        """
+        found, row = [], 0
+        for segment in segments:
+            assert segment.num_tokens <= 1 + MOST_DRAFTED
+            found.append(self._run(segment, row, 1))
+            row += segment.num_tokens
+        self._cuts, self._announced = [], list(segments)
+        for segment in segments:
+            self._drafted[segment.slot] = 0
+        most = max(run.num_tokens for run in found)
+        self.have_log = most > 1 or any(run.num_again > 0 for run in found)
+        self.have_log |= self._kernels.loops_on_device
+        most = min(len(runs), 1 + MOST_DRAFTED) if self.have_log else 1
+        self._parts = [SlotTokens(runs, most, self.have_log)]
+        idle = found[0]._replace(num_tokens=1, num_certain=0, num_again=-1)
+        found += [idle._replace(first=at) for at in range(row, len(runs))]
+        return found + [idle._replace(num_tokens=0)] * (len(runs) - len(found))
 
     def advance(
         self, key: StateKey, operation: Callable[[], StateOperation], inputs: Sequence[Tensor]
@@ -54,36 +95,64 @@ class DeviceStates(KeptStates[DeviceLayer]):
         if key not in self._layers:
             with torch.inference_mode(False):
                 self._layers[key] = self._new_layer(operation())
-        layer = self._layers[key]
-        if not self._cuts:
-            tokens = SlotTokens(self._first_slot, self._num_each, self._positions[: self._count])
-            return self._compute(layer, tokens, inputs)
+        layer, parts = self._layers[key], iter(self._parts)
 
         def compute(part: slice) -> Tensor:
-            positions = self._positions[part.start : part.start + 1]
-            some = SlotTokens(self._first_slot, part.stop - part.start, positions)
-            return self._compute(layer, some, [x[part] for x in inputs])
+            return self._compute(layer, next(parts), [x[part] for x in inputs])
 
-        return self._with_cuts(layer, self._num_each, compute)
+        if not self._cuts:
+            return self._compute(layer, next(parts), inputs)
+        return self._with_cuts(layer, len(inputs[0]), compute)
+
+    def commit(self) -> None:
+        """Keep the checkpoints and logs of the forward that is through."""
+        for segment in self._announced:
+            if segment.num_tokens > 1:
+                self._half[segment.slot] = 1 - self._half[segment.slot]
+        super().commit()
+
+    def save(self, slots: Iterable[int]) -> Callable[[], None]:
+        """Copy the states of some slots; return what puts them back."""
+        half = {slot: self._half[slot] for slot in slots}
+        states = super().save(half)
+
+        def put_back() -> None:
+            for slot, number in half.items():
+                self._half[slot] = number
+            states()
+
+        return put_back
+
+    def _copy(self, source: int, target: int) -> None:
+        super()._copy(source, target)
+        self._half[target] = self._half[source]
 
     def _compute(self, layer: DeviceLayer, tokens: SlotTokens, inputs: Sequence[Tensor]) -> Tensor:
-        operation, states = layer.operation, layer.states
+        operation, memory = layer.operation, layer.memory
         if isinstance(operation, Convolution):
-            return self._kernels.convolve(operation, states, tokens, *inputs)
-        return self._kernels.recur(operation, states, tokens, *inputs)
+            return self._kernels.convolve(operation, memory, tokens, *inputs)
+        return self._kernels.recur(operation, memory, tokens, *inputs)
+
+    def _run(self, segment: Segment, row: int, num_certain: int) -> Run:
+        slot, first, count = segment
+        again = self._drafted[slot] if first else -1
+        return Run(slot, row, count, num_certain, again, self._half[slot])
 
     def _new_layer(self, operation: StateOperation) -> DeviceLayer:
         if isinstance(operation, Convolution):
             weight, bias, has_silu = operation
             channels, width = weight.shape
-            ready = Convolution(_transposed(weight), _fp32(bias), has_silu)
-            return DeviceLayer(ready, self._new_states(width - 1, channels))
-        form, factor, skip = operation
-        turned = None if factor is None else _transposed(factor)
-        states = self._new_states(form.num_heads, form.key_dim, form.value_dim)
-        return DeviceLayer(Recurrence(form, turned, _fp32(skip)), states)
+            ready: StateOperation = Convolution(_transposed(weight), _fp32(bias), has_silu)
+            shape: tuple[int, ...] = (width - 1, channels)
+        else:
+            form, factor, skip = operation
+            turned = None if factor is None else _transposed(factor)
+            ready = Recurrence(form, turned, _fp32(skip))
+            shape = (form.num_heads, form.key_dim, form.value_dim)
+        log = self._new((2, MOST_DRAFTED, logged_values(operation)))
+        return DeviceLayer(ready, StateMemory(self._new(shape), log))
 
-    def _new_states(self, *shape: int) -> Tensor:
+    def _new(self, shape: tuple[int, ...]) -> Tensor:
         return self._zeros((self._num_slots, *shape), torch.float32)
 
 

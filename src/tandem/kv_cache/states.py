@@ -44,8 +44,9 @@ class StateHandle(NamedTuple):
 class HasStates(Protocol):
     """An operation of a layer with the states that it keeps."""
 
-    states: Tensor
-    """(slots, ...) fp32, on the device that computes"""
+    @property
+    def states(self) -> Tensor:
+        """(slots, ...) fp32, on the device that computes"""
 
 
 _Layer = TypeVar("_Layer", bound=HasStates)
@@ -70,6 +71,8 @@ class KeptStates(ABC, Generic[_Layer]):
         self._layers: dict[StateKey, _Layer] = {}
         self._checkpoints = KeptCheckpoints(num_slots)
         self._cuts: list[Cut] = []
+        self._drafted = [0] * num_slots  # tokens of a slot's last step that may be taken back
+        self._announced: list[Segment] = []  # of the decode step that is under way
         self._every = 0
         self._budget = most_checkpoint_bytes(host_memory.available_bytes())
 
@@ -94,9 +97,10 @@ class KeptStates(ABC, Generic[_Layer]):
 
     def begin(self, segments: Iterable[Segment]) -> None:
         """Announce a prompt's tokens, of which some will be followed by a checkpoint; or none."""
-        self._cuts = []
+        self._cuts, self._announced = [], []
         first = 0
         for segment in segments:
+            self._drafted[segment.slot] = 0  # what was kept of them is done before these tokens
             begin, slot = segment.first_position, segment.slot
             newest = self._checkpoints.newest(slot)
             end = begin + segment.num_tokens
@@ -124,17 +128,28 @@ class KeptStates(ABC, Generic[_Layer]):
                 self._checkpoints.add(cut.slot, cut.length, cut.states)
         self._cuts = []
         self._checkpoints.thin(self._budget)
+        for segment in self._announced:
+            if segment.num_tokens > 1:
+                self._keep_drafted(segment.slot, segment.num_tokens - 1)
+        self._announced = []
+
+    def _keep_drafted(self, slot: int, num_tokens: int) -> None:
+        """Let a slot's next call do so many of its drafted tokens again."""
+        self._drafted[slot] = num_tokens
 
     def save(self, slots: Iterable[int]) -> Callable[[], None]:
         """Copy the states of some slots; return what puts them back."""
+        drafted = {slot: self._drafted[slot] for slot in slots}
         saved = [
             (tensor, slot, tensor[slot].clone())
             for layer in self._layers.values()
             for tensor in self._of(layer)
-            for slot in set(slots)
+            for slot in drafted
         ]
 
         def put_back() -> None:
+            for slot, count in drafted.items():
+                self._drafted[slot] = count
             for tensor, slot, copy in saved:
                 tensor[slot] = copy
 
@@ -143,8 +158,8 @@ class KeptStates(ABC, Generic[_Layer]):
     # ---- going back ------------------------------------------------------------------------------
 
     def can_take_back(self, slot: int, num_tokens: int) -> bool:
-        """Whether a slot's states are as they were so many tokens ago."""
-        return num_tokens == 0
+        """Whether a slot's last tokens, if any, were drafted in its last step."""
+        return num_tokens <= self._drafted[slot]
 
     def usable(self, slot: int, length: int, held: int) -> int:
         """Return with how many of its first `length` tokens of `held` a slot can go on."""
@@ -157,8 +172,11 @@ class KeptStates(ABC, Generic[_Layer]):
         """Let `target` stand where `source` stood `num_less` tokens ago, at a usable length."""
         if not self.can_take_back(source, num_less):
             self._restore(source, target, length)
-        elif source != target:
+            return
+        if source != target:
             self._copy(source, target)
+        if num_less:
+            self._keep_drafted(target, self._drafted[target] - num_less)
 
     @torch.inference_mode()
     def _restore(self, source: int, target: int, length: int) -> None:
@@ -167,6 +185,7 @@ class KeptStates(ABC, Generic[_Layer]):
         At length 0 there is none: operations begin there with zeros.
         """
         self._checkpoints.copy(source, target, length)
+        self._keep_drafted(target, 0)
         if length and self._layers:
             kept = self._checkpoints.longest(target, length)
             assert kept is not None
@@ -180,6 +199,7 @@ class KeptStates(ABC, Generic[_Layer]):
         for layer in self._layers.values():
             for tensor in self._of(layer):
                 tensor[target] = tensor[source]
+        self._drafted[target] = self._drafted[source]
         self._checkpoints.copy(source, target, self._checkpoints.newest(source))
 
     def _most(self) -> int:

@@ -1,7 +1,7 @@
-"""Decode attention, split over the keys: one token of each slot, however long its text is.
+"""Decode attention, split over the keys: tokens of any slots, however long their texts are.
 
-    store_token    appends the token's keys and values
-    attend_parts   each program: some heads of a slot, a part of the positions that it sees
+    store_token    appends a token's keys and values
+    attend_parts   each program: some heads of a token, a part of the positions that it sees
     join_parts     adds the parts of a head up, by their sums of exponentials
 
 Where a layer's keys and values lie is read from `where` (5,) int64 on the device: the addresses
@@ -56,6 +56,7 @@ def _store_line(
 @triton.jit(do_not_specialize=_STRIDES)
 def store_token(
     where: tensor,
+    slots: tensor,
     positions: tensor,
     key: tensor,
     value: tensor,
@@ -71,16 +72,17 @@ def store_token(
     has_values: constexpr,
     kind: constexpr,
 ) -> None:
-    """Append a token to each slot, at its position. A program is (KV head, slot).
+    """Append each token to its slot, at its position. A program is (KV head, token).
 
     Without `has_values` values are the first dimensions of the keys.
     """
-    head, slot = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    line = (slot * num_kv_heads + head) * tl.load(where + 4) + tl.load(positions + slot)
-    source = key + slot * key_stride + head * key_head_stride
+    head, token = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    lines = (tl.load(slots + token) * num_kv_heads + head) * tl.load(where + 4)
+    line = lines + tl.load(positions + token)
+    source = key + token * key_stride + head * key_head_stride
     _store_line(source, tl.load(where), tl.load(where + 2), line, key_dim, key_width, kind)
     if has_values:
-        source = value + slot * value_stride + head * value_head_stride
+        source = value + token * value_stride + head * value_head_stride
         _store_line(
             source, tl.load(where + 1), tl.load(where + 3), line, value_dim, value_width, kind
         )
@@ -169,6 +171,7 @@ def _weights(scores: tensor, is_seen: tensor, largest: tensor, softcap: constexp
 @triton.jit(do_not_specialize=_QUERY_STRIDES)
 def attend_parts(
     where: tensor,
+    slots: tensor,
     positions: tensor,
     query: tensor,
     parts: tensor,
@@ -190,21 +193,21 @@ def attend_parts(
     block_keys: constexpr,
     block_dim: constexpr,
 ) -> None:
-    """Attend to a part of the positions. A program is (KV head and some of its heads, part, slot).
+    """Attend to a part of the positions. A program is (some heads of a KV head, part, token).
 
-    Writes parts (slots, heads, num_parts, value_dim), and in sums (slots, heads, num_parts, 2) the
-    largest score and the sum of exponentials over it. `line_dim` is how far values lie apart.
+    Writes parts (tokens, heads, num_parts, value_dim), and in sums (tokens, heads, num_parts, 2)
+    the largest score and the sum of exponentials over it. `line_dim` is how far values lie apart.
     """
     group: constexpr = num_heads // num_kv_heads
     tiles: constexpr = (group + block_heads - 1) // block_heads
-    slot, kv_head = tl.program_id(2).to(tl.int64), tl.program_id(0) // tiles
+    token, kv_head = tl.program_id(2).to(tl.int64), tl.program_id(0) // tiles
     in_group = tl.program_id(0) % tiles * block_heads + tl.arange(0, block_heads)
     head, is_head = kv_head * group + in_group, in_group < group
-    begin, end = _bounds(tl.load(positions + slot), window, num_parts, block_keys)
-    base = (slot * num_kv_heads + kv_head) * tl.load(where + 4)
+    begin, end = _bounds(tl.load(positions + token), window, num_parts, block_keys)
+    base = (tl.load(slots + token) * num_kv_heads + kv_head) * tl.load(where + 4)
     keys, values = _pointer(tl.load(where), kind), _pointer(tl.load(where + 1), kind)
     queries = _queries(
-        query + slot * query_stride, head, is_head, query_head_stride, key_dim, block_dim
+        query + token * query_stride, head, is_head, query_head_stride, key_dim, block_dim
     )
     largest = tl.full((block_heads,), float("-inf"), dtype=tl.float32)
     total = tl.full((block_heads,), 0.0, dtype=tl.float32)
@@ -222,7 +225,7 @@ def attend_parts(
         some = tl.load(values + line[:, None] * line_dim + dim[None, :], mask=mask, other=0)
         some = some.to(query.dtype.element_ty)
         out = tl.dot(weights.to(some.dtype), some, out * fade[:, None], input_precision="ieee")
-    at = (slot * num_heads + head) * num_parts + tl.program_id(1)
+    at = (token * num_heads + head) * num_parts + tl.program_id(1)
     tl.store(sums + 2 * at, largest, mask=is_head)
     tl.store(sums + 2 * at + 1, total, mask=is_head)
     mask = is_head[:, None] & (dim < value_dim)[None, :]
@@ -241,12 +244,12 @@ def join_parts(
     has_sinks: constexpr,
     block_cols: constexpr,
 ) -> None:
-    """Write out (slots, heads, value_dim). A program is (columns, head, slot).
+    """Write out (n_tokens, heads, value_dim). A program is (columns, head, token).
 
     `sinks` (heads,) are scores of nothing, which take their share of the weight.
     """
-    head, slot = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    line, part = slot * num_heads + head, tl.arange(0, num_parts)
+    head, token = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    line, part = token * num_heads + head, tl.arange(0, num_parts)
     at = line * num_parts + part
     largest, total = tl.load(sums + 2 * at), tl.load(sums + 2 * at + 1)
     top = tl.reduce(largest, 0, tl.standard._elementwise_max)

@@ -24,6 +24,7 @@ _MOST_ELEMENTS = 128 * 64
 @torch.library.custom_op("tandem::decode_attention", mutates_args=())
 def _append_and_attend(
     where: Tensor,
+    slots: Tensor,
     positions: Tensor,
     query: Tensor,
     key: Tensor,
@@ -42,9 +43,9 @@ def _append_and_attend(
         value_dim=value_dim, scale=scale, softcap=softcap, window=window,
     )  # fmt: skip
     kernels = DecodeAttention(num_processors)
-    kernels.store(where, positions, key, value, kind)
+    kernels.store(where, slots, positions, key, value, kind)
     has_values = value.shape[2] > 0
-    return kernels.attend(form, where, positions, query, sinks, kind, has_values=has_values)
+    return kernels.attend(form, where, slots, positions, query, sinks, kind, has_values=has_values)
 
 
 class DecodeAttention:
@@ -63,6 +64,7 @@ class DecodeAttention:
         self,
         form: AttentionForm,
         where: Tensor,
+        slots: Tensor,
         positions: Tensor,
         query: Tensor,
         key: Tensor,
@@ -70,26 +72,26 @@ class DecodeAttention:
         sinks: Tensor | None,
         kind: str,
     ) -> Tensor:
-        """Append a token to each of the first slots and attend; see `store` and `attend`."""
+        """Append tokens to their slots and attend; see `store` and `attend`."""
         result: Tensor = _append_and_attend(
-            where, positions, query, key, value, sinks, kind, form.value_dim, form.scale,
+            where, slots, positions, query, key, value, sinks, kind, form.value_dim, form.scale,
             form.softcap, form.window, self._num_processors,
         )  # fmt: skip
         return result
 
     def store(
-        self, where: Tensor, positions: Tensor, key: Tensor, value: Tensor, kind: str
+        self, where: Tensor, slots: Tensor, positions: Tensor, key: Tensor, value: Tensor, kind: str
     ) -> None:
-        """Append a token to each of the first slots; key and value are (KV heads, slots, dim).
+        """Append tokens to their slots; key and value are (KV heads, n_tokens, dim).
 
-        `where` and `positions` (slots,) int64 as of `triton_kernels.attention`. A `value` of no
-        dimensions is part of the key.
+        `where` as of `triton_kernels.attention`, `slots` and `positions` (n_tokens,) int64. A
+        `value` of no dimensions is part of the key.
         """
-        num_heads, num_slots, key_dim = key.shape
+        num_heads, num_tokens, key_dim = key.shape
         key, value = _dense_lines(key), _dense_lines(value)
         value_dim = value.shape[2]
-        attention.store_token[num_heads, num_slots](
-            where, positions, key, value, key.stride(1), key.stride(0), value.stride(1),
+        attention.store_token[num_heads, num_tokens](
+            where, slots, positions, key, value, key.stride(1), key.stride(0), value.stride(1),
             value.stride(0), num_kv_heads=num_heads, key_dim=key_dim, key_width=_width(key_dim),
             value_dim=value_dim, value_width=_width(value_dim), has_values=value_dim > 0, kind=kind,
         )  # fmt: skip
@@ -98,6 +100,7 @@ class DecodeAttention:
         self,
         form: AttentionForm,
         where: Tensor,
+        slots: Tensor,
         positions: Tensor,
         query: Tensor,
         sinks: Tensor | None,
@@ -105,28 +108,28 @@ class DecodeAttention:
         *,
         has_values: bool = True,
     ) -> Tensor:
-        """Return (slots, heads, value_dim) of queries (heads, slots, key_dim), in their dtype.
+        """Return (n_tokens, heads, value_dim) of queries (heads, n_tokens, key_dim), as they are.
 
-        Each slot sees its positions up to and with that in `positions`. Without `has_values` the
+        Each token sees its slot's positions up to and with its own. Without `has_values` the
         values are the first dimensions of the keys.
         """
-        num_heads, num_slots, _ = query.shape
+        num_heads, num_tokens, _ = query.shape
         query = _dense_lines(query)
         tiles = form.num_kv_heads * -(-(num_heads // form.num_kv_heads) // _BLOCK_HEADS)
-        num_parts = self._num_parts(tiles * num_slots)
-        lines = (num_slots, num_heads, num_parts)
+        num_parts = self._num_parts(tiles * num_tokens)
+        lines = (num_tokens, num_heads, num_parts)
         parts = query.new_empty((*lines, form.value_dim), dtype=torch.float32)
         sums = query.new_empty((*lines, 2), dtype=torch.float32)
-        out = query.new_empty(num_slots, num_heads, form.value_dim)
-        attention.attend_parts[tiles, num_parts, num_slots](
-            where, positions, query, parts, sums, query.stride(1), query.stride(0),
+        out = query.new_empty(num_tokens, num_heads, form.value_dim)
+        attention.attend_parts[tiles, num_parts, num_tokens](
+            where, slots, positions, query, parts, sums, query.stride(1), query.stride(0),
             num_heads=num_heads, num_kv_heads=form.num_kv_heads, key_dim=form.key_dim,
             value_dim=form.value_dim, value_width=_width(form.value_dim),
             line_dim=form.value_dim if has_values else form.key_dim, kind=kind,
             scale=form.scale, softcap=form.softcap, window=form.window, num_parts=num_parts,
             block_heads=_BLOCK_HEADS, **_blocks(form, query.dtype),
         )  # fmt: skip
-        attention.join_parts[-(-form.value_dim // _JOINED_COLS), num_heads, num_slots](
+        attention.join_parts[-(-form.value_dim // _JOINED_COLS), num_heads, num_tokens](
             parts, sums, parts if sinks is None else sinks, out,
             num_heads=num_heads, value_dim=form.value_dim, num_parts=num_parts,
             has_sinks=sinks is not None, block_cols=_JOINED_COLS,
@@ -157,5 +160,5 @@ def _width(dim: int) -> int:
 
 
 def _dense_lines(tensor: Tensor) -> Tensor:
-    """Return (heads, slots, dim) whose lines lie in one piece each."""
+    """Return (heads, n_tokens, dim) whose lines lie in one piece each."""
     return tensor if tensor.stride(2) == 1 else tensor.contiguous()

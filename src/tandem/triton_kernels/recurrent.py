@@ -1,9 +1,9 @@
 """Layers that carry a state from token to token: short convolutions and linear recurrences.
 
-The tokens of a call are those of neighbouring slots, as many of each, slot by slot. `positions`
-(slots,) int64 say where each slot's first token stands: at 0 a slot begins with zeros, below that
-it is idle and its state stays as it is. A prompt is a scan: a program keeps its part of a state in
-registers from token to token, so that what comes out does not depend on where a prompt is cut.
+The tokens of a call come in runs, each of one slot; `runs` has them as `device_states.Run` says. A
+run first does logged tokens again, and its state is kept after its certain tokens: the others may
+be taken back, and are logged. A prompt is a scan: a program keeps its part of a state in registers
+from token to token, so that what comes out does not depend on where a prompt is cut.
 """
 
 import triton
@@ -11,79 +11,100 @@ import triton.language as tl
 from triton.language import constexpr, tensor
 
 _LEAST_SQUARE = constexpr(1e-6)
-_SLOTS = ("first_slot", "num_tokens")
+_RUN_FIELDS = constexpr(6)
+
+
+@triton.jit
+def _run(runs: tensor, number: tensor) -> tensor:
+    """Return a run: its slot, first row, tokens, certain ones, tokens again, half of the log."""
+    run = runs + number * _RUN_FIELDS
+    return (
+        tl.load(run), tl.load(run + 1), tl.load(run + 2), tl.load(run + 3), tl.load(run + 4),
+        tl.load(run + 5),
+    )  # fmt: skip
 
 
 @triton.jit
 def _input(
     x: tensor,
     state: tensor,
+    logged: tensor,
     at: tensor,
     token_stride: tensor,
-    position: tensor,
+    num_again: tensor,
     mask: tensor,
     channels: constexpr,
     width: constexpr,
 ) -> tensor:
     """Return the inputs of some channels at a token, fp32; those before the first are kept."""
     given = tl.load(x + at * token_stride, mask=mask & (at >= 0), other=0.0).to(tl.float32)
-    is_kept = mask & (at < 0) & (position > 0)
-    return given + tl.load(state + (at + width - 1) * channels, mask=is_kept, other=0.0)
+    before = at + num_again
+    is_logged, is_kept = (at < 0) & (before >= 0), (num_again >= 0) & (before < 0)
+    given += tl.load(logged + before * channels, mask=mask & is_logged, other=0.0)
+    is_kept = mask & is_kept & (at < 0)
+    return given + tl.load(state + (before + width - 1) * channels, mask=is_kept, other=0.0)
 
 
-@triton.jit(do_not_specialize=(*_SLOTS, "num_convolved", "token_stride", "keeps"))
+@triton.jit(do_not_specialize=("computes", "keeps", "token_stride"))
 def convolve_tokens(
     x: tensor,
     weight: tensor,
     bias: tensor,
     states: tensor,
-    positions: tensor,
+    log: tensor,
+    runs: tensor,
     out: tensor,
-    first_slot: tensor,
-    num_tokens: tensor,
-    num_convolved: tensor,
-    token_stride: tensor,
+    computes: tensor,
     keeps: tensor,
+    token_stride: tensor,
     channels: constexpr,
     width: constexpr,
     has_bias: constexpr,
     has_silu: constexpr,
+    most_drafted: constexpr,
     block_channels: constexpr,
     block_tokens: constexpr,
 ) -> None:
-    """Write the convolution of each slot's first `num_convolved` tokens; then, if it `keeps`, its
-    last inputs: what all blocks of its tokens have read by then.
+    """Write the convolution of each run's tokens if it `computes`; then, if it `keeps`, the inputs
+    that are kept and logged: what all blocks of the run's tokens have read by then.
 
-    `out` is (slots * tokens, channels), `weight` (width, channels), `states` (slots, width - 1,
-    channels). A program is (block of channels, block of tokens, slot).
+    `out` is (n_tokens, channels), `weight` (width, channels), `states` (slots, width - 1,
+    channels), `log` (slots, 2, most_drafted, channels). A program is (block of channels, block of
+    tokens, run).
     """
     channel = tl.program_id(0) * block_channels + tl.arange(0, block_channels)
-    row = tl.program_id(2).to(tl.int64)
-    mask, position = channel < channels, tl.load(positions + row)
-    state = states + (first_slot + row) * (width - 1) * channels + channel
-    x += row * num_tokens * token_stride + channel
-    out += row * num_tokens * channels + channel
+    mask = channel < channels
+    slot, row, num_tokens, num_certain, num_again, half = _run(runs, tl.program_id(2))
+    state = states + slot * (width - 1) * channels + channel
+    logged = log + (2 * slot + half) * most_drafted * channels + channel
+    x += row * token_stride + channel
+    out += row * channels + channel
     dtype: constexpr = out.dtype.element_ty
     first = tl.program_id(1) * block_tokens
-    for t in range(first, min(first + block_tokens, num_convolved)):
+    for t in range(first, tl.minimum(first + block_tokens, num_tokens * computes)):
         total = tl.full((block_channels,), 0.0, dtype=tl.float32)
         if has_bias:
             total += tl.load(bias + channel, mask=mask, other=0.0)
         for j in tl.static_range(width):
             given = _input(
-                x, state, t + (j + 1 - width), token_stride, position, mask, channels, width
-            )
+                x, state, logged, t + (j + 1 - width), token_stride, num_again, mask, channels,
+                width,
+            )  # fmt: skip
             total += given * tl.load(weight + j * channels + channel, mask=mask, other=0.0)
         if has_silu:
             total = total.to(dtype).to(tl.float32)
             total = total / (1.0 + tl.exp(-total))
         tl.store(out + t * channels, total.to(dtype), mask=mask)
-    if keeps != 0:
+    if (keeps != 0) & (num_certain > 0):
         for i in tl.static_range(width - 1):
-            at = num_tokens + (i + 1 - width)
-            new = _input(x, state, at, token_stride, position, mask, channels, width)
+            at = num_certain + (i + 1 - width)
+            new = _input(x, state, logged, at, token_stride, num_again, mask, channels, width)
             tl.debug_barrier()  # an input is read from a later row than it is written to
-            tl.store(state + i * channels, new, mask=mask & (position >= 0))
+            tl.store(state + i * channels, new, mask=mask)
+        logged += (1 - 2 * half) * most_drafted * channels
+        for t in range(num_certain, num_tokens):
+            given = tl.load(x + t * token_stride, mask=mask, other=0.0).to(tl.float32)
+            tl.store(logged + (t - num_certain) * channels, given, mask=mask)
 
 
 @triton.jit
@@ -97,10 +118,85 @@ def _key(
     return x * scale
 
 
+@triton.jit
+def _moved_on(
+    state: tensor,
+    said: tensor,
+    given: tensor,
+    decay: tensor,
+    rate: tensor,
+    k: tensor,
+    v: tensor,
+    is_key: tensor,
+    is_value: tensor,
+    factors: tensor,
+    decay_kind: constexpr,
+    is_delta: constexpr,
+    has_rate: constexpr,
+) -> tensor:
+    """Return a part of a head's state after a token, whose key it `said` with a value `given`."""
+    if decay_kind == "head":
+        state = state * tl.exp(tl.load(decay))
+    elif decay_kind == "key":
+        state = state * tl.exp(tl.load(decay + k, mask=is_key, other=0.0))[:, None]
+    else:
+        state = state * tl.exp(tl.load(decay + v, mask=is_value, other=0.0)[None, :] * factors)
+    change = given
+    if is_delta:
+        change = change - tl.reduce(state * said[:, None], 0, tl.standard._sum_combine)
+    if has_rate:
+        change = change * tl.load(rate).to(tl.float32)
+    return state + said[:, None] * change[None, :]
+
+
+@triton.jit
+def _log_token(
+    to: tensor,
+    key: tensor,
+    given: tensor,
+    decay: tensor,
+    rate: tensor,
+    k: tensor,
+    v: tensor,
+    is_key: tensor,
+    is_value: tensor,
+    head: tensor,
+    num_heads: constexpr,
+    num_key_heads: constexpr,
+    key_dim: constexpr,
+    value_dim: constexpr,
+    num_decays: constexpr,
+    decay_kind: constexpr,
+    has_rate: constexpr,
+) -> None:
+    """Write what a program knows of a token: keys, values, decays and rates, one after the other.
+
+    What several programs have read is written by the first of them.
+    """
+    group: constexpr = num_heads // num_key_heads
+    is_first = tl.program_id(0) == 0
+    numbers = tl.load(key + k, mask=is_key, other=0.0).to(tl.float32)
+    owns_key = is_first & (head % group == 0)
+    tl.store(to + head // group * key_dim + k, numbers, mask=is_key & owns_key)
+    to += num_key_heads * key_dim
+    tl.store(to + head * value_dim + v, given, mask=is_value)
+    to += num_heads * value_dim
+    if decay_kind == "head":
+        tl.store(to + head, tl.load(decay), mask=is_first)
+    elif decay_kind == "key":
+        fading = tl.load(decay + k, mask=is_key, other=0.0)
+        tl.store(to + head * key_dim + k, fading, mask=is_key & is_first)
+    else:
+        fading = tl.load(decay + v, mask=is_value, other=0.0)
+        tl.store(to + head * value_dim + v, fading, mask=is_value)
+    if has_rate:
+        to += num_heads * num_decays
+        tl.store(to + head, tl.load(rate).to(tl.float32), mask=is_first)
+
+
 @triton.jit(
     do_not_specialize=(
-        *_SLOTS, "value_stride", "value_head", "query_stride", "query_head", "key_stride",
-        "key_head",
+        "value_stride", "value_head", "query_stride", "query_head", "key_stride", "key_head",
     )
 )  # fmt: skip
 def recur_tokens(
@@ -112,10 +208,9 @@ def recur_tokens(
     factor: tensor,
     skip: tensor,
     states: tensor,
-    positions: tensor,
+    log: tensor,
+    runs: tensor,
     out: tensor,
-    first_slot: tensor,
-    num_tokens: tensor,
     value_stride: tensor,
     value_head: tensor,
     query_stride: tensor,
@@ -126,6 +221,9 @@ def recur_tokens(
     num_key_heads: constexpr,
     key_dim: constexpr,
     value_dim: constexpr,
+    num_decays: constexpr,
+    num_logged: constexpr,
+    most_drafted: constexpr,
     decay_kind: constexpr,
     is_delta: constexpr,
     is_normalised: constexpr,
@@ -135,51 +233,61 @@ def recur_tokens(
     key_width: constexpr,
     block_values: constexpr,
 ) -> None:
-    """Write S = e^decay S; S += key (x) rate (value - key S); out = query S + skip value.
+    """Write S = e^decay S; S += key (x) rate * (value - key S); out = query S + skip value.
 
-    As of `tandem.kernels.recurrent.Recurrence`; out is (slots * tokens, heads, value_dim),
-    `states` (slots, heads, key_dim, value_dim), `factor` (key_dim, value_dim). A program is (block
-    of values, head, slot).
+    As of `tandem.kernels.recurrent.Recurrence`; out is (n_tokens, heads, value_dim), `states`
+    (slots, heads, key_dim, value_dim), `factor` (key_dim, value_dim), `log` (slots, 2,
+    most_drafted, num_logged). A program is (block of values, head, run).
     """
-    head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    head, of_keys = tl.program_id(1), tl.program_id(1) // (num_heads // num_key_heads)
     k, v = tl.arange(0, key_width), tl.program_id(0) * block_values + tl.arange(0, block_values)
     is_key, is_value = k < key_dim, v < value_dim
     mask = is_key[:, None] & is_value[None, :]
-    position = tl.load(positions + row)
+    slot, row, num_tokens, num_certain, num_again, half = _run(runs, tl.program_id(2))
     place = k[:, None] * value_dim + v[None, :]
-    kept = states + ((first_slot + row) * num_heads + head) * key_dim * value_dim + place
-    state = tl.load(kept, mask=mask & (position > 0), other=0.0)
-    first = row * num_tokens
-    of_keys = head // (num_heads // num_key_heads)
-    value += first * value_stride + head * value_head
-    query += first * query_stride + of_keys * query_head
-    key += first * key_stride + of_keys * key_head
-    line = first * num_heads + head
+    kept = states + (slot * num_heads + head) * key_dim * value_dim + place
+    state = tl.load(kept, mask=mask & (num_again >= 0), other=0.0)
+    factors = 0.0
     if decay_kind == "pair":
         factors = tl.load(factor + place, mask=mask, other=0.0)
+    at = log + (2 * slot + half) * most_drafted * num_logged
+    new = log + (2 * slot + 1 - half) * most_drafted * num_logged
+    values_at: constexpr = num_key_heads * key_dim
+    decays_at: constexpr = values_at + num_heads * value_dim
+    rates_at: constexpr = decays_at + num_heads * num_decays
+    for _ in range(num_again):
+        said = _key(at + of_keys * key_dim, k, is_key, is_normalised, 1.0)
+        given = tl.load(at + values_at + head * value_dim + v, mask=is_value, other=0.0)
+        state = _moved_on(
+            state, said, given, at + decays_at + head * num_decays, at + rates_at + head, k, v,
+            is_key, is_value, factors, decay_kind, is_delta, has_rate,
+        )  # fmt: skip
+        at += num_logged
+    value += row * value_stride + head * value_head
+    query += row * query_stride + of_keys * query_head
+    key += row * key_stride + of_keys * key_head
+    line = row * num_heads + head
     if has_skip:
         skipped = tl.load(skip + head * value_dim + v, mask=is_value, other=0.0)
-    for _ in range(num_tokens):
+    for t in range(num_tokens):
         q = _key(query, k, is_key, is_normalised, scale)
         said = _key(key, k, is_key, is_normalised, 1.0)
         given = tl.load(value + v, mask=is_value, other=0.0).to(tl.float32)
-        if decay_kind == "head":
-            state *= tl.exp(tl.load(decay + line))
-        elif decay_kind == "key":
-            state *= tl.exp(tl.load(decay + line * key_dim + k, mask=is_key, other=0.0))[:, None]
-        else:
-            fading = tl.load(decay + line * value_dim + v, mask=is_value, other=0.0)
-            state *= tl.exp(fading[None, :] * factors)
-        change = given
-        if is_delta:
-            change = change - tl.reduce(state * said[:, None], 0, tl.standard._sum_combine)
-        if has_rate:
-            change = change * tl.load(rate + line).to(tl.float32)
-        state += said[:, None] * change[None, :]
+        state = _moved_on(
+            state, said, given, decay + line * num_decays, rate + line, k, v, is_key, is_value,
+            factors, decay_kind, is_delta, has_rate,
+        )  # fmt: skip
         found = tl.reduce(state * q[:, None], 0, tl.standard._sum_combine)
         if has_skip:
             found += skipped * given
         tl.store(out + line * value_dim + v, found.to(out.dtype.element_ty), mask=is_value)
+        if t + 1 == num_certain:
+            tl.store(kept, state, mask=mask)
+        if (t >= num_certain) & (num_certain > 0):
+            _log_token(
+                new + (t - num_certain) * num_logged, key, given, decay + line * num_decays,
+                rate + line, k, v, is_key, is_value, head, num_heads, num_key_heads, key_dim,
+                value_dim, num_decays, decay_kind, has_rate,
+            )  # fmt: skip
         value, query, key = value + value_stride, query + query_stride, key + key_stride
         line += num_heads
-    tl.store(kept, state, mask=mask & (position >= 0))

@@ -6,8 +6,8 @@ Each is one operation of torch, so that what records or captures a step sees it.
 import torch
 from torch import Tensor
 
-from tandem.kernels.device_states import SlotTokens
-from tandem.kernels.recurrent import Convolution, Recurrence
+from tandem.kernels.device_states import SlotTokens, StateMemory, logged_sizes
+from tandem.kernels.recurrent import MOST_DRAFTED, Convolution, Recurrence, RecurrenceForm
 from tandem.triton_kernels import recurrent
 
 _BLOCK_CHANNELS = 128
@@ -19,19 +19,20 @@ _LEAST_VALUES, _MOST_VALUES = 8, 64
 class TritonStates:
     """Advances states by Triton kernels; see `tandem.kernels.device_states.StateKernels`."""
 
+    loops_on_device = True
+
     def convolve(
-        self, operation: Convolution, states: Tensor, tokens: SlotTokens, x: Tensor
+        self, operation: Convolution, memory: StateMemory, tokens: SlotTokens, x: Tensor
     ) -> Tensor:
-        """Return what (n_tokens, channels) give; states are (slots, width - 1, channels)."""
+        """See `StateKernels.convolve`."""
         weight, bias, has_silu = operation
-        first, each, positions = tokens
-        result: Tensor = _convolve(states, positions, x, weight, bias, has_silu, first, each)
+        result: Tensor = _convolve(*memory, tokens.runs, x, weight, bias, has_silu, tokens.most)
         return result
 
     def recur(
         self,
         operation: Recurrence,
-        states: Tensor,
+        memory: StateMemory,
         tokens: SlotTokens,
         value: Tensor,
         query: Tensor,
@@ -39,49 +40,49 @@ class TritonStates:
         decay: Tensor,
         rate: Tensor | None = None,
     ) -> Tensor:
-        """Return what tokens give, (n_tokens, heads, value_dim)."""
+        """See `StateKernels.recur`."""
         form, factor, skip = operation
-        first, each, positions = tokens
         result: Tensor = _recur(
-            states, positions, value, query, key, decay, rate, factor, skip, first, each,
+            *memory, tokens.runs, value, query, key, decay, rate, factor, skip,
             form.decay, form.is_delta, form.is_normalised, form.scale,
         )  # fmt: skip
         return result
 
 
-@torch.library.custom_op("tandem::convolve", mutates_args=("states",))
+@torch.library.custom_op("tandem::convolve", mutates_args=("states", "log"))
 def _convolve(
     states: Tensor,
-    positions: Tensor,
+    log: Tensor,
+    runs: Tensor,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     has_silu: bool,
-    first_slot: int,
-    num_each: int,
+    most: int,
 ) -> Tensor:
-    """Convolve (slots * tokens, channels) and keep the last inputs."""
+    """Convolve (n_tokens, channels) and keep the last inputs."""
     x = x if x.stride(1) == 1 else x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     channels, width = weight.shape
-    channel_blocks, token_blocks = -(-channels // _BLOCK_CHANNELS), -(-num_each // _BLOCK_TOKENS)
+    channel_blocks, token_blocks = -(-channels // _BLOCK_CHANNELS), -(-most // _BLOCK_TOKENS)
     # What is kept overwrites what every block of tokens may read, so it comes after them.
-    launches = [(token_blocks, num_each, token_blocks == 1)]
-    launches += [(1, 0, True)] if token_blocks > 1 else []
-    for num_blocks, num_convolved, keeps in launches:
-        recurrent.convolve_tokens[channel_blocks, num_blocks, len(positions)](
-            x, weight, x if bias is None else bias, states, positions, out, first_slot, num_each,
-            num_convolved, x.stride(0), int(keeps), channels=channels, width=width,
-            has_bias=bias is not None, has_silu=has_silu, block_channels=_BLOCK_CHANNELS,
+    launches = [(token_blocks, 1, int(token_blocks == 1))]
+    launches += [(1, 0, 1)] if token_blocks > 1 else []
+    for num_blocks, computes, keeps in launches:
+        recurrent.convolve_tokens[channel_blocks, num_blocks, len(runs)](
+            x, weight, x if bias is None else bias, states, log, runs, out, computes, keeps,
+            x.stride(0), channels=channels, width=width, has_bias=bias is not None,
+            has_silu=has_silu, most_drafted=MOST_DRAFTED, block_channels=_BLOCK_CHANNELS,
             block_tokens=_BLOCK_TOKENS, num_warps=_BLOCK_CHANNELS // 32,
         )  # fmt: skip
     return out
 
 
-@torch.library.custom_op("tandem::recur", mutates_args=("states",))
+@torch.library.custom_op("tandem::recur", mutates_args=("states", "log"))
 def _recur(
     states: Tensor,
-    positions: Tensor,
+    log: Tensor,
+    runs: Tensor,
     value: Tensor,
     query: Tensor,
     key: Tensor,
@@ -89,26 +90,27 @@ def _recur(
     rate: Tensor | None,
     factor: Tensor | None,
     skip: Tensor | None,
-    first_slot: int,
-    num_each: int,
     decay_kind: str,
     is_delta: bool,
     is_normalised: bool,
     scale: float,
 ) -> Tensor:
-    """Go on from the slots' states by (slots * tokens) tokens."""
+    """Go on from the slots' states by the runs' tokens."""
     value, query, key = (x if x.stride(2) == 1 else x.contiguous() for x in (value, query, key))
     decay, rate = decay.contiguous(), None if rate is None else rate.contiguous()
     out = torch.empty(value.shape, dtype=value.dtype, device=value.device)
     _, num_heads, key_dim, value_dim = states.shape
+    form = RecurrenceForm(num_heads, key.shape[1], key_dim, value_dim, decay_kind)
     width, values = _tile(key_dim, value_dim)
-    recurrent.recur_tokens[-(-value_dim // values), num_heads, len(positions)](
+    recurrent.recur_tokens[-(-value_dim // values), num_heads, len(runs)](
         value, query, key, decay, value if rate is None else rate,
         value if factor is None else factor, value if skip is None else skip,
-        states, positions, out, first_slot, num_each, value.stride(0), value.stride(1),
+        states, log, runs, out, value.stride(0), value.stride(1),
         query.stride(0), query.stride(1), key.stride(0), key.stride(1),
-        num_heads=num_heads, num_key_heads=key.shape[1], key_dim=key_dim, value_dim=value_dim,
-        decay_kind=decay_kind, is_delta=is_delta, is_normalised=is_normalised, scale=scale,
+        num_heads=num_heads, num_key_heads=form.num_key_heads, key_dim=key_dim,
+        value_dim=value_dim, num_decays=logged_sizes(form)[2] // num_heads,
+        num_logged=log.shape[3], most_drafted=MOST_DRAFTED, decay_kind=decay_kind,
+        is_delta=is_delta, is_normalised=is_normalised, scale=scale,
         has_rate=rate is not None, has_skip=skip is not None, key_width=width,
         block_values=values, num_warps=max(1, width * values // _WARP_ELEMENTS),
     )  # fmt: skip

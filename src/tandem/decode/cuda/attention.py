@@ -9,7 +9,7 @@ import torch
 from tandem.core.errors import TandemWarning
 from tandem.devices.cuda.checks import TRITON_MATRIX_CAPABILITY
 from tandem.kernels.attention import AttentionForm
-from tandem.kernels.device_states import SlotTokens, StateKernels
+from tandem.kernels.device_states import Run, SlotTokens, StateKernels, StateMemory
 from tandem.kernels.recurrent import Convolution
 from tandem.kv_cache.cuda_layers import DecodeKernels, LayerMemory
 
@@ -58,17 +58,18 @@ def _try(kernels: DecodeKernels, device: torch.device) -> None:
         return torch.zeros(shape, dtype=dtype, device=device)
 
     layer = LayerMemory(_TRIED, 1, 16, torch.float16, zeros)
-    positions = torch.zeros(1, dtype=torch.int64, device=device)
+    places = (torch.zeros(1, dtype=torch.int64, device=device),) * 2  # slot 0, position 0
     query = torch.ones(2, 1, 64, dtype=torch.float16, device=device)
     token = (query, query[:1], query[:1])
-    out = kernels(_TRIED, layer.where, positions, *token, None, layer.kind)
+    out = kernels(_TRIED, layer.where, *places, *token, None, layer.kind)
     if not torch.equal(out, torch.ones_like(out)):
         raise RuntimeError("it gives other numbers than torch")
     states = state_kernels(kernels)
     assert states is not None
     convolution = Convolution(torch.ones(2, 64, device=device).t(), None, has_silu=False)
-    tokens = SlotTokens(0, 2, positions)
+    tokens = SlotTokens(torch.tensor([Run(0, 0, 2, 2)], device=device), 2)
+    memory = StateMemory(zeros((1, 1, 64), torch.float32), zeros((1, 2, 7, 64), torch.float32))
     x = query[:, 0]
-    out = states.convolve(convolution, zeros((1, 1, 64), torch.float32), tokens, x)
+    out = states.convolve(convolution, memory, tokens, x)
     if not torch.equal(out, x.cumsum(0).to(x.dtype)):
         raise RuntimeError("convolutions give other numbers than torch")

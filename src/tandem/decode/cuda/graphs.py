@@ -205,6 +205,7 @@ def new_graphed_step(
     deferring: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     save: Callable[[], Callable[[], None]] = lambda: lambda: None,
     record_first: Callable[[], Callable[[], Tensor]] | None = None,
+    is_like_trusted: bool = False,
     why_not: str | None = None,
 ) -> ReplayedStep:
     """Return a decode step that is captured the first time; `step` is the model's own code.
@@ -247,7 +248,8 @@ def new_graphed_step(
 
     return ReplayedStep(
         plain, record, TOLERANCES.get(dtype),
-        executor=executor, save=save, make_room=make_room, warns=True, why_not=why_not,
+        executor=executor, save=save, make_room=make_room, warns=True,
+        is_like_trusted=is_like_trusted, why_not=why_not,
     )  # fmt: skip
 
 

@@ -1,8 +1,8 @@
-"""Sequence slots on a GPU: any of them may be stepped, whatever else is in the batch.
+"""Sequence slots on a GPU: tokens of any of them go through a step, several of a slot too.
 
-A step goes through the first 1, 2, 4, 8... slots, so that few sizes are captured. Slots among them
-that have no token take part with whatever they had last: their choice of experts becomes padding,
-and what they write lies behind what they hold.
+A step has 1, 2, 4, 8... rows, so that few sizes are captured; whose they are is an input. Rows that
+have no token are idle: their choice of experts becomes padding, and what they write lies behind
+what a slot holds.
 """
 
 import contextlib
@@ -24,8 +24,9 @@ from tandem.decode.cuda.graphs import (
 )
 from tandem.decode.cuda.handed_graph import handed_graph
 from tandem.decode.cuda.resident_layers import GraphedLayers, graphed_layers
+from tandem.decode.cuda.step_inputs import StepInputs
 from tandem.decode.model_runner import ModelRunner, why_other_logits
-from tandem.decode.slots import MAX_STEP_TOKENS, CachedSlotPool
+from tandem.decode.slots import EACH_TOKEN_SEEN, MAX_STEP_TOKENS, CachedSlotPool
 from tandem.devices.cuda.captures import Capture, CudaCapture
 from tandem.devices.cuda.embedding import StepRows, given_rows
 from tandem.experts.cache.expert_cache import SHRINK
@@ -33,15 +34,15 @@ from tandem.foreign_types import PreTrainedModel
 from tandem.hf.opaque_calls import intercepted
 from tandem.kernels.attention import Segment
 from tandem.kv_cache.base import NotInSlotsError, has_indexers
-from tandem.kv_cache.cuda import StaticKvCache, on_its_way
-from tandem.kv_cache.cuda_layers import DecodeKernels
+from tandem.kv_cache.cuda import StaticKvCache
+from tandem.kv_cache.cuda_layers import DecodeKernels, on_its_way
 from tandem.recording.replay import ReplayedStep
 
 MakeCapture = Callable[[], Capture]
 
 
 class _Step(NamedTuple):
-    """A decode step of so many slots at one attended length."""
+    """A decode step of so many rows, of one form."""
 
     replayed: ReplayedStep
     resident: list[GraphedLayers]
@@ -88,20 +89,18 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
         )  # fmt: skip
         super().__init__(ModelRunner(model, cache), cache)
         self._device, self._make_capture = model.device, make_capture
-        self._steps: dict[tuple[int, int], _Step] = {}  # by slots and length, of one generation
+        self._steps: dict[tuple[Any, ...], _Step] = {}  # by rows and form, of one generation
+        self._inputs: dict[int, StepInputs] = {}  # by rows
         self._generation = 0
         self._captured_for: tuple[Any, ...] = ()
         self._last: _Step | None = None
-        self._active = [True] * num_slots
-        with torch.inference_mode(False):
-            self._ids = torch.zeros((num_slots, 1), dtype=torch.int64, device=self._device)
-            self._rows = StepRows(model.get_input_embeddings(), num_slots)
-            self._is_idle = torch.zeros((num_slots, 1), dtype=torch.bool, device=self._device)
+        self._embeddings = model.get_input_embeddings()
+        self._prompt_rows = StepRows(self._embeddings, 0)
 
     @property
     def step(self) -> ReplayedStep:
         """The decode step that was done last, or else that of all slots."""
-        return (self._last or self._step_at(self.num_slots)).replayed
+        return (self._last or self._step_at(_num_rows(self.num_slots))).replayed
 
     @torch.inference_mode()
     def prefill(self, prompts: Mapping[int, Sequence[int]]) -> Tensor:
@@ -129,15 +128,24 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
                 self._held[slot] += chunk
         return found[0] if len(found) == 1 else torch.cat(found)
 
+    @property
+    def why_no_drafts(self) -> str | None:
+        """Why `verify` takes one token of a slot; None: it takes several."""
+        executor = self._model.executor
+        return None if executor is None or executor.takes_drafts else EACH_TOKEN_SEEN
+
     @torch.inference_mode()
-    def decode(self, tokens: Mapping[int, int]) -> Tensor:
-        """Append one token to each of some slots; return (slots, vocabulary) in their order."""
-        slots, ids = list(tokens), list(tokens.values())
-        count = min(self.num_slots, 1 << max(slots).bit_length())
+    def verify(self, tokens: Mapping[int, Sequence[int]]) -> Tensor:
+        """Append tokens to slots in one decode step; return the logits after each token.
+
+        They are (n_tokens, vocabulary), slot by slot.
+        """
+        slots, ids = list(tokens), [token for new in tokens.values() for token in new]
+        count = _num_rows(len(ids))
         with _on(self._device):
             self._follow_executor()
-            self.cache.begin_decode(slots, count)
-            self._bring(tokens)
+            self.cache.begin_decode({slot: len(new) for slot, new in tokens.items()}, count)
+            self._inputs_of(count).bring(ids)
             executor = self._model.executor
             if executor is not None:
                 executor.begin_step(ids, is_prefill=False)
@@ -146,11 +154,9 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
                 can_repeat = not (self.cache.states and is_replaying)
                 logits = self._with_room(partial(self._decode, count), slots, can_repeat=can_repeat)
                 self.cache.commit()
-            for slot, token in tokens.items():
-                self._held[slot].append(token)
-            if slots == list(range(len(slots))):
-                return logits[: len(slots)]
-            return logits[on_its_way(slots, self._device).to(self._device, non_blocking=True)]
+            for slot, new in tokens.items():
+                self._held[slot] += new
+            return logits[: len(ids)]
 
     def _prefill(self, slot: int, first: int, tokens: Sequence[int], keep: int | None) -> Tensor:
         self.cache.begin(Segment(slot, first, len(tokens)))
@@ -159,7 +165,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
             executor.begin_step(tokens, is_prefill=len(tokens) > 1)
         ids = on_its_way(list(tokens), self._device).to(self._device, non_blocking=True)
         positions = torch.arange(first, first + len(tokens), device=self._device)
-        with intercepted(_Announced()), given_rows(self._rows.of_prompt(tokens)):
+        with intercepted(_Announced()), given_rows(self._prompt_rows.of_prompt(tokens)):
             logits = self._model.logits(ids[None], positions[None], keep)[0]
         self.cache.commit()
         return logits
@@ -181,16 +187,10 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
             for layers in step.resident:
                 layers.report()
 
-    def _bring(self, tokens: Mapping[int, int]) -> None:
-        """Queue the step's token ids, and which slots have none if that has changed."""
-        ids = [tokens.get(slot, 0) for slot in range(self.num_slots)]
-        self._ids.copy_(on_its_way(ids, self._device)[:, None], non_blocking=True)
-        self._rows.bring(ids)
-        active = [slot in tokens for slot in range(self.num_slots)]
-        if active != self._active:
-            self._active = active
-            idle = on_its_way([not is_active for is_active in active], self._device)
-            self._is_idle.copy_(idle[:, None], non_blocking=True)
+    def _inputs_of(self, count: int) -> StepInputs:
+        if count not in self._inputs:
+            self._inputs[count] = StepInputs(self._embeddings, count, self._device)
+        return self._inputs[count]
 
     def _follow_executor(self) -> None:
         """Drop what was captured for another executor, other slots, or before all were resident."""
@@ -211,42 +211,41 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
         if self._generation != self.cache.generation:
             self._generation = self.cache.generation
             self._steps.clear()
-        key = count, self.cache.attended_length
+        key = count, *self.cache.form
         if key not in self._steps:
             self._steps[key] = self._new_step(count)
         return self._steps[key]
 
     @torch.inference_mode()
     def launch_once(self, count: int) -> None:
-        """Do what a captured step of `count` slots does, without a capture; nothing is kept of it.
+        """Do what a captured step of `count` rows does, without a capture; nothing is kept of it.
 
         Its kernels are then compiled and loaded. Raises `NotRecordableError`, and what they raise.
         """
         if self._kernels is None:
             return
         with _on(self._device):
-            self.cache.begin_decode(range(count), count)
-            self._bring(dict.fromkeys(range(count), 0))
+            each = dict.fromkeys(range(count), 1)
+            self.cache.begin_decode(each, count)
+            self._inputs_of(count).bring([0] * count)
             with intercepted(_Announced()):
                 self._run(count)  # makes what is made on first use
-                self.cache.begin_decode(range(count), count)
+                self.cache.begin_decode(each, count)
                 self._recorded(count)()
 
     def _run(self, count: int) -> Tensor:
-        """Step the first slots by the model's own code."""
-        ids, positions = self._ids[:count], self.cache.positions[:count]
-        rows = None if self._rows.memory is None else self._rows.memory[:count]
-        with given_rows(rows):
-            return self._model.logits(ids, positions[:, None], 1)[:, -1]
+        """Step so many rows by the model's own code."""
+        inputs, positions = self._inputs_of(count), self.cache.places(count).positions
+        with given_rows(inputs.embedded):
+            return self._model.logits(inputs.ids, positions[:, None], 1)[:, -1]
 
     def _pad(self, count: int, index: Tensor) -> Tensor:
-        return index if count == 1 else index.masked_fill(self._is_idle[:count], -1)
+        return index if count == 1 else index.masked_fill(self._inputs_of(count).is_idle, -1)
 
     def _recorded(self, count: int) -> Callable[[], Tensor]:
-        """Do a step of the first slots and return it in fewer operations."""
-        inputs = [self._ids, self.cache.positions, self.cache.state_positions, self._is_idle]
-        inputs += [] if self._rows.memory is None else [self._rows.memory]
-        changing = (*(tensor[:count] for tensor in inputs), *inputs)
+        """Do a step of so many rows and return it in fewer operations."""
+        places = self.cache.places(count)
+        changing = [*self._inputs_of(count).tensors, places.slots, places.positions, places.runs]
         run, pad = partial(self._run, count), partial(self._pad, count)
         return recorded_for_capture(run, changing, fuse_for_gpu, pad).run
 
@@ -273,8 +272,9 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
             executor=self._model.executor,
             make_room=self._make_room,
             deferring=self._deferring,
-            save=lambda: self.cache.states.save(range(count)),
+            save=lambda: self.cache.states.save(self.cache.slots.tolist()),
             record_first=None if self._kernels is None else partial(self._recorded, count),
+            is_like_trusted=any(s.replayed.is_replaying for s in self._steps.values()),
             why_not=self._model.why_not_replayed(TOLERANCES, has_replay=has_replay),
         )
         return _Step(replayed, resident)
@@ -357,6 +357,11 @@ def slot_bytes(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int) -
         return None
     cache = pool.cache
     return cache.kv_bytes // cache.capacity * num_tokens + cache.states.step_bytes
+
+
+def _num_rows(num_tokens: int) -> int:
+    """Return how many rows a step of so many tokens has: a power of two."""
+    return 1 << (num_tokens - 1).bit_length()
 
 
 def _nothing() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem.decode.cpu_slots import CpuSlotPool
-from tandem.decode.slots import num_shared
+from tandem.decode.slots import SlotPool, num_shared
 from tandem.policy.speculation.drafter import SureDraft
 
 NewPool = Callable[[int], CpuSlotPool]
@@ -35,9 +35,9 @@ class DraftModel:
         """Draft tokens whose ids are below `num_tokens`, in slots that come when they are asked."""
         self._new_pool, self._num_tokens = new_pool, num_tokens
         self._pool: CpuSlotPool | None = None
-        self._main: CpuSlotPool | None = None
+        self._main: SlotPool | None = None
 
-    def follow(self, main: CpuSlotPool) -> None:
+    def follow(self, main: SlotPool) -> None:
         """Draft for the sequences of these slots from now on."""
         if main is not self._main:
             self._main, self._pool = main, None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tandem.core.errors import ConfigError, TandemError, TandemWarning
+from tandem.core.errors import ConfigError, TandemError, TandemWarning, UnsupportedModelError
 from tandem.core.registry import Registry
 from tandem.decode.cpu_slots import CpuSlotPool
 from tandem.decode.mtp.loading import load_mtp
@@ -61,6 +61,11 @@ def _draft_model(parts: DraftParts) -> DraftModel:
 
 @DRAFTERS.register("mtp")
 def _mtp(parts: DraftParts) -> DraftModel:
+    if parts.model.device.type != "cpu":
+        raise UnsupportedModelError(
+            f"MTP layers draft beside models on the CPU, and this one is on {parts.model.device}; "
+            "give a small model with --draft MODEL"
+        )
     head, embedding = load_mtp(parts.model, parts.mtp_from)
     new_pool = partial(CpuSlotPool, head, parts.threads, notes_hidden=True, inputs=embedding.fixed)
     return MtpDrafter(new_pool, embedding, vocabulary_size(parts.model))
@@ -87,7 +92,7 @@ def _costs(model: PreTrainedModel) -> StepCosts:
     """Return the costs of a model's steps, of which none is known yet."""
     runtime = runtime_of(model)
     cache = None if runtime is None else runtime.executor.cache
-    if runtime is None or cache is None or model.device.type != "cpu":
+    if runtime is None or cache is None:
         return StepCosts()
     return StepCosts(touched_experts(runtime.executor, cache), TOUCHED)
 

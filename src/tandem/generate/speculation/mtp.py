@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tandem.decode.cpu_slots import CpuSlotPool
 from tandem.decode.mtp.embedding import MtpEmbedding
+from tandem.decode.slots import SlotPool
 from tandem.generate.speculation.draft_model import DraftModel, Guess, NewPool, read
 
 _READ_AT_ONCE = 1024  # pairs
@@ -49,12 +50,13 @@ class MtpDrafter(DraftModel):
         self._pairs: dict[int, _Pairs] = {}
         self._made: dict[int, Tensor] = {}
 
-    def follow(self, main: CpuSlotPool) -> None:
+    def follow(self, main: SlotPool) -> None:
         """Hear of what the model's slots are given, from now on."""
         if main is not self._main:
             self._pairs.clear()
         super().follow(main)
-        main.on_hidden = self._note
+        if isinstance(main, CpuSlotPool):  # others verify nothing for it
+            main.on_hidden = self._note
 
     def _note(self, slot: int, first: int, hidden: Tensor) -> None:
         """Take what the head has read of a slot's tokens from position `first` on."""

@@ -8,7 +8,6 @@ none. The answer is the same whatever it takes.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tandem.decode.cpu_slots import CpuSlotPool
 from tandem.decode.slots import SlotPool
 from tandem.experts.tracing.events import ExpertStatistics
 from tandem.generate.speculation.draft_counts import DraftCounts
@@ -39,9 +38,8 @@ class Speculation:
 
     def follow(self, pool: SlotPool) -> None:
         """Draft for the sequences of these slots from now on."""
-        if isinstance(pool, CpuSlotPool):
-            for model in self.models:
-                model.follow(pool)
+        for model in self.models:
+            model.follow(pool)
 
     def can_verify(self, pool: SlotPool) -> bool:
         """Tell whether steps of these slots can verify drafted tokens; `why_none` says why not."""

@@ -1,0 +1,42 @@
+"""What a captured step reads beside where its tokens stand, at addresses that stay."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from tandem.devices.cuda.embedding import StepRows
+from tandem.kv_cache.cuda_layers import on_its_way
+
+
+class StepInputs:
+    """The tokens of decode steps of so many rows."""
+
+    def __init__(self, embeddings: nn.Module, num_rows: int, device: torch.device) -> None:
+        """Hold nothing for so many rows; embeddings in the host's memory are read there."""
+        self._device, self._num_idle = device, 0
+        with torch.inference_mode(False):
+            self.ids = torch.zeros((num_rows, 1), dtype=torch.int64, device=device)
+            self.is_idle = torch.zeros((num_rows, 1), dtype=torch.bool, device=device)
+            self._rows = StepRows(embeddings, num_rows)
+
+    @property
+    def embedded(self) -> Tensor | None:
+        """The tokens' embeddings, (n_rows, 1, width); None: the device has all embeddings."""
+        return self._rows.memory
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Return all of it."""
+        return [self.ids, self.is_idle, *([] if self.embedded is None else [self.embedded])]
+
+    def bring(self, ids: Sequence[int]) -> None:
+        """Queue a step's token ids; the rows behind them are idle."""
+        num_rows, num_idle = len(self.ids), len(self.ids) - len(ids)
+        whole = [*ids, *[0] * num_idle]
+        self.ids.copy_(on_its_way(whole, self._device)[:, None], non_blocking=True)
+        self._rows.bring(whole)
+        if num_idle != self._num_idle:
+            self._num_idle = num_idle
+            idle = on_its_way([row >= len(ids) for row in range(num_rows)], self._device)
+            self.is_idle.copy_(idle[:, None], non_blocking=True)
