@@ -36,9 +36,8 @@ def test_a_run_is_explained(tmp_path: Path) -> None:
     # What is planned is no native call; its times are no part of the run.
     assert "experts" in {entry["operation"] for entry in report["not_native"]}
     assert report["generated_tokens"] == 6
-    why = "what records or forces routing sees one token of each sequence in a step"
-    assert f"speculation: nothing is drafted: {why}" in done.stderr
-    assert report["why_nothing_is_drafted"] == why
+    assert re.search(r"speculation: \d+ tokens drafted, \d+ kept; ", done.stderr)
+    assert report["why_nothing_is_drafted"] is None
 
 
 def test_without_an_expert_cache_the_decode_step_is_explained(

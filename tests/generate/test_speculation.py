@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 import tandem
 from tandem.core.errors import ConfigError
 from tandem.experts.tracing.events import ExpertStatistics, LayerExecuted
+from tandem.experts.tracing.recorder import RoutingRecorder
 from tandem.generate.answer import Answer
 from tandem.generate.generator import Generator
 from tandem.generate.penalties import PenalisedScores, Penalties
@@ -206,6 +208,32 @@ def test_what_records_routing_sees_a_token_a_step(model: Any) -> None:
         trace = recorder.trace("tiny")
     assert answer.drafted_tokens == 0
     assert len(trace.experts) >= len(PROMPTS[0]) + 7
+
+
+def test_a_recorder_that_hears_of_drafts_has_what_was_kept(tmp_path: Path) -> None:
+    """`--explain` with an expert cache: the same routing with and without drafted tokens."""
+    model = loaded(tmp_path, "qwen3_moe", device="emulated", gpu_memory="200KB")
+    runtime, found = require_runtime(model), []
+    inner = runtime.executor
+    (plain,) = Generator(model, speculate="none").generate(PROMPTS[0], max_new_tokens=NEW_TOKENS)
+    script = {0: [*PROMPTS[0], *plain.token_ids]}
+    for speculation in (None, Scripted(script)):
+        generator = Generator(model, speculate="none")
+        recorder = RoutingRecorder(inner, hears_of_drafts=True)
+        with runtime.using(recorder):
+            generator.prepare()
+            generator.speculation = speculation
+            if speculation is not None:
+                speculation.on_kept = recorder.keep
+            recorder.begin_sequences()
+            (answer,) = generator.generate(PROMPTS[0], max_new_tokens=NEW_TOKENS)
+        found.append(recorder.trace("tiny"))
+    assert answer.accepted_tokens > NEW_TOKENS / 4
+    assert answer.drafted_tokens > answer.accepted_tokens
+    for trace in found:
+        assert trace.token_ids is not None
+        assert trace.token_ids.tolist() == script[0][:-1]
+        assert np.array_equal(trace.experts, found[0].experts)
 
 
 @dataclass

@@ -132,7 +132,7 @@ def _seconds(trace: "RoutingTrace", cache: ExpertCache, conditions: _Conditions)
 def change_table(changes: list[Change], num_tokens: int) -> str:
     """Return the changes with what each would bring."""
     base = changes[0].seconds
-    lines = ["by the simulator, on the profile's times, this run would take:"]
+    lines = ["by the simulator, on the profile's times, this run would take, undrafted:"]
     for change in changes:
         lines.append(
             f"  {change.what:<44} {change.seconds * 1e3:>9.1f} ms  "
@@ -252,7 +252,9 @@ class Explanation:
     def _watch(self) -> None:
         from tandem.experts.tracing.recorder import RoutingRecorder
 
-        self._recorder = RoutingRecorder(self._executor)
+        self._recorder = RoutingRecorder(self._executor, hears_of_drafts=True)
+        if self._generator.speculation is not None:
+            self._generator.speculation.on_kept = self._recorder.keep
         self._runtime.use(self._recorder)
         self._generator.prepare()  # its trial of the model's steps is no part of the run
         self._executor.listeners.append(self._statistics)
@@ -273,6 +275,8 @@ class Explanation:
         if self._recorder is None or self._expert_cache is None:
             return []
         self._runtime.use(self._executor)
+        if self._generator.speculation is not None:
+            self._generator.speculation.on_kept = None
         self._executor.listeners.remove(self._statistics)
         self._recorder.pause()  # the recorded step goes on through it
         trace = self._recorder.trace("this run")

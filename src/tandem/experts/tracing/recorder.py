@@ -49,10 +49,19 @@ class RoutingRecorder(PassingExecutor):
     """An executor that records sequences, one after the other or several side by side."""
 
     def __init__(
-        self, inner: Executor, guesses: Guesses | None = None, predictors: Sequence[str] = ()
+        self,
+        inner: Executor,
+        guesses: Guesses | None = None,
+        predictors: Sequence[str] = (),
+        *,
+        hears_of_drafts: bool = False,
     ) -> None:
-        """Hand everything to `inner`; `guesses` returns what `predictors` named."""
+        """Hand everything to `inner`; `guesses` returns what `predictors` named.
+
+        With `hears_of_drafts` the steps of one sequence may verify drafted tokens: see `keep`.
+        """
         super().__init__(inner)
+        self.takes_drafts = hears_of_drafts
         self._guesses = guesses
         self._predictors = tuple(predictors)
         self._batch = 1
@@ -81,6 +90,20 @@ class RoutingRecorder(PassingExecutor):
         if self._is_recording:
             self._steps.append(_Step(np.array(token_ids, dtype=np.int32), [], [], []))
         super().begin_step(token_ids, is_prefill=is_prefill)
+
+    def keep(self, num_tokens: int, num_kept: int) -> None:
+        """Hear that of the last step's tokens, so many, the others were drafted and are wrong."""
+        assert self._batch == 1
+        if not self._is_recording:
+            return
+        step, some = self._steps[-1], slice(num_kept)
+        assert len(step.ids) == num_tokens
+        self._steps[-1] = _Step(
+            step.ids[some],
+            [of_layer[some] for of_layer in step.experts],
+            [of_layer[some] for of_layer in step.weights],
+            [{name: ids[some] for name, ids in found.items()} for found in step.guesses],
+        )
 
     def after(self, call: RoutedCall) -> None:
         """Note the routing of a layer."""

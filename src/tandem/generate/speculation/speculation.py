@@ -5,7 +5,7 @@ chance. `Speculation.choose` takes the drafts that bring the most tokens a secon
 none. The answer is the same whatever it takes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tandem.decode.slots import SlotPool
@@ -29,6 +29,8 @@ class Speculation:
     """Why the steps that were done last cannot verify drafted tokens, as one sentence."""
     experts: ExpertStatistics | None = None
     """Who counts what experts read, if someone does: then `counts` has what drafts saved of it."""
+    on_kept: Callable[[int, int], None] | None = None
+    """Called after steps that verified drafted tokens, as `note_kept` is."""
     _read_before: ExpertStatistics | None = None
 
     @property
@@ -60,6 +62,8 @@ class Speculation:
         """Note how many tokens of a step that verified drafted ones came true, certain ones too."""
         if self.experts is not None and self._read_before is not None:
             self.counts.add_read(self.experts, self._read_before, num_kept / num_tokens)
+        if self.on_kept is not None:
+            self.on_kept(num_tokens, num_kept)
 
     def forget(self, slot: int) -> None:
         """Drop what is known of a request that is through."""
