@@ -17,6 +17,8 @@ from tandem.decode.padded import PaddedBatch
 from tandem.hf.experts import bind_all
 from tandem.hf.lookahead.warm_up import NoExperts
 from tandem.hf.opaque_calls import EXPERTS
+from tandem.kernels.device_states import Run, SlotTokens, StateMemory, logged_values
+from tandem.kernels.recurrent import MOST_DRAFTED, Recurrence, RecurrenceForm
 from tandem.kernels.torch_private import operator_schema
 from tandem.recording.recorder import Operation
 from tests.decode.twin_capture import TwinCapture
@@ -170,3 +172,33 @@ def test_a_layer_of_linear_attention_is_few_launches_outside_its_experts(
     assert {"convolve", "recur", "rms_norm", "chain", "add_and_norm"} <= set(names)
     launches = map(launches_of, layers_of(graph.__self__.operations)[number])
     assert sum(launches) <= MOST_LINEAR_LAUNCHES, names
+
+
+def test_a_recurrence_reads_keys_that_heads_share_without_repeating_them(find_kernels: Any) -> None:
+    """As models of Transformers before 5.23 repeat them; drafted tokens are logged as before."""
+    from tandem.triton_kernels.states import TritonStates
+
+    operation = Recurrence(RecurrenceForm(4, 4, 16, 16, "head", is_delta=True, is_normalised=True))
+    random = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(1, 5, 2, 16, generator=random) for _ in range(2))
+    value, decay = torch.randn(5, 4, 16, generator=random), -torch.rand(5, 4, generator=random)
+    states, rate = torch.randn(2, 4, 16, 16, generator=random), torch.rand(5, 4, generator=random)
+    log = torch.randn(2, 2, MOST_DRAFTED, logged_values(operation), generator=random)
+    runs = torch.tensor([Run(0, 0, 3, 1, 2), Run(1, 3, 2, 1, 1, 1)])
+
+    def step(memory: StateMemory) -> Tensor:
+        keys = [x.repeat_interleave(2, dim=2).flatten(0, 1) for x in (query, key)]
+        given = value, *keys, decay, rate
+        return TritonStates().recur(operation, memory, SlotTokens(runs, 3), *given)
+
+    ours, theirs = (StateMemory(states.clone(), log.clone()) for _ in range(2))
+    with torch.inference_mode():
+        graph = recorded_for_capture(
+            lambda: step(ours), tuple(ours), fuse_for_gpu, lambda index: index
+        )
+        names = [operation.name for operation in graph.operations]
+        assert "recur" in names
+        assert "repeat_interleave" not in names
+        step(theirs)
+        torch.testing.assert_close(graph.run(), step(theirs))
+    torch.testing.assert_close(ours, theirs)

@@ -162,7 +162,7 @@ def _log_token(
     is_value: tensor,
     head: tensor,
     num_heads: constexpr,
-    num_key_heads: constexpr,
+    num_logged_keys: constexpr,
     key_dim: constexpr,
     value_dim: constexpr,
     num_decays: constexpr,
@@ -173,12 +173,12 @@ def _log_token(
 
     What several programs have read is written by the first of them.
     """
-    group: constexpr = num_heads // num_key_heads
+    group: constexpr = num_heads // num_logged_keys
     is_first = tl.program_id(0) == 0
     numbers = tl.load(key + k, mask=is_key, other=0.0).to(tl.float32)
     owns_key = is_first & (head % group == 0)
     tl.store(to + head // group * key_dim + k, numbers, mask=is_key & owns_key)
-    to += num_key_heads * key_dim
+    to += num_logged_keys * key_dim
     tl.store(to + head * value_dim + v, given, mask=is_value)
     to += num_heads * value_dim
     if decay_kind == "head":
@@ -219,6 +219,7 @@ def recur_tokens(
     key_head: tensor,
     num_heads: constexpr,
     num_key_heads: constexpr,
+    num_logged_keys: constexpr,
     key_dim: constexpr,
     value_dim: constexpr,
     num_decays: constexpr,
@@ -237,7 +238,8 @@ def recur_tokens(
 
     As of `tandem.kernels.recurrent.Recurrence`; out is (n_tokens, heads, value_dim), `states`
     (slots, heads, key_dim, value_dim), `factor` (key_dim, value_dim), `log` (slots, 2,
-    most_drafted, num_logged). A program is (block of values, head, run).
+    most_drafted, num_logged), with keys of `num_logged_keys` heads, which may be repeated ones. A
+    program is (block of values, head, run).
     """
     head, of_keys = tl.program_id(1), tl.program_id(1) // (num_heads // num_key_heads)
     k, v = tl.arange(0, key_width), tl.program_id(0) * block_values + tl.arange(0, block_values)
@@ -252,11 +254,12 @@ def recur_tokens(
         factors = tl.load(factor + place, mask=mask, other=0.0)
     at = log + (2 * slot + half) * most_drafted * num_logged
     new = log + (2 * slot + 1 - half) * most_drafted * num_logged
-    values_at: constexpr = num_key_heads * key_dim
+    values_at: constexpr = num_logged_keys * key_dim
     decays_at: constexpr = values_at + num_heads * value_dim
     rates_at: constexpr = decays_at + num_heads * num_decays
+    logged = head // (num_heads // num_logged_keys) * key_dim
     for _ in range(num_again):
-        said = _key(at + of_keys * key_dim, k, is_key, is_normalised, 1.0)
+        said = _key(at + logged, k, is_key, is_normalised, 1.0)
         given = tl.load(at + values_at + head * value_dim + v, mask=is_value, other=0.0)
         state = _moved_on(
             state, said, given, at + decays_at + head * num_decays, at + rates_at + head, k, v,
@@ -286,7 +289,7 @@ def recur_tokens(
         if (t >= num_certain) & (num_certain > 0):
             _log_token(
                 new + (t - num_certain) * num_logged, key, given, decay + line * num_decays,
-                rate + line, k, v, is_key, is_value, head, num_heads, num_key_heads, key_dim,
+                rate + line, k, v, is_key, is_value, head, num_heads, num_logged_keys, key_dim,
                 value_dim, num_decays, decay_kind, has_rate,
             )  # fmt: skip
         value, query, key = value + value_stride, query + query_stride, key + key_stride

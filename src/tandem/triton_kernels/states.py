@@ -101,14 +101,17 @@ def _recur(
     out = torch.empty(value.shape, dtype=value.dtype, device=value.device)
     _, num_heads, key_dim, value_dim = states.shape
     form = RecurrenceForm(num_heads, key.shape[1], key_dim, value_dim, decay_kind)
+    _, *others = logged_sizes(form)
+    logged_keys = log.shape[3] - sum(others)  # of keys that are repeated, if the model does so
     width, values = _tile(key_dim, value_dim)
     recurrent.recur_tokens[-(-value_dim // values), num_heads, len(runs)](
         value, query, key, decay, value if rate is None else rate,
         value if factor is None else factor, value if skip is None else skip,
         states, log, runs, out, value.stride(0), value.stride(1),
         query.stride(0), query.stride(1), key.stride(0), key.stride(1),
-        num_heads=num_heads, num_key_heads=form.num_key_heads, key_dim=key_dim,
-        value_dim=value_dim, num_decays=logged_sizes(form)[2] // num_heads,
+        num_heads=num_heads, num_key_heads=form.num_key_heads,
+        num_logged_keys=logged_keys // key_dim, key_dim=key_dim, value_dim=value_dim,
+        num_decays=others[1] // num_heads,
         num_logged=log.shape[3], most_drafted=MOST_DRAFTED, decay_kind=decay_kind,
         is_delta=is_delta, is_normalised=is_normalised, scale=scale,
         has_rate=rate is not None, has_skip=skip is not None, key_width=width,

@@ -1,7 +1,8 @@
 """Groups of a recorded step that become one launch on a GPU: found as on the CPU, and more.
 
 A sum that a norm reads is done with it; two rotary embeddings with the same angles are one launch,
-and so is what else is computed value by value (`tandem.decode.cuda.chains`).
+and so is what else is computed value by value (`tandem.decode.cuda.chains`). Recurrences read keys
+that several heads share where they are.
 """
 
 from collections.abc import Callable, Iterator
@@ -73,6 +74,20 @@ class _TwoRotaries:
         return result
 
 
+_QUERY_AND_KEY = slice(4, 6)  # of the arguments of `tandem::recur`
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _RecurrenceOfFewKeys:
+    """A recurrence; heads share its queries and keys, (b, tokens, key heads, key_dim)."""
+
+    recur: Callable[..., Tensor]
+
+    def __call__(self, *args: Any) -> Tensor:
+        flat = [x.flatten(0, 1) for x in args[_QUERY_AND_KEY]]
+        return self.recur(*args[: _QUERY_AND_KEY.start], *flat, *args[_QUERY_AND_KEY.stop :])
+
+
 def _choice(
     top_k: int, scale: float, *, is_normalised: bool, dtype: torch.dtype
 ) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
@@ -135,6 +150,32 @@ def _pairs_of_rotaries(graph: Graph) -> Iterator[Found]:
         yield Found([first, rotary], fused)
 
 
+def _repeated_keys(graph: Graph) -> Iterator[Found]:
+    """Find recurrences whose queries and keys are repeated first: the kernel need not have that."""
+    for recur in graph.operations:
+        if recur.name != "recur":
+            continue
+        flats = [graph.made_by(ref, "flatten") for ref in recur.args[_QUERY_AND_KEY]]
+        repeats = [
+            graph.made_by(flat.args[0], "repeat_interleave")
+            for flat in flats
+            if flat is not None and flat.args[1:] == (0, 1)
+        ]
+        found = [each for each in repeats if each is not None and each.args[2:] == (2,)]
+        if len(found) != 2 or found[0].args[1] != found[1].args[1]:
+            continue
+        before, behind = _QUERY_AND_KEY.start, _QUERY_AND_KEY.stop
+        whole = (repeat.args[0] for repeat in found)
+        args = (*recur.args[:before], *whole, *recur.args[behind:])
+        fused = Operation(
+            _RecurrenceOfFewKeys(recur.function), args, recur.kwargs, recur.outputs, "recur",
+            [ref for ref in args if isinstance(ref, Ref)], has_effects=True,
+        )  # fmt: skip
+        group = [*found, *(flat for flat in flats if flat is not None), recur]
+        if not graph.is_read_outside(group, recur.outputs):
+            yield Found(group, fused)
+
+
 _FINDERS: tuple[Callable[[Graph], Iterator[Found]], ...] = (
     partial(norms_as, make=_Norm),
     partial(rotaries_as, make=_Rotary),
@@ -142,6 +183,7 @@ _FINDERS: tuple[Callable[[Graph], Iterator[Found]], ...] = (
     partial(choices_first_as, make=_choice),
     _sums_with_norms,
     _pairs_of_rotaries,
+    _repeated_keys,
     find_chains,
 )
 
