@@ -98,7 +98,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=440, help="begin no cell after this")
     parser.add_argument(
         "--real-routing", action="store_true",
-        help="replay the shape's trace, if there is one; decode steps are then graph segments",
+        help="replay the shape's trace, if there is one",
     )  # fmt: skip
     parser.add_argument("--device", default="cuda", choices=["cuda", "emulated"])
     parser.add_argument("--cache-dir", help="where profiles are kept")

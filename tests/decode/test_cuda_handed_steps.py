@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from tandem.experts.execution.hybrid_executor import HybridExecutor
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tandem.experts.tracing.events import LayerExecuted
+from tandem.experts.tracing.forced_routing import ForcedRouting
 from tandem.hardware.profiles import save_profile
 from tandem.hf.config import OffloadConfig
 from tandem.hf.experts import expert_functions
@@ -34,6 +36,7 @@ from tandem.hf.machine.parts import ObservedModel, observe
 from tandem.hf.runtime import require_runtime
 from tandem.kernels.formats.expert import ExpertLayout
 from tandem.kernels.reference import expert_ffn
+from tandem.trace import RoutingTrace, TraceMeta
 from tests.decode.twin_capture import TwinCapture
 from tests.decode.whole_pool import WholePool, cuda_pool
 from tests.experts.driver_library import DriverLibrary
@@ -328,3 +331,46 @@ def test_a_gpu_that_does_not_end_is_a_sentence(
         with pytest.raises(ExecutionError, match=r"lazy has not come to the end .*start the prog"):
             rows.decode([50])
     steps.coordinator.set_hook(None)
+
+
+def made_trace(executor: HybridExecutor, top_k: int) -> RoutingTrace:
+    geometry, num_tokens = executor.cache.geometry, 50
+    meta = TraceMeta(
+        model="made up", n_moe_layers=geometry.num_layers, n_experts=geometry.num_experts,
+        top_k=top_k,
+    )  # fmt: skip
+    shape = num_tokens, geometry.num_layers, geometry.num_experts
+    experts = np.random.default_rng(0).random(shape).argsort(-1)[..., :top_k].astype(np.uint8)
+    return RoutingTrace(meta=meta, experts=experts, seq_offsets=np.array([0, num_tokens]))
+
+
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_a_forced_routing_is_handed_over_in_the_same_graph(
+    model: Any, executor: HybridExecutor, num_rows: int
+) -> None:
+    runtime, events = require_runtime(model), list[LayerExecuted]()
+    trace = made_trace(executor, executor.cache.geometry.top_k)
+    with runtime.using(ForcedRouting(executor, trace)):
+        rows = cuda_pool(model, prompts(num_rows), 30, make_capture=TwinCapture)
+        logits_of(rows, num_rows)
+        assert rows.step.is_replaying, rows.step.why_not
+        assert rows.num_segments == 1
+        executor.listeners.append(events.append)
+        at = sum(map(len, prompts(num_rows))) + len(TOKENS) * num_rows
+        for token in (50, 51):
+            rows.decode([token] * num_rows)
+            routes = trace.experts[at : at + num_rows].transpose(1, 0, 2).tolist()
+            assert [event.load.routes for event in events] == routes
+            at += num_rows
+            events.clear()
+    check_slots(executor)
+
+
+def test_a_forced_routing_of_more_experts_goes_by_segments(
+    model: Any, executor: HybridExecutor
+) -> None:
+    trace = made_trace(executor, executor.cache.geometry.top_k + 1)
+    with require_runtime(model).using(ForcedRouting(executor, trace)):
+        rows: WholePool = cuda_pool(model, prompts(1), 30, make_capture=TwinCapture)
+        logits_of(rows, 1, TOKENS[:3])
+    assert rows.num_segments == len(executor.store) + 1

@@ -11,20 +11,30 @@ from tandem.devices.cuda.handed_steps import MAX_ROWS, HandedSteps
 from tandem.experts.execution.batch import ExpertFunctions
 from tandem.experts.execution.executor import Executor
 from tandem.experts.execution.hybrid_executor import HybridExecutor
+from tandem.experts.tracing.forced_routing import ForcedRouting
 
 
 class HandedGraph:
     """Computes the layers of one captured step of so many rows."""
 
-    def __init__(self, executor: HybridExecutor, steps: HandedSteps, num_rows: int) -> None:
-        """Hand over to the coordinator of `steps`, in the name of `executor`."""
+    def __init__(
+        self,
+        executor: HybridExecutor,
+        steps: HandedSteps,
+        num_rows: int,
+        forced: ForcedRouting | None = None,
+    ) -> None:
+        """Hand over to the coordinator of `steps`, in the name of `executor`, what is `forced`."""
         self._executor, self._steps, self._num_rows = executor, steps, num_rows
+        self._forced = forced
         self._layers = steps.layers(num_rows)
 
     def __call__(
         self, layer: int, hidden: Tensor, index: Tensor, weights: Tensor, functions: ExpertFunctions
     ) -> Tensor:
         """Queue a layer. Raises `RuntimeError` for one that cannot be handed over."""
+        if self._forced is not None:
+            index, weights = self._forced.choices(layer, self._num_rows, index.device)
         result = self._layers(layer, hidden, index, weights, functions)
         if result is None:  # a graph break in such a step would be planned, in the middle of it
             raise RuntimeError(f"MoE layer {layer} is not as it was when the model was loaded")
@@ -49,11 +59,16 @@ class HandedGraph:
 def handed_graph(executor: Executor | None, num_rows: int) -> HandedGraph | None:
     """Return what hands a step's layers over; None where they are graph breaks.
 
-    Not behind executors that pass calls on: these may change the router's choice.
+    Not behind executors that pass calls on: these see or change them. One that forces a routing of
+    the model's own form says it ahead of a step.
     """
-    if not isinstance(executor, HybridExecutor) or num_rows > MAX_ROWS:
+    forced = executor if isinstance(executor, ForcedRouting) else None
+    inner = executor if forced is None else forced.inner
+    if not isinstance(inner, HybridExecutor) or num_rows > MAX_ROWS:
         return None
-    steps = executor.captured
+    if forced is not None and forced.top_k != inner.cache.geometry.top_k:
+        return None
+    steps = inner.captured
     if not isinstance(steps, HandedSteps) or steps.is_given_up:
         return None
-    return HandedGraph(executor, steps, num_rows)
+    return HandedGraph(inner, steps, num_rows, forced)

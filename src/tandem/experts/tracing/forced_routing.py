@@ -16,6 +16,8 @@ from tandem.experts.execution.executor import DirectCall, Executor
 from tandem.experts.execution.passing_executor import PassingExecutor
 from tandem.trace import RoutingTrace
 
+_MOST_IDLE_ROWS = 8  # of a step on a GPU that hands its layers over
+
 _Tokens = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
@@ -36,15 +38,17 @@ class ForcedRouting(PassingExecutor):
         self._trace = trace
         self._at = 0
         self._tokens: _Tokens | None = None
-        self._choices: dict[int, tuple[Tensor, Tensor]] = {}  # by number of tokens
+        self._choices: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}  # by tokens
         self._there: tuple[Tensor, Tensor] | None = None  # of the step, where the model's state is
 
     def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:
         """Let the next layer begin with the trace's next tokens."""
         self._tokens = self._take(len(token_ids)) if token_ids else None
         self._there = None
-        if len(token_ids) in self._choices:
-            self._fill(*self._choices[len(token_ids)])
+        for (num_tokens, _), kept in self._choices.items():
+            # A step on a GPU may have rows without a token.
+            if len(token_ids) == num_tokens or 0 < len(token_ids) < num_tokens <= _MOST_IDLE_ROWS:
+                self._fill(*kept)
         super().begin_step(token_ids, is_prefill=is_prefill)
 
     def before(self, call: RoutedCall) -> RoutedCall:
@@ -60,7 +64,7 @@ class ForcedRouting(PassingExecutor):
 
     def direct_call(self, call: RoutedCall, functions: ExpertFunctions) -> DirectCall | None:
         """Return the direct call of the executor within, which reads the trace's choice."""
-        choice = self.choices(call.layer, len(call.hidden))
+        choice = self.choices(call.layer, len(call.hidden), torch.device("cpu"))
         forced = RoutedCall(call.layer, call.hidden, *choice)
         native = self.inner.direct_call(forced, functions)
         return None if native is None else native._replace(choice=choice)
@@ -77,22 +81,26 @@ class ForcedRouting(PassingExecutor):
             kept.append(host.to(device, non_blocking=True))
         return kept[0], kept[1]
 
-    def choices(self, layer: int, num_tokens: int) -> tuple[Tensor, Tensor]:
+    @property
+    def top_k(self) -> int:
+        """Experts of each token."""
+        return int(self._trace.experts.shape[-1])
+
+    def choices(self, layer: int, num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return experts and weights (num_tokens, top_k) for a layer of a step that is replayed.
 
         They are tensors that stay; every step of so many tokens fills them as it begins.
         """
-        if num_tokens not in self._choices:
-            shape = (self._trace.meta.n_moe_layers, num_tokens, self._trace.experts.shape[-1])
+        key = num_tokens, device
+        if key not in self._choices:
+            shape = (self._trace.meta.n_moe_layers, num_tokens, self.top_k)
             with torch.inference_mode(False):  # steps write to them wherever they begin
-                kept = (
-                    torch.zeros(shape, dtype=torch.int64, device="cpu"),
-                    torch.zeros(shape, device="cpu"),
-                )
-            if self._tokens is not None and len(self._tokens) == num_tokens:
+                index = torch.zeros(shape, dtype=torch.int64, device=device)
+                kept = index, torch.zeros(shape, device=device)
+            if self._tokens is not None and len(self._tokens) <= num_tokens:
                 self._fill(*kept)
-            self._choices[num_tokens] = kept
-        index, weights = self._choices[num_tokens]
+            self._choices[key] = kept
+        index, weights = self._choices[key]
         return index[layer], weights[layer]
 
     def _take(self, num_tokens: int) -> _Tokens:
@@ -100,11 +108,12 @@ class ForcedRouting(PassingExecutor):
         self._at += num_tokens
         return taken
 
-    def _fill(self, index: Tensor, weights: Tensor) -> None:
+    def _fill(self, *kept: Tensor) -> None:
+        """Write the step's choices; rows beyond its tokens have those of other rows."""
         assert self._tokens is not None
-        of_all = self._choice(self._tokens, slice(None))
-        for kept, now in zip((index, weights), of_all, strict=True):
-            kept.copy_(now.transpose(0, 1))
+        tokens = np.resize(self._tokens, kept[0].shape[1])
+        for each, now in zip(kept, self._brought(tokens, kept[0].device), strict=True):
+            each.copy_(now, non_blocking=True)
 
     def _choice(self, tokens: _Tokens, layers: int | slice) -> tuple[Tensor, Tensor]:
         index = torch.from_numpy(self._trace.experts[tokens, layers].astype(np.int64))
