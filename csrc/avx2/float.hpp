@@ -1,6 +1,7 @@
 // Floating-point formats on 256-bit registers: every weight becomes fp32.
 #pragma once
 
+#include "ahead.hpp"
 #include "output.hpp"
 
 namespace tandem {
@@ -128,10 +129,6 @@ void arrange(Totals<T>& total) {
     for (__m256& sum : sums) sum = FloatCode<F>::arrange(sum);
 }
 
-// The hardware follows a stream to the end of its page only. Into the second cache: lines on their
-// way to the first have few places.
-constexpr std::int64_t kFloatAheadBytes = 4096;
-
 // A block's sums have one order of additions, however many tokens there are, so that a result does
 // not depend on the batch: of each part's columns the even ones, then the odd ones, each in turn.
 // Few tokens sum both at once, as a multiply-add takes four cycles, of which two start in each;
@@ -150,7 +147,7 @@ void add_columns(const Product& p, const std::uint8_t* data, std::int64_t token,
     for (int c = 0; c < kStep; c += 2) {
       const std::uint8_t* chunk = data + 64 * (c / Code::kCols);
       if (kFirst == 0 && c % Code::kCols == 0)
-        _mm_prefetch(reinterpret_cast<const char*>(chunk + kFloatAheadBytes), _MM_HINT_T1);
+        fetch_stream(chunk);
       __m256 w[kHalves][2];
       for (int h = 0; h < kHalves; ++h) Code::decode2(chunk, h, c % Code::kCols / 2, w[h]);
 #pragma GCC unroll 4
@@ -286,9 +283,15 @@ void many_float_tokens(const Product& p, std::int64_t begin, std::int64_t end,
       const std::int64_t width = smaller(kPartCols, p.m.cols - k);
       x.fill(p.x, batch, count, k, width);
       for (std::int64_t b = begin; b < end; ++b) {
-        weights.fill(p.m.data + b * bytes_of_block<F>(p.m.cols) + bytes_of_block<F>(k), width);
+        const auto data_at = [&](std::int64_t block, std::int64_t column) {
+          return p.m.data + bytes_of_block<F>(block * p.m.cols + column);
+        };
+        weights.fill(data_at(b, k), width);
+        const std::uint8_t* next = b + 1 < end ? data_at(b + 1, k) : data_at(begin, k + width);
+        Pieces ahead(next, bytes_of_block<F>(width), num_tiles(count, kTile));
         const Output out = p.block(b, k == 0, k + width == p.m.cols).token(batch);
         in_tiles<kTile>(count, [&]<int T>(std::int64_t t) {
+          ahead.fetch_next();
           float_panel_tile<F, T>(weights, x.values + t, width, scale_of<F>(p.m, b, k), out.token(t));
         });
       }

@@ -33,6 +33,18 @@ __m256 in_units(__m256 scales) {
   return _mm256_mul_ps(scales, _mm256_set1_ps(encoding(F).unit));
 }
 
+// Where a group's own scales lie; `index` counts groups over all blocks.
+template <Format F>
+const std::uint8_t* scales_at(const PackedMatrix& m, std::int64_t block, std::int64_t index) {
+  switch (encoding(F).scale) {
+    case ScaleKind::kE4m3OfRow: return m.scales + e4m3_begin(block, index);
+    case ScaleKind::kInt8OfSuper:
+    case ScaleKind::kNibblesOfSuper: return m.scales + super_begin(F, index) + in_super(F, index);
+    case ScaleKind::kE8m0: return m.scales + index * 16;
+    default: return m.scales + index * (kHasMinima<F> ? 64 : 32);
+  }
+}
+
 inline __m256 load_int8(const std::uint8_t* data) {
   const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(data));
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
