@@ -360,7 +360,7 @@ def test_a_forced_routing_is_handed_over_in_the_same_graph(
         for token in (50, 51):
             rows.decode([token] * num_rows)
             routes = trace.experts[at : at + num_rows].transpose(1, 0, 2).tolist()
-            assert [event.load.routes for event in events] == routes
+            assert [event.load and event.load.routes for event in events] == routes
             at += num_rows
             events.clear()
     check_slots(executor)
