@@ -65,8 +65,8 @@ CASES = (
 )
 
 
-def launches_of(case: tuple[Any, ...]) -> list[Launch]:
-    """Return what a decode step of two slots launches."""
+def launches_of(case: tuple[Any, ...], capability: int) -> list[Launch]:
+    """Return what a decode step of two slots launches on a GPU."""
     heads, kv_heads, key_dim, value_dim, kind, dtype, window, has_sinks = case
     launches = noted_launches_of(KERNELS)
     form = AttentionForm(
@@ -81,7 +81,7 @@ def launches_of(case: tuple[Any, ...]) -> list[Launch]:
         for dim in (key_dim, 0 if is_latent else value_dim)
     )
     sinks = torch.zeros(heads, dtype=dtype) if has_sinks else None
-    kernels = DecodeAttention(128)
+    kernels = DecodeAttention(128, has_small_tiles=capability < 80)
     kernels.store(where, *places, key, value, kind)
     kernels.attend(form, where, *places, query, sinks, kind, has_values=not is_latent)
     return launches
@@ -204,7 +204,10 @@ def code_of(launches: list[Launch], capability: int) -> dict[str, list[str]]:
 def main() -> None:
     """Compile and print."""
     capabilities = [int(argument) for argument in sys.argv[1:]]
-    steps = [(str(case), launches_of(case)) for case in CASES]
+    steps = [
+        (str(case), launches_of(case, capabilities[number % len(capabilities)]))
+        for number, case in enumerate(CASES)
+    ]
     steps += [(str(case), small_launches(*case)) for case in SMALL]
     steps += [
         (f"{f}, {n} rows", dense_launches(f, n)) for f in ("int8", "q6_k") for n in (1, 8, 40)

@@ -31,7 +31,7 @@ def main() -> None:
     for gpu in GPUS:
         found = compiled("tests.kernels.compile_triton", gpu, len(CASES))
         steps = compiled("tests.kernels.compile_triton_steps", gpu)
-        found += [x for x in steps if gpu >= 80 or x["kernel"] != "attend_parts"]  # torch attends
+        found += steps
         most = max(result["shared_bytes"] for result in found) / 1024
         spilled = sum(result["spilled_bytes"] > 0 for result in found)
         limit = SHARED_KIB[gpu]

@@ -195,13 +195,16 @@ def attend_parts(
 ) -> None:
     """Attend to a part of the positions. A program is (some heads of a KV head, part, token).
 
+    Where `value_width` is less than the values' dimensions, some of these, heads before them.
     Writes parts (tokens, heads, num_parts, value_dim), and in sums (tokens, heads, num_parts, 2)
     the largest score and the sum of exponentials over it. `line_dim` is how far values lie apart.
     """
     group: constexpr = num_heads // num_kv_heads
     tiles: constexpr = (group + block_heads - 1) // block_heads
-    token, kv_head = tl.program_id(2).to(tl.int64), tl.program_id(0) // tiles
-    in_group = tl.program_id(0) % tiles * block_heads + tl.arange(0, block_heads)
+    blocks: constexpr = (value_dim + value_width - 1) // value_width
+    tile = tl.program_id(0) // blocks
+    token, kv_head = tl.program_id(2).to(tl.int64), tile // tiles
+    in_group = tile % tiles * block_heads + tl.arange(0, block_heads)
     head, is_head = kv_head * group + in_group, in_group < group
     begin, end = _bounds(tl.load(positions + token), window, num_parts, block_keys)
     base = (tl.load(slots + token) * num_kv_heads + kv_head) * tl.load(where + 4)
@@ -212,7 +215,7 @@ def attend_parts(
     largest = tl.full((block_heads,), float("-inf"), dtype=tl.float32)
     total = tl.full((block_heads,), 0.0, dtype=tl.float32)
     out = tl.full((block_heads, value_width), 0.0, dtype=tl.float32)
-    dim = tl.arange(0, value_width)
+    dim = tl.program_id(0) % blocks * value_width + tl.arange(0, value_width)
     for start in range(begin, end, block_keys):
         place = start + tl.arange(0, block_keys)
         is_seen, line = place < end, base + place

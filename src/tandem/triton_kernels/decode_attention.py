@@ -19,6 +19,7 @@ _PROGRAMS_EACH = 2
 _JOINED_COLS = 64
 # Elements of fp32 that a program holds of its result and of a block's values.
 _MOST_ELEMENTS = 128 * 64
+_SMALL_WIDTH = 256  # dimensions of values in small tiles
 
 
 @torch.library.custom_op("tandem::decode_attention", mutates_args=())
@@ -36,13 +37,14 @@ def _append_and_attend(
     softcap: float,
     window: int,
     num_processors: int,
+    has_small_tiles: bool,
 ) -> Tensor:
     """Do what `DecodeAttention.__call__` says; writes to memory that only `where` knows."""
     form = AttentionForm(
         num_heads=query.shape[0], num_kv_heads=key.shape[0], key_dim=key.shape[2],
         value_dim=value_dim, scale=scale, softcap=softcap, window=window,
     )  # fmt: skip
-    kernels = DecodeAttention(num_processors)
+    kernels = DecodeAttention(num_processors, has_small_tiles=has_small_tiles)
     kernels.store(where, slots, positions, key, value, kind)
     has_values = value.shape[2] > 0
     return kernels.attend(form, where, slots, positions, query, sinks, kind, has_values=has_values)
@@ -56,9 +58,9 @@ class DecodeAttention:
 
     num_launches = 3
 
-    def __init__(self, num_processors: int) -> None:
-        """Launch for a GPU of so many processors."""
-        self._num_processors = num_processors
+    def __init__(self, num_processors: int, *, has_small_tiles: bool = False) -> None:
+        """Launch for a GPU of so many processors; small tiles fit into 64 KiB of shared memory."""
+        self._num_processors, self._has_small_tiles = num_processors, has_small_tiles
 
     def __call__(
         self,
@@ -75,7 +77,7 @@ class DecodeAttention:
         """Append tokens to their slots and attend; see `store` and `attend`."""
         result: Tensor = _append_and_attend(
             where, slots, positions, query, key, value, sinks, kind, form.value_dim, form.scale,
-            form.softcap, form.window, self._num_processors,
+            form.softcap, form.window, self._num_processors, self._has_small_tiles,
         )  # fmt: skip
         return result
 
@@ -116,6 +118,8 @@ class DecodeAttention:
         num_heads, num_tokens, _ = query.shape
         query = _dense_lines(query)
         tiles = form.num_kv_heads * -(-(num_heads // form.num_kv_heads) // _BLOCK_HEADS)
+        blocks = _blocks(form, query.dtype, has_small_tiles=self._has_small_tiles)
+        tiles *= -(-form.value_dim // blocks["value_width"])
         num_parts = self._num_parts(tiles * num_tokens)
         lines = (num_tokens, num_heads, num_parts)
         parts = query.new_empty((*lines, form.value_dim), dtype=torch.float32)
@@ -124,10 +128,10 @@ class DecodeAttention:
         attention.attend_parts[tiles, num_parts, num_tokens](
             where, slots, positions, query, parts, sums, query.stride(1), query.stride(0),
             num_heads=num_heads, num_kv_heads=form.num_kv_heads, key_dim=form.key_dim,
-            value_dim=form.value_dim, value_width=_width(form.value_dim),
+            value_dim=form.value_dim,
             line_dim=form.value_dim if has_values else form.key_dim, kind=kind,
             scale=form.scale, softcap=form.softcap, window=form.window, num_parts=num_parts,
-            block_heads=_BLOCK_HEADS, **_blocks(form, query.dtype),
+            block_heads=_BLOCK_HEADS, **blocks,
         )  # fmt: skip
         attention.join_parts[-(-form.value_dim // _JOINED_COLS), num_heads, num_tokens](
             parts, sums, parts if sinks is None else sinks, out,
@@ -142,15 +146,21 @@ class DecodeAttention:
         return min(_MOST_PARTS, 1 << (max(1, wanted) - 1).bit_length())
 
 
-def _blocks(form: AttentionForm, dtype: torch.dtype) -> dict[str, int]:
-    """Return how large a program's blocks are: less than a consumer card's 99 KiB of them."""
+def _blocks(form: AttentionForm, dtype: torch.dtype, *, has_small_tiles: bool) -> dict[str, int]:
+    """Return how large a program's blocks are: less than 99 KiB of them, or than 64 and no spills.
+
+    For those a program has half of the elements, and few of the values' dimensions.
+    """
     piece = form.key_dim & -form.key_dim  # the largest power of two in it
     width = _width(form.value_dim)
-    keys = max(16, min(64, _MOST_ELEMENTS // width) // (2 if dtype == torch.float32 else 1))
+    width = min(width, _SMALL_WIDTH) if has_small_tiles else width
+    most = _MOST_ELEMENTS // (2 if has_small_tiles else 1)
+    keys = max(16, min(64, most // width) // (2 if dtype == torch.float32 else 1))
     return {
+        "value_width": width,
         "block_keys": keys,
         "block_dim": max(16, min(128, piece)),
-        "num_warps": 8 if width > 128 else 4,
+        "num_warps": 8 if width > (64 if has_small_tiles else 128) else 4,
         "num_stages": 2,
     }
 

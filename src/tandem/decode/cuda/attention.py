@@ -7,7 +7,7 @@ import warnings
 import torch
 
 from tandem.core.errors import TandemWarning
-from tandem.devices.cuda.checks import TRITON_MATRIX_CAPABILITY
+from tandem.devices.cuda.checks import TRITON_ATTENTION_CAPABILITY, TRITON_MATRIX_CAPABILITY
 from tandem.kernels.attention import AttentionForm
 from tandem.kernels.device_states import Run, SlotTokens, StateKernels, StateMemory
 from tandem.kernels.recurrent import Convolution
@@ -22,11 +22,14 @@ def decode_kernels(device: torch.device) -> DecodeKernels | None:
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return None
     properties = torch.cuda.get_device_properties(device)
-    if (properties.major, properties.minor) < TRITON_MATRIX_CAPABILITY:
+    capability = properties.major, properties.minor
+    if capability < TRITON_ATTENTION_CAPABILITY:
         return None
     from tandem.triton_kernels.decode_attention import DecodeAttention
 
-    kernels = DecodeAttention(properties.multi_processor_count)
+    kernels = DecodeAttention(
+        properties.multi_processor_count, has_small_tiles=capability < TRITON_MATRIX_CAPABILITY
+    )
     try:
         with torch.cuda.device(device):
             _try(kernels, device)

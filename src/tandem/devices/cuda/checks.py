@@ -8,6 +8,7 @@ from tandem.core.errors import CapacityError, UnsupportedModelError
 
 # Below, bf16 arithmetic is missing, and Triton (as of 3.6) leaves the matrix units alone.
 BF16_CAPABILITY = TRITON_MATRIX_CAPABILITY = (8, 0)
+TRITON_ATTENTION_CAPABILITY = (7, 5)  # its kernels are compiled for these in the tests
 OLDEST_CAPABILITY = (7, 0)
 
 
