@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tandem.devices.cuda.handed_layers import Signals
 
 _LAYERS = 64  # of a graph
-_LIMIT_SECONDS = 2.0  # for a doorbell
+_LIMIT_SECONDS = 10.0  # for a doorbell
 _NO_EXPERT, _ABSENT = -1, 0
 
 
@@ -79,14 +79,17 @@ class Trial:
     def layer_seconds(self, expert: int) -> float:
         """Time a layer whose token has chosen one expert."""
         with torch.inference_mode(False):
-            index = torch.full((1, 1), expert, device=self._streams.device)
+            none, index = (
+                torch.full((1, 1), each, device=self._streams.device)
+                for each in (_NO_EXPERT, expert)
+            )
 
         def work() -> None:
             for _ in range(_LAYERS):
                 self._hand_over(index)
 
-        self._once(work, expert)  # compiles
-        launch = work
+        self._once(lambda: self._hand_over(none), _NO_EXPERT)  # compiles, and waits for nobody
+        launch: Callable[[], Any] = work
         if self._make_capture is not None:
             from tandem.devices.cuda.handed_layers import captured_work
 

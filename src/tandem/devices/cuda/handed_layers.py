@@ -222,16 +222,27 @@ class _TrialLayer:
         )  # fmt: skip
         with torch.inference_mode(False):
             self._absent = torch.zeros(1, dtype=torch.int64, device=device)
-            self._index = torch.zeros(1, 1, dtype=torch.int64, device=device)
+            self._expert = torch.zeros(1, 1, dtype=torch.int64, device=device)
+            self._none = torch.full((1, 1), -1, device=device)
             self._one, self.out = (torch.ones(1, 1, device=device) for _ in range(2))
 
     def queue(self, signals: Signals) -> None:
         """Hand it over."""
-        box, index, one = self.box, self._index, self._one
+        box, index, one = self.box, self._expert, self._one
         inside = signals.in_kernels
         addresses = handing.publish(box, self._absent, one, index, one, rings=inside)
         signals.ring(self.doorbell)
         signals.wait(self.done)
+        handing.combine(box, one, addresses, index, one, 1, self.out, waits=inside)
+
+    def load(self, signals: Signals) -> None:
+        """Launch the kernels for a token without experts, which waits for nobody.
+
+        To load one behind a wait could wait for that wait's end.
+        """
+        box, index, one = self.box, self._none, self._one
+        inside = signals.in_kernels
+        addresses = handing.publish(box, self._absent, one, index, one, rings=inside)
         handing.combine(box, one, addresses, index, one, 1, self.out, waits=inside)
 
 
@@ -247,6 +258,9 @@ def works(
     """
     layer = _TrialLayer(words, streams.device)
     work = functools.partial(layer.queue, signals)
+    streams.run(Stream.COMPUTE, functools.partial(layer.load, signals))
+    if not _comes(streams.record(Stream.COMPUTE).query):
+        return False
     if not _hands_over(work, streams, layer, 2.0):
         return False
     if make_capture is None:
