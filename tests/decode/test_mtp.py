@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import tandem
 from tandem.core.errors import TandemWarning, UnsupportedModelError
 from tandem.decode.cpu_slots import CpuSlotPool
+from tandem.decode.cuda.slots import CudaSlotPool
 from tandem.decode.mtp.loading import _first_rows, load_mtp
 from tandem.decode.mtp.names import mtp_names
 from tandem.generate.generator import Generator
@@ -19,6 +20,7 @@ from tandem.hf.dense import PackedLinear
 from tandem.kernels.dense import pack_dense
 from tandem.kernels.formats.weight_format import find_format
 from tests.architectures import build_tiny_model
+from tests.decode.twin_capture import TwinCapture
 from tests.hf.tiny import byte_tokenizer
 from tests.threads import two_threads
 
@@ -174,3 +176,35 @@ def test_layouts() -> None:
     }  # fmt: skip
     assert mtp_names(names[1:], 61) == {}
     assert mtp_names(names, 60) == {}
+
+
+def test_a_step_on_a_gpu_tells_what_the_head_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the twin: the same as on the CPU, so that the layer drafts as well beside a GPU."""
+    monkeypatch.setattr("tandem.policy.speculation.paid_drafts._TRIALS", 10**6)
+    WithMtp(tmp_path, "deepseek_v3")
+    model = tandem.load(tmp_path, dtype="float32", threads=1)
+    model.generation_config.eos_token_id = None
+    pools = [
+        CpuSlotPool(model, two_threads(), 1, notes_hidden=True),
+        CudaSlotPool(model, 1, make_capture=TwinCapture, notes_hidden=True),
+    ]
+    heard: list[list[tuple[int, int, Tensor]]] = [[], []]
+    for pool, calls in zip(pools, heard, strict=True):
+        pool.on_hidden = lambda *call, calls=calls: calls.append((*call[:2], call[2].clone()))
+        pool.prefill({0: IDS})
+        for _ in range(5):
+            pool.verify({0: [40, 41, 42]})
+            pool.keep(0, len(pool.held(0)) - 1)
+        assert pool.step.is_replaying, pool.step.why_not
+    assert len(heard[0]) == 6
+    for (_, first, ours), (_, expected_first, theirs) in zip(*heard, strict=True):
+        assert first == expected_first
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+    (expected,) = Generator(model, speculate="none").generate([IDS], max_new_tokens=12)
+    generator = Generator(model, speculate="mtp")
+    monkeypatch.setattr(generator, "slot_pool", lambda *args, **options: pools[1])
+    (answer,) = generator.generate([IDS], max_new_tokens=12)
+    assert answer.token_ids == expected.token_ids
+    assert answer.drafted_tokens > 0

@@ -6,7 +6,7 @@ attention functions, and whose layers keep keys and values or states that Tandem
 advance (`tandem.decode.named_operations`): `why_no_cpu_slots` tries it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -31,10 +31,6 @@ from tandem.recording.replay import ReplayedStep
 
 # Fused operations may round the last digit of bf16 differently, and near ties of a router flip.
 _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-
-
-# Called with a slot, the position of its first new token, and what the head read of these.
-OnHidden = Callable[[int, int, Tensor], None]
 
 
 class _Step(NamedTuple):
@@ -75,10 +71,7 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
         """
         cache = KvCache(threads, num_slots, max(1, capacity), kv_dtype=kv_dtype)
         super().__init__(ModelRunner(model, cache, threads, notes_hidden=notes_hidden), cache)
-        self._notes_hidden, self._inputs = notes_hidden, inputs
-        self.hidden: Tensor | None = None
-        """What the output head read of the latest forward's tokens, (n_tokens, width)."""
-        self.on_hidden: OnHidden | None = None
+        self._inputs = inputs
         self._has_replay = has_replay
         self._is_packed = not any(isinstance(one, nn.Linear) for one in model.modules())
         self._executor = self._model.executor
@@ -269,19 +262,6 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
         self._tell_hidden(None if hidden is None else hidden[0], chunk)
         return logits[0]
 
-    def _tell_hidden(
-        self, hidden: Tensor | None, tokens: Iterable[tuple[int, Sequence[int]]]
-    ) -> None:
-        """Tell what the head read of tokens that slots hold now: (n_tokens, width)."""
-        self.hidden = hidden
-        if hidden is None or self.on_hidden is None:
-            return
-        at = 0
-        for slot, new in tokens:
-            first = self.cache.lengths[slot] - len(new)
-            self.on_hidden(slot, first, hidden[at : at + len(new)])
-            at += len(new)
-
     @contextmanager
     def on_trial(self, slots: Sequence[int]) -> Iterator[None]:
         """Let slots forget, afterwards, the few tokens that they get inside."""
@@ -308,7 +288,7 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
                 torch.zeros(num_tokens, dtype=torch.int64, device="cpu") for _ in range(3)
             )
             ids = torch.zeros((num_tokens, 1), dtype=torch.int64, device="cpu")
-            hidden = self._room_for_hidden(num_tokens)
+            hidden = self._model.room_for_hidden(num_tokens)
 
         def run() -> Tensor:
             logits = self._model.logits(ids, rotary[:, None])[:, -1]
@@ -328,13 +308,6 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
             why_not=self._model.why_not_replayed(_TOLERANCES, has_replay=self._has_replay),
         )
         return _Step(slots, positions, rotary, ids, hidden, replayed)
-
-    def _room_for_hidden(self, num_tokens: int) -> Tensor | None:
-        if not self._notes_hidden:
-            return None
-        model = self._model.model
-        width = model.config.get_text_config().hidden_size
-        return torch.zeros(num_tokens, width, dtype=model.dtype, device="cpu")
 
     def _announce_again(self, num_tokens: int) -> None:
         if self._executor is not None:

@@ -131,6 +131,14 @@ class ModelRunner:
         logits: Tensor = outputs.logits
         return logits
 
+    def room_for_hidden(self, num_tokens: int) -> Tensor | None:
+        """Return memory for `hidden` of so many tokens, (n_tokens, width), if that is noted."""
+        if not self._notes_hidden:
+            return None
+        shape = num_tokens, self.model.config.get_text_config().hidden_size
+        with torch.inference_mode(False):
+            return torch.zeros(shape, dtype=self.model.dtype, device=self.model.device)
+
     def _note_hidden(self, decoder: Any) -> None:
         """Let a shallow copy of the model without its head say what comes out of it."""
         if decoder is self._noted:

@@ -5,7 +5,7 @@ that the next turn of a conversation finds its beginning there.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
 
@@ -23,6 +23,9 @@ _Cache = TypeVar("_Cache", bound=SlotCache)
 
 # Bounds the activations of a long prompt; experts are read, or fetched, once per so many tokens.
 MAX_STEP_TOKENS = 2048
+
+# Called with a slot, the position of its first new token, and what the head read of these.
+OnHidden = Callable[[int, int, Tensor], None]
 
 # Why nothing is drafted beside executors that pass calls on.
 EACH_TOKEN_SEEN = "what records or forces routing sees one token of each sequence in a step"
@@ -130,6 +133,9 @@ class CachedSlotPool(UnmovableSlots, ABC, Generic[_Cache]):
         self._model = runner
         self._held: list[list[int]] = [[] for _ in range(self.num_slots)]
         self._images = SlotImages(runner.model)
+        self.hidden: Tensor | None = None
+        """What the output head read of the latest forward's tokens, (n_tokens, width)."""
+        self.on_hidden: OnHidden | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -186,6 +192,19 @@ class CachedSlotPool(UnmovableSlots, ABC, Generic[_Cache]):
     def decode(self, tokens: Mapping[int, int]) -> Tensor:
         """Append one token to each of some slots; return (slots, vocabulary) in their order."""
         return self.verify({slot: (token,) for slot, token in tokens.items()})
+
+    def _tell_hidden(
+        self, hidden: Tensor | None, tokens: Iterable[tuple[int, Sequence[int]]]
+    ) -> None:
+        """Tell what the head read of tokens that slots hold now: (n_tokens, width)."""
+        self.hidden = hidden
+        if hidden is None or self.on_hidden is None:
+            return
+        at = 0
+        for slot, new in tokens:
+            first = self.cache.lengths[slot] - len(new)
+            self.on_hidden(slot, first, hidden[at : at + len(new)])
+            at += len(new)
 
     @contextmanager
     def _going_back(self, slots: Sequence[int]) -> Iterator[None]:

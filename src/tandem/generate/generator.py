@@ -238,6 +238,7 @@ class Generator:
         They have room for `capacity` tokens each at first.
         """
         self.prepare()
+        notes_hidden = self.speculation is not None and self.speculation.needs_hidden
         if self.why_padded is not None:
             self._latest_pool = PaddedSlotPool(self.model, num_slots, self._pad_id())
         elif self.model.device.type == "cuda":
@@ -246,12 +247,13 @@ class Generator:
             self._latest_pool = new_cuda_slot_pool(
                 self.model, num_slots, capacity=capacity,
                 has_replay=self._has_replay, kv_dtype=self._kv_dtype,
+                notes_hidden=notes_hidden,
             )  # fmt: skip
         else:
             self._latest_pool = CpuSlotPool(
                 self.model, self._threads, num_slots, capacity=capacity,
                 has_replay=self._has_replay, kv_dtype=self._kv_dtype,
-                notes_hidden=self.speculation is not None and self.speculation.needs_hidden,
+                notes_hidden=notes_hidden,
             )  # fmt: skip
         return self._latest_pool
 

@@ -69,6 +69,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
         capacity: int = 0,
         make_capture: MakeCapture | None = None,
         kv_dtype: str = "auto",
+        notes_hidden: bool = False,
         find_kernels: Callable[[torch.device], DecodeKernels | None] = decode_kernels,
         layers: GraphLayers | None = None,
     ) -> None:
@@ -76,7 +77,8 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
 
         `kv_dtype` is what keys and values are kept in, `find_kernels` returns what attends on a
         device. Without `make_capture` steps run as they are; `layers` compute the experts of
-        captured ones, in place of what the executor has for it. Raises
+        captured ones, in place of what the executor has for it. With `notes_hidden`, `hidden` and
+        `on_hidden` tell, on the host, what the output head reads. Raises
         `NotInSlotsError` for a model that keeps more than keys and values.
         """
         # Kernels attend to all positions, and torch to those that an indexer has selected.
@@ -87,7 +89,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
             num_slots, max(1, capacity), model.device, self._make_room,
             kv_dtype=kv_dtype, kernels=self._kernels, state_kernels=state_kernels(found),
         )  # fmt: skip
-        super().__init__(ModelRunner(model, cache), cache)
+        super().__init__(ModelRunner(model, cache, notes_hidden=notes_hidden), cache)
         self._device, self._make_capture = model.device, make_capture
         self._steps: dict[tuple[Any, ...], _Step] = {}  # by rows and form, of one generation
         self._inputs: dict[int, StepInputs] = {}  # by rows
@@ -126,6 +128,8 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
                     logits = self._with_room(prefill, [slot])
                 found = [*found, logits] if keep is None else [logits]
                 self._held[slot] += chunk
+                hidden = self._model.hidden
+                self._tell_hidden(None if hidden is None else hidden[0].cpu(), [(slot, chunk)])
         return found[0] if len(found) == 1 else torch.cat(found)
 
     @property
@@ -156,6 +160,9 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
                 self.cache.commit()
             for slot, new in tokens.items():
                 self._held[slot] += new
+            hidden = self._inputs_of(count).hidden
+            hidden = None if hidden is None else hidden[: len(ids)].cpu()
+            self._tell_hidden(hidden, tokens.items())
             return logits[: len(ids)]
 
     def _prefill(self, slot: int, first: int, tokens: Sequence[int], keep: int | None) -> Tensor:
@@ -189,7 +196,9 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
 
     def _inputs_of(self, count: int) -> StepInputs:
         if count not in self._inputs:
-            self._inputs[count] = StepInputs(self._embeddings, count, self._device)
+            self._inputs[count] = StepInputs(
+                self._embeddings, count, self._device, self._model.room_for_hidden
+            )
         return self._inputs[count]
 
     def _follow_executor(self) -> None:
@@ -237,7 +246,10 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
         """Step so many rows by the model's own code."""
         inputs, positions = self._inputs_of(count), self.cache.places(count).positions
         with given_rows(inputs.embedded):
-            return self._model.logits(inputs.ids, positions[:, None], 1)[:, -1]
+            logits = self._model.logits(inputs.ids, positions[:, None], 1)[:, -1]
+        if inputs.hidden is not None and self._model.hidden is not None:
+            inputs.hidden.copy_(self._model.hidden[:, -1])
+        return logits
 
     def _pad(self, count: int, index: Tensor) -> Tensor:
         return index if count == 1 else index.masked_fill(self._inputs_of(count).is_idle, -1)
@@ -329,6 +341,7 @@ def new_cuda_slot_pool(
     capacity: int = 0,
     has_replay: bool = True,
     kv_dtype: str = "auto",
+    notes_hidden: bool = False,
 ) -> CudaSlotPool:
     """Return slots on the model's GPU, whose steps are captured if that is allowed."""
     return CudaSlotPool(
@@ -337,6 +350,7 @@ def new_cuda_slot_pool(
         capacity=capacity,
         make_capture=make_cuda_capture(model) if has_replay else None,
         kv_dtype=kv_dtype,
+        notes_hidden=notes_hidden,
     )
 
 

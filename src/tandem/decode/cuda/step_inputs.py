@@ -1,6 +1,6 @@
 """What a captured step reads beside where its tokens stand, at addresses that stay."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,17 @@ from tandem.kv_cache.cuda_layers import on_its_way
 class StepInputs:
     """The tokens of decode steps of so many rows."""
 
-    def __init__(self, embeddings: nn.Module, num_rows: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        embeddings: nn.Module,
+        num_rows: int,
+        device: torch.device,
+        room_for_hidden: Callable[[int], Tensor | None],
+    ) -> None:
         """Hold nothing for so many rows; embeddings in the host's memory are read there."""
         self._device, self._num_idle = device, 0
+        self.hidden = room_for_hidden(num_rows)
+        """What the output head read, (n_rows, width), if that is noted."""
         with torch.inference_mode(False):
             self.ids = torch.zeros((num_rows, 1), dtype=torch.int64, device=device)
             self.is_idle = torch.zeros((num_rows, 1), dtype=torch.bool, device=device)

@@ -22,13 +22,15 @@ from tandem.core.config import from_mapping
 from tandem.core.errors import UnsupportedModelError
 from tandem.decode.mtp.embedding import MtpEmbedding
 from tandem.decode.mtp.names import mtp_names
+from tandem.devices.cuda.embedding import HostEmbedding
+from tandem.devices.cuda.linear import DeviceLinear
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.checkpoint import Checkpoint, open_checkpoint
 from tandem.hf.config import OffloadConfig
 from tandem.hf.dense import PackedLinear, pack_as_loaded, pack_dense_layers
 from tandem.hf.load import class_of, keep_first_layers, open_foreign
 from tandem.hf.runtime import require_runtime
-from tandem.kernels.dense import DenseWeight
+from tandem.kernels.dense import CpuThreads, DenseWeight
 
 # Options of the model that hold for its MTP layer too.
 _SAME = ("expert_dtype", "dense_dtype", "threads", "isa", "cache_dir")
@@ -65,12 +67,30 @@ def load_mtp(
     fc = nn.Linear(2 * width, width, bias=False, dtype=model.dtype, device="cpu")
     for module, name in ((enorm, "enorm"), (hnorm, "hnorm"), (fc, "fc")):
         module.load_state_dict({"weight": beside[f"{name}.weight"].to(model.dtype)})
-    embedding = MtpEmbedding(model.get_input_embeddings(), enorm, hnorm, fc)
+    embedding = MtpEmbedding(_on_host(model.get_input_embeddings()), enorm, hnorm, fc)
     head.set_input_embeddings(embedding)
-    head.set_output_embeddings(_first_rows(model.get_output_embeddings()))
+    head.set_output_embeddings(
+        _first_rows(_head_on_host(model.get_output_embeddings(), runtime.threads))
+    )
     pack_dense_layers(head, offload.dense_dtype, runtime.threads)
     pack_as_loaded(head, runtime.threads)
     return head.eval(), embedding
+
+
+def _on_host(module: nn.Module) -> nn.Module:
+    """Return a module of a model in host memory, where the layer is computed; a copy from a GPU."""
+    if isinstance(module, HostEmbedding):
+        found: nn.Module = module.on_host
+        return found
+    is_there = all(x.device.type == "cpu" for x in module.parameters())
+    return module if is_there else copy.deepcopy(module).to("cpu")
+
+
+def _head_on_host(head: nn.Module, threads: CpuThreads) -> nn.Module:
+    if not isinstance(head, DeviceLinear):
+        return _on_host(head)
+    order = None if head.input_order is None else head.input_order.cpu()
+    return PackedLinear(head.on_host(), threads, head.dtype, order)
 
 
 def _first_rows(head: nn.Module) -> nn.Module:
@@ -81,7 +101,8 @@ def _first_rows(head: nn.Module) -> nn.Module:
     if not isinstance(head, PackedLinear) or head.out_features <= _DRAFTED_TOKENS:
         return head
     part = dataclasses.replace(head.packed.matrix, rows=_DRAFTED_TOKENS)
-    return PackedLinear(DenseWeight(part, head.packed.bias), head.threads, head.dtype)
+    weight = DenseWeight(part, head.packed.bias)
+    return PackedLinear(weight, head.threads, head.dtype, head.input_order)
 
 
 def _config(model: PreTrainedModel) -> PreTrainedConfig:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tandem.core.errors import ConfigError, TandemError, TandemWarning, UnsupportedModelError
+from tandem.core.errors import ConfigError, TandemError, TandemWarning
 from tandem.core.registry import Registry
 from tandem.decode.cpu_slots import CpuSlotPool
 from tandem.decode.mtp.loading import load_mtp
@@ -61,11 +61,6 @@ def _draft_model(parts: DraftParts) -> DraftModel:
 
 @DRAFTERS.register("mtp")
 def _mtp(parts: DraftParts) -> DraftModel:
-    if parts.model.device.type != "cpu":
-        raise UnsupportedModelError(
-            f"MTP layers draft beside models on the CPU, and this one is on {parts.model.device}; "
-            "give a small model with --draft MODEL"
-        )
     head, embedding = load_mtp(parts.model, parts.mtp_from)
     new_pool = partial(CpuSlotPool, head, parts.threads, notes_hidden=True, inputs=embedding.fixed)
     return MtpDrafter(new_pool, embedding, vocabulary_size(parts.model))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tandem.decode.cpu_slots import CpuSlotPool
 from tandem.decode.mtp.embedding import MtpEmbedding
-from tandem.decode.slots import SlotPool
+from tandem.decode.slots import CachedSlotPool, SlotPool
 from tandem.generate.speculation.draft_model import DraftModel, Guess, NewPool, read
 
 _READ_AT_ONCE = 1024  # pairs
@@ -55,7 +55,7 @@ class MtpDrafter(DraftModel):
         if main is not self._main:
             self._pairs.clear()
         super().follow(main)
-        if isinstance(main, CpuSlotPool):  # others verify nothing for it
+        if isinstance(main, CachedSlotPool):  # others verify nothing
             main.on_hidden = self._note
 
     def _note(self, slot: int, first: int, hidden: Tensor) -> None:
