@@ -88,11 +88,11 @@ def test_so_they_are_by_the_kernels_with_one_graph_for_each_size(find_kernels: A
     values = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
     model: Any = build_tiny_model("qwen3_5_moe", values=values)
     pool = CudaSlotPool(model, 1, make_capture=TwinCapture, find_kernels=find_kernels)
-    line = {0: [40 + i % 7 for i in range(8)]}
-    close(written(pool, line, 3)[0], written(CudaSlotPool(model, 1), line, 1)[0])
+    line = {0: [40, 41, 42, 43, 44, 45]}
+    close(written(pool, line, 2)[0], written(CudaSlotPool(model, 1), line, 1)[0])
     sizes = [key[0] for key in pool._steps]
     assert len(sizes) == len(set(sizes)) > 1
-    assert set(sizes) <= {1, 2, 4}
+    assert set(sizes) <= {1, 2}
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "qwen3_5_moe"])
