@@ -15,7 +15,6 @@ from tandem.decode.cpu_slots import CpuSlotPool
 from tandem.decode.cuda.slots import CudaSlotPool
 from tandem.decode.mtp.loading import _first_rows, load_mtp
 from tandem.decode.mtp.names import mtp_names
-from tandem.decode.slots import CachedSlotPool
 from tandem.generate.generator import Generator
 from tandem.hf.dense import PackedLinear
 from tandem.kernels.dense import pack_dense
@@ -187,7 +186,7 @@ def test_a_step_on_a_gpu_tells_what_the_head_reads(
     WithMtp(tmp_path, "deepseek_v3")
     model = tandem.load(tmp_path, dtype="float32", threads=1)
     model.generation_config.eos_token_id = None
-    pools: list[CachedSlotPool[Any]] = [
+    pools: list[CpuSlotPool | CudaSlotPool] = [
         CpuSlotPool(model, two_threads(), 1, notes_hidden=True),
         CudaSlotPool(model, 1, make_capture=TwinCapture, notes_hidden=True),
     ]
