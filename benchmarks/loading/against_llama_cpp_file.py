@@ -51,6 +51,15 @@ def answers(model: Any, windows: Tensor) -> list[Tensor]:
     return [model(input_ids=ids[None]).logits[0].float() for ids in windows]
 
 
+def generated_logits(model: Any, windows: Tensor) -> list[Tensor]:
+    """Return the same as a generator computes them: natively, with the KV cache of its default."""
+    generator = Generator(model, threads=require_runtime(model).threads)
+    return [
+        generator.slot_pool(1, capacity=len(ids)).prefill_with_logits(0, ids.tolist()).float()
+        for ids in windows
+    ]
+
+
 def divergence(found: list[Tensor], expected: list[Tensor]) -> float:
     """Return the mean over tokens of KL(expected, found)."""
     pairs = zip(found, expected, strict=True)
@@ -131,7 +140,7 @@ def compare(name: str, arguments: argparse.Namespace, scratch: Path) -> dict[str
     )  # fmt: skip
     theirs = LlamaCpp(setting)
     for system, found in (
-        ("tandem", answers(model, windows)),
+        ("tandem", generated_logits(model, windows)),
         ("llama.cpp", [torch.from_numpy(theirs.answers(ids)) for ids in windows.tolist()]),
     ):
         report["perplexity"][system] = perplexity(found, windows)

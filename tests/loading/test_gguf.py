@@ -10,6 +10,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 import tandem
 from tandem.checkpoint.sources.gguf_blocks import FORMATS
 from tandem.core.errors import ModelError, TandemWarning, UnsupportedModelError
+from tandem.generate.generator import Generator
 from tests.architectures import result_of, tiny_inputs
 from tests.inside import runtime_in
 from tests.loading.gguf_files import MIXTURES, TINY, WIDE, tiny_model, write_gguf
@@ -79,6 +80,25 @@ def test_a_file_of_plain_numbers(architecture: str, tmp_path: Path) -> None:
     assert model.dtype == torch.float16
     assert {x.layout.format.name for x in runtime_in(model).store} == {"fp16"}
     assert difference(model, expected) < 0.02
+
+
+def test_values_are_fp32_where_linear_layers_keep_their_blocks(tmp_path: Path) -> None:
+    expected, file = tiny_model(sizes=WIDE), tmp_path / "model.gguf"
+    write_gguf(file, expected, "Q4_K")
+    model = tandem.load(file, dense_dtype="auto")
+    assert (model.dtype, runtime_in(model).kv_dtype) == (torch.float32, "bf16")
+    generator = Generator(model)
+    generator.generate([1, 2, 3], max_new_tokens=5)
+    assert generator.why_slower is None
+    others: list[dict[str, Any]] = [
+        {},
+        {"dense_dtype": "auto", "device": "emulated", "gpu_memory": "1MiB"},
+    ]
+    for options in others:
+        plain = tandem.load(file, **options)
+        assert (plain.dtype, runtime_in(plain).kv_dtype) == (torch.bfloat16, "auto")
+        runtime_in(plain).close()
+    assert tandem.load(file, dtype="bf16", dense_dtype="auto").dtype == torch.bfloat16
 
 
 def test_blocks_without_a_format_name_an_expert_dtype(tmp_path: Path) -> None:

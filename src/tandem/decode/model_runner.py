@@ -1,6 +1,6 @@
 """A model on a KV cache of Tandem's: its forward, its executor, and whether that serves it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ from tandem.decode.padded import PaddedBatch
 from tandem.decode.prompt_operations import PromptOperations
 from tandem.decode.shallow_copy import ShallowCopy
 from tandem.experts.execution.executor import Executor
+from tandem.experts.store.packed_layer import PackedLayer
 from tandem.experts.tracing.events import unheard
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.compat import (
@@ -24,6 +25,7 @@ from tandem.hf.compat import (
     repeat_warnings,
     takes_logits_to_keep,
 )
+from tandem.hf.dense import PackedLinear
 from tandem.hf.lookahead.warm_up import warm_up_ids
 from tandem.hf.runtime import runtime_of
 from tandem.kernels.dense import CpuThreads
@@ -32,8 +34,10 @@ from tandem.kv_cache.base import NotInSlotsError, SlotCache, stepping, transform
 from tandem.kv_cache.indexers import masks_by_layer_type
 
 # How far logits may be from those of Transformers' own caches, relative to their size. Mistakes
-# show as an error of about one, whatever the tokens; low precision rounds differently.
+# show as an error of about one, whatever the tokens; low precision rounds differently, and so do
+# integers for packed weights: the last digit of an fp32 value decides to which they round.
 _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
+_PACKED_TOLERANCE = 0.15
 _TRIAL_TOKENS = 6
 _TRIAL_FIRST_IDS = (11, 12, 13)  # near ties of the router may flip, but not with other tokens too
 _OTHER_LOGITS = "its logits differ"
@@ -157,6 +161,15 @@ def _executor_of(model: PreTrainedModel) -> Executor | None:
     return None if runtime is None else runtime.executor
 
 
+def has_packed_weights(model: PreTrainedModel) -> bool:
+    """Whether experts or linear layers are packed, so that values are rounded before them."""
+    runtime = runtime_of(model)
+    experts: Iterable[object] = () if runtime is None else runtime.store
+    return any(isinstance(layer, PackedLayer) for layer in experts) or any(
+        isinstance(module, PackedLinear) for module in model.modules()
+    )
+
+
 class Steppable(Protocol):
     """Slots of which a trial fills all."""
 
@@ -175,6 +188,8 @@ def why_other_logits(model: PreTrainedModel, new_pool: Callable[[int], Steppable
     tolerance = _TOLERANCES.get(model.dtype)
     if tolerance is None:
         return f"the model is {model.dtype}"
+    if has_packed_weights(model):
+        tolerance = max(tolerance, _PACKED_TOLERANCE)
     with unheard(_executor_of(model)), reference_warnings_held() as held:
         why = _why_other_logits(model, new_pool, tolerance)
     if why is not None:

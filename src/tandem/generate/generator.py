@@ -73,8 +73,9 @@ class Generator:
         have). `dense_dtype` packs the model's linear layers for good: "int8", "int4", "bf16",
         "auto" (int8 if the experts are quantised too) or "none"; a model may also be loaded so
         (`tandem.load(..., dense_dtype=...)`). `kv_dtype` is what keys and values are kept in:
-        "auto" (what the model computes in), "bf16" or "int8". Decode steps are recorded and
-        replayed without the model's Python code (its hooks included), unless `has_replay` is false.
+        "auto" (what the model computes in; bf16 for GGUF files), "bf16" or "int8". Decode steps are
+        recorded and replayed without the model's Python code (its hooks included), unless
+        `has_replay` is false.
         `speculate` is what drafts tokens that are verified together: "auto", "lookup" (what
         followed the latest tokens where they stood before), "mtp" (the model's own MTP layer too,
         from the checkpoint in the directory `mtp_from`, or the model's) or "none"; `draft` is a
@@ -90,6 +91,8 @@ class Generator:
         pack_dense_layers(model, dense_dtype, self._threads)
         share_threads(model, self._threads)  # what is packed already, too
         self._kv_dtype = require_kv_dtype(kv_dtype)
+        if self._kv_dtype == "auto" and (runtime := runtime_of(model)) is not None:
+            self._kv_dtype = runtime.kv_dtype
         self._has_replay = has_replay
         parts = DraftParts(model=model, threads=self._threads, draft=draft, mtp_from=mtp_from)
         self.speculation = new_speculation(speculate, parts)

@@ -41,12 +41,13 @@ def load(
 ) -> PreTrainedModel:
     """Load a checkpoint directory, GGUF file or hub id with its experts in host memory.
 
-    `dtype` is that of the dense parts ("auto": the checkpoint's); `dense_dtype` among the options
-    packs their linear layers. Experts that are quantised in the checkpoint keep their codes, unless
-    the options name an `expert_dtype`. `revision`, `token` and `hub_cache` (a directory) are for a
-    hub id; code that comes with a model runs only with `trust_remote_code`. `options` are the
-    fields of `OffloadConfig`. Returns the Transformers model; raises `TandemError` for what a user
-    can mend.
+    `dtype` is that of the dense parts ("auto": the checkpoint's; of a GGUF file fp32, with keys and
+    values in bf16, if the CPU computes all and `dense_dtype` is given); `dense_dtype` among the
+    options packs their linear layers. Experts that are quantised in the checkpoint keep their
+    codes, unless the options name an `expert_dtype`. `revision`, `token` and `hub_cache` (a
+    directory) are for a hub id; code that comes with a model runs only with
+    `trust_remote_code`. `options` are the fields of `OffloadConfig`. Returns the Transformers
+    model; raises `TandemError` for what a user can mend.
     """
     offload = from_mapping(OffloadConfig, options, where="tandem.load")
     model_dtype = parse_dtype(dtype, field="dtype") or "auto"
@@ -138,10 +139,14 @@ def _from_source(
 ) -> tuple[PreTrainedModel, LoadReport]:
     """Let Transformers load weights that only we read; returns the model and what it reports."""
     config, source = open_foreign(checkpoint, num_layers)
+    is_widened = False
     if isinstance(checkpoint, GgufCheckpoint):
         _name_projectors(checkpoint.path)
         if common["dtype"] == "auto":
             common["dtype"] = config.dtype
+            is_widened = _is_widened(offload, common["device_map"])
+            if is_widened:
+                common["dtype"] = torch.float32
     offload.source = source
     loaded, report = class_of(config).from_pretrained(
         None,
@@ -150,10 +155,22 @@ def _from_source(
         quantization_config=offload,
         **common,
     )
+    if is_widened:
+        require_runtime(loaded).kv_dtype = "bf16"
     loaded.name_or_path = loaded.config.name_or_path = str(checkpoint.path)
     if (checkpoint.path / "generation_config.json").exists():
         loaded.generation_config = transformers.GenerationConfig.from_pretrained(checkpoint.path)
     return loaded, report
+
+
+def _is_widened(offload: OffloadConfig, device_map: object) -> bool:
+    """Whether a GGUF file's model computes in fp32, as llama.cpp does, if nothing else is asked.
+
+    Its linear layers keep their blocks, so that little but values between layers grows. In bf16
+    errors of the first token, whose values are the largest by far, reach all others.
+    """
+    keeps_blocks = offload.dense_dtype != "none" and offload.sink is None
+    return keeps_blocks and offload.device == "cpu" and device_map is None
 
 
 def _name_projectors(file: Path) -> None:

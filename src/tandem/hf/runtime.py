@@ -33,6 +33,9 @@ class Runtime:
     """The layers by the names of all experts modules, tied ones included."""
     look_ahead: LookAhead | None = None
     """What the executor asks about the next layer, if it does."""
+    kv_dtype: str = "auto"
+    """What keys and values are kept in unless something else is asked; "auto": the model's dtype.
+    """
     is_closed: bool = False
     _threads: CpuThreads | None = None
 
