@@ -1,6 +1,8 @@
 """Answers with drafted tokens are those without: every architecture, drafter, batch and device.
 
-python -m tests.generate.speculation_matrix [--names NAME...]    all of them, half an hour
+python -m tests.generate.speculation_matrix [--names NAME...] [--devices DEVICE...]
+
+All of them take more than half an hour.
 
 Each request of a batch follows another rule: greedy, sampled, penalties, a grammar. Drafts have
 random lengths, whatever would pay.
@@ -22,6 +24,7 @@ from llguidance import LLMatcher
 
 import tandem
 from tandem.decode.cpu_slots import CpuSlotPool
+from tandem.decode.cuda.slots import CudaSlotPool
 from tandem.decode.mtp.loading import load_mtp
 from tandem.engine.constraint import Grammars
 from tandem.generate.generator import Generator
@@ -38,6 +41,7 @@ from tandem.policy.speculation.prompt_lookup import EarlierAnswers, PromptLookup
 from tandem.policy.speculation.step_costs import StepCosts
 from tests.architectures import VOCABULARY, architectures
 from tests.decode.test_mtp import MODELS, WithMtp
+from tests.decode.twin_capture import TwinCapture
 from tests.generate.test_architectures import (
     NOT_GENERATING_UPSTREAM,
     NOT_TOKEN_BY_TOKEN,
@@ -48,9 +52,11 @@ from tests.hf.tiny import byte_tokenizer, save_tiny_checkpoint
 NAMES = sorted(
     set(architectures()) - NOT_TOKEN_BY_TOKEN - NOT_GENERATING_UPSTREAM - ON_THEIR_OWN_CACHES
 )
+TWIN = "twin"  # captured steps of a GPU, on the CPU
 DEVICES: dict[str, dict[str, Any]] = {
     "cpu": {},
     "emulated": {"device": "emulated", "gpu_memory": "60KB"},
+    TWIN: {"dtype": "float32", "expert_dtype": "auto", "dense_dtype": "auto"},
 }
 DRAFTERS = ("scripted", "lookup", "model", "mtp")
 BATCHES = (1, 2, 3, 4)
@@ -162,11 +168,10 @@ class Scripted:
 def loaded(directory: Path, **options: Any) -> Any:
     """Load a tiny model with all its linear layers packed, as far as they can be."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tandem.hf.dense._LEAST_WEIGHTS", 1)
-        model = tandem.load(
-            directory, dtype="bfloat16", expert_dtype="int8-g32", dense_dtype="int8-g32",
-            threads=1, **options,
-        )  # fmt: skip
+        if options.get("dense_dtype") != "auto":
+            patch.setattr("tandem.hf.dense._LEAST_WEIGHTS", 1)
+        packed = {"dtype": "bfloat16", "expert_dtype": "int8-g32", "dense_dtype": "int8-g32"}
+        model = tandem.load(directory, threads=1, **{**packed, **options})
     model.generation_config.eos_token_id = None
     return model
 
@@ -181,7 +186,8 @@ class Cells:
             WithMtp(directory, name)
         else:
             save_tiny_checkpoint(directory, name)
-        self.model, self.copy = loaded(directory, **DEVICES[device]), loaded(directory)
+        self.model = loaded(directory, **DEVICES[device])
+        self.copy = loaded(directory, **(DEVICES[TWIN] if device == TWIN else {}))
         self.threads = require_runtime(self.model).threads
         require_runtime(self.copy).share(self.threads)
         self.models = {"model": self._draft_model()}
@@ -189,8 +195,14 @@ class Cells:
             self.models["mtp"] = self._mtp_layer()
         generator = Generator(self.model, speculate="none")
         generator.speculation = Speculation([], [*self.models.values()])
-        self.scheduler = generator.scheduler(max(BATCHES))
+        with pytest.MonkeyPatch.context() as patch:
+            if device == TWIN:
+                patch.setattr(generator, "slot_pool", self._twin_pool)
+            self.scheduler = generator.scheduler(max(BATCHES))
         self.expected = {batch: self._answers(batch) for batch in BATCHES}
+
+    def _twin_pool(self, num_slots: int, **options: Any) -> CudaSlotPool:
+        return CudaSlotPool(self.model, num_slots, make_capture=TwinCapture, notes_hidden=True)
 
     def run(self, drafter: str, batches: Sequence[int] = BATCHES) -> int:
         """Compare all answers; return how many tokens were drafted."""
@@ -245,11 +257,12 @@ def main() -> None:
     """Run everything; ends with 1 if an answer differs."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--names", nargs="+", default=NAMES)
+    parser.add_argument("--devices", nargs="+", default=[*DEVICES])
     args = parser.parse_args()
     failed, num_cells, start = [], 0, time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         for name in args.names:
-            for device in DEVICES:
+            for device in args.devices:
                 cells = Cells(name, device, Path(folder))
                 for drafter in drafters_of(name):
                     num_cells += len(BATCHES)
