@@ -234,10 +234,12 @@ nb::list records_of(StepCoordinator& self) {
   return found;
 }
 
+// Of the layers in which something was copied or decided.
 nb::list take_decided(StepCoordinator& self) {
   nb::list found;
   for (const DecidedLayer& d : self.decisions().take_decided())
-    found.append(nb::make_tuple(d.layer, d.now, as_tuples(d.arrivals), as_tuples(d.copies)));
+    if (!d.arrivals.empty() || !d.copies.empty())
+      found.append(nb::make_tuple(d.layer, d.now, as_tuples(d.arrivals), as_tuples(d.copies)));
   return found;
 }
 

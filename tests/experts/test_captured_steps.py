@@ -3,6 +3,7 @@
 import random
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tandem.experts.store.host_store import HostStore
 from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tandem.experts.tracing.events import LayerExecuted
 from tandem.kernels.dense import CpuThreads
+from tandem.policy.plan import Copy
 from tests.experts.machines import FUNCTIONS, GEOMETRY, make_real_executor, make_store, route
 from tests.policy.integrity import check_integrity
 
@@ -89,6 +91,29 @@ def test_decode_steps_are_captured_and_prompts_planned(
         assert sum(event.load.tokens) == event.num_expert_rows
     assert statistics.hits > 0
     assert statistics.copies > 0
+
+
+def test_python_hears_of_no_layer_in_which_nothing_was_copied(
+    executor: HybridExecutor, store: HostStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps, heard = executor.captured, list[int]()
+    assert steps is not None
+    apply = steps._apply
+
+    def noted(layer: int, now: float, arrivals: list[Any], copies: list[Any]) -> tuple[Copy, ...]:
+        heard.append(len(arrivals) + len(copies))
+        return apply(layer, now, arrivals, copies)
+
+    monkeypatch.setattr(steps, "_apply", noted)
+    for seed in range(20):
+        step(executor, store, 1, seed)
+    assert all(heard)
+    executor.resize(0)
+    step(executor, store, 1, 20)
+    heard.clear()
+    for seed in range(20):
+        step(executor, store, 1, seed)
+    assert not heard
 
 
 def test_decode_alone_fills_the_cache(executor: HybridExecutor, store: HostStore) -> None:

@@ -80,14 +80,14 @@ class CapturedSteps:
         assert self._num_tokens
         self.coordinator.finish_step(PATIENCE_SECONDS)
         num_tokens, self._num_tokens = self._num_tokens, 0
-        copies = [self._apply(*layer) for layer in self.coordinator.take_decided()]
+        copies = {at[0]: self._apply(*at) for at in self.coordinator.take_decided()}
         self._eviction.noted_natively(num_tokens)
         if error := self.coordinator.copy_error():
             raise RuntimeError(f"the link has stopped: {error}")
         if not listeners:
             return
-        for record, inserted in zip(self.coordinator.records(), copies, strict=True):
-            event = self._event(record, inserted)
+        for record in self.coordinator.records():
+            event = self._event(record, copies.get(record[0], ()))
             for listener in listeners:
                 listener(event)
 
