@@ -23,7 +23,7 @@ TANDEM_INLINE void fetch_stream(const std::uint8_t* at) {
   fetch<_MM_HINT_T0>(at + kNearBytes);
 }
 
-// Lines from `at` on that are asked for in `count` pieces: all at once would keep other loads waiting.
+// Lines from `at` on, asked for in `count` pieces: all at once would keep other loads waiting.
 class Pieces {
  public:
   Pieces(const std::uint8_t* at, std::int64_t bytes, std::int64_t count)

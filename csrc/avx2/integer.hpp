@@ -1,4 +1,4 @@
-// Integer formats on 256-bit registers: groups of columns, tiles of tokens, and panels for many tokens.
+// Integer formats on 256-bit registers: groups of columns, tiles of tokens, panels for many tokens.
 #pragma once
 
 #include "scales.hpp"
@@ -39,19 +39,20 @@ inline void widen(const std::int8_t* from, std::int64_t count, std::int16_t* to)
   }
 }
 
-// Columns that are multiplied before anything is scaled, or a strip that holds several such groups.
-template <Format F>
+// Columns that are multiplied before anything is scaled, or a strip that holds several such groups;
+// `Group` is 32, or 0 where the matrix says: one strip needs no loop, and fewer registers.
+template <Format F, int Group>
 std::int64_t span_of(const PackedMatrix& m) {
-  return kGroupsOfStrip<F> > 1 ? kStripCols : m.group;
+  return kGroupsOfStrip<F> > 1 || Group == kStripCols ? kStripCols : m.group;
 }
 
 // Adds the products of one group, whose columns lie in `strips`, with `inputs` to `total`; `g` is its
 // number in a row, and `Part` that in its strip.
-template <class Dot, Format F, bool IsCached, int Part, int T>
+template <class Dot, Format F, int Group, bool IsCached, int Part, int T>
 void add_group(const Product& p, std::int64_t block, std::int64_t token, std::int64_t g,
                Strips strips, const Inputs<Dot, F>& inputs, Totals<T>& total) {
   const Activations& x = p.x;
-  const std::int64_t span = span_of<F>(p.m);
+  const std::int64_t span = span_of<F, Group>(p.m);
   const std::int64_t index = block * (p.m.cols / p.m.group) + g;
   const float* x_scales = x.scales + token * x.group_stride + g;
   const std::int32_t* x_sums = x.sums + token * x.group_stride + g;
@@ -85,24 +86,24 @@ void add_group(const Product& p, std::int64_t block, std::int64_t token, std::in
 
 // One block times T tokens, for spans first_span..first_span+num_spans-1, whose strips follow each
 // other from `strips` on: in memory, or decoded in a panel. `inputs` are those of the first column.
-template <class Dot, Format F, bool IsCached, int T>
+template <class Dot, Format F, int Group, bool IsCached, int T>
 void integer_tile(const Product& p, std::int64_t block, std::int64_t token,
                   std::int64_t first_span, std::int64_t num_spans, Strips strips,
                   Inputs<Dot, F> inputs, const Output& out) {
   constexpr int kParts = kGroupsOfStrip<F>;
   constexpr std::int64_t kBytes = IsCached ? kPanelStripBytes<Dot, F> : kStripBytes<F>;
-  const std::int64_t span_bytes = span_of<F>(p.m) / kStripCols * kBytes;
+  const std::int64_t span_bytes = span_of<F, Group>(p.m) / kStripCols * kBytes;
   Totals<T> total;
   out.load<T>(total);
   for (std::int64_t s = first_span; s < first_span + num_spans; ++s) {
     each<kParts>([&](auto part) TANDEM_INLINED {
       constexpr int kPart = decltype(part)::value;
-      add_group<Dot, F, IsCached, kPart, T>(p, block, token, s * kParts + kPart, strips, inputs,
-                                            total);
+      add_group<Dot, F, Group, IsCached, kPart, T>(p, block, token, s * kParts + kPart, strips,
+                                                   inputs, total);
       if constexpr (IsCached) strips.scales += kFloatsOfGroup<F>;
     });
     strips.codes += span_bytes;
-    inputs = inputs.from(span_of<F>(p.m));
+    inputs = inputs.from(span_of<F, Group>(p.m));
   }
   out.store<T>(total);
 }
@@ -131,11 +132,11 @@ class InputPanel {
 
 // Multiplies weights on their way through. Columns come in parts, for each of which the activations
 // are widened once.
-template <class Dot, Format F>
+template <class Dot, Format F, int Group>
 void few_tokens(const Product& p, std::int64_t begin, std::int64_t end, std::int64_t num_tokens) {
   constexpr std::int64_t kCols = 4096;
   InputPanel<Dot, F, kMostStreamed, kCols> panel;
-  const std::int64_t span = span_of<F>(p.m), spans = p.m.cols / span;
+  const std::int64_t span = span_of<F, Group>(p.m), spans = p.m.cols / span;
   const std::int64_t most = kIsWide<Dot, F> && span <= kCols ? kCols / span : spans;
   for (std::int64_t s = 0; s < spans; s += most) {
     const std::int64_t width = smaller(most, spans - s);
@@ -144,8 +145,8 @@ void few_tokens(const Product& p, std::int64_t begin, std::int64_t end, std::int
       const std::uint8_t* data = p.m.data + code_bytes(F, b * p.m.cols + s * span);
       const Output out = p.block(b, s == 0, s + width == spans);
       in_tiles<kStreamedTile>(num_tokens, [&]<int T>(std::int64_t t) {
-        integer_tile<Dot, F, false, T>(p, b, t, s, width, {data, nullptr}, x.token(t),
-                                       out.token(t));
+        integer_tile<Dot, F, Group, false, T>(p, b, t, s, width, {data, nullptr}, x.token(t),
+                                              out.token(t));
       });
     }
   }
@@ -155,11 +156,11 @@ struct Ahead {
   Pieces codes, scales;
 };
 
-// What the next panel is decoded from: so many spans, the first of which is the `span`-th of all blocks.
-template <Format F>
+// What the next panel is decoded from: spans, of which the first is the `span`-th of all blocks.
+template <Format F, int Group>
 Ahead what_follows(const PackedMatrix& m, std::int64_t span, std::int64_t num_spans,
                    std::int64_t num_pieces) {
-  const std::int64_t cols = span_of<F>(m), parts = kGroupsOfStrip<F>;
+  const std::int64_t cols = span_of<F, Group>(m), parts = kGroupsOfStrip<F>;
   const std::int64_t block = span / (m.cols / cols);
   const std::uint8_t* scales = scales_at<F>(m, block, span * parts);
   const std::uint8_t* end = scales_at<F>(m, block, (span + num_spans) * parts);
@@ -168,14 +169,14 @@ Ahead what_follows(const PackedMatrix& m, std::int64_t span, std::int64_t num_sp
 }
 
 // Decodes a part of a block once for a batch of tokens; part and activations stay in the first cache.
-template <class Dot, Format F>
+template <class Dot, Format F, int Group>
 void many_tokens(const Product& p, std::int64_t begin, std::int64_t end, std::int64_t num_tokens) {
   constexpr int kTile = 4, kParts = kGroupsOfStrip<F>;
   constexpr std::int64_t kBatch = 64, kBytes = kPanelStripBytes<Dot, F>, kPanelBytes = 8192;
   alignas(64) std::uint8_t panel[kPanelBytes];
   alignas(64) float scales[kPanelBytes / kBytes * kGroupsOfStrip<F> * kFloatsOfGroup<F>];
   InputPanel<Dot, F, kBatch, kPanelBytes / kBytes * kStripCols> inputs;
-  const std::int64_t span = span_of<F>(p.m), spans = p.m.cols / span;
+  const std::int64_t span = span_of<F, Group>(p.m), spans = p.m.cols / span;
   const std::int64_t strips = span / kStripCols;  // of a span
   const std::int64_t most = kPanelBytes / (strips * kBytes);
   for (std::int64_t batch = 0; batch < num_tokens; batch += kBatch) {
@@ -192,24 +193,34 @@ void many_tokens(const Product& p, std::int64_t begin, std::int64_t end, std::in
         // After the last part comes the next task's first one, more likely than not.
         const std::int64_t next_part = s + width < spans ? begin * spans + s + width : end * spans;
         const std::int64_t next = b + 1 < end ? (b + 1) * spans + s : next_part;
-        Ahead ahead = what_follows<F>(p.m, next, width, num_tiles(count, kTile));
+        Ahead ahead = what_follows<F, Group>(p.m, next, width, num_tiles(count, kTile));
         const Output out = p.block(b, s == 0, s + width == spans).token(batch);
         in_tiles<kTile>(count, [&]<int T>(std::int64_t t) {
           ahead.codes.fetch_next();
           ahead.scales.fetch_next();
-          integer_tile<Dot, F, true, T>(p, b, batch + t, s, width, {panel, scales}, x.token(t),
-                                        out.token(t));
+          integer_tile<Dot, F, Group, true, T>(p, b, batch + t, s, width, {panel, scales},
+                                               x.token(t), out.token(t));
         });
       }
     }
   }
 }
 
+template <class Dot, Format F, int Group>
+void multiply_groups(const Product& p, std::int64_t begin, std::int64_t end,
+                     std::int64_t num_tokens) {
+  if (num_tokens <= kMostStreamed) return few_tokens<Dot, F, Group>(p, begin, end, num_tokens);
+  many_tokens<Dot, F, Group>(p, begin, end, num_tokens);
+}
+
 template <class Dot, Format F>
 void multiply_integer(const Product& p, std::int64_t begin, std::int64_t end,
                       std::int64_t num_tokens) {
-  if (num_tokens <= kMostStreamed) return few_tokens<Dot, F>(p, begin, end, num_tokens);
-  many_tokens<Dot, F>(p, begin, end, num_tokens);
+  constexpr std::int64_t kGroup = encoding(F).group;  // 0: the matrix says
+  if constexpr (kGroup == 0 || kGroup == kStripCols)
+    if (p.m.group == kStripCols)
+      return multiply_groups<Dot, F, kStripCols>(p, begin, end, num_tokens);
+  if constexpr (kGroup != kStripCols) multiply_groups<Dot, F, 0>(p, begin, end, num_tokens);
 }
 
 // Multiplies an integer format; false if the format is another.

@@ -1,13 +1,13 @@
-// Strips of 32 columns and a block's 16 rows times int8 activations, in integers. `Dot` says how four
-// bytes are multiplied and added:
+// Strips of 32 columns and a block's 16 rows times int8 activations, in integers. `Dot` says how
+// four bytes are multiplied and added:
 //
 //   kIs16Bit  whether `add` sums pairs into 16 bits, which hold no more than 8 products of codes up
 //             to 15, 4 of codes up to 31 or 2 of codes up to 63, with activations of -127..127
 //   add(part, codes, x)  part plus products of unsigned codes with signed activations
 //   flush(sum, part)     sum (32 bits) plus part
 //
-// Larger codes than 16-bit parts have room for are multiplied as words of 16 bits, of which pairs are
-// summed into 32: the even columns of four, then the odd ones.
+// Larger codes than 16-bit parts have room for are multiplied as words of 16 bits, of which pairs
+// are summed into 32: the even columns of four, then the odd ones.
 #pragma once
 
 #include <type_traits>
