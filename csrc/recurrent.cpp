@@ -97,8 +97,7 @@ void RecurrentEngine::run(const Recurrence& call) {
     pool_.run(heads * parts, [&](std::int64_t i) {
       const std::int64_t head = i / parts % call.num_heads, begin = i % parts * together;
       const StateSegment& segment = segments_[i / parts / call.num_heads];
-      for (std::int64_t b = begin; b < std::min(begin + together, blocks); ++b)
-        kernels_.recur(call, prepared, segment, head, b);
+      kernels_.recur(call, prepared, segment, head, begin, std::min(begin + together, blocks));
     });
     note_drafts(call, prepared);
     settle(call.log);

@@ -123,9 +123,10 @@ struct RecurrentKernels {
                    std::int64_t first_channel, std::int64_t num_channels);
   // One token's queries, keys and decays, into row `t` of what `to` points at.
   void (*prepare)(const Recurrence& call, const PreparedTokens& to, std::int64_t t);
-  // One block of a head's values, for a segment whose tokens are prepared.
+  // Blocks begin .. end - 1 of a head's values, for a segment whose tokens are prepared.
   void (*recur)(const Recurrence& call, const PreparedTokens& prepared,
-                const StateSegment& segment, std::int64_t head, std::int64_t block);
+                const StateSegment& segment, std::int64_t head, std::int64_t begin,
+                std::int64_t end);
   // Writes a drafted token, which is prepared, to the log.
   void (*note)(const Recurrence& call, const PreparedTokens& prepared, std::int64_t token,
                float* logged);

@@ -140,43 +140,60 @@ void prepare(const Recurrence& call, const PreparedTokens& to, std::int64_t t) {
   }
 }
 
-// Registers for a block's values, twice, so that additions do not wait for each other.
+// Blocks of a head that go through the tokens together: one has too few additions that do not wait
+// for each other, where a register holds all of it, and reads a key again for each register.
+constexpr int kMostTogether = kBlockVectors == 1 ? 4 : 1;
+
+// Where a register of a block's values lies in a row of `Blocks` states side by side.
+inline std::int64_t vector_at(std::int64_t rows, int v) {
+  return v / kBlockVectors * rows * kStateBlock + v % kBlockVectors * TANDEM_LANES;
+}
+
+// Registers for the values of blocks, twice, so that additions do not wait for each other.
+template <int Blocks>
 struct BlockSums {
-  Vector even[kBlockVectors] = {}, odd[kBlockVectors] = {};
+  Vector even[Blocks * kBlockVectors] = {}, odd[Blocks * kBlockVectors] = {};
 
   Vector total(int v) const { return even[v] + odd[v]; }
 };
 
-// What a token is to a block.
+// What a token is to blocks.
+template <int Blocks>
 struct BlockToken {
   const float* query;
   const float* key;
   const float* next_key;    // times what is kept then, if that is by key
   const float* kept;        // one, or one by key; or by value, to be multiplied by a factor
-  const float* factor;      // (key_dim, 16)
-  Vector change[kBlockVectors];  // rate * (value - what the state says of it)
+  const float* factor;      // (blocks, key_dim, 16)
+  Vector change[Blocks * kBlockVectors];  // rate * (value - what the state says of it)
 };
 
 // A state fades, learns, and is read for this token and for the next one's delta rule.
-template <DecayKind Kind, bool IsDelta>
-void step(float* state, std::int64_t rows, const BlockToken& of, BlockSums& result,
-          BlockSums& said) {
+template <DecayKind Kind, bool IsDelta, int Blocks>
+void step(float* state, std::int64_t rows, const BlockToken<Blocks>& of, BlockSums<Blocks>& result,
+          BlockSums<Blocks>& said) {
+  constexpr int kVectors = Blocks * kBlockVectors;
   const BlockToken token = of;  // a copy, and copies of the sums, which no store can change
-  Vector sums[2][kBlockVectors] = {}, next[2][kBlockVectors] = {};
+  Vector sums[2][kVectors] = {}, next[2][kVectors] = {};
   const Vector kept_by_all = broadcast(Kind == DecayKind::kByHead ? token.kept[0] : 0);
   const auto step_row = [&](std::int64_t i, int parity) {
+    Vector fresh[kVectors];
 #pragma GCC unroll 4
-    for (int v = 0; v < kBlockVectors; ++v) {
-      const std::int64_t at = i * kStateBlock + v * TANDEM_LANES;
+    for (int v = 0; v < kVectors; ++v) {
+      const std::int64_t at = i * kStateBlock + vector_at(rows, v);
       Vector kept;
       if constexpr (Kind == DecayKind::kByHead) kept = kept_by_all;
       if constexpr (Kind == DecayKind::kByKey) kept = broadcast(token.kept[i]);
       if constexpr (Kind == DecayKind::kByPair)
         kept = exponential(load(token.kept + v * TANDEM_LANES) * load(token.factor + at));
-      const Vector s = load(state + at) * kept + token.change[v] * token.key[i];
-      store(state + at, s);
-      sums[parity][v] += s * token.query[i];
-      if constexpr (IsDelta) next[parity][v] += s * token.next_key[i];
+      fresh[v] = load(state + at) * kept + token.change[v] * token.key[i];
+    }
+    // Stored when all are read: a load waits for a store at the same place of another page.
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      store(state + i * kStateBlock + vector_at(rows, v), fresh[v]);
+      sums[parity][v] += fresh[v] * token.query[i];
+      if constexpr (IsDelta) next[parity][v] += fresh[v] * token.next_key[i];
     }
   };
   std::int64_t i = 0;
@@ -185,7 +202,7 @@ void step(float* state, std::int64_t rows, const BlockToken& of, BlockSums& resu
     step_row(i + 1, 1);
   }
   if (i < rows) step_row(i, 0);
-  for (int v = 0; v < kBlockVectors; ++v) {
+  for (int v = 0; v < kVectors; ++v) {
     result.even[v] = sums[0][v];
     result.odd[v] = sums[1][v];
     said.even[v] = next[0][v];
@@ -194,15 +211,16 @@ void step(float* state, std::int64_t rows, const BlockToken& of, BlockSums& resu
 }
 
 // What a state says of a key, in the order in which `step` adds it up.
-inline void ask(const float* state, std::int64_t rows, const float* key, BlockSums& said) {
+template <int Blocks>
+void ask(const float* state, std::int64_t rows, const float* key, BlockSums<Blocks>& said) {
   for (std::int64_t i = 0; i < rows; ++i) {
-    Vector(&sums)[kBlockVectors] = i % 2 == 0 ? said.even : said.odd;
-    for (int v = 0; v < kBlockVectors; ++v)
-      sums[v] += load(state + i * kStateBlock + v * TANDEM_LANES) * key[i];
+    Vector(&sums)[Blocks * kBlockVectors] = i % 2 == 0 ? said.even : said.odd;
+    for (int v = 0; v < Blocks * kBlockVectors; ++v)
+      sums[v] += load(state + i * kStateBlock + vector_at(rows, v)) * key[i];
   }
 }
 
-// What a block of a head reads of a token: of a new one, or of one that is done again.
+// What blocks of a head read of a token: of a new one, or of one that is done again.
 struct TokenInputs {
   const float *query, *key, *kept;
   const float* asked;  // the key that it asks the state before it with
@@ -258,28 +276,31 @@ class BlockInputs {
   LoggedToken logged_;
 };
 
-template <DecayKind Kind, bool IsDelta>
+template <DecayKind Kind, bool IsDelta, int Blocks>
 void recur_as(const Recurrence& call, const PreparedTokens& prepared, const StateSegment& segment,
               std::int64_t head, std::int64_t block) {
+  constexpr std::int64_t kValues = Blocks * kStateBlock;
+  constexpr int kVectors = Blocks * kBlockVectors;
   const std::int64_t dim = call.key_dim, first_value = block * kStateBlock;
-  const std::int64_t width = std::min(kStateBlock, call.value_dim - first_value);
+  const std::int64_t width = std::min(kValues, call.value_dim - first_value);
   const BlockInputs<Kind> inputs(call, prepared, segment, head, first_value);
   float* state = call.states + ((segment.slot * call.num_heads + head) * call.blocks() + block) *
                                    dim * kStateBlock;
-  if (segment.is_beginning) std::fill_n(state, dim * kStateBlock, 0.0f);
-  float value[kStateBlock] = {}, out[kStateBlock], fading[kStateBlock] = {};
-  float drafted[kMostKeyDim * kStateBlock];
-  BlockSums said;
+  if (segment.is_beginning) std::fill_n(state, dim * kValues, 0.0f);
+  float value[kValues] = {}, out[kValues], fading[kValues] = {};
+  float drafted[kMostKeyDim * kValues];
+  BlockSums<Blocks> said;
   if constexpr (IsDelta) ask(state, dim, inputs[0].asked, said);
   const std::int64_t last = segment.num_again + segment.count - 1;
   const std::int64_t first_draft = segment.num_again + segment.num_certain;
   for (std::int64_t i = 0; i <= last; ++i) {
     if (i == first_draft) {  // from here on the state may be another one
-      std::copy_n(state, dim * kStateBlock, drafted);
+      std::copy_n(state, dim * kValues, drafted);
       state = drafted;
     }
     const TokenInputs now = inputs[i];
-    BlockToken token{now.query, now.key, inputs[std::min(i + 1, last)].asked, now.kept, nullptr, {}};
+    BlockToken<Blocks> token{
+        now.query, now.key, inputs[std::min(i + 1, last)].asked, now.kept, nullptr, {}};
     if constexpr (Kind == DecayKind::kByPair) {
       std::memcpy(fading, now.decay, width * sizeof(float));
       token.kept = fading;
@@ -288,17 +309,17 @@ void recur_as(const Recurrence& call, const PreparedTokens& prepared, const Stat
     load_values(now.value, now.value_type, width, value);
     float rate = 1;
     if (now.rate) load_values(now.rate, now.rate_type, 1, &rate);
-    for (int v = 0; v < kBlockVectors; ++v) {
+    for (int v = 0; v < kVectors; ++v) {
       Vector change = load(value + v * TANDEM_LANES);
       if constexpr (IsDelta)
         change -= Kind == DecayKind::kByHead ? said.total(v) * token.kept[0] : said.total(v);
       token.change[v] = change * rate;
     }
-    BlockSums result;
+    BlockSums<Blocks> result;
     said = {};
-    step<Kind, IsDelta>(state, dim, token, result, said);
+    step<Kind, IsDelta, Blocks>(state, dim, token, result, said);
     if (i < segment.num_again) continue;
-    for (int v = 0; v < kBlockVectors; ++v) store(out + v * TANDEM_LANES, result.total(v));
+    for (int v = 0; v < kVectors; ++v) store(out + v * TANDEM_LANES, result.total(v));
     if (call.skip)
       for (std::int64_t j = 0; j < width; ++j)
         out[j] += call.skip[head * call.value_dim + first_value + j] * value[j];
@@ -330,19 +351,26 @@ void note(const Recurrence& call, const PreparedTokens& prepared, std::int64_t t
     std::copy_n(call.decay + token * call.value_dim, call.value_dim, logged + at.decay);
 }
 
+template <DecayKind Kind, bool IsDelta>
+void recur_blocks(const Recurrence& call, const PreparedTokens& prepared,
+                  const StateSegment& segment, std::int64_t head, std::int64_t begin,
+                  std::int64_t end) {
+  for (; begin + kMostTogether <= end; begin += kMostTogether)
+    recur_as<Kind, IsDelta, kMostTogether>(call, prepared, segment, head, begin);
+  for (; begin < end; ++begin) recur_as<Kind, IsDelta, 1>(call, prepared, segment, head, begin);
+}
+
 void recur(const Recurrence& call, const PreparedTokens& prepared, const StateSegment& segment,
-           std::int64_t head, std::int64_t block) {
+           std::int64_t head, std::int64_t begin, std::int64_t end) {
+  const auto run = [&](auto blocks) { blocks(call, prepared, segment, head, begin, end); };
   switch (call.decay_kind) {
     case DecayKind::kByHead:
-      return call.is_delta
-                 ? recur_as<DecayKind::kByHead, true>(call, prepared, segment, head, block)
-                 : recur_as<DecayKind::kByHead, false>(call, prepared, segment, head, block);
+      return run(call.is_delta ? recur_blocks<DecayKind::kByHead, true>
+                               : recur_blocks<DecayKind::kByHead, false>);
     case DecayKind::kByKey:
-      return call.is_delta
-                 ? recur_as<DecayKind::kByKey, true>(call, prepared, segment, head, block)
-                 : recur_as<DecayKind::kByKey, false>(call, prepared, segment, head, block);
-    case DecayKind::kByPair:
-      return recur_as<DecayKind::kByPair, false>(call, prepared, segment, head, block);
+      return run(call.is_delta ? recur_blocks<DecayKind::kByKey, true>
+                               : recur_blocks<DecayKind::kByKey, false>);
+    case DecayKind::kByPair: return run(recur_blocks<DecayKind::kByPair, false>);
   }
 }
 

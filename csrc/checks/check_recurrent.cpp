@@ -143,7 +143,7 @@ bool recurrences_agree(Random& random, tandem::RecurrentEngine& engine, DecayKin
   r.num_key_heads = is_pair ? 1 : random.between(1, 3);
   r.num_heads = is_pair ? 1 : r.num_key_heads * random.between(1, 3);
   r.key_dim = random.between(1, 40);
-  r.value_dim = random.between(1, 40);
+  r.value_dim = random.between(0, 2) ? random.between(1, 40) : random.between(41, 150);
   r.decay_kind = kind;
   r.is_delta = !is_pair && random.between(0, 1) == 1;
   r.is_normalised = r.is_delta;  // as models have it: else the delta rule grows without bounds

@@ -93,7 +93,9 @@ def rows_of(inputs: dict[str, Tensor]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(2, 4, 16, 16), (1, 1, 128, 128), (2, 2, 33, 20), (3, 6, 8, 40)])
+@pytest.mark.parametrize(
+    "shape", [(2, 4, 16, 16), (1, 1, 128, 128), (2, 2, 33, 20), (3, 6, 8, 40), (1, 2, 16, 84)]
+)
 def test_the_gated_delta_rule(
     shape: tuple[int, int, int, int], dtype: torch.dtype, threads: CpuThreads
 ) -> None:
