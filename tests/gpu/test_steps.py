@@ -47,6 +47,25 @@ def test_captured_steps_say_what_the_cpu_says(tmp_path: Path, name: str, has_bre
     assert captured.num_segments == (1 if is_handed else len(executor.store) + 1)
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v2", "qwen3_5_moe"])
+def test_drafted_tokens_are_verified_together(tmp_path: Path, name: str) -> None:
+    """Three tokens of each of two slots in a step, of which the last are taken back."""
+    alone, hybrid = load_pair(tmp_path, name, torch.bfloat16)
+    captured = gpu_pool(hybrid, PROMPTS, 60, has_replay=True)
+    plain = WholePool(Generator(alone).slot_pool(len(PROMPTS)), PROMPTS)
+    captured.prefill(), plain.prefill()
+    for step in range(8):
+        tokens = {slot: [50 + step + slot, 61 + step, 72 - step] for slot in range(len(PROMPTS))}
+        found, expected = (rows.pool.verify(tokens).clone() for rows in (captured, plain))
+        divergence, is_same = compare_logits(found, expected, 1.0)
+        assert divergence <= 2e-2, step
+        assert is_same, step
+        for pool in (captured.pool, plain.pool):
+            for slot in tokens:
+                pool.keep(slot, len(pool.held(slot)) - 1 - step % 2)
+    assert captured.step.is_replaying, captured.step.why_not
+
+
 @pytest.mark.skipif(IS_DRY, reason="needs the Triton kernels")
 def test_a_model_that_fits_is_captured_whole(tmp_path: Path) -> None:
     alone, hybrid = load_pair(tmp_path, "mixtral", torch.bfloat16)

@@ -132,7 +132,9 @@ def _seconds(trace: "RoutingTrace", cache: ExpertCache, conditions: _Conditions)
 def change_table(changes: list[Change], num_tokens: int) -> str:
     """Return the changes with what each would bring."""
     base = changes[0].seconds
-    lines = ["by the simulator, on the profile's times, this run would take, undrafted:"]
+    lines = [
+        "by the simulator, on the profile's times, without drafted tokens this run would take:"
+    ]
     for change in changes:
         lines.append(
             f"  {change.what:<44} {change.seconds * 1e3:>9.1f} ms  "
