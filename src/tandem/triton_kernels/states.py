@@ -12,7 +12,8 @@ from tandem.triton_kernels import recurrent
 
 _BLOCK_CHANNELS = 128
 _BLOCK_TOKENS = 16
-_WARP_ELEMENTS = 1024  # of a state, in the registers of one warp
+_ELEMENTS = 1024  # of a state, at least, in the registers of one program
+_WARP_ELEMENTS = 512  # of them in those of one warp; twice as many spill on cards of 12.0
 _LEAST_VALUES, _MOST_VALUES = 8, 64
 
 
@@ -123,7 +124,7 @@ def _recur(
 def _tile(key_dim: int, value_dim: int) -> tuple[int, int]:
     """Return how many keys and values of a state a program holds: powers of two."""
     width = _power_of_two(key_dim)
-    most = min(_MOST_VALUES, max(_LEAST_VALUES, _WARP_ELEMENTS // width))
+    most = min(_MOST_VALUES, max(_LEAST_VALUES, _ELEMENTS // width))
     return width, min(most, _power_of_two(value_dim))
 
 
