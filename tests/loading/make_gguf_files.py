@@ -51,6 +51,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2moe": ("lfm2_moe", {}),
     "nemotron_h_moe": ("nemotron_h", {}),
     "granitehybrid": ("granitemoehybrid", {}),
+    "jamba": ("jamba", {}),
     "glm-dsa": ("glm_moe_dsa", {}),
     "deepseek32": ("deepseek_v32", {}),
     "deepseek2 glm": ("glm4_moe_lite", {}),

@@ -79,6 +79,18 @@ def test_metadata_that_make_no_config(
         tandem.load(damaged.file)
 
 
+def test_layers_in_an_order_that_no_config_of_a_jamba_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    header = read_header(unpacked("jamba", tmp_path))
+    attention = header.tensors["blk.1.attn_q.weight"]
+    tensors = {**header.tensors, "blk.2.attn_q.weight": attention}
+    damaged = dataclasses.replace(header, tensors=tensors)
+    monkeypatch.setattr("tandem.checkpoint.sources.gguf.read_header", lambda file: damaged)
+    with pytest.raises(ModelError, match=r"attention at \[1, 2, 3\].*download it again"):
+        tandem.load(damaged.file)
+
+
 def test_every_architecture_has_a_file() -> None:
     older = {
         "qwen2moe",

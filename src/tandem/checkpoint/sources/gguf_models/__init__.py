@@ -36,9 +36,11 @@ from tandem.checkpoint.sources.gguf_models.linear_attention import (
 )
 from tandem.checkpoint.sources.gguf_models.state_space import (
     GRANITE_HYBRID,
+    JAMBA,
     NEMOTRON_H,
     granite,
     granite_hybrid,
+    jamba,
     nemotron_h,
 )
 from tandem.checkpoint.sources.gguf_models.windows import (
@@ -69,6 +71,7 @@ ARCHITECTURES = {
     "qwen35moe": Architecture(qwen3_5, QWEN3_5),
     "lfm2moe": Architecture(lfm2, LFM2),
     "nemotron_h_moe": Architecture(nemotron_h, NEMOTRON_H),
+    "jamba": Architecture(jamba, JAMBA),
     "granitehybrid": Architecture(granite_hybrid, GRANITE_HYBRID),
     "kimi-linear": Architecture(kimi, KIMI),
     "bailingmoe3": Architecture(bailing, BAILING),

@@ -1,4 +1,4 @@
-"""Architectures with Mamba-2 layers: Nemotron-H and Granite 4 H; and Granite without them."""
+"""Architectures with Mamba layers: Jamba, Nemotron-H and Granite 4 H; and Granite without."""
 
 from tandem.checkpoint.sources.gguf_header import GgufHeader
 from tandem.checkpoint.sources.gguf_models.architecture import Names, Recipe
@@ -11,6 +11,7 @@ from tandem.checkpoint.sources.gguf_models.config_values import (
 )
 from tandem.checkpoint.sources.gguf_models.full_attention import paired
 from tandem.checkpoint.sources.gguf_models.linear_attention import log_of_negative
+from tandem.core.errors import ModelError
 from tandem.foreign_types import PreTrainedConfig
 
 
@@ -41,6 +42,43 @@ def nemotron_h(header: GgufHeader) -> PreTrainedConfig:
         moe_shared_expert_intermediate_size=header.value("expert_shared_feed_forward_length"),
         **values | {"intermediate_size": max(feed_forward)},
     )
+
+
+def jamba(header: GgufHeader) -> PreTrainedConfig:
+    """Make the config of a Jamba; raises `ModelError` for layers in no such order."""
+    attention = layer_types(header, **{"attn_q.weight": "attention"})
+    experts = layer_types(header, **{"ffn_gate_inp.weight": "experts"})
+    attention_begin, attention_period = _every(header, attention, "attention")
+    experts_begin, experts_period = _every(header, experts, "experts")
+    inner = header.value("ssm.inner_size", 0)
+    return config_of(
+        header,
+        "jamba",
+        ("rope_parameters",),
+        num_key_value_heads=max(each_layer(header, "attention.head_count_kv")),
+        intermediate_size=header.value("feed_forward_length"),
+        num_experts=header.value("expert_count"),
+        attn_layer_offset=attention_begin,
+        attn_layer_period=attention_period,
+        expert_layer_offset=experts_begin,
+        expert_layer_period=experts_period,
+        mamba_d_state=header.value("ssm.state_size"),
+        mamba_d_conv=header.value("ssm.conv_kernel"),
+        mamba_dt_rank=header.value("ssm.time_step_rank"),
+        mamba_expand=inner // header.value("embedding_length"),
+    )
+
+
+def _every(header: GgufHeader, types: list[str], kind: str) -> tuple[int, int]:
+    """Return the first layer of a kind, and after how many the next ones follow."""
+    found = [layer for layer, each in enumerate(types) if each == kind] or [0]
+    period = found[1] - found[0] if len(found) > 1 else len(types)
+    if found != list(range(found[0], len(types), period)) or found[0] >= period:
+        raise ModelError(
+            f"{header.file} has layers with {kind} at {found}, which no config of a Jamba says; "
+            "it is damaged or of another architecture: download it again"
+        )
+    return found[0], period
 
 
 def granite_hybrid(header: GgufHeader) -> PreTrainedConfig:
@@ -98,6 +136,15 @@ _MAMBA: Names = {
     "A_log": Recipe(("ssm_a",), values=log_of_negative),
     "D": "ssm_d",
     "dt_bias": "ssm_dt.bias",
+}
+JAMBA: Names = _MAMBA | {
+    "x_proj": "ssm_x",
+    "dt_proj": "ssm_dt",
+    "dt_layernorm": "ssm_dt_norm",
+    "b_layernorm": "ssm_b_norm",
+    "c_layernorm": "ssm_c_norm",
+    "pre_ff_layernorm": "ffn_norm",
+    "final_layernorm": "output_norm",
 }
 NEMOTRON_H: Names = _MAMBA | {
     "embeddings": "token_embd",
