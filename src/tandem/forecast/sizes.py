@@ -22,7 +22,7 @@ from tandem.hf.config import OffloadConfig, parse_dense_dtype
 from tandem.hf.dense import has_quantised_experts, packable_layers
 from tandem.hf.dense_place import is_kept_on_host
 from tandem.hf.experts import is_experts_module
-from tandem.hf.load import empty_model, open_foreign, source_config
+from tandem.hf.load import empty_model, is_widened_on, open_foreign, source_config
 from tandem.hf.quantizer import OffloadQuantizer
 from tandem.hf.save import stored_name
 from tandem.kernels.formats.weight_format import WeightFormat
@@ -105,6 +105,9 @@ def model_sizes(checkpoint: AnyCheckpoint, offload: OffloadConfig) -> ModelSizes
     """Add up what a checkpoint takes with these options; raises `UnsupportedModelError`."""
     if isinstance(checkpoint, GgufCheckpoint) or _is_foreign(checkpoint):
         config, offload.source = open_foreign(checkpoint)
+        if isinstance(checkpoint, GgufCheckpoint) and is_widened_on(offload):
+            config.dtype = torch.float32
+            return config_sizes(config, offload, kv_dtype=torch.bfloat16)
         return config_sizes(config, offload)
     if checkpoint.is_packed:
         dense_dtype, device = offload.dense_dtype, offload.device
@@ -121,8 +124,13 @@ def _is_foreign(checkpoint: Checkpoint) -> bool:
     return checkpoint.quantization is not None and not checkpoint.is_packed
 
 
-def config_sizes(config: PreTrainedConfig, offload: OffloadConfig) -> ModelSizes:
-    """Add up what a model of a config takes with these options, whose `source` is let go."""
+def config_sizes(
+    config: PreTrainedConfig, offload: OffloadConfig, *, kv_dtype: torch.dtype | None = None
+) -> ModelSizes:
+    """Add up what a model of a config takes with these options, whose `source` is let go.
+
+    `kv_dtype` is what keys and values are kept in; None: the model's dtype.
+    """
     model = empty_model(config)
     quantizer = OffloadQuantizer(offload)
     quantizer.announce_layers(model)
@@ -131,8 +139,8 @@ def config_sizes(config: PreTrainedConfig, offload: OffloadConfig) -> ModelSizes
     offload.source = None
     store, text = quantizer.runtime.store, config.get_text_config()
     dtype = next(model.parameters()).dtype
-    layers = _kv_bytes_by_layer(text, dtype, latents=2)
-    on_gpu = _kv_bytes_by_layer(text, dtype, latents=1)
+    layers = _kv_bytes_by_layer(text, kv_dtype or dtype, latents=2)
+    on_gpu = _kv_bytes_by_layer(text, kv_dtype or dtype, latents=1)
     kv_bytes = sum(num_bytes for _, num_bytes in layers)
     sliding = sum(num_bytes for kind, num_bytes in layers if kind == "sliding_attention")
     packed = _packed_formats(model, store, offload, codes)

@@ -144,7 +144,7 @@ def _from_source(
         _name_projectors(checkpoint.path)
         if common["dtype"] == "auto":
             common["dtype"] = config.dtype
-            is_widened = _is_widened(offload, common["device_map"])
+            is_widened = is_widened_on(offload, common["device_map"])
             if is_widened:
                 common["dtype"] = torch.float32
     offload.source = source
@@ -163,7 +163,7 @@ def _from_source(
     return loaded, report
 
 
-def _is_widened(offload: OffloadConfig, device_map: object) -> bool:
+def is_widened_on(offload: OffloadConfig, device_map: object = None) -> bool:
     """Whether a GGUF file's model computes in fp32, as llama.cpp does, if nothing else is asked.
 
     Its linear layers keep their blocks, so that little but values between layers grows. In bf16
