@@ -8,6 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpModel
 
 import tandem
 from tandem.core.errors import TandemWarning, UnsupportedModelError
@@ -16,6 +19,8 @@ from tandem.decode.cuda.slots import CudaSlotPool
 from tandem.decode.mtp.loading import _first_rows, load_mtp
 from tandem.decode.mtp.names import mtp_names
 from tandem.generate.generator import Generator
+from tandem.generate.speculation.drafters import DRAFTERS, DraftParts
+from tandem.generate.speculation.mtp import MtpDrafter
 from tandem.hf.dense import PackedLinear
 from tandem.kernels.dense import pack_dense
 from tandem.kernels.formats.weight_format import find_format
@@ -25,8 +30,8 @@ from tests.hf.tiny import byte_tokenizer
 from tests.threads import two_threads
 
 # Names beside the layer, and where the layer is, by architecture.
-BEHIND = ("model.layers.2.", {"fc": "eh_proj", "norm": "shared_head.norm"})
-UNDER = ("mtp.layers.0.", {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden"})
+BEHIND = ("model.layers.{}.", {"fc": "eh_proj", "norm": "shared_head.norm"})
+UNDER = ("mtp.layers.{}.", {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden"})
 FULL = {"layer_types": ["linear_attention", "full_attention", "full_attention"]}
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "deepseek_v3": (BEHIND, {"first_k_dense_replace": 1}),
@@ -50,84 +55,171 @@ IDS = [40, 41, 50, 60, 33, 90, 91, 77, 40, 41]
 
 
 class WithMtp:
-    """A checkpoint of two layers with an MTP layer, which a model of three layers has as its last.
+    """A checkpoint of two layers with MTP layers, which a longer model has as its last ones.
 
-    `reference` gives what the layer makes of embeddings, in torch.
+    `reference` gives what one makes of embeddings, in torch.
     """
 
-    def __init__(self, directory: Path, name: str) -> None:
-        self.directory = directory
+    def __init__(
+        self, directory: Path, name: str, num_layers: int = 1, *, is_right: bool = False
+    ) -> None:
+        """Write it; with `is_right` a token tells by itself what comes next, to all layers."""
+        self.directory, self.num_layers = directory, num_layers
         (prefix, names), values = MODELS[name]
         class_name = "Qwen3_5MoeForCausalLM" if name == "qwen3_5_moe" else ""
+        values = {key: _longer(value, num_layers - 1) for key, value in values.items()}
         model: Any = build_tiny_model(
-            name, class_name=class_name, values={"num_hidden_layers": 3, **values}
+            name, class_name=class_name, values={"num_hidden_layers": 2 + num_layers, **values}
         )
-        width = model.config.hidden_size
-        self.parts = {"fc": nn.Linear(2 * width, width, bias=False)}
-        for norm in ("enorm", "hnorm", "norm"):
-            self.parts[norm] = copy.deepcopy(model.model.norm)
-            nn.init.normal_(self.parts[norm].weight, 1.0, 0.1)
+        self.model = model
+        self.parts = [self._new_parts() for _ in range(num_layers)]
+        if is_right:
+            self._make_right()
         model.save_pretrained(directory)
         byte_tokenizer().save_pretrained(directory)
         tensors = load_file(directory / "model.safetensors")
-        tensors = {key.replace("model.layers.2.", prefix): x for key, x in tensors.items()}
-        beside = prefix if prefix.startswith("model") else "mtp."
-        for part, module in self.parts.items():
-            tensors[f"{beside}{names.get(part, part)}.weight"] = module.weight.detach()
+        if prefix.startswith("mtp"):  # what is beside them is one for all
+            self.parts = self.parts[:1] * num_layers
+        for depth, parts in enumerate(self.parts):
+            at = prefix.format(depth if prefix.startswith("mtp") else 2 + depth)
+            own = f"model.layers.{2 + depth}."
+            tensors = {key.replace(own, at): x for key, x in tensors.items()}
+            beside = "mtp." if at.startswith("mtp") else at
+            for part, module in parts.items():
+                tensors[f"{beside}{names.get(part, part)}.weight"] = module.weight.detach()
         save_file(tensors, directory / "model.safetensors", {"format": "pt"})
         self._write_config(model.config)
-        self.model = model
+
+    def _new_parts(self) -> dict[str, Any]:
+        width = self.model.config.hidden_size
+        parts: dict[str, Any] = {"fc": nn.Linear(2 * width, width, bias=False)}
+        for norm in ("enorm", "hnorm", "norm"):
+            parts[norm] = copy.deepcopy(self.model.model.norm)
+            nn.init.normal_(parts[norm].weight, 1.0, 0.1)
+        return parts
+
+    @torch.no_grad()
+    def _make_right(self) -> None:
+        for name, weight in self.model.named_parameters():
+            if "o_proj" in name or "down_proj" in name:
+                weight.zero_()
+        for parts in self.parts:
+            width = len(parts["fc"].weight)
+            parts["fc"].weight.copy_(torch.eye(width, 2 * width))
+            parts["enorm"].weight.fill_(1.0)
+            parts["norm"].weight.copy_(self.model.model.norm.weight)
 
     def _write_config(self, config: Any) -> None:
         config = copy.deepcopy(config)
         config.num_hidden_layers = 2
+        if hasattr(config, "num_mtp_layers"):
+            config.num_mtp_layers = self.num_layers
         for key, value in vars(config).items():
-            if isinstance(value, list) and len(value) == 3:
+            if isinstance(value, list) and len(value) == 2 + self.num_layers:
                 setattr(config, key, value[:2])
         config.save_pretrained(self.directory)
 
     @torch.no_grad()
-    def reference(self, ids: list[int], hidden: Tensor) -> Tensor:
+    def reference(self, ids: list[int], hidden: Tensor, depth: int = 0) -> Tensor:
         """Return the logits after each of some ids, given what was made of those before."""
         alone: Any = copy.deepcopy(self.model)
-        layer = alone.model.layers[2]
+        parts, layer = self.parts[depth], alone.model.layers[2 + depth]
         for module in layer.modules():
             if hasattr(module, "layer_idx"):
                 module.layer_idx = 0
-        alone.model.layers, alone.model.norm = nn.ModuleList([layer]), self.parts["norm"]
+        alone.model.layers, alone.model.norm = nn.ModuleList([layer]), parts["norm"]
         alone.config.num_hidden_layers = 1
         if hasattr(alone.config, "layer_types"):
-            alone.config.layer_types = alone.config.layer_types[2:]
+            alone.config.layer_types = alone.config.layer_types[2 + depth :]
         x = alone.model.embed_tokens(torch.tensor([ids]))
-        both = torch.cat([self.parts["enorm"](x), self.parts["hnorm"](hidden[None])], dim=-1)
-        made = alone.model(inputs_embeds=self.parts["fc"](both)).last_hidden_state
+        both = torch.cat([parts["enorm"](x), parts["hnorm"](hidden[None])], dim=-1)
+        made = alone.model(inputs_embeds=parts["fc"](both)).last_hidden_state
         return alone.lm_head(made)[0]
+
+
+def _longer(value: Any, count: int) -> Any:
+    return [*value, *value[-1:] * count] if isinstance(value, list) else value
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_layer_gives_what_torch_gives(name: str, tmp_path: Path) -> None:
-    made = WithMtp(tmp_path, name)
+    made = WithMtp(tmp_path, name, 1 if name == "mellum" else 2)
     model = tandem.load(tmp_path, dtype="float32", threads=1)
-    head, embedding = load_mtp(model)
-    hidden = torch.randn(len(IDS), model.config.hidden_size)
-    expected = made.reference(IDS, hidden)
-    pool = CpuSlotPool(head, two_threads(), 1, notes_hidden=True, inputs=embedding.fixed)
-    embedding.give(hidden[:6])
-    found = [pool.prefill_with_logits(0, IDS[:6]).clone()]
-    for at in (6, 7, 8, 9):  # the last one from the recorded step
-        embedding.give(hidden[at : at + 1])
-        found.append(pool.verify({0: IDS[at : at + 1]}).clone())
-    assert pool.step.is_replaying, pool.step.why_not
-    error = (torch.cat(found) - expected).norm() / expected.norm()
-    assert error < 1e-5, float(error)
+    layers = load_mtp(model)
+    assert len(layers) == made.num_layers
+    for depth, (head, embedding) in enumerate(layers):
+        hidden = torch.randn(len(IDS), model.config.hidden_size)
+        expected = made.reference(IDS, hidden, depth)
+        pool = CpuSlotPool(head, two_threads(), 1, notes_hidden=True, inputs=embedding.fixed)
+        embedding.give(hidden[:6])
+        found = [pool.prefill_with_logits(0, IDS[:6]).clone()]
+        for at in (6, 7, 8, 9):  # the last one from the recorded step
+            embedding.give(hidden[at : at + 1])
+            found.append(pool.verify({0: IDS[at : at + 1]}).clone())
+        assert pool.step.is_replaying, pool.step.why_not
+        error = (torch.cat(found) - expected).norm() / expected.norm()
+        assert error < 1e-5, float(error)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_5_moe"])
+class Reference:
+    """Transformers' own MTP layers of a checkpoint, all computed anew for each draft."""
+
+    def __init__(self, directory: Path) -> None:
+        self.model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        # Otherwise released models' numbers.
+        self.model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.[2-9]\."]
+        self.mtp: Any = MtpModel.from_pretrained(self.model)
+
+    @torch.no_grad()
+    def draft(self, tokens: list[int]) -> list[int]:
+        """Return one token by each layer after a sequence."""
+        ids = torch.tensor([tokens])
+        hidden = self.model.model(ids[:, :-1]).last_hidden_state
+        positions = torch.arange(1, len(tokens))[None]
+        cache = MtpCache(config=self.model.config.get_mtp_config())
+        drafted: list[int] = self.mtp(ids[:, 1:], hidden, None, positions, cache)[0][0].tolist()
+        return drafted
+
+
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_layers_draft_what_transformers_drafts(num_layers: int, tmp_path: Path) -> None:
+    """Rounds of two sequences, of which none to all drafted tokens come true, then a third one."""
+    WithMtp(tmp_path, "deepseek_v3", num_layers)
+    reference = Reference(tmp_path)
+    model = tandem.load(tmp_path, dtype="float32", threads=1)
+    threads = two_threads()
+    drafter = DRAFTERS.factory("mtp")(DraftParts(model=model, threads=threads))
+    assert isinstance(drafter, MtpDrafter)
+    pool = CpuSlotPool(model, threads, 2, notes_hidden=True)
+    drafter.follow(pool)
+    texts = {0: [*IDS], 1: [33, 70, 71, 72] * 10}
+    pool.prefill(texts)
+    random = torch.Generator().manual_seed(3)
+    for kept in (0, 3, 1, 4, 2, 0, 5):
+        texts = {slot: [*text, 50 + slot] for slot, text in texts.items()}
+        drafts = drafter.draft(texts, {0: 5, 1: 2 + kept}, 0.0)
+        for slot, text in texts.items():
+            found = list(drafts[slot].tokens)
+            expected = reference.draft(text)
+            assert found[:num_layers] == expected[: len(found)]
+            pool.verify({slot: [text[-1], *found]})
+            pool.keep(slot, len(text) + min(kept, len(found)))
+            texts[slot] = [*pool.held(slot)]
+    again = [*texts[0][:12], *torch.randint(32, 120, (8,), generator=random).tolist()]
+    pool.keep(0, 12)
+    pool.prefill({0: again[12:-1]})
+    drafts = drafter.draft({0: again}, {0: 3}, 0.0)
+    assert drafts[0].tokens[:1] == reference.draft(again)[:1]
+
+
+@pytest.mark.parametrize(
+    ("name", "num_layers"), [("deepseek_v3", 1), ("glm4_moe", 3), ("qwen3_5_moe", 2)]
+)
 def test_answers_with_it_are_those_without(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, num_layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tandem.policy.speculation.paid_drafts._TRIALS", 10**6)  # each step drafts
-    WithMtp(tmp_path, name)
+    WithMtp(tmp_path, name, num_layers)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tandem.hf.dense._LEAST_WEIGHTS", 1)
         model = tandem.load(
@@ -142,6 +234,18 @@ def test_answers_with_it_are_those_without(
         answers = generator.generate(prompt, **options)
         assert [a.token_ids for a in answers] == [e.token_ids for e in expected]
         assert sum(answer.drafted_tokens for answer in answers) > 0
+
+
+def test_right_layers_are_always_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.policy.speculation.paid_drafts._TRIALS", 10**6)
+    WithMtp(tmp_path, "deepseek_v3", 2, is_right=True)
+    monkeypatch.setattr("tandem.hf.dense._LEAST_WEIGHTS", 1)
+    model = tandem.load(tmp_path, dtype="bfloat16", dense_dtype="int8-g32", threads=1)
+    model.generation_config.eos_token_id = None
+    generator = Generator(model, speculate="mtp")
+    answers = generator.generate([IDS, [70, 71, 72]], max_new_tokens=30, temperature=0)
+    for answer in answers:
+        assert answer.drafted_tokens == answer.accepted_tokens > 0
 
 
 def test_a_checkpoint_without_the_layer_drafts_otherwise(tmp_path: Path) -> None:
@@ -168,14 +272,17 @@ def test_a_part_of_the_head_drafts(dtype: str, monkeypatch: pytest.MonkeyPatch) 
 def test_layouts() -> None:
     beside = ["eh_proj", "enorm", "hnorm", "shared_head.norm"]
     names = [f"model.layers.61.{part}.weight" for part in [*beside, "mlp.gate", "embed_tokens"]]
-    found = mtp_names([*names, "model.layers.60.mlp.gate.weight"], 61)
+    (found,) = mtp_names([*names, "model.layers.60.mlp.gate.weight"], 61)
     assert found["model.layers.61.mlp.gate.weight"] == "model.layers.0.mlp.gate.weight"
     assert set(found.values()) == {
         "fc.weight", "enorm.weight", "hnorm.weight", "model.norm.weight",
         "model.layers.0.mlp.gate.weight",
     }  # fmt: skip
-    assert mtp_names(names[1:], 61) == {}
-    assert mtp_names(names, 60) == {}
+    assert mtp_names(names[1:], 61) == []
+    assert mtp_names(names, 60) == []
+    second = [name.replace(".61.", ".62.") for name in names]
+    assert [*map(len, mtp_names([*names, *second], 61))] == [5, 5]
+    assert len(mtp_names([*names, *second[1:]], 61)) == 1
 
 
 def test_a_step_on_a_gpu_tells_what_the_head_reads(

@@ -25,13 +25,14 @@ from llguidance import LLMatcher
 import tandem
 from tandem.decode.cpu_slots import CpuSlotPool
 from tandem.decode.cuda.slots import CudaSlotPool
-from tandem.decode.mtp.loading import load_mtp
 from tandem.engine.constraint import Grammars
 from tandem.generate.generator import Generator
 from tandem.generate.penalties import PenalisedScores, Penalties
 from tandem.generate.running import Constraint, Request
 from tandem.generate.sampling import SamplingOptions
 from tandem.generate.speculation.draft_model import DraftModel
+from tandem.generate.speculation.drafters import DRAFTERS as WAYS
+from tandem.generate.speculation.drafters import DraftParts
 from tandem.generate.speculation.mtp import MtpDrafter
 from tandem.generate.speculation.speculation import Speculation
 from tandem.hf.runtime import require_runtime
@@ -183,7 +184,7 @@ class Cells:
         self.name = name
         directory = folder / f"{name}-{device}"
         if name in MODELS:
-            WithMtp(directory, name)
+            WithMtp(directory, name, 1 if name == "mellum" else 2)
         else:
             save_tiny_checkpoint(directory, name)
         self.model = loaded(directory, **DEVICES[device])
@@ -192,7 +193,7 @@ class Cells:
         require_runtime(self.copy).share(self.threads)
         self.models = {"model": self._draft_model()}
         if name in MODELS:
-            self.models["mtp"] = self._mtp_layer()
+            self.models["mtp"] = self._mtp_layers()
         generator = Generator(self.model, speculate="none")
         generator.speculation = Speculation([], [*self.models.values()])
         with pytest.MonkeyPatch.context() as patch:
@@ -223,12 +224,10 @@ class Cells:
     def _draft_model(self) -> DraftModel:
         return DraftModel(partial(CpuSlotPool, self.copy, self.threads), VOCABULARY)
 
-    def _mtp_layer(self) -> DraftModel:
-        head, embedding = load_mtp(self.model)
-        new_pool = partial(
-            CpuSlotPool, head, self.threads, notes_hidden=True, inputs=embedding.fixed
-        )
-        return MtpDrafter(new_pool, embedding, VOCABULARY)
+    def _mtp_layers(self) -> DraftModel:
+        drafter = WAYS.factory("mtp")(DraftParts(model=self.model, threads=self.threads))
+        assert isinstance(drafter, MtpDrafter)
+        return drafter
 
     def _drafter(self, name: str, batch: int) -> PaidDrafter:
         if name not in ("scripted", "lookup"):

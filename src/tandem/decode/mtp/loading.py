@@ -1,8 +1,8 @@
-"""Loads a model's MTP layer from the model's checkpoint, as a model of one layer.
+"""Loads a model's MTP layers from the model's checkpoint, each as a model of one layer.
 
-Transformers drops these weights, or loads them for its own loop alone. Here they are a model of the
-same architecture with one layer, whose experts are in a host store like others, and which shares
-the embedding and the head with the model that it predicts for.
+Transformers drops these weights, or loads them for its own loop alone. Here each is a model
+of the same architecture with one layer, whose experts are in a host store like others, and which
+shares the embedding and the head with the model that it predicts for.
 """
 
 import copy
@@ -28,7 +28,7 @@ from tandem.foreign_types import PreTrainedModel
 from tandem.hf.checkpoint import Checkpoint, open_checkpoint
 from tandem.hf.config import OffloadConfig
 from tandem.hf.dense import PackedLinear, pack_as_loaded, pack_dense_layers
-from tandem.hf.load import class_of, keep_first_layers, open_foreign
+from tandem.hf.load import class_of, open_foreign
 from tandem.hf.runtime import require_runtime
 from tandem.kernels.dense import CpuThreads, DenseWeight
 
@@ -40,10 +40,10 @@ _TOKENS = 1  # of the vocabulary that is loaded: the model's own stands in its p
 
 def load_mtp(
     model: PreTrainedModel, checkpoint_directory: Path | None = None
-) -> tuple[PreTrainedModel, MtpEmbedding]:
-    """Return a model's MTP layer as a model, and what that reads; the threads are the model's.
+) -> list[tuple[PreTrainedModel, MtpEmbedding]]:
+    """Return each of a model's MTP layers as a model, and what that reads, the first one first.
 
-    The layer is in a directory, or where the model was loaded from.
+    Their threads are the model's. They are in a directory, or where the model was loaded from.
     Raises `UnsupportedModelError` where its checkpoint has none, or none that is known.
     """
     path = checkpoint_directory or Path(model.name_or_path)
@@ -51,15 +51,22 @@ def load_mtp(
         raise UnsupportedModelError(f"{path} is no directory of safetensors")
     checkpoint = open_checkpoint(path, may_run_code=True)
     count = model.config.get_text_config().num_hidden_layers
-    names = mtp_names(checkpoint.files.entries, count)
-    if not names:
+    layers = mtp_names(checkpoint.files.entries, count)
+    if not layers:
         raise UnsupportedModelError(
             f"{path} has no MTP layer, under mtp. or as layer {count}, in a layout that is known"
         )
+    return [_load_layer(model, checkpoint, names, depth) for depth, names in enumerate(layers)]
+
+
+def _load_layer(
+    model: PreTrainedModel, checkpoint: Checkpoint, names: Mapping[str, str], depth: int
+) -> tuple[PreTrainedModel, MtpEmbedding]:
+    """Load the MTP layer of some depth, whose tensors have these names."""
     runtime = require_runtime(model)
     options = dataclasses.asdict(runtime.options)
     offload = from_mapping(OffloadConfig, {name: options[name] for name in _SAME}, where="load_mtp")
-    head, beside = _loaded(checkpoint, _config(model), names, offload, model.dtype)
+    head, beside = _loaded(checkpoint, _config(model, depth), names, offload, model.dtype)
     own = require_runtime(head)
     own.share(runtime.threads)
     width = model.config.get_text_config().hidden_size
@@ -105,10 +112,10 @@ def _first_rows(head: nn.Module) -> nn.Module:
     return PackedLinear(weight, head.threads, head.dtype, head.input_order)
 
 
-def _config(model: PreTrainedModel) -> PreTrainedConfig:
-    """Return the config of a model of the MTP layer alone."""
+def _config(model: PreTrainedModel, depth: int) -> PreTrainedConfig:
+    """Return the config of a model of one MTP layer alone."""
     text = model.config.get_text_config(decoder=True)
-    config = _stated_config(text) or _usual_config(text)
+    config = _stated_config(text, depth) or _usual_config(text)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # Transformers refuses two
     config.vocab_size, config.pad_token_id = _TOKENS, None
@@ -116,15 +123,18 @@ def _config(model: PreTrainedModel) -> PreTrainedConfig:
     return config
 
 
-def _stated_config(text: PreTrainedConfig) -> PreTrainedConfig | None:
-    """Return what a config itself says of its MTP layer, by Transformers; None: too little."""
-    if not getattr(text, "num_mtp_layers", None) or not hasattr(text, "get_mtp_config"):
+def _stated_config(text: PreTrainedConfig, depth: int) -> PreTrainedConfig | None:
+    """Return what a config itself says of an MTP layer, by Transformers; None: too little."""
+    if (getattr(text, "num_mtp_layers", None) or 0) <= depth or not hasattr(text, "get_mtp_config"):
         return None
     try:
         config: PreTrainedConfig = text.get_mtp_config()
     except ValueError:  # it lists kinds of layers, and not that of this one
         return None
-    keep_first_layers(config, 1)
+    for name, value in vars(config).items():
+        if isinstance(value, list) and len(value) == config.num_hidden_layers:
+            setattr(config, name, value[depth : depth + 1])
+    config.num_hidden_layers = 1
     return config
 
 

@@ -25,13 +25,25 @@ _SHARED = ("embed_tokens.", "shared_head.head.", "shared_head.weight")
 NEEDED = ("fc.weight", "enorm.weight", "hnorm.weight", "model.norm.weight")
 
 
-def mtp_names(names: Iterable[str], num_layers: int) -> dict[str, str]:
+def mtp_names(names: Iterable[str], num_layers: int) -> list[dict[str, str]]:
     """Return the names in a model of one layer, by those in the checkpoint of a model of several.
 
-    Only the first MTP layer's; empty if there is none in a known layout.
+    For each MTP layer, the first one first; empty if there is none in a known layout. Under `mtp.`
+    all layers share what is beside them.
     """
-    behind = re.compile(rf"^(?:model\.)?(?:language_model\.)?layers\.{num_layers}\.(.+)$")
-    under = re.compile(r"^(?:model\.)?mtp\.(?:layers\.0\.(?P<layer>.+)|(?P<beside>.+))$")
+    names = list(names)
+    found: list[dict[str, str]] = []
+    while of_layer := _names_of(names, num_layers, len(found)):
+        found.append(of_layer)
+    return found
+
+
+def _names_of(names: Iterable[str], num_layers: int, depth: int) -> dict[str, str]:
+    """Return the names for one MTP layer; empty if it is not whole."""
+    behind = re.compile(rf"^(?:model\.)?(?:language_model\.)?layers\.{num_layers + depth}\.(.+)$")
+    under = re.compile(
+        rf"^(?:model\.)?mtp\.(?:layers\.{depth}\.(?P<layer>.+)|(?!layers\.)(?P<beside>.+))$"
+    )
     found = {}
     for name in names:
         inside = None
@@ -42,7 +54,8 @@ def mtp_names(names: Iterable[str], num_layers: int) -> dict[str, str]:
             inside = f"model.layers.0.{layer}" if layer else _renamed(match["beside"])
         if inside is not None and not inside.removeprefix("model.layers.0.").startswith(_SHARED):
             found[name] = inside
-    return found if set(NEEDED) <= set(found.values()) else {}
+    has_layer = any(new.startswith("model.layers.0.") for new in found.values())
+    return found if has_layer and set(NEEDED) <= set(found.values()) else {}
 
 
 def _renamed(part: str) -> str | None:

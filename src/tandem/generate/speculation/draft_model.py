@@ -1,6 +1,7 @@
 """A small model that writes ahead: greedily, in sequence slots of its own."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import takewhile
 from math import prod
 from typing import NamedTuple
@@ -49,17 +50,17 @@ class DraftModel:
         """Read what is new of the sequences, write on, and forget that."""
         pool = self._slots()
         drafts = {slot: [guess] for slot, guess in self._catch_up(pool, histories).items()}
-        with pool.on_trial(list(drafts)):
+        with self._writing_on(pool, list(drafts)):
             for length in range(1, max(most.values())):
-                lasts = {
-                    slot: guesses[-1].token
+                going_on = {
+                    slot: guesses
                     for slot, guesses in drafts.items()
                     if len(guesses) == length < most[slot]
                     and prod(guess.sureness for guess in guesses) >= least
                 }
-                if not lasts:
+                if not going_on:
                     break
-                for slot, guess in zip(lasts, self._written_on(pool, lasts), strict=True):
+                for slot, guess in self._written_on(pool, going_on).items():
                     drafts[slot].append(guess)
         return {slot: self._possible(guesses) for slot, guesses in drafts.items()}
 
@@ -74,9 +75,16 @@ class DraftModel:
             new[slot] = tokens[shared:]
         return dict(zip(new, read(pool, new), strict=True))
 
-    def _written_on(self, pool: CpuSlotPool, lasts: Mapping[int, int]) -> list[Guess]:
-        """Return what may follow the tokens that were drafted last."""
-        return _best(pool.decode(lasts))
+    def _writing_on(self, pool: CpuSlotPool, slots: Sequence[int]) -> AbstractContextManager[None]:
+        """Let the slots forget, afterwards, what is drafted."""
+        return pool.on_trial(slots)
+
+    def _written_on(
+        self, pool: CpuSlotPool, drafts: Mapping[int, Sequence[Guess]]
+    ) -> dict[int, Guess]:
+        """Return what may follow drafts of one length."""
+        lasts = {slot: guesses[-1].token for slot, guesses in drafts.items()}
+        return dict(zip(lasts, _best(pool.decode(lasts)), strict=True))
 
     def _slots(self) -> CpuSlotPool:
         assert self._main is not None

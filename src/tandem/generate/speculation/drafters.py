@@ -13,6 +13,7 @@ from tandem.decode.mtp.loading import load_mtp
 from tandem.foreign_types import PreTrainedModel
 from tandem.generate.speculation.draft_model import DraftModel
 from tandem.generate.speculation.mtp import MtpDrafter
+from tandem.generate.speculation.mtp_layer import MtpLayer
 from tandem.generate.speculation.speculation import Speculation
 from tandem.generate.speculation.touched_experts import touched_experts
 from tandem.hf.dense import share_threads
@@ -61,9 +62,13 @@ def _draft_model(parts: DraftParts) -> DraftModel:
 
 @DRAFTERS.register("mtp")
 def _mtp(parts: DraftParts) -> DraftModel:
-    head, embedding = load_mtp(parts.model, parts.mtp_from)
-    new_pool = partial(CpuSlotPool, head, parts.threads, notes_hidden=True, inputs=embedding.fixed)
-    return MtpDrafter(new_pool, embedding, vocabulary_size(parts.model))
+    layers = []
+    for depth, (head, embedding) in enumerate(load_mtp(parts.model, parts.mtp_from)):
+        new_pool = partial(
+            CpuSlotPool, head, parts.threads, notes_hidden=True, inputs=embedding.fixed
+        )
+        layers.append(MtpLayer(new_pool, embedding, depth))
+    return MtpDrafter(layers, vocabulary_size(parts.model))
 
 
 def new_speculation(name: str, parts: DraftParts) -> Speculation | None:

@@ -1,132 +1,90 @@
-"""A model's own MTP layer as drafter: it reads what the model's head has read.
+"""A model's own MTP layers as drafter: the first reads what the model's head has read.
 
-For each position the layer takes the next token and what the model made of the tokens up to this
-one: a pair. Those of a sequence lie in a slot of the layer's own, which may begin later than the
-sequence: positions are relative. Pairs are read as soon as the tokens are certain.
+Layer i drafts the token i + 1 places after the last one, as Transformers' `MtpModel` does; what is
+drafted beyond them, the last layer drafts again and again, each time from what it made of the last
+draft.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 
-import torch
 from torch import Tensor
 
 from tandem.decode.cpu_slots import CpuSlotPool
-from tandem.decode.mtp.embedding import MtpEmbedding
 from tandem.decode.slots import CachedSlotPool, SlotPool
-from tandem.generate.speculation.draft_model import DraftModel, Guess, NewPool, read
-
-_READ_AT_ONCE = 1024  # pairs
-_PROMPT_TOKENS = 32  # so many are read when they come, not when a draft is asked for
-
-
-@dataclass(slots=True)
-class _Pairs:
-    """What is known of a sequence."""
-
-    start: int
-    """Position of the first pair that the slot holds, or will."""
-    first: int
-    """Position of the first of `rows`, which are not read yet."""
-    rows: Tensor
-    """What the head has read, (positions, width)."""
-
-    @property
-    def num_read(self) -> int:
-        """Pairs that the slot holds."""
-        return self.first - self.start
+from tandem.generate.speculation.draft_model import DraftModel, Guess
+from tandem.generate.speculation.mtp_layer import PROMPT_TOKENS, MtpLayer
 
 
 class MtpDrafter(DraftModel):
-    """Drafts with the layer again and again, each time from what it made of the last draft."""
+    """Drafts with the layers one after the other, and then with the last."""
 
     needs_hidden = True
 
-    def __init__(self, new_pool: NewPool, embedding: MtpEmbedding, num_tokens: int) -> None:
-        """Draft in slots of the layer, whose tokens `embedding` reads."""
-        super().__init__(new_pool, num_tokens)
-        self._embedding = embedding
-        self._pairs: dict[int, _Pairs] = {}
-        self._made: dict[int, Tensor] = {}
+    def __init__(self, layers: Sequence[MtpLayer], num_tokens: int) -> None:
+        """Draft tokens whose ids are below `num_tokens` with some layers, the first one first."""
+        super().__init__(layers[0].slots, num_tokens)
+        self._layers = layers
+        for layer, after in pairwise(layers):
+            layer.after = after
+        self._sequences: Mapping[int, Sequence[int]] = {}
+        self._trials = ExitStack()
 
     def follow(self, main: SlotPool) -> None:
         """Hear of what the model's slots are given, from now on."""
         if main is not self._main:
-            self._pairs.clear()
+            for layer in self._layers:
+                layer.forget()
         super().follow(main)
         if isinstance(main, CachedSlotPool):  # others verify nothing
             main.on_hidden = self._note
 
     def _note(self, slot: int, first: int, hidden: Tensor) -> None:
         """Take what the head has read of a slot's tokens from position `first` on."""
-        known = self._pairs.get(slot)
-        if known is None or not known.start < first <= known.first + len(known.rows):
-            self._pairs[slot] = _Pairs(first, first, hidden.clone())
-        elif first > known.first:
-            known.rows = torch.cat([known.rows[: first - known.first], hidden])
-        else:  # what was made of the token before is gone, which a draft can do without
-            known.rows = torch.cat([torch.zeros_like(hidden[:1]), hidden])
-            known.first = first - 1
-        if len(hidden) > _PROMPT_TOKENS and self._main is not None:
-            self._read(self._slots(), {slot: self._main.held(slot)})
+        self._layers[0].note(slot, first, hidden)
+        if len(hidden) > PROMPT_TOKENS and self._main is not None:
+            for layer in self._layers:
+                self._read_certain(layer, {slot: self._main.held(slot)})
 
     def _catch_up(
         self, pool: CpuSlotPool, histories: Mapping[int, Sequence[int]]
     ) -> dict[int, Guess]:
-        return self._read(pool, {n: x for n, x in histories.items() if n in self._pairs})
-
-    def _read(self, pool: CpuSlotPool, sequences: Mapping[int, Sequence[int]]) -> dict[int, Guess]:
-        """Read the pairs whose tokens are certain by now; return what may come after the last."""
-        new: dict[int, Sequence[int]] = {}
-        rows: list[Tensor] = []
-        for slot, tokens in sequences.items():
-            pairs = self._pairs[slot]
-            held = min(pairs.num_read, len(pool.held(slot)))
-            pool.keep(slot, pool.usable(slot, held))
-            if len(pool.held(slot)) < pairs.num_read:  # new slots hold nothing
-                pairs.start = pairs.first
-                pool.keep(slot, 0)
-            found = tokens[pairs.first + 1 : pairs.first + 1 + len(pairs.rows)]
-            if found:
-                new[slot] = found
-                rows.append(pairs.rows[: len(found)])
-                pairs.rows = pairs.rows[len(found) :]
-                pairs.first += len(found)
-        return self._read_pairs(pool, new, rows)
-
-    def _read_pairs(
-        self, pool: CpuSlotPool, tokens: Mapping[int, Sequence[int]], rows: Sequence[Tensor]
-    ) -> dict[int, Guess]:
-        """Read pairs of some slots; return what may come after each slot's last."""
-        if not tokens:
-            return {}
-        if sum(map(len, tokens.values())) <= _PROMPT_TOKENS:
-            return self._read_together(pool, tokens, torch.cat(list(rows)))
-        drafts: dict[int, Guess] = {}
-        for (slot, new), of_slot in zip(tokens.items(), rows, strict=True):
-            for begin in range(0, len(new), _READ_AT_ONCE):
-                part = slice(begin, begin + _READ_AT_ONCE)
-                drafts |= self._read_together(pool, {slot: new[part]}, of_slot[part])
-        return drafts
-
-    def _read_together(
-        self, pool: CpuSlotPool, tokens: Mapping[int, Sequence[int]], rows: Tensor
-    ) -> dict[int, Guess]:
-        self._embedding.give(rows)
-        drafts = dict(zip(tokens, read(pool, tokens), strict=True))
-        ends = list(accumulate(map(len, tokens.values())))
-        self._note_made(pool, dict(zip(tokens, ends, strict=True)))
-        return drafts
-
-    def _written_on(self, pool: CpuSlotPool, lasts: Mapping[int, int]) -> list[Guess]:
-        self._embedding.give(torch.stack([self._made[slot] for slot in lasts]))
-        guesses = super()._written_on(pool, lasts)
-        self._note_made(pool, {slot: row + 1 for row, slot in enumerate(lasts)})
+        self._sequences = histories
+        guesses = self._read_certain(self._layers[0], histories)
+        for layer in self._layers[1:]:
+            self._read_certain(
+                layer,
+                {
+                    slot: tokens
+                    for slot, tokens in histories.items()
+                    if layer.num_waiting(slot) > PROMPT_TOKENS
+                },
+            )
         return guesses
 
-    def _note_made(self, pool: CpuSlotPool, ends: Mapping[int, int]) -> None:
-        """Keep what the layer has made of the last token of each slot; they end at rows."""
-        assert pool.hidden is not None
-        for slot, end in ends.items():
-            self._made[slot] = pool.hidden[end - 1].clone()
+    def _read_certain(
+        self, layer: MtpLayer, sequences: Mapping[int, Sequence[int]]
+    ) -> dict[int, Guess]:
+        assert self._main is not None
+        layer.slots(self._main.num_slots)
+        return layer.read_certain({n: x for n, x in sequences.items() if layer.knows(n)})
+
+    @contextmanager
+    def _writing_on(self, pool: CpuSlotPool, slots: Sequence[int]) -> Iterator[None]:
+        with ExitStack() as self._trials, super()._writing_on(pool, slots):
+            yield
+
+    def _written_on(
+        self, pool: CpuSlotPool, drafts: Mapping[int, Sequence[Guess]]
+    ) -> dict[int, Guess]:
+        drafted = {slot: [guess.token for guess in guesses] for slot, guesses in drafts.items()}
+        depth = min(map(len, drafted.values()))  # all have as many
+        if depth >= len(self._layers):
+            return self._layers[-1].write_on({slot: new[-1] for slot, new in drafted.items()})
+        layer = self._layers[depth]
+        self._read_certain(layer, {slot: self._sequences[slot] for slot in drafted})
+        drafted = {n: new for n, new in drafted.items() if layer.num_waiting(n)}
+        assert self._main is not None
+        self._trials.enter_context(layer.slots(self._main.num_slots).on_trial(list(drafted)))
+        return layer.read_tried(drafted, self._layers[depth - 1])

@@ -1,0 +1,189 @@
+"""One MTP layer in slots of its own, and the pairs that it reads there.
+
+For each position the first layer takes the next token and what the model made of the tokens up to
+this one: a pair. Layer i takes the token i places later, and what layer i - 1 made of its pair.
+The pairs of a sequence may begin later than the sequence: positions are relative. They are read as
+soon as their tokens are certain; those of drafted tokens are read on trial.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tandem.decode.cpu_slots import CpuSlotPool
+from tandem.decode.mtp.embedding import MtpEmbedding
+from tandem.generate.speculation.draft_model import Guess, NewPool, read
+
+_READ_AT_ONCE = 1024  # pairs
+PROMPT_TOKENS = 32  # so many are read when they come, not when a draft is asked for
+
+
+@dataclass(slots=True)
+class _Pairs:
+    """What is known of a sequence."""
+
+    start: int
+    """Position of the first pair that the slot holds, or will."""
+    first: int
+    """Position of the first of `rows`, which are not read yet."""
+    rows: Tensor
+    """What was made of the tokens up to these positions, (positions, width)."""
+
+    @property
+    def num_read(self) -> int:
+        """Pairs that the slot holds."""
+        return self.first - self.start
+
+    def cut_to(self, num_read: int) -> None:
+        """Let the slot hold fewer pairs; what was made of the others is gone, and stays zero."""
+        gone = self.num_read - num_read
+        self.rows = torch.cat([self.rows.new_zeros(gone, self.rows.shape[1]), self.rows])
+        self.first -= gone
+
+
+class MtpLayer:
+    """The layer at some depth among a model's MTP layers; that of the first is 0."""
+
+    def __init__(self, new_pool: NewPool, embedding: MtpEmbedding, depth: int) -> None:
+        """Read in slots of `new_pool`, whose tokens `embedding` joins with what was made."""
+        self._new_pool, self._embedding, self._depth = new_pool, embedding, depth
+        self._pool: CpuSlotPool | None = None
+        self._pairs: dict[int, _Pairs] = {}
+        self._last: dict[int, Tensor] = {}
+        self._tried: dict[int, Tensor] = {}
+        self.after: MtpLayer | None = None
+        """The next layer, which reads what this one makes of certain pairs."""
+
+    def forget(self) -> None:
+        """Drop all slots."""
+        self._pool = None
+        self._pairs.clear()
+
+    def slots(self, count: int) -> CpuSlotPool:
+        """Return the layer's slots, `count` of them if there are none yet."""
+        if self._pool is None:
+            self._pool = self._new_pool(count)
+        return self._pool
+
+    def knows(self, slot: int) -> bool:
+        """Whether something was made of a slot's sequence that the layer reads, or has read."""
+        return slot in self._pairs
+
+    def num_waiting(self, slot: int) -> int:
+        """Return how many pairs of a sequence are not read."""
+        return len(self._pairs[slot].rows) if slot in self._pairs else 0
+
+    def note(self, slot: int, first: int, made: Tensor) -> None:
+        """Take what was made of a sequence's tokens up to position `first`, and the next ones."""
+        self._cut(slot, first)
+        known = self._pairs.get(slot)
+        if known is not None and first == known.first + len(known.rows):
+            known.rows = torch.cat([known.rows, made])
+            return
+        self._pairs[slot] = _Pairs(first, first, made.clone())
+        if self.after is not None:
+            self.after._cut(slot, 0)
+
+    def _cut(self, slot: int, first: int) -> None:
+        """Forget what was made of a sequence from position `first` on, in later layers too."""
+        known = self._pairs.get(slot)
+        if known is not None and first <= known.start:
+            del self._pairs[slot]
+        elif known is not None:
+            known.rows = known.rows[: max(0, first - known.first)]
+            known.first = min(known.first, first)
+        if self.after is not None:
+            self.after._cut(slot, first)
+
+    def read_certain(self, sequences: Mapping[int, Sequence[int]]) -> dict[int, Guess]:
+        """Read the pairs whose tokens are certain by now; return what may come after the last."""
+        tokens: dict[int, Sequence[int]] = {}
+        rows, firsts = [], {}
+        for slot, sequence in sequences.items():
+            self._go_on(slot, sequence)
+            pairs = self._pairs[slot]
+            found = sequence[pairs.first + 1 + self._depth :][: len(pairs.rows)]
+            if found:
+                tokens[slot], firsts[slot] = found, pairs.first
+                rows.append(pairs.rows[: len(found)])
+                pairs.rows = pairs.rows[len(found) :]
+                pairs.first += len(found)
+        return self._read(tokens, rows, firsts)
+
+    def read_tried(
+        self, drafted: Mapping[int, Sequence[int]], before: "MtpLayer"
+    ) -> dict[int, Guess]:
+        """Read the pairs that wait, then what the layer before has tried, with drafted tokens.
+
+        The slots are on trial; the pairs wait on.
+        """
+        tokens, rows = {}, []
+        for slot, new in drafted.items():
+            waiting, tried = self._pairs[slot].rows, before._tried.get(slot)
+            rows.append(waiting if tried is None else torch.cat([waiting, tried]))
+            tokens[slot] = new[-len(rows[-1]) :]
+        return self._read(tokens, rows, None)
+
+    def write_on(self, lasts: Mapping[int, int]) -> dict[int, Guess]:
+        """Read the tokens drafted last, each with what the layer itself has made last."""
+        rows = [self._last[slot] for slot in lasts]
+        return self._read({slot: (last,) for slot, last in lasts.items()}, rows, None)
+
+    def _go_on(self, slot: int, sequence: Sequence[int]) -> None:
+        """Let a slot hold the pairs that were read, as far as the sequence is still the same."""
+        assert self._pool is not None
+        pool, pairs = self._pool, self._pairs[slot]
+        held = pool.held(slot)[: pairs.num_read]
+        of_pairs = sequence[pairs.start + 1 + self._depth :]
+        both = zip(held, of_pairs, strict=False)
+        most = min(len(held), len(of_pairs))
+        shared = next((i for i, (old, new) in enumerate(both) if old != new), most)
+        pool.keep(slot, pool.usable(slot, shared))
+        if len(held) < pairs.num_read or len(pool.held(slot)) < shared:  # new slots hold nothing
+            pairs.start = pairs.first
+            pool.keep(slot, 0)
+        elif shared < pairs.num_read:
+            pairs.cut_to(shared)
+
+    def _read(
+        self,
+        tokens: Mapping[int, Sequence[int]],
+        rows: Sequence[Tensor],
+        firsts: Mapping[int, int] | None,
+    ) -> dict[int, Guess]:
+        """Read pairs of some slots; return what may come after each slot's last.
+
+        `firsts` are their positions; None: they are on trial.
+        """
+        if not tokens:
+            return {}
+        if sum(map(len, tokens.values())) <= PROMPT_TOKENS:
+            return self._read_together(tokens, torch.cat(list(rows)), firsts)
+        guesses: dict[int, Guess] = {}
+        for (slot, new), of_slot in zip(tokens.items(), rows, strict=True):
+            for begin in range(0, len(new), _READ_AT_ONCE):
+                part = slice(begin, begin + _READ_AT_ONCE)
+                at = None if firsts is None else {slot: firsts[slot] + begin}
+                guesses |= self._read_together({slot: new[part]}, of_slot[part], at)
+        return guesses
+
+    def _read_together(
+        self,
+        tokens: Mapping[int, Sequence[int]],
+        rows: Tensor,
+        firsts: Mapping[int, int] | None,
+    ) -> dict[int, Guess]:
+        assert self._pool is not None
+        self._embedding.give(rows)
+        guesses = dict(zip(tokens, read(self._pool, tokens), strict=True))
+        assert self._pool.hidden is not None
+        of_slots = self._pool.hidden.split([len(new) for new in tokens.values()])
+        for slot, made in zip(tokens, of_slots, strict=True):
+            self._last[slot] = made[-1:].clone()
+            if firsts is None:
+                self._tried[slot] = made.clone()
+            elif self.after is not None:
+                self.after.note(slot, firsts[slot], made)
+        return guesses
