@@ -9,8 +9,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
-from transformers.cache_utils import MtpCache
-from transformers.modeling_layers import MtpModel
 
 import tandem
 from tandem.core.errors import TandemWarning, UnsupportedModelError
@@ -166,6 +164,8 @@ class Reference:
 
     def __init__(self, directory: Path) -> None:
         self.model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        from transformers.modeling_layers import MtpModel  # the oldest supported has none
+
         # Otherwise released models' numbers.
         self.model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.[2-9]\."]
         self.mtp: Any = MtpModel.from_pretrained(self.model)
@@ -173,6 +173,8 @@ class Reference:
     @torch.no_grad()
     def draft(self, tokens: list[int]) -> list[int]:
         """Return one token by each layer after a sequence."""
+        from transformers.cache_utils import MtpCache
+
         ids = torch.tensor([tokens])
         hidden = self.model.model(ids[:, :-1]).last_hidden_state
         positions = torch.arange(1, len(tokens))[None]
@@ -257,6 +259,25 @@ def test_a_checkpoint_without_the_layer_drafts_otherwise(tmp_path: Path) -> None
         generator = Generator(model, speculate="mtp")
     (answer,) = generator.generate([IDS], max_new_tokens=2)
     assert len(answer.token_ids) > 0
+
+
+def test_layers_of_inkling_are_named_and_not_used(tmp_path: Path) -> None:
+    """Its model runs padded, where nothing is verified."""
+    build_tiny_model("inkling").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.mtp.layers.0.hidden_norm.weight"] = torch.ones(64)
+    tensors["model.mtp.layers.0.transformer_block.attn.wq_du.weight"] = torch.ones(64, 64)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    model = tandem.load(tmp_path, threads=1)
+    with pytest.warns(TandemWarning, match="drafted by mtp: .* Inkling's layout, .* run padded"):
+        generator = Generator(model, speculate="mtp")
+    (answer,) = generator.generate([IDS], max_new_tokens=4, temperature=0)
+    (expected,) = Generator(model, speculate="none").generate(
+        [IDS], max_new_tokens=4, temperature=0
+    )
+    assert answer.token_ids == expected.token_ids
+    assert generator.why_padded is not None
+    assert answer.drafted_tokens == 0
 
 
 @pytest.mark.parametrize("dtype", ["int8-g32", "int4", "bf16"])

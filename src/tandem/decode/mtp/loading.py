@@ -21,7 +21,7 @@ from tandem.checkpoint.weight_report import require_own_weights
 from tandem.core.config import from_mapping
 from tandem.core.errors import UnsupportedModelError
 from tandem.decode.mtp.embedding import MtpEmbedding
-from tandem.decode.mtp.names import mtp_names
+from tandem.decode.mtp.names import mtp_names, why_unknown
 from tandem.devices.cuda.embedding import HostEmbedding
 from tandem.devices.cuda.linear import DeviceLinear
 from tandem.foreign_types import PreTrainedModel
@@ -53,9 +53,7 @@ def load_mtp(
     count = model.config.get_text_config().num_hidden_layers
     layers = mtp_names(checkpoint.files.entries, count)
     if not layers:
-        raise UnsupportedModelError(
-            f"{path} has no MTP layer, under mtp. or as layer {count}, in a layout that is known"
-        )
+        raise UnsupportedModelError(f"{path} {why_unknown(checkpoint.files.entries, count)}")
     return [_load_layer(model, checkpoint, names, depth) for depth, names in enumerate(layers)]
 
 

@@ -21,6 +21,10 @@ _PARTS = {
 }
 # Copies of what the model has itself.
 _SHARED = ("embed_tokens.", "shared_head.head.", "shared_head.weight")
+# Norms and projection of an MTP layer as Inkling names them, and what its block is in.
+_INKLING = re.compile(
+    r"^(?:model\.)?mtp\.layers\.\d+\.(?:hidden_norm|input_proj|transformer_block)\."
+)
 # Of the parts beside the layer.
 NEEDED = ("fc.weight", "enorm.weight", "hnorm.weight", "model.norm.weight")
 
@@ -36,6 +40,16 @@ def mtp_names(names: Iterable[str], num_layers: int) -> list[dict[str, str]]:
     while of_layer := _names_of(names, num_layers, len(found)):
         found.append(of_layer)
     return found
+
+
+def why_unknown(names: Iterable[str], num_layers: int) -> str:
+    """Say what is wrong with a checkpoint in which no MTP layer has been found, after its name."""
+    if any(_INKLING.match(name) for name in names):
+        return (
+            "has MTP layers in Inkling's layout, whose attention adds a bias by distance: models "
+            "with it run padded, where no drafted token is verified"
+        )
+    return f"has no MTP layer, under mtp. or as layer {num_layers}, in a layout that is known"
 
 
 def _names_of(names: Iterable[str], num_layers: int, depth: int) -> dict[str, str]:
