@@ -62,6 +62,8 @@ constexpr std::int64_t round_up(std::int64_t n, std::int64_t unit) {
 // Inner columns that one task computes: whole quantisation groups, and few enough that their rows of
 // a long prompt stay in the cache between projection and activation.
 constexpr std::int64_t kMaxTaskColumns = 128;
+// Of a few tokens a task takes more: where it begins nothing has been fetched ahead.
+constexpr std::int64_t kFewTokens = 8;
 constexpr std::int64_t kMaxTaskTokens = 256;
 // Rows whose length is a power of two would share the same lines of the cache.
 constexpr std::int64_t kRowPadding = 64;
@@ -285,7 +287,9 @@ void ExpertEngine::add_tasks(const ExpertCall& call, std::int64_t size, std::int
     active += call.row_begin[e + 1] > call.row_begin[e];
   const std::int64_t wanted = kTasksPerThread * pool_.num_threads();
   const std::int64_t even = std::max<std::int64_t>(1, active * size / wanted);
-  const std::int64_t chunk = round_up(std::min(even, std::max(unit, most)), unit);
+  const std::int64_t largest = std::min(even, std::max(unit, most));
+  const std::int64_t parts = (size + largest - 1) / largest;
+  const std::int64_t chunk = round_up((size + parts - 1) / parts, unit);
   for (std::int64_t e = 0; e < call.num_experts; ++e) {
     if (call.row_begin[e + 1] == call.row_begin[e]) continue;
     for (std::int64_t begin = 0; begin < size; begin += chunk)
@@ -297,7 +301,8 @@ void ExpertEngine::add_tasks(const ExpertCall& call, std::int64_t size, std::int
 // claimed, so what a second projection waits for is done, or some thread is at it.
 void ExpertEngine::plan_tasks(const ExpertLayout& layout, const ExpertCall& call) {
   tasks_.clear();
-  add_tasks(call, layout.inner_rows, std::max<std::int64_t>(layout.down.group, 32), kMaxTaskColumns);
+  add_tasks(call, layout.inner_rows, std::max<std::int64_t>(layout.down.group, 32),
+            call.num_tokens > kFewTokens ? kMaxTaskColumns : layout.inner_rows);
   num_up_tasks_ = static_cast<std::int64_t>(tasks_.size());
   if (num_up_left_ < call.num_experts) {
     num_up_left_ = call.num_experts;
