@@ -30,6 +30,10 @@ from tests.threads import two_threads
 # Names beside the layer, and where the layer is, by architecture.
 BEHIND = ("model.layers.{}.", {"fc": "eh_proj", "norm": "shared_head.norm"})
 UNDER = ("mtp.layers.{}.", {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden"})
+IN_EACH = (
+    "model.mtp.layers.{}.",
+    {"fc": "eh_proj", "norm": "final_layernorm", "post_attention_layernorm": "pre_mlp_layernorm"},
+)
 FULL = {"layer_types": ["linear_attention", "full_attention", "full_attention"]}
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "deepseek_v3": (BEHIND, {"first_k_dense_replace": 1}),
@@ -45,6 +49,13 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "bailing_hybrid": (
         BEHIND,
         {**FULL, "num_mtp_layers": 1, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    ),
+    "mimo_v2_flash": (
+        IN_EACH,
+        {
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "mlp_layer_types": ["dense", "sparse", "dense"],
+        },
     ),
     "qwen3_next": (UNDER, FULL),
     "qwen3_5_moe": (UNDER, FULL),
@@ -76,15 +87,21 @@ class WithMtp:
         model.save_pretrained(directory)
         byte_tokenizer().save_pretrained(directory)
         tensors = load_file(directory / "model.safetensors")
-        if prefix.startswith("mtp"):  # what is beside them is one for all
+        if prefix == UNDER[0]:  # what is beside them is one for all
             self.parts = self.parts[:1] * num_layers
         for depth, parts in enumerate(self.parts):
-            at = prefix.format(depth if prefix.startswith("mtp") else 2 + depth)
+            at = prefix.format(2 + depth if prefix == BEHIND[0] else depth)
             own = f"model.layers.{2 + depth}."
             tensors = {key.replace(own, at): x for key, x in tensors.items()}
-            beside = "mtp." if at.startswith("mtp") else at
+            beside = "mtp." if prefix == UNDER[0] else at
             for part, module in parts.items():
                 tensors[f"{beside}{names.get(part, part)}.weight"] = module.weight.detach()
+        if prefix == IN_EACH[0]:
+            there = names["post_attention_layernorm"]
+            tensors = {
+                key.replace("post_attention_layernorm", there) if ".mtp." in key else key: x
+                for key, x in tensors.items()
+            }
         save_file(tensors, directory / "model.safetensors", {"format": "pt"})
         self._write_config(model.config)
 
@@ -215,7 +232,8 @@ def test_layers_draft_what_transformers_drafts(num_layers: int, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("name", "num_layers"), [("deepseek_v3", 1), ("glm4_moe", 3), ("qwen3_5_moe", 2)]
+    ("name", "num_layers"),
+    [("deepseek_v3", 1), ("glm4_moe", 3), ("qwen3_5_moe", 2), ("mimo_v2_flash", 3)],
 )
 def test_answers_with_it_are_those_without(
     name: str, num_layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

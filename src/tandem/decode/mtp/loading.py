@@ -1,8 +1,8 @@
 """Loads a model's MTP layers from the model's checkpoint, each as a model of one layer.
 
 Transformers drops these weights, or loads them for its own loop alone. Here each is a model
-of the same architecture with one layer, whose experts are in a host store like others, and which
-shares the embedding and the head with the model that it predicts for.
+of the same architecture with one layer, whose experts, if it has some, are in a host store like
+others, and which shares the embedding and the head with the model that it predicts for.
 """
 
 import copy
@@ -28,8 +28,9 @@ from tandem.foreign_types import PreTrainedModel
 from tandem.hf.checkpoint import Checkpoint, open_checkpoint
 from tandem.hf.config import OffloadConfig
 from tandem.hf.dense import PackedLinear, pack_as_loaded, pack_dense_layers
-from tandem.hf.load import class_of, open_foreign
-from tandem.hf.runtime import require_runtime
+from tandem.hf.experts import is_experts_module
+from tandem.hf.load import class_of, empty_model, open_foreign
+from tandem.hf.runtime import require_runtime, runtime_of
 from tandem.kernels.dense import CpuThreads, DenseWeight
 
 # Options of the model that hold for its MTP layer too.
@@ -65,8 +66,9 @@ def _load_layer(
     options = dataclasses.asdict(runtime.options)
     offload = from_mapping(OffloadConfig, {name: options[name] for name in _SAME}, where="load_mtp")
     head, beside = _loaded(checkpoint, _config(model, depth), names, offload, model.dtype)
-    own = require_runtime(head)
-    own.share(runtime.threads)
+    own = runtime_of(head)
+    if own is not None:  # it has experts
+        own.share(runtime.threads)
     width = model.config.get_text_config().hidden_size
     enorm, hnorm = (copy.deepcopy(head.get_decoder().norm) for _ in range(2))
     fc = nn.Linear(2 * width, width, bias=False, dtype=model.dtype, device="cpu")
@@ -140,7 +142,7 @@ def _usual_config(text: PreTrainedConfig) -> PreTrainedConfig:
     """Return the config of one layer with experts and full attention, as MTP layers usually are."""
     config = copy.deepcopy(text)
     config.num_hidden_layers = 1
-    for name, value in _ONE_LAYER.items():
+    for name, value in (_ONE_LAYER | _OTHERWISE.get(text.model_type, {})).items():
         if hasattr(config, name):
             setattr(config, name, value)
     return config
@@ -154,6 +156,10 @@ _ONE_LAYER: dict[str, object] = {
     "mlp_only_layers": [],
     "decoder_sparse_step": 1,
 }
+# Where it is another kind of layer, and the config does not say so.
+_OTHERWISE: dict[str, dict[str, object]] = {
+    "mimo_v2_flash": {"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]},
+}
 
 
 def _loaded(
@@ -165,13 +171,18 @@ def _loaded(
 ) -> tuple[PreTrainedModel, dict[str, Tensor]]:
     """Let Transformers load the layer; return it and the tensors beside it, by their new names."""
     state = _tensors(checkpoint, names, offload)
+    has_experts = any(is_experts_module(module) for module in empty_model(config).modules())
+    if has_experts:
+        mine = {"quantization_config": offload}
+    else:
+        mine, state = {}, {name: _values(stored) for name, stored in state.items()}
     beside = {n: _values(state.pop(n)) for n in list(state) if not n.startswith("model.")}
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         state[name] = torch.zeros(_TOKENS, config.hidden_size, dtype=dtype, device="cpu")
     with foreign_errors(f"Transformers cannot load the MTP layer of {checkpoint.path}"):
         head, report = class_of(config).from_pretrained(
-            None, config=config, state_dict=state, quantization_config=offload, dtype=dtype,
-            output_loading_info=True, ignore_mismatched_sizes=True,
+            None, config=config, state_dict=state, dtype=dtype,
+            output_loading_info=True, ignore_mismatched_sizes=True, **mine,
         )  # fmt: skip
     require_own_weights(checkpoint.path, head, report, is_whole=False)
     return head, beside

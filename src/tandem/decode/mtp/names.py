@@ -1,7 +1,8 @@
 """Where a checkpoint keeps its MTP layer, and what its tensors are called in a model of one layer.
 
-Two layouts: behind the last layer of the model (DeepSeek-V3, GLM-4.5, Ling), or under `mtp.`
-(Qwen3-Next, Qwen3.5 and 3.6, Mellum).
+Two layouts: behind the last layer of the model (DeepSeek-V3, GLM-4.5, Ling), or under `mtp.`, with
+what joins token and hidden state beside the layers (Qwen3-Next, Qwen3.5 and 3.6, Mellum) or in each
+(MiMo V2).
 """
 
 import re
@@ -19,6 +20,8 @@ _PARTS = {
     "shared_head.norm.": "model.norm.",
     "final_layernorm.": "model.norm.",
 }
+# What of a layer is called otherwise in the model's own layers.
+_OWN = {"pre_mlp_layernorm.weight": "post_attention_layernorm.weight"}
 # Copies of what the model has itself.
 _SHARED = ("embed_tokens.", "shared_head.head.", "shared_head.weight")
 # Norms and projection of an MTP layer as Inkling names them, and what its block is in.
@@ -33,7 +36,7 @@ def mtp_names(names: Iterable[str], num_layers: int) -> list[dict[str, str]]:
     """Return the names in a model of one layer, by those in the checkpoint of a model of several.
 
     For each MTP layer, the first one first; empty if there is none in a known layout. Under `mtp.`
-    all layers share what is beside them.
+    all layers share what is beside them, if something is.
     """
     names = list(names)
     found: list[dict[str, str]] = []
@@ -65,7 +68,8 @@ def _names_of(names: Iterable[str], num_layers: int, depth: int) -> dict[str, st
             inside = _renamed(match[1]) or f"model.layers.0.{match[1]}"
         elif match := under.match(name):
             layer = match["layer"]
-            inside = f"model.layers.0.{layer}" if layer else _renamed(match["beside"])
+            part = layer or match["beside"]
+            inside = _renamed(part) or (layer and f"model.layers.0.{_OWN.get(layer, layer)}")
         if inside is not None and not inside.removeprefix("model.layers.0.").startswith(_SHARED):
             found[name] = inside
     has_layer = any(new.startswith("model.layers.0.") for new in found.values())
