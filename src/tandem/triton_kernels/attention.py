@@ -170,29 +170,12 @@ def _weights(scores: tensor, is_seen: tensor, largest: tensor, softcap: constexp
 
 @triton.jit(do_not_specialize=_QUERY_STRIDES)
 def attend_parts(
-    where: tensor,
-    slots: tensor,
-    positions: tensor,
-    query: tensor,
-    parts: tensor,
-    sums: tensor,
-    query_stride: tensor,
-    query_head_stride: tensor,
-    num_heads: constexpr,
-    num_kv_heads: constexpr,
-    key_dim: constexpr,
-    value_dim: constexpr,
-    value_width: constexpr,
-    line_dim: constexpr,
-    kind: constexpr,
-    scale: constexpr,
-    softcap: constexpr,
-    window: constexpr,
-    num_parts: constexpr,
-    block_heads: constexpr,
-    block_keys: constexpr,
-    block_dim: constexpr,
-) -> None:
+    where: tensor, slots: tensor, positions: tensor, query: tensor, parts: tensor, sums: tensor,
+    query_stride: tensor, query_head_stride: tensor, num_heads: constexpr,
+    num_kv_heads: constexpr, key_dim: constexpr, value_dim: constexpr, value_width: constexpr,
+    line_dim: constexpr, kind: constexpr, scale: constexpr, softcap: constexpr, window: constexpr,
+    num_parts: constexpr, block_heads: constexpr, block_keys: constexpr, block_dim: constexpr,
+) -> None:  # fmt: skip
     """Attend to a part of the positions. A program is (some heads of a KV head, part, token).
 
     Where `value_width` is less than the values' dimensions, some of these, heads before them.

@@ -194,66 +194,15 @@ def _log_token(
         tl.store(to + head, tl.load(rate).to(tl.float32), mask=is_first)
 
 
-@triton.jit(
-    do_not_specialize=(
-        "value_stride", "value_head", "query_stride", "query_head", "key_stride", "key_head",
-    )
-)  # fmt: skip
-def recur_tokens(
-    value: tensor,
-    query: tensor,
-    key: tensor,
-    decay: tensor,
-    rate: tensor,
-    factor: tensor,
-    skip: tensor,
-    states: tensor,
-    log: tensor,
-    runs: tensor,
-    out: tensor,
-    value_stride: tensor,
-    value_head: tensor,
-    query_stride: tensor,
-    query_head: tensor,
-    key_stride: tensor,
-    key_head: tensor,
-    num_heads: constexpr,
-    num_key_heads: constexpr,
-    num_logged_keys: constexpr,
-    key_dim: constexpr,
-    value_dim: constexpr,
-    num_decays: constexpr,
-    num_logged: constexpr,
-    most_drafted: constexpr,
-    decay_kind: constexpr,
-    is_delta: constexpr,
-    is_normalised: constexpr,
-    scale: constexpr,
-    has_rate: constexpr,
-    has_skip: constexpr,
-    key_width: constexpr,
-    block_values: constexpr,
-) -> None:
-    """Write S = e^decay S; S += key (x) rate * (value - key S); out = query S + skip value.
-
-    As of `tandem.kernels.recurrent.Recurrence`; out is (n_tokens, heads, value_dim), `states`
-    (slots, heads, key_dim, value_dim), `factor` (key_dim, value_dim), `log` (slots, 2,
-    most_drafted, num_logged), with keys of `num_logged_keys` heads, which may be repeated ones. A
-    program is (block of values, head, run).
-    """
-    head, of_keys = tl.program_id(1), tl.program_id(1) // (num_heads // num_key_heads)
-    k, v = tl.arange(0, key_width), tl.program_id(0) * block_values + tl.arange(0, block_values)
-    is_key, is_value = k < key_dim, v < value_dim
-    mask = is_key[:, None] & is_value[None, :]
-    slot, row, num_tokens, num_certain, num_again, half = _run(runs, tl.program_id(2))
-    place = k[:, None] * value_dim + v[None, :]
-    kept = states + (slot * num_heads + head) * key_dim * value_dim + place
-    state = tl.load(kept, mask=mask & (num_again >= 0), other=0.0)
-    factors = 0.0
-    if decay_kind == "pair":
-        factors = tl.load(factor + place, mask=mask, other=0.0)
-    at = log + (2 * slot + half) * most_drafted * num_logged
-    new = log + (2 * slot + 1 - half) * most_drafted * num_logged
+@triton.jit
+def _done_again(
+    state: tensor, at: tensor, num_again: tensor, k: tensor, v: tensor, is_key: tensor,
+    is_value: tensor, factors: tensor, num_heads: constexpr, num_logged_keys: constexpr,
+    key_dim: constexpr, value_dim: constexpr, num_decays: constexpr, num_logged: constexpr,
+    decay_kind: constexpr, is_delta: constexpr, is_normalised: constexpr, has_rate: constexpr,
+) -> tensor:  # fmt: skip
+    """Return a part of a head's state after the tokens of a log that begins at `at`."""
+    head = tl.program_id(1)
     values_at: constexpr = num_logged_keys * key_dim
     decays_at: constexpr = values_at + num_heads * value_dim
     rates_at: constexpr = decays_at + num_heads * num_decays
@@ -266,6 +215,46 @@ def recur_tokens(
             is_key, is_value, factors, decay_kind, is_delta, has_rate,
         )  # fmt: skip
         at += num_logged
+    return state
+
+
+@triton.jit(
+    do_not_specialize=(
+        "value_stride", "value_head", "query_stride", "query_head", "key_stride", "key_head",
+    )
+)  # fmt: skip
+def recur_tokens(
+    value: tensor, query: tensor, key: tensor, decay: tensor, rate: tensor, factor: tensor,
+    skip: tensor, states: tensor, log: tensor, runs: tensor, out: tensor, value_stride: tensor,
+    value_head: tensor, query_stride: tensor, query_head: tensor, key_stride: tensor,
+    key_head: tensor, num_heads: constexpr, num_key_heads: constexpr, num_logged_keys: constexpr,
+    key_dim: constexpr, value_dim: constexpr, num_decays: constexpr, num_logged: constexpr,
+    most_drafted: constexpr, decay_kind: constexpr, is_delta: constexpr, is_normalised: constexpr,
+    scale: constexpr, has_rate: constexpr, has_skip: constexpr, key_width: constexpr,
+    block_values: constexpr,
+) -> None:  # fmt: skip
+    """Write S = e^decay S; S += key (x) rate * (value - key S); out = query S + skip value.
+
+    As of `tandem.kernels.recurrent.Recurrence`; out is (n_tokens, heads, value_dim), `states`
+    (slots, heads, key_dim, value_dim), `factor` (key_dim, value_dim), `log` (slots, 2,
+    most_drafted, num_logged), of `num_logged_keys` heads' keys. Programs are (values, head, run).
+    """
+    head, of_keys = tl.program_id(1), tl.program_id(1) // (num_heads // num_key_heads)
+    k, v = tl.arange(0, key_width), tl.program_id(0) * block_values + tl.arange(0, block_values)
+    is_key, is_value = k < key_dim, v < value_dim
+    mask = is_key[:, None] & is_value[None, :]
+    slot, row, num_tokens, num_certain, num_again, half = _run(runs, tl.program_id(2))
+    place = k[:, None] * value_dim + v[None, :]
+    kept = states + (slot * num_heads + head) * key_dim * value_dim + place
+    state = tl.load(kept, mask=mask & (num_again >= 0), other=0.0)
+    factors = 0.0
+    if decay_kind == "pair":
+        factors = tl.load(factor + place, mask=mask, other=0.0)
+    state = _done_again(
+        state, log + (2 * slot + half) * most_drafted * num_logged, num_again, k, v, is_key,
+        is_value, factors, num_heads, num_logged_keys, key_dim, value_dim, num_decays, num_logged,
+        decay_kind, is_delta, is_normalised, has_rate,
+    )  # fmt: skip
     value += row * value_stride + head * value_head
     query += row * query_stride + of_keys * query_head
     key += row * key_stride + of_keys * key_head
@@ -288,9 +277,9 @@ def recur_tokens(
             tl.store(kept, state, mask=mask)
         if (t >= num_certain) & (num_certain > 0):
             _log_token(
-                new + (t - num_certain) * num_logged, key, given, decay + line * num_decays,
-                rate + line, k, v, is_key, is_value, head, num_heads, num_logged_keys, key_dim,
-                value_dim, num_decays, decay_kind, has_rate,
+                log + ((2 * slot + 1 - half) * most_drafted + t - num_certain) * num_logged, key,
+                given, decay + line * num_decays, rate + line, k, v, is_key, is_value, head,
+                num_heads, num_logged_keys, key_dim, value_dim, num_decays, decay_kind, has_rate,
             )  # fmt: skip
         value, query, key = value + value_stride, query + query_stride, key + key_stride
         line += num_heads
