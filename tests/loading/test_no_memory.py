@@ -38,21 +38,27 @@ def gguf(directory: Path) -> Path:
     return directory / "model.gguf"
 
 
-@pytest.mark.parametrize("write", [plain, gptq, gguf])
+@pytest.mark.parametrize(
+    ("write", "dense_dtype"), [(plain, "none"), (gptq, "none"), (gguf, "none"), (gguf, "auto")]
+)
 def test_one_byte_less_than_the_plan_is_refused(
-    write: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    write: Callable[[Path], Path],
+    dense_dtype: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = write(tmp_path)
-    sizes = model_sizes(open_model(model), OffloadConfig())
+    sizes = model_sizes(open_model(model), OffloadConfig(dense_dtype=dense_dtype))
     needed = sizes.experts_bytes + sizes.total_dense_bytes
     monkeypatch.setattr("tandem.experts.store.host_memory.available_bytes", lambda: needed - 1)
     numbers = re.escape(
         f"take {format_bytes(needed)} of host memory and {format_bytes(needed - 1)} are free"
     )
     with pytest.raises(CapacityError, match=numbers):
-        tandem.load(model)
+        tandem.load(model, dense_dtype=dense_dtype)
     monkeypatch.setattr("tandem.experts.store.host_memory.available_bytes", lambda: needed)
-    assert len(runtime_in(tandem.load(model)).store) == sizes.num_moe_layers
+    loaded = tandem.load(model, dense_dtype=dense_dtype)
+    assert len(runtime_in(loaded).store) == sizes.num_moe_layers
 
 
 @pytest.fixture

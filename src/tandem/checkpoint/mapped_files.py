@@ -16,10 +16,12 @@ from torch import Tensor, nn
 
 from tandem.kernels.memory import allocate
 
+_SUFFIXES = (".safetensors", ".gguf")
 _CHUNK_BYTES = 8 << 20
 # Enough to keep a disk's queue full; reading is the disk's work, not the processor's.
 _READERS = 4
-_MADV_POPULATE_READ = 22  # of Linux 5.14; older ones refuse it, and nothing is lost
+_MADV_PAGEOUT = 21  # of Linux 5.4; older ones refuse it, and nothing is lost
+_MADV_POPULATE_READ = 22  # of Linux 5.14; likewise
 _MAPPED_AT_ONCE_BYTES = 64 << 20
 # Linux reads no more at one advice than a device's window, of which this is the usual one.
 _ADVISED_BYTES = 128 << 10
@@ -63,7 +65,7 @@ def _mapped_ranges() -> list[tuple[int, int]]:
     found = []
     for line in lines:
         addresses, *_, name = line.split(maxsplit=5)
-        if name.endswith(".safetensors"):
+        if name.endswith(_SUFFIXES):
             first, _, end = addresses.partition("-")
             found.append((int(first, 16), int(end, 16)))
     return sorted(found)
@@ -161,6 +163,38 @@ def let_go(files: Iterable[Path]) -> None:
             os.close(descriptor)
 
 
+def forget(extents: Iterable[tuple[int, int]]) -> None:
+    """Have the system drop pages of checkpoint files that are done with, at (address, bytes).
+
+    Where memory does not hold a file and the model that is made of it, the system would drop those
+    that are read next instead, as the oldest. What is in no mapped file stays.
+    """
+    if sys.platform != "linux":
+        return
+    page, ranges, madvise = os.sysconf("SC_PAGE_SIZE"), _mapped_ranges(), _madvise()
+    for first, size in _joined(extent for extent in extents if _is_inside(extent[0], ranges)):
+        begin, end = -(-first // page) * page, (first + size) // page * page
+        if begin < end:
+            madvise(begin, end - begin, _MADV_PAGEOUT)
+
+
+def _joined(extents: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Join extents that follow each other or overlap, so that no page between them is left out."""
+    begin = end = 0
+    for first, size in sorted(extents):
+        if first > end:
+            yield begin, end - begin
+            begin = first
+        end = max(end, first + size)
+    yield begin, end - begin
+
+
+def _madvise() -> Callable[[int, int, int], int]:
+    madvise = ctypes.CDLL(None).madvise  # other threads go on meanwhile
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return madvise
+
+
 def map_ahead(
     tensors: Iterable[Tensor], on_bytes: Callable[[int], object] = lambda _: None
 ) -> None:
@@ -172,8 +206,7 @@ def map_ahead(
     """
     if sys.platform != "linux":
         return
-    madvise = ctypes.CDLL(None).madvise  # other threads go on meanwhile
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    madvise = _madvise()
 
     def enter(first: int, size: int) -> None:
         madvise(first, size, _MADV_POPULATE_READ)

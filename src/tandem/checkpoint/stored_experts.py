@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tandem.checkpoint.mapped_files import forget
 from tandem.checkpoint.sources.codes import Codes, StoredWeight
 from tandem.checkpoint.sources.source import SourceTensor
 from tandem.core.errors import ModelError
@@ -14,24 +15,35 @@ from tandem.kernels.formats import CodedMatrix
 from tandem.kernels.formats.file_rows import FileRows
 
 
-def put_fused(layer: HostLayer, tensor_name: str, fused: Tensor | SourceTensor) -> None:
-    """Store the tensor (num_experts, ...) of one projection or bias; raises `ModelError`."""
+def put_fused(
+    layer: HostLayer, tensor_name: str, fused: Tensor | SourceTensor, *, forgets: bool = False
+) -> None:
+    """Store the tensor (num_experts, ...) of one projection or bias; raises `ModelError`.
+
+    `forgets`: whether the system is to drop a file's pages that have been read.
+    """
     if not isinstance(fused, SourceTensor):
         layer.put(tensor_name, fused)
         return
     experts = range(fused.shape[0])
-    if _put_rows(layer, tensor_name, [[(fused.weight, expert)] for expert in experts]):
+    unread = [[(fused.weight, expert)] for expert in experts]
+    if _put_rows(layer, tensor_name, unread, forgets=forgets):
         return
     for expert in experts:
         _put_codes(layer, tensor_name, expert, [(fused, fused.weight.read(expert))])
 
 
 def put_experts(
-    layer: HostLayer, tensor_name: str, columns: Sequence[list[Tensor | SourceTensor]]
+    layer: HostLayer,
+    tensor_name: str,
+    columns: Sequence[list[Tensor | SourceTensor]],
+    *,
+    forgets: bool = False,
 ) -> None:
     """Store all experts' tensors, each given in parts that are stacked: one column of each part.
 
-    The columns are emptied as it goes: a layer is never whole twice. Raises `ModelError`.
+    The columns are emptied as it goes: a layer is never whole twice. Raises `ModelError`; `forgets`
+    is that of `put_fused`.
     """
     plain = [[part for part in column if isinstance(part, Tensor)] for column in columns]
     if isinstance(layer, PackedLayer) and list(map(len, plain)) == list(map(len, columns)):
@@ -42,7 +54,7 @@ def put_experts(
         for parts in zip(*columns, strict=True)
     ]
     are_all = all(len(parts) == len(columns) for parts in unread)
-    if are_all and _put_rows(layer, tensor_name, unread):
+    if are_all and _put_rows(layer, tensor_name, unread, forgets=forgets):
         return
     for expert in range(len(columns[0])):
         _put_expert(layer, tensor_name, expert, [column[expert] for column in columns])
@@ -67,6 +79,8 @@ def _put_rows(
     layer: HostLayer,
     tensor_name: str,
     experts: Sequence[Sequence[tuple[StoredWeight, int | None]]],
+    *,
+    forgets: bool,
 ) -> bool:
     """Place all experts' rows straight from the file; False where they come as codes.
 
@@ -84,6 +98,8 @@ def _put_rows(
         layer.put_rows(tensor_name, found)
     except ModelError:
         return False
+    if forgets:
+        forget(extent for parts in found for rows in parts for extent in rows.extents())
     return True
 
 

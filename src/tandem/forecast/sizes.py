@@ -224,7 +224,7 @@ def _embedding_bytes(
     is_alone = is_kept_on_host(model, embeddings)
     if path in packed:
         shape, fmt = embeddings.weight.shape, packed[path]
-        return fmt.data_bytes(*shape) + fmt.scale_bytes(*shape), not is_alone
+        return fmt.matrix_bytes(*shape), not is_alone
     return (embeddings.weight.nbytes if is_alone else 0), False
 
 
@@ -241,7 +241,7 @@ def _dense_parts(model: nn.Module, packed: Mapping[str, WeightFormat]) -> Iterat
                 seen_packed.add(id(weight))
                 yield (
                     f"{path}.weight",
-                    fmt.data_bytes(*weight.shape) + fmt.scale_bytes(*weight.shape),
+                    fmt.matrix_bytes(*weight.shape),
                 )
             continue
         own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]

@@ -8,11 +8,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tandem.hardware.cgroups import processor_quota, read_number, read_text
+
 ROOT = Path("/")
 # Below this share of the fastest core's capacity a core is called slow.
 _FAST_SHARE = 0.7
 _CPUS = Path("sys/devices/system/cpu")
-_CGROUPS = Path("sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ def read_topology(usable: Collection[int], root: Path = ROOT) -> Topology:
     """Read the files below `root`; where there are none, each processor counts as a core."""
     processors = tuple(sorted(usable))
     cores = _one_per_core(processors, root / _CPUS)
-    return Topology(processors, cores, _fast(cores, root), _quota(root))
+    return Topology(processors, cores, _fast(cores, root), processor_quota(root))
 
 
 def parse_processors(text: str) -> set[int]:
@@ -70,7 +71,9 @@ def _one_per_core(processors: Sequence[int], cpus: Path) -> tuple[int, ...]:
     first: dict[str, int] = {}
     for number in processors:
         topology = cpus / f"cpu{number}" / "topology"
-        siblings = _text(topology / "core_cpus_list") or _text(topology / "thread_siblings_list")
+        siblings = read_text(topology / "core_cpus_list") or read_text(
+            topology / "thread_siblings_list"
+        )
         if siblings is None:  # not Linux, or hidden in a container
             return tuple(processors)
         first.setdefault(siblings, number)
@@ -79,7 +82,7 @@ def _one_per_core(processors: Sequence[int], cpus: Path) -> tuple[int, ...]:
 
 def _fast(cores: tuple[int, ...], root: Path) -> tuple[int, ...]:
     """Ask for each core's capacity, or on Intel's hybrid processors for the kinds of cores."""
-    capacities = {core: _number(root / _CPUS / f"cpu{core}" / "cpu_capacity") for core in cores}
+    capacities = {core: read_number(root / _CPUS / f"cpu{core}" / "cpu_capacity") for core in cores}
     known = [capacity for capacity in capacities.values() if capacity is not None]
     if len(known) == len(cores) and known:
         least = _FAST_SHARE * max(known)
@@ -89,55 +92,8 @@ def _fast(cores: tuple[int, ...], root: Path) -> tuple[int, ...]:
     return found or cores
 
 
-def _quota(root: Path) -> float | None:
-    """Return the lowest limit of the process's group and of those above it, of either version."""
-    groups = _text(root / "proc/self/cgroup") or ""
-    limits = []
-    for line in groups.splitlines() or ["0::/"]:
-        _, _, rest = line.partition(":")
-        kinds, _, name = rest.partition(":")
-        if kinds and "cpu" not in kinds.split(","):
-            continue
-        top = root / _CGROUPS / ("cpu" if kinds else "")
-        # In a container the group's own name may be that outside of it.
-        group = top / name.lstrip("/")
-        for place in {top, *(p for p in (group, *group.parents) if p.is_relative_to(top))}:
-            limits.append(_limit_of_version_1(place) if kinds else _limit(place))
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
-def _limit(group: Path) -> float | None:
-    parts = (_text(group / "cpu.max") or "").split()
-    return _share(parts[0], parts[1]) if len(parts) == 2 else None
-
-
-def _limit_of_version_1(group: Path) -> float | None:
-    quota, period = _text(group / "cpu.cfs_quota_us"), _text(group / "cpu.cfs_period_us")
-    return _share(quota, period) if quota and period else None
-
-
-def _share(quota: str, period: str) -> float | None:
-    try:
-        share = int(quota) / int(period)
-    except (ValueError, ZeroDivisionError):  # "max"
-        return None
-    return share if share > 0 else None
-
-
 def _numbers(path: Path) -> set[int]:
     try:
-        return parse_processors(_text(path) or "")
+        return parse_processors(read_text(path) or "")
     except ValueError:
         return set()
-
-
-def _number(path: Path) -> int | None:
-    text = _text(path)
-    return int(text) if text is not None and text.isdecimal() else None
-
-
-def _text(path: Path) -> str | None:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return None

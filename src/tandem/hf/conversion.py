@@ -42,6 +42,8 @@ class StoreWriter:
         """Names of the layers whose weights are to come as the codes of a source."""
         self.dense = DenseCodes()
         self.sink: LayerSink | None = None
+        self.forgets = False
+        """Whether files do not fit beside the model, so that what is read of them is dropped."""
         self.error: TandemError | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> "StoreWriter":
@@ -105,7 +107,7 @@ class StoreFused(ConversionOps):  # type: ignore[misc]
                 return placeholder(tensor)
             if isinstance(tensor, Tensor) and found[0].arrivals.name in self.writer.exact:
                 _require_codes(*found)
-            put_fused(*found, tensor)
+            put_fused(*found, tensor, forgets=self.writer.forgets)
             self.writer.note_stored(found[0])
         except TandemError as error:
             self.writer.keep_error(error)
@@ -142,7 +144,7 @@ class StoreExpertwise(StoreFused):
         stub = placeholder(columns[0][0])
         try:
             if not self.writer.needs_nothing(found[0]):
-                _put_experts(*found, columns)
+                _put_experts(*found, columns, forgets=self.writer.forgets)
                 self.writer.note_stored(found[0])
         except TandemError as error:
             self.writer.keep_error(error)
@@ -202,7 +204,9 @@ def _require_codes(layer: HostLayer, tensor_name: str) -> None:
         )
 
 
-def _put_experts(layer: HostLayer, tensor_name: str, columns: list[list[Loaded]]) -> None:
+def _put_experts(
+    layer: HostLayer, tensor_name: str, columns: list[list[Loaded]], *, forgets: bool
+) -> None:
     counts = {len(column) for column in columns}
     num_experts = layer.arrivals.num_experts
     if counts != {num_experts}:
@@ -211,4 +215,4 @@ def _put_experts(layer: HostLayer, tensor_name: str, columns: list[list[Loaded]]
             f"{num_experts} experts of {layer.arrivals.name}.{tensor_name}; download the missing "
             "files again"
         )
-    put_experts(layer, tensor_name, columns)
+    put_experts(layer, tensor_name, columns, forgets=forgets)

@@ -30,7 +30,7 @@ class StoredLinear(nn.Module):
         self.format = fmt
         self.has_bias = linear.bias is not None
         self.dtype = linear.weight.dtype
-        size = fmt.data_bytes(*self.shape) + fmt.scale_bytes(*self.shape)
+        size = fmt.matrix_bytes(*self.shape)
         if self.has_bias:
             size += fmt.padded_rows(linear.out_features) * torch.float32.itemsize
         place = torch.empty(size, dtype=torch.uint8, device=linear.weight.device)

@@ -5,6 +5,7 @@ layers), for each expert tensor (move it into the host store) and after (bind mo
 """
 
 import warnings
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -118,18 +119,21 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
             self._writer.sink.begin(store.expected_bytes(source_dtype))
             for layer in store:
                 self._writer.sink.resume(layer)
-        elif not self.pre_quantized:  # a packed file is mapped, and need not be in memory whole
-            dense_bytes = _dense_bytes(model, kwargs.get("device_map"))
-            _require_memory(store, own, dense_bytes)
         dense_format = parse_dense_dtype(self.quantization_config.dense_dtype)
         if self.pre_quantized and dense_format is not None:
             stored = self.quantization_config.dense_formats or {}
             expect_stored_layers(model, dense_format, stored)
         self._device = _device_of(kwargs.get("device_map"))
         is_here = self._device.type == "cpu"
+        formats: dict[str, WeightFormat | None] = {}
         if is_here or has_kernels():
             formats = self.dense_code_formats(model, on_device=not is_here)
             self._writer.dense.expect(formats, getattr(model, "all_tied_weights_keys", {}))
+        if self._writer.sink is None and not self.pre_quantized:  # a packed file is mapped
+            # On a GPU they are none of the host's, and its own check counts them.
+            dense_bytes = _dense_bytes(model, formats) if is_here else 0
+            room, source = _room_beside(store, own, dense_bytes), self.quantization_config.source
+            self._writer.forgets = source is not None and room < source.num_bytes
         self._shapes = {
             name: parameter.shape
             for name, parameter in model.named_parameters()
@@ -281,14 +285,19 @@ def _announce(
     )
 
 
-def _dense_bytes(model: PreTrainedModel, device_map: dict[str, object] | None) -> int:
-    """Return what the parts of a model that are no experts take of host memory while it loads."""
-    if _device_of(device_map).type != "cpu":
-        return 0  # on the GPU, whose own check counts them
+def _dense_bytes(model: PreTrainedModel, formats: Mapping[str, WeightFormat | None]) -> int:
+    """Return what the parts of a model that are no experts take while it loads.
+
+    Weights with a format in `formats` are never there as numbers.
+    """
     experts = {id(p) for m in model.modules() if is_experts_module(m) for p in m.parameters()}
     tied = getattr(model, "all_tied_weights_keys", {})
     tensors = (*model.named_parameters(), *model.named_buffers())
-    return sum(t.nbytes for n, t in tensors if id(t) not in experts and n not in tied)
+    own = ((name, t) for name, t in tensors if id(t) not in experts and name not in tied)
+    return sum(
+        tensor.nbytes if (fmt := formats.get(name)) is None else fmt.matrix_bytes(*tensor.shape)
+        for name, tensor in own
+    )
 
 
 def _device_of(device_map: dict[str, Any] | None) -> torch.device:
@@ -296,24 +305,30 @@ def _device_of(device_map: dict[str, Any] | None) -> torch.device:
     return torch.device(next(iter((device_map or {}).values()), "cpu"))
 
 
-def _require_memory(store: HostStore, modules: dict[str, Any], dense_bytes: int) -> None:
-    """Raise `CapacityError`, which says what would fit, before any memory is taken."""
+def _room_beside(store: HostStore, modules: dict[str, Any], dense_bytes: int) -> int:
+    """Return the bytes that a model leaves free; nothing of it has been read yet.
+
+    Raises `CapacityError`, which says what would fit.
+    """
     source_dtype = next(iter(modules.values())).down_proj.dtype
     needed = store.expected_bytes(source_dtype) + dense_bytes
     available = host_memory.available_bytes()
-    if needed <= available:
-        return
-    fitting = []
+    if needed > available:
+        formats = " and ".join(_fitting_formats(modules, dense_bytes, available))
+        what = "the model's experts and dense parts"
+        host_memory.require_host_memory(needed, available, what=what, formats=formats)
+    return available - needed
+
+
+def _fitting_formats(modules: dict[str, Any], dense_bytes: int, available: int) -> Iterator[str]:
+    source_dtype = next(iter(modules.values())).down_proj.dtype
     for name in SMALLER_FORMATS:
         smaller = HostStore()
         for module_name, module in modules.items():
             _announce(smaller, module_name, module, parse_expert_dtype(name))
         size = smaller.expected_bytes(source_dtype) + dense_bytes
         if size <= available:
-            fitting.append(f"expert_dtype={name!r} takes {format_bytes(size)}")
-    host_memory.require_host_memory(
-        needed, available, what="the model's experts and dense parts", formats=" and ".join(fitting)
-    )
+            yield f"expert_dtype={name!r} takes {format_bytes(size)}"
 
 
 def _targets_experts(converter: WeightConverter) -> bool:

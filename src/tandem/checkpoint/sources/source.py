@@ -80,6 +80,11 @@ class Source:
     def __deepcopy__(self, memo: dict[int, object]) -> "Source":
         return self  # Transformers copies configs, and files are not copied
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the quantised weights in their files."""
+        return sum(weight.num_bytes for weight in self.weights.values())
+
     def state_dict(self) -> dict[str, object]:
         """Return all tensors by the names that they would have in an unquantised checkpoint."""
         return self.plain | {name: SourceTensor(weight) for name, weight in self.weights.items()}

@@ -5,12 +5,14 @@ from pathlib import Path
 
 from tandem.core.errors import CapacityError
 from tandem.core.units import format_bytes
+from tandem.hardware.cgroups import memory_left
+from tandem.hardware.topology import ROOT
 from tandem.hardware.windows import memory_advice, wsl_version
 
 
 def available_bytes() -> int:
     """Return the memory that programs can still take without pushing others out."""
-    limits = [_cgroup_bytes()]
+    limits = [memory_left(ROOT)]
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -32,17 +34,6 @@ def process_bytes() -> int:
 def total_bytes() -> int:
     """Return the machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _cgroup_bytes() -> int | None:
-    """Return what a container's limit leaves; None without a limit."""
-    root = Path("/sys/fs/cgroup")
-    try:
-        limit = (root / "memory.max").read_text().strip()
-        used = int((root / "memory.current").read_text())
-    except OSError:
-        return None
-    return None if limit == "max" else max(0, int(limit) - used)
 
 
 def require_host_memory(num_bytes: int, available: int, *, what: str, formats: str = "") -> None:

@@ -54,6 +54,10 @@ class FileBlocks:
         assert rest == 0
         return blocks * _native.block_cols(self.kind)
 
+    def extents(self) -> list[tuple[int, int]]:
+        """Return (address, bytes) of what is read."""
+        return [(self.rows.ctypes.data, self.rows.nbytes)]
+
     def rows_at(self, chosen: slice) -> "FileBlocks":
         """Return some rows that follow each other."""
         assert self.order is None
@@ -89,6 +93,11 @@ class FileFields:
     def num_cols(self) -> int:
         """Columns of the matrix."""
         return self.shape[1]
+
+    def extents(self) -> list[tuple[int, int]]:
+        """Return (address, bytes) of what is read, of views with what lies in between."""
+        parts = (part for part in (self.words, self.scales, self.minima) if part is not None)
+        return [(part.data_ptr(), _span(part)) for part in parts]
 
     def fit(self, fmt: WeightFormat) -> bool:
         """Whether rows are whole words, and scales of a type that can be the format's."""
@@ -183,6 +192,12 @@ def _numbers(numbers: Tensor) -> tuple[int, ...]:
     size = numbers.element_size()
     strides = (numbers.stride(0) * size, numbers.stride(1) * size)
     return (numbers.data_ptr(), _NUMBER_TYPES[numbers.dtype], *strides)
+
+
+def _span(view: Tensor) -> int:
+    """Return the bytes from a view's first number to the end of its last one."""
+    steps = ((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
+    return (sum(steps) + 1) * view.element_size()
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -209,6 +209,10 @@ class WeightFormat:
         one_row += self.supers(cols) * encoding.super_bytes
         return int(self.padded_rows(rows) * one_row)
 
+    def matrix_bytes(self, rows: int, cols: int) -> int:
+        """Bytes that a (rows, cols) matrix takes with its scales, padding included."""
+        return self.data_bytes(rows, cols) + self.scale_bytes(rows, cols)
+
 
 @dataclass(frozen=True, slots=True)
 class MixedFormat:

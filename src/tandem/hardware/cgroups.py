@@ -1,0 +1,99 @@
+"""What Linux's control groups let a process take: functions of files, nothing else."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+_CGROUPS = Path("sys/fs/cgroup")
+# The files of version 2 and of version 1: the limit, what is taken, and of that the page cache.
+_MEMORY_FILES = (
+    ("memory.max", "memory.current", ("inactive_file", "active_file")),
+    (
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        ("total_inactive_file", "total_active_file"),
+    ),
+)
+
+
+class _Group(NamedTuple):
+    directory: Path
+    is_version_1: bool
+
+
+def processor_quota(root: Path) -> float | None:
+    """Return how many processors the process may use at once; None without a limit."""
+    found = (
+        _quota_of_version_1(group.directory) if group.is_version_1 else _quota(group.directory)
+        for group in _groups(root, "cpu")
+    )
+    return min((quota for quota in found if quota is not None), default=None)
+
+
+def memory_left(root: Path) -> int | None:
+    """Return the bytes that the process may still take; None without a limit.
+
+    Pages of files are counted as free, as in the system's MemAvailable: a model's file that was
+    read before takes nothing away.
+    """
+    found = (_memory_left(group) for group in _groups(root, "memory"))
+    return min((left for left in found if left is not None), default=None)
+
+
+def _groups(root: Path, controller: str) -> Iterator[_Group]:
+    """Yield the process's group and those above it, whose limits hold for it too."""
+    groups = read_text(root / "proc/self/cgroup") or ""
+    for line in groups.splitlines() or ["0::/"]:
+        _, _, rest = line.partition(":")
+        kinds, _, name = rest.partition(":")
+        if kinds and controller not in kinds.split(","):
+            continue
+        top = root / _CGROUPS / (controller if kinds else "")
+        # In a container the group's own name may be that outside of it.
+        group = top / name.lstrip("/")
+        for place in {top, *(p for p in (group, *group.parents) if p.is_relative_to(top))}:
+            yield _Group(place, bool(kinds))
+
+
+def _quota(group: Path) -> float | None:
+    parts = (read_text(group / "cpu.max") or "").split()
+    return _share(parts[0], parts[1]) if len(parts) == 2 else None
+
+
+def _quota_of_version_1(group: Path) -> float | None:
+    quota, period = read_text(group / "cpu.cfs_quota_us"), read_text(group / "cpu.cfs_period_us")
+    return _share(quota, period) if quota and period else None
+
+
+def _share(quota: str, period: str) -> float | None:
+    try:
+        share = int(quota) / int(period)
+    except (ValueError, ZeroDivisionError):  # "max"
+        return None
+    return share if share > 0 else None
+
+
+def _memory_left(group: _Group) -> int | None:
+    limit_file, used_file, cache_fields = _MEMORY_FILES[group.is_version_1]
+    limit, used = (read_number(group.directory / name) for name in (limit_file, used_file))
+    if limit is None or used is None:  # "max"
+        return None
+    lines = (
+        line.split() for line in (read_text(group.directory / "memory.stat") or "").splitlines()
+    )
+    cache = sum(int(line[1]) for line in lines if len(line) == 2 and line[0] in cache_fields)
+    return max(0, limit - max(0, used - cache))
+
+
+def read_number(path: Path) -> int | None:
+    """Return the number that a file holds; None if there is no such file, or something else."""
+    text = read_text(path)
+    return int(text) if text is not None and text.isdecimal() else None
+
+
+def read_text(path: Path) -> str | None:
+    """Return a file's text without white space around it; None if it cannot be read."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None
