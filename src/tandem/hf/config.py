@@ -23,6 +23,7 @@ from tandem.kernels.formats.weight_format import (
 )
 
 QUANT_METHOD = "tandem"
+# Of the files of a packed model: any change of where a byte goes, or of what it means, raises it.
 PACKED_FORMAT_VERSION = 2
 
 _DTYPES = {

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import ConfigError
-from tandem.kernels.formats import FORMATS, LAYOUT_VERSION, WeightFormat, find_format, pack, unpack
+from tandem.kernels.formats import FORMATS, WeightFormat, find_format, pack, unpack
 from tandem.kernels.formats.packed import PackedMatrix
 from tests.kernels.formats.sources import CODED, SHAPES, draw_weights, drawn_matrix
 
@@ -179,7 +179,3 @@ def test_aliases(alias: str, name: str) -> None:
 def test_an_unknown_name_is_told_its_neighbours() -> None:
     with pytest.raises(ConfigError, match=r"unknown weight format 'mxpf4'; did you mean 'mxfp4'"):
         find_format("mxpf4")
-
-
-def test_layout_version_is_one() -> None:
-    assert LAYOUT_VERSION == 1  # a change of the layout must change this, and docs/formats.md

@@ -6,14 +6,12 @@ from tandem.kernels.formats.packed import PackedMatrix, pack, pack_codes, unpack
 from tandem.kernels.formats.source_codes import coded_matrix
 from tandem.kernels.formats.weight_format import (
     FORMATS,
-    LAYOUT_VERSION,
     WeightFormat,
     find_format,
 )
 
 __all__ = [
     "FORMATS",
-    "LAYOUT_VERSION",
     "CodedMatrix",
     "ExpertLayout",
     "PackedMatrix",

@@ -6,9 +6,6 @@ from typing import Literal
 from tandem.core.errors import ConfigError
 from tandem.core.registry import nearest_names
 
-# Stored in packed files; any change of where a byte goes, or of what it means, raises it.
-LAYOUT_VERSION = 1
-
 ROWS_PER_BLOCK = 16  # one 512-bit register holds one dword of each row
 SECTION_ALIGNMENT_BYTES = 64  # one cache line
 _STRIP_COLS = 32  # whose planes of bits follow each other
