@@ -1,12 +1,11 @@
 """What a run did, as one line for people and one JSON object for scripts."""
 
-import resource
-import sys
 from typing import TYPE_CHECKING
 
 import torch
 
 from tandem.core.units import format_bytes
+from tandem.experts.store.host_memory import peak_process_bytes, process_bytes
 from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tandem.experts.tracing.events import ExpertStatistics
 from tandem.foreign_types import PreTrainedModel
@@ -14,8 +13,6 @@ from tandem.foreign_types import PreTrainedModel
 if TYPE_CHECKING:
     from tandem.generate.speculation.speculation import Speculation
     from tandem.generate.stream import Answer
-
-_RSS_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024
 
 
 class RunReport:
@@ -55,13 +52,12 @@ class RunReport:
 
     def line(self, answer: "Answer") -> str:
         """Return the statistics as one line."""
-        memory = self._peak_memory_bytes()
         parts = [
             f"first token {answer.time_to_first_token_seconds:.2f} s",
             f"prefill {answer.prefill_tokens_per_second:.1f} tok/s ({answer.prompt_tokens} tokens)",
             f"decode {answer.decode_tokens_per_second:.1f} tok/s ({len(answer.token_ids)} tokens)",
             f"experts read {format_bytes(self._experts.touched_bytes)}",
-            f"memory {format_bytes(memory['host'])}",
+            f"memory {format_bytes(process_bytes())}",
         ]
         if answer.drafted_tokens:
             saved = f", {format_bytes(self._saved_bytes)} not read" if self._saved_bytes > 0 else ""
@@ -153,14 +149,20 @@ class RunReport:
             "plan_microseconds": cache.plan_seconds / max(1, cache.calls) * 1e6,
             "experts_read_bytes": self._experts.touched_bytes,
             "experts_stored_bytes": self._executor.store.num_bytes,
+            "memory_bytes": self._memory_bytes(),
             "peak_memory_bytes": self._peak_memory_bytes(),
         }
 
+    def _memory_bytes(self) -> dict[str, int]:
+        on_gpu = self._device.type == "cuda"
+        gpu = torch.cuda.memory_allocated(self._device) if on_gpu else 0
+        return {"host": process_bytes(), "gpu": gpu}
+
     def _peak_memory_bytes(self) -> dict[str, int]:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT_BYTES
+        """Return the most there was; of the host with pages of files that were read to load."""
         on_gpu = self._device.type == "cuda"
         gpu = torch.cuda.max_memory_allocated(self._device) if on_gpu else 0
-        return {"host": peak, "gpu": gpu}
+        return {"host": peak_process_bytes(), "gpu": gpu}
 
 
 def _tokens_per_step(answer: "Answer") -> float | None:

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import logging
 import os
-import resource
 import select
 import signal
 import sys
@@ -41,6 +40,7 @@ from tandem.engine.messages import (
     Watch,
 )
 from tandem.experts.execution.device import DeviceLostError
+from tandem.experts.store.host_memory import process_bytes
 from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tandem.experts.tracing.events import ExpertStatistics
 from tandem.generate.failure import StepFailedError
@@ -277,17 +277,8 @@ class Engine:
     def _memory(self) -> dict[str, int]:
         device, kv_cache = self._model.device, self._scheduler.kv_cache_bytes
         return {
-            "host": _resident_bytes(),
+            "host": process_bytes(),
             "experts": self._executor.store.num_bytes,
             "gpu": torch.cuda.memory_allocated(device) if device.type == "cuda" else 0,
             **({} if kv_cache is None else {"kv_cache": kv_cache}),
         }
-
-
-def _resident_bytes() -> int:
-    """Return the memory of this process now; its peak where the system does not say."""
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,6 +1,8 @@
 """What this machine's memory has room for. Reads the operating system, nothing else."""
 
 import os
+import resource
+import sys
 from pathlib import Path
 
 from tandem.core.errors import CapacityError
@@ -23,12 +25,21 @@ def available_bytes() -> int:
 
 
 def process_bytes() -> int:
-    """Return the memory that this process takes now, mapped files that it has read included."""
+    """Return the memory that this process takes now, mapped files that it has read included.
+
+    Its peak where the system does not say.
+    """
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:  # not Linux
-        return 0
+        return peak_process_bytes()
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak_process_bytes() -> int:
+    """Return the most that this process has taken, also pages that it would have given back."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def total_bytes() -> int:
