@@ -9,13 +9,21 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 import tandem
 from tandem.checkpoint.sources.gguf_blocks import FORMATS
+from tandem.checkpoint.sources.gguf_header import read_header
+from tandem.checkpoint.sources.gguf_weight import GgufWeight
 from tandem.core.errors import ModelError, TandemWarning, UnsupportedModelError
+from tandem.forecast.sizes import model_sizes
 from tandem.generate.generator import Generator
+from tandem.hf.checkpoint import open_model
+from tandem.hf.config import OffloadConfig
+from tandem.kernels.memory import allocate
 from tests.architectures import result_of, tiny_inputs
 from tests.inside import runtime_in
 from tests.loading.gguf_files import MIXTURES, TINY, WIDE, tiny_model, write_gguf
 
-CASES = [("qwen3moe", kind) for kind in (*FORMATS, *MIXTURES) if kind != "apart"]
+CASES = [
+    ("qwen3moe", kind) for kind in (*FORMATS, *MIXTURES) if kind not in ("apart", "a layer in BF16")
+]
 MIXED = {
     "Q4_K_M": ["q4_k+q6_k", "q4_k"], "UD-Q4_K_XL": ["q4_k+q5_k", "iq4_xs+q4_k"],
     "unlike Q4_K": ["q5_k+q4_k", "q6_k+q4_k"],
@@ -99,6 +107,40 @@ def test_values_are_fp32_where_linear_layers_keep_their_blocks(tmp_path: Path) -
         assert (plain.dtype, runtime_in(plain).kv_dtype) == (torch.bfloat16, "auto")
         runtime_in(plain).close()
     assert tandem.load(file, dtype="bf16", dense_dtype="auto").dtype == torch.bfloat16
+
+
+PLAIN = {"dense_dtype": "auto", "expert_dtype": "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "dtype", "formats"),
+    [
+        ("BF16", {"dense_dtype": "auto"}, torch.bfloat16, ["bf16", "bf16"]),
+        ("F16", {"dense_dtype": "auto"}, torch.float16, ["fp16", "fp16"]),
+        ("a layer in BF16", {"dense_dtype": "auto"}, torch.bfloat16, ["bf16", "int8-g32"]),
+        ("Q8_0", PLAIN, torch.bfloat16, ["bf16", "bf16"]),
+        ("BF16", {"dense_dtype": "auto", "expert_dtype": "int4"}, torch.float32, ["int4-g32"] * 2),
+    ],
+)
+def test_experts_of_16_bits_are_not_widened(
+    kind: str, options: dict[str, Any], dtype: torch.dtype, formats: list[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "model.gguf"
+    write_gguf(file, tiny_model(), kind)
+    model = tandem.load(file, **options)
+    assert model.dtype == dtype
+    assert [layer.layout.format_name for layer in runtime_in(model).store] == formats
+    sizes = model_sizes(open_model(file), OffloadConfig(**options))
+    assert sizes.experts_bytes == sum(layer.num_bytes for layer in runtime_in(model).store)
+
+
+def test_what_is_rounded_again_shares_no_memory_with_what_is_kept(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    write_gguf(file, tiny_model(), "Q4_0")
+    weight = read_header(file).tensors["blk.0.ffn_up_exps.weight"]
+    before = allocate(64)
+    GgufWeight(name=weight.name, tensors=(weight,)).read(0)
+    assert allocate(64).data_ptr() - before.data_ptr() == before.nbytes
 
 
 def test_blocks_without_a_format_name_an_expert_dtype(tmp_path: Path) -> None:

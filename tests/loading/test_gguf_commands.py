@@ -62,6 +62,14 @@ def test_a_file_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert f"{file} has no tokenizer that loads" in capsys.readouterr().err
 
 
+def test_bench_measures_the_file_as_it_is(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--prompt", "8", "--gen", "2", "--threads", "1", "--json"]
+    assert main(["bench", str(file), *words]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["shape"] == str(file)
+    assert report["not_native"] == []
+
+
 def test_the_plan_has_the_bytes_that_the_load_takes(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

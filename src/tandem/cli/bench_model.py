@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from tandem.core.config import option, require_range
 from tandem.devices import DEVICES, kind_of
+from tandem.devices.options import OffloadOptions
 from tandem.foreign_types import PreTrainedModel
 
 if TYPE_CHECKING:
     from tandem.bench.generation import Measured, Speed, Workload
     from tandem.bench.kernels import Ceiling
     from tandem.cli.model_choice import ModelChoice
-    from tandem.hf.config import OffloadConfig
 
 _DEFAULT_SHAPE = "qwen3-30b-a3b"
 _DEVICES = [name for name in DEVICES if not kind_of(name).holds_dense_parts]
@@ -29,7 +29,10 @@ class ModelBenchOptions:
     )
     layers: int | None = option(None, help="layers of the shape (default: all)", metavar="N")
     vocabulary: int | None = option(None, help="token ids of the shape", metavar="N")
-    expert_dtype: str = option("int4", help="format of the experts", metavar="DTYPE")
+    expert_dtype: str | None = option(
+        None, help="format of the experts (default: int4 of a shape, a model's own)",
+        metavar="DTYPE",
+    )  # fmt: skip
     dense_dtype: str = option("auto", help="format of linear layers: none, auto, bf16, int8, int4")
     kv_dtype: str = option("auto", help="keys and values of earlier tokens: auto, bf16, int8")
     device: str = option("cpu", help=" or ".join(_DEVICES), choices=_DEVICES)
@@ -62,7 +65,6 @@ def run_model(options: ModelBenchOptions, choice: "ModelChoice | None") -> int:
     from tandem.cli.explain import decode_step
     from tandem.experts.tracing.forced_routing import ForcedRouting
     from tandem.generate.generator import Generator
-    from tandem.hf.config import OffloadConfig
     from tandem.hf.runtime import require_runtime
     from tandem.kernels.cpu import detect_cpu
     from tandem.trace import read_trace
@@ -70,10 +72,10 @@ def run_model(options: ModelBenchOptions, choice: "ModelChoice | None") -> int:
     cpu = detect_cpu()
     isa = os.environ.get("TANDEM_ISA", "")
     num_threads = options.threads or cpu.num_threads
-    offload = OffloadConfig(
-        expert_dtype=options.expert_dtype, threads=num_threads, isa=isa or None,
-        device=options.device,
-    )  # fmt: skip
+    own_dtype = "int4" if choice is None else "auto"
+    offload = OffloadOptions(
+        expert_dtype=options.expert_dtype or own_dtype, threads=num_threads, device=options.device
+    )
     # Read before the model is built, which takes long.
     trace = read_trace(options.replay) if options.replay is not None else None
     name, model = _model(options, choice, offload)
@@ -104,17 +106,19 @@ def run_model(options: ModelBenchOptions, choice: "ModelChoice | None") -> int:
 def _model(
     options: ModelBenchOptions,
     choice: "ModelChoice | None",
-    offload: "OffloadConfig",
+    offload: OffloadOptions,
 ) -> tuple[str, Any]:
     from tandem.bench.model_shapes import find_shape
     from tandem.bench.random_model import build_random_model
+    from tandem.hf.config import OffloadConfig
 
     if choice is None:
         name = options.shape or _DEFAULT_SHAPE
         shape = find_shape(name)
         print(f"building {name} with random weights", file=sys.stderr, flush=True)
+        config = OffloadConfig(**asdict(offload), isa=os.environ.get("TANDEM_ISA") or None)
         return name, build_random_model(
-            shape, offload, dense_dtype=options.dense_dtype, num_layers=options.layers,
+            shape, config, dense_dtype=options.dense_dtype, num_layers=options.layers,
             vocabulary=options.vocabulary,
         )  # fmt: skip
     from tandem.cli.model_choice import load_model

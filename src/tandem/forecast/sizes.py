@@ -105,7 +105,8 @@ def model_sizes(checkpoint: AnyCheckpoint, offload: OffloadConfig) -> ModelSizes
     """Add up what a checkpoint takes with these options; raises `UnsupportedModelError`."""
     if isinstance(checkpoint, GgufCheckpoint) or _is_foreign(checkpoint):
         config, offload.source = open_foreign(checkpoint)
-        if isinstance(checkpoint, GgufCheckpoint) and is_widened_on(offload):
+        is_gguf = isinstance(checkpoint, GgufCheckpoint)
+        if is_gguf and is_widened_on(offload, offload.source):
             config.dtype = torch.float32
             return config_sizes(config, offload, kv_dtype=torch.bfloat16)
         return config_sizes(config, offload)

@@ -26,6 +26,7 @@ from tandem.hf.config import OffloadConfig, parse_dense_dtype, parse_dtype, pars
 from tandem.hf.dense_place import device_map_for
 from tandem.hf.packed_reading import read_packed, reading_afterwards
 from tandem.hf.runtime import require_runtime
+from tandem.kernels.formats.weight_format import formats_of
 
 
 def load(
@@ -41,12 +42,12 @@ def load(
 ) -> PreTrainedModel:
     """Load a checkpoint directory, GGUF file or hub id with its experts in host memory.
 
-    `dtype` is that of the dense parts ("auto": the checkpoint's; of a GGUF file fp32, with keys and
-    values in bf16, if the CPU computes all and `dense_dtype` is given); `dense_dtype` among the
-    options packs their linear layers. Experts that are quantised in the checkpoint keep their
-    codes, unless the options name an `expert_dtype`. `revision`, `token` and `hub_cache` (a
-    directory) are for a hub id; code that comes with a model runs only with
-    `trust_remote_code`. `options` are the fields of `OffloadConfig`. Returns the Transformers
+    `dtype` is that of the dense parts ("auto": the checkpoint's; of a GGUF file's few bits fp32,
+    with keys and values in bf16, if the CPU computes all and `dense_dtype` is given); `dense_dtype`
+    among the options packs their linear layers. Experts that are quantised in the checkpoint keep
+    their codes, unless the options name an `expert_dtype`. `revision`, `token` and `hub_cache` (a
+    directory) are for a hub id; code that comes with a model runs only with `trust_remote_code`.
+    `options` are the fields of `OffloadConfig`. Returns the Transformers
     model; raises `TandemError` for what a user can mend.
     """
     offload = from_mapping(OffloadConfig, options, where="tandem.load")
@@ -144,7 +145,7 @@ def _from_source(
         _name_projectors(checkpoint.path)
         if common["dtype"] == "auto":
             common["dtype"] = config.dtype
-            is_widened = is_widened_on(offload, common["device_map"])
+            is_widened = is_widened_on(offload, source, common["device_map"])
             if is_widened:
                 common["dtype"] = torch.float32
     offload.source = source
@@ -163,14 +164,20 @@ def _from_source(
     return loaded, report
 
 
-def is_widened_on(offload: OffloadConfig, device_map: object = None) -> bool:
+def is_widened_on(offload: OffloadConfig, source: Source, device_map: object = None) -> bool:
     """Whether a GGUF file's model computes in fp32, as llama.cpp does, if nothing else is asked.
 
-    Its linear layers keep their blocks, so that little but values between layers grows. In bf16
-    errors of the first token, whose values are the largest by far, reach all others.
+    Its experts and linear layers are in few bits, so that little but values between layers grows:
+    16 bits of the file would be 32. In bf16 errors of the first token, whose values are the largest
+    by far, reach all others.
     """
     keeps_blocks = offload.dense_dtype != "none" and offload.sink is None
-    return keeps_blocks and offload.device == "cpu" and device_map is None
+    if not keeps_blocks or offload.device != "cpu" or device_map is not None:
+        return False
+    wanted = offload.parsed_expert_dtype
+    if wanted is None:
+        return not source.has_plain_experts
+    return not isinstance(wanted, torch.dtype) and formats_of(wanted)[0].bits <= 8
 
 
 def _name_projectors(file: Path) -> None:

@@ -12,7 +12,8 @@ from torch import Tensor
 from tandem.checkpoint.sources.codes import Codes, stored_codes
 from tandem.checkpoint.sources.gguf_blocks import FORMATS, code_table, common_format
 from tandem.checkpoint.sources.gguf_header import GgufTensor
-from tandem.kernels.formats import CodedMatrix, PackedMatrix, WeightFormat, find_format
+from tandem.kernels.formats import CodedMatrix, WeightFormat, find_format
+from tandem.kernels.formats.blocks import SCALE_DTYPES, MatrixBlocks
 from tandem.kernels.formats.file_rows import FileBlocks, Placing, write_file_rows
 
 Index = int | slice | EllipsisType | tuple[slice, ...]
@@ -144,10 +145,19 @@ class PlainTensor:
 
 
 def _placed(blocks: FileBlocks, fmt: WeightFormat, name: str) -> CodedMatrix:
-    """Return the codes of blocks as a format stores them, row by row."""
-    packed = PackedMatrix.empty(blocks.num_rows, blocks.num_cols, fmt)
-    write_file_rows([Placing(packed.blocks, fmt, blocks, name)])
-    return packed.blocks.read(fmt).rows(slice(blocks.num_rows))
+    """Return the codes of blocks as a format stores them, row by row.
+
+    They pass through memory of their own: in a chunk that something kept shares it would stay.
+    """
+    rows, cols, kind = blocks.num_rows, blocks.num_cols, fmt.encoding.scale
+    data = torch.empty(fmt.data_bytes(rows, cols), dtype=torch.uint8, device="cpu")
+    scales = None
+    if kind is not None:
+        scales = torch.empty(fmt.scale_bytes(rows, cols), dtype=torch.uint8, device="cpu")
+        scales = scales.view(SCALE_DTYPES[kind])
+    packed = MatrixBlocks.over(fmt, rows, cols, data, scales)
+    write_file_rows([Placing(packed, fmt, blocks, name)])
+    return packed.read(fmt).rows(slice(rows))
 
 
 def _factor(factor: GgufTensor, expert: int | None) -> Tensor:

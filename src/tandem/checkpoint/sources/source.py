@@ -70,12 +70,21 @@ class Source:
     """The weights of a quantised checkpoint, and its tensors that are not quantised."""
 
     def __init__(
-        self, method: str, weights: Mapping[str, StoredWeight], plain: dict[str, object]
+        self,
+        method: str,
+        weights: Mapping[str, StoredWeight],
+        plain: dict[str, object],
+        *,
+        has_plain_experts: bool = False,
     ) -> None:
-        """`plain` holds the unquantised tensors in the form in which Transformers takes them."""
+        """`plain` holds the unquantised tensors in the form in which Transformers takes them.
+
+        `has_plain_experts` says that some experts are among them.
+        """
         self.method = method
         self.weights = weights
         self.plain = plain
+        self.has_plain_experts = has_plain_experts
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Source":
         return self  # Transformers copies configs, and files are not copied
