@@ -5,6 +5,7 @@ An operation's own errors are kept and raised after loading: Transformers would 
 printed traceback.
 """
 
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +19,8 @@ from tandem.core.errors import ModelError, TandemError, UnsupportedModelError
 from tandem.experts.store.arrivals import WEIGHT_NAMES
 from tandem.experts.store.host_store import HostLayer
 from tandem.hf.dense_codes import DenseCodes
+
+Loaded = Tensor | SourceTensor
 
 
 class LayerSink(Protocol):
@@ -42,8 +45,8 @@ class StoreWriter:
         """Names of the layers whose weights are to come as the codes of a source."""
         self.dense = DenseCodes()
         self.sink: LayerSink | None = None
-        self.forgets = False
-        """Whether files do not fit beside the model, so that what is read of them is dropped."""
+        self.bytes_to_forget = 0
+        """Of quantised experts, which come first: as many as do not fit beside the model."""
         self.error: TandemError | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> "StoreWriter":
@@ -67,12 +70,20 @@ class StoreWriter:
         if self.sink is not None and layer.arrivals.is_complete:
             self.sink.take(layer)
 
+    def forgets(self, read: Iterable[Loaded]) -> bool:
+        """Whether pages of these tensors are to be dropped when they have been read; counts them.
+
+        The others stay cached, and the next start does not read them from the disk.
+        """
+        is_wanted = self.bytes_to_forget > 0
+        if is_wanted:
+            weights = (tensor.weight for tensor in read if isinstance(tensor, SourceTensor))
+            self.bytes_to_forget -= sum(weight.num_bytes for weight in weights)
+        return is_wanted
+
     def keep_error(self, error: TandemError) -> None:
         """Remember the first error; the load fails with it at its end."""
         self.error = self.error or error
-
-
-Loaded = Tensor | SourceTensor
 
 
 def placeholder(like: Loaded) -> Tensor:
@@ -107,7 +118,7 @@ class StoreFused(ConversionOps):  # type: ignore[misc]
                 return placeholder(tensor)
             if isinstance(tensor, Tensor) and found[0].arrivals.name in self.writer.exact:
                 _require_codes(*found)
-            put_fused(*found, tensor, forgets=self.writer.forgets)
+            put_fused(*found, tensor, forgets=self.writer.forgets([tensor]))
             self.writer.note_stored(found[0])
         except TandemError as error:
             self.writer.keep_error(error)
@@ -144,7 +155,8 @@ class StoreExpertwise(StoreFused):
         stub = placeholder(columns[0][0])
         try:
             if not self.writer.needs_nothing(found[0]):
-                _put_experts(*found, columns, forgets=self.writer.forgets)
+                read = (tensor for column in columns for tensor in column)
+                _put_experts(*found, columns, forgets=self.writer.forgets(read))
                 self.writer.note_stored(found[0])
         except TandemError as error:
             self.writer.keep_error(error)

@@ -133,7 +133,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
             # On a GPU they are none of the host's, and its own check counts them.
             dense_bytes = _dense_bytes(model, formats) if is_here else 0
             room, source = _room_beside(store, own, dense_bytes), self.quantization_config.source
-            self._writer.forgets = source is not None and room < source.num_bytes
+            self._writer.bytes_to_forget = 0 if source is None else source.num_bytes - room
         self._shapes = {
             name: parameter.shape
             for name, parameter in model.named_parameters()
