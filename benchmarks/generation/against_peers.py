@@ -120,7 +120,8 @@ def named(system: str, setting: Setting) -> str:
     """Return what stands for a system in the table: of llama.cpp, with what it computes by."""
     if system != "llama.cpp":
         return system
-    return f"{system} ({llama_cpp_isa(may_repack=setting.may_repack)})"
+    layout = "its layouts" if setting.may_repack else "the file's blocks"
+    return f"{system} ({llama_cpp_isa()}, {layout})"
 
 
 def ratios(ours: list[Speeds], theirs: list[Speeds]) -> tuple[float, float]:

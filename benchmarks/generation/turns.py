@@ -58,8 +58,7 @@ class SystemProcess:
         except EOFError:
             self._process.join()
             raise OSError(
-                f"the process ended by itself (exit code {self._process.exitcode}); llama.cpp's "
-                "weights for AMX do that with experts: --no-repacking"
+                f"the process ended by itself (exit code {self._process.exitcode})"
             ) from None
         if isinstance(found, str):
             raise OSError(found)

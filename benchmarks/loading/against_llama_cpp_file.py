@@ -157,7 +157,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="of speed; 0 for none")
     parser.add_argument(
         "--no-repacking", action="store_true",
-        help="let llama.cpp read the file's blocks as they are: with AMX its own layouts crash",
+        help="let llama.cpp read the file's blocks as they are",
     )  # fmt: skip
     parser.add_argument("--threads", type=int, default=detect_cpu().num_threads)
     arguments = parser.parse_args()

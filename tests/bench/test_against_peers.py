@@ -77,8 +77,7 @@ def test_ratios_are_medians_of_turns_next_to_each_other() -> None:
     ],
 )
 def test_what_llama_cpp_was_compiled_for_is_named(told: str, isa: str) -> None:
-    assert widest_isa(told, may_repack=False) == isa
-    assert widest_isa(told, may_repack=True) == ("AMX_INT8" if "AMX" in told else isa)
+    assert widest_isa(told) == isa
 
 
 def test_the_table_is_put_between_its_marks(tmp_path: Path) -> None:

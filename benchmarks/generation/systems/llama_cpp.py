@@ -3,11 +3,32 @@
 import ctypes
 import statistics
 import time
+from ctypes import c_int, c_size_t, c_void_p
 from typing import Any
 
 import numpy as np
 from benchmarks.generation.systems.setting import Setting, Speeds
 from numpy.typing import NDArray
+
+
+class _SignalStack(ctypes.Structure):
+    """stack_t of sigaltstack(2)."""
+
+    _fields_ = (("memory", c_void_p), ("flags", c_int), ("size", c_size_t))
+
+
+_SIGNAL_STACK = ctypes.create_string_buffer(8192)  # holds the registers but those of AMX
+
+
+def _refuse_amx() -> None:
+    """Have Linux refuse AMX to this process, so that llama.cpp rearranges weights for AVX.
+
+    Its layouts for AMX crash with experts, and it would take them first. Linux gives AMX only to
+    processes whose signal stacks hold its registers, 8 KiB more.
+    """
+    stack = _SignalStack(ctypes.addressof(_SIGNAL_STACK), 0, len(_SIGNAL_STACK))
+    if ctypes.CDLL(None).sigaltstack(ctypes.byref(stack), None) != 0:
+        raise OSError("the process got no signal stack of its own")
 
 
 class LlamaCpp:
@@ -22,6 +43,7 @@ class LlamaCpp:
 
         self._lib: Any = llama_cpp.llama_cpp
         self._setting = setting
+        _refuse_amx()
         self._lib.llama_log_set(_SILENT, None)
         self._lib.llama_backend_init()
         params = self._lib.llama_model_default_params()
@@ -144,23 +166,23 @@ class LlamaCpp:
             self._lib.llama_batch_free(batch)
 
 
-def llama_cpp_isa(*, may_repack: bool) -> str:
+def llama_cpp_isa() -> str:
     """Return the widest instruction set that llama.cpp's library uses."""
     import llama_cpp
 
     llama_cpp.llama_cpp.llama_backend_init()
     told = llama_cpp.llama_cpp.llama_print_system_info().decode()
-    return widest_isa(told, may_repack=may_repack)
+    return widest_isa(told)
 
 
-def widest_isa(told: str, *, may_repack: bool) -> str:
+def widest_isa(told: str) -> str:
     """Read the widest instruction set from what llama.cpp tells of itself: `AVX2 = 1 | ...`.
 
-    AMX needs weights in a layout of its own.
+    AMX is refused (`_refuse_amx`).
     """
     flags = [flag.rpartition(":")[2].partition("=") for flag in told.split("|")]
     here = {name.strip() for name, _, value in flags if value.strip() == "1"}
-    order = (*(["AMX_INT8"] if may_repack else []), "AVX512", "AVX_VNNI", "AVX2", "AVX")
+    order = ("AVX512", "AVX_VNNI", "AVX2", "AVX")
     return next((name for name in order if name in here), "no vectors")
 
 

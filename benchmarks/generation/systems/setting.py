@@ -23,7 +23,7 @@ class Setting:
     isa: str = ""
     """Tandem's instruction set; "" is the best of this processor."""
     may_repack: bool = True
-    """Whether llama.cpp may keep weights in other layouts; those for AMX crash with experts."""
+    """Whether llama.cpp may keep weights in layouts of its own, which not always pay."""
 
 
 @dataclass(frozen=True, slots=True)
