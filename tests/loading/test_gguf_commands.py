@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 from gguf import GGUFWriter, TokenType
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -60,6 +61,18 @@ def test_a_file_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixtur
     write_gguf(file, tiny_model(), "Q4_0")
     assert main(["run", str(file), "-p", "hello", "--quiet"]) == 2
     assert f"{file} has no tokenizer that loads" in capsys.readouterr().err
+
+
+def test_the_tokenizer_of_another_model_beside_the_file_is_not_taken(
+    file: Path, tmp_path: Path
+) -> None:
+    alone = tmp_path / file.name
+    alone.write_bytes(file.read_bytes())
+    tokenizer = load_gguf_tokenizer(alone)
+    other = tokenizers.Tokenizer(tokenizers.models.WordLevel({"other": 0}, unk_token="other"))
+    other.save(str(tmp_path / "tokenizer.json"))
+    assert load_gguf_tokenizer(alone).get_vocab() == tokenizer.get_vocab()
+    assert load_gguf_tokenizer(alone).name_or_path == str(alone)
 
 
 def test_bench_measures_the_file_as_it_is(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,6 +173,10 @@ def test_doctor_of_a_damaged_file(
     damaged.write_bytes(file.read_bytes()[:-100])
     assert main(["doctor", str(damaged), "--threads", "1"]) == 2
     assert "download it again" in capsys.readouterr().err
+    assert main(["run", str(damaged), "-p", "x", "--json"]) == 2
+    said = json.loads(capsys.readouterr().out)["error"]["message"]
+    assert said.startswith(f"{damaged} cannot be read as GGUF")
+    assert said.count("download") == 1
 
 
 def test_a_file_has_no_revisions(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -107,3 +107,19 @@ def test_a_tagged_file_that_was_downloaded_is_found_offline(hub_cache: Path) -> 
         find_model_path("somebody/tiny:Q8_0", options)
     with pytest.raises(ModelError, match=r"somebody/other is not on this machine"):
         find_model_path("somebody/other:Q8_0", options)
+
+
+def test_a_repository_of_gguf_files_wants_their_type(hub_cache: Path) -> None:
+    snapshot = hub_cache / "models--somebody--tiny" / "snapshots" / COMMIT
+    (snapshot / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"somebody/tiny has no config\.json.*tiny:Q4_K_M$"):
+        find_model_path("somebody/tiny", HubOptions(cache_dir=str(hub_cache)))
+
+
+def test_a_directory_of_gguf_files_names_them(tmp_path: Path) -> None:
+    for name in ("mmproj-F16.gguf", "tiny-Q4_0.gguf", "tiny-Q8_0.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF")
+    with pytest.raises(ModelError, match=r"no config\.json but tiny-Q4_0\.gguf and 1 more; a GGUF"):
+        find_model_path(tmp_path)
+    with pytest.raises(ModelError, match=r"other\.gguf is not a directory, nor a \.gguf file"):
+        find_model_path(tmp_path / "other.gguf")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from tandem.checkpoint.gguf_choice import choose_gguf
+from tandem.checkpoint.gguf_choice import choose_gguf, is_projector
 from tandem.checkpoint.sources.gguf_header import parts_of
 from tandem.core.errors import ConfigError, ModelError
 
@@ -52,16 +52,34 @@ def find_model_path(model: str | Path, options: HubOptions | None = None) -> Pat
     if is_gguf(Path(model)):
         return parts_of(Path(model))[0]
     if Path(model).is_dir():
+        _require_no_gguf(Path(model))
         return Path(model)
     hub_id = _HUB_ID.fullmatch(name)
     if hub_id is None or Path(model).parent.is_dir():
         raise ModelError(
-            f"{name} is not a directory; expected a model directory, a .gguf file or a hub id"
+            f"{name} is not a directory, nor a .gguf file that is here; expected one of them or a "
+            "hub id"
         )
     if hub_id["tag"] is not None:
         return _download_gguf(hub_id["name"], hub_id["tag"], options)
     wanted = [*_WANTED, *(["*.py"] if options.with_code else [])]
-    return _download(name, options, wanted)
+    path = _download(name, options, wanted)
+    if not (path / "config.json").exists():
+        raise ModelError(
+            f"{name} has no config.json; expected a Transformers checkpoint, or for GGUF files "
+            f"their type after a colon, such as {name}:Q4_K_M"
+        )
+    return path
+
+
+def _require_no_gguf(directory: Path) -> None:
+    """Raise `ModelError` for a directory that has GGUF files and no other model."""
+    files = [path for path in sorted(directory.glob("*.gguf")) if not is_projector(path.name)]
+    if files and not (directory / "config.json").exists():
+        more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+        raise ModelError(
+            f"{directory} has no config.json but {files[0].name}{more}; a GGUF file is named itself"
+        )
 
 
 def local_models(cache_dir: str | None = None) -> list[str]:

@@ -16,7 +16,7 @@ from tandem.cli.paths import cache_dir
 from tandem.cli.progress import shows_progress
 from tandem.cli.streams import require_text
 from tandem.core.config import add_flags, option
-from tandem.core.errors import ModelError
+from tandem.core.errors import ModelError, TandemError
 from tandem.devices.options import OffloadOptions
 from tandem.foreign_types import PreTrainedModel, Tokenizer
 
@@ -181,6 +181,8 @@ def load_tokenizer(found: ModelChoice) -> Tokenizer:
 
             return load_gguf_tokenizer(Path(source))
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=found.trust_remote_code)
+    except TandemError:  # the file itself is damaged
+        raise
     except Exception as error:  # the tokenizers package raises no narrower class
         first_line = str(error).partition("\n")[0]
         raise _no_tokenizer(source, first_line) from error

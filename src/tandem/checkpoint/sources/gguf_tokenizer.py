@@ -1,6 +1,7 @@
 """The tokenizer and chat template that are in a GGUF file."""
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tandem.checkpoint.sources.gguf import read_gguf_header
@@ -13,13 +14,18 @@ def load_gguf_tokenizer(file: Path) -> Any:
     """Return the tokenizer of a file; raises what Transformers and tokenizers raise.
 
     Transformers finds its class by the config that it reads; where it reads none, the tokenizer
-    needs no class of its own.
+    needs no class of its own. It would take a tokenizer.json beside the file instead, whatever
+    model that is of, so it sees the file alone.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     is_ours = read_gguf_header(file).architecture not in _READ_BY_TRANSFORMERS
     kind = PreTrainedTokenizerFast if is_ours else AutoTokenizer
-    return kind.from_pretrained(file.parent, gguf_file=file.name)
+    with TemporaryDirectory() as directory:
+        (Path(directory) / file.name).symlink_to(file.resolve())
+        tokenizer = kind.from_pretrained(directory, gguf_file=file.name)
+    tokenizer.name_or_path = str(file)
+    return tokenizer
 
 
 def save_gguf_tokenizer(file: Path, directory: Path) -> None:
