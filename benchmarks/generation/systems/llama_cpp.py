@@ -28,7 +28,7 @@ def _refuse_amx() -> None:
     """
     stack = _SignalStack(ctypes.addressof(_SIGNAL_STACK), 0, len(_SIGNAL_STACK))
     if ctypes.CDLL(None).sigaltstack(ctypes.byref(stack), None) != 0:
-        raise OSError("the process got no signal stack of its own")
+        raise OSError("this process uses AMX, for which llama.cpp's layouts crash: --no-repacking")
 
 
 class LlamaCpp:
@@ -43,7 +43,8 @@ class LlamaCpp:
 
         self._lib: Any = llama_cpp.llama_cpp
         self._setting = setting
-        _refuse_amx()
+        if setting.may_repack:
+            _refuse_amx()
         self._lib.llama_log_set(_SILENT, None)
         self._lib.llama_backend_init()
         params = self._lib.llama_model_default_params()
