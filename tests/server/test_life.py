@@ -4,6 +4,8 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -199,6 +201,21 @@ def test_a_server_that_cannot_be_says_why(
     errors = capsys.readouterr().err
     assert words in errors
     assert "Traceback" not in errors
+
+
+def test_ctrl_c_while_the_model_is_loaded_ends_both_processes(tiny_checkpoint: Path) -> None:
+    words = [sys.executable, "-m", "tandem", "serve", str(tiny_checkpoint), "--port", "0"]
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stderr is not None
+    log = ""
+    while "startup complete" not in log:  # the engine process has only just been started
+        line = process.stderr.readline()
+        assert line, log
+        log += line
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    log += process.communicate(timeout=60)[1]
+    assert process.returncode == 130, log
+    assert "Traceback" not in log
 
 
 def test_a_taken_port_is_told_at_once(server: RunningServer) -> None:

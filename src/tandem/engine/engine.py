@@ -10,7 +10,6 @@ import dataclasses
 import logging
 import os
 import select
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -67,9 +66,6 @@ _WARM_UP_TOKENS = 8
 
 def run_engine(load: ModelLoader, settings: EngineSettings, connection: Connection) -> None:
     """Run as the engine process until `Stop` comes or the HTTP process is gone."""
-    # Signals reach the whole group; the HTTP side decides when this process ends.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
     try:
         engine = Engine(load, settings, connection)
     except TandemError as error:

@@ -9,14 +9,17 @@ import asyncio
 import contextlib
 import multiprocessing
 import queue
+import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
 from tandem.engine.messages import EngineSettings, ModelLoader, Stop
 
 _KILL_AFTER_SECONDS = 10.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class EngineProcess:
@@ -35,7 +38,8 @@ class EngineProcess:
         self._process = context.Process(
             target=_run, args=(load, settings, theirs), name="tandem-engine", daemon=True
         )
-        self._process.start()
+        with _held_signals():
+            self._process.start()
         theirs.close()  # so that its end is seen here
         self._loop = asyncio.get_running_loop()
         self._on_message, self._on_end = on_message, on_end
@@ -59,12 +63,13 @@ class EngineProcess:
         """Send a message, or nothing if the process is gone."""
         self._outbox.put(message)
 
-    async def stop(self) -> None:
-        """Ask it to end; after some seconds make it."""
+    async def stop(self, *, is_patient: bool) -> None:
+        """Ask it to end; after some seconds, or at once if it has nothing to end, make it."""
         self.send(Stop())
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._has_ended.wait(), _KILL_AFTER_SECONDS)
-            return
+        if is_patient:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._has_ended.wait(), _KILL_AFTER_SECONDS)
+                return
         self._process.kill()
         with contextlib.suppress(TimeoutError):  # not even a kill ends a process that waits for IO
             await asyncio.wait_for(self._has_ended.wait(), _KILL_AFTER_SECONDS)
@@ -99,8 +104,23 @@ class EngineProcess:
         self._on_end(self)
 
 
+@contextlib.contextmanager
+def _held_signals() -> Iterator[None]:
+    """Keep signals from a process that is started meanwhile, until it says what becomes of them."""
+    resource_tracker.ensure_running()  # to start it lets signals through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _run(load: ModelLoader, settings: EngineSettings, connection: Connection) -> None:
     """Be the engine process; torch is loaded there alone."""
+    # Signals reach the whole group; the HTTP side decides when this process ends.
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     from tandem.engine.engine import run_engine
 
     run_engine(load, settings, connection)

@@ -212,7 +212,7 @@ class EngineClient:
         for task in self._tasks:
             task.cancel()
         if self._process is not None:
-            await self._process.stop()
+            await self._process.stop(is_patient=self.info is not None)
 
     # ---- what comes from the engine process ------------------------------------------------------
 

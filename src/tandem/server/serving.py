@@ -99,6 +99,7 @@ async def _serve(
             problem.append(error)
             server.should_exit = True
 
+    await asyncio.sleep(0)  # Ctrl-C until here ends it before anything is started
     starting = asyncio.ensure_future(start_engine())
     try:
         await server.serve(sockets=[listener])
