@@ -84,6 +84,11 @@ def test_a_projector_is_named_as_not_read(tmp_path: Path) -> None:
         tandem.load(tmp_path / "mmproj-F16.gguf")
 
 
+def test_a_file_that_the_system_does_not_open_is_not_called_damaged(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"cannot be opened \(Is a directory\)$"):
+        read_header(tmp_path)
+
+
 def test_damaged_headers_are_refused_with_a_sentence(tmp_path: Path) -> None:
     answers = fuzz(tmp_path, 1000)  # 10,000: python -m tests.loading.fuzz_gguf
     assert answers["ModelError"] > 500

@@ -161,9 +161,10 @@ def _read_part(file: Path) -> tuple[dict[str, Value], dict[str, GgufTensor]]:
     try:
         with file.open("rb") as opened:
             mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError) as error:  # ValueError: it is empty
-        reason = getattr(error, "strerror", None) or "it is empty"
-        raise ModelError(_UNREADABLE.format(file=file, reason=reason)) from error
+    except OSError as error:
+        raise ModelError(f"{file} cannot be opened ({error.strerror})") from error
+    except ValueError as error:
+        raise ModelError(_UNREADABLE.format(file=file, reason="it is empty")) from error
     try:
         return _Reader(mapped).read()
     except _DamagedError as error:
