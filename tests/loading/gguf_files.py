@@ -112,6 +112,10 @@ MIXTURES = {
         "blk.1.ffn_down_exps": "Q5_1", "": "IQ4_NL",
     },
     "a layer in BF16": {"blk.0.ffn": "BF16", "": "Q8_0"},
+    "a projection in 16 bits": {
+        "blk.0.ffn_down_exps": "BF16", "blk.1.ffn_gate_exps": "F16", "blk.1.ffn_up_exps": "F16",
+        "": "Q8_0",
+    },
     # Of types that no format holds together.
     "apart": {
         "blk.0.ffn_gate_exps": "IQ4_XS", "blk.0.ffn_up_exps": "Q5_K", "blk.1.ffn_gate_exps": "Q8_0",

@@ -21,10 +21,10 @@ from tests.architectures import result_of, tiny_inputs
 from tests.inside import runtime_in
 from tests.loading.gguf_files import MIXTURES, TINY, WIDE, tiny_model, write_gguf
 
-CASES = [
-    ("qwen3moe", kind) for kind in (*FORMATS, *MIXTURES) if kind not in ("apart", "a layer in BF16")
-]
+CASES = [("qwen3moe", kind) for kind in (*FORMATS, *MIXTURES) if kind != "apart"]
 MIXED = {
+    "a layer in BF16": ["bf16", "int8-g32"],
+    "a projection in 16 bits": ["int8-g32+bf16", "fp16+int8-g32"],
     "Q4_K_M": ["q4_k+q6_k", "q4_k"], "UD-Q4_K_XL": ["q4_k+q5_k", "iq4_xs+q4_k"],
     "unlike Q4_K": ["q5_k+q4_k", "q6_k+q4_k"],
     "unlike IQ4_NL": ["int8-g32+iq4_nl", "int5-g32+int5z-g32"],

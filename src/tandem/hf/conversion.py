@@ -16,7 +16,6 @@ from tandem.checkpoint.packed import packed_name
 from tandem.checkpoint.sources.source import SourceTensor
 from tandem.checkpoint.stored_experts import put_experts, put_fused
 from tandem.core.errors import ModelError, TandemError, UnsupportedModelError
-from tandem.experts.store.arrivals import WEIGHT_NAMES
 from tandem.experts.store.host_store import HostLayer
 from tandem.hf.dense_codes import DenseCodes
 
@@ -42,7 +41,7 @@ class StoreWriter:
     def __init__(self, layers: dict[str, HostLayer]) -> None:
         self.layers = layers  # by the names of the experts modules
         self.exact: set[str] = set()
-        """Names of the layers whose weights are to come as the codes of a source."""
+        """Names of the parameters that are to come as the codes of a source."""
         self.dense = DenseCodes()
         self.sink: LayerSink | None = None
         self.bytes_to_forget = 0
@@ -116,8 +115,8 @@ class StoreFused(ConversionOps):  # type: ignore[misc]
                 return value
             if self.writer.needs_nothing(found[0]):
                 return placeholder(tensor)
-            if isinstance(tensor, Tensor) and found[0].arrivals.name in self.writer.exact:
-                _require_codes(*found)
+            if isinstance(tensor, Tensor) and name in self.writer.exact:
+                _refuse_values(name)
             put_fused(*found, tensor, forgets=self.writer.forgets([tensor]))
             self.writer.note_stored(found[0])
         except TandemError as error:
@@ -208,12 +207,11 @@ class ReadSource(ConversionOps):  # type: ignore[misc]
         raise ModelError("a model from a quantised checkpoint is saved with tandem.save")
 
 
-def _require_codes(layer: HostLayer, tensor_name: str) -> None:
-    if tensor_name in WEIGHT_NAMES:
-        raise UnsupportedModelError(
-            f"the codes of {layer.arrivals.name}.{tensor_name} are rearranged while they load, and "
-            "would be rounded again; give an expert_dtype such as int8 to accept that"
-        )
+def _refuse_values(name: str) -> None:
+    raise UnsupportedModelError(
+        f"the codes of {name} are rearranged while they load, and would be rounded again; give an "
+        "expert_dtype such as int8 to accept that"
+    )
 
 
 def _put_experts(

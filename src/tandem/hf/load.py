@@ -176,7 +176,7 @@ def is_widened_on(offload: OffloadConfig, source: Source, device_map: object = N
         return False
     wanted = offload.parsed_expert_dtype
     if wanted is None:
-        return not source.has_plain_experts
+        return not source.plain_experts
     return not isinstance(wanted, torch.dtype) and formats_of(wanted)[0].bits <= 8
 
 

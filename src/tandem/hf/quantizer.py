@@ -177,9 +177,9 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
             targets = self._targets
             if config.parsed_expert_dtype is None:
                 found = {name: source.expert_format(targets, name) for name in names}
-                self._writer.exact = {n for n, (fmt, why) in found.items() if fmt and not why}
-                _warn_of_rounding([why for _, why in found.values() if why])
-                return {name: fmt for name, (fmt, _) in found.items()}
+                self._writer.exact = {p for one in found.values() for p in one.coded}
+                _warn_of_rounding([one.rounded for one in found.values() if one.rounded])
+                return {name: one.format for name, one in found.items()}
         return dict.fromkeys(names, config.parsed_expert_dtype)
 
     def param_needs_quantization(

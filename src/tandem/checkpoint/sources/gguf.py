@@ -17,7 +17,7 @@ from tandem.checkpoint.sources.codes import StoredWeight
 from tandem.checkpoint.sources.gguf_header import GgufHeader, GgufTensor, read_header
 from tandem.checkpoint.sources.gguf_models import ARCHITECTURES, Architecture, Recipe
 from tandem.checkpoint.sources.gguf_models.architecture import Values
-from tandem.checkpoint.sources.gguf_weight import PLAIN_DTYPES, GgufWeight, PlainTensor
+from tandem.checkpoint.sources.gguf_weight import GgufWeight, PlainTensor
 from tandem.checkpoint.sources.source import Source
 from tandem.core.errors import ModelError, TandemError, UnsupportedModelError
 from tandem.foreign_types import PreTrainedConfig, PreTrainedModel
@@ -143,11 +143,12 @@ def _source(
             plain[name] = PlainTensor(weight, shapes[name])
         else:
             weights[name] = weight
-    has_plain_experts = any(
-        name.endswith("_exps.weight") and tensor.tensor_type.name in PLAIN_DTYPES
-        for name, tensor in header.tensors.items()
-    )
-    return Source("gguf", weights, plain, has_plain_experts=has_plain_experts)
+    plain_experts = {
+        name: value.expert_format
+        for name, value in plain.items()
+        if isinstance(value, PlainTensor) and value.are_experts
+    }
+    return Source("gguf", weights, plain, plain_experts=plain_experts)
 
 
 def _recipe(

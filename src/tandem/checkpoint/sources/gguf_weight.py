@@ -127,6 +127,18 @@ class PlainTensor:
         self.shape = shape
         self._made = made
 
+    @property
+    def are_experts(self) -> bool:
+        """Whether these are a projection of a layer's experts."""
+        return self.weight.tensors[0].name.endswith(f"{_EXPERTS}weight")
+
+    @property
+    def expert_format(self) -> WeightFormat | None:
+        """The format that holds these numbers; None: of fp32, which none does."""
+        kinds = {tensor.tensor_type.name for tensor in self.weight.tensors}
+        name = {"BF16": "bf16", "F16": "fp16"}.get(kinds.pop()) if len(kinds) == 1 else None
+        return None if name is None else find_format(name)
+
     def __getitem__(self, index: Index) -> Tensor:
         weight = self.weight
         parts = [_values_of(*pair) for pair in zip_longest(weight.tensors, weight.factors)]

@@ -1,6 +1,7 @@
 """A quantised checkpoint as Transformers' loader and the host store take it."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -64,6 +65,8 @@ class FormatFound(NamedTuple):
     """None: they are not quantised in the checkpoint."""
     rounded: str
     """What of them is rounded to it; empty: they are held exactly."""
+    coded: tuple[str, ...]
+    """The parameters that come as codes and are held exactly."""
 
 
 class Source:
@@ -75,16 +78,17 @@ class Source:
         weights: Mapping[str, StoredWeight],
         plain: dict[str, object],
         *,
-        has_plain_experts: bool = False,
+        plain_experts: Mapping[str, WeightFormat | None] = MappingProxyType({}),
     ) -> None:
         """`plain` holds the unquantised tensors in the form in which Transformers takes them.
 
-        `has_plain_experts` says that some experts are among them.
+        `plain_experts` are the experts among them by their parameter, with the format that holds
+        them; None: of fp32, which none does.
         """
         self.method = method
         self.weights = weights
         self.plain = plain
-        self.has_plain_experts = has_plain_experts
+        self.plain_experts = plain_experts
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Source":
         return self  # Transformers copies configs, and files are not copied
@@ -105,11 +109,20 @@ class Source:
         not quantised; `UnsupportedModelError` if no format holds all of a projection.
         """
         names = ("gate_up_proj", "up_proj"), ("down_proj",)
-        up, down = ([f"{module}.{name}" for name in of_one] for of_one in names)
-        found = [self._common_format(targets, parameters) for parameters in (up, down)]
-        formats = [fmt for fmt, _ in found if fmt is not None]
-        whole = expert_format(*formats) if len(formats) == len(found) else None
-        return FormatFound(whole, next((why for _, why in found if why), ""))
+        projections = [[f"{module}.{name}" for name in of_one] for of_one in names]
+        found = [self._common_format(targets, parameters) for parameters in projections]
+        pairs = list(zip(projections, found, strict=True))
+        coded = (p for parameters, (fmt, why) in pairs if fmt and not why for p in parameters)
+        rounded = next((why for _, why in found if why), "")
+        up, down = (fmt or self._plain_format(parameters) for parameters, (fmt, _) in pairs)
+        if not up or not down or not self.weights:
+            return FormatFound(None, rounded, ())
+        return FormatFound(expert_format(up, down), rounded, tuple(coded))
+
+    def _plain_format(self, parameters: Sequence[str]) -> WeightFormat | None:
+        """Return what holds a projection that is not quantised beside one that is."""
+        found = (self.plain_experts.get(parameter) for parameter in parameters)
+        return next((fmt for fmt in found if fmt is not None), None)
 
     def _common_format(
         self, targets: Mapping[str, str], parameters: Sequence[str]
