@@ -106,6 +106,7 @@ async def _serve(
     finally:
         starting.cancel()
         await engine.close()
+    await asyncio.sleep(0)  # a Ctrl-C that uvicorn has answered comes through here at the latest
     if problem:
         raise problem[0]
 
