@@ -68,11 +68,16 @@ class EngineProcess:
         self.send(Stop())
         if is_patient:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._has_ended.wait(), _KILL_AFTER_SECONDS)
+                await self._wait_for_end()
                 return
         self._process.kill()
         with contextlib.suppress(TimeoutError):  # not even a kill ends a process that waits for IO
-            await asyncio.wait_for(self._has_ended.wait(), _KILL_AFTER_SECONDS)
+            await self._wait_for_end()
+
+    async def _wait_for_end(self) -> None:
+        # Not `wait_for`: in Python 3.11 it loses a Ctrl-C that comes with what it waits for.
+        async with asyncio.timeout(_KILL_AFTER_SECONDS):
+            await self._has_ended.wait()
 
     def _read(self) -> None:
         """Hand on the message that has come, or the end."""

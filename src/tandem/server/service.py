@@ -207,7 +207,8 @@ class Server:
         async with self.engine.watching() as snapshots:
             while True:
                 try:
-                    snapshot = await asyncio.wait_for(snapshots.get(), _KEEP_ALIVE_SECONDS)
+                    async with asyncio.timeout(_KEEP_ALIVE_SECONDS):
+                        snapshot = await snapshots.get()
                     yield b"data: " + snapshot.encode() + b"\n\n"
                 except TimeoutError:
                     yield b": nothing new\n\n"
