@@ -1,6 +1,5 @@
 """Clients leave, queues fill, processes die, servers end: what each of them costs the others."""
 
-import asyncio
 import logging
 import os
 import shutil
@@ -18,7 +17,6 @@ import pytest
 from tandem.cli.main import main
 from tandem.core.errors import ConfigError
 from tandem.engine.messages import EngineSettings
-from tandem.engine.process import EngineProcess
 from tandem.server.options import ServerOptions
 from tandem.server.page_files import PAGE_FILES
 from tandem.server.serving import Source, serve
@@ -230,18 +228,3 @@ def test_a_taken_port_is_told_at_once(server: RunningServer) -> None:
 
 def never_called() -> Any:
     raise AssertionError("nothing is loaded for a port that is taken")
-
-
-def test_ctrl_c_beside_the_end_of_the_engine_process_is_not_lost() -> None:
-    """What ends a server that waits for its engine process, which ends at the same moment."""
-
-    async def end() -> None:
-        settings = EngineSettings(max_running=1, part_tokens=16)
-        process = EngineProcess(never_called, settings, lambda _: None, lambda _: None)
-        await process.stop(is_patient=False)
-        signal.raise_signal(signal.SIGINT)
-        await process.stop(is_patient=True)
-        await asyncio.sleep(0)
-
-    with pytest.raises(KeyboardInterrupt):
-        asyncio.run(end())
