@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tandem.engine.messages import EngineSettings, ModelInfo, Progressed, Ready, Submit
+from tandem.apis.errors import ApiError
+from tandem.engine.messages import Cancel, EngineSettings, ModelInfo, Progressed, Ready, Submit
 from tandem.generate.sampling import SamplingOptions
 from tandem.generate.token_output import TokenOutput
 from tandem.server import engine_client, event_stream
@@ -41,6 +42,56 @@ def last_token(number: int) -> TokenOutput:
     )  # fmt: skip
 
 
+def request(priority: int = 0) -> dict[str, Any]:
+    options = SamplingOptions(max_new_tokens=1)
+    return {"prompt": (5,), "options": options, "priority": priority}
+
+
+async def started_client(max_waiting: int) -> EngineClient:
+    settings = EngineSettings(max_running=1, part_tokens=16)
+    client = EngineClient(lambda: None, settings, max_waiting=max_waiting)  # type: ignore[arg-type, return-value]
+    starting = asyncio.ensure_future(client.start())
+    await asyncio.sleep(0)
+    FakeProcess.on_message(Ready(INFO))
+    await starting
+    return client
+
+
+def test_every_prompt_of_a_request_counts_and_all_or_none_are_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_client, "EngineProcess", FakeProcess)
+
+    async def play() -> None:
+        client = await started_client(max_waiting=9)
+        client.submit(*[request()] * 4)
+        for number, status in ((7, 429), (11, 400)):
+            with pytest.raises(ApiError) as refused:
+                client.submit(*[request()] * number)
+            assert refused.value.status == status
+            assert (client.num_running, client.num_waiting) == (1, 3)
+        several = client.submit(*[request()] * 6)
+        client.cancel(several)
+        assert (client.num_running, client.num_waiting) == (1, 3)
+
+    asyncio.run(play())
+
+
+def test_thousands_that_leave_at_once_are_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a search for each of them it would take minutes."""
+    monkeypatch.setattr(engine_client, "EngineProcess", FakeProcess)
+
+    async def play() -> None:
+        client = await started_client(max_waiting=100_000)
+        client.submit(request())
+        several = client.submit(*[request()] * 100_000)
+        client.cancel(several)
+        assert (client.num_running, client.num_waiting) == (1, 0)
+        assert not any(isinstance(message, Cancel) for message in FakeProcess.sent)
+
+    asyncio.run(play())
+
+
 def test_lower_numbers_go_first_and_equals_in_their_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -48,16 +99,10 @@ def test_lower_numbers_go_first_and_equals_in_their_order(
     waited: list[float] = []
 
     async def play() -> list[int]:
-        settings = EngineSettings(max_running=1, part_tokens=16)
-        client = EngineClient(lambda: None, settings, max_waiting=9)  # type: ignore[arg-type, return-value]
+        client = await started_client(max_waiting=9)
         client.on_begin = waited.append
-        starting = asyncio.ensure_future(client.start())
-        await asyncio.sleep(0)
-        FakeProcess.on_message(Ready(INFO))
-        await starting
         for priority in (0, 1, 0, -1, 0):
-            options = SamplingOptions(max_new_tokens=1)
-            client.submit(prompt=(5,), options=options, priority=priority)
+            client.submit(request(priority))
         order: list[int] = []
         while submitted := [m for m in FakeProcess.sent if isinstance(m, Submit)][len(order) :]:
             (submit,) = submitted

@@ -126,6 +126,14 @@ def test_a_full_queue_says_when_to_come_again(small: RunningServer) -> None:
     assert found[0].status == 200, "who waited comes next"
 
 
+def test_prompts_and_choices_count_to_the_queue_before_they_are_read(small: RunningServer) -> None:
+    fields = {"prompt": ["x" * 1000] * 1024, "n": 16, "max_tokens": 2}
+    refused = small.ask("POST", "/v1/completions", fields)
+    assert (refused.status, "16384 answers" in refused.error["message"]) == (400, True)
+    assert small.chat(n=3).status == 400
+    assert small.chat(n=2, max_tokens=2).status == 200
+
+
 def test_a_killed_decode_process_takes_with_it_only_what_ran(small: RunningServer) -> None:
     with small.streaming(**LONG) as running:
         running.readline()

@@ -156,11 +156,9 @@ class GenerationRequests:
 
     def completions(self, body: CompletionRequest, info: ModelInfo) -> list[GenerationRequest]:
         """Return the generation requests of a completion request, one per prompt and choice."""
-        prompts: Any = body.prompt
-        is_one = isinstance(prompts, str) or isinstance(prompts[0], int)
         grammar = text_grammar(body)
         generation_requests = []
-        for prompt in [prompts] if is_one else prompts:
+        for prompt in body.prompts:
             ids = self.text_ids(prompt, has_special=body.add_special_tokens is not False)
             fields = self._fields(body, ids, info)
             fields["grammar"] = grammar

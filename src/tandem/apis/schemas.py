@@ -4,7 +4,8 @@ A field that would make another answer and that Tandem does not follow is accept
 value that changes nothing; what happens to other fields is `reading`'s.
 """
 
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -82,6 +83,11 @@ class Asked(Body):
     model: str | None = Field(None, max_length=512)
     stream: bool | None = None
 
+    @property
+    def num_answers(self) -> int:
+        """How many requests it is for the engine."""
+        return 1
+
 
 class Sampling(Asked):
     """How tokens are chosen, and how the answer is sent."""
@@ -125,6 +131,11 @@ class Sampling(Asked):
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
     prompt_cache_key: str | None = Field(None, max_length=512)
     prompt_cache_retention: str | None = Field(None, max_length=64)
+
+    @property
+    def num_answers(self) -> int:
+        """How many requests it is for the engine."""
+        return self.n or 1
 
 
 class TextPart(Body):
@@ -268,3 +279,15 @@ class CompletionRequest(Sampling):
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None
     add_special_tokens: bool | None = None
+
+    @property
+    def num_answers(self) -> int:
+        """How many requests it is for the engine."""
+        return len(self.prompts) * (self.n or 1)
+
+    @property
+    def prompts(self) -> Sequence[str | list[int]]:
+        """Its prompts: texts, or token ids."""
+        given: Any = self.prompt
+        is_one = isinstance(given, str) or isinstance(given[0], int)
+        return [given] if is_one else given

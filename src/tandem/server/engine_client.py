@@ -10,9 +10,7 @@ import itertools
 import logging
 import math
 import time
-from bisect import bisect_right
-from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +33,7 @@ from tandem.engine.messages import (
 )
 from tandem.engine.process import EngineProcess
 from tandem.generate.token_output import TokenOutput
+from tandem.server.waiting_line import WaitingLine
 
 _log = logging.getLogger("tandem.server")
 # A process that dies at once again is left alone for longer and longer.
@@ -63,12 +62,11 @@ class TokenOutputs:
 
     def __init__(
         self,
-        client: "EngineClient",
         number: int,
         token_outputs: "asyncio.Queue[TokenOutput | ApiError]",
     ) -> None:
-        """Read what `client` puts into the queue."""
-        self._client, self._number, self._token_outputs = client, number, token_outputs
+        """Read what the client puts into the queue."""
+        self._number, self._token_outputs = number, token_outputs
         self._is_through = False
 
     def __aiter__(self) -> "TokenOutputs":
@@ -84,13 +82,10 @@ class TokenOutputs:
         self._is_through = token_output.finish_reason is not None
         return token_output
 
-    def cancel(self) -> None:
-        """Drop the request, if it has not ended; its slot is free at once."""
-        self._client.cancel(self._number)
-
-    def fail(self, message: str, status: int) -> None:
-        """Drop the request, if it has not ended; its token outputs end with an `ApiError`."""
-        self._client.fail([self._number], message, status=status)
+    @property
+    def number(self) -> int:
+        """By which the client knows the request."""
+        return self._number
 
 
 class EngineClient:
@@ -104,7 +99,7 @@ class EngineClient:
         self._max_waiting = max_waiting
         self._numbers = itertools.count(1)
         self._pending: dict[int, _Pending] = {}
-        self._queue: deque[int] = deque()
+        self._waiting = WaitingLine()
         self._process: EngineProcess | None = None
         self._watchers: set[asyncio.Queue[str]] = set()
         self._ready = asyncio.Event()
@@ -126,12 +121,12 @@ class EngineClient:
     @property
     def num_running(self) -> int:
         """Requests that the engine process has."""
-        return sum(pending.is_running for pending in self._pending.values())
+        return len(self._pending) - len(self._waiting)
 
     @property
     def num_waiting(self) -> int:
         """Requests that wait for a sequence slot."""
-        return len(self._queue)
+        return len(self._waiting)
 
     @property
     def pid(self) -> int | None:
@@ -146,44 +141,55 @@ class EngineClient:
             raise ExecutionError(self._first_problem or "the engine process ended while loading")
         return self.info
 
-    def submit(self, *, is_more: bool = False, **fields: Any) -> "TokenOutputs":
-        """Submit a request (fields of `Submit`); `cancel` of the outputs returned ends it early.
-
-        `is_more`: it belongs to one that has been taken on, as another of its prompts or choices.
-        Raises `ApiError` if the queue is full or the server ends.
-        """
+    def require_room(self, number: int) -> None:
+        """Raise `ApiError` unless so many requests can be taken on now."""
         if self._is_draining:
             raise server_error("the server is shutting down; ask again later", status=503)
         if self._is_lost:
             raise server_error(_LOST, status=503)
-        if not is_more and len(self._pending) >= self._num_slots + self._max_waiting:
+        room = self._num_slots + self._max_waiting
+        if number > room:
+            raise ApiError(
+                400,
+                f"this asks for {number} answers at once (prompts times n), and the server takes "
+                f"on {room} altogether; send fewer, or start it with a larger --max-waiting",
+            )
+        if len(self._pending) + number > room:
             raise busy(
-                f"{len(self._pending)} requests are running or waiting, which is all this server "
-                "takes on; ask again later",
+                f"{len(self._pending)} requests are running or waiting, and this server takes on "
+                f"{room}; ask again later",
                 self._retry_after(),
             )
-        number = next(self._numbers)
-        pending = _Pending(Submit(request_id=number, **fields))
-        self._pending[number] = pending
-        place = bisect_right(
-            self._queue,
-            pending.submit.priority,
-            key=lambda other: self._pending[other].submit.priority,
-        )
-        self._queue.insert(place, number)
-        self._send_waiting()
-        return TokenOutputs(self, number, pending.token_outputs)
 
-    def cancel(self, number: int) -> None:
-        """Drop a request that has not ended; its slot is free for the next."""
-        pending = self._pending.pop(number, None)
-        if pending is None:
-            return
-        if pending.is_running and self._process is not None:
-            self._process.send(Cancel(number))
-        with contextlib.suppress(ValueError):
-            self._queue.remove(number)
+    def submit(self, *requests: Mapping[str, Any]) -> "list[TokenOutputs]":
+        """Submit requests (fields of `Submit`), all or none; `cancel` ends them early.
+
+        Raises `ApiError` if the queue has no room for them or the server ends.
+        """
+        self.require_room(len(requests))
+        submitted = []
+        for fields in requests:
+            number = next(self._numbers)
+            pending = _Pending(Submit(request_id=number, **fields))
+            self._pending[number] = pending
+            self._waiting.add(number, pending.submit.priority)
+            submitted.append(TokenOutputs(number, pending.token_outputs))
         self._send_waiting()
+        return submitted
+
+    def cancel(self, requests: Iterable[TokenOutputs]) -> None:
+        """Drop those requests that have not ended; their slots are free for the next."""
+        self._drop([token_outputs.number for token_outputs in requests])
+        self._send_waiting()
+
+    def _drop(self, numbers: Sequence[int]) -> list[_Pending]:
+        """Forget requests, in one pass; return those that had not ended."""
+        dropped = [self._pending.pop(number) for number in numbers if number in self._pending]
+        self._waiting.drop(numbers)
+        for pending in dropped:
+            if pending.is_running and self._process is not None:
+                self._process.send(Cancel(pending.submit.request_id))
+        return dropped
 
     @contextlib.asynccontextmanager
     async def watching(self) -> AsyncIterator["asyncio.Queue[str]"]:
@@ -293,28 +299,22 @@ class EngineClient:
         if not self._ready.is_set() or self._process is None or self.info is None:
             return
         free = self._num_slots - self.num_running
-        while free > 0 and self._queue:
-            pending = self._pending[self._queue.popleft()]
+        while free > 0 and len(self._waiting):
+            pending = self._pending[self._waiting.pop()]
             pending.is_running = True
             self.on_begin(time.monotonic() - pending.began)
             self._process.send(pending.submit)
             free -= 1
 
-    def fail(self, numbers: list[int], message: str, *, status: int = 500) -> None:
+    def fail(self, numbers: Sequence[int], message: str, *, status: int = 500) -> None:
         """Drop requests that have not ended, with a sentence for their clients."""
-        for number in numbers:
-            pending = self._pending.pop(number, None)
-            if pending is not None:
-                pending.token_outputs.put_nowait(server_error(message, status=status))
-                with contextlib.suppress(ValueError):
-                    self._queue.remove(number)
-                if pending.is_running and self._process is not None:
-                    self._process.send(Cancel(number))
+        for pending in self._drop(numbers):
+            pending.token_outputs.put_nowait(server_error(message, status=status))
         self._send_waiting()
 
     def _retry_after(self) -> int:
         """Return the seconds in which half of those who wait should have begun."""
-        rounds = max(1.0, len(self._queue) / 2 / self._num_slots)
+        rounds = max(1.0, len(self._waiting) / 2 / self._num_slots)
         return max(1, min(120, math.ceil(rounds * self._mean_seconds)))
 
     # ---- watchers --------------------------------------------------------------------------------

@@ -42,15 +42,8 @@ class RunningAnswer:
         self._latest: dict[int, float] = {}  # when the last token came, by request
         self._tokens = 0
         self._status: str | None = None
-        self._token_outputs: list[TokenOutputs] = []
-        try:
-            for i, generation_request in enumerate(generation_requests):
-                self._token_outputs.append(
-                    engine.submit(is_more=i > 0, **generation_request.fields)
-                )
-        except ApiError:
-            self._cancel_all()
-            raise
+        self._engine = engine
+        self._token_outputs = engine.submit(*(one.fields for one in generation_requests))
         if options.log_prompts:
             for generation_request in generation_requests:
                 _log.info("prompt: %r", generation_request.prompt_text)
@@ -86,14 +79,15 @@ class RunningAnswer:
 
     def _give_up(self) -> None:
         seconds = self._seconds
-        for token_outputs in self._token_outputs:
-            token_outputs.fail(
-                f"the request took longer than {seconds:g} seconds and was given up", 504
-            )
+        self._engine.fail(
+            [token_outputs.number for token_outputs in self._token_outputs],
+            f"the request took longer than {seconds:g} seconds and was given up",
+            status=504,
+        )
 
     def cancel(self) -> None:
         """Drop what has not ended: the client has left, or all is said."""
-        self._cancel_all()
+        self._engine.cancel(self._token_outputs)
         self._end("499")
 
     async def unless_gone(self, request: Request, work: Coroutine[object, object, None]) -> None:
@@ -109,10 +103,6 @@ class RunningAnswer:
             for one in (task, leaving):
                 one.cancel()
             self.cancel()
-
-    def _cancel_all(self) -> None:
-        for token_outputs in self._token_outputs:
-            token_outputs.cancel()
 
     def _end(self, status: str) -> None:
         """Count and log, once."""

@@ -73,6 +73,7 @@ class Server:
         """Answer a request of one API, whole or as a stream."""
         with self.counted(api.endpoint):
             body, info = await self.read(request, api.body)
+            self.engine.require_room(body.num_answers)
             generation_requests = await self.in_thread(api.requests, body, info)
             answer = RunningAnswer(
                 self.engine, self.metrics, self.options,

@@ -1,0 +1,40 @@
+"""Who waits, in which order, and who leaves."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.server.waiting_line import WaitingLine
+
+_ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.integers(-2, 2)),
+        st.tuples(st.just("pop"), st.just(0)),
+        st.tuples(st.just("drop"), st.integers(0, 300)),
+    ),
+    max_size=300,
+)
+
+
+@given(_ACTIONS)
+def test_the_line_is_a_sorted_list(actions: list[tuple[str, int]]) -> None:
+    line, expected = WaitingLine(), list[tuple[int, int]]()
+    for number, (action, value) in enumerate(actions):
+        if action == "add":
+            line.add(number, value)
+            expected = sorted([*expected, (value, number)])
+        elif action == "drop":
+            line.drop(range(value))
+            expected = [entry for entry in expected if entry[1] >= value]
+        elif expected:
+            assert line.pop() == expected.pop(0)[1]
+        assert len(line) == len(expected)
+
+
+def test_those_who_come_and_leave_are_forgotten() -> None:
+    line = WaitingLine()
+    line.add(0, 0)
+    for number in range(1, 10_000):
+        line.add(number, 1)
+        line.drop([number])
+    assert len(line._heap) < 100
+    assert line.pop() == 0
