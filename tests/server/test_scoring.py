@@ -63,7 +63,6 @@ def test_no_tokens_are_no_tokens(server: RunningServer) -> None:
     assert (choice["text"], choice["finish_reason"], choice["logprobs"]) == ("", "length", None)
 
 
-def test_a_batch_is_taken_on_whole_however_many_prompts_it_has(server: RunningServer) -> None:
-    """More than may wait: a batch is one request, and asking again would not make it smaller."""
+def test_a_batch_of_what_may_run_and_wait_is_taken_on_whole(server: RunningServer) -> None:
     found = ask(server, prompt=[[40 + i % 60] for i in range(80)], max_tokens=1)
     assert len(found["choices"]) == 80

@@ -27,7 +27,7 @@ from tandem.server.tokens import (
     answer_tokenize,
 )
 
-_BODIES: list[type[BaseModel]] = [
+BODIES: list[type[BaseModel]] = [
     ChatRequest, CompletionRequest, ResponsesRequest, CountRequest, MessagesRequest,
     CountTokensRequest, TokenizeRequest, DetokenizeRequest,
 ]  # fmt: skip
@@ -60,7 +60,7 @@ def create_app(
     _add_tokens(app, server)
     _add_rest(app, server)
     add_page(app)
-    describe(app, _BODIES)
+    describe(app, BODIES)
     return app
 
 

@@ -32,8 +32,9 @@ class ServerOptions:
     )  # fmt: skip
     max_running: int = option(4, help="requests that are answered at a time", metavar="N")
     max_waiting: int = option(
-        32, help="requests that wait for a sequence slot; more are refused with 429", metavar="N"
-    )
+        256, help="prompts and choices that wait for a sequence slot; more are refused with 429",
+        metavar="N",
+    )  # fmt: skip
     context: int | None = option(
         None, help="longest prompt with its answer, in tokens (default: the model's)", metavar="N"
     )

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 import math
 import time
@@ -34,6 +35,8 @@ from tandem.server.running_answer import RunningAnswer
 _log = logging.getLogger("tandem.server")
 _KEEP_ALIVE_SECONDS = 15.0
 _DEADLINE = "X-Tandem-Deadline"
+# A shorter body is read sooner than a thread begins.
+_LONG_BODY_BYTES = 16 << 10
 # So many names of ignored fields and of other models are logged, each once.
 _MOST_NOTED = 256
 
@@ -115,7 +118,8 @@ class Server:
             raw = await request.body()
         except ClientDisconnect:
             raise ApiError(499, "the client has left") from None
-        found = read_body(kind, raw, is_strict=self.options.strict)
+        reading = functools.partial(read_body, kind, raw, is_strict=self.options.strict)
+        found = await self.in_thread(reading) if len(raw) > _LONG_BODY_BYTES else reading()
         self._require_model(found.body.model)
         self._note_ignored(found)
         info = self.engine.info

@@ -33,7 +33,7 @@ class TokenizeRequest(Asked):
 class DetokenizeRequest(Asked):
     """The body of /detokenize."""
 
-    tokens: Annotated[list[int], Field(max_length=10_000_000)]
+    tokens: Annotated[list[int], Field(max_length=1_000_000)]
 
 
 async def answer_tokenize(server: Server, request: Request) -> Response:

@@ -203,7 +203,6 @@ class ResponseReply:
 
 def _head(body: ResponsesRequest, model: str) -> _Json:
     """Return what a response says of its request."""
-    given = body.model_dump(mode="json", by_alias=True, exclude_none=True)
     defaults: _Json = {
         "parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "store": True,
         "text": {"format": {"type": "text"}}, "truncation": "disabled", "metadata": {},
@@ -213,6 +212,7 @@ def _head(body: ResponsesRequest, model: str) -> _Json:
         "instructions", "max_output_tokens", "previous_response_id", "temperature", "top_p", "user",
         *defaults,
     )  # fmt: skip
+    given = body.model_dump(mode="json", by_alias=True, exclude_none=True, include=set(names))
     return {
         "id": new_id("resp", "_"),
         "object": "response",
