@@ -8,9 +8,8 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeGuard
 
-from tandem.checkpoint.sources.files import JsonObject, read_json
+from tandem.checkpoint.json_files import JsonObject, is_int, read_json, shown
 from tandem.core.errors import ModelError, TandemError
 from tandem.core.registry import nearest_names
 from tandem.foreign_types import PreTrainedConfig
@@ -65,12 +64,12 @@ def require_generation_config(directory: Path) -> None:
     for name in _TOKEN_IDS:
         value = config.get(name)
         ids = value if isinstance(value, list) else [value]
-        if value is not None and not all(_is_int(one) for one in ids):
-            raise ModelError(f"{where}: {name} is {value!r}, expected a token id")
+        if value is not None and not all(is_int(one) for one in ids):
+            raise ModelError(f"{where}: {name} is {shown(value)}, expected a token id")
     for name in _SAMPLING:
         value = config.get(name)
-        if value is not None and not (_is_int(value) or isinstance(value, float)):
-            raise ModelError(f"{where}: {name} is {value!r}, expected a number")
+        if value is not None and not (is_int(value) or isinstance(value, float)):
+            raise ModelError(f"{where}: {name} is {shown(value)}, expected a number")
 
 
 @contextmanager
@@ -96,22 +95,18 @@ def said(error: Exception) -> str:
     return lines[0]
 
 
-def _is_int(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _require_count(where: str, name: str, value: object, *, least: int) -> None:
     """Refuse what is neither absent nor a number, or a list of numbers, one a layer."""
     if isinstance(value, list):
-        is_possible = all(_is_int(one) and one >= 0 for one in value)
+        is_possible = all(is_int(one) and one >= 0 for one in value)
     else:
-        is_possible = value is None or (_is_int(value) and value >= least)
+        is_possible = value is None or (is_int(value) and value >= least)
     if not is_possible:
-        raise ModelError(f"{where}: {name} is {value!r}, expected a whole number from {least}")
+        raise ModelError(f"{where}: {name} is {shown(value)}, expected a whole number from {least}")
 
 
 def _require_top_k(where: str, part: dict[str, object]) -> None:
-    counts = [(name, count) for name in _EXPERTS if _is_int(count := part.get(name))]
+    counts = [(name, count) for name in _EXPERTS if is_int(count := part.get(name))]
     for name, count in counts:
         if count < 0:
             raise ModelError(f"{where}: {name} is {count}, expected 0 or more")
@@ -121,7 +116,7 @@ def _require_top_k(where: str, part: dict[str, object]) -> None:
     least = min(most, 1)  # without experts none may be chosen: a dense model
     for name in _TOP_K:
         top_k = part.get(name)
-        if _is_int(top_k) and not least <= top_k <= most:
+        if is_int(top_k) and not least <= top_k <= most:
             raise ModelError(
                 f"{where}: {name} is {top_k} and {experts} is {most}, expected {least} to {most} "
                 "experts a token"
@@ -133,4 +128,6 @@ def _require_activation(where: str, name: str, value: object) -> None:
 
     if isinstance(value, str) and value not in ACT2FN:
         hint = nearest_names(value, list(ACT2FN))
-        raise ModelError(f"{where}: {name} is {value!r}, which Transformers does not know; {hint}")
+        raise ModelError(
+            f"{where}: {name} is {shown(value)}, which Transformers does not know; {hint}"
+        )

@@ -10,8 +10,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tandem.checkpoint.json_files import read_json
 from tandem.checkpoint.packed import CHECKSUMS_KEY, INDEX_FILE
-from tandem.checkpoint.sources.files import read_json
 from tandem.core.errors import ModelError
 
 _CHUNK_BYTES = 1 << 24

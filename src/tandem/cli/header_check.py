@@ -3,26 +3,24 @@
 Says nothing of what it is not sure of: the checks of loading are the careful ones.
 """
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from tandem.core.errors import UnsupportedModelError
+from tandem.checkpoint.json_files import read_json
+from tandem.checkpoint.sources.safetensors_header import read_header
+from tandem.core.errors import ModelError, UnsupportedModelError
 
 _CONFIG = "config.json"
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-_LENGTH_BYTES = 8  # of the header, at the beginning of a safetensors file
-_LONGEST_HEADER = 100 << 20  # safetensors' own limit
 
 
 def refuse_dense(directory: Path) -> None:
     """Raise `UnsupportedModelError` for a directory whose model has no experts."""
     try:
-        config = json.loads((directory / _CONFIG).read_text(encoding="utf-8"))
-        names = _tensor_names(directory)
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        config, names = read_json(directory, _CONFIG), _tensor_names(directory)
+    except (OSError, ModelError):
         return
-    if not isinstance(config, dict) or not names or "auto_map" in config:
+    if not names or "auto_map" in config:
         return
     if _counts_experts(config) or any("expert" in name or "moe" in name for name in names):
         return
@@ -42,15 +40,8 @@ def _counts_experts(config: Mapping[str, object]) -> bool:
     )
 
 
-def _tensor_names(directory: Path) -> set[str]:
-    index = directory / _INDEX
-    if index.exists():
-        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-    return set(_header_names(directory / _SINGLE))
-
-
-def _header_names(file: Path) -> Iterator[str]:
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
-        if length <= _LONGEST_HEADER:
-            yield from json.loads(opened.read(length))
+def _tensor_names(directory: Path) -> Collection[str]:
+    if (directory / _INDEX).exists():
+        weight_map = read_json(directory, _INDEX).get("weight_map")
+        return weight_map if isinstance(weight_map, dict) else ()
+    return read_header(directory / _SINGLE)

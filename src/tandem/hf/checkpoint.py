@@ -13,12 +13,15 @@ from tandem.checkpoint.config_values import (
     require_readable_config,
 )
 from tandem.checkpoint.hub import is_gguf
+from tandem.checkpoint.json_files import JsonObject, read_json, shown
 from tandem.checkpoint.packed import INDEX_FILE
-from tandem.checkpoint.sources.files import JsonObject, TensorFiles, open_tensors, read_json
+from tandem.checkpoint.sources.files import TensorFiles, open_tensors
 from tandem.checkpoint.sources.gguf_header import parts_of
 from tandem.core.errors import ModelError, UnsupportedModelError
 from tandem.core.registry import nearest_names
 from tandem.hf.config import QUANT_METHOD
+
+_LONGEST_TYPE = 100  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,11 @@ def _check_model_type(directory: Path, config: JsonObject, *, may_run_code: bool
     model_type = config.get("model_type")
     if model_type is None:
         raise ModelError(f"{directory}/config.json has no model_type; is this a model directory?")
+    if not isinstance(model_type, str) or len(model_type) > _LONGEST_TYPE:
+        raise ModelError(
+            f"{directory}/config.json: model_type is {shown(model_type)}, expected the name of an "
+            "architecture"
+        )
     if model_type in CONFIG_MAPPING or ("auto_map" in config and may_run_code):
         return
     if "auto_map" in config:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tandem.checkpoint.json_files import JsonObject
 from tandem.checkpoint.sources.codes import Codes, StoredWeight, integer_formats, unpack_bits
-from tandem.checkpoint.sources.files import JsonObject, TensorFiles
+from tandem.checkpoint.sources.files import TensorFiles
 from tandem.checkpoint.sources.found import FileWeight, Found, checked_group_size
 from tandem.core.errors import UnsupportedModelError
 from tandem.kernels.formats import WeightFormat

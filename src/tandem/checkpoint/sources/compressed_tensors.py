@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tandem.checkpoint.json_files import JsonObject
 from tandem.checkpoint.sources.codes import (
     Codes,
     StoredWeight,
@@ -18,7 +19,7 @@ from tandem.checkpoint.sources.codes import (
     integer_formats,
     unpack_bits,
 )
-from tandem.checkpoint.sources.files import JsonObject, TensorFiles
+from tandem.checkpoint.sources.files import TensorFiles
 from tandem.checkpoint.sources.found import FileWeight, Found
 from tandem.checkpoint.sources.fp8 import find_fp8
 from tandem.checkpoint.sources.nvfp4 import find_nvfp4

@@ -1,38 +1,17 @@
 """The tensors of a checkpoint by name, in files that are mapped and read when asked for."""
 
-import json
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypedDict
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeGuard
 
 from safetensors import safe_open
 from torch import Tensor
 
+from tandem.checkpoint.json_files import read_json, shown
+from tandem.checkpoint.sources.safetensors_header import TensorEntry, read_header
 from tandem.core.errors import ModelError
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-_HEADER_LENGTH_BYTES = 8
-
-JsonObject = dict[str, Any]
-
-
-class TensorHeader(TypedDict):
-    """A tensor as a safetensors file announces it."""
-
-    dtype: str
-    shape: list[int]
-    data_offsets: tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """What a file's header says of one tensor."""
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    num_bytes: int
 
 
 class TensorFiles:
@@ -88,13 +67,13 @@ def open_tensors(directory: Path, index_name: str | None = None) -> TensorFiles:
                 f"{directory} has no weights: expected {SINGLE_FILE} or {INDEX_FILE}; "
                 "is the download complete?"
             )
-        return TensorFiles(directory, _entries(directory / SINGLE_FILE))
+        return TensorFiles(directory, read_header(directory / SINGLE_FILE))
     weight_map = _weight_map(directory, index_name)
     entries: dict[str, TensorEntry] = {}
     for shard in dict.fromkeys(weight_map.values()):
         if not (directory / shard).exists():
             raise ModelError(f"{directory} lacks {shard}, which {index_name} names; download it")
-        for name, entry in _entries(directory / shard).items():
+        for name, entry in read_header(directory / shard).items():
             if name in entries:
                 raise ModelError(
                     f"{directory} has tensor {name} twice, in {entries[name].file.name} and in "
@@ -107,72 +86,27 @@ def open_tensors(directory: Path, index_name: str | None = None) -> TensorFiles:
     return TensorFiles(directory, entries)
 
 
-def read_header(file: Path) -> dict[str, TensorHeader]:
-    """Return the tensors that a safetensors file announces; its size must agree with them."""
-    size = file.stat().st_size
-    damaged = f"{file} is damaged (its safetensors header cannot be read); download it again"
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(_HEADER_LENGTH_BYTES), "little")
-        if size < _HEADER_LENGTH_BYTES or length > size - _HEADER_LENGTH_BYTES:
-            raise ModelError(damaged)
-        try:
-            header = json.loads(stream.read(length))
-            tensors = {k: v for k, v in header.items() if k != "__metadata__"}
-            data_bytes = max((t["data_offsets"][1] for t in tensors.values()), default=0)
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-            raise ModelError(damaged) from None
-    expected = _HEADER_LENGTH_BYTES + length + data_bytes
-    if size != expected:
-        raise ModelError(f"{file} has {size} bytes, expected {expected}; download it again")
-    return tensors
-
-
-def read_json(directory: Path, name: str) -> JsonObject:
-    """Return a JSON object of a directory; raises `ModelError` if it is not one.
-
-    A key that stands twice is an error, too: of an index it would name a tensor twice.
-    """
-    file = directory / name
-    try:
-        content = json.loads(
-            file.read_text(encoding="utf-8"), object_pairs_hook=lambda pairs: _unique(file, pairs)
-        )
-    except FileNotFoundError:
-        raise ModelError(f"{directory} has no {name}; expected a Transformers checkpoint") from None
-    except ModelError:
-        raise
-    except ValueError as error:
-        raise ModelError(f"{file} is not valid JSON ({error}); download it again") from None
-    if not isinstance(content, dict):
-        raise ModelError(f"{file} holds a {type(content).__name__}, expected a JSON object")
-    return content
-
-
-def _unique(file: Path, pairs: list[tuple[str, object]]) -> JsonObject:
-    found: JsonObject = {}
-    for key, value in pairs:
-        if key in found and found[key] != value:
-            raise ModelError(
-                f"{file} names {key} twice, as {found[key]!r} and as {value!r}; download it again"
-            )
-        found[key] = value
-    return found
-
-
 def _weight_map(directory: Path, index_name: str) -> dict[str, str]:
+    """Return in which file an index says that each tensor lies; none is outside its directory."""
     weight_map = read_json(directory, index_name).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{directory / index_name} has no weight_map; download it again")
+    for name, shard in weight_map.items():
+        if not is_inside(shard):
+            raise ModelError(
+                f"{directory / index_name} says that {shown(name)} is in {shown(shard)}, expected "
+                "the name of a file in its directory; download it again"
+            )
     return weight_map
 
 
-def _entries(file: Path) -> dict[str, TensorEntry]:
-    return {
-        name: TensorEntry(
-            file,
-            str(tensor.get("dtype")),
-            tuple(tensor.get("shape", ())),
-            tensor["data_offsets"][1] - tensor["data_offsets"][0],
-        )
-        for name, tensor in read_header(file).items()
-    }
+def is_inside(name: object) -> TypeGuard[str]:
+    """Whether a value names a file below the directory of what names it.
+
+    The file may be a link to anywhere, as those of the hub's cache are: a file that lies does not
+    make links.
+    """
+    if not isinstance(name, str) or not name.isprintable() or "\\" in name:
+        return False
+    parts = PurePosixPath(name).parts
+    return bool(parts) and ".." not in parts and parts[0] != "/"

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tandem.checkpoint.json_files import JsonObject
 from tandem.checkpoint.sources.codes import Codes
-from tandem.checkpoint.sources.files import JsonObject, TensorFiles
+from tandem.checkpoint.sources.files import TensorFiles
 from tandem.checkpoint.sources.found import FileWeight, Found
 from tandem.core.errors import ModelError
 from tandem.kernels.formats import WeightFormat, find_format

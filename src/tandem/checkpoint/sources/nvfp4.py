@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tandem.checkpoint.json_files import JsonObject
 from tandem.checkpoint.sources.codes import Codes, nibbles
-from tandem.checkpoint.sources.files import JsonObject, TensorFiles
+from tandem.checkpoint.sources.files import TensorFiles
 from tandem.checkpoint.sources.found import FileWeight, Found
 from tandem.checkpoint.sources.fp8 import find_fp8
 from tandem.core.errors import ModelError, UnsupportedModelError

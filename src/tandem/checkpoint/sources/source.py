@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tandem.checkpoint.json_files import JsonObject
 from tandem.checkpoint.sources.awq import find_awq
 from tandem.checkpoint.sources.codes import StoredWeight, values_of
 from tandem.checkpoint.sources.compressed_tensors import find_compressed_tensors
-from tandem.checkpoint.sources.files import JsonObject, TensorFiles
+from tandem.checkpoint.sources.files import TensorFiles
 from tandem.checkpoint.sources.found import Found
 from tandem.checkpoint.sources.fp8 import find_fp8
 from tandem.checkpoint.sources.gptq import find_gptq
