@@ -55,7 +55,7 @@ def twins_in_a_dry_run() -> Any:
         )
         patch.setattr(slots, "make_cuda_capture", lambda model: TwinCapture)
         for module in (load, quantizer):
-            patch.setattr(module, "device_map_for", lambda config, device_map: device_map)
+            patch.setattr(module, "dense_device", lambda config, device_map: torch.device("cpu"))
         for name in ("empty_cache", "reset_peak_memory_stats", "synchronize"):
             patch.setattr(torch.cuda, name, lambda *args: None)
         for name in ("set_sync_debug_mode", "set_per_process_memory_fraction"):

@@ -24,7 +24,7 @@ from tandem.experts.tracing.cache_statistics import CacheStatistics
 from tandem.hardware.profiles import save_profile
 from tandem.hf.assembly import assemble
 from tandem.hf.config import OffloadConfig
-from tandem.hf.dense_place import device_map_for
+from tandem.hf.dense_place import dense_device
 from tandem.hf.machine import cuda as cuda_machine
 from tandem.hf.machine.cuda import (
     compiled_kernels,
@@ -39,6 +39,8 @@ from tests.decode.twin_capture import TwinCapture
 from tests.experts.lazy_streams import LazyStreams
 from tests.experts.machines import make_machine
 from tests.hf.tiny import save_tiny_checkpoint
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -251,12 +253,18 @@ def test_more_memory_than_the_gpu_has_is_refused() -> None:
         budget_bytes(share, LazyStreams().memory())
 
 
-def test_the_device_map_is_the_users_or_the_gpu() -> None:
-    assert device_map_for(OffloadConfig(), None) is None
-    assert device_map_for(OffloadConfig(device="cuda"), "cpu") == "cpu"
+def test_dense_parts_go_where_the_user_says_or_to_the_gpu() -> None:
+    assert dense_device(OffloadConfig(), None) == CPU
+    assert dense_device(OffloadConfig(device="cuda"), "cpu") == CPU
     if not torch.cuda.is_available():
-        with pytest.raises(CapacityError, match="device cpu"):
-            device_map_for(OffloadConfig(device="cuda"), None)
+        on_gpu = OffloadConfig(device="cuda")
+        for config, place in (
+            (on_gpu, None),
+            (OffloadConfig(), "cuda"),
+            (OffloadConfig(), {"": 0}),
+        ):
+            with pytest.raises(CapacityError, match="device cpu"):
+                dense_device(config, place)
 
 
 def test_an_unknown_device_names_the_nearest() -> None:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tandem.devices.cuda.linear import DeviceLinear
-from tandem.hf.device_linear import pack_on_device
+from tandem.hf.device_linear import on_device, pack_for_device
 from tandem.kernels.dense import pack_dense
 from tandem.kernels.formats.weight_format import find_format
 from tests.kernels.interpreter import interpreted
@@ -80,7 +80,7 @@ def test_layers_are_replaced_where_they_lie(dense: ModuleType) -> None:
     x = torch.randn(2, 256, dtype=torch.float16)
     with torch.inference_mode():
         expected = block(x)
-    num_bytes = pack_on_device(block, find_format("int8"))
+    num_bytes = pack_for_device(block, find_format("int8"), on_device(torch.device("cpu")))
     kinds = [type(module) for _, module in block.named_children()]
     assert kinds == [DeviceLinear, nn.Linear, nn.Linear]
     assert 256 * 128 <= num_bytes < 1.1 * 256 * 128

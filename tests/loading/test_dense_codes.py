@@ -119,10 +119,12 @@ def test_a_named_dtype_dequantises_and_the_plan_says_so(
 def gpu_loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let linear layers go where they go on a GPU, whose kernels are interpreted."""
     pytest.importorskip("triton")
-    cpu = torch.device("cpu")
-    monkeypatch.setattr("tandem.hf.quantizer._device_of", lambda device_map: torch.device("cuda"))
-    monkeypatch.setattr("tandem.hf.assembly.pack_dense_layers", lambda *_: 0)
-    for module in ("quantizer", "dense_files"):
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    monkeypatch.setattr("tandem.hf.load.dense_device", lambda offload, device_map: gpu)
+    for name in ("keep_embeddings_on_host", "move_dense_parts"):
+        monkeypatch.setattr(f"tandem.hf.assembly.{name}", lambda *_: None)
+    monkeypatch.setattr("tandem.hf.assembly.on_device", lambda device: on_device(cpu))
+    for module in ("quantizer", "assembly"):
         monkeypatch.setattr(f"tandem.hf.{module}.where", lambda device, threads: on_device(cpu))
     with interpreted():
         yield

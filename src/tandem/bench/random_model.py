@@ -59,6 +59,7 @@ def build_random_model(
     drop_experts(model)
     _pack_linear_layers(model, parse_dense_dtype(dense_dtype), quantizer.runtime.threads)
     model.to_empty(device=device)
+    quantizer.runtime.device = torch.device(device)
     model.init_weights()  # also the tables of rotary embeddings, which no checkpoint holds
     quantizer._process_model_after_weight_loading(model)
     model.generation_config.eos_token_id = None

@@ -7,6 +7,8 @@ here.
 import importlib
 import weakref
 
+import torch
+
 from tandem.core.errors import UnsupportedModelError
 from tandem.experts.cache.expert_cache import ExpertCache
 from tandem.experts.cache.heat import Heat
@@ -18,8 +20,8 @@ from tandem.foreign_types import PreTrainedModel
 from tandem.hf.config import OffloadConfig, parse_dense_dtype
 from tandem.hf.dense import give_fp32_logits, pack_dense_layers, share_threads
 from tandem.hf.dense_files import take_stored_layers
-from tandem.hf.dense_place import keep_embeddings_on_host
-from tandem.hf.device_linear import pack_on_device
+from tandem.hf.dense_place import keep_embeddings_on_host, move_dense_parts
+from tandem.hf.device_linear import on_device, pack_for_device, where
 from tandem.hf.identity import model_identity
 from tandem.hf.lookahead.look_ahead import SOURCES, LookAhead, look_ahead
 from tandem.hf.machine.parts import DeviceParts, ObservedModel, observe
@@ -32,13 +34,11 @@ def assemble(model: PreTrainedModel, runtime: Runtime, options: OffloadConfig) -
     """Make a model's experts run as the options say, from now on; raises `TandemError`."""
     runtime.executor.close()
     runtime.choose(options)
-    take_stored_layers(model, runtime.threads)
-    pack_dense_layers(model, options.dense_dtype, runtime.threads)
-    dense = parse_dense_dtype(options.dense_dtype)
-    if dense is not None and options.dense_dtype != "auto" and model.device.type == "cuda":
-        pack_on_device(model, dense)
-    if model.device.type == "cuda":
-        keep_embeddings_on_host(model)
+    take_stored_layers(model, where(runtime.device, runtime.threads))
+    if runtime.device.type == "cpu":
+        pack_dense_layers(model, options.dense_dtype, runtime.threads)
+    else:
+        _bring_dense_parts(model, runtime.device, options)
     share_threads(model, runtime.threads)
     give_fp32_logits(model)
     runtime.look_ahead = None
@@ -46,6 +46,19 @@ def assemble(model: PreTrainedModel, runtime: Runtime, options: OffloadConfig) -
         runtime.use(runtime.cpu_executor())
     else:
         runtime.use(_hybrid(observe(model, runtime), runtime))
+
+
+def _bring_dense_parts(
+    model: PreTrainedModel, device: torch.device, options: OffloadConfig
+) -> None:
+    """Pack what is to be packed, and move all but the embeddings to a device."""
+    fmt = parse_dense_dtype(options.dense_dtype)
+    if fmt is not None and options.dense_dtype != "auto":
+        formats = options.dense_formats or {}  # of a packed checkpoint
+        kept = [path for path, name in formats.items() if parse_dense_dtype(name) is None]
+        pack_for_device(model, fmt, on_device(device), kept)
+    keep_embeddings_on_host(model, device)
+    move_dense_parts(model, device)
 
 
 def profile_of(model: PreTrainedModel, *, refresh: bool = False) -> HardwareProfile:

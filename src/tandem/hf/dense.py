@@ -248,7 +248,7 @@ def _replace(
     return num_bytes
 
 
-def untie(model: PreTrainedModel, *kinds: type[nn.Module]) -> None:
+def untie(model: Any, *kinds: type[nn.Module]) -> None:
     """Let Transformers no longer tie the weights of layers that hold them in another form.
 
     A head that is tied to the embeddings becomes a packed copy of them.

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from tandem.devices.cuda.linear import DeviceLinear
 from tandem.hf.config import DEFAULT_DENSE_FORMAT, parse_dense_dtype
 from tandem.hf.dense import PackedLinear, packable_layers, untie
-from tandem.hf.device_linear import where
-from tandem.kernels.dense import CpuThreads, DenseWeight, pack_dense
+from tandem.hf.device_linear import Place
+from tandem.kernels.dense import DenseWeight, pack_dense
 from tandem.kernels.formats.packed import PackedMatrix
 from tandem.kernels.formats.weight_format import WeightFormat, find_format
 
@@ -36,8 +36,8 @@ class StoredLinear(nn.Module):
         place = torch.empty(size, dtype=torch.uint8, device=linear.weight.device)
         setattr(self, TENSOR_NAME, nn.Parameter(place, requires_grad=False))
 
-    def packed(self, threads: CpuThreads) -> nn.Module:
-        """Return the layer, with memory of its own where it is, once the bytes are there."""
+    def packed(self, place: Place) -> nn.Module:
+        """Return the layer, with memory of its own, once the bytes are there."""
         stored = self.get_parameter(TENSOR_NAME)
         matrix = PackedMatrix.empty(*self.shape, self.format)
         bias = (
@@ -48,7 +48,7 @@ class StoredLinear(nn.Module):
         parts = [part.view(torch.uint8) for part in _parts((matrix, bias))]
         for part, piece in zip(parts, stored.split([len(part) for part in parts]), strict=True):
             part.copy_(piece)
-        return where(stored.device, threads)(DenseWeight(matrix, bias), self.dtype, None)
+        return place(DenseWeight(matrix, bias), self.dtype, None)
 
 
 def expect_stored_layers(
@@ -67,12 +67,12 @@ def expect_stored_layers(
     untie(model, StoredLinear)
 
 
-def take_stored_layers(model: nn.Module, threads: CpuThreads) -> None:
+def take_stored_layers(model: nn.Module, place: Place) -> None:
     """Replace every `StoredLinear`, whose bytes have been read, by its packed layer."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, StoredLinear):
-                setattr(parent, name, child.packed(threads))
+                setattr(parent, name, child.packed(place))
 
 
 def stored_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -1,11 +1,19 @@
-"""Where dense parts go: on one device, also if the user lets Transformers choose.
+"""Where dense parts go: on one device, to which they move once a checkpoint has been read.
 
-Embeddings stay on the host beside a GPU: of their hundreds of megabytes a step reads a row a token.
+Transformers gets no device map: it would bring fused experts to the device before they are packed,
+and asks for Accelerate. Embeddings stay on the host beside a GPU: of their hundreds of megabytes a
+step reads a row a token.
 """
 
-import torch
-from torch import nn
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
+import torch
+from torch import Tensor, nn
+
+from tandem.checkpoint.mapped_files import copy_out_of_files
+from tandem.core.errors import ConfigError
 from tandem.devices import kind_of
 from tandem.devices.cuda.embedding import HostEmbedding
 from tandem.foreign_types import PreTrainedModel
@@ -15,14 +23,65 @@ from tandem.hf.dense import PackedEmbedding, is_packable_embedding
 # With these, Transformers would spread a model over GPUs, CPU and disk.
 _AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
 
+_CHOSEN: ContextVar[torch.device | None] = ContextVar("tandem_dense_device", default=None)
 
-def device_map_for(config: OffloadConfig, device_map: object) -> object:
-    """Return where the dense parts go: what the user says, else the GPU if the options name it."""
-    device_map, kind = _on_one_device(config, device_map), kind_of(config.device)
-    if device_map is not None or not kind.holds_dense_parts:
-        return device_map
-    kind.require()
-    return {"": 0}
+
+def dense_device(config: OffloadConfig, device_map: object) -> torch.device:
+    """Return where the dense parts go: what the user says, else the GPU if the options name it.
+
+    Inside `placing_on` that device. Raises `ConfigError` for a map to several devices or to none,
+    and `CapacityError` for a GPU that is not there.
+    """
+    chosen = _CHOSEN.get()
+    if chosen is not None:
+        return chosen
+    places = _places(config, device_map)
+    devices = {_find_device(place) for place in places}
+    names = ", ".join(sorted(map(str, places)))
+    if len(devices) > 1:
+        raise ConfigError(
+            f"device_map spreads the model over {names}; with Tandem the dense parts live on "
+            "one device and the experts in host memory, so pass a single device"
+        )
+    (device,) = devices
+    if device is None:
+        raise ConfigError(
+            f"device_map names {names!r}, where dense parts cannot be; pass a single device, such "
+            "as 'cuda' or 'cpu'"
+        )
+    if device.type == "cuda":
+        kind_of("cuda").require()
+    return device
+
+
+@contextmanager
+def placing_on(device: torch.device) -> Iterator[None]:
+    """Let the dense parts of what `from_pretrained` loads inside go to a device."""
+    token = _CHOSEN.set(device)
+    try:
+        yield
+    finally:
+        _CHOSEN.reset(token)
+
+
+def move_dense_parts(model: nn.Module, device: torch.device) -> None:
+    """Bring all parameters and buffers to a device, each once: those that are tied stay so."""
+    moved: dict[int, tuple[Tensor, Tensor]] = {}  # with what was moved, whose id stays its own
+
+    def there(tensor: Tensor) -> Tensor:
+        if id(tensor) not in moved:
+            value = tensor.detach().to(device)
+            if isinstance(tensor, nn.Parameter):
+                value = type(tensor)(value, requires_grad=tensor.requires_grad)
+            moved[id(tensor)] = (tensor, value)
+        return moved[id(tensor)][1]
+
+    for module in model.modules():
+        parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+        buffers = module.named_buffers(recurse=False, remove_duplicate=False)
+        for name, tensor in [*parameters, *buffers]:
+            if tensor.device != device:
+                setattr(module, name, there(tensor))
 
 
 def is_kept_on_host(model: PreTrainedModel, embeddings: nn.Module) -> bool:
@@ -35,23 +94,40 @@ def is_kept_on_host(model: PreTrainedModel, embeddings: nn.Module) -> bool:
     return sum(p is embeddings.weight for _, p in parameters) == 1
 
 
-def keep_embeddings_on_host(model: PreTrainedModel) -> None:
-    """Bring a model's embeddings to the host, from where each token's are brought to the GPU."""
-    embeddings, device = model.get_input_embeddings(), model.device
+def keep_embeddings_on_host(model: PreTrainedModel, device: torch.device) -> None:
+    """Keep a model's embeddings on the host, from where each token's are brought to a device."""
+    embeddings = model.get_input_embeddings()
     if is_kept_on_host(model, embeddings):
+        copy_out_of_files(embeddings)
         path = next(path for path, module in model.named_modules() if module is embeddings)
         above, _, name = path.rpartition(".")
         setattr(model.get_submodule(above), name, HostEmbedding(embeddings.cpu(), device))
 
 
-def _on_one_device(config: OffloadConfig, device_map: object) -> object:
-    """Return the user's device map; in place of one that chooses, the GPU if there is one.
+def _places(config: OffloadConfig, device_map: object) -> set[object]:
+    """Return the devices that a device map names; in place of one that chooses, the GPU or CPU.
 
-    None leaves it to the options: the GPU if they name it, else the CPU. An emulated device reads
-    the model's state in host memory, so its dense parts stay there.
+    An emulated device reads the model's state in host memory, so its dense parts stay there.
     """
-    if not isinstance(device_map, str) or device_map not in _AUTOMATIC:
-        return device_map
-    if config.device == "cpu" and torch.cuda.is_available():
-        return {"": torch.cuda.current_device()}
-    return None
+    if isinstance(device_map, str) and device_map in _AUTOMATIC:
+        has_gpu = config.device == "cpu" and torch.cuda.is_available()
+        device_map = torch.cuda.current_device() if has_gpu else None
+    if isinstance(device_map, dict):
+        return set(device_map.values()) or {"cpu"}
+    if device_map is None:
+        return {0} if kind_of(config.device).holds_dense_parts else {"cpu"}
+    return {device_map}
+
+
+def _find_device(place: object) -> torch.device | None:
+    """Return a device, with its index if it is a GPU; None for what is none."""
+    try:
+        if isinstance(place, int) and not isinstance(place, bool):
+            return torch.device("cuda", place)
+        found = torch.device(place)  # type: ignore[call-overload]
+    except (RuntimeError, TypeError):
+        return None
+    if found.type == "meta":
+        return None
+    has_index = found.type != "cuda" or found.index is not None
+    return found if has_index else torch.device("cuda", 0)

@@ -1,14 +1,13 @@
 """Packed linear layers where a model's dense parts are: on the CPU, or on a GPU."""
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor, nn
 
 from tandem.core.errors import ConfigError
 from tandem.devices.cuda.linear import DeviceLinear
-from tandem.foreign_types import PreTrainedModel
 from tandem.hf.dense import PackedLinear, packable_layers, untie
 from tandem.kernels.dense import CpuThreads, DenseWeight, pack_dense
 from tandem.kernels.formats.weight_format import WeightFormat
@@ -28,15 +27,16 @@ def on_cpu(threads: CpuThreads) -> Place:
 
 
 def on_device(device: torch.device) -> Place:
-    """Return what brings weights to a GPU; raises `ConfigError` without Triton."""
-    if not has_kernels():
-        raise ConfigError(
-            "linear layers are packed and Triton, which would multiply with such weights on the "
-            "GPU, is not installed; pip install triton, or leave dense_dtype out"
-        )
-    from tandem.triton_kernels.dense import bring
+    """Return what brings weights to a GPU, which raises `ConfigError` without Triton."""
 
     def place(weight: DenseWeight, dtype: torch.dtype, order: Tensor | None) -> nn.Module:
+        if not has_kernels():
+            raise ConfigError(
+                "linear layers are packed and Triton, which would multiply with such weights on "
+                "the GPU, is not installed; pip install triton, or leave dense_dtype out"
+            )
+        from tandem.triton_kernels.dense import bring
+
         there = None if order is None else order.to(device)
         return DeviceLinear(bring(weight, device), dtype, there)
 
@@ -48,15 +48,19 @@ def where(device: torch.device, threads: CpuThreads) -> Place:
     return on_cpu(threads) if device.type == "cpu" else on_device(device)
 
 
-def pack_on_device(model: PreTrainedModel, fmt: WeightFormat) -> int:
-    """Replace a model's linear layers by packed ones where they lie; return the bytes of these.
+def pack_for_device(
+    model: nn.Module, fmt: WeightFormat, place: Place, kept: Collection[str] = ()
+) -> int:
+    """Replace a model's linear layers by packed ones on a GPU; return the bytes of these.
 
-    One by one, so that a layer in both forms is the most that is there. Routers, embeddings and
-    towers for images stay, as on the CPU. Raises `ConfigError` without Triton.
+    They are packed on the host, one by one. Those at the paths `kept`, routers, embeddings and
+    towers for images stay. Raises `ConfigError` without Triton.
     """
-    num_bytes = 0
+    num_bytes, paths = 0, {id(module): path for path, module in model.named_modules()}
     for parent, name, linear in list(packable_layers(model)):
-        place, dtype = on_device(linear.weight.device), linear.weight.dtype
+        if paths[id(linear)] in kept:
+            continue
+        dtype = linear.weight.dtype
         bias = None if linear.bias is None else linear.bias.detach().cpu()
         label = f"{type(parent).__name__}.{name}"
         packed = pack_dense(linear.weight.detach().cpu(), bias, fmt, name=label)

@@ -64,10 +64,34 @@ def expert_functions(module: Any) -> ExpertFunctions:
     )
     return ExpertFunctions(
         activate=activate,
-        post_norm=module.post_expert_norm if has_post_norm else None,
+        post_norm=_NormInAnyMemory(module.post_expert_norm) if has_post_norm else None,
         native=native,
         unpacked_activate=(lambda rows: activate(interleave(rows))) if is_interleaved else activate,
     )
+
+
+class _NormInAnyMemory:
+    """A norm behind the experts, whose rows are where the experts were computed.
+
+    Its weight is on the GPU with the other dense parts, and rows of the CPU's experts may be on the
+    host.
+    """
+
+    def __init__(self, norm: nn.Module) -> None:
+        """Stand for a module of the model."""
+        self._norm = norm
+        self._weights: dict[torch.device, dict[str, Tensor]] = {}  # few numbers
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Return the norm of rows (n, hidden_size), where they are."""
+        own, device = dict(self._norm.named_parameters()), rows.device
+        if all(weight.device == device for weight in own.values()):
+            found: Tensor = self._norm(rows)
+            return found
+        if device not in self._weights:
+            self._weights[device] = {name: weight.to(device) for name, weight in own.items()}
+        found = torch.func.functional_call(self._norm, self._weights[device], (rows,))
+        return found
 
 
 def _unbound(method: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -23,7 +23,7 @@ from tandem.foreign_types import PreTrainedConfig, PreTrainedModel
 from tandem.hf.assembly import assemble
 from tandem.hf.checkpoint import AnyCheckpoint, Checkpoint, GgufCheckpoint, open_model
 from tandem.hf.config import OffloadConfig, parse_dense_dtype, parse_dtype, parse_expert_dtype
-from tandem.hf.dense_place import device_map_for
+from tandem.hf.dense_place import dense_device, placing_on
 from tandem.hf.packed_reading import read_packed, reading_afterwards
 from tandem.hf.runtime import require_runtime
 from tandem.kernels.formats.weight_format import formats_of
@@ -73,20 +73,20 @@ def load_checkpoint(
     """
     if checkpoint.is_packed:
         _check_packed_dtype(checkpoint, offload)
-    common = {
+    device = dense_device(offload, device_map)
+    common: dict[str, object] = {
         "dtype": dtype,
-        "device_map": device_map_for(offload, device_map),
         "output_loading_info": True,
         "ignore_mismatched_sizes": True,  # the report names them, and then they are refused
     }
-    with foreign_errors(f"Transformers cannot load {checkpoint.path}"):
+    with foreign_errors(f"Transformers cannot load {checkpoint.path}"), placing_on(device):
         if checkpoint.is_packed:
             loaded, report = _from_pretrained(checkpoint, offload, num_layers, common)
         elif _is_plain(checkpoint):
             with reading_along(_readable_ahead(checkpoint, num_layers)):
                 loaded, report = _from_pretrained(checkpoint, offload, num_layers, common)
         else:
-            loaded, report = _from_source(checkpoint, offload, num_layers, common)
+            loaded, report = _from_source(checkpoint, offload, num_layers, device, common)
     require_own_weights(checkpoint.path, loaded, report, is_whole=num_layers is None)
     if checkpoint.is_packed:
         again = partial(assemble, loaded, require_runtime(loaded), offload)
@@ -136,6 +136,7 @@ def _from_source(
     checkpoint: AnyCheckpoint,
     offload: OffloadConfig,
     num_layers: int | None,
+    device: torch.device,
     common: dict[str, object],
 ) -> tuple[PreTrainedModel, LoadReport]:
     """Let Transformers load weights that only we read; returns the model and what it reports."""
@@ -145,7 +146,7 @@ def _from_source(
         _name_projectors(checkpoint.path)
         if common["dtype"] == "auto":
             common["dtype"] = config.dtype
-            is_widened = is_widened_on(offload, source, common["device_map"])
+            is_widened = is_widened_on(offload, source, device)
             if is_widened:
                 common["dtype"] = torch.float32
     offload.source = source
@@ -164,7 +165,9 @@ def _from_source(
     return loaded, report
 
 
-def is_widened_on(offload: OffloadConfig, source: Source, device_map: object = None) -> bool:
+def is_widened_on(
+    offload: OffloadConfig, source: Source, dense_place: torch.device | None = None
+) -> bool:
     """Whether a GGUF file's model computes in fp32, as llama.cpp does, if nothing else is asked.
 
     Its experts and linear layers are in few bits, so that little but values between layers grows:
@@ -172,7 +175,8 @@ def is_widened_on(offload: OffloadConfig, source: Source, device_map: object = N
     by far, reach all others.
     """
     keeps_blocks = offload.dense_dtype != "none" and offload.sink is None
-    if not keeps_blocks or offload.device != "cpu" or device_map is not None:
+    is_on_gpu = dense_place is not None and dense_place.type != "cpu"
+    if not keeps_blocks or offload.device != "cpu" or is_on_gpu:
         return False
     wanted = offload.parsed_expert_dtype
     if wanted is None:

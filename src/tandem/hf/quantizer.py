@@ -35,7 +35,7 @@ from tandem.hf.conversion import ReadSource, StoreExpertwise, StoreFused, StoreP
 from tandem.hf.dense import has_quantised_experts
 from tandem.hf.dense_codes import quantised_layers
 from tandem.hf.dense_files import expect_stored_layers
-from tandem.hf.dense_place import device_map_for
+from tandem.hf.dense_place import dense_device
 from tandem.hf.device_linear import has_kernels, where
 from tandem.hf.experts import EXPERTS_IMPLEMENTATION, is_experts_module
 from tandem.hf.finite import require_finite_weights
@@ -65,24 +65,15 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         self._targets: dict[str, str] = {}
         """Of the source's names, the parameters in which they end."""
         self._from_source: set[str] = set()
-        self._device = torch.device("cpu")
-        """Where the dense parts are loaded to."""
         self._shapes: dict[str, torch.Size] = {}
         """Of the dense parameters, by the config."""
 
-    def validate_environment(self, device_map: object = None, **kwargs: object) -> None:
-        """Refuse device maps that split the model: dense parts stay together on one device."""
-        devices = set(device_map.values()) if isinstance(device_map, dict) else set()
-        if len(devices) > 1:
-            names = ", ".join(sorted(map(str, devices)))
-            raise ConfigError(
-                f"device_map spreads the model over {names}; with Tandem the dense parts live on "
-                "one device and the experts in host memory, so pass a single device"
-            )
+    def validate_environment(self, **kwargs: object) -> None:
+        """No-op: `update_device_map` refuses what Tandem cannot do."""
 
-    def update_device_map(self, device_map: object) -> object:
-        """Put the dense parts on the GPU, if experts are to run there."""
-        return device_map_for(self.quantization_config, device_map)
+    def update_device_map(self, device_map: object) -> None:
+        """Note where the dense parts go in the end, and have all weights read on the host."""
+        self.runtime.device = dense_device(self.quantization_config, device_map)
 
     def prepare_config(self, config: PreTrainedConfig) -> None:
         """Name the packed files, which Transformers alone cannot find by their usual name."""
@@ -123,16 +114,16 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         if self.pre_quantized and dense_format is not None:
             stored = self.quantization_config.dense_formats or {}
             expect_stored_layers(model, dense_format, stored)
-        self._device = _device_of(kwargs.get("device_map"))
-        is_here = self._device.type == "cpu"
+        is_here = self.runtime.device.type == "cpu"
         formats: dict[str, WeightFormat | None] = {}
         if is_here or has_kernels():
             formats = self.dense_code_formats(model, on_device=not is_here)
             self._writer.dense.expect(formats, getattr(model, "all_tied_weights_keys", {}))
         if self._writer.sink is None and not self.pre_quantized:  # a packed file is mapped
-            # On a GPU they are none of the host's, and its own check counts them.
-            dense_bytes = _dense_bytes(model, formats) if is_here else 0
-            room, source = _room_beside(store, own, dense_bytes), self.quantization_config.source
+            source = self.quantization_config.source
+            # Plain weights on their way to a GPU are views of the files.
+            is_counted = is_here or source is not None
+            room = _room_beside(store, own, _dense_bytes(model, formats) if is_counted else 0)
             self._writer.bytes_to_forget = 0 if source is None else source.num_bytes - room
         self._shapes = {
             name: parameter.shape
@@ -244,7 +235,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         # Files need not stay open.
         self.quantization_config.source = self.quantization_config.sink = None
         self._targets, self._from_source = {}, set()
-        place = where(self._device, runtime.threads)
+        place = where(runtime.device, runtime.threads)
         self._writer.dense.put_in(model, runtime.threads, place)
         assemble(model, runtime, self.quantization_config)
         if self.pre_quantized:
@@ -298,11 +289,6 @@ def _dense_bytes(model: PreTrainedModel, formats: Mapping[str, WeightFormat | No
         tensor.nbytes if (fmt := formats.get(name)) is None else fmt.matrix_bytes(*tensor.shape)
         for name, tensor in own
     )
-
-
-def _device_of(device_map: dict[str, Any] | None) -> torch.device:
-    """Return where a model's dense parts are loaded to."""
-    return torch.device(next(iter((device_map or {}).values()), "cpu"))
 
 
 def _room_beside(store: HostStore, modules: dict[str, Any], dense_bytes: int) -> int:

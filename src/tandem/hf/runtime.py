@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from tandem.core.errors import ConfigError, ModelError
@@ -31,6 +32,8 @@ class Runtime:
     """The experts modules with their layers in the store."""
     layers: dict[str, HostLayer] = field(default_factory=dict)
     """The layers by the names of all experts modules, tied ones included."""
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    """Where the dense parts go when all weights have been read."""
     look_ahead: LookAhead | None = None
     """What the executor asks about the next layer, if it does."""
     kv_dtype: str = "auto"
