@@ -12,6 +12,8 @@ import tandem
 from tandem.cli.main import main
 from tandem.core.errors import ExecutionError, ModelError
 from tandem.hf.finite import require_finite_logits
+from tests.decode.twin_capture import TwinCapture
+from tests.decode.whole_pool import cuda_pool
 from tests.hf.tiny import save_tiny_checkpoint
 
 pytestmark = pytest.mark.seam
@@ -86,7 +88,25 @@ def pooled(model: Any) -> Callable[[], object]:
     return lambda: pool.prefill({1: IDS})
 
 
-@pytest.mark.parametrize("ways", [by_rows, padded, pooled])
+def on_a_gpu(model: Any) -> Callable[[], object]:
+    """Return a captured step on the twin of a GPU, and a prompt where it has failed."""
+    rows = cuda_pool(model, [IDS, [30, 31]], 20, make_capture=TwinCapture)
+    rows.prefill()
+    for token in range(40, 48):
+        rows.decode([token] * 2)
+    assert rows.step.is_replaying, rows.step.why_not
+
+    def step() -> object:
+        return rows.decode([60, 61]) if all(map(rows.pool.held, range(2))) else rows.prefill()
+
+    return step
+
+
+def prompts_on_a_gpu(model: Any) -> Callable[[], object]:
+    return cuda_pool(model, [IDS, [30, 31]], 20).prefill
+
+
+@pytest.mark.parametrize("ways", [by_rows, padded, pooled, on_a_gpu, prompts_on_a_gpu])
 def test_a_step_that_is_not_finite_names_its_first_layer(
     checkpoint: Path, ways: Callable[[Any], Callable[[], object]]
 ) -> None:

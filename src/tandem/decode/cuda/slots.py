@@ -107,14 +107,18 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
     @torch.inference_mode()
     def prefill(self, prompts: Mapping[int, Sequence[int]]) -> Tensor:
         """Append tokens to some slots; return the logits after each: (slots, vocabulary)."""
-        return torch.stack(
+        logits = torch.stack(
             [self._prefill_all(slot, tokens, keep=1)[-1] for slot, tokens in prompts.items()]
         )
+        self._require_finite(list(prompts), logits)
+        return logits
 
     @torch.inference_mode()
     def prefill_with_logits(self, slot: int, tokens: Sequence[int]) -> Tensor:
         """Append tokens to a slot; return the logits after each token: (n_tokens, vocabulary)."""
-        return self._prefill_all(slot, tokens, keep=None)
+        logits = self._prefill_all(slot, tokens, keep=None)
+        self._require_finite([slot], logits[-1:])
+        return logits
 
     def _prefill_all(self, slot: int, tokens: Sequence[int], *, keep: int | None) -> Tensor:
         self._report()
@@ -160,6 +164,9 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
                 self.cache.commit()
             for slot, new in tokens.items():
                 self._held[slot] += new
+            # Two more launches; whoever reads the logits waits for the step anyway.
+            of_rows = [slot for slot, new in tokens.items() for _ in new]
+            self._require_finite(of_rows, logits[: len(ids)])
             hidden = self._inputs_of(count).hidden
             hidden = None if hidden is None else hidden[: len(ids)].cpu()
             self._tell_hidden(hidden, tokens.items())

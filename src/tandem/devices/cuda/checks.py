@@ -1,5 +1,6 @@
 """Whether this machine has a GPU that Tandem can use, and what to do if not: one clear sentence."""
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -37,6 +38,9 @@ class Probe(Protocol):
     def gpu(self, index: int) -> Gpu:
         """Describe one."""
 
+    def built_for(self) -> Sequence[str]:
+        """Return what torch's kernels are compiled for: "sm_90", "compute_120"."""
+
 
 class TorchProbe:
     """The real thing."""
@@ -54,6 +58,10 @@ class TorchProbe:
         """Ask the driver."""
         found = torch.cuda.get_device_properties(index)
         return Gpu(found.name, (found.major, found.minor), found.total_memory)
+
+    def built_for(self) -> Sequence[str]:
+        """Ask torch's build."""
+        return torch.cuda.get_arch_list()
 
 
 def require_cuda(probe: Probe | None = None, index: int = 0) -> Gpu:
@@ -83,12 +91,33 @@ def require_cuda(probe: Probe | None = None, index: int = 0) -> Gpu:
             f"{otherwise}"
         )
     gpu = probe.gpu(index)
+    has = f"{gpu.name} has compute capability {gpu.capability[0]}.{gpu.capability[1]}"
     if gpu.capability < OLDEST_CAPABILITY:
         raise CapacityError(
-            f"{gpu.name} has compute capability {gpu.capability[0]}.{gpu.capability[1]}, and "
-            f"Tandem needs {OLDEST_CAPABILITY[0]}.{OLDEST_CAPABILITY[1]} or newer; {otherwise[3:]}"
+            f"{has}, and Tandem needs {OLDEST_CAPABILITY[0]}.{OLDEST_CAPABILITY[1]} or newer; "
+            f"{otherwise[3:]}"
+        )
+    built_for = probe.built_for()
+    if built_for and not any(_runs_on(gpu.capability, name) for name in built_for):
+        raise CapacityError(
+            f"{has}, and this torch has kernels for {', '.join(built_for)} alone; install a build "
+            f"of torch for older GPUs, {otherwise}"
         )
     return gpu
+
+
+def _runs_on(capability: tuple[int, int], built_for: str) -> bool:
+    """Whether a GPU runs code for "sm_86", or can compile what is given as "compute_120"."""
+    kind, _, number = built_for.partition("_")
+    digits = number.rstrip("af")
+    if not digits.isdigit():
+        return False
+    built = int(digits[:-1]), int(digits[-1])
+    if number != digits:  # of one generation, without those after it
+        return kind == "sm" and capability == built
+    if kind == "compute":
+        return capability >= built
+    return capability[0] == built[0] and capability >= built
 
 
 def require_dtype(gpu: Gpu, dtype: torch.dtype) -> None:
