@@ -42,7 +42,7 @@ run() { # name, limit in seconds, command...
 for part in $parts; do
     case $part in
         build) run build 200 "$python" -m pip install -q --no-build-isolation --no-deps --no-index -e . || exit 1 ;;
-        smoke) run smoke 240 "$python" -m benchmarks.gpu.smoke --all ;;
+        smoke) run smoke 300 "$python" -m tandem doctor --report "$out/report.md" ;;
         tests) run tests 400 "$python" -m pytest tests/gpu -v --tb=short --timeout=120 ;;
         bench) run bench 470 "$python" -m benchmarks.gpu --shape "$shape" --out "$out/$shape.json" \
             --seconds "$(left 440)" ${BENCH_OPTIONS:-} ;;

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from benchmarks.gpu import hand_off_kernels as hand_off
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -99,20 +98,6 @@ def launches_of(
     if num_tokens == 1:
         kernels.add_rows(out, torch.zeros(2, 8, dtype=torch.int32), torch.zeros(2, 8), hidden)
     return launches
-
-
-def hand_off_launches() -> list[Launch]:
-    """Return the kernels by which a graph and the host hand over, as they are launched."""
-    words = torch.zeros(1024, dtype=torch.int32)
-    numbers, flag, other = words[64:320], words[32:33], words[512:768]
-    return [
-        Launch(hand_off.publish, (numbers, flag, other),
-               {"count": 256, "sets_flag": True, "on_gpu": True, "num_warps": 4}),
-        Launch(hand_off.wait_for, (flag, other),
-               {"most_polls": 1000, "on_gpu": True, "num_warps": 1}),
-        Launch(hand_off.collect, (numbers, other),
-               {"count": 256, "is_volatile": True, "num_warps": 4}),
-    ]  # fmt: skip
 
 
 def compiled(launch: Launch, capability: int) -> Any:
@@ -245,19 +230,6 @@ def result_of(case: str, launch: Launch, capability: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def hand_off_results(capability: int) -> dict[str, Any]:
-    """Compile the kernels that hand over; return what their code asks of memory."""
-    return {
-        launch.kernel.__name__: [
-            line.strip()
-            for line in compiled(launch, capability).asm["ptx"].splitlines()
-            if any(word in line for word in ("atom.", "ld.", "st.", "fence.", "nanosleep", "bar."))
-        ]
-        for launch in hand_off_launches()
-    }
-
-
 if __name__ == "__main__":
     *capabilities, num_cases = [int(argument) for argument in sys.argv[1:]]
-    found = list(results(capabilities, num_cases))
-    print(json.dumps([*found, {"hand_off": hand_off_results(capabilities[0])}]))
+    print(json.dumps(list(results(capabilities, num_cases))))

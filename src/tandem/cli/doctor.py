@@ -6,9 +6,11 @@
 import argparse
 import json
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tandem.cli.keeping import kept_copies
 from tandem.cli.model_choice import (
@@ -23,8 +25,12 @@ from tandem.core.config import add_flags, from_flags, option
 from tandem.core.errors import TandemError
 from tandem.forecast.finding import Finding
 
+if TYPE_CHECKING:
+    from tandem.forecast.report.stages import Outcome
+
 EXIT_BROKEN = 1
 _MARKS = {"good": "ok  ", "slow": "slow", "broken": "FAIL"}
+_OUTCOME_MARKS = {"ok": "ok  ", "not here": "none", "failed": "FAIL"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +39,12 @@ class DoctorOptions:
 
     expert_dtype: str = option("auto", help="format in which MODEL is checked", metavar="DTYPE")
     threads: int | None = option(None, help="as in tandem run", metavar="N")
+    report: str | None = option(
+        None,
+        help="also try what Tandem needs, compare forecasts with measurements, and write all of it "
+        "to FILE, without private data, for an issue; takes some minutes",
+        metavar="FILE",
+    )
     json: bool = option(False, help="last line of standard output: one JSON object")
 
 
@@ -46,6 +58,10 @@ def run(flags: argparse.Namespace) -> int:
     """Look at everything and print; returns 1 if something is broken."""
     options = from_flags(DoctorOptions, flags)
     calm_transformers(quiet=True)
+    if options.report is not None:
+        from tandem.forecast.report.document import require_writable
+
+        require_writable(Path(options.report))
 
     from tandem.forecast.machine_check import check_machine
 
@@ -59,9 +75,33 @@ def run(flags: argparse.Namespace) -> int:
         for finding in _check_model(from_flags(ModelChoice, flags), options):
             findings.append(finding)
             _print(finding)
+    tried = [] if options.report is None else _report(Path(options.report), findings)
     if options.json:
-        print(json.dumps({"findings": [asdict(finding) for finding in findings]}))
-    return EXIT_BROKEN if any(finding.state == "broken" for finding in findings) else 0
+        found = {"findings": [asdict(finding) for finding in findings]}
+        print(json.dumps(found | {"tried": [asdict(outcome) for outcome in tried]}))
+    is_broken = any(finding.state == "broken" for finding in findings)
+    return EXIT_BROKEN if is_broken or any(one.state == "failed" for one in tried) else 0
+
+
+def _report(path: Path, findings: list[Finding]) -> "list[Outcome]":
+    """Try everything, say what became of it, and write the file."""
+    from tandem.cli.version import version_lines
+    from tandem.forecast.report.all_stages import smoke_stages, speed_stages
+    from tandem.forecast.report.document import write_report
+    from tandem.forecast.report.stages import Outcome, Stage, run_stages
+
+    def begin(stage: Stage) -> None:
+        print(f"     {stage.name} ...", file=sys.stderr, flush=True)
+
+    smoke: list[Outcome] = []
+    speeds: list[Outcome] = []
+    for stages, outcomes in ((smoke_stages(), smoke), (speed_stages(), speeds)):
+        for outcome in run_stages(stages, begin):
+            outcomes.append(outcome)
+            print(f"{_OUTCOME_MARKS[outcome.state]} {outcome.name:<18} {outcome.said.text}")
+    write_report(path, version_lines(), findings, smoke, speeds)
+    print(f"wrote {path}: attach it to an issue, after you have read it")
+    return [*smoke, *speeds]
 
 
 def _print(finding: Finding) -> None:

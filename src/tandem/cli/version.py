@@ -8,13 +8,20 @@ from importlib.metadata import version
 
 def run(flags: argparse.Namespace) -> int:
     """Print; returns the exit code."""
+    print("\n".join(version_lines(is_verbose=flags.verbose)))
+    return 0
+
+
+def version_lines(*, is_verbose: bool = True) -> list[str]:
+    """Return Tandem's version and, if verbose, those of what it runs on."""
     lines = [f"tandem {version('tandem-moe')}"]
-    if flags.verbose:
-        lines.append(f"python {platform.python_version()}")
+    if is_verbose:
+        lines.append(
+            f"python {platform.python_version()}, {platform.system()} {platform.release()}"
+        )
         lines += [f"{package} {version(package)}" for package in ("torch", "transformers")]
         lines.append(f"kernels {_instruction_set()}")
-    print("\n".join(lines))
-    return 0
+    return lines
 
 
 def _instruction_set() -> str:

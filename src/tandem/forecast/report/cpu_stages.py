@@ -1,0 +1,70 @@
+"""What is tried on every machine: the kernels of each instruction set, and a model's answer."""
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+import tandem
+from tandem.core.errors import ExecutionError
+from tandem.forecast.report.stages import Said, Stage
+from tandem.forecast.report.tiny_model import VOCABULARY, save_tiny_model
+from tandem.generate.generator import Generator
+from tandem.hf.checkpoint import open_model
+from tandem.hf.config import OffloadConfig
+from tandem.hf.machine.self_check import check_model
+from tandem.hf.runtime import require_runtime
+from tandem.kernels import _native
+
+_FORMATS = ("bf16", "int8", "int4", "mxfp4")
+_PROMPT = tuple(range(40, 72))
+_STEPS = 32
+# Recorded steps add in another order than torch does.
+_MOST_DIFFERENCE = 1e-2
+
+
+def kernels() -> Said:
+    """Compare the kernels of each instruction set and format with the reference."""
+    found, numbers = [], {}
+    with TemporaryDirectory() as folder:
+        checkpoint = open_model(save_tiny_model(Path(folder) / "tiny"), may_run_code=False)
+        for isa in _native.available_isas():
+            for name in _FORMATS:
+                agreement = check_model(checkpoint, OffloadConfig(expert_dtype=name, isa=isa))
+                numbers[f"{isa} {name}"] = agreement.kl
+                if not agreement.is_good:
+                    raise ExecutionError(
+                        f"{isa} kernels of {name}: KL {agreement.kl:.2g} nats, top-1 "
+                        f"{agreement.top1:.0%} against the reference"
+                    )
+            worst = max(numbers[f"{isa} {name}"] for name in _FORMATS)
+            found.append(f"{isa} KL at most {worst:.1e}")
+    return Said(f"{', '.join(_FORMATS)}: {'; '.join(found)} nats", numbers)
+
+
+def answer() -> Said:
+    """Let a tiny model answer, its decode steps recorded and not: both must say the same."""
+    with TemporaryDirectory() as folder:
+        checkpoint = save_tiny_model(Path(folder) / "tiny")
+        model = tandem.load(checkpoint, dtype="float32", expert_dtype="int8")
+        recorded, plain = (
+            _logits(Generator(model, has_replay=has_replay)) for has_replay in (True, False)
+        )
+        require_runtime(model).executor.close()
+    difference = (recorded - plain).abs().max().item()
+    if not difference <= _MOST_DIFFERENCE:  # also what is not a number
+        raise ExecutionError(
+            f"the logits of recorded steps are up to {difference:.2g} from those of plain ones"
+        )
+    return Said(f"{_STEPS} tokens, recorded steps within {difference:.1e} of plain ones")
+
+
+def _logits(generator: Generator) -> torch.Tensor:
+    """Return the logits (_STEPS, vocabulary) of steps whose tokens are given."""
+    pool = generator.slot_pool(1, capacity=len(_PROMPT) + _STEPS)
+    pool.prefill({0: list(_PROMPT)})
+    tokens = ((17 * step) % VOCABULARY for step in range(_STEPS))
+    return torch.cat([pool.decode({0: token}).float().clone() for token in tokens])
+
+
+CPU_STAGES = (Stage("kernels", kernels), Stage("answer", answer))

@@ -1,0 +1,134 @@
+"""Three forecasts against three measurements: how far `tandem plan` is off on this machine."""
+
+import gc
+import math
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+from tandem.bench.generation import Workload, measure
+from tandem.bench.model_shapes import MODEL_SHAPES, ModelShape
+from tandem.bench.random_model import build_random_model
+from tandem.core.errors import ExecutionError
+from tandem.experts.store.host_memory import available_bytes
+from tandem.experts.tracing.forced_routing import ForcedRouting
+from tandem.forecast.gpu_forecast import forecast_on_gpu, geometry_of, shape_sizes
+from tandem.forecast.report.stages import NotHereError, Said, Stage
+from tandem.forecast.speed_forecast import PROMPT_TOKENS, forecast_speed
+from tandem.forecast.typical_routing import typical_routing
+from tandem.generate.generator import Generator
+from tandem.hf.config import OffloadConfig
+from tandem.hf.runtime import require_runtime
+
+_DECODE_STEPS = 64
+_MOST_LAYERS = 16
+_LEAST_LAYERS = 4
+_SHARE_OF_MEMORY = 0.35  # of what is free, for the experts that are measured
+_GPU_SHAPE, _GPU_LAYERS = "qwen3-30b-a3b", 8
+_VOCABULARY = 32_768
+_LIMIT_SECONDS = 600.0
+
+
+class Speeds(NamedTuple):
+    """Tokens per second of a prompt and of the tokens after it."""
+
+    prompt: float
+    decode: float
+
+
+def compare(what: str, forecast: Speeds, measured: Speeds) -> Said:
+    """Put a forecast beside what was measured."""
+    parts = [
+        f"{name} {found:.1f} tok/s, forecast {said:.1f} ({said / found - 1:+.0%})"
+        for name, said, found in zip(("prompt", "decode"), forecast, measured, strict=True)
+    ]
+    numbers = {f"forecast_{name}": value for name, value in forecast._asdict().items()}
+    numbers |= {f"measured_{name}": value for name, value in measured._asdict().items()}
+    return Said(f"{what}: {', '.join(parts)}", numbers)
+
+
+def on_cpu(shape: ModelShape, expert_dtype: str) -> Said:
+    """Forecast a shape's layers from fewer of them, then measure them all."""
+    offload = OffloadConfig(expert_dtype=expert_dtype)
+    shape = _cut_to_memory(shape, offload)
+    num_layers = shape.values["num_hidden_layers"]
+    with TemporaryDirectory() as folder:
+        forecast = forecast_speed(shape_sizes(shape, offload), offload, cache_dir=Path(folder))
+    if isinstance(forecast, str):
+        raise NotHereError(forecast)
+    gc.collect()  # the forecast's models
+    model = build_random_model(shape, offload)
+    measured = _measured(model)
+    require_runtime(model).executor.close()
+    said = Speeds(forecast.prefill_tokens_per_second, forecast.decode_tokens_per_second)
+    return compare(f"{num_layers} layers, forecast from {forecast.measured_layers}", said, measured)
+
+
+def _cut_to_memory(shape: ModelShape, offload: OffloadConfig) -> ModelShape:
+    """Return as many of a shape's layers as the free memory holds beside those of the forecast."""
+    whole = shape_sizes(shape, offload)
+    layer_bytes = whole.experts_bytes / whole.num_moe_layers
+    room = int(_SHARE_OF_MEMORY * available_bytes() / layer_bytes)
+    num_layers = min(whole.num_layers, _MOST_LAYERS, room)
+    if num_layers < _LEAST_LAYERS:
+        raise NotHereError("the memory that is free does not hold a few of its layers")
+    return shape.cut(num_layers)
+
+
+def on_gpu(shape: ModelShape, share: float, device: str = "cuda") -> Said:
+    """Simulate layers with a share of their experts on the GPU, then measure just that."""
+    with TemporaryDirectory() as folder:
+        offload = OffloadConfig(expert_dtype="int4", device=device, cache_dir=folder)
+        place = "cpu" if device == "emulated" else device
+        model = build_random_model(shape, offload, dense_dtype="none", device=place)
+        runtime = require_runtime(model)
+        cache, executor = runtime.executor.cache, runtime.executor
+        if cache is None:
+            raise ExecutionError(f"a model that was built for {device} has no expert cache")
+        sizes = shape_sizes(shape, offload)
+        num_slots = max(1, math.floor(share * sizes.num_experts))
+        settings = offload.planner_settings()
+        forecast = forecast_on_gpu(sizes, cache.machine.profile, settings, num_slots)
+        cache.resize(
+            num_slots + (settings.extra_slots(num_slots) if num_slots == sizes.num_experts else 0)
+        )
+        routing = typical_routing(
+            geometry_of(sizes), num_sequences=1, num_tokens=PROMPT_TOKENS + _DECODE_STEPS
+        )
+        runtime.use(ForcedRouting(executor, routing))
+        measured = _measured(model)
+        executor.close()
+    said = Speeds(forecast.prefill_tokens_per_second, forecast.decode_tokens_per_second)
+    return compare(f"{share:.0%} of the experts on the GPU", said, measured)
+
+
+def _measured(model: object) -> Speeds:
+    work = Workload(prompt_tokens=PROMPT_TOKENS, new_tokens=_DECODE_STEPS)
+    speed = measure(model, Generator(model), work).speed
+    return Speeds(speed.prefill_tokens_per_second, speed.decode_tokens_per_second)
+
+
+def _shape(name: str) -> ModelShape:
+    """Return a released shape with fewer token ids, which cost memory and say nothing here."""
+    shape = MODEL_SHAPES[name]
+    return replace(shape, values=shape.values | {"vocab_size": _VOCABULARY})
+
+
+CPU_SPEED_STAGES = tuple(
+    Stage(f"{name} {expert_dtype}", partial(on_cpu, _shape(name), expert_dtype), _LIMIT_SECONDS)
+    for name, expert_dtype in (
+        ("qwen3-30b-a3b", "int4"),
+        ("gpt-oss-20b", "mxfp4"),
+        ("olmoe", "int8"),
+    )
+)
+GPU_SPEED_STAGES = tuple(
+    Stage(
+        f"{_GPU_SHAPE} int4 {share:.0%}",
+        partial(on_gpu, _shape(_GPU_SHAPE).cut(_GPU_LAYERS), share),
+        _LIMIT_SECONDS,
+    )
+    for share in (0.25, 0.5, 1.0)
+)

@@ -1,0 +1,164 @@
+"""Stages that try something on this machine, each in a process that may crash or hang.
+
+A fault of a driver ends the process that met it, and a wait inside a GPU cannot be undone. So a
+child process runs the stages one by one; where it ends or takes too long, that stage has failed,
+and a new child goes on with the next.
+"""
+
+import ctypes
+import faulthandler
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Literal
+
+from tandem.core.errors import TandemError
+
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
+_MOST_DETAILS = 4000  # characters of a traceback: its end says most
+
+
+class NotHereError(TandemError):
+    """Something that this machine does not have, which is no fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a stage found: a line for people, and its numbers for programs."""
+
+    text: str
+    numbers: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One thing that is tried."""
+
+    name: str
+    run: Callable[[], Said]
+    """A function of a module, which the child process imports."""
+    limit_seconds: float = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a stage."""
+
+    name: str
+    state: Literal["ok", "failed", "not here"]
+    said: Said
+    seconds: float
+    details: str = ""
+    """Of a failure: the end of its traceback."""
+
+
+def run_stages(stages: Sequence[Stage], begin: Callable[[Stage], None]) -> Iterator[Outcome]:
+    """Run stages in order and yield their outcomes; `begin` hears of each before it runs."""
+    with TemporaryDirectory(prefix="tandem-doctor-") as folder:
+        child = _Child(Path(folder) / "stderr")
+        try:
+            for stage in stages:
+                begin(stage)
+                yield child.run(stage)
+        finally:
+            child.end()
+
+
+class _Child:
+    """The process that runs stages; it is started when it is needed."""
+
+    def __init__(self, errors: Path) -> None:
+        self._errors = errors
+        self._process: BaseProcess | None = None
+        self._connection: Connection | None = None
+
+    def run(self, stage: Stage) -> Outcome:
+        connection, start = self._started(), time.perf_counter()
+        found: Outcome | None = None
+        try:
+            connection.send(stage)
+            if connection.poll(stage.limit_seconds):
+                found = connection.recv()
+        except (EOFError, OSError):
+            return self._lost(stage, self._how_it_ended(), time.perf_counter() - start)
+        if found is None:
+            said = f"took longer than {stage.limit_seconds:.0f} s"
+            return self._lost(stage, said, time.perf_counter() - start)
+        return found
+
+    def end(self) -> None:
+        """Kill the process: what a stage began is not waited for."""
+        if self._process is not None and self._connection is not None:
+            self._process.kill()
+            self._process.join()
+            self._connection.close()
+        self._process = self._connection = None
+
+    def _started(self) -> Connection:
+        if self._connection is not None:
+            return self._connection
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_serve, args=(theirs, str(self._errors)), name="tandem-doctor", daemon=False
+        )
+        self._process.start()
+        theirs.close()
+        self._connection = ours
+        return ours
+
+    def _lost(self, stage: Stage, said: str, seconds: float) -> Outcome:
+        self.end()
+        details = _end_of(self._errors.read_text(errors="replace") if self._errors.exists() else "")
+        return Outcome(stage.name, "failed", Said(said), seconds, details)
+
+    def _how_it_ended(self) -> str:
+        if self._process is None:
+            return "its process ended"
+        self._process.join()
+        code = self._process.exitcode or 0
+        name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return f"its process ended by {name}"
+
+
+def _serve(connection: Connection, errors: str) -> None:
+    """Run in the child: stage after stage, until the other end is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # however the parent ends itself
+    descriptor = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    for stream in (1, 2):  # what libraries print belongs to a failure's details
+        os.dup2(descriptor, stream)
+    faulthandler.enable()
+    while True:
+        try:
+            stage: Stage = connection.recv()
+        except EOFError:
+            return
+        os.ftruncate(descriptor, 0)
+        connection.send(_outcome(stage))
+
+
+def _outcome(stage: Stage) -> Outcome:
+    start = time.perf_counter()
+    try:
+        said = stage.run()
+    except NotHereError as error:
+        return Outcome(stage.name, "not here", Said(str(error)), time.perf_counter() - start)
+    except Exception as error:
+        first_line = f"{type(error).__name__}: {error}".partition("\n")[0]
+        seconds = time.perf_counter() - start
+        details = _end_of(traceback.format_exc())
+        return Outcome(stage.name, "failed", Said(first_line), seconds, details)
+    return Outcome(stage.name, "ok", said, time.perf_counter() - start)
+
+
+def _end_of(text: str) -> str:
+    return text.strip()[-_MOST_DETAILS:]
