@@ -5,6 +5,7 @@ makes one sentence of those.
 """
 
 import re
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,11 +30,10 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 GENERATION_CONFIG = "generation_config.json"
 
 
-def require_possible_values(directory: Path, config: JsonObject) -> None:
-    """Raise `ModelError` naming the first field of a config.json that no model can have."""
+def require_possible_values(where: str, config: JsonObject) -> None:
+    """Raise `ModelError` naming the first field of a config that no model can have."""
     text = config.get("text_config")
     for part in (config, text if isinstance(text, dict) else {}):
-        where = f"{directory}/config.json"
         for name in _COUNTS:
             _require_count(where, name, part.get(name), least=1)
         for name in _OPTIONAL_COUNTS:
@@ -48,7 +48,7 @@ def require_readable_config(directory: Path, model_type: str) -> None:
     from transformers import AutoConfig
 
     with foreign_errors(f"{directory}/config.json cannot be a {model_type}'s"):
-        AutoConfig.from_pretrained(directory)
+        AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
 
 
 def experts_per_token(config: PreTrainedConfig) -> int:
@@ -74,19 +74,35 @@ def require_generation_config(directory: Path) -> None:
 
 @contextmanager
 def foreign_errors(what: str) -> Iterator[None]:
-    """Turn what Transformers raises about a file into a `ModelError`: one sentence after `what`."""
+    """Turn what other libraries raise about a file into a `ModelError`: one sentence after `what`.
+
+    What Tandem itself asserts passes, as a defect of Tandem's.
+    """
     try:
         yield
-    except (TandemError, AssertionError):
+    except TandemError:
         raise
-    except Exception as error:
+    except BaseException as error:
+        # A panic of the Rust in tokenizers and safetensors is no `Exception`.
+        is_panic = type(error).__name__ == "PanicException"
+        if not (isinstance(error, Exception) or is_panic) or _is_own_assertion(error):
+            raise
         raise ModelError(f"{what}: {said(error)}") from error
 
 
-def said(error: Exception) -> str:
+def _is_own_assertion(error: BaseException) -> bool:
+    if not isinstance(error, AssertionError):
+        return False
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return str(frames[-1][0].f_globals.get("__name__")).startswith("tandem.")
+
+
+def said(error: BaseException) -> str:
     """Return the sentence in an error of another library's code."""
     if isinstance(error, KeyError):
         return f"it does not know {error}"
+    if isinstance(error, RecursionError | MemoryError):
+        return "it is nested too deep" if isinstance(error, RecursionError) else "no memory is left"
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     if not lines:
         return type(error).__name__

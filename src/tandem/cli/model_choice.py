@@ -16,11 +16,13 @@ from tandem.cli.paths import cache_dir
 from tandem.cli.progress import shows_progress
 from tandem.cli.streams import require_text
 from tandem.core.config import add_flags, option
-from tandem.core.errors import ModelError, TandemError
+from tandem.core.errors import ModelError
 from tandem.devices.options import OffloadOptions
 from tandem.foreign_types import PreTrainedModel, Tokenizer
 
 DEMO_MODELS = ("demo", "demo-equal")
+_NO_TOKENIZER = "no tokenizer"
+_TRIAL = "Hello, 1 2 3\n"  # some tokenizers load, and fail at any text
 # What a packed copy has of its source beside the weights.
 _CONFIGS = ("config.json", "generation_config.json")
 _TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
@@ -174,21 +176,33 @@ def load_tokenizer(found: ModelChoice) -> Tokenizer:
     """Load the tokenizer of a model that has been found; `ModelError` if there is none."""
     from transformers import AutoTokenizer
 
-    source = found.model
-    try:
-        if source.endswith(".gguf"):  # the tokenizer is in the file
-            from tandem.checkpoint.sources.gguf_tokenizer import load_gguf_tokenizer
+    from tandem.checkpoint.config_values import foreign_errors
+    from tandem.checkpoint.sources.gguf_tokenizer import load_gguf_tokenizer
+    from tandem.checkpoint.tokenizer_files import require_possible_tokenizer
 
-            return load_gguf_tokenizer(Path(source))
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=found.trust_remote_code)
-    except TandemError:  # the file itself is damaged
-        raise
-    except Exception as error:  # the tokenizers package raises no narrower class
-        first_line = str(error).partition("\n")[0]
-        raise _no_tokenizer(source, first_line) from error
+    source = Path(found.model)
+    is_gguf = source.suffix == ".gguf"  # the tokenizer is in the file
+    if not is_gguf:
+        require_possible_tokenizer(source)
+    try:
+        with foreign_errors(_NO_TOKENIZER):
+            if is_gguf:
+                tokenizer = load_gguf_tokenizer(source)
+            else:
+                tokenizer = AutoTokenizer.from_pretrained(
+                    source,
+                    trust_remote_code=found.trust_remote_code,
+                    local_files_only=not found.trust_remote_code,
+                )
+            has_words = not set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens)
+            tokenizer.decode(tokenizer(_TRIAL)["input_ids"])
+    except ModelError as error:
+        if not str(error).startswith(_NO_TOKENIZER):  # the file itself is damaged
+            raise
+        raise _no_tokenizer(found.model, str(error).removeprefix(f"{_NO_TOKENIZER}: ")) from error
     # Without a file Transformers gives some models a tokenizer that turns every text to nothing.
-    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-        raise _no_tokenizer(source, "its vocabulary is empty")
+    if not has_words:
+        raise _no_tokenizer(found.model, "its vocabulary is empty")
     return tokenizer
 
 

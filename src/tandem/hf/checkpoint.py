@@ -7,11 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from transformers import PreTrainedConfig
+
+from tandem.checkpoint.config_sizes import HeldTensors, require_sizes
 from tandem.checkpoint.config_values import (
     require_generation_config,
     require_possible_values,
     require_readable_config,
 )
+from tandem.checkpoint.foreign_code import require_no_foreign_code, require_no_methods
 from tandem.checkpoint.hub import is_gguf
 from tandem.checkpoint.json_files import JsonObject, read_json, shown
 from tandem.checkpoint.packed import INDEX_FILE
@@ -21,6 +25,7 @@ from tandem.core.errors import ModelError, UnsupportedModelError
 from tandem.core.registry import nearest_names
 from tandem.hf.config import QUANT_METHOD
 
+CONFIG_FILE = "config.json"
 _LONGEST_TYPE = 100  # characters
 
 
@@ -48,6 +53,18 @@ class Checkpoint:
     def path(self) -> Path:
         """Where it lies."""
         return self.directory
+
+    @property
+    def runs_code(self) -> bool:
+        """Whether the model's own code runs: it brings some, and the user lets it."""
+        return self.may_run_code and "auto_map" in self.config
+
+    @property
+    def held(self) -> HeldTensors:
+        """What the tensors say of the size of the model."""
+        entries = self.files.entries
+        elements = sum(entry.most_elements for entry in entries.values())
+        return HeldTensors(entries, len(entries), elements)
 
     @property
     def weight_files(self) -> list[Path]:
@@ -85,14 +102,21 @@ def open_checkpoint(directory: Path, *, may_run_code: bool = False) -> Checkpoin
     `UnsupportedModelError` for a model type that Transformers does not know; `may_run_code` lets
     one pass that brings its own code.
     """
-    config = read_json(directory, "config.json")
+    config = read_json(directory, CONFIG_FILE)
     _check_model_type(directory, config, may_run_code=may_run_code)
-    if "auto_map" not in config:  # a model's own code gives names a meaning of its own
-        require_possible_values(directory, config)
-        require_readable_config(directory, str(config["model_type"]))
+    runs_code = may_run_code and "auto_map" in config
+    where = directory / CONFIG_FILE
+    if not runs_code:  # a model's own code gives names a meaning of its own
+        require_no_foreign_code(where, config)
+        require_no_methods(where, config, PreTrainedConfig)
+        require_possible_values(str(where), config)
     require_generation_config(directory)
     index_name = INDEX_FILE if (directory / INDEX_FILE).exists() else None
-    return Checkpoint(directory, config, open_tensors(directory, index_name), may_run_code)
+    checkpoint = Checkpoint(directory, config, open_tensors(directory, index_name), may_run_code)
+    if not runs_code:
+        require_sizes(str(where), config, checkpoint.held)
+        require_readable_config(directory, str(config["model_type"]))
+    return checkpoint
 
 
 def quantization_of(config: JsonObject) -> JsonObject | None:

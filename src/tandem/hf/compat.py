@@ -162,6 +162,16 @@ def use_experts(config: PreTrainedConfig, name: str) -> None:
     config._experts_implementation = name
 
 
+def choose_no_implementation(config: PreTrainedConfig) -> None:
+    """Leave to Transformers which functions compute attention and experts, whatever a config says.
+
+    Setting one sets it in the configs inside, too. 5.17 to today; no public name.
+    """
+    if config._attn_implementation not in (None, "eager", "sdpa"):
+        config._attn_implementation = None
+    config._experts_implementation = None
+
+
 def gating(module: Any) -> Any:
     """Return an experts module's method between its projections, which has no public name.
 

@@ -10,6 +10,7 @@ import torch
 import transformers
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from tandem.checkpoint.config_sizes import counted_build, require_layers
 from tandem.checkpoint.config_values import foreign_errors
 from tandem.checkpoint.gguf_choice import projectors_beside
 from tandem.checkpoint.hub import HubOptions, find_model_path
@@ -22,6 +23,7 @@ from tandem.experts.store.host_memory import available_bytes
 from tandem.foreign_types import PreTrainedConfig, PreTrainedModel
 from tandem.hf.assembly import assemble
 from tandem.hf.checkpoint import AnyCheckpoint, Checkpoint, GgufCheckpoint, open_model
+from tandem.hf.compat import choose_no_implementation
 from tandem.hf.config import OffloadConfig, parse_dense_dtype, parse_dtype, parse_expert_dtype
 from tandem.hf.dense_place import dense_device, placing_on
 from tandem.hf.packed_reading import read_packed, reading_afterwards
@@ -118,17 +120,18 @@ def _from_pretrained(
     """Let Transformers load what it reads by itself; returns the model and what it reports."""
     # A packed checkpoint says itself how its experts are stored.
     mine: dict[str, object] = {} if checkpoint.is_packed else {"quantization_config": offload}
-    if _runs_code(checkpoint):
-        mine["trust_remote_code"] = True
+    config = own_config(checkpoint)
     if num_layers is not None:
-        mine["config"] = _own_config(checkpoint)
-        keep_first_layers(mine["config"], num_layers)
+        keep_first_layers(config, num_layers)
+    require_size(checkpoint, config)
+    mine |= {"config": config, "trust_remote_code": checkpoint.runs_code}
     named = _named_class(checkpoint.config.get("architectures"))
     loader = named or transformers.AutoModelForCausalLM
     with reading_afterwards():
         result: tuple[PreTrainedModel, LoadReport] = loader.from_pretrained(
-            str(checkpoint.directory), **mine, **common
-        )
+            str(checkpoint.directory), local_files_only=not checkpoint.runs_code,
+            use_safetensors=True, **mine, **common,
+        )  # fmt: skip
     return result
 
 
@@ -215,6 +218,7 @@ def open_foreign(
     source = open_source(checkpoint.files, checkpoint.quantization)
     config = source_config(checkpoint)
     adapt(config)
+    require_size(checkpoint, config)
     return config, source
 
 
@@ -256,20 +260,36 @@ def keep_first_layers(config: PreTrainedConfig, num_layers: int) -> None:
             setattr(text, name, value[:kept])
 
 
-def _runs_code(checkpoint: Checkpoint) -> bool:
-    """Whether the model's own code runs: it brings some, and the user lets it."""
-    return checkpoint.may_run_code and "auto_map" in checkpoint.config
+def own_config(checkpoint: Checkpoint) -> PreTrainedConfig:
+    """Return Transformers' config of a checkpoint; what computes is not for the file to choose.
 
-
-def _own_config(checkpoint: Checkpoint) -> PreTrainedConfig:
-    return transformers.AutoConfig.from_pretrained(
-        checkpoint.directory, trust_remote_code=_runs_code(checkpoint)
+    Transformers would fetch from the hub what a config names and the machine has not.
+    """
+    config = transformers.AutoConfig.from_pretrained(
+        checkpoint.directory,
+        trust_remote_code=checkpoint.runs_code,
+        local_files_only=not checkpoint.runs_code,
     )
+    choose_no_implementation(config)
+    return config
+
+
+def require_size(checkpoint: Checkpoint, config: PreTrainedConfig) -> None:
+    """Build a checkpoint's model without memory; `ModelError` if its tensors are of a smaller one.
+
+    A model's own code is not counted: it may do anything.
+    """
+    if checkpoint.runs_code:
+        return
+    where, held = f"{checkpoint.directory}/config.json", checkpoint.held
+    require_layers(where, getattr(config.get_text_config(), "num_hidden_layers", None), held)
+    with counted_build(where, checkpoint.config, held):
+        empty_model(config)
 
 
 def source_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     """Return Transformers' config of a checkpoint as if it were not quantised."""
-    config = _own_config(checkpoint)
+    config = own_config(checkpoint)
     for part in (config, config.get_text_config()):
         if hasattr(part, "quantization_config"):
             del part.quantization_config  # Transformers refuses two

@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tandem.checkpoint.config_sizes import counted_build
+from tandem.checkpoint.config_values import require_possible_values
 from tandem.checkpoint.sources.codes import StoredWeight
 from tandem.checkpoint.sources.gguf_header import GgufHeader, GgufTensor, read_header
 from tandem.checkpoint.sources.gguf_models import ARCHITECTURES, Architecture, Recipe
@@ -61,9 +63,13 @@ def open_gguf(
     """
     header = read_gguf_header(file)
     config = _config_of(header)
+    values = config.to_dict()
+    require_possible_values(str(file), values)
     config.dtype = _dense_dtype(header)
     adapt(config)
-    shapes = {name: value.shape for name, value in model_of(config).state_dict().items()}
+    with counted_build(str(file), values, header.held):
+        model = model_of(config)
+    shapes = {name: value.shape for name, value in model.state_dict().items()}
     return config, _source(header, shapes, config)
 
 
@@ -90,6 +96,11 @@ def _require_counts(header: GgufHeader) -> None:
     """Raise `ModelError` if the metadata count something else than the tensors have."""
     numbers = (name.split(".")[1] for name in header.tensors if name.startswith("blk."))
     layers = 1 + max((int(number) for number in numbers if number.isdecimal()), default=0)
+    if layers > len(header.tensors):
+        raise ModelError(
+            f"{header.file} names a tensor of layer {layers - 1}, and has {len(header.tensors)} "
+            "tensors; download it again"
+        )
     embedding = header.tensors.get("token_embd.weight")
     if (predicting := header.value("nextn_predict_layers", 0)) and isinstance(predicting, int):
         layers = max(layers, int(header.value("block_count", 0)) - predicting)

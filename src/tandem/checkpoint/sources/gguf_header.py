@@ -4,6 +4,7 @@ Nothing that a file says is trusted: every length is compared with the bytes tha
 anything is read or any memory taken.
 """
 
+import math
 import mmap
 import re
 import struct
@@ -16,6 +17,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from tandem.checkpoint.config_sizes import HeldTensors
+from tandem.checkpoint.json_files import shown
 from tandem.core.errors import ModelError, UnsupportedModelError
 
 # What a field of the header holds: a text, a number, a truth value or a list of one of them.
@@ -35,6 +38,13 @@ _SCALARS = {
 }  # fmt: skip
 _STRING, _ARRAY = 8, 9
 _NUMPY_TYPES = {"F32": "<f4", "F16": "<f2"}  # others are bytes
+# Of which kind a key's value is; what is neither counts something, for all layers or for each.
+_TEXTS = re.compile(r".*\.rope\.scaling\.type|tokenizer\.ggml\.model")
+_NUMBERS = re.compile(
+    r".*(epsilon|freq_base(_swa)?|factor|scale|multiplier|softcapping|clamp_kqv|beta_(fast|slow)"
+    r"|lower_bound)"
+)
+_MOST_COUNTED = 1 << 31
 _EXPERTS = ("ffn_up_exps", "ffn_gate_up_exps")
 PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
@@ -70,13 +80,28 @@ class GgufHeader:
         return self.at(f"{self.architecture}.{key}", default)
 
     def at(self, key: str, default: Value = None) -> Value:
-        """Return a number or text of the metadata by its whole name."""
-        return self.fields.get(key, default)
+        """Return a number or text of the metadata by its whole name; `ModelError` by its kind."""
+        value = self.fields.get(key)
+        if value is None:
+            return default
+        expected = _why_not(key, value)
+        if expected:
+            raise ModelError(
+                f"{self.file} says that its {key} is {shown(value)}, expected {expected}; "
+                "download it again"
+            )
+        return value
 
     def rows(self, tensor_name: str) -> int | None:
         """Return the outputs of a matrix (or of each expert's); None if there is no such tensor."""
         tensor = self.tensors.get(tensor_name)
         return None if tensor is None or len(tensor.shape) < 2 else tensor.shape[1]
+
+    @property
+    def held(self) -> HeldTensors:
+        """What the tensors say of the size of the model."""
+        elements = sum(math.prod(tensor.shape) for tensor in self.tensors.values())
+        return HeldTensors(self.tensors, len(self.tensors), elements)
 
     @property
     def experts(self) -> GgufTensor | None:
@@ -91,6 +116,18 @@ class GgufHeader:
         if experts is None or len(experts.shape) < 2:
             return None
         return experts.shape[1] // (2 if _EXPERTS[-1] in experts.name else 1)
+
+
+def _why_not(key: str, value: Value) -> str:
+    """Return what a key's value should be instead; nothing if it is of its key's kind."""
+    if _TEXTS.fullmatch(key):
+        return "" if isinstance(value, str) else "a text"
+    if _NUMBERS.fullmatch(key):
+        is_number = isinstance(value, int | float) and math.isfinite(value)
+        return "" if is_number else "a finite number"
+    several = value if isinstance(value, list) else [value]
+    are_counts = all(isinstance(one, int) and 0 <= one < _MOST_COUNTED for one in several)
+    return "" if are_counts else f"whole numbers from 0, below {_MOST_COUNTED}"
 
 
 def read_header(file: Path) -> GgufHeader:

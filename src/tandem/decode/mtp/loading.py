@@ -50,7 +50,9 @@ def load_mtp(
     path = checkpoint_directory or Path(model.name_or_path)
     if not (path / "config.json").exists():
         raise UnsupportedModelError(f"{path} is no directory of safetensors")
-    checkpoint = open_checkpoint(path, may_run_code=True)
+    # Code runs again for a model whose own code the user has let run.
+    brings_code = type(model).__module__.startswith("transformers_modules")
+    checkpoint = open_checkpoint(path, may_run_code=brings_code)
     count = model.config.get_text_config().num_hidden_layers
     layers = mtp_names(checkpoint.files.entries, count)
     if not layers:

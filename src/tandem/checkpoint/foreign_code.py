@@ -1,0 +1,86 @@
+"""What of a model's JSON files would have Transformers run or fetch something else.
+
+A config may name kernels of the hub, other files of weights, other models; Tandem loads what lies
+in the directory and runs the code that is installed. A model's own code is `trust_remote_code`'s.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from tandem.checkpoint.json_files import JsonObject, shown
+from tandem.core.errors import ModelError, UnsupportedModelError
+
+# Which functions compute attention or experts; the hub's kernels are OWNER/NAME.
+_IMPLEMENTATION = re.compile(r"_?(attn|experts)_implementation(_internal)?")
+_KERNEL = re.compile(r"[/:@|]")
+# Key -> what Transformers would do with a value that says something.
+_REFUSED = {
+    "transformers_weights": "load weights that are not checked",
+    "configuration_files": "read another config",
+    "distributed_config": "spread the model over processes",
+    "use_kernels": "run kernels of the hub",
+    "kernel_config": "run kernels of the hub",
+    "custom_generate": "run code of the model",
+    "use_pretrained_backbone": "fetch another model",
+    "backbone": "fetch another model",
+    "audio_tokenizer": "fetch another model",
+    "audio_tokenizer_name_or_path": "fetch another model",
+    "gguf_file": "read another file",
+}
+_TIMM_HUB = re.compile(r"(hf[-_]hub|local-dir|https?):")
+
+
+def require_no_foreign_code(file: Path, content: JsonObject) -> None:
+    """Raise for a file that names code, kernels or models that are not Tandem's to run.
+
+    `UnsupportedModelError` for kernels of the hub, `ModelError` else.
+    """
+    for key, value in _named_values(content):
+        if _IMPLEMENTATION.fullmatch(key):
+            _require_local_implementation(file, key, value)
+        elif key in _REFUSED and value:
+            raise ModelError(
+                f"{file} has {key} {shown(value)}, by which Transformers would {_REFUSED[key]}; "
+                "remove that line"
+            )
+        elif key == "architecture" and isinstance(value, str) and _TIMM_HUB.match(value):
+            raise ModelError(
+                f"{file} has {key} {shown(value)}, by which Transformers would fetch another "
+                "model; remove that line"
+            )
+
+
+def require_no_methods(file: Path, config: JsonObject, kind: type) -> None:
+    """Raise `ModelError` for keys of a config that would replace methods of its class."""
+    for part in (config, *(v for k, v in config.items() if k.endswith("_config"))):
+        for key in part if isinstance(part, dict) else ():
+            if key.startswith("__") or callable(getattr(kind, key, None)):
+                raise ModelError(
+                    f"{file} has a key {shown(key)}, which is a method of Transformers' configs; "
+                    "download it again"
+                )
+
+
+def _require_local_implementation(file: Path, key: str, value: object) -> None:
+    names = value.values() if isinstance(value, dict) else (value,)
+    for name in names:
+        if name is not None and not isinstance(name, str):
+            raise ModelError(f"{file} has {key} {shown(value)}, expected the name of a function")
+        if name is not None and _KERNEL.search(name):
+            raise UnsupportedModelError(
+                f"{file} has {key} {shown(name)}, a kernel that Transformers would fetch from the "
+                "hub and run; Tandem runs none: remove that line"
+            )
+
+
+def _named_values(content: object) -> Iterator[tuple[str, object]]:
+    """Yield (key, value) of an object and of all inside it."""
+    left = [content]
+    while left:
+        one = left.pop()
+        if isinstance(one, dict):
+            yield from one.items()
+            left += one.values()
+        elif isinstance(one, list):
+            left += one

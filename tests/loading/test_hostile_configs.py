@@ -1,0 +1,178 @@
+"""Configs that lie about sizes, or name code to run: one sentence each, and no memory or time."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tandem
+from tandem.checkpoint.sources.gguf_header import GgufHeader, read_header
+from tandem.core.errors import ModelError
+from tandem.hf.checkpoint import open_model
+from tests.hf.tiny import save_tiny_checkpoint
+from tests.loading.gguf_files import tiny_model, write_gguf
+
+CONFIG = "config.json"
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return save_tiny_checkpoint(tmp_path / "tiny", num_hidden_layers=1)
+
+
+def edit_json(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def tiny_header(directory: Path) -> GgufHeader:
+    write_gguf(directory / "tiny.gguf", tiny_model(), "Q4_0")
+    return read_header(directory / "tiny.gguf")
+
+
+@pytest.mark.parametrize("value", [2, 40, 1 << 20, 1 << 60, 1 << 70])
+def test_more_layers_than_tensors_name(checkpoint: Path, value: int) -> None:
+    edit_json(checkpoint / CONFIG, num_hidden_layers=value)
+    with pytest.raises(ModelError, match=f"num_hidden_layers is {value}, and the .*tensors"):
+        tandem.load(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_attention_heads", 1_000_003),
+        ("num_key_value_heads", 1_000_003),
+        ("head_dim", 1_000_004),
+        ("vocab_size", 1_000_003),
+        ("intermediate_size", 1_000_003),
+        ("num_local_experts", 1_000_003),
+        ("hidden_size", 1 << 30),
+    ],
+)
+def test_a_model_larger_than_its_tensors(checkpoint: Path, name: str, value: int) -> None:
+    """Also with `auto_map`, which is for code that does not run here."""
+    for more in ({}, {"auto_map": {"AutoConfig": "mine.Config"}}):
+        edit_json(checkpoint / CONFIG, **{name: value}, **more)
+        with pytest.raises(ModelError, match=f"{name} {value}"):
+            tandem.load(checkpoint)
+
+
+def test_a_size_beyond_every_tensor(checkpoint: Path) -> None:
+    edit_json(checkpoint / CONFIG, max_position_embeddings=1 << 60)
+    with pytest.raises(ModelError, match="max_position_embeddings is 1152921504606846976, expect"):
+        open_model(checkpoint)
+    edit_json(checkpoint / CONFIG, max_position_embeddings=64, rope_parameters={"x": [1 << 60]})
+    with pytest.raises(ModelError, match="x is 1152921504606846976, expected at most"):
+        open_model(checkpoint)
+
+
+KEYS = (
+    "attn_implementation", "_attn_implementation", "experts_implementation",
+    "_experts_implementation",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize(
+    "value", ["evil/kernel", {"": "evil/kernel@main:run"}, {"text_config": "evil/kernel"}]
+)
+def test_a_config_names_no_kernel_of_the_hub(checkpoint: Path, key: str, value: object) -> None:
+    for change in ({key: value}, {key: None, "vision_config": {"deeper": [{key: value}]}}):
+        edit_json(checkpoint / CONFIG, **change)
+        with pytest.raises(ModelError, match=f"{key} 'evil/kernel.* fetch from the hub and run"):
+            open_model(checkpoint)
+
+
+@pytest.mark.parametrize("value", ["flash_attention_2", "deepgemm", "sonicmoe", "nonsense"])
+@pytest.mark.parametrize("key", KEYS)
+def test_implementations_are_not_for_a_config_to_choose(
+    checkpoint: Path, key: str, value: str
+) -> None:
+    """Some of them would be fetched from the hub, where they are not installed."""
+    edit_json(checkpoint / CONFIG, **{key: value})
+    model = tandem.load(checkpoint)
+    assert model.config._attn_implementation in ("sdpa", "eager")
+    tandem.Generator(model).generate([5, 6], max_new_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("transformers_weights", "other.safetensors"),
+        ("configuration_files", ["config.5.0.0.json"]),
+        ("distributed_config", {"tp_size": 2}),
+        ("use_kernels", True),
+        ("kernel_config", {"x": 1}),
+        ("use_pretrained_backbone", True),
+        ("architecture", "hf-hub:evil/model"),
+    ],
+)
+def test_a_config_fetches_and_runs_nothing(checkpoint: Path, key: str, value: object) -> None:
+    for change in ({key: value}, {key: None, "vision_config": {key: value}}):
+        edit_json(checkpoint / CONFIG, **change)
+        with pytest.raises(ModelError, match=f"{key}.*by which Transformers would"):
+            open_model(checkpoint)
+
+
+@pytest.mark.parametrize("key", ["get_text_config", "to_dict", "__class__", "update"])
+def test_a_config_replaces_no_method(checkpoint: Path, key: str) -> None:
+    edit_json(checkpoint / CONFIG, **{key: 5})
+    with pytest.raises(ModelError, match=f"key '{key}', which is a method"):
+        open_model(checkpoint)
+
+
+def test_an_mtp_layers_directory_brings_no_code(checkpoint: Path, tmp_path: Path) -> None:
+    """The user let no code run, so that of a directory with an MTP layer does not."""
+    from tandem.decode.mtp.loading import load_mtp
+
+    model = tandem.load(checkpoint)
+    edit_json(
+        checkpoint / CONFIG,
+        auto_map={"AutoConfig": "evil.Config"},
+        quantization_config={"quant_method": "gptq", "bits": 4},
+    )
+    mark = tmp_path / "has run"
+    (checkpoint / "evil.py").write_text(f"open({str(mark)!r}, 'w').close()\nclass Config: pass\n")
+    with pytest.raises(ModelError):
+        load_mtp(model, checkpoint)
+    assert not mark.exists()
+    assert not any(name.startswith("transformers_modules") for name in sys.modules)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "sentence"),
+    [
+        ("attention.head_count", 1_000_003, "num_attention_heads 1000003"),
+        ("attention.head_count", 0, "num_attention_heads is 0, expected a whole number from 1"),
+        ("expert_used_count", 1_000_003, "num_experts_per_tok is 1000003 and num_local_experts"),
+        ("attention.key_length", 1_000_004, "head_dim 1000004"),
+        ("block_count", 1 << 60, "block_count is 1152921504606846976, expected whole numbers"),
+        ("block_count", -1, "block_count is -1, expected whole numbers"),
+        ("block_count", "two", "block_count is 'two', expected whole numbers"),
+        ("context_length", [1.5], r"context_length is \[1\.5\], expected whole numbers"),
+        ("rope.freq_base", float("nan"), "freq_base is nan, expected a finite number"),
+        ("rope.freq_base", "x", "freq_base is 'x', expected a finite number"),
+        ("rope.scaling.type", 5, "rope.scaling.type is 5, expected a text"),
+    ],
+)
+def test_metadata_of_gguf_that_lie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: object, sentence: str
+) -> None:
+    header = tiny_header(tmp_path)
+    fields = {**header.fields, f"qwen3moe.{key}": value}
+    lying = dataclasses.replace(header, fields=fields)
+    monkeypatch.setattr("tandem.checkpoint.sources.gguf.read_header", lambda file: lying)
+    with pytest.raises(ModelError, match=sentence):
+        tandem.load(lying.file)
+
+
+def test_a_tensor_of_a_layer_far_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    header = tiny_header(tmp_path)
+    tensors = {**header.tensors, "blk.999999999.x": next(iter(header.tensors.values()))}
+    fields = {**header.fields, "qwen3moe.block_count": 1_000_000_000}
+    lying = dataclasses.replace(header, fields=fields, tensors=tensors)
+    monkeypatch.setattr("tandem.checkpoint.sources.gguf.read_header", lambda file: lying)
+    with pytest.raises(ModelError, match="names a tensor of layer 999999999, and has"):
+        tandem.load(lying.file)
