@@ -6,6 +6,7 @@ the real one, and experts move by calls of a driver without a GPU.
 
 import ctypes
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -294,6 +295,36 @@ def test_a_lost_step_is_a_sentence_and_the_next_is_right(
     with pytest.raises(ExecutionError, match=r"has ended \(MemoryError: no memory\).*is lost"):
         rows.decode([50])
     is_bad = False
+    rows = cuda_pool(model, prompts(1), 40, make_capture=TwinCapture)
+    for ours, theirs in zip(logits_of(rows, 1), expected, strict=True):
+        assert_alike(ours, theirs)
+    check_slots(executor)
+
+
+def test_a_step_that_the_gpu_gave_up_is_never_used(
+    model: Any, executor: HybridExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answering thread stands still, as in a process that is stopped, and goes on later."""
+    from tandem.devices.cuda import handed_layers, handing
+
+    runtime, steps = require_runtime(model), steps_of(executor)
+    with runtime.using(runtime.cpu_executor()):
+        expected = logits_of(PaddedBatch(model, prompts(1), 0), 1)
+    monkeypatch.setattr(steps, "_signals", handed_layers.KernelSignals(9.0))
+    rows = cuda_pool(model, prompts(1), 40, make_capture=TwinCapture)
+    logits_of(rows, 1)
+
+    def stand_still(layer: int) -> None:
+        end = time.perf_counter() + 60
+        while layer == 1 and int(steps._words.given_up) == 0 and time.perf_counter() < end:
+            time.sleep(1e-3)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(handing, "_LOOKS_OFF_GPU", 200)
+        steps.coordinator.set_hook(stand_still)
+        with pytest.raises(ExecutionError, match=r"waited for 9 seconds .* is lost, the model can"):
+            rows.decode([50])
+    steps.coordinator.set_hook(None)
     rows = cuda_pool(model, prompts(1), 40, make_capture=TwinCapture)
     for ours, theirs in zip(logits_of(rows, 1), expected, strict=True):
         assert_alike(ours, theirs)

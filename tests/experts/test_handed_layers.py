@@ -43,7 +43,7 @@ def store() -> HostStore:
 class HostSignals:
     """Does at once what a stream does in its order."""
 
-    name, in_kernels = "words", False
+    name, wait_seconds = "words", 0.0
 
     def ring(self, doorbell: Tensor) -> None:
         doorbell.fill_(1)
@@ -76,7 +76,11 @@ class Machine:
             assert isinstance(layer, PackedLayer)
             for expert in resident:
                 self.table[number, expert] = layer.buffers[expert].data_ptr()
-        self.layers = handed.HandedLayers(store, box, memory, self.table, TritonExperts(), signals)
+        words = torch.zeros(1, dtype=torch.int32)
+        self.waits = handed.handing.WaitWords.on(torch.device("cpu"), words)
+        self.layers = handed.HandedLayers(
+            store, box, memory, self.table, TritonExperts(), signals, self.waits
+        )
 
     def step(self, calls: list[tuple[Tensor, Tensor, Tensor]]) -> list[Tensor]:
         """Hand all layers over; return their results."""
@@ -110,7 +114,7 @@ def test_hits_and_misses_together_are_the_layer(
     num_rows: int,
     make_signals: Callable[[], Any] | None,
 ) -> None:
-    signals = make_signals() if make_signals else handed.KernelSignals()
+    signals = make_signals() if make_signals else handed.KernelSignals(9.0)
     machine = Machine(handed, store, num_rows, resident, signals)
     cpu = CpuExecutor(store, CpuThreads(num_threads=1))
     for seed in range(2):  # words are as before after a step
@@ -127,6 +131,33 @@ def test_hits_and_misses_together_are_the_layer(
             for _, index, _ in calls
         ]
         assert misses == wanted
+    machine.coordinator.close()
+
+
+def test_a_layer_that_nobody_answers_is_given_up_and_later_ones_do_not_wait(
+    handed: ModuleType, store: HostStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(handed, store, 2, {0, 2}, handed.KernelSignals(9.0))
+    is_stopped = threading.Event()
+
+    def stop(layer: int) -> None:
+        assert layer != 1 or is_stopped.wait(PATIENCE)
+
+    machine.coordinator.set_hook(stop)
+    calls, found = random_calls(2, 0), []
+    machine.coordinator.begin_step(machine.number, PATIENCE)
+    for layer, call in enumerate(calls):
+        # Those behind the first that is given up would wait for longer than this test.
+        looks = {0: 1 << 30, 1: 50}.get(layer, 1 << 30)
+        monkeypatch.setattr(handed.handing, "_LOOKS_OFF_GPU", looks)
+        found.append(machine.layers(layer, *call, FUNCTIONS))
+    assert [bool(out.isnan().all()) for out in found] == [False, *[True] * (len(calls) - 1)]
+    assert int(machine.waits.given_up) == 1
+    is_stopped.set()
+    machine.coordinator.finish_step(PATIENCE)  # the host answers what it finds
+    machine.waits.given_up.zero_()
+    assert all(bool(out.isfinite().all()) for out in machine.step(calls))
+    assert int(machine.waits.given_up) == 0
     machine.coordinator.close()
 
 
@@ -160,6 +191,24 @@ class ThreadStreams:
                 return not thread.is_alive()
 
         return End()
+
+
+class OneAtATime(ThreadStreams):
+    """A driver that holds each launch until it has ended, as with CUDA_LAUNCH_BLOCKING."""
+
+    def run(self, stream: object, work: Callable[[], None]) -> None:
+        super().run(stream, work)
+        self._thread.join()
+
+
+@pytest.mark.parametrize("is_kernel", [True, False])
+def test_a_driver_that_holds_each_launch_is_found_out(
+    handed: ModuleType, monkeypatch: pytest.MonkeyPatch, is_kernel: bool
+) -> None:
+    monkeypatch.setattr(handed, "_TRIAL_SECONDS", 0.1)
+    signals = handed.KernelSignals(9.0) if is_kernel else HostSignals()
+    streams: Any = OneAtATime()
+    assert not handed.works(signals, streams, torch.zeros(32, dtype=torch.int32))
 
 
 class NothingPinned(ThreadStreams):

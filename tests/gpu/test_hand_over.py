@@ -25,6 +25,7 @@ PATIENCE = 20.0
 @pytest.mark.parametrize("resident", [(), (0, 2, 3, 7), tuple(range(8))], ids=len)
 def test_a_captured_layer_is_answered(resident: tuple[int, ...]) -> None:
     from tandem.devices.cuda.handed_layers import HandedLayers, find_signals
+    from tandem.devices.cuda.handing import WaitWords
     from tandem.triton_kernels.experts import TritonExperts
 
     streams, store = CudaStreams(), make_store()
@@ -49,7 +50,9 @@ def test_a_captured_layer_is_answered(resident: tuple[int, ...]) -> None:
         for expert in resident:
             images.append(host.buffers[expert].to(DEVICE))
             table[layer, expert] = images[-1].data_ptr()
-    layers = HandedLayers(store, box, memory, table.to(DEVICE), TritonExperts(), signals)
+    given_up = streams.pinned(64).view(torch.int32)[:1].zero_()
+    words = WaitWords.on(torch.device(DEVICE, 0), given_up)
+    layers = HandedLayers(store, box, memory, table.to(DEVICE), TritonExperts(), signals, words)
     random = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, HIDDEN, generator=random)
     weights, index = torch.rand(1, GEOMETRY.num_experts, generator=random).topk(GEOMETRY.top_k)
@@ -76,6 +79,7 @@ def test_a_captured_layer_is_answered(resident: tuple[int, ...]) -> None:
         assert found is not None
         expected = cpu.execute(layer, hidden, index, weights, FUNCTIONS)
         assert float((found.cpu() - expected).norm() / expected.norm()) < 0.03
+    assert int(given_up) == 0
     coordinator.close()
 
 

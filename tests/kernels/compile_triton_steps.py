@@ -165,11 +165,15 @@ def hand_over_launches(num_rows: int, top_k: int, hidden_size: int) -> list[Laun
     words, index = torch.zeros(pairs, dtype=torch.int32), torch.zeros(num_rows, top_k).long()
     weights, rows = torch.zeros(num_rows, top_k), torch.zeros(pairs, hidden_size)
     hidden = torch.zeros(num_rows, hidden_size, dtype=torch.bfloat16)
-    box = handing.MailboxTensors(words[:1], words[:1], words, words, weights, hidden, rows)
+    word = words[:1]
+    waits = handing.WaitWords(word, word)
+    box = handing.MailboxTensors(word, word, words, words, weights, hidden, rows, waits)
     table = torch.zeros(128, dtype=torch.int64)
     for inside in (False, True):  # `code_of` shows the last
         addresses = handing.publish(box, table, hidden, index, weights, rings=inside)
-        handing.combine(box, rows, addresses, index, weights, 128, hidden, waits=inside)
+        handing.combine(
+            box, rows, addresses, index, weights, 128, hidden, layer=1, wait_seconds=9.0 * inside
+        )
     return [on_gpu(launch) for launch in launches]
 
 
@@ -190,7 +194,7 @@ def dense_launches(format_name: str, num_rows: int) -> list[Launch]:
 
 def code_of(launches: list[Launch], capability: int) -> dict[str, list[str]]:
     """Return what each kernel asks of memory, and its products, line by line."""
-    words = ("atom.", "ld.", "st.", "fence.", "nanosleep", "bar.", "fma.", ".f32")
+    words = ("atom.", "ld.", "st.", "fence.", "nanosleep", "globaltimer", "bar.", "fma.", ".f32")
     return {
         launch.kernel.__name__: [
             line.strip()

@@ -170,11 +170,16 @@ def require_ordered(code: dict[str, list[str]]) -> None:
     assert "bar.sync" in barrier
     assert "fence.acq_rel.sys" in fence
     assert "st.global" in doorbell
-    looks = [n for n, line in enumerate(code["combine"]) if "ld.volatile.global.b32" in line]
-    fence_at = next(n for n, line in enumerate(code["combine"]) if "fence.acq_rel.sys" in line)
-    assert any("nanosleep" in line for line in code["combine"][:fence_at])
-    assert sum(n < fence_at for n in looks) == 2  # for `done`; behind the fence the host's rows
-    assert any("ld.volatile.global" in line for line in code["combine"][fence_at:])
+    fences = [n for n, line in enumerate(code["combine"]) if "fence.acq_rel.sys" in line]
+    assert len(fences) == 2  # of the program that asks the host, and of the others
+    for waiting in (code["combine"][: fences[0]], code["combine"][fences[0] : fences[1]]):
+        assert sum("globaltimer" in line for line in waiting) == 2
+        assert any("nanosleep" in line for line in waiting)
+        assert sum("ld.volatile.global.b32" in line for line in waiting) >= 2
+    first_sum = next(n for n, line in enumerate(code["combine"]) if "add.rn.f32" in line)
+    rows = [n for n, line in enumerate(code["combine"]) if "ld.volatile.global.v4" in line]
+    assert len(rows) == 8  # of the host, all asked for before the first is added
+    assert fences[-1] < rows[0] < rows[-1] < first_sum
     assert not any("fma" in line for line in code["combine"])
     assert any("add.rn.f32" in line for line in code["combine"])
 

@@ -11,6 +11,12 @@ it has written is seen by the host before the doorbell, as the kernel has ended 
 rings itself, a barrier and a fence for the whole system stand between. `combine` reads what the
 host has written past the caches, behind a fence where it has waited itself. Doorbell and `done` are
 plain stores and loads: atomic operations on the host's memory take a way there and back.
+
+No wait is for ever: a stopped process, or a driver that launches one kernel at a time, would hold
+the GPU, and some drivers end a program whose kernel runs for seconds. The first program of
+`combine` looks at `done`, the others at `turn`, a word of the device: 0 when a step begins, the
+layer's number when the host has answered it, -1 from the first wait on that ran out. No later layer
+waits then, results become NaN, and `given_up` tells the host at the step's end.
 """
 
 import triton
@@ -19,6 +25,8 @@ from triton.language import constexpr, tensor
 
 _PAUSE = constexpr("nanosleep.u32 100; mov.u32 $0, 0;")
 _FENCE = constexpr("fence.acq_rel.sys; mov.u32 $0, 0;")
+_NOW = constexpr("mov.u64 $0, %globaltimer;")  # in nanoseconds
+_LOST = constexpr(-1)
 
 
 @triton.jit
@@ -33,23 +41,59 @@ def ring(doorbell: tensor, on_gpu: constexpr) -> None:
 
 
 @triton.jit
-def wait_for(done: tensor, most_polls: constexpr, on_gpu: constexpr) -> tensor:
-    """Wait until a word of the host's is 1, so many looks at most; return what it is then.
+def wait_for(word: tensor, wanted: tensor, most: constexpr, on_gpu: constexpr) -> tensor:
+    """Wait until a word is `wanted` or -1, and not for ever; return what it is then.
 
-    All that the host has written before is seen behind it. Off a GPU there are no pauses.
+    All that was written before is seen behind it. `most` is nanoseconds of the GPU's clock, and off
+    a GPU, which has neither clock nor pauses here, looks.
     """
-    value = tl.load(done, volatile=True)
-    polls = 0
-    while (value != 1) & (polls < most_polls):
-        if on_gpu:
+    value = tl.load(word, volatile=True)
+    if on_gpu:
+        begin = tl.inline_asm_elementwise(_NOW, "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+        waited = begin - begin
+        while (value != wanted) & (value != _LOST) & (waited < most):
             tl.inline_asm_elementwise(
                 _PAUSE, "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1
             )
-        value = tl.load(done, volatile=True)
-        polls += 1
-    if on_gpu:
+            value = tl.load(word, volatile=True)
+            now = tl.inline_asm_elementwise(_NOW, "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+            waited = now - begin
         tl.inline_asm_elementwise(_FENCE, "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1)
+    else:
+        looks = 0
+        while (value != wanted) & (value != _LOST) & (looks < most):
+            value = tl.load(word, volatile=True)
+            looks += 1
     return value
+
+
+@triton.jit
+def wait_for_host(
+    done: tensor,
+    turn: tensor,
+    given_up: tensor,
+    number: tensor,
+    most: constexpr,
+    on_gpu: constexpr,
+) -> tensor:
+    """Wait until the host has answered the layer of this number; return whether it has.
+
+    The first program asks the host's memory, and the others hear it from that one: reads of waiting
+    programs would share the link with copies.
+    """
+    state = tl.load(turn, volatile=True)
+    if tl.program_id(0) + tl.program_id(1) == 0:
+        if state != _LOST:
+            answer = wait_for(done, 1, most, on_gpu)
+            state = tl.where(answer == 1, number, _LOST)
+            tl.store(turn, state)
+    else:
+        state = wait_for(turn, number, most, on_gpu)
+    is_answered = state == number
+    if not is_answered:
+        tl.store(turn, _LOST)
+        tl.store(given_up, 1)
+    return is_answered
 
 
 @triton.jit
@@ -105,9 +149,12 @@ def publish(
         ring(doorbell, on_gpu)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["number"])
 def combine(
     done: tensor,
+    turn: tensor,
+    given_up: tensor,
+    number: tensor,
     rows: tensor,
     results: tensor,
     addresses: tensor,
@@ -118,29 +165,45 @@ def combine(
     top_k: constexpr,
     num_experts: constexpr,
     block_cols: constexpr,
-    waits: constexpr,
-    most_polls: constexpr,
+    most: constexpr,
     on_gpu: constexpr,
 ) -> None:
     """Write sum over k of weight * row, first to last, to out (rows, num_cols).
 
+    With `most` (see `wait_for`), 0 else, it waits for the host; `number` is the layer's, from 1 on.
+
     `rows` and `results` are (rows * top_k, num_cols) fp32: the GPU's where an address was used, the
     host's where an expert had none; padding adds nothing. A program is (block of columns, row).
-    Each product and each sum is rounded by itself, as on the CPU, if it is compiled so.
+    Each product and each sum is rounded by itself, as on the CPU, if it is compiled so. All rows
+    are asked for before the first is added: those of the host come over the link, a microsecond
+    each.
     """
-    if waits:
-        wait_for(done, most_polls, on_gpu)
     token = tl.program_id(1).to(tl.int64)
     col = tl.program_id(0) * block_cols + tl.arange(0, block_cols)
-    total = tl.full((block_cols,), 0.0, dtype=tl.float32)
-    for k in range(top_k):
+    mask = col < num_cols
+    scales = ()
+    are_here = ()
+    are_hosts = ()
+    for k in tl.static_range(top_k):
         pair = token * top_k + k
         expert, address = tl.load(top_k_index + pair), tl.load(addresses + pair)
-        weight = tl.load(top_k_weights + pair).to(tl.float32)
-        is_here = address != 0
-        is_hosts = (address == 0) & (expert >= 0) & (expert < num_experts)
-        at, mask = pair * num_cols + col, col < num_cols
-        row = tl.load(rows + at, mask=mask & is_here, other=0.0)
-        row += tl.load(results + at, mask=mask & is_hosts, other=0.0, volatile=True)
-        total += tl.where(is_here | is_hosts, weight * row, 0.0)
+        scales = scales + (tl.load(top_k_weights + pair).to(tl.float32),)
+        are_here = are_here + (address != 0,)
+        are_hosts = are_hosts + ((address == 0) & (expert >= 0) & (expert < num_experts),)
+    parts = ()
+    for k in tl.static_range(top_k):
+        at = (token * top_k + k) * num_cols + col
+        parts = parts + (tl.load(rows + at, mask=mask & are_here[k], other=0.0),)
+    total = tl.full((block_cols,), 0.0, dtype=tl.float32)
+    if most > 0:
+        is_answered = wait_for_host(done, turn, given_up, number, most, on_gpu)
+        total = tl.where(is_answered, total, float("nan"))
+    theirs = ()
+    for k in tl.static_range(top_k):
+        at = (token * top_k + k) * num_cols + col
+        theirs = theirs + (
+            tl.load(results + at, mask=mask & are_hosts[k], other=0.0, volatile=True),
+        )
+    for k in tl.static_range(top_k):
+        total += tl.where(are_here[k] | are_hosts[k], scales[k] * (parts[k] + theirs[k]), 0.0)
     tl.store(out + token * num_cols + col, total.to(out.dtype.element_ty), mask=col < num_cols)

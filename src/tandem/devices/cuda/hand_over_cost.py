@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _LAYERS = 64  # of a graph
 _LIMIT_SECONDS = 10.0  # for a doorbell
 _NO_EXPERT, _ABSENT = -1, 0
+_GIVEN_UP = 48  # of the words
 
 
 def graph_costs(
@@ -70,6 +71,7 @@ class Trial:
             self._weights = torch.zeros(1, 1, device=device)
             self._rows = torch.zeros(1, hidden_size, device=device)
             self._address_of = torch.zeros(1, dtype=torch.int64, device=device)
+            self._turn = torch.zeros(1, dtype=torch.int32, device=device)
         self._is_lost = False
 
     def answered_seconds(self) -> float:
@@ -85,10 +87,10 @@ class Trial:
             )
 
         def work() -> None:
-            for _ in range(_LAYERS):
-                self._hand_over(index)
+            for layer in range(_LAYERS):
+                self._hand_over(index, layer)
 
-        self._once(lambda: self._hand_over(none), _NO_EXPERT)  # compiles, and waits for nobody
+        self._once(lambda: self._hand_over(none, 0), _NO_EXPERT)  # compiles, and waits for nobody
         launch: Callable[[], Any] = work
         if self._make_capture is not None:
             from tandem.devices.cuda.handed_layers import captured_work
@@ -96,21 +98,26 @@ class Trial:
             launch = captured_work(work, self._make_capture(), self._streams).replay
         return median(self._once(launch, expert) for _ in range(REPETITIONS)) / _LAYERS
 
-    def _hand_over(self, index: Tensor) -> None:
+    def _hand_over(self, index: Tensor, layer: int) -> None:
         from tandem.devices.cuda import handing
 
         words = self._words
-        doorbell, done = words[:1], words[16:17]
+        doorbell, done, is_inside = words[:1], words[16:17], self._signals.wait_seconds > 0
         choice, is_hit = words[32:33], words[33:34]
         box = handing.MailboxTensors(
             doorbell, done, choice, is_hit, words[34:35].view(torch.float32), self._shared,
-            self._shared,
+            self._shared, handing.WaitWords(self._turn, words[_GIVEN_UP : _GIVEN_UP + 1]),
         )  # fmt: skip
-        table, weights, inside = self._address_of, self._weights, self._signals.in_kernels
-        addresses = handing.publish(box, table, self._hidden, index, weights, rings=inside)
+        if layer == 0:
+            box.waits.begin_step()
+        table, weights = self._address_of, self._weights
+        addresses = handing.publish(box, table, self._hidden, index, weights, rings=is_inside)
         self._signals.ring(doorbell)
         self._signals.wait(done)
-        handing.combine(box, self._rows, addresses, index, weights, 1, self._out, waits=inside)
+        handing.combine(
+            box, self._rows, addresses, index, weights, 1, self._out, layer=layer,
+            wait_seconds=self._signals.wait_seconds,
+        )  # fmt: skip
 
     def _once(self, launch: Callable[[], Any], expert: int) -> float:
         """Return how long the layers take; whatever happens, nothing is left waiting."""
@@ -128,8 +135,8 @@ class Trial:
             is_over.set()
             if expert == _ABSENT:
                 answering.join()
-        if self._is_lost:
-            raise RuntimeError("a layer's doorbell did not reach the host")
+        if self._is_lost or int(self._words[_GIVEN_UP]):
+            raise RuntimeError("a layer's doorbell did not reach the host, or its answer the GPU")
         return seconds
 
     def _answer(self, is_over: threading.Event) -> None:

@@ -11,6 +11,7 @@ work is found by trying (`works`), and the quicker way is taken.
 import contextlib
 import functools
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -25,6 +26,7 @@ from tandem.devices.cuda.handed_steps import MAX_ROWS
 from tandem.devices.cuda.resident import GroupedExperts
 from tandem.devices.cuda.stream_ops import StreamOps
 from tandem.devices.cuda.streams import Stream, Streams
+from tandem.devices.cuda.waits import TRIAL_SECONDS, longest_wait
 from tandem.experts.execution.batch import ExpertFunctions
 from tandem.experts.store.host_store import HostStore
 from tandem.experts.store.packed_layer import PackedLayer
@@ -39,8 +41,8 @@ class Signals(Protocol):
     """How a stream sets a word that the host sees, and waits for one of the host's."""
 
     name: str
-    in_kernels: bool
-    """Whether publish sets the doorbell itself, and combine waits."""
+    wait_seconds: float
+    """Publish sets the doorbell itself, and combine waits, so long at most; 0: neither."""
 
     def ring(self, doorbell: Tensor) -> None:
         """Queue `doorbell = 1`, behind all that is queued; nothing where kernels do it."""
@@ -52,7 +54,7 @@ class Signals(Protocol):
 class StreamSignals:
     """The driver's writes and waits, in the order of torch's current stream."""
 
-    name, in_kernels = "stream operations", False
+    name, wait_seconds = "stream operations", 0.0
 
     def __init__(self, operations: StreamOps, current_stream: Callable[[], int]) -> None:
         """Queue on the stream that `current_stream` returns."""
@@ -72,7 +74,11 @@ class StreamSignals:
 class KernelSignals:
     """Publish sets the doorbell, and combine polls with a pause: nothing else is queued."""
 
-    name, in_kernels = "polling kernels", True
+    name = "polling kernels"
+
+    def __init__(self, wait_seconds: float) -> None:
+        """Wait for so long at most, by the GPU's clock."""
+        self.wait_seconds = wait_seconds
 
     def ring(self, doorbell: Tensor) -> None:
         """No-op: publish has done it."""
@@ -92,6 +98,7 @@ class HandedLayers:
         table: Tensor,
         experts: GroupedExperts,
         signals: Signals,
+        words: handing.WaitWords,
         *,
         host_table: Tensor | None = None,
     ) -> None:
@@ -99,9 +106,11 @@ class HandedLayers:
 
         `table` (layers, experts) int64 on the device has the address of each resident expert, 0
         for the others. Each step begins with bringing `host_table`, pinned, if there is one.
+        `words` are for all mailboxes: a step is under way in one of them.
         """
         self._store, self._box, self._memory, self._table = store, box, memory, table
         self._experts, self._signals, self._host_table = experts, signals, host_table
+        self._words = words
 
     def serves(self, layer: int, functions: ExpertFunctions, index: Tensor) -> bool:
         """Tell whether a layer is handed over: packed, plainly gated, of few rows."""
@@ -118,14 +127,17 @@ class HandedLayers:
             return None
         host = self._store[layer]
         assert isinstance(host, PackedLayer)
-        if layer == 0 and self._host_table is not None:
-            self._table.copy_(self._host_table, non_blocking=True)
+        if layer == 0:
+            self._words.begin_step()
+            if self._host_table is not None:
+                self._table.copy_(self._host_table, non_blocking=True)
         num_experts = host.arrivals.num_experts
         hidden, index = hidden.contiguous(), index.contiguous()
         weights = weights.float().contiguous()
         box = self._tensors(layer, hidden, index.numel())
         signals, table = self._signals, self._table[layer, :num_experts]
-        addresses = handing.publish(box, table, hidden, index, weights, rings=signals.in_kernels)
+        inside = signals.wait_seconds
+        addresses = handing.publish(box, table, hidden, index, weights, rings=inside > 0)
         signals.ring(box.doorbell)
         computed = hidden.new_empty(index.numel(), hidden.shape[1], dtype=torch.float32)
         rows = _rows(addresses, *index.shape)
@@ -133,8 +145,9 @@ class HandedLayers:
         signals.wait(box.done)
         out = torch.empty_like(hidden)
         handing.combine(
-            box, computed, addresses, index, weights, num_experts, out, waits=signals.in_kernels
-        )
+            box, computed, addresses, index, weights, num_experts, out, layer=layer,
+            wait_seconds=inside,
+        )  # fmt: skip
         return out
 
     def launch_once(self, hidden: Tensor, top_k: int) -> None:
@@ -145,9 +158,11 @@ class HandedLayers:
             computed = hidden.new_empty(index.numel(), hidden.shape[1], dtype=torch.float32)
         count = self._store[0].arrivals.num_experts
         box, table = self._tensors(0, hidden, index.numel()), self._table[0, :count]
-        inside, out = self._signals.in_kernels, torch.empty_like(hidden)
-        addresses = handing.publish(box, table, hidden, index, weights, rings=inside)
-        handing.combine(box, computed, addresses, index, weights, count, out, waits=inside)
+        inside, out = self._signals.wait_seconds, torch.empty_like(hidden)
+        addresses = handing.publish(box, table, hidden, index, weights, rings=inside > 0)
+        handing.combine(
+            box, computed, addresses, index, weights, count, out, layer=0, wait_seconds=inside
+        )
 
     def _tensors(self, layer: int, hidden: Tensor, pairs: int) -> handing.MailboxTensors:
         """Return the mailbox of a layer as tensors of the host's memory, for so many choices."""
@@ -164,6 +179,7 @@ class HandedLayers:
             part(start + box.weights, pairs, torch.float32),
             part(box.hidden, hidden.numel(), hidden.dtype),
             part(box.results, pairs * hidden.shape[1], torch.float32),
+            self._words,
         )
 
 
@@ -181,12 +197,18 @@ def find_signals(
     except RuntimeError:  # no memory that both of them see
         return None
     found = list[Signals]()
-    for make in (KernelSignals, functools.partial(_stream_signals, current_stream)):
+    in_kernels = functools.partial(KernelSignals, TRIAL_SECONDS)
+    for make in (in_kernels, functools.partial(_stream_signals, current_stream)):
         with contextlib.suppress(Exception):  # Triton's compilers and tools raise what they like
             signals = make()
             if signals is not None and works(signals, streams, words, make_capture):
                 found.append(signals)
-    return _quickest(found, streams, make_capture) if found else None
+    if not found:
+        return None
+    quickest = _quickest(found, streams, make_capture)
+    if isinstance(quickest, KernelSignals):
+        return KernelSignals(longest_wait(streams.device.index or 0))
+    return quickest
 
 
 def _stream_signals(current_stream: Callable[[], int]) -> Signals | None:
@@ -218,7 +240,7 @@ class _TrialLayer:
         self.result = floats[28:29]
         self.box = handing.MailboxTensors(
             self.doorbell, self.done, words[24:25], words[25:26], floats[26:27], floats[20:21],
-            self.result,
+            self.result, handing.WaitWords.on(device, words[29:30]),
         )  # fmt: skip
         with torch.inference_mode(False):
             self._absent = torch.zeros(1, dtype=torch.int64, device=device)
@@ -229,11 +251,17 @@ class _TrialLayer:
     def queue(self, signals: Signals) -> None:
         """Hand it over."""
         box, index, one = self.box, self._expert, self._one
-        inside = signals.in_kernels
-        addresses = handing.publish(box, self._absent, one, index, one, rings=inside)
+        inside = signals.wait_seconds
+        box.waits.begin_step()
+        addresses = handing.publish(box, self._absent, one, index, one, rings=inside > 0)
         signals.ring(self.doorbell)
         signals.wait(self.done)
-        handing.combine(box, one, addresses, index, one, 1, self.out, waits=inside)
+        handing.combine(box, one, addresses, index, one, 1, self.out, layer=0, wait_seconds=inside)
+
+    def answer(self, result: float) -> None:
+        """Let the stream go on."""
+        self.result.fill_(result)
+        self.done.fill_(1)
 
     def load(self, signals: Signals) -> None:
         """Launch the kernels for a token without experts, which waits for nobody.
@@ -241,9 +269,10 @@ class _TrialLayer:
         To load one behind a wait could wait for that wait's end.
         """
         box, index, one = self.box, self._none, self._one
-        inside = signals.in_kernels
-        addresses = handing.publish(box, self._absent, one, index, one, rings=inside)
-        handing.combine(box, one, addresses, index, one, 1, self.out, waits=inside)
+        inside = signals.wait_seconds
+        box.waits.begin_step()
+        addresses = handing.publish(box, self._absent, one, index, one, rings=inside > 0)
+        handing.combine(box, one, addresses, index, one, 1, self.out, layer=0, wait_seconds=inside)
 
 
 def works(
@@ -272,16 +301,21 @@ def works(
 def _hands_over(
     work: Callable[[], None], streams: Streams, layer: _TrialLayer, result: float
 ) -> bool:
-    """Queue a hand-over, answer it, and tell whether both sides have seen what they should."""
+    """Queue a hand-over, answer it, and tell whether both sides have seen what they should.
+
+    To queue it may itself wait for its end (CUDA_LAUNCH_BLOCKING): a timer answers it then.
+    """
     layer.words.zero_()
+    held = threading.Timer(_TRIAL_SECONDS, layer.answer, [result])
+    held.start()
     try:
         streams.run(Stream.COMPUTE, work)
         end = streams.record(Stream.COMPUTE)
         has_rung = _comes(lambda: int(layer.doorbell) == 1)
         has_waited = not end.query()
     finally:
-        layer.result.fill_(result)
-        layer.done.fill_(1)
+        held.cancel()
+        layer.answer(result)
     has_ended = _comes(end.query)  # also of a failed trial: the next one uses the same words
     return has_rung and has_waited and has_ended and float(layer.out) == result
 

@@ -35,9 +35,11 @@ from tandem.kernels.native import TOKEN_DTYPES
 
 if TYPE_CHECKING:
     from tandem.devices.cuda.handed_layers import HandedLayers, Signals
+    from tandem.devices.cuda.handing import WaitWords
 
 MAX_ROWS = 8
 _LOOK_SECONDS = 5e-5
+_SPINNING_SECONDS = 5e-3  # what a step's output head takes, and more
 
 
 class HandedSteps(CapturedSteps):
@@ -72,6 +74,7 @@ class HandedSteps(CapturedSteps):
         first = cache.store[0]
         assert isinstance(first, PackedLayer), "what is handed over is packed"
         self._hidden_size = first.layout.hidden_size
+        self._words = self._wait_words()
         self._layers: dict[int, tuple[int, HandedLayers]] = {}  # by rows, with the mailbox's number
         self._begin: Event | None = None
         self._end: Event | None = None
@@ -80,6 +83,13 @@ class HandedSteps(CapturedSteps):
         """Whether steps go the way of graph segments after all."""
         if library is not None:
             streams.run(Stream.COMPUTE, lambda: self._open(library))  # the GPU is the current one
+
+    def _wait_words(self) -> "WaitWords":
+        from tandem.devices.cuda.handing import WaitWords
+
+        with torch.inference_mode(False):
+            given_up = self._streams.pinned(64).view(torch.int32)[:1].zero_()
+        return WaitWords.on(self._streams.device, given_up)
 
     def _open(self, library: str) -> None:
         self._link = _native.DriverLink(library, self._device_table.data_ptr())
@@ -100,7 +110,7 @@ class HandedSteps(CapturedSteps):
                 number,
                 HandedLayers(
                     self._cache.store, box, memory, self._device_table, self._experts,
-                    self._signals, host_table=self._host_table,
+                    self._signals, self._words, host_table=self._host_table,
                 ),
             )  # fmt: skip
         return self._layers[num_rows][1]
@@ -124,7 +134,7 @@ class HandedSteps(CapturedSteps):
 
         box, memory = self._mailbox(num_rows)
         store, table, geometry = self._cache.store, self._device_table, self._cache.geometry
-        layers = HandedLayers(store, box, memory, table, self._experts, self._signals)
+        layers = HandedLayers(store, box, memory, table, self._experts, self._signals, self._words)
         with torch.inference_mode(False):
             hidden = torch.zeros(
                 num_rows, self._hidden_size, dtype=self._dtype, device=table.device
@@ -137,29 +147,44 @@ class HandedSteps(CapturedSteps):
         if self._begin is not None and self._end is not None and self._end.query():
             self._device.add_busy(self._streams.between(self._begin, self._end))
         self._begin = self._end = None
+        self._words.given_up.zero_()
         self.begin_on(number, num_rows)
         self._begin = self._streams.record(Stream.COMPUTE, is_timed=True)
 
     def finish(self, listeners: Sequence[Listener]) -> None:
-        """End a step whose graph has been launched; raises `DeviceLostError` if nothing helps."""
+        """End a step whose graph has been launched; raises `DeviceLostError` if nothing helps.
+
+        `RuntimeError` where the device has given a layer up: what it computed then is not used.
+        """
         self._end = self._streams.record(Stream.COMPUTE, is_timed=True)
         try:
             super().finish(listeners)
         except _native.StepLostError:
             self.wait_for_device()
             raise
+        if self._signals.wait_seconds > 0:
+            self._wait_for(self._end)  # a wait may run out up to the last layer's
+            if int(self._words.given_up):
+                raise RuntimeError(
+                    f"{self._streams.name} has waited for {self._signals.wait_seconds:g} seconds "
+                    "for a layer's answer, and went on without it"
+                )
 
     def wait_for_device(self) -> None:
         """Wait for all that is queued; raises `DeviceLostError` if that does not end."""
-        end = self._streams.record(Stream.COMPUTE)
-        last = time.perf_counter() + PATIENCE_SECONDS
+        self._wait_for(self._streams.record(Stream.COMPUTE))
+
+    def _wait_for(self, end: Event) -> None:
+        begin = time.perf_counter()
         while not end.query():
-            if time.perf_counter() > last:
+            waited = time.perf_counter() - begin
+            if waited > PATIENCE_SECONDS:
                 raise DeviceLostError(
                     f"{self._streams.name} has not come to the end of a decode step for "
                     f"{PATIENCE_SECONDS:.0f} seconds; start the program again"
                 )
-            time.sleep(_LOOK_SECONDS)
+            if waited > _SPINNING_SECONDS:
+                time.sleep(_LOOK_SECONDS)
 
 
 def handed_steps(

@@ -10,9 +10,28 @@ from torch import Tensor
 
 from tandem.triton_kernels import hand_over
 
-_COMBINE_COLS = 1024
+# Few enough that each of them has its rows under way at once; so 8 programs for 2,048 values.
+_COMBINE_COLS = 256
+_COMBINE_WARPS = 2
 _PUBLISHED_AT_ONCE = 1024
-_MOST_POLLS = 1 << 30  # the host's watchdog ends a wait much earlier
+_LOOKS_OFF_GPU = 1 << 30  # in the interpreter, where there is no clock
+
+
+class WaitWords(NamedTuple):
+    """What waits that ran out say, to later layers and to the host; see `hand_over`."""
+
+    turn: Tensor  # (1,) int32, on the device
+    given_up: Tensor  # (1,) int32, mapped
+
+    @classmethod
+    def on(cls, device: torch.device, given_up: Tensor) -> "WaitWords":
+        """Return words for a device, `given_up` in mapped memory."""
+        with torch.inference_mode(False):
+            return cls(torch.zeros(1, dtype=torch.int32, device=device), given_up)
+
+    def begin_step(self) -> None:
+        """Queue what comes before a step's first layer."""
+        self.turn.zero_()
 
 
 class MailboxTensors(NamedTuple):
@@ -25,6 +44,7 @@ class MailboxTensors(NamedTuple):
     weights: Tensor  # (rows, top_k) fp32
     hidden: Tensor  # (rows, hidden_size) in the model's dtype
     results: Tensor  # (rows * top_k, hidden_size) fp32
+    waits: WaitWords
 
 
 def publish(
@@ -62,16 +82,19 @@ def combine(
     num_experts: int,
     out: Tensor,
     *,
-    waits: bool,
+    layer: int,
+    wait_seconds: float,
 ) -> None:
     """Add the GPU's and the host's rows up in the router's order; see `hand_over.combine`.
 
-    With `waits` the kernel itself waits until the host is done. Its products and sums are not
-    joined, as they are not on the CPU.
+    Unless `wait_seconds` is 0, the kernel itself waits until the host is done, for so long at most.
+    Its products and sums are not joined, as they are not on the CPU.
     """
     num_rows, num_cols = out.shape
+    most = round(wait_seconds * 1e9) if out.is_cuda or not wait_seconds else _LOOKS_OFF_GPU
     hand_over.combine[-(-num_cols // _COMBINE_COLS), num_rows](
-        box.done, rows, box.results, addresses, index, weights, out, num_cols=num_cols,
-        top_k=index.shape[1], num_experts=num_experts, block_cols=_COMBINE_COLS, waits=waits,
-        most_polls=_MOST_POLLS, on_gpu=out.is_cuda, enable_fp_fusion=False,
+        box.done, box.waits.turn, box.waits.given_up, layer + 1, rows, box.results, addresses,
+        index, weights, out, num_cols=num_cols, top_k=index.shape[1], num_experts=num_experts,
+        block_cols=_COMBINE_COLS, most=most, on_gpu=out.is_cuda, num_warps=_COMBINE_WARPS,
+        enable_fp_fusion=False,
     )  # fmt: skip
