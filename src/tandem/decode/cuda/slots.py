@@ -164,7 +164,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
                 self.cache.commit()
             for slot, new in tokens.items():
                 self._held[slot] += new
-            # Two more launches; whoever reads the logits waits for the step anyway.
+            # Two more launches; the sampler waits for the step anyway.
             of_rows = [slot for slot, new in tokens.items() for _ in new]
             self._require_finite(of_rows, logits[: len(ids)])
             hidden = self._inputs_of(count).hidden
