@@ -64,6 +64,9 @@ sanitized:
 sanitized-%: sanitized
 	build/sanitize/check_$*
 
+fuzz: setup  ## Damaged model files for an hour, guided by coverage; what is found lies in build/fuzz
+	$(BIN)/python -m tests.fuzz --count 100000000 --seconds 510
+
 wheel:  ## Wheels for Linux x86-64 in build/wheels; needs no compiler (it installs one from the package index)
 	wheels/build.sh build/wheels $(WHEEL_PYTHONS)
 

@@ -97,7 +97,9 @@ def test_tensors_that_share_bytes_or_leave_some_out(checkpoint: Path) -> None:
             open_model(checkpoint)
 
 
-@pytest.mark.parametrize("value", [-1, None, 5, [], {}, ["a.safetensors"], "", ".", "a\0b"])
+@pytest.mark.parametrize(
+    "value", [-1, None, 5, [], {}, ["a.safetensors"], "", ".", "a\0b", "x" * 300]
+)
 def test_an_index_value_that_is_no_file_name(checkpoint: Path, value: object) -> None:
     index = json.loads((checkpoint / INDEX).read_text())
     name = next(iter(index["weight_map"]))

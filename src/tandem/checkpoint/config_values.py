@@ -27,6 +27,7 @@ _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_
 _ACTIVATIONS = ("hidden_act", "hidden_activation")
 _TOKEN_IDS = ("eos_token_id", "bos_token_id", "pad_token_id")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_LONGEST_SAID = 400  # characters
 GENERATION_CONFIG = "generation_config.json"
 
 
@@ -98,11 +99,18 @@ def _is_own_assertion(error: BaseException) -> bool:
 
 
 def said(error: BaseException) -> str:
-    """Return the sentence in an error of another library's code."""
+    """Return the sentence in an error of another library's code, and no more than a few lines."""
+    sentence = _sentence(error)
+    return sentence if len(sentence) <= _LONGEST_SAID else f"{sentence[:_LONGEST_SAID]}..."
+
+
+def _sentence(error: BaseException) -> str:
     if isinstance(error, KeyError):
         return f"it does not know {error}"
-    if isinstance(error, RecursionError | MemoryError):
-        return "it is nested too deep" if isinstance(error, RecursionError) else "no memory is left"
+    if isinstance(error, RecursionError):
+        return "it is nested too deep"
+    if isinstance(error, MemoryError):
+        return "no memory is left"
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     if not lines:
         return type(error).__name__

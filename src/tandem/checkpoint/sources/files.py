@@ -12,6 +12,7 @@ from tandem.core.errors import ModelError
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+_LONGEST_NAME = 255  # bytes; what file systems take
 
 
 class TensorFiles:
@@ -107,6 +108,8 @@ def is_inside(name: object) -> TypeGuard[str]:
     make links.
     """
     if not isinstance(name, str) or not name.isprintable() or "\\" in name:
+        return False
+    if len(name.encode()) > _LONGEST_NAME:
         return False
     parts = PurePosixPath(name).parts
     return bool(parts) and ".." not in parts and parts[0] != "/"

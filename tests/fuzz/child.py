@@ -1,0 +1,110 @@
+"""Tries damaged files one after the other, by libFuzzer; what is no sentence is written down.
+
+python -m tests.fuzz.child KIND OUT [libFuzzer's options]: of KIND "all", an input's first byte
+says which. Where atheris has no wheel, files are changed blindly instead, with the same options.
+"""
+
+import contextlib
+import os
+import random
+import resource
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+
+try:
+    import atheris
+except ImportError:  # it has no wheel for this machine
+    atheris = None
+
+_INSTRUMENTED = ["tandem.checkpoint", "tandem.hf"]
+with atheris.instrument_imports(_INSTRUMENTED) if atheris else contextlib.nullcontext():
+    from tests.fuzz.kinds import kinds
+
+_MEMORY_BYTES = 4 << 30
+_MUTATED_BLINDLY = 0.1
+
+
+def main(kind: str, out: Path, options: list[str]) -> None:
+    """Try inputs until libFuzzer ends the process."""
+    scratch = Path(tempfile.mkdtemp(prefix="fuzz-", dir=out))
+    found = kinds(scratch)
+    names = list(found) if kind == "all" else [kind]
+    answers: Counter[str] = Counter()
+    report = out / f"{kind}.answers"
+    corpus = scratch / "corpus"
+    corpus.mkdir()
+    for number, name in enumerate(names):
+        (corpus / name).write_bytes(bytes([number]) + found[name].seed)
+
+    def mutate(data: bytes, most_bytes: int, seed: int) -> bytes:
+        chance = random.Random(seed)
+        chosen = found[names[data[0] % len(names)]] if data else found[names[0]]
+        if atheris and chance.random() < _MUTATED_BLINDLY:
+            changed: bytes = atheris.Mutate(data, most_bytes)
+            return changed
+        # As often from the whole file as from what has been damaged before.
+        before = chosen.seed if len(data) < 2 or chance.random() < 0.5 else data[1:]
+        return (data[:1] + chosen.mutate(before, chance))[:most_bytes]
+
+    def one(data: bytes) -> None:
+        if not data:
+            return
+        name = names[data[0] % len(names)]
+        (out / "last").write_bytes(data)
+        try:
+            answers[f"{name} {found[name].answer(data[1:])}"] += 1
+        except BaseException as error:  # a find, also of panics, which are no `Exception`
+            answers[f"{name} found {type(error).__name__}"] += 1
+            _note(out, name, data[1:], error)
+        report.write_text("\n".join(f"{n} {what}" for what, n in sorted(answers.items())))
+
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY_BYTES, resource.RLIM_INFINITY))
+    if atheris is None:
+        _fuzz_blindly(one, mutate, dict(option.split("=") for option in options), len(names))
+        return
+    longest = 2 * max(len(one_kind.seed) for one_kind in found.values())
+    atheris.Setup(
+        [sys.argv[0], f"-max_len={longest}", "-print_final_stats=0", *options, str(corpus)],
+        one, custom_mutator=mutate,
+    )  # fmt: skip
+    atheris.Fuzz()
+
+
+def _fuzz_blindly(
+    one: Callable[[bytes], None],
+    mutate: Callable[[bytes, int, int], bytes],
+    options: dict[str, str],
+    num_kinds: int,
+) -> None:
+    """Try files that are changed at random; an input that takes too long ends the process."""
+    chance = random.Random(int(options["-seed"]))
+    end = time.monotonic() + float(options.get("-max_total_time", "inf"))
+    for _ in range(int(options["-runs"])):
+        if time.monotonic() > end:
+            return
+        signal.alarm(int(options["-timeout"]))
+        one(mutate(bytes([chance.randrange(num_kinds)]), 1 << 24, chance.getrandbits(32)))
+        signal.alarm(0)
+
+
+def _note(out: Path, name: str, data: bytes, error: BaseException) -> None:
+    """Keep the first input of each place that raises."""
+    frames = traceback.extract_tb(error.__traceback__)[-3:]
+    where = "".join(f"{frame.filename}:{frame.lineno}" for frame in frames)
+    found = out / f"{name}-{sha256(where.encode()).hexdigest()[:8]}"
+    if not found.exists():
+        found.write_bytes(data)
+        text = "".join(traceback.format_exception(error))
+        found.with_suffix(".txt").write_text(text, errors="backslashreplace")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])

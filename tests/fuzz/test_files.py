@@ -1,0 +1,38 @@
+"""Damaged files end in one sentence: those that once did not, and new ones by coverage."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz.__main__ import KINDS, fuzz
+from tests.fuzz.kinds import Kind, kinds
+
+CORPUS = Path(__file__).parent / "corpus"
+FOUND = sorted(CORPUS.glob("*/*"))
+DAMAGED = 250  # of all kinds together; 10,000 of each and more: make fuzz
+
+
+@pytest.fixture(scope="module")
+def tried(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Kind]:
+    return kinds(tmp_path_factory.mktemp("models"))
+
+
+def test_every_kind_is_fuzzed(tried: Mapping[str, Kind]) -> None:
+    assert tuple(tried) == KINDS
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_file_as_it_should_be_is_read(tried: Mapping[str, Kind], kind: str) -> None:
+    assert tried[kind].answer(tried[kind].seed) == "read"
+
+
+@pytest.mark.parametrize("file", FOUND, ids=lambda file: f"{file.parent.name}-{file.name}")
+def test_what_was_found_is_a_sentence_now(tried: Mapping[str, Kind], file: Path) -> None:
+    assert tried[file.parent.name].answer(file.read_bytes()).endswith(("Error", "read"))
+
+
+def test_damaged_files_are_read_or_refused_with_a_sentence(tmp_path: Path) -> None:
+    answers = fuzz(tmp_path, "all", DAMAGED)
+    assert answers.total() >= DAMAGED
+    assert [answer for answer in answers if " found " in answer] == []
