@@ -2,13 +2,15 @@
 
 import contextlib
 import json
+import resource
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.server.running import RunningServer
+from tests.server.running import RunningServer, running_server
 from tests.server.test_api import streamed_text, text_of
 
 MANY = 300
@@ -67,3 +69,25 @@ def test_streams_of_others_are_unhurt(server: RunningServer, kind: str) -> None:
             assert streamed_text(server.chat(**fields, stream=True)) == alone
     server.wait_for("tandem_requests_running", 0)
     assert "Traceback" not in server.log
+
+
+def test_idle_connections_leave_descriptors_for_the_owner(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    """Where a process may open 256 files, 300 connections without a key took all of them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        serving = running_server(tiny_checkpoint, cache=tmp_path, TANDEM_API_KEY="secret")
+        server = serving.__enter__()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with contextlib.ExitStack() as stack:
+        stack.push(serving)
+        for number in range(MANY):
+            connection = stack.enter_context(connect(server))
+            if number % 2:
+                connection.sendall(b"GET /v1/models HTTP/1.1\r\n")
+        assert server.ask("GET", "/health").status == 200
+        assert server.chat(max_tokens=2).status == 200
+    assert "out of system resource" not in server.log

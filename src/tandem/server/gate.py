@@ -11,12 +11,15 @@ from collections.abc import Iterable
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.apis.errors import ApiError
+from tandem.server.http_protocol import ADMIT
 from tandem.server.page_files import PAGE_FILES
 from tandem.server.refusals import log_refusal
 
 _OPEN_PATHS = {*PAGE_FILES, "/health", "/ready", "/favicon.ico"}
 _LONGEST_PATH = 2048
 _ENDLESS_PATH = "/live"
+# Of a server that does not count connections.
+_UNCOUNTED = {"call": lambda: None}
 
 
 class _TooLargeError(Exception):
@@ -60,6 +63,8 @@ class Gate:
         if problem is not None:
             await _refuse(scope, send, problem)
             return
+        if scope["path"] not in _OPEN_PATHS:
+            scope.get("extensions", {}).get(ADMIT, _UNCOUNTED)["call"]()
         began = [False]
         try:
             await self._app(scope, self._bounded(receive), _noting(send, began))

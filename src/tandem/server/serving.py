@@ -1,19 +1,23 @@
 """Runs the server: uvicorn around the application, the engine process beside it."""
 
 import asyncio
+import functools
 import logging
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from tandem.apis.images import ImageReader
 from tandem.core.errors import ConfigError, TandemError
 from tandem.engine.messages import EngineSettings, ModelLoader
 from tandem.foreign_types import Tokenizer
 from tandem.server.app import create_app
+from tandem.server.connections import ConnectionLimits, Connections, most_connections
 from tandem.server.engine_client import EngineClient
+from tandem.server.http_protocol import BoundedHttp
 from tandem.server.options import ServerOptions, is_loopback, require_key
 from tandem.server.service import Server
 
@@ -21,6 +25,11 @@ _log = logging.getLogger("tandem.server")
 _LOCAL_NAMES = ["localhost", "127.0.0.1", "[::1]"]
 # The seconds that uvicorn gives streams to end after they got the reason.
 _LAST_SECONDS = 3
+# So many connections are accepted at a time. Until one is closed for another the loop accepts four
+# times: together fewer than the descriptors that are left for other things.
+_ACCEPTED_AT_ONCE = 8
+# And so many more wait in the kernel.
+_KERNEL_QUEUE = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,15 +43,39 @@ class Source:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Lets running requests end, or sends the reason if they cannot, before connections close."""
+    """Bounds connections, and lets running requests end before connections close.
 
-    def __init__(self, config: uvicorn.Config, engine: EngineClient, seconds: float) -> None:
+    Those that cannot end get the reason.
+    """
+
+    def __init__(
+        self, app: ASGIApp, connections: Connections, engine: EngineClient, seconds: float
+    ) -> None:
+        config = uvicorn.Config(
+            app,
+            http=functools.partial(BoundedHttp, connections),  # type: ignore[arg-type]
+            ws="none",
+            backlog=_ACCEPTED_AT_ONCE,
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=_LAST_SECONDS,
+            server_header=False,
+        )
         super().__init__(config)
-        self._engine, self._seconds = engine, seconds
+        self._connections, self._engine, self._seconds = connections, engine, seconds
+        self._watching: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(_KERNEL_QUEUE)
+        self._watching = asyncio.ensure_future(self._connections.watch())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await self._engine.drain(0 if self.force_exit else self._seconds)
         await super().shutdown(sockets)
+        if self._watching is not None:
+            self._watching.cancel()
 
 
 def serve(
@@ -80,15 +113,8 @@ async def _serve(
         api_key=api_key,
         allowed_hosts=_LOCAL_NAMES if is_loopback(options.host) else None,
     )
-    config = uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        timeout_graceful_shutdown=_LAST_SECONDS,
-        server_header=False,
-        h11_max_incomplete_event_size=64 * 1024,
-    )
-    server = _Uvicorn(config, engine, options.shutdown_timeout)
+    connections = Connections(ConnectionLimits(connections=most_connections()))
+    server = _Uvicorn(app, connections, engine, options.shutdown_timeout)
     problem: list[TandemError] = []
 
     async def start_engine() -> None:

@@ -1,0 +1,197 @@
+"""HTTP/1.1 as uvicorn speaks it, with bounds on what comes before a request is whole.
+
+uvicorn times the pause between two requests alone, and limits no head where httptools parses it.
+One instance is one connection. The parser may be in a head or a body, or between two requests; the
+application may be answering one request, while others that came behind it wait for it.
+"""
+
+import enum
+import json
+from typing import Any
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from tandem.apis.errors import ApiError
+from tandem.server.connections import Connections
+
+ADMIT = "tandem.admit"
+"""The extension of a request's scope whose "call" notes that its connection has shown a key."""
+
+# Bytes beside a body, by its own: chunks of one byte have five more.
+_CHUNK_OVERHEAD = 8
+_REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
+
+
+class _Parsing(enum.Enum):
+    """What the parser is in."""
+
+    PAUSE = "the pause between requests"
+    HEAD = "a head"
+    BODY = "a body"
+
+
+class BoundedHttp(HttpToolsProtocol):
+    """One connection, which ends when it takes too much or too long."""
+
+    def __init__(self, connections: Connections, **uvicorns: Any) -> None:
+        """Belong to `connections`; uvicorn gives the rest."""
+        super().__init__(**uvicorns)
+        self._connections, self._limits = connections, connections.limits
+        self._parsing = _Parsing.PAUSE
+        self._num_open = 0  # requests whose answer has not ended
+        self._num_headers = self._fed_bytes = self._body_bytes = self._chunk_bytes = 0
+        self._problem: ApiError | None = None
+        self._since = self._late = 0.0
+        self._unsent_bytes, self._unsent_since = 0, 0.0
+
+    # ---- the connection --------------------------------------------------------------------------
+
+    def connection_made(self, transport: Any) -> None:
+        """Take it on, as far as there is room."""
+        super().connection_made(transport)
+        self._allow(self._limits.head_seconds)
+        self._connections.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget it."""
+        self._connections.remove(self)
+        super().connection_lost(exc)
+
+    def abort(self) -> None:
+        """Close it now, whatever it is in."""
+        self.transport.abort()
+
+    def end_if_late(self, now: float) -> None:
+        """Close it if its client takes too long over something."""
+        if self._is_stuck(now):
+            self.abort()
+        elif now < self._late or self.transport.is_closing():
+            return
+        elif self._parsing is _Parsing.PAUSE:
+            if not self._num_open:
+                self.transport.close()
+        elif not self.flow.read_paused:  # else it is the server that does not read
+            seconds = now - self._since
+            what = self._parsing.value
+            self._end(ApiError(408, f"{what} did not end within {seconds:.0f} seconds"))
+
+    def _is_stuck(self, now: float) -> bool:
+        """Tell whether nothing was taken of what is to be sent for too long."""
+        unsent = self.transport.get_write_buffer_size()
+        if unsent == 0 or unsent < self._unsent_bytes or not self._unsent_bytes:
+            self._unsent_since = now
+        self._unsent_bytes = unsent
+        return unsent > 0 and now - self._unsent_since >= self._limits.unread_seconds
+
+    def _allow(self, seconds: float) -> None:
+        """Let what begins now take so long."""
+        self._since = self._connections.clock()
+        self._late = self._since + seconds
+
+    def _end(self, error: ApiError) -> None:
+        """Say why and close, or only close if an answer is on its way."""
+        if self._num_open and (self.cycle is None or self.cycle.response_started or self.pipeline):
+            self.abort()
+            return
+        body = json.dumps(error.body).encode()
+        head = (
+            b"HTTP/1.1 %d %s\r\nconnection: close\r\ncontent-type: application/json\r\n"
+            b"content-length: %d\r\n\r\n" % (error.status, _REASONS[error.status], len(body))
+        )
+        self.transport.write(head + body)
+        self.transport.close()
+
+    # ---- what comes ------------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what has come, unless it is too much."""
+        self._fed_bytes += len(data)
+        self._chunk_bytes = len(data)
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        if self._parsing is not _Parsing.BODY and self._fed_bytes > self._limits.head_bytes:
+            self._end(self._too_large())
+        elif self._parsing is _Parsing.BODY:
+            beside = self._fed_bytes - self._body_bytes
+            if beside > 2 * self._limits.head_bytes + _CHUNK_OVERHEAD * self._body_bytes:
+                self._end(ApiError(400, "the body's chunks and trailers are longer than the body"))
+            self._late = max(
+                self._late,
+                self._since
+                + self._limits.body_seconds
+                + self._body_bytes / self._limits.body_bytes_per_second,
+            )
+
+    def _too_large(self) -> ApiError:
+        limits = self._limits
+        return ApiError(
+            431,
+            f"the request's head is larger than {limits.head_bytes} bytes or {limits.headers} "
+            "headers; send less",
+        )
+
+    def on_message_begin(self) -> None:
+        """Begin a head."""
+        super().on_message_begin()
+        if self._num_open > self._limits.pipelined:
+            self._refuse(ApiError(400, "too many requests were sent before one was answered"))
+        self.scope["extensions"] = {ADMIT: {"call": self._admit}}
+        self._parsing = _Parsing.HEAD
+        self._num_headers = self._body_bytes = 0
+        self._fed_bytes = self._chunk_bytes  # in which it begins, without bodies before it
+        self._allow(self._limits.head_seconds)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header, or a trailer."""
+        self._num_headers += 1
+        if self._num_headers > self._limits.headers:
+            self._refuse(self._too_large())
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Hand the request to the application."""
+        super().on_headers_complete()
+        self._parsing = _Parsing.BODY
+        self._num_open += 1
+        self._allow(self._limits.body_seconds)
+
+    def on_body(self, body: bytes) -> None:
+        """Take a part of a body."""
+        self._body_bytes += len(body)
+        self._chunk_bytes -= len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """End a request, of which the answer may have come before."""
+        super().on_message_complete()
+        self._parsing = _Parsing.PAUSE
+        self._fed_bytes = 0
+        self._allow(self._limits.head_seconds)
+        self._connections.note_waiting(self, is_waiting=not self._num_open)
+
+    def _refuse(self, error: ApiError) -> None:
+        """End the parser's work; it calls `send_400_response`."""
+        self._problem = error
+        raise httptools.HttpParserError(str(error))
+
+    def send_400_response(self, msg: str) -> None:
+        """Say what was wrong with a request that could not be parsed."""
+        self._end(self._problem or ApiError(400, "this is no HTTP/1.1 request"))
+
+    # ---- what goes -------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        self._connections.admit(self)
+        self._connections.note_waiting(self, is_waiting=self._parsing is not _Parsing.PAUSE)
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request, or for a while for the rest of this one."""
+        self._num_open -= 1
+        super().on_response_complete()
+        if self._num_open == 0:
+            is_rest = self._parsing is _Parsing.BODY
+            limits = self._limits
+            self._allow(limits.refused_seconds if is_rest else limits.head_seconds)
+            self._connections.note_waiting(self, is_waiting=True)
