@@ -1,6 +1,7 @@
 """OpenAI's Responses API: what a body means, what an answer looks like, and what is kept of it."""
 
 import json
+import pickle
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from tandem.apis.errors import ApiError
 from tandem.apis.reading import read_body
 from tandem.apis.responses.conversation import as_chat, new_messages
-from tandem.apis.responses.kept import KeptResponses
+from tandem.apis.responses.kept import NO_MESSAGES, KeptResponses
 from tandem.apis.responses.schemas import ResponsesRequest
 from tandem.apis.schemas import ChatRequest, Message
 from tests.server.running import Reply, RunningServer
@@ -196,18 +197,34 @@ def test_custom_tools_take_a_text_and_namespaces_hold_tools(server: RunningServe
 
 
 def test_the_latest_answers_are_kept_within_limits() -> None:
-    kept = KeptResponses(most_answers=2, most_characters=10_000)
+    kept = KeptResponses(most_answers=2, most_bytes=10_000)
     for name in "abc":
-        kept.put({"id": name}, (), [Message.model_construct(role="user", content=name)])
+        kept.put({"id": name}, NO_MESSAGES, [Message.model_construct(role="user", content=name)])
     assert [message.content for message in kept.messages("c")] == ["c"]
-    assert kept.response("b") == {"id": "b"}
+    assert kept.response("b") == b'{"id":"b"}'
     with pytest.raises(ApiError, match="not kept"):
         kept.messages("a")
-    kept.put({"id": "d"}, (), [Message.model_construct(role="user", content="x" * 9_960)])
+    kept.put({"id": "d"}, NO_MESSAGES, [Message(role="user", content="x" * 9_300)])
     with pytest.raises(ApiError, match="not kept"):
         kept.messages("c")
     kept.drop("d")
-    assert kept.messages(None) == ()
+    assert kept.messages(None) == []
+
+
+def test_all_that_is_kept_is_counted() -> None:
+    """120 answers whose tools had empty lists took 460 MB of 64 MiB."""
+    kept = KeptResponses(most_bytes=2_000_000)
+    for number in range(30):
+        schema = {"enum": [[] for _ in range(50_000)]}
+        head = {"id": f"r{number}", "metadata": {"a": "x" * 50_000}, "tools": [schema]}
+        kept.put(head, NO_MESSAGES, [Message(role="user", content="x")])
+    assert len(pickle.dumps(kept)) <= 2_000_000
+    before = NO_MESSAGES
+    for number in range(10):  # each goes on from the one before, which is dropped first
+        kept.put({"id": f"s{number}"}, before, [Message(role="user", content="y" * 100_000)])
+        before = kept.conversation(f"s{number}")
+    assert len(kept.messages("s9")) == 10
+    assert len(pickle.dumps(kept)) <= 2_000_000
 
 
 @pytest.mark.parametrize(

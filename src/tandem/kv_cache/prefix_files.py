@@ -3,7 +3,8 @@
 A segment's key is a hash of all tokens up to its end and of what computed them, so the files are a
 tree of prefixes without an index of their own. A file is whole or not there: it is written beside
 its place and then renamed; its checksum is checked when it is read, and a damaged one is removed.
-Other processes may share the directory.
+Other processes may share the directory. Prompts can be read out of keys and values, so files and
+directories are their user's alone, whatever the umask.
 
 Order: one thread offers and reads, another writes. What was offered is in `_held` until its file is
 there, and is read from there before. `_index` changes under `_lock` alone.
@@ -14,12 +15,15 @@ import hashlib
 import logging
 import os
 import queue
+import stat
 import struct
 import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
+
+from tandem.core.errors import ConfigError
 
 _log = logging.getLogger("tandem.kv_cache")
 
@@ -29,6 +33,7 @@ SEGMENTS_BETWEEN_STATES = 2
 _MAGIC = b"TANDEMKV"
 _HEADER = struct.Struct("<8sQI")  # magic, bytes of what follows, its CRC-32
 _SUFFIX = ".kv"
+_FILE_MODE, _DIRECTORY_MODE = 0o600, 0o700
 # Segments that wait to be written, in memory.
 _MOST_HELD = 4
 
@@ -51,7 +56,9 @@ class PrefixFiles:
         self._held: dict[bytes, memoryview] = {}
         self._waiting: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._is_full = False
-        self._directory.mkdir(parents=True, exist_ok=True)
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        for own in (directory, self._directory):
+            _make_private(own)
         self._find()
         self._make_room(0)
         self._writer = threading.Thread(target=self._write_all, daemon=True)
@@ -135,6 +142,8 @@ class PrefixFiles:
         for path in self._root.glob(f"*/*{_SUFFIX}"):
             with contextlib.suppress(OSError):
                 status = path.stat()
+                if stat.S_IMODE(status.st_mode) != _FILE_MODE:
+                    path.chmod(_FILE_MODE)
                 found.append((status.st_mtime, path, status.st_size))
         self._index.update((path, size) for _, path, size in sorted(found))
 
@@ -155,7 +164,7 @@ class PrefixFiles:
         self._make_room(size)
         beside = path.with_suffix(f".{os.getpid()}.part")
         try:
-            with beside.open("wb") as file:
+            with open(beside, "wb", opener=_open_private) as file:
                 file.write(_HEADER.pack(*_header(data)))
                 file.write(data)
             beside.replace(path)
@@ -184,6 +193,28 @@ class PrefixFiles:
     def _forget(self, path: Path) -> None:
         with self._lock:
             self._index.pop(path, None)
+
+
+def _make_private(directory: Path) -> None:
+    """Make a directory that no other user can look into, or one that is there so."""
+    try:
+        directory.mkdir(mode=_DIRECTORY_MODE, exist_ok=True)
+        if stat.S_IMODE(directory.stat().st_mode) != _DIRECTORY_MODE:
+            directory.chmod(_DIRECTORY_MODE)
+    except OSError as error:
+        raise ConfigError(
+            f"keys and values cannot be kept in {directory}, which must be this user's alone "
+            f"({error.strerror}); make it so, set TANDEM_CACHE, or leave --kv-disk out"
+        ) from error
+
+
+def _open_private(path: str, flags: int) -> int:
+    """Open a new file for its user alone."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)  # of an earlier process with this number
+    descriptor = os.open(path, flags | os.O_EXCL | os.O_NOFOLLOW, _FILE_MODE)
+    os.fchmod(descriptor, _FILE_MODE)
+    return descriptor
 
 
 def _header(body: memoryview) -> tuple[bytes, int, int]:

@@ -41,7 +41,7 @@ class ResponsesApi:
 
     def get(self, response_id: str) -> Response:
         """Return an answer that was kept."""
-        return JSONResponse(self._kept.response(response_id))
+        return Response(self._kept.response(response_id), media_type="application/json")
 
     def delete(self, response_id: str) -> Response:
         """Forget an answer."""
@@ -59,7 +59,7 @@ class ResponsesApi:
         return requests.chat(self._chat(body), info, trims=body.truncation == "auto")
 
     def _reply(self, body: ResponsesRequest, requests: list[GenerationRequest]) -> ResponseReply:
-        earlier = self._kept.messages(body.previous_response_id)
+        earlier = self._kept.conversation(body.previous_response_id)
 
         def keep(response: dict[str, object], answer: Message) -> None:
             if body.store is not False:

@@ -1,56 +1,73 @@
-"""Answers that later requests go on from, by their ids: in memory, the latest within a limit."""
+"""Answers that later requests go on from, by their ids: in memory, the latest within a limit.
 
+They are kept as JSON, so that what they take is what is counted: a list of lists in a tool's schema
+takes twenty times its JSON as Python's objects. Each has the whole conversation before it, as the
+answers before it may be dropped first.
+"""
+
+import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from pydantic import TypeAdapter
 
 from tandem.apis.errors import ApiError
 from tandem.apis.schemas import Message
 
 _MOST_ANSWERS = 4096
-_MOST_CHARACTERS = 64 << 20
+_MOST_BYTES = 64 << 20
+# Of an entry, beside its JSON.
+_ENTRY_BYTES = 512
+NO_MESSAGES = b"[]"
+_MESSAGES = TypeAdapter(list[Message])
 
 
 @dataclass(frozen=True, slots=True)
 class KeptResponse:
-    """An answer, and the conversation up to its end without its instructions."""
+    """An answer, and the conversation up to its end without its instructions, as JSON."""
 
-    response: Mapping[str, object]
-    messages: Sequence[Message]
-    num_characters: int
-    """Of what it added to the conversation before it."""
+    response: bytes
+    messages: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes in memory."""
+        return len(self.response) + len(self.messages) + _ENTRY_BYTES
 
 
 class KeptResponses:
     """The latest answers. The event loop puts them in, threads look them up."""
 
-    def __init__(
-        self, most_answers: int = _MOST_ANSWERS, most_characters: int = _MOST_CHARACTERS
-    ) -> None:
-        """Keep so many answers at most, whose messages have so many characters at most."""
-        self._most_answers, self._most_characters = most_answers, most_characters
+    def __init__(self, most_answers: int = _MOST_ANSWERS, most_bytes: int = _MOST_BYTES) -> None:
+        """Keep so many answers at most, which have so many bytes at most."""
+        self._most_answers, self._most_bytes = most_answers, most_bytes
         self._kept: OrderedDict[str, KeptResponse] = OrderedDict()
-        self._num_characters = 0
+        self._num_bytes = 0
 
-    def put(
-        self,
-        response: Mapping[str, object],
-        earlier: Sequence[Message],
-        new: Sequence[Message],
-    ) -> None:
-        """Keep an answer, with the messages before it and those that it added."""
-        size = sum(len(message.model_dump_json(exclude_none=True)) for message in new)
-        self._kept[str(response["id"])] = KeptResponse(response, [*earlier, *new], size)
-        self._num_characters += size
+    @property
+    def num_bytes(self) -> int:
+        """What all of them take."""
+        return self._num_bytes
+
+    def put(self, response: Mapping[str, object], earlier: bytes, new: Sequence[Message]) -> None:
+        """Keep an answer, with the messages before it, as `conversation` has them, and its own."""
+        added = _MESSAGES.dump_json(list(new), exclude_none=True, by_alias=True)
+        both = earlier[:-1] + b"," + added[1:] if min(len(earlier), len(added)) > 2 else None
+        messages = both or max(earlier, added, key=len)
+        written = json.dumps(response, ensure_ascii=False, separators=(",", ":")).encode()
+        kept = KeptResponse(written, messages)
+        self._kept[str(response["id"])] = kept
+        self._num_bytes += kept.num_bytes
         while self._kept and (
-            len(self._kept) > self._most_answers or self._num_characters > self._most_characters
+            len(self._kept) > self._most_answers or self._num_bytes > self._most_bytes
         ):
-            self._num_characters -= self._kept.popitem(last=False)[1].num_characters
+            self._num_bytes -= self._kept.popitem(last=False)[1].num_bytes
 
-    def messages(self, response_id: str | None) -> Sequence[Message]:
-        """Return the conversation up to an answer; raises `ApiError` if it is not kept."""
+    def conversation(self, response_id: str | None) -> bytes:
+        """Return the conversation up to an answer as JSON; raises `ApiError` if it is not kept."""
         if response_id is None:
-            return ()
+            return NO_MESSAGES
         kept = self._kept.get(response_id)
         if kept is None:
             raise ApiError(
@@ -62,13 +79,17 @@ class KeptResponses:
             )
         return kept.messages
 
-    def response(self, response_id: str) -> Mapping[str, object]:
-        """Return an answer; 404 if it is not kept."""
+    def messages(self, response_id: str | None) -> Sequence[Message]:
+        """Return the conversation up to an answer; raises `ApiError` if it is not kept."""
+        return _MESSAGES.validate_json(self.conversation(response_id))
+
+    def response(self, response_id: str) -> bytes:
+        """Return an answer as JSON; 404 if it is not kept."""
         return self._require(response_id).response
 
     def drop(self, response_id: str) -> None:
         """Forget an answer; 404 if it is not kept."""
-        self._num_characters -= self._require(response_id).num_characters
+        self._num_bytes -= self._require(response_id).num_bytes
         del self._kept[response_id]
 
     def _require(self, response_id: str) -> KeptResponse:
