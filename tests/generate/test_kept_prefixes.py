@@ -11,6 +11,7 @@ import tandem
 from tandem.generate.kept_prefixes import KeptPrefixes
 from tandem.generate.scheduler import Scheduler
 from tandem.generate.token_output import TokenOutput
+from tandem.kv_cache import prefix_files
 from tandem.kv_cache.prefix_files import SEGMENT_TOKENS, SEGMENTS_BETWEEN_STATES, PrefixFiles
 from tests.architectures import VOCABULARY, build_tiny_model
 from tests.generate.test_scheduler import finish, request_of, tokens
@@ -251,11 +252,11 @@ def test_keys_are_of_all_tokens_before(tmp_path: Path) -> None:
 def test_a_full_disk_is_told_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_room(self: Path, *args: Any, **kwargs: Any) -> Any:
+    def no_room(path: str, flags: int) -> int:
         raise OSError(28, "No space left on device")
 
     kept = PrefixFiles(tmp_path, 10_000, b"model")
-    monkeypatch.setattr(Path, "open", no_room)
+    monkeypatch.setattr(prefix_files, "_open_private", no_room)
     with caplog.at_level(logging.WARNING, "tandem.kv_cache"):
         for key in kept.keys(range(2 * SEGMENT_TOKENS)):
             kept.offer(key, memoryview(bytearray(10)))

@@ -79,3 +79,12 @@ def test_large_wrong_bodies_are_refused(server: RunningServer) -> None:
     ]  # fmt: skip
     for path, body in bodies:
         assert server.ask("POST", path, body).status == 400
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+def test_a_text_that_no_context_takes_is_refused_by_its_length(
+    server: RunningServer, path: str
+) -> None:
+    refused = server.ask("POST", path, {"prompt": " " * 3_000_000})
+    assert (refused.status, refused.error["code"]) == (400, "context_length_exceeded")
+    assert "maximum context length" in refused.error["message"]

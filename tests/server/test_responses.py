@@ -204,7 +204,7 @@ def test_the_latest_answers_are_kept_within_limits() -> None:
     assert kept.response("b") == b'{"id":"b"}'
     with pytest.raises(ApiError, match="not kept"):
         kept.messages("a")
-    kept.put({"id": "d"}, NO_MESSAGES, [Message(role="user", content="x" * 9_300)])
+    kept.put({"id": "d"}, NO_MESSAGES, [Message.model_construct(role="user", content="x" * 9_300)])
     with pytest.raises(ApiError, match="not kept"):
         kept.messages("c")
     kept.drop("d")
@@ -215,13 +215,17 @@ def test_all_that_is_kept_is_counted() -> None:
     """120 answers whose tools had empty lists took 460 MB of 64 MiB."""
     kept = KeptResponses(most_bytes=2_000_000)
     for number in range(30):
-        schema = {"enum": [[] for _ in range(50_000)]}
+        schema: dict[str, object] = {"enum": [[] for _ in range(50_000)]}
         head = {"id": f"r{number}", "metadata": {"a": "x" * 50_000}, "tools": [schema]}
-        kept.put(head, NO_MESSAGES, [Message(role="user", content="x")])
+        kept.put(head, NO_MESSAGES, [Message.model_construct(role="user", content="x")])
     assert len(pickle.dumps(kept)) <= 2_000_000
     before = NO_MESSAGES
     for number in range(10):  # each goes on from the one before, which is dropped first
-        kept.put({"id": f"s{number}"}, before, [Message(role="user", content="y" * 100_000)])
+        kept.put(
+            {"id": f"s{number}"},
+            before,
+            [Message.model_construct(role="user", content="y" * 100_000)],
+        )
         before = kept.conversation(f"s{number}")
     assert len(kept.messages("s9")) == 10
     assert len(pickle.dumps(kept)) <= 2_000_000

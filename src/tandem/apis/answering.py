@@ -24,6 +24,7 @@ from tandem.generate.ending import EndOptions
 from tandem.generate.penalties import Penalties
 from tandem.generate.sampling import SamplingOptions
 from tandem.generate.thinking import ThinkingLimit
+from tandem.hf.text_tokens import TextTooLongError, token_ids
 
 _SEEDS = 2**62
 # Room that a trimmed conversation leaves for an answer of unsaid length, in tokens.
@@ -118,11 +119,11 @@ class GenerationRequests:
             for one in _choices(fields, body.n)
         ]
 
-    def chat_ids(self, body: ChatRequest) -> list[int]:
-        """Return the tokens of a chat's prompt, whether there is room for them or not."""
+    def chat_ids(self, body: ChatRequest, info: ModelInfo) -> list[int]:
+        """Return the tokens of a chat's prompt, unless they are surely more than the context."""
         tools = tools_of(body)
         is_ruled = chat_grammar(body, tools, self._format.marks) is not None
-        written = self._written(body, tools, None, is_ruled=is_ruled)
+        written = self._written(body, tools, info, is_ruled=is_ruled)
         return written([*map(turn_of, body.messages)]).ids
 
     def text_of(self, ids: list[int], info: ModelInfo) -> str:
@@ -131,7 +132,7 @@ class GenerationRequests:
         return str(self._tokenizer.decode(ids))
 
     def _written(
-        self, body: ChatRequest, tools: list[Tool], info: ModelInfo | None, *, is_ruled: bool
+        self, body: ChatRequest, tools: list[Tool], info: ModelInfo, *, is_ruled: bool
     ) -> Callable[[list[dict[str, object]]], ChatPrompt]:
         """Return what writes turns of a conversation as the model reads them."""
         shown_tools, options = described(tools), template_options(body)
@@ -140,7 +141,10 @@ class GenerationRequests:
             shown, sources = without_sources(turns)
             if sources and (why := self._why_no_images(info)) is not None:
                 raise ApiError(400, why, param="messages")
-            prompt = self._format.prompt(shown, shown_tools, options, must_not_think=is_ruled)
+            prompt = self._format.prompt(
+                shown, shown_tools, options, must_not_think=is_ruled,
+                most_tokens=self.limit(info),
+            )  # fmt: skip
             if not sources or self._images is None:
                 return prompt
             images = self._images.write(prompt.text, sources)
@@ -159,7 +163,7 @@ class GenerationRequests:
         grammar = text_grammar(body)
         generation_requests = []
         for prompt in body.prompts:
-            ids = self.text_ids(prompt, has_special=body.add_special_tokens is not False)
+            ids = self.text_ids(prompt, info, has_special=body.add_special_tokens is not False)
             fields = self._fields(body, ids, info)
             fields["grammar"] = grammar
             fields["num_top_logprobs"] = body.logprobs
@@ -172,13 +176,12 @@ class GenerationRequests:
             ]
         return generation_requests
 
-    def text_ids(self, prompt: str | list[int], *, has_special: bool) -> list[int]:
+    def text_ids(self, prompt: str | list[int], info: ModelInfo, *, has_special: bool) -> list[int]:
         """Return the tokens of a text, or the tokens themselves."""
         if not isinstance(prompt, str):
             return prompt
-        # What is too long is refused here, in better words than the tokenizer's own.
-        encoded = self._tokenizer(prompt, add_special_tokens=has_special, verbose=False)
-        return list(encoded["input_ids"])
+        most = self.limit(info)
+        return token_ids(self._tokenizer, prompt, has_special=has_special, most_tokens=most)
 
     def _echo(self, prompt: str | list[int]) -> str:
         return prompt if isinstance(prompt, str) else str(self._tokenizer.decode(prompt))
@@ -224,9 +227,10 @@ class GenerationRequests:
             )
         return limit - len(ids)
 
-    def limit(self, info: ModelInfo) -> int | None:
+    def limit(self, info: ModelInfo | None) -> int | None:
         """Return how many tokens prompt and answer may have together."""
-        limits = [limit for limit in (self._context, info.context) if limit is not None]
+        model = None if info is None else info.context
+        limits = [limit for limit in (self._context, model) if limit is not None]
         return min(limits, default=None)
 
     def _thinking(self, body: ChatRequest, prompt: ChatPrompt) -> ThinkingLimit | None:
@@ -272,7 +276,14 @@ def _fitting(
     if limit is None:
         return written(turns), 0
     longest = limit - max(1, min(_asked_tokens(body) or _TRIMMED_ROOM, limit // 4))
-    kept, num_dropped = trim_conversation(turns, lambda some: len(written(some).ids) <= longest)
+
+    def fits(some: list[dict[str, object]]) -> bool:
+        try:
+            return len(written(some).ids) <= longest
+        except TextTooLongError:
+            return False
+
+    kept, num_dropped = trim_conversation(turns, fits)
     return written(kept), num_dropped
 
 

@@ -262,10 +262,13 @@ class Session:
     def _encode(self, messages: "list[Message]") -> "tuple[int, ...] | ImagePrompt":
         from tandem.generate.images import has_images
         from tandem.generate.prompt import encode_conversation, encode_with_images
+        from tandem.hf.next_token_models import context_tokens
 
         if has_images(messages):
             return encode_with_images(self._model, self._processor, messages)
-        return tuple(encode_conversation(self._tokenizer, messages)[0].tolist())
+        most = context_tokens(self._model)
+        ids = encode_conversation(self._tokenizer, messages, most_tokens=most)
+        return tuple(ids[0].tolist())
 
     def _say_if_nothing_is_random(self) -> None:
         model_samples = bool(self._model.generation_config.do_sample)

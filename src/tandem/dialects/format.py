@@ -25,6 +25,7 @@ from tandem.dialects.turns import (
     without_tools,
 )
 from tandem.foreign_types import Tokenizer
+from tandem.hf.text_tokens import token_ids
 
 if TYPE_CHECKING:
     from tandem.decode.images import ImagePrompt
@@ -89,11 +90,13 @@ class ChatFormat:
         options: Mapping[str, object],
         *,
         must_not_think: bool = False,
+        most_tokens: int | None = None,
     ) -> ChatPrompt:
         """Write a conversation; `options` are the chat template's own.
 
         `must_not_think` closes the reasoning, for an answer whose first word is ruled. Raises
-        `TemplateError` for a conversation that the template cannot write.
+        `TemplateError` for a conversation that the template cannot write, and `TextTooLongError`
+        for one of surely more than `most_tokens`.
         """
         turns = [dict(message) for message in messages]
         if must_not_think:
@@ -110,8 +113,10 @@ class ChatFormat:
             text += self.dialect.answers_after
             is_thinking = False
         # The template has written the special tokens.
-        encoded = self._tokenizer(text, add_special_tokens=not self._has_template, verbose=False)
-        return ChatPrompt(text=text, ids=list(encoded["input_ids"]), is_thinking=is_thinking)
+        ids = token_ids(
+            self._tokenizer, text, has_special=not self._has_template, most_tokens=most_tokens
+        )
+        return ChatPrompt(text=text, ids=ids, is_thinking=is_thinking)
 
     def _render(
         self,

@@ -34,6 +34,7 @@ from tandem.generate.speculation.drafters import DraftParts, new_speculation
 from tandem.hf.dense import pack_dense_layers, share_threads
 from tandem.hf.next_token_models import (
     adapter_state,
+    context_tokens,
     require_next_token_model,
     without_adapters_wrapper,
 )
@@ -299,11 +300,13 @@ class Generator:
         if self.tokenizer is None:
             raise ConfigError("a prompt of text needs a tokenizer; pass one to Generator")
         if isinstance(prompt, str):
-            return encode_text(self.tokenizer, prompt)
+            most = context_tokens(self.model)
+            return encode_text(self.tokenizer, prompt, most_tokens=most)
         if has_images(prompt):  # type: ignore[arg-type]
             return encode_with_images(self.model, self.processor, prompt)  # type: ignore[arg-type]
-        ids: list[int] = encode_conversation(self.tokenizer, prompt).flatten().tolist()  # type: ignore[arg-type]
-        return ids
+        most = context_tokens(self.model)
+        ids = encode_conversation(self.tokenizer, prompt, most_tokens=most)  # type: ignore[arg-type]
+        return [int(token) for token in ids.flatten().tolist()]
 
     def _pad_id(self) -> int:
         pad = self.model.generation_config.pad_token_id

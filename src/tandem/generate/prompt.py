@@ -10,6 +10,7 @@ from tandem.decode.images import ImagePrompt, require_images
 from tandem.foreign_types import PreTrainedModel, Tokenizer
 from tandem.generate.images import Processor, images_of, without_sources, write_prompt
 from tandem.hf.next_token_models import context_tokens, vocabulary_size
+from tandem.hf.text_tokens import require_room, token_ids, told_panics
 
 
 class Message(TypedDict):
@@ -20,15 +21,24 @@ class Message(TypedDict):
     """Text; or parts, {"type": "text", "text": ...} and {"type": "image", "image": ...}."""
 
 
-def encode_conversation(tokenizer: Tokenizer, messages: Sequence[Mapping[str, object]]) -> Tensor:
+def encode_conversation(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, object]],
+    *,
+    most_tokens: int | None = None,
+) -> Tensor:
     """Return the token ids (1, n_tokens) that ask for the next assistant message.
 
     Without a chat template the messages are joined as plain text, so base models continue it.
+    Raises `ConfigError` for text of surely more than `most_tokens`.
     """
-    if getattr(tokenizer, "chat_template", None):
-        encoded = _through_template(tokenizer, messages)
-    else:
-        encoded = tokenizer("\n".join(str(m["content"]) for m in messages), return_tensors="pt")
+    texts = [str(message["content"]) for message in messages]
+    require_room(tokenizer, sum(map(len, texts)), most_tokens)
+    with told_panics():
+        if getattr(tokenizer, "chat_template", None):
+            encoded = _through_template(tokenizer, messages)
+        else:
+            encoded = tokenizer("\n".join(texts), return_tensors="pt")
     ids: Tensor = encoded["input_ids"]
     if ids.shape[1] == 0:
         raise ConfigError("the prompt is empty; give some text with -p or on standard input")
@@ -80,10 +90,12 @@ def _written(processor: Processor, messages: Sequence[Mapping[str, object]]) -> 
     return text
 
 
-def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the token ids of a text that the model is to continue, as its tokenizer makes them."""
-    ids: list[int] = tokenizer(text)["input_ids"]
-    return ids
+def encode_text(tokenizer: Tokenizer, text: str, *, most_tokens: int | None = None) -> list[int]:
+    """Return the token ids of a text that the model is to continue, as its tokenizer makes them.
+
+    Raises `ConfigError` for text of surely more than `most_tokens`.
+    """
+    return token_ids(tokenizer, text, has_special=True, most_tokens=most_tokens)
 
 
 def room(model: PreTrainedModel, prompt: Sequence[int], number: int = 0) -> int:

@@ -9,8 +9,9 @@ from tandem.apis.anthropic.conversation import as_chat, has_cache_marks
 from tandem.apis.anthropic.reply import MessageReply
 from tandem.apis.anthropic.schemas import CountTokensRequest, MessagesRequest
 from tandem.apis.api import Api
+from tandem.engine.messages import ModelInfo
 from tandem.server.event_stream import named_event
-from tandem.server.service import Server
+from tandem.server.service import Server, is_long
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +25,13 @@ class MessagesApi:
         """Answer /v1/messages/count_tokens."""
         server = self.server
         with server.counted("count_tokens"):
-            body, _ = await server.read(request, CountTokensRequest)
-            count = await server.in_thread(self._count, body)
+            body, info = await server.read(request, CountTokensRequest)
+            count = await server.in_thread(self._count, body, info, is_long=is_long(request))
         server.metrics.requests.labels("count_tokens", "200").inc()
         return JSONResponse({"input_tokens": count})
 
-    def _count(self, body: CountTokensRequest) -> int:
-        return len(self.server.generation_requests.chat_ids(as_chat(body)))
+    def _count(self, body: CountTokensRequest, info: ModelInfo) -> int:
+        return len(self.server.generation_requests.chat_ids(as_chat(body), info))
 
 
 def messages_api(server: Server) -> MessagesApi:

@@ -12,7 +12,7 @@ from tandem.apis.responses.schemas import CountRequest, ResponsesRequest
 from tandem.apis.schemas import ChatRequest, Message
 from tandem.engine.messages import ModelInfo
 from tandem.server.event_stream import named_event
-from tandem.server.service import Server
+from tandem.server.service import Server, is_long
 
 
 class ResponsesApi:
@@ -34,8 +34,8 @@ class ResponsesApi:
         """Answer /v1/responses/input_tokens."""
         server = self._server
         with server.counted("input_tokens"):
-            body, _ = await server.read(request, CountRequest)
-            count = await server.in_thread(self._count, body)
+            body, info = await server.read(request, CountRequest)
+            count = await server.in_thread(self._count, body, info, is_long=is_long(request))
         server.metrics.requests.labels("input_tokens", "200").inc()
         return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
 
@@ -51,8 +51,8 @@ class ResponsesApi:
     def _chat(self, body: CountRequest) -> ChatRequest:
         return as_chat(body, self._kept.messages(body.previous_response_id), new_messages(body))
 
-    def _count(self, body: CountRequest) -> int:
-        return len(self._server.generation_requests.chat_ids(self._chat(body)))
+    def _count(self, body: CountRequest, info: ModelInfo) -> int:
+        return len(self._server.generation_requests.chat_ids(self._chat(body), info))
 
     def _requests(self, body: ResponsesRequest, info: ModelInfo) -> list[GenerationRequest]:
         requests = self._server.generation_requests

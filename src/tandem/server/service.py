@@ -5,8 +5,11 @@ import contextlib
 import functools
 import logging
 import math
+import os
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
@@ -25,6 +28,7 @@ from tandem.core.registry import nearest_names
 from tandem.dialects.format import TemplateError
 from tandem.engine.messages import ModelInfo
 from tandem.foreign_types import Tokenizer
+from tandem.hf.text_tokens import TextTooLongError
 from tandem.server.engine_client import EngineClient
 from tandem.server.event_stream import EventStream
 from tandem.server.metrics import Metrics
@@ -36,7 +40,12 @@ _log = logging.getLogger("tandem.server")
 _KEEP_ALIVE_SECONDS = 15.0
 _DEADLINE = "X-Tandem-Deadline"
 # A shorter body is read sooner than a thread begins.
-_LONG_BODY_BYTES = 16 << 10
+_SHORT_BODY_BYTES = 16 << 10
+# Longer ones are read one after the other, so that clients which send many of them leave the
+# processor to the model and to others' short ones.
+_LONG_BODY_BYTES = 512 << 10
+# How much less of the processor that thread gets, as nice(1) counts it.
+_NICENESS = 10
 # So many names of ignored fields and of other models are logged, each once.
 _MOST_NOTED = 256
 
@@ -68,6 +77,7 @@ class Server:
         )  # fmt: skip
         self.max_body_bytes = options.max_body_bytes(has_images=images is not None)
         self._noted: set[str] = set()
+        self._for_long = ThreadPoolExecutor(1, "tandem-long-bodies", _give_way)
         self.began = int(time.time())
 
     # ---- answers ---------------------------------------------------------------------------------
@@ -77,7 +87,9 @@ class Server:
         with self.counted(api.endpoint):
             body, info = await self.read(request, api.body)
             self.engine.require_room(body.num_answers)
-            generation_requests = await self.in_thread(api.requests, body, info)
+            generation_requests = await self.in_thread(
+                api.requests, body, info, is_long=is_long(request)
+            )
             answer = RunningAnswer(
                 self.engine, self.metrics, self.options,
                 endpoint=api.endpoint, generation_requests=generation_requests,
@@ -110,7 +122,8 @@ class Server:
             self.metrics.requests.labels(endpoint, "400").inc()
             # A template's message repeats the prompt.
             reason = error.reason if isinstance(error, TemplateError) else None
-            raise ApiError(400, str(error), reason=reason) from error
+            code = "context_length_exceeded" if isinstance(error, TextTooLongError) else None
+            raise ApiError(400, str(error), reason=reason, code=code) from error
 
     async def read(self, request: Request, kind: type[B]) -> tuple[B, ModelInfo]:
         """Return the checked body, and the model that it may ask for."""
@@ -119,7 +132,12 @@ class Server:
         except ClientDisconnect:
             raise ApiError(499, "the client has left") from None
         reading = functools.partial(read_body, kind, raw, is_strict=self.options.strict)
-        found = await self.in_thread(reading) if len(raw) > _LONG_BODY_BYTES else reading()
+        request.state.num_bytes = len(raw)
+        found = (
+            await self.in_thread(reading, is_long=is_long(request))
+            if len(raw) > _SHORT_BODY_BYTES
+            else reading()
+        )
         self._require_model(found.body.model)
         self._note_ignored(found)
         info = self.engine.info
@@ -159,10 +177,13 @@ class Server:
             self._noted.add(what)
         return is_news
 
-    async def in_thread(self, function: Callable[..., T], *args: object) -> T:
+    async def in_thread(
+        self, function: Callable[..., T], *args: object, is_long: bool = False
+    ) -> T:
         """Run what may take long, such as writing a long prompt, beside the event loop."""
+        loop, pool = asyncio.get_running_loop(), self._for_long if is_long else None
         try:
-            return await asyncio.to_thread(function, *args)
+            return await loop.run_in_executor(pool, function, *args)
         except TandemError:
             raise
         except (
@@ -228,6 +249,17 @@ async def _events(api: Api[Any], reply: Reply, answer: RunningAnswer) -> AsyncIt
             yield written
     if written := b"".join(map(api.encode, reply.last_events())) + api.done:
         yield written
+
+
+def is_long(request: Request) -> bool:
+    """Tell whether a request's body, which was read, is among the long ones."""
+    return int(request.state.num_bytes) > _LONG_BODY_BYTES
+
+
+def _give_way() -> None:
+    """Let this thread have less of the processor than others."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
 def _deadline(request: Request) -> float | None:

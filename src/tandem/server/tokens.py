@@ -9,7 +9,7 @@ from pydantic import Field
 from tandem.apis.errors import ApiError
 from tandem.apis.schemas import Asked, ChatRequest, Message, Tool
 from tandem.engine.messages import ModelInfo
-from tandem.server.service import Server
+from tandem.server.service import Server, is_long
 
 _Json = dict[str, object]
 
@@ -40,7 +40,7 @@ async def answer_tokenize(server: Server, request: Request) -> Response:
     """Answer /tokenize."""
     with server.counted("tokenize"):
         body, info = await server.read(request, TokenizeRequest)
-        answer = await server.in_thread(_tokenized, server, body, info)
+        answer = await server.in_thread(_tokenized, server, body, info, is_long=is_long(request))
     server.metrics.requests.labels("tokenize", "200").inc()
     return JSONResponse(answer)
 
@@ -55,7 +55,7 @@ async def answer_detokenize(server: Server, request: Request) -> Response:
 
 
 def _tokenized(server: Server, body: TokenizeRequest, info: ModelInfo) -> _Json:
-    ids = _ids(server, body)
+    ids = _ids(server, body, info)
     answer: _Json = {
         "tokens": ids,
         "count": len(ids),
@@ -70,7 +70,7 @@ def _tokenized(server: Server, body: TokenizeRequest, info: ModelInfo) -> _Json:
     return answer
 
 
-def _ids(server: Server, body: TokenizeRequest) -> list[int]:
+def _ids(server: Server, body: TokenizeRequest, info: ModelInfo) -> list[int]:
     text = body.prompt if body.prompt is not None else body.content
     if (text is None) == (body.messages is None):
         raise ApiError(400, "give either prompt (a text) or messages", param="prompt")
@@ -79,11 +79,11 @@ def _ids(server: Server, body: TokenizeRequest) -> list[int]:
         # vLLM adds special tokens unless told not to, llama.cpp only if told to.
         is_added = body.add_special if body.content is not None else body.add_special_tokens
         has_special = body.content is None if is_added is None else is_added
-        return requests.text_ids(text, has_special=has_special)
+        return requests.text_ids(text, info, has_special=has_special)
     chat = ChatRequest.model_construct(
         messages=body.messages,
         tools=body.tools,
         chat_template_kwargs=body.chat_template_kwargs,
         add_generation_prompt=body.add_generation_prompt,
     )
-    return requests.chat_ids(chat)
+    return requests.chat_ids(chat, info)

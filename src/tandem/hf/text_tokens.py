@@ -1,0 +1,61 @@
+"""From text to tokens: a text that no context can take is refused before its tokens are counted.
+
+A tokenizer takes seconds and hundreds of bytes for each token of a text that is too long, and a
+Rust panic in it is no `Exception`. Both are a sentence here.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+from tandem.core.errors import ConfigError
+from tandem.foreign_types import Tokenizer
+
+# The longest token of a vocabulary is looked for only for a text of more characters.
+_SHORT_CHARACTERS = 1 << 16
+_PANICS = "pyo3_runtime"
+
+
+class TextTooLongError(ConfigError):
+    """A text has more tokens than a context; `num_tokens` says how many at least."""
+
+    def __init__(self, num_tokens: int, most_tokens: int) -> None:
+        """Say so of a text of at least `num_tokens`."""
+        super().__init__(
+            # Clients know a full context by these words of OpenAI's and Anthropic's.
+            f"the prompt is too long: this model's maximum context length is {most_tokens} tokens "
+            f"for prompt and answer together, and the prompt has at least {num_tokens}; shorten it"
+        )
+        self.num_tokens = num_tokens
+
+
+def require_room(tokenizer: Tokenizer, num_characters: int, most_tokens: int | None) -> None:
+    """Raise `TextTooLongError` for a text that has too many tokens however they are cut."""
+    if most_tokens is None or num_characters <= _SHORT_CHARACTERS:
+        return
+    longest = max(map(len, tokenizer.get_vocab()), default=1)
+    if num_characters > most_tokens * longest:
+        raise TextTooLongError(num_characters // longest, most_tokens)
+
+
+def token_ids(
+    tokenizer: Tokenizer, text: str, *, has_special: bool, most_tokens: int | None
+) -> list[int]:
+    """Return a text's tokens; `ConfigError` if it cannot have as few as `most_tokens`."""
+    require_room(tokenizer, len(text), most_tokens)
+    with told_panics():
+        # What is too long by less is refused later, in better words than the tokenizer's own.
+        encoded = tokenizer(text, add_special_tokens=has_special, verbose=False)
+        return list(encoded["input_ids"])
+
+
+@contextlib.contextmanager
+def told_panics() -> Iterator[None]:
+    """Raise `ConfigError` in place of a panic of the tokenizer."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__module__ != _PANICS:
+            raise
+        raise ConfigError(
+            "the model's tokenizer failed at this text; shorten it, or split its longest words"
+        ) from error

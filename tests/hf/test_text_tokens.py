@@ -1,0 +1,76 @@
+"""Texts that no context can take, and tokenizers that fail: a sentence."""
+
+from typing import Any
+
+import pytest
+
+from tandem.core.errors import ConfigError
+from tandem.dialects.format import ChatFormat
+from tandem.generate.prompt import encode_conversation, encode_text
+from tandem.hf.text_tokens import TextTooLongError, require_room, token_ids, told_panics
+from tests.hf.tiny import byte_tokenizer
+
+PANIC = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})
+SPACES = " " * 12_000_000
+MESSAGES: list[Any] = [{"role": "user", "content": SPACES}]
+CONTEXT = 2048
+
+
+class Untouched:
+    """A tokenizer that must not be called."""
+
+    chat_template = None
+
+    def get_vocab(self) -> dict[str, int]:
+        return {"a": 0, " " * 16: 1}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("this text is not to be tokenized")
+
+
+class Panicking(Untouched):
+    """A tokenizer whose Rust code has failed: PyO3 raises what is no Exception."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise PANIC("index out of bounds")
+
+
+def test_a_text_that_no_context_can_take_is_not_tokenized() -> None:
+    tokenizer: Any = Untouched()
+    for encode in (
+        lambda: token_ids(tokenizer, SPACES, has_special=True, most_tokens=CONTEXT),
+        lambda: encode_text(tokenizer, SPACES, most_tokens=CONTEXT),
+        lambda: encode_conversation(tokenizer, MESSAGES, most_tokens=CONTEXT),
+    ):
+        with pytest.raises(TextTooLongError, match="at least 750000; shorten"):
+            encode()
+
+
+def test_chats_are_refused_too() -> None:
+    with pytest.raises(TextTooLongError):
+        ChatFormat(byte_tokenizer()).prompt(MESSAGES, [], {}, most_tokens=CONTEXT)
+
+
+def test_a_text_that_may_fit_is_tokenized() -> None:
+    tokenizer = byte_tokenizer()
+    longest = max(map(len, tokenizer.get_vocab()))
+    require_room(tokenizer, 100_000 * longest, 100_000)
+    with pytest.raises(TextTooLongError):
+        require_room(tokenizer, 100_000 * longest + 1, 100_000)
+    require_room(tokenizer, 10**9, None)
+
+
+def test_a_panic_of_the_tokenizer_is_a_sentence() -> None:
+    tokenizer: Any = Panicking()
+    for encode in (
+        lambda: token_ids(tokenizer, "x", has_special=True, most_tokens=CONTEXT),
+        lambda: encode_text(tokenizer, "x", most_tokens=CONTEXT),
+        lambda: encode_conversation(tokenizer, [{"role": "user", "content": "x"}]),
+    ):
+        with pytest.raises(ConfigError, match="tokenizer failed at this text"):
+            encode()
+
+
+def test_other_ends_pass() -> None:
+    with pytest.raises(KeyboardInterrupt), told_panics():
+        raise KeyboardInterrupt
