@@ -74,14 +74,21 @@ class BoundedServer:
     def count(self) -> int:
         return int(self.do(lambda: len(self.connections)))
 
-    def wait_for_count(self, number: int) -> None:
-        """Return when there are so many connections: those that come are seen later than sent."""
+    def wait_for(self, function: Callable[[], Any], value: Any) -> None:
+        """Return when a function has a value: what comes is seen later than it was sent."""
         event = threading.Event()
         for _ in range(PATIENCE_SECONDS * 100):
-            if self.count() == number:
+            if (found := self.do(function)) == value:
                 return
             event.wait(0.01)
-        raise AssertionError(f"{self.count()} connections, expected {number}")
+        raise AssertionError(f"{found}, expected {value}")
+
+    def wait_for_count(self, number: int) -> None:
+        self.wait_for(lambda: len(self.connections), number)
+
+    def wait_for_bytes(self, number: int, of: str = "_fed_bytes") -> None:
+        """Return when so many bytes have come of the requests under way."""
+        self.wait_for(lambda: sum(getattr(one, of) for one in self.connections._all), number)
 
     def connect(self) -> socket.socket:
         return socket.create_connection(self.listener.getsockname(), PATIENCE_SECONDS)

@@ -68,10 +68,12 @@ def test_a_head_has_so_much_time(bounded: BoundedServer, start: bytes) -> None:
     with bounded.connect() as connection:
         connection.sendall(start)
         bounded.wait_for_count(1)
+        bounded.wait_for_bytes(len(start))
         bounded.pass_time(19)
         assert bounded.count() == 1
         if len(start) > 4:
             connection.sendall(b"z")  # its time began with its first byte
+            bounded.wait_for_bytes(len(start) + 1)
         bounded.pass_time(2)
         found = answer(connection)
         assert found.startswith(b"HTTP/1.1 408 ") or not start
@@ -82,9 +84,9 @@ def test_a_body_has_time_by_its_length(bounded: BoundedServer) -> None:
         for connection in (slow, stopped):
             connection.sendall(KEYED.replace(b"GET", b"POST") + b"Content-Length: 20000\r\n\r\n")
         bounded.wait_for_count(2)
-        for _ in range(19):
+        for number in range(1, 20):
             slow.sendall(b"x" * 1000)
-            bounded.do(lambda: None)
+            bounded.wait_for_bytes(1000 * number, "_body_bytes")
             bounded.pass_time(1.5)
         assert answer(stopped).startswith(b"HTTP/1.1 408 ")
         slow.sendall(b"x" * 1000)

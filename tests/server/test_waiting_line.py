@@ -1,6 +1,6 @@
 """Who waits, in which order, and who leaves."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.server.waiting_line import WaitingLine
@@ -15,6 +15,7 @@ _ACTIONS = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(_ACTIONS)
 def test_the_line_is_a_sorted_list(actions: list[tuple[str, int]]) -> None:
     line, expected = WaitingLine(), list[tuple[int, int]]()
