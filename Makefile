@@ -24,7 +24,7 @@ PYTEST := $(BIN)/pytest -n 2 --dist loadgroup $(if $(ISA),--isa $(ISA))
 # that follow.
 WHEEL_PYTHONS ?= python3.11 python3.12
 
-.PHONY: wheel check-wheel check-arm test-gpu bench-gpu demo-cut dry-gpu run test setup check lint types floors unit seam-oldest docs-models docs-modules docs-forecast api-docs sanitize fix size clean try-clients
+.PHONY: wheel check-wheel check-arm test-gpu bench-gpu demo-cut dry-gpu run test setup check lint types floors unit seam-oldest docs-models docs-modules docs-forecast api-docs sanitize fix size clean try-clients try-hostile
 
 run: $(VENV)/runtime.stamp  ## Answer PROMPT with MODEL (default: the demo model, built on first use)
 	@$(BIN)/tandem run $(MODEL) -p "$(PROMPT)" --max-new-tokens 100
@@ -108,6 +108,9 @@ api-docs: setup  ## The API reference from the docstrings, HTML in build/api
 
 try-clients: setup  ## Other projects' clients, each installed on its own; writes docs/clients.md
 	$(BIN)/python -m tests.clients --write-docs
+
+try-hostile: setup  ## 200 hostile clients beside one stream for ten minutes: gaps, statuses, memory
+	$(BIN)/python -m benchmarks.server.hostile --minutes 10
 
 fix: setup
 	$(BIN)/ruff check --fix .
