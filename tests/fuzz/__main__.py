@@ -9,7 +9,8 @@ from collections import Counter
 from pathlib import Path
 
 KINDS = (
-    "safetensors", "index", "config", "generation", "gguf", "tokenizer", "tokenizer_config",
+    "safetensors", "index", "config", "generation", "packed", "packed_index", "quantised", "gguf",
+    "tokenizer", "tokenizer_config",
 )  # fmt: skip
 _OUT = Path("build/fuzz")
 _SECONDS_EACH = 30  # for one input, on a slow machine too

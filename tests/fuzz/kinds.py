@@ -18,6 +18,7 @@ from tandem.cli.model_choice import ModelChoice, calm_transformers, load_tokeniz
 from tandem.core.errors import TandemError
 from tests.fuzz.mutations import mutate_headed_json, mutate_json, mutate_words
 from tests.hf.tiny import save_tiny_checkpoint
+from tests.loading.checkpoints import FORMATS, write_plain, write_quantised
 from tests.loading.gguf_files import tiny_model, write_gguf
 from tests.loading.test_gguf_commands import add_tokenizer
 
@@ -79,6 +80,13 @@ def kinds(directory: Path) -> Mapping[str, Kind]:
             partial(_run, directory / "generation"),
         ),
     }
+    packed = tandem.save(tandem.load(whole, expert_dtype="int4"), directory / "packed")
+    found["packed"] = _json(packed / "config.json", partial(_run, packed))
+    indexed = _copy(packed, "packed_index") / "tandem.safetensors.index.json"
+    found["packed_index"] = _json(indexed, partial(_run, indexed.parent))
+    plain = write_plain(directory / "plain", FORMATS["gptq"].architecture)
+    gptq = write_quantised(directory / "gptq", plain, FORMATS["gptq"])
+    found["quantised"] = _json(gptq / "config.json", partial(_run, gptq))
     words = partial(mutate_words, keys=[key.encode() for key in keys])
     found["gguf"] = Kind(
         gguf.with_name("tiny.gguf"), data[:length], data[length:], words,

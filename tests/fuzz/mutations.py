@@ -23,6 +23,8 @@ _KEYS = (
     "content", "normalizer", "pre_tokenizer", "post_processor", "decoder", "truncation", "padding",
     "extra_special_tokens", "model_max_length", "tokenizer_class", "chat_template", "type",
     "sliding_window", "head_dim", "use_cache", "problem_type", "id2label", "is_encoder_decoder",
+    "expert_dtype", "dense_dtype", "expert_formats", "dense_formats", "packed_format", "device",
+    "quant_method", "bits", "group_size", "desc_act", "threads", "cache_dir", "sha256",
     "attention_chunk_size", "chunk_size_feed_forward", "generation_config", "pad_token_id",
 )  # fmt: skip
 _CHANGES = (1, 1, 1, 2, 3)

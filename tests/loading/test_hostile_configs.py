@@ -11,6 +11,8 @@ import pytest
 import tandem
 from tandem.checkpoint.sources.gguf_header import GgufHeader, read_header
 from tandem.core.errors import ModelError
+from tandem.forecast.completeness import require_complete
+from tandem.forecast.sizes import model_sizes
 from tandem.hf.checkpoint import open_model
 from tests.hf.tiny import save_tiny_checkpoint
 from tests.loading.gguf_files import tiny_model, write_gguf
@@ -66,6 +68,26 @@ def test_a_size_beyond_every_tensor(checkpoint: Path) -> None:
     edit_json(checkpoint / CONFIG, max_position_embeddings=64, rope_parameters={"x": [1 << 60]})
     with pytest.raises(ModelError, match="x is 1152921504606846976, expected at most"):
         open_model(checkpoint)
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("value", [5, [], "float7", {"text_config": 5}], ids=range(4))
+def test_a_dtype_that_torch_has_not(checkpoint: Path, key: str, value: object) -> None:
+    edit_json(checkpoint / CONFIG, **{key: value})
+    with pytest.raises(ModelError, match=f"{key} is .*, expected a dtype such as bfloat16"):
+        open_model(checkpoint)
+
+
+def test_a_plan_of_sizes_that_no_tensor_has(checkpoint: Path) -> None:
+    edit_json(checkpoint / CONFIG, num_attention_heads=1_000_003)
+    with pytest.raises(ModelError, match="num_attention_heads 1000003"):
+        model_sizes(open_model(checkpoint), tandem.OffloadConfig())
+
+
+def test_a_quantization_config_of_other_types(checkpoint: Path) -> None:
+    edit_json(checkpoint / CONFIG, quantization_config={"quant_method": "gptq", "bits": "x"})
+    with pytest.raises(ModelError, match="has a quantization_config that cannot be read"):
+        require_complete(open_model(checkpoint))
 
 
 KEYS = (

@@ -9,7 +9,7 @@ import pytest
 
 import tandem
 from tandem.cli.header_check import refuse_dense
-from tandem.core.errors import ModelError
+from tandem.core.errors import ConfigError, ModelError
 from tandem.hf.checkpoint import open_model
 from tests.hf.tiny import save_tiny_checkpoint
 
@@ -185,3 +185,29 @@ def test_the_first_look_at_a_damaged_model_says_nothing(
 ) -> None:
     (checkpoint / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     refuse_dense(checkpoint)
+
+
+@pytest.mark.parametrize("metadata", [5, [], None, "x"], ids=range(4))
+def test_an_index_with_metadata_of_another_type(checkpoint: Path, metadata: object) -> None:
+    edit_json(checkpoint / INDEX, metadata=metadata)
+    with pytest.raises(ModelError, match=r"metadata is .*, expected an object"):
+        open_model(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "sentence"),
+    [
+        ("expert_formats", 5, r"expert_formats is 5, expected list\[str\]"),
+        ("expert_formats", [5], r"expert_formats is \[5\], expected list\[str\]"),
+        ("dense_formats", {"a": 1}, r"dense_formats is \{'a': 1\}, expected dict"),
+        ("threads", "many", "threads is 'many', expected int"),
+    ],
+)
+def test_what_a_packed_config_says_of_another_type(
+    checkpoint: Path, tmp_path: Path, key: str, value: object, sentence: str
+) -> None:
+    packed = tandem.save(tandem.load(checkpoint), tmp_path / "packed")
+    config = json.loads((packed / CONFIG).read_text())["quantization_config"]
+    edit_json(packed / CONFIG, quantization_config=config | {key: value})
+    with pytest.raises(ConfigError, match=sentence):
+        tandem.load(packed)

@@ -25,6 +25,7 @@ _OPTIONAL_COUNTS = ("head_dim", "intermediate_size", "moe_intermediate_size")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
 _ACTIVATIONS = ("hidden_act", "hidden_activation")
+_DTYPES = ("dtype", "torch_dtype")
 _TOKEN_IDS = ("eos_token_id", "bos_token_id", "pad_token_id")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _LONGEST_SAID = 400  # characters
@@ -40,6 +41,8 @@ def require_possible_values(where: str, config: JsonObject) -> None:
         for name in _OPTIONAL_COUNTS:
             _require_count(where, name, part.get(name), least=0)
         _require_top_k(where, part)
+        for name in _DTYPES:
+            _require_dtype(where, name, part.get(name))
         for name in _ACTIVATIONS:
             _require_activation(where, name, part.get(name))
 
@@ -145,6 +148,18 @@ def _require_top_k(where: str, part: dict[str, object]) -> None:
                 f"{where}: {name} is {top_k} and {experts} is {most}, expected {least} to {most} "
                 "experts a token"
             )
+
+
+def _require_dtype(where: str, name: str, value: object) -> None:
+    """Refuse what names no dtype of torch's; of several parts, each may have its own."""
+    import torch
+
+    for one in value.values() if isinstance(value, dict) else (value,):
+        is_dtype = isinstance(one, str) and isinstance(
+            getattr(torch, one.removeprefix("torch."), None), torch.dtype
+        )
+        if not is_dtype and one not in (None, "auto"):
+            raise ModelError(f"{where}: {name} is {shown(one)}, expected a dtype such as bfloat16")
 
 
 def _require_activation(where: str, name: str, value: object) -> None:

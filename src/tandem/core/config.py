@@ -88,6 +88,32 @@ def from_mapping(config: type[T], values: Mapping[str, object], *, where: str) -
     return config(**values)
 
 
+def require_types(config: type[Any], values: Mapping[str, object], *, where: str) -> None:
+    """Raise `ConfigError` for a value of a file that is of another type than its field."""
+    hints = typing.get_type_hints(config)
+    for key, value in values.items():
+        if key in hints and not _fits(value, hints[key]):
+            shown = repr(value)[:100]
+            expected = getattr(hints[key], "__name__", hints[key])
+            raise ConfigError(f"{where}: {key} is {shown}, expected {expected}")
+
+
+def _fits(value: object, hint: Any) -> bool:
+    """Tell whether a value of a JSON file is of a type, such as `list[str] | None`."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return any(_fits(value, one) for one in inner)
+    if origin is list:
+        return isinstance(value, list) and all(_fits(one, inner[0]) for one in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(one, inner[1]) for one in value.values())
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return not isinstance(hint, type) or isinstance(value, hint)
+
+
 def require_range(
     name: str, value: float, low: float, high: float = float("inf"), *, what: str = ""
 ) -> None:

@@ -9,7 +9,7 @@ import torch
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from tandem.checkpoint.sources.source import Source
-from tandem.core.config import from_mapping
+from tandem.core.config import from_mapping, require_types
 from tandem.core.errors import ConfigError
 from tandem.core.registry import nearest_names
 from tandem.devices.options import OffloadOptions
@@ -154,6 +154,7 @@ class OffloadConfig(OffloadOptions, QuantizationConfigMixin):  # type: ignore[mi
     ) -> Any:
         """Build from config.json's `quantization_config`; an unknown key is a `ConfigError`."""
         values = {k: v for k, v in config_dict.items() if k != "quant_method"}
+        require_types(cls, values, where="quantization_config")
         config = from_mapping(cls, values | kwargs, where="quantization_config")
         return (config, {}) if return_unused_kwargs else config
 

@@ -123,7 +123,6 @@ def _from_pretrained(
     config = own_config(checkpoint)
     if num_layers is not None:
         keep_first_layers(config, num_layers)
-    require_size(checkpoint, config)
     mine |= {"config": config, "trust_remote_code": checkpoint.runs_code}
     named = _named_class(checkpoint.config.get("architectures"))
     loader = named or transformers.AutoModelForCausalLM
@@ -215,10 +214,10 @@ def open_foreign(
 
         return open_gguf(checkpoint.path, empty_model, adapt=adapt)
     assert checkpoint.quantization is not None
-    source = open_source(checkpoint.files, checkpoint.quantization)
+    with foreign_errors(f"{checkpoint.directory} has a quantization_config that cannot be read"):
+        source = open_source(checkpoint.files, checkpoint.quantization)
     config = source_config(checkpoint)
     adapt(config)
-    require_size(checkpoint, config)
     return config, source
 
 
@@ -261,9 +260,10 @@ def keep_first_layers(config: PreTrainedConfig, num_layers: int) -> None:
 
 
 def own_config(checkpoint: Checkpoint) -> PreTrainedConfig:
-    """Return Transformers' config of a checkpoint; what computes is not for the file to choose.
+    """Return Transformers' config of a checkpoint; `ModelError` if its tensors hold less.
 
-    Transformers would fetch from the hub what a config names and the machine has not.
+    What computes is not for a config to choose: Transformers would fetch from the hub what it names
+    and the machine has not.
     """
     config = transformers.AutoConfig.from_pretrained(
         checkpoint.directory,
@@ -271,16 +271,13 @@ def own_config(checkpoint: Checkpoint) -> PreTrainedConfig:
         local_files_only=not checkpoint.runs_code,
     )
     choose_no_implementation(config)
+    if not checkpoint.runs_code:  # code of its own may do anything
+        _require_size(checkpoint, config)
     return config
 
 
-def require_size(checkpoint: Checkpoint, config: PreTrainedConfig) -> None:
-    """Build a checkpoint's model without memory; `ModelError` if its tensors are of a smaller one.
-
-    A model's own code is not counted: it may do anything.
-    """
-    if checkpoint.runs_code:
-        return
+def _require_size(checkpoint: Checkpoint, config: PreTrainedConfig) -> None:
+    """Build a checkpoint's model without memory, and count it."""
     where, held = f"{checkpoint.directory}/config.json", checkpoint.held
     require_layers(where, getattr(config.get_text_config(), "num_hidden_layers", None), held)
     with counted_build(where, checkpoint.config, held):

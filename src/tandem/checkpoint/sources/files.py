@@ -89,7 +89,12 @@ def open_tensors(directory: Path, index_name: str | None = None) -> TensorFiles:
 
 def _weight_map(directory: Path, index_name: str) -> dict[str, str]:
     """Return in which file an index says that each tensor lies; none is outside its directory."""
-    weight_map = read_json(directory, index_name).get("weight_map")
+    index = read_json(directory, index_name)
+    weight_map, metadata = index.get("weight_map"), index.get("metadata", {})
+    if not isinstance(metadata, dict):
+        raise ModelError(
+            f"{directory / index_name}: metadata is {shown(metadata)}, expected an object"
+        )
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{directory / index_name} has no weight_map; download it again")
     for name, shard in weight_map.items():

@@ -11,7 +11,7 @@ from tandem.hf.checkpoint import Checkpoint, open_model
 from tandem.hf.config import OffloadConfig
 from tandem.hf.dense import pack_as_loaded
 from tandem.hf.experts import is_experts_module
-from tandem.hf.load import empty_model, load_checkpoint, own_config, require_size, source_config
+from tandem.hf.load import empty_model, load_checkpoint, own_config, source_config
 from tandem.kernels.dense import CpuThreads
 
 
@@ -24,7 +24,6 @@ def load_small(path: Path) -> PreTrainedModel:
             "directory or a hub id"
         )
     config = source_config(checkpoint)
-    require_size(checkpoint, config)
     if any(is_experts_module(module) for module in empty_model(config).modules()):
         return load_checkpoint(checkpoint, OffloadConfig())
     with foreign_errors(f"Transformers cannot load {path}"):
