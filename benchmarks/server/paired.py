@@ -113,7 +113,7 @@ def main() -> None:
     try:
         serve(
             source, ServerOptions(port=0), EngineSettings(max_running=4, part_tokens=256),
-            api_key=None, on_ready=announce,
+            on_ready=announce,
         )  # fmt: skip
     finally:
         os.unlink(results)

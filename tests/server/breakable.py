@@ -64,7 +64,6 @@ def main() -> None:
         ),
         ServerOptions(port=0),
         EngineSettings(max_running=2, part_tokens=256, has_replay=False),
-        api_key=None,
         on_ready=lambda address: print(json.dumps({"address": address}), flush=True),
     )
 

@@ -231,7 +231,7 @@ def test_a_taken_port_is_told_at_once(server: RunningServer) -> None:
     source = Source(name="x", load_model=never_called, load_tokenizer=never_called)
     settings = EngineSettings(max_running=1, part_tokens=16)
     with pytest.raises(ConfigError, match="choose another --port"):
-        serve(source, ServerOptions(port=server.port), settings, api_key=None, on_ready=print)
+        serve(source, ServerOptions(port=server.port), settings, on_ready=print)
 
 
 def never_called() -> Any:

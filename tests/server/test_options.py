@@ -38,7 +38,7 @@ def client(tokenizer: Any, **options: Any) -> TestClient:
         never_called, EngineSettings(max_running=1, part_tokens=16), max_waiting=0
     )
     server = Server(engine, tokenizer, ServerOptions(**options), "tiny")
-    return TestClient(create_app(server, api_key=None, allowed_hosts=None))
+    return TestClient(create_app(server, allowed_hosts=None))
 
 
 @pytest.fixture

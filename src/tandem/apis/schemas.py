@@ -7,7 +7,7 @@ value that changes nothing; what happens to other fields is `reading`'s.
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, PrivateAttr, field_validator
 
 from tandem.apis.reading import Body, Unsupported, sentence
 
@@ -82,6 +82,17 @@ class Asked(Body):
 
     model: str | None = Field(None, max_length=512)
     stream: bool | None = None
+
+    _owner: bytes = PrivateAttr(b"")
+
+    def belong_to(self, owner: bytes) -> None:
+        """Note who asks, as the server tells clients apart."""
+        self._owner = owner
+
+    @property
+    def owner(self) -> bytes:
+        """Who asks; empty where clients are not told apart."""
+        return self._owner
 
     @property
     def num_answers(self) -> int:

@@ -26,6 +26,7 @@ from tandem.core.config import field_type
 from tandem.core.errors import ConfigError
 from tandem.core.registry import nearest_names
 from tandem.devices.options import OffloadOptions
+from tandem.server.api_keys import read_keys
 from tandem.server.options import ServerOptions
 
 _OPTIONS = (ServerOptions, OffloadOptions, ModelChoice)
@@ -50,9 +51,8 @@ def application(arguments: Mapping[str, str]) -> Any:
     )
     from ray import serve
 
-    build = functools.partial(
-        _build_app, own, server, offload, choice, os.environ.get("TANDEM_API_KEY")
-    )
+    keys = read_keys(server.api_key, server.api_key_file, os.environ.get("TANDEM_API_KEY"))
+    build = functools.partial(_build_app, own, server, offload, choice, keys)
     deployment = serve.deployment(
         serve.ingress(lambda: build())(),
         name="tandem",
@@ -69,7 +69,7 @@ def _build_app(
     options: ServerOptions,
     offload: OffloadOptions,
     choice: ModelChoice,
-    api_key: str | None,
+    api_keys: tuple[str, ...],
 ) -> Any:
     """Return one replica's application; its engine process begins and ends with it."""
     from tandem.apis.images import allowed_directory
@@ -82,7 +82,11 @@ def _build_app(
     load = functools.partial(
         load_model_and_tokenizer, found, offload, quiet=True, dense_dtype=own.dense_dtype
     )
-    settings = EngineSettings(max_running=options.max_running, part_tokens=options.part_tokens)
+    settings = EngineSettings(
+        max_running=options.max_running,
+        part_tokens=options.part_tokens,
+        is_isolated=options.isolate_keys,
+    )
     engine = EngineClient(load, settings, max_waiting=options.max_waiting)
     images = load_image_reader(found, allowed_directory(options.image_files))
     server = Server(engine, load_tokenizer(found), options, Path(choice.model).name, images)
@@ -94,7 +98,7 @@ def _build_app(
         await engine.drain(options.shutdown_timeout)
         await engine.close()
 
-    return create_app(server, api_key=api_key, allowed_hosts=None, lifespan=lifespan)
+    return create_app(server, api_keys=api_keys, allowed_hosts=None, lifespan=lifespan)
 
 
 def _options(kind: type, arguments: Mapping[str, str]) -> Any:

@@ -24,6 +24,7 @@ from tandem.cli.paths import cache_dir
 from tandem.core.config import add_flags, from_flags, option
 from tandem.core.errors import ConfigError
 from tandem.devices.options import OffloadOptions
+from tandem.server.api_keys import read_keys
 from tandem.server.options import ServerOptions, require_key
 
 _EXTRA = {"fastapi", "uvicorn", "prometheus_client", "llguidance", "pydantic"}
@@ -60,8 +61,13 @@ def run(flags: argparse.Namespace) -> int:
     options = from_flags(ServerOptions, flags)
     offload = from_flags(OffloadOptions, flags)
     own = from_flags(ServeOptions, flags)
-    api_key = os.environ.get("TANDEM_API_KEY")
-    require_key(options.host, api_key)
+    api_keys = read_keys(options.api_key, options.api_key_file, os.environ.get("TANDEM_API_KEY"))
+    require_key(options.host, api_keys)
+    if options.isolate_keys and not api_keys:
+        raise ConfigError(
+            "--isolate-keys tells clients apart by their API keys, and there is none; give some "
+            "with --api-key-file"
+        )
     try:
         from tandem.apis.images import allowed_directory
         from tandem.engine.messages import EngineSettings
@@ -100,12 +106,13 @@ def run(flags: argparse.Namespace) -> int:
         speculate=options.speculate,
         load_drafting=DraftChoice(found, options.draft, quiet=own.quiet).load,
         max_gap=options.max_gap,
+        is_isolated=options.isolate_keys,
         kept_prefixes=KeptPrefixes(cache_dir() / "kv", options.kv_disk_bytes)
         if options.kv_disk_bytes
         else None,
     )
     serve(
-        source, options, settings, api_key=api_key,
+        source, options, settings, api_keys=api_keys,
         on_ready=functools.partial(_announce, source.name, own),
     )  # fmt: skip
     return 0

@@ -89,6 +89,7 @@ class Engine:
         self._connection = connection
         generator = Generator(
             model, tokenizer, has_replay=settings.has_replay, speculate=settings.speculate,
+            shares_answers=not settings.is_isolated,
             **settings.load_drafting(tokenizer),
         )  # fmt: skip
         self._speculation = generator.speculation
@@ -189,6 +190,7 @@ class Engine:
                     priority=message.priority,
                     end=message.end,
                     images=message.images,
+                    owner=message.owner,
                 )
             )
         except Exception as error:

@@ -53,6 +53,8 @@ class EngineSettings:
     """Returns what drafts for a model with this tokenizer; pickled by name."""
     max_gap: float | None = None
     """Seconds that streams wait for prompts at most; None: whatever a chunk takes."""
+    is_isolated: bool = False
+    """Whether requests have owners, so that nothing is drafted from earlier answers."""
     kept_prefixes: KeptPrefixes | None = None
     """Where beginnings of prompts are kept on disk; None: nowhere."""
 
@@ -75,6 +77,8 @@ class Submit:
     end: EndOptions = field(default_factory=EndOptions)
     images: "ImagePrompt | None" = None
     thinking: ThinkingLimit | None = None
+    owner: bytes = b""
+    """Whose it is: nothing is reused of what another owner's requests have left."""
 
 
 class Cancel(NamedTuple):

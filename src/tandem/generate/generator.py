@@ -65,6 +65,7 @@ class Generator:
         speculate: str = "auto",
         draft: PreTrainedModel | None = None,
         mtp_from: Path | None = None,
+        shares_answers: bool = True,
     ) -> None:
         """Take a Transformers model; without a tokenizer prompts and answers are token ids.
 
@@ -80,7 +81,8 @@ class Generator:
         `speculate` is what drafts tokens that are verified together: "auto", "lookup" (what
         followed the latest tokens where they stood before), "mtp" (the model's own MTP layer too,
         from the checkpoint in the directory `mtp_from`, or the model's) or "none"; `draft` is a
-        small model with the same tokens, which writes ahead. Answers are the same.
+        small model with the same tokens, which writes ahead. Answers are the same. Unless
+        `shares_answers`, nothing is drafted from answers to other prompts.
         Raises `UnsupportedModelError` for models that do not write token by token.
         """
         model = without_adapters_wrapper(model)
@@ -95,7 +97,10 @@ class Generator:
         if self._kv_dtype == "auto" and (runtime := runtime_of(model)) is not None:
             self._kv_dtype = runtime.kv_dtype
         self._has_replay = has_replay
-        parts = DraftParts(model=model, threads=self._threads, draft=draft, mtp_from=mtp_from)
+        parts = DraftParts(
+            model=model, threads=self._threads, draft=draft, mtp_from=mtp_from,
+            shares_answers=shares_answers,
+        )  # fmt: skip
         self.speculation = new_speculation(speculate, parts)
         """What drafts tokens for all requests; None: nothing does."""
         self._has_tried_slots = False

@@ -25,6 +25,7 @@ class HeldPrefixes:
         self._files = files if pool.can_move else None
         self._keys: list[list[bytes]] = [[] for _ in range(pool.num_slots)]
         self._num_written = [0] * pool.num_slots
+        self._owners = [b""] * pool.num_slots
         self.num_read_tokens = 0
         """Tokens whose keys and values came from disk."""
 
@@ -37,6 +38,7 @@ class HeldPrefixes:
         slot, shared = self._take(request, free, oldest)
         self._num_written[slot] = 0
         self._keys[slot].clear()
+        self._owners[slot] = request.owner
         return slot, shared
 
     def _take(self, request: Request, free: Sequence[int], oldest: int) -> tuple[int, int]:
@@ -60,6 +62,8 @@ class HeldPrefixes:
             return [0] * pool.num_slots
         return [
             pool.usable(slot, num_shared(pool.held(slot), request.keys))
+            if self._owners[slot] == request.owner
+            else 0
             for slot in range(pool.num_slots)
         ]
 
@@ -85,7 +89,7 @@ class HeldPrefixes:
         files = self._files
         if files is None or running.request.has_prompt_logprobs:
             return
-        keys = files.keys(running.request.keys[:-1])
+        keys = files.keys(running.request.keys[:-1], owner=running.request.owner)
         first = running.num_done // SEGMENT_TOKENS
         end = first
         while end < len(keys) and files.has(keys[end]):
@@ -169,7 +173,7 @@ class HeldPrefixes:
             held = self._pool.held(slot)
             if len(held) // SEGMENT_TOKENS <= self._num_written[slot]:
                 continue
-            self._keys[slot] = files.keys(held, self._keys[slot])
+            self._keys[slot] = files.keys(held, self._keys[slot], owner=self._owners[slot])
             while (number := self._num_written[slot]) < len(self._keys[slot]):
                 self._num_written[slot] += 1
                 if self._write_one(files, slot, number):

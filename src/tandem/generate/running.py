@@ -48,6 +48,8 @@ class Request:
     """Requests of a lower number go first."""
     may_speculate: bool = True
     """Whether tokens may be drafted and verified together; the answer is the same."""
+    owner: bytes = b""
+    """Whose it is: nothing is reused of what another owner's requests have left."""
 
     @property
     def keys(self) -> tuple[int, ...]:

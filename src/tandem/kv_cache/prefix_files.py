@@ -70,10 +70,18 @@ class PrefixFiles:
         with self._lock:
             return sum(self._index.values())
 
-    def keys(self, tokens: Sequence[int], known: Sequence[bytes] = ()) -> list[bytes]:
-        """Return the keys of the whole segments of some tokens; `known` are those of the first."""
+    def keys(
+        self, tokens: Sequence[int], known: Sequence[bytes] = (), *, owner: bytes = b""
+    ) -> list[bytes]:
+        """Return the keys of the whole segments of some tokens; `known` are those of the first.
+
+        They are different for each `owner`, who is told by 64 bytes at most.
+        """
         found = list(known)
-        previous = found[-1] if found else self._first_key
+        first_key = self._first_key
+        if owner:
+            first_key = hashlib.blake2b(first_key, digest_size=16, key=owner).digest()
+        previous = found[-1] if found else first_key
         for first in range(len(found) * SEGMENT_TOKENS, len(tokens) - SEGMENT_TOKENS + 1,
                            SEGMENT_TOKENS):  # fmt: skip
             segment = tokens[first : first + SEGMENT_TOKENS]

@@ -1,5 +1,6 @@
 """The HTTP side: routes and errors. Knows neither tensors nor how tokens are made."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -36,7 +37,7 @@ BODIES: list[type[BaseModel]] = [
 def create_app(
     server: Server,
     *,
-    api_key: str | None,
+    api_keys: Sequence[str] = (),
     allowed_hosts: list[str] | None,
     lifespan: Any = None,
 ) -> FastAPI:
@@ -45,7 +46,7 @@ def create_app(
     options = server.options
     app.add_middleware(
         Gate,
-        api_key=api_key,
+        api_keys=api_keys,
         allowed_hosts=allowed_hosts,
         max_body_bytes=server.max_body_bytes,
         allow_origin=options.allow_origin,
@@ -101,14 +102,14 @@ def _add_responses(app: FastAPI, server: Server) -> None:
         return await api.count(request)
 
     @app.get("/v1/responses/{response_id}", responses=described_errors(401, 404))
-    async def response(response_id: str) -> Response:
+    async def response(request: Request, response_id: str) -> Response:
         """Return an answer that is kept."""
-        return api.get(response_id)
+        return api.get(response_id, server.owner_of(request))
 
     @app.delete("/v1/responses/{response_id}", responses=described_errors(401, 404))
-    async def delete(response_id: str) -> Response:
+    async def delete(request: Request, response_id: str) -> Response:
         """Forget an answer."""
-        return api.delete(response_id)
+        return api.delete(response_id, server.owner_of(request))
 
 
 def _add_tokens(app: FastAPI, server: Server) -> None:

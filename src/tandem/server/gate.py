@@ -4,13 +4,13 @@ A page of another site must not reach a server on the same machine: its script c
 without being asked by CORS, which is off, and a name that it made point here is not ours.
 """
 
-import hmac
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.apis.errors import ApiError
+from tandem.server.api_keys import OWNER, ApiKeys
 from tandem.server.http_protocol import ADMIT
 from tandem.server.page_files import PAGE_FILES
 from tandem.server.refusals import log_refusal
@@ -33,14 +33,14 @@ class Gate:
         self,
         app: ASGIApp,
         *,
-        api_key: str | None,
+        api_keys: Sequence[str],
         allowed_hosts: list[str] | None,
         max_body_bytes: int,
         allow_origin: str | None,
     ) -> None:
-        """Guard `app`; None switches a check off."""
+        """Guard `app`; no keys, and None, switch a check off."""
         self._app = app
-        self._key = None if api_key is None else api_key.encode()
+        self._keys = ApiKeys(api_keys)
         self._hosts = None if allowed_hosts is None else set(allowed_hosts)
         self._max_body_bytes = max_body_bytes
         self._origin = None if allow_origin is None else allow_origin.encode()
@@ -59,12 +59,14 @@ class Gate:
             if scope["method"] == "OPTIONS":
                 await _reply(send, 204, b"", ())
                 return
-        problem = self._problem(scope, headers)
+        owner = self._keys.owner(headers)
+        problem = self._problem(scope, headers, owner)
         if problem is not None:
             await _refuse(scope, send, problem)
             return
         if scope["path"] not in _OPEN_PATHS:
             scope.get("extensions", {}).get(ADMIT, _UNCOUNTED)["call"]()
+        scope.setdefault("state", {})[OWNER] = owner or b""
         began = [False]
         try:
             await self._app(scope, self._bounded(receive), _noting(send, began))
@@ -72,14 +74,16 @@ class Gate:
             if not began[0]:
                 await _refuse(scope, send, self._too_large())
 
-    def _problem(self, scope: Scope, headers: dict[bytes, bytes]) -> ApiError | None:
+    def _problem(
+        self, scope: Scope, headers: dict[bytes, bytes], owner: bytes | None
+    ) -> ApiError | None:
         host = headers.get(b"host", b"").decode("latin-1").lower()
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
         if self._hosts is not None and name not in self._hosts:
             return ApiError(403, "this server is called by its own address only", code="bad_host")
         if len(scope["path"]) > _LONGEST_PATH:
             return ApiError(414, "the path is too long")
-        if scope["path"] not in _OPEN_PATHS and not self._has_key(headers):
+        if scope["path"] not in _OPEN_PATHS and owner is None:
             return ApiError(
                 401,
                 "the API key is missing or wrong; send it as Authorization: Bearer KEY or "
@@ -98,14 +102,6 @@ class Gate:
         if not length.isdigit() or int(length) > self._max_body_bytes:
             return self._too_large()
         return None
-
-    def _has_key(self, headers: dict[bytes, bytes]) -> bool:
-        if self._key is None:
-            return True
-        given = headers.get(b"authorization", b"")
-        scheme, _, key = given.partition(b" ")
-        is_bearer = hmac.compare_digest(key.strip(), self._key) and scheme.lower() == b"bearer"
-        return is_bearer or hmac.compare_digest(headers.get(b"x-api-key", b""), self._key)
 
     def _too_large(self) -> ApiError:
         return ApiError(

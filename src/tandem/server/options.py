@@ -1,6 +1,7 @@
 """What a user says about the server. Loads neither torch nor FastAPI."""
 
 import ipaddress
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tandem.core.config import option, require_range
@@ -77,6 +78,18 @@ class ServerOptions:
         None, help="let requests name images that are files below this directory (file:///...; "
         "default: images come in requests alone)", metavar="DIRECTORY",
     )  # fmt: skip
+    api_key: str | None = option(
+        None, help="API key that clients send, or several separated by commas; this machine's "
+        "other users see it among its processes, TANDEM_API_KEY and a file they do not",
+        metavar="KEYS",
+    )  # fmt: skip
+    api_key_file: str | None = option(
+        None, help="file with one API key in each line", metavar="FILE"
+    )
+    isolate_keys: bool = option(
+        False, help="keep apart what requests of different API keys leave: beginnings of prompts "
+        "in memory and on disk, kept responses, drafts"
+    )  # fmt: skip
     allow_origin: str | None = option(
         None, help="let pages of this origin call the API (CORS); default: none", metavar="ORIGIN"
     )
@@ -139,11 +152,9 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def require_key(host: str, api_key: str | None) -> None:
+def require_key(host: str, api_keys: Sequence[str]) -> None:
     """Raise `ConfigError` for a server that other machines reach and that has no API key."""
-    if api_key is not None and not api_key.strip():
-        raise ConfigError("the API key is empty; set TANDEM_API_KEY to a long random string")
-    if api_key is None and not is_loopback(host):
+    if not api_keys and not is_loopback(host):
         raise ConfigError(
             f"listening on {host} lets other machines in; set TANDEM_API_KEY to a long random "
             "string that clients send, or listen on 127.0.0.1"

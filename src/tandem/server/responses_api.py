@@ -18,10 +18,10 @@ from tandem.server.service import Server, is_long
 class ResponsesApi:
     """What clients of the Responses API ask, and the answers that they may go on from."""
 
-    def __init__(self, server: Server, kept: KeptResponses | None = None) -> None:
+    def __init__(self, server: Server) -> None:
         """Answer for a server; nothing is kept yet."""
         self._server = server
-        self._kept = kept or KeptResponses()
+        self._kept: dict[bytes, KeptResponses] = {}
         self.responses = Api(
             endpoint="responses",
             body=ResponsesRequest,
@@ -39,17 +39,23 @@ class ResponsesApi:
         server.metrics.requests.labels("input_tokens", "200").inc()
         return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
 
-    def get(self, response_id: str) -> Response:
-        """Return an answer that was kept."""
-        return Response(self._kept.response(response_id), media_type="application/json")
+    def get(self, response_id: str, owner: bytes) -> Response:
+        """Return an answer that was kept of this owner's."""
+        kept = self._kept_of(owner).response(response_id)
+        return Response(kept, media_type="application/json")
 
-    def delete(self, response_id: str) -> Response:
-        """Forget an answer."""
-        self._kept.drop(response_id)
+    def delete(self, response_id: str, owner: bytes) -> Response:
+        """Forget an answer of this owner's."""
+        self._kept_of(owner).drop(response_id)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
+    def _kept_of(self, owner: bytes) -> KeptResponses:
+        """Return what is kept for an owner; each has a limit of its own."""
+        return self._kept.setdefault(owner, KeptResponses())
+
     def _chat(self, body: CountRequest) -> ChatRequest:
-        return as_chat(body, self._kept.messages(body.previous_response_id), new_messages(body))
+        earlier = self._kept_of(body.owner).messages(body.previous_response_id)
+        return as_chat(body, earlier, new_messages(body))
 
     def _count(self, body: CountRequest, info: ModelInfo) -> int:
         return len(self._server.generation_requests.chat_ids(self._chat(body), info))
@@ -59,10 +65,11 @@ class ResponsesApi:
         return requests.chat(self._chat(body), info, trims=body.truncation == "auto")
 
     def _reply(self, body: ResponsesRequest, requests: list[GenerationRequest]) -> ResponseReply:
-        earlier = self._kept.conversation(body.previous_response_id)
+        kept = self._kept_of(body.owner)
+        earlier = kept.conversation(body.previous_response_id)
 
         def keep(response: dict[str, object], answer: Message) -> None:
             if body.store is not False:
-                self._kept.put(response, earlier, [*new_messages(body), answer])
+                kept.put(response, earlier, [*new_messages(body), answer])
 
         return ResponseReply(body, requests[0], self._server.model, keep)

@@ -28,6 +28,7 @@ class RunningAnswer:
         *,
         endpoint: str,
         generation_requests: list[GenerationRequest],
+        owner: bytes = b"",
         seconds: float | None = None,
     ) -> None:
         """Submit them; raises `ApiError` if the queue is full. `endpoint` is for the counts.
@@ -43,7 +44,9 @@ class RunningAnswer:
         self._tokens = 0
         self._status: str | None = None
         self._engine = engine
-        self._token_outputs = engine.submit(*(one.fields for one in generation_requests))
+        self._token_outputs = engine.submit(
+            *({**one.fields, "owner": owner} for one in generation_requests)
+        )
         if options.log_prompts:
             for generation_request in generation_requests:
                 _log.info("prompt: %r", generation_request.prompt_text)

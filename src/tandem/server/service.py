@@ -29,6 +29,7 @@ from tandem.dialects.format import TemplateError
 from tandem.engine.messages import ModelInfo
 from tandem.foreign_types import Tokenizer
 from tandem.hf.text_tokens import TextTooLongError
+from tandem.server.api_keys import OWNER
 from tandem.server.engine_client import EngineClient
 from tandem.server.event_stream import EventStream
 from tandem.server.metrics import Metrics
@@ -93,6 +94,7 @@ class Server:
             answer = RunningAnswer(
                 self.engine, self.metrics, self.options,
                 endpoint=api.endpoint, generation_requests=generation_requests,
+                owner=body.owner,
                 seconds=_deadline(request),
             )  # fmt: skip
         reply = api.reply(body, generation_requests)
@@ -133,17 +135,24 @@ class Server:
             raise ApiError(499, "the client has left") from None
         reading = functools.partial(read_body, kind, raw, is_strict=self.options.strict)
         request.state.num_bytes = len(raw)
+        owner = self.owner_of(request)
         found = (
             await self.in_thread(reading, is_long=is_long(request))
             if len(raw) > _SHORT_BODY_BYTES
             else reading()
         )
+        found.body.belong_to(owner)
         self._require_model(found.body.model)
         self._note_ignored(found)
         info = self.engine.info
         if info is None:
             raise server_error("the model is being loaded; ask again soon", status=503)
         return found.body, info
+
+    def owner_of(self, request: Request) -> bytes:
+        """Return whose traces a request may find: all requests', unless keys are isolated."""
+        owner: bytes = getattr(request.state, OWNER, b"") if self.options.isolate_keys else b""
+        return owner
 
     def _require_model(self, name: str | None) -> None:
         if not name or name in self.names:

@@ -4,7 +4,7 @@ import asyncio
 import functools
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import uvicorn
@@ -83,17 +83,17 @@ def serve(
     options: ServerOptions,
     settings: EngineSettings,
     *,
-    api_key: str | None,
+    api_keys: Sequence[str] = (),
     on_ready: Callable[[str], None],
 ) -> None:
     """Serve until a signal; `on_ready` receives the address once the model answers.
 
     Raises `TandemError` for what a user can mend: a port that is taken, a model that cannot load.
     """
-    require_key(options.host, api_key)
+    require_key(options.host, api_keys)
     listener = _listen(options.host, options.port)
     try:
-        asyncio.run(_serve(source, options, settings, api_key, listener, on_ready))
+        asyncio.run(_serve(source, options, settings, api_keys, listener, on_ready))
     finally:
         listener.close()
 
@@ -102,7 +102,7 @@ async def _serve(
     source: Source,
     options: ServerOptions,
     settings: EngineSettings,
-    api_key: str | None,
+    api_keys: Sequence[str],
     listener: socket.socket,
     on_ready: Callable[[str], None],
 ) -> None:
@@ -110,7 +110,7 @@ async def _serve(
     tokenizer = source.load_tokenizer()
     app = create_app(
         Server(engine, tokenizer, options, source.name, source.load_images()),
-        api_key=api_key,
+        api_keys=api_keys,
         allowed_hosts=_LOCAL_NAMES if is_loopback(options.host) else None,
     )
     connections = Connections(ConnectionLimits(connections=most_connections()))

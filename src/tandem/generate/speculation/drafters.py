@@ -36,6 +36,8 @@ class DraftParts:
     threads: CpuThreads
     draft: PreTrainedModel | None = None
     """A small model with the same tokens, if there is one."""
+    shares_answers: bool = True
+    """Whether look-up drafts from earlier answers too, or from a request's own text alone."""
     mtp_from: Path | None = None
     """The checkpoint with the model's MTP layer, where it is not the model's own."""
 
@@ -45,6 +47,8 @@ DRAFTERS: Registry[Drafting | DraftModel] = Registry("drafter")
 
 @DRAFTERS.register("lookup")
 def _lookup(parts: DraftParts) -> Drafting:
+    if not parts.shares_answers:
+        return FreeDrafts(PromptLookup)
     return FreeDrafts(partial(PromptLookup, EarlierAnswers()))
 
 

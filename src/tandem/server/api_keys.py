@@ -1,0 +1,68 @@
+"""The API keys of a server, and whose requests are whose.
+
+A key is compared in constant time, and with all keys, so that the time tells neither how much of it
+is right nor which one it is.
+"""
+
+import hashlib
+import hmac
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tandem.core.errors import ConfigError
+
+# Where a request's state says whose it is.
+OWNER = "owner"
+_OWNER_BYTES = 16
+
+
+class ApiKeys:
+    """The keys that let requests in; none lets all in."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        """Take the keys."""
+        self._keys = [(key.encode(), _owner(key)) for key in keys]
+
+    def owner(self, headers: Mapping[bytes, bytes]) -> bytes | None:
+        """Return whose request has these headers, by its key; None: it has no right one."""
+        if not self._keys:
+            return b""
+        scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
+        given = [headers.get(b"x-api-key", b"")]
+        given += [bearer.strip()] if scheme.lower() == b"bearer" else []
+        found = None
+        for key, owner in self._keys:
+            for one in given:
+                if hmac.compare_digest(one, key):
+                    found = owner
+        return found
+
+
+def read_keys(
+    listed: str | None, file: str | None, environment: str | None = None
+) -> tuple[str, ...]:
+    """Return the keys of a list with commas, of a file with one in a line, and of the environment.
+
+    Raises `ConfigError` for an empty key or a file without keys.
+    """
+    keys = [] if listed is None else [key.strip() for key in listed.split(",")]
+    if environment is not None:
+        keys.append(environment.strip())
+    if not all(keys):
+        raise ConfigError("an API key is empty; give a long random string")
+    if file is not None:
+        try:
+            lines = Path(file).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            why = getattr(error, "strerror", None) or "it is no UTF-8 text"
+            raise ConfigError(f"the file of API keys {file} cannot be read: {why}") from error
+        found = [line.strip() for line in lines if line.strip()]
+        if not found:
+            raise ConfigError(f"the file of API keys {file} has none; write one in each line")
+        keys += found
+    return tuple(dict.fromkeys(keys))
+
+
+def _owner(key: str) -> bytes:
+    """Return what stands for a key where its requests' traces are kept."""
+    return hashlib.blake2b(key.encode(), digest_size=_OWNER_BYTES, person=b"tandem owner").digest()

@@ -1,0 +1,42 @@
+"""What one owner's requests leave in memory and on disk, another's do not find."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import tandem
+from tandem.generate.scheduler import Scheduler
+from tandem.kv_cache.prefix_files import SEGMENT_TOKENS
+from tests.generate.test_kept_prefixes import NUM_SEGMENTS, PROMPT, long_model, scheduler_of
+from tests.generate.test_scheduler import finish, request_of
+
+MINE, YOURS = b"mine", b"yours"
+
+
+def reused(scheduler: Scheduler, owner: bytes) -> int:
+    request = request_of(1, PROMPT, max_new_tokens=2, temperature=0.0)
+    scheduler.add(dataclasses.replace(request, owner=owner))
+    (found,) = finish(scheduler).values()
+    return found[0].reused_tokens
+
+
+def test_prefixes_are_shared_within_an_owner_alone(tmp_path: Path) -> None:
+    model: Any = long_model()
+    scheduler = scheduler_of(model, tmp_path, slots=2)
+    assert reused(scheduler, MINE) == 0
+    assert reused(scheduler, YOURS) == 0
+    assert reused(scheduler, MINE) > 0
+    assert reused(scheduler, YOURS) > 0
+    assert reused(scheduler, b"") == 0
+    scheduler.prefixes.close(30)
+    again = scheduler_of(model, tmp_path, slots=2)
+    assert reused(again, b"other") == 0
+    assert reused(again, YOURS) == NUM_SEGMENTS * SEGMENT_TOKENS
+
+
+def test_prompts_at_once_of_two_owners_are_each_computed(tmp_path: Path) -> None:
+    scheduler = tandem.Generator(long_model()).scheduler(2)
+    for number, owner in enumerate((MINE, YOURS)):
+        request = request_of(number, PROMPT, max_new_tokens=2, temperature=0.0)
+        scheduler.add(dataclasses.replace(request, owner=owner))
+    assert [found[0].reused_tokens for found in finish(scheduler).values()] == [0, 0]
