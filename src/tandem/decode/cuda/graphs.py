@@ -171,12 +171,15 @@ class CapturedStep:
         segments: list[tuple[Graph, GraphBreak | None]],
         result: Tensor,
         around: Callable[[], AbstractContextManager[None]],
+        captured: Callable[[], Tensor],
     ) -> None:
         """Take segments with what comes after each, and the tensor that the last one writes.
 
-        Every run is inside `around`.
+        Every run is inside `around`. `captured` is kept: it holds tensors that the segments read,
+        such as weights in fp32, and a graph itself keeps no memory but its own.
         """
         self._segments, self._result, self._around = segments, result, around
+        self._captured = captured
 
     @property
     def num_segments(self) -> int:
@@ -224,8 +227,9 @@ def new_graphed_step(
 
     def capture(layers: GraphLayers | None) -> CapturedStep:
         capture = partial(_captured, make_capture=make_capture, layers=layers, pad=pad)
-        segments, result = _shortest(step, record_first, capture)
-        return CapturedStep(segments, result, deferring if layers is None else layers.around)
+        segments, result, captured = _shortest(step, record_first, capture)
+        around = deferring if layers is None else layers.around
+        return CapturedStep(segments, result, around, captured)
 
     def capture_one_way() -> CapturedStep:
         layers = find_layers()
@@ -253,8 +257,8 @@ def new_graphed_step(
     )  # fmt: skip
 
 
-# A step's segments, with what comes after each, and the tensor of its result.
-Captured = tuple[list[tuple[Graph, GraphBreak | None]], Tensor]
+# A step's segments, with what comes after each; the tensor of its result; and what was captured.
+Captured = tuple[list[tuple[Graph, GraphBreak | None]], Tensor, Callable[[], Tensor]]
 
 
 def _shortest(
@@ -304,4 +308,4 @@ def _captured(
         except BaseException:
             capture.abandon()
             raise
-    return [*breaker.segments, (last, None)], result
+    return [*breaker.segments, (last, None)], result, step
