@@ -36,7 +36,7 @@ def require_finite_logits(
     `tokens_of` returns the tokens of a row so far. A model may forbid tokens by minus infinity.
     """
     highest = logits.amax(-1)  # NaN where a row has one
-    if math.isfinite(float(highest.sum())):
+    if math.isfinite(_waited_for(highest.sum())):
         return
     row = int(highest.isfinite().logical_not().nonzero()[0])
     place = _first_spoilt(model, list(tokens_of(row))[-_SEARCHED_TOKENS:])
@@ -45,6 +45,18 @@ def require_finite_logits(
         f"the model's output is NaN or infinite, first in {where}; its weights are damaged "
         f"(download it again) or too large for {_name(model.dtype)} (load it with another dtype)"
     )
+
+
+def _waited_for(value: Tensor) -> float:
+    """Return a step's last value; by an event, which on a GPU says that the wait is meant."""
+    if value.device.type != "cuda":
+        return float(value)
+    host = torch.empty((), dtype=value.dtype, device="cpu", pin_memory=True)
+    host.copy_(value, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record(torch.cuda.current_stream(value.device))
+    done.synchronize()
+    return float(host)
 
 
 def _name(dtype: torch.dtype) -> str:
