@@ -85,8 +85,9 @@ bench-gpu:  ## Speed on a GPU by cells of format, share of experts and batch, ag
 demo-cut: setup  ## A cut of the demo model in build/demo-cut, under 40 MB: for test-gpu on a machine without network
 	$(BIN)/python -m tests.gpu.demo_cut
 
-dry-gpu: setup  ## The GPU's tests and benchmark on their CPU twins: for whoever changes them
+dry-gpu: setup  ## The GPU's tests and benchmark on their CPU twins, all architectures on the shadow device
 	TANDEM_DRY_GPU=1 $(BIN)/pytest tests/gpu --deselect tests/gpu/test_kernels.py
+	TANDEM_DRY_GPU=1 $(PYTEST) tests/shadow
 	$(BIN)/python -m benchmarks.gpu --device emulated --layers 2 --vocabulary 512 --formats int4 \
 		--shares 0.5 1.0 --batches 1 --prompt-tokens 8 --new-tokens 3
 

@@ -1,0 +1,109 @@
+"""The shadow device: `with shadow_gpu() as gpu:` this machine has a GPU, which holds CPU values.
+
+The real host code of device `cuda` runs on it, from `tandem.load` to the last event: its tensors
+say `cuda:0` and refuse to meet the CPU's, waits raise where none is allowed, and bytes that two
+streams use must be ordered by events (see `order`). What only a GPU can show stays for one:
+instructions, bandwidths, latencies, and what the driver itself makes of calls.
+"""
+
+import importlib.util
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.interpreter import interpreted
+from tests.shadow.gpu import ShadowGpu
+from tests.shadow.guard import device_guard
+from tests.shadow.kernels import launched_kernels
+from tests.shadow.tensor import _PRESENT, Shadow, met, pinned
+from tests.shadow.torch_cuda import replacements
+
+
+@contextmanager
+def shadow_gpu(
+    *,
+    total_bytes: int = 8 << 30,
+    capability: tuple[int, int] = (8, 9),
+    kernels: str = "twins",
+    has_words: bool = True,
+    has_batch: bool = True,
+) -> Iterator[ShadowGpu]:
+    """Let this machine have a GPU; raises at the end what was wrong, whatever caught it before.
+
+    `kernels` are "twins", all but the experts' interpreted; "interpreted"; or "none", no Triton.
+    """
+    gpu = ShadowGpu(total_bytes)
+    _PRESENT.append(gpu)
+    device_guard().shadow_guard(1)
+    lifted_before = torch._C._only_lift_cpu_tensors()
+    torch._C._set_only_lift_cpu_tensors(True)  # new tensors come by operations
+    launched = launched_kernels(has_twins=kernels == "twins") if kernels != "none" else _no_triton()
+    try:
+        with pytest.MonkeyPatch.context() as patch, launched:
+            for name, value in replacements(gpu, capability).items():
+                patch.setattr(torch.cuda, name, value)
+            patch.setattr(torch.version, "cuda", "12.8")
+            _patch_tensors(patch, gpu)
+            _patch_threads(patch)
+            with met():
+                from tests.shadow.driver import shadow_driver  # imports kernels, interpreted now
+
+                with shadow_driver(gpu, has_words=has_words, has_batch=has_batch):
+                    yield gpu
+            assert not gpu.faults, "\n".join(dict.fromkeys(gpu.faults))
+    finally:
+        gpu.worker.close()
+        torch._C._set_only_lift_cpu_tensors(lifted_before)
+        device_guard().shadow_guard(0)
+        _PRESENT.remove(gpu)
+
+
+def _patch_tensors(patch: pytest.MonkeyPatch, gpu: ShadowGpu) -> None:
+    """Let modules take tensors of the GPU, and the host's looks at pinned memory be noted."""
+    patch.setattr(torch.__future__, "_overwrite_module_params_on_conversion", True)
+    patch.setattr(Tensor, "is_pinned", lambda self, device=None: _is_pinned(gpu, self))
+    patch.setattr(Tensor, "pin_memory", lambda self, device=None: pinned(self.clone()))
+    for name in ("tolist", "numpy"):
+        patch.setattr(Tensor, name, _looked_at(gpu, name, getattr(Tensor, name)))
+
+
+def _is_pinned(gpu: ShadowGpu, tensor: Tensor) -> bool:
+    return gpu.pinned_at(tensor.data_ptr()) is not None
+
+
+def _looked_at(gpu: ShadowGpu, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def look(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, Shadow):
+            gpu.host_uses(self, name, writes=False)
+        return method(self, *args, **kwargs)
+
+    return look
+
+
+def _patch_threads(patch: pytest.MonkeyPatch) -> None:
+    run = threading.Thread.run
+
+    def run_with_gpu(self: threading.Thread) -> None:
+        if self.name.startswith("shadow"):
+            return run(self)
+        with met():
+            return run(self)
+
+    patch.setattr(threading.Thread, "run", run_with_gpu)
+
+
+@contextmanager
+def _no_triton() -> Iterator[None]:
+    find = importlib.util.find_spec
+    with interpreted() as patch:  # what is imported all the same is not compiled later on
+        patch.setattr(
+            importlib.util,
+            "find_spec",
+            lambda name, *package: None if name == "triton" else find(name, *package),
+        )
+        yield
