@@ -266,22 +266,32 @@ def test_an_address_of_the_gpu_for_native_code_is_found(gpu: ShadowGpu) -> None:
         NativeExperts().add_rows(rows, row_of.int(), weights)
 
 
-def test_a_hand_over_that_does_not_wait_is_found_by_its_trial() -> None:
+def test_a_hand_over_that_does_not_wait_is_found_by_its_trial(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pytest.importorskip("triton")
-    with shadow_gpu():
+    with shadow_gpu() as gpu:
         from tandem.devices.cuda import handed_layers
 
         class WaitsForNothing(handed_layers.StreamSignals):
             def wait(self, done: Tensor) -> None:
                 """Let the stream go on."""
 
-        streams, driver = CudaStreams(), handed_layers.open_driver()  # type: ignore[attr-defined]
+        class QuickStreams(CudaStreams):
+            def record(self, stream: Stream, *, is_timed: bool = False) -> Any:
+                gpu.worker.join()  # nothing holds it up
+                return super().record(stream, is_timed=is_timed)
+
+        driver = handed_layers.open_driver()
         assert driver is not None
-        operations = StreamOps(driver)
-        words = streams.pinned(128).view(torch.int32)
-        current = partial(_current_stream, streams.device)
-        for signals, works in ((handed_layers.StreamSignals, True), (WaitsForNothing, False)):
-            assert handed_layers.works(signals(operations, current), streams, words) == works
+        monkeypatch.setattr(handed_layers, "_TRIAL_SECONDS", 60.0)
+        operations, current = StreamOps(driver), partial(_current_stream, CUDA)
+        words = CudaStreams().pinned(128).view(torch.int32)
+        right, wrong = (
+            make(operations, current) for make in (handed_layers.StreamSignals, WaitsForNothing)
+        )
+        assert handed_layers.works(right, CudaStreams(), words)
+        assert not handed_layers.works(wrong, QuickStreams(), words)
 
 
 def _current_stream(device: torch.device) -> int:
