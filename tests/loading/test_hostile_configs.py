@@ -70,6 +70,12 @@ def test_a_size_beyond_every_tensor(checkpoint: Path) -> None:
         open_model(checkpoint)
 
 
+def test_large_numbers_that_are_published(checkpoint: Path) -> None:
+    rope = {"rope_type": "default", "rope_theta": 45_400_000_000}
+    edit_json(checkpoint / CONFIG, rope_parameters=rope, model_max_length=10**30)
+    assert tandem.load(checkpoint).config.rope_parameters["rope_theta"] == 45_400_000_000
+
+
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
 @pytest.mark.parametrize("value", [5, [], "float7", {"text_config": 5}], ids=range(4))
 def test_a_dtype_that_torch_has_not(checkpoint: Path, key: str, value: object) -> None:

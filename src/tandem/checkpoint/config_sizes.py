@@ -23,6 +23,8 @@ from tandem.core.errors import ModelError
 
 _LAYERS = re.compile(r"(.*_)?layers|n_layer|depth")
 _NUMBER = re.compile(r"(?<!experts)\.(\d{1,9})(?![^.])")
+# No sizes, and published with tens of thousands of millions and more.
+_UNBOUNDED = re.compile(r".*(theta|base|max_length)")
 # Tiny models have fewer tensors than some keys say that none of their layers is meant by.
 _FEW_LAYERS = 256
 # Positions, bases of rotary embeddings and the like, which no tensor has.
@@ -62,7 +64,7 @@ def require_sizes(where: str, config: Mapping[str, object], held: HeldTensors) -
                 f"{where}: {key} is {shown(value)}, and the model has {held.num_tensors} tensors; "
                 "use the config.json that belongs to these weights"
             )
-        if abs(value) > most:
+        if abs(value) > most and not _UNBOUNDED.fullmatch(key):
             raise ModelError(
                 f"{where}: {key} is {shown(value)}, expected at most {most}, more than the "
                 "model's tensors hold; use the config.json that belongs to these weights"

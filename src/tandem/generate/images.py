@@ -79,7 +79,7 @@ def load_processor(
     require_pillow()
     from transformers import AutoImageProcessor, AutoProcessor
 
-    options: dict[str, object] = {"trust_remote_code": trust_remote_code}
+    options = {"trust_remote_code": trust_remote_code, "local_files_only": not trust_remote_code}
     try:
         try:
             processor: Any = AutoProcessor.from_pretrained(source, **options)

@@ -4,6 +4,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from tandem.checkpoint.config_values import foreign_errors
 from tandem.checkpoint.sources.gguf import read_gguf_header
 
 # Architectures whose config Transformers reads.
@@ -23,12 +24,14 @@ def load_gguf_tokenizer(file: Path) -> Any:
     kind = PreTrainedTokenizerFast if is_ours else AutoTokenizer
     with TemporaryDirectory() as directory:
         (Path(directory) / file.name).symlink_to(file.resolve())
-        tokenizer = kind.from_pretrained(directory, gguf_file=file.name)
+        tokenizer = kind.from_pretrained(directory, gguf_file=file.name, local_files_only=True)
     tokenizer.name_or_path = str(file)
     return tokenizer
 
 
 def save_gguf_tokenizer(file: Path, directory: Path) -> None:
-    """Write a file's tokenizer to a directory, if there is one in the file."""
-    if read_gguf_header(file).at("tokenizer.ggml.model") is not None:
+    """Write a file's tokenizer to a directory, if there is one in the file; raises `ModelError`."""
+    if read_gguf_header(file).at("tokenizer.ggml.model") is None:
+        return
+    with foreign_errors(f"{file} has no tokenizer that loads"):
         load_gguf_tokenizer(file).save_pretrained(directory)
