@@ -25,6 +25,7 @@ from tandem.dialects.turns import (
     without_tools,
 )
 from tandem.foreign_types import Tokenizer
+from tandem.hf.bounded_template import TemplateEndedError, bounded
 from tandem.hf.text_tokens import token_ids
 
 if TYPE_CHECKING:
@@ -132,7 +133,8 @@ class ChatFormat:
             return self._applied(turns, tools, options)
         except Exception as error:  # a template is a program that came with the model
             has_calls = any(turn.get("tool_calls") for turn in turns)
-            if has_calls:  # some templates join arguments to text
+            # Some templates join arguments to text.
+            if has_calls and not isinstance(error, TemplateEndedError):
                 try:
                     return self._applied([as_text(turn) for turn in turns], tools, options)
                 except Exception:
@@ -147,13 +149,16 @@ class ChatFormat:
         tools: Sequence[Mapping[str, object]],
         options: Mapping[str, object],
     ) -> str:
-        text: str = self._tokenizer.apply_chat_template(
-            turns,
-            tools=list(tools) or None,
-            tokenize=False,
-            **{"add_generation_prompt": True, **options},
-        )
-        return text
+        def render() -> str:
+            text: str = self._tokenizer.apply_chat_template(
+                turns,
+                tools=list(tools) or None,
+                tokenize=False,
+                **{"add_generation_prompt": True, **options},
+            )
+            return text
+
+        return bounded(render)
 
     @property
     def native(self) -> NativeForm | None:

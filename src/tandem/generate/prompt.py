@@ -9,6 +9,7 @@ from tandem.core.errors import ConfigError
 from tandem.decode.images import ImagePrompt, require_images
 from tandem.foreign_types import PreTrainedModel, Tokenizer
 from tandem.generate.images import Processor, images_of, without_sources, write_prompt
+from tandem.hf.bounded_template import bounded
 from tandem.hf.next_token_models import context_tokens, vocabulary_size
 from tandem.hf.text_tokens import require_room, token_ids, told_panics
 
@@ -34,22 +35,28 @@ def encode_conversation(
     """
     texts = [str(message["content"]) for message in messages]
     require_room(tokenizer, sum(map(len, texts)), most_tokens)
-    with told_panics():
-        if getattr(tokenizer, "chat_template", None):
-            encoded = _through_template(tokenizer, messages)
-        else:
-            encoded = tokenizer("\n".join(texts), return_tensors="pt")
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    text = _through_template(tokenizer, messages) if has_template else "\n".join(texts)
+    require_room(tokenizer, len(text), most_tokens)
+    with told_panics():  # a template has written the special tokens
+        encoded = tokenizer(text, add_special_tokens=not has_template, return_tensors="pt")
     ids: Tensor = encoded["input_ids"]
     if ids.shape[1] == 0:
         raise ConfigError("the prompt is empty; give some text with -p or on standard input")
     return ids
 
 
-def _through_template(tokenizer: Tokenizer, messages: Sequence[Mapping[str, object]]) -> Any:
-    try:
-        return tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+def _through_template(
+    tokenizer: "Tokenizer | Processor", messages: Sequence[Mapping[str, object]]
+) -> str:
+    def render() -> str:
+        text: str = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False
         )
+        return text
+
+    try:
+        return bounded(render)
     except Exception as error:  # a template is a program that came with the model
         raise _cannot_write(error) from error
 
@@ -76,18 +83,8 @@ def encode_with_images(
             "(transformers.AutoProcessor.from_pretrained(...))"
         )
     images = images_of(messages)
-    text = _written(processor, without_sources(messages))
+    text = _through_template(processor, without_sources(messages))
     return write_prompt(processor, text, images, int(model.config.image_token_id))
-
-
-def _written(processor: Processor, messages: Sequence[Mapping[str, object]]) -> str:
-    try:
-        text: str = processor.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=False
-        )
-    except Exception as error:
-        raise _cannot_write(error) from error
-    return text
 
 
 def encode_text(tokenizer: Tokenizer, text: str, *, most_tokens: int | None = None) -> list[int]:

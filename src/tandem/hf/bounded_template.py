@@ -1,0 +1,76 @@
+"""Chat templates are programs that came with a model: they end, or they are ended.
+
+Jinja's sandbox keeps a template from Python's inner parts and bounds a range; loops within loops,
+and texts that double, it lets run. So a template runs in a thread of its own, of whose processor
+time the caller takes note. At the limit an exception is raised in it, which comes between two of
+Python's instructions; one instruction that takes gigabytes is not interrupted.
+"""
+
+import contextlib
+import ctypes
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from tandem.experts.store.host_memory import process_bytes
+
+T = TypeVar("T")
+
+# A conversation of 4,096 messages takes a published template a tenth of a second.
+CPU_SECONDS = 3.0
+MOST_BYTES = 1 << 30
+_LOOK_SECONDS = 0.05
+# Looks at a thread that has been told to end, before it is left alone.
+_MOST_LOOKS = 200
+
+
+class TemplateEndedError(Exception):
+    """A template took too long, or too much memory."""
+
+
+class _End(BaseException):
+    """Ends the thread in which it is raised."""
+
+
+def bounded(render: Callable[[], T]) -> T:
+    """Return what a template renders; raises what it raises, or `TemplateEndedError`."""
+    found: list[T] = []
+    problem: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(render())
+        except BaseException as error:
+            problem.append(error)
+
+    before = process_bytes()
+    thread = threading.Thread(target=run, name="tandem-template", daemon=True)
+    thread.start()
+    num_looks = 0
+    while thread.is_alive() and num_looks < _MOST_LOOKS:
+        thread.join(_LOOK_SECONDS)
+        if num_looks or _takes_too_much(thread, before):
+            num_looks += 1
+            _raise_in(thread, _End)
+    if num_looks and not found:
+        raise TemplateEndedError(
+            f"it took more than {CPU_SECONDS:g} seconds or {MOST_BYTES >> 30} GiB and was ended"
+        )
+    if problem:
+        raise problem[0]
+    return found[0]
+
+
+def _takes_too_much(thread: threading.Thread, bytes_before: int) -> bool:
+    """Tell whether a thread has had its time, or the process has grown by its memory."""
+    with contextlib.suppress(OSError):  # it has ended meanwhile
+        if thread.ident is not None and thread.is_alive():
+            seconds = time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+            return seconds > CPU_SECONDS or process_bytes() - bytes_before > MOST_BYTES
+    return False
+
+
+def _raise_in(thread: threading.Thread, error: type[BaseException]) -> None:
+    ident = ctypes.c_ulong(thread.ident or 0)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(error))
