@@ -2,10 +2,14 @@
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 import tandem
 from tandem.generate.scheduler import Scheduler
+from tandem.generate.speculation.drafters import DRAFTERS
 from tandem.kv_cache.prefix_files import SEGMENT_TOKENS
 from tests.generate.test_kept_prefixes import NUM_SEGMENTS, PROMPT, long_model, scheduler_of
 from tests.generate.test_scheduler import finish, request_of
@@ -40,3 +44,19 @@ def test_prompts_at_once_of_two_owners_are_each_computed(tmp_path: Path) -> None
         request = request_of(number, PROMPT, max_new_tokens=2, temperature=0.0)
         scheduler.add(dataclasses.replace(request, owner=owner))
     assert [found[0].reused_tokens for found in finish(scheduler).values()] == [0, 0]
+
+
+@pytest.mark.parametrize("shares_answers", [True, False])
+def test_drafts_come_from_earlier_answers_only_where_those_are_shared(
+    shares_answers: bool,
+) -> None:
+    parts: Any = SimpleNamespace(shares_answers=shares_answers)
+    drafting: Any = DRAFTERS.factory("lookup")(parts)
+    answer = list(range(100, 140))
+    first = drafting.make_drafter()
+    first.draft([1, 2, *answer[:1]])
+    first.draft([1, 2, *answer])
+    first.end()
+    second = drafting.make_drafter()
+    drafted = second.draft([7, 8, *answer[:10]])
+    assert bool(drafted.tokens) == shares_answers
