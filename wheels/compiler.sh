@@ -9,7 +9,7 @@ mkdir -p "$3"
 dir=$(cd "$3" && pwd)
 
 [ -x "$dir/bin/pip" ] || "$python" -m venv "$dir"
-"$dir/bin/pip" install --disable-pip-version-check -q "ziglang==0.17.*" >&2
+"$(dirname "$0")/install.sh" "$dir" "ziglang==0.17.*"
 zig=$("$dir/bin/python" -c 'import pathlib, ziglang; print(pathlib.Path(ziglang.__file__).parent / "zig")')
 printf '#!/bin/sh\nexec "%s" c++ -target %s "$@"\n' "$zig" "$target" >"$dir/c++-$target"
 chmod +x "$dir/c++-$target"
