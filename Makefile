@@ -22,15 +22,15 @@ PYTEST := $(BIN)/pytest -n 2 --dist loadgroup $(if $(ISA),--isa $(ISA))
 
 # Which Pythons to build and check wheels with: 3.11 gives one for 3.11, one from 3.12 on gives one for all
 # that follow.
-WHEEL_PYTHONS ?= python3.11 python3.12
+WHEEL_PYTHONS ?= $(PYTHON)
 
-.PHONY: wheel check-wheel check-arm test-gpu bench-gpu demo-cut dry-gpu run test setup check lint types floors unit seam-oldest docs-models docs-modules docs-forecast api-docs sanitize fix size clean try-clients try-hostile
+.PHONY: wheel check-wheel check-clang check-commits check-arm test-gpu bench-gpu demo-cut dry-gpu run test setup check lint types floors unit seam-oldest docs-models docs-modules docs-forecast api-docs sanitize fix size clean try-clients try-hostile
 
 run: $(VENV)/runtime.stamp  ## Answer PROMPT with MODEL (default: the demo model, built on first use)
 	@$(BIN)/tandem run $(MODEL) -p "$(PROMPT)" --max-new-tokens 100
 
 test: setup  ## Everything that CI runs
-	@$(MAKE) --no-print-directory -j2 -Otarget lint types floors sanitize
+	@$(MAKE) --no-print-directory -j2 -Otarget lint types floors check-clang sanitize
 	@$(MAKE) --no-print-directory unit
 	@$(MAKE) --no-print-directory seam-oldest
 
@@ -72,6 +72,14 @@ wheel:  ## Wheels for Linux x86-64 in build/wheels; needs no compiler (it instal
 
 check-wheel:  ## Each wheel in a new environment without a compiler: the demo model answers
 	TORCH="$(TORCH)" wheels/check.sh build/wheels $(WHEEL_PYTHONS)
+
+# check-commits looks at the commits since this one.
+SINCE ?= @{upstream}
+check-commits:  ## wheel and check-wheel, if a commit since SINCE touches what wheels are built from
+	@wheels/commits.sh "$(SINCE)"
+
+check-clang:  ## All of csrc by the wheels' compiler, which is Clang: syntax and types
+	@wheels/clang.sh $(PYTHON)
 
 check-arm:  ## The kernels compiled for 64-bit Arm; their checks, under qemu
 	csrc/checks/arm.sh $(PYTHON)

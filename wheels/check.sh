@@ -10,6 +10,7 @@ cd "$(dirname "$0")/.."
 
 readonly OUT=$1 TORCH=${TORCH:-torch==2.13.0} PROMPT="Why is the sky blue?"
 shift
+wheels/pythons.sh "$@"
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 unset PYTHONPATH
