@@ -9,9 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tandem.checkpoint.packed import INDEX_FILE
+from tandem.cli.model_choice import ModelChoice, load_model
 from tandem.core.errors import BuildError, ConfigError, ModelError
-from tandem.demo import RECIPE, ensure_demo_model, verify_demo_model
+from tandem.demo import RECIPE, ensure_demo_model, is_demo_model, verify_demo_model
 from tandem.demo.store import MANIFEST, ensure_built, is_ready
+from tandem.devices.options import OffloadOptions
 from tests.demo.tiny import TINY, build_tiny, tiny_dense
 
 ROOT = Path(__file__).parent.parent.parent
@@ -125,6 +128,16 @@ def test_changed_content_of_the_same_size_fails_the_full_check(tmp_path: Path) -
     (directory / "weights").write_text("abd")
     with pytest.raises(ModelError, match=r"weights: .* expected sha256 .* delete"):
         verify_demo_model(directory)
+
+
+def test_a_command_that_verifies_reads_the_manifest_of_a_demo_model(tmp_path: Path) -> None:
+    directory = ensure_built(tmp_path, kind="demo", recipe=RECIPE, build=write_a_file)
+    (directory / "weights").write_text("abd")
+    choice = ModelChoice(model=str(directory), verify=True)
+    with pytest.raises(ModelError, match=r"weights: .* expected sha256 .* delete"):
+        load_model(choice, OffloadOptions(), quiet=True)
+    (directory / INDEX_FILE).write_text("{}")  # a packed copy has the manifest too
+    assert not is_demo_model(directory)
 
 
 def test_equal_experts_reproduce_the_dense_model(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ ours it finds no weights and says so.
 INDEX_FILE = "tandem.safetensors.index.json"
 DENSE_FILE = "tandem-dense.safetensors"
 CHECKSUMS_KEY = "sha256"  # in the index's metadata: file -> checksum
+TENSOR_SUMS_KEY = "crc32"  # likewise: tensor -> sum
 _PREFIX = "tandem_"  # not a suffix: "up_proj_..." would be found inside "gate_up_proj_..."
 
 

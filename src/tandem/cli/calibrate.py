@@ -42,7 +42,7 @@ class CalibrateOptions:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `tandem calibrate`."""
-    add_model(parser)
+    add_model(parser, loads=True)
     parser.add_argument("--expert-dtype", default="auto", metavar="DTYPE", help="as in tandem run")
     add_flags(parser, CalibrateOptions)
 

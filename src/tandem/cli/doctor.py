@@ -21,6 +21,7 @@ from tandem.cli.model_choice import (
     source_label,
 )
 from tandem.cli.paths import cache_dir
+from tandem.cli.progress import shows_progress
 from tandem.core.config import add_flags, from_flags, option
 from tandem.core.errors import TandemError
 from tandem.forecast.finding import Finding
@@ -124,7 +125,7 @@ def _check_model(choice: ModelChoice, options: DoctorOptions) -> list[Finding]:
     )
     place = check_place("the model", Path(found.model))
     copies = _check_copies(source_label(choice.model, Path(found.model)))
-    files = check_model_files(checkpoint)
+    files = check_model_files(checkpoint, has_progress=shows_progress())
     return [*place, files, *copies, check_model_kernels(checkpoint, offload)]
 
 
@@ -137,7 +138,7 @@ def _check_copies(source: str) -> Iterator[Finding]:
         if copy.source != source:
             continue
         try:
-            finding = check_model_files(open_model(copy.directory))
+            finding = check_model_files(open_model(copy.directory), has_progress=shows_progress())
             yield replace(finding, what="packed copy", found=f"{copy.name}: {finding.found}")
         except TandemError as error:
             remedy = f"tandem models rm {copy.name}; the next start makes it again"

@@ -43,6 +43,8 @@ class ModelChoice:
     trust_remote_code: bool = option(
         False, help="run the Python code that comes with MODEL, if it needs it"
     )
+    verify: bool = False
+    """Read the files against their checksums before loading; the flag of what loads a model."""
 
 
 def add_model(
@@ -50,15 +52,25 @@ def add_model(
     *,
     default: str | None = "demo",
     is_required: bool = False,
+    loads: bool = False,
     help: str = "model directory, hub id (of GGUF with :TYPE), .gguf file, demo or demo-equal",
 ) -> None:
-    """Add MODEL, which may be left out unless it is required, and the flags of `ModelChoice`."""
+    """Add MODEL, which may be left out unless it is required, and the flags of `ModelChoice`.
+
+    A command that `loads` the model can verify its files first.
+    """
     shown = "" if is_required or default is None else f" (default: {default})"
     parser.add_argument(
         "model", nargs=None if is_required else "?", default=default, metavar="MODEL",
         help=help + shown,
     )  # fmt: skip
     add_flags(parser, ModelChoice)
+    if loads:
+        parser.add_argument(
+            "--verify", action="store_true", default=None,
+            help="read all of MODEL's files against their checksums before loading it; packed "
+            "models and the demo have some",
+        )  # fmt: skip
 
 
 def find_model(choice: ModelChoice, *, quiet: bool) -> ModelChoice:
@@ -161,10 +173,15 @@ def load_model(
 
 def _load(found: ModelChoice, offload: OffloadOptions, dense_dtype: str) -> PreTrainedModel:
     import tandem
+    from tandem.demo import is_demo_model, verify_demo_model
 
+    is_demo = is_demo_model(Path(found.model))
+    if found.verify and is_demo:
+        verify_demo_model(Path(found.model))
     return tandem.load(
         found.model,
         trust_remote_code=found.trust_remote_code,
+        verify=found.verify and not is_demo,
         isa=os.environ.get("TANDEM_ISA"),
         cache_dir=str(cache_dir()),
         dense_dtype=dense_dtype,

@@ -17,7 +17,7 @@ from tandem.generate.sampling import SamplingOptions
 
 def add_session_arguments(parser: argparse.ArgumentParser) -> None:
     """Add MODEL and the flags of a session."""
-    add_model(parser)
+    add_model(parser, loads=True)
     add_flags(parser, SamplingOptions)
     parser.add_argument(
         "--stop", action="append", metavar="TEXT",

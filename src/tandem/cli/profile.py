@@ -30,7 +30,7 @@ class ProfileOptions:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `tandem profile`."""
-    add_model(parser)
+    add_model(parser, loads=True)
     add_flags(parser, ProfileOptions)
 
 

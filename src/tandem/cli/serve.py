@@ -49,7 +49,7 @@ class ServeOptions:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `tandem serve`."""
-    add_model(parser)
+    add_model(parser, loads=True)
     add_flags(parser, ServerOptions)
     add_flags(parser, OffloadOptions)
     add_flags(parser, ServeOptions)

@@ -30,7 +30,7 @@ class TraceOptions:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `tandem trace`."""
     parser.add_argument("action", choices=("record",), metavar="record", help="write a new trace")
-    add_model(parser)
+    add_model(parser, loads=True)
     parser.add_argument("--prompts", required=True, metavar="FILE", help="prompts: text or JSON")
     parser.add_argument("-o", "--output", required=True, metavar="FILE", help="trace (.npz)")
     add_flags(parser, OffloadOptions)

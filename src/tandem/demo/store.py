@@ -20,6 +20,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
+from tandem.checkpoint.packed import INDEX_FILE
 from tandem.core.errors import BuildError, ConfigError, ModelError
 from tandem.core.registry import nearest_names
 from tandem.core.units import format_bytes
@@ -109,6 +110,14 @@ def is_ready(directory: Path, *, kind: str, recipe: Recipe = RECIPE) -> bool:
         (path := directory / name).is_file() and path.stat().st_size == entry["bytes"]
         for name, entry in manifest["files"].items()
     )
+
+
+def is_demo_model(directory: Path) -> bool:
+    """Return whether a directory is a demo model with its checksums in its manifest.
+
+    A packed copy of one has the manifest too, and other files.
+    """
+    return (directory / MANIFEST).is_file() and not (directory / INDEX_FILE).exists()
 
 
 def verify_demo_model(directory: Path) -> None:

@@ -7,7 +7,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 from tandem.bench.kernels import Ceiling, KernelBench
-from tandem.checkpoint.packed_files import require_checksums
 from tandem.checkpoint.sources.gguf import read_gguf_header
 from tandem.core.units import format_bytes
 from tandem.experts.store import host_memory
@@ -18,6 +17,7 @@ from tandem.forecast.windows_check import check_place, check_windows, huge_pages
 from tandem.hf.checkpoint import AnyCheckpoint, GgufCheckpoint
 from tandem.hf.config import OffloadConfig
 from tandem.hf.machine.self_check import check_model
+from tandem.hf.packed_reading import verify_files
 from tandem.kernels import _native
 from tandem.kernels.cpu import detect_cpu, usable_topology
 
@@ -45,7 +45,7 @@ def check_machine(cache: Path, *, num_threads: int | None, isa: str) -> Iterator
     yield from check_place("the cache", cache)
 
 
-def check_model_files(checkpoint: AnyCheckpoint) -> Finding:
+def check_model_files(checkpoint: AnyCheckpoint, *, has_progress: bool = False) -> Finding:
     """Read a packed checkpoint's files against their checksums; count those of another.
 
     Raises `ModelError` for files that are damaged, and for tensors that are missing.
@@ -60,7 +60,7 @@ def check_model_files(checkpoint: AnyCheckpoint) -> Finding:
     if not checkpoint.is_packed:
         files, tensors = len(checkpoint.weight_files), len(checkpoint.files.entries)
         return Finding("files", "good", f"{files} whole files with {tensors} tensors")
-    checked = require_checksums(checkpoint.directory)
+    checked = verify_files(checkpoint, has_progress=has_progress)
     if not checked:
         return Finding("files", "slow", "packed without checksums", "pack it again to have them")
     return Finding("files", "good", f"{checked} files have their checksums")

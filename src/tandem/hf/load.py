@@ -18,7 +18,7 @@ from tandem.checkpoint.mapped_files import reading_along
 from tandem.checkpoint.sources.source import Source, open_source
 from tandem.checkpoint.weight_report import LoadReport, require_own_weights
 from tandem.core.config import from_mapping
-from tandem.core.errors import ConfigError, TandemWarning
+from tandem.core.errors import ConfigError, ModelError, TandemWarning
 from tandem.experts.store.host_memory import available_bytes
 from tandem.foreign_types import PreTrainedConfig, PreTrainedModel
 from tandem.hf.assembly import assemble
@@ -26,7 +26,7 @@ from tandem.hf.checkpoint import AnyCheckpoint, Checkpoint, GgufCheckpoint, open
 from tandem.hf.compat import choose_no_implementation
 from tandem.hf.config import OffloadConfig, parse_dense_dtype, parse_dtype, parse_expert_dtype
 from tandem.hf.dense_place import dense_device, placing_on
-from tandem.hf.packed_reading import read_packed, reading_afterwards
+from tandem.hf.packed_reading import read_packed, reading_afterwards, verify_files
 from tandem.hf.runtime import require_runtime
 from tandem.kernels.formats.weight_format import formats_of
 
@@ -40,6 +40,7 @@ def load(
     token: str | bool | None = None,
     hub_cache: str | Path | None = None,
     trust_remote_code: bool = False,
+    verify: bool = False,
     **options: object,
 ) -> PreTrainedModel:
     """Load a checkpoint directory, GGUF file or hub id with its experts in host memory.
@@ -49,8 +50,9 @@ def load(
     among the options packs their linear layers. Experts that are quantised in the checkpoint keep
     their codes, unless the options name an `expert_dtype`. `revision`, `token` and `hub_cache` (a
     directory) are for a hub id; code that comes with a model runs only with `trust_remote_code`.
-    `options` are the fields of `OffloadConfig`. Returns the Transformers
-    model; raises `TandemError` for what a user can mend.
+    `verify` reads a packed checkpoint's files against their checksums first, and refuses one that
+    has none. `options` are the fields of `OffloadConfig`. Returns the Transformers model; raises
+    `TandemError` for what a user can mend.
     """
     offload = from_mapping(OffloadConfig, options, where="tandem.load")
     model_dtype = parse_dtype(dtype, field="dtype") or "auto"
@@ -58,6 +60,11 @@ def load(
         revision, token, None if hub_cache is None else str(hub_cache), trust_remote_code
     )
     checkpoint = open_model(find_model_path(model, hub), may_run_code=trust_remote_code)
+    if verify and not verify_files(checkpoint):
+        raise ModelError(
+            f"{checkpoint.path} has no checksums to verify; expected files that tandem pack has "
+            "written; load it without verify, or pack it"
+        )
     return load_checkpoint(checkpoint, offload, dtype=model_dtype, device_map=device_map)
 
 

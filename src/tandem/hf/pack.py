@@ -27,7 +27,7 @@ from torch import Tensor
 
 from tandem.checkpoint.hub import HubOptions, find_model_path
 from tandem.checkpoint.packed import DENSE_FILE, experts_file, packed_name
-from tandem.checkpoint.packed_files import sha256_of, write_index, write_tensors
+from tandem.checkpoint.packed_files import FileSums, sha256_of, write_index, write_tensors
 from tandem.checkpoint.sources.gguf_tokenizer import save_gguf_tokenizer
 from tandem.core.config import from_mapping
 from tandem.core.errors import CapacityError, ModelError, TandemError
@@ -127,7 +127,7 @@ class FileSink:
     directory: Path
     identity: str
     on_progress: OnProgress
-    checksums: dict[str, str] = field(default_factory=dict)
+    sums: dict[str, FileSums] = field(default_factory=dict)
     files: dict[str, dict[str, int]] = field(default_factory=dict)
     resumed: int = 0
     done_bytes: int = 0
@@ -141,8 +141,8 @@ class FileSink:
             noted = json.loads((self.directory / _PROGRESS_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             noted = {}
-        if noted.get("identity") == self.identity:
-            self.checksums = dict(noted["checksums"])
+        if noted.get("identity") == self.identity and "sums" in noted:
+            self.sums = {name: FileSums(*sums) for name, sums in noted["sums"].items()}
 
     def __deepcopy__(self, memo: dict[int, object]) -> "FileSink":
         return self  # Transformers copies the config that carries it
@@ -150,7 +150,7 @@ class FileSink:
     def begin(self, expected_bytes: int) -> None:
         """Hear how many bytes of experts come; raises `CapacityError` if the disk has no room."""
         self.expected_bytes = expected_bytes
-        there = sum((self.directory / n).stat().st_size for n in self.checksums if self._has(n))
+        there = sum((self.directory / n).stat().st_size for n in self.sums if self._has(n))
         free = shutil.disk_usage(self.directory).free
         if expected_bytes - there > free:
             raise CapacityError(
@@ -162,8 +162,8 @@ class FileSink:
     def resume(self, layer: HostLayer) -> None:
         """Map a layer's file if it is there and whole."""
         name = experts_file(layer.layer)
-        if not self._has(name) or sha256_of(self.directory / name) != self.checksums[name]:
-            self.checksums.pop(name, None)
+        if not self._has(name) or sha256_of(self.directory / name) != self.sums[name].sha256:
+            self.sums.pop(name, None)
             return
         for tensor_name, tensor in self._mapped(name).items():
             layer.adopt(tensor_name.rpartition(".")[2].removeprefix(packed_name("")), tensor)
@@ -187,7 +187,7 @@ class FileSink:
         """Write a layer, and let it read from the file from now on."""
         name = experts_file(layer.layer)
         try:
-            self.checksums[name] = write_tensors(self.directory, name, layer_tensors(layer))
+            self.sums[name] = write_tensors(self.directory, name, layer_tensors(layer))
             self._write_progress()
         except OSError as error:
             reason = error.strerror or str(error)
@@ -203,16 +203,15 @@ class FileSink:
         """Write the dense parts, the index and the config; return the bytes of all tensors."""
         self._wait()
         dense = dense_tensors(model, require_runtime(model))
-        self.checksums[DENSE_FILE] = write_tensors(self.directory, DENSE_FILE, dense)
+        self.sums[DENSE_FILE] = write_tensors(self.directory, DENSE_FILE, dense)
         sizes = {name: tensor.nbytes for name, tensor in dense.items()}
         files = {DENSE_FILE: sizes, **dict(sorted(self.files.items()))}
-        checksums = {name: self.checksums[name] for name in files}
-        write_index(self.directory, files, checksums)
+        write_index(self.directory, files, self.sums)
         write_configs(model, self.directory)
         return sum(sum(sizes.values()) for sizes in files.values())
 
     def _has(self, name: str) -> bool:
-        return name in self.checksums and (self.directory / name).exists()
+        return name in self.sums and (self.directory / name).exists()
 
     def _mapped(self, name: str) -> dict[str, Tensor]:
         with safe_open(self.directory / name, framework="pt") as file:
@@ -224,7 +223,7 @@ class FileSink:
         self.on_progress(self.done_bytes, self.expected_bytes)
 
     def _write_progress(self) -> None:
-        text = json.dumps({"identity": self.identity, "checksums": self.checksums})
+        text = json.dumps({"identity": self.identity, "sums": self.sums})
         partial = self.directory / f"{_PROGRESS_FILE}.part"
         partial.write_text(text, encoding="utf-8")
         partial.replace(self.directory / _PROGRESS_FILE)

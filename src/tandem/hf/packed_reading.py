@@ -17,16 +17,19 @@ from transformers.utils import logging
 
 from tandem.checkpoint.mapped_files import copy_out_of_files, let_go, map_ahead, read_ahead
 from tandem.checkpoint.packed import DENSE_FILE
+from tandem.checkpoint.packed_files import require_checksums
 from tandem.core.errors import TandemWarning
 from tandem.core.units import format_bytes
 from tandem.experts.store.host_memory import available_bytes
 from tandem.foreign_types import PreTrainedModel
-from tandem.hf.checkpoint import Checkpoint
+from tandem.hf.checkpoint import AnyCheckpoint, Checkpoint
 from tandem.hf.dense import packed_layers
 from tandem.hf.runtime import require_runtime
 
 # From this share of the free memory on, the dense parts' file gives its place to the experts.
 _TIGHT_SHARE = 0.75
+# What takes less shows nothing.
+_PATIENCE_SECONDS = 2.0
 
 _has_reader: ContextVar[bool] = ContextVar("has_reader", default=False)
 
@@ -58,6 +61,23 @@ def read_packed(
             let_go(dense)
         read_ahead(experts, bar.update)
     map_ahead(_mapped_tensors(model))
+
+
+def verify_files(checkpoint: AnyCheckpoint, *, has_progress: bool | None = None) -> int:
+    """Read a packed checkpoint's files against their checksums; return how many were read.
+
+    Raises `ModelError` naming the first damaged file and tensor; 0 for a checkpoint without
+    checksums. What takes longer than two seconds shows a bar (by default, where Transformers does).
+    """
+    if not checkpoint.is_packed:
+        return 0
+    if has_progress is None:
+        has_progress = logging.is_progress_bar_enabled()
+    with tqdm(
+        total=_num_bytes(checkpoint.weight_files), desc="Verifying files", unit="B",
+        unit_scale=True, delay=_PATIENCE_SECONDS, disable=not has_progress,
+    ) as bar:  # fmt: skip
+        return require_checksums(checkpoint.directory, bar.update)
 
 
 @contextmanager

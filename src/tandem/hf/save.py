@@ -65,13 +65,13 @@ def save(
 def _write(
     model: PreTrainedModel, runtime: Runtime, directory: Path, on_progress: Callable[[int], None]
 ) -> None:
-    files, checksums, num_bytes = {}, {}, 0
+    files, sums, num_bytes = {}, {}, 0
     for file, tensors in _files(model, runtime):
-        checksums[file] = write_tensors(directory, file, tensors)
+        sums[file] = write_tensors(directory, file, tensors)
         files[file] = {name: tensor.nbytes for name, tensor in tensors.items()}
         num_bytes += sum(files[file].values())
         on_progress(num_bytes)
-    write_index(directory, files, checksums)
+    write_index(directory, files, sums)
     write_configs(model, directory)
 
 
