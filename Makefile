@@ -24,7 +24,7 @@ PYTEST := $(BIN)/pytest -n 2 --dist loadgroup $(if $(ISA),--isa $(ISA))
 # that follow.
 WHEEL_PYTHONS ?= $(PYTHON)
 
-.PHONY: wheel check-wheel check-clang check-commits check-arm test-gpu bench-gpu demo-cut dry-gpu run test setup check lint types floors unit seam-oldest docs-models docs-modules docs-forecast api-docs sanitize fix size clean try-clients try-hostile
+.PHONY: wheel check-wheel check-clang check-commits check-arm test-gpu bench-gpu demo-cut dry-gpu run test setup check lint types floors unit seam-oldest docs-models docs-modules docs-forecast api-docs sanitize fix size clean try-clients try-hostile try-readme
 
 run: $(VENV)/runtime.stamp  ## Answer PROMPT with MODEL (default: the demo model, built on first use)
 	@$(BIN)/tandem run $(MODEL) -p "$(PROMPT)" --max-new-tokens 100
@@ -77,6 +77,9 @@ check-wheel:  ## Each wheel in a new environment without a compiler: the demo mo
 SINCE ?= @{upstream}
 check-commits:  ## wheel and check-wheel, if a commit since SINCE touches what wheels are built from
 	@wheels/commits.sh "$(SINCE)"
+
+try-readme:  ## README's "Install, and run" as it stands, with PYTHON, in a new clone and a new home: minutes
+	@wheels/try_readme.sh $(PYTHON)
 
 check-clang:  ## All of csrc by the wheels' compiler, which is Clang: syntax and types
 	@wheels/clang.sh $(PYTHON)

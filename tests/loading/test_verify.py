@@ -96,7 +96,7 @@ def test_a_file_without_a_sum_beside_others_is_refused(packed: Path, sums: objec
         tandem.load(packed, verify=True)
 
 
-@pytest.mark.parametrize("metadata", [None, 5, [], {}, {"sha256": None}])
+@pytest.mark.parametrize("metadata", [{}, {"sha256": None}])
 def test_what_has_no_sums_is_not_called_verified(packed: Path, metadata: object) -> None:
     index = json.loads((packed / INDEX_FILE).read_text())
     index["metadata"] = metadata
