@@ -37,7 +37,7 @@ from tandem.bench.random_model import drop_experts
 from tandem.bench.random_weights import random_experts
 from tandem.checkpoint.mapped_files import read_ahead
 from tandem.checkpoint.packed import DENSE_FILE, experts_file, packed_name
-from tandem.checkpoint.packed_files import write_index, write_tensors
+from tandem.checkpoint.packed_files import FileSums, write_index, write_tensors
 from tandem.core.units import format_bytes
 from tandem.experts.store.host_memory import process_bytes
 from tandem.experts.store.packed_layer import STORED_NAME, PackedLayer
@@ -62,7 +62,7 @@ def write(directory: Path, shape: ModelShape, expert_dtype: str) -> None:
     quantizer.announce_layers(model)
     directory.mkdir(parents=True)
     files: dict[str, dict[str, int]] = {}
-    checksums: dict[str, str] = {}
+    sums: dict[str, FileSums] = {}
     first = next(iter(quantizer.runtime.store))
     assert isinstance(first, PackedLayer)
     experts = random_experts(first.layout, first.arrivals.num_experts)
@@ -71,14 +71,14 @@ def write(directory: Path, shape: ModelShape, expert_dtype: str) -> None:
             experts_file(layer.layer),
             f"{layer.arrivals.name}.{packed_name(STORED_NAME)}",
         )
-        checksums[name] = write_tensors(directory, name, {tensor: experts})
+        sums[name] = write_tensors(directory, name, {tensor: experts})
         files[name] = {tensor: experts.nbytes}
     drop_experts(model)
     random = torch.empty(1 << 20, dtype=torch.bfloat16).normal_(std=_STD)
     dense = {n: _filled(t, random) for n, t in model.state_dict().items() if t.numel()}
-    checksums[DENSE_FILE] = write_tensors(directory, DENSE_FILE, dense)
+    sums[DENSE_FILE] = write_tensors(directory, DENSE_FILE, dense)
     files[DENSE_FILE] = {name: tensor.nbytes for name, tensor in dense.items()}
-    write_index(directory, files, checksums)
+    write_index(directory, files, sums)
     config.architectures = [type(model).__name__]
     config.dtype = torch.bfloat16
     config.quantization_config = OffloadConfig(
