@@ -282,7 +282,7 @@ def test_a_hand_over_that_does_not_wait_is_found_by_its_trial(
                 gpu.worker.join()  # nothing holds it up
                 return super().record(stream, is_timed=is_timed)
 
-        driver = handed_layers.open_driver()
+        driver = handed_layers.open_driver()  # type: ignore[attr-defined]
         assert driver is not None
         monkeypatch.setattr(handed_layers, "_TRIAL_SECONDS", 60.0)
         operations, current = StreamOps(driver), partial(_current_stream, CUDA)
