@@ -1,5 +1,6 @@
 """Whole tiny models in every quantised format: codes taken over, answers those of the values."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -174,3 +175,16 @@ def test_activation_order_on_a_device_and_in_recorded_steps(
             answers.append(answer.token_ids)
         runtime_in(model).executor.close()
     assert all(tokens == answers[0] for tokens in answers)
+
+
+@pytest.mark.parametrize("dense_dtype", ["none", "auto", "int8"])
+def test_matrices_of_another_shape_than_the_config_says(
+    dense_dtype: str, plain: dict[str, Path], tmp_path: Path
+) -> None:
+    fmt = FORMATS["gptq"]
+    quantised = write_quantised(tmp_path / "quantised", plain[fmt.architecture], fmt)
+    config = json.loads((quantised / "config.json").read_text()) | {"head_dim": 48}
+    (quantised / "config.json").write_text(json.dumps(config))
+    sentence = r"proj\.weight of shape .*, but config\.json asks for"
+    with pytest.raises(ModelError, match=sentence):
+        tandem.load(quantised, dense_dtype=dense_dtype)

@@ -1,13 +1,14 @@
 """Are a checkpoint's weights those of its config.json? From what Transformers reports of a load."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypedDict
 
 import torch
 from torch import nn
 
+from tandem.checkpoint.sources.codes import StoredWeight
 from tandem.core.errors import ModelError
 from tandem.foreign_types import PreTrainedModel
 
@@ -49,6 +50,19 @@ def require_shapes(model: nn.Module, expected: dict[str, torch.Size]) -> None:
     for name, parameter in model.named_parameters():
         if parameter.shape != expected.get(name, parameter.shape):
             raise _other_shape("the checkpoint", name, parameter.shape, expected[name])
+
+
+def require_source_shapes(model: nn.Module, weights: Mapping[str, StoredWeight]) -> None:
+    """Raise `ModelError` for a quantised matrix of another shape than the config's parameter.
+
+    Of experts and of what Transformers renames the shapes are compared when they arrive.
+    """
+    for name, parameter in model.named_parameters():
+        weight = weights.get(name)
+        if weight is None or parameter.dim() != 2 or len(weight.shape) != 2:
+            continue
+        if tuple(weight.shape) != tuple(parameter.shape):
+            raise _other_shape("the checkpoint", name, weight.shape, parameter.shape)
 
 
 def _other_shape(

@@ -15,7 +15,7 @@ from transformers.quantizers.base import HfQuantizer
 
 from tandem.checkpoint.mapped_files import copy_out_of_files, map_ahead, mapped_tensors
 from tandem.checkpoint.packed import INDEX_FILE, packed_name
-from tandem.checkpoint.weight_report import require_shapes
+from tandem.checkpoint.weight_report import require_shapes, require_source_shapes
 from tandem.core.errors import ConfigError, TandemWarning, UnsupportedModelError
 from tandem.core.units import format_bytes
 from tandem.experts.store import host_memory
@@ -103,6 +103,8 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         self, model: PreTrainedModel, **kwargs: Any
     ) -> PreTrainedModel:
         model.hf_quantizer = self  # as Transformers does it a little later
+        if self.quantization_config.source is not None:
+            require_source_shapes(model, self.quantization_config.source.weights)
         own, store = self.announce_layers(model), self.runtime.store
         self._writer.sink = self.quantization_config.sink
         if self._writer.sink is not None:
