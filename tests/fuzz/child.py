@@ -67,7 +67,9 @@ def main(kind: str, out: Path, options: list[str]) -> None:
             answers[f"{name} found {type(error).__name__}"] += 1
             _note(out, name, data[1:], error)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        report.write_text("\n".join(f"{n} {what}" for what, n in sorted(answers.items())))
+        part = report.with_suffix(".part")
+        part.write_text("\n".join(f"{n} {what}" for what, n in sorted(answers.items())))
+        part.replace(report)  # the process may end at any time
 
     used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY_BYTES, resource.RLIM_INFINITY))
