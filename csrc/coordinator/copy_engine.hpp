@@ -21,6 +21,10 @@ class CopyEngine {
 
   // Returns when at most so many of the queued operations have not happened.
   virtual void wait(std::int64_t most_left) = 0;
+
+  // Operations that have been queued, and those of them that are known to have happened.
+  virtual std::int64_t num_queued() const = 0;
+  virtual std::int64_t num_happened() const = 0;
 };
 
 // Slots in the host's memory, as a CPU twin has them: every call does at once what it queues.
@@ -37,6 +41,8 @@ class HostCopyEngine : public CopyEngine {
     if (before_) before_();
   }
   void wait(std::int64_t) override {}
+  std::int64_t num_queued() const override { return 0; }
+  std::int64_t num_happened() const override { return 0; }
 
  private:
   std::function<void()> before_;

@@ -5,9 +5,9 @@
 //     -> take_cleared      ahead of the next launch: the entries are cleared on the launch's stream
 //     -> begin_step        that launch's first doorbell: no kernel reads the slot any more
 //     -> the copy, part by part, then its entry in a table of the device, if it has one that can be
-//        written while a step runs, on one stream; then its entry in the host's table, which is
-//        copied to the device ahead of each launch: a late entry is a miss now and a hit next
-//        time, never half an expert
+//        written while a step runs, on one stream; once they are seen to have happened its entry in
+//        the host's table, which is copied to the device ahead of each launch: a late entry is a
+//        miss now and a hit next time, never half an expert. The next copy is queued meanwhile
 //     -> arrivals          only then may the slot be given away again
 //
 // An entry is set at any time, and cleared only between steps. `submit` is called by any thread,
@@ -67,8 +67,14 @@ class CopyingThread {
     std::uint64_t launch;  // from which on the slot may be written
   };
 
+  struct Queued {
+    SlotCopy copy;
+    std::int64_t num_before;  // operations up to its last one
+  };
+
   void loop();
   void carry_out(const SlotCopy& copy);
+  void wait_for(std::int64_t most_left);
   void keep_pace(std::int64_t bytes, double begin);
   bool may_begin() const { return !jobs_.empty() && jobs_.front().launch <= begun_; }
 
@@ -79,6 +85,7 @@ class CopyingThread {
   const std::vector<std::uint8_t*> slots_;
   const double bytes_per_second_;
   double behind_ = 0.0;  // seconds that copies have been too fast
+  std::deque<Queued> queued_;  // of the thread alone
 
   std::mutex mutex_;  // of what follows; held for moments only
   std::condition_variable changed_;

@@ -102,6 +102,7 @@ void DriverCopyEngine::note_queued() {
     spare_.pop_back();
   }
   queued_.push_back(event);
+  ++num_queued_;
   driver_->require(driver_->event_record(event, stream_), "cuEventRecord");
 }
 

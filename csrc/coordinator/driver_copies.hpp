@@ -59,6 +59,10 @@ class DriverCopyEngine : public CopyEngine {
   void copy(std::uint8_t* to, const std::uint8_t* from, std::int64_t bytes) override;
   void publish(std::int64_t key, std::int64_t address) override;
   void wait(std::int64_t most_left) override;
+  std::int64_t num_queued() const override { return num_queued_; }
+  std::int64_t num_happened() const override {
+    return num_queued_ - static_cast<std::int64_t>(queued_.size());
+  }
 
  private:
   void enter();
@@ -69,6 +73,7 @@ class DriverCopyEngine : public CopyEngine {
   bool can_write_, has_entered_ = false;
   Driver::Handle stream_ = nullptr;
   std::deque<Driver::Handle> queued_;  // an event behind each operation
+  std::int64_t num_queued_ = 0;
   std::vector<Driver::Handle> spare_;
 };
 

@@ -29,6 +29,10 @@ class DriverLibrary:
         """Choose how late streams are, in microseconds, which calls fail, which function lacks."""
         self._library.fake_reset(delay, copy_code, write_code, has_context, hidden.encode())
 
+    def hold(self, *, holds: bool) -> None:
+        """Let nothing happen on the streams, or all that is queued."""
+        self._library.fake_hold(int(holds))
+
     @property
     def num_left(self) -> int:
         """Streams and events that have not been given back."""

@@ -35,6 +35,7 @@ typedef struct Stream {
 static int delay_us, copy_code, write_code, has_context = 1;
 static char hidden_name[64];
 static int num_streams, num_events, num_copies;
+static int is_held; /* nothing happens on any stream */
 static __thread void* current;
 
 void fake_reset(int delay, int copy, int write, int context, const char* hidden) {
@@ -44,6 +45,7 @@ void fake_reset(int delay, int copy, int write, int context, const char* hidden)
 }
 int fake_left(void) { return num_streams + num_events; }
 int fake_copies(void) { return num_copies; }
+void fake_hold(int holds) { __atomic_store_n(&is_held, holds, __ATOMIC_RELEASE); }
 
 static int get_current(void** found) { return *found = current, OK; }
 static int set_current(void* context) { return current = context, OK; }
@@ -52,6 +54,7 @@ static int error_string(int code, const char** text) {
 }
 
 static void carry_out(Operation* op) {
+  while (__atomic_load_n(&is_held, __ATOMIC_ACQUIRE)) usleep(100);
   if (delay_us) usleep((useconds_t)(rand() % delay_us));
   if (op->event) {
     pthread_mutex_lock(&op->event->lock);

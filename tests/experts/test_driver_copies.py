@@ -1,6 +1,7 @@
 """Experts copied by calls of a driver while captured steps run; the driver is one without a GPU."""
 
 import random
+import time
 
 import pytest
 import torch
@@ -78,6 +79,34 @@ def test_large_experts_go_in_parts(library: DriverLibrary) -> None:
     machine.copy(0, 1, 0)
     machine.coordinator.drain_copies()
     assert library.num_copies - before == parts
+    machine.close()
+
+
+def test_the_next_expert_is_queued_before_the_last_one_has_ended(
+    library: DriverLibrary, store: HostStore
+) -> None:
+    """The link would else stand still while the thread wakes up, once an expert."""
+    library.reset()
+    machine = TwinMachine(store, 1, num_slots=3, library=library.path)
+    before = library.num_copies
+    library.hold(holds=True)
+    try:
+        for expert in range(3):
+            machine.copy(0, expert, expert)
+        end = time.perf_counter() + 20
+        while library.num_copies < before + 2 and time.perf_counter() < end:
+            time.sleep(1e-3)
+        assert library.num_copies >= before + 2
+        assert not machine.table.any()
+        assert machine.coordinator.take_arrivals() == []
+    finally:
+        library.hold(holds=False)
+    machine.coordinator.drain_copies()
+    addresses = [slot.data_ptr() for slot in machine.slots]
+    assert machine.table[0, :3].tolist() == addresses
+    assert [arrival[:2] for arrival in machine.coordinator.take_arrivals()] == [
+        (0, expert) for expert in range(3)
+    ]
     machine.close()
 
 
