@@ -31,10 +31,12 @@ DESKTOP = load_profile("desktop-12gb")
 
 
 def sizes_of(name: str, **changes: Any) -> ModelSizes:
-    shape = MODEL_SHAPES[name]
-    config = AutoConfig.for_model(shape.model_type, **(shape.values | changes))
+    shape, own = MODEL_SHAPES[name], {"dense_dtype", "device"}
+    values = {key: value for key, value in changes.items() if key not in own}
+    config = AutoConfig.for_model(shape.model_type, **(shape.values | values))
     config.dtype = torch.bfloat16
-    return config_sizes(config, OffloadConfig(expert_dtype="int4"))
+    options = {key: value for key, value in changes.items() if key in own}
+    return config_sizes(config, OffloadConfig(expert_dtype="int4", **options))
 
 
 def test_a_shape_of_the_profile_costs_what_the_profile_says() -> None:
@@ -48,6 +50,18 @@ def test_another_shape_costs_in_proportion_to_its_bytes() -> None:
     assert costs.cpu_seconds == tuple(2 * seconds for seconds in known.cpu_seconds)
     assert costs.link_seconds_per_expert == 2 * known.link_seconds_per_expert
     assert costs.dense_seconds == known.dense_seconds  # attention is the same
+
+
+def test_packed_dense_parts_make_few_tokens_faster_and_the_many_of_a_prompt_not() -> None:
+    known = DESKTOP.shape("qwen3-30b-a3b")
+    plain, packed = (
+        costs_for(sizes_of("qwen3-30b-a3b", dense_dtype=name, device="cuda"), DESKTOP)
+        for name in ("none", "auto")
+    )
+    assert plain.dense_seconds == known.dense_seconds
+    assert packed.dense_seconds[0] < 0.8 * known.dense_seconds[0]
+    assert packed.dense_seconds[0] > 60e-6  # launches stay
+    assert packed.dense_seconds[-1] == known.dense_seconds[-1]
 
 
 def test_more_slots_make_it_faster() -> None:

@@ -19,6 +19,7 @@ from tandem.hf.dense import packed_layers
 from tandem.hf.device_linear import on_device
 from tests.architectures import result_of, tiny_inputs
 from tests.forecast.test_plan import loaded_bytes
+from tests.hf.tiny import save_tiny_checkpoint
 from tests.kernels.interpreter import interpreted
 from tests.loading.checkpoints import FORMATS, write_decoded, write_plain, write_quantised
 from tests.loading.gguf_files import tiny_model, write_gguf
@@ -145,13 +146,37 @@ def test_they_are_kept_on_a_gpu_and_saved_from_there(
     layers, kept = on_gpu(model), on_gpu(again)
     assert set(layers) == set(kept)
     assert {f"{path}.weight" for path in layers} < set(values)
+    # The head is not quantised in the checkpoint: int8, as on the CPU.
+    assert [p for p, layer in layers.items() if layer.packed.format == "int8-g32"] == ["lm_head"]
     for path, layer in layers.items():
-        x = torch.randn(1, layer.in_features)
+        x, is_rounded = torch.randn(1, layer.in_features), path == "lm_head"
         expected = x @ values[f"{path}.weight"].T
-        assert (layer(x) - expected).norm() < 1e-4 * expected.norm()
+        assert (layer(x) - expected).norm() < (1e-2 if is_rounded else 1e-4) * expected.norm()
         error = kept[path].on_host().values() - values[f"{path}.weight"]
-        is_rounded = layer.input_order is not None  # in order again, as int8
-        assert error.norm() <= (0.01 * expected.norm() if is_rounded else 0)
+        is_rounded |= layer.input_order is not None  # in order again, as int8
+        assert error.norm() <= (0.01 * values[f"{path}.weight"].norm() if is_rounded else 0)
+
+
+@pytest.mark.parametrize(
+    ("expert_dtype", "dense_dtype", "kinds"),
+    [("int4", "auto", {"int8-g32"}), ("int4", "none", set()), ("bf16", "auto", set())],
+)
+def test_layers_of_16_bits_are_packed_on_a_gpu_as_on_the_cpu(
+    expert_dtype: str, dense_dtype: str, kinds: set[str], tmp_path: Path, gpu_loads: None
+) -> None:
+    directory = save_tiny_checkpoint(tmp_path / "tiny", "deepseek_v3", kv_lora_rank=128)
+    options = {"expert_dtype": expert_dtype, "dense_dtype": dense_dtype}
+    layers = on_gpu(tandem.load(directory, dtype="bf16", **options))  # type: ignore[arg-type]
+    assert {layer.packed.format for layer in layers.values()} == kinds
+    # What is read by head would be there twice.
+    assert not any("kv_b_proj" in path for path in layers)
+    sizes = model_sizes(
+        open_model(directory),
+        OffloadConfig(device="cuda", **options),  # type: ignore[arg-type]
+    )
+    plain = model_sizes(open_model(directory), OffloadConfig(device="cuda", dense_dtype="none"))
+    assert sizes.plain_dense_bytes == plain.dense_bytes
+    assert (sizes.device_bytes < plain.device_bytes) == bool(kinds)
 
 
 @pytest.mark.parametrize("name", ["gptq", "fp8"])

@@ -36,7 +36,7 @@ def build_random_model(
     """Build a shape as if it had been loaded; `num_layers` and `vocabulary` make it smaller.
 
     Without huge pages experts lie as those of a mapped file do. Dense parts are on `device`; on a
-    GPU they are bf16, so `dense_dtype` is "none" there.
+    GPU `offload` says how they are packed, and `dense_dtype` is "none".
     """
     if num_layers is not None:
         shape = shape.sample(num_layers)

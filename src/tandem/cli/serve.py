@@ -36,7 +36,7 @@ class ServeOptions:
 
     dense_dtype: str = option(
         "auto",
-        help="attention, shared experts and head on the CPU: none (as loaded), int8, int4, bf16; "
+        help="attention, shared experts and head: none (as loaded), int8, int4, bf16; "
         "auto: int8 if the experts are quantised too, else as they are",
         metavar="DTYPE",
     )

@@ -6,6 +6,7 @@ weights; routing is `typical_routing`. These forecasts have not been compared wi
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +35,7 @@ from tandem.sim.start import SIMULATED_STARTS
 _DECODE_STEPS = 128
 _HEAT_SEQUENCES = 2  # what earlier runs have learned about popularity
 _MEASURED_LAYERS = 2
+_LAUNCH_SECONDS = 60e-6  # of a layer's dense parts, as the profiles of data sheets assume
 _SYSTEM_BYTES = 4 << 30  # of a PC with its desktop, assumed
 
 
@@ -130,6 +132,7 @@ def _measured_gpu(sizes: ModelSizes, offload: OffloadConfig) -> HardwareProfile:
     """Measure this machine's GPU as loading does, on a few layers."""
     here = dataclasses.replace(offload, expert_dtype=sizes.expert_formats[0])
     shape = measured_shape(sizes)
+    # Packed as the options have it when it is brought to the GPU.
     model = build_random_model(shape, here, dense_dtype="none", device=offload.device)
     executor = require_runtime(model).executor
     executor.close()
@@ -200,11 +203,10 @@ def costs_for(sizes: ModelSizes, profile: HardwareProfile) -> ShapeCosts:
     geometry = geometry_of(sizes)
     near = shape_for(profile, str(sizes.config.model_type), geometry)
     ratio = sizes.expert_image_bytes / near.expert_bytes
-    is_same = ratio == 1.0 and (near.num_experts, near.top_k) == geometry[1:]
-    dense_ratio = 1.0
-    if near.shape in MODEL_SHAPES and not is_same:
+    dense_seconds = near.dense_seconds
+    if near.shape in MODEL_SHAPES:  # whose dense parts are in 16 bits
         known = shape_sizes(MODEL_SHAPES[near.shape], OffloadConfig())
-        dense_ratio = _layer_bytes(sizes) / _layer_bytes(known)
+        dense_seconds = _dense_seconds(near.dense_seconds, known, sizes)
     return dataclasses.replace(
         near,
         num_moe_layers=geometry.num_layers,
@@ -213,7 +215,7 @@ def costs_for(sizes: ModelSizes, profile: HardwareProfile) -> ShapeCosts:
         expert_bytes=sizes.expert_image_bytes,
         cpu_seconds=tuple(seconds * ratio for seconds in near.cpu_seconds),
         gpu_seconds=tuple(seconds * ratio for seconds in near.gpu_seconds),
-        dense_seconds=tuple(seconds * dense_ratio for seconds in near.dense_seconds),
+        dense_seconds=dense_seconds,
         link_seconds_per_expert=near.link_seconds_per_expert * ratio,
     )
 
@@ -225,9 +227,28 @@ def shape_sizes(shape: ModelShape, offload: OffloadConfig) -> ModelSizes:
     return config_sizes(config, offload)
 
 
-def _layer_bytes(sizes: ModelSizes) -> float:
-    """Return the bytes of the dense parts of a layer, without embeddings and head."""
-    return (
-        sum(num_bytes for part, num_bytes in sizes.dense_bytes.items() if "embeddings" not in part)
-        / sizes.num_layers
+def _dense_seconds(
+    known_seconds: tuple[float, ...], known: ModelSizes, sizes: ModelSizes
+) -> tuple[float, ...]:
+    """Return what a layer's dense parts take, by tokens, from the times of a known shape.
+
+    A few tokens cost what the bytes do, beside launches; many cost their arithmetic, of which there
+    is as much where weights are packed.
+    """
+    of_known = _layer_bytes(known.plain_dense_bytes, known)
+    arithmetic = _layer_bytes(sizes.plain_dense_bytes, sizes) / of_known
+    memory = _layer_bytes(sizes.dense_bytes, sizes) / of_known
+    if memory == arithmetic:
+        return tuple(seconds * memory for seconds in known_seconds)
+    few = known_seconds[0]
+    launches = min(_LAUNCH_SECONDS, few)
+    least = launches + (few - launches) * memory
+    return tuple(
+        least if seconds == few else max(least, seconds * arithmetic) for seconds in known_seconds
     )
+
+
+def _layer_bytes(parts: Mapping[str, int], sizes: ModelSizes) -> float:
+    """Return the bytes of the dense parts of a layer, without embeddings and head."""
+    own = (num_bytes for part, num_bytes in parts.items() if "embeddings" not in part)
+    return sum(own) / sizes.num_layers

@@ -19,8 +19,8 @@ from tandem.foreign_types import PreTrainedConfig, PreTrainedModel
 from tandem.hf.checkpoint import AnyCheckpoint, Checkpoint, GgufCheckpoint
 from tandem.hf.compat import parts_in_fp32
 from tandem.hf.config import OffloadConfig, parse_dense_dtype
-from tandem.hf.dense import has_quantised_experts, packable_layers
-from tandem.hf.dense_place import is_kept_on_host
+from tandem.hf.dense import has_quantised_experts, is_packable_embedding, packable_layers
+from tandem.hf.device_linear import device_layers
 from tandem.hf.experts import is_experts_module
 from tandem.hf.load import empty_model, is_widened_on, open_foreign, source_config
 from tandem.hf.quantizer import OffloadQuantizer
@@ -58,6 +58,8 @@ class ModelSizes:
     num_layers: int
     dense_bytes: dict[str, int]
     """By part, as the options pack them."""
+    plain_dense_bytes: dict[str, int]
+    """The same with nothing packed."""
     host_bytes: int
     """Of the dense parts, what stays in host memory beside a GPU: embeddings."""
     device_bytes: int
@@ -159,6 +161,7 @@ def config_sizes(
         moe_layers=tuple(_layer_number(layer.arrivals.name) for layer in store),
         num_layers=int(getattr(text, "num_hidden_layers", len(store))),
         dense_bytes=dense_bytes,
+        plain_dense_bytes=_dense_bytes(model, {}),
         host_bytes=host_bytes,
         device_bytes=sum(dense_bytes.values()) - shared,
         dense_layers_with_codes=sum(fmt is not None for fmt in codes.values()),
@@ -194,11 +197,10 @@ def _packed_formats(
     if fmt is None or (is_auto and not has_quantised_experts(store)):
         return {}
     kept = {name.removesuffix(".weight"): own for name, own in codes.items() if own is not None}
-    if is_auto and kind_of(offload.device).holds_dense_parts:
-        return kept  # what has no codes stays as it was loaded
     paths = {id(module): path for path, module in model.named_modules()}
+    layers = device_layers if kind_of(offload.device).holds_dense_parts else packable_layers
     formats: dict[str, WeightFormat | None] = {
-        paths[id(linear)]: fmt for _, _, linear in packable_layers(model)
+        paths[id(linear)]: fmt for _, _, linear in layers(model)
     }
     formats |= {p: parse_dense_dtype(name) for p, name in (offload.dense_formats or {}).items()}
     return {path: own for path, own in formats.items() if own is not None} | kept
@@ -222,10 +224,12 @@ def _embedding_bytes(
     """
     embeddings = model.get_input_embeddings()
     path = next(path for path, module in model.named_modules() if module is embeddings)
-    is_alone = is_kept_on_host(model, embeddings)
+    parameters = model.named_parameters(remove_duplicate=False)
+    tied = [name.removesuffix(".weight") for name, p in parameters if p is embeddings.weight]
     if path in packed:
         shape, fmt = embeddings.weight.shape, packed[path]
-        return fmt.matrix_bytes(*shape), not is_alone
+        return fmt.matrix_bytes(*shape), len(tied) > 1
+    is_alone = is_packable_embedding(embeddings) and all(n in packed for n in tied if n != path)
     return (embeddings.weight.nbytes if is_alone else 0), False
 
 

@@ -108,7 +108,7 @@ class OffloadConfig(OffloadOptions, QuantizationConfigMixin):  # type: ignore[mi
 
     quant_method: str = dataclasses.field(default=QUANT_METHOD, init=False)
     dense_dtype: str = "none"
-    """Linear layers on the CPU: "none" (as loaded), "int8", "int4", "bf16" or another packed
+    """Linear layers: "none" (as loaded), "int8", "int4", "bf16" or another packed
     format; "auto": int8 if the experts are quantised too."""
     isa: str | None = None
     """Instruction set of the CPU kernels; None takes the best that the processor has."""

@@ -1,8 +1,7 @@
 """Linear layers of quantised checkpoints that keep their codes: packed as they arrive.
 
 For `dense_dtype` "auto", on the CPU and on a GPU with Triton. A layer that no packed format holds
-exactly is dequantised, and on the CPU packed again, like the layers that the checkpoint has not
-quantised.
+exactly is dequantised and packed again, like the layers that the checkpoint has not quantised.
 """
 
 from collections import defaultdict

@@ -1,7 +1,7 @@
 """Packed linear layers where a model's dense parts are: on the CPU, or on a GPU."""
 
 import importlib.util
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,15 @@ from tandem.kernels.formats.weight_format import WeightFormat
 
 Place = Callable[[DenseWeight, torch.dtype, Tensor | None], nn.Module]
 """Makes the layer of a weight, of its values' dtype and the order of its inputs."""
+
+
+# Latent attention multiplies with them by head, as numbers: packed they would be there twice.
+_READ_BY_HEAD = ("kv_b_proj",)
+
+
+def device_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
+    """Yield (parent, name, layer) of every linear layer that is worth packing for a GPU."""
+    return (found for found in packable_layers(model) if found[1] not in _READ_BY_HEAD)
 
 
 def has_kernels() -> bool:
@@ -53,11 +62,11 @@ def pack_for_device(
 ) -> int:
     """Replace a model's linear layers by packed ones on a GPU; return the bytes of these.
 
-    They are packed on the host, one by one. Those at the paths `kept`, routers, embeddings and
-    towers for images stay. Raises `ConfigError` without Triton.
+    They are packed on the host, one by one. Those at the paths `kept`, what is read by head,
+    routers, embeddings and towers for images stay. Raises `ConfigError` without Triton.
     """
     num_bytes, paths = 0, {id(module): path for path, module in model.named_modules()}
-    for parent, name, linear in list(packable_layers(model)):
+    for parent, name, linear in list(device_layers(model)):
         if paths[id(linear)] in kept:
             continue
         dtype = linear.weight.dtype
