@@ -97,8 +97,8 @@ void CopyingThread::loop() {
     try {
       if (copy)
         carry_out(*copy);
-      else
-        wait_for(0);
+      else  // one at a time: what is submitted meanwhile is queued behind the others
+        wait_for(engine_->num_queued() - engine_->num_happened() - 1);
     } catch (const std::exception& problem) {
       error = problem.what();
       if (error.empty()) error = "an unknown error";

@@ -91,8 +91,7 @@ def test_the_next_expert_is_queued_before_the_last_one_has_ended(
     before = library.num_copies
     library.hold(holds=True)
     try:
-        for expert in range(3):
-            machine.copy(0, expert, expert)
+        machine.coordinator.submit([(0, expert, expert, -1) for expert in range(3)])
         end = time.perf_counter() + 20
         while library.num_copies < before + 2 and time.perf_counter() < end:
             time.sleep(1e-3)
