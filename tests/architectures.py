@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
+from tandem.hf.compat import cache_argument
+
 VOCABULARY = 128
 FIRST_PLAIN_TOKEN = 32  # ids below are for the special tokens of SIZES
 PROMPT_LENGTH = 7
@@ -182,6 +184,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "glm4v_moe_text": {
         "rope_parameters": {**_MROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
     },
+    "hy_v4_vl_text": {"rope_parameters": {**_MROPE, "mrope_section": [2, 1, 1]}},
     # Transformers 5.17 has no default for a tower that the model does not go without.
     "diffusion_gemma": {
         "vision_config": {
@@ -257,7 +260,8 @@ def tiny_inputs(model: PreTrainedModel) -> dict[str, Any]:
 
 def next_inputs(model: PreTrainedModel, outputs: ModelOutput) -> dict[str, Any]:
     """Return the step after the prompt's `outputs`: one token, or one canvas, and the cache."""
-    step: dict[str, Any] = {"past_key_values": outputs["past_key_values"], "use_cache": True}
+    name = cache_argument(model)
+    step: dict[str, Any] = {name: outputs[name], "use_cache": True}
     if "decoder_input_ids" in _forward_arguments(model):
         return {"decoder_input_ids": _plain_tokens(SIZES["canvas_length"] + 1)[:, 1:], **step}
     return {"input_ids": _plain_tokens(PROMPT_LENGTH + 1)[:, -1:], **step}

@@ -20,6 +20,7 @@ import tandem
 from tandem.cli.model_choice import ModelChoice, find_model
 from tandem.decode.attention import register_attention
 from tandem.decode.shallow_copy import ShallowCopy
+from tandem.hf.compat import cache_argument
 from tandem.hf.runtime import require_runtime
 from tandem.kernels.attention import Segment
 from tandem.kv_cache.base import stepping, transformers_cache
@@ -60,7 +61,7 @@ def perplexity(model: Any, windows: Tensor, kv_dtype: str) -> float:
     """Return the perplexity over (windows, tokens) ids, each window read from its start."""
     threads = require_runtime(model).threads
     copy = ShallowCopy(model, register_attention(), {})
-    total = 0.0
+    argument, total = cache_argument(model), 0.0
     for ids in windows:
         cache = KvCache(threads, 1, len(ids), kv_dtype=kv_dtype)
         shell = transformers_cache(model, cache)
@@ -68,7 +69,7 @@ def perplexity(model: Any, windows: Tensor, kv_dtype: str) -> float:
         with stepping(cache):
             positions = cache.positions[None]
             logits = copy.model(
-                input_ids=ids[None], position_ids=positions, past_key_values=shell, use_cache=True
+                input_ids=ids[None], position_ids=positions, use_cache=True, **{argument: shell}
             ).logits[0]
         cache.commit()
         total += float(F.cross_entropy(logits[:-1].float(), ids[1:], reduction="sum"))

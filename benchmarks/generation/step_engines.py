@@ -26,6 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import tandem
 from tandem.bench.model_shapes import find_shape
+from tandem.hf.compat import cache_argument
 
 TINY = {
     "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -81,7 +82,7 @@ def whole_step(model: Any, ids: Tensor, position: Tensor, keys: Any, values: Any
     cache = FixedKeysAndValues(position, keys, values)
     out = model(
         input_ids=ids, position_ids=position[None], attention_mask=mask_of(position),
-        past_key_values=cache, use_cache=True,
+        use_cache=True, **{cache_argument(model): cache},
     )  # fmt: skip
     logits: Tensor = out.logits[:, -1]
     return logits
@@ -134,9 +135,10 @@ class OneLayer(nn.Module):
     ) -> Tensor:
         """Run the layer."""
         number = self.layer.self_attn.layer_idx
+        cache = FixedKeysAndValues(position, {number: key}, {number: value})
         out: Tensor = self.layer(
             hidden, attention_mask=mask_of(position), position_embeddings=(cos, sin),
-            past_key_values=FixedKeysAndValues(position, {number: key}, {number: value}),
+            **{cache_argument(self.layer): cache},
         )  # fmt: skip
         return out
 

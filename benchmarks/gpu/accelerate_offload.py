@@ -19,6 +19,7 @@ from accelerate import cpu_offload
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tandem.bench.model_shapes import MODEL_SHAPES, find_shape
+from tandem.hf.compat import cache_argument
 from tandem.hf.experts import is_experts_module
 
 PROMPT_TOKENS = 32
@@ -58,11 +59,12 @@ def main() -> int:
 def _step_seconds(options: argparse.Namespace, num_layers: int) -> float:
     model = _model(options, num_layers)
     ids = torch.arange(PROMPT_TOKENS, device=options.device)[None] + 1
-    cache = model(input_ids=ids, use_cache=True).past_key_values
+    name = cache_argument(model)
+    cache = model(input_ids=ids, use_cache=True)[name]
     times: list[float] = []
     for _ in range(WARM_STEPS + options.steps):
         begin = time.perf_counter()
-        model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True).logits.argmax().item()
+        model(input_ids=ids[:, :1], use_cache=True, **{name: cache}).logits.argmax().item()
         times.append(time.perf_counter() - begin)
     return median(times[WARM_STEPS:])
 

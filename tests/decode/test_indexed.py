@@ -13,6 +13,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicIndexedLayer
 
 from tandem.decode.cpu_slots import CpuSlotPool, why_no_cpu_slots
+from tandem.hf.compat import cache_argument
 from tandem.kernels.dense import CpuThreads
 from tandem.kv_cache.indexers import IndexScores, UnknownIndexerError
 from tests.architectures import architectures, build_tiny_model
@@ -38,13 +39,13 @@ class Own:
     """One sequence in Transformers' own cache."""
 
     def __init__(self, model: Any) -> None:
-        self.model = model
+        self.model, self.argument = model, cache_argument(model)
         self.cache = DynamicCache(config=model.config.get_text_config(decoder=True))
 
     @torch.no_grad()
     def next(self, tokens: list[int]) -> Tensor:
         """Return the logits after more tokens: (vocabulary,)."""
-        outputs = self.model(torch.tensor([tokens]), past_key_values=self.cache, use_cache=True)
+        outputs = self.model(torch.tensor([tokens]), use_cache=True, **{self.argument: self.cache})
         logits: Tensor = outputs.logits[0, -1]
         return logits
 

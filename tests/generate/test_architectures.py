@@ -23,6 +23,7 @@ WHY_PADDED = {
     "deepseek_v4": "beside a window, one key for many tokens, gated together as they come",
     "inkling": "attention adds a bias by distance, made of each token's hidden state",
     "inkling2": "attention adds a bias by distance, made of each token's hidden state",
+    "inkling2_loop": "attention adds a bias by distance, made of each token's hidden state",
     "unlimited_ocr": "decoded tokens slide out of a window, a prompt's never do",
 }
 ON_THEIR_OWN_CACHES = set(WHY_PADDED)

@@ -9,6 +9,7 @@ from benchmarks.generation.systems.setting import Setting, Speeds
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tandem.bench.model_shapes import find_shape
+from tandem.hf.compat import cache_argument
 
 _PART = 512  # tokens of a prompt that are computed at once
 
@@ -27,6 +28,7 @@ class TorchModel:
             model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         model.to_empty(device="cpu")
         model.init_weights()  # also the tables of rotary embeddings
+        self._cache = cache_argument(model)
         self._setting, self._model = setting, model.eval().requires_grad_(False)
 
     @torch.inference_mode()
@@ -42,14 +44,14 @@ class TorchModel:
             if first == depth:
                 start = time.perf_counter()
             out = self._model(
-                ids[:, first : first + _PART], past_key_values=cache, use_cache=True,
+                ids[:, first : first + _PART], use_cache=True, **{self._cache: cache},
                 logits_to_keep=1,
             )  # fmt: skip
-            cache = out.past_key_values
+            cache = out[self._cache]
         prefill = time.perf_counter() - start
         seconds = []
         for _ in range(setting.steps):
             start = time.perf_counter()
-            out = self._model(out.logits[:, -1].argmax(-1)[None], past_key_values=cache)
+            out = self._model(out.logits[:, -1].argmax(-1)[None], **{self._cache: cache})
             seconds.append(time.perf_counter() - start)
         return Speeds(setting.prompt / prefill, 1 / statistics.median(seconds[2:]), 0.0, 0.0)

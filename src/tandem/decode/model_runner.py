@@ -19,6 +19,7 @@ from tandem.experts.store.packed_layer import PackedLayer
 from tandem.experts.tracing.events import unheard
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.compat import (
+    cache_argument,
     forget_positions,
     given_features,
     reference_warnings_held,
@@ -71,6 +72,7 @@ class ModelRunner:
         self._shell = transformers_cache(model, cache)
         masks = masks_by_layer_type(model, self._shell.layers)
         self._masks = {"attention_mask": masks} if masks else {}
+        self._cache_argument = cache_argument(model)
         self.keeps_logits = takes_logits_to_keep(model)
         """Whether logits can be asked for some of the tokens alone."""
 
@@ -125,9 +127,9 @@ class ModelRunner:
             outputs = copy(
                 input_ids=ids,
                 position_ids=positions,
-                past_key_values=self._shell,
                 use_cache=True,
                 return_dict=True,
+                **{self._cache_argument: self._shell},
                 **self._masks,
                 **images,
                 **({"logits_to_keep": keep} if is_kept else {}),

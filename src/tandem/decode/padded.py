@@ -16,6 +16,7 @@ from tandem.decode.images import ImagePrompt
 from tandem.decode.unmovable_slots import UnmovableSlots
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.compat import (
+    cache_argument,
     first_position_ids,
     has_dynamic_cache,
     next_step_kwargs,
@@ -59,7 +60,7 @@ class PaddedBatch:
             self._kwargs["logits_to_keep"] = 1
         if has_dynamic_cache(model):
             config = model.config.get_text_config(decoder=True)
-            self._kwargs["past_key_values"] = DynamicCache(config=config)
+            self._kwargs[cache_argument(model)] = DynamicCache(config=config)
 
     def prefill(self) -> Tensor:
         """Run the prompts; return the logits of each row's next token: (rows, vocabulary)."""

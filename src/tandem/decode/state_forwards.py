@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tandem.hf.compat import takes_cache
 from tandem.kernels.recurrent import Convolution, Recurrence, RecurrenceForm
 from tandem.kv_cache.base import NotInSlotsError
 from tandem.kv_cache.states import StateHandle
@@ -33,16 +34,17 @@ def _handle(cache: Any, layer: int) -> StateHandle:
     return handle
 
 
+@takes_cache
 def _lightning_attention(
     self: Any,
     hidden_states: Tensor,
     position_embeddings: object,
     attention_mask: object,
-    past_key_values: Any = None,
+    cache: Any = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Linear attention whose states fade by a rate of their head, (b, n_tokens, width)."""
-    handle = _handle(past_key_values, self.layer_idx)
+    handle = _handle(cache, self.layer_idx)
     heads, dim = self.num_attention_heads, self.head_dim
     mixed = self.act_fn(self.qkv_proj(hidden_states)).view(-1, heads, 3 * dim)
     query, key, value = mixed.split(dim, dim=-1)
@@ -58,14 +60,15 @@ def _lightning_attention(
     return self.out_proj(torch.sigmoid(self.output_gate(hidden_states)) * out), None
 
 
+@takes_cache
 def _convolved_projection(
-    self: Any, hidden_states: Tensor, past_key_values: Any, conv_mask: object = None
+    self: Any, hidden_states: Tensor, cache: Any, conv_mask: object = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys that two convolutions mix, values half of which are the last token's.
 
     Returns three of (b, n_tokens, heads, dim).
     """
-    handle = _handle(past_key_values, self.layer_idx)
+    handle = _handle(cache, self.layer_idx)
     shape = (*hidden_states.shape[:-1], -1, self.head_dim)
     query, key = self.q_proj(hidden_states), self.k_proj(hidden_states)
     mixed = _convolved(self, handle, torch.cat([query, key], dim=-1).flatten(0, 1))

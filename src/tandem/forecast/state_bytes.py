@@ -9,7 +9,7 @@ from transformers import DynamicCache
 
 from tandem.decode.slots import MAX_STEP_TOKENS
 from tandem.foreign_types import PreTrainedModel
-from tandem.hf.compat import own_cache_class, reference_warnings_held
+from tandem.hf.compat import cache_argument, own_cache_class, reference_warnings_held
 from tandem.hf.experts import is_experts_module
 from tandem.kv_cache.checkpoints import most_checkpoints
 from tandem.kv_cache.states import most_checkpoint_bytes
@@ -33,7 +33,7 @@ def state_bytes_of(model: PreTrainedModel) -> int:
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     try:
         with torch.inference_mode(), torch.device("meta"), reference_warnings_held():
-            model(input_ids=ids, past_key_values=cache, use_cache=True)
+            model(input_ids=ids, use_cache=True, **{cache_argument(model): cache})
     except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError):
         return 0
     held = _tensors(getattr(cache, "linear_cache", None))

@@ -1,10 +1,11 @@
 """Transformers' private parts, and all that differs between its versions (5.17 to today)."""
 
 import copy
+import functools
 import inspect
 import logging
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -91,6 +92,24 @@ def takes_logits_to_keep(model: PreTrainedModel) -> bool:
     Stands in for `_supports_logits_to_keep` (5.17 to today), which only `generate`'s models have.
     """
     return "logits_to_keep" in inspect.signature(model.forward).parameters
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """Return what a model's forward and its outputs call the cache: another name since 5.24."""
+    names = inspect.signature(model.forward).parameters
+    return "cache" if "cache" in names else "past_key_values"
+
+
+def takes_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a forward whose argument is `cache` be called by its name of before 5.24 as well."""
+
+    @functools.wraps(forward)
+    def renamed(*args: object, **kwargs: object) -> Any:
+        if "past_key_values" in kwargs:
+            kwargs["cache"] = kwargs.pop("past_key_values")
+        return forward(*args, **kwargs)
+
+    return renamed
 
 
 def has_dynamic_cache(model: PreTrainedModel) -> bool:

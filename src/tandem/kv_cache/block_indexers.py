@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tandem.hf.compat import takes_cache
 from tandem.kv_cache.index_keys import Selection
 from tandem.kv_cache.indexers import SelectedPositions
 
@@ -34,12 +35,13 @@ def methods_for(module: nn.Module) -> Mapping[str, Method]:
     return {}
 
 
+@takes_cache
 def _select_qwen4(
     self: Any,
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: object,
-    past_key_values: Any,
+    cache: Any,
 ) -> SelectedPositions:
     """Pool by means, which are normed and turned by the angles of their first position."""
     rotate = vars(sys.modules[type(self).__module__])["apply_rotary_pos_emb"]
@@ -60,12 +62,13 @@ def _select_qwen4(
 
     selection = Selection.of_blocks(1 / math.sqrt(dim), self.block_topk, self.compress_ratio)
     packed = torch.cat([key.squeeze(2), cos, sin], dim=-1)
-    layer = past_key_values.layers[self.layer_idx]
+    layer = cache.layers[self.layer_idx]
     return SelectedPositions(layer.select(selection, packed, query, None, pool))
 
 
+@takes_cache
 def _select_glm5(
-    self: Any, hidden_states: Tensor, q_resid: Tensor, attention_mask: object, past_key_values: Any
+    self: Any, hidden_states: Tensor, q_resid: Tensor, attention_mask: object, cache: Any
 ) -> Tensor:
     """Pool by weights that each token gives, for each place of its block."""
     dim, dtype = self.head_dim, hidden_states.dtype
@@ -83,7 +86,7 @@ def _select_glm5(
     selection = Selection.of_blocks(
         self.softmax_scale, self.index_topk // self.index_kpool, self.index_kpool
     )
-    layer = past_key_values.layers[self.layer_idx]
+    layer = cache.layers[self.layer_idx]
     packed = torch.cat([key, gate], dim=-1)
     selected: Tensor = layer.select(selection, packed, query, weights * self.n_heads**-0.5, pool)
     return selected

@@ -31,6 +31,7 @@ from tandem.experts.store.host_store import HostStore
 from tandem.experts.store.pinning import pin_store
 from tandem.foreign_types import PreTrainedModel
 from tandem.hardware.profiles import load_profile, save_profile
+from tandem.hf.compat import cache_argument
 from tandem.hf.experts import expert_functions
 from tandem.hf.lookahead.warm_up import ExpertsCall, NoExperts, forward_tokens, warm_up_ids
 from tandem.hf.machine.parts import DeviceParts, ObservedModel
@@ -207,7 +208,8 @@ def kv_bytes(model: PreTrainedModel, num_tokens: int) -> int:
     ids = torch.arange(_KV_SAMPLE_TOKENS, device=model.device)[None] + 11
     vocabulary = model.get_input_embeddings().weight.shape[0]
     with torch.no_grad():
-        cache = model(input_ids=ids % vocabulary, use_cache=True).past_key_values
+        outputs = model(input_ids=ids % vocabulary, use_cache=True)
+    cache = outputs[cache_argument(model)]
     layers = getattr(cache, "layers", ())
     tensors = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
     num_bytes = sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
