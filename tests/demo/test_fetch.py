@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -36,6 +37,8 @@ def test_pip_failure_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    # As Triton leaves it: setuptools then warns whoever asks for pip by the import system.
+    monkeypatch.setitem(sys.modules, "distutils", ModuleType("distutils"))
     with pytest.raises(BuildError, match=r"could not download .*No matching.* TANDEM_DEMO_SOURCE"):
         fetch(tmp_path, None)
     assert list(tmp_path.iterdir()) == []

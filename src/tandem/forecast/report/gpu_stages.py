@@ -62,7 +62,10 @@ def hand_over() -> Said:
 def pinned_copies() -> Said:
     """Time copies from registered memory, against pageable."""
     streams = CudaStreams()
-    host, target = torch.zeros(_COPY_BYTES, dtype=torch.uint8), streams.empty(_COPY_BYTES)
+    host, target = (
+        torch.zeros(_COPY_BYTES, dtype=torch.uint8, device="cpu"),
+        streams.empty(_COPY_BYTES),
+    )
 
     def copy() -> None:
         target.copy_(host, non_blocking=True)
@@ -94,7 +97,10 @@ def pinned_copies() -> Said:
 def batched_copies() -> Said:
     """Compare one call for several copies with one call each, in the host's time and the link's."""
     streams = CudaStreams()
-    host, target = torch.zeros(_COPY_BYTES, dtype=torch.uint8), streams.empty(_COPY_BYTES)
+    host, target = (
+        torch.zeros(_COPY_BYTES, dtype=torch.uint8, device="cpu"),
+        streams.empty(_COPY_BYTES),
+    )
     if not streams.pin(host):
         raise ExecutionError("the driver does not register the host's memory")
     size = 4 * LEAST_BYTES
@@ -237,7 +243,7 @@ def _kernel_speed(name: str, num_tokens: int) -> str:
 
     layout = ExpertLayout(find_format(name), _HIDDEN, _INTERMEDIATE, is_gated=True, has_bias=False)
     store = torch.zeros(_EXPERTS, layout.num_bytes, dtype=torch.uint8, device="cuda")
-    token = torch.arange(num_tokens).repeat(_EXPERTS).int()
+    token = torch.arange(num_tokens, device="cpu").repeat(_EXPERTS).int()
     begin = list(range(0, _EXPERTS * num_tokens + 1, num_tokens))
     table = row_table([buffer.data_ptr() for buffer in store], begin, token)
     rows = table.on(table.memory.cuda())
