@@ -2,18 +2,21 @@
 
 import json
 import string
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
 import torch
+from benchmarks.generation.gguf_file import add_tokens
 from gguf import GGUFWriter, TokenType
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import tandem
-from tandem.checkpoint.sources.gguf_tokenizer import load_gguf_tokenizer
+from tandem.checkpoint.sources.gguf_tokenizer import _require_same, load_gguf_tokenizer
 from tandem.cli.main import main
+from tandem.core.errors import ModelError
 from tandem.hf.dense import packed_layers
 from tests.hf.tiny import CHAT_TEMPLATE
 from tests.inside import runtime_in
@@ -150,6 +153,42 @@ def test_packed_it_answers_alike(architecture: str, tmp_path: Path) -> None:
     texts = [t.apply_chat_template(CHAT, tokenize=False) for t in tokenizers]
     assert texts[0] == texts[1]
     assert tokenizers[0](texts[0])["input_ids"] == tokenizers[1](texts[0])["input_ids"]
+
+
+def byte_tokens(writer: GGUFWriter) -> None:
+    add_tokens(writer, 300)
+
+
+def smollm(writer: GGUFWriter) -> None:
+    add_tokenizer(writer)
+    writer.add_tokenizer_pre("smollm")
+
+
+@pytest.mark.parametrize("add", [byte_tokens, smollm, add_tokenizer])
+@pytest.mark.parametrize("architecture", ["qwen3moe", "olmoe", "minimax-m2"])
+def test_a_packed_copy_makes_the_tokens_of_the_file(
+    add: Callable[[GGUFWriter], None], architecture: str, tmp_path: Path
+) -> None:
+    file, packed = tmp_path / "tiny.gguf", tmp_path / "packed"
+    write_gguf(file, tiny_model(architecture), "Q8_0", architecture, also=add)
+    tandem.pack(file, packed)
+    own, copy = load_gguf_tokenizer(file), AutoTokenizer.from_pretrained(packed)
+    text = "It's 12345  +  67 =\n\n\u00fc \u4f60\u597d <s> hello </s>\ttwo   three"
+    ids = own(text)["input_ids"]
+    assert len(ids) > 30
+    assert copy(text)["input_ids"] == ids
+    assert copy.decode(ids) == own.decode(ids)
+
+
+def test_a_copy_that_transformers_reads_otherwise_is_one_sentence(tmp_path: Path) -> None:
+    file, copy = tmp_path / "tiny.gguf", tmp_path / "copy"
+    write_gguf(file, tiny_model(), "Q8_0", also=byte_tokens)
+    tokenizer = load_gguf_tokenizer(file)
+    tokenizer.save_pretrained(copy)
+    _require_same(tokenizer, copy, AutoConfig.for_model("qwen3_moe"))
+    forced = AutoConfig.for_model("qwen3_5_moe_text")  # its own class, whatever the copy says
+    with pytest.raises(ModelError, match=r"Qwen3_5Tokenizer .* other tokens of .*run the file"):
+        _require_same(tokenizer, copy, forced)
 
 
 def test_packing_a_file_without_a_tokenizer(tmp_path: Path) -> None:

@@ -107,14 +107,14 @@ def _pack(
     offload = from_mapping(OffloadConfig, options, where="tandem.pack")
     sink = FileSink(partial, _identity(source, options), on_progress)
     offload.sink = sink
+    if not isinstance(source, Checkpoint):  # one that cannot be kept is found before hours of work
+        save_gguf_tokenizer(source.path, partial)
     with contextlib.closing(sink):
         model = load_checkpoint(source, offload)
         num_bytes = sink.finish(model)
     require_runtime(model).executor.close()
     if isinstance(source, Checkpoint):
         _copy_small_files(source, partial)
-    else:
-        save_gguf_tokenizer(source.path, partial)
     for name in (_PROGRESS_FILE, _LOCK_FILE):
         (partial / name).unlink(missing_ok=True)
     return num_bytes, sink.resumed

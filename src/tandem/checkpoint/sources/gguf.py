@@ -62,7 +62,7 @@ def open_gguf(
     `read_gguf_header` does.
     """
     header = read_gguf_header(file)
-    config = _config_of(header)
+    config = config_of(header)
     values = config.to_dict()
     require_possible_values(str(file), values)
     config.dtype = _dense_dtype(header)
@@ -73,7 +73,7 @@ def open_gguf(
     return config, _source(header, shapes, config)
 
 
-def _config_of(header: GgufHeader) -> PreTrainedConfig:
+def config_of(header: GgufHeader) -> PreTrainedConfig:
     """Return the config of a file, or say that the installed Transformers is too old for it."""
     try:
         return ARCHITECTURES[header.architecture].config(header)

@@ -5,33 +5,59 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from tandem.checkpoint.config_values import foreign_errors
-from tandem.checkpoint.sources.gguf import read_gguf_header
+from tandem.checkpoint.sources.gguf import config_of, read_gguf_header
+from tandem.core.errors import ModelError
+from tandem.foreign_types import PreTrainedConfig
 
-# Architectures whose config Transformers reads.
-_READ_BY_TRANSFORMERS = ("qwen2moe", "qwen3moe", "minimax-m2")
+# What tokenizers split differently: digits, runs of spaces and lines, marks, scripts, emoji. All of
+# it is composed: Qwen's classes compose characters, and are taken for some models in any case.
+_PROBE = (
+    "It's 1234567 + 0.5e-10 = ?  two   three\t\ttabs\n\n\n  def f(x):\r\n    return [x]*2; // "
+    "Größe naïve Привет γεια مرحبا नमस्ते 你好。世界 こんにちは 안녕 🙂 "
+)
 
 
 def load_gguf_tokenizer(file: Path) -> Any:
     """Return the tokenizer of a file; raises what Transformers and tokenizers raise.
 
-    Transformers finds its class by the config that it reads; where it reads none, the tokenizer
-    needs no class of its own. It would take a tokenizer.json beside the file instead, whatever
-    model that is of, so it sees the file alone.
+    Its class is the one that takes tokenizers as they are: a model's own class would build its
+    pre-tokenizer again from a copy. Transformers would take a tokenizer.json beside the file
+    instead, whatever model that is of, so it sees the file alone.
     """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
-    is_ours = read_gguf_header(file).architecture not in _READ_BY_TRANSFORMERS
-    kind = PreTrainedTokenizerFast if is_ours else AutoTokenizer
     with TemporaryDirectory() as directory:
         (Path(directory) / file.name).symlink_to(file.resolve())
-        tokenizer = kind.from_pretrained(directory, gguf_file=file.name, local_files_only=True)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(
+            directory, gguf_file=file.name, local_files_only=True
+        )
     tokenizer.name_or_path = str(file)
     return tokenizer
 
 
 def save_gguf_tokenizer(file: Path, directory: Path) -> None:
-    """Write a file's tokenizer to a directory, if there is one in the file; raises `ModelError`."""
-    if read_gguf_header(file).at("tokenizer.ggml.model") is None:
+    """Write a file's tokenizer for a packed copy in a directory, if there is one in the file.
+
+    Raises `ModelError`, also if Transformers takes another tokenizer for a copy with these files.
+    """
+    header = read_gguf_header(file)
+    if header.at("tokenizer.ggml.model") is None:
         return
     with foreign_errors(f"{file} has no tokenizer that loads"):
-        load_gguf_tokenizer(file).save_pretrained(directory)
+        tokenizer = load_gguf_tokenizer(file)
+        tokenizer.save_pretrained(directory)
+        _require_same(tokenizer, directory, config_of(header))
+
+
+def _require_same(tokenizer: Any, directory: Path, config: PreTrainedConfig) -> None:
+    from transformers import AutoTokenizer
+
+    copy = AutoTokenizer.from_pretrained(directory, config=config, local_files_only=True)
+    for text in (_PROBE, *(f"a {token} b{token}\n" for token in tokenizer.all_special_tokens)):
+        ids, found = (each(text)["input_ids"] for each in (tokenizer, copy))
+        if ids != found or tokenizer.decode(ids) != copy.decode(ids):
+            raise ModelError(
+                f"{tokenizer.name_or_path} cannot be packed: Transformers loads a "
+                f"{type(copy).__name__} from a packed copy, which makes other tokens of "
+                f"{text[:30]!r} than the file's own tokenizer; run the file itself"
+            )
