@@ -1,5 +1,6 @@
 """The commands of a chat, messages of several lines, and the history that is kept."""
 
+import re
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import tandem
 from tandem.cli.chat import COMMANDS, chat
 from tandem.cli.session import Session, SessionOptions
+from tandem.generate.prompt import encode_conversation
 from tandem.generate.sampling import SamplingOptions
 from tests.cli.terminal import Terminal
 from tests.hf.tiny import byte_tokenizer, save_tiny_checkpoint
@@ -157,6 +159,19 @@ def test_regenerate_answers_the_last_message_once_more(
     assert said_to(other) == ["one"]
     assert other._messages[1] != once._messages[1]
     assert "[the same answer comes: the seed is set" in capsys.readouterr().err
+
+
+def test_a_turn_says_what_its_rate_counts_and_how_full_the_context_is(
+    talk: Talk, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session = talk("one", "two")
+    first, second = (line for line in capsys.readouterr().err.splitlines() if "prefill" in line)
+    prompt = len("user: one\nassistant:")
+    assert f"tok/s ({prompt} tokens)" in first
+    assert f"| context {(prompt + 3) / 256:.0%} of 256 tokens" in first
+    new, kept = map(int, re.findall(r"(\d+) (?:new|kept)", second))
+    assert kept >= prompt
+    assert new + kept == encode_conversation(byte_tokenizer(), session._messages[:-1]).shape[1]
 
 
 def test_a_failed_regeneration_keeps_the_answer(model: Any, talk: Talk) -> None:

@@ -72,7 +72,7 @@ def test_an_answer_that_is_stopped_is_printed_and_leaves_no_thread_and_whole_fil
         *answer, last = (text + out.read()).splitlines()
     assert exit_code == 130, errors
     assert json.loads(last)["text"] == "\n".join(answer) != ""
-    assert json.loads(last)["is_interrupted"]
+    assert json.loads(last)["finish_reason"] == "interrupted"
     assert "Traceback" not in errors
     assert "threads left: []" in errors
     decoded = re.search(r"decode .*\((\d+) tokens\)", errors)

@@ -57,6 +57,25 @@ def test_last_line_is_one_json_object(model: str) -> None:
     assert 0 < report["memory_bytes"]["host"] < 1.1 * report["peak_memory_bytes"]["host"]
 
 
+@pytest.mark.parametrize(
+    ("prompt", "words", "reason", "said"),
+    [
+        ("hello", ["--max-new-tokens", "8"], "length", "it has 8 tokens, as many as --max-new"),
+        ("x" * 200, [], "context", "the model's context of 256 tokens is full"),
+        ("hello", ["--stop", "{first}"], "stop", ""),
+    ],
+)
+def test_an_answer_that_was_cut_says_so(
+    model: str, prompt: str, words: list[str], reason: str, said: str
+) -> None:
+    flags = ("run", model, "--temperature", "0", "--json")
+    first = tandem(*flags, "-p", prompt, "--max-new-tokens", "1").stdout[0]
+    done = tandem(*flags, "-p", prompt, *(word.format(first=first) for word in words))
+    assert json.loads(done.stdout.splitlines()[-1])["finish_reason"] == reason
+    assert ("the answer is cut off" in done.stderr) == (reason != "stop")
+    assert said in done.stderr
+
+
 def test_quiet_prints_the_answer_only(model: str) -> None:
     done = tandem("run", model, "-p", "hello", "--max-new-tokens", "8", "--quiet")
     assert done.returncode == 0

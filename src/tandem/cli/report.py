@@ -20,8 +20,10 @@ class RunReport:
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Start counting the events of a model that Tandem loaded."""
+        from tandem.hf.next_token_models import context_tokens
         from tandem.hf.runtime import require_runtime
 
+        self._context_tokens = context_tokens(model)
         self._executor = require_runtime(model).executor
         self._expert_cache = self._executor.cache
         self._device = model.device
@@ -54,20 +56,40 @@ class RunReport:
         """Return the statistics as one line."""
         parts = [
             f"first token {answer.time_to_first_token_seconds:.2f} s",
-            f"prefill {answer.prefill_tokens_per_second:.1f} tok/s ({answer.prompt_tokens} tokens)",
+            f"prefill {answer.prefill_tokens_per_second:.1f} tok/s ({_prompt_parts(answer)})",
             f"decode {answer.decode_tokens_per_second:.1f} tok/s ({len(answer.token_ids)} tokens)",
             f"experts read {format_bytes(self._experts.touched_bytes)}",
             f"memory {format_bytes(process_bytes())}",
         ]
+        if self._context_tokens is not None:
+            share = _used_tokens(answer) / self._context_tokens
+            parts.append(f"context {share:.0%} of {self._context_tokens} tokens")
         if answer.drafted_tokens:
             saved = f", {format_bytes(self._saved_bytes)} not read" if self._saved_bytes > 0 else ""
             parts.append(f"drafted {answer.drafted_tokens}, kept {answer.accepted_tokens}{saved}")
-        if answer.is_interrupted:
-            parts.append("interrupted")
         lines = ["[" + " | ".join(parts) + "]"]
         if self._expert_cache is not None:
             lines.append("[" + " | ".join(self._cache_parts()) + "]")
+        match self._end(answer):
+            case "length":
+                lines.append(
+                    f"[the answer is cut off: it has {len(answer.token_ids)} tokens, as many as "
+                    "--max-new-tokens allows (in a chat: /set max_new_tokens)]"
+                )
+            case "context":
+                lines.append(
+                    f"[the answer is cut off: the model's context of {self._context_tokens} tokens "
+                    "is full]"
+                )
+            case "interrupted":
+                lines.append("[the answer is cut off: Ctrl-C stopped it]")
         return "\n".join(lines)
+
+    def _end(self, answer: "Answer") -> str:
+        """Return why an answer ended: `FinishReason`, or "context" where that is full."""
+        longest = self._context_tokens
+        is_full = longest is not None and _used_tokens(answer) >= longest
+        return "context" if answer.finish_reason == "length" and is_full else answer.finish_reason
 
     def _cache_parts(self) -> list[str]:
         """Return what the expert cache did, for people."""
@@ -122,6 +144,7 @@ class RunReport:
         return {
             "text": answer.text,
             "prompt_tokens": answer.prompt_tokens,
+            "kept_prompt_tokens": answer.reused_tokens,
             "generated_tokens": len(answer.token_ids),
             "time_to_first_token_seconds": answer.time_to_first_token_seconds,
             "prefill_tokens_per_second": answer.prefill_tokens_per_second,
@@ -132,7 +155,7 @@ class RunReport:
                 "tokens_per_step": _tokens_per_step(answer),
                 "saved_expert_bytes": self._saved_bytes,
             },
-            "is_interrupted": answer.is_interrupted,
+            "finish_reason": self._end(answer),
             "device": self._device_name,
             "expert_cache": {
                 "slots": self._num_slots,
@@ -163,6 +186,17 @@ class RunReport:
         on_gpu = self._device.type == "cuda"
         gpu = torch.cuda.max_memory_allocated(self._device) if on_gpu else 0
         return {"host": peak_process_bytes(), "gpu": gpu}
+
+
+def _used_tokens(answer: "Answer") -> int:
+    """Return how much of the context a conversation takes after an answer."""
+    return answer.prompt_tokens + len(answer.token_ids)
+
+
+def _prompt_parts(answer: "Answer") -> str:
+    """Return what the rate counts, which is not what an earlier turn has left."""
+    new, kept = answer.prompt_tokens - answer.reused_tokens, answer.reused_tokens
+    return f"{new} new, {kept} kept" if kept else f"{new} tokens"
 
 
 def _tokens_per_step(answer: "Answer") -> float | None:
