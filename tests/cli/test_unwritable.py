@@ -46,6 +46,25 @@ def test_an_output_that_cannot_be_is_one_sentence(folder: Path, words: list[str]
     assert not list(folder.glob("*.partial"))
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["plan", "{}/tiny", "--expert-dtype", "int8"],
+        ["profile", "{}/tiny"],
+        ["run", "{}/tiny", "-p", "x", "--max-new-tokens", "2", "--device", "emulated"],
+    ],
+)
+def test_a_cache_that_cannot_be_written_costs_a_line(folder: Path, words: list[str]) -> None:
+    environment = {**ENVIRONMENT, "TANDEM_CACHE": str(folder / "file" / "x")}
+    done = tandem(*(word.format(folder) for word in words), env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    said = [line for line in done.stderr.splitlines() if "what was measured is not kept" in line]
+    assert len(said) == 1, done.stderr
+    assert said[0].startswith("[warning: ")
+    assert str(folder / "file") in said[0]
+
+
 def test_a_full_disk_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

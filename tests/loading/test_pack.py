@@ -19,6 +19,7 @@ from tandem.experts.store.host_store import HostLayer
 from tandem.hf import pack as pack_module
 from tests.architectures import result_of, tiny_inputs
 from tests.hf.tiny import save_tiny_checkpoint
+from tests.programs import python
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +42,26 @@ def test_packing_equals_loading(checkpoint: Path, tmp_path: Path, options: dict[
     assert list(tmp_path.iterdir()) == [target]
     names = {file.name for file in target.iterdir()}
     assert not {"lock", "packing.json", "model.safetensors.index.json"} & names
+
+
+def test_packed_files_have_the_modes_of_other_new_files(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "new").touch()
+    tandem.pack(checkpoint, tmp_path / "packed")
+    modes = {file.name: file.stat().st_mode for file in (tmp_path / "packed").iterdir()}
+    assert set(modes.values()) == {(tmp_path / "new").stat().st_mode}, modes
+
+
+def test_a_target_that_is_there_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "file").touch()
+    code = (
+        "import sys; from tandem.cli.main import main\n"
+        "assert main(['pack', 'no-model', '-o', sys.argv[1]]) == 2\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    done = python(code, str(tmp_path / "there"), imports="pass")
+    assert done.returncode == 0, done.stderr
+    assert "exists and is not an empty directory" in done.stderr
 
 
 def test_every_file_has_its_checksum(checkpoint: Path, tmp_path: Path) -> None:

@@ -117,9 +117,18 @@ class KeptCopies:
 
         Raises `ModelError` if there is no room for it, or if the system does not let.
         """
+        with self._told_errors(), self._alone(origin.name) as is_alone:
+            return self._write(origin, num_bytes, save) if is_alone else None
+
+    def require_room(self, name: str, num_bytes: int) -> None:
+        """Raise what `write` would raise for a copy of so many bytes, as things are now."""
+        with self._told_errors(), self._alone(name):
+            self._removable(num_bytes, keep=name)
+
+    @contextlib.contextmanager
+    def _told_errors(self) -> Iterator[None]:
         try:
-            with self._alone(origin.name) as is_alone:
-                return self._write(origin, num_bytes, save) if is_alone else None
+            yield
         except OSError as error:
             raise ModelError(
                 f"no packed copy is kept: {self.directory}: {error.strerror or error}; make "
@@ -153,6 +162,11 @@ class KeptCopies:
 
     def _make_room(self, num_bytes: int, *, keep: str) -> None:
         """Remove the copies that were used least lately; raises `ModelError` if all are too few."""
+        for copy in self._removable(num_bytes, keep=keep):
+            self.remove(copy.name)
+
+    def _removable(self, num_bytes: int, *, keep: str) -> list[KeptCopy]:
+        """Return what must go for so many bytes; raises `ModelError` if all would be too few."""
         disk = shutil.disk_usage(self.directory)
         others = [copy for copy in self.all() if copy.name != keep]
         taken = sum(copy.num_bytes for copy in others)
@@ -163,10 +177,11 @@ class KeptCopies:
                 f"{format_bytes(self._limit)} and {format_bytes(disk.free)} of the disk are "
                 "free; raise --keep-limit or set TANDEM_CACHE to another disk"
             )
+        leaving: list[KeptCopy] = []
         while taken + num_bytes > self._limit or num_bytes > free:
-            oldest = others.pop()
-            self.remove(oldest.name)
+            leaving.append(oldest := others.pop())
             taken, free = taken - oldest.num_bytes, free + oldest.num_bytes
+        return leaving
 
     @contextlib.contextmanager
     def _alone(self, name: str) -> Iterator[bool]:

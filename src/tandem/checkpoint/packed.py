@@ -1,8 +1,12 @@
 """Packed checkpoints: names and files that only Tandem resolves.
 
 With the usual names Transformers alone would open such a directory and run random experts. With
-ours it finds no weights and says so.
+ours it finds no weights and says so. Loads no torch.
 """
+
+from pathlib import Path
+
+from tandem.core.errors import ModelError
 
 INDEX_FILE = "tandem.safetensors.index.json"
 DENSE_FILE = "tandem-dense.safetensors"
@@ -19,3 +23,9 @@ def experts_file(layer: int) -> str:
 def packed_name(tensor_name: str) -> str:
     """Return the last part of the name under which an expert tensor stands in the file."""
     return _PREFIX + tensor_name
+
+
+def require_new(target: Path) -> None:
+    """Raise `ModelError` unless a directory is empty or not there."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ModelError(f"{target} exists and is not an empty directory; name a new one")

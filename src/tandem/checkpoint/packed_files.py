@@ -38,7 +38,11 @@ def write_tensors(directory: Path, name: str, tensors: dict[str, Tensor]) -> Fil
     """
     partial = directory / f"{name}.part"
     try:
+        partial.unlink(missing_ok=True)
+        partial.touch()  # with the modes that the user's umask gives: safetensors gives 0600
+        mode = partial.stat().st_mode
         save_file(tensors, partial, metadata={"format": "pt"})
+        partial.chmod(mode)
         with partial.open("rb+") as stream:
             os.fsync(stream.fileno())
         sums = FileSums(sha256_of(partial), {n: _crc32_of(t) for n, t in tensors.items()})

@@ -6,7 +6,8 @@ The copy is written beside the answers. Whether one is wanted is asked once, on 
 import contextlib
 import sys
 import threading
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -86,6 +87,17 @@ class Keeper:
                 copies.remove(origin.name)
             return None
         return directory
+
+    def look_ahead(self, origin: "Origin", num_bytes: Callable[[], int]) -> None:
+        """Say before the model is loaded that the copy which is asked for cannot be kept."""
+        if not self._options.keep:
+            return
+        try:
+            kept_copies(self._options).require_room(origin.name, num_bytes())
+        except TandemError as error:
+            if not self._quiet:
+                print(f"[{error}]", file=sys.stderr)
+            self._options = replace(self._options, keep=False)
 
     def begin(self, origin: "Origin", model: "PreTrainedModel", seconds: float) -> None:
         """Write a copy of a model whose loading took so long, if one is wanted."""

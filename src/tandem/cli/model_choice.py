@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tandem.cli.keeping import Keeper
 from tandem.cli.paths import cache_dir
@@ -19,6 +20,9 @@ from tandem.core.config import add_flags, option
 from tandem.core.errors import ModelError
 from tandem.devices.options import OffloadOptions
 from tandem.foreign_types import PreTrainedModel, Tokenizer
+
+if TYPE_CHECKING:
+    from tandem.hf.checkpoint import AnyCheckpoint
 
 DEMO_MODELS = ("demo", "demo-equal")
 _NO_TOKENIZER = "no tokenizer"
@@ -151,10 +155,20 @@ def load_model_and_tokenizer(
     origin = keeper.origin(label, [*checkpoint.weight_files, *configs], options)
     if (copy := keeper.find(origin)) is not None:
         return _load(dataclasses.replace(found, model=str(copy)), offload, dense_dtype), tokenizer
+    keeper.look_ahead(origin, lambda: _packed_bytes(checkpoint, offload, dense_dtype))
     begin = time.perf_counter()
     model = _load(found, offload, dense_dtype)
     keeper.begin(origin, model, time.perf_counter() - begin)
     return model, tokenizer
+
+
+def _packed_bytes(checkpoint: "AnyCheckpoint", offload: OffloadOptions, dense_dtype: str) -> int:
+    from tandem.forecast.sizes import model_sizes
+    from tandem.hf.config import OffloadConfig
+
+    options = dataclasses.asdict(offload) | {"dense_dtype": dense_dtype}
+    sizes = model_sizes(checkpoint, OffloadConfig(**options, isa=os.environ.get("TANDEM_ISA")))
+    return sizes.experts_bytes + sizes.total_dense_bytes
 
 
 def source_label(model: str, path: Path) -> str:

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from tandem.checkpoint.packed import require_new
 from tandem.cli.model_choice import ModelChoice, add_model, calm_transformers, find_model
 from tandem.cli.streams import require_text
 from tandem.core.config import add_flags, from_flags, option
@@ -44,11 +45,11 @@ def run(flags: argparse.Namespace) -> int:
     choice = from_flags(ModelChoice, flags)
     own_name = f"{Path(choice.model).name}-{options.expert_dtype}-tandem"
     target = Path(require_text(options.output or own_name, "--output"))
+    require_new(target)  # before a model is downloaded or built, and torch is imported
     calm_transformers(quiet=True)
 
-    from tandem.hf.pack import pack, require_new
+    from tandem.hf.pack import pack
 
-    require_new(target)  # before a model is downloaded or built
     found = find_model(choice, quiet=options.quiet)
     progress = None if options.quiet else _Bar()
     begin = time.perf_counter()

@@ -22,6 +22,7 @@ from tandem.experts.store.host_memory import available_bytes
 from tandem.forecast.sizes import ModelSizes
 from tandem.foreign_types import PreTrainedModel
 from tandem.generate.generator import Generator
+from tandem.hardware.kept_file import keep_file
 from tandem.hf.config import OffloadConfig
 from tandem.hf.runtime import require_runtime
 from tandem.kernels.cpu import detect_cpu
@@ -85,8 +86,7 @@ def forecast_speed(
         except (OSError, ValueError, TypeError):
             pass  # damaged: measured again
     forecast = _measure(sizes, offload)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(dataclasses.asdict(forecast)), encoding="utf-8")
+    keep_file(path, json.dumps(dataclasses.asdict(forecast)))
     return forecast
 
 

@@ -26,7 +26,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from tandem.checkpoint.hub import HubOptions, find_model_path
-from tandem.checkpoint.packed import DENSE_FILE, experts_file, packed_name
+from tandem.checkpoint.packed import DENSE_FILE, experts_file, packed_name, require_new
 from tandem.checkpoint.packed_files import FileSums, sha256_of, write_index, write_tensors
 from tandem.checkpoint.sources.gguf_tokenizer import save_gguf_tokenizer
 from tandem.core.config import from_mapping
@@ -92,12 +92,6 @@ def pack(
             shutil.rmtree(partial, ignore_errors=True)
             raise
     return Packed(target, *packed)
-
-
-def require_new(target: Path) -> None:
-    """Raise `ModelError` unless a directory is empty or not there."""
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ModelError(f"{target} exists and is not an empty directory; name a new one")
 
 
 def _pack(

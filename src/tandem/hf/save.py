@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tandem.checkpoint.packed import DENSE_FILE, experts_file, packed_name
+from tandem.checkpoint.packed import DENSE_FILE, experts_file, packed_name, require_new
 from tandem.checkpoint.packed_files import write_index, write_tensors
 from tandem.core.errors import ModelError
 from tandem.experts.store.host_store import HostLayer
@@ -45,8 +45,7 @@ def save(
             "use its own save_pretrained"
         )
     runtime.require_open()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ModelError(f"{target} exists and is not an empty directory; name a new one")
+    require_new(target)
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from tandem.core.errors import ConfigError
 from tandem.core.registry import nearest_names
+from tandem.hardware.kept_file import keep_file
 from tandem.policy.cost import HardwareProfile, ShapeCosts
 from tandem.policy.plan import Geometry
 
@@ -32,10 +33,8 @@ def load_profile(name_or_path: str) -> HardwareProfile:
 
 
 def save_profile(profile: HardwareProfile, path: str | Path) -> None:
-    """Write a profile; the file appears whole or not at all."""
-    partial = Path(f"{path}.partial")
-    partial.write_text(profile.to_json(), encoding="utf-8")
-    partial.replace(path)
+    """Write a profile; the file appears whole, or not at all and with a warning."""
+    keep_file(Path(path), profile.to_json())
 
 
 def shape_for(profile: HardwareProfile, model: str, geometry: Geometry) -> ShapeCosts:

@@ -35,7 +35,6 @@ def measured_profile(
         return kept
     experts = observed.experts(observed.cpu_kernels())
     profile = measure_profile(experts, name=name, dense_seconds=_dense_seconds(observed))
-    path.parent.mkdir(parents=True, exist_ok=True)
     save_profile(profile, path)
     return profile
 
