@@ -56,9 +56,33 @@ def test_paths_that_are_no_text_are_one_sentence(
 
 @pytest.mark.parametrize("flag", ["--gpu-memory", "--link-bandwidth"])
 def test_a_negative_size_is_named(capsys: pytest.CaptureFixture[str], flag: str) -> None:
-    assert main(["run", "-p", "x", flag, "-1GB"]) == 2
+    assert main(["run", "-p", "x", "--device", "emulated", flag, "-1GB"]) == 2
     said = capsys.readouterr().err
     assert f"{flag.removeprefix('--').replace('-', '_')} is '-1GB'; expected a" in said
+
+
+@pytest.mark.parametrize("command", ["run", "chat", "serve", "plan"])
+@pytest.mark.parametrize(
+    "words", [["--gpu-memory", "8GiB"], ["--eviction", "successor"], ["--profile", "laptop-8gb"]]
+)
+def test_options_of_a_device_without_one_are_one_sentence(
+    capsys: pytest.CaptureFixture[str], command: str, words: list[str]
+) -> None:
+    assert main([command, "no/model", *words]) == 2
+    assert main([command, "no/model", *words, "--device", "cpu"]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == second
+    assert first.startswith(f"tandem: error: {words[0]}: that is of a device beside the CPU")
+
+
+@pytest.mark.parametrize("command", ["run", "chat", "serve"])
+@pytest.mark.parametrize("speculate", ["mtp", "none"])
+def test_two_drafters_at_once_are_one_sentence(
+    capsys: pytest.CaptureFixture[str], command: str, speculate: str
+) -> None:
+    assert main([command, "no/model", "--draft", "small", "--speculate", speculate]) == 2
+    said = capsys.readouterr().err
+    assert f"--draft names a model that drafts, and --speculate {speculate} says otherwise" in said
 
 
 def test_closed_input_is_an_empty_one() -> None:

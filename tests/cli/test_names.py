@@ -32,6 +32,6 @@ def test_a_mistyped_name_in_upper_case_gets_the_nearest(parse: object) -> None:
 
 
 def test_choices_of_flags_are_taken_in_any_case(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["run", "/no/model", "-p", "x", "--device", "CPU", "--eviction", "LRU"]
+    words = ["run", "/no/model", "-p", "x", "--device", "EMULATED", "--eviction", "LRU"]
     assert main(words) == 2
     assert "/no/model is not a directory" in capsys.readouterr().err

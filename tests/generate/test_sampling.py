@@ -1,4 +1,5 @@
 import pytest
+from transformers import GenerationConfig
 
 from tandem.core.errors import ConfigError
 from tandem.generate.sampling import SamplingOptions
@@ -29,13 +30,41 @@ def test_greedy_by_default_with_a_seed_or_temperature_zero(
         {"max_new_tokens": -3},
         {"temperature": -0.1},
         {"temperature": float("nan")},
-        {"top_p": 0.0},
+        {"top_p": -0.1},
         {"top_p": 1.1},
-        {"top_k": 0},
-        {"seed": -1},
+        {"top_k": -2},
+        {"min_p": 1.5},
+        {"seed": -2},
     ],
 )
 def test_values_out_of_range_are_refused_by_name(given: dict[str, float]) -> None:
     (name,) = given
     with pytest.raises(ConfigError, match=rf"{name} is .*; expected"):
         SamplingOptions(**given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, (20, 0.9, 0.1)),
+        ({"top_k": 0}, (None, 0.9, 0.1)),
+        ({"top_k": -1}, (None, 0.9, 0.1)),
+        ({"min_p": 0.0}, (20, 0.9, None)),
+        ({"top_p": 1.0}, (20, 1.0, 0.1)),
+        ({"top_p": 0.0}, (20, 1e-6, 0.1)),  # the likeliest token, as for the server's clients
+    ],
+)
+def test_a_rule_that_is_off_is_left_out_whatever_the_model_says(
+    given: dict[str, float], expected: tuple[float | None, ...]
+) -> None:
+    own = GenerationConfig(do_sample=True, top_k=20, top_p=0.9, min_p=0.1)
+    rule = SamplingOptions(**given).rule(own)  # type: ignore[arg-type]
+    assert (rule.top_k, rule.top_p, rule.min_p) == expected
+
+
+def test_what_is_off_asks_for_no_sampling() -> None:
+    assert not SamplingOptions(top_k=0, min_p=0.0).is_sampled(model_samples=False)
+
+
+def test_seed_minus_one_is_no_seed() -> None:
+    assert SamplingOptions(seed=-1) == SamplingOptions()

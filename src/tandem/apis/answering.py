@@ -192,9 +192,9 @@ class GenerationRequests:
         options = SamplingOptions(
             max_new_tokens=max(1, room if asked is None else min(asked, room)),
             temperature=body.temperature,
-            top_p=None if body.top_p is None else max(body.top_p, 1e-6),
-            top_k=_top_k(body.top_k, info),
-            min_p=body.min_p or None,
+            top_p=body.top_p,
+            top_k=body.top_k,
+            min_p=body.min_p,
             repetition_penalty=body.repetition_penalty or body.repeat_penalty,
             seed=None if body.seed is None else body.seed % _SEEDS,
             stop=_stop(body.stop),
@@ -348,11 +348,6 @@ def _priority(body: Sampling) -> int:
     if body.priority is not None:
         return body.priority
     return {"priority": -1, "flex": 1}.get(body.service_tier or "", 0)
-
-
-def _top_k(top_k: int | None, info: ModelInfo) -> int | None:
-    """Return how many tokens are drawn from; 0 and -1 mean all of them."""
-    return top_k if top_k is None or top_k > 0 else info.vocabulary
 
 
 def _stop(stop: str | list[str] | None) -> tuple[str, ...]:

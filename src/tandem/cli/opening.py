@@ -11,7 +11,7 @@ from tandem.cli.start import has_loaded, read_early
 from tandem.cli.streams import require_text
 from tandem.core.config import add_flags, from_flags
 from tandem.core.errors import ConfigError
-from tandem.devices.options import OffloadOptions
+from tandem.devices.options import OffloadOptions, offload_options
 from tandem.generate.sampling import SamplingOptions
 
 
@@ -38,7 +38,7 @@ class SessionPlan:
         if not all(flags.stop):
             raise ConfigError("--stop is empty; give some text that ends an answer")
         self._sampling = from_flags(SamplingOptions, flags)
-        self._offload = from_flags(OffloadOptions, flags)
+        self._offload = offload_options(flags)
         self._choice = from_flags(ModelChoice, flags)
         self._keep = from_flags(KeepOptions, flags)
         self._images = open_images(vars(flags).get("image") or ())

@@ -13,7 +13,7 @@ from tandem.cli.model_choice import ModelChoice, add_model, calm_transformers, f
 from tandem.cli.paths import cache_dir
 from tandem.core.config import add_flags, from_flags, option, require_range
 from tandem.core.units import format_bytes
-from tandem.devices.options import OffloadOptions
+from tandem.devices.options import OffloadOptions, offload_options
 
 if TYPE_CHECKING:
     from tandem.forecast.gpu_forecast import GpuForecast
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(flags: argparse.Namespace) -> int:
     """Forecast and print; returns the exit code: 0 also for a model that does not fit."""
     options = from_flags(PlanOptions, flags)
-    offload = from_flags(OffloadOptions, flags)
+    offload = offload_options(flags)
     source = from_flags(ModelChoice, flags)
     if options.shape is None:
         source = find_model(source, quiet=True)

@@ -23,7 +23,7 @@ from tandem.cli.model_choice import (
 from tandem.cli.paths import cache_dir
 from tandem.core.config import add_flags, from_flags, option
 from tandem.core.errors import ConfigError
-from tandem.devices.options import OffloadOptions
+from tandem.devices.options import OffloadOptions, offload_options
 from tandem.server.api_keys import read_keys
 from tandem.server.options import ServerOptions, require_key
 
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(flags: argparse.Namespace) -> int:
     """Serve until a signal; returns the exit code."""
     options = from_flags(ServerOptions, flags)
-    offload = from_flags(OffloadOptions, flags)
+    offload = offload_options(flags)
     own = from_flags(ServeOptions, flags)
     api_keys = read_keys(options.api_key, options.api_key_file, os.environ.get("TANDEM_API_KEY"))
     require_key(options.host, api_keys)

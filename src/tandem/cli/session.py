@@ -14,7 +14,7 @@ from tandem.core.errors import ConfigError
 from tandem.foreign_types import PreTrainedModel, Tokenizer
 from tandem.generate.conversation import trim_conversation
 from tandem.generate.sampling import SamplingOptions
-from tandem.generate.speculation import SPECULATE
+from tandem.generate.speculation import SPECULATE, require_one_drafter
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -78,8 +78,9 @@ class SessionOptions:
     history: bool = option(True, help="keep what is typed in a chat, for the next one's up arrow")
 
     def __post_init__(self) -> None:
-        """Check that the system message is text."""
+        """Check that the system message is text, and that one thing drafts."""
         require_text(self.system or "", "--system")
+        require_one_drafter(self.speculate, self.draft)
 
 
 class Session:

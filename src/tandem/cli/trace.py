@@ -9,7 +9,7 @@ from tandem.cli.model_choice import ModelChoice, add_model, load_model_and_token
 from tandem.cli.prompts import read_prompts
 from tandem.core.config import add_flags, from_flags, option, require_range
 from tandem.core.errors import ConfigError
-from tandem.devices.options import OffloadOptions
+from tandem.devices.options import OffloadOptions, offload_options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(flags: argparse.Namespace) -> int:
     """Record; returns the exit code."""
     options = from_flags(TraceOptions, flags)
-    offload = from_flags(OffloadOptions, flags)
+    offload = offload_options(flags)
     if not flags.output.endswith(".npz"):
         raise ConfigError(f"--output is {flags.output!r}; expected a name that ends in .npz")
     prompts = read_prompts(flags.prompts)[: options.limit]

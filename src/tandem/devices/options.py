@@ -1,8 +1,9 @@
 """What a user says about offloading: names and sizes. Loads no torch, so that `--help` is fast."""
 
+import argparse
 import dataclasses
 
-from tandem.core.config import option, require_range
+from tandem.core.config import from_flags, option, require_range
 from tandem.core.errors import ConfigError
 from tandem.core.registry import nearest_names
 from tandem.core.units import parse_bandwidth
@@ -15,6 +16,8 @@ from tandem.policy.prediction import PREDICTIONS
 from tandem.policy.prefetch import PREFETCHES
 from tandem.policy.settings import POOLS, PlannerSettings
 
+# What every start follows; the other options say something of a device.
+_OF_THE_CPU = {"expert_dtype", "threads", "device"}
 CLOCKS = ("virtual", "real")
 
 
@@ -110,3 +113,17 @@ class OffloadOptions:
             # Worth a few slots of decode steps where a prompt waits for a real link.
             copies_prompts=kind_of(self.device).holds_dense_parts,
         )
+
+
+def offload_options(flags: argparse.Namespace) -> OffloadOptions:
+    """Return the options of parsed flags; raises `ConfigError` also for flags that say nothing."""
+    options = from_flags(OffloadOptions, flags)
+    names = {field.name for field in dataclasses.fields(OffloadOptions)} - _OF_THE_CPU
+    given = [name for name in vars(flags) if name in names and vars(flags)[name] is not None]
+    if options.device == "cpu" and given:
+        shown = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(given))
+        raise ConfigError(
+            f"{shown}: that is of a device beside the CPU, and there is none (--device cpu); leave "
+            "it out, or give --device cuda or emulated"
+        )
+    return options

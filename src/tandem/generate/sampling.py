@@ -28,6 +28,9 @@ _NOT_FOLLOWED: dict[str, tuple[object, ...]] = {
     "exponential_decay_length_penalty": (None,),
 }
 
+# Of `top_p`, whose 0 means the likeliest token.
+_LEAST_SHARE = 1e-6
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingRule:
@@ -50,17 +53,23 @@ class SamplingOptions:
         None, help="0 is greedy; default: the model's own, greedy if a seed is given", metavar="T"
     )
     top_p: float | None = option(
-        None, help="sample from the likeliest tokens that sum to P", metavar="P"
+        None, help="sample from the likeliest tokens that sum to P; 1 is off", metavar="P"
     )
-    top_k: int | None = option(None, help="sample from the K likeliest tokens", metavar="K")
+    top_k: int | None = option(
+        None, help="sample from the K likeliest tokens; 0 or -1 is off", metavar="K"
+    )
     min_p: float | None = option(
-        None, help="sample from tokens at least P times as likely as the likeliest", metavar="P"
+        None,
+        help="sample from tokens at least P times as likely as the likeliest; 0 is off",
+        metavar="P",
     )
     repetition_penalty: float | None = option(
         None, help="above 1, tokens that are there already become less likely", metavar="R"
     )
     seed: int | None = option(
-        None, help="seed of the random numbers: same seed, same text", metavar="SEED"
+        None,
+        help="seed of the random numbers: same seed, same text; -1: another one each time",
+        metavar="SEED",
     )
     stop: tuple[str, ...] = ()
     """Strings that end an answer; they are not part of its text."""
@@ -72,14 +81,16 @@ class SamplingOptions:
             require_range("temperature", self.temperature, 0)
         for name, share in (("top_p", self.top_p), ("min_p", self.min_p)):
             if share is not None:
-                require_range(name, share, 1e-6, 1)
+                require_range(name, share, 0, 1)
         if self.top_k is not None:
-            require_range("top_k", self.top_k, 1, what="a number of tokens")
+            require_range("top_k", self.top_k, -1, what="a number of tokens")
         if self.repetition_penalty is not None:
             require_range("repetition_penalty", self.repetition_penalty, 1e-3, 1e3)
         if self.seed is not None:
             # Rows of a batch take the seeds that follow.
-            require_range("seed", self.seed, 0, 2**62, what="a whole number")
+            require_range("seed", self.seed, -1, 2**62, what="a whole number")
+            if self.seed == -1:  # as llama.cpp has it
+                object.__setattr__(self, "seed", None)
         if isinstance(self.stop, str) or not all(self.stop):
             raise ConfigError(f"stop is {self.stop!r}; expected a tuple of strings, none empty")
 
@@ -87,7 +98,7 @@ class SamplingOptions:
         """Tell whether tokens are drawn at random; `model_samples` is the model's own default."""
         if self.temperature is not None:
             return self.temperature > 0
-        if (self.top_p, self.top_k, self.min_p) != (None, None, None):
+        if self.top_p is not None or (self.top_k or 0) > 0 or self.min_p:
             return True
         return model_samples and self.seed is None
 
@@ -97,13 +108,13 @@ class SamplingOptions:
         if not self.is_sampled(bool(generation_config.do_sample)):
             return SamplingRule(penalty)
         temperature = self._given_or("temperature", generation_config)
-        top_k = self._given_or("top_k", generation_config)
+        top_k, top_p = (self._given_or(name, generation_config) for name in ("top_k", "top_p"))
         return SamplingRule(
             repetition_penalty=penalty,
             temperature=1.0 if temperature is None else temperature,
-            top_k=top_k or None,  # generation configs write 0 for "all"
-            top_p=self._given_or("top_p", generation_config),
-            min_p=self._given_or("min_p", generation_config),
+            top_k=top_k if (top_k or 0) > 0 else None,
+            top_p=None if top_p is None else max(top_p, _LEAST_SHARE),
+            min_p=self._given_or("min_p", generation_config) or None,
         )
 
     def _given_or(self, name: str, generation_config: GenerationConfig) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tandem.core.config import option, require_range
 from tandem.core.errors import ConfigError
 from tandem.core.units import parse_bytes
-from tandem.generate.speculation import SPECULATE
+from tandem.generate.speculation import SPECULATE, require_one_drafter
 
 CONTEXT_FULL = ("stop", "trim")
 _MAX_BODY, _MAX_BODY_WITH_IMAGES = "4MiB", "32MiB"
@@ -97,6 +97,7 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         """Check every range; `ConfigError` names the field, the value and what is expected."""
+        require_one_drafter(self.speculate, self.draft)
         require_range("port", self.port, 0, 65535, what="a port")
         require_range("max_running", self.max_running, 1, 256, what="a number of requests")
         require_range("max_waiting", self.max_waiting, 0, 100_000, what="a number of requests")

@@ -1,4 +1,15 @@
 """Speculation: drafted tokens are verified together, and kept as far as they are the answer's."""
 
+from tandem.core.errors import ConfigError
+
 # What a user may ask for; what there is to draft with is in `drafters`, which loads torch.
 SPECULATE = ("auto", "lookup", "mtp", "none")
+
+
+def require_one_drafter(speculate: str, draft: str | None) -> None:
+    """Raise `ConfigError` where a draft model is named, and something else is to draft, or none."""
+    if draft is not None and speculate in ("mtp", "none"):
+        raise ConfigError(
+            f"--draft names a model that drafts, and --speculate {speculate} says otherwise; give "
+            "one of the two"
+        )
