@@ -1,5 +1,6 @@
 """The commands of a chat, messages of several lines, and the history that is kept."""
 
+import json
 import re
 import stat
 from collections.abc import Callable, Iterator
@@ -54,7 +55,7 @@ def talk(model: Any, monkeypatch: pytest.MonkeyPatch) -> Talk:
 
 
 def said_to(session: Session) -> list[str]:
-    return [str(m["content"]) for m in session._messages if m["role"] == "user"]
+    return [str(m["content"]) for m in session.messages if m["role"] == "user"]
 
 
 @pytest.mark.parametrize(
@@ -75,10 +76,11 @@ def test_triple_quotes_hold_a_message_of_several_lines(
 
 @pytest.mark.parametrize("lines", [['"""', '"""'], ['""""""'], [""], ["  "]])
 def test_an_empty_message_is_no_turn(talk: Talk, lines: list[str]) -> None:
-    assert talk(*lines)._messages == []
+    assert talk(*lines).messages == []
 
 
 def test_a_slash_and_more_words_is_a_message(talk: Talk) -> None:
+    assert said_to(talk("/exit\nis pasted")) == ["/exit\nis pasted"]
     assert said_to(talk("/etc/hosts is what?")) == ["/etc/hosts is what?"]
 
 
@@ -91,14 +93,14 @@ def test_help_lists_every_command(talk: Talk, capsys: pytest.CaptureFixture[str]
 def test_a_mistyped_command_gets_the_nearest(
     talk: Talk, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert talk("/regenrate")._messages == []
+    assert talk("/regenrate").messages == []
     assert "unknown command /regenrate; did you mean '/regenerate'?" in capsys.readouterr().err
 
 
 def test_set_changes_the_next_answers(talk: Talk, capsys: pytest.CaptureFixture[str]) -> None:
     session = talk("one", "/set max_new_tokens 5", "/set max-new-tokens 6", "two", "/set seed 7")
-    assert [m["role"] for m in session._messages] == ["user", "assistant"] * 2
-    first, second = (m["content"] for m in session._messages if m["role"] == "assistant")
+    assert [m["role"] for m in session.messages] == ["user", "assistant"] * 2
+    first, second = (m["content"] for m in session.messages if m["role"] == "assistant")
     assert (len(first), len(second)) == (3, 6)
     assert session.sampling.seed == 7
     shown = capsys.readouterr().err
@@ -136,16 +138,16 @@ def test_what_cannot_be_done_is_one_sentence_and_changes_nothing(
 ) -> None:
     session = talk(line)
     assert session.sampling == SamplingOptions(max_new_tokens=3, temperature=0)
-    assert session._messages == []
+    assert session.messages == []
     assert f"error: {sentence}" in capsys.readouterr().err.replace("--system ", "")
 
 
 def test_the_system_message_changes_and_the_conversation_stays(talk: Talk) -> None:
     session = talk("one", "/set system be short", "two", system="be long")
-    roles = [message["role"] for message in session._messages]
+    roles = [message["role"] for message in session.messages]
     assert roles == ["system", "user", "assistant", "user", "assistant"]
-    assert session._messages[0]["content"] == "be short"
-    assert talk("/set system default", system="be long")._messages[0]["content"] == "be long"
+    assert session.messages[0]["content"] == "be short"
+    assert talk("/set system default", system="be long").messages[0]["content"] == "be long"
 
 
 def test_regenerate_answers_the_last_message_once_more(
@@ -153,11 +155,11 @@ def test_regenerate_answers_the_last_message_once_more(
 ) -> None:
     once = talk("one", "two")
     again = talk("one", "two", "/regenerate", "/regenerate")
-    assert again._messages == once._messages  # the best tokens are the same
+    assert again.messages == once.messages  # the best tokens are the same
     assert "[the same answer comes: the best token is always taken" in capsys.readouterr().err
     other = talk("one", "/set temperature 5", "/set seed 1", "/regenerate")
     assert said_to(other) == ["one"]
-    assert other._messages[1] != once._messages[1]
+    assert other.messages[1] != once.messages[1]
     assert "[the same answer comes: the seed is set" in capsys.readouterr().err
 
 
@@ -171,16 +173,59 @@ def test_a_turn_says_what_its_rate_counts_and_how_full_the_context_is(
     assert f"| context {(prompt + 3) / 256:.0%} of 256 tokens" in first
     new, kept = map(int, re.findall(r"(\d+) (?:new|kept)", second))
     assert kept >= prompt
-    assert new + kept == encode_conversation(byte_tokenizer(), session._messages[:-1]).shape[1]
+    assert new + kept == encode_conversation(byte_tokenizer(), session.messages[:-1]).shape[1]
+
+
+def test_a_chat_is_saved_and_gone_on_with(
+    talk: Talk, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "chat.json"
+    saved = talk("one", f"/save {file}", "two", f"/save {file}", system="be short")
+    assert "[5 messages are written to " in capsys.readouterr().err
+    loaded = talk("three", f"/load {file}", "four")
+    assert loaded.messages[:5] == saved.messages
+    assert said_to(loaded) == ["one", "two", "four"]
+    assert loaded.options.system == "be short"
+    assert "[5 messages are read from " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("/save", "/save needs the name of a file: /save chat.json"),
+        ("/load {}/nothing", "nothing: No such file or directory"),
+        ("/load {}/notes", "notes holds no chat; expected"),
+        ("/load {}/other", "other holds no chat; expected"),
+        ("/save {}/notes", "notes holds no chat; expected"),
+        ("/save {}", "Is a directory"),
+    ],
+)
+def test_files_of_chats_that_cannot_be_are_one_sentence(
+    talk: Talk, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, sentence: str
+) -> None:
+    (tmp_path / "notes").write_text("mine")
+    (tmp_path / "other").write_text('{"messages": [{"role": "tool", "content": "x"}]}')
+    session = talk("one", line.format(tmp_path))
+    assert said_to(session) == ["one"]
+    shown = capsys.readouterr().err
+    assert "error: " in shown
+    assert sentence in shown
+    assert (tmp_path / "notes").read_text() == "mine"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["notes", "other"]
+
+
+def test_clear_says_what_it_has_forgotten(talk: Talk, capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(talk("one", "two", "/clear", system="be short").messages) == 1
+    assert "[4 messages are forgotten]" in capsys.readouterr().err
 
 
 def test_a_failed_regeneration_keeps_the_answer(model: Any, talk: Talk) -> None:
     session = talk("one")
-    kept = list(session._messages)
+    kept = list(session.messages)
     session._tokenizer.chat_template = "{{ raise_exception('no') }}"
     with pytest.raises(tandem.TandemError, match="chat template"):
         session.regenerate()
-    assert session._messages == kept
+    assert session.messages == kept
 
 
 @pytest.fixture
@@ -231,11 +276,41 @@ def test_a_message_of_several_lines_is_typed_and_dropped_by_control_c(
 ) -> None:
     terminal = on_a_terminal()
     position = terminal.type('"""one\r')
-    terminal.wait_for("\n. ", after=position)
+    terminal.wait_for(". ", after=position + len('"""one'))
     terminal.press_until("\x03", "/help shows all commands", after=position)
     position = terminal.type('"""one\rtwo"""\r')
     terminal.wait_for("decode", after=position)
     leave(terminal)
+
+
+@pytest.mark.parametrize("ends", ["\n", "\r\n"])
+def test_pasted_lines_are_one_message_and_come_back_as_one(
+    on_a_terminal: Callable[..., Terminal], cache: Path, tmp_path: Path, ends: str
+) -> None:
+    lines = ["/exit", "def f():", "    return 1", "", "what is this?"]
+    first = on_a_terminal()
+    position = first.type(f"\x1b[200~{ends.join(lines)}\x1b[201~\r")
+    first.wait_for("decode", after=position)
+    position = first.type("one\x1b\rtwo\r")  # Alt-Enter begins a new line
+    first.wait_for("decode", after=position)
+    position = first.type(f"/save {tmp_path / 'chat.json'}\r")
+    first.wait_for("4 messages are written to", after=position)
+    leave(first)
+    told = [line.split() for line in said_in(tmp_path / "chat.json")[0].splitlines()]
+    assert [line for line in told if line] == [line.split() for line in lines if line]
+    assert said_in(tmp_path / "chat.json")[1] == "one\ntwo"
+    second = on_a_terminal()
+    second.type("\x10" * 3 + "\x01")  # Ctrl-P to the message before /save, Ctrl-A to its begin
+    position = second.type("X\r")
+    second.wait_for("decode", after=position)
+    second.type(f"/save {tmp_path / 'again.json'}\r")
+    leave(second)
+    assert said_in(tmp_path / "again.json") == ["Xone\ntwo"]
+
+
+def said_in(file: Path) -> list[str]:
+    messages = json.loads(file.read_text())["messages"]
+    return [message["content"] for message in messages if message["role"] == "user"]
 
 
 def test_no_history_leaves_no_file(on_a_terminal: Callable[..., Terminal], cache: Path) -> None:

@@ -2,25 +2,34 @@
 
 import argparse
 import sys
+from pathlib import Path
 
+from tandem.cli.chat_file import load_chat, save_chat
 from tandem.cli.chat_input import History, MessageReader, Typed
 from tandem.cli.failures import failure_json, sentence_of
 from tandem.cli.opening import SessionPlan, add_session_arguments
 from tandem.cli.paths import cache_dir
 from tandem.cli.session import Session
 from tandem.cli.settings import ChatSettings
-from tandem.core.errors import TandemError
+from tandem.cli.streams import require_text
+from tandem.core.errors import ConfigError, TandemError
 from tandem.core.registry import nearest_names
 
 COMMANDS = {
     "/set": "/set NAME VALUE changes an option; NAME default takes it back; alone: shows them",
     "/regenerate": "answers the last message once more",
     "/clear": "forgets the conversation",
+    "/save": "/save FILE writes the conversation to a file",
+    "/load": "/load FILE goes on with one that was written, in place of this one",
     "/help": "shows this",
     "/exit": "leaves, as /quit and Ctrl-D do",
 }
 _OTHER_NAMES = {"/quit": "/exit"}
-_KEYS = 'Ctrl-C stops an answer; """ begins and ends a message of several lines'
+_WITH_WORDS = ("/set", "/save", "/load")
+_KEYS = (
+    "Ctrl-C stops an answer; Alt-Enter begins a new line of a message, pasted lines are one "
+    'message; """ begins and ends a message of several lines'
+)
 _HELP = "/exit or Ctrl-D leaves, /help shows all commands, Ctrl-C stops an answer"
 
 
@@ -68,38 +77,60 @@ class _Chat:
             return False
         try:
             self._do(command, typed.text)
-        except TandemError as error:  # a prompt that does not fit must not end the conversation
-            print(f"error: {error}", file=sys.stderr)
+        except (TandemError, OSError) as error:  # such as a prompt that does not fit
+            print(f"error: {sentence_of(error)}", file=sys.stderr)
             if self._session.options.json:
                 print(failure_json(error, sentence_of(error)), flush=True)
         return True
 
     def _do(self, command: str | None, text: str) -> None:
+        rest = text.strip().removeprefix(command or "").strip()
         match command:
             case None:
                 if text.strip():
                     self._session.ask(text)
             case "/set":
-                print(self._settings.set(text.strip().removeprefix("/set")), file=sys.stderr)
+                print(self._settings.set(rest), file=sys.stderr)
+            case "/save" | "/load":
+                self._keep(command, rest)
             case "/regenerate":
                 self._session.regenerate()
             case "/clear":
+                num_forgotten = len(self._session.messages)
                 self._session.clear()
+                num_forgotten -= len(self._session.messages)
+                print(f"[{_messages(num_forgotten)} forgotten]", file=sys.stderr)
             case "/help":
                 print(_all_commands(), file=sys.stderr)
             case _:
                 hint = nearest_names(command, [*COMMANDS, *_OTHER_NAMES])
                 print(f"unknown command {command}; {hint}", file=sys.stderr)
 
+    def _keep(self, command: str, name: str) -> None:
+        if not require_text(name, "the file's name"):
+            raise ConfigError(f"{command} needs the name of a file: {command} chat.json")
+        file = Path(name).expanduser()
+        if command == "/save":
+            save_chat(self._session.messages, file)
+        else:
+            self._session.go_on_from(load_chat(file))
+        what = "written to" if command == "/save" else "read from"
+        print(f"[{_messages(len(self._session.messages))} {what} {file}]", file=sys.stderr)
+
+
+def _messages(count: int) -> str:
+    return f"{count} message is" if count == 1 else f"{count} messages are"
+
 
 def _command_of(typed: Typed) -> str | None:
     """Return the command that a line is; None for a message.
 
-    A slash and more words, such as a path and a question about it, is a message.
+    A slash and more words or lines, such as a path and a question about it, is a message.
     """
     line = typed.text.strip()
     name, _, rest = line.partition(" ")
-    if typed.is_quoted or not line.startswith("/") or (rest and name != "/set"):
+    is_longer = "\n" in line or (rest and name not in _WITH_WORDS)
+    if typed.is_quoted or not line.startswith("/") or is_longer:
         return None
     return _OTHER_NAMES.get(name, name)
 

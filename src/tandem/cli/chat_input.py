@@ -1,6 +1,7 @@
 """Reads a chat's messages from a terminal or a pipe: lines, or several of them in triple quotes.
 
-On a terminal lines can be edited, and those of earlier chats come back with the up arrow.
+On a terminal messages can be edited, and those of earlier chats come back with the up arrow. What
+is pasted, and what Alt-Enter parts, is one message of several lines.
 """
 
 import contextlib
@@ -12,7 +13,14 @@ from typing import NamedTuple
 QUOTES = '"""'
 _PROMPT = "> "
 _PROMPT_WITHIN_QUOTES = ". "
-_HISTORY_LINES = 1000
+_HISTORY_MESSAGES = 1000
+# Stands in the history for the end of a line within a message: a character that nobody types.
+_WITHIN_MESSAGE = "\x1e"
+_KEYS = (
+    "set enable-bracketed-paste on",
+    r'"\e\C-m": "\C-v\C-j"',
+    r'"\e\C-j": "\C-v\C-j"',  # as the terminal makes it of keys that come during an answer
+)
 
 
 class Typed(NamedTuple):
@@ -76,24 +84,32 @@ class History:
             import readline  # changes what `input` does
         except ImportError:  # some builds of Python come without: plain lines
             return
+        for line in _KEYS:
+            readline.parse_and_bind(line)
         if not is_kept:
             return
         try:
             _create_private(file)
-            readline.read_history_file(file)
+            kept = file.read_text(encoding="utf-8", errors="surrogateescape")
         except OSError as error:
             print(f"[what is typed is not kept: {file}: {error.strerror}]", file=sys.stderr)
             return
-        readline.set_history_length(_HISTORY_LINES)
+        for line in kept.removesuffix("\n").split("\n") if kept else ():
+            readline.add_history(line.replace(_WITHIN_MESSAGE, "\n"))
         self._file = file
 
     def save(self) -> None:
         """Write what has been typed; after each message, as a closed terminal gives no notice."""
-        if self._file is not None:
-            import readline
+        if self._file is None:
+            return
+        import readline
 
-            with contextlib.suppress(OSError):  # a full disk does not end a chat
-                readline.write_history_file(self._file)
+        count = readline.get_current_history_length()
+        numbers = range(max(0, count - _HISTORY_MESSAGES) + 1, count + 1)
+        lines = (readline.get_history_item(number) for number in numbers)
+        text = "".join(f"{line}".replace("\n", _WITHIN_MESSAGE) + "\n" for line in lines)
+        with contextlib.suppress(OSError):  # a full disk does not end a chat
+            self._file.write_text(text, encoding="utf-8", errors="surrogateescape")
 
 
 def _create_private(file: Path) -> None:

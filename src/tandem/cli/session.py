@@ -119,6 +119,17 @@ class Session:
         if self._keeper is not None:
             self._keeper.finish()
 
+    @property
+    def messages(self) -> "list[Message]":
+        """The conversation, a system message included."""
+        return list(self._messages)
+
+    def go_on_from(self, messages: "list[Message]") -> None:
+        """Take another conversation in place of this one."""
+        first = [str(each["content"]) for each in messages[:1] if each["role"] == "system"]
+        self.options = replace(self.options, system=first[0] if first else None)
+        self._messages = list(messages)
+
     def clear(self) -> None:
         """Forget the conversation but for the system message."""
         self._messages = []

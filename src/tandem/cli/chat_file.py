@@ -1,0 +1,52 @@
+"""The messages of a chat in a file: JSON with roles and texts, as OpenAI's API has them."""
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tandem.cli.streams import require_text
+from tandem.core.errors import FileFormatError
+
+if TYPE_CHECKING:
+    from tandem.generate.prompt import Message
+
+_EXPECTED = '{"messages": [{"role": "user", "content": "..."}, ...]}, as /save writes it'
+_ROLES = ("system", "user", "assistant")
+
+
+def save_chat(messages: "list[Message]", file: Path) -> None:
+    """Write a chat; a file that holds something else is not overwritten."""
+    if any(not isinstance(message["content"], str) for message in messages):
+        raise FileFormatError("a chat with images is not saved; /clear begins one without")
+    if file.exists():
+        load_chat(file)  # or an error
+    partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(json.dumps({"messages": messages}, indent=1) + "\n", encoding="utf-8")
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def load_chat(file: Path) -> "list[Message]":
+    """Read a chat; raises `OSError`, and `FileFormatError` for what is none."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        found = None
+    messages = found.get("messages") if isinstance(found, dict) else None
+    if not isinstance(messages, list) or not all(map(_is_message, messages)):
+        raise FileFormatError(f"{file} holds no chat; expected {_EXPECTED}")
+    return [
+        {"role": each["role"], "content": require_text(each["content"], str(file))}
+        for each in messages
+    ]
+
+
+def _is_message(found: object) -> bool:
+    return (
+        isinstance(found, dict)
+        and found.get("role") in _ROLES
+        and isinstance(found.get("content"), str)
+    )
