@@ -1,5 +1,6 @@
 """`tandem completion`: a script that completes what the parsers know, tried in the shell itself."""
 
+import re
 import shutil
 import subprocess
 
@@ -17,7 +18,7 @@ COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _tandem; printf '%s\\n' "${COMPREPLY[
 def scripts() -> dict[str, str]:
     """What `tandem completion` prints, by shell."""
     found = {}
-    for shell in ("bash", "zsh"):
+    for shell in ("bash", "fish", "zsh"):
         with pytest.MonkeyPatch.context() as patch:
             lines: list[str] = []
             patch.setattr("builtins.print", lambda text, lines=lines: lines.append(text))
@@ -45,7 +46,7 @@ def completed(script: str, *words: str) -> list[str]:
         (("tandem", "run", "--device", "=", "em"), ["emulated"]),  # as bash splits --device=em
         (("tandem", "run", "--device", "="), ["cpu", "cuda", "emulated"]),
         (("tandem", "trace", ""), ["record"]),
-        (("tandem", "completion", ""), ["bash", "zsh"]),
+        (("tandem", "completion", ""), ["bash", "fish", "zsh"]),
         (("tandem", "run", ""), []),  # bash's own: files
         (("tandem", "run", "--profile", ""), []),
         (("tandem", "run", "--prompt", "--x"), []),  # a text, not a flag
@@ -64,6 +65,22 @@ def test_every_flag_of_every_command_is_completed(scripts: dict[str, str], comma
     assert completed(scripts["bash"], "tandem", command, "-") == flags
     section = scripts["zsh"].partition(f"\n        {command}) ")[2].partition(";;")[0]
     assert [flag for flag in flags if f"*{flag}" not in section] == []
+    in_fish = [line for line in scripts["fish"].splitlines() if f"_from {command}'" in line]
+    names = re.findall(r" -(?:l|s) (\S+)", " ".join(line.partition(" -d ")[0] for line in in_fish))
+    assert [flag for flag in flags if flag.lstrip("-") not in names] == []
+
+
+def test_fish_is_told_values_and_quotes(scripts: dict[str, str]) -> None:
+    assert "_from run' -l device -x -a 'cpu cuda emulated' -d 'cpu: every" in scripts["fish"]
+    assert "-l verify -d 'read all of MODEL\\'s files" in scripts["fish"]
+    assert (
+        "complete -c tandem -n '__fish_seen_subcommand_from trace' -a 'record'" in scripts["fish"]
+    )
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="needs fish")
+def test_fish_reads_the_script(scripts: dict[str, str]) -> None:
+    subprocess.run(["fish", "-n"], input=scripts["fish"], text=True, timeout=30, check=True)
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="needs zsh")

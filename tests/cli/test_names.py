@@ -35,3 +35,22 @@ def test_choices_of_flags_are_taken_in_any_case(capsys: pytest.CaptureFixture[st
     words = ["run", "/no/model", "-p", "x", "--device", "EMULATED", "--eviction", "LRU"]
     assert main(words) == 2
     assert "/no/model is not a directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["run", "chat", "serve"])
+def test_help_shows_what_people_use_and_help_all_the_rest(
+    capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    shown = []
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit) as ended:
+            main([command, flag])
+        assert ended.value.code == 0
+        shown.append(capsys.readouterr().out)
+    short, whole = shown
+    assert "--device" in short
+    assert "--help-all shows" in short
+    for flag in ("--prefetch-count", "--keep-limit", "--pool"):
+        assert flag not in short
+        assert f"\n  {flag} " in whole
+    assert len(short.splitlines()) < len(whole.splitlines()) - 30

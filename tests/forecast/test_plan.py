@@ -120,13 +120,36 @@ def plan(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, dict[str
 
 
 def test_says_bytes_and_verdict(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, report = plan(capsys, str(checkpoint), "--no-measure", "--context", "1000")
+    out, report = plan(capsys, str(checkpoint), "--no-measure", "--context", "200")
     assert set(report) >= JSON_KEYS
     assert report["fits"] is True
-    assert report["kv_cache_bytes"] == 1000 * sizes_of(checkpoint).kv_bytes_per_token
+    assert report["kv_cache_bytes"] == 200 * sizes_of(checkpoint).kv_bytes_per_token
     assert report["decode_tokens_per_second"] is None
     assert "fits:" in out
     assert any("tandem pack" in line for line in report["advice"])
+
+
+def test_no_context_is_beyond_the_model_s(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, report = plan(capsys, str(checkpoint), "--no-measure")
+    assert report["context_tokens"] == 256
+    assert list(report["kv_cache_bytes_by_context"]) == ["256"]
+    assert "KV cache by context: 256 " in out
+    assert "(--no-measure)" in out
+    _, report = plan(capsys, "--shape", "qwen3-30b-a3b", "--no-measure")
+    assert report["context_tokens"] == 4096
+    assert list(report["kv_cache_bytes_by_context"]) == ["2048", "8192", "32768", "40960"]
+    assert main(["plan", str(checkpoint), "--no-measure", "--context", "257"]) == 2
+    said = capsys.readouterr().err
+    assert "--context is 257 tokens, and the model's context has 256; give at most that" in said
+
+
+def test_an_unknown_shape_gets_all_names(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--shape", "gpt-oss-120b"]) == 2
+    said = capsys.readouterr().err
+    assert "unknown shape 'gpt-oss-120b'; did you mean 'gpt-oss-20b'? known: " in said
+    assert [name for name in MODEL_SHAPES if name not in said] == []
 
 
 def test_windows_bound_what_their_layers_keep(tmp_path: Path) -> None:
@@ -221,7 +244,8 @@ def test_states_take_what_slots_make(name: str) -> None:
 def test_a_plan_counts_states_and_their_checkpoints(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    directory = str(save_tiny_checkpoint(tmp_path / "tiny", "qwen3_5_moe"))
+    longer = {"max_position_embeddings": 2048}
+    directory = str(save_tiny_checkpoint(tmp_path / "tiny", "qwen3_5_moe", **longer))
     _, report = plan(capsys, directory, "--no-measure", "--context", "2048")
     held = report["state_bytes"] + report["checkpoint_bytes"] + report["kv_cache_bytes"]
     assert report["checkpoint_bytes"] == 5 * report["state_bytes"] > 0

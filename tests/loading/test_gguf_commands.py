@@ -210,12 +210,16 @@ def test_doctor_of_a_damaged_file(
 ) -> None:
     damaged = tmp_path / "damaged.gguf"
     damaged.write_bytes(file.read_bytes()[:-100])
-    assert main(["doctor", str(damaged), "--threads", "1"]) == 2
-    assert "download it again" in capsys.readouterr().err
+    assert main(["doctor", str(damaged), "--threads", "1"]) == 1
+    shown = capsys.readouterr()
+    assert "FAIL model " in shown.out
+    assert "download it again" in shown.out
+    assert shown.err == ""
     assert main(["run", str(damaged), "-p", "x", "--json"]) == 2
     said = json.loads(capsys.readouterr().out)["error"]["message"]
     assert said.startswith(f"{damaged} cannot be read as GGUF")
     assert said.count("download") == 1
+    assert main(["doctor", str(tmp_path / "nothing.gguf"), "--threads", "1"]) == 2
 
 
 def test_a_file_has_no_revisions(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -187,7 +187,9 @@ MODEL_SHAPES = {
 
 
 def find_shape(name: str) -> ModelShape:
-    """Return a shape by its name; `ConfigError` with the nearest names else."""
+    """Return a shape by its name; `ConfigError` with the nearest names and all names else."""
     if name not in MODEL_SHAPES:
-        raise ConfigError(f"unknown shape {name!r}; {nearest_names(name, list(MODEL_SHAPES))}")
+        near, known = nearest_names(name, list(MODEL_SHAPES)), ", ".join(MODEL_SHAPES)
+        others = "" if near.startswith("known") else f" known: {known}"
+        raise ConfigError(f"unknown shape {name!r}; {near}{others}")
     return MODEL_SHAPES[name]

@@ -31,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `tandem completion`."""
     parser.add_argument(
         "shell", choices=sorted(_WRITERS),
-        help='bash: put eval "$(tandem completion bash)" into ~/.bashrc; zsh: likewise, ~/.zshrc',
+        help='bash: put eval "$(tandem completion bash)" into ~/.bashrc; zsh: likewise, ~/.zshrc; '
+        "fish: write it to ~/.config/fish/completions/tandem.fish",
     )  # fmt: skip
 
 
@@ -153,7 +154,36 @@ def _escaped(text: str) -> str:
     return text
 
 
+def _fish(top: Grammar, commands: dict[str, Grammar]) -> Iterator[str]:
+    """Yield the lines for fish: one for each command, flag and list of words."""
+    yield "# Completes tandem in fish, from `tandem completion fish`."
+    first = "__fish_use_subcommand"
+    for name, help_line in COMMANDS.items():
+        yield f"complete -c tandem -n {first} -f -a {name} -d {_fish_quoted(help_line)}"
+    for name, grammar in {"": top, **commands}.items():
+        when = f"'__fish_seen_subcommand_from {name}'" if name else first
+        begin = f"complete -c tandem -n {when}"
+        if grammar.words and name:
+            yield f"{begin} -a {_fish_quoted(' '.join(grammar.words))}"
+        for flag in grammar.flags:
+            names = " ".join(
+                f"-l {each[2:]}" if each.startswith("--") else f"-s {each[1:]}"
+                for each in flag.names
+            )
+            value = "" if flag.takes is None else " -r"
+            if flag.choices:
+                value = f" -x -a {_fish_quoted(' '.join(flag.choices))}"
+            yield f"{begin} {names}{value} -d {_fish_quoted(flag.help)}"
+
+
+def _fish_quoted(text: str) -> str:
+    for sign in ("\\", "'"):
+        text = text.replace(sign, "\\" + sign)
+    return f"'{text}'"
+
+
 _WRITERS: dict[str, Callable[[Grammar, dict[str, Grammar]], Iterator[str]]] = {
     "bash": _bash,
+    "fish": _fish,
     "zsh": _zsh,
 }

@@ -23,7 +23,7 @@ from tandem.cli.model_choice import (
 from tandem.cli.paths import cache_dir
 from tandem.cli.progress import shows_progress
 from tandem.core.config import add_flags, from_flags, option
-from tandem.core.errors import TandemError
+from tandem.core.errors import ModelError, TandemError
 from tandem.forecast.finding import Finding
 
 if TYPE_CHECKING:
@@ -110,23 +110,26 @@ def _print(finding: Finding) -> None:
     print(f"{_MARKS[finding.state]} {finding.what:<18} {finding.found}{remedy}", flush=True)
 
 
-def _check_model(choice: ModelChoice, options: DoctorOptions) -> list[Finding]:
+def _check_model(choice: ModelChoice, options: DoctorOptions) -> Iterator[Finding]:
     from tandem.forecast.machine_check import check_model_files, check_model_kernels
     from tandem.forecast.windows_check import check_place
     from tandem.hf.checkpoint import open_model
     from tandem.hf.config import OffloadConfig
 
     found = find_model(choice, quiet=True)
-    checkpoint = open_model(Path(found.model), may_run_code=found.trust_remote_code)
     offload = OffloadConfig(
         expert_dtype=options.expert_dtype,
         threads=options.threads,
         isa=os.environ.get("TANDEM_ISA"),
     )
-    place = check_place("the model", Path(found.model))
-    copies = _check_copies(source_label(choice.model, Path(found.model)))
-    files = check_model_files(checkpoint, has_progress=shows_progress())
-    return [*place, files, *copies, check_model_kernels(checkpoint, offload)]
+    yield from check_place("the model", Path(found.model))
+    try:
+        checkpoint = open_model(Path(found.model), may_run_code=found.trust_remote_code)
+        yield check_model_files(checkpoint, has_progress=shows_progress())
+        yield from _check_copies(source_label(choice.model, Path(found.model)))
+        yield check_model_kernels(checkpoint, offload)
+    except ModelError as error:
+        yield Finding("model", "broken", str(error))
 
 
 def _check_copies(source: str) -> Iterator[Finding]:

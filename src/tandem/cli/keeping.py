@@ -35,7 +35,10 @@ class KeepOptions:
         "(default: asked once on a terminal)",
     )
     keep_limit: str = option(
-        "100GiB", help="all packed copies take at most this; the longest unused go", metavar="SIZE"
+        "100GiB",
+        help="all packed copies take at most this; the longest unused go",
+        metavar="SIZE",
+        is_rare=True,
     )
 
     def __post_init__(self) -> None:

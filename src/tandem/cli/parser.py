@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import NoReturn
 
 from tandem.cli.failures import UsageError
+from tandem.core.config import RARE
 from tandem.core.registry import nearest_names
 
 # Subcommand -> one line of help; the code is in the module of that name beside this file.
@@ -33,6 +34,31 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(self.prog, message)
+
+    def format_help(self) -> str:
+        """Return the help without the flags that few need."""
+        rare = _rare_actions(self)
+        told = [(action, action.help) for action in rare]
+        for action in rare:
+            action.help = argparse.SUPPRESS
+        text = super().format_help()
+        for action, help_text in told:
+            action.help = help_text
+        return f"{text}\n--help-all shows {len(rare)} more flags.\n" if rare else text
+
+
+class _HelpAll(argparse.Action):
+    """Prints the help with all flags."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(argparse.ArgumentParser.format_help(parser), end="")
+        parser.exit()
+
+
+def _rare_actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """Return the flags that `--help` leaves out."""
+    groups = (group for group in parser._action_groups if group.title == RARE)
+    return [action for group in groups for action in group._group_actions]
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -73,6 +99,8 @@ def build_parser(
         if name in commands:
             importlib.import_module(f"tandem.cli.{name}").add_arguments(sub)
             sub.set_defaults(parser=sub)
+            if _rare_actions(sub):
+                sub.add_argument("--help-all", action=_HelpAll, nargs=0, help="show all flags")
     return parser, by_command
 
 

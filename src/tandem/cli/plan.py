@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tandem.bench.model_shapes import MODEL_SHAPES, find_shape
 from tandem.cli.model_choice import ModelChoice, add_model, calm_transformers, find_model
 from tandem.cli.paths import cache_dir
 from tandem.core.config import add_flags, from_flags, option, require_range
@@ -31,13 +32,15 @@ class PlanOptions:
     """Options of `tandem plan` beside those of offloading."""
 
     dense_dtype: str = option("auto", help="as in tandem run", metavar="DTYPE")
-    context: int = option(4096, help="tokens of a conversation", metavar="N")
+    context: int | None = option(
+        None, help="tokens of a conversation (default: 4096, or the model's context)", metavar="N"
+    )
     measure: bool = option(
         True, help="forecast the speed, measured once on a few layers with random weights"
     )
     refresh: bool = option(False, help="measure again, also where a forecast is kept")
     shape: str | None = option(
-        None, help="plan for a released model, as tandem bench names it, without its files"
+        None, help="plan for a released model without its files: " + ", ".join(MODEL_SHAPES)
     )
     host_path: str | None = option(
         None, help="whose host costs of --profile count: segments, graph or none", metavar="NAME"
@@ -46,7 +49,8 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        require_range("context", self.context, 1, what="a number of tokens")
+        if self.context is not None:
+            require_range("context", self.context, 1, what="a number of tokens")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,14 +107,14 @@ def _plan(
     sizes_with, is_packed = _sizes_with(source, options.shape)
     sizes = sizes_with(chosen)
     others = {} if is_packed else {name: sizes_with(config(name)) for name in _OTHER_FORMATS}
-    memory = device_memory(chosen)
+    memory, context = device_memory(chosen), sizes.context(options.context)
     slots, gpu_bytes = plan_slots(
         sizes, device=offload.device, gpu_memory=offload.gpu_memory, memory=memory,
-        context_tokens=options.context,
+        context_tokens=context,
     )  # fmt: skip
     plan = Plan(
         sizes=sizes,
-        context_tokens=options.context,
+        context_tokens=context,
         process_bytes=process,
         available_bytes=available,
         device=offload.device,
@@ -132,7 +136,6 @@ def _sizes_with(
     from tandem.hf.checkpoint import open_model
 
     if shape is not None:
-        from tandem.bench.model_shapes import find_shape
         from tandem.forecast.gpu_forecast import shape_sizes
 
         return partial(shape_sizes, find_shape(shape)), False
@@ -149,7 +152,7 @@ def _speed(
     from tandem.forecast.speed_forecast import forecast_speed, why_not_measured
 
     if not options.measure:
-        return "not forecast (--no-speed)"
+        return "not forecast (--no-measure)"
     if offload.device == "cpu":
         return forecast_speed(sizes, offload, cache_dir=cache_dir(), refresh=options.refresh)
     reason = why_not_measured(sizes) if offload.profile is None else ""
@@ -162,8 +165,6 @@ def _speed(
 
 def _table(plan: "Plan") -> str:
     """Return the plan for people."""
-    from tandem.forecast.model_plan import CONTEXTS
-
     sizes = plan.sizes
     formats = ", ".join(sizes.expert_formats)
     rows = [(f"experts ({sizes.num_experts} in {formats})", sizes.experts_bytes)]
@@ -179,13 +180,17 @@ def _table(plan: "Plan") -> str:
     free = format_bytes(plan.available_bytes + plan.process_bytes)
     lines.append(f"{'host memory':<42} {format_bytes(plan.host_bytes):>10}  {verdict}: {free} free")
     by_context = ", ".join(
-        f"{tokens // 1024}k {format_bytes(sizes.kv_bytes(tokens))}" for tokens in CONTEXTS
+        f"{_tokens(count)} {format_bytes(sizes.kv_bytes(count))}" for count in plan.contexts
     )
     lines.append(f"KV cache by context: {by_context}")
     if plan.device != "cpu":
         lines.append(_device_line(plan))
     lines += _speed_lines(plan)
     return "\n".join(lines)
+
+
+def _tokens(count: int) -> str:
+    return str(count) if count % 1024 else f"{count // 1024}k"
 
 
 def _state_rows(plan: "Plan") -> list[tuple[str, int]]:

@@ -54,9 +54,12 @@ class SessionOptions:
         "auto",
         help="keys and values of earlier tokens: auto (what the model computes in), bf16, int8",
         metavar="DTYPE",
+        is_rare=True,
     )
     compile: bool = option(
-        True, help="record decode steps and replay them without the model's Python code"
+        True,
+        help="record decode steps and replay them without the model's Python code",
+        is_rare=True,
     )
     speculate: str = option(
         "auto",

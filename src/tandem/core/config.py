@@ -14,6 +14,9 @@ from typing import Any, TypeVar
 from tandem.core.errors import ConfigError
 from tandem.core.registry import nearest_names
 
+# The group of flags that few need, which `--help` leaves out.
+RARE = "rarely needed"
+
 T = TypeVar("T")
 
 
@@ -24,14 +27,17 @@ def option(
     choices: Sequence[str] | None = None,
     metavar: str | None = None,
     short: str | None = None,
+    is_rare: bool = False,
 ) -> Any:
     """Declare a dataclass field with its help text; `choices` also limits the flag's values.
 
     Choices are names in lower case, and a flag's value is taken in any. `short` is another name of
-    the flag, such as "-q".
+    the flag, such as "-q"; one that `is_rare` is shown by `--help-all` alone.
     """
     assert all(choice == choice.lower() for choice in choices or ())
-    metadata = {"help": help, "choices": choices, "metavar": metavar, "short": short}
+    metadata = {
+        "help": help, "choices": choices, "metavar": metavar, "short": short, "is_rare": is_rare,
+    }  # fmt: skip
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -66,7 +72,13 @@ def add_flags(
             kwargs.update(type=str.lower if choices else kind, choices=choices)
             kwargs["metavar"] = field.metadata["metavar"]
         short = field.metadata["short"]
-        parser.add_argument(*([short] if short else []), flag, **kwargs)
+        group = _rare_flags(parser) if field.metadata["is_rare"] else parser
+        group.add_argument(*([short] if short else []), flag, **kwargs)
+
+
+def _rare_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    groups = (group for group in parser._action_groups if group.title == RARE)
+    return next(groups, None) or parser.add_argument_group(RARE)
 
 
 def from_flags(config: type[T], flags: argparse.Namespace) -> T:

@@ -45,45 +45,73 @@ class OffloadOptions:
         metavar="SIZE",
     )
     link_bandwidth: str | None = option(
-        None, help="let the link be no faster than this (default: as measured)", metavar="RATE"
+        None,
+        help="let the link be no faster than this (default: as measured)",
+        metavar="RATE",
+        is_rare=True,
     )
     emulated_speed: float = option(
-        8.0, help="how many times faster than this CPU the emulated device computes", metavar="X"
+        8.0,
+        help="how many times faster than this CPU the emulated device computes",
+        metavar="X",
+        is_rare=True,
     )
     decode_graph: bool = option(
-        True, help="a GPU's decode steps are one graph each, answered by a thread, where that works"
+        True,
+        help="a GPU's decode steps are one graph each, answered by a thread, where that works",
+        is_rare=True,
     )
     clock: str = option(
         "virtual",
         help="time of the emulated device: virtual (decisions repeat exactly) or real",
         choices=CLOCKS,
+        is_rare=True,
     )
     profile: str | None = option(
-        None, help="hardware profile: a name or a file (default: as measured)", metavar="PROFILE"
+        None,
+        help="hardware profile: a name or a file (default: as measured)",
+        metavar="PROFILE",
+        is_rare=True,
     )
     start_content: str = option(
-        "heat", help="what the expert cache starts with", choices=STARTS.names()
+        "heat", help="what the expert cache starts with", choices=STARTS.names(), is_rare=True
     )
     assignment: str = option(
-        "balanced", help="who computes each active expert", choices=ASSIGNMENTS.names()
+        "balanced",
+        help="who computes each active expert",
+        choices=ASSIGNMENTS.names(),
+        is_rare=True,
     )
     eviction: str = option(
-        "successor", help="what stays in the expert cache", choices=EVICTIONS.names()
+        "successor", help="what stays in the expert cache", choices=EVICTIONS.names(), is_rare=True
     )
     prediction: str = option(
-        "foresight", help="what the next layers will want", choices=PREDICTIONS.names()
+        "foresight",
+        help="what the next layers will want",
+        choices=PREDICTIONS.names(),
+        is_rare=True,
     )
     look_ahead: bool = option(
-        False, help="let prediction foresight ask the next layer's router too"
+        False, help="let prediction foresight ask the next layer's router too", is_rare=True
     )
     residuals: str | None = option(
-        None, help="residual vectors of tandem calibrate (default: this model's)", metavar="FILE"
+        None,
+        help="residual vectors of tandem calibrate (default: this model's)",
+        metavar="FILE",
+        is_rare=True,
     )
     prefetch: str = option(
-        "pays", help="which predicted experts are copied ahead", choices=PREFETCHES.names()
+        "pays",
+        help="which predicted experts are copied ahead",
+        choices=PREFETCHES.names(),
+        is_rare=True,
     )
-    prefetch_count: int = option(2, help="experts copied ahead per layer, at most", metavar="N")
-    pool: str = option("by-layer", help="how slots are shared over layers", choices=POOLS)
+    prefetch_count: int = option(
+        2, help="experts copied ahead per layer, at most", metavar="N", is_rare=True
+    )
+    pool: str = option(
+        "by-layer", help="how slots are shared over layers", choices=POOLS, is_rare=True
+    )
 
     def __post_init__(self) -> None:
         """Check every field; `ConfigError` names the field, the value and what is expected."""

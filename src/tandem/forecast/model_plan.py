@@ -18,7 +18,7 @@ from tandem.forecast.state_bytes import checkpoint_bytes
 
 # Activations of a prompt: fp32 rows of its (token, expert) pairs, twice the hidden states.
 _PROMPT_CHUNK_TOKENS = 2048
-CONTEXTS = (2048, 8192, 32768, 131072)
+_CONTEXTS = (2048, 8192, 32768, 131072)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,14 @@ class Plan:
     """Measured on this CPU, simulated with a GPU, or why there is none."""
     can_be_packed: bool
     """Whether it is not packed yet."""
+
+    @property
+    def contexts(self) -> list[int]:
+        """Contexts to tell the KV cache of, up to the model's own."""
+        longest = self.sizes.longest_context
+        if longest is None:
+            return list(_CONTEXTS)
+        return [*(tokens for tokens in _CONTEXTS if tokens < longest), longest]
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -210,7 +218,7 @@ def as_json(plan: Plan, lines: list[str]) -> dict[str, object]:
         "parts_bytes": {"experts": plan.sizes.experts_bytes, **plan.sizes.dense_bytes},
         "kv_cache_bytes": plan.kv_cache_bytes,
         "kv_cache_bytes_by_context": {
-            str(tokens): plan.sizes.kv_bytes(tokens) for tokens in CONTEXTS
+            str(tokens): plan.sizes.kv_bytes(tokens) for tokens in plan.contexts
         },
         "state_bytes": plan.sizes.state_bytes,
         "checkpoint_bytes": plan.checkpoint_bytes,

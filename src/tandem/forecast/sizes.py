@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tandem.checkpoint.config_values import experts_per_token
+from tandem.core.errors import ConfigError
 from tandem.decode.slots import MAX_STEP_TOKENS
 from tandem.devices import kind_of
 from tandem.experts.store.host_store import HostStore
@@ -38,6 +39,7 @@ _PARTS = (
 )
 _OTHER = "norms and the rest"
 # Layers of these kinds, as Transformers calls them, keep a state of one size, or nothing.
+_USUAL_CONTEXT = 4096  # tokens of a conversation
 _WITHOUT_KEYS = ("linear_attention", "conv", "moe", "mlp")
 
 
@@ -86,6 +88,24 @@ class ModelSizes:
         kept = min(num_tokens, most_kept(self.sliding_window, MAX_STEP_TOKENS))
         sliding = self.kv_bytes_per_token * self.sliding_share
         return round(num_tokens * (self.kv_bytes_per_token - sliding) + kept * sliding)
+
+    @property
+    def longest_context(self) -> int | None:
+        """The longest sequence that the model was made for, in tokens; None if it does not say."""
+        longest: int | None = getattr(
+            self.config.get_text_config(), "max_position_embeddings", None
+        )
+        return longest
+
+    def context(self, asked: int | None) -> int:
+        """Return the context to plan for; raises `ConfigError` for one beyond the model's."""
+        longest = self.longest_context
+        if asked is not None and longest is not None and asked > longest:
+            raise ConfigError(
+                f"--context is {asked} tokens, and the model's context has {longest}; give at most "
+                "that"
+            )
+        return asked or min(_USUAL_CONTEXT, longest or _USUAL_CONTEXT)
 
     @property
     def num_moe_layers(self) -> int:
