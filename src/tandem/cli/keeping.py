@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from tandem.cli.paths import cache_dir
 from tandem.core.config import option
@@ -29,16 +29,14 @@ _SLOW_SECONDS = 10.0
 class KeepOptions:
     """What a user says about packed copies."""
 
+    rare: ClassVar[tuple[str, ...]] = ("keep_limit",)
     keep: bool | None = option(
         None,
         help="write a packed copy of a model that had to be converted, which the next start maps "
         "(default: asked once on a terminal)",
     )
     keep_limit: str = option(
-        "100GiB",
-        help="all packed copies take at most this; the longest unused go",
-        metavar="SIZE",
-        is_rare=True,
+        "100GiB", help="all packed copies take at most this; the longest unused go", metavar="SIZE"
     )
 
     def __post_init__(self) -> None:

@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from tandem.cli.keeping import Keeper
 from tandem.cli.paths import cache_dir
@@ -38,6 +38,7 @@ _TRIMMED_TO = 1 / 2
 class SessionOptions:
     """What `tandem run` and `chat` know beside the model, its offloading and its sampling."""
 
+    rare: ClassVar[tuple[str, ...]] = ("kv_dtype", "compile")
     system: str | None = option(None, help="system message of the conversation", metavar="TEXT")
     context_full: str = option(
         "trim",
@@ -54,12 +55,9 @@ class SessionOptions:
         "auto",
         help="keys and values of earlier tokens: auto (what the model computes in), bf16, int8",
         metavar="DTYPE",
-        is_rare=True,
     )
     compile: bool = option(
-        True,
-        help="record decode steps and replay them without the model's Python code",
-        is_rare=True,
+        True, help="record decode steps and replay them without the model's Python code"
     )
     speculate: str = option(
         "auto",

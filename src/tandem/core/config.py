@@ -27,17 +27,14 @@ def option(
     choices: Sequence[str] | None = None,
     metavar: str | None = None,
     short: str | None = None,
-    is_rare: bool = False,
 ) -> Any:
     """Declare a dataclass field with its help text; `choices` also limits the flag's values.
 
     Choices are names in lower case, and a flag's value is taken in any. `short` is another name of
-    the flag, such as "-q"; one that `is_rare` is shown by `--help-all` alone.
+    the flag, such as "-q".
     """
     assert all(choice == choice.lower() for choice in choices or ())
-    metadata = {
-        "help": help, "choices": choices, "metavar": metavar, "short": short, "is_rare": is_rare,
-    }  # fmt: skip
+    metadata = {"help": help, "choices": choices, "metavar": metavar, "short": short}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -54,7 +51,8 @@ def add_flags(
 ) -> None:
     """Add one flag per option of a config class to a parser; absent flags leave the default.
 
-    Options in `known` have their flag already, from another class.
+    Options in `known` have their flag already, from another class. Those in the class's `rare`,
+    if it has one, are shown by `--help-all` alone.
     """
     hints = typing.get_type_hints(config)
     for field in dataclasses.fields(config):
@@ -72,7 +70,7 @@ def add_flags(
             kwargs.update(type=str.lower if choices else kind, choices=choices)
             kwargs["metavar"] = field.metadata["metavar"]
         short = field.metadata["short"]
-        group = _rare_flags(parser) if field.metadata["is_rare"] else parser
+        group = _rare_flags(parser) if field.name in getattr(config, "rare", ()) else parser
         group.add_argument(*([short] if short else []), flag, **kwargs)
 
 

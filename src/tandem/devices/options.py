@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+from typing import ClassVar
 
 from tandem.core.config import from_flags, option, require_range
 from tandem.core.errors import ConfigError
@@ -16,8 +17,6 @@ from tandem.policy.prediction import PREDICTIONS
 from tandem.policy.prefetch import PREFETCHES
 from tandem.policy.settings import POOLS, PlannerSettings
 
-# What every start follows; the other options say something of a device.
-_OF_THE_CPU = {"expert_dtype", "threads", "device"}
 CLOCKS = ("virtual", "real")
 
 
@@ -25,6 +24,12 @@ CLOCKS = ("virtual", "real")
 class OffloadOptions:
     """Where a model's experts live and who computes them."""
 
+    rare: ClassVar[tuple[str, ...]] = (
+        "link_bandwidth", "emulated_speed", "decode_graph", "clock", "profile", "start_content",
+        "assignment", "eviction", "prediction", "look_ahead", "residuals", "prefetch",
+        "prefetch_count", "pool",
+    )  # fmt: skip
+    """Options that few need."""
     expert_dtype: str = option(
         "auto",
         help="experts in host memory: auto (as loaded), bf16, fp16, fp32, int8, int4, mxfp4, ...",
@@ -45,73 +50,45 @@ class OffloadOptions:
         metavar="SIZE",
     )
     link_bandwidth: str | None = option(
-        None,
-        help="let the link be no faster than this (default: as measured)",
-        metavar="RATE",
-        is_rare=True,
+        None, help="let the link be no faster than this (default: as measured)", metavar="RATE"
     )
     emulated_speed: float = option(
-        8.0,
-        help="how many times faster than this CPU the emulated device computes",
-        metavar="X",
-        is_rare=True,
+        8.0, help="how many times faster than this CPU the emulated device computes", metavar="X"
     )
     decode_graph: bool = option(
-        True,
-        help="a GPU's decode steps are one graph each, answered by a thread, where that works",
-        is_rare=True,
+        True, help="a GPU's decode steps are one graph each, answered by a thread, where that works"
     )
     clock: str = option(
         "virtual",
         help="time of the emulated device: virtual (decisions repeat exactly) or real",
         choices=CLOCKS,
-        is_rare=True,
     )
     profile: str | None = option(
-        None,
-        help="hardware profile: a name or a file (default: as measured)",
-        metavar="PROFILE",
-        is_rare=True,
+        None, help="hardware profile: a name or a file (default: as measured)", metavar="PROFILE"
     )
     start_content: str = option(
-        "heat", help="what the expert cache starts with", choices=STARTS.names(), is_rare=True
+        "heat", help="what the expert cache starts with", choices=STARTS.names()
     )
     assignment: str = option(
-        "balanced",
-        help="who computes each active expert",
-        choices=ASSIGNMENTS.names(),
-        is_rare=True,
+        "balanced", help="who computes each active expert", choices=ASSIGNMENTS.names()
     )
     eviction: str = option(
-        "successor", help="what stays in the expert cache", choices=EVICTIONS.names(), is_rare=True
+        "successor", help="what stays in the expert cache", choices=EVICTIONS.names()
     )
     prediction: str = option(
-        "foresight",
-        help="what the next layers will want",
-        choices=PREDICTIONS.names(),
-        is_rare=True,
+        "foresight", help="what the next layers will want", choices=PREDICTIONS.names()
     )
     look_ahead: bool = option(
-        False, help="let prediction foresight ask the next layer's router too", is_rare=True
+        False, help="let prediction foresight ask the next layer's router too"
     )
     residuals: str | None = option(
-        None,
-        help="residual vectors of tandem calibrate (default: this model's)",
-        metavar="FILE",
-        is_rare=True,
+        None, help="residual vectors of tandem calibrate (default: this model's)", metavar="FILE"
     )
     prefetch: str = option(
-        "pays",
-        help="which predicted experts are copied ahead",
-        choices=PREFETCHES.names(),
-        is_rare=True,
+        "pays", help="which predicted experts are copied ahead", choices=PREFETCHES.names()
     )
-    prefetch_count: int = option(
-        2, help="experts copied ahead per layer, at most", metavar="N", is_rare=True
-    )
-    pool: str = option(
-        "by-layer", help="how slots are shared over layers", choices=POOLS, is_rare=True
-    )
+    prefetch_count: int = option(2, help="experts copied ahead per layer, at most", metavar="N")
+    pool: str = option("by-layer", help="how slots are shared over layers", choices=POOLS)
 
     def __post_init__(self) -> None:
         """Check every field; `ConfigError` names the field, the value and what is expected."""
@@ -146,10 +123,10 @@ class OffloadOptions:
 def offload_options(flags: argparse.Namespace) -> OffloadOptions:
     """Return the options of parsed flags; raises `ConfigError` also for flags that say nothing."""
     options = from_flags(OffloadOptions, flags)
-    names = {field.name for field in dataclasses.fields(OffloadOptions)} - _OF_THE_CPU
-    given = [name for name in vars(flags) if name in names and vars(flags)[name] is not None]
+    of_a_device = ("gpu_memory", *OffloadOptions.rare)
+    given = [name for name in of_a_device if vars(flags).get(name) is not None]
     if options.device == "cpu" and given:
-        shown = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(given))
+        shown = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise ConfigError(
             f"{shown}: that is of a device beside the CPU, and there is none (--device cpu); leave "
             "it out, or give --device cuda or emulated"
