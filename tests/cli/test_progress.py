@@ -1,13 +1,25 @@
 """Bars become plain lines where standard error is no terminal."""
 
 import io
+import re
 import sys
+import threading
+from pathlib import Path
 from typing import cast
 
 import pytest
 from tqdm import tqdm
 
-from tandem.cli.progress import PlainProgress, progress_as_lines, shows_progress
+from tandem.cli import progress
+from tandem.cli.progress import PlainProgress, progress_as_lines, shows_progress, waiting
+from tests.cli.terminal import Terminal
+from tests.hf.tiny import save_tiny_checkpoint
+from tests.programs import COMMAND, ENVIRONMENT
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny"))
 
 
 class Clock:
@@ -62,3 +74,50 @@ def test_standard_error_is_its_own_again_afterwards(capsys: pytest.CaptureFixtur
         print("told", file=sys.stderr)
     assert sys.stderr is before
     assert capsys.readouterr().err == "told\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["run", "{}", "-p", "x", "--max-new-tokens", "1"], "importing torch and Transformers"),
+        (["plan", "{}", "--no-measure"], "planning, with some layers measured"),
+        (["profile", "{}", "--refresh"], "measuring what experts cost"),
+        (["doctor", "--threads", "1"], "importing torch and Transformers"),
+    ],
+)
+def test_a_wait_is_shown_on_a_terminal_and_over_before_the_next_line(
+    model: str, words: list[str], what: str, tmp_path: Path
+) -> None:
+    fast = "import tandem.cli.progress as p; p._FIRST_SECONDS = 1e-4\n"
+    env = {**ENVIRONMENT, "TANDEM_CACHE": str(tmp_path)}
+    given = [word.format(model) for word in words]
+    with Terminal(given, env=env, code=fast + COMMAND) as terminal:
+        assert terminal.close() == 0
+    assert re.search(rf"{what}: \d+ s\r\n", terminal.screen), terminal.screen
+
+
+def test_a_short_wait_and_a_quiet_one_show_nothing(model: str) -> None:
+    with Terminal(["run", model, "-p", "x", "--max-new-tokens", "1", "-q"]) as terminal:
+        assert terminal.close() == 0
+    assert "importing" not in terminal.screen
+
+
+def test_a_wait_in_a_pipe_is_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "_FIRST_SECONDS", 1e-4)
+    monkeypatch.setattr(progress, "_PATIENCE_SECONDS", 0.0)
+    drawn_one = threading.Event()
+    with progress_as_lines():
+        stream, write = sys.stderr, sys.stderr.write
+
+        def noting(text: str) -> int:
+            drawn_one.set()
+            return write(text)
+
+        monkeypatch.setattr(stream, "write", noting)
+        with waiting("measuring"):
+            assert drawn_one.wait(60)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines
+    assert all(re.fullmatch(r"measuring: \d+ s", line) for line in lines)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from tandem.cli.keeping import kept_copies
 from tandem.cli.model_choice import (
+    STARTING,
     ModelChoice,
     add_model,
     calm_transformers,
@@ -21,7 +22,7 @@ from tandem.cli.model_choice import (
     source_label,
 )
 from tandem.cli.paths import cache_dir
-from tandem.cli.progress import shows_progress
+from tandem.cli.progress import shows_progress, waiting
 from tandem.core.config import add_flags, from_flags, option
 from tandem.core.errors import ModelError, TandemError
 from tandem.forecast.finding import Finding
@@ -58,13 +59,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(flags: argparse.Namespace) -> int:
     """Look at everything and print; returns 1 if something is broken."""
     options = from_flags(DoctorOptions, flags)
-    calm_transformers(quiet=True)
+    with waiting(STARTING):
+        calm_transformers(quiet=True)
+        from tandem.forecast.machine_check import check_machine
     if options.report is not None:
         from tandem.forecast.report.document import require_writable
 
         require_writable(Path(options.report))
-
-    from tandem.forecast.machine_check import check_machine
 
     findings: list[Finding] = []
     for finding in check_machine(

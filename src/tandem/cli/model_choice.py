@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from tandem.cli.keeping import Keeper
 from tandem.cli.paths import cache_dir
-from tandem.cli.progress import shows_progress
+from tandem.cli.progress import shows_progress, waiting
 from tandem.cli.streams import require_text
 from tandem.core.config import add_flags, option
 from tandem.core.errors import ModelError
@@ -24,6 +24,7 @@ from tandem.foreign_types import PreTrainedModel, Tokenizer
 if TYPE_CHECKING:
     from tandem.hf.checkpoint import AnyCheckpoint
 
+STARTING = "importing torch and Transformers"
 DEMO_MODELS = ("demo", "demo-equal")
 _NO_TOKENIZER = "no tokenizer"
 _TRIAL = "Hello, 1 2 3\n"  # some tokenizers load, and fail at any text
@@ -135,14 +136,17 @@ def load_model_and_tokenizer(
 
     With a `keeper`, a packed copy of a model that must be converted is read or written.
     """
-    found = find_model(choice, quiet=quiet)
     from tandem.devices import kind_of
-    from tandem.hf.checkpoint import open_model
 
-    calm_transformers(quiet)
+    found = find_model(choice, quiet=quiet)
     path = Path(found.model)
-    checkpoint = open_model(path, may_run_code=found.trust_remote_code)  # what is wrong with it
-    tokenizer = load_tokenizer(found)  # before the model, which may take minutes
+    with waiting(STARTING, quiet=quiet):
+        from tandem.hf.checkpoint import open_model
+
+        calm_transformers(quiet)
+        checkpoint = open_model(path, may_run_code=found.trust_remote_code)  # what is wrong with it
+        tokenizer = load_tokenizer(found)  # before the model, which may take minutes
+        import tandem.hf.load  # noqa: F401
     if keeper is None or checkpoint.is_packed or found.trust_remote_code:
         return _load(found, offload, dense_dtype), tokenizer
     on_device = kind_of(offload.device).holds_dense_parts  # "auto" means other layers there
@@ -181,7 +185,9 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a model through Tandem, for what needs no tokenizer."""
     found = find_model(choice, quiet=quiet)
-    calm_transformers(quiet)
+    with waiting(STARTING, quiet=quiet):
+        calm_transformers(quiet)
+        import tandem.hf.load  # noqa: F401
     return _load(found, offload, dense_dtype)
 
 

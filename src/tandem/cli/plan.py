@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from tandem.bench.model_shapes import MODEL_SHAPES, find_shape
 from tandem.cli.model_choice import ModelChoice, add_model, calm_transformers, find_model
 from tandem.cli.paths import cache_dir
+from tandem.cli.progress import waiting
 from tandem.core.config import add_flags, from_flags, option, require_range
 from tandem.core.units import format_bytes
 from tandem.devices.options import OffloadOptions, offload_options
@@ -67,13 +68,14 @@ def run(flags: argparse.Namespace) -> int:
     source = from_flags(ModelChoice, flags)
     if options.shape is None:
         source = find_model(source, quiet=True)
-    calm_transformers(quiet=True)
+    with waiting("planning, with some layers measured"):
+        calm_transformers(quiet=True)
+        plan, others = _plan(source, options, offload)
 
     from tandem.experts.store.host_memory import total_bytes
     from tandem.forecast.model_plan import advice, as_json
     from tandem.forecast.windows_check import plan_advice
 
-    plan, others = _plan(source, options, offload)
     lines = advice(plan, others)
     if options.shape is None:
         lines += plan_advice(Path(source.model), fits=plan.fits, total_bytes=total_bytes())

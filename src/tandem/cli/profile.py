@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem.cli.model_choice import ModelChoice, add_model, load_model
+from tandem.cli.progress import waiting
 from tandem.core.config import add_flags, from_flags, option
 from tandem.core.units import format_bytes
 from tandem.devices.options import OffloadOptions
@@ -38,12 +39,13 @@ def run(flags: argparse.Namespace) -> int:
     """Measure and print; returns the exit code."""
     options = from_flags(ProfileOptions, flags)
     offload = OffloadOptions(expert_dtype=options.expert_dtype, threads=options.threads)
-    model = load_model(from_flags(ModelChoice, flags), offload, quiet=True)
+    model = load_model(from_flags(ModelChoice, flags), offload, quiet=False)
 
     from tandem.hf.assembly import profile_of
 
     begin = time.perf_counter()
-    profile = profile_of(model, refresh=options.refresh)
+    with waiting("measuring what experts cost"):
+        profile = profile_of(model, refresh=options.refresh)
     print(table(profile, time.perf_counter() - begin))
     if options.picture is not None:
         Path(options.picture).write_text(svg(charts(profile)), encoding="utf-8")

@@ -6,11 +6,14 @@ carriage return. In a file or a pipe that is one endless line.
 
 import contextlib
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO, cast
 
-# What takes less shows nothing.
+# A wait that has no measure draws its seconds from here on.
+_FIRST_SECONDS = 1.0
+# In a file or a pipe, what takes less shows nothing.
 _PATIENCE_SECONDS = 2.0
 _SECONDS_BETWEEN_LINES = 10.0
 
@@ -72,3 +75,28 @@ def progress_as_lines() -> Iterator[None]:
 def shows_progress() -> bool:
     """Tell whether bars can be seen on standard error as it is now."""
     return sys.stderr.isatty() or isinstance(sys.stderr, PlainProgress)
+
+
+@contextlib.contextmanager
+def waiting(what: str, *, quiet: bool = False) -> Iterator[None]:
+    """Draw a line with the seconds that something takes which cannot tell how far it is."""
+    if quiet or not shows_progress():
+        yield
+        return
+    begin, is_over, stream = time.monotonic(), threading.Event(), sys.stderr
+
+    def draw() -> None:
+        while not is_over.wait(_FIRST_SECONDS):
+            stream.write(f"\r{what}: {time.monotonic() - begin:.0f} s")
+            stream.flush()
+
+    thread = threading.Thread(target=draw, name="tandem-waiting", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+        if time.monotonic() - begin > _FIRST_SECONDS:
+            stream.write("\n")
+            stream.flush()

@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tandem.cli.progress import shows_progress
+
 if TYPE_CHECKING:
     from tandem.policy.settings import PlannerSettings
     from tandem.sim.simulation import Conditions, Report
@@ -208,8 +210,7 @@ def _simulate_all(flags: argparse.Namespace) -> dict[str, "Report"]:
 def _progress_bar(total: int, name: str) -> Any:
     from tqdm import tqdm
 
-    # disable=None: no bar where standard error is not a terminal.
-    return tqdm(total=total, desc=name, unit=" tokens", disable=None, leave=False)
+    return tqdm(total=total, desc=name, unit=" tokens", disable=not shows_progress(), leave=False)
 
 
 def _print_summary(path: str, result: "Report") -> None:
