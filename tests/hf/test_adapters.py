@@ -97,6 +97,26 @@ def test_adapters_on_experts_are_refused(model: Any, options: dict[str, Any]) ->
 
 
 @needs_peft
+def test_adapters_on_packed_layers_are_told_how_to_load(tmp_path: Path) -> None:
+    directory = save_tiny_checkpoint(tmp_path / "tiny", hidden_size=256)
+    packed = tandem.load(directory, dense_dtype="int8")
+    with pytest.raises(ValueError, match=r"PackedLinear\(256.*needs tandem.load.*dtype=\"none\""):
+        adapted(packed, target_modules=["q_proj"])
+    adapted(tandem.load(directory, dense_dtype="none"), target_modules=["q_proj"])
+
+
+@pytest.mark.parametrize("part", ["self_attn.q_proj", "mlp.experts", "model"])
+def test_a_state_dict_is_not_loaded_over_packed_weights(part: str, tmp_path: Path) -> None:
+    directory = save_tiny_checkpoint(tmp_path / "tiny", hidden_size=256)
+    model = tandem.load(directory, expert_dtype="int8", dense_dtype="int8")
+    module = next(m for name, m in model.named_modules() if name.endswith(part))
+    before = with_transformers(model)
+    with pytest.raises(ConfigError, match=r'load_state_dict .* dense_dtype="none"'):
+        module.load_state_dict(module.state_dict())
+    assert with_transformers(model) == before
+
+
+@needs_peft
 def test_what_cannot_be_done_with_adapters_is_a_sentence(model: Any, tmp_path: Path) -> None:
     from peft import PromptTuningConfig, TaskType, get_peft_model
 

@@ -18,6 +18,7 @@ from tandem.hf.config import parse_dense_dtype, plain_name, stored_format
 from tandem.hf.experts import is_experts_module
 from tandem.hf.opaque_calls import DENSE, ROWS, opaque
 from tandem.hf.runtime import runtime_of
+from tandem.hf.stand_in import refuse_to_load
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads, DenseWeight, multiply, pack_dense
 from tandem.kernels.formats.weight_format import WeightFormat
 from tandem.kernels.torch_private import tensor_without_values, tree_map
@@ -81,6 +82,9 @@ class PackedModule(nn.Module):
         """Return the weight in fp32; slow: unpacks."""
         return self.packed.values()
 
+    def _load_from_state_dict(self, *_: object) -> None:
+        refuse_to_load()
+
     def _save_to_state_dict(
         self, destination: dict[str, Tensor], prefix: str, keep_vars: bool
     ) -> None:
@@ -139,8 +143,9 @@ class PackedLinear(PackedModule):
             destination[prefix + "bias"] = self.bias
 
     def extra_repr(self) -> str:
-        """Show the shape and the format."""
-        return f"{self.in_features}, {self.out_features}, {self.packed.matrix.format.name}"
+        """Show the shape and the format; PEFT's error shows this."""
+        shape = f"{self.in_features}, {self.out_features}, {self.packed.matrix.format.name}"
+        return f'{shape}; an adapter needs tandem.load(..., dense_dtype="none")'
 
 
 class PackedEmbedding(PackedModule):

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
+import torch
+
 # Kinds of `opaque` operations.
 DENSE = "dense"
 GROUPS = "groups"
@@ -53,5 +55,12 @@ def opaque(kind: str, function: Callable[..., Any], *args: object) -> Any:
 
     Its tensors are among `args`, not in a closure, and it does the same each time.
     """
+    if torch.compiler.is_compiling():  # native calls take addresses, which a graph has not
+        return _uncompiled(function, *args)
     recorder = ACTIVE.get()
     return function(*args) if recorder is None else recorder.call(kind, function, args)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _uncompiled(function: Callable[..., Any], *args: object) -> Any:
+    return function(*args)

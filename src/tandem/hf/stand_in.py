@@ -75,6 +75,7 @@ def keep_elsewhere(module: nn.Module, shapes: dict[str, tuple[int, ...]]) -> Non
         empty = module.get_parameter(name).data
         setattr(module, name, KeptElsewhere(empty, requires_grad=False))
     module.register_state_dict_post_hook(_ShowInStateDict(shapes))
+    module.register_load_state_dict_pre_hook(refuse_to_load)
 
 
 class KeptElsewhere(nn.Parameter):
@@ -95,6 +96,15 @@ def _refuse_to_adapt() -> NoReturn:
     raise ConfigError(
         "an adapter was asked for on experts that Tandem computes, which it would not reach; name "
         "other modules, such as target_modules=['q_proj', 'v_proj'], instead of 'all-linear'"
+    )
+
+
+def refuse_to_load(*_: object) -> NoReturn:
+    """Refuse: a state dict has no place where a packed weight is."""
+    raise ConfigError(
+        "load_state_dict cannot write into weights that Tandem keeps or has packed; save the "
+        'changed model with Transformers and load that with tandem.load, where dense_dtype="none" '
+        "leaves linear layers as they are"
     )
 
 
