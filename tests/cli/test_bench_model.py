@@ -20,7 +20,12 @@ JSON_KEYS = {
 def test_prints_the_ceiling_first_and_json_last(
     more: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*SMALL, "--prompt", "16", "--gen", "4", "--json", *more]) == 0
+    words = [*SMALL, "--prompt", "16", "--gen", "4", *more]
+    assert main(words) == 0
+    plain = capsys.readouterr().out
+    assert "milliseconds of a decode step" not in plain
+    assert "not native" not in plain
+    assert main([*words, "--verbose", "--json"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "ceiling" in lines[1]
     report = json.loads(lines[-1])

@@ -143,3 +143,18 @@ def test_a_broken_trace_is_named(capsys: pytest.CaptureFixture[str], tmp_path: P
     np.savez_compressed(tmp_path / "bad.npz", **arrays)
     assert main(["simulate", str(tmp_path / "bad.npz")]) == 2
     assert "experts[5, 1, 2] is 200; expected ids of 0..31" in capsys.readouterr().err
+
+
+def test_it_speaks_to_users_and_with_verbose_to_authors(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["simulate", TRACE, "--limit", "40"]
+    assert main(words) == 0
+    plain = capsys.readouterr().out
+    assert "the GPU's memory has " in plain
+    for word in ("Belady", "equations", "a plan takes"):
+        assert word not in plain
+    assert main([*words, "--verbose"]) == 0
+    whole = capsys.readouterr().out
+    for word in ("Belady", "equations", "a plan takes"):
+        assert word in whole

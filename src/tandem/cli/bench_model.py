@@ -45,6 +45,7 @@ class ModelBenchOptions:
     )
     threads: int | None = option(None, help="threads; default: one for each fast core", metavar="N")
     compile: bool = option(True, help="record decode steps and replay them")
+    verbose: bool = option(False, help="also what limits the speed, and where a step's time goes")
     json: bool = option(False, help="last line of standard output: one JSON object")
 
     def __post_init__(self) -> None:
@@ -93,11 +94,13 @@ def run_model(options: ModelBenchOptions, choice: "ModelChoice | None") -> int:
     machine = replace(machine, read_gigabytes_per_second=measured.read_gigabytes_per_second)
     ceiling = ceiling_of(model, work, machine, measured.step_bytes)
     print(f"{cpu.model_name}, {num_threads} threads, {bench.experts.isa}")
-    _print(machine, ceiling, measured)
+    _print(ceiling, measured)
     if generator.why_slower is not None:
         print(f"slower than it could be: {generator.why_slower}")
     step = decode_step(generator)
-    print(step.line())
+    if options.verbose:
+        _print_details(machine, measured)
+        print(step.line())
     if options.json:
         print(json.dumps(_report(name, model, work, ceiling, measured) | step.json()))
     return 0
@@ -127,11 +130,9 @@ def _model(
     return choice.model, model
 
 
-def _print(machine: "Ceiling", ceiling: "Speed", measured: "Measured") -> None:
+def _print(ceiling: "Speed", measured: "Measured") -> None:
     print(
-        f"ceiling: read {machine.read_gigabytes_per_second:.1f} GB/s, int4 {machine.int4_gops:.0f} "
-        f"and int8 {machine.int8_gops:.0f} Gop/s; a decode step touches "
-        f"{measured.step_bytes / 1e6:.0f} MB: prefill "
+        f"ceiling of this machine's memory and arithmetic: prefill "
         f"{ceiling.prefill_tokens_per_second:.0f} tok/s, decode "
         f"{ceiling.decode_tokens_per_second:.1f} tok/s"
     )
@@ -142,6 +143,13 @@ def _print(machine: "Ceiling", ceiling: "Speed", measured: "Measured") -> None:
     print(
         f"decode  {speed.decode_tokens_per_second:8.1f} tok/s  {measured.decode_share:4.0%} "
         "of the ceiling, read between steps"
+    )
+
+
+def _print_details(machine: "Ceiling", measured: "Measured") -> None:
+    print(
+        f"read {machine.read_gigabytes_per_second:.1f} GB/s, int4 {machine.int4_gops:.0f} and int8 "
+        f"{machine.int8_gops:.0f} Gop/s; a decode step touches {measured.step_bytes / 1e6:.0f} MB"
     )
     parts = "  ".join(f"{part} {value:.2f}" for part, value in measured.milliseconds.items())
     print(f"milliseconds of a decode step: {parts}")

@@ -26,6 +26,7 @@ COMMANDS = {
     "simulate": "replay routing traces through the planner on a hardware profile",
     "completion": "print a script that completes commands and flags in your shell",
 }
+_VERBOSE = ("bench", "simulate")  # have a --verbose of their own
 _NEGATIVE_VALUE = re.compile(r"-[0-9.]+[^\s=]*")
 
 
@@ -67,7 +68,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     flags, unknown = parser.parse_known_args(_with_negative_values(words))
     if unknown:
         _refuse_unknown(parser, flags, unknown)
-    if flags.verbose and not flags.version:
+    if flags.verbose and flags.command not in _VERBOSE and not flags.version:
         parser.error("-v goes with --version")
     if flags.command is None and not flags.version:
         parser.error("the following arguments are required: COMMAND")

@@ -99,6 +99,9 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         "--compare", action="store_true", help="run the systems of the papers at equal GPU memory"
     )
     parser.add_argument("--picture", metavar="FILE", help="chart of --compare (compare.svg)")
+    parser.add_argument(
+        "--verbose", action="store_true", help="also what authors of policies look at"
+    )
     parser.add_argument("--json", action="store_true", help="last line of output: one JSON object")
 
 
@@ -116,7 +119,7 @@ def run(flags: argparse.Namespace) -> int:
         raise ConfigError("--picture draws what --compare finds; give --compare too")
     results = _simulate_all(flags)
     for path, result in results.items():
-        _print_summary(path, result)
+        _print_summary(path, result, is_verbose=flags.verbose)
     if flags.json:
         print(json.dumps(_merge(results)))
     return 0
@@ -213,14 +216,13 @@ def _progress_bar(total: int, name: str) -> Any:
     return tqdm(total=total, desc=name, unit=" tokens", disable=not shows_progress(), leave=False)
 
 
-def _print_summary(path: str, result: "Report") -> None:
-    over, closed = result["plan_over_optimal"]["mean"], result["gap_closed"]
+def _print_summary(path: str, result: "Report", *, is_verbose: bool) -> None:
     print(f"{path}: {result['tokens']} tokens of {result['model']} on {result['hardware']}")
-    speed, gap = result["decode_tokens_per_second"], f", {closed:.0%} of the gap" if closed else ""
+    speed = result["decode_tokens_per_second"]
     print(
         ("  no decode step within the limit" if speed is None else f"  decode {speed:.1f} tok/s")
-        + f", hit rate {result['hit_rate']:.3f} (LRU {result['lru_hit_rate']:.3f}, "
-        f"Belady {result['belady_hit_rate']:.3f}{gap})"
+        + f"; the GPU's memory has {result['hit_rate']:.0%} of the experts that are used (with LRU "
+        f"{result['lru_hit_rate']:.0%}, knowing the future {result['belady_hit_rate']:.0%})"
     )
     if result["speculation"]["drafted"]:
         told = result["speculation"]
@@ -228,6 +230,18 @@ def _print_summary(path: str, result: "Report") -> None:
             f"  {told['drafted']} tokens drafted, {told['accepted']} accepted, "
             f"{told['tokens_per_step']:.2f} tokens a step"
         )
+    if is_verbose:
+        _print_details(result)
+
+
+def _print_details(result: "Report") -> None:
+    """Print what authors of policies look at."""
+    over, closed = result["plan_over_optimal"]["mean"], result["gap_closed"]
+    gap = f", {closed:.0%} of the gap" if closed else ""
+    print(
+        f"  hit rate {result['hit_rate']:.3f} (LRU {result['lru_hit_rate']:.3f}, Belady "
+        f"{result['belady_hit_rate']:.3f}{gap})"
+    )
     busy = ", ".join(f"{name} {share:.0%}" for name, share in result["busy"].items())
     plan = result["plan_microseconds"]
     print(f"  busy: {busy}; a plan takes {plan['median']:.0f} us (p99 {plan['p99']:.0f})")
