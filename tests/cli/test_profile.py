@@ -2,15 +2,18 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
 
 import tandem
 from tandem.core.errors import TandemWarning
+from tandem.experts.measuring.profiler import with_timed_steps
 from tandem.hf.machine.profile import kept_profile
-from tandem.policy.cost import HardwareProfile
+from tandem.policy.cost import HardwareProfile, interpolate
 from tests import programs
+from tests.experts.machines import make_machine
 from tests.hf.tiny import save_tiny_checkpoint
 from tests.inside import runtime_in
 from tests.programs import ENVIRONMENT
@@ -33,7 +36,29 @@ def test_a_profile_is_measured_kept_and_drawn(model: Path, tmp_path: Path) -> No
     (shape,) = profile.shapes
     assert (shape.num_moe_layers, shape.num_experts, shape.top_k) == (4, 8, 2)
     assert all(a <= b for a, b in zip(shape.cpu_seconds, shape.cpu_seconds[1:], strict=False))
+    # The rest of a layer is what the step that is told took beyond its experts.
+    told = re.search(r"tokens takes .* s, then ([0-9.]+) tok/s", done.stdout)
+    assert told, done.stdout
+    experts = shape.cpu_first_expert_seconds + shape.top_k * shape.cpu_seconds[0]
+    step = shape.num_moe_layers * max(experts, shape.dense_seconds[0] + experts)
+    assert 1 / step <= 1.001 * float(told[1]) + 0.05
+    if shape.dense_seconds[0] > 0:
+        assert 1 / step == pytest.approx(float(told[1]), rel=1e-3, abs=0.05)
     assert (tmp_path / "curves.svg").read_text().startswith("<svg ")
+
+
+def test_the_rest_of_a_layer_is_what_whole_steps_took() -> None:
+    profile = make_machine(cpu=1e-3, dense=0.5).profile
+    timed = with_timed_steps(profile, 256, prompt_seconds=20.0, step_seconds=0.1)
+    (before,), (shape,) = profile.shapes, timed.shapes
+    active = min(shape.num_experts, 256 * shape.top_k)
+    tokens = 256 * shape.top_k // active
+    for count, seconds, number, each in ((1, 0.1, shape.top_k, 1), (256, 20.0, active, tokens)):
+        rest = interpolate(shape.tokens, shape.dense_seconds, count)
+        expert = interpolate(shape.tokens, shape.cpu_seconds, each)
+        layer = rest + shape.cpu_first_expert_seconds + number * expert
+        assert shape.num_moe_layers * layer == pytest.approx(seconds)
+    assert shape.cpu_seconds == before.cpu_seconds
 
 
 def test_a_kept_profile_is_read_and_another_format_is_measured(model: Path, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ class ProfileOptions:
     """What a profile is measured with, and where it is shown."""
 
     expert_dtype: str = option("auto", help="as in tandem run", metavar="DTYPE")
+    dense_dtype: str = option("auto", help="as in tandem run", metavar="DTYPE")
     threads: int | None = option(None, help="as in tandem run", metavar="N")
     refresh: bool = option(False, help="measure again, also where a profile is kept")
     picture: str | None = option(None, help="draw the curves into this file", metavar="FILE.svg")
@@ -39,14 +40,25 @@ def run(flags: argparse.Namespace) -> int:
     """Measure and print; returns the exit code."""
     options = from_flags(ProfileOptions, flags)
     offload = OffloadOptions(expert_dtype=options.expert_dtype, threads=options.threads)
-    model = load_model(from_flags(ModelChoice, flags), offload, quiet=False)
-
-    from tandem.hf.assembly import profile_of
+    choice = from_flags(ModelChoice, flags)
+    model = load_model(choice, offload, quiet=False, dense_dtype=options.dense_dtype)
 
     begin = time.perf_counter()
     with waiting("measuring what experts cost"):
+        from tandem.experts.measuring.profiler import with_timed_steps
+        from tandem.forecast.speed_forecast import PROMPT_TOKENS, time_model
+        from tandem.hf.assembly import keep_profile_of, profile_of
+
         profile = profile_of(model, refresh=options.refresh)
+        whole = time_model(model)  # the steps that answers are made of, as tandem plan times them
+        times = whole.prefill_seconds, whole.decode_seconds
+        profile = with_timed_steps(profile, PROMPT_TOKENS, *times)
+        keep_profile_of(model, profile)
     print(table(profile, time.perf_counter() - begin))
+    print(
+        f"all of it on the CPU: a prompt of {PROMPT_TOKENS} tokens takes {times[0]:.3g} s, then "
+        f"{1 / times[1]:.1f} tok/s"
+    )
     if options.picture is not None:
         Path(options.picture).write_text(svg(charts(profile)), encoding="utf-8")
     if options.json:

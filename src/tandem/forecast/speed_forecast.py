@@ -111,7 +111,7 @@ def why_not_measured(sizes: ModelSizes) -> str:
     return ""
 
 
-class _Times(NamedTuple):
+class Times(NamedTuple):
     """What is measured of one model; names as in `SpeedForecast`."""
 
     prefill_seconds: float
@@ -123,28 +123,28 @@ class _Times(NamedTuple):
 def _measure(sizes: ModelSizes, offload: OffloadConfig) -> SpeedForecast:
     counts = _layers_to_time(sizes)
     models = [_build(sizes, offload, count) for count in counts]
-    rounds = [[_time(model) for model in models] for _ in range(_ROUNDS)]
+    rounds = [[time_model(model) for model in models] for _ in range(_ROUNDS)]
     for model in models:
         require_runtime(model).executor.close()
     usual = _median([_extrapolate(counts, times, sizes.num_layers) for times in rounds])
     # What a process does once came with its first prompt and first steps, on the smallest model.
     few = [times[0] for times in rounds]
     once = [max(0.0, first - median) for first, median in zip(few[0], _median(few), strict=True)]
-    first_prefill, first_tokens = _Times(*once)[2:]
+    first_prefill, first_tokens = Times(*once)[2:]
     return SpeedForecast(
         PROMPT_TOKENS, usual.prefill_seconds, usual.decode_seconds, counts[-1],
         usual.first_prefill_seconds + first_prefill, usual.first_tokens_seconds + first_tokens,
     )  # fmt: skip
 
 
-def _extrapolate(counts: Sequence[int], times: Sequence[_Times], num_layers: int) -> _Times:
+def _extrapolate(counts: Sequence[int], times: Sequence[Times], num_layers: int) -> Times:
     """Return the times of the whole model from those of models with so many layers."""
     ends = zip(times[0], times[-1], strict=True)
-    return _Times(*(extrapolate((counts[0], a), (counts[-1], b), num_layers) for a, b in ends))
+    return Times(*(extrapolate((counts[0], a), (counts[-1], b), num_layers) for a, b in ends))
 
 
-def _median(times: Sequence[_Times]) -> _Times:
-    return _Times(*(statistics.median(values) for values in zip(*times, strict=True)))
+def _median(times: Sequence[Times]) -> Times:
+    return Times(*(statistics.median(values) for values in zip(*times, strict=True)))
 
 
 def _layers_to_time(sizes: ModelSizes) -> list[int]:
@@ -197,11 +197,11 @@ def _build(sizes: ModelSizes, offload: OffloadConfig, num_layers: int) -> PreTra
     )  # fmt: skip
 
 
-def _time(model: PreTrainedModel) -> _Times:
+def time_model(model: PreTrainedModel) -> Times:
     """Return what a prompt and decode steps take."""
     work = Workload(prompt_tokens=PROMPT_TOKENS, new_tokens=DECODE_STEPS)
     measured = measure(model, Generator(model), work)
-    return _Times(
+    return Times(
         measured.time_to_first_token_seconds,
         1 / measured.speed.decode_tokens_per_second,
         measured.first_prefill_seconds,

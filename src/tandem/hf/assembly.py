@@ -15,6 +15,7 @@ from tandem.experts.cache.start import STARTS
 from tandem.experts.execution.captured_steps import CapturedSteps
 from tandem.experts.execution.hybrid_executor import HybridExecutor
 from tandem.foreign_types import PreTrainedModel
+from tandem.hardware.profiles import save_profile
 from tandem.hf.config import OffloadConfig, parse_dense_dtype
 from tandem.hf.dense import (
     give_fp32_logits,
@@ -28,7 +29,7 @@ from tandem.hf.device_linear import has_kernels, on_device, pack_for_device, whe
 from tandem.hf.identity import model_identity
 from tandem.hf.lookahead.look_ahead import SOURCES, LookAhead, look_ahead
 from tandem.hf.machine.parts import DeviceParts, ObservedModel, observe
-from tandem.hf.machine.profile import measured_profile
+from tandem.hf.machine.profile import measured_profile, profile_path
 from tandem.hf.runtime import Runtime, require_runtime
 from tandem.policy.cost import HardwareProfile
 
@@ -71,6 +72,13 @@ def profile_of(model: PreTrainedModel, *, refresh: bool = False) -> HardwareProf
     runtime = require_runtime(model)
     with runtime.using(runtime.executor):  # to measure binds the experts modules to others
         return measured_profile(observe(model, runtime), refresh=refresh)
+
+
+def keep_profile_of(model: PreTrainedModel, profile: HardwareProfile) -> None:
+    """Keep a profile in place of the one that `profile_of` has returned."""
+    runtime = require_runtime(model)
+    with runtime.using(runtime.executor):
+        save_profile(profile, profile_path(observe(model, runtime)))
 
 
 def _hybrid(observed: ObservedModel, runtime: Runtime) -> HybridExecutor:

@@ -22,7 +22,7 @@ from tandem.experts.execution.row_memory import RowMemory
 from tandem.experts.store.host_memory import total_bytes
 from tandem.experts.store.host_store import HostStore
 from tandem.kernels.cpu import detect_cpu
-from tandem.policy.cost import HardwareProfile, ShapeCosts
+from tandem.policy.cost import HardwareProfile, ShapeCosts, interpolate
 from tandem.policy.plan import Geometry
 
 TOKEN_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -107,6 +107,25 @@ def with_emulated_gpu(profile: HardwareProfile, speed: float) -> HardwareProfile
         for shape in profile.shapes
     )
     return dataclasses.replace(profile, shapes=shapes)
+
+
+def with_timed_steps(
+    profile: HardwareProfile, prompt_tokens: int, prompt_seconds: float, step_seconds: float
+) -> HardwareProfile:
+    """Return a profile whose rest of a layer is what whole steps took beyond their experts."""
+    shape = profile.shapes[0]
+
+    def rest(tokens: int, seconds: float) -> float:
+        active = min(shape.num_experts, tokens * shape.top_k)
+        each = interpolate(shape.tokens, shape.cpu_seconds, tokens * shape.top_k // active)
+        experts = shape.cpu_first_expert_seconds + active * each
+        return max(0.0, seconds / shape.num_moe_layers - experts)
+
+    counts, times = (1, prompt_tokens), (rest(1, step_seconds), rest(prompt_tokens, prompt_seconds))
+    dense = tuple(interpolate(counts, times, count) for count in shape.tokens)
+    return dataclasses.replace(
+        profile, shapes=(dataclasses.replace(shape, dense_seconds=dense), *profile.shapes[1:])
+    )
 
 
 def with_link(profile: HardwareProfile, bytes_per_second: float) -> HardwareProfile:

@@ -27,16 +27,22 @@ def measured_profile(
 
     The experts modules are bound to nothing useful afterwards: bind them again.
     """
-    name = observed.model_type
-    cache_dir = cache_dir or observed.options.cache_path
-    path = cache_dir / "profiles" / f"{name}-{profile_key(observed)}.json"
+    path = profile_path(observed, cache_dir)
     kept = None if refresh else kept_profile(path)
     if kept is not None:
         return kept
     experts = observed.experts(observed.cpu_kernels())
-    profile = measure_profile(experts, name=name, dense_seconds=_dense_seconds(observed))
+    profile = measure_profile(
+        experts, name=observed.model_type, dense_seconds=_dense_seconds(observed)
+    )
     save_profile(profile, path)
     return profile
+
+
+def profile_path(observed: ObservedModel, cache_dir: Path | None = None) -> Path:
+    """Return where the profile is kept."""
+    directory = (cache_dir or observed.options.cache_path) / "profiles"
+    return directory / f"{observed.model_type}-{profile_key(observed)}.json"
 
 
 def kept_profile(path: Path) -> HardwareProfile | None:
