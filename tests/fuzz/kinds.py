@@ -14,7 +14,7 @@ import torch
 import tandem
 from tandem.checkpoint.sources.gguf_header import read_header
 from tandem.cli.header_check import refuse_dense
-from tandem.cli.model_choice import ModelChoice, calm_transformers, load_tokenizer
+from tandem.cli.model_choice import ModelChoice, import_transformers, load_tokenizer
 from tandem.core.errors import TandemError
 from tests.fuzz.mutations import mutate_headed_json, mutate_json, mutate_words
 from tests.hf.tiny import save_tiny_checkpoint
@@ -56,7 +56,7 @@ class Kind:
 
 def kinds(directory: Path) -> Mapping[str, Kind]:
     """Write tiny models into a directory and return what is damaged of them, by name."""
-    calm_transformers(quiet=True)
+    import_transformers(quiet=True)
     torch.set_num_threads(1)
     sharded = save_tiny_checkpoint(directory / "sharded", num_hidden_layers=1)
     whole = save_tiny_checkpoint(directory / "whole", num_hidden_layers=1, hidden_size=32)

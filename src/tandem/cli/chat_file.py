@@ -32,21 +32,12 @@ def save_chat(messages: "list[Message]", file: Path) -> None:
 def load_chat(file: Path) -> "list[Message]":
     """Read a chat; raises `OSError`, and `FileFormatError` for what is none."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        found = None
-    messages = found.get("messages") if isinstance(found, dict) else None
-    if not isinstance(messages, list) or not all(map(_is_message, messages)):
-        raise FileFormatError(f"{file} holds no chat; expected {_EXPECTED}")
-    return [
-        {"role": each["role"], "content": require_text(each["content"], str(file))}
-        for each in messages
-    ]
-
-
-def _is_message(found: object) -> bool:
-    return (
-        isinstance(found, dict)
-        and found.get("role") in _ROLES
-        and isinstance(found.get("content"), str)
-    )
+        found = json.loads(file.read_text(encoding="utf-8"))["messages"]
+        chat: list[Message] = [{"role": one["role"], "content": one["content"]} for one in found]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        chat = [{"role": "", "content": ""}]
+    for message in chat:
+        if message["role"] not in _ROLES or not isinstance(message["content"], str):
+            raise FileFormatError(f"{file} holds no chat; expected {_EXPECTED}")
+        require_text(message["content"], str(file))
+    return chat

@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING
 
 from tandem.cli.keeping import kept_copies
 from tandem.cli.model_choice import (
-    STARTING,
     ModelChoice,
     add_model,
-    calm_transformers,
     find_model,
+    import_transformers,
     source_label,
 )
 from tandem.cli.paths import cache_dir
-from tandem.cli.progress import shows_progress, waiting
+from tandem.cli.progress import shows_progress
 from tandem.core.config import add_flags, from_flags, option
 from tandem.core.errors import ModelError, TandemError
 from tandem.forecast.finding import Finding
@@ -59,13 +58,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(flags: argparse.Namespace) -> int:
     """Look at everything and print; returns 1 if something is broken."""
     options = from_flags(DoctorOptions, flags)
-    with waiting(STARTING):
-        calm_transformers(quiet=True)
-        from tandem.forecast.machine_check import check_machine
+    import_transformers(quiet=False, has_bars=False)
     if options.report is not None:
         from tandem.forecast.report.document import require_writable
 
         require_writable(Path(options.report))
+
+    from tandem.forecast.machine_check import check_machine
 
     findings: list[Finding] = []
     for finding in check_machine(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tandem.cli.model_choice import ModelChoice, calm_transformers, find_model, load_tokenizer
+from tandem.cli.model_choice import ModelChoice, find_model, import_transformers, load_tokenizer
 from tandem.cli.streams import require_text
 from tandem.core.errors import TandemError, UnsupportedModelError
 
@@ -46,7 +46,7 @@ def load_processor(choice: ModelChoice) -> "Processor":
     from tandem.generate.images import load_processor
 
     found = find_model(choice, quiet=True)
-    calm_transformers(quiet=True)
+    import_transformers(quiet=True)
     token = image_token_id(found)
     if token is None:
         raise UnsupportedModelError(

@@ -24,7 +24,6 @@ from tandem.foreign_types import PreTrainedModel, Tokenizer
 if TYPE_CHECKING:
     from tandem.hf.checkpoint import AnyCheckpoint
 
-STARTING = "importing torch and Transformers"
 DEMO_MODELS = ("demo", "demo-equal")
 _NO_TOKENIZER = "no tokenizer"
 _TRIAL = "Hello, 1 2 3\n"  # some tokenizers load, and fail at any text
@@ -140,13 +139,11 @@ def load_model_and_tokenizer(
 
     found = find_model(choice, quiet=quiet)
     path = Path(found.model)
-    with waiting(STARTING, quiet=quiet):
-        from tandem.hf.checkpoint import open_model
+    import_transformers(quiet=quiet)
+    from tandem.hf.checkpoint import open_model
 
-        calm_transformers(quiet)
-        checkpoint = open_model(path, may_run_code=found.trust_remote_code)  # what is wrong with it
-        tokenizer = load_tokenizer(found)  # before the model, which may take minutes
-        import tandem.hf.load  # noqa: F401
+    checkpoint = open_model(path, may_run_code=found.trust_remote_code)  # what is wrong with it
+    tokenizer = load_tokenizer(found)  # before the model, which may take minutes
     if keeper is None or checkpoint.is_packed or found.trust_remote_code:
         return _load(found, offload, dense_dtype), tokenizer
     on_device = kind_of(offload.device).holds_dense_parts  # "auto" means other layers there
@@ -185,9 +182,7 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a model through Tandem, for what needs no tokenizer."""
     found = find_model(choice, quiet=quiet)
-    with waiting(STARTING, quiet=quiet):
-        calm_transformers(quiet)
-        import tandem.hf.load  # noqa: F401
+    import_transformers(quiet=quiet)
     return _load(found, offload, dense_dtype)
 
 
@@ -253,10 +248,13 @@ def _no_tokenizer(source: str, why: str) -> ModelError:
     return ModelError(f"{source} has no tokenizer that loads ({why}); download its files again")
 
 
-def calm_transformers(quiet: bool) -> None:
-    """Leave to Transformers its errors and its loading bar; the rest is not for this user."""
-    from transformers.utils import logging
+def import_transformers(*, quiet: bool, has_bars: bool = True) -> None:
+    """Import what takes seconds, and leave to Transformers its errors and its loading bar."""
+    with waiting("importing torch and Transformers", quiet=quiet):
+        from transformers.utils import logging
+
+        import tandem.hf.load  # noqa: F401
 
     logging.set_verbosity_error()
-    if quiet or not shows_progress():
+    if quiet or not has_bars or not shows_progress():
         logging.disable_progress_bar()

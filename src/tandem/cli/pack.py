@@ -8,14 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.checkpoint.packed import require_new
-from tandem.cli.model_choice import (
-    STARTING,
-    ModelChoice,
-    add_model,
-    calm_transformers,
-    find_model,
-)
-from tandem.cli.progress import waiting
+from tandem.cli.model_choice import ModelChoice, add_model, find_model, import_transformers
 from tandem.cli.streams import require_text
 from tandem.core.config import add_flags, from_flags, option
 from tandem.core.units import format_bytes
@@ -53,9 +46,10 @@ def run(flags: argparse.Namespace) -> int:
     own_name = f"{Path(choice.model).name}-{options.expert_dtype}-tandem"
     target = Path(require_text(options.output or own_name, "--output"))
     require_new(target)  # before a model is downloaded or built, and torch is imported
-    with waiting(STARTING, quiet=options.quiet):
-        calm_transformers(quiet=True)
-        from tandem.hf.pack import pack
+    import_transformers(quiet=options.quiet, has_bars=False)
+
+    from tandem.hf.pack import pack
+
     found = find_model(choice, quiet=options.quiet)
     progress = None if options.quiet else _Bar()
     begin = time.perf_counter()

@@ -39,13 +39,10 @@ class _Parser(argparse.ArgumentParser):
     def format_help(self) -> str:
         """Return the help without the flags that few need."""
         rare = _rare_actions(self)
-        told = [(action, action.help) for action in rare]
         for action in rare:
             action.help = argparse.SUPPRESS
-        text = super().format_help()
-        for action, help_text in told:
-            action.help = help_text
-        return f"{text}\n--help-all shows {len(rare)} more flags.\n" if rare else text
+        more = f"\n--help-all shows {len(rare)} more flags.\n" if rare else ""
+        return super().format_help() + more
 
 
 class _HelpAll(argparse.Action):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem.bench.model_shapes import MODEL_SHAPES, find_shape
-from tandem.cli.model_choice import ModelChoice, add_model, calm_transformers, find_model
+from tandem.cli.model_choice import ModelChoice, add_model, find_model, import_transformers
 from tandem.cli.paths import cache_dir
 from tandem.cli.progress import waiting
 from tandem.core.config import add_flags, from_flags, option, require_range
@@ -68,8 +68,8 @@ def run(flags: argparse.Namespace) -> int:
     source = from_flags(ModelChoice, flags)
     if options.shape is None:
         source = find_model(source, quiet=True)
+    import_transformers(quiet=False, has_bars=False)
     with waiting("planning, with some layers measured"):
-        calm_transformers(quiet=True)
         plan, others = _plan(source, options, offload)
 
     from tandem.experts.store.host_memory import total_bytes

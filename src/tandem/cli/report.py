@@ -15,6 +15,15 @@ if TYPE_CHECKING:
     from tandem.generate.stream import Answer
 
 
+# By what ended an answer that the model had not ended.
+_CUT = {
+    "length": "it has {tokens} tokens, as many as --max-new-tokens allows (in a chat: /set "
+    "max_new_tokens)",
+    "context": "the model's context of {context} tokens is full",
+    "interrupted": "Ctrl-C stopped it",
+}
+
+
 class RunReport:
     """Listens to a model's executor from its creation to `close`."""
 
@@ -70,19 +79,9 @@ class RunReport:
         lines = ["[" + " | ".join(parts) + "]"]
         if self._expert_cache is not None:
             lines.append("[" + " | ".join(self._cache_parts()) + "]")
-        match self._end(answer):
-            case "length":
-                lines.append(
-                    f"[the answer is cut off: it has {len(answer.token_ids)} tokens, as many as "
-                    "--max-new-tokens allows (in a chat: /set max_new_tokens)]"
-                )
-            case "context":
-                lines.append(
-                    f"[the answer is cut off: the model's context of {self._context_tokens} tokens "
-                    "is full]"
-                )
-            case "interrupted":
-                lines.append("[the answer is cut off: Ctrl-C stopped it]")
+        if why := _CUT.get(self._end(answer)):
+            told = why.format(tokens=len(answer.token_ids), context=self._context_tokens)
+            lines.append(f"[the answer is cut off: {told}]")
         return "\n".join(lines)
 
     def _end(self, answer: "Answer") -> str:
