@@ -7,18 +7,25 @@ import select
 import time
 from collections.abc import Callable, Mapping
 
-from tests.programs import COMMAND, ENVIRONMENT, Program
+from tests.programs import COMMAND, ENVIRONMENT, IMPORTS, Program
 
 
 class Terminal:
     """A program on a pseudo-terminal: type, and wait for what must appear."""
 
     def __init__(
-        self, words: list[str], env: Mapping[str, str] = ENVIRONMENT, *, code: str = COMMAND
+        self,
+        words: list[str],
+        env: Mapping[str, str] = ENVIRONMENT,
+        *,
+        code: str = COMMAND,
+        imports: str = IMPORTS,
     ) -> None:
         self._fd, theirs = pty.openpty()
         files = (theirs, theirs, theirs)
-        self._program = Program(words, files, code=code, env=env, has_terminal=True)
+        self._program = Program(
+            words, files, code=code, env=env, has_terminal=True, imports=imports
+        )
         os.close(theirs)
         self.screen = ""
 

@@ -83,10 +83,12 @@ def waiting(what: str, *, quiet: bool = False) -> Iterator[None]:
     if quiet or not shows_progress():
         yield
         return
-    begin, is_over, stream = time.monotonic(), threading.Event(), sys.stderr
+    begin, stream = time.monotonic(), sys.stderr
+    is_drawn, is_over = threading.Event(), threading.Event()
 
     def draw() -> None:
         while not is_over.wait(_FIRST_SECONDS):
+            is_drawn.set()
             stream.write(f"\r{what}: {time.monotonic() - begin:.0f} s")
             stream.flush()
 
@@ -97,6 +99,6 @@ def waiting(what: str, *, quiet: bool = False) -> Iterator[None]:
     finally:
         is_over.set()
         thread.join()
-        if time.monotonic() - begin > _FIRST_SECONDS:
+        if is_drawn.is_set():
             stream.write("\n")
             stream.flush()
