@@ -43,7 +43,8 @@ def read_prompt(window: int, softcap: float, sinks: Tensor | None) -> tuple[Tens
         query = torch.randn(8, count, 16, generator=generator)
         key, value = torch.randn(2, 2, count, 16, generator=generator)
         cache.expect(0)
-        return cache.attend(form, query, key, value, sinks)
+        found = cache.attend(form, query, key, value, sinks)
+        return found.view(count, 8 * 16).view(count, 8, 16)  # as models' code looks at it
 
     cache.begin(Segment(0, 0, NUM_TOKENS))
     with Largest() as largest:  # type: ignore[no-untyped-call]

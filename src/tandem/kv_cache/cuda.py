@@ -302,11 +302,11 @@ class StaticKvCache(SlotCache):
             out = F.scaled_dot_product_attention(
                 query[None], keys[None], values[None], is_causal=True, scale=form.scale
             )
-            return out[0].transpose(0, 1)
-        mask = self._seen_by_last(count, total, form.window, selected)
-        heads = None if sinks is None else sinks.reshape(form.num_heads, 1, 1)
-        out = attention(form, query[None], keys[None], values[None], mask, heads)[0]
-        return out.transpose(0, 1)
+        else:
+            mask = self._seen_by_last(count, total, form.window, selected)
+            heads = None if sinks is None else sinks.reshape(form.num_heads, 1, 1)
+            out = attention(form, query[None], keys[None], values[None], mask, heads)
+        return out[0].transpose(0, 1).contiguous()  # as models' code looks at it
 
     def _prefill_latents(
         self,
