@@ -251,6 +251,18 @@ def test_the_real_clock_says_the_same_to_the_bit(checkpoint: Path, profile: str)
     runtime_in(hybrid).executor.close()
 
 
+def test_steps_of_which_a_token_passes_layers_by_are_planned(profile: str, tmp_path: Path) -> None:
+    """Of text those of experts for images: an answer layer by layer would wait for them."""
+    checkpoint = save_tiny_checkpoint(tmp_path / "tiny", "ernie4_5_vl_moe")
+    alone = tandem.load(checkpoint, dtype="float32", expert_dtype="int8")
+    hybrid = load(checkpoint, profile, clock="real", expert_dtype="int8")
+    options: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0}
+    found, expected = (Generator(model).generate([40, 41], **options) for model in (hybrid, alone))
+    assert found[0].token_ids == expected[0].token_ids
+    assert runtime_in(hybrid).executor.captured is None
+    runtime_in(hybrid).executor.close()
+
+
 def test_replayed_steps_on_the_real_clock_do_not_ask_python_for_layers(
     checkpoint: Path, profile: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,6 +39,8 @@ class ObservedModel:
     threads: CpuThreads
     geometry: Geometry
     call: ExpertsCall
+    runs_in_order: bool
+    """Whether a token goes through all layers of the store, once each and in their order."""
 
     @property
     def model_type(self) -> str:
@@ -75,7 +77,12 @@ class ObservedModel:
         )
 
     def native_layers(self, cache: ExpertCache) -> list[_native.RoutedLayer] | None:
-        """Return the layers as captured steps take them; None where something needs plans."""
+        """Return the layers as captured steps take them; None where something needs plans.
+
+        Steps are answered layer by layer: one that a token passes by would be waited for.
+        """
+        if not self.runs_in_order:
+            return None
         functions = {layer: expert_functions(module) for module, layer in self.bound}
         return captured_layers(cache, functions, self.call.dtype)
 
@@ -113,9 +120,11 @@ def observe(model: PreTrainedModel, runtime: Runtime) -> ObservedModel:
         )
     most_experts = max(layer.arrivals.num_experts for layer in store)
     geometry = Geometry(len(store), most_experts, observer.calls[0].top_k)
+    order = [call.layer for call in observer.calls]
     return ObservedModel(
-        model, store, runtime.bound, runtime.options, runtime.threads, geometry, observer.calls[0]
-    )
+        model, store, runtime.bound, runtime.options, runtime.threads, geometry, observer.calls[0],
+        runs_in_order=order == list(range(len(store))),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
